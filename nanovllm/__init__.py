@@ -1,0 +1,13 @@
+"""nanovllm: vLLM's ideas, small enough to read."""
+
+from nanovllm.sampling_params import SamplingParams
+
+__all__ = ["LLM", "SamplingParams"]
+
+
+def __getattr__(name):  # PEP 562: the scheduler can be imported without torch
+    if name == "LLM":
+        from nanovllm.engine import LLM
+
+        return LLM
+    raise AttributeError(f"module 'nanovllm' has no attribute {name!r}")

@@ -1,0 +1,122 @@
+"""BlockManager: the page table of the KV cache (paper, sections 4.2 to 4.4). No torch in here."""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import count
+
+from nanovllm.sequence import Sequence
+
+EMPTY_PREFIX = 0
+
+
+@dataclass(slots=True)
+class Block:
+    """`block_size` tokens of keys and values, for every layer.
+
+    `key` is (identity of the prefix before this block, the block's tokens) and `prefix_id` the identity
+    of the prefix that the block ends. Both are set when the block is full and computed.
+    """
+
+    id: int
+    ref_count: int = 0
+    key: tuple[int, tuple[int, ...]] | None = None
+    prefix_id: int | None = None
+
+
+class BlockManager:
+    """Hands out blocks on demand, shares those with an equal prefix, and keeps freed ones findable until reused.
+
+    A prefix is found by an exact key and never by a hash alone, so two different prompts cannot share a
+    block by accident or by design. Identities are never issued twice: when a block is evicted, whatever
+    hung on its identity can no longer be reached.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True):
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.blocks = [Block(i) for i in range(num_blocks)]
+        self.free_blocks = OrderedDict.fromkeys(range(num_blocks))  # an ordered set: next to be reused first
+        self.findable: dict[tuple[int, tuple[int, ...]], Block] = {}
+        self.new_prefix_id = count(EMPTY_PREFIX + 1).__next__
+
+    @property
+    def num_free_blocks(self) -> int:
+        return len(self.free_blocks)
+
+    @property
+    def num_used_blocks(self) -> int:
+        return len(self.blocks) - len(self.free_blocks)
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def num_new_blocks(self, seq: Sequence, num_tokens: int) -> int:
+        """Blocks that `seq` lacks to compute its next `num_tokens` tokens."""
+        return self.num_blocks_for(seq.num_computed_tokens + num_tokens) - len(seq.block_table)
+
+    def take_prefix(self, seq: Sequence) -> None:
+        """Lets a sequence without blocks share the longest computed prefix of its tokens.
+
+        At most len(seq) - 1 tokens: the last one is always computed, because its logits are needed.
+        """
+        assert not seq.block_table and seq.num_computed_tokens == 0
+        prefix_id = EMPTY_PREFIX
+        for end in range(self.block_size, len(seq), self.block_size):
+            block = self.findable.get((prefix_id, tuple(seq.token_ids[end - self.block_size : end])))
+            if block is None:
+                break
+            if block.ref_count == 0:
+                del self.free_blocks[block.id]
+            block.ref_count += 1
+            prefix_id = block.prefix_id
+            seq.block_table.append(block.id)
+            seq.prefix_ids.append(prefix_id)
+            seq.num_computed_tokens = end
+
+    def allocate(self, seq: Sequence, num_tokens: int) -> None:
+        """Appends the blocks that the next `num_tokens` tokens need; the caller has seen that they are free."""
+        for _ in range(self.num_new_blocks(seq, num_tokens)):
+            block = self.blocks[self.free_blocks.popitem(last=False)[0]]
+            if block.key is not None:  # evicted from the prefix cache
+                del self.findable[block.key]
+                block.key = block.prefix_id = None
+            block.ref_count = 1
+            seq.block_table.append(block.id)
+
+    def publish(self, seq: Sequence) -> None:
+        """Makes the full blocks findable whose keys and values have been computed by now."""
+        if not self.enable_prefix_caching:
+            return
+        for i in range(len(seq.prefix_ids), seq.num_computed_tokens // self.block_size):
+            tokens = tuple(seq.token_ids[i * self.block_size : (i + 1) * self.block_size])
+            key = (seq.prefix_ids[-1] if seq.prefix_ids else EMPTY_PREFIX, tokens)
+            block = self.findable.get(key)
+            if block is None:  # else another sequence computed the same prefix, and its block stays the findable one
+                block = self.findable[key] = self.blocks[seq.block_table[i]]
+                block.key, block.prefix_id = key, self.new_prefix_id()
+            seq.prefix_ids.append(block.prefix_id)
+
+    def free(self, seq: Sequence) -> None:
+        """Gives back the blocks of `seq`, the last one first, so that tails are reused before their prefixes."""
+        for block_id in reversed(seq.block_table):
+            block = self.blocks[block_id]
+            block.ref_count -= 1
+            if block.ref_count == 0:
+                self.free_blocks[block_id] = None
+                if block.key is None:  # nothing to find in it: reuse it before any cached block
+                    self.free_blocks.move_to_end(block_id, last=False)
+        seq.block_table, seq.prefix_ids, seq.num_computed_tokens = [], [], 0
+
+    def check(self, sequences: Iterable[Sequence]) -> None:
+        """Asserts the invariants, given all sequences that hold blocks. For tests: it visits every block."""
+        owners = [0] * len(self.blocks)
+        for seq in sequences:
+            assert seq.num_computed_tokens <= len(seq.block_table) * self.block_size
+            for block_id in seq.block_table:
+                owners[block_id] += 1
+        for block in self.blocks:
+            assert block.ref_count == owners[block.id], f"{block} has {owners[block.id]} owners"
+            assert (block.ref_count == 0) == (block.id in self.free_blocks), f"{block} is both or neither free and used"
+            assert block.key is None or self.findable[block.key] is block, f"{block} cannot be found"
+        assert all(block.key == key for key, block in self.findable.items()), "a findable block is stale"

@@ -1,0 +1,87 @@
+"""Config: every knob of the engine, with its default and its limits. No torch in here."""
+
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from pathlib import Path
+
+EMBEDDED_MODEL = str(Path(__file__).parent / "tiny_qwen3")
+
+
+class Options:
+    """Base of Config and SamplingParams: an unknown keyword is an error that names the nearest field."""
+
+    def __new__(cls, **kwargs):
+        names = [field.name for field in fields(cls)]
+        for name in kwargs:
+            if name not in names:
+                nearest = get_close_matches(name, names, n=1, cutoff=0.5)
+                hint = f"did you mean {nearest[0]!r}?" if nearest else f"allowed are {', '.join(names)}"
+                raise ValueError(f"{cls.__name__} has no field {name!r}: {hint}")
+        return super().__new__(cls)
+
+    def require(self, name, condition, allowed):
+        """Raises a ValueError that names the field, its value and what is allowed."""
+        if not condition:
+            raise ValueError(f"{name}={getattr(self, name)!r} is not allowed: it must be {allowed}")
+
+
+def is_int(value, low, high=float("inf")) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def is_number(value, low, high=float("inf")) -> bool:
+    """False for NaN, too, because every comparison with it is false."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+
+
+@dataclass(kw_only=True)
+class Config(Options):
+    model: str = EMBEDDED_MODEL
+    """Local directory or Hugging Face hub id; the embedded model by default."""
+    dtype: str = "auto"
+    """"auto", "float32", "bfloat16" or "float16". Auto is the checkpoint's own on CUDA; on a CPU it is
+    bfloat16 where the CPU multiplies in it and float32 elsewhere (always for the embedded model)."""
+    device: str = "auto"
+    """"auto" (CUDA if there is one), "cpu", "cuda" or "cuda:N"."""
+    max_model_len: int | None = None
+    """Most tokens of one sequence, prompt and output together. Default: what the model was made for."""
+    max_num_seqs: int = 256
+    """Most sequences that run in one step."""
+    max_num_batched_tokens: int | None = None
+    """Most tokens computed in one step; longer prompts are cut into chunks. Default: 8192 on CUDA, 2048 on CPU."""
+    block_size: int = 16
+    """Tokens in a KV block (paper, section 7.2: 16 is large enough for the GPU and small enough to waste little)."""
+    num_blocks: int | None = None
+    """KV blocks, exactly. Default: what fits into `gpu_memory_utilization` or `kv_cache_gib`."""
+    gpu_memory_utilization: float = 0.9
+    """Part of the GPU's memory for weights, activations and KV cache together."""
+    kv_cache_gib: float = 1.0
+    """Memory for the KV cache on a CPU, in GiB."""
+    enable_prefix_caching: bool = True
+    """Whether full blocks are kept after use and found again by requests with the same prefix."""
+    preemption_mode: str = "recompute"
+    """How a preempted request recovers: "recompute"."""
+    attention_backend: str = "auto"
+    """"auto" or "torch"."""
+    scheduler_cls: type | None = None
+    """A subclass of nanovllm.scheduler.Scheduler."""
+    block_manager_cls: type | None = None
+    """A subclass of nanovllm.block_manager.BlockManager."""
+    seed: int = 0
+    """Where requests without a seed of their own get theirs from."""
+
+    def __post_init__(self):
+        self.model = str(self.model)
+        self.require("dtype", self.dtype in ("auto", "float32", "bfloat16", "float16"), "auto, float32, bfloat16 or float16")
+        kind, _, index = str(self.device).partition(":")
+        self.require("device", kind in ("auto", "cpu", "cuda") and (index == "" or index.isdigit()), "auto, cpu, cuda or cuda:N")
+        for name in ("max_model_len", "max_num_batched_tokens", "num_blocks"):
+            self.require(name, getattr(self, name) is None or is_int(getattr(self, name), 1), "a positive integer or None")
+        self.require("max_num_seqs", is_int(self.max_num_seqs, 1), "a positive integer")
+        self.require("block_size", is_int(self.block_size, 1), "a positive integer")
+        share = self.gpu_memory_utilization
+        self.require("gpu_memory_utilization", is_number(share, 0, 1) and share > 0, "above 0 and at most 1")
+        self.require("kv_cache_gib", is_number(self.kv_cache_gib, 0) and self.kv_cache_gib > 0, "a positive number")
+        self.require("preemption_mode", self.preemption_mode == "recompute", "recompute")
+        self.require("attention_backend", self.attention_backend in ("auto", "torch"), "auto or torch")
+        self.require("seed", is_int(self.seed, 0, 2**63 - 1), "an integer from 0 to 2**63 - 1")

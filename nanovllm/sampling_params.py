@@ -1,0 +1,46 @@
+"""SamplingParams: how the tokens of one request are drawn, and when it ends. No torch in here."""
+
+from dataclasses import dataclass
+
+from nanovllm.config import Options, is_int, is_number
+
+
+@dataclass(kw_only=True)
+class SamplingParams(Options):
+    n: int = 1
+    """Number of outputs for the prompt."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_k: int = 0
+    """Keep the k likeliest tokens; 0 or -1 keeps all."""
+    top_p: float = 1.0
+    """Keep the likeliest tokens that have this probability together."""
+    min_p: float = 0.0
+    """Keep the tokens with at least this part of the likeliest token's probability."""
+    max_tokens: int = 256
+    """Most tokens to generate."""
+    stop: str | list[str] | None = None
+    """Texts that end the output; the output is cut before them."""
+    stop_token_ids: list[int] | None = None
+    """Tokens that end the output, besides the model's end-of-sequence tokens."""
+    ignore_eos: bool = False
+    """Go on after the model's end-of-sequence tokens."""
+    seed: int | None = None
+    """The same request with the same seed gives the same tokens, whatever it is batched with."""
+    logprobs: int | None = None
+    """Return the log-probability of each output token, and of the k likeliest beside it."""
+
+    def __post_init__(self):
+        self.require("n", is_int(self.n, 1), "a positive integer")
+        self.require("temperature", is_number(self.temperature, 0, 1e6), "0 (greedy) or a positive number")
+        self.require("top_k", is_int(self.top_k, -1), "a positive integer, or 0 or -1 for all tokens")
+        self.require("top_p", is_number(self.top_p, 0, 1) and self.top_p > 0, "above 0 and at most 1")
+        self.require("min_p", is_number(self.min_p, 0, 1), "from 0 to 1")
+        self.require("max_tokens", is_int(self.max_tokens, 1), "a positive integer")
+        stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
+        self.require("stop", all(isinstance(s, str) and s for s in stop), "a string or a list of strings, none of them empty")
+        ids = list(self.stop_token_ids or [])
+        self.require("stop_token_ids", all(is_int(i, 0) for i in ids), "a list of token ids")
+        self.require("seed", self.seed is None or is_int(self.seed, 0, 2**63 - 1), "None or an integer from 0 to 2**63 - 1")
+        self.require("logprobs", self.logprobs is None or is_int(self.logprobs, 0, 20), "None or an integer from 0 to 20")
+        self.stop, self.stop_token_ids = stop, ids

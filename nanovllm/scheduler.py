@@ -1,0 +1,183 @@
+"""Scheduler: who runs in the next step, and with how many tokens. No torch in here.
+
+There is no prefill and no decode phase. Every sequence has tokens whose keys and values are not in the
+cache yet: a new prompt all of them, a decoding sequence one. A step computes as many as the budget and the
+blocks allow (iteration-level scheduling as in Orca, with the chunked prefill of Sarathi-Serve).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from nanovllm.block_manager import BlockManager
+from nanovllm.config import Config
+from nanovllm.sequence import Request, Sequence
+
+
+@dataclass
+class Schedule:
+    """One step: each sequence in it with the number of its tokens to compute, and blocks to move first."""
+
+    items: list[tuple[Sequence, int]] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)  # copy-on-write: from block, to block
+    swaps_out: list[tuple[int, int]] = field(default_factory=list)  # from GPU block, to host block
+    swaps_in: list[tuple[int, int]] = field(default_factory=list)  # from host block, to GPU block
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(n for _, n in self.items)
+
+    @property
+    def sampled(self) -> list[Sequence]:
+        """The sequences whose last token is computed in this step: each gets a next one."""
+        return [seq for seq, n in self.items if n == seq.num_missing_tokens]
+
+
+class Scheduler:
+    """First come, first served, under a budget of tokens and sequences (paper, section 4.5).
+
+    To change the order, override `priority`. To change more, override `schedule`, which may use everything here.
+    """
+
+    def __init__(self, config: Config, block_manager: BlockManager):
+        self.max_num_batched_tokens = config.max_num_batched_tokens
+        self.max_num_seqs = config.max_num_seqs
+        self.max_model_len = config.max_model_len
+        self.block_manager = block_manager
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.num_preemptions = 0
+        self.num_prompt_tokens = 0  # of requests when they were first admitted ...
+        self.num_cached_tokens = 0  # ... and how many of them the prefix cache had
+
+    def priority(self, request: Request):
+        """Sort key: the request with the smallest runs first, the one with the largest is preempted first."""
+        return request.arrival
+
+    def add(self, request: Request) -> None:
+        """Queues the request. Raises ValueError if it could never run to its end, even alone."""
+        prompt, params = len(request.prompt_token_ids), request.params
+        if prompt + 1 > self.max_model_len:
+            raise ValueError(
+                f"the prompt has {prompt} tokens, but max_model_len={self.max_model_len} leaves room for at most "
+                f"{self.max_model_len - 1} and one new token"
+            )
+        if params.n > self.max_num_seqs:
+            raise ValueError(f"n={params.n} is not allowed: it must be at most max_num_seqs={self.max_num_seqs}")
+        longest = min(prompt + params.max_tokens, self.max_model_len) - 1  # the last token is never fed back
+        blocks, total = params.n * self.block_manager.num_blocks_for(longest), len(self.block_manager.blocks)
+        if blocks > total:
+            raise ValueError(
+                f"the request may need {blocks} KV blocks of {self.block_manager.block_size} tokens (prompt of {prompt} "
+                f"tokens, max_tokens={params.max_tokens}, n={params.n}), but num_blocks={total}"
+            )
+        self.waiting.append(request)
+
+    def schedule(self) -> Schedule:
+        """Plans a step: running requests first, then waiting ones. What it plans has its blocks."""
+        schedule = Schedule()
+        budget = self._schedule_running(schedule, self.max_num_batched_tokens)
+        if budget is not None:
+            self._schedule_waiting(schedule, budget)
+        assert schedule.items or not self.has_unfinished(), "no progress"
+        return schedule
+
+    def _schedule_running(self, schedule: Schedule, budget: int) -> int | None:
+        """Returns the budget that is left, or None if a request was preempted, so that none is admitted."""
+        self.running.sort(key=self.priority)
+        num_preemptions, i = self.num_preemptions, 0
+        while i < len(self.running) and budget > 0:
+            plan = self._plan(self.running[i], budget)
+            while not self._has_blocks(plan) and i < len(self.running):
+                self._preempt(self.running.pop())
+            if i < len(self.running):  # else it was the last one and had to give way itself
+                budget -= self._commit(plan, schedule)
+                i += 1
+        return budget if self.num_preemptions == num_preemptions else None
+
+    def _schedule_waiting(self, schedule: Schedule, budget: int) -> None:
+        num_seqs = sum(len(request.unfinished) for request in self.running)
+        if self.waiting and num_seqs < self.max_num_seqs:
+            self.waiting.sort(key=self.priority)
+        while self.waiting and budget > 0:
+            request = self.waiting[0]
+            num_seqs += len(request.unfinished)
+            if num_seqs > self.max_num_seqs:
+                break
+            for seq in request.unfinished:  # hits first: they decide how many tokens are left to compute
+                self.block_manager.take_prefix(seq)
+            plan = self._plan(request, budget)
+            if not self._has_blocks(plan):
+                self._release(request)
+                break
+            self._count_hits(request)
+            budget -= self._commit(plan, schedule)
+            self.running.append(self.waiting.pop(0))
+
+    def _plan(self, request: Request, budget: int) -> list[tuple[Sequence, int]]:
+        """The request's sequences with their missing tokens, as far as the budget goes."""
+        plan = []
+        for seq in request.unfinished:
+            num_tokens = min(seq.num_missing_tokens, budget)
+            if num_tokens > 0:
+                plan.append((seq, num_tokens))
+                budget -= num_tokens
+        return plan
+
+    def _has_blocks(self, plan: list[tuple[Sequence, int]]) -> bool:
+        return sum(self.block_manager.num_new_blocks(*item) for item in plan) <= self.block_manager.num_free_blocks
+
+    def _commit(self, plan: list[tuple[Sequence, int]], schedule: Schedule) -> int:
+        for seq, num_tokens in plan:
+            self.block_manager.allocate(seq, num_tokens)
+        schedule.items += plan
+        return sum(num_tokens for _, num_tokens in plan)
+
+    def _preempt(self, request: Request) -> None:
+        """All or nothing: all sequences of the request lose their blocks and wait. What they had is computed again."""
+        self._release(request)
+        self.waiting.append(request)
+        self.num_preemptions += 1
+        request.num_preemptions += 1
+
+    def _release(self, request: Request) -> None:
+        for seq in request.unfinished:
+            self.block_manager.free(seq)
+
+    def _count_hits(self, request: Request) -> None:
+        if request.num_preemptions == 0:
+            request.num_cached_tokens = sum(seq.num_computed_tokens for seq in request.sequences)
+            self.num_cached_tokens += request.num_cached_tokens
+            self.num_prompt_tokens += sum(len(seq) for seq in request.sequences)
+
+    def update(self, schedule: Schedule, token_ids: list[int]) -> list[Sequence]:
+        """Takes in a step's result: one token for each of `schedule.sampled`, which it returns."""
+        sampled = schedule.sampled
+        for seq, num_tokens in schedule.items:
+            seq.num_computed_tokens += num_tokens
+            self.block_manager.publish(seq)
+        for seq, token_id in zip(sampled, token_ids, strict=True):
+            seq.token_ids.append(token_id)
+            if token_id in seq.request.stop_token_ids:
+                self.finish(seq, "stop")
+            elif seq.num_output_tokens >= seq.request.params.max_tokens or len(seq) >= self.max_model_len:
+                self.finish(seq, "length")
+        return sampled
+
+    def finish(self, seq: Sequence, reason: str) -> None:
+        """Ends one sequence, and its request with the last one."""
+        seq.finish_reason = reason
+        self.block_manager.free(seq)
+        if seq.request.is_finished:
+            (self.running if seq.request in self.running else self.waiting).remove(seq.request)
+
+    def abort(self, request: Request) -> None:
+        """Ends what is unfinished of the request, wherever it is."""
+        for seq in request.unfinished:
+            self.finish(seq, "abort")
+
+    def unfinished(self) -> Iterator[Request]:
+        yield from self.running
+        yield from self.waiting
+
+    def has_unfinished(self) -> bool:
+        return bool(self.running or self.waiting)

@@ -1,0 +1,77 @@
+"""Sequence and Request: the state of what a user asked for. No torch in here."""
+
+from nanovllm.sampling_params import SamplingParams
+
+
+class Sequence:
+    """A prompt and one output for it.
+
+    `token_ids` are its tokens. The first `num_computed_tokens` of them have their keys and values in
+    the KV cache, in the blocks that `block_table` lists: token i is in block `block_table[i // block_size]`
+    at offset `i % block_size` (paper, section 4.3). A step computes some of those that are missing.
+    """
+
+    def __init__(self, request: "Request", index: int):
+        self.request = request
+        self.index = index
+        self.token_ids = list(request.prompt_token_ids)
+        self.num_computed_tokens = 0
+        self.block_table: list[int] = []
+        self.prefix_ids: list[int] = []  # identity of the prefix that each full block ends, see BlockManager
+        self.finish_reason: str | None = None  # "stop", "length" or "abort"
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_missing_tokens(self) -> int:
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[len(self.request.prompt_token_ids) :]
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - len(self.request.prompt_token_ids)
+
+    @property
+    def seed(self) -> int:
+        """Every output of a request draws its own numbers."""
+        return (self.request.seed + self.index * 0x9E3779B97F4A7C15) % 2**63
+
+    def __repr__(self) -> str:
+        state = self.finish_reason or f"{self.num_computed_tokens} of {len(self)} tokens computed"
+        return f"Sequence({self.request.request_id}.{self.index}: {state}, blocks {self.block_table})"
+
+
+class Request:
+    """One prompt with its parameters, and its `params.n` sequences. They are preempted together (paper, section 4.5)."""
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        arrival: int = 0,
+        seed: int = 0,
+        eos_token_ids: tuple[int, ...] = (),
+    ):
+        self.request_id = request_id
+        self.prompt_token_ids = prompt_token_ids
+        self.params = params
+        self.arrival = arrival  # a counter, so that no two requests arrive together
+        self.seed = seed if params.seed is None else params.seed
+        self.stop_token_ids = frozenset(params.stop_token_ids).union(() if params.ignore_eos else eos_token_ids)
+        self.num_cached_tokens = 0  # prompt tokens found in the prefix cache when the request was first admitted
+        self.num_preemptions = 0
+        self.sequences = [Sequence(self, index) for index in range(params.n)]
+
+    @property
+    def unfinished(self) -> list[Sequence]:
+        return [seq for seq in self.sequences if seq.finish_reason is None]
+
+    @property
+    def is_finished(self) -> bool:
+        return not self.unfinished
