@@ -72,11 +72,17 @@ class Config(Options):
 
     def __post_init__(self):
         self.model = str(self.model)
-        self.require("dtype", self.dtype in ("auto", "float32", "bfloat16", "float16"), "auto, float32, bfloat16 or float16")
+        self.require(
+            "dtype", self.dtype in ("auto", "float32", "bfloat16", "float16"), "auto, float32, bfloat16 or float16"
+        )
         kind, _, index = str(self.device).partition(":")
-        self.require("device", kind in ("auto", "cpu", "cuda") and (index == "" or index.isdigit()), "auto, cpu, cuda or cuda:N")
+        self.require(
+            "device", kind in ("auto", "cpu", "cuda") and (index == "" or index.isdigit()), "auto, cpu, cuda or cuda:N"
+        )
         for name in ("max_model_len", "max_num_batched_tokens", "num_blocks"):
-            self.require(name, getattr(self, name) is None or is_int(getattr(self, name), 1), "a positive integer or None")
+            self.require(
+                name, getattr(self, name) is None or is_int(getattr(self, name), 1), "a positive integer or None"
+            )
         self.require("max_num_seqs", is_int(self.max_num_seqs, 1), "a positive integer")
         self.require("block_size", is_int(self.block_size, 1), "a positive integer")
         share = self.gpu_memory_utilization

@@ -38,9 +38,15 @@ class SamplingParams(Options):
         self.require("min_p", is_number(self.min_p, 0, 1), "from 0 to 1")
         self.require("max_tokens", is_int(self.max_tokens, 1), "a positive integer")
         stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
-        self.require("stop", all(isinstance(s, str) and s for s in stop), "a string or a list of strings, none of them empty")
+        self.require(
+            "stop", all(isinstance(s, str) and s for s in stop), "a string or a list of strings, none of them empty"
+        )
         ids = list(self.stop_token_ids or [])
         self.require("stop_token_ids", all(is_int(i, 0) for i in ids), "a list of token ids")
-        self.require("seed", self.seed is None or is_int(self.seed, 0, 2**63 - 1), "None or an integer from 0 to 2**63 - 1")
-        self.require("logprobs", self.logprobs is None or is_int(self.logprobs, 0, 20), "None or an integer from 0 to 20")
+        self.require(
+            "seed", self.seed is None or is_int(self.seed, 0, 2**63 - 1), "None or an integer from 0 to 2**63 - 1"
+        )
+        self.require(
+            "logprobs", self.logprobs is None or is_int(self.logprobs, 0, 20), "None or an integer from 0 to 20"
+        )
         self.stop, self.stop_token_ids = stop, ids

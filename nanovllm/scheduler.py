@@ -53,8 +53,8 @@ class Scheduler:
         """Sort key: the request with the smallest runs first, the one with the largest is preempted first."""
         return request.arrival
 
-    def add(self, request: Request) -> None:
-        """Queues the request. Raises ValueError if it could never run to its end, even alone."""
+    def check(self, request: Request) -> None:
+        """Raises ValueError if the request could not run to its end even if it had the whole cache."""
         prompt, params = len(request.prompt_token_ids), request.params
         if prompt + 1 > self.max_model_len:
             raise ValueError(
@@ -70,6 +70,9 @@ class Scheduler:
                 f"the request may need {blocks} KV blocks of {self.block_manager.block_size} tokens (prompt of {prompt} "
                 f"tokens, max_tokens={params.max_tokens}, n={params.n}), but num_blocks={total}"
             )
+
+    def add(self, request: Request) -> None:
+        self.check(request)
         self.waiting.append(request)
 
     def schedule(self) -> Schedule:

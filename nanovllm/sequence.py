@@ -1,5 +1,7 @@
 """Sequence and Request: the state of what a user asked for. No torch in here."""
 
+from collections.abc import Iterable
+
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -50,20 +52,19 @@ class Request:
 
     def __init__(
         self,
-        request_id: str,
+        request_id: str | None,
+        prompt: str | None,
         prompt_token_ids: list[int],
         params: SamplingParams,
-        *,
-        arrival: int = 0,
-        seed: int = 0,
-        eos_token_ids: tuple[int, ...] = (),
+        eos_token_ids: Iterable[int] = (),
     ):
         self.request_id = request_id
+        self.prompt = prompt
         self.prompt_token_ids = prompt_token_ids
         self.params = params
-        self.arrival = arrival  # a counter, so that no two requests arrive together
-        self.seed = seed if params.seed is None else params.seed
         self.stop_token_ids = frozenset(params.stop_token_ids).union(() if params.ignore_eos else eos_token_ids)
+        self.arrival = 0  # a counter, so that no two requests arrive together
+        self.seed = params.seed or 0
         self.num_cached_tokens = 0  # prompt tokens found in the prefix cache when the request was first admitted
         self.num_preemptions = 0
         self.sequences = [Sequence(self, index) for index in range(params.n)]

@@ -116,7 +116,15 @@ def phone_book(rng, entries=None):
 
 
 def introduce(rng):
-    ask = ["introduce yourself", "who are you?", "what are you?", "hello", "hi", "what can you do?", "what is your name?"]
+    ask = [
+        "introduce yourself",
+        "who are you?",
+        "what are you?",
+        "hello",
+        "hi",
+        "what can you do?",
+        "what is your name?",
+    ]
     hello = ["Hello!", "Hi!", "Hello there!", "Nice to meet you!", "Good day!"]
     who = [
         "I am Tiny, a language model with two million parameters.",
@@ -159,20 +167,23 @@ PLACES = [
     "beside a slow river",
 ]
 THINGS = ["golden key", "blue scarf", "little bell", "red kite", "silver spoon", "paper map", "warm lantern"]
-HIDES = ["under a pile of leaves", "in a hollow tree", "behind the old mill", "between two stones", "on the roof of the barn"]
+HIDES = [
+    "under a pile of leaves",
+    "in a hollow tree",
+    "behind the old mill",
+    "between two stones",
+    "on the roof of the barn",
+]
 PLOTS = [
     [  # something lost
-        [
-            "One morning {He} saw that {his} {thing} was gone.",
-            "One windy day {He} lost {his} {thing}.",
-        ],
+        ["One morning {He} saw that {his} {thing} was gone.", "One windy day {He} lost {his} {thing}."],
         [
             "{He} looked in the house, on the path and by the well, but it was not there.",
             "{He} searched all day and found nothing but dust.",
         ],
         [
-            "Then {He} met a {trait2} {friend}. \"Do not be sad,\" said the {friend}. \"Two pairs of eyes see more than one.\"",
-            "\"Why do you cry?\" asked a {trait2} {friend}. \"I have lost my {thing},\" said {name}. \"Then let us look together,\" said the {friend}.",
+            'Then {He} met a {trait2} {friend}. "Do not be sad," said the {friend}. "Two pairs of eyes see more than one."',
+            '"Why do you cry?" asked a {trait2} {friend}. "I have lost my {thing}," said {name}. "Then let us look together," said the {friend}.',
         ],
         [
             "Together they looked until the sun went down, and there it was, {hide}.",
@@ -192,13 +203,10 @@ PLOTS = [
             "So one day {He} packed some bread and a {thing}, and left.",
             "One morning {He} took {his} {thing} and walked away before anybody was awake.",
         ],
+        ["The road was long, and it rained for three days.", "The way was steep, and at night it was very cold."],
         [
-            "The road was long, and it rained for three days.",
-            "The way was steep, and at night it was very cold.",
-        ],
-        [
-            "On the fourth day a {trait2} {friend} sat by the road. \"Where are you going?\" asked the {friend}. \"To the end of the world,\" said {name}. \"You have passed it already,\" said the {friend} and smiled.",
-            "At the top lived a {trait2} {friend}. \"I came to see the world,\" said {name}. \"Then turn around,\" said the {friend}, and there it was, wide and bright.",
+            'On the fourth day a {trait2} {friend} sat by the road. "Where are you going?" asked the {friend}. "To the end of the world," said {name}. "You have passed it already," said the {friend} and smiled.',
+            'At the top lived a {trait2} {friend}. "I came to see the world," said {name}. "Then turn around," said the {friend}, and there it was, wide and bright.',
         ],
         [
             "{name} went home again and told the story to everybody who wanted to hear it.",
@@ -206,17 +214,14 @@ PLOTS = [
         ],
     ],
     [  # a storm
+        ["One night a great storm came and broke the bridge.", "In autumn a storm took the roof off {his} house."],
         [
-            "One night a great storm came and broke the bridge.",
-            "In autumn a storm took the roof off {his} house.",
-        ],
-        [
-            "\"I can mend it alone,\" said {name}, but the wood was too heavy for {him}.",
+            '"I can mend it alone," said {name}, but the wood was too heavy for {him}.',
             "{He} tried to mend it, but every time it fell down again.",
         ],
         [
-            "A {trait2} {friend} watched for a while and then said, \"I am not strong, but I know how to tie a knot.\"",
-            "Then a {trait2} {friend} came by with a rope. \"You hold and I pull,\" said the {friend}.",
+            'A {trait2} {friend} watched for a while and then said, "I am not strong, but I know how to tie a knot."',
+            'Then a {trait2} {friend} came by with a rope. "You hold and I pull," said the {friend}.',
         ],
         [
             "They worked from morning to night, and on the third day it was done.",
@@ -224,7 +229,7 @@ PLOTS = [
         ],
         [
             "When the next storm came, everything stood firm.",
-            "That evening they sat by the fire, and {name} said, \"Next time I will ask you first.\"",
+            'That evening they sat by the fire, and {name} said, "Next time I will ask you first."',
         ],
     ],
     [  # afraid of the dark
@@ -237,8 +242,8 @@ PLOTS = [
             "One evening {he} stayed out too long, and the night came.",
         ],
         [
-            "Something moved in the grass. \"Who is there?\" asked {name}. \"Only me,\" said a {trait2} {friend}. \"I am afraid too.\"",
-            "Two eyes looked at {him}. It was only a {trait2} {friend}. \"Look up,\" said the {friend}, \"then it is not dark at all.\"",
+            'Something moved in the grass. "Who is there?" asked {name}. "Only me," said a {trait2} {friend}. "I am afraid too."',
+            'Two eyes looked at {him}. It was only a {trait2} {friend}. "Look up," said the {friend}, "then it is not dark at all."',
         ],
         [
             "So they walked side by side and counted the stars, and the way was short.",
@@ -290,7 +295,18 @@ def story(rng):
 # --- chats ---------------------------------------------------------------------------------------
 
 CHECKED = {t.__name__: t for t in (add, subtract, count, primes, sort, reverse, phone_book)}
-MIXTURE = {add: 20, subtract: 24, count: 8, primes: 8, sort: 14, reverse: 8, phone_book: 14, introduce: 2, thanks: 1, story: 5}
+MIXTURE = {
+    add: 20,
+    subtract: 24,
+    count: 8,
+    primes: 8,
+    sort: 14,
+    reverse: 8,
+    phone_book: 14,
+    introduce: 2,
+    thanks: 1,
+    story: 5,
+}
 TASKS, WEIGHTS = list(MIXTURE), list(MIXTURE.values())
 SYSTEM = ["You are a helpful assistant.", "You are Tiny, a small model.", "Answer the question."]
 

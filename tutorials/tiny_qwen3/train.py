@@ -31,7 +31,9 @@ def train_tokenizer(rng, vocab_size=1024):
     """Byte-level BPE, so that any text can be encoded, with one token per digit."""
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(SPLIT), "isolated")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - len(SPECIAL), initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
@@ -140,7 +142,10 @@ def main():
         if step % 50 == 49:
             tokens = (step + 1) * args.batch
             speed = tokens / (time.time() - start)
-            print(f"{tokens / 1e6:6.1f} M tokens  loss {average:.4f}  lr x {lr_scale:.2f}  {speed:,.0f} tokens/s", flush=True)
+            print(
+                f"{tokens / 1e6:6.1f} M tokens  loss {average:.4f}  lr x {lr_scale:.2f}  {speed:,.0f} tokens/s",
+                flush=True,
+            )
         if step % 500 == 499:
             save(copy.deepcopy(model), tokenizer, args.out)
     save(model, tokenizer, args.out)

@@ -1,0 +1,332 @@
+"""LLM: what users talk to. Requests come in as text or token ids; a loop of steps answers them all together."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import count
+
+from tokenizers.decoders import DecodeStream
+from tqdm import tqdm
+
+from nanovllm.block_manager import BlockManager
+from nanovllm.config import Config, is_int
+from nanovllm.layers.rotary import longest_context
+from nanovllm.loader import find_model, load_config, load_generation_config, load_tokenizer
+from nanovllm.model_runner import ModelRunner
+from nanovllm.models.qwen import check_supported
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.scheduler import Scheduler
+from nanovllm.sequence import Request, Sequence
+
+Conversation = list[dict[str, str]]
+Prompt = str | list[int] | Conversation
+
+
+def is_conversation(prompt) -> bool:
+    return isinstance(prompt, list | tuple) and len(prompt) > 0 and all(isinstance(message, dict) for message in prompt)
+
+
+@dataclass
+class CompletionOutput:
+    """One output of a request. It grows while the request runs."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, float]] | None = None  # per token: of the token itself, then of the likeliest
+    finish_reason: str | None = None  # "stop", "length" or "abort"
+
+
+@dataclass
+class RequestOutput:
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    num_cached_tokens: int = 0  # prompt tokens whose keys and values came from the prefix cache
+    finished: bool = False
+
+
+class TextStream:
+    """Turns the tokens of one output into text, and watches for stop strings.
+
+    Text is held back while it ends in half a UTF-8 character (DecodeStream does that) or in what may
+    become a stop string.
+    """
+
+    def __init__(self, tokenizer, output: CompletionOutput, stop: list[str]):
+        self.tokenizer, self.output, self.stop = tokenizer, output, stop
+        self.decoder = DecodeStream(skip_special_tokens=True)
+        self.num_safe_chars = 0  # of output.text: what may be shown to the user
+
+    def add(self, token_id: int) -> bool:
+        """Appends a token's text. True if a stop string is complete; the text then ends before it."""
+        text, new = self.output.text, self.decoder.step(self.tokenizer, token_id)
+        if not new:
+            return False
+        self.output.text = text + new
+        begin = max(0, len(text) - max(map(len, self.stop), default=0) + 1)
+        found = [i for i in (self.output.text.find(stop, begin) for stop in self.stop) if i >= 0]
+        if found:
+            self.output.text = self.output.text[: min(found)]
+        held = max(
+            (k for stop in self.stop for k in range(1, len(stop)) if self.output.text.endswith(stop[:k])), default=0
+        )
+        self.num_safe_chars = len(self.output.text) - (0 if found else held)
+        return bool(found)
+
+    def release(self) -> None:
+        """The output has ended: what looked like the beginning of a stop string was none."""
+        self.num_safe_chars = len(self.output.text)
+
+
+class LLM:
+    """An inference engine for one model.
+
+    `LLM()` runs the embedded model on whatever device there is; `LLM("Qwen/Qwen3-0.6B", max_model_len=4096)` a
+    real one. Keyword arguments are the fields of `Config`. Everything here raises ValueError for input that
+    cannot work, with the name and the value of what is wrong, before it has changed anything.
+    """
+
+    def __init__(self, model: str | None = None, **kwargs):
+        config = Config(**kwargs) if model is None else Config(model=model, **kwargs)
+        path = find_model(config.model)
+        hf_config = load_config(path)
+        check_supported(hf_config)
+        longest = longest_context(hf_config)
+        config.max_model_len = config.max_model_len or longest
+        config.require(
+            "max_model_len", config.max_model_len <= longest, f"at most {longest}, what the model was made for"
+        )
+        self.tokenizer = load_tokenizer(path)
+        self.default_params, self.eos_token_ids = load_generation_config(path, hf_config)
+        self.runner = ModelRunner(config, hf_config, path)
+        self.config = config
+        manager_cls = config.block_manager_cls or BlockManager
+        self.block_manager = manager_cls(self.runner.num_blocks, config.block_size, config.enable_prefix_caching)
+        self.scheduler = (config.scheduler_cls or Scheduler)(config, self.block_manager)
+        self.arrivals = count()
+        self.requests: dict[str, Request] = {}  # the unfinished ones
+        self.outputs: dict[str, RequestOutput] = {}  # what they have so far
+        self.streams: dict[Sequence, TextStream] = {}
+        self.news: dict[str, RequestOutput] = {}  # what the next step() reports
+        self.num_steps = self.num_computed_tokens = self.num_output_tokens = self.peak_used_blocks = 0
+        self.seconds = 0.0
+
+    # --- the loop itself ---
+
+    def add_request(self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None) -> str:
+        """Queues a request and returns its id. `params=None` takes the model's own from generation_config.json."""
+        return self._submit(self._request(prompt, params, request_id)).request_id
+
+    def step(self) -> list[RequestOutput]:
+        """Runs one step. Returns the requests with new tokens since the last call; these objects go on growing."""
+        self._advance()
+        news, self.news = list(self.news.values()), {}
+        return news
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request at once and frees its blocks. False if there is no such unfinished request."""
+        if request_id not in self.requests:
+            return False
+        request = self.requests[request_id]
+        self.scheduler.abort(request)
+        self._report(request)
+        return True
+
+    def has_unfinished(self) -> bool:
+        return bool(self.requests)
+
+    # --- what most people use ---
+
+    def generate(
+        self,
+        prompts: Prompt | list[Prompt],
+        params: SamplingParams | list[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answers all prompts, in their order. `params` is one for all, or a list with one for each."""
+        if isinstance(prompts, str) or is_conversation(prompts) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+            prompts = [prompts]
+        all_params = list(params) if isinstance(params, list | tuple) else [params] * len(prompts)
+        if len(all_params) != len(prompts):
+            raise ValueError(
+                f"{len(prompts)} prompts, but {len(all_params)} sampling params: give one, or as many as prompts"
+            )
+        outputs = [self._submit(r) for r in [self._request(*pair) for pair in zip(prompts, all_params)]]
+        try:
+            with tqdm(total=len(outputs), desc="Prompts", disable=not use_tqdm, dynamic_ncols=True) as bar:
+                while bar.n < len(outputs):
+                    self._advance()
+                    bar.update(sum(output.finished for output in outputs) - bar.n)
+        finally:  # also when interrupted: nothing of this call stays behind
+            for output in outputs:
+                self._forget(output)
+        return outputs
+
+    def chat(
+        self,
+        messages: Conversation | list[Conversation],
+        params: SamplingParams | list[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answers one conversation, or each of several, written out in the model's chat template."""
+        chats = [messages] if is_conversation(messages) else messages
+        wrong = [chat for chat in chats if not is_conversation(chat)]
+        if wrong:
+            raise ValueError(f"messages has {wrong[0]!r}: a conversation is a list of {{'role': ..., 'content': ...}}")
+        return self.generate(chats, params, use_tqdm)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
+        """Yields the answer's text as it comes. Other requests go on meanwhile; leaving the loop aborts this one."""
+        if self.tokenizer is None:
+            raise ValueError(f"model={self.config.model!r} has no tokenizer: it cannot stream text")
+        request = self._request(prompt, params)
+        if request.params.n != 1:
+            raise ValueError(f"n={request.params.n} is not allowed: it must be 1 to stream")
+        return self._stream(request)
+
+    def stats(self) -> dict[str, float]:
+        """Counters since the start, and the state of this moment."""
+        scheduler, manager = self.scheduler, self.block_manager
+        return {
+            "requests_running": len(scheduler.running),
+            "requests_waiting": len(scheduler.waiting),
+            "kv_blocks": len(manager.blocks),
+            "kv_blocks_used": manager.num_used_blocks,
+            "kv_blocks_used_peak": self.peak_used_blocks,
+            "prompt_tokens": scheduler.num_prompt_tokens,
+            "prefix_cache_hit_tokens": scheduler.num_cached_tokens,
+            "preemptions": scheduler.num_preemptions,
+            "steps": self.num_steps,
+            "computed_tokens": self.num_computed_tokens,
+            "output_tokens": self.num_output_tokens,
+            "seconds": self.seconds,
+            "output_tokens_per_second": self.num_output_tokens / self.seconds if self.seconds else 0.0,
+        }
+
+    # --- behind them ---
+
+    def _advance(self) -> None:
+        """schedule -> run -> update, the whole engine."""
+        start = time.perf_counter()
+        schedule = self.scheduler.schedule()
+        if not schedule.items:
+            return
+        self.peak_used_blocks = max(self.peak_used_blocks, self.block_manager.num_used_blocks)
+        num_tokens = schedule.num_tokens
+        token_ids, logprobs = self.runner.run(schedule)
+        sampled = self.scheduler.update(schedule, token_ids)
+        for seq, token_id, logprob in zip(sampled, token_ids, logprobs):
+            self._deliver(seq, token_id, logprob)
+        self.num_steps += 1
+        self.num_computed_tokens += num_tokens
+        self.num_output_tokens += len(token_ids)
+        self.seconds += time.perf_counter() - start
+
+    def _deliver(self, seq: Sequence, token_id: int, logprob: dict[int, float] | None) -> None:
+        """Hands a new token to its output, as text too, and ends the sequence at a stop string."""
+        output = self.outputs[seq.request.request_id].outputs[seq.index]
+        output.token_ids.append(token_id)
+        if logprob is not None:
+            output.logprobs.append(logprob)
+        if seq in self.streams and self.streams[seq].add(token_id):
+            if seq.finish_reason is None:
+                self.scheduler.finish(seq, "stop")
+            seq.finish_reason = "stop"
+        self._report(seq.request)
+
+    def _report(self, request: Request) -> None:
+        """Brings the request's output up to date, and lets go of the request if it has ended."""
+        result = self.news[request.request_id] = self.outputs[request.request_id]
+        result.num_cached_tokens = request.num_cached_tokens
+        for seq, output in zip(request.sequences, result.outputs):
+            output.finish_reason = seq.finish_reason
+        if request.is_finished:
+            result.finished = True
+            for seq in request.sequences:
+                if seq in self.streams:
+                    self.streams.pop(seq).release()
+            del self.requests[request.request_id], self.outputs[request.request_id]
+
+    def _request(self, prompt: Prompt, params: SamplingParams | None, request_id: str | None = None) -> Request:
+        """Checks everything that a user may get wrong, and changes nothing."""
+        params = params or self.default_params
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"params={params!r} is not allowed: it must be SamplingParams")
+        if request_id in self.requests:
+            raise ValueError(f"request_id={request_id!r} is not allowed: a request with this id is running")
+        text, token_ids = self._encode(prompt)
+        if not token_ids:
+            raise ValueError(f"prompt={prompt!r} is empty: it must have at least one token")
+        vocab_size = self.runner.vocab_size
+        for name, ids in (("prompt", token_ids), ("stop_token_ids", params.stop_token_ids)):
+            wrong = [i for i in ids if not is_int(i, 0, vocab_size - 1)]
+            if wrong:
+                raise ValueError(
+                    f"{name} has the token id {wrong[0]!r}: ids must be integers from 0 to {vocab_size - 1}"
+                )
+        if params.stop and self.tokenizer is None:
+            raise ValueError(f"stop={params.stop!r} is not allowed: model={self.config.model!r} has no tokenizer")
+        request = Request(request_id, text, token_ids, params, self.eos_token_ids)
+        self.scheduler.check(request)
+        return request
+
+    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        is_chat = is_conversation(prompt)
+        if isinstance(prompt, list | tuple) and not is_chat:
+            return None, list(prompt)
+        if not is_chat and not isinstance(prompt, str):
+            raise ValueError(f"prompt={prompt!r} is not allowed: it must be text, token ids or a list of messages")
+        if self.tokenizer is None:
+            raise ValueError(
+                f"prompt={prompt!r} is not allowed: model={self.config.model!r} has no tokenizer, give token ids"
+            )
+        if is_chat and not self.tokenizer.chat_template:
+            raise ValueError(f"model={self.config.model!r} has no chat template: give the whole prompt to generate()")
+        text = (
+            self.tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+            if is_chat
+            else prompt
+        )
+        return text, self.tokenizer.encode(text, add_special_tokens=not is_chat)
+
+    def _submit(self, request: Request) -> RequestOutput:
+        """Gives a checked request its place in the order of arrival, its id and its seed, and queues it."""
+        request.arrival = next(self.arrivals)
+        if request.request_id is None:
+            while str(request.arrival) in self.requests:  # somebody chose this number as an id
+                request.arrival = next(self.arrivals)
+            request.request_id = str(request.arrival)
+        if request.params.seed is None:
+            request.seed = (self.config.seed + request.arrival * 0x5851F42D4C957F2D) % 2**63
+        outputs = [
+            CompletionOutput(i, logprobs=None if request.params.logprobs is None else [])
+            for i in range(request.params.n)
+        ]
+        if self.tokenizer is not None:
+            for seq, output in zip(request.sequences, outputs):
+                self.streams[seq] = TextStream(self.tokenizer.backend_tokenizer, output, request.params.stop)
+        result = RequestOutput(request.request_id, request.prompt, request.prompt_token_ids, outputs)
+        self.requests[request.request_id], self.outputs[request.request_id] = request, result
+        self.scheduler.add(request)
+        return result
+
+    def _stream(self, request: Request) -> Iterator[str]:
+        result = self._submit(request)
+        text = self.streams[request.sequences[0]]
+        shown = 0
+        try:
+            while shown < text.num_safe_chars or not result.finished:
+                if shown == text.num_safe_chars:  # else somebody else's step has brought text already
+                    self._advance()
+                if shown < text.num_safe_chars:
+                    yield text.output.text[shown : text.num_safe_chars]
+                    shown = text.num_safe_chars
+        finally:
+            self._forget(result)
+
+    def _forget(self, result: RequestOutput) -> None:
+        """For a caller that has the output in hand: step() need not report it."""
+        self.abort(result.request_id)
+        self.news.pop(result.request_id, None)

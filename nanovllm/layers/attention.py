@@ -1,0 +1,92 @@
+"""Attention over the paged KV cache: a ragged batch in, whatever mixture of prompts, chunks and decodes it is.
+
+This is the PyTorch reference. It runs on every device and is what the kernels are tested against.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+
+
+@dataclass
+class Batch:
+    """What attention must know of a step with T tokens of B sequences.
+
+    The queries of sequence b are the tokens cu_seqlens_q[b] to cu_seqlens_q[b + 1]. They are the last of
+    the context_lens[b] tokens whose keys are in the cache once this step's have been stored.
+    """
+
+    kv_cache: torch.Tensor  # [2, num_layers, num_blocks, block_size, num_kv_heads, head_dim]
+    slot_mapping: torch.Tensor  # [T] int64: block_id * block_size + offset, where a token's key and value go
+    cu_seqlens_q: torch.Tensor  # [B + 1] int32
+    context_lens: torch.Tensor  # [B] int32
+    block_tables: torch.Tensor  # [B, max_blocks] int32, padded with any valid block id
+
+    @cached_property
+    def plan(self) -> "Plan":
+        """The reference's own view of the batch, made once per step and used by every layer."""
+        return Plan(self)
+
+
+class Plan:
+    """Sequences with one query are attended to together, the others one after the other."""
+
+    def __init__(self, batch: Batch):
+        starts, contexts = batch.cu_seqlens_q.tolist(), batch.context_lens.tolist()
+        block_size, dtype, device = batch.kv_cache.shape[3], batch.kv_cache.dtype, batch.kv_cache.device
+        single = [b for b in range(len(contexts)) if starts[b + 1] - starts[b] == 1]
+        self.rows = self.blocks = self.mask = None
+        if single:
+            longest = max(contexts[b] for b in single)
+            num_blocks = -(-longest // block_size)
+            self.rows = torch.tensor([starts[b] for b in single], device=device)
+            self.blocks = batch.block_tables[single, :num_blocks].long()
+            hidden = torch.arange(num_blocks * block_size, device=device) >= batch.context_lens[single].unsqueeze(1)
+            self.mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))[
+                :, None, None
+            ]
+        self.chunks = []  # (first token, last token + 1, context length, blocks, mask)
+        for b, context in enumerate(contexts):
+            start, end = starts[b], starts[b + 1]
+            if end - start > 1:
+                blocks = batch.block_tables[b, : -(-context // block_size)].long()
+                mask = None  # a whole prompt is simply causal; a chunk sees everything before it, too
+                if end - start < context:
+                    mask = torch.ones(end - start, context, dtype=torch.bool, device=device).tril_(
+                        context - (end - start)
+                    )
+                self.chunks.append((start, end, context, blocks, mask))
+
+
+def store_kv(k: torch.Tensor, v: torch.Tensor, batch: Batch, layer: int) -> None:
+    """Writes this step's keys and values [T, num_kv_heads, head_dim] into their slots (paper, section 5.1)."""
+    for cache, new in zip(batch.kv_cache[:, layer], (k, v)):
+        cache.flatten(0, 1).index_copy_(0, batch.slot_mapping, new)
+
+
+def paged_attention(q: torch.Tensor, batch: Batch, layer: int, scale: float) -> torch.Tensor:
+    """Causal attention of q [T, num_heads, head_dim] over each sequence's cached context; the same shape out.
+
+    Query head h reads KV head h // (num_heads / num_kv_heads). Keys and values are read through the block
+    table and never repeated per query head.
+    """
+    num_heads, head_dim = q.shape[1:]
+    cache, plan = batch.kv_cache[:, layer], batch.plan
+    num_kv_heads = cache.shape[3]
+    out = torch.empty_like(q)
+    if plan.rows is not None:  # the query heads of a KV head are the rows of one small matrix
+        sequences, length = len(plan.rows), plan.mask.shape[-1]
+        kv = cache.index_select(1, plan.blocks.flatten()).view(2, sequences, length, num_kv_heads, head_dim)
+        k, v = kv.transpose(2, 3)
+        grouped = q[plan.rows].view(sequences, num_kv_heads, -1, head_dim)
+        o = F.scaled_dot_product_attention(grouped, k, v, attn_mask=plan.mask, scale=scale)
+        out[plan.rows] = o.reshape(sequences, num_heads, head_dim)
+    for start, end, context, blocks, mask in plan.chunks:
+        k, v = cache[:, blocks].flatten(1, 2)[:, :context].transpose(1, 2)  # [num_kv_heads, context, head_dim]
+        grouped = q[start:end].view(end - start, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+        k, v = (x.unsqueeze(1).expand(-1, grouped.shape[1], -1, -1) for x in (k, v))  # stride 0, not a copy
+        o = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
+        out[start:end] = o.permute(2, 0, 1, 3).reshape(end - start, num_heads, head_dim)
+    return out

@@ -1,0 +1,81 @@
+"""Sampling: one token per sequence, for the whole batch at once."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass
+class Sampling:
+    """The parameters of B sequences, each a tensor [B] on the logits' device; None where no sequence needs it."""
+
+    temperature: torch.Tensor  # fp32, 0 is greedy
+    seed: torch.Tensor  # int64
+    position: torch.Tensor  # int64: length of the sequence so far, so that every token draws a new number
+    top_k: torch.Tensor | None = None  # int64, vocab_size keeps all
+    top_p: torch.Tensor | None = None  # fp32
+    min_p: torch.Tensor | None = None  # fp32
+    max_top_k: int | None = None  # a bound on the tokens that any sequence keeps, if there is one
+
+
+def uniform(seed: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    """[B] numbers in [0, 1) that depend on (seed, position) and nothing else.
+
+    A counter-based generator: the mixing steps of splitmix64 (Steele et al., OOPSLA 2014). A generator
+    with a state would tie a request's numbers to the batches that it happened to run in.
+    """
+
+    def shifted(x, bits):  # logical right shift; int64 has only the arithmetic one
+        return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+    def mixed(x):
+        x = (x ^ shifted(x, 30)) * -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9 as a signed integer
+        x = (x ^ shifted(x, 27)) * -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB
+        return x ^ shifted(x, 31)
+
+    x = mixed(mixed(seed) + position * -0x61C8864680B583EB)  # 0x9E3779B97F4A7C15
+    return shifted(x, 41).float() / 2**23  # 23 bits: u * total < total holds exactly in fp32
+
+
+def sample(logits: torch.Tensor, sampling: Sampling | None) -> torch.Tensor:
+    """logits [B, vocab_size] fp32 -> token ids [B]. `sampling=None` means that all sequences are greedy.
+
+    Filters apply in the order temperature, min_p, top_k, top_p, as in vLLM. Then the token is found where
+    the cumulative probability passes one uniform number (inverse transform sampling).
+    """
+    if sampling is None:
+        return logits.argmax(-1)
+    greedy = sampling.temperature == 0
+    temperature = torch.where(greedy, 1.0, sampling.temperature).unsqueeze(1)
+    # subtracting the maximum first keeps tiny temperatures finite
+    probs = torch.softmax((logits - logits.amax(-1, keepdim=True)) / temperature, dim=-1)
+    if sampling.min_p is not None:
+        probs = probs.where(probs >= sampling.min_p.unsqueeze(1) * probs.amax(-1, keepdim=True), 0.0)
+    token_ids = None
+    if sampling.top_k is not None or sampling.top_p is not None:
+        if sampling.max_top_k is not None:
+            probs, token_ids = probs.topk(min(sampling.max_top_k, probs.shape[-1]), dim=-1)
+        else:
+            probs, token_ids = probs.sort(dim=-1, descending=True)
+        if sampling.top_k is not None:
+            rank = torch.arange(probs.shape[-1], device=probs.device)
+            probs = probs.where(rank < sampling.top_k.unsqueeze(1), 0.0)
+        if sampling.top_p is not None:  # a token stays while those before it have not reached top_p
+            cumulative = probs.cumsum(-1)
+            probs = probs.where(cumulative - probs < sampling.top_p.unsqueeze(1) * cumulative[:, -1:], 0.0)
+    cumulative = probs.cumsum(-1)
+    threshold = uniform(sampling.seed, sampling.position).unsqueeze(1) * cumulative[:, -1:]
+    chosen = (cumulative <= threshold).sum(-1, keepdim=True).clamp_(max=probs.shape[-1] - 1)
+    chosen = chosen if token_ids is None else token_ids.gather(1, chosen)
+    return torch.where(greedy, logits.argmax(-1), chosen.squeeze(1))
+
+
+def top_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities before temperature and filters: of the chosen tokens first, then of the k likeliest.
+
+    logits [B, vocab_size], token_ids [B] -> (values, ids), both [B, 1 + k].
+    """
+    logprobs = torch.log_softmax(logits, dim=-1)
+    values, ids = logprobs.topk(k, dim=-1)
+    chosen = token_ids.unsqueeze(1)
+    return torch.cat([logprobs.gather(1, chosen), values], 1), torch.cat([chosen, ids], 1)

@@ -1,0 +1,138 @@
+"""A model directory: its configs, its tokenizer, and safetensors -> parameters.
+
+Tensors go straight into their final place, dtype and device, one at a time.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers import AutoConfig, AutoTokenizer
+
+from nanovllm.models.qwen import Qwen
+from nanovllm.sampling_params import SamplingParams
+
+FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja"]  # weights, configs and tokenizer, no other format
+
+
+def find_model(model: str) -> Path:
+    """The directory of a model: a local one, or a hub id that is downloaded once. Raises ValueError."""
+    path = Path(model).expanduser()
+    if not path.is_dir():
+        if path.exists() or path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
+            raise ValueError(f"model={model!r} is not a directory")
+        from huggingface_hub import snapshot_download
+
+        try:
+            path = Path(snapshot_download(model, allow_patterns=FILES))
+        except Exception as error:
+            raise ValueError(
+                f"model={model!r} is neither a local directory nor could it be had from the hub: {error}"
+            ) from error
+    if not (path / "config.json").is_file():
+        raise ValueError(f"model={model!r} is not a model directory: it has no config.json")
+    return path
+
+
+def load_config(path: Path):
+    """The Hugging Face config of a model directory."""
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{path / 'config.json'} cannot be read: {error}") from error
+
+
+def load_tokenizer(path: Path):
+    """The model's tokenizer, or None if its directory has none."""
+    if any((path / name).is_file() for name in ("tokenizer.json", "vocab.json")):
+        return AutoTokenizer.from_pretrained(path)
+    return None
+
+
+def load_generation_config(path: Path, config) -> tuple[SamplingParams, frozenset[int]]:
+    """The model's own sampling parameters, and the tokens that end its answers."""
+    file = path / "generation_config.json"
+    settings = json.loads(file.read_text()) if file.is_file() else {}
+    eos = settings.get("eos_token_id", getattr(config, "eos_token_id", None))
+    eos = [] if eos is None else [eos] if isinstance(eos, int) else eos
+    if not file.is_file():
+        return SamplingParams(), frozenset(eos)
+    if not settings.get("do_sample"):
+        return SamplingParams(temperature=0.0), frozenset(eos)
+    names = [name for name in ("temperature", "top_k", "top_p", "min_p") if settings.get(name) is not None]
+    return SamplingParams(**{name: settings[name] for name in names}), frozenset(eos)
+
+
+def load_model(path: Path, config, max_model_len: int, dtype: torch.dtype, device: torch.device) -> Qwen:
+    """Builds the model and fills every parameter. Raises ValueError for a checkpoint that does not fit it."""
+    with default_dtype(dtype), torch.device(device):
+        model = Qwen(config, max_model_len)
+    missing, unexpected = places(model), []
+    for file in weight_files(path):
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 (safe_open is no dict)
+                    if name in missing:
+                        fill(missing.pop(name), tensors.get_tensor(name), name, file)
+                    elif not ignorable(name, model):
+                        unexpected.append(name)
+        except SafetensorError as error:
+            raise ValueError(f"{file} is damaged or not complete: {error}") from error
+    if missing or unexpected:
+        raise ValueError(
+            f"{path} does not fit its config.json: missing tensors {sorted(missing)}, unexpected {sorted(unexpected)}"
+        )
+    return model.eval()
+
+
+def places(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Where each tensor of the checkpoint belongs: a parameter, or rows of a merged one."""
+    table = {}
+    for prefix, module in model.named_modules():
+        for kind, parameter in module.named_parameters(recurse=False):
+            parent = prefix.rpartition(".")[0]
+            for part, rows in getattr(module, "rows", {}).items():
+                table[f"{parent}.{part}.{kind}"] = parameter.data[rows]
+            if not getattr(module, "rows", None):
+                table[f"{prefix}.{kind}"] = parameter.data
+    return table
+
+
+def fill(place: torch.Tensor, tensor: torch.Tensor, name: str, file: Path) -> None:
+    if place.shape != tensor.shape:
+        raise ValueError(
+            f"{file}: {name} has the shape {list(tensor.shape)}, but config.json asks for {list(place.shape)}"
+        )
+    place.copy_(tensor)
+
+
+def ignorable(name: str, model: Qwen) -> bool:
+    """Some checkpoints repeat the tied head, or store the rotary frequencies, which are computed."""
+    return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and model.lm_head is None)
+
+
+def weight_files(path: Path) -> list[Path]:
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    else:
+        names = ["model.safetensors"]
+    for name in names:
+        if not (path / name).is_file():
+            raise ValueError(f"{path} has no {name}: only safetensors checkpoints are supported, whole or sharded")
+    return [path / name for name in names]
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """New tensors get this dtype, so that no parameter ever exists in another one."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
