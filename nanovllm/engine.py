@@ -2,18 +2,17 @@
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from itertools import count
 
-from tokenizers.decoders import DecodeStream
 from tqdm import tqdm
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import Config, is_int
 from nanovllm.layers.rotary import longest_context
 from nanovllm.loader import find_model, load_config, load_generation_config, load_tokenizer
-from nanovllm.model_runner import ModelRunner
+from nanovllm.model_runner import ModelRunner, choose_device
 from nanovllm.models.qwen import check_supported
+from nanovllm.outputs import CompletionOutput, RequestOutput, TextStream
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request, Sequence
@@ -26,58 +25,8 @@ def is_conversation(prompt) -> bool:
     return isinstance(prompt, list | tuple) and len(prompt) > 0 and all(isinstance(message, dict) for message in prompt)
 
 
-@dataclass
-class CompletionOutput:
-    """One output of a request. It grows while the request runs."""
-
-    index: int
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[dict[int, float]] | None = None  # per token: of the token itself, then of the likeliest
-    finish_reason: str | None = None  # "stop", "length" or "abort"
-
-
-@dataclass
-class RequestOutput:
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    num_cached_tokens: int = 0  # prompt tokens whose keys and values came from the prefix cache
-    finished: bool = False
-
-
-class TextStream:
-    """Turns the tokens of one output into text, and watches for stop strings.
-
-    Text is held back while it ends in half a UTF-8 character (DecodeStream does that) or in what may
-    become a stop string.
-    """
-
-    def __init__(self, tokenizer, output: CompletionOutput, stop: list[str]):
-        self.tokenizer, self.output, self.stop = tokenizer, output, stop
-        self.decoder = DecodeStream(skip_special_tokens=True)
-        self.num_safe_chars = 0  # of output.text: what may be shown to the user
-
-    def add(self, token_id: int) -> bool:
-        """Appends a token's text. True if a stop string is complete; the text then ends before it."""
-        text, new = self.output.text, self.decoder.step(self.tokenizer, token_id)
-        if not new:
-            return False
-        self.output.text = text + new
-        begin = max(0, len(text) - max(map(len, self.stop), default=0) + 1)
-        found = [i for i in (self.output.text.find(stop, begin) for stop in self.stop) if i >= 0]
-        if found:
-            self.output.text = self.output.text[: min(found)]
-        held = max(
-            (k for stop in self.stop for k in range(1, len(stop)) if self.output.text.endswith(stop[:k])), default=0
-        )
-        self.num_safe_chars = len(self.output.text) - (0 if found else held)
-        return bool(found)
-
-    def release(self) -> None:
-        """The output has ended: what looked like the beginning of a stop string was none."""
-        self.num_safe_chars = len(self.output.text)
+def is_one_prompt(prompts) -> bool:
+    return not isinstance(prompts, list | tuple) or is_conversation(prompts) or any(isinstance(x, int) for x in prompts[:1])
 
 
 class LLM:
@@ -98,9 +47,11 @@ class LLM:
         config.require(
             "max_model_len", config.max_model_len <= longest, f"at most {longest}, what the model was made for"
         )
+        device = choose_device(config)
+        config.max_num_batched_tokens = config.max_num_batched_tokens or (8192 if device.type == "cuda" else 2048)
         self.tokenizer = load_tokenizer(path)
         self.default_params, self.eos_token_ids = load_generation_config(path, hf_config)
-        self.runner = ModelRunner(config, hf_config, path)
+        self.runner = ModelRunner(config, hf_config, path, device)
         self.config = config
         manager_cls = config.block_manager_cls or BlockManager
         self.block_manager = manager_cls(self.runner.num_blocks, config.block_size, config.enable_prefix_caching)
@@ -146,7 +97,7 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Answers all prompts, in their order. `params` is one for all, or a list with one for each."""
-        if isinstance(prompts, str) or is_conversation(prompts) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+        if is_one_prompt(prompts):
             prompts = [prompts]
         all_params = list(params) if isinstance(params, list | tuple) else [params] * len(prompts)
         if len(all_params) != len(prompts):
@@ -156,9 +107,11 @@ class LLM:
         outputs = [self._submit(r) for r in [self._request(*pair) for pair in zip(prompts, all_params)]]
         try:
             with tqdm(total=len(outputs), desc="Prompts", disable=not use_tqdm, dynamic_ncols=True) as bar:
-                while bar.n < len(outputs):
+                finished = 0
+                while finished < len(outputs):
                     self._advance()
-                    bar.update(sum(output.finished for output in outputs) - bar.n)
+                    before, finished = finished, sum(output.finished for output in outputs)
+                    bar.update(finished - before)
         finally:  # also when interrupted: nothing of this call stays behind
             for output in outputs:
                 self._forget(output)

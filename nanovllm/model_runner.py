@@ -34,8 +34,8 @@ def choose_dtype(config: Config, hf_config, device: torch.device) -> torch.dtype
 
 
 class ModelRunner:
-    def __init__(self, config: Config, hf_config, path: Path):
-        self.device = choose_device(config)
+    def __init__(self, config: Config, hf_config, path: Path, device: torch.device):
+        self.device = device
         self.dtype = choose_dtype(config, hf_config, self.device)
         self.block_size = config.block_size
         self.vocab_size = hf_config.vocab_size

@@ -42,7 +42,7 @@ class Plan:
             longest = max(contexts[b] for b in single)
             num_blocks = -(-longest // block_size)
             self.rows = torch.tensor([starts[b] for b in single], device=device)
-            self.blocks = batch.block_tables[single, :num_blocks].long()
+            self.blocks = batch.block_tables[single, :num_blocks].flatten()
             hidden = torch.arange(num_blocks * block_size, device=device) >= batch.context_lens[single].unsqueeze(1)
             self.mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))[
                 :, None, None
@@ -51,7 +51,7 @@ class Plan:
         for b, context in enumerate(contexts):
             start, end = starts[b], starts[b + 1]
             if end - start > 1:
-                blocks = batch.block_tables[b, : -(-context // block_size)].long()
+                blocks = batch.block_tables[b, : -(-context // block_size)]
                 mask = None  # a whole prompt is simply causal; a chunk sees everything before it, too
                 if end - start < context:
                     mask = torch.ones(end - start, context, dtype=torch.bool, device=device).tril_(
@@ -73,18 +73,18 @@ def paged_attention(q: torch.Tensor, batch: Batch, layer: int, scale: float) -> 
     table and never repeated per query head.
     """
     num_heads, head_dim = q.shape[1:]
-    cache, plan = batch.kv_cache[:, layer], batch.plan
-    num_kv_heads = cache.shape[3]
+    plan, caches = batch.plan, batch.kv_cache[:, layer]
+    num_kv_heads = caches.shape[3]
     out = torch.empty_like(q)
     if plan.rows is not None:  # the query heads of a KV head are the rows of one small matrix
-        sequences, length = len(plan.rows), plan.mask.shape[-1]
-        kv = cache.index_select(1, plan.blocks.flatten()).view(2, sequences, length, num_kv_heads, head_dim)
-        k, v = kv.transpose(2, 3)
-        grouped = q[plan.rows].view(sequences, num_kv_heads, -1, head_dim)
+        shape = (len(plan.rows), -1, num_kv_heads, head_dim)
+        k, v = (cache.index_select(0, plan.blocks).view(shape).transpose(1, 2) for cache in caches)
+        grouped = q[plan.rows].view(len(plan.rows), num_kv_heads, -1, head_dim)
         o = F.scaled_dot_product_attention(grouped, k, v, attn_mask=plan.mask, scale=scale)
-        out[plan.rows] = o.reshape(sequences, num_heads, head_dim)
+        out[plan.rows] = o.reshape(-1, num_heads, head_dim)
     for start, end, context, blocks, mask in plan.chunks:
-        k, v = cache[:, blocks].flatten(1, 2)[:, :context].transpose(1, 2)  # [num_kv_heads, context, head_dim]
+        shape = (-1, num_kv_heads, head_dim)
+        k, v = (cache.index_select(0, blocks).view(shape)[:context].transpose(0, 1) for cache in caches)
         grouped = q[start:end].view(end - start, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
         k, v = (x.unsqueeze(1).expand(-1, grouped.shape[1], -1, -1) for x in (k, v))  # stride 0, not a copy
         o = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
