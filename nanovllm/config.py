@@ -88,6 +88,10 @@ class Config(Options):
         share = self.gpu_memory_utilization
         self.require("gpu_memory_utilization", is_number(share, 0, 1) and share > 0, "above 0 and at most 1")
         self.require("kv_cache_gib", is_number(self.kv_cache_gib, 0) and self.kv_cache_gib > 0, "a positive number")
+        self.require("enable_prefix_caching", isinstance(self.enable_prefix_caching, bool), "True or False")
+        for name, method in (("scheduler_cls", "schedule"), ("block_manager_cls", "allocate")):
+            cls, base = getattr(self, name), "Scheduler" if method == "schedule" else "BlockManager"
+            self.require(name, cls is None or hasattr(cls, method), f"None or a subclass of {base}")
         self.require("preemption_mode", self.preemption_mode == "recompute", "recompute")
         self.require("attention_backend", self.attention_backend in ("auto", "torch"), "auto or torch")
         self.require("seed", is_int(self.seed, 0, 2**63 - 1), "an integer from 0 to 2**63 - 1")

@@ -1,0 +1,201 @@
+import pytest
+from fake_model import FakeRunner
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from nanovllm.block_manager import BlockManager
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.sequence import Request, Sequence
+
+
+def new_sequence(token_ids) -> Sequence:
+    return Request("r", None, list(token_ids), SamplingParams()).sequences[0]
+
+
+def compute(manager: BlockManager, seq: Sequence, num_tokens: int | None = None) -> None:
+    """What a step does to one sequence."""
+    num_tokens = seq.num_missing_tokens if num_tokens is None else num_tokens
+    manager.allocate(seq, num_tokens)
+    seq.num_computed_tokens += num_tokens
+    manager.publish(seq)
+
+
+def test_blocks_come_on_demand():
+    manager = BlockManager(num_blocks=8, block_size=4)
+    seq = new_sequence(range(10))
+    manager.take_prefix(seq)
+    for num_tokens, blocks in [(3, 1), (1, 1), (1, 2), (5, 3)]:
+        compute(manager, seq, num_tokens)
+        assert len(seq.block_table) == blocks == manager.num_used_blocks
+    manager.free(seq)
+    assert manager.num_free_blocks == 8 and seq.num_computed_tokens == 0 and seq.block_table == []
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 7, 8, 9, 12])
+@pytest.mark.parametrize("shared", [0, 3, 4, 5, 8])
+def test_hits_end_at_a_block_border_and_before_the_last_token(length, shared):
+    manager = BlockManager(num_blocks=16, block_size=4)
+    first = new_sequence(range(12))
+    compute(manager, first)
+    second = new_sequence([*range(min(shared, length)), *range(100, 100 + length - min(shared, length))])
+    manager.take_prefix(second)
+    assert second.num_computed_tokens == min(shared, length - 1) // 4 * 4
+    assert second.block_table == first.block_table[: second.num_computed_tokens // 4]
+    manager.check([first, second])
+
+
+def test_a_block_is_findable_only_when_computed():
+    manager = BlockManager(num_blocks=8, block_size=4)
+    first, second = new_sequence(range(9)), new_sequence(range(9))
+    manager.allocate(first, 9)
+    manager.take_prefix(second)
+    assert second.num_computed_tokens == 0
+    first.num_computed_tokens = 9
+    manager.publish(first)
+    manager.take_prefix(second)
+    assert second.num_computed_tokens == 8
+
+
+def test_freed_blocks_are_a_cache_until_they_are_handed_out():
+    manager = BlockManager(num_blocks=4, block_size=2)
+    old = new_sequence(range(6))
+    compute(manager, old)
+    table = old.block_table
+    manager.free(old)
+    big = new_sequence([9, 9, 9])  # takes the block that was never used, then the tail of `old`
+    compute(manager, big)
+    assert big.block_table == [3, table[2]]
+    again = new_sequence(range(6))
+    manager.take_prefix(again)
+    assert again.block_table == table[:2]
+    manager.check([big, again])
+
+
+def test_a_block_with_nothing_to_find_is_reused_before_any_cached_one():
+    manager = BlockManager(num_blocks=3, block_size=2)
+    seq = new_sequence([1, 2, 3, 4, 5])
+    compute(manager, seq)
+    partial = seq.block_table[2]
+    manager.free(seq)
+    other = new_sequence([9])
+    compute(manager, other)
+    assert other.block_table == [partial] and len(manager.findable) == 2
+
+
+def test_least_recently_used_goes_first():
+    manager = BlockManager(num_blocks=4, block_size=2)
+    a, b = new_sequence([1, 1]), new_sequence([2, 2])
+    for seq in (a, b):
+        compute(manager, seq)
+        manager.free(seq)
+    again = new_sequence([1, 1, 1])  # a is used once more, so b's block is older now
+    manager.take_prefix(again)
+    manager.free(again)
+    filler = new_sequence([3] * 6)
+    compute(manager, filler)
+    assert (0, (2, 2)) not in manager.findable and (0, (1, 1)) in manager.findable
+
+
+def test_an_evicted_prefix_takes_its_descendants_out_of_reach():
+    manager = BlockManager(num_blocks=3, block_size=2)
+    chain = new_sequence([1, 2, 3, 4])
+    compute(manager, chain)
+    first, second = chain.block_table
+    twin = new_sequence([1, 2])  # the same tokens in a block of its own, which stays unfindable
+    compute(manager, twin)
+    assert twin.block_table[0] not in (first, second) and manager.blocks[twin.block_table[0]].key is None
+    assert twin.prefix_ids == chain.prefix_ids[:1]
+    manager.free(chain)
+    other = new_sequence([7] * 4)  # evicts both blocks of the chain
+    compute(manager, other)
+    manager.free(other)
+    probe = new_sequence([1, 2, 3, 4, 5])
+    manager.take_prefix(probe)
+    assert probe.num_computed_tokens == 0
+    manager.check([twin, probe])
+
+
+def test_equal_tokens_after_different_prefixes_are_different_blocks():
+    manager = BlockManager(num_blocks=8, block_size=2)
+    compute(manager, new_sequence([1, 1, 5, 5]))
+    probe = new_sequence([2, 2, 5, 5, 0])
+    manager.take_prefix(probe)
+    assert probe.num_computed_tokens == 0
+
+
+def test_without_prefix_caching_nothing_is_found():
+    manager = BlockManager(num_blocks=8, block_size=2, enable_prefix_caching=False)
+    compute(manager, new_sequence(range(8)))
+    probe = new_sequence(range(8))
+    manager.take_prefix(probe)
+    assert probe.num_computed_tokens == 0 and not manager.findable
+
+
+class RandomUse(RuleBasedStateMachine):
+    """Any order of add, compute, append, free and preempt, against a cache that knows what every slot holds."""
+
+    block_size, num_blocks = 2, 7
+
+    def __init__(self):
+        super().__init__()
+        self.manager = BlockManager(self.num_blocks, self.block_size)
+        self.memory = FakeRunner(self.block_size)
+        self.sequences: list[Sequence] = []
+
+    def pick(self, data) -> Sequence:
+        return data.draw(st.sampled_from(self.sequences))
+
+    @rule(token_ids=st.lists(st.integers(0, 1), min_size=1, max_size=9))
+    def add(self, token_ids):
+        seq = new_sequence(token_ids)
+        self.manager.take_prefix(seq)
+        assert seq.num_computed_tokens < len(seq)
+        self.memory.check(seq)  # what was found is what would have been computed
+        self.sequences.append(seq)
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data(), at_most=st.integers(1, 6))
+    def compute(self, data, at_most):
+        seq = self.pick(data)
+        num_tokens = min(at_most, seq.num_missing_tokens)
+        if self.manager.num_new_blocks(seq, num_tokens) <= self.manager.num_free_blocks:
+            self.manager.allocate(seq, num_tokens)
+            self.memory.write(seq, num_tokens)
+            seq.num_computed_tokens += num_tokens
+            self.manager.publish(seq)
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data(), token=st.integers(0, 1))
+    def append(self, data, token):
+        self.pick(data).token_ids.append(token)
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def free(self, data):
+        seq = self.pick(data)
+        self.sequences.remove(seq)
+        self.manager.free(seq)
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def preempt_and_resume(self, data):
+        seq = self.pick(data)
+        self.manager.free(seq)
+        self.manager.take_prefix(seq)
+
+    @invariant()
+    def nothing_is_leaked_doubly_owned_or_stale(self):
+        self.manager.check(self.sequences)
+        for seq in self.sequences:
+            self.memory.check(seq)
+
+    def teardown(self):
+        for seq in self.sequences:
+            self.manager.free(seq)
+        self.manager.check([])
+        assert self.manager.num_free_blocks == self.num_blocks
+
+
+TestRandomUse = RandomUse.TestCase
+TestRandomUse.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

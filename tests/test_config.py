@@ -1,0 +1,103 @@
+import math
+import subprocess
+import sys
+
+import pytest
+
+from nanovllm.config import Config
+from nanovllm.sampling_params import SamplingParams
+
+NAN = math.nan
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("n", 0),
+        ("n", 1.5),
+        ("n", True),
+        ("temperature", -0.1),
+        ("temperature", NAN),
+        ("temperature", math.inf),
+        ("temperature", "hot"),
+        ("top_k", -2),
+        ("top_k", 2.0),
+        ("top_p", 0),
+        ("top_p", 1.01),
+        ("top_p", NAN),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("max_tokens", 0),
+        ("max_tokens", -1),
+        ("max_tokens", None),
+        ("stop", ""),
+        ("stop", ["a", ""]),
+        ("stop", [1]),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", ["a"]),
+        ("seed", -1),
+        ("seed", 2**63),
+        ("logprobs", -1),
+        ("logprobs", 21),
+    ],
+)
+def test_sampling_params_name_the_field_the_value_and_what_is_allowed(field, value):
+    with pytest.raises(ValueError) as error:
+        SamplingParams(**{field: value})
+    assert str(error.value).startswith(f"{field}={value!r} is not allowed: it must be ")
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("dtype", "float64"),
+        ("device", "tpu"),
+        ("device", "cuda:x"),
+        ("max_model_len", 0),
+        ("max_num_seqs", 0),
+        ("max_num_batched_tokens", -5),
+        ("block_size", 0),
+        ("num_blocks", 0),
+        ("gpu_memory_utilization", 0),
+        ("gpu_memory_utilization", 1.5),
+        ("kv_cache_gib", -1),
+        ("kv_cache_gib", NAN),
+        ("preemption_mode", "hope"),
+        ("attention_backend", "magic"),
+        ("seed", -1),
+        ("scheduler_cls", int),
+        ("block_manager_cls", "BlockManager"),
+        ("enable_prefix_caching", "yes"),
+    ],
+)
+def test_config_names_the_field_the_value_and_what_is_allowed(field, value):
+    with pytest.raises(ValueError) as error:
+        Config(**{field: value})
+    assert str(error.value).startswith(f"{field}={value!r} is not allowed: it must be ")
+
+
+@pytest.mark.parametrize(
+    "cls, wrong, message",
+    [
+        (SamplingParams, "temprature", "SamplingParams has no field 'temprature': did you mean 'temperature'?"),
+        (SamplingParams, "max_new_tokens", "did you mean 'max_tokens'?"),
+        (Config, "block_sizes", "Config has no field 'block_sizes': did you mean 'block_size'?"),
+        (SamplingParams, "zzz", "SamplingParams has no field 'zzz': allowed are n, temperature,"),
+    ],
+)
+def test_an_unknown_keyword_is_an_error_that_names_the_nearest(cls, wrong, message):
+    with pytest.raises(ValueError) as error:
+        cls(**{wrong: 1})
+    assert message in str(error.value)
+
+
+def test_stop_is_a_list_afterwards():
+    assert SamplingParams(stop="x").stop == ["x"]
+    assert SamplingParams(stop=["x", "y"]).stop == ["x", "y"]
+    assert SamplingParams().stop == [] and SamplingParams().stop_token_ids == []
+
+
+@pytest.mark.parametrize("module", ["config", "sampling_params", "sequence", "block_manager", "scheduler"])
+def test_the_scheduling_half_does_not_import_torch(module):
+    code = f"import nanovllm.{module}, sys; assert not {{'torch', 'transformers', 'numpy'}} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,213 @@
+import pytest
+from fake_model import FakeRunner, expected_output
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanovllm.block_manager import BlockManager
+from nanovllm.config import Config
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.scheduler import Scheduler
+from nanovllm.sequence import Request
+
+
+def new_scheduler(num_blocks=64, block_size=4, tokens=16, seqs=8, max_model_len=64, cls=Scheduler, **manager) -> Scheduler:
+    config = Config(max_num_batched_tokens=tokens, max_num_seqs=seqs, max_model_len=max_model_len)
+    return cls(config, BlockManager(num_blocks, block_size, **manager))
+
+
+def new_request(arrival: int, prompt, max_tokens=4, n=1, eos=()) -> Request:
+    prompt = list(range(prompt)) if isinstance(prompt, int) else list(prompt)
+    request = Request(str(arrival), None, prompt, SamplingParams(max_tokens=max_tokens, n=n), eos)
+    request.arrival = request.seed = arrival
+    return request
+
+
+def step(scheduler: Scheduler, runner: FakeRunner) -> list[tuple[str, int]]:
+    """Runs a step; returns (request id, tokens computed) in the order of the batch."""
+    schedule = scheduler.schedule()
+    plan = [(seq.request.request_id, n) for seq, n in schedule.items]
+    scheduler.update(schedule, runner.run(schedule))
+    return plan
+
+
+def test_decodes_share_a_step_with_the_chunk_of_a_long_prompt():
+    scheduler, runner = new_scheduler(tokens=16), FakeRunner(4)
+    scheduler.add(new_request(0, [1] * 10))
+    scheduler.add(new_request(1, [2] * 30))
+    assert step(scheduler, runner) == [("0", 10), ("1", 6)]
+    assert step(scheduler, runner) == [("0", 1), ("1", 15)]
+    assert step(scheduler, runner) == [("0", 1), ("1", 9)]
+    assert step(scheduler, runner) == [("0", 1), ("1", 1)]
+    assert step(scheduler, runner) == [("1", 1)]  # request 0 has its four tokens
+
+
+def test_a_request_arriving_later_joins_the_running_batch():
+    scheduler, runner = new_scheduler(), FakeRunner(4)
+    scheduler.add(new_request(0, 5))
+    step(scheduler, runner)
+    scheduler.add(new_request(1, [9] * 3))
+    assert step(scheduler, runner) == [("0", 1), ("1", 3)]
+
+
+def test_max_num_seqs_bounds_the_batch():
+    scheduler, runner = new_scheduler(seqs=3), FakeRunner(4)
+    for i in range(5):
+        scheduler.add(new_request(i, [i] * 2, n=2 if i == 1 else 1))
+    assert step(scheduler, runner) == [("0", 2), ("1", 2), ("1", 2)]
+
+
+def test_last_arrived_is_preempted_and_comes_back():
+    scheduler, runner = new_scheduler(num_blocks=4, block_size=4), FakeRunner(4)
+    first, second = new_request(0, [1] * 7, max_tokens=6), new_request(1, [2] * 7, max_tokens=6)
+    scheduler.add(first)
+    scheduler.add(second)
+    plans = [step(scheduler, runner) for _ in range(3)]
+    assert plans == [[("0", 7), ("1", 7)], [("0", 1), ("1", 1)], [("0", 1)]]
+    assert scheduler.waiting == [second] and scheduler.num_preemptions == 1 and second.sequences[0].block_table == []
+    while scheduler.has_unfinished():
+        step(scheduler, runner)
+    for request in (first, second):
+        assert request.sequences[0].output_token_ids == expected_output(request, 0, 64, 3)
+    assert scheduler.block_manager.num_used_blocks == 0
+
+
+def test_nobody_is_admitted_in_a_step_that_preempts():
+    """Else the victim would come back at once into the blocks that were just taken from it."""
+    scheduler, runner = new_scheduler(num_blocks=5, tokens=8, enable_prefix_caching=False), FakeRunner(4)
+    scheduler.add(new_request(0, [1] * 8, max_tokens=8))
+    scheduler.add(new_request(1, [2] * 11, max_tokens=2))
+    assert [step(scheduler, runner) for _ in range(3)] == [[("0", 8)], [("0", 1), ("1", 7)], [("0", 1)]]
+    assert scheduler.num_preemptions == 1
+
+
+def test_all_sequences_of_a_request_are_preempted_together():
+    scheduler, runner = new_scheduler(num_blocks=6, block_size=2, enable_prefix_caching=False), FakeRunner(2)
+    first, second = new_request(0, [1] * 3, max_tokens=8), new_request(1, [2] * 3, max_tokens=3, n=2)
+    scheduler.add(first)
+    scheduler.add(second)
+    while not scheduler.num_preemptions:
+        step(scheduler, runner)
+    assert scheduler.running == [first]
+    assert [seq.block_table for seq in second.sequences] == [[], []]
+
+
+@pytest.mark.parametrize("shared", [3, 4, 5, 8, 12])
+def test_hits_are_counted_out_of_the_first_chunk(shared):
+    scheduler, runner = new_scheduler(tokens=12), FakeRunner(4)
+    scheduler.add(new_request(0, 12, max_tokens=1))
+    step(scheduler, runner)
+    second = new_request(1, [*range(shared), *range(50, 62 - shared)])
+    scheduler.add(second)
+    hit = min(shared, 11) // 4 * 4
+    assert step(scheduler, runner) == [("1", 12 - hit)]
+    assert second.num_cached_tokens == scheduler.num_cached_tokens == hit and scheduler.num_prompt_tokens == 24
+
+
+def test_a_preempted_request_finds_its_own_blocks_again():
+    scheduler, runner = new_scheduler(num_blocks=8, tokens=64), FakeRunner(4)
+    scheduler.add(new_request(0, [1] * 15, max_tokens=10))
+    scheduler.add(new_request(1, [2] * 15, max_tokens=10))
+    while not scheduler.num_preemptions:
+        step(scheduler, runner)
+    (victim,) = scheduler.waiting
+    done = len(victim.sequences[0])
+    while victim in scheduler.waiting:
+        plan = step(scheduler, runner)
+    assert dict(plan)["1"] < done  # not everything is computed again
+
+
+def test_priority_decides_who_goes_first():
+    class ShortestPromptFirst(Scheduler):
+        def priority(self, request):
+            return len(request.prompt_token_ids)
+
+    scheduler, runner = new_scheduler(seqs=1, cls=ShortestPromptFirst), FakeRunner(4)
+    for i, length in enumerate([9, 3, 5]):
+        scheduler.add(new_request(i, [i] * length, max_tokens=1))
+    assert [step(scheduler, runner) for _ in range(3)] == [[("1", 3)], [("2", 5)], [("0", 9)]]
+
+
+def test_abort_in_every_state():
+    scheduler, runner = new_scheduler(num_blocks=4, seqs=2), FakeRunner(4)
+    requests = [new_request(i, [i] * 7, max_tokens=9) for i in range(3)]
+    for request in requests:
+        scheduler.add(request)
+    step(scheduler, runner)
+    for request in requests:  # running, running, waiting
+        scheduler.abort(request)
+        assert request.sequences[0].finish_reason == "abort"
+    assert not scheduler.has_unfinished() and scheduler.block_manager.num_used_blocks == 0
+
+
+@pytest.mark.parametrize(
+    "prompt, max_tokens, n, message",
+    [
+        (64, 1, 1, "the prompt has 64 tokens, but max_model_len=64"),
+        (3, 4, 9, "n=9 is not allowed: it must be at most max_num_seqs=8"),
+        (20, 30, 1, r"may need 13 KV blocks of 4 tokens \(prompt of 20 tokens, max_tokens=30, n=1\), but num_blocks=10"),
+        (10, 4, 4, "may need 16 KV blocks"),
+    ],
+)
+def test_what_can_never_fit_is_refused(prompt, max_tokens, n, message):
+    scheduler = new_scheduler(num_blocks=10)
+    with pytest.raises(ValueError, match=message):
+        scheduler.add(new_request(0, prompt, max_tokens, n))
+    assert not scheduler.has_unfinished()
+
+
+requests = st.lists(
+    st.tuples(
+        st.integers(0, 3),  # steps before the next arrival
+        st.lists(st.integers(0, 2), min_size=1, max_size=13),  # prompt; few tokens, so that prefixes are shared
+        st.integers(1, 9),  # max_tokens
+        st.integers(1, 3),  # n
+        st.one_of(st.none(), st.integers(0, 6)),  # steps before it is aborted
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(requests, st.integers(1, 5), st.integers(1, 20), st.integers(3, 6), st.integers(0, 8), st.booleans())
+def test_whatever_happens_every_request_gets_its_own_tokens(arrivals, block_size, tokens, seqs, spare, caching):
+    """Random arrivals and aborts under scarce blocks and budgets, against the fake model run alone."""
+    max_model_len = 18
+    longest = max(n * -(-min(len(p) + m, max_model_len) // block_size) for _, p, m, n, _ in arrivals)
+    scheduler = new_scheduler(
+        longest + spare, block_size, tokens, seqs, max_model_len, enable_prefix_caching=caching
+    )
+    manager, runner = scheduler.block_manager, FakeRunner(block_size)
+    todo = [(new_request(i, p, m, n, eos=(2,)), wait, abort) for i, (wait, p, m, n, abort) in enumerate(arrivals)]
+    all_requests, aborts, clock = [request for request, _, _ in todo], [], 0
+    while todo or scheduler.has_unfinished():
+        clock += 1
+        assert clock < 2000, "no progress"
+        while todo and todo[0][1] <= clock:
+            request, _, abort = todo.pop(0)
+            scheduler.add(request)
+            if abort is not None:
+                aborts.append((clock + abort, request))
+        for when, request in aborts:
+            if when == clock:
+                scheduler.abort(request)
+        schedule = scheduler.schedule()
+        assert schedule.num_tokens <= tokens and len(schedule.items) <= seqs
+        assert bool(schedule.items) == scheduler.has_unfinished()
+        assert all(0 < n <= seq.num_missing_tokens for seq, n in schedule.items)
+        running = [request.arrival for request in scheduler.running]
+        assert running == sorted(running)
+        for request in scheduler.waiting:  # all or nothing
+            assert all(seq.block_table == [] and seq.num_computed_tokens == 0 for seq in request.sequences)
+        scheduler.update(schedule, runner.run(schedule))
+        manager.check(seq for request in scheduler.running for seq in request.unfinished)
+    manager.check([])
+    assert manager.num_used_blocks == 0
+    for request in all_requests:
+        for seq in request.sequences:
+            expected = expected_output(request, seq.index, max_model_len, 3)
+            if seq.finish_reason == "abort":
+                assert seq.output_token_ids == expected[: seq.num_output_tokens]
+            else:
+                assert seq.output_token_ids == expected
+                assert seq.finish_reason == ("stop" if expected[-1] == 2 else "length")
