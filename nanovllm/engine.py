@@ -26,7 +26,11 @@ def is_conversation(prompt) -> bool:
 
 
 def is_one_prompt(prompts) -> bool:
-    return not isinstance(prompts, list | tuple) or is_conversation(prompts) or any(isinstance(x, int) for x in prompts[:1])
+    return (
+        not isinstance(prompts, list | tuple)
+        or is_conversation(prompts)
+        or any(isinstance(x, int) for x in prompts[:1])
+    )
 
 
 class LLM:
@@ -172,6 +176,8 @@ class LLM:
         sampled = self.scheduler.update(schedule, token_ids)
         for seq, token_id, logprob in zip(sampled, token_ids, logprobs):
             self._deliver(seq, token_id, logprob)
+        for request in dict.fromkeys(seq.request for seq in sampled):
+            self._report(request)
         self.num_steps += 1
         self.num_computed_tokens += num_tokens
         self.num_output_tokens += len(token_ids)
@@ -187,7 +193,6 @@ class LLM:
             if seq.finish_reason is None:
                 self.scheduler.finish(seq, "stop")
             seq.finish_reason = "stop"
-        self._report(seq.request)
 
     def _report(self, request: Request) -> None:
         """Brings the request's output up to date, and lets go of the request if it has ended."""

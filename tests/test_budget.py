@@ -21,7 +21,12 @@ def code_lines(source: str) -> int:
 
 
 def test_the_counter_counts():
-    assert code_lines('"""Doc\nstring."""\n\n# comment\nx = (1 +\n     2)  # why\n\ndef f():\n    "doc"\n    return """a\nb"""\n') == 5
+    assert (
+        code_lines(
+            '"""Doc\nstring."""\n\n# comment\nx = (1 +\n     2)  # why\n\ndef f():\n    "doc"\n    return """a\nb"""\n'
+        )
+        == 5
+    )
 
 
 def test_line_budget():

@@ -10,7 +10,9 @@ from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
 
 
-def new_scheduler(num_blocks=64, block_size=4, tokens=16, seqs=8, max_model_len=64, cls=Scheduler, **manager) -> Scheduler:
+def new_scheduler(
+    num_blocks=64, block_size=4, tokens=16, seqs=8, max_model_len=64, cls=Scheduler, **manager
+) -> Scheduler:
     config = Config(max_num_batched_tokens=tokens, max_num_seqs=seqs, max_model_len=max_model_len)
     return cls(config, BlockManager(num_blocks, block_size, **manager))
 
@@ -144,7 +146,12 @@ def test_abort_in_every_state():
     [
         (64, 1, 1, "the prompt has 64 tokens, but max_model_len=64"),
         (3, 4, 9, "n=9 is not allowed: it must be at most max_num_seqs=8"),
-        (20, 30, 1, r"may need 13 KV blocks of 4 tokens \(prompt of 20 tokens, max_tokens=30, n=1\), but num_blocks=10"),
+        (
+            20,
+            30,
+            1,
+            r"may need 13 KV blocks of 4 tokens \(prompt of 20 tokens, max_tokens=30, n=1\), but num_blocks=10",
+        ),
         (10, 4, 4, "may need 16 KV blocks"),
     ],
 )
@@ -174,9 +181,7 @@ def test_whatever_happens_every_request_gets_its_own_tokens(arrivals, block_size
     """Random arrivals and aborts under scarce blocks and budgets, against the fake model run alone."""
     max_model_len = 18
     longest = max(n * -(-min(len(p) + m, max_model_len) // block_size) for _, p, m, n, _ in arrivals)
-    scheduler = new_scheduler(
-        longest + spare, block_size, tokens, seqs, max_model_len, enable_prefix_caching=caching
-    )
+    scheduler = new_scheduler(longest + spare, block_size, tokens, seqs, max_model_len, enable_prefix_caching=caching)
     manager, runner = scheduler.block_manager, FakeRunner(block_size)
     todo = [(new_request(i, p, m, n, eos=(2,)), wait, abort) for i, (wait, p, m, n, abort) in enumerate(arrivals)]
     all_requests, aborts, clock = [request for request, _, _ in todo], [], 0

@@ -1,0 +1,346 @@
+"""The engine on random weights: token ids against transformers, and everything a user can do to it."""
+
+import random
+
+import pytest
+import torch
+from checkpoints import greedy, new_model, save
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.scheduler import Scheduler
+
+BLOCK, MAX_TOKENS = 4, 12
+
+
+def greedy_params(max_tokens=MAX_TOKENS, **kwargs) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, **kwargs)
+
+
+def token_ids(outputs) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """family -> (path, prompts, what transformers makes of them)."""
+    rng, made = random.Random(0), {}
+    for family in ("qwen2", "qwen3"):
+        model = new_model(family)
+        lengths = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33]
+        prompts = [[rng.randrange(160) for _ in range(length)] for length in lengths]
+        stem = [rng.randrange(160) for _ in range(4 * BLOCK)]
+        for shared in (BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 4 * BLOCK - 1, 4 * BLOCK):  # prefixes around borders
+            prompts += [stem[:shared], stem[:shared] + [rng.randrange(160) for _ in range(rng.choice([1, 3, 4, 5]))]]
+        path = save(model, tmp_path_factory.mktemp(family))
+        made[family] = path, prompts, [greedy(model, prompt, MAX_TOKENS) for prompt in prompts]
+    return made
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoints):
+    return LLM(checkpoints["qwen3"][0], dtype="float32", block_size=BLOCK, num_blocks=200)
+
+
+@pytest.fixture(autouse=True)
+def no_block_is_lost(request):
+    yield
+    if "llm" in request.fixturenames:
+        llm = request.getfixturevalue("llm")
+        llm.block_manager.check([])
+        assert not llm.has_unfinished() and llm.block_manager.num_used_blocks == 0
+        assert not (llm.requests or llm.outputs or llm.streams or llm.news)
+
+
+# --- parity ---
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("tokens", [16, 37, 2048])
+@pytest.mark.parametrize("num_blocks", [13, 40, 500])
+@pytest.mark.parametrize("caching", [True, False])
+def test_greedy_tokens_equal_transformers(checkpoints, family, tokens, num_blocks, caching):
+    path, prompts, expected = checkpoints[family]
+    engine = LLM(
+        path,
+        dtype="float32",
+        block_size=BLOCK,
+        num_blocks=num_blocks,
+        max_num_batched_tokens=tokens,
+        enable_prefix_caching=caching,
+    )
+    for _ in range(2):  # the second time most prompts are in the cache, some of them wholly
+        assert token_ids(engine.generate(prompts, greedy_params(), use_tqdm=False)) == expected
+    stats = engine.stats()
+    assert (stats["preemptions"] >= 5) == (num_blocks == 13 or num_blocks == 40)
+    assert (stats["prefix_cache_hit_tokens"] > 0) == caching
+    engine.block_manager.check([])
+    assert stats["kv_blocks_used"] == 0 and stats["kv_blocks_used_peak"] <= num_blocks
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16, 64])
+def test_block_size_does_not_matter(checkpoints, block_size):
+    path, prompts, expected = checkpoints["qwen3"]
+    engine = LLM(path, dtype="float32", block_size=block_size, kv_cache_gib=0.01, max_num_batched_tokens=50)
+    assert token_ids(engine.generate(prompts, greedy_params(), use_tqdm=False)) == expected
+
+
+def test_other_shapes(tmp_path):
+    """GQA ratio 7, a head_dim that is not hidden / heads, tied embeddings."""
+    model = new_model("qwen3", num_attention_heads=7, num_key_value_heads=1, head_dim=20, tie_word_embeddings=True)
+    engine = LLM(save(model, tmp_path), dtype="float32", num_blocks=12, block_size=BLOCK, max_num_batched_tokens=16)
+    prompts = [[i] * (3 * i + 1) for i in range(8)]
+    expected = [greedy(model, prompt, 8) for prompt in prompts]
+    assert token_ids(engine.generate(prompts, greedy_params(8), use_tqdm=False)) == expected
+
+
+def test_max_model_len_ends_the_output(checkpoints):
+    path, prompts, expected = checkpoints["qwen3"]
+    engine = LLM(path, dtype="float32", max_model_len=20)
+    (output,) = engine.generate([prompts[8]], greedy_params(), use_tqdm=False)
+    assert output.outputs[0].token_ids == expected[8][:5] and output.outputs[0].finish_reason == "length"
+
+
+# --- sampling ---
+
+
+def test_a_seed_gives_the_same_tokens_in_any_company(llm, checkpoints):
+    prompts = checkpoints["qwen3"][1][:8]
+    params = [SamplingParams(seed=i, max_tokens=10, top_k=20, top_p=0.9) for i in range(8)]
+    together = token_ids(llm.generate(prompts, params, use_tqdm=False))
+    assert [token_ids(llm.generate(p, q, use_tqdm=False))[0] for p, q in zip(prompts, params)] == together
+    tight = LLM(checkpoints["qwen3"][0], dtype="float32", block_size=2, num_blocks=22, max_num_batched_tokens=5)
+    assert token_ids(tight.generate(prompts, params, use_tqdm=False)) == together
+    assert tight.stats()["preemptions"] > 0
+    other = token_ids(llm.generate(prompts, [SamplingParams(seed=99, max_tokens=10)] * 8, use_tqdm=False))
+    assert other != together
+
+
+def test_without_a_seed_requests_differ_but_engines_agree(checkpoints):
+    path = checkpoints["qwen3"][0]
+    first, second, third = (LLM(path, dtype="float32", seed=seed) for seed in (0, 0, 1))
+    runs = [token_ids(e.generate([[1, 2, 3]] * 3, SamplingParams(), use_tqdm=False)) for e in (first, second, third)]
+    assert runs[0] == runs[1] != runs[2]
+    assert runs[0][0] != runs[0][1] != runs[0][2]
+
+
+def test_n_outputs_are_reproducible_and_differ(llm):
+    params = SamplingParams(n=3, seed=5, max_tokens=8)
+    first, second = (llm.generate([[1, 2, 3]], params, use_tqdm=False)[0].outputs for _ in range(2))
+    assert [o.token_ids for o in first] == [o.token_ids for o in second] and [o.index for o in first] == [0, 1, 2]
+    assert len({tuple(o.token_ids) for o in first}) == 3
+
+
+def test_logprobs_are_those_of_the_model(llm, checkpoints):
+    path, prompts, _ = checkpoints["qwen3"]
+    prompt = prompts[5]
+    (output,) = llm.generate([prompt], greedy_params(4, logprobs=3), use_tqdm=False)
+    completion = output.outputs[0]
+    with torch.inference_mode():
+        logits = new_model("qwen3")(torch.tensor([prompt + completion.token_ids])).logits[0, len(prompt) - 1 : -1]
+    for token, found, row in zip(completion.token_ids, completion.logprobs, logits.log_softmax(-1)):
+        values, ids = row.topk(3)
+        assert list(found) == ids.tolist() and token == ids[0]
+        torch.testing.assert_close(torch.tensor(list(found.values())), values, atol=1e-4, rtol=1e-4)
+
+
+def test_logprobs_only_for_those_who_ask(llm):
+    params = [greedy_params(3), greedy_params(3, logprobs=0), SamplingParams(max_tokens=3, logprobs=2, seed=1)]
+    plain, zero, two = (o.outputs[0] for o in llm.generate([[1], [2], [3]], params, use_tqdm=False))
+    assert plain.logprobs is None
+    assert [list(step) for step in zero.logprobs] == [[token] for token in zero.token_ids]
+    assert all(token in step and 2 <= len(step) <= 3 for token, step in zip(two.token_ids, two.logprobs))
+
+
+def test_stop_token_ids_and_eos(checkpoints, llm, tmp_path):
+    _, prompts, expected = checkpoints["qwen3"]
+    stop = expected[3][4]
+    first = expected[3].index(stop)
+    (output,) = llm.generate([prompts[3]], greedy_params(stop_token_ids=[stop]), use_tqdm=False)
+    assert output.outputs[0].token_ids == expected[3][: first + 1] and output.outputs[0].finish_reason == "stop"
+    model = new_model("qwen3")
+    model.generation_config.eos_token_id = [159, stop]  # a list, as real checkpoints have
+    engine = LLM(save(model, tmp_path), dtype="float32")
+    ends = engine.generate([prompts[3]] * 2, [greedy_params(), greedy_params(ignore_eos=True)], use_tqdm=False)
+    assert token_ids(ends) == [expected[3][: first + 1], expected[3]]
+
+
+# --- the loop ---
+
+
+def test_requests_may_come_and_go_at_any_step(llm, checkpoints):
+    _, prompts, expected = checkpoints["qwen3"]
+    rng, todo, aborted, done = random.Random(1), dict(enumerate(prompts)), set(), {}
+    while todo or llm.has_unfinished():
+        for i in rng.sample(sorted(todo), min(len(todo), rng.randrange(3))):
+            assert llm.add_request(todo.pop(i), greedy_params(), request_id=f"r{i}") == f"r{i}"
+        for output in llm.step():
+            if output.finished:
+                done[int(output.request_id[1:])] = output
+        if llm.requests and rng.random() < 0.2:
+            victim = rng.choice(sorted(llm.requests))
+            assert llm.abort(victim) and not llm.abort(victim)
+            aborted.add(int(victim[1:]))
+    llm.step()  # reports the last abort
+    assert aborted and done.keys() | aborted == set(range(len(prompts)))
+    for i, output in done.items():
+        result = output.outputs[0]
+        if i in aborted:
+            assert result.finish_reason == "abort" and result.token_ids == expected[i][: len(result.token_ids)]
+        else:
+            assert result.finish_reason == "length" and result.token_ids == expected[i]
+
+
+def test_generate_beside_requests_of_the_loop(llm, checkpoints):
+    _, prompts, expected = checkpoints["qwen3"]
+    mine = llm.add_request(prompts[0], greedy_params(30))
+    (output,) = llm.generate([prompts[1]], greedy_params(), use_tqdm=False)
+    assert output.outputs[0].token_ids == expected[1]
+    (mine_so_far,) = llm.step()  # only the loop's own request is reported to the loop
+    assert mine_so_far.request_id == mine and len(mine_so_far.outputs[0].token_ids) == MAX_TOKENS + 1
+    while llm.has_unfinished():
+        llm.step()
+    assert mine_so_far.finished and mine_so_far.outputs[0].token_ids[:MAX_TOKENS] == expected[0]
+
+
+def test_an_interrupted_generate_leaves_nothing_behind(llm, monkeypatch):
+    real, calls = llm.runner.run, []
+
+    def run(schedule):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(schedule)
+
+    monkeypatch.setattr(llm.runner, "run", run)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[1, 2, 3], [4, 5]], greedy_params(), use_tqdm=False)
+    assert not llm.has_unfinished()
+
+
+def test_a_scheduler_of_ones_own(checkpoints):
+    class LastComeFirstServed(Scheduler):
+        def priority(self, request):
+            return -request.arrival
+
+    path, prompts, expected = checkpoints["qwen3"]
+    engine = LLM(
+        path, dtype="float32", block_size=BLOCK, num_blocks=13, max_num_seqs=2, scheduler_cls=LastComeFirstServed
+    )
+    for i in range(4):
+        engine.add_request(prompts[i], greedy_params(), request_id=str(i))
+    order, outputs = [], {}
+    while engine.has_unfinished():
+        for output in engine.step():
+            if output.finished:
+                order.append(output.request_id)
+                outputs[output.request_id] = output.outputs[0].token_ids
+    assert order == ["3", "2", "1", "0"] or sorted(order[:2]) == ["2", "3"]
+    assert [outputs[str(i)] for i in range(4)] == expected[:4]
+
+
+def test_generate_takes_one_prompt_or_many(llm, checkpoints):
+    _, prompts, expected = checkpoints["qwen3"]
+    assert token_ids(llm.generate(prompts[4], greedy_params(), use_tqdm=False)) == [expected[4]]
+    assert llm.generate([], greedy_params(), use_tqdm=False) == []
+
+
+# --- bad input: a clear error, and the engine goes on ---
+
+
+@pytest.mark.parametrize(
+    "prompts, params, message",
+    [
+        ([[]], None, r"prompt=\[\] is empty"),
+        ([[1, 2, 160]], None, "prompt has the token id 160: ids must be integers from 0 to 159"),
+        ([[1, -2]], None, "prompt has the token id -2"),
+        ([[1, 2.0]], None, "prompt has the token id 2.0"),
+        ([[1] * 256], None, "the prompt has 256 tokens, but max_model_len=256"),
+        ([[1], [2] * 300], None, "the prompt has 300 tokens"),
+        (["text"], None, "prompt='text' is not allowed: model=.* has no tokenizer"),
+        ([[{"role": "user", "content": "hi"}]], None, "has no tokenizer"),
+        (None, None, "prompt=None is not allowed: it must be text, token ids or a list of messages"),
+        ([[1], [2]], [SamplingParams()] * 3, "2 prompts, but 3 sampling params"),
+        ([[1]], [SamplingParams(), None], "1 prompts, but 2 sampling params"),
+        ([[1]], {"temperature": 0}, "params={'temperature': 0} is not allowed: it must be SamplingParams"),
+        ([[1]], SamplingParams(stop_token_ids=[160]), "stop_token_ids has the token id 160"),
+        ([[1]], SamplingParams(stop="x"), "stop=.* is not allowed: model=.* has no tokenizer"),
+        ([[1]], SamplingParams(n=300), "n=300 is not allowed: it must be at most max_num_seqs=256"),
+        ([[1] * 100], SamplingParams(n=9), "may need 576 KV blocks of 4 tokens .* but num_blocks=200"),
+    ],
+)
+def test_bad_requests(llm, prompts, params, message):
+    running = llm.add_request([1, 2, 3], greedy_params(3))
+    with pytest.raises(ValueError, match=message):
+        llm.generate(prompts, params, use_tqdm=False)
+    assert list(llm.requests) == [running]  # nothing of a refused call was added, and the other request goes on
+    while llm.has_unfinished():
+        outputs = llm.step()
+    assert outputs[0].finished and len(outputs[0].outputs[0].token_ids) == 3
+
+
+def test_a_request_id_twice(llm):
+    llm.add_request([1], greedy_params(2), request_id="a")
+    with pytest.raises(ValueError, match="request_id='a' is not allowed: a request with this id is running"):
+        llm.add_request([2], greedy_params(2), request_id="a")
+    while llm.has_unfinished():
+        llm.step()
+    assert llm.abort("a") is False
+
+
+def test_ids_that_look_like_the_engines_own(llm):
+    taken = str(next(llm.arrivals) + 1)
+    ids = {
+        llm.add_request([1], greedy_params(1), request_id=str(int(taken) + 1)),
+        llm.add_request([2], greedy_params(1)),
+    }
+    ids.add(llm.add_request([3], greedy_params(1)))
+    assert len(ids) == 3
+    while llm.has_unfinished():
+        llm.step()
+
+
+@pytest.mark.parametrize(
+    "kwargs, message",
+    [
+        ({"max_model_len": 257}, "max_model_len=257 is not allowed: it must be at most 256"),
+        ({"max_model_length": 5}, "did you mean 'max_model_len'"),
+        ({"device": "cuda"}, "device='cuda' is not allowed: PyTorch finds no CUDA device"),
+        ({"kv_cache_gib": 1e-9}, "no memory is left for a KV block"),
+    ],
+)
+def test_bad_engines(checkpoints, kwargs, message):
+    if kwargs.get("device") == "cuda" and torch.cuda.is_available():
+        pytest.skip("this machine has CUDA")
+    with pytest.raises(ValueError, match=message):
+        LLM(checkpoints["qwen3"][0], **kwargs)
+
+
+def test_num_blocks_too_small_for_one_request(checkpoints):
+    engine = LLM(checkpoints["qwen3"][0], dtype="float32", block_size=BLOCK, num_blocks=3)
+    with pytest.raises(ValueError, match=r"may need 4 KV blocks of 4 tokens \(prompt of 5 tokens, max_tokens=9, n=1\)"):
+        engine.generate([[1] * 5], greedy_params(9), use_tqdm=False)
+    assert len(token_ids(engine.generate([[1] * 5], greedy_params(8), use_tqdm=False))[0]) == 8
+
+
+def test_a_directory_that_is_no_model(tmp_path):
+    with pytest.raises(ValueError, match="is not a model directory: it has no config.json"):
+        LLM(tmp_path)
+    (tmp_path / "config.json").write_text("{ not json")
+    with pytest.raises(ValueError, match=r"config.json.* cannot be read"):
+        LLM(tmp_path)
+    with pytest.raises(ValueError, match="model='/no/such/place' is not a directory"):
+        LLM("/no/such/place")
+    with pytest.raises(ValueError, match="neither a local directory nor could it be had from the hub"):
+        LLM("nobody/has-this-model")
+
+
+def test_the_profiling_step_of_the_gpu_path(llm):
+    """It runs on CUDA to size the cache; here it only has to be a valid step of every shape."""
+    cache = llm.runner.kv_cache
+    try:
+        for tokens, seqs in ((16, 4), (5, 256), (700, 2)):
+            llm.config.max_num_batched_tokens, llm.config.max_num_seqs = tokens, seqs
+            llm.runner._profile(llm.config)
+    finally:
+        llm.runner.kv_cache = cache
+        llm.config.max_num_batched_tokens, llm.config.max_num_seqs = 2048, 256
