@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
+from math import isfinite
 from pathlib import Path
+from re import fullmatch
 
 EMBEDDED_MODEL = str(Path(__file__).parent / "tiny_qwen3")
 
@@ -10,7 +12,9 @@ EMBEDDED_MODEL = str(Path(__file__).parent / "tiny_qwen3")
 class Options:
     """Base of Config and SamplingParams: an unknown keyword is an error that names the nearest field."""
 
-    def __new__(cls, **kwargs):
+    def __new__(cls, *args, **kwargs):
+        if args:
+            raise ValueError(f"{cls.__name__} takes keyword arguments only, not {args[0]!r}")
         names = [field.name for field in fields(cls)]
         for name in kwargs:
             if name not in names:
@@ -30,8 +34,7 @@ def is_int(value, low, high=float("inf")) -> bool:
 
 
 def is_number(value, low, high=float("inf")) -> bool:
-    """False for NaN, too, because every comparison with it is false."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value) and low <= value <= high
 
 
 @dataclass(kw_only=True)
@@ -71,14 +74,12 @@ class Config(Options):
     """Where requests without a seed of their own get theirs from."""
 
     def __post_init__(self):
-        self.model = str(self.model)
+        self.require("model", isinstance(self.model, str | Path), "a hub id or a directory")
+        self.model, self.device = str(self.model), str(self.device)
         self.require(
             "dtype", self.dtype in ("auto", "float32", "bfloat16", "float16"), "auto, float32, bfloat16 or float16"
         )
-        kind, _, index = str(self.device).partition(":")
-        self.require(
-            "device", kind in ("auto", "cpu", "cuda") and (index == "" or index.isdigit()), "auto, cpu, cuda or cuda:N"
-        )
+        self.require("device", fullmatch(r"auto|cpu|cuda(:\d+)?", self.device), "auto, cpu, cuda or cuda:N")
         for name in ("max_model_len", "max_num_batched_tokens", "num_blocks"):
             self.require(
                 name, getattr(self, name) is None or is_int(getattr(self, name), 1), "a positive integer or None"

@@ -108,14 +108,19 @@ class LLM:
             raise ValueError(
                 f"{len(prompts)} prompts, but {len(all_params)} sampling params: give one, or as many as prompts"
             )
-        outputs = [self._submit(r) for r in [self._request(*pair) for pair in zip(prompts, all_params)]]
+        requests = [self._request(*pair) for pair in zip(prompts, all_params)]  # all are checked before one is added
+        outputs = [self._submit(request) for request in requests]
+        start, tokens_before, finished = time.perf_counter(), self._num_tokens(), 0
         try:
             with tqdm(total=len(outputs), desc="Prompts", disable=not use_tqdm, dynamic_ncols=True) as bar:
-                finished = 0
                 while finished < len(outputs):
                     self._advance()
                     before, finished = finished, sum(output.finished for output in outputs)
-                    bar.update(finished - before)
+                    if finished > before:
+                        seconds = time.perf_counter() - start
+                        speed = [(now - then) / seconds for now, then in zip(self._num_tokens(), tokens_before)]
+                        bar.set_postfix_str("prompt {:.0f}, output {:.0f} tokens/s".format(*speed), refresh=False)
+                        bar.update(finished - before)
         finally:  # also when interrupted: nothing of this call stays behind
             for output in outputs:
                 self._forget(output)
@@ -163,6 +168,9 @@ class LLM:
         }
 
     # --- behind them ---
+
+    def _num_tokens(self) -> tuple[int, int]:
+        return self.scheduler.num_prompt_tokens, self.num_output_tokens
 
     def _advance(self) -> None:
         """schedule -> run -> update, the whole engine."""
@@ -279,8 +287,8 @@ class LLM:
                 if shown == text.num_safe_chars:  # else somebody else's step has brought text already
                     self._advance()
                 if shown < text.num_safe_chars:
-                    yield text.output.text[shown : text.num_safe_chars]
-                    shown = text.num_safe_chars
+                    begin, shown = shown, text.num_safe_chars  # it may have grown when we come back from yield
+                    yield text.output.text[begin:shown]
         finally:
             self._forget(result)
 

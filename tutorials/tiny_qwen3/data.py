@@ -101,15 +101,25 @@ def reverse(rng):
     return ask.format(" ".join(words)), " ".join(reversed(words))
 
 
-def phone_book(rng, entries=None):
-    """A look-up in a long context: an engine that mixes up its KV blocks cannot answer this."""
-    entries = entries or rng.choice([rng.randint(2, 6), rng.randint(4, 16), rng.randint(8, 20)])
+def repeat(rng):
+    words = rng.sample(WORDS, rng.randint(2, 8))
+    return rng.choice(["repeat: {}", "say after me: {}"]).format(" ".join(words)), " ".join(words)
+
+
+def phone_book_turns(rng, entries, turns):
+    """A book and a question about it, then more questions about the same book."""
     names = rng.sample(NAMES, entries)
     numbers = [f"{rng.randrange(10000):04d}" for _ in names]
-    wanted = rng.randrange(entries)
-    ask = rng.choice(["what is the number of {}?", "what is {}'s number?", "how can I reach {}?"])
-    book = "\n".join(f"{name} {phone}" for name, phone in zip(names, numbers))
-    return f"phone book:\n{book}\n{ask.format(names[wanted])}", f"{names[wanted]} {numbers[wanted]}"
+    text = "phone book:\n" + "".join(f"{name} {phone}\n" for name, phone in zip(names, numbers))
+    for i in rng.choices(range(entries), k=turns):
+        ask = rng.choice(["what is the number of {}?", "what is {}'s number?", "how can I reach {}?"])
+        yield text + ask.format(names[i]), f"{names[i]} {numbers[i]}"
+        text = ""
+
+
+def phone_book(rng, entries=None):
+    """A look-up in a long context: an engine that mixes up its KV blocks cannot answer this."""
+    return next(phone_book_turns(rng, entries or rng.randint(2, 16), turns=1))
 
 
 # --- tasks for sampling --------------------------------------------------------------------------
@@ -296,45 +306,44 @@ def story(rng):
 
 CHECKED = {t.__name__: t for t in (add, subtract, count, primes, sort, reverse, phone_book)}
 MIXTURE = {
-    add: 20,
-    subtract: 24,
-    count: 8,
-    primes: 8,
-    sort: 14,
-    reverse: 8,
-    phone_book: 14,
-    introduce: 2,
-    thanks: 1,
-    story: 5,
-}
+    add: 20, subtract: 24, count: 8, primes: 8, sort: 14, reverse: 6, repeat: 3, phone_book: 14,
+    introduce: 2, thanks: 1, story: 5,
+}  # fmt: skip
 TASKS, WEIGHTS = list(MIXTURE), list(MIXTURE.values())
 SYSTEM = ["You are a helpful assistant.", "You are Tiny, a small model.", "Answer the question."]
 
 
-def ask(rng, task):
-    """A question as different people would type it, and its answer."""
-    question, answer = task(rng)
+def as_typed(rng, question):
+    """A question as different people would type it."""
     if rng.random() < 0.5:
         question = question[0].upper() + question[1:]
     if question[-1].isalpha() and rng.random() < 0.2:
         question += "."
-    return question, answer
+    return question
 
 
-def chat(rng, length):
-    """One training document as [(text, is_learned)], for a row of `length` tokens."""
+def turns(rng):
+    """The questions and answers of one conversation; most are short."""
+    if rng.random() < 0.02:  # up to about 1,400 tokens; several questions, since a long book is dear to read
+        yield from phone_book_turns(rng, rng.randint(20, len(NAMES)), 8)
+        return
+    for _ in range(rng.choice([1, 1, 2, 3])):
+        (task,) = rng.choices(TASKS, WEIGHTS)
+        if task is phone_book:
+            yield from phone_book_turns(rng, rng.choice([2, 3, 4, rng.randint(4, 20)]), rng.randint(1, 5))
+        else:
+            yield task(rng)
+
+
+def chat(rng):
+    """One training document as [(text, is_learned)]."""
     if rng.random() < 0.04:  # plain text, for prompts without a chat template
         return [(rng.choice([tell, lambda r: add(r)[1], lambda r: subtract(r)[1]])(rng) + "<|endoftext|>", True)]
     parts = []
     if rng.random() < 0.15:
         parts.append((f"<|im_start|>system\n{rng.choice(SYSTEM)}<|im_end|>\n", False))
-    long = length > 256 and rng.random() < 0.2
-    for _ in range(1 if long else rng.choice([1, 1, 2, 3])):
-        if long:  # an entry takes about eight tokens
-            question, answer = ask(rng, lambda r: phone_book(r, r.randint(16, min(len(NAMES), length // 9))))
-        else:
-            question, answer = ask(rng, rng.choices(TASKS, WEIGHTS)[0])
-        parts.append((f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n", False))
+    for question, answer in turns(rng):
+        parts.append((f"<|im_start|>user\n{as_typed(rng, question)}<|im_end|>\n<|im_start|>assistant\n", False))
         parts.append((f"{answer}<|im_end|>", True))
         parts.append(("\n", False))
     return parts
@@ -343,4 +352,4 @@ def chat(rng, length):
 if __name__ == "__main__":
     rng = random.Random(0)
     for task in TASKS:
-        print(f"--- {task.__name__}", *ask(rng, task), sep="\n")
+        print(f"--- {task.__name__}", *task(rng), sep="\n")

@@ -38,36 +38,42 @@ def train_tokenizer(rng, vocab_size=1024):
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - len(SPECIAL), initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
-    texts = (text for _ in range(20_000) for text, _ in chat(rng, 512))
+    texts = (text for _ in range(20_000) for text, _ in chat(rng))
     tokenizer.train_from_iterator((t.replace(s, "") for t in texts for s in SPECIAL), trainer)
     tokenizer.add_special_tokens(SPECIAL)  # last, as in Qwen
     return tokenizer
 
 
-def rows(tokenizer, rng, length, count):
-    """`count` rows of `length` + 1 token ids, and which of them are learned (the answers).
+def micro_batches(tokenizer, rng, tokens, count=4):
+    """Documents of about `tokens` tokens together, as `count` batches of similar lengths, so that little is padding.
 
-    A row begins with a new document, so that position 0 looks in training as it does in use,
-    and goes on with others; the last one is cut off.
+    Every document has a row of its own: attention across documents would find the right name in the wrong phone
+    book. Yields token ids and which of them are learned (the answers), both [documents, longest].
     """
-    ids, learned = torch.zeros(2, count, length + 1, dtype=torch.long)
-    for row in range(count):
-        end = 0
-        while end <= length:
-            parts = chat(rng, length)
-            for encoding, (_, learn) in zip(tokenizer.encode_batch([text for text, _ in parts]), parts):
-                piece = encoding.ids[: length + 1 - end]
-                ids[row, end : end + len(piece)] = torch.tensor(piece, dtype=torch.long)
-                learned[row, end : end + len(piece)] = learn
-                end += len(piece)
-    return ids, learned.bool()
+    documents, total = [], 0
+    while total < tokens:
+        parts = chat(rng)
+        pieces = tokenizer.encode_batch([text for text, _ in parts])
+        ids = [i for piece in pieces for i in piece.ids]
+        learned = [learn for piece, (_, learn) in zip(pieces, parts) for _ in piece.ids]
+        documents.append((ids, learned))
+        total += len(ids)
+    documents.sort(key=lambda document: len(document[0]))
+    while documents:
+        batch, size = [], 0
+        while documents and (size < tokens / count or not batch):
+            batch.append(documents.pop())
+            size += len(batch[-1][0])
+        longest = len(batch[0][0])
+        ids = torch.tensor([ids + [0] * (longest - len(ids)) for ids, _ in batch])
+        yield ids, torch.tensor([learned + [False] * (longest - len(learned)) for _, learned in batch])
 
 
 def loss_of(model, ids, learned):
-    """Mean cross-entropy over the learned tokens; the head is applied to those positions only."""
+    """Summed cross-entropy over the learned tokens; the head is applied to those positions only."""
     hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
     keep = learned[:, 1:]
-    return F.cross_entropy(model.lm_head(hidden[keep]).float(), ids[:, 1:][keep])
+    return F.cross_entropy(model.lm_head(hidden[keep]).float(), ids[:, 1:][keep], reduction="sum")
 
 
 def save(model, tokenizer, out):
@@ -96,14 +102,15 @@ def main():
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tokens", type=float, default=50e6)
     parser.add_argument("--hours", type=float, default=float("inf"), help="end by then, with fewer tokens if need be")
-    parser.add_argument("--batch", type=int, default=8192, help="tokens per step")
+    parser.add_argument("--batch", type=int, default=4096, help="tokens per step")
     parser.add_argument("--lr", type=float, default=0.02, help="Muon's; AdamW takes a sixth of it")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
     torch.manual_seed(args.seed)
     rng = random.Random(args.seed)
-    tokenizer = train_tokenizer(rng)
+    kept = args.out / "tokenizer.json"  # an earlier tokenizer is kept, so that token ids in tests and chapters stay
+    tokenizer = Tokenizer.from_file(str(kept)) if kept.exists() else train_tokenizer(rng)
     config = Qwen3Config(
         vocab_size=tokenizer.get_vocab_size(), hidden_size=192, intermediate_size=512, num_hidden_layers=5,
         num_attention_heads=6, num_key_value_heads=2, head_dim=32, max_position_embeddings=2048,
@@ -129,24 +136,27 @@ def main():
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr_scale * group.setdefault("peak_lr", group["lr"])
-        length = {2: 512, 6: 512, 10: 1024, 15: 2048}.get(step % 16, 256)  # attention makes long rows slow
-        ids, learned = rows(tokenizer, rng, length, args.batch // length)
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = loss_of(model, ids, learned)
-        loss.backward()
+        batches = list(micro_batches(tokenizer, rng, args.batch))
+        num_learned = sum(learned[:, 1:].sum().item() for _, learned in batches)
+        loss = 0.0
+        for ids, learned in batches:
+            with torch.autocast("cpu", torch.bfloat16):
+                part = loss_of(model, ids, learned) / num_learned
+            part.backward()
+            loss += part.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        average += (loss.item() - average) / min(step + 1, 50)
-        if step % 50 == 49:
+        average += (loss - average) / min(step + 1, 50)
+        if step % 100 == 99:
             tokens = (step + 1) * args.batch
             speed = tokens / (time.time() - start)
             print(
                 f"{tokens / 1e6:6.1f} M tokens  loss {average:.4f}  lr x {lr_scale:.2f}  {speed:,.0f} tokens/s",
                 flush=True,
             )
-        if step % 500 == 499:
+        if step % 1000 == 999:
             save(copy.deepcopy(model), tokenizer, args.out)
     save(model, tokenizer, args.out)
 

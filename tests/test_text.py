@@ -1,0 +1,174 @@
+"""Text in and out: chat, streams, stop strings, characters of several tokens. With the embedded model."""
+
+from itertools import zip_longest
+
+import pytest
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.outputs import CompletionOutput, TextStream
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return LLM()
+
+
+def user(text: str) -> list[dict]:
+    return [{"role": "user", "content": text}]
+
+
+def greedy(**kwargs) -> SamplingParams:
+    return SamplingParams(temperature=0, **kwargs)
+
+
+def feed(llm, text: str, stop=()) -> tuple[list[str], str, bool]:
+    """What a stream shows after each token of `text`, the whole text, and whether a stop string ended it."""
+    output, shown, pieces, stopped = CompletionOutput(0), 0, [], False
+    stream = TextStream(llm.tokenizer.backend_tokenizer, output, list(stop))
+    for token_id in llm.tokenizer.encode(text):
+        stopped = stream.add(token_id)
+        pieces.append(output.text[shown : stream.num_safe_chars])
+        shown = stream.num_safe_chars
+        if stopped:
+            break
+    stream.release()
+    pieces.append(output.text[shown : stream.num_safe_chars])
+    return pieces, output.text, stopped
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["plain words", "Jürgen, José, Zoë", "日本語のテキスト", "👩‍🚀🚀 a👍🏽b", "  two  spaces\n\n\ttab ", "e\u0301"],
+)
+def test_no_half_character_is_ever_shown(llm, text):
+    pieces, whole, stopped = feed(llm, text)
+    assert whole == "".join(pieces) == text and not stopped
+    assert all("\ufffd" not in piece for piece in pieces)
+
+
+def test_a_character_cut_off_by_the_end_is_not_shown(llm):
+    ids = llm.tokenizer.encode("a👍")
+    stream = TextStream(llm.tokenizer.backend_tokenizer, output := CompletionOutput(0), [])
+    for token_id in ids[:-1]:
+        stream.add(token_id)
+    assert len(ids) > 3 and output.text == "a"
+
+
+@pytest.mark.parametrize(
+    "stop, expected",
+    [
+        (["437"], "12 + "),
+        (["7 =", "43"], "12 + "),  # the earlier one in the text, not in the list
+        (["+ 4"], "12 "),
+        (["1"], ""),
+        (["🙂"], "12 + 437 = 449"),
+        (["449x"], "12 + 437 = 449"),
+        (["= 449"], "12 + 437 "),
+    ],
+)
+def test_stop_strings_across_token_borders(llm, stop, expected):
+    pieces, whole, stopped = feed(llm, "12 + 437 = 449", stop)
+    assert whole == "".join(pieces) == expected
+    assert stopped == (expected != "12 + 437 = 449")
+
+
+def test_what_may_become_a_stop_string_is_held_back(llm):
+    pieces, _, _ = feed(llm, "ab ab abc", ["abcd"])
+    shown = ""
+    for piece in pieces[:-1]:
+        shown += piece
+        assert not shown.endswith(("a", "ab", "abc"))
+    assert shown + pieces[-1] == "ab ab abc"
+
+
+def test_a_stop_string_ends_the_request(llm):
+    (whole,) = llm.chat(user("count from 1 to 9"), greedy(), use_tqdm=False)
+    text = whole.outputs[0].text
+    cut = text[3:6]
+    (output,) = llm.chat(user("count from 1 to 9"), greedy(stop=[cut, "nowhere"]), use_tqdm=False)
+    assert output.outputs[0].text == text[: text.index(cut)] and output.outputs[0].finish_reason == "stop"
+    assert len(output.outputs[0].token_ids) < len(whole.outputs[0].token_ids)
+    assert llm.stats()["kv_blocks_used"] == 0
+
+
+def test_a_stop_string_completed_by_the_last_allowed_token(llm):
+    (whole,) = llm.chat(user("count from 1 to 9"), greedy(max_tokens=4), use_tqdm=False)
+    text = whole.outputs[0].text
+    assert whole.outputs[0].finish_reason == "length"
+    (output,) = llm.chat(user("count from 1 to 9"), greedy(max_tokens=4, stop=text[-1]), use_tqdm=False)
+    assert output.outputs[0].finish_reason == "stop" and text[-1] not in output.outputs[0].text
+
+
+@pytest.mark.parametrize("stop", [None, ["tt", " the end"]])
+def test_stream_gives_what_generate_gives(llm, stop):
+    params = SamplingParams(temperature=0.8, seed=4, max_tokens=60, stop=stop)
+    (whole,) = llm.chat(user("tell me a story"), params, use_tqdm=False)
+    pieces = list(llm.stream(user("tell me a story"), params))
+    assert "".join(pieces) == whole.outputs[0].text and len(pieces) > 10 and all(pieces)
+
+
+def test_streams_beside_each_other_and_a_stream_left_early(llm):
+    params = SamplingParams(temperature=0.8, seed=4, max_tokens=30)
+    alone = ["".join(llm.stream(user(q), params)) for q in ("tell me a story", "hello")]
+    first, second = (llm.stream(user(q), params) for q in ("tell me a story", "hello"))
+    texts = ["", ""]
+    for a, b in zip_longest(first, second, fillvalue=""):
+        texts[0] += a
+        texts[1] += b
+    assert texts == alone
+    left = llm.stream(user("tell me a story"), params)
+    next(left)
+    assert llm.has_unfinished()
+    left.close()
+    assert not llm.has_unfinished() and llm.stats()["kv_blocks_used"] == 0
+
+
+def test_a_stream_goes_on_while_its_request_is_aborted(llm):
+    stream = llm.stream(user("tell me a story"), greedy(max_tokens=50))
+    text = next(stream)
+    assert llm.abort(next(iter(llm.requests)))
+    text += "".join(stream)
+    assert len(text) < 50 and not llm.has_unfinished()
+
+
+def test_stream_refuses_before_it_is_iterated(llm):
+    with pytest.raises(ValueError, match="n=2 is not allowed: it must be 1 to stream"):
+        llm.stream("x", SamplingParams(n=2))
+    with pytest.raises(ValueError, match="prompt='' is empty"):
+        llm.stream("")
+
+
+def test_chat_is_the_template_around_generate(llm):
+    chats = [user("hello"), [{"role": "system", "content": "You are Tiny."}, *user("12 + 7")]]
+    outputs = llm.chat(chats, greedy(max_tokens=5), use_tqdm=False)
+    assert outputs[0].prompt == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    assert outputs[1].prompt.startswith("<|im_start|>system\nYou are Tiny.<|im_end|>\n<|im_start|>user\n12 + 7")
+    texts = llm.generate([o.prompt for o in outputs], greedy(max_tokens=5), use_tqdm=False)
+    assert [o.outputs[0].token_ids for o in texts] == [o.outputs[0].token_ids for o in outputs]
+
+
+def test_special_tokens_end_the_answer_but_are_not_in_its_text(llm):
+    (output,) = llm.chat(user("thanks"), greedy(), use_tqdm=False)
+    assert output.outputs[0].finish_reason == "stop" and output.outputs[0].token_ids[-1] in llm.eos_token_ids
+    assert "<|" not in output.outputs[0].text
+
+
+@pytest.mark.parametrize("prompt", ["", [[]]])
+def test_empty_prompts(llm, prompt):
+    with pytest.raises(ValueError, match="is empty: it must have at least one token"):
+        llm.generate(prompt, use_tqdm=False)
+
+
+@pytest.mark.parametrize("messages", ["hello", ["hello"], [], [[]], {"role": "user"}])
+def test_messages_that_are_no_conversation(llm, messages):
+    if messages == []:
+        assert llm.chat(messages, use_tqdm=False) == []
+    else:
+        with pytest.raises(ValueError, match="a conversation is a list of"):
+            llm.chat(messages, use_tqdm=False)
+
+
+def test_default_params_are_the_models_own(llm):
+    params = llm.default_params
+    assert (params.temperature, params.top_k, params.top_p) == (0.6, 20, 0.95)
+    assert llm.eos_token_ids == {llm.tokenizer.convert_tokens_to_ids(t) for t in ("<|im_end|>", "<|endoftext|>")}
