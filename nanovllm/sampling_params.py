@@ -37,16 +37,17 @@ class SamplingParams(Options):
         self.require("top_p", is_number(self.top_p, 0, 1) and self.top_p > 0, "above 0 and at most 1")
         self.require("min_p", is_number(self.min_p, 0, 1), "from 0 to 1")
         self.require("max_tokens", is_int(self.max_tokens, 1), "a positive integer")
-        stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
-        self.require(
-            "stop", all(isinstance(s, str) and s for s in stop), "a string or a list of strings, none of them empty"
-        )
-        ids = list(self.stop_token_ids or [])
-        self.require("stop_token_ids", all(is_int(i, 0) for i in ids), "a list of token ids")
+        stop = [self.stop] if isinstance(self.stop, str) else [] if self.stop is None else self.stop
+        is_texts = isinstance(stop, list | tuple) and all(isinstance(text, str) and text for text in stop)
+        self.require("stop", is_texts, "a string or a list of strings, none of them empty")
+        ids = [] if self.stop_token_ids is None else self.stop_token_ids
+        is_ids = isinstance(ids, list | tuple | set) and all(is_int(i, 0) for i in ids)
+        self.require("stop_token_ids", is_ids, "a list of token ids")
+        self.require("ignore_eos", isinstance(self.ignore_eos, bool), "True or False")
         self.require(
             "seed", self.seed is None or is_int(self.seed, 0, 2**63 - 1), "None or an integer from 0 to 2**63 - 1"
         )
         self.require(
             "logprobs", self.logprobs is None or is_int(self.logprobs, 0, 20), "None or an integer from 0 to 20"
         )
-        self.stop, self.stop_token_ids = stop, ids
+        self.stop, self.stop_token_ids = list(stop), list(ids)

@@ -33,8 +33,11 @@ NAN = math.nan
         ("stop", ""),
         ("stop", ["a", ""]),
         ("stop", [1]),
+        ("stop", 5),
+        ("ignore_eos", "false"),
         ("stop_token_ids", [-1]),
         ("stop_token_ids", ["a"]),
+        ("stop_token_ids", 0),
         ("seed", -1),
         ("seed", 2**63),
         ("logprobs", -1),
@@ -53,6 +56,9 @@ def test_sampling_params_name_the_field_the_value_and_what_is_allowed(field, val
         ("dtype", "float64"),
         ("device", "tpu"),
         ("device", "cuda:x"),
+        ("device", "auto:0"),
+        ("device", "cuda:"),
+        ("model", 5),
         ("max_model_len", 0),
         ("max_num_seqs", 0),
         ("max_num_batched_tokens", -5),
@@ -62,6 +68,7 @@ def test_sampling_params_name_the_field_the_value_and_what_is_allowed(field, val
         ("gpu_memory_utilization", 1.5),
         ("kv_cache_gib", -1),
         ("kv_cache_gib", NAN),
+        ("kv_cache_gib", math.inf),
         ("preemption_mode", "hope"),
         ("attention_backend", "magic"),
         ("seed", -1),
@@ -89,6 +96,11 @@ def test_an_unknown_keyword_is_an_error_that_names_the_nearest(cls, wrong, messa
     with pytest.raises(ValueError) as error:
         cls(**{wrong: 1})
     assert message in str(error.value)
+
+
+def test_positional_arguments_are_refused():
+    with pytest.raises(ValueError, match=r"SamplingParams takes keyword arguments only, not 0.7"):
+        SamplingParams(0.7)
 
 
 def test_stop_is_a_list_afterwards():

@@ -6,7 +6,7 @@ python tutorials/tiny_qwen3/evaluate.py [--model DIR] [--questions 200]
 import argparse
 import random
 
-from data import CHECKED, NAMES, ask, phone_book
+from data import CHECKED, NAMES, as_typed, phone_book
 
 from nanovllm import LLM, SamplingParams
 
@@ -28,8 +28,8 @@ def main():
     rng = random.Random(args.seed)
     print("| task | right answers | longest prompt |\n|---|---|---|")
     for name, task in TASKS.items():
-        pairs = [ask(rng, task) for _ in range(args.questions)]
-        chats = [[{"role": "user", "content": question}] for question, _ in pairs]
+        pairs = [task(rng) for _ in range(args.questions)]
+        chats = [[{"role": "user", "content": as_typed(rng, question)}] for question, _ in pairs]
         outputs = llm.chat(chats, SamplingParams(temperature=0, max_tokens=256), use_tqdm=False)
         wrong = [(q, a, o.outputs[0].text) for (q, a), o in zip(pairs, outputs) if o.outputs[0].text != a]
         longest = max(len(output.prompt_token_ids) for output in outputs)
