@@ -90,7 +90,8 @@ class LLM:
         return True
 
     def has_unfinished(self) -> bool:
-        return bool(self.requests)
+        """Whether step() has anything to compute, or to report."""
+        return bool(self.requests or self.news)
 
     # --- what most people use ---
 
@@ -220,8 +221,10 @@ class LLM:
         params = params or self.default_params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params={params!r} is not allowed: it must be SamplingParams")
-        if request_id in self.requests:
-            raise ValueError(f"request_id={request_id!r} is not allowed: a request with this id is running")
+        if not isinstance(request_id, str | None):
+            raise ValueError(f"request_id={request_id!r} is not allowed: it must be a string")
+        if request_id in self.requests or request_id in self.news:
+            raise ValueError(f"request_id={request_id!r} is not allowed: a request with this id is not yet done with")
         text, token_ids = self._encode(prompt)
         if not token_ids:
             raise ValueError(f"prompt={prompt!r} is empty: it must have at least one token")
@@ -261,7 +264,7 @@ class LLM:
         """Gives a checked request its place in the order of arrival, its id and its seed, and queues it."""
         request.arrival = next(self.arrivals)
         if request.request_id is None:
-            while str(request.arrival) in self.requests:  # somebody chose this number as an id
+            while str(request.arrival) in self.requests | self.news:  # somebody chose this number as an id
                 request.arrival = next(self.arrivals)
             request.request_id = str(request.arrival)
         if request.params.seed is None:

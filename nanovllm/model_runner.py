@@ -48,7 +48,7 @@ class ModelRunner:
     def _new_kv_cache(self, num_blocks: int) -> torch.Tensor:
         """Zeros, since attention multiplies what it masks by zero, and zero times NaN would be NaN."""
         shape = (2, self.num_layers, num_blocks, *self.block_shape)
-        if self.device.type == "cpu":  # anonymous pages are zero and take no memory before they are written
+        if self.device.type == "cpu":  # anonymous pages are zero and take no memory before they are touched
             buffer = mmap.mmap(-1, torch.Size(shape).numel() * self.dtype.itemsize)
             return torch.frombuffer(buffer, dtype=self.dtype).view(shape)
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
@@ -59,6 +59,7 @@ class ModelRunner:
         if self.device.type == "cpu":
             available = int(config.kv_cache_gib * 2**30)
         else:
+            torch.cuda.reset_peak_memory_stats(self.device)
             self._profile(config)
             free, total = torch.cuda.mem_get_info(self.device)
             others = total - free - torch.cuda.memory_reserved(self.device)  # other processes, CUDA's own context

@@ -7,6 +7,7 @@ blocks allow (iteration-level scheduling as in Orca, with the chunked prefill of
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import Config
@@ -26,9 +27,9 @@ class Schedule:
     def num_tokens(self) -> int:
         return sum(n for _, n in self.items)
 
-    @property
+    @cached_property
     def sampled(self) -> list[Sequence]:
-        """The sequences whose last token is computed in this step: each gets a next one."""
+        """The sequences whose last token is computed in this step: each gets a next one. For a complete schedule."""
         return [seq for seq, n in self.items if n == seq.num_missing_tokens]
 
 

@@ -22,10 +22,10 @@ def dense_attention(q, k, v, scale):
 def random_batch(sequences, num_kv_heads, head_dim, block_size=8, num_blocks=64, num_layers=2, seed=0):
     """`sequences` is [(query length, context length)]. Returns the batch and each sequence's keys and values.
 
-    Blocks are given out in random order. Whatever no sequence owns is huge, so that reading it shows.
+    Blocks are given out in random order. Whatever no sequence owns is NaN, so that reading it shows.
     """
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    cache = torch.full((2, num_layers, num_blocks, block_size, num_kv_heads, head_dim), 1e9)
+    cache = torch.full((2, num_layers, num_blocks, block_size, num_kv_heads, head_dim), torch.nan)
     free = rng.sample(range(num_blocks), num_blocks)
     width = max(-(-context // block_size) for _, context in sequences)
     tables, slots, keys = [], [], []
@@ -57,7 +57,7 @@ def check(sequences, num_heads, num_kv_heads, head_dim, **kwargs):
     new = torch.cat([kv[:, layer, -length:] for kv, length in zip(keys, lengths)], dim=1)
     untouched = batch.kv_cache[:, 0].clone()
     store_kv(new[0], new[1], batch, layer)
-    assert torch.equal(batch.kv_cache[:, 0], untouched)
+    assert batch.kv_cache[:, 0].nan_to_num().equal(untouched.nan_to_num())
     out = paged_attention(q, batch, layer, scale)
     expected = [dense_attention(x, *kv[:, layer], scale) for x, kv in zip(q.split(lengths), keys)]
     torch.testing.assert_close(out, torch.cat(expected), atol=1e-5, rtol=1e-4)
@@ -83,6 +83,12 @@ def test_block_sizes(block_size):
 def test_decodes_only_and_prompts_only():
     check([(1, context) for context in BORDERS], 6, 2, 32)
     check([(context, context) for context in BORDERS], 6, 2, 32)
+
+
+def test_a_long_context_beside_short_ones_is_a_group_of_its_own():
+    batch, _ = random_batch([(1, 200), *[(1, context) for context in range(1, 9)], (1, 9), (1, 16)], 2, 16)
+    assert sorted(mask.shape[0] * mask.shape[-1] for _, _, mask in batch.plan.groups) == [2 * 16, 8 * 8, 200]
+    check([(1, 200), (1, 3), (4, 9), (1, 70), (1, 16), (1, 17)], 4, 2, 16)
 
 
 def test_the_work_does_not_grow_with_the_capacity_of_the_cache():

@@ -82,10 +82,10 @@ def test_a_row_draws_the_same_whatever_is_beside_it():
     together = sample(logits, sampling(8, seed=11, position=position))
     alone = [sample(logits[i : i + 1], sampling(1, seed=11, position=position[i : i + 1])).item() for i in range(8)]
     assert together.tolist() == alone
-    filtered = sampling(8, seed=11, position=position)  # a neighbour's top_k sorts the batch, but filters only itself
-    filtered.top_k = torch.tensor([VOCAB] * 7 + [1])
-    again = sample(logits, filtered).tolist()
-    assert again[7] == logits[7].argmax()
+    for name, values in (("top_k", [VOCAB] * 7 + [1]), ("top_p", [1.0] * 7 + [0.01]), ("min_p", [0.0] * 7 + [1.0])):
+        filtered = sampling(8, seed=11, position=position)  # what a neighbour asks for filters only the neighbour
+        setattr(filtered, name, torch.tensor(values))
+        assert sample(logits, filtered).tolist() == [*alone[:7], logits[7].argmax()]
 
 
 def test_greedy_rows_beside_random_ones():

@@ -3,6 +3,7 @@
 This is the PyTorch reference. It runs on every device and is what the kernels are tested against.
 """
 
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -22,7 +23,7 @@ class Batch:
     slot_mapping: torch.Tensor  # [T] int64: block_id * block_size + offset, where a token's key and value go
     cu_seqlens_q: torch.Tensor  # [B + 1] int32
     context_lens: torch.Tensor  # [B] int32
-    block_tables: torch.Tensor  # [B, max_blocks] int32, padded with any valid block id
+    block_tables: torch.Tensor  # [B, max_blocks] int32, padded with any block ids
 
     @cached_property
     def plan(self) -> "Plan":
@@ -31,33 +32,36 @@ class Batch:
 
 
 class Plan:
-    """Sequences with one query are attended to together, the others one after the other."""
+    """Sequences with one query are attended to together, in groups of similar context; the others one by one."""
 
     def __init__(self, batch: Batch):
         starts, contexts = batch.cu_seqlens_q.tolist(), batch.context_lens.tolist()
         block_size, dtype, device = batch.kv_cache.shape[3], batch.kv_cache.dtype, batch.kv_cache.device
-        single = [b for b in range(len(contexts)) if starts[b + 1] - starts[b] == 1]
-        self.rows = self.blocks = self.mask = None
-        if single:
-            longest = max(contexts[b] for b in single)
-            num_blocks = -(-longest // block_size)
-            self.rows = torch.tensor([starts[b] for b in single], device=device)
-            self.blocks = batch.block_tables[single, :num_blocks].flatten()
-            hidden = torch.arange(num_blocks * block_size, device=device) >= batch.context_lens[single].unsqueeze(1)
-            self.mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))[
-                :, None, None
-            ]
+        similar = defaultdict(list)  # contexts within a factor of two, in blocks: at most half of a group is padding
         self.chunks = []  # (first token, last token + 1, context length, blocks, mask)
         for b, context in enumerate(contexts):
-            start, end = starts[b], starts[b + 1]
-            if end - start > 1:
-                blocks = batch.block_tables[b, : -(-context // block_size)]
+            start, end, num_blocks = starts[b], starts[b + 1], -(-context // block_size)
+            if end - start == 1:
+                similar[(num_blocks - 1).bit_length()].append(b)
+            elif end - start > 1:
                 mask = None  # a whole prompt is simply causal; a chunk sees everything before it, too
                 if end - start < context:
                     mask = torch.ones(end - start, context, dtype=torch.bool, device=device).tril_(
                         context - (end - start)
                     )
-                self.chunks.append((start, end, context, blocks, mask))
+                self.chunks.append((start, end, context, batch.block_tables[b, :num_blocks], mask))
+        self.groups = []  # (tokens, slots, mask)
+        for group in similar.values():
+            rows = torch.tensor([starts[b] for b in group], device=device)
+            last = batch.context_lens[group].unsqueeze(1) - 1
+            position = torch.arange(max(contexts[b] for b in group), device=device)
+            mask = torch.zeros(len(group), len(position), dtype=dtype, device=device)
+            mask.masked_fill_(position > last, -torch.inf)
+            # past its end a sequence reads its own last slot: what is masked is still multiplied by zero, and NaN
+            # left behind by somebody else would come through
+            position = position.minimum(last)
+            block_ids = batch.block_tables[group].gather(1, position // block_size)
+            self.groups.append((rows, (block_ids * block_size + position % block_size).flatten(), mask[:, None, None]))
 
 
 def store_kv(k: torch.Tensor, v: torch.Tensor, batch: Batch, layer: int) -> None:
@@ -76,12 +80,12 @@ def paged_attention(q: torch.Tensor, batch: Batch, layer: int, scale: float) -> 
     plan, caches = batch.plan, batch.kv_cache[:, layer]
     num_kv_heads = caches.shape[3]
     out = torch.empty_like(q)
-    if plan.rows is not None:  # the query heads of a KV head are the rows of one small matrix
-        shape = (len(plan.rows), -1, num_kv_heads, head_dim)
-        k, v = (cache.index_select(0, plan.blocks).view(shape).transpose(1, 2) for cache in caches)
-        grouped = q[plan.rows].view(len(plan.rows), num_kv_heads, -1, head_dim)
-        o = F.scaled_dot_product_attention(grouped, k, v, attn_mask=plan.mask, scale=scale)
-        out[plan.rows] = o.reshape(-1, num_heads, head_dim)
+    for rows, slots, mask in plan.groups:  # the query heads of a KV head are the rows of one small matrix
+        shape = (len(rows), -1, num_kv_heads, head_dim)
+        k, v = (c.view(-1, num_kv_heads * head_dim).index_select(0, slots).view(shape).transpose(1, 2) for c in caches)
+        grouped = q[rows].view(len(rows), num_kv_heads, -1, head_dim)
+        o = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale)
+        out[rows] = o.reshape(-1, num_heads, head_dim)
     for start, end, context, blocks, mask in plan.chunks:
         shape = (-1, num_kv_heads, head_dim)
         k, v = (cache.index_select(0, blocks).view(shape)[:context].transpose(0, 1) for cache in caches)

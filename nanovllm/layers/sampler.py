@@ -41,7 +41,8 @@ def sample(logits: torch.Tensor, sampling: Sampling | None) -> torch.Tensor:
     """logits [B, vocab_size] fp32 -> token ids [B]. `sampling=None` means that all sequences are greedy.
 
     Filters apply in the order temperature, min_p, top_k, top_p, as in vLLM. Then the token is found where
-    the cumulative probability passes one uniform number (inverse transform sampling).
+    the cumulative probability passes one uniform number (inverse transform sampling). That happens in the
+    order of the vocabulary, never in a sorted one, so that a row's token does not depend on its neighbours.
     """
     if sampling is None:
         return logits.argmax(-1)
@@ -51,23 +52,28 @@ def sample(logits: torch.Tensor, sampling: Sampling | None) -> torch.Tensor:
     probs = torch.softmax((logits - logits.amax(-1, keepdim=True)) / temperature, dim=-1)
     if sampling.min_p is not None:
         probs = probs.where(probs >= sampling.min_p.unsqueeze(1) * probs.amax(-1, keepdim=True), 0.0)
-    token_ids = None
     if sampling.top_k is not None or sampling.top_p is not None:
-        if sampling.max_top_k is not None:
-            probs, token_ids = probs.topk(min(sampling.max_top_k, probs.shape[-1]), dim=-1)
-        else:
-            probs, token_ids = probs.sort(dim=-1, descending=True)
-        if sampling.top_k is not None:
-            rank = torch.arange(probs.shape[-1], device=probs.device)
-            probs = probs.where(rank < sampling.top_k.unsqueeze(1), 0.0)
-        if sampling.top_p is not None:  # a token stays while those before it have not reached top_p
-            cumulative = probs.cumsum(-1)
-            probs = probs.where(cumulative - probs < sampling.top_p.unsqueeze(1) * cumulative[:, -1:], 0.0)
+        probs = probs.where(probs >= cutoff(probs, sampling), 0.0)
     cumulative = probs.cumsum(-1)
     threshold = uniform(sampling.seed, sampling.position).unsqueeze(1) * cumulative[:, -1:]
     chosen = (cumulative <= threshold).sum(-1, keepdim=True).clamp_(max=probs.shape[-1] - 1)
-    chosen = chosen if token_ids is None else token_ids.gather(1, chosen)
+    # a parallel cumsum may fall by a rounding error where probs is 0: never take a token that was filtered out
+    chosen = torch.where(probs.gather(1, chosen) > 0, chosen, probs.argmax(-1, keepdim=True))
     return torch.where(greedy, logits.argmax(-1), chosen.squeeze(1))
+
+
+def cutoff(probs: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """The smallest probability [B, 1] that top_k and top_p keep in each row. Ties with it stay, too."""
+    vocab_size = probs.shape[-1]
+    top = probs.topk(min(sampling.max_top_k or vocab_size, vocab_size), dim=-1).values  # sorted, largest first
+    kept = torch.ones_like(top, dtype=torch.bool)
+    if sampling.top_k is not None:
+        kept = torch.arange(top.shape[-1], device=top.device) < sampling.top_k.unsqueeze(1)
+    if sampling.top_p is not None:  # a token stays while those before it have not reached top_p
+        cumulative = top.where(kept, 0.0).cumsum(-1)
+        top_p = sampling.top_p.unsqueeze(1)
+        kept = kept & ((cumulative - top < top_p * cumulative[:, -1:]) | (top_p >= 1))
+    return top.where(kept, torch.inf).amin(-1, keepdim=True)
 
 
 def top_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,6 +11,7 @@ import copy
 import json
 import random
 import time
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from data import chat
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+LENGTHS = [24, 32, 48, 64, 80, 96, 128, 160, 192, 256, 384, 512, 1024, 1536, 2048]
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"  # digits stand alone
 CHAT_TEMPLATE = (
@@ -44,36 +46,33 @@ def train_tokenizer(rng, vocab_size=1024):
     return tokenizer
 
 
-def micro_batches(tokenizer, rng, tokens, count=4):
-    """Documents of about `tokens` tokens together, as `count` batches of similar lengths, so that little is padding.
+def micro_batches(tokenizer, rng, tokens=2048):
+    """Endless batches of about `tokens` tokens: ids and which of them are learned, both [documents, length].
 
     Every document has a row of its own: attention across documents would find the right name in the wrong phone
-    book. Yields token ids and which of them are learned (the answers), both [documents, longest].
+    book. Documents of similar length go together, in one of a few fixed shapes: little padding, and no new
+    kernels for oneDNN to compile.
     """
-    documents, total = [], 0
-    while total < tokens:
+    waiting = {length: [] for length in LENGTHS}
+    while True:
         parts = chat(rng)
         pieces = tokenizer.encode_batch([text for text, _ in parts])
-        ids = [i for piece in pieces for i in piece.ids]
-        learned = [learn for piece, (_, learn) in zip(pieces, parts) for _ in piece.ids]
-        documents.append((ids, learned))
-        total += len(ids)
-    documents.sort(key=lambda document: len(document[0]))
-    while documents:
-        batch, size = [], 0
-        while documents and (size < tokens / count or not batch):
-            batch.append(documents.pop())
-            size += len(batch[-1][0])
-        longest = len(batch[0][0])
-        ids = torch.tensor([ids + [0] * (longest - len(ids)) for ids, _ in batch])
-        yield ids, torch.tensor([learned + [False] * (longest - len(learned)) for _, learned in batch])
+        ids = [i for piece in pieces for i in piece.ids][: LENGTHS[-1]]
+        learned = [learn for piece, (_, learn) in zip(pieces, parts) for _ in piece.ids][: LENGTHS[-1]]
+        length = next(length for length in LENGTHS if length >= len(ids))
+        padding = length - len(ids)
+        waiting[length].append((ids + [0] * padding, learned + [False] * padding))
+        if len(waiting[length]) == tokens // length:
+            ids, learned = zip(*waiting[length])
+            waiting[length] = []
+            yield torch.tensor(ids), torch.tensor(learned)
 
 
 def loss_of(model, ids, learned):
-    """Summed cross-entropy over the learned tokens; the head is applied to those positions only."""
-    hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
-    keep = learned[:, 1:]
-    return F.cross_entropy(model.lm_head(hidden[keep]).float(), ids[:, 1:][keep], reduction="sum")
+    """Summed cross-entropy of predicting the learned tokens from those before them."""
+    hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
+    targets = ids.masked_fill(~learned, -100)[:, 1:]
+    return F.cross_entropy(model.lm_head(hidden)[:, :-1].float().flatten(0, 1), targets.flatten(), reduction="sum")
 
 
 def save(model, tokenizer, out):
@@ -102,7 +101,7 @@ def main():
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tokens", type=float, default=50e6)
     parser.add_argument("--hours", type=float, default=float("inf"), help="end by then, with fewer tokens if need be")
-    parser.add_argument("--batch", type=int, default=4096, help="tokens per step")
+    parser.add_argument("--batch", type=int, default=6144, help="tokens per step, padding included")
     parser.add_argument("--lr", type=float, default=0.02, help="Muon's; AdamW takes a sixth of it")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -126,6 +125,7 @@ def main():
         torch.optim.Muon(matrices, lr=args.lr, momentum=0.95, weight_decay=0.01),
         torch.optim.AdamW(others, lr=args.lr / 6, betas=(0.9, 0.95), weight_decay=0.0),
     ]
+    stream = micro_batches(tokenizer, rng)
     steps = int(args.tokens / args.batch)
     start, average = time.time(), 0.0
     for step in range(steps):
@@ -136,7 +136,7 @@ def main():
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr_scale * group.setdefault("peak_lr", group["lr"])
-        batches = list(micro_batches(tokenizer, rng, args.batch))
+        batches = list(islice(stream, args.batch // 2048))
         num_learned = sum(learned[:, 1:].sum().item() for _, learned in batches)
         loss = 0.0
         for ids, learned in batches:
