@@ -46,7 +46,7 @@ class ModelRunner:
         self.kv_cache = self._new_kv_cache(self.num_blocks)
 
     def _new_kv_cache(self, num_blocks: int) -> torch.Tensor:
-        """Zeros, since attention multiplies what it masks by zero, and zero times NaN would be NaN."""
+        """Zeros, so that whoever reads a slot that nobody wrote makes the same mistake every time."""
         shape = (2, self.num_layers, num_blocks, *self.block_shape)
         if self.device.type == "cpu":  # anonymous pages are zero and take no memory before they are touched
             buffer = mmap.mmap(-1, torch.Size(shape).numel() * self.dtype.itemsize)
