@@ -22,7 +22,8 @@ Prompt = str | list[int] | Conversation
 
 
 def is_conversation(prompt) -> bool:
-    return isinstance(prompt, list | tuple) and len(prompt) > 0 and all(isinstance(message, dict) for message in prompt)
+    is_list = isinstance(prompt, list | tuple) and len(prompt) > 0
+    return is_list and all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in prompt)
 
 
 def is_one_prompt(prompts) -> bool:
@@ -135,9 +136,11 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answers one conversation, or each of several, written out in the model's chat template."""
         chats = [messages] if is_conversation(messages) else messages
-        wrong = [chat for chat in chats if not is_conversation(chat)]
-        if wrong:
-            raise ValueError(f"messages has {wrong[0]!r}: a conversation is a list of {{'role': ..., 'content': ...}}")
+        if not isinstance(chats, list | tuple) or not all(map(is_conversation, chats)):
+            raise ValueError(
+                f"messages={messages!r} is not allowed: a conversation is a list of {{'role': ..., 'content': ...}}, "
+                "and there may be a list of them"
+            )
         return self.generate(chats, params, use_tqdm)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
@@ -218,7 +221,7 @@ class LLM:
 
     def _request(self, prompt: Prompt, params: SamplingParams | None, request_id: str | None = None) -> Request:
         """Checks everything that a user may get wrong, and changes nothing."""
-        params = params or self.default_params
+        params = self.default_params if params is None else params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params={params!r} is not allowed: it must be SamplingParams")
         if not isinstance(request_id, str | None):
@@ -253,11 +256,9 @@ class LLM:
             )
         if is_chat and not self.tokenizer.chat_template:
             raise ValueError(f"model={self.config.model!r} has no chat template: give the whole prompt to generate()")
-        text = (
-            self.tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-            if is_chat
-            else prompt
-        )
+        text = prompt
+        if is_chat:
+            text = self.tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
         return text, self.tokenizer.encode(text, add_special_tokens=not is_chat)
 
     def _submit(self, request: Request) -> RequestOutput:

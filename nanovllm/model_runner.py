@@ -18,9 +18,10 @@ from nanovllm.sequence import Request, Sequence
 def choose_device(config: Config) -> torch.device:
     if config.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if config.device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"device={config.device!r} is not allowed: PyTorch finds no CUDA device here")
-    return torch.device(config.device)
+    device, found = torch.device(config.device), torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= found:
+        raise ValueError(f"device={config.device!r} is not allowed: PyTorch finds {found} CUDA devices here")
+    return device
 
 
 def choose_dtype(config: Config, hf_config, device: torch.device) -> torch.dtype:
@@ -28,7 +29,7 @@ def choose_dtype(config: Config, hf_config, device: torch.device) -> torch.dtype
         return getattr(torch, config.dtype)
     if device.type == "cuda":
         checkpoint = getattr(hf_config, "dtype", None) or getattr(hf_config, "torch_dtype", None)
-        return checkpoint if checkpoint in (torch.float16, torch.bfloat16) else torch.bfloat16
+        return torch.float16 if str(checkpoint).endswith("float16") and "b" not in str(checkpoint) else torch.bfloat16
     in_hardware = torch.cpu._is_avx512_bf16_supported() and config.model != EMBEDDED_MODEL
     return torch.bfloat16 if in_hardware else torch.float32
 

@@ -159,7 +159,9 @@ def test_empty_prompts(llm, prompt):
         llm.generate(prompt, use_tqdm=False)
 
 
-@pytest.mark.parametrize("messages", ["hello", ["hello"], [], [[]], {"role": "user"}])
+@pytest.mark.parametrize(
+    "messages", ["hello", ["hello"], [], [[]], {"role": "user"}, None, [{"rol": "user", "content": "hi"}]]
+)
 def test_messages_that_are_no_conversation(llm, messages):
     if messages == []:
         assert llm.chat(messages, use_tqdm=False) == []

@@ -322,27 +322,28 @@ def as_typed(rng, question):
     return question
 
 
-def turns(rng):
-    """The questions and answers of one conversation; most are short."""
-    if rng.random() < 0.02:  # up to about 1,400 tokens; several questions, since a long book is dear to read
+def turns(rng, level):
+    """The questions and answers of one conversation; most are short. Phone books grow with the level, from 0 to 1."""
+    if rng.random() < 0.02 * level:  # up to about 1,400 tokens; several questions, since a long book is dear to read
         yield from phone_book_turns(rng, rng.randint(20, len(NAMES)), 8)
         return
     for _ in range(rng.choice([1, 1, 2, 3])):
         (task,) = rng.choices(TASKS, WEIGHTS)
         if task is phone_book:
-            yield from phone_book_turns(rng, rng.choice([2, 3, 4, rng.randint(4, 20)]), rng.randint(1, 5))
+            entries = rng.choice([2, 3, 4, rng.randint(4, 4 + int(16 * level))])
+            yield from phone_book_turns(rng, entries, rng.randint(1, 5))
         else:
             yield task(rng)
 
 
-def chat(rng):
+def chat(rng, level=1.0):
     """One training document as [(text, is_learned)]."""
     if rng.random() < 0.04:  # plain text, for prompts without a chat template
         return [(rng.choice([tell, lambda r: add(r)[1], lambda r: subtract(r)[1]])(rng) + "<|endoftext|>", True)]
     parts = []
     if rng.random() < 0.15:
         parts.append((f"<|im_start|>system\n{rng.choice(SYSTEM)}<|im_end|>\n", False))
-    for question, answer in turns(rng):
+    for question, answer in turns(rng, level):
         parts.append((f"<|im_start|>user\n{as_typed(rng, question)}<|im_end|>\n<|im_start|>assistant\n", False))
         parts.append((f"{answer}<|im_end|>", True))
         parts.append(("\n", False))

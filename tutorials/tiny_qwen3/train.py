@@ -29,7 +29,7 @@ CHAT_TEMPLATE = (
 )
 
 
-def train_tokenizer(rng, vocab_size=1024):
+def train_tokenizer(rng, vocab_size=1536):
     """Byte-level BPE, so that any text can be encoded, with one token per digit."""
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(SPLIT), "isolated")
@@ -46,16 +46,16 @@ def train_tokenizer(rng, vocab_size=1024):
     return tokenizer
 
 
-def micro_batches(tokenizer, rng, tokens=2048):
+def micro_batches(tokenizer, rng, level, tokens=2048):
     """Endless batches of about `tokens` tokens: ids and which of them are learned, both [documents, length].
 
     Every document has a row of its own: attention across documents would find the right name in the wrong phone
     book. Documents of similar length go together, in one of a few fixed shapes: little padding, and no new
-    kernels for oneDNN to compile.
+    kernels for oneDNN to compile. `level()` says how hard the questions may be.
     """
     waiting = {length: [] for length in LENGTHS}
     while True:
-        parts = chat(rng)
+        parts = chat(rng, level())
         pieces = tokenizer.encode_batch([text for text, _ in parts])
         ids = [i for piece in pieces for i in piece.ids][: LENGTHS[-1]]
         learned = [learn for piece, (_, learn) in zip(pieces, parts) for _ in piece.ids][: LENGTHS[-1]]
@@ -101,7 +101,7 @@ def main():
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tokens", type=float, default=50e6)
     parser.add_argument("--hours", type=float, default=float("inf"), help="end by then, with fewer tokens if need be")
-    parser.add_argument("--batch", type=int, default=6144, help="tokens per step, padding included")
+    parser.add_argument("--batch", type=int, default=4096, help="tokens per step, padding included")
     parser.add_argument("--lr", type=float, default=0.02, help="Muon's; AdamW takes a sixth of it")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -125,7 +125,8 @@ def main():
         torch.optim.Muon(matrices, lr=args.lr, momentum=0.95, weight_decay=0.01),
         torch.optim.AdamW(others, lr=args.lr / 6, betas=(0.9, 0.95), weight_decay=0.0),
     ]
-    stream = micro_batches(tokenizer, rng)
+    done = 0.0
+    stream = micro_batches(tokenizer, rng, level=lambda: min(1.0, done / 0.2))  # from easy to hard
     steps = int(args.tokens / args.batch)
     start, average = time.time(), 0.0
     for step in range(steps):
