@@ -65,7 +65,7 @@ class Config(Options):
     preemption_mode: str = "recompute"
     """How a preempted request recovers: "recompute"."""
     attention_backend: str = "auto"
-    """"auto" or "torch"."""
+    """"torch", "triton" (CUDA, or any device with TRITON_INTERPRET=1), or "auto", which is torch."""
     scheduler_cls: type | None = None
     """A subclass of nanovllm.scheduler.Scheduler."""
     block_manager_cls: type | None = None
@@ -94,5 +94,7 @@ class Config(Options):
             cls, base = getattr(self, name), "Scheduler" if method == "schedule" else "BlockManager"
             self.require(name, cls is None or hasattr(cls, method), f"None or a subclass of {base}")
         self.require("preemption_mode", self.preemption_mode == "recompute", "recompute")
-        self.require("attention_backend", self.attention_backend in ("auto", "torch"), "auto or torch")
+        self.require(
+            "attention_backend", self.attention_backend in ("auto", "torch", "triton"), "auto, torch or triton"
+        )
         self.require("seed", is_int(self.seed, 0, 2**63 - 1), "an integer from 0 to 2**63 - 1")

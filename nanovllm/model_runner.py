@@ -1,6 +1,8 @@
 """ModelRunner: a schedule in, sampled tokens out. It owns the model and the KV cache."""
 
 import mmap
+import os
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -39,6 +41,12 @@ class ModelRunner:
         self.device = device
         self.dtype = choose_dtype(config, hf_config, self.device)
         self.block_size = config.block_size
+        self.use_triton = config.attention_backend == "triton"
+        can_run = find_spec("triton") and (device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
+        if self.use_triton and not can_run:
+            raise ValueError(
+                "attention_backend='triton' is not allowed: it needs a GPU, or TRITON_INTERPRET=1 on Linux"
+            )
         self.vocab_size = hf_config.vocab_size
         self.model = load_model(path, hf_config, config.max_model_len, self.dtype, self.device)
         self.num_layers = hf_config.num_hidden_layers
@@ -121,6 +129,7 @@ class ModelRunner:
             cu_seqlens_q=torch.tensor([0, *ends], dtype=torch.int32, device=self.device),
             context_lens=torch.tensor(contexts, dtype=torch.int32, device=self.device),
             block_tables=block_tables.to(self.device),
+            use_triton=self.use_triton,
         )
         return (
             torch.tensor(input_ids, device=self.device),

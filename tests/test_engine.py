@@ -337,6 +337,15 @@ def test_bad_engines(checkpoints, kwargs, message):
         LLM(checkpoints["qwen3"][0], **kwargs)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU it is allowed")
+def test_triton_without_a_gpu_and_without_the_interpreter(checkpoints, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(
+        ValueError, match="attention_backend='triton' is not allowed: it needs a GPU, or TRITON_INTERPRET=1"
+    ):
+        LLM(checkpoints["qwen3"][0], attention_backend="triton")
+
+
 def test_num_blocks_too_small_for_one_request(checkpoints):
     engine = LLM(checkpoints["qwen3"][0], dtype="float32", block_size=BLOCK, num_blocks=3)
     with pytest.raises(ValueError, match=r"may need 4 KV blocks of 4 tokens \(prompt of 5 tokens, max_tokens=9, n=1\)"):

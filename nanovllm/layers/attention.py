@@ -1,6 +1,6 @@
 """Attention over the paged KV cache: a ragged batch in, whatever mixture of prompts, chunks and decodes it is.
 
-This is the PyTorch reference. It runs on every device and is what the kernels are tested against.
+This is the PyTorch reference. It runs on every device and is what the Triton kernels (kernels.py) are tested against.
 """
 
 from collections import defaultdict
@@ -24,6 +24,7 @@ class Batch:
     cu_seqlens_q: torch.Tensor  # [B + 1] int32
     context_lens: torch.Tensor  # [B] int32
     block_tables: torch.Tensor  # [B, max_blocks] int32, padded with any block ids
+    use_triton: bool = False  # kernels.py in place of this file
 
     @cached_property
     def plan(self) -> "Plan":
@@ -64,8 +65,16 @@ class Plan:
             self.groups.append((rows, (block_ids * block_size + position % block_size).flatten(), mask[:, None, None]))
 
 
+def kernels():
+    from nanovllm.layers import kernels  # not at the top: there is no Triton on macOS and Windows
+
+    return kernels
+
+
 def store_kv(k: torch.Tensor, v: torch.Tensor, batch: Batch, layer: int) -> None:
     """Writes this step's keys and values [T, num_kv_heads, head_dim] into their slots (paper, section 5.1)."""
+    if batch.use_triton:
+        return kernels().store_kv(k, v, batch, layer)
     for cache, new in zip(batch.kv_cache[:, layer], (k, v)):
         cache.flatten(0, 1).index_copy_(0, batch.slot_mapping, new)
 
@@ -76,6 +85,8 @@ def paged_attention(q: torch.Tensor, batch: Batch, layer: int, scale: float) -> 
     Query head h reads KV head h // (num_heads / num_kv_heads). Keys and values are read through the block
     table and never repeated per query head.
     """
+    if batch.use_triton:
+        return kernels().paged_attention(q, batch, layer, scale)
     num_heads, head_dim = q.shape[1:]
     plan, caches = batch.plan, batch.kv_cache[:, layer]
     num_kv_heads = caches.shape[3]

@@ -305,11 +305,12 @@ def story(rng):
 # --- chats ---------------------------------------------------------------------------------------
 
 CHECKED = {t.__name__: t for t in (add, subtract, count, primes, sort, reverse, phone_book)}
-MIXTURE = {
+EASY = {
     add: 20, subtract: 24, count: 8, primes: 8, sort: 14, reverse: 6, repeat: 3, phone_book: 14,
     introduce: 2, thanks: 1, story: 5,
 }  # fmt: skip
-TASKS, WEIGHTS = list(MIXTURE), list(MIXTURE.values())
+HARD = EASY | {add: 32, subtract: 40, sort: 18, primes: 12, reverse: 8, phone_book: 4, repeat: 1, story: 4}
+TASKS = list(EASY)
 SYSTEM = ["You are a helpful assistant.", "You are Tiny, a small model.", "Answer the question."]
 
 
@@ -323,12 +324,17 @@ def as_typed(rng, question):
 
 
 def turns(rng, level):
-    """The questions and answers of one conversation; most are short. Phone books grow with the level, from 0 to 1."""
+    """The questions and answers of one conversation; most are short.
+
+    As the level goes from 0 to 1, phone books grow and become rarer: finding a name is learned suddenly and early,
+    arithmetic slowly.
+    """
+    weights = [EASY[task] + level * (HARD[task] - EASY[task]) for task in TASKS]
     if rng.random() < 0.02 * level:  # up to about 1,400 tokens; several questions, since a long book is dear to read
         yield from phone_book_turns(rng, rng.randint(20, len(NAMES)), 8)
         return
     for _ in range(rng.choice([1, 1, 2, 3])):
-        (task,) = rng.choices(TASKS, WEIGHTS)
+        (task,) = rng.choices(TASKS, weights)
         if task is phone_book:
             entries = rng.choice([2, 3, 4, rng.randint(4, 4 + int(16 * level))])
             yield from phone_book_turns(rng, entries, rng.randint(1, 5))

@@ -103,6 +103,7 @@ def main():
     parser.add_argument("--hours", type=float, default=float("inf"), help="end by then, with fewer tokens if need be")
     parser.add_argument("--batch", type=int, default=4096, help="tokens per step, padding included")
     parser.add_argument("--lr", type=float, default=0.02, help="Muon's; AdamW takes a sixth of it")
+    parser.add_argument("--init", type=Path, help="go on from this model, past the easy beginning")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
@@ -116,7 +117,7 @@ def main():
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0}, tie_word_embeddings=True,
         bos_token_id=None, eos_token_id=tokenizer.token_to_id("<|im_end|>"), pad_token_id=tokenizer.token_to_id("<|endoftext|>"),
     )  # fmt: skip
-    model = Qwen3ForCausalLM(config)
+    model = Qwen3ForCausalLM.from_pretrained(args.init).float() if args.init else Qwen3ForCausalLM(config)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {config.vocab_size} tokens", flush=True)
 
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
@@ -126,7 +127,9 @@ def main():
         torch.optim.AdamW(others, lr=args.lr / 6, betas=(0.9, 0.95), weight_decay=0.0),
     ]
     done = 0.0
-    stream = micro_batches(tokenizer, rng, level=lambda: min(1.0, done / 0.2))  # from easy to hard
+    stream = micro_batches(
+        tokenizer, rng, level=lambda: 1.0 if args.init else min(1.0, done / 0.2)
+    )  # from easy to hard
     steps = int(args.tokens / args.batch)
     start, average = time.time(), 0.0
     for step in range(steps):

@@ -1,0 +1,169 @@
+"""The Triton kernels of attention.py: the same functions, for a GPU (or, slowly, TRITON_INTERPRET=1 on a CPU).
+
+One kernel serves prompts, chunks over a cached prefix and decodes. A program holds a tile of queries: a few
+tokens of one sequence, times the query heads that share a KV head, so that each key is read once for all of them.
+It walks over the context in tiles of keys, whatever the block size: every key's slot is looked up in the block
+table. Softmax is online (Milakov and Gimelshein, 2018), in powers of two, with the scale folded in.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from nanovllm.layers.attention import Batch
+
+
+@triton.jit
+def store_kv_kernel(k, v, k_cache, v_cache, slots, k_stride, v_stride, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    """Program t copies the key and value of token t, WIDTH = num_kv_heads * head_dim numbers each, into its slot."""
+    t, i = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
+    slot = tl.load(slots + t).to(tl.int64)
+    if slot >= 0:  # a padding row of a CUDA graph has none
+        tl.store(k_cache + slot * WIDTH + i, tl.load(k + t * k_stride + i, mask=i < WIDTH), mask=i < WIDTH)
+        tl.store(v_cache + slot * WIDTH + i, tl.load(v + t * v_stride + i, mask=i < WIDTH), mask=i < WIDTH)
+
+
+@triton.jit
+def tile_of(cu_seqlens_q, tile, num_seqs, TOKENS: tl.constexpr):
+    """Which sequence a tile of queries belongs to, and its first token there.
+
+    With TOKENS == 1 all sequences have one token, and a tile is a sequence. Else sequence b owns the tiles from
+    cu_seqlens_q[b] // TOKENS + b on, found by binary search. That leaves each sequence room for a last tile that is
+    not full, so the grid depends on the numbers of tokens and sequences and not on lengths.
+    """
+    if TOKENS == 1:
+        return tile, 0
+    low, high = 0, num_seqs
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(cu_seqlens_q + middle) // TOKENS + middle <= tile:
+            low = middle + 1
+        else:
+            high = middle
+    seq = low - 1
+    return seq, (tile - (tl.load(cu_seqlens_q + seq) // TOKENS + seq)) * TOKENS
+
+
+@triton.jit
+def attention_kernel(
+    out, maxima, sums, q, k_cache, v_cache, cu_seqlens_q, context_lens, block_tables,
+    scale, q_stride, table_stride, num_seqs,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Program (tile, kv_head, split): a tile of TOKENS tokens x query heads over one part of the context.
+
+    ROWS >= TOKENS * HEADS / KV_HEADS and DIM >= HEAD_DIM are padded to powers of two. With SPLITS > 1 the result
+    is not normalised: `out` [T, HEADS, SPLITS, HEAD_DIM] fp32, with the maxima and sums of each part beside it.
+    """
+    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    seq, first = tile_of(cu_seqlens_q, tile, num_seqs, TOKENS)
+    start, end = tl.load(cu_seqlens_q + seq), tl.load(cu_seqlens_q + seq + 1)
+    context = tl.load(context_lens + seq)
+    if first < end - start and context > 0:
+        row, dim, key = tl.arange(0, ROWS), tl.arange(0, DIM), tl.arange(0, KEYS)
+        token, head = first + row // GROUP, kv_head * GROUP + row % GROUP
+        is_row = (row < TOKENS * GROUP) & (token < end - start)
+        is_dim = dim < HEAD_DIM
+        index = (start + token).to(tl.int64)
+        q_at = index * q_stride + head * HEAD_DIM
+        queries = tl.load(q + q_at[:, None] + dim, mask=is_row[:, None] & is_dim, other=0.0)
+
+        position = context - (end - start) + token
+        visible = tl.minimum(context - (end - start) + first + TOKENS, context)  # to the tile's last token
+        part = tl.cdiv(tl.cdiv(visible, SPLITS), KEYS) * KEYS
+        maximum = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        result = tl.zeros([ROWS, DIM], tl.float32)
+        for begin in range(split * part, tl.minimum(split * part + part, visible), KEYS):
+            at = begin + key
+            is_key = at < visible
+            block = tl.load(block_tables + seq * table_stride + at // BLOCK_SIZE, mask=is_key, other=0)
+            slot = block.to(tl.int64) * BLOCK_SIZE + at % BLOCK_SIZE
+            kv_at = (slot * KV_HEADS + kv_head) * HEAD_DIM
+            keys = tl.load(k_cache + kv_at[None, :] + dim[:, None], mask=is_key & is_dim[:, None], other=0.0)
+            scores = tl.dot(queries, keys, input_precision="ieee") * scale
+            scores = tl.where(at[None, :] <= position[:, None], scores, float("-inf"))
+            new_maximum = tl.maximum(maximum, tl.max(scores, 1))
+            weights = tl.exp2(scores - new_maximum[:, None])
+            shrink = tl.exp2(maximum - new_maximum)
+            total = total * shrink + tl.sum(weights, 1)
+            values = tl.load(v_cache + kv_at[:, None] + dim, mask=is_key[:, None] & is_dim, other=0.0)
+            result = result * shrink[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+            maximum = new_maximum
+
+        row_at = (index * HEADS + head) * SPLITS + split
+        if SPLITS == 1:
+            result = result / total[:, None]
+        else:
+            tl.store(maxima + row_at, maximum, mask=is_row)
+            tl.store(sums + row_at, total, mask=is_row)
+        tl.store(out + row_at[:, None] * HEAD_DIM + dim, result, mask=is_row[:, None] & is_dim)
+
+
+@triton.jit
+def combine_kernel(
+    out, parts, maxima, sums, context_lens, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr
+):
+    """Program (t, head): puts the parts of one decoded token's context together."""
+    t, heads = tl.program_id(0).to(tl.int64), tl.num_programs(1)
+    if tl.load(context_lens + t) > 0:
+        row = t * heads + tl.program_id(1)
+        split, dim = tl.arange(0, SPLITS), tl.arange(0, DIM)
+        maximum = tl.load(maxima + row * SPLITS + split)
+        weight = tl.exp2(maximum - tl.max(maximum, 0))  # 0 for a part without keys
+        at = (row * SPLITS + split)[:, None] * HEAD_DIM + dim
+        part = tl.load(parts + at, mask=dim < HEAD_DIM, other=0.0)
+        total = tl.sum(tl.load(sums + row * SPLITS + split) * weight, 0)
+        tl.store(out + row * HEAD_DIM + dim, tl.sum(part * weight[:, None], 0) / total, mask=dim < HEAD_DIM)
+
+
+def store_kv(k: torch.Tensor, v: torch.Tensor, batch: Batch, layer: int) -> None:
+    """As attention.store_kv; a slot of -1 is not written."""
+    width = k.shape[1] * k.shape[2]
+    store_kv_kernel[(len(k),)](
+        k, v, *batch.kv_cache[:, layer], batch.slot_mapping, k.stride(0), v.stride(0), width, triton.next_power_of_2(width)
+    )  # fmt: skip
+
+
+def tile_sizes(dim: int, group: int, itemsize: int, is_decode: bool) -> tuple[int, int, int, int, int]:
+    """(tokens, rows, keys, warps, stages) of a tile, so small that registers do not spill: see tests/test_kernels.py."""
+    keys = max(16, min(64, 8192 // (dim * itemsize)))
+    if is_decode:
+        return 1, max(16, triton.next_power_of_2(group)), keys, 4, 2
+    rows = 16 if itemsize == 4 else 64 if dim <= 128 else 32
+    rows = max(rows, 2 * triton.next_power_of_2(group))  # two tokens at least: one means that it is a decode
+    return rows // group, rows, keys, 8 if rows == 64 else 4, 2
+
+
+def num_splits(programs: int, longest: int, device: torch.device) -> int:
+    """Parts of a decode's context: enough to give every multiprocessor work, but none shorter than 256 tokens."""
+    wanted = 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return min(
+        triton.next_power_of_2(triton.cdiv(wanted, programs)), triton.next_power_of_2(triton.cdiv(longest, 256)), 32
+    )
+
+
+def paged_attention(q: torch.Tensor, batch: Batch, layer: int, scale: float, splits: int | None = None) -> torch.Tensor:
+    """As attention.paged_attention; sequences with context_lens of 0 are padding and are not computed."""
+    (num_tokens, heads, head_dim), cache = q.shape, batch.kv_cache[:, layer]
+    block_size, kv_heads = cache.shape[2:4]
+    num_seqs, dim = len(batch.context_lens), triton.next_power_of_2(head_dim)
+    is_decode = num_tokens == num_seqs
+    tokens, rows, keys, warps, stages = tile_sizes(dim, heads // kv_heads, q.element_size(), is_decode)
+    num_tiles = num_seqs if is_decode else num_tokens // tokens + num_seqs
+    if splits is None:
+        longest = batch.block_tables.shape[1] * block_size
+        splits = num_splits(num_seqs * kv_heads, longest, q.device) if is_decode else 1
+    out = torch.empty_like(q)
+    parts = out if splits == 1 else q.new_empty(num_tokens, heads, splits, head_dim, dtype=torch.float32)
+    maxima, sums = q.new_empty(2, num_tokens, heads, splits, dtype=torch.float32)
+    attention_kernel[(num_tiles, kv_heads, splits)](
+        parts, maxima, sums, q, *cache, batch.cu_seqlens_q, batch.context_lens, batch.block_tables,
+        scale * 1.4426950408889634, q.stride(0), batch.block_tables.stride(0), num_seqs,  # exp(x) is exp2(x / ln 2)
+        heads, kv_heads, head_dim, block_size, tokens, rows, keys, dim, splits, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    if splits > 1:
+        combine_kernel[(num_tokens, heads)](out, parts, maxima, sums, batch.context_lens, head_dim, dim, splits)
+    return out

@@ -1,0 +1,116 @@
+"""The Triton kernels against the PyTorch reference, in Triton's interpreter or on a GPU, and compiled without one."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from checkpoints import new_model, save
+from test_attention import BORDERS, random_batch
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.layers import attention, kernels
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+MIXTURE = [(1, 9), (5, 5), (3, 20), (1, 1), (1, 33), (17, 40)]
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def check(sequences, heads, kv_heads, head_dim, dtype=torch.float32, splits=None, padding=0, **kwargs):
+    """Both functions on the same random batch, whose unowned slots are NaN. Returns the kernel's output."""
+    batch, keys = random_batch(sequences, kv_heads, head_dim, **kwargs)
+    lengths, layer, scale = [length for length, _ in sequences], 1, head_dim**-0.5
+    for name, value in vars(batch).items():
+        if isinstance(value, torch.Tensor):
+            setattr(batch, name, value.to(DEVICE, dtype if value.is_floating_point() else None))
+    q = torch.randn(sum(lengths), heads, head_dim, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
+    kv = torch.cat([kv[:, layer, -length:] for kv, length in zip(keys, lengths)], dim=1).to(DEVICE, dtype)
+    expected_cache = batch.kv_cache.clone()
+    attention.store_kv(*kv, attention.Batch(expected_cache, *list(vars(batch).values())[1:5]), layer)
+    qkv = torch.cat([kv[0], kv[1]], dim=1)  # as in the model, keys and values are views of something larger
+    kernels.store_kv(*qkv.split(kv_heads, dim=1), batch, layer)
+    assert torch.equal(batch.kv_cache.nan_to_num(), expected_cache.nan_to_num())
+    expected = attention.paged_attention(q, batch, layer, scale)
+    out = kernels.paged_attention(q, batch, layer, scale, splits)
+    torch.testing.assert_close(out, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_head_dims(head_dim, dtype):
+    check(MIXTURE, 4, 2, head_dim, dtype)
+
+
+@pytest.mark.parametrize("ratio", range(1, 9))
+def test_query_heads_per_kv_head(ratio):
+    check(MIXTURE, 2 * ratio, 2, 32)
+    check([(1, context) for context in BORDERS[:5]], ratio, 1, 32)
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 32, 64, 128, 256])
+def test_block_sizes(block_size):
+    check([*MIXTURE, (1, 300), (2, 257)], 4, 2, 32, block_size=block_size, num_blocks=128)
+
+
+@pytest.mark.parametrize("context", BORDERS)
+def test_every_split_into_cached_and_new_at_block_borders(context):
+    for length in {1, 2, context // 2, context} & set(range(1, context + 1)):
+        check([(length, context)], 4, 2, 32, seed=length)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_split_kv_of_decodes(splits, dtype):
+    """Parts of one tile, of several and of none."""
+    check([(1, context) for context in (1, 15, 64, 65, 700)], 6, 2, 32, dtype, splits, num_blocks=120)
+
+
+def test_tiles_of_a_long_prompt():
+    check([(150, 150), (1, 7), (70, 200)], 7, 1, 64)
+
+
+def test_padding_rows_do_nothing():
+    """A CUDA graph of 4 rows replayed for 2 sequences: no slot, no context, no output."""
+    batch, _ = random_batch([(1, 9), (1, 20)], 2, 32)
+    batch.kv_cache = batch.kv_cache.nan_to_num(0.5).to(DEVICE)
+    batch.slot_mapping = torch.tensor([*batch.slot_mapping, -1, -1], device=DEVICE)
+    batch.cu_seqlens_q = torch.arange(5, dtype=torch.int32, device=DEVICE)
+    batch.context_lens = torch.tensor([9, 20, 0, 0], dtype=torch.int32, device=DEVICE)
+    batch.block_tables = torch.nn.functional.pad(batch.block_tables, (0, 0, 0, 2)).to(DEVICE)
+    before, kv = batch.kv_cache.clone(), torch.ones(4, 2, 32, device=DEVICE)
+    kernels.store_kv(kv, kv, batch, 0)
+    changed = (batch.kv_cache != before).any(-1).any(-1).sum().item()
+    assert changed == 4  # the keys and the values of two tokens
+    q = torch.randn(4, 4, 32, device=DEVICE)
+    full = [kernels.paged_attention(q, batch, 0, 0.2, splits) for splits in (1, 4)]
+    batch.cu_seqlens_q, batch.context_lens = batch.cu_seqlens_q[:3], batch.context_lens[:2]
+    batch.block_tables = batch.block_tables[:2]
+    for out in full:
+        torch.testing.assert_close(out[:2], attention.paged_attention(q[:2], batch, 0, 0.2), atol=1e-5, rtol=1e-5)
+
+
+def test_the_engine_gives_the_same_tokens(tmp_path):
+    path = save(new_model("qwen3", head_dim=32), tmp_path)
+    prompts, params = [[i] * (5 * i + 1) for i in range(5)], SamplingParams(temperature=0, max_tokens=6)
+    options = dict(dtype="float32", block_size=8, num_blocks=14, max_num_batched_tokens=24)
+    outputs = [
+        LLM(path, attention_backend=backend, **options).generate(prompts, params, use_tqdm=False)
+        for backend in ("torch", "triton")
+    ]
+    assert [o.outputs[0].token_ids for o in outputs[0]] == [o.outputs[0].token_ids for o in outputs[1]]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux")
+@pytest.mark.parametrize("capability", [80, 86, 90])
+def test_compiled_ahead_of_time(capability):
+    """For the heads of Qwen3-0.6B: fits into consumer cards, and decode spills no registers."""
+    env = os.environ | {"TRITON_INTERPRET": "0"}
+    script = os.path.join(os.path.dirname(__file__), "compile_kernels.py")
+    done = subprocess.run([sys.executable, script, str(capability)], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert {row[0] for row in rows} == {"decode", "prefill", "combine", "store_kv"}
+    for name, shared, spilled in rows:
+        assert int(shared) <= 99 * 1024, name
+        assert name != "decode" or int(spilled) == 0
