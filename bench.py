@@ -53,7 +53,6 @@ def run_hf(model, requests: list[Request]) -> tuple[list[list[int]], float, dict
         ids.to(model.device),
         attention_mask=mask.to(model.device),
         max_new_tokens=steps,
-        min_new_tokens=steps,
         do_sample=False,
         temperature=None,
         top_p=None,
@@ -101,6 +100,7 @@ def main():
     if args.peer == "hf":
         model = transformers.AutoModelForCausalLM.from_pretrained(llm.config.model, dtype=llm.runner.dtype)
         model = model.to(llm.runner.device).eval()
+        model.generation_config.eos_token_id = None  # go on after it, as ignore_eos does
         engines["hf"] = lambda: run_hf(model, requests)
 
     warm_up = [(prompt[:4], 2) for prompt, _ in requests[:2]]
