@@ -65,7 +65,9 @@ class Config(Options):
     preemption_mode: str = "recompute"
     """How a preempted request recovers: "recompute"."""
     attention_backend: str = "auto"
-    """"torch", "triton" (CUDA, or any device with TRITON_INTERPRET=1), or "auto", which is torch."""
+    """"torch", "triton" (CUDA, or any device with TRITON_INTERPRET=1), or "auto": triton on CUDA, else torch."""
+    enforce_eager: bool = False
+    """Whether to launch every kernel of a decode step from Python, and not to replay CUDA graphs."""
     scheduler_cls: type | None = None
     """A subclass of nanovllm.scheduler.Scheduler."""
     block_manager_cls: type | None = None
@@ -89,7 +91,8 @@ class Config(Options):
         share = self.gpu_memory_utilization
         self.require("gpu_memory_utilization", is_number(share, 0, 1) and share > 0, "above 0 and at most 1")
         self.require("kv_cache_gib", is_number(self.kv_cache_gib, 0) and self.kv_cache_gib > 0, "a positive number")
-        self.require("enable_prefix_caching", isinstance(self.enable_prefix_caching, bool), "True or False")
+        for name in ("enable_prefix_caching", "enforce_eager"):
+            self.require(name, isinstance(getattr(self, name), bool), "True or False")
         for name, method in (("scheduler_cls", "schedule"), ("block_manager_cls", "allocate")):
             cls, base = getattr(self, name), "Scheduler" if method == "schedule" else "BlockManager"
             self.require(name, cls is None or hasattr(cls, method), f"None or a subclass of {base}")

@@ -2,12 +2,18 @@
 
 import mmap
 import os
+from array import array
+from collections.abc import Iterable
+from dataclasses import fields, replace
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
 from nanovllm.config import EMBEDDED_MODEL, Config
+from nanovllm.cuda_graphs import DecodeGraphs, Tensors, to_device
 from nanovllm.layers.attention import Batch
 from nanovllm.layers.sampler import Sampling, sample, top_logprobs
 from nanovllm.loader import load_model
@@ -36,23 +42,38 @@ def choose_dtype(config: Config, hf_config, device: torch.device) -> torch.dtype
     return torch.bfloat16 if in_hardware else torch.float32
 
 
+def integers(values: Iterable[int]) -> torch.Tensor:
+    """[n] int64. Several times faster than torch.tensor(list)."""
+    return torch.frombuffer(array("q", values), dtype=torch.int64)
+
+
+def choose_triton(config: Config, device: torch.device) -> bool:
+    can_run = find_spec("triton") and (device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
+    if config.attention_backend == "triton" and not can_run:
+        raise ValueError("attention_backend='triton' is not allowed: it needs a GPU, or TRITON_INTERPRET=1 on Linux")
+    return config.attention_backend == "triton" or bool(
+        config.attention_backend == "auto" and can_run and device.type == "cuda"
+    )
+
+
 class ModelRunner:
     def __init__(self, config: Config, hf_config, path: Path, device: torch.device):
         self.device = device
-        self.dtype = choose_dtype(config, hf_config, self.device)
+        self.dtype = choose_dtype(config, hf_config, device)
+        self.use_triton = choose_triton(config, device)
         self.block_size = config.block_size
-        self.use_triton = config.attention_backend == "triton"
-        can_run = find_spec("triton") and (device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
-        if self.use_triton and not can_run:
-            raise ValueError(
-                "attention_backend='triton' is not allowed: it needs a GPU, or TRITON_INTERPRET=1 on Linux"
-            )
         self.vocab_size = hf_config.vocab_size
-        self.model = load_model(path, hf_config, config.max_model_len, self.dtype, self.device)
+        self.model = load_model(path, hf_config, config.max_model_len, self.dtype, device)
         self.num_layers = hf_config.num_hidden_layers
         self.block_shape = (config.block_size, hf_config.num_key_value_heads, head_dim_of(hf_config))
+        self.graphs: DecodeGraphs | None = None
         self.num_blocks = config.num_blocks or self._num_blocks_that_fit(config)
         self.kv_cache = self._new_kv_cache(self.num_blocks)
+        if self.use_triton and not config.enforce_eager:  # the PyTorch reference asks for lengths: not to be recorded
+            graphs = self._new_graphs(config)
+            for size in reversed(graphs.sizes):
+                graphs.record(size)
+            self.graphs = graphs
 
     def _new_kv_cache(self, num_blocks: int) -> torch.Tensor:
         """Zeros, so that whoever reads a slot that nobody wrote makes the same mistake every time."""
@@ -62,18 +83,16 @@ class ModelRunner:
             return torch.frombuffer(buffer, dtype=self.dtype).view(shape)
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
+    def _new_graphs(self, config: Config) -> DecodeGraphs:
+        width = -(-config.max_model_len // self.block_size)
+        return DecodeGraphs(self._forward, config.max_num_seqs, width, self.device)
+
     def _num_blocks_that_fit(self, config: Config) -> int:
         """The memory that the model leaves is cut into blocks."""
         block_bytes = 2 * self.num_layers * torch.Size(self.block_shape).numel() * self.dtype.itemsize
-        if self.device.type == "cpu":
-            available = int(config.kv_cache_gib * 2**30)
-        else:
-            torch.cuda.reset_peak_memory_stats(self.device)
-            self._profile(config)
-            free, total = torch.cuda.mem_get_info(self.device)
-            others = total - free - torch.cuda.memory_reserved(self.device)  # other processes, CUDA's own context
-            peak = torch.cuda.max_memory_allocated(self.device)
-            available = int(total * config.gpu_memory_utilization) - others - peak
+        available = int(config.kv_cache_gib * 2**30)
+        if self.device.type == "cuda":
+            available = self._memory_left(config)
         useful = config.max_num_seqs * -(-config.max_model_len // config.block_size)
         num_blocks = min(available // block_bytes, useful)
         if num_blocks < 1:
@@ -81,6 +100,27 @@ class ModelRunner:
                 f"no memory is left for a KV block of {block_bytes:,} bytes: {available:,} bytes are available"
             )
         return num_blocks
+
+    def _memory_left(self, config: Config) -> int:
+        """Bytes of a GPU that are left for the KV cache, learned from trials on a cache of one block."""
+        self.kv_cache = self._new_kv_cache(1)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self._profile(config)
+        free, total = torch.cuda.mem_get_info(self.device)
+        others = total - free - torch.cuda.memory_reserved(self.device)  # other processes, CUDA's own context
+        peak = torch.cuda.max_memory_allocated(self.device)
+        graphs = 0 if config.enforce_eager or not self.use_triton else self._graph_memory(config)
+        self.kv_cache = None
+        return int(total * config.gpu_memory_utilization) - others - peak - graphs
+
+    def _graph_memory(self, config: Config) -> int:
+        """Bytes that CUDA graphs will take: the largest has the activations, each other one about the same little."""
+        graphs, free = self._new_graphs(config), [torch.cuda.mem_get_info(self.device)[0]]
+        for size in (graphs.sizes[-1], graphs.sizes[0]):
+            graphs.record(size)
+            free.append(torch.cuda.mem_get_info(self.device)[0])
+        largest, another = free[0] - free[1], free[1] - free[2]
+        return largest + another * (len(graphs.sizes) - 1)
 
     def _profile(self, config: Config) -> None:
         """Runs the largest step there can be, on a cache of one block, to learn what activations take."""
@@ -90,72 +130,75 @@ class ModelRunner:
         requests = [Request(None, None, [0] * length, SamplingParams()) for _ in range(num_seqs)]
         for request in requests:
             request.sequences[0].block_table = [0] * -(-length // self.block_size)
-        self.kv_cache = self._new_kv_cache(1)
         self.run(Schedule([(request.sequences[0], length) for request in requests]))
-        self.kv_cache = None
 
     @torch.inference_mode()
     def run(self, schedule: Schedule) -> tuple[list[int], list[dict[int, float] | None]]:
         """Computes a step. For each of `schedule.sampled`: a token, and its log-probabilities if asked for."""
-        input_ids, positions, last, batch = self._prepare(schedule)
-        hidden = self.model(input_ids, positions, batch)
         sampled = schedule.sampled
+        inputs, sampling = self._prepare(schedule), self._sampling(sampled)
+        size = self.graphs and self.graphs.size_for(schedule)
+        if size:
+            inputs = self.graphs.padded(inputs, size)
+        options = {name: value for name, value in vars(sampling).items() if isinstance(value, torch.Tensor)}
+        moved = to_device(inputs | options, self.device, self.graphs.buffer if size else None)
+        hidden = self.graphs.steps[size]() if size else self._forward(moved)
         if not sampled:
             return [], []
-        logits = self.model.logits(hidden[last])
-        token_ids = sample(logits, self._sampling(sampled))
+        logits = self.model.logits(hidden[moved["sampled_rows"]])
+        token_ids = sample(logits, replace(sampling, **{name: moved[name] for name in options}))
         return token_ids.tolist(), self._logprobs(logits, token_ids, sampled)
 
-    def _prepare(self, schedule: Schedule) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Batch]:
-        """One flat, ragged batch: input ids, positions, indices of the tokens that are sampled from, metadata."""
-        input_ids, positions, owners, ends, contexts, last = [], [], [], [], [], []
-        for b, (seq, num_tokens) in enumerate(schedule.items):
-            start, end = seq.num_computed_tokens, seq.num_computed_tokens + num_tokens
-            input_ids += seq.token_ids[start:end]
-            positions += range(start, end)
-            owners += [b] * num_tokens
-            ends.append(len(input_ids))
-            contexts.append(end)
-            if end == len(seq):
-                last.append(len(input_ids) - 1)
-        tables = [seq.block_table for seq, _ in schedule.items]
-        width = max(map(len, tables))
-        block_tables = torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32)
-        positions = torch.tensor(positions)
-        block_ids = block_tables[torch.tensor(owners), positions // self.block_size]
-        batch = Batch(
-            kv_cache=self.kv_cache,
-            slot_mapping=(block_ids.long() * self.block_size + positions % self.block_size).to(self.device),
-            cu_seqlens_q=torch.tensor([0, *ends], dtype=torch.int32, device=self.device),
-            context_lens=torch.tensor(contexts, dtype=torch.int32, device=self.device),
-            block_tables=block_tables.to(self.device),
-            use_triton=self.use_triton,
-        )
-        return (
-            torch.tensor(input_ids, device=self.device),
-            positions.to(self.device),
-            torch.tensor(last, device=self.device),
-            batch,
-        )
+    def _forward(self, inputs: Tensors) -> torch.Tensor:
+        metadata = {field.name: inputs[field.name] for field in fields(Batch) if field.name in inputs}
+        batch = Batch(kv_cache=self.kv_cache, use_triton=self.use_triton, **metadata)
+        return self.model(inputs["input_ids"], inputs["positions"], batch)
 
-    def _sampling(self, seqs: list[Sequence]) -> Sampling | None:
+    def _prepare(self, schedule: Schedule) -> Tensors:
+        """One flat, ragged batch: ids and positions of all tokens, the fields of Batch, and the rows to sample from."""
+        seqs = [seq for seq, _ in schedule.items]
+        counts = integers(num_tokens for _, num_tokens in schedule.items)
+        starts = integers(seq.num_computed_tokens for seq in seqs)
+        contexts, ends = starts + counts, counts.cumsum(0)
+        token_ids = (seq.token_ids[seq.num_computed_tokens : seq.num_computed_tokens + n] for seq, n in schedule.items)
+        owners = torch.repeat_interleave(counts)
+        positions = torch.arange(len(owners)) + (contexts - ends)[owners]
+        width = max(len(seq.block_table) for seq in seqs)
+        tables = array("i")  # 32 bits
+        for seq in seqs:
+            tables.fromlist(seq.block_table + [0] * (width - len(seq.block_table)))
+        block_tables = torch.frombuffer(tables, dtype=torch.int32).view(len(seqs), width)
+        block_ids = block_tables[owners, positions // self.block_size].long()
+        return {
+            "input_ids": integers(chain.from_iterable(token_ids)),
+            "positions": positions,
+            "slot_mapping": block_ids * self.block_size + positions % self.block_size,
+            "cu_seqlens_q": F.pad(ends, (1, 0)).int(),
+            "context_lens": contexts.int(),
+            "block_tables": block_tables,
+            "sampled_rows": (ends - 1)[contexts == integers(len(seq) for seq in seqs)],
+        }
+
+    def _sampling(self, seqs: list[Sequence]) -> Sampling:
+        """How each sequence draws its token. Filters that nobody uses are None, and all are if everybody is greedy."""
         params = [seq.request.params for seq in seqs]
-        drawn = [p for p in params if p.temperature > 0]
-        if not drawn:
-            return None
-        top_k = [p.top_k if p.top_k > 0 else self.vocab_size for p in params]
-        limit = max(k for k, p in zip(top_k, params) if p.temperature > 0)
-        floats = torch.tensor([[p.temperature for p in params], [p.top_p for p in params], [p.min_p for p in params]])
-        integers = torch.tensor([[seq.seed for seq in seqs], [len(seq) for seq in seqs], top_k])
-        temperature, top_p, min_p = floats.to(self.device)
-        seed, position, top_k = integers.to(self.device)
+        if all(p.temperature == 0 for p in params):
+            return Sampling()
+        temperature, top_p, min_p = (
+            torch.frombuffer(array("f", [getattr(p, name) for p in params]), dtype=torch.float32)
+            for name in ("temperature", "top_p", "min_p")
+        )
+        top_k = integers(p.top_k for p in params)
+        top_k = torch.where(top_k > 0, top_k, self.vocab_size)
+        drawn = temperature > 0
+        limit = int(top_k[drawn].max())
         return Sampling(
             temperature=temperature,
-            seed=seed,
-            position=position,
-            top_k=top_k if any(p.top_k > 0 for p in drawn) else None,
-            top_p=top_p if any(p.top_p < 1 for p in drawn) else None,
-            min_p=min_p if any(p.min_p > 0 for p in drawn) else None,
+            seed=integers(seq.seed for seq in seqs),
+            position=integers(len(seq) for seq in seqs),
+            top_k=top_k if (top_k[drawn] < self.vocab_size).any() else None,
+            top_p=top_p if (top_p[drawn] < 1).any() else None,
+            min_p=min_p if (min_p[drawn] > 0).any() else None,
             max_top_k=limit if limit < self.vocab_size else None,
         )
 

@@ -99,8 +99,10 @@ class Scheduler:
         return budget if self.num_preemptions == num_preemptions else None
 
     def _schedule_waiting(self, schedule: Schedule, budget: int) -> None:
+        if not self.waiting:
+            return
         num_seqs = sum(len(request.unfinished) for request in self.running)
-        if self.waiting and num_seqs < self.max_num_seqs:
+        if num_seqs < self.max_num_seqs:
             self.waiting.sort(key=self.priority)
         while self.waiting and budget > 0:
             request = self.waiting[0]

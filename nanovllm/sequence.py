@@ -1,6 +1,7 @@
 """Sequence and Request: the state of what a user asked for. No torch in here."""
 
 from collections.abc import Iterable
+from functools import cached_property
 
 from nanovllm.sampling_params import SamplingParams
 
@@ -37,7 +38,7 @@ class Sequence:
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - len(self.request.prompt_token_ids)
 
-    @property
+    @cached_property
     def seed(self) -> int:
         """Every output of a request draws its own numbers."""
         return (self.request.seed + self.index * 0x9E3779B97F4A7C15) % 2**63

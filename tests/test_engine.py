@@ -369,6 +369,7 @@ def test_the_profiling_step_of_the_gpu_path(llm):
     """It runs on CUDA to size the cache; here it only has to be a valid step of every shape."""
     cache = llm.runner.kv_cache
     try:
+        llm.runner.kv_cache = llm.runner._new_kv_cache(1)
         for tokens, seqs in ((16, 4), (5, 256), (700, 2)):
             llm.config.max_num_batched_tokens, llm.config.max_num_seqs = tokens, seqs
             llm.runner._profile(llm.config)

@@ -44,7 +44,7 @@ def tile_of(cu_seqlens_q, tile, num_seqs, TOKENS: tl.constexpr):
     return seq, (tile - (tl.load(cu_seqlens_q + seq) // TOKENS + seq)) * TOKENS
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "num_seqs"])  # else their values would be reasons to compile again
 def attention_kernel(
     out, maxima, sums, q, k_cache, v_cache, cu_seqlens_q, context_lens, block_tables,
     scale, q_stride, table_stride, num_seqs,

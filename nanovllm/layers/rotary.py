@@ -46,3 +46,16 @@ def rotate(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
     cos, sin = cos_sin.unsqueeze(1).chunk(2, dim=-1)
     x1, x2 = x.float().chunk(2, dim=-1)
     return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1).to(x.dtype)
+
+
+def norm_rotate(qkv: torch.Tensor, q_norm, k_norm, cos_sin: torch.Tensor, sizes: list[int], use_triton: bool = False):
+    """Splits qkv [T, heads + 2 * kv_heads, head_dim] into q, k, v; q and k are normalised if the model does, and rotated."""
+    q, k, v = qkv.split(sizes, dim=1)
+    if use_triton:
+        from nanovllm.layers import fused
+
+        fused.norm_rotate(qkv, q_norm, k_norm, cos_sin, sizes)  # in place
+        return q, k, v
+    if q_norm is not None:
+        q, k = q_norm(q), k_norm(k)
+    return rotate(q, cos_sin), rotate(k, cos_sin), v

@@ -9,9 +9,9 @@ import torch
 class Sampling:
     """The parameters of B sequences, each a tensor [B] on the logits' device; None where no sequence needs it."""
 
-    temperature: torch.Tensor  # fp32, 0 is greedy
-    seed: torch.Tensor  # int64
-    position: torch.Tensor  # int64: length of the sequence so far, so that every token draws a new number
+    temperature: torch.Tensor | None = None  # fp32, 0 is greedy; None if all are
+    seed: torch.Tensor | None = None  # int64
+    position: torch.Tensor | None = None  # int64: length of the sequence so far, so that every token draws a new number
     top_k: torch.Tensor | None = None  # int64, vocab_size keeps all
     top_p: torch.Tensor | None = None  # fp32
     min_p: torch.Tensor | None = None  # fp32
@@ -37,14 +37,14 @@ def uniform(seed: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
     return shifted(x, 41).float() / 2**23  # 23 bits: u * total < total holds exactly in fp32
 
 
-def sample(logits: torch.Tensor, sampling: Sampling | None) -> torch.Tensor:
-    """logits [B, vocab_size] fp32 -> token ids [B]. `sampling=None` means that all sequences are greedy.
+def sample(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """logits [B, vocab_size] fp32 -> token ids [B].
 
     Filters apply in the order temperature, min_p, top_k, top_p, as in vLLM. Then the token is found where
     the cumulative probability passes one uniform number (inverse transform sampling). That happens in the
     order of the vocabulary, never in a sorted one, so that a row's token does not depend on its neighbours.
     """
-    if sampling is None:
+    if sampling.temperature is None:
         return logits.argmax(-1)
     greedy = sampling.temperature == 0
     temperature = torch.where(greedy, 1.0, sampling.temperature).unsqueeze(1)

@@ -11,7 +11,7 @@ from nanovllm.layers.attention import Batch, paged_attention, store_kv
 from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import Linear
-from nanovllm.layers.rotary import rope_table, rotate
+from nanovllm.layers.rotary import norm_rotate, rope_table
 
 MODEL_TYPES = ("qwen2", "qwen3")
 
@@ -35,23 +35,20 @@ class Attention(nn.Module):
         super().__init__()
         self.layer = layer
         self.head_dim = head_dim_of(config)
-        self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.sizes = [heads, kv_heads, kv_heads]  # of q, k and v
         self.scale = self.head_dim**-0.5
         is_qwen3 = config.model_type == "qwen3"
         bias = config.attention_bias if is_qwen3 else True
-        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        q_size, kv_size = heads * self.head_dim, kv_heads * self.head_dim
         self.qkv_proj = Linear(config.hidden_size, {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}, bias)
         self.o_proj = Linear(q_size, config.hidden_size, bias and is_qwen3)
-        if is_qwen3:
-            self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
-            self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
-        else:
-            self.q_norm = self.k_norm = nn.Identity()
+        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if is_qwen3 else None
+        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if is_qwen3 else None
 
     def forward(self, x: torch.Tensor, cos_sin: torch.Tensor, batch: Batch) -> torch.Tensor:
         qkv = self.qkv_proj(x).view(len(x), -1, self.head_dim)
-        q, k, v = qkv.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
-        q, k = rotate(self.q_norm(q), cos_sin), rotate(self.k_norm(k), cos_sin)
+        q, k, v = norm_rotate(qkv, self.q_norm, self.k_norm, cos_sin, self.sizes, batch.use_triton)
         store_kv(k, v, batch, self.layer)
         return self.o_proj(paged_attention(q, batch, self.layer, self.scale).flatten(1))
 
@@ -63,8 +60,8 @@ class MLP(nn.Module):
         self.gate_up_proj = Linear(config.hidden_size, {"gate_proj": size, "up_proj": size})
         self.down_proj = Linear(size, config.hidden_size)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(silu_and_mul(self.gate_up_proj(x)))
+    def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+        return self.down_proj(silu_and_mul(self.gate_up_proj(x), batch.use_triton))
 
 
 class DecoderLayer(nn.Module):
@@ -75,9 +72,10 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x: torch.Tensor, cos_sin: torch.Tensor, batch: Batch) -> torch.Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos_sin, batch)
-        return x + self.mlp(self.post_attention_layernorm(x))
+    def forward(self, x: torch.Tensor, residual: torch.Tensor, cos_sin: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """`residual` is the sum of all that layers have put out so far, but for the last one's x. It is updated."""
+        x = self.self_attn(self.input_layernorm.add(x, residual, batch.use_triton), cos_sin, batch)
+        return self.mlp(self.post_attention_layernorm.add(x, residual, batch.use_triton), batch)
 
 
 class Decoder(nn.Module):
@@ -101,9 +99,10 @@ class Qwen(nn.Module):
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, batch: Batch) -> torch.Tensor:
         """input_ids [T] int64, positions [T] int64 -> hidden states [T, hidden_size]."""
         x, cos_sin = self.model.embed_tokens(input_ids), self.rope[positions]
+        residual = torch.zeros_like(x)
         for layer in self.model.layers:
-            x = layer(x, cos_sin, batch)
-        return self.model.norm(x)
+            x = layer(x, residual, cos_sin, batch)
+        return self.model.norm.add(x, residual, batch.use_triton)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[B, hidden_size] -> [B, vocab_size] fp32, only for the tokens that are sampled."""

@@ -1,0 +1,85 @@
+"""Triton kernels for the small layers: each does in one pass over memory what takes PyTorch several.
+
+The layers beside this file hold the same functions in plain PyTorch, which run on a CPU and which these are tested
+against. Sums are in fp32; in 16 bits the result is rounded once, at the end.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def add_rms_norm_kernel(out, x, residual, weight, eps, SIZE: tl.constexpr, PADDED: tl.constexpr):
+    """Program t: residual[t] += x[t], then its RMSNorm."""
+    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, PADDED)
+    i = tl.arange(0, PADDED)
+    dtype = out.dtype.element_ty
+    added = tl.load(x + at, mask=i < SIZE, other=0.0).to(tl.float32)
+    added = (added + tl.load(residual + at, mask=i < SIZE, other=0.0).to(tl.float32)).to(dtype)
+    tl.store(residual + at, added, mask=i < SIZE)
+    added = added.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(added * added, 0) / SIZE + eps)
+    w = tl.load(weight + i, mask=i < SIZE, other=0.0).to(tl.float32)
+    tl.store(out + at, (added * scale * w).to(dtype), mask=i < SIZE)
+
+
+@triton.jit
+def norm_rotate_kernel(
+    qk, q_weight, k_weight, cos_sin, stride, eps,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, HAS_NORM: tl.constexpr,
+):  # fmt: skip
+    """Program (t, head), query heads first, then key heads: RMSNorm if there is one, and rotation, in place."""
+    t, head = tl.program_id(0), tl.program_id(1)
+    HALF: tl.constexpr = HEAD_DIM // 2
+    i = tl.arange(0, PADDED)
+    at = qk + t.to(tl.int64) * stride + head * HEAD_DIM + i
+    x1 = tl.load(at, mask=i < HALF, other=0.0).to(tl.float32)
+    x2 = tl.load(at + HALF, mask=i < HALF, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        scale = tl.rsqrt(tl.sum(x1 * x1 + x2 * x2, 0) / HEAD_DIM + eps)
+        weight = q_weight
+        if head >= HEADS:
+            weight = k_weight
+        x1 = x1 * scale * tl.load(weight + i, mask=i < HALF, other=0.0).to(tl.float32)
+        x2 = x2 * scale * tl.load(weight + HALF + i, mask=i < HALF, other=0.0).to(tl.float32)
+    cos = tl.load(cos_sin + t * HEAD_DIM + i, mask=i < HALF, other=0.0)
+    sin = tl.load(cos_sin + t * HEAD_DIM + HALF + i, mask=i < HALF, other=0.0)
+    tl.store(at, (x1 * cos - x2 * sin).to(qk.dtype.element_ty), mask=i < HALF)
+    tl.store(at + HALF, (x2 * cos + x1 * sin).to(qk.dtype.element_ty), mask=i < HALF)
+
+
+@triton.jit
+def silu_and_mul_kernel(out, x, SIZE: tl.constexpr, PART: tl.constexpr):
+    """Program (t, part): silu(gate) * up for PART of the SIZE numbers."""
+    i = tl.program_id(1) * PART + tl.arange(0, PART)
+    t = tl.program_id(0).to(tl.int64)
+    gate = tl.load(x + 2 * t * SIZE + i, mask=i < SIZE, other=0.0).to(tl.float32)
+    up = tl.load(x + (2 * t + 1) * SIZE + i, mask=i < SIZE, other=0.0).to(tl.float32)
+    tl.store(out + t * SIZE + i, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=i < SIZE)
+
+
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """As RMSNorm.forward."""
+    out, size = torch.empty_like(x), x.shape[-1]
+    add_rms_norm_kernel[(len(x),)](out, x, residual, weight, eps, size, triton.next_power_of_2(size), num_warps=8)
+    return out
+
+
+def norm_rotate(qkv: torch.Tensor, q_norm, k_norm, cos_sin: torch.Tensor, sizes: list[int]) -> None:
+    """Makes the query and key heads of qkv what rotary.norm_rotate returns, in place."""
+    heads, kv_heads, _ = sizes
+    head_dim, has_norm = qkv.shape[-1], q_norm is not None
+    weights, eps = ((q_norm.weight, k_norm.weight), q_norm.eps) if has_norm else ((qkv, qkv), 0.0)
+    norm_rotate_kernel[(len(qkv), heads + kv_heads)](
+        qkv, *weights, cos_sin, qkv.stride(0), eps,
+        heads, head_dim, triton.next_power_of_2(head_dim // 2), has_norm, num_warps=1,
+    )  # fmt: skip
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """As activation.silu_and_mul, for x [T, 2 d]."""
+    size = x.shape[-1] // 2
+    out, part = x.new_empty(len(x), size), min(1024, triton.next_power_of_2(size))
+    silu_and_mul_kernel[(len(x), triton.cdiv(size, part))](out, x, size, part)
+    return out

@@ -1,0 +1,61 @@
+"""The fused kernels of the small layers against plain PyTorch, in Triton's interpreter or on a GPU."""
+
+import pytest
+import torch
+
+from nanovllm.layers.activation import silu_and_mul
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.rotary import norm_rotate
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def randn(*shape, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(DEVICE, dtype)
+
+
+def norm(size, dtype):
+    layer = RMSNorm(size, 1e-6).to(DEVICE, dtype)
+    layer.weight.data.copy_(1 + 0.2 * randn(size))
+    return layer
+
+
+def assert_close(actual, expected):
+    tolerance = TOLERANCE[expected.dtype]
+    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 48, 64, 200])
+def test_add_rms_norm(size, dtype):
+    layer, x, residual = norm(size, dtype), randn(5, size, dtype=dtype), 3 * randn(5, size, dtype=dtype)
+    expected_residual, actual_residual = residual.clone(), residual.clone()
+    expected = layer.add(x, expected_residual)
+    assert_close(layer.add(x, actual_residual, use_triton=True), expected)
+    assert_close(actual_residual, expected_residual)  # the interpreter cuts bfloat16 off where a GPU rounds
+    assert torch.equal(expected_residual, x + residual)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [32, 80, 128])
+@pytest.mark.parametrize("has_norm", [True, False])
+def test_norm_rotate(head_dim, has_norm, dtype):
+    sizes = [6, 2, 2]
+    norms = [norm(head_dim, dtype), norm(head_dim, dtype)] if has_norm else [None, None]
+    angles = randn(7, head_dim // 2)
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
+    qkv = randn(7, 10, head_dim, dtype=dtype)
+    expected = norm_rotate(qkv.clone(), *norms, cos_sin, sizes)
+    actual = norm_rotate(qkv.clone(), *norms, cos_sin, sizes, use_triton=True)
+    for part, reference in zip(actual, expected):
+        assert_close(part, reference)
+    assert torch.equal(actual[2], qkv[:, 8:])  # values are left alone
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 72, 1030])
+def test_silu_and_mul(size, dtype):
+    x = randn(5, 2 * size, dtype=dtype)
+    assert_close(silu_and_mul(x, use_triton=True), silu_and_mul(x))
