@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer
 
+from nanovllm.layers.linear import Linear
 from nanovllm.models.qwen import Qwen
 from nanovllm.sampling_params import SamplingParams
 
@@ -78,7 +79,7 @@ def load_model(path: Path, config, max_model_len: int, dtype: torch.dtype, devic
                 for name in tensors.keys():  # noqa: SIM118 (safe_open is no dict)
                     if name in missing:
                         fill(missing.pop(name), tensors.get_tensor(name), name, file)
-                    elif not ignorable(name, model):
+                    elif not ignorable(name, config):
                         unexpected.append(name)
         except SafetensorError as error:
             raise ValueError(f"{file} is damaged or not complete: {error}") from error
@@ -86,14 +87,20 @@ def load_model(path: Path, config, max_model_len: int, dtype: torch.dtype, devic
         raise ValueError(
             f"{path} does not fit its config.json: missing tensors {sorted(missing)}, unexpected {sorted(unexpected)}"
         )
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.prepack()
     return model.eval()
 
 
 def places(model: nn.Module) -> dict[str, torch.Tensor]:
     """Where each tensor of the checkpoint belongs: a parameter, or rows of a merged one."""
-    table = {}
+    table, seen = {}, set()
     for prefix, module in model.named_modules():
         for kind, parameter in module.named_parameters(recurse=False):
+            if parameter in seen:  # the head, if it is tied to the embedding
+                continue
+            seen.add(parameter)
             parent = prefix.rpartition(".")[0]
             for part, rows in getattr(module, "rows", {}).items():
                 table[f"{parent}.{part}.{kind}"] = parameter.data[rows]
@@ -110,9 +117,9 @@ def fill(place: torch.Tensor, tensor: torch.Tensor, name: str, file: Path) -> No
     place.copy_(tensor)
 
 
-def ignorable(name: str, model: Qwen) -> bool:
+def ignorable(name: str, config) -> bool:
     """Some checkpoints repeat the tied head, or store the rotary frequencies, which are computed."""
-    return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and model.lm_head is None)
+    return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_word_embeddings)
 
 
 def weight_files(path: Path) -> list[Path]:

@@ -157,8 +157,8 @@ class ModelRunner:
     def _prepare(self, schedule: Schedule) -> Tensors:
         """One flat, ragged batch: ids and positions of all tokens, the fields of Batch, and the rows to sample from."""
         seqs = [seq for seq, _ in schedule.items]
-        counts = integers(num_tokens for _, num_tokens in schedule.items)
-        starts = integers(seq.num_computed_tokens for seq in seqs)
+        counts = integers([num_tokens for _, num_tokens in schedule.items])
+        starts = integers([seq.num_computed_tokens for seq in seqs])
         contexts, ends = starts + counts, counts.cumsum(0)
         token_ids = (seq.token_ids[seq.num_computed_tokens : seq.num_computed_tokens + n] for seq, n in schedule.items)
         owners = torch.repeat_interleave(counts)
@@ -176,7 +176,7 @@ class ModelRunner:
             "cu_seqlens_q": F.pad(ends, (1, 0)).int(),
             "context_lens": contexts.int(),
             "block_tables": block_tables,
-            "sampled_rows": (ends - 1)[contexts == integers(len(seq) for seq in seqs)],
+            "sampled_rows": (ends - 1)[contexts == integers([len(seq) for seq in seqs])],
         }
 
     def _sampling(self, seqs: list[Sequence]) -> Sampling:
@@ -188,14 +188,14 @@ class ModelRunner:
             torch.frombuffer(array("f", [getattr(p, name) for p in params]), dtype=torch.float32)
             for name in ("temperature", "top_p", "min_p")
         )
-        top_k = integers(p.top_k for p in params)
+        top_k = integers([p.top_k for p in params])
         top_k = torch.where(top_k > 0, top_k, self.vocab_size)
         drawn = temperature > 0
         limit = int(top_k[drawn].max())
         return Sampling(
             temperature=temperature,
-            seed=integers(seq.seed for seq in seqs),
-            position=integers(len(seq) for seq in seqs),
+            seed=integers([seq.seed for seq in seqs]),
+            position=integers([len(seq) for seq in seqs]),
             top_k=top_k if (top_k[drawn] < self.vocab_size).any() else None,
             top_p=top_p if (top_p[drawn] < 1).any() else None,
             min_p=min_p if (min_p[drawn] > 0).any() else None,

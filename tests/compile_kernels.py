@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from nanovllm.layers import kernels
+from nanovllm.layers import fused, kernels
 
 
 def compile_kernel(name, kernel, pointers, scalars, constants, capability, warps=4, stages=2):
@@ -53,6 +53,17 @@ def main(capability=80, head_dim=128, group=2):
     scalars = {"k_stride": "i32", "v_stride": "i32"}
     constants = dict(WIDTH=8 * head_dim, PADDED=8 * dim)
     compile_kernel("store_kv", kernels.store_kv_kernel, pointers, scalars, constants, capability)
+
+    def small(name, kernel, pointers, scalars, constants, warps=4):
+        pointers = dict.fromkeys(pointers, "*bf16") | ({"cos_sin": "*fp32"} if name == "norm_rotate" else {})
+        compile_kernel(name, kernel, pointers, scalars, constants, capability, warps)
+
+    size = dict(SIZE=1024, PADDED=1024)
+    small("add_rms_norm", fused.add_rms_norm_kernel, ["out", "x", "residual", "weight"], {"eps": "fp32"}, size, 8)
+    constants = dict(HEADS=8 * group, HEAD_DIM=head_dim, PADDED=dim // 2, HAS_NORM=True)
+    scalars = {"stride": "i32", "eps": "fp32"}
+    small("norm_rotate", fused.norm_rotate_kernel, ["qk", "q_weight", "k_weight"], scalars, constants, 1)
+    small("silu_and_mul", fused.silu_and_mul_kernel, ["out", "x"], {}, dict(SIZE=3072, PART=1024))
 
 
 if __name__ == "__main__":

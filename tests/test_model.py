@@ -91,6 +91,19 @@ def test_bfloat16_weights_stay_bfloat16_and_close(family, tmp_path):
     torch.testing.assert_close(logits_of(model, config, [5, 6, 7, 8], [4]), expected, atol=0.5, rtol=0.1)
 
 
+@pytest.mark.parametrize("family, tied", [("qwen2", True), ("qwen3", False)])
+def test_prepacked_weights_give_the_same_logits(family, tied, tmp_path, monkeypatch):
+    """Also with a bias, for a tied head beside its embedding, and where PyTorch cannot prepack."""
+    save(new_model(family, tie_word_embeddings=tied), tmp_path)
+    model, config = load(tmp_path, torch.bfloat16)
+    assert model.lm_head.weight.is_mkldnn and not model.model.embed_tokens.weight.is_mkldnn
+    monkeypatch.setattr("torch.backends.mkldnn.is_available", lambda: False)
+    plain, _ = load(tmp_path, torch.bfloat16)
+    assert not plain.lm_head.weight.is_mkldnn
+    actual, expected = (logits_of(m, config, list(range(40)), [40]) for m in (model, plain))
+    torch.testing.assert_close(actual, expected, atol=0.3, rtol=0.1)
+
+
 def test_sharded_checkpoint(tmp_path):
     reference = new_model()
     save(reference, tmp_path, max_shard_size="40KB")

@@ -1,4 +1,4 @@
-"""Token embedding, which is also the output head when the two are tied."""
+"""Token embedding."""
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,3 @@ class Embedding(nn.Module):
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[T] -> [T, hidden_size]"""
         return F.embedding(token_ids, self.weight)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[B, hidden_size] -> [B, vocab_size] in fp32"""
-        return F.linear(hidden, self.weight).float()

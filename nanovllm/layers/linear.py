@@ -5,6 +5,21 @@ import torch.nn.functional as F
 from torch import nn
 
 
+def prepacked(weight: torch.Tensor) -> torch.Tensor:
+    """The weight [out, in] as oneDNN wants it for products in bfloat16 on a CPU; elsewhere as it is."""
+    has_onednn = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or not has_onednn:
+        return weight
+    return torch.ops.mkldnn._reorder_linear_weight(weight)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x W^T + b, for a weight that may be prepacked."""
+    if weight.is_mkldnn:
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return F.linear(x, weight, bias)
+
+
 class Linear(nn.Module):
     """y = x W^T + b with W [out, in].
 
@@ -23,4 +38,8 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
+
+    def prepack(self) -> None:
+        """Once the weight is complete."""
+        self.weight = nn.Parameter(prepacked(self.weight), requires_grad=False)

@@ -94,7 +94,9 @@ class Qwen(nn.Module):
         check_supported(config)
         self.rope = rope_table(config, head_dim_of(config), max_model_len)
         self.model = Decoder(config)
-        self.lm_head = None if config.tie_word_embeddings else Embedding(config.vocab_size, config.hidden_size)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, batch: Batch) -> torch.Tensor:
         """input_ids [T] int64, positions [T] int64 -> hidden states [T, hidden_size]."""
@@ -106,4 +108,4 @@ class Qwen(nn.Module):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[B, hidden_size] -> [B, vocab_size] fp32, only for the tokens that are sampled."""
-        return (self.lm_head or self.model.embed_tokens).logits(hidden)
+        return self.lm_head(hidden).float()
