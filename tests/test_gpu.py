@@ -1,0 +1,108 @@
+"""On a real GPU: Triton kernels and CUDA graphs through the whole engine. Skipped where there is none.
+
+test_kernels.py, test_fused.py, test_cuda_graphs.py and test_sampler.py also run on the GPU if there is one.
+"""
+
+import random
+
+import pytest
+import torch
+from checkpoints import greedy, new_model, save
+
+from nanovllm import LLM, SamplingParams
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+MAX_TOKENS = 12
+GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
+
+
+@pytest.fixture(scope="module", params=["qwen2", "qwen3"])
+def checkpoint(request, tmp_path_factory):
+    """(path, prompts, what transformers makes of them on the CPU in fp32)"""
+    rng, model = random.Random(0), new_model(request.param, head_dim=32, num_attention_heads=6, num_key_value_heads=2)
+    stem = [rng.randrange(160) for _ in range(64)]
+    prompts = [[rng.randrange(160) for _ in range(n)] for n in (1, 2, 7, 15, 16, 17, 31, 33, 65, 130)]
+    prompts += [stem[:n] + [rng.randrange(160)] for n in (15, 16, 17, 48, 63)] + [stem]
+    path = save(model, tmp_path_factory.mktemp(request.param))
+    return path, prompts, [greedy(model, prompt, MAX_TOKENS) for prompt in prompts]
+
+
+def token_ids(outputs):
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.mark.parametrize("eager", [True, False])
+@pytest.mark.parametrize("tokens, num_blocks", [(2048, 500), (37, 500), (2048, 14), (37, 14)])
+@pytest.mark.parametrize("caching", [True, False])
+def test_greedy_tokens_equal_transformers(checkpoint, eager, tokens, num_blocks, caching):
+    path, prompts, expected = checkpoint
+    llm = LLM(
+        path, dtype="float32", attention_backend="triton", enforce_eager=eager, max_num_batched_tokens=tokens,
+        num_blocks=num_blocks, enable_prefix_caching=caching, max_num_seqs=24,
+    )  # fmt: skip
+    for _ in range(2):
+        assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected
+    assert (llm.stats()["preemptions"] > 0) == (num_blocks == 14)
+    llm.block_manager.check([])
+
+
+def test_graphs_are_replayed(checkpoint):
+    path, prompts, expected = checkpoint
+    llm, replayed = LLM(path, dtype="float32", num_blocks=500, max_num_seqs=24), []
+    for size, step in llm.runner.graphs.steps.items():
+        llm.runner.graphs.steps[size] = lambda size=size, step=step: replayed.append(size) or step()
+    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected
+    assert llm.runner.use_triton and len(replayed) >= MAX_TOKENS - 1 and 16 in replayed
+
+
+def test_the_pytorch_backend(checkpoint):
+    path, prompts, expected = checkpoint
+    llm = LLM(path, dtype="float32", attention_backend="torch", num_blocks=500)
+    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected and llm.runner.graphs is None
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_16_bits_are_close_to_the_pytorch_backend(checkpoint, dtype):
+    path, prompts, _ = checkpoint
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=5)
+    outputs = [
+        LLM(path, dtype=dtype, attention_backend=backend, num_blocks=500).generate(prompts, params, use_tqdm=False)
+        for backend in ("torch", "triton")
+    ]
+    for one, other in zip(*outputs):
+        one, other = one.outputs[0].logprobs[0], other.outputs[0].logprobs[0]
+        assert set(one) & set(other)
+        for token in set(one) & set(other):
+            assert abs(one[token] - other[token]) < 0.3
+
+
+def test_a_seed_gives_the_same_tokens_in_any_company(checkpoint):
+    path, prompts, _ = checkpoint
+    llm = LLM(path, dtype="float32", num_blocks=500)
+    params = [SamplingParams(max_tokens=8, seed=i, top_p=0.9 if i % 2 else 1.0) for i in range(len(prompts))]
+    together = token_ids(llm.generate(prompts, params, use_tqdm=False))
+    alone = [token_ids(llm.generate([p], q, use_tqdm=False))[0] for p, q in zip(prompts, params)]
+    assert together == alone
+
+
+def test_the_embedded_model_counts_and_adds():
+    llm = LLM()
+    questions = ["Count from 1 to 10", "What is 12 + 30?", "List all prime numbers within 20"]
+    chats = [[{"role": "user", "content": question}] for question in questions]
+    answers = [o.outputs[0].text for o in llm.chat(chats, SamplingParams(temperature=0), use_tqdm=False)]
+    assert answers == ["1, 2, 3, 4, 5, 6, 7, 8, 9, 10", "12 + 30 = 42", "2, 3, 5, 7, 11, 13, 17, 19"]
+
+
+def test_memory_stays_within_what_was_granted(tmp_path):
+    path = save(new_model("qwen3", head_dim=64, max_position_embeddings=32768), tmp_path)
+    torch.cuda.empty_cache()
+    free_before, total = torch.cuda.mem_get_info()
+    share = 1 - free_before / total + 0.3
+    llm = LLM(path, gpu_memory_utilization=share, max_num_seqs=4096, max_num_batched_tokens=8192)
+    llm.generate([[1] * 3000] * 64, SamplingParams(max_tokens=16, ignore_eos=True), use_tqdm=False)
+    free_after, _ = torch.cuda.mem_get_info()
+    assert total - free_after <= share * total + 2**30, "more than granted"
+    assert llm.runner.kv_cache.nbytes > 0.2 * total, "much was left unused"

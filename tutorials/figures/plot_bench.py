@@ -1,0 +1,68 @@
+"""Draws what bench.py measured: output tokens per second of every engine, and the attention kernels if they are there.
+
+    python tutorials/figures/plot_bench.py                         # every file in tutorials/results
+    python tutorials/figures/plot_bench.py tutorials/results/cpu_embedded.json
+
+Writes NAME.png and NAME.svg next to this script for each result NAME.json. Needs matplotlib.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+
+HERE = Path(__file__).parent
+
+
+def plot_engines(axes, report: dict) -> None:
+    """One bar per engine; a peer that did not run is named with its reason."""
+    names = list(report["engines"])
+    speeds = [engine.get("output_tokens_per_second", 0) for engine in report["engines"].values()]
+    bars = axes.barh(names, speeds, color=["tab:blue" if name == "nanovllm" else "tab:gray" for name in names])
+    labels = [f"{speed:,.0f}" if speed else report["engines"][name]["error"] for name, speed in zip(names, speeds)]
+    axes.bar_label(bars, labels, padding=4)
+    axes.invert_yaxis()
+    axes.margins(x=0.15)
+    axes.set_xlabel("output tokens per second, median run")
+    axes.set_title(f"{report['requests']} requests, {report['output_tokens']:,} output tokens\n{report['device']}")
+
+
+def plot_attention(axes, report: dict) -> None:
+    """How near to the measured ceiling each case comes, ours and PyTorch's."""
+    rows = [row for row in report["attention"] if "skipped" not in row]
+    labels = ["{batch} x {queries} over {context}, {heads}/{kv_heads} heads".format(**row) for row in rows]
+    for key, color, label in (("floor_share", "tab:blue", "nanovllm"), ("torch_floor_share", "tab:gray", "PyTorch")):
+        axes.plot([100 * row[key] for row in rows], range(len(rows)), "o", color=color, label=label)
+    axes.set_yticks(range(len(rows)), labels)
+    axes.invert_yaxis()
+    axes.grid(axis="y", alpha=0.3)
+    axes.set_xlim(0)
+    axes.set_xlabel("% of the measured ceiling")
+    axes.set_title(f"attention, new tokens over context, {report['dtype']}\n{report['device']}")
+    axes.legend()
+
+
+def plot(path: Path) -> None:
+    report = json.loads(path.read_text())
+    is_attention = "attention" in report
+    height = 2 + 0.25 * len(report["attention"]) if is_attention else 1.5 + 0.5 * len(report["engines"])
+    figure, axes = plt.subplots(figsize=(8, height), layout="constrained")
+    (plot_attention if is_attention else plot_engines)(axes, report)
+    for suffix in ("png", "svg"):
+        figure.savefig(HERE / f"{path.stem}.{suffix}", dpi=150)
+        print(HERE / f"{path.stem}.{suffix}")
+    plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="*", type=Path, help="default: tutorials/results/*.json")
+    reports = parser.parse_args().files or sorted((HERE.parent / "results").glob("*.json"))
+    for path in reports:
+        if {"engines", "attention"} & json.loads(path.read_text()).keys():
+            plot(path)
+
+
+if __name__ == "__main__":
+    main()
