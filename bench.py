@@ -202,6 +202,7 @@ class Nanovllm(Loop):
         from nanovllm import LLM, SamplingParams
 
         self.llm = LLM(job.model, dtype=job.dtype, max_model_len=job.max_model_len, **job.options)
+        self.llm.tokenizer = None  # token ids in, token ids out, as for the peers
         self.params = lambda n: SamplingParams(temperature=job.temperature, max_tokens=n, ignore_eos=True)
         self.run_model, self.llm.runner.run = self.llm.runner.run, self.timed_run
         self.first: dict[str, float] = {}  # of each request: when its first token came

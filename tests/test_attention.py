@@ -4,8 +4,10 @@ import random
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from nanovllm.layers.attention import Batch, paged_attention, store_kv
+from nanovllm.layers.attention import Batch, paged_attention, similar, store_kv
 
 BORDERS = [1, 7, 8, 9, 16, 17, 40]
 
@@ -86,9 +88,20 @@ def test_decodes_only_and_prompts_only():
 
 
 def test_a_long_context_beside_short_ones_is_a_group_of_its_own():
-    batch, _ = random_batch([(1, 200), *[(1, context) for context in range(1, 9)], (1, 9), (1, 16)], 2, 16)
-    assert sorted(mask.shape[0] * mask.shape[-1] for _, _, mask in batch.plan.groups) == [2 * 16, 8 * 8, 200]
-    check([(1, 200), (1, 3), (4, 9), (1, 70), (1, 16), (1, 17)], 4, 2, 16)
+    sequences = [(1, 50), (1, 2000), (1, 49), *[(1, 50)] * 13]
+    batch, _ = random_batch(sequences, 2, 16, num_blocks=400)
+    assert sorted(len(slots) for _, slots, _ in batch.plan.groups) == [15 * 50, 2000]
+    check([(1, 900), (1, 3), (4, 9), (1, 70), (1, 16), (1, 17)], 4, 2, 16, num_blocks=140)
+
+
+@given(st.lists(st.integers(1, 5000), max_size=60))
+def test_groups_have_every_row_once_and_little_padding(contexts):
+    groups = similar(list(range(len(contexts))), contexts)
+    assert sorted(row for group in groups for row in group) == list(range(len(contexts)))
+    for group in groups:
+        keys = sum(contexts[row] for row in group)
+        padding = len(group) * max(contexts[row] for row in group) - keys
+        assert padding <= max(512, keys // 2)
 
 
 def test_the_work_does_not_grow_with_the_capacity_of_the_cache():

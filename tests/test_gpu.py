@@ -25,7 +25,7 @@ def checkpoint(request, tmp_path_factory):
     rng, model = random.Random(0), new_model(request.param, head_dim=32, num_attention_heads=6, num_key_value_heads=2)
     stem = [rng.randrange(160) for _ in range(64)]
     prompts = [[rng.randrange(160) for _ in range(n)] for n in (1, 2, 7, 15, 16, 17, 31, 33, 65, 130)]
-    prompts += [stem[:n] + [rng.randrange(160)] for n in (15, 16, 17, 48, 63)] + [stem]
+    prompts += [[*stem[:n], rng.randrange(160)] for n in (15, 16, 17, 48, 63)] + [stem]
     path = save(model, tmp_path_factory.mktemp(request.param))
     return path, prompts, [greedy(model, prompt, MAX_TOKENS) for prompt in prompts]
 

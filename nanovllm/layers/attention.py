@@ -3,9 +3,9 @@
 This is the PyTorch reference. It runs on every device and is what the Triton kernels (kernels.py) are tested against.
 """
 
-from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -38,22 +38,10 @@ class Plan:
     def __init__(self, batch: Batch):
         starts, contexts = batch.cu_seqlens_q.tolist(), batch.context_lens.tolist()
         block_size, dtype, device = batch.kv_cache.shape[3], batch.kv_cache.dtype, batch.kv_cache.device
-        similar = defaultdict(list)  # contexts within a factor of two, in blocks: at most half of a group is padding
-        self.chunks = []  # (first token, last token + 1, context length, blocks, mask)
-        for b, context in enumerate(contexts):
-            start, end, num_blocks = starts[b], starts[b + 1], -(-context // block_size)
-            if end - start == 1:
-                similar[(num_blocks - 1).bit_length()].append(b)
-            elif end - start > 1:
-                mask = None  # a whole prompt is simply causal; a chunk sees everything before it, too
-                if end - start < context:
-                    mask = torch.ones(end - start, context, dtype=torch.bool, device=device).tril_(
-                        context - (end - start)
-                    )
-                self.chunks.append((start, end, context, batch.block_tables[b, :num_blocks], mask))
+        counts = [end - start for start, end in pairwise(starts)]
         self.groups = []  # (tokens, slots, mask)
-        for group in similar.values():
-            rows = torch.tensor([starts[b] for b in group], device=device)
+        for group in similar([b for b, count in enumerate(counts) if count == 1], contexts):
+            tokens = torch.tensor([starts[b] for b in group], device=device)
             last = batch.context_lens[group].unsqueeze(1) - 1
             position = torch.arange(max(contexts[b] for b in group), device=device)
             mask = torch.zeros(len(group), len(position), dtype=dtype, device=device)
@@ -62,7 +50,41 @@ class Plan:
             # left behind by somebody else would come through
             position = position.minimum(last)
             block_ids = batch.block_tables[group].gather(1, position // block_size)
-            self.groups.append((rows, (block_ids * block_size + position % block_size).flatten(), mask[:, None, None]))
+            slots = (block_ids * block_size + position % block_size).flatten()
+            if tokens[-1] - tokens[0] == len(group) - 1:  # neighbors: a view of them will do
+                tokens = slice(starts[group[0]], starts[group[-1]] + 1)
+            self.groups.append((tokens, slots, mask[:, None, None]))
+        self.chunks = []  # (tokens, slots, mask)
+        for b, count in enumerate(counts):
+            if count > 1:
+                position, mask = torch.arange(contexts[b], device=device), None
+                if count < contexts[b]:  # a whole prompt is simply causal; a chunk sees everything before it, too
+                    mask = position <= position[-count:].unsqueeze(1)
+                slots = batch.block_tables[b, position // block_size] * block_size + position % block_size
+                self.chunks.append((slice(starts[b], starts[b + 1]), slots, mask))
+        most = max(len(slots) for _, slots, _ in self.groups + self.chunks)
+        self.gathered = batch.kv_cache.new_empty(2, most, batch.kv_cache.shape[4:].numel())
+
+    def gather(self, caches: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """Keys and values of `slots` [2, slots, num_kv_heads * head_dim], in memory that the next call uses again:
+        to get new memory from the system takes longer than the copy."""
+        out = self.gathered[:, : len(slots)]
+        for cache, place in zip(caches.flatten(3).flatten(1, 2), out):
+            torch.index_select(cache, 0, slots, out=place)
+        return out
+
+
+def similar(rows: list[int], contexts: list[int]) -> list[list[int]]:
+    """Groups of rows, such that padding to the longest context is at most a third of a group, or a few keys in all."""
+    groups, padding, keys = [], 0, 0
+    for row in sorted(rows, key=lambda row: -contexts[row]):
+        longest = contexts[groups[-1][0]] if groups else contexts[row]
+        padding, keys = padding + longest - contexts[row], keys + contexts[row]
+        if not groups or padding > max(512, keys // 2):
+            groups.append([])
+            padding, keys = 0, contexts[row]
+        groups[-1].append(row)
+    return [sorted(group) for group in groups]
 
 
 def kernels():
@@ -91,17 +113,16 @@ def paged_attention(q: torch.Tensor, batch: Batch, layer: int, scale: float) -> 
     plan, caches = batch.plan, batch.kv_cache[:, layer]
     num_kv_heads = caches.shape[3]
     out = torch.empty_like(q)
-    for rows, slots, mask in plan.groups:  # the query heads of a KV head are the rows of one small matrix
-        shape = (len(rows), -1, num_kv_heads, head_dim)
-        k, v = (c.view(-1, num_kv_heads * head_dim).index_select(0, slots).view(shape).transpose(1, 2) for c in caches)
-        grouped = q[rows].view(len(rows), num_kv_heads, -1, head_dim)
+    for tokens, slots, mask in plan.groups:  # the query heads of a KV head are the rows of one small matrix
+        kv = plan.gather(caches, slots).view(2, mask.shape[0], -1, num_kv_heads, head_dim)
+        k, v = kv.transpose(2, 3)
+        grouped = q[tokens].view(len(k), num_kv_heads, -1, head_dim)
         o = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale)
-        out[rows] = o.reshape(-1, num_heads, head_dim)
-    for start, end, context, blocks, mask in plan.chunks:
-        shape = (-1, num_kv_heads, head_dim)
-        k, v = (cache.index_select(0, blocks).view(shape)[:context].transpose(0, 1) for cache in caches)
-        grouped = q[start:end].view(end - start, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+        out[tokens] = o.reshape(-1, num_heads, head_dim)
+    for tokens, slots, mask in plan.chunks:
+        k, v = plan.gather(caches, slots).view(2, -1, num_kv_heads, head_dim).transpose(1, 2)
+        grouped = q[tokens].view(-1, num_kv_heads, num_heads // num_kv_heads, head_dim).permute(1, 2, 0, 3)
         k, v = (x.unsqueeze(1).expand(-1, grouped.shape[1], -1, -1) for x in (k, v))  # stride 0, not a copy
         o = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
-        out[start:end] = o.permute(2, 0, 1, 3).reshape(end - start, num_heads, head_dim)
+        out[tokens] = o.permute(2, 0, 1, 3).reshape(-1, num_heads, head_dim)
     return out

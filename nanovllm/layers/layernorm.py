@@ -1,11 +1,12 @@
 """RMSNorm (Zhang and Sennrich, 2019)."""
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension, computed in fp32."""
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in fp32."""
 
     def __init__(self, size: int, eps: float):
         super().__init__()
@@ -13,8 +14,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x32 = x.float()
-        return (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype) * self.weight
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor, use_triton: bool = False) -> torch.Tensor:
         """Adds x [T, size] to the residual stream, in place, and returns the norm of the sum."""

@@ -45,7 +45,7 @@ def rotate(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
     """x [T, heads, head_dim], cos_sin [T, head_dim] -> x with the pairs (i, i + head_dim / 2) rotated."""
     cos, sin = cos_sin.unsqueeze(1).chunk(2, dim=-1)
     x1, x2 = x.float().chunk(2, dim=-1)
-    return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1).to(x.dtype)
+    return torch.cat([(x1 * cos).addcmul_(x2, sin, value=-1), (x2 * cos).addcmul_(x1, sin)], dim=-1).to(x.dtype)
 
 
 def norm_rotate(qkv: torch.Tensor, q_norm, k_norm, cos_sin: torch.Tensor, sizes: list[int], use_triton: bool = False):

@@ -49,7 +49,7 @@ def add(rng):
 
 def subtract(rng):
     a, b = number(rng), number(rng)
-    if a < b and rng.random() < 0.8:  # negative results stay rare
+    if a < b and rng.random() < 0.7:  # negative results stay rare
         a, b = b, a
     ask = rng.choice(["what is {} - {}?", "{} - {} = ?", "{} - {}", "how much is {} minus {}?"])
     return ask.format(a, b), f"{a} - {b} = {a - b}"
@@ -309,7 +309,7 @@ EASY = {
     add: 20, subtract: 24, count: 8, primes: 8, sort: 14, reverse: 6, repeat: 3, phone_book: 14,
     introduce: 2, thanks: 1, story: 5,
 }  # fmt: skip
-HARD = EASY | {add: 32, subtract: 40, sort: 18, primes: 12, reverse: 8, phone_book: 4, repeat: 1, story: 4}
+HARD = EASY | {add: 36, subtract: 64, sort: 18, primes: 20, reverse: 8, phone_book: 4, repeat: 1, story: 4}
 TASKS = list(EASY)
 SYSTEM = ["You are a helpful assistant.", "You are Tiny, a small model.", "Answer the question."]
 
