@@ -8,6 +8,7 @@ Output that differs between machines stands in a ```text block whose fence says 
 import contextlib
 import io
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,7 @@ def outputs(chapter: Path):
 @pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda path: path.stem)
 def test_code_blocks_run_and_print_what_the_chapter_says(chapter, monkeypatch):
     monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(ROOT)  # as for whoever runs Python there
     for match, i, printed in outputs(chapter):
         if match[2] is not None and not re.fullmatch(pattern(match[2]), printed):
             pytest.fail(f"{chapter.name}, block {i} prints\n{printed}\nbut the chapter says\n{match[2]}", pytrace=False)
@@ -73,5 +75,6 @@ def refresh(chapter: Path) -> None:
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
     for path in CHAPTERS:
         refresh(path)

@@ -66,9 +66,8 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
     return out
 
 
-def norm_rotate(qkv: torch.Tensor, q_norm, k_norm, cos_sin: torch.Tensor, sizes: list[int]) -> None:
+def norm_rotate(qkv: torch.Tensor, q_norm, k_norm, cos_sin: torch.Tensor, heads: int, kv_heads: int) -> None:
     """Makes the query and key heads of qkv what rotary.norm_rotate returns, in place."""
-    heads, kv_heads, _ = sizes
     head_dim, has_norm = qkv.shape[-1], q_norm is not None
     weights, eps = ((q_norm.weight, k_norm.weight), q_norm.eps) if has_norm else ((qkv, qkv), 0.0)
     norm_rotate_kernel[(len(qkv), heads + kv_heads)](

@@ -1,6 +1,7 @@
 """Rotary position embedding (RoFormer, section 3.2), with the scalings that Qwen checkpoints use."""
 
 import torch
+import torch.nn.functional as F
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn")
@@ -50,12 +51,14 @@ def rotate(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
 
 def norm_rotate(qkv: torch.Tensor, q_norm, k_norm, cos_sin: torch.Tensor, sizes: list[int], use_triton: bool = False):
     """Splits qkv [T, heads + 2 * kv_heads, head_dim] into q, k, v; q and k are normalised if the model does, and rotated."""
-    q, k, v = qkv.split(sizes, dim=1)
+    heads, kv_heads, _ = sizes
     if use_triton:
         from nanovllm.layers import fused
 
-        fused.norm_rotate(qkv, q_norm, k_norm, cos_sin, sizes)  # in place
-        return q, k, v
+        fused.norm_rotate(qkv, q_norm, k_norm, cos_sin, heads, kv_heads)  # in place
+        return qkv.split(sizes, dim=1)
+    qk, v = qkv.split([heads + kv_heads, kv_heads], dim=1)
     if q_norm is not None:
-        q, k = q_norm(q), k_norm(k)
-    return rotate(q, cos_sin), rotate(k, cos_sin), v
+        weights = torch.cat([q_norm.weight.expand(heads, -1), k_norm.weight.expand(kv_heads, -1)])
+        qk = F.rms_norm(qk, qk.shape[-1:], None, q_norm.eps) * weights
+    return *rotate(qk, cos_sin).split([heads, kv_heads], dim=1), v
