@@ -1,7 +1,9 @@
 """ModelRunner: a schedule in, sampled tokens out. It owns the model and the KV cache."""
 
+import ctypes
 import mmap
 import os
+import sys
 from array import array
 from collections.abc import Iterable
 from dataclasses import fields, replace
@@ -56,8 +58,18 @@ def choose_triton(config: Config, device: torch.device) -> bool:
     )
 
 
+def keep_freed_memory() -> None:
+    """glibc gives large freed tensors back to the system at once, and the next step faults all their pages in again."""
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: give back what is free beyond 1 GiB
+        libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: 32 MiB is the largest that it takes
+
+
 class ModelRunner:
     def __init__(self, config: Config, hf_config, path: Path, device: torch.device):
+        if device.type == "cpu":
+            keep_freed_memory()
         self.device = device
         self.dtype = choose_dtype(config, hf_config, device)
         self.use_triton = choose_triton(config, device)
