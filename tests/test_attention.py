@@ -94,14 +94,15 @@ def test_a_long_context_beside_short_ones_is_a_group_of_its_own():
     check([(1, 900), (1, 3), (4, 9), (1, 70), (1, 16), (1, 17)], 4, 2, 16, num_blocks=140)
 
 
-@given(st.lists(st.integers(1, 5000), max_size=60))
-def test_groups_have_every_row_once_and_little_padding(contexts):
-    groups = similar(list(range(len(contexts))), contexts)
+@given(st.lists(st.integers(1, 5000), max_size=60), st.sampled_from([1000, 10**6]))
+def test_groups_have_every_row_once_and_little_padding(contexts, most_keys):
+    groups = similar(list(range(len(contexts))), contexts, most_keys)
     assert sorted(row for group in groups for row in group) == list(range(len(contexts)))
     for group in groups:
         keys = sum(contexts[row] for row in group)
         padding = len(group) * max(contexts[row] for row in group) - keys
         assert padding <= max(512, keys // 2)
+        assert keys + padding <= most_keys or len(group) == 1
 
 
 def test_the_work_does_not_grow_with_the_capacity_of_the_cache():

@@ -11,6 +11,9 @@ import torch
 import torch.nn.functional as F
 
 
+GATHERED_BYTES = 4 * 2**20  # of a group: what it copies should be read again while a processor's caches still have it
+
+
 @dataclass
 class Batch:
     """What attention must know of a step with T tokens of B sequences.
@@ -40,7 +43,9 @@ class Plan:
         block_size, dtype, device = batch.kv_cache.shape[3], batch.kv_cache.dtype, batch.kv_cache.device
         counts = [end - start for start, end in pairwise(starts)]
         self.groups = []  # (tokens, slots, mask)
-        for group in similar([b for b, count in enumerate(counts) if count == 1], contexts):
+        key_bytes = 2 * batch.kv_cache.shape[4:].numel() * dtype.itemsize
+        decodes = [b for b, count in enumerate(counts) if count == 1]
+        for group in similar(decodes, contexts, most_keys=GATHERED_BYTES // key_bytes):
             tokens = torch.tensor([starts[b] for b in group], device=device)
             last = batch.context_lens[group].unsqueeze(1) - 1
             position = torch.arange(max(contexts[b] for b in group), device=device)
@@ -74,13 +79,14 @@ class Plan:
         return out
 
 
-def similar(rows: list[int], contexts: list[int]) -> list[list[int]]:
-    """Groups of rows, such that padding to the longest context is at most a third of a group, or a few keys in all."""
+def similar(rows: list[int], contexts: list[int], most_keys: int) -> list[list[int]]:
+    """Groups of rows, such that padding to the longest context is at most a third of a group, or a few keys in all,
+    and no group has more than `most_keys`, unless it is a single row."""
     groups, padding, keys = [], 0, 0
     for row in sorted(rows, key=lambda row: -contexts[row]):
         longest = contexts[groups[-1][0]] if groups else contexts[row]
         padding, keys = padding + longest - contexts[row], keys + contexts[row]
-        if not groups or padding > max(512, keys // 2):
+        if not groups or padding > max(512, keys // 2) or padding + keys > most_keys:
             groups.append([])
             padding, keys = 0, contexts[row]
         groups[-1].append(row)
