@@ -10,7 +10,6 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 
-
 GATHERED_BYTES = 4 * 2**20  # of a group: what it copies should be read again while a processor's caches still have it
 
 
