@@ -29,6 +29,7 @@ import os
 import platform
 import random
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -789,9 +790,9 @@ def parser() -> argparse.ArgumentParser:
     temperature = checked(float, lambda x: 0 <= x < math.inf, "0 (greedy) or a positive number")
     option = checked(partial(pair, parse=json_or_text), lambda p: p[0].isidentifier(), "NAME=VALUE")
     interpreter = checked(
-        partial(pair, parse=lambda file: os.path.abspath(os.path.expanduser(file))),
-        lambda p: p[0] in ENGINES and os.path.isfile(p[1]),
-        f"ENGINE=INTERPRETER, an existing file and one of {', '.join(ENGINES)}",
+        partial(pair, parse=lambda name: shutil.which(os.path.expanduser(name))),
+        lambda p: p[0] in ENGINES and p[1] is not None,
+        f"ENGINE=INTERPRETER, a program that exists and one of {', '.join(ENGINES)}",
     )
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
