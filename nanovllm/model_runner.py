@@ -158,7 +158,7 @@ class ModelRunner:
         if not sampled:
             return [], []
         logits = self.model.logits(hidden[moved["sampled_rows"]])
-        token_ids = sample(logits, replace(sampling, **{name: moved[name] for name in options}))
+        token_ids = sample(logits, replace(sampling, **{name: moved[name] for name in options}), self.use_triton)
         return token_ids.tolist(), self._logprobs(logits, token_ids, sampled)
 
     def _forward(self, inputs: Tensors) -> torch.Tensor:

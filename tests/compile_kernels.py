@@ -64,6 +64,9 @@ def main(capability=80, head_dim=128, group=2):
     scalars = {"stride": "i32", "eps": "fp32"}
     small("norm_rotate", fused.norm_rotate_kernel, ["qk", "q_weight", "k_weight"], scalars, constants, 1)
     small("silu_and_mul", fused.silu_and_mul_kernel, ["out", "x"], {}, dict(SIZE=3072, PART=1024))
+    pointers = dict.fromkeys(["out", "seed", "position"], "*i64") | dict.fromkeys(["logits", "temperature"], "*fp32")
+    constants = dict(VOCAB=151936, TILE=8192)
+    compile_kernel("sample", fused.sample_kernel, pointers, {}, constants, capability, warps=8)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import torch
 from nanovllm.layers.activation import silu_and_mul
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary import norm_rotate
+from nanovllm.layers.sampler import Sampling, sample
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -59,3 +60,29 @@ def test_norm_rotate(head_dim, has_norm, dtype):
 def test_silu_and_mul(size, dtype):
     x = randn(5, 2 * size, dtype=dtype)
     assert_close(silu_and_mul(x, use_triton=True), silu_and_mul(x))
+
+
+@pytest.mark.parametrize("vocab_size", [7, 1000, 20_000])
+def test_sample(vocab_size):
+    """The same tokens as plain PyTorch draws, greedy rows among them; whole tiles, parts of one, several."""
+    rows = 40
+    options = Sampling(
+        temperature=torch.tensor([0.0, 1.0, 0.6, 1e-3, 5.0] * 8).to(DEVICE),
+        seed=torch.tensor([2**63 - 1 - 3**i for i in range(rows)]).abs().to(DEVICE),
+        position=torch.arange(rows).to(DEVICE) * 1000,
+    )
+    logits = 4 * randn(rows, vocab_size)
+    logits[7, : vocab_size // 2] = -100.0  # half of the vocabulary has weights of about 0
+    tokens = sample(logits, options, use_triton=True)
+    assert torch.equal(tokens, sample(logits, options)) and len(set(tokens.tolist())) > 3
+    assert torch.equal(tokens[::5], logits[::5].argmax(-1))
+
+
+def test_sample_follows_the_distribution():
+    probabilities = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05])
+    rows = 600
+    zeros = torch.zeros(rows, dtype=torch.int64, device=DEVICE)
+    options = Sampling(torch.ones(rows, device=DEVICE), seed=zeros, position=zeros + torch.arange(rows, device=DEVICE))
+    tokens = sample(probabilities.log().expand(rows, 5).contiguous().to(DEVICE), options, use_triton=True)
+    counts = tokens.bincount(minlength=5).cpu() / rows
+    assert counts[1] == 0 and (counts - probabilities).abs().max() < 0.05

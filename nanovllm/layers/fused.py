@@ -59,6 +59,45 @@ def silu_and_mul_kernel(out, x, SIZE: tl.constexpr, PART: tl.constexpr):
     tl.store(out + t * SIZE + i, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=i < SIZE)
 
 
+@triton.jit
+def mixed(x):
+    """As in sampler.uniform, for which uint64 is the right type."""
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def sample_kernel(out, logits, temperature, seed, position, VOCAB: tl.constexpr, TILE: tl.constexpr):
+    """Program b draws the token of row b: maximum and sum in one pass over the row, the token in a second one."""
+    b, i = tl.program_id(0).to(tl.int64), tl.arange(0, TILE)
+    t = tl.load(temperature + b)
+    scale = 1.4426950408889634 / tl.where(t == 0, 1.0, t)  # exp(x) is exp2(x / ln 2)
+    maximum, total, likeliest = float("-inf"), 0.0, 0
+    for begin in range(0, VOCAB, TILE):
+        x = tl.load(logits + b * VOCAB + begin + i, mask=begin + i < VOCAB, other=float("-inf"))
+        here = tl.max(x, 0)
+        likeliest = tl.where(here > maximum, begin + tl.argmax(x, 0), likeliest)
+        larger = tl.maximum(here, maximum)
+        total = total * tl.exp2((maximum - larger) * scale) + tl.sum(tl.exp2((x - larger) * scale), 0)
+        maximum = larger
+    chosen = likeliest
+    if t > 0:
+        steps = tl.load(position + b).to(tl.uint64) * 0x9E3779B97F4A7C15
+        bits = mixed(mixed(tl.load(seed + b).to(tl.uint64)) + steps) >> 41
+        threshold = bits.to(tl.int32).to(tl.float32) / 8388608 * total  # 23 bits
+        passed, count = 0.0, 0
+        for begin in range(0, VOCAB, TILE):
+            x = tl.load(logits + b * VOCAB + begin + i, mask=begin + i < VOCAB, other=float("-inf"))
+            weights = tl.exp2((x - maximum) * scale)
+            count += tl.sum(((passed + tl.cumsum(weights, 0) <= threshold) & (begin + i < VOCAB)).to(tl.int32), 0)
+            passed += tl.sum(weights, 0)
+        count = tl.minimum(count, VOCAB - 1)
+        weight = tl.exp2((tl.load(logits + b * VOCAB + count) - maximum) * scale)
+        chosen = tl.where(weight > 0, count, likeliest)  # sums may differ by a rounding error where the weight is 0
+    tl.store(out + b, chosen)
+
+
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """As RMSNorm.forward."""
     out, size = torch.empty_like(x), x.shape[-1]
@@ -81,4 +120,13 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     size = x.shape[-1] // 2
     out, part = x.new_empty(len(x), size), min(1024, triton.next_power_of_2(size))
     silu_and_mul_kernel[(len(x), triton.cdiv(size, part))](out, x, size, part)
+    return out
+
+
+def sample(logits: torch.Tensor, sampling) -> torch.Tensor:
+    """As sampler.sample without filters, for logits [B, vocab_size] fp32."""
+    out = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    tile = min(8192, triton.next_power_of_2(logits.shape[1]))
+    options = sampling.temperature, sampling.seed, sampling.position
+    sample_kernel[(len(logits),)](out, logits, *options, logits.shape[1], tile, num_warps=8)
     return out

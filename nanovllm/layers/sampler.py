@@ -37,7 +37,7 @@ def uniform(seed: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
     return shifted(x, 41).float() / 2**23  # 23 bits: u * total < total holds exactly in fp32
 
 
-def sample(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+def sample(logits: torch.Tensor, sampling: Sampling, use_triton: bool = False) -> torch.Tensor:
     """logits [B, vocab_size] fp32 -> token ids [B].
 
     Filters apply in the order temperature, min_p, top_k, top_p, as in vLLM. Then the token is found where
@@ -46,6 +46,10 @@ def sample(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """
     if sampling.temperature is None:
         return logits.argmax(-1)
+    if use_triton and sampling.min_p is None and sampling.top_k is None and sampling.top_p is None:
+        from nanovllm.layers import fused
+
+        return fused.sample(logits, sampling)
     greedy = sampling.temperature == 0
     temperature = torch.where(greedy, 1.0, sampling.temperature).unsqueeze(1)
     # subtracting the maximum first keeps tiny temperatures finite
