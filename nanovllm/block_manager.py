@@ -1,6 +1,6 @@
 """BlockManager: the page table of the KV cache (paper, sections 4.2 to 4.4). No torch in here."""
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import count
@@ -51,9 +51,27 @@ class BlockManager:
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def num_new_blocks(self, seq: Sequence, num_tokens: int) -> int:
-        """Blocks that `seq` lacks to compute its next `num_tokens` tokens."""
-        return self.num_blocks_for(seq.num_computed_tokens + num_tokens) - len(seq.block_table)
+    def num_new_blocks(self, plan: Iterable[tuple[Sequence, int]]) -> int:
+        """Blocks that these sequences lack to compute so many of their next tokens, copies included."""
+        missing, writers = 0, Counter()
+        for seq, num_tokens in plan:
+            missing += self.num_blocks_for(seq.num_computed_tokens + num_tokens) - len(seq.block_table)
+            block = self._next_block(seq)
+            if block is not None and self._must_copy(block):
+                writers[block.id] += 1
+        for block_id, count in writers.items():  # the last owner of a block has it for itself
+            block = self.blocks[block_id]
+            missing += count - (count == block.ref_count and block.key is None)
+        return missing
+
+    def _next_block(self, seq: Sequence) -> Block | None:
+        """The block that the next token of `seq` goes to, if it has that block already."""
+        i = seq.num_computed_tokens // self.block_size
+        return self.blocks[seq.block_table[i]] if i < len(seq.block_table) else None
+
+    def _must_copy(self, block: Block) -> bool:
+        """Somebody else reads this block, or may find it."""
+        return block.ref_count > 1 or block.key is not None
 
     def take_prefix(self, seq: Sequence) -> None:
         """Lets a sequence without blocks share the longest computed prefix of its tokens.
@@ -74,15 +92,47 @@ class BlockManager:
             seq.prefix_ids.append(prefix_id)
             seq.num_computed_tokens = end
 
-    def allocate(self, seq: Sequence, num_tokens: int) -> None:
-        """Appends the blocks that the next `num_tokens` tokens need; the caller has seen that they are free."""
-        for _ in range(self.num_new_blocks(seq, num_tokens)):
-            block = self.blocks[self.free_blocks.popitem(last=False)[0]]
-            if block.key is not None:  # evicted from the prefix cache
-                del self.findable[block.key]
-                block.key = block.prefix_id = None
-            block.ref_count = 1
-            seq.block_table.append(block.id)
+    def allocate(self, seq: Sequence, num_tokens: int) -> list[tuple[int, int]]:
+        """Gives `seq` the blocks that its next `num_tokens` tokens need; the caller has seen that they are free.
+
+        The first write into a block that is shared needs a copy (copy-on-write, paper section 4.4). Returns what is to
+        be copied before the step as [(from block, to block)]: nothing, or the block that the next token goes to.
+        """
+        num_blocks = self.num_blocks_for(seq.num_computed_tokens + num_tokens)
+        copies, block = [], self._next_block(seq)
+        if block is not None and self._must_copy(block):
+            copy = self._take()
+            seq.block_table[seq.num_computed_tokens // self.block_size] = copy.id
+            copies.append((block.id, copy.id))
+            self._drop(block)
+        while len(seq.block_table) < num_blocks:
+            seq.block_table.append(self._take().id)
+        return copies
+
+    def _take(self) -> Block:
+        block = self.blocks[self.free_blocks.popitem(last=False)[0]]
+        if block.key is not None:  # evicted from the prefix cache
+            del self.findable[block.key]
+            block.key = block.prefix_id = None
+        block.ref_count = 1
+        return block
+
+    def _drop(self, block: Block) -> None:
+        block.ref_count -= 1
+        if block.ref_count == 0:
+            self.free_blocks[block.id] = None
+            if block.key is None:  # nothing to find in it: reuse it before any cached block
+                self.free_blocks.move_to_end(block.id, last=False)
+
+    def fork(self, parent: Sequence, child: Sequence, num_tokens: int | None = None) -> None:
+        """Lets `child`, which has no blocks yet, share what `parent` has computed, or its first `num_tokens` tokens."""
+        assert not child.block_table and child.num_computed_tokens == 0
+        num_tokens = parent.num_computed_tokens if num_tokens is None else num_tokens
+        child.num_computed_tokens = num_tokens
+        child.block_table = parent.block_table[: self.num_blocks_for(num_tokens)]
+        child.prefix_ids = parent.prefix_ids[: num_tokens // self.block_size]
+        for block_id in child.block_table:
+            self.blocks[block_id].ref_count += 1
 
     def publish(self, seq: Sequence) -> None:
         """Makes the full blocks findable whose keys and values have been computed by now."""
@@ -100,12 +150,7 @@ class BlockManager:
     def free(self, seq: Sequence) -> None:
         """Gives back the blocks of `seq`, the last one first, so that tails are reused before their prefixes."""
         for block_id in reversed(seq.block_table):
-            block = self.blocks[block_id]
-            block.ref_count -= 1
-            if block.ref_count == 0:
-                self.free_blocks[block_id] = None
-                if block.key is None:  # nothing to find in it: reuse it before any cached block
-                    self.free_blocks.move_to_end(block_id, last=False)
+            self._drop(self.blocks[block_id])
         seq.block_table, seq.prefix_ids, seq.num_computed_tokens = [], [], 0
 
     def check(self, sequences: Iterable[Sequence]) -> None:

@@ -6,6 +6,7 @@ from itertools import count
 
 from tqdm import tqdm
 
+from nanovllm.beam_search import BeamSearch, BeamSearchParams
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import Config, is_int
 from nanovllm.layers.rotary import longest_context
@@ -143,11 +144,22 @@ class LLM:
             )
         return self.generate(chats, params, use_tqdm)
 
+    def beam_search(
+        self, prompts: Prompt | list[Prompt], params: BeamSearchParams | None = None, use_tqdm: bool = True
+    ) -> list[RequestOutput]:
+        """The likeliest outputs of each prompt, in the order of their scores. add_request takes BeamSearchParams, too."""
+        params = BeamSearchParams() if params is None else params
+        if not isinstance(params, BeamSearchParams):
+            raise ValueError(f"params={params!r} is not allowed: it must be BeamSearchParams")
+        return self.generate(prompts, params, use_tqdm)
+
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
         """Yields the answer's text as it comes. Other requests go on meanwhile; leaving the loop aborts this one."""
         if self.tokenizer is None:
             raise ValueError(f"model={self.config.model!r} has no tokenizer: it cannot stream text")
         request = self._request(prompt, params)
+        if request.beam_search is not None:
+            raise ValueError(f"params={params!r} is not allowed: the beams of a search cannot be streamed")
         if request.params.n != 1:
             raise ValueError(f"n={request.params.n} is not allowed: it must be 1 to stream")
         return self._stream(request)
@@ -185,9 +197,10 @@ class LLM:
         self.peak_used_blocks = max(self.peak_used_blocks, self.block_manager.num_used_blocks)
         num_tokens = schedule.num_tokens
         token_ids, logprobs = self.runner.run(schedule)
-        sampled = self.scheduler.update(schedule, token_ids)
+        sampled = self.scheduler.update(schedule, token_ids, logprobs)
         for seq, token_id, logprob in zip(sampled, token_ids, logprobs):
-            self._deliver(seq, token_id, logprob)
+            if seq.request.beam_search is None:
+                self._deliver(seq, token_id, logprob)
         for request in dict.fromkeys(seq.request for seq in sampled):
             self._report(request)
         self.num_steps += 1
@@ -214,16 +227,29 @@ class LLM:
             output.finish_reason = seq.finish_reason
         if request.is_finished:
             result.finished = True
+            if request.beam_search is not None:
+                result.outputs[:] = self._beams(request)
             for seq in request.sequences:
                 if seq in self.streams:
                     self.streams.pop(seq).release()
             del self.requests[request.request_id], self.outputs[request.request_id]
 
+    def _beams(self, request: Request) -> list[CompletionOutput]:
+        """The results of a beam search, the best first."""
+        outputs = []
+        for i, beam in enumerate(request.beam_search.results):
+            text = self.tokenizer.decode(beam.token_ids, skip_special_tokens=True) if self.tokenizer else ""
+            reason = "stop" if beam.token_id in request.stop_token_ids else "length"
+            outputs.append(CompletionOutput(i, text, beam.token_ids, None, reason, beam.cumulative_logprob))
+        return outputs
+
     def _request(self, prompt: Prompt, params: SamplingParams | None, request_id: str | None = None) -> Request:
         """Checks everything that a user may get wrong, and changes nothing."""
-        params = self.default_params if params is None else params
+        params, beams = self.default_params if params is None else params, None
+        if isinstance(params, BeamSearchParams):
+            params, beams = params.sampling_params(), params
         if not isinstance(params, SamplingParams):
-            raise ValueError(f"params={params!r} is not allowed: it must be SamplingParams")
+            raise ValueError(f"params={params!r} is not allowed: it must be SamplingParams or BeamSearchParams")
         if not isinstance(request_id, str | None):
             raise ValueError(f"request_id={request_id!r} is not allowed: it must be a string")
         if request_id in self.requests or request_id in self.news:
@@ -242,6 +268,9 @@ class LLM:
             raise ValueError(f"stop={params.stop!r} is not allowed: model={self.config.model!r} has no tokenizer")
         request = Request(request_id, text, token_ids, params, self.eos_token_ids)
         self.scheduler.check(request)
+        if beams is not None:
+            room = min(params.max_tokens, self.config.max_model_len - len(token_ids))
+            request.beam_search = BeamSearch(beams, request.stop_token_ids, room)
         return request
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
@@ -274,7 +303,7 @@ class LLM:
             CompletionOutput(i, logprobs=None if request.params.logprobs is None else [])
             for i in range(request.params.n)
         ]
-        if self.tokenizer is not None:
+        if self.tokenizer is not None and request.beam_search is None:
             for seq, output in zip(request.sequences, outputs):
                 self.streams[seq] = TextStream(self.tokenizer.backend_tokenizer, output, request.params.stop)
         result = RequestOutput(request.request_id, request.prompt, request.prompt_token_ids, outputs)

@@ -148,6 +148,9 @@ class ModelRunner:
     def run(self, schedule: Schedule) -> tuple[list[int], list[dict[int, float] | None]]:
         """Computes a step. For each of `schedule.sampled`: a token, and its log-probabilities if asked for."""
         sampled = schedule.sampled
+        if schedule.copies:  # copy-on-write: all blocks and all layers at once
+            sources, targets = torch.tensor(schedule.copies, device=self.device).unbind(1)
+            self.kv_cache[:, :, targets] = self.kv_cache[:, :, sources]
         inputs, sampling = self._prepare(schedule), self._sampling(sampled)
         size = self.graphs and self.graphs.size_for(schedule)
         if size:
@@ -188,7 +191,7 @@ class ModelRunner:
             "cu_seqlens_q": F.pad(ends, (1, 0)).int(),
             "context_lens": contexts.int(),
             "block_tables": block_tables,
-            "sampled_rows": (ends - 1)[contexts == integers([len(seq) for seq in seqs])],
+            "sampled_rows": (ends - 1)[[i for i, _ in schedule.sampled_items]],
         }
 
     def _sampling(self, seqs: list[Sequence]) -> Sampling:
@@ -215,9 +218,9 @@ class ModelRunner:
         )
 
     def _logprobs(self, logits, token_ids, seqs: list[Sequence]) -> list[dict[int, float] | None]:
-        wanted = [seq.request.params.logprobs for seq in seqs]
+        wanted = [seq.request.num_logprobs for seq in seqs]
         if all(k is None for k in wanted):
             return [None] * len(seqs)
-        values, ids = top_logprobs(logits, token_ids, max(k for k in wanted if k is not None))
+        values, ids = top_logprobs(logits, token_ids, min(max(k for k in wanted if k is not None), self.vocab_size))
         rows = zip(wanted, ids.tolist(), values.tolist())
         return [None if k is None else dict(zip(i[: k + 1], v[: k + 1])) for k, i, v in rows]

@@ -15,6 +15,7 @@ class CompletionOutput:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, float]] | None = None  # per token: of the token itself, then of the likeliest
     finish_reason: str | None = None  # "stop", "length" or "abort"
+    cumulative_logprob: float | None = None  # of all tokens; beam search only
 
 
 @dataclass

@@ -8,7 +8,9 @@ blocks allow (iteration-level scheduling as in Orca, with the chunked prefill of
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from os.path import commonprefix
 
+from nanovllm.beam_search import Beam
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import Config
 from nanovllm.sequence import Request, Sequence
@@ -28,9 +30,20 @@ class Schedule:
         return sum(n for _, n in self.items)
 
     @cached_property
+    def sampled_items(self) -> list[tuple[int, Sequence]]:
+        """(index of an item, sequence) wherever a last token is computed in this step, so that a next one is drawn. For
+        a complete schedule. Before a request forks, the logits of its first sequence are those of all."""
+        return [
+            (i, member)
+            for i, (seq, n) in enumerate(self.items)
+            if n == seq.num_missing_tokens
+            for member in ([seq] if seq.request.has_forked else seq.request.unfinished)
+        ]
+
+    @property
     def sampled(self) -> list[Sequence]:
-        """The sequences whose last token is computed in this step: each gets a next one. For a complete schedule."""
-        return [seq for seq, n in self.items if n == seq.num_missing_tokens]
+        """The sequences that get a next token."""
+        return [seq for _, seq in self.sampled_items]
 
 
 class Scheduler:
@@ -62,8 +75,9 @@ class Scheduler:
                 f"the prompt has {prompt} tokens, but max_model_len={self.max_model_len} leaves room for at most "
                 f"{self.max_model_len - 1} and one new token"
             )
-        if params.n > self.max_num_seqs:
-            raise ValueError(f"n={params.n} is not allowed: it must be at most max_num_seqs={self.max_num_seqs}")
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
+            if params.n > getattr(self, name):
+                raise ValueError(f"n={params.n} is not allowed: it must be at most {name}={getattr(self, name)}")
         longest = min(prompt + params.max_tokens, self.max_model_len) - 1  # the last token is never fed back
         blocks, total = params.n * self.block_manager.num_blocks_for(longest), len(self.block_manager.blocks)
         if blocks > total:
@@ -109,8 +123,10 @@ class Scheduler:
             num_seqs += len(request.unfinished)
             if num_seqs > self.max_num_seqs:
                 break
-            for seq in request.unfinished:  # hits first: they decide how many tokens are left to compute
-                self.block_manager.take_prefix(seq)
+            tokens = [seq.token_ids for seq in request.unfinished]
+            request.num_shared_tokens = len(commonprefix(tokens) if len(tokens) > 1 else tokens[0])
+            self.block_manager.take_prefix(request.running[0])  # hits first: they decide how much is left to compute
+            self._fork(request)
             plan = self._plan(request, budget)
             if not self._has_blocks(plan):
                 self._release(request)
@@ -120,21 +136,46 @@ class Scheduler:
             self.running.append(self.waiting.pop(0))
 
     def _plan(self, request: Request, budget: int) -> list[tuple[Sequence, int]]:
-        """The request's sequences with their missing tokens, as far as the budget goes."""
+        """The request's sequences with their missing tokens, as far as the budget goes.
+
+        Several sequences of a request get their next tokens together or not at all: the last token of each is
+        computed in the same step.
+        """
+        seqs = request.running
+        if len(request.unfinished) == 1:
+            return [(seqs[0], min(seqs[0].num_missing_tokens, budget))]
+        if not request.has_forked:
+            return [(seqs[0], min(request.num_shared_tokens - seqs[0].num_computed_tokens, budget))]
+        missing = [seq.num_missing_tokens for seq in seqs]
+        if max(missing) == 1:
+            return [(seq, 1) for seq in seqs] if len(seqs) <= budget else []
         plan = []
-        for seq in request.unfinished:
-            num_tokens = min(seq.num_missing_tokens, budget)
+        for seq, num_tokens in zip(seqs, missing):
+            num_tokens = min(num_tokens - 1, budget)
             if num_tokens > 0:
                 plan.append((seq, num_tokens))
                 budget -= num_tokens
         return plan
 
+    def _fork(self, request: Request) -> None:
+        """Once the first sequence has computed what all have in common, the others share it and go their own ways."""
+        if request.has_forked or request.running[0].num_computed_tokens < request.num_shared_tokens:
+            return
+        first, *others = request.unfinished
+        for seq in others:
+            if len(seq) > request.num_shared_tokens:  # it was preempted: its own blocks may still be in the cache
+                self.block_manager.take_prefix(seq)
+            if seq.num_computed_tokens < request.num_shared_tokens:
+                self.block_manager.free(seq)
+                self.block_manager.fork(first, seq, request.num_shared_tokens)
+        request.has_forked = True
+
     def _has_blocks(self, plan: list[tuple[Sequence, int]]) -> bool:
-        return sum(self.block_manager.num_new_blocks(*item) for item in plan) <= self.block_manager.num_free_blocks
+        return self.block_manager.num_new_blocks(plan) <= self.block_manager.num_free_blocks
 
     def _commit(self, plan: list[tuple[Sequence, int]], schedule: Schedule) -> int:
         for seq, num_tokens in plan:
-            self.block_manager.allocate(seq, num_tokens)
+            schedule.copies += self.block_manager.allocate(seq, num_tokens)
         schedule.items += plan
         return sum(num_tokens for _, num_tokens in plan)
 
@@ -148,26 +189,57 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         for seq in request.unfinished:
             self.block_manager.free(seq)
+        request.has_forked = False
 
     def _count_hits(self, request: Request) -> None:
         if request.num_preemptions == 0:
-            request.num_cached_tokens = sum(seq.num_computed_tokens for seq in request.sequences)
+            request.num_cached_tokens = request.sequences[0].num_computed_tokens
             self.num_cached_tokens += request.num_cached_tokens
-            self.num_prompt_tokens += sum(len(seq) for seq in request.sequences)
+            self.num_prompt_tokens += len(request.prompt_token_ids)
 
-    def update(self, schedule: Schedule, token_ids: list[int]) -> list[Sequence]:
+    def update(
+        self, schedule: Schedule, token_ids: list[int], logprobs: list[dict[int, float] | None] | None = None
+    ) -> list[Sequence]:
         """Takes in a step's result: one token for each of `schedule.sampled`, which it returns."""
-        sampled = schedule.sampled
+        sampled, beams = schedule.sampled, {}
         for seq, num_tokens in schedule.items:
             seq.num_computed_tokens += num_tokens
             self.block_manager.publish(seq)
-        for seq, token_id in zip(sampled, token_ids, strict=True):
+            self._fork(seq.request)
+        for i, (seq, token_id) in enumerate(zip(sampled, token_ids, strict=True)):
+            if seq.request.beam_search is not None:
+                beams.setdefault(seq.request, []).append((seq, logprobs[i]))
+                continue
             seq.token_ids.append(token_id)
             if token_id in seq.request.stop_token_ids:
                 self.finish(seq, "stop")
             elif seq.num_output_tokens >= seq.request.params.max_tokens or len(seq) >= self.max_model_len:
                 self.finish(seq, "length")
+        for request, rows in beams.items():
+            self._advance_beams(request, rows)
         return sampled
+
+    def _advance_beams(self, request: Request, rows: list[tuple[Sequence, dict[int, float]]]) -> None:
+        """A step of beam search is fork and free: every beam that goes on forks from its parent, and all parents go."""
+        parents = [seq for seq, _ in rows]
+        if parents[0].num_output_tokens == 0:
+            rows = rows[:1]  # after the prompt all are the same
+        candidates = [
+            Beam(seq, token_id, seq.cumulative_logprob + logprob)
+            for seq, likeliest in rows
+            for token_id, logprob in likeliest.items()
+        ]
+        request.sequences = []
+        for beam in request.beam_search.advance(candidates):
+            child = Sequence(request, len(request.sequences))
+            child.token_ids = [*beam.parent.token_ids, beam.token_id]
+            child.cumulative_logprob = beam.cumulative_logprob
+            self.block_manager.fork(beam.parent, child)
+            request.sequences.append(child)
+        for seq in parents:
+            self.block_manager.free(seq)
+        if not request.sequences:
+            self.running.remove(request)
 
     def finish(self, seq: Sequence, reason: str) -> None:
         """Ends one sequence, and its request with the last one."""

@@ -21,6 +21,7 @@ class Sequence:
         self.num_computed_tokens = 0
         self.block_table: list[int] = []
         self.prefix_ids: list[int] = []  # identity of the prefix that each full block ends, see BlockManager
+        self.cumulative_logprob = 0.0  # of a beam
         self.finish_reason: str | None = None  # "stop", "length" or "abort"
 
     def __len__(self) -> int:
@@ -49,7 +50,11 @@ class Sequence:
 
 
 class Request:
-    """One prompt with its parameters, and its `params.n` sequences. They are preempted together (paper, section 4.5)."""
+    """One prompt with its parameters, and its `params.n` sequences.
+
+    They are scheduled, preempted and resumed together (paper, section 4.5). The first one computes the tokens that all
+    have in common, which at the start is the prompt; then the others fork from it.
+    """
 
     def __init__(
         self,
@@ -68,11 +73,24 @@ class Request:
         self.seed = params.seed or 0
         self.num_cached_tokens = 0  # prompt tokens found in the prefix cache when the request was first admitted
         self.num_preemptions = 0
+        self.has_forked = False  # whether its sequences have blocks of their own, or only the first one runs
+        self.num_shared_tokens = 0  # before they fork: how many tokens they have in common
         self.sequences = [Sequence(self, index) for index in range(params.n)]
+        self.beam_search = None  # a BeamSearch if its sequences are beams
 
     @property
     def unfinished(self) -> list[Sequence]:
         return [seq for seq in self.sequences if seq.finish_reason is None]
+
+    @property
+    def running(self) -> list[Sequence]:
+        """The unfinished sequences; before they fork only the first, which computes what all have in common."""
+        return self.unfinished if self.has_forked else self.unfinished[:1]
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many of the likeliest tokens are asked for, each time that a token is drawn."""
+        return self.params.logprobs if self.beam_search is None else self.beam_search.num_candidates
 
     @property
     def is_finished(self) -> bool:

@@ -22,17 +22,25 @@ class FakeRunner:
         for i in range(seq.num_computed_tokens, seq.num_computed_tokens + num_tokens):
             self.cache[self.slot(seq, i)] = tuple(seq.token_ids[: i + 1])
 
+    def copy(self, copies) -> None:
+        """All sources are read before a target is written."""
+        read = [[self.cache.get((source, i)) for i in range(self.block_size)] for source, _ in copies]
+        for values, (_, target) in zip(read, copies):
+            self.cache |= {(target, i): value for i, value in enumerate(values)}
+
     def check(self, seq) -> None:
         """Every computed token of the sequence is in the cache, and is its own."""
         for i in range(seq.num_computed_tokens):
             assert self.cache[self.slot(seq, i)] == tuple(seq.token_ids[: i + 1])
 
     def run(self, schedule) -> list[int]:
-        sampled = schedule.sampled
+        sampled = schedule.sampled_items
+        self.copy(schedule.copies)
         for seq, num_tokens in schedule.items:
             self.check(seq)
             self.write(seq, num_tokens)
-        return [next_token(self.cache[self.slot(s, len(s) - 1)], s.seed, self.vocab_size) for s in sampled]
+        prefixes = [self.cache[self.slot(schedule.items[i][0], len(seq) - 1)] for i, seq in sampled]
+        return [next_token(prefix, seq.seed, self.vocab_size) for prefix, (_, seq) in zip(prefixes, sampled)]
 
 
 def expected_output(request, index: int, max_model_len: int, vocab_size: int) -> list[int]:

@@ -124,6 +124,41 @@ def test_equal_tokens_after_different_prefixes_are_different_blocks():
     assert probe.num_computed_tokens == 0
 
 
+def test_the_first_write_into_a_shared_block_copies_it():
+    manager = BlockManager(num_blocks=8, block_size=4)
+    parent, children = new_sequence(range(6)), [new_sequence(range(6)) for _ in range(2)]
+    compute(manager, parent)
+    full, partial = parent.block_table
+    for child in children:
+        manager.fork(parent, child)
+        child.token_ids.append(7)
+    parent.token_ids.append(7)
+    assert manager.num_used_blocks == 2 and [manager.blocks[i].ref_count for i in (full, partial)] == [3, 3]
+    family = [parent, *children]
+    manager.check(family)
+    assert manager.num_new_blocks([(seq, 1) for seq in family]) == 2 and manager.num_new_blocks([(parent, 1)]) == 1
+    copies = [copy for seq in family for copy in manager.allocate(seq, 1)]
+    assert [source for source, _ in copies] == [partial, partial]  # the last owner keeps it
+    assert [seq.block_table for seq in family] == [[full, copies[0][1]], [full, copies[1][1]], [full, partial]]
+    manager.check(family)
+
+
+def test_a_full_block_that_was_forked_in_its_middle_is_not_overwritten():
+    """Also when its first owner has gone: it can be found, and must keep what it is found for."""
+    manager = BlockManager(num_blocks=8, block_size=4)
+    parent, child = new_sequence(range(8)), new_sequence([0, 1, 2, 3, 4, 9])
+    compute(manager, parent)
+    manager.fork(parent, child, num_tokens=5)
+    manager.free(parent)
+    (block,) = {child.block_table[1]}
+    assert manager.num_new_blocks([(child, 1)]) == 1
+    ((source, target),) = manager.allocate(child, 1)
+    assert source == block and child.block_table[1] == target
+    again = new_sequence([*range(8), 0])
+    manager.take_prefix(again)
+    assert again.num_computed_tokens == 8 and again.block_table[1] == block
+
+
 def test_without_prefix_caching_nothing_is_found():
     manager = BlockManager(num_blocks=8, block_size=2, enable_prefix_caching=False)
     compute(manager, new_sequence(range(8)))
@@ -133,7 +168,7 @@ def test_without_prefix_caching_nothing_is_found():
 
 
 class RandomUse(RuleBasedStateMachine):
-    """Any order of add, compute, append, free and preempt, against a cache that knows what every slot holds."""
+    """Any order of add, compute, fork, append, free and preempt, against a cache that knows what every slot holds."""
 
     block_size, num_blocks = 2, 7
 
@@ -157,13 +192,31 @@ class RandomUse(RuleBasedStateMachine):
     @precondition(lambda self: self.sequences)
     @rule(data=st.data(), at_most=st.integers(1, 6))
     def compute(self, data, at_most):
-        seq = self.pick(data)
-        num_tokens = min(at_most, seq.num_missing_tokens)
-        if self.manager.num_new_blocks(seq, num_tokens) <= self.manager.num_free_blocks:
-            self.manager.allocate(seq, num_tokens)
+        """A step of one sequence or of several."""
+        seqs = data.draw(st.lists(st.sampled_from(self.sequences), min_size=1, unique_by=id))
+        plan = [(seq, min(at_most, seq.num_missing_tokens)) for seq in seqs]
+        plan = [(seq, num_tokens) for seq, num_tokens in plan if num_tokens > 0]
+        missing, blocks = self.manager.num_new_blocks(plan), sum(len(seq.block_table) for seq, _ in plan)
+        if missing > self.manager.num_free_blocks:
+            return
+        copies = [copy for item in plan for copy in self.manager.allocate(*item)]
+        assert missing == len(copies) + sum(len(seq.block_table) for seq, _ in plan) - blocks
+        self.memory.copy(copies)
+        for seq, num_tokens in plan:
             self.memory.write(seq, num_tokens)
             seq.num_computed_tokens += num_tokens
             self.manager.publish(seq)
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def fork(self, data):
+        """From anywhere in what a sequence has computed, with other tokens after it."""
+        parent = self.pick(data)
+        num_tokens = data.draw(st.integers(0, parent.num_computed_tokens))
+        tail = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=3))
+        child = new_sequence(parent.token_ids[:num_tokens] + tail)
+        self.manager.fork(parent, child, num_tokens)
+        self.sequences.append(child)
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data(), token=st.integers(0, 1))

@@ -55,7 +55,8 @@ def test_max_num_seqs_bounds_the_batch():
     scheduler, runner = new_scheduler(seqs=3), FakeRunner(4)
     for i in range(5):
         scheduler.add(new_request(i, [i] * 2, n=2 if i == 1 else 1))
-    assert step(scheduler, runner) == [("0", 2), ("1", 2), ("1", 2)]
+    assert step(scheduler, runner) == [("0", 2), ("1", 2)]  # request 1 will have two sequences
+    assert step(scheduler, runner) == [("0", 1), ("1", 1), ("1", 1)]
 
 
 def test_last_arrived_is_preempted_and_comes_back():
@@ -91,6 +92,43 @@ def test_all_sequences_of_a_request_are_preempted_together():
         step(scheduler, runner)
     assert scheduler.running == [first]
     assert [seq.block_table for seq in second.sequences] == [[], []]
+
+
+@pytest.mark.parametrize("prompt, shared, copies", [(8, 2, 0), (9, 3, 2), (3, 1, 2)])
+def test_samples_share_the_blocks_of_the_prompt(prompt, shared, copies):
+    """The prompt is computed once. A partly filled last block is copied by all but one: the last has it for itself."""
+    scheduler, runner = new_scheduler(), FakeRunner(4)
+    request = new_request(0, prompt, n=3)
+    scheduler.add(request)
+    assert step(scheduler, runner) == [("0", prompt)]
+    assert scheduler.block_manager.num_used_blocks == shared and all(len(s) == prompt + 1 for s in request.sequences)
+    schedule = scheduler.schedule()
+    assert [n for _, n in schedule.items] == [1, 1, 1] and len(schedule.copies) == copies
+    assert scheduler.block_manager.num_used_blocks == prompt // 4 + 3
+    scheduler.update(schedule, runner.run(schedule))
+    while scheduler.has_unfinished():
+        step(scheduler, runner)
+    for seq in request.sequences:
+        assert seq.output_token_ids == expected_output(request, seq.index, 64, 3)
+    assert scheduler.num_prompt_tokens == prompt and scheduler.block_manager.num_used_blocks == 0
+
+
+def test_samples_that_were_preempted_share_again():
+    """When they come back, the first sequence computes the prompt, and the others what is their own."""
+    scheduler, runner = new_scheduler(num_blocks=12, tokens=32, enable_prefix_caching=False), FakeRunner(4)
+    scheduler.add(new_request(0, [1] * 4, max_tokens=24))
+    second = new_request(1, [*range(10), 1, 1, 1, 1], max_tokens=8, n=3)
+    scheduler.add(second)
+    while not scheduler.num_preemptions:
+        step(scheduler, runner)
+    lengths, computed = [len(seq) for seq in second.sequences], 0
+    while max(len(seq) for seq in second.sequences) == lengths[0]:
+        computed += dict(reversed(step(scheduler, runner))).get("1", 0)
+    assert len({*lengths}) == 1 and all(len(seq) == lengths[0] + 1 for seq in second.sequences)
+    while scheduler.has_unfinished():
+        step(scheduler, runner)
+    for seq in second.sequences:
+        assert seq.output_token_ids == expected_output(second, seq.index, 64, 3)
 
 
 @pytest.mark.parametrize("shared", [3, 4, 5, 8, 12])
@@ -146,6 +184,7 @@ def test_abort_in_every_state():
     [
         (64, 1, 1, "the prompt has 64 tokens, but max_model_len=64"),
         (3, 4, 9, "n=9 is not allowed: it must be at most max_num_seqs=8"),
+        (3, 4, 7, "n=7 is not allowed: it must be at most max_num_batched_tokens=6"),
         (
             20,
             30,
@@ -156,7 +195,7 @@ def test_abort_in_every_state():
     ],
 )
 def test_what_can_never_fit_is_refused(prompt, max_tokens, n, message):
-    scheduler = new_scheduler(num_blocks=10)
+    scheduler = new_scheduler(num_blocks=10, tokens=6)
     with pytest.raises(ValueError, match=message):
         scheduler.add(new_request(0, prompt, max_tokens, n))
     assert not scheduler.has_unfinished()
@@ -176,7 +215,7 @@ requests = st.lists(
 
 
 @settings(max_examples=400, deadline=None)
-@given(requests, st.integers(1, 5), st.integers(1, 20), st.integers(3, 6), st.integers(0, 8), st.booleans())
+@given(requests, st.integers(1, 5), st.integers(3, 20), st.integers(3, 6), st.integers(0, 8), st.booleans())
 def test_whatever_happens_every_request_gets_its_own_tokens(arrivals, block_size, tokens, seqs, spare, caching):
     """Random arrivals and aborts under scarce blocks and budgets, against the fake model run alone."""
     max_model_len = 18
@@ -200,6 +239,10 @@ def test_whatever_happens_every_request_gets_its_own_tokens(arrivals, block_size
         assert schedule.num_tokens <= tokens and len(schedule.items) <= seqs
         assert bool(schedule.items) == scheduler.has_unfinished()
         assert all(0 < n <= seq.num_missing_tokens for seq, n in schedule.items)
+        for request in scheduler.running:  # all or nothing: sequences of a request have next tokens in the same step
+            assert {seq for seq in schedule.sampled if seq.request is request} in (set(), set(request.unfinished))
+        for source, target in schedule.copies:  # nothing is copied that has one owner
+            assert manager.blocks[target].ref_count == 1 and source != target
         running = [request.arrival for request in scheduler.running]
         assert running == sorted(running)
         for request in scheduler.waiting:  # all or nothing

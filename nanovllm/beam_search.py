@@ -1,0 +1,90 @@
+"""Beam search: the search itself, without a model and without blocks. No torch in here.
+
+At each step the candidates are every running beam with every next token. The likeliest go on as beams, and those of
+them that end are kept as results, with the rules of transformers' `generate(num_beams=...)`.
+"""
+
+from dataclasses import dataclass
+
+from nanovllm.config import Options, is_int, is_number
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.sequence import Sequence
+
+
+@dataclass(kw_only=True)
+class BeamSearchParams(Options):
+    beam_width: int = 4
+    """Beams that go on after each step, and results."""
+    max_tokens: int = 256
+    """Most tokens to generate."""
+    length_penalty: float = 1.0
+    """A result's score is its log-probability / length ** length_penalty: above 0 favors long results."""
+    early_stopping: bool | str = False
+    """True ends with `beam_width` results; False when a better one is unlikely; "never" when it is impossible."""
+    ignore_eos: bool = False
+    """Go on after the model's end-of-sequence tokens."""
+
+    def __post_init__(self):
+        self.require("beam_width", is_int(self.beam_width, 1), "a positive integer")
+        self.require("max_tokens", is_int(self.max_tokens, 1), "a positive integer")
+        self.require("length_penalty", is_number(self.length_penalty, -10, 10), "from -10 to 10")
+        self.require("early_stopping", self.early_stopping in (True, False, "never"), "True, False or 'never'")
+        self.require("ignore_eos", isinstance(self.ignore_eos, bool), "True or False")
+
+    def sampling_params(self) -> SamplingParams:
+        """What a search looks like to those who need not know that it is one."""
+        return SamplingParams(n=self.beam_width, temperature=0, max_tokens=self.max_tokens, ignore_eos=self.ignore_eos)
+
+
+@dataclass
+class Beam:
+    """A candidate: the sequence that it continues, a next token, and the log-probability of all output tokens."""
+
+    parent: Sequence
+    token_id: int
+    cumulative_logprob: float
+    score: float = float("-inf")  # of a result
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [*self.parent.output_token_ids, self.token_id]
+
+
+class BeamSearch:
+    """The state of one request's search."""
+
+    def __init__(self, params: BeamSearchParams, stop_token_ids: frozenset[int], max_output_tokens: int):
+        self.params, self.stop_token_ids, self.max_output_tokens = params, stop_token_ids, max_output_tokens
+        self.results: list[Beam] = []  # the best so far, best first
+        self.is_finished = False
+
+    @property
+    def num_candidates(self) -> int:
+        """Enough to have `beam_width` left when all others end."""
+        return max(2, 1 + len(self.stop_token_ids)) * self.params.beam_width
+
+    def advance(self, candidates: list[Beam]) -> list[Beam]:
+        """Takes the likeliest next tokens of every running beam; returns the beams that go on, none at the end."""
+        width, penalty = self.params.beam_width, self.params.length_penalty
+        candidates = sorted(candidates, key=lambda beam: -beam.cumulative_logprob)[: self.num_candidates]
+        length = candidates[0].parent.num_output_tokens + 1
+        is_last = length >= self.max_output_tokens
+        ends = [is_last or beam.token_id in self.stop_token_ids for beam in candidates]
+        for beam, has_ended in zip(candidates[:width], ends):
+            if has_ended:
+                beam.score = beam.cumulative_logprob / length**penalty
+                self.results.append(beam)
+        self.results = sorted(self.results, key=lambda beam: -beam.score)[:width]
+        running = [beam for beam, has_ended in zip(candidates, ends) if not has_ended][:width]
+        self.is_finished = not running or self._is_decided(running[0], length)
+        return [] if self.is_finished else running
+
+    def _is_decided(self, best: Beam, length: int) -> bool:
+        """Whether the results are complete, and no running beam can be expected to get a better score."""
+        if len(self.results) < self.params.beam_width:
+            return False
+        if self.params.early_stopping is True:
+            return True
+        if self.params.early_stopping == "never" and self.params.length_penalty > 0:
+            length = self.max_output_tokens  # where the penalty is mildest
+        return best.cumulative_logprob / length**self.params.length_penalty <= self.results[-1].score
