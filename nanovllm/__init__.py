@@ -1,8 +1,9 @@
 """nanovllm: vLLM's ideas, small enough to read."""
 
+from nanovllm.beam_search import BeamSearchParams
 from nanovllm.sampling_params import SamplingParams
 
-__all__ = ["LLM", "SamplingParams"]
+__all__ = ["LLM", "BeamSearchParams", "SamplingParams"]
 
 
 def __getattr__(name):  # PEP 562: the scheduler can be imported without torch

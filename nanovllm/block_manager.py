@@ -59,9 +59,9 @@ class BlockManager:
             block = self._next_block(seq)
             if block is not None and self._must_copy(block):
                 writers[block.id] += 1
-        for block_id, count in writers.items():  # the last owner of a block has it for itself
+        for block_id, copies in writers.items():  # the last owner of a block has it for itself
             block = self.blocks[block_id]
-            missing += count - (count == block.ref_count and block.key is None)
+            missing += copies - (copies == block.ref_count and block.key is None)
         return missing
 
     def _next_block(self, seq: Sequence) -> Block | None:

@@ -8,7 +8,6 @@ blocks allow (iteration-level scheduling as in Orca, with the chunked prefill of
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from os.path import commonprefix
 
 from nanovllm.beam_search import Beam
 from nanovllm.block_manager import BlockManager
@@ -46,6 +45,14 @@ class Schedule:
         return [seq for _, seq in self.sampled_items]
 
 
+def common_length(sequences: list[list[int]]) -> int:
+    """How many tokens all of them begin with."""
+    if len(sequences) == 1:
+        return len(sequences[0])
+    columns = enumerate(zip(*sequences))
+    return next((i for i, column in columns if len(set(column)) > 1), min(map(len, sequences)))
+
+
 class Scheduler:
     """First come, first served, under a budget of tokens and sequences (paper, section 4.5).
 
@@ -79,7 +86,9 @@ class Scheduler:
             if params.n > getattr(self, name):
                 raise ValueError(f"n={params.n} is not allowed: it must be at most {name}={getattr(self, name)}")
         longest = min(prompt + params.max_tokens, self.max_model_len) - 1  # the last token is never fed back
-        blocks, total = params.n * self.block_manager.num_blocks_for(longest), len(self.block_manager.blocks)
+        shared = prompt // self.block_manager.block_size  # full blocks of the prompt
+        blocks = shared + params.n * (self.block_manager.num_blocks_for(longest) - shared)
+        total = len(self.block_manager.blocks)
         if blocks > total:
             raise ValueError(
                 f"the request may need {blocks} KV blocks of {self.block_manager.block_size} tokens (prompt of {prompt} "
@@ -123,8 +132,7 @@ class Scheduler:
             num_seqs += len(request.unfinished)
             if num_seqs > self.max_num_seqs:
                 break
-            tokens = [seq.token_ids for seq in request.unfinished]
-            request.num_shared_tokens = len(commonprefix(tokens) if len(tokens) > 1 else tokens[0])
+            request.num_shared_tokens = common_length([seq.token_ids for seq in request.unfinished])
             self.block_manager.take_prefix(request.running[0])  # hits first: they decide how much is left to compute
             self._fork(request)
             plan = self._plan(request, budget)

@@ -130,6 +130,25 @@ def test_n_outputs_are_reproducible_and_differ(llm):
     assert len({tuple(o.token_ids) for o in first}) == 3
 
 
+def test_samples_share_their_prompt(checkpoints):
+    """8 samples of 200 tokens: the prompt is computed once, and held once."""
+    prompt, params = [i % 160 for i in range(200)], SamplingParams(n=8, max_tokens=6, ignore_eos=True)
+    shared = LLM(checkpoints["qwen3"][0], dtype="float32", block_size=4, num_blocks=600, enable_prefix_caching=False)
+    (output,) = shared.generate([prompt], params, use_tqdm=False)
+    stats = shared.stats()
+    assert stats["prompt_tokens"] == 200 and stats["computed_tokens"] == 200 + 8 * 5
+    separate = LLM(checkpoints["qwen3"][0], dtype="float32", block_size=4, num_blocks=600, enable_prefix_caching=False)
+    separate.generate([prompt] * 8, SamplingParams(max_tokens=6, ignore_eos=True), use_tqdm=False)
+    assert stats["kv_blocks_used_peak"] < separate.stats()["kv_blocks_used_peak"] / 4
+    assert len({tuple(o.token_ids) for o in output.outputs}) == 8
+
+
+def test_a_sample_does_not_depend_on_how_many_there_are(llm):
+    five = llm.generate([[1, 2, 3]], SamplingParams(n=5, seed=9, max_tokens=8), use_tqdm=False)[0].outputs
+    two = llm.generate([[1, 2, 3]], SamplingParams(n=2, seed=9, max_tokens=8), use_tqdm=False)[0].outputs
+    assert [o.token_ids for o in five[:2]] == [o.token_ids for o in two]
+
+
 def test_logprobs_are_those_of_the_model(llm, checkpoints):
     path, prompts, _ = checkpoints["qwen3"]
     prompt = prompts[5]
@@ -279,7 +298,7 @@ def test_generate_takes_one_prompt_or_many(llm, checkpoints):
         ([[1]], SamplingParams(stop_token_ids=[160]), "stop_token_ids has the token id 160"),
         ([[1]], SamplingParams(stop="x"), "stop=.* is not allowed: model=.* has no tokenizer"),
         ([[1]], SamplingParams(n=300), "n=300 is not allowed: it must be at most max_num_seqs=256"),
-        ([[1] * 100], SamplingParams(n=9), "may need 576 KV blocks of 4 tokens .* but num_blocks=200"),
+        ([[1] * 100], SamplingParams(n=9), "may need 376 KV blocks of 4 tokens .* but num_blocks=200"),
     ],
 )
 def test_bad_requests(llm, prompts, params, message):

@@ -191,7 +191,7 @@ def test_abort_in_every_state():
             1,
             r"may need 13 KV blocks of 4 tokens \(prompt of 20 tokens, max_tokens=30, n=1\), but num_blocks=10",
         ),
-        (10, 4, 4, "may need 16 KV blocks"),
+        (10, 9, 4, "may need 14 KV blocks"),
     ],
 )
 def test_what_can_never_fit_is_refused(prompt, max_tokens, n, message):
@@ -219,7 +219,11 @@ requests = st.lists(
 def test_whatever_happens_every_request_gets_its_own_tokens(arrivals, block_size, tokens, seqs, spare, caching):
     """Random arrivals and aborts under scarce blocks and budgets, against the fake model run alone."""
     max_model_len = 18
-    longest = max(n * -(-min(len(p) + m, max_model_len) // block_size) for _, p, m, n, _ in arrivals)
+    longest = 0  # what the largest request needs when it has the cache for itself
+    for _, prompt, max_tokens, n, _ in arrivals:
+        shared = len(prompt) // block_size
+        blocks = -(-(min(len(prompt) + max_tokens, max_model_len) - 1) // block_size)
+        longest = max(longest, shared + n * (blocks - shared))
     scheduler = new_scheduler(longest + spare, block_size, tokens, seqs, max_model_len, enable_prefix_caching=caching)
     manager, runner = scheduler.block_manager, FakeRunner(block_size)
     todo = [(new_request(i, p, m, n, eos=(2,)), wait, abort) for i, (wait, p, m, n, abort) in enumerate(arrivals)]
