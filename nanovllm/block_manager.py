@@ -1,6 +1,6 @@
 """BlockManager: the page table of the KV cache (paper, sections 4.2 to 4.4). No torch in here."""
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import count
@@ -53,12 +53,12 @@ class BlockManager:
 
     def num_new_blocks(self, plan: Iterable[tuple[Sequence, int]]) -> int:
         """Blocks that these sequences lack to compute so many of their next tokens, copies included."""
-        missing, writers = 0, Counter()
+        missing, writers = 0, {}
         for seq, num_tokens in plan:
             missing += self.num_blocks_for(seq.num_computed_tokens + num_tokens) - len(seq.block_table)
             block = self._next_block(seq)
             if block is not None and self._must_copy(block):
-                writers[block.id] += 1
+                writers[block.id] = writers.get(block.id, 0) + 1
         for block_id, copies in writers.items():  # the last owner of a block has it for itself
             block = self.blocks[block_id]
             missing += copies - (copies == block.ref_count and block.key is None)

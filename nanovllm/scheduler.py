@@ -149,8 +149,8 @@ class Scheduler:
         Several sequences of a request get their next tokens together or not at all: the last token of each is
         computed in the same step.
         """
-        seqs = request.running
-        if len(request.unfinished) == 1:
+        seqs = request.unfinished
+        if len(seqs) == 1:
             return [(seqs[0], min(seqs[0].num_missing_tokens, budget))]
         if not request.has_forked:
             return [(seqs[0], min(request.num_shared_tokens - seqs[0].num_computed_tokens, budget))]
