@@ -72,7 +72,7 @@ def token_ids(outputs):
 def test_on_the_embedded_model():
     from transformers import AutoModelForCausalLM
 
-    model, llm = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32), LLM()
+    model, llm = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL).float(), LLM()
     questions = ["tell me a story", "what is 12 + 30?", "who are you?"]
     chats = [[{"role": "user", "content": question}] for question in questions]
     for output in llm.generate(chats, BeamSearchParams(beam_width=4, max_tokens=40), use_tqdm=False):

@@ -73,7 +73,7 @@ def test_64_answers_are_the_same_batched_and_one_by_one(llm):
 
 
 def test_answers_equal_those_of_transformers(llm):
-    model = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL).float()
     for output in llm.chat([user(q) for q in mixed_questions(9)], GREEDY, use_tqdm=False):
         ids = torch.tensor([output.prompt_token_ids])
         with torch.inference_mode():

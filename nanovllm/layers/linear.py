@@ -7,10 +7,14 @@ from torch import nn
 
 def prepacked(weight: torch.Tensor) -> torch.Tensor:
     """The weight [out, in] as oneDNN wants it for products in bfloat16 on a CPU; elsewhere as it is."""
-    has_onednn = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or not has_onednn:
+    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
         return weight
-    return torch.ops.mkldnn._reorder_linear_weight(weight)
+    try:
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+        torch.ops.mkldnn._linear_pointwise(weight[:1], packed, None, "none", [], "")
+    except (AttributeError, NotImplementedError, RuntimeError):  # not in this build of PyTorch, or not for this CPU
+        return weight
+    return packed
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
