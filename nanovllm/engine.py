@@ -20,6 +20,7 @@ from nanovllm.sequence import Request, Sequence
 
 Conversation = list[dict[str, str]]
 Prompt = str | list[int] | Conversation
+Params = SamplingParams | BeamSearchParams
 
 
 def is_conversation(prompt) -> bool:
@@ -72,7 +73,7 @@ class LLM:
 
     # --- the loop itself ---
 
-    def add_request(self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None) -> str:
+    def add_request(self, prompt: Prompt, params: Params | None = None, request_id: str | None = None) -> str:
         """Queues a request and returns its id. `params=None` takes the model's own from generation_config.json."""
         return self._submit(self._request(prompt, params, request_id)).request_id
 
@@ -100,7 +101,7 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | list[Prompt],
-        params: SamplingParams | list[SamplingParams] | None = None,
+        params: Params | list[Params] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Answers all prompts, in their order. `params` is one for all, or a list with one for each."""
@@ -132,7 +133,7 @@ class LLM:
     def chat(
         self,
         messages: Conversation | list[Conversation],
-        params: SamplingParams | list[SamplingParams] | None = None,
+        params: Params | list[Params] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Answers one conversation, or each of several, written out in the model's chat template."""
@@ -147,7 +148,7 @@ class LLM:
     def beam_search(
         self, prompts: Prompt | list[Prompt], params: BeamSearchParams | None = None, use_tqdm: bool = True
     ) -> list[RequestOutput]:
-        """The likeliest outputs of each prompt, in the order of their scores. add_request takes BeamSearchParams, too."""
+        """The likeliest outputs of each prompt, in the order of their scores. All others take BeamSearchParams, too."""
         params = BeamSearchParams() if params is None else params
         if not isinstance(params, BeamSearchParams):
             raise ValueError(f"params={params!r} is not allowed: it must be BeamSearchParams")
@@ -243,7 +244,7 @@ class LLM:
             outputs.append(CompletionOutput(i, text, beam.token_ids, None, reason, beam.cumulative_logprob))
         return outputs
 
-    def _request(self, prompt: Prompt, params: SamplingParams | None, request_id: str | None = None) -> Request:
+    def _request(self, prompt: Prompt, params: Params | None, request_id: str | None = None) -> Request:
         """Checks everything that a user may get wrong, and changes nothing."""
         params, beams = self.default_params if params is None else params, None
         if isinstance(params, BeamSearchParams):

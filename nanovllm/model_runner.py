@@ -135,11 +135,11 @@ class ModelRunner:
         return largest + another * (len(graphs.sizes) - 1)
 
     def _profile(self, config: Config) -> None:
-        """Runs the largest step there can be, on a cache of one block, to learn what activations take."""
+        """Runs the largest step there can be, on a cache of one block, to learn what activations and sampling take."""
         num_tokens = config.max_num_batched_tokens
         num_seqs = max(min(config.max_num_seqs, num_tokens), -(-num_tokens // config.max_model_len))
         length = num_tokens // num_seqs
-        requests = [Request(None, None, [0] * length, SamplingParams()) for _ in range(num_seqs)]
+        requests = [Request(None, None, [0] * length, SamplingParams(top_p=0.9)) for _ in range(num_seqs)]
         for request in requests:
             request.sequences[0].block_table = [0] * -(-length // self.block_size)
         self.run(Schedule([(request.sequences[0], length) for request in requests]))
