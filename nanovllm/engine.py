@@ -148,7 +148,7 @@ class LLM:
     def beam_search(
         self, prompts: Prompt | list[Prompt], params: BeamSearchParams | None = None, use_tqdm: bool = True
     ) -> list[RequestOutput]:
-        """The likeliest outputs of each prompt, in the order of their scores. All others take BeamSearchParams, too."""
+        """The likeliest outputs of each prompt, best first. Other methods but stream take BeamSearchParams, too."""
         params = BeamSearchParams() if params is None else params
         if not isinstance(params, BeamSearchParams):
             raise ValueError(f"params={params!r} is not allowed: it must be BeamSearchParams")
