@@ -7,7 +7,9 @@ import torch
 from checkpoints import new_model, save
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
+from nanovllm.beam_search import Beam, BeamSearch
 from nanovllm.config import EMBEDDED_MODEL
+from nanovllm.sequence import Request
 
 EOS = [7, 11]
 
@@ -63,6 +65,24 @@ def test_the_same_beams_as_transformers(models, family, width, length_penalty, e
         assert len(output.outputs) == width
     llm.block_manager.check([])
     assert llm.stats()["kv_blocks_used"] == 0
+
+
+@pytest.mark.parametrize("early_stopping, ends", [(True, True), (False, True), ("never", False)])
+def test_when_a_search_ends(early_stopping, ends):
+    params = BeamSearchParams(beam_width=2, early_stopping=early_stopping)
+    search = BeamSearch(params, frozenset([9]), max_output_tokens=4)
+    start = Request(None, None, [1, 2], params.sampling_params()).sequences[0]
+    running = search.advance([Beam(start, t, p) for t, p in [(9, -1.0), (3, -2.0), (4, -2.5), (5, -6.0)]])
+    assert [beam.token_id for beam in running] == [3, 4] and len(search.results) == 1
+    child = Request(None, None, [1, 2], params.sampling_params()).sequences[0]
+    child.token_ids += [3]
+    running = search.advance([Beam(child, t, p) for t, p in [(4, -5.0), (9, -5.5), (5, -5.6), (6, -7.0)]])
+    assert [beam.score for beam in search.results] == [-1.0, -2.75]
+    assert search.is_finished == (early_stopping is True) and bool(running) != search.is_finished
+    if not search.is_finished:  # -9 / 3 tokens is worse than -2.75, but -9 / 4 tokens would not be
+        child.token_ids += [4]
+        running = search.advance([Beam(child, t, p) for t, p in [(5, -9.0), (6, -9.1), (7, -9.2), (8, -9.3)]])
+        assert search.is_finished == ends and bool(running) != ends
 
 
 def token_ids(outputs):

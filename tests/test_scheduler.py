@@ -131,6 +131,21 @@ def test_samples_that_were_preempted_share_again():
         assert seq.output_token_ids == expected_output(second, seq.index, 64, 3)
 
 
+def test_samples_that_were_preempted_find_their_own_blocks():
+    scheduler, runner = new_scheduler(num_blocks=20, tokens=64, max_model_len=200), FakeRunner(4, vocab_size=50)
+    request = new_request(0, 8, max_tokens=24, n=3)
+    scheduler.add(request)
+    for _ in range(18):
+        step(scheduler, runner)
+    scheduler._preempt(scheduler.running.pop())
+    computed = sum(n for _, n in step(scheduler, runner)) + sum(n for _, n in step(scheduler, runner))
+    assert all(len(seq) >= 26 for seq in request.sequences) and computed <= 3 * 4 + 3  # at most a block for each
+    while scheduler.has_unfinished():
+        step(scheduler, runner)
+    for seq in request.sequences:
+        assert seq.output_token_ids == expected_output(request, seq.index, 200, 50)
+
+
 @pytest.mark.parametrize("shared", [3, 4, 5, 8, 12])
 def test_hits_are_counted_out_of_the_first_chunk(shared):
     scheduler, runner = new_scheduler(tokens=12), FakeRunner(4)
