@@ -56,22 +56,21 @@ class BlockManager:
         missing, writers = 0, {}
         for seq, num_tokens in plan:
             missing += self.num_blocks_for(seq.num_computed_tokens + num_tokens) - len(seq.block_table)
-            block = self._next_block(seq)
-            if block is not None and self._must_copy(block):
+            block = self._block_to_copy(seq)
+            if block is not None:
                 writers[block.id] = writers.get(block.id, 0) + 1
         for block_id, copies in writers.items():  # the last owner of a block has it for itself
             block = self.blocks[block_id]
             missing += copies - (copies == block.ref_count and block.key is None)
         return missing
 
-    def _next_block(self, seq: Sequence) -> Block | None:
-        """The block that the next token of `seq` goes to, if it has that block already."""
+    def _block_to_copy(self, seq: Sequence) -> Block | None:
+        """The block that the next token of `seq` goes to, if somebody else reads that block, or may find it."""
         i = seq.num_computed_tokens // self.block_size
-        return self.blocks[seq.block_table[i]] if i < len(seq.block_table) else None
-
-    def _must_copy(self, block: Block) -> bool:
-        """Somebody else reads this block, or may find it."""
-        return block.ref_count > 1 or block.key is not None
+        if i == len(seq.block_table):
+            return None
+        block = self.blocks[seq.block_table[i]]
+        return block if block.ref_count > 1 or block.key is not None else None
 
     def take_prefix(self, seq: Sequence) -> None:
         """Lets a sequence without blocks share the longest computed prefix of its tokens.
@@ -99,8 +98,8 @@ class BlockManager:
         be copied before the step as [(from block, to block)]: nothing, or the block that the next token goes to.
         """
         num_blocks = self.num_blocks_for(seq.num_computed_tokens + num_tokens)
-        copies, block = [], self._next_block(seq)
-        if block is not None and self._must_copy(block):
+        copies, block = [], self._block_to_copy(seq)
+        if block is not None:
             copy = self._take()
             seq.block_table[seq.num_computed_tokens // self.block_size] = copy.id
             copies.append((block.id, copy.id))
