@@ -32,13 +32,15 @@ class BlockManager:
     hung on its identity can no longer be reached.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True):
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True, num_host_blocks: int = 0):
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.blocks = [Block(i) for i in range(num_blocks)]
         self.free_blocks = OrderedDict.fromkeys(range(num_blocks))  # an ordered set: next to be reused first
         self.findable: dict[tuple[int, tuple[int, ...]], Block] = {}
         self.new_prefix_id = count(EMPTY_PREFIX + 1).__next__
+        self.free_host_blocks = list(range(num_host_blocks))
+        self.host_ref_counts = [0] * num_host_blocks
 
     @property
     def num_free_blocks(self) -> int:
@@ -64,6 +66,9 @@ class BlockManager:
             missing += copies - (copies == block.ref_count and block.key is None)
         return missing
 
+    def can_allocate(self, plan: Iterable[tuple[Sequence, int]]) -> bool:
+        return self.num_new_blocks(plan) <= self.num_free_blocks
+
     def _block_to_copy(self, seq: Sequence) -> Block | None:
         """The block that the next token of `seq` goes to, if somebody else reads that block, or may find it."""
         i = seq.num_computed_tokens // self.block_size
@@ -72,10 +77,12 @@ class BlockManager:
         block = self.blocks[seq.block_table[i]]
         return block if block.ref_count > 1 or block.key is not None else None
 
-    def take_prefix(self, seq: Sequence) -> None:
+    def take_prefix(self, seq: Sequence, swaps_in: dict[int, int] | None = None) -> None:
         """Lets a sequence without blocks share the longest computed prefix of its tokens.
 
-        At most len(seq) - 1 tokens: the last one is always computed, because its logits are needed.
+        At most len(seq) - 1 tokens: the last one is always computed, because its logits are needed. Given `swaps_in`, a
+        sequence that was swapped out also gets blocks for the rest of what it had: host block -> block is added there
+        for each that is to be copied before the step. The caller has asked `can_swap_in`.
         """
         assert not seq.block_table and seq.num_computed_tokens == 0
         prefix_id = EMPTY_PREFIX
@@ -90,6 +97,14 @@ class BlockManager:
             seq.block_table.append(block.id)
             seq.prefix_ids.append(prefix_id)
             seq.num_computed_tokens = end
+        if swaps_in is not None:
+            for host_id in seq.host_table[len(seq.block_table) :]:
+                if host_id in swaps_in:
+                    self.blocks[swaps_in[host_id]].ref_count += 1
+                else:
+                    swaps_in[host_id] = self._take().id
+                seq.block_table.append(swaps_in[host_id])
+            seq.num_computed_tokens = max(seq.num_computed_tokens, seq.num_host_tokens)
 
     def allocate(self, seq: Sequence, num_tokens: int) -> list[tuple[int, int]]:
         """Gives `seq` the blocks that its next `num_tokens` tokens need; the caller has seen that they are free.
@@ -152,10 +167,39 @@ class BlockManager:
             self._drop(self.blocks[block_id])
         seq.block_table, seq.prefix_ids, seq.num_computed_tokens = [], [], 0
 
+    def swap_out(self, seqs: list[Sequence], swaps_out: dict[int, int]) -> bool:
+        """Gives the sequences places in the host's memory for their blocks, a shared one once (paper, section 4.5).
+
+        Adds block -> host block to `swaps_out`, to be copied before the step. False, and nothing, if there is no room.
+        """
+        blocks = {block_id for seq in seqs for block_id in seq.block_table} - swaps_out.keys()
+        if len(blocks) > len(self.free_host_blocks):
+            return False
+        swaps_out |= {block_id: self.free_host_blocks.pop() for block_id in blocks}
+        for seq in seqs:
+            seq.host_table = [swaps_out[block_id] for block_id in seq.block_table]
+            seq.num_host_tokens = seq.num_computed_tokens
+            for host_id in seq.host_table:
+                self.host_ref_counts[host_id] += 1
+        return True
+
+    def can_swap_in(self, seqs: Iterable[Sequence]) -> bool:
+        return len({host_id for seq in seqs for host_id in seq.host_table}) <= self.num_free_blocks
+
+    def free_host(self, seq: Sequence) -> None:
+        """Gives back what `seq` has in the host's memory."""
+        for host_id in seq.host_table:
+            self.host_ref_counts[host_id] -= 1
+            if self.host_ref_counts[host_id] == 0:
+                self.free_host_blocks.append(host_id)
+        seq.host_table, seq.num_host_tokens = [], 0
+
     def check(self, sequences: Iterable[Sequence]) -> None:
-        """Asserts the invariants, given all sequences that hold blocks. For tests: it visits every block."""
-        owners = [0] * len(self.blocks)
+        """Asserts the invariants, given all unfinished sequences. For tests: it visits every block."""
+        owners, host_owners = [0] * len(self.blocks), [0] * len(self.host_ref_counts)
         for seq in sequences:
+            for host_id in seq.host_table:
+                host_owners[host_id] += 1
             assert seq.num_computed_tokens <= len(seq.block_table) * self.block_size
             for block_id in seq.block_table:
                 owners[block_id] += 1
@@ -163,4 +207,6 @@ class BlockManager:
             assert block.ref_count == owners[block.id], f"{block} has {owners[block.id]} owners"
             assert (block.ref_count == 0) == (block.id in self.free_blocks), f"{block} is both or neither free and used"
             assert block.key is None or self.findable[block.key] is block, f"{block} cannot be found"
+        assert host_owners == self.host_ref_counts, "host blocks have other owners"
+        assert sorted(self.free_host_blocks) == [i for i, n in enumerate(host_owners) if n == 0], "host blocks are lost"
         assert all(block.key == key for key, block in self.findable.items()), "a findable block is stale"

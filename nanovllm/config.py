@@ -63,7 +63,10 @@ class Config(Options):
     enable_prefix_caching: bool = True
     """Whether full blocks are kept after use and found again by requests with the same prefix."""
     preemption_mode: str = "recompute"
-    """How a preempted request recovers: "recompute"."""
+    """How a preempted request recovers: "recompute", or "swap" (its blocks wait in the host's memory; paper, section
+    4.5). What does not fit there is recomputed."""
+    swap_gib: float = 4.0
+    """The host's memory for `preemption_mode="swap"`, in GiB."""
     attention_backend: str = "auto"
     """"torch", "triton" (CUDA, or any device with TRITON_INTERPRET=1), or "auto": triton on CUDA, else torch."""
     enforce_eager: bool = False
@@ -90,13 +93,14 @@ class Config(Options):
         self.require("block_size", is_int(self.block_size, 1), "a positive integer")
         share = self.gpu_memory_utilization
         self.require("gpu_memory_utilization", is_number(share, 0, 1) and share > 0, "above 0 and at most 1")
-        self.require("kv_cache_gib", is_number(self.kv_cache_gib, 0) and self.kv_cache_gib > 0, "a positive number")
+        for name in ("kv_cache_gib", "swap_gib"):
+            self.require(name, is_number(getattr(self, name), 0) and getattr(self, name) > 0, "a positive number")
         for name in ("enable_prefix_caching", "enforce_eager"):
             self.require(name, isinstance(getattr(self, name), bool), "True or False")
         for name, method in (("scheduler_cls", "schedule"), ("block_manager_cls", "allocate")):
             cls, base = getattr(self, name), "Scheduler" if method == "schedule" else "BlockManager"
             self.require(name, cls is None or hasattr(cls, method), f"None or a subclass of {base}")
-        self.require("preemption_mode", self.preemption_mode == "recompute", "recompute")
+        self.require("preemption_mode", self.preemption_mode in ("recompute", "swap"), "recompute or swap")
         self.require(
             "attention_backend", self.attention_backend in ("auto", "torch", "triton"), "auto, torch or triton"
         )

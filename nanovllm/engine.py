@@ -61,7 +61,9 @@ class LLM:
         self.runner = ModelRunner(config, hf_config, path, device)
         self.config = config
         manager_cls = config.block_manager_cls or BlockManager
-        self.block_manager = manager_cls(self.runner.num_blocks, config.block_size, config.enable_prefix_caching)
+        self.block_manager = manager_cls(
+            self.runner.num_blocks, config.block_size, config.enable_prefix_caching, self.runner.num_host_blocks
+        )
         self.scheduler = (config.scheduler_cls or Scheduler)(config, self.block_manager)
         self.arrivals = count()
         self.requests: dict[str, Request] = {}  # the unfinished ones
@@ -197,7 +199,11 @@ class LLM:
             return
         self.peak_used_blocks = max(self.peak_used_blocks, self.block_manager.num_used_blocks)
         num_tokens = schedule.num_tokens
-        token_ids, logprobs = self.runner.run(schedule)
+        try:
+            token_ids, logprobs = self.runner.run(schedule)
+        except BaseException:  # Ctrl-C, too
+            self.scheduler.restart()
+            raise
         sampled = self.scheduler.update(schedule, token_ids, logprobs)
         for seq, token_id, logprob in zip(sampled, token_ids, logprobs):
             if seq.request.beam_search is None:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from nanovllm.config import EMBEDDED_MODEL, Config
 from nanovllm.cuda_graphs import DecodeGraphs, Tensors, to_device
+from nanovllm.host_cache import STAGED_BYTES, HostCache
 from nanovllm.layers.attention import Batch
 from nanovllm.layers.sampler import Sampling, sample, top_logprobs
 from nanovllm.loader import load_model
@@ -70,6 +71,8 @@ class ModelRunner:
     def __init__(self, config: Config, hf_config, path: Path, device: torch.device):
         if device.type == "cpu":
             keep_freed_memory()
+        if device.index is not None:
+            torch.cuda.set_device(device)  # where Triton launches
         self.device = device
         self.dtype = choose_dtype(config, hf_config, device)
         self.use_triton = choose_triton(config, device)
@@ -78,9 +81,15 @@ class ModelRunner:
         self.model = load_model(path, hf_config, config.max_model_len, self.dtype, device)
         self.num_layers = hf_config.num_hidden_layers
         self.block_shape = (config.block_size, hf_config.num_key_value_heads, head_dim_of(hf_config))
+        self.block_bytes = 2 * self.num_layers * torch.Size(self.block_shape).numel() * self.dtype.itemsize
         self.graphs: DecodeGraphs | None = None
+        self.num_host_blocks = 0
+        if config.preemption_mode == "swap":
+            self.num_host_blocks = int(config.swap_gib * 2**30) // self.block_bytes
+            config.require("swap_gib", self.num_host_blocks, f"room for a KV block of {self.block_bytes:,} bytes")
         self.num_blocks = config.num_blocks or self._num_blocks_that_fit(config)
         self.kv_cache = self._new_kv_cache(self.num_blocks)
+        self.host_cache = HostCache(self.kv_cache, self.num_host_blocks) if self.num_host_blocks else None
         if self.use_triton and not config.enforce_eager:  # the PyTorch reference asks for lengths: not to be recorded
             graphs = self._new_graphs(config)
             for size in reversed(graphs.sizes):
@@ -101,15 +110,14 @@ class ModelRunner:
 
     def _num_blocks_that_fit(self, config: Config) -> int:
         """The memory that the model leaves is cut into blocks."""
-        block_bytes = 2 * self.num_layers * torch.Size(self.block_shape).numel() * self.dtype.itemsize
         available = int(config.kv_cache_gib * 2**30)
         if self.device.type == "cuda":
             available = self._memory_left(config)
         useful = config.max_num_seqs * -(-config.max_model_len // config.block_size)
-        num_blocks = min(available // block_bytes, useful)
+        num_blocks = min(available // self.block_bytes, useful)
         if num_blocks < 1:
             raise ValueError(
-                f"no memory is left for a KV block of {block_bytes:,} bytes: {available:,} bytes are available"
+                f"no memory is left for a KV block of {self.block_bytes:,} bytes: {available:,} bytes are available"
             )
         return num_blocks
 
@@ -122,8 +130,9 @@ class ModelRunner:
         others = total - free - torch.cuda.memory_reserved(self.device)  # other processes, CUDA's own context
         peak = torch.cuda.max_memory_allocated(self.device)
         graphs = 0 if config.enforce_eager or not self.use_triton else self._graph_memory(config)
+        staged = STAGED_BYTES if config.preemption_mode == "swap" else 0
         self.kv_cache = None
-        return int(total * config.gpu_memory_utilization) - others - peak - graphs
+        return int(total * config.gpu_memory_utilization) - others - peak - graphs - staged
 
     def _graph_memory(self, config: Config) -> int:
         """Bytes that CUDA graphs will take: the largest has the activations, each other one about the same little."""
@@ -148,9 +157,7 @@ class ModelRunner:
     def run(self, schedule: Schedule) -> tuple[list[int], list[dict[int, float] | None]]:
         """Computes a step. For each of `schedule.sampled`: a token, and its log-probabilities if asked for."""
         sampled = schedule.sampled
-        if schedule.copies:  # copy-on-write: all blocks and all layers at once
-            sources, targets = torch.tensor(schedule.copies, device=self.device).unbind(1)
-            self.kv_cache[:, :, targets] = self.kv_cache[:, :, sources]
+        self._move_blocks(schedule)
         inputs, sampling = self._prepare(schedule), self._sampling(sampled)
         size = self.graphs and self.graphs.size_for(schedule)
         if size:
@@ -163,6 +170,14 @@ class ModelRunner:
         logits = self.model.logits(hidden[moved["sampled_rows"]])
         token_ids = sample(logits, replace(sampling, **{name: moved[name] for name in options}), self.use_triton)
         return token_ids.tolist(), self._logprobs(logits, token_ids, sampled)
+
+    def _move_blocks(self, schedule: Schedule) -> None:
+        if self.host_cache is not None:
+            self.host_cache.swap_out(schedule.swaps_out)
+            self.host_cache.swap_in(schedule.swaps_in)
+        if schedule.copies:  # all blocks and all layers at once; every source is read before a target is written
+            sources, targets = torch.tensor(schedule.copies, device=self.device).unbind(1)
+            self.kv_cache[:, :, targets] = self.kv_cache[:, :, sources]
 
     def _forward(self, inputs: Tensors) -> torch.Tensor:
         metadata = {field.name: inputs[field.name] for field in fields(Batch) if field.name in inputs}

@@ -17,12 +17,15 @@ from nanovllm.sequence import Request, Sequence
 
 @dataclass
 class Schedule:
-    """One step: each sequence in it with the number of its tokens to compute, and blocks to move first."""
+    """One step: each sequence in it with the number of its tokens to compute, and blocks to move first.
+
+    Swaps go first, out or in (no step has both), then copies: their targets may be blocks that were swapped out.
+    """
 
     items: list[tuple[Sequence, int]] = field(default_factory=list)
+    swaps_out: dict[int, int] = field(default_factory=dict)  # block -> host block
+    swaps_in: dict[int, int] = field(default_factory=dict)  # host block -> block
     copies: list[tuple[int, int]] = field(default_factory=list)  # copy-on-write: from block, to block
-    swaps_out: list[tuple[int, int]] = field(default_factory=list)  # from GPU block, to host block
-    swaps_in: list[tuple[int, int]] = field(default_factory=list)  # from host block, to GPU block
 
     @property
     def num_tokens(self) -> int:
@@ -114,8 +117,8 @@ class Scheduler:
         num_preemptions, i = self.num_preemptions, 0
         while i < len(self.running) and budget > 0:
             plan = self._plan(self.running[i], budget)
-            while not self._has_blocks(plan) and i < len(self.running):
-                self._preempt(self.running.pop())
+            while not self.block_manager.can_allocate(plan) and i < len(self.running):
+                self._preempt(self.running.pop(), schedule)
             if i < len(self.running):  # else it was the last one and had to give way itself
                 budget -= self._commit(plan, schedule)
                 i += 1
@@ -124,22 +127,26 @@ class Scheduler:
     def _schedule_waiting(self, schedule: Schedule, budget: int) -> None:
         if not self.waiting:
             return
-        num_seqs = sum(len(request.unfinished) for request in self.running)
+        num_seqs = sum(request.num_seats for request in self.running)
         if num_seqs < self.max_num_seqs:
             self.waiting.sort(key=self.priority)
         while self.waiting and budget > 0:
             request = self.waiting[0]
-            num_seqs += len(request.unfinished)
+            num_seqs += request.num_seats
             if num_seqs > self.max_num_seqs:
                 break
-            request.num_shared_tokens = common_length([seq.token_ids for seq in request.unfinished])
-            self.block_manager.take_prefix(request.running[0])  # hits first: they decide how much is left to compute
-            self._fork(request)
+            if not self.block_manager.can_swap_in(request.unfinished):
+                break
+            swaps_in = dict(schedule.swaps_in)
+            self._take_cached(request, swaps_in)  # first: it decides how much is left to compute
             plan = self._plan(request, budget)
-            if not self._has_blocks(plan):
+            if not self.block_manager.can_allocate(plan):
                 self._release(request)
                 break
             self._count_hits(request)
+            schedule.swaps_in = swaps_in
+            for seq in request.unfinished:
+                self.block_manager.free_host(seq)
             budget -= self._commit(plan, schedule)
             self.running.append(self.waiting.pop(0))
 
@@ -165,21 +172,24 @@ class Scheduler:
                 budget -= num_tokens
         return plan
 
-    def _fork(self, request: Request) -> None:
+    def _take_cached(self, request: Request, swaps_in: dict[int, int]) -> None:
+        """Gives the request what the cache still has of it, and what the host has."""
+        request.num_shared_tokens = common_length([seq.token_ids for seq in request.unfinished])
+        self.block_manager.take_prefix(request.running[0], swaps_in)
+        self._fork(request, swaps_in)
+
+    def _fork(self, request: Request, swaps_in: dict[int, int] | None = None) -> None:
         """Once the first sequence has computed what all have in common, the others share it and go their own ways."""
         if request.has_forked or request.running[0].num_computed_tokens < request.num_shared_tokens:
             return
         first, *others = request.unfinished
         for seq in others:
-            if len(seq) > request.num_shared_tokens:  # it was preempted: its own blocks may still be in the cache
-                self.block_manager.take_prefix(seq)
+            if len(seq) > request.num_shared_tokens:  # it was preempted: its own blocks may still be there
+                self.block_manager.take_prefix(seq, swaps_in)
             if seq.num_computed_tokens < request.num_shared_tokens:
                 self.block_manager.free(seq)
                 self.block_manager.fork(first, seq, request.num_shared_tokens)
         request.has_forked = True
-
-    def _has_blocks(self, plan: list[tuple[Sequence, int]]) -> bool:
-        return self.block_manager.num_new_blocks(plan) <= self.block_manager.num_free_blocks
 
     def _commit(self, plan: list[tuple[Sequence, int]], schedule: Schedule) -> int:
         for seq, num_tokens in plan:
@@ -187,12 +197,24 @@ class Scheduler:
         schedule.items += plan
         return sum(num_tokens for _, num_tokens in plan)
 
-    def _preempt(self, request: Request) -> None:
-        """All or nothing: all sequences of the request lose their blocks and wait. What they had is computed again."""
+    def _preempt(self, request: Request, schedule: Schedule) -> None:
+        """All or nothing: all sequences of the request lose their blocks and wait. The host keeps what they had, if it
+        has room; else it is computed again."""
+        self.block_manager.swap_out(request.running, schedule.swaps_out)
         self._release(request)
         self.waiting.append(request)
         self.num_preemptions += 1
         request.num_preemptions += 1
+
+    def restart(self) -> None:
+        """After a step that failed: nobody knows what it has moved and written, so everything is computed again."""
+        for request in self.unfinished():
+            self._release(request)
+            for seq in request.unfinished:
+                self.block_manager.free_host(seq)
+        for request in self.running:
+            request.num_preemptions += 1
+        self.waiting, self.running = self.waiting + self.running, []
 
     def _release(self, request: Request) -> None:
         for seq in request.unfinished:
@@ -253,6 +275,7 @@ class Scheduler:
         """Ends one sequence, and its request with the last one."""
         seq.finish_reason = reason
         self.block_manager.free(seq)
+        self.block_manager.free_host(seq)
         if seq.request.is_finished:
             (self.running if seq.request in self.running else self.waiting).remove(seq.request)
 

@@ -21,6 +21,8 @@ class Sequence:
         self.num_computed_tokens = 0
         self.block_table: list[int] = []
         self.prefix_ids: list[int] = []  # identity of the prefix that each full block ends, see BlockManager
+        self.host_table: list[int] = []  # blocks in the host's memory, while it is swapped out ...
+        self.num_host_tokens = 0  # ... and how many tokens they hold
         self.cumulative_logprob = 0.0  # of a beam
         self.finish_reason: str | None = None  # "stop", "length" or "abort"
 
@@ -86,6 +88,11 @@ class Request:
     def running(self) -> list[Sequence]:
         """The unfinished sequences; before they fork only the first, which computes what all have in common."""
         return self.unfinished if self.has_forked else self.unfinished[:1]
+
+    @property
+    def num_seats(self) -> int:
+        """The most sequences that it may have in a step from now on. Few beams can have many children."""
+        return len(self.unfinished) if self.beam_search is None else self.params.n
 
     @property
     def num_logprobs(self) -> int | None:

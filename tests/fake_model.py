@@ -5,15 +5,25 @@ Reading a wrong, stale or unwritten slot therefore gives a wrong prefix, and fro
 
 import zlib
 
+from nanovllm.beam_search import Beam
+from nanovllm.sequence import Sequence
+
 
 def next_token(prefix: tuple[int, ...], seed: int, vocab_size: int) -> int:
     return zlib.crc32(repr((prefix, seed)).encode()) % vocab_size
+
+
+def likeliest(prefix: tuple[int, ...], count: int, vocab_size: int) -> dict[int, float]:
+    """The `count` likeliest next tokens with their log-probabilities; all different, so that there is one order."""
+    scores = {token: -zlib.crc32(repr((prefix, token)).encode()) / 2**30 for token in range(vocab_size)}
+    return dict(sorted(scores.items(), key=lambda item: -item[1])[:count])
 
 
 class FakeRunner:
     def __init__(self, block_size: int, vocab_size: int = 3):
         self.block_size, self.vocab_size = block_size, vocab_size
         self.cache: dict[tuple[int, int], tuple[int, ...]] = {}  # (block, offset) -> prefix that ends here
+        self.host: dict[int, list] = {}  # host block -> what it holds
 
     def slot(self, seq, i: int) -> tuple[int, int]:
         return seq.block_table[i // self.block_size], i % self.block_size
@@ -22,25 +32,45 @@ class FakeRunner:
         for i in range(seq.num_computed_tokens, seq.num_computed_tokens + num_tokens):
             self.cache[self.slot(seq, i)] = tuple(seq.token_ids[: i + 1])
 
+    def read(self, block) -> list:
+        return [self.cache.get((block, i)) for i in range(self.block_size)]
+
+    def overwrite(self, block, values) -> None:
+        self.cache |= {(block, i): value for i, value in enumerate(values)}
+
     def copy(self, copies) -> None:
         """All sources are read before a target is written."""
-        read = [[self.cache.get((source, i)) for i in range(self.block_size)] for source, _ in copies]
-        for values, (_, target) in zip(read, copies):
-            self.cache |= {(target, i): value for i, value in enumerate(values)}
+        contents = [self.read(source) for source, _ in copies]
+        for values, (_, target) in zip(contents, copies):
+            self.overwrite(target, values)
+
+    def swap(self, swaps_out, swaps_in) -> None:
+        for block, host_block in swaps_out.items():
+            self.host[host_block] = self.read(block)
+        for host_block, block in swaps_in.items():
+            self.overwrite(block, self.host[host_block])
 
     def check(self, seq) -> None:
         """Every computed token of the sequence is in the cache, and is its own."""
         for i in range(seq.num_computed_tokens):
             assert self.cache[self.slot(seq, i)] == tuple(seq.token_ids[: i + 1])
 
-    def run(self, schedule) -> list[int]:
-        sampled = schedule.sampled_items
+    def run(self, schedule) -> tuple[list[int], list[dict[int, float] | None]]:
+        """A token for each of `schedule.sampled`, and the likeliest ones for beams."""
+        self.swap(schedule.swaps_out, schedule.swaps_in)
         self.copy(schedule.copies)
         for seq, num_tokens in schedule.items:
             self.check(seq)
             self.write(seq, num_tokens)
-        prefixes = [self.cache[self.slot(schedule.items[i][0], len(seq) - 1)] for i, seq in sampled]
-        return [next_token(prefix, seq.seed, self.vocab_size) for prefix, (_, seq) in zip(prefixes, sampled)]
+        prefixes = [
+            (seq, self.cache[self.slot(schedule.items[i][0], len(seq) - 1)]) for i, seq in schedule.sampled_items
+        ]
+        tokens = [next_token(prefix, seq.seed, self.vocab_size) for seq, prefix in prefixes]
+        counts = [seq.request.num_logprobs for seq, _ in prefixes]
+        return tokens, [
+            None if count is None else likeliest(prefix, count, self.vocab_size)
+            for count, (_, prefix) in zip(counts, prefixes)
+        ]
 
 
 def expected_output(request, index: int, max_model_len: int, vocab_size: int) -> list[int]:
@@ -51,3 +81,22 @@ def expected_output(request, index: int, max_model_len: int, vocab_size: int) ->
         if tokens[-1] in request.stop_token_ids:
             break
     return tokens[len(request.prompt_token_ids) :]
+
+
+def expected_beams(request, search, vocab_size: int) -> list[tuple[list[int], float]]:
+    """What a new `search` finds when nothing is batched, paged or cached: (output tokens, log-probability)."""
+    beams = [Sequence(request, 0)]
+    while beams:
+        candidates = [
+            Beam(beam, token, beam.cumulative_logprob + logprob)
+            for beam in beams
+            for token, logprob in likeliest(tuple(beam.token_ids), search.num_candidates, vocab_size).items()
+        ]
+        children = []
+        for beam in search.advance(candidates):
+            child = Sequence(request, 0)
+            child.token_ids = [*beam.parent.token_ids, beam.token_id]
+            child.cumulative_logprob = beam.cumulative_logprob
+            children.append(child)
+        beams = children
+    return [(beam.token_ids, beam.cumulative_logprob) for beam in search.results]

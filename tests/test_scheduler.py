@@ -1,12 +1,16 @@
+import random
+from collections import Counter
+
 import pytest
-from fake_model import FakeRunner, expected_output
+from fake_model import FakeRunner, expected_beams, expected_output
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanovllm.beam_search import BeamSearch, BeamSearchParams
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import Config
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.scheduler import Scheduler
+from nanovllm.scheduler import Schedule, Scheduler
 from nanovllm.sequence import Request
 
 
@@ -28,7 +32,7 @@ def step(scheduler: Scheduler, runner: FakeRunner) -> list[tuple[str, int]]:
     """Runs a step; returns (request id, tokens computed) in the order of the batch."""
     schedule = scheduler.schedule()
     plan = [(seq.request.request_id, n) for seq, n in schedule.items]
-    scheduler.update(schedule, runner.run(schedule))
+    scheduler.update(schedule, *runner.run(schedule))
     return plan
 
 
@@ -105,7 +109,7 @@ def test_samples_share_the_blocks_of_the_prompt(prompt, shared, copies):
     schedule = scheduler.schedule()
     assert [n for _, n in schedule.items] == [1, 1, 1] and len(schedule.copies) == copies
     assert scheduler.block_manager.num_used_blocks == prompt // 4 + 3
-    scheduler.update(schedule, runner.run(schedule))
+    scheduler.update(schedule, *runner.run(schedule))
     while scheduler.has_unfinished():
         step(scheduler, runner)
     for seq in request.sequences:
@@ -137,7 +141,7 @@ def test_samples_that_were_preempted_find_their_own_blocks():
     scheduler.add(request)
     for _ in range(18):
         step(scheduler, runner)
-    scheduler._preempt(scheduler.running.pop())
+    scheduler._preempt(scheduler.running.pop(), Schedule())
     computed = sum(n for _, n in step(scheduler, runner)) + sum(n for _, n in step(scheduler, runner))
     assert all(len(seq) >= 26 for seq in request.sequences) and computed <= 3 * 4 + 3  # at most a block for each
     while scheduler.has_unfinished():
@@ -220,29 +224,75 @@ requests = st.lists(
     st.tuples(
         st.integers(0, 3),  # steps before the next arrival
         st.lists(st.integers(0, 2), min_size=1, max_size=13),  # prompt; few tokens, so that prefixes are shared
-        st.integers(1, 9),  # max_tokens
+        st.sampled_from([15, 9, 4, 2, 1]),  # max_tokens
+        st.sampled_from([(), (2,)]),  # tokens that end an output
         st.integers(1, 3),  # n
+        st.booleans(),  # whether they are beams
         st.one_of(st.none(), st.integers(0, 6)),  # steps before it is aborted
     ),
-    min_size=1,
+    min_size=2,
     max_size=8,
 )
+VOCAB_SIZE, MAX_MODEL_LEN = 3, 22
 
 
-@settings(max_examples=400, deadline=None)
-@given(requests, st.integers(1, 5), st.integers(3, 20), st.integers(3, 6), st.integers(0, 8), st.booleans())
-def test_whatever_happens_every_request_gets_its_own_tokens(arrivals, block_size, tokens, seqs, spare, caching):
-    """Random arrivals and aborts under scarce blocks and budgets, against the fake model run alone."""
-    max_model_len = 18
+def search_for(request: Request, width: int) -> BeamSearch:
+    room = min(request.params.max_tokens, MAX_MODEL_LEN - len(request.prompt_token_ids))
+    return BeamSearch(BeamSearchParams(beam_width=width), request.stop_token_ids, room)
+
+
+def check_results(request: Request) -> None:
+    if request.beam_search is not None:
+        expected = expected_beams(request, search_for(request, request.params.n), VOCAB_SIZE)
+        found = [(beam.token_ids, beam.cumulative_logprob) for beam in request.beam_search.results]
+        assert found == expected or any(seq.finish_reason == "abort" for seq in request.sequences)
+        return
+    for seq in request.sequences:
+        expected = expected_output(request, seq.index, MAX_MODEL_LEN, VOCAB_SIZE)
+        if seq.finish_reason == "abort":
+            assert seq.output_token_ids == expected[: seq.num_output_tokens]
+        else:
+            assert seq.output_token_ids == expected
+            assert seq.finish_reason == ("stop" if expected[-1] in request.stop_token_ids else "length")
+
+
+def check_schedule(scheduler: Scheduler, schedule: Schedule) -> None:
+    manager = scheduler.block_manager
+    assert schedule.num_tokens <= scheduler.max_num_batched_tokens and len(schedule.items) <= scheduler.max_num_seqs
+    assert bool(schedule.items) == scheduler.has_unfinished()
+    assert all(0 < n <= seq.num_missing_tokens for seq, n in schedule.items)
+    for request in scheduler.running:  # all or nothing: sequences of a request have next tokens in the same step
+        assert {seq for seq in schedule.sampled if seq.request is request} in (set(), set(request.unfinished))
+    for source, target in schedule.copies:  # nothing is copied that has one owner
+        assert manager.blocks[target].ref_count == 1 and source != target
+    for swaps in (schedule.swaps_out, schedule.swaps_in):
+        assert len(set(swaps.values())) == len(swaps)
+    assert not (schedule.swaps_out and schedule.swaps_in)
+    running = [request.arrival for request in scheduler.running]
+    assert running == sorted(running)
+    assert not any(seq.host_table for request in scheduler.running for seq in request.unfinished)
+    for request in scheduler.waiting:  # all or nothing
+        assert all(seq.block_table == [] and seq.num_computed_tokens == 0 for seq in request.sequences)
+
+
+def play(arrivals, block_size, tokens, seqs, spare, caching, num_host_blocks, failures) -> Counter:
+    """Runs a scenario under scarce blocks, host blocks and budgets. The oracle is the fake model, asked for one request
+    alone. Counts what has happened."""
     longest = 0  # what the largest request needs when it has the cache for itself
-    for _, prompt, max_tokens, n, _ in arrivals:
+    for _, prompt, max_tokens, _, n, _, _ in arrivals:
         shared = len(prompt) // block_size
-        blocks = -(-(min(len(prompt) + max_tokens, max_model_len) - 1) // block_size)
+        blocks = -(-(min(len(prompt) + max_tokens, MAX_MODEL_LEN) - 1) // block_size)
         longest = max(longest, shared + n * (blocks - shared))
-    scheduler = new_scheduler(longest + spare, block_size, tokens, seqs, max_model_len, enable_prefix_caching=caching)
-    manager, runner = scheduler.block_manager, FakeRunner(block_size)
-    todo = [(new_request(i, p, m, n, eos=(2,)), wait, abort) for i, (wait, p, m, n, abort) in enumerate(arrivals)]
-    all_requests, aborts, clock = [request for request, _, _ in todo], [], 0
+    options = dict(enable_prefix_caching=caching, num_host_blocks=num_host_blocks)
+    scheduler = new_scheduler(longest + spare, block_size, tokens, seqs, MAX_MODEL_LEN, **options)
+    manager, runner, events = scheduler.block_manager, FakeRunner(block_size, VOCAB_SIZE), Counter()
+    todo, aborts, all_requests, clock = [], [], [], 0
+    for i, (wait, prompt, max_tokens, eos, n, is_beams, abort) in enumerate(arrivals):
+        request = new_request(i, prompt, max_tokens, n, eos)
+        if is_beams:
+            request.beam_search = search_for(request, n)
+        todo.append((request, wait, abort))
+        all_requests.append(request)
     while todo or scheduler.has_unfinished():
         clock += 1
         assert clock < 2000, "no progress"
@@ -255,26 +305,69 @@ def test_whatever_happens_every_request_gets_its_own_tokens(arrivals, block_size
             if when == clock:
                 scheduler.abort(request)
         schedule = scheduler.schedule()
-        assert schedule.num_tokens <= tokens and len(schedule.items) <= seqs
-        assert bool(schedule.items) == scheduler.has_unfinished()
-        assert all(0 < n <= seq.num_missing_tokens for seq, n in schedule.items)
-        for request in scheduler.running:  # all or nothing: sequences of a request have next tokens in the same step
-            assert {seq for seq in schedule.sampled if seq.request is request} in (set(), set(request.unfinished))
-        for source, target in schedule.copies:  # nothing is copied that has one owner
-            assert manager.blocks[target].ref_count == 1 and source != target
-        running = [request.arrival for request in scheduler.running]
-        assert running == sorted(running)
-        for request in scheduler.waiting:  # all or nothing
-            assert all(seq.block_table == [] and seq.num_computed_tokens == 0 for seq in request.sequences)
-        scheduler.update(schedule, runner.run(schedule))
-        manager.check(seq for request in scheduler.running for seq in request.unfinished)
+        check_schedule(scheduler, schedule)
+        count_events(events, scheduler, schedule)
+        if clock in failures:  # before anything was moved or written
+            scheduler.restart()
+        else:
+            scheduler.update(schedule, *runner.run(schedule))
+        manager.check(seq for request in scheduler.unfinished() for seq in request.unfinished)
     manager.check([])
-    assert manager.num_used_blocks == 0
+    assert manager.num_used_blocks == 0 and len(manager.free_host_blocks) == num_host_blocks
     for request in all_requests:
-        for seq in request.sequences:
-            expected = expected_output(request, seq.index, max_model_len, 3)
-            if seq.finish_reason == "abort":
-                assert seq.output_token_ids == expected[: seq.num_output_tokens]
-            else:
-                assert seq.output_token_ids == expected
-                assert seq.finish_reason == ("stop" if expected[-1] == 2 else "length")
+        check_results(request)
+    return events + Counter(preempted=scheduler.num_preemptions)
+
+
+def count_events(events: Counter, scheduler: Scheduler, schedule: Schedule) -> None:
+    away = [seq for request in scheduler.waiting for seq in request.unfinished if seq.host_table]
+    arrived = set(schedule.swaps_in.values())
+    back = [seq for request in scheduler.running for seq in request.unfinished if arrived & {*seq.block_table}]
+    events["copied"] += len(schedule.copies)
+    events["swapped out"] += len(schedule.swaps_out)
+    events["swapped out samples"] += any(len(s.request.sequences) > 1 and not s.request.beam_search for s in away)
+    events["swapped out beams"] += any(s.request.beam_search is not None for s in away)
+    events["swapped in"] += len(arrived)
+    events["swapped in and still shared"] += any(scheduler.block_manager.blocks[i].ref_count > 1 for i in arrived)
+    events["swapped in after what was found"] += any(s.block_table[0] not in arrived for s in back)
+
+
+scenarios = st.tuples(
+    requests,
+    st.integers(1, 5),  # block_size
+    st.integers(3, 20),  # max_num_batched_tokens
+    st.integers(3, 6),  # max_num_seqs
+    st.integers(0, 4),  # blocks beyond what the largest request needs
+    st.booleans(),  # prefix caching
+    st.sampled_from([100, 12, 6, 3, 0]),  # host blocks
+    st.sets(st.integers(1, 30), max_size=2),  # steps that fail
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(scenarios)
+def test_whatever_happens_every_request_gets_its_own_tokens(scenario):
+    play(*scenario)
+
+
+def test_the_same_under_heavy_load():
+    """Hypothesis prefers small cases, in which memory is seldom scarce."""
+    events = Counter()
+    for seed in range(200):
+        rng = random.Random(seed)
+        arrivals = [
+            (
+                rng.randint(0, 20),
+                [rng.randint(0, 2) for _ in range(rng.randint(1, 13))],
+                rng.randint(4, 15),
+                rng.choice([(), (2,)]),
+                rng.randint(1, 3),
+                rng.random() < 0.4,
+                rng.choice([None, None, None, rng.randint(0, 20)]),
+            )
+            for _ in range(12)
+        ]
+        failures = {rng.randint(1, 60)} if rng.random() < 0.2 else set()
+        options = (rng.random() < 0.5, rng.choice([0, 4, 12, 100]), failures)
+        events += play(arrivals, rng.randint(1, 5), rng.randint(3, 20), rng.randint(3, 9), rng.randint(0, 3), *options)
+    assert min(events.values()) >= 20 and len(events) == 8, events
