@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import count
 
-from nanovllm.sequence import Sequence
+from nanovllm.sequence import Request, Sequence
 
 EMPTY_PREFIX = 0
 
@@ -50,8 +50,18 @@ class BlockManager:
     def num_used_blocks(self) -> int:
         return len(self.blocks) - len(self.free_blocks)
 
+    @property
+    def num_stranded_blocks(self) -> int:
+        """Free, but not usable by the request that waits: none, since any block serves any sequence."""
+        return 0
+
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
+
+    def most_blocks(self, request: Request, longest: int) -> int:
+        """Blocks that the request may need at once, if each of its sequences caches `longest` tokens."""
+        shared = len(request.prompt_token_ids) // self.block_size  # full blocks of the prompt
+        return shared + request.params.n * (self.num_blocks_for(longest) - shared)
 
     def num_new_blocks(self, plan: Iterable[tuple[Sequence, int]]) -> int:
         """Blocks that these sequences lack to compute so many of their next tokens, copies included."""
@@ -193,6 +203,26 @@ class BlockManager:
             if self.host_ref_counts[host_id] == 0:
                 self.free_host_blocks.append(host_id)
         seq.host_table, seq.num_host_tokens = [], 0
+
+    def usage(self, sequences: Iterable[tuple[Sequence, int]]) -> dict[str, int]:
+        """What the slots of the cache are used for (paper, figure 2), given all sequences with blocks and, for each, the
+        most tokens that it may cache. The first five add up to all slots; `shared` would be needed without sharing."""
+        held, wanted, num_listed = {}, {}, 0  # per block: tokens that are there, and that may be there in the end
+        for seq, longest in sequences:
+            num_listed += len(seq.block_table)
+            for i, block_id in enumerate(seq.block_table):
+                for slots, num_tokens in ((held, seq.num_computed_tokens), (wanted, longest)):
+                    here = min(self.block_size, max(0, num_tokens - i * self.block_size))
+                    slots[block_id] = max(here, slots.get(block_id, 0))
+        token_states, reserved, stranded = sum(held.values()), sum(wanted.values()), self.num_stranded_blocks
+        return {
+            "token_states": token_states,
+            "reserved": reserved - token_states,
+            "internal_fragmentation": self.num_used_blocks * self.block_size - reserved,
+            "external_fragmentation": stranded * self.block_size,
+            "free": (self.num_free_blocks - stranded) * self.block_size,
+            "shared": (num_listed - self.num_used_blocks) * self.block_size,
+        }
 
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Asserts the invariants, given all unfinished sequences. For tests: it visits every block."""

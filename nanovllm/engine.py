@@ -170,15 +170,18 @@ class LLM:
     def stats(self) -> dict[str, float]:
         """Counters since the start, and the state of this moment."""
         scheduler, manager = self.scheduler, self.block_manager
+        running = [(seq, scheduler.longest(request)) for request in scheduler.running for seq in request.running]
         return {
             "requests_running": len(scheduler.running),
             "requests_waiting": len(scheduler.waiting),
             "kv_blocks": len(manager.blocks),
             "kv_blocks_used": manager.num_used_blocks,
             "kv_blocks_used_peak": self.peak_used_blocks,
+            **{f"kv_slots_{name}": slots for name, slots in manager.usage(running).items()},
             "prompt_tokens": scheduler.num_prompt_tokens,
             "prefix_cache_hit_tokens": scheduler.num_cached_tokens,
             "preemptions": scheduler.num_preemptions,
+            "swapped_blocks": scheduler.num_swapped_blocks,
             "steps": self.num_steps,
             "computed_tokens": self.num_computed_tokens,
             "output_tokens": self.num_output_tokens,
@@ -274,10 +277,10 @@ class LLM:
         if params.stop and self.tokenizer is None:
             raise ValueError(f"stop={params.stop!r} is not allowed: model={self.config.model!r} has no tokenizer")
         request = Request(request_id, text, token_ids, params, self.eos_token_ids)
-        self.scheduler.check(request)
         if beams is not None:
             room = min(params.max_tokens, self.config.max_model_len - len(token_ids))
             request.beam_search = BeamSearch(beams, request.stop_token_ids, room)
+        self.scheduler.check(request)
         return request
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:

@@ -70,6 +70,7 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.num_preemptions = 0
+        self.num_swapped_blocks = 0  # that went to the host
         self.num_prompt_tokens = 0  # of requests when they were first admitted ...
         self.num_cached_tokens = 0  # ... and how many of them the prefix cache had
 
@@ -88,15 +89,16 @@ class Scheduler:
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             if params.n > getattr(self, name):
                 raise ValueError(f"n={params.n} is not allowed: it must be at most {name}={getattr(self, name)}")
-        longest = min(prompt + params.max_tokens, self.max_model_len) - 1  # the last token is never fed back
-        shared = prompt // self.block_manager.block_size  # full blocks of the prompt
-        blocks = shared + params.n * (self.block_manager.num_blocks_for(longest) - shared)
-        total = len(self.block_manager.blocks)
+        blocks, total = self.block_manager.most_blocks(request, self.longest(request)), len(self.block_manager.blocks)
         if blocks > total:
             raise ValueError(
                 f"the request may need {blocks} KV blocks of {self.block_manager.block_size} tokens (prompt of {prompt} "
                 f"tokens, max_tokens={params.max_tokens}, n={params.n}), but num_blocks={total}"
             )
+
+    def longest(self, request: Request) -> int:
+        """The most tokens that each of its sequences may have in the cache. The last one is never fed back."""
+        return min(len(request.prompt_token_ids) + request.params.max_tokens, self.max_model_len) - 1
 
     def add(self, request: Request) -> None:
         self.check(request)
@@ -108,6 +110,7 @@ class Scheduler:
         budget = self._schedule_running(schedule, self.max_num_batched_tokens)
         if budget is not None:
             self._schedule_waiting(schedule, budget)
+        self.num_swapped_blocks += len(schedule.swaps_out)
         assert schedule.items or not self.has_unfinished(), "no progress"
         return schedule
 

@@ -168,15 +168,16 @@ def test_without_prefix_caching_nothing_is_found():
 
 
 class RandomUse(RuleBasedStateMachine):
-    """Any order of add, compute, fork, append, free and preempt, against a cache that knows what every slot holds."""
+    """Any order of add, compute, fork, append, free, preempt and swap, against a cache that knows what every slot holds."""
 
-    block_size, num_blocks = 2, 7
+    block_size, num_blocks, num_host_blocks = 2, 7, 9
 
     def __init__(self):
         super().__init__()
-        self.manager = BlockManager(self.num_blocks, self.block_size)
+        self.manager = BlockManager(self.num_blocks, self.block_size, num_host_blocks=self.num_host_blocks)
         self.memory = FakeRunner(self.block_size)
         self.sequences: list[Sequence] = []
+        self.away: list[Sequence] = []  # swapped out
 
     def pick(self, data) -> Sequence:
         return data.draw(st.sampled_from(self.sequences))
@@ -237,15 +238,63 @@ class RandomUse(RuleBasedStateMachine):
         self.manager.free(seq)
         self.manager.take_prefix(seq)
 
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def swap_out(self, data):
+        """Of any sequences, whether they share blocks or not. All or nothing."""
+        group = data.draw(st.lists(st.sampled_from(self.sequences), min_size=1, unique_by=id))
+        blocks = {block_id for seq in group for block_id in seq.block_table}
+        swaps, room = {}, len(self.manager.free_host_blocks)
+        assert self.manager.swap_out(group, swaps) == (len(blocks) <= room)
+        if len(blocks) > room:
+            assert not swaps and len(self.manager.free_host_blocks) == room
+            return
+        assert swaps.keys() == blocks and len(self.manager.free_host_blocks) == room - len(blocks)
+        self.memory.swap(swaps, {})
+        for seq in group:
+            self.manager.free(seq)
+            self.sequences.remove(seq)
+            self.away.append(seq)
+
+    @precondition(lambda self: self.away)
+    @rule(data=st.data())
+    def swap_in(self, data):
+        group = data.draw(st.lists(st.sampled_from(self.away), min_size=1, unique_by=id))
+        if not self.manager.can_swap_in(group):
+            return
+        swaps = {}
+        for seq in group:
+            num_tokens = seq.num_host_tokens
+            self.manager.take_prefix(seq, swaps)
+            assert num_tokens <= seq.num_computed_tokens < len(seq) or num_tokens == seq.num_computed_tokens
+        self.memory.swap({}, swaps)
+        for seq in group:
+            self.manager.free_host(seq)
+            self.away.remove(seq)
+            self.sequences.append(seq)
+            self.manager.publish(seq)
+
+    @precondition(lambda self: self.away)
+    @rule(data=st.data())
+    def abort_while_away(self, data):
+        seq = data.draw(st.sampled_from(self.away))
+        self.away.remove(seq)
+        self.manager.free_host(seq)
+
     @invariant()
     def nothing_is_leaked_doubly_owned_or_stale(self):
-        self.manager.check(self.sequences)
+        self.manager.check(self.sequences + self.away)
         for seq in self.sequences:
             self.memory.check(seq)
+        usage = self.manager.usage([(seq, len(seq) + 1) for seq in self.sequences])
+        assert min(usage.values()) >= 0
+        assert sum(usage.values()) - usage["shared"] == self.num_blocks * self.block_size
 
     def teardown(self):
         for seq in self.sequences:
             self.manager.free(seq)
+        for seq in self.away:
+            self.manager.free_host(seq)
         self.manager.check([])
         assert self.manager.num_free_blocks == self.num_blocks
 

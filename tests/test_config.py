@@ -69,6 +69,8 @@ def test_sampling_params_name_the_field_the_value_and_what_is_allowed(field, val
         ("kv_cache_gib", -1),
         ("kv_cache_gib", NAN),
         ("kv_cache_gib", math.inf),
+        ("swap_gib", 0),
+        ("swap_gib", "4"),
         ("preemption_mode", "hope"),
         ("attention_backend", "magic"),
         ("seed", -1),

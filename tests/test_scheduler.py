@@ -150,6 +150,58 @@ def test_samples_that_were_preempted_find_their_own_blocks():
         assert seq.output_token_ids == expected_output(request, seq.index, 200, 50)
 
 
+def test_what_the_cache_still_has_is_not_swapped_in():
+    """The blocks of a preempted request stay findable until somebody overwrites them."""
+    scheduler, runner = new_scheduler(num_blocks=12, tokens=64, num_host_blocks=12), FakeRunner(4)
+    request = new_request(0, range(18), max_tokens=9)
+    scheduler.add(request)
+    step(scheduler, runner)
+    schedule = Schedule()
+    scheduler._preempt(scheduler.running.pop(), schedule)
+    assert len(schedule.swaps_out) == 5 and len(request.sequences[0].host_table) == 5
+    runner.swap(schedule.swaps_out, {})
+    filler = new_request(1, [9] * 38, max_tokens=1)  # overwrites the last two of the four full blocks
+    filler.arrival = -1
+    scheduler.add(filler)
+    schedule = scheduler.schedule()
+    (host_blocks,) = [seq.host_table for seq in request.sequences]
+    assert schedule.items == [(filler.sequences[0], 38)] and len(host_blocks) == 5
+    scheduler.update(schedule, *runner.run(schedule))
+    schedule = scheduler.schedule()
+    assert list(schedule.swaps_in) == host_blocks[2:] and schedule.items == [(request.sequences[0], 1)]
+    assert len(scheduler.block_manager.free_host_blocks) == 12
+    scheduler.update(schedule, *runner.run(schedule))
+    while scheduler.has_unfinished():
+        step(scheduler, runner)
+    assert request.sequences[0].output_token_ids == expected_output(request, 0, 64, 3)
+
+
+def test_a_prefix_of_two_requests_is_swapped_once():
+    scheduler, runner = new_scheduler(num_blocks=20, tokens=64, num_host_blocks=20), FakeRunner(4)
+    first = new_request(0, [*range(12), 50], max_tokens=9)
+    scheduler.add(first)
+    step(scheduler, runner)
+    second = new_request(1, [*range(12), 60], max_tokens=9)
+    scheduler.add(second)
+    step(scheduler, runner)
+    schedule = Schedule()
+    while scheduler.running:
+        scheduler._preempt(scheduler.running.pop(), schedule)
+    assert len(schedule.swaps_out) == 3 + 1 + 1
+    runner.swap(schedule.swaps_out, {})
+    scheduler.block_manager.findable.clear()  # as if all had been overwritten
+    for block in scheduler.block_manager.blocks:
+        block.key = block.prefix_id = None
+    runner.cache.clear()
+    schedule = scheduler.schedule()
+    assert len(schedule.swaps_in) == 5 and scheduler.block_manager.num_used_blocks == 5
+    scheduler.update(schedule, *runner.run(schedule))
+    while scheduler.has_unfinished():
+        step(scheduler, runner)
+    for request in (first, second):
+        assert request.sequences[0].output_token_ids == expected_output(request, 0, 64, 3)
+
+
 @pytest.mark.parametrize("shared", [3, 4, 5, 8, 12])
 def test_hits_are_counted_out_of_the_first_chunk(shared):
     scheduler, runner = new_scheduler(tokens=12), FakeRunner(4)

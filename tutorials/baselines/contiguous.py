@@ -1,0 +1,148 @@
+"""What the PagedAttention paper compares with: every sequence gets one contiguous piece of the cache when it starts.
+
+Orca's authors did not publish their code, so the paper's authors wrote it again in three variants, which differ in how much
+they reserve, on top of a buddy allocator (section 6.1). So do we. To try one in the engine:
+
+    LLM(block_manager_cls=OrcaPow2, block_size=1)
+"""
+
+from collections.abc import Iterable
+
+from nanovllm.block_manager import BlockManager
+from nanovllm.sequence import Request, Sequence
+
+
+def log2_ceil(n: int) -> int:
+    return (n - 1).bit_length()
+
+
+class ContiguousBlockManager(BlockManager):
+    """Runs of 2**k neighboring blocks from a buddy allocator, one for each sequence, reserved before its first step.
+
+    A run is cut in halves until it is just large enough; when both halves are free again they become one. Nothing
+    is shared: samples of a prompt hold it once each, and copy it when they fork. No prefixes are found, nothing is
+    swapped, and beams, which are new sequences after every token, are refused.
+    """
+
+    max_model_len = 2048  # of the paper's OPT models; subclasses may have another
+
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True, num_host_blocks: int = 0):
+        super().__init__(num_blocks, block_size, enable_prefix_caching=False)
+        self.free_runs: list[set[int]] = [set() for _ in range(num_blocks.bit_length())]  # [k]: where 2**k blocks begin
+        self.copies: dict[Sequence, list[tuple[int, int]]] = {}  # what a fork has yet to copy
+        self.refused = 0  # blocks of the request that was last refused, until one is accepted
+        start = 0
+        for k in reversed(range(num_blocks.bit_length())):
+            if num_blocks >> k & 1:
+                self.free_runs[k].add(start)
+                start += 2**k
+
+    def tokens_to_reserve(self, request: Request) -> int:
+        raise NotImplementedError
+
+    def size_for(self, request: Request) -> int:
+        """k, for runs of 2**k blocks."""
+        return log2_ceil(self.num_blocks_for(min(self.tokens_to_reserve(request), self.max_model_len)))
+
+    # --- what the scheduler asks ---
+
+    def most_blocks(self, request: Request, longest: int) -> int:
+        if request.beam_search is not None:
+            raise ValueError(f"beam search is not possible with {type(self).__name__}: use BlockManager")
+        if longest > self.max_model_len:
+            raise ValueError(
+                f"the request may cache {longest} tokens, but {type(self).__name__}.max_model_len={self.max_model_len}"
+            )
+        return request.params.n * 2 ** self.size_for(request)
+
+    def can_allocate(self, plan: Iterable[tuple[Sequence, int]]) -> bool:
+        """A request that has begun has all that it will ever need. One that has not needs a run for each sequence."""
+        new = {seq.request: None for seq, _ in plan if not seq.block_table}
+        for request in new:  # one at most
+            k, num_seqs = self.size_for(request), len(request.unfinished)
+            fits = sum(len(runs) << (i - k) for i, runs in enumerate(self.free_runs) if i >= k) >= num_seqs
+            self.refused = 0 if fits else num_seqs * 2**k
+            return fits
+        return True
+
+    @property
+    def num_stranded_blocks(self) -> int:
+        """All that is free, if it would be enough for the request that waits and yet is no use to it."""
+        return self.num_free_blocks if 0 < self.refused <= self.num_free_blocks else 0
+
+    # --- what it tells us to do ---
+
+    def take_prefix(self, seq: Sequence, swaps_in: dict[int, int] | None = None) -> None:
+        """Nothing can be found."""
+
+    def publish(self, seq: Sequence) -> None:
+        """Nothing can be found."""
+
+    def swap_out(self, seqs: list[Sequence], swaps_out: dict[int, int]) -> bool:
+        return False
+
+    def allocate(self, seq: Sequence, num_tokens: int) -> list[tuple[int, int]]:
+        if not seq.block_table:
+            for member in seq.request.unfinished:
+                self._reserve(member)
+        return self.copies.pop(seq, [])
+
+    def fork(self, parent: Sequence, child: Sequence, num_tokens: int | None = None) -> None:
+        """Everything is copied, before the next step."""
+        num_tokens = parent.num_computed_tokens if num_tokens is None else num_tokens
+        if not child.block_table:
+            self._reserve(child)
+        child.num_computed_tokens = num_tokens
+        self.copies[child] = list(zip(parent.block_table[: self.num_blocks_for(num_tokens)], child.block_table))
+
+    def free(self, seq: Sequence) -> None:
+        self.copies.pop(seq, None)
+        if seq.block_table:
+            self._give_back(seq.block_table)
+        seq.block_table, seq.num_computed_tokens = [], 0
+
+    # --- the buddy allocator ---
+
+    def _reserve(self, seq: Sequence) -> None:
+        k = self.size_for(seq.request)
+        size = next(i for i in range(k, len(self.free_runs)) if self.free_runs[i])
+        start = min(self.free_runs[size])
+        self.free_runs[size].remove(start)
+        while size > k:  # keep the left half, free the right one
+            size -= 1
+            self.free_runs[size].add(start + 2**size)
+        seq.block_table = list(range(start, start + 2**k))
+        for block_id in seq.block_table:
+            del self.free_blocks[block_id]
+            self.blocks[block_id].ref_count = 1
+
+    def _give_back(self, run: list[int]) -> None:
+        for block_id in run:
+            self.free_blocks[block_id] = None
+            self.blocks[block_id].ref_count = 0
+        start, k = run[0], log2_ceil(len(run))
+        while start ^ 2**k in self.free_runs[k]:  # the other half, which differs in one bit, is free as well
+            self.free_runs[k].remove(start ^ 2**k)
+            start, k = start & ~(2**k), k + 1
+        self.free_runs[k].add(start)
+
+
+class OrcaMax(ContiguousBlockManager):
+    """Reserves the most that any request may need."""
+
+    def tokens_to_reserve(self, request: Request) -> int:
+        return self.max_model_len
+
+
+class OrcaPow2(ContiguousBlockManager):
+    """Knows the output's length up to a factor of two: for 25 tokens it reserves 32."""
+
+    def tokens_to_reserve(self, request: Request) -> int:
+        return len(request.prompt_token_ids) + 2 ** log2_ceil(request.params.max_tokens)
+
+
+class OrcaOracle(ContiguousBlockManager):
+    """Knows the output's length, which nobody does."""
+
+    def tokens_to_reserve(self, request: Request) -> int:
+        return len(request.prompt_token_ids) + request.params.max_tokens
