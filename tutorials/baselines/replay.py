@@ -1,0 +1,180 @@
+"""Thousands of requests through the real scheduler and block manager, without a model: what does the cache hold?
+
+    python tutorials/baselines/replay.py --trace AzureLLMInferenceTrace_conv.csv --json tutorials/results/memory.json
+
+prints the paper's figures 2 and 15 as tables (about ten minutes); `tutorials/figures/plot_memory.py` draws them. All
+requests wait from the start, in the order of the trace, so that memory is what limits every system. What is averaged are
+the steps in which somebody waits only because memory lacks.
+"""
+
+import argparse
+import csv
+import json
+import math
+import random
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+from nanovllm.beam_search import BeamSearch, BeamSearchParams
+from nanovllm.block_manager import BlockManager
+from nanovllm.config import Config
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.scheduler import Schedule, Scheduler
+from nanovllm.sequence import Request
+from tutorials.baselines.contiguous import OrcaMax, OrcaOracle, OrcaPow2
+
+Lengths = list[tuple[int, int]]  # of prompts and outputs
+MEANS = {"ShareGPT": (161.31, 337.99), "Alpaca": (19.31, 58.45)}  # the paper's figure 11
+MAX_MODEL_LEN = 2048  # of OPT-13B ...
+NUM_SLOTS = 15_700  # ... whose KV cache has so many slots on the paper's A100 (table 1)
+
+
+@dataclass
+class Setting:
+    """What the requests run on."""
+
+    num_slots: int = NUM_SLOTS
+    max_model_len: int = MAX_MODEL_LEN
+    max_num_batched_tokens: int = 2048
+
+
+def lognormal_lengths(name: str, count: int, seed: int = 0) -> Lengths:
+    """Lengths with the means that the paper gives for a data set. Their shape is our assumption, not the paper's."""
+    rng, lengths = random.Random(seed), []
+    while len(lengths) < count:
+        pair = [max(1, round(rng.lognormvariate(math.log(mean) - 0.5, 1.0))) for mean in MEANS[name]]  # e^(-0.5): mean
+        if sum(pair) <= MAX_MODEL_LEN:
+            lengths.append(tuple(pair))
+    return lengths
+
+
+def read_trace(path: Path) -> Lengths:
+    with open(path) as file:
+        return [(int(row["ContextTokens"]), int(row["GeneratedTokens"])) for row in csv.DictReader(file)]
+
+
+class NoModel:
+    """Draws tokens that say nothing, and other ones for every sequence, so that no two become equal by accident."""
+
+    def __init__(self, seed: int = 0):
+        self.rng = random.Random(seed)
+
+    def run(self, schedule: Schedule) -> tuple[list[int], list[dict[int, float] | None]]:
+        sampled = schedule.sampled
+        return [self.rng.getrandbits(30) for _ in sampled], [self.likeliest(seq.request) for seq in sampled]
+
+    def likeliest(self, request: Request) -> dict[int, float] | None:
+        """The likeliest of many tokens whose logits are normally distributed, for beams."""
+        if request.beam_search is None:
+            return None
+        weights = sorted((math.exp(self.rng.gauss(0, 3)) for _ in range(200)), reverse=True)
+        total = sum(weights)
+        return {self.rng.getrandbits(30): math.log(w / total) for w in weights[: request.num_logprobs]}
+
+
+def new_request(i: int, prompt: int, output: int, n: int = 1, beam_width: int = 0) -> Request:
+    params = SamplingParams(n=beam_width or n, max_tokens=output, ignore_eos=True)
+    request = Request(str(i), None, [i] * prompt, params)
+    request.arrival = i
+    if beam_width:
+        request.beam_search = BeamSearch(BeamSearchParams(beam_width=beam_width), frozenset(), output)
+    return request
+
+
+def replay(lengths: Lengths, manager_cls, block_size: int, setting: Setting, every: int = 20, **decoding) -> dict:
+    """Mean part of the cache for each use, over the steps in which requests wait; and how many ran at a time."""
+    config = Config(
+        max_model_len=setting.max_model_len, max_num_batched_tokens=setting.max_num_batched_tokens, max_num_seqs=1024
+    )
+    manager = manager_cls(setting.num_slots // block_size, block_size, enable_prefix_caching=False)
+    manager.max_model_len = setting.max_model_len
+    scheduler, model = Scheduler(config, manager), NoModel()
+    for i, (prompt, output) in enumerate(lengths):
+        scheduler.add(new_request(i, prompt, output, **decoding))
+    samples, num_running, num_steps = [], 0, 0
+    while scheduler.waiting:
+        schedule = scheduler.schedule()
+        is_full = scheduler.waiting and schedule.num_tokens < setting.max_num_batched_tokens  # it is memory that lacks
+        if is_full and num_steps % every == 0:
+            running = [(seq, scheduler.longest(request)) for request in scheduler.running for seq in request.running]
+            usage = manager.usage(running)
+            # free and not used by those who wait: lost, whatever the reason
+            usage["external_fragmentation"] += usage.pop("free")
+            usage["saved"] = usage["shared"] / (usage["shared"] + manager.num_used_blocks * block_size)
+            samples.append(usage)
+            num_running += len(scheduler.running)
+        scheduler.update(schedule, *model.run(schedule))
+        num_steps += 1
+    num_slots = len(manager.blocks) * block_size
+    mean = {name: sum(sample[name] for sample in samples) / len(samples) for name in samples[0]}
+    saved = mean.pop("saved")
+    return {
+        **{name: slots / num_slots for name, slots in mean.items()},
+        "saved": saved,
+        "running": num_running / len(samples),
+        "preemptions": scheduler.num_preemptions,
+        "steps": num_steps,
+    }
+
+
+SYSTEMS = {"Orca (Max)": OrcaMax, "Orca (Pow2)": OrcaPow2, "Orca (Oracle)": OrcaOracle, "paged": BlockManager}
+PAPER_TOKEN_STATES = {"Orca (Max)": 0.204, "Orca (Pow2)": 0.268, "Orca (Oracle)": 0.382, "paged": 0.963}  # figure 2
+PAPER_SAVED = {  # from 2 sequences to 6: figure 15 and section 6.3
+    ("Alpaca", "samples"): (0.061, 0.098),
+    ("Alpaca", "beams"): (0.376, 0.552),
+    ("ShareGPT", "samples"): (0.162, 0.305),
+    ("ShareGPT", "beams"): (0.443, 0.663),
+}
+
+
+def waste(name: str, lengths: Lengths, setting: Setting, block_size: int = 16) -> dict:
+    print(f"{name}: {len(lengths)} requests, {setting}")
+    print(f"{'':14} {'tokens':>7} {'reserved':>9} {'internal':>9} {'external':>9} {'running':>8}")
+    results = {}
+    for system, manager_cls in SYSTEMS.items():
+        result = results[system] = replay(lengths, manager_cls, block_size, setting)
+        parts = [
+            result[part] for part in ("token_states", "reserved", "internal_fragmentation", "external_fragmentation")
+        ]
+        print("{:14} {:7.1%} {:9.1%} {:9.1%} {:9.1%}".format(system, *parts), f"{result['running']:8.1f}", flush=True)
+    return {"setting": vars(setting), "requests": len(lengths), "systems": results}
+
+
+def sharing(name: str, count: int) -> dict:
+    lengths, results = lognormal_lengths(name, count), {"samples": {}, "beams": {}}
+    for width in (2, 4, 6):
+        for decoding, option in (("samples", "n"), ("beams", "beam_width")):
+            result = results[decoding][width] = replay(lengths, BlockManager, 16, Setting(), **{option: width})
+            print(f"{name}: {width} {decoding} share {result['saved']:.1%} of their blocks", flush=True)
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--trace", type=Path, help="CSV with ContextTokens and GeneratedTokens, as the Azure traces have"
+    )
+    parser.add_argument(
+        "--requests", type=int, default=4000, help="how many of the trace; the other sets are in proportion"
+    )
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    args = parser.parse_args()
+    if args.requests < 100:
+        parser.error(f"--requests {args.requests} is not allowed: fewer than 100 do not fill the cache")
+    half, few = args.requests // 2, args.requests // 40
+    results = {"waste": {"ShareGPT": waste("ShareGPT", lognormal_lengths("ShareGPT", half), Setting())}}
+    if args.trace:
+        # Qwen3-8B in bfloat16 on 80 GB: 144 KiB per token, 16 GB of weights; contexts are longer than OPT allows
+        setting = Setting(num_slots=363_000, max_model_len=16_384, max_num_batched_tokens=8192)
+        results["waste"]["Azure"] = waste("Azure", read_trace(args.trace)[: args.requests], setting)
+    results["sharing"] = {"Alpaca": sharing("Alpaca", half), "ShareGPT": sharing("ShareGPT", few)}
+    if args.json:
+        from bench import environment  # only here, since it imports torch
+
+        args.json.write_text(json.dumps(environment() | {"device": "none: no model is run"} | results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

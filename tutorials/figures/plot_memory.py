@@ -1,0 +1,73 @@
+"""Draws what tutorials/baselines/replay.py counted, with the paper's numbers beside ours (its figures 2 and 15).
+
+python tutorials/figures/plot_memory.py            # reads tutorials/results/memory.json
+
+Writes memory_waste and memory_sharing, .png and .svg, next to this script. Needs matplotlib.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+
+HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE.parents[1]))
+from tutorials.baselines.replay import PAPER_SAVED, PAPER_TOKEN_STATES
+
+PARTS = {
+    "token_states": ("tokens", "tab:green"),
+    "reserved": ("reserved for tokens to come", "tab:olive"),
+    "internal_fragmentation": ("internal fragmentation", "tab:orange"),
+    "external_fragmentation": ("external fragmentation, free", "tab:red"),
+}
+
+
+def plot_waste(results: dict):
+    figure, all_axes = plt.subplots(1, len(results), figsize=(5 * len(results), 4), layout="constrained", sharey=True)
+    for axes, (name, result) in zip([all_axes] if len(results) == 1 else all_axes, results.items()):
+        systems, bottom = list(result["systems"]), [0.0] * len(result["systems"])
+        for part, (label, color) in PARTS.items():
+            shares = [100 * result["systems"][system][part] for system in systems]
+            bars = axes.bar(systems, shares, bottom=bottom, color=color, label=label)
+            axes.bar_label(bars, [f"{share:.1f}" if share > 3 else "" for share in shares], label_type="center")
+            bottom = [b + share for b, share in zip(bottom, shares)]
+        if name == "ShareGPT":
+            paper = [100 * PAPER_TOKEN_STATES[system] for system in systems]
+            axes.plot(systems, paper, "k_", markersize=40, label="tokens, as the paper measured")
+            axes.legend(loc="upper left", fontsize="small", bbox_to_anchor=(0, -0.1), ncol=2, frameon=False)
+        axes.set_title(f"lengths of {name}, {result['setting']['num_slots']:,} slots", fontsize="medium")
+    figure.supylabel("% of the KV cache")
+    return figure
+
+
+def plot_sharing(results: dict):
+    figure, all_axes = plt.subplots(1, 2, figsize=(9, 3.5), layout="constrained", sharey=True)
+    for axes, decoding in zip(all_axes, ("samples", "beams")):
+        for (name, result), color in zip(results.items(), ("tab:blue", "tab:purple")):
+            widths = sorted(result[decoding], key=int)
+            saved = [100 * result[decoding][width]["saved"] for width in widths]
+            axes.plot(widths, saved, "o-", color=color, label=f"{name}, replayed")
+            paper = [100 * share for share in PAPER_SAVED[name, decoding]]
+            axes.plot([widths[0], widths[-1]], paper, "_", color=color, markersize=20, label=f"{name}, paper")
+        axes.set_title(f"{decoding} of a prompt", fontsize="medium")
+        axes.set_xlabel("sequences per request")
+        axes.set_ylim(0)
+    all_axes[0].legend(fontsize="small")
+    all_axes[0].set_ylabel("% of blocks saved by sharing")
+    return figure
+
+
+def main() -> None:
+    results = json.loads((HERE.parent / "results" / "memory.json").read_text())
+    for name, figure in {
+        "memory_waste": plot_waste(results["waste"]),
+        "memory_sharing": plot_sharing(results["sharing"]),
+    }.items():
+        for suffix in ("png", "svg"):
+            figure.savefig(HERE / f"{name}.{suffix}", dpi=120)
+            print(HERE / f"{name}.{suffix}")
+
+
+if __name__ == "__main__":
+    main()
