@@ -6,6 +6,7 @@
     python bench.py --random-weights qwen3-8b --trace AzureLLMInferenceTrace_conv.csv --requests 500 --rate 4
     python bench.py --model Qwen/Qwen3-0.6B --rate 8 --option max_num_seqs=32
     python bench.py attention                                  # the attention kernels alone
+    python bench.py preemption --random-weights qwen3-0.6b     # what it takes to recover, by swap and by recompute
 
 Prompts are random token ids and every request gets exactly as many tokens as it asks for, so all engines do the same
 work. Each engine runs in a process of its own, one after the other, as it comes (its own defaults) but with the same
@@ -756,6 +757,77 @@ def attention(args) -> dict:
     return report
 
 
+# --- preemption ---
+
+
+def preemption(args) -> dict:
+    """Seconds that preemption costs one request, until its next token, beyond those of an ordinary step."""
+    from nanovllm import LLM
+
+    path, rows, report = model_directory(args), [], environment()
+    for block_size in (1, 4, 16, 64, 256):
+        options = dict(dtype=args.dtype, max_model_len=args.max_model_len, max_num_seqs=1) | dict(args.option)
+        options |= dict(block_size=block_size, preemption_mode="swap", enable_prefix_caching=False)
+        llm = LLM(str(path), **options)
+        for context in (250, 1000, 4000, 16000):
+            if context + 16 <= min(llm.config.max_model_len, llm.runner.num_blocks * block_size):
+                swaps, recomputes = (
+                    [recovery(llm, context, swap) for _ in range(args.repeat)] for swap in (True, False)
+                )
+                (out, back), (_, computed) = (
+                    [percentile(column, 50) for column in zip(*runs)] for runs in (swaps, recomputes)
+                )
+                rows.append({
+                    "block_size": block_size, "context": context, "megabytes": context * llm.runner.block_bytes / block_size / 1e6,
+                    "swap_out_seconds": out, "swap_in_seconds": back, "recompute_seconds": computed,
+                })  # fmt: skip
+    report |= {
+        "device": device_name(llm.runner.device),
+        "model": path.name,
+        "dtype": str(llm.runner.dtype).removeprefix("torch."),
+    }
+    report |= {"versions": {name: installed(name) for name in ("torch", "triton")}, "preemption": rows}
+    print(f"{report['model']}, {report['dtype']}, {report['device']}: milliseconds until the next token\n")
+    columns = [("block_size", ""), ("context", ","), ("megabytes", ",.1f")]
+    columns += [(f"{name}_seconds", ",.2f", 1e3) for name in ("swap_out", "swap_in", "recompute")]
+    print_table("|block|context|MB|swap out|swap in|recompute", columns, {str(i): row for i, row in enumerate(rows, 1)})
+    return report
+
+
+def recovery(llm, context: int, swap: bool) -> tuple[float, float]:
+    """Seconds (to swap out, to be back where it was) of a request that is preempted and at once admitted again."""
+    import torch
+
+    from nanovllm import SamplingParams
+    from nanovllm.scheduler import Schedule
+
+    def next_token() -> float:
+        before, start = llm.num_output_tokens, time.perf_counter()
+        while llm.num_output_tokens == before:  # it ends with the token on the host: nothing is still under way
+            llm.step()
+        return time.perf_counter() - start
+
+    rng, scheduler, moves = random.Random(0), llm.scheduler, Schedule()
+    prompt = [rng.randrange(llm.runner.vocab_size) for _ in range(context)]
+    request_id = llm.add_request(prompt, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True))
+    next_token()
+    ordinary = percentile([next_token() for _ in range(5)], 50)
+    (request,) = scheduler.running
+    scheduler._preempt(scheduler.running.pop(), moves)
+    out, start = 0.0, time.perf_counter()
+    if swap:
+        llm.runner.move_blocks(moves)
+        if llm.runner.device.type == "cuda":
+            torch.cuda.synchronize()  # a step that follows need not wait so long
+        out = time.perf_counter() - start
+    else:
+        llm.block_manager.free_host(request.sequences[0])
+    back = next_token() - ordinary
+    llm.abort(request_id)
+    llm.step()
+    return out, back
+
+
 # --- the command ---
 
 
@@ -796,7 +868,7 @@ def parser() -> argparse.ArgumentParser:
     )
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("what", nargs="?", choices=["engine", "attention"], default="engine", help="default: engine")
+    add("what", nargs="?", choices=["engine", "attention", "preemption"], default="engine", help="default: engine")
     add("--model", help="hub id or directory; default: the embedded model")
     add("--random-weights", choices=SHAPES, help="a model of this shape, written once")
     add("--weights-dir", type=Path, default=Path("~/.cache/nanovllm"), help="where such models are kept")
@@ -894,7 +966,7 @@ def main() -> None:
     arguments = parser()
     args = arguments.parse_args()
     try:
-        report = attention(args) if args.what == "attention" else compare(args)
+        report = {"engine": compare, "attention": attention, "preemption": preemption}[args.what](args)
     except ValueError as error:
         arguments.error(str(error))
     if args.what == "engine":

@@ -157,7 +157,7 @@ class ModelRunner:
     def run(self, schedule: Schedule) -> tuple[list[int], list[dict[int, float] | None]]:
         """Computes a step. For each of `schedule.sampled`: a token, and its log-probabilities if asked for."""
         sampled = schedule.sampled
-        self._move_blocks(schedule)
+        self.move_blocks(schedule)
         inputs, sampling = self._prepare(schedule), self._sampling(sampled)
         size = self.graphs and self.graphs.size_for(schedule)
         if size:
@@ -171,7 +171,8 @@ class ModelRunner:
         token_ids = sample(logits, replace(sampling, **{name: moved[name] for name in options}), self.use_triton)
         return token_ids.tolist(), self._logprobs(logits, token_ids, sampled)
 
-    def _move_blocks(self, schedule: Schedule) -> None:
+    def move_blocks(self, schedule: Schedule) -> None:
+        """What is to be moved before the step computes."""
         if self.host_cache is not None:
             self.host_cache.swap_out(schedule.swaps_out)
             self.host_cache.swap_in(schedule.swaps_in)

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-HERE = Path(__file__).resolve().parent
-sys.path.append(str(HERE.parents[1]))
+sys.path.append(str(Path(__file__).resolve().parents[2]))
 from tutorials.baselines.replay import PAPER_SAVED, PAPER_TOKEN_STATES
+
+HERE = Path(__file__).resolve().parent
 
 PARTS = {
     "token_states": ("tokens", "tab:green"),
