@@ -108,13 +108,7 @@ class BlockManager:
             seq.prefix_ids.append(prefix_id)
             seq.num_computed_tokens = end
         if swaps_in is not None:
-            for host_id in seq.host_table[len(seq.block_table) :]:
-                if host_id in swaps_in:
-                    self.blocks[swaps_in[host_id]].ref_count += 1
-                else:
-                    swaps_in[host_id] = self._take().id
-                seq.block_table.append(swaps_in[host_id])
-            seq.num_computed_tokens = max(seq.num_computed_tokens, seq.num_host_tokens)
+            self._swap_in(seq, swaps_in)
 
     def allocate(self, seq: Sequence, num_tokens: int) -> list[tuple[int, int]]:
         """Gives `seq` the blocks that its next `num_tokens` tokens need; the caller has seen that they are free.
@@ -195,6 +189,15 @@ class BlockManager:
 
     def can_swap_in(self, seqs: Iterable[Sequence]) -> bool:
         return len({host_id for seq in seqs for host_id in seq.host_table}) <= self.num_free_blocks
+
+    def _swap_in(self, seq: Sequence, swaps_in: dict[int, int]) -> None:
+        for host_id in seq.host_table[len(seq.block_table) :]:
+            if host_id in swaps_in:
+                self.blocks[swaps_in[host_id]].ref_count += 1
+            else:
+                swaps_in[host_id] = self._take().id
+            seq.block_table.append(swaps_in[host_id])
+        seq.num_computed_tokens = max(seq.num_computed_tokens, seq.num_host_tokens)
 
     def free_host(self, seq: Sequence) -> None:
         """Gives back what `seq` has in the host's memory."""

@@ -136,9 +136,7 @@ class Scheduler:
         while self.waiting and budget > 0:
             request = self.waiting[0]
             num_seqs += request.num_seats
-            if num_seqs > self.max_num_seqs:
-                break
-            if not self.block_manager.can_swap_in(request.unfinished):
+            if num_seqs > self.max_num_seqs or not self.block_manager.can_swap_in(request.unfinished):
                 break
             swaps_in = dict(schedule.swaps_in)
             self._take_cached(request, swaps_in)  # first: it decides how much is left to compute

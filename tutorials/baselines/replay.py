@@ -2,7 +2,7 @@
 
     python tutorials/baselines/replay.py --trace AzureLLMInferenceTrace_conv.csv --json tutorials/results/memory.json
 
-prints the paper's figures 2 and 15 as tables (about ten minutes); `tutorials/figures/plot_memory.py` draws them. All
+prints the paper's figures 2 and 15 as tables (about five minutes); `tutorials/figures/plot_memory.py` draws them. All
 requests wait from the start, in the order of the trace, so that memory is what limits every system. What is averaged are
 the steps in which somebody waits only because memory lacks.
 """
