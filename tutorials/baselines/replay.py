@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
+from bench import environment
 from nanovllm.beam_search import BeamSearch, BeamSearchParams
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import Config
@@ -171,8 +172,6 @@ def main() -> None:
         results["waste"]["Azure"] = waste("Azure", read_trace(args.trace)[: args.requests], setting)
     results["sharing"] = {"Alpaca": sharing("Alpaca", half), "ShareGPT": sharing("ShareGPT", few)}
     if args.json:
-        from bench import environment  # only here, since it imports torch
-
         args.json.write_text(json.dumps(environment() | {"device": "none: no model is run"} | results, indent=1) + "\n")
 
 
