@@ -1,5 +1,6 @@
 """The systems that the paper compares with: right answers from them, too, only with more memory and more steps."""
 
+import json
 import random
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.sequence import Request
 
 sys.path.append(str(Path(__file__).parent.parent))
+from tutorials.baselines import replay
 from tutorials.baselines.contiguous import ContiguousBlockManager, OrcaMax, OrcaOracle, OrcaPow2
 from tutorials.baselines.static_batching import StaticBatching
 
@@ -133,3 +135,43 @@ def test_a_static_batch_waits_for_its_longest(path):
         llm.generate([[i] for i in range(8)], params, use_tqdm=False)
         steps[cls] = llm.stats()["steps"]
     assert steps == {StaticBatching: 60, None: 33}
+
+
+def test_replay_counts_every_slot_once():
+    used = {}
+    for name, manager_cls in replay.SYSTEMS.items():
+        lengths = replay.lognormal_lengths("ShareGPT", 150)
+        used[name] = replay.replay(lengths, manager_cls, 16, replay.Setting(), every=5)
+        parts = ("token_states", "reserved", "internal_fragmentation", "external_fragmentation")
+        assert sum(used[name][part] for part in parts) == pytest.approx(1) and used[name]["shared"] == 0
+    assert [round(used[name]["running"]) for name in used] == sorted(round(used[name]["running"]) for name in used)
+    assert used["Orca (Max)"]["running"] == 7  # pieces of 2,048 in 15,700 slots
+    assert used["Orca (Oracle)"]["token_states"] < 0.5 and used["paged"]["token_states"] > 0.96  # waste below 4 %
+
+
+def test_replay_of_sharing():
+    lengths = [pair for pair in replay.lognormal_lengths("ShareGPT", 60) if sum(pair) < 800]
+    small, paged = replay.Setting(num_slots=4000), replay.BlockManager
+    samples, beams = (replay.replay(lengths, paged, 16, small, 5, **{k: 4}) for k in ("n", "beam_width"))
+    assert 0.15 < samples["saved"] < 0.45 < beams["saved"] < 0.75  # 3/4 if all were shared
+
+
+def test_the_whole_command(monkeypatch, tmp_path, capsys):
+    trace, file = tmp_path / "trace.csv", tmp_path / "memory.json"
+    rng = random.Random(0)
+    rows = [f"{i},{rng.randint(500, 9000)},{rng.randint(100, 900)}" for i in range(400)]
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "\n".join(rows))
+    assert len(replay.read_trace(trace)) == 400
+    monkeypatch.setattr(replay, "SYSTEMS", {"paged": replay.BlockManager})
+    monkeypatch.setattr(replay, "sharing", lambda name, count: {"samples": {}, "beams": {}})
+    monkeypatch.setattr(sys, "argv", ["replay.py", "--requests", "400", "--trace", str(trace), "--json", str(file)])
+    replay.main()
+    report = json.loads(file.read_text())
+    assert report["waste"].keys() == {"ShareGPT", "Azure"} and "paged" in capsys.readouterr().out
+    assert report["waste"]["Azure"]["systems"]["paged"]["token_states"] > 0.9
+    with pytest.raises(ValueError, match="3 requests are too few: none of them ever waits for memory"):
+        replay.replay([(5, 5)] * 3, replay.BlockManager, 16, replay.Setting())
+    monkeypatch.setattr(sys, "argv", ["replay.py", "--requests", "5"])
+    with pytest.raises(SystemExit):
+        replay.main()
+    assert "--requests 5 is not allowed" in capsys.readouterr().err

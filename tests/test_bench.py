@@ -271,6 +271,33 @@ def test_attention_case(batch, queries, context):
     assert row["bytes_per_second"] == pytest.approx(size / row["seconds"])
 
 
+def test_preemption(monkeypatch, capsys):
+    """What was swapped is not computed again, and everything is given back; the seconds are whatever they are."""
+    engines, computed = [], []
+    recovery = bench.recovery
+
+    def watched(llm, context, swap):
+        before = llm.num_computed_tokens
+        seconds = recovery(llm, context, swap)
+        engines.append(llm)
+        computed.append((context, swap, llm.num_computed_tokens - before))
+        return seconds
+
+    monkeypatch.setattr(bench, "recovery", watched)
+    args = bench.parser().parse_args(
+        ["preemption", "--max-model-len", "300", "--repeat", "1", "--option", "swap_gib=0.1"]
+    )
+    report = bench.preemption(args)
+    rows = report["preemption"]
+    assert [(row["block_size"], row["context"]) for row in rows] == [(size, 250) for size in (1, 4, 16, 64, 256)]
+    assert all(row["swap_out_seconds"] > 0 and row["recompute_seconds"] > 0 for row in rows)
+    assert set(computed) == {(250, True, 250 + 5 + 1), (250, False, 250 + 5 + 256)}
+    for llm in engines:
+        llm.block_manager.check([])
+        assert llm.block_manager.num_used_blocks == 0 and not llm.has_unfinished()
+    assert "recompute" in capsys.readouterr().out
+
+
 def test_percentile():
     assert bench.percentile([], 50) is None
     assert bench.percentile([3.0], 99) == 3

@@ -85,7 +85,10 @@ def new_request(i: int, prompt: int, output: int, n: int = 1, beam_width: int = 
 
 
 def replay(lengths: Lengths, manager_cls, block_size: int, setting: Setting, every: int = 20, **decoding) -> dict:
-    """Mean part of the cache for each use, over the steps in which requests wait; and how many ran at a time."""
+    """Mean part of the cache for each use, over the steps in which requests wait; and how many ran at a time.
+
+    Raises ValueError if there are no such steps.
+    """
     config = Config(
         max_model_len=setting.max_model_len, max_num_batched_tokens=setting.max_num_batched_tokens, max_num_seqs=1024
     )
@@ -108,6 +111,8 @@ def replay(lengths: Lengths, manager_cls, block_size: int, setting: Setting, eve
             num_running += len(scheduler.running)
         scheduler.update(schedule, *model.run(schedule))
         num_steps += 1
+    if not samples:
+        raise ValueError(f"{len(lengths)} requests are too few: none of them ever waits for memory")
     num_slots = len(manager.blocks) * block_size
     mean = {name: sum(sample[name] for sample in samples) / len(samples) for name in samples[0]}
     saved = mean.pop("saved")
@@ -162,8 +167,8 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, help="write the results to this file")
     args = parser.parse_args()
-    if args.requests < 100:
-        parser.error(f"--requests {args.requests} is not allowed: fewer than 100 do not fill the cache")
+    if args.requests < 400:
+        parser.error(f"--requests {args.requests} is not allowed: fewer than 400 do not fill the cache")
     half, few = args.requests // 2, args.requests // 40
     results = {"waste": {"ShareGPT": waste("ShareGPT", lognormal_lengths("ShareGPT", half), Setting())}}
     if args.trace:

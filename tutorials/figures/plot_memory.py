@@ -36,8 +36,11 @@ def plot_waste(results: dict):
         if name == "ShareGPT":
             paper = [100 * PAPER_TOKEN_STATES[system] for system in systems]
             axes.plot(systems, paper, "k_", markersize=40, label="tokens, as the paper measured")
-            axes.legend(loc="upper left", fontsize="small", bbox_to_anchor=(0, -0.1), ncol=2, frameon=False)
-        axes.set_title(f"lengths of {name}, {result['setting']['num_slots']:,} slots", fontsize="medium")
+            axes.legend(
+                loc="upper left", fontsize="small", bbox_to_anchor=(0, -0.1), ncol=2, frameon=False, markerscale=0.4
+            )
+        setting = "{num_slots:,} slots, {max_model_len:,} for a request".format(**result["setting"])
+        axes.set_title(f"{name}: {setting}", fontsize="medium")
     figure.supylabel("% of the KV cache")
     return figure
 
@@ -53,8 +56,8 @@ def plot_sharing(results: dict):
             axes.plot([widths[0], widths[-1]], paper, "_", color=color, markersize=20, label=f"{name}, paper")
         axes.set_title(f"{decoding} of a prompt", fontsize="medium")
         axes.set_xlabel("sequences per request")
-        axes.set_ylim(0)
-    all_axes[0].legend(fontsize="small")
+        axes.set_ylim(0, 90)
+    all_axes[0].legend(fontsize="small", markerscale=0.7)
     all_axes[0].set_ylabel("% of blocks saved by sharing")
     return figure
 
