@@ -1,6 +1,6 @@
 """HostCache: where the blocks of preempted requests wait, in the host's memory (paper, section 4.5)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -16,27 +16,26 @@ class HostCache:
     """
 
     def __init__(self, kv_cache: torch.Tensor, num_blocks: int):
-        _, num_layers, _, *block_shape = kv_cache.shape
-        shape, is_cuda = (2, num_layers, *block_shape), kv_cache.device.type == "cuda"
-        self.kv_cache = kv_cache
+        self.kv_cache = kv_cache.movedim(2, 0)
+        shape, is_cuda = self.kv_cache.shape[1:], kv_cache.device.type == "cuda"
         self.blocks = torch.empty(num_blocks, *shape, dtype=kv_cache.dtype, pin_memory=is_cuda)
         self.staged = kv_cache.new_empty(max(1, STAGED_BYTES // self.blocks[0].nbytes), *shape)
         self.backend = torch.cuda if is_cuda else torch.cpu  # a CPU's streams do nothing
         self.stream = self.backend.Stream()
 
-    def _pieces(self, swaps: dict[int, int]) -> Iterator[tuple[list[int], list[int], torch.Tensor]]:
-        """(from, to, buffer for them): as many at a time as the buffer has room for."""
-        pairs, size = list(swaps.items()), len(self.staged)
-        for i in range(0, len(pairs), size):
-            sources, targets = zip(*pairs[i : i + size])
-            yield list(sources), list(targets), self.staged[: len(sources)]
+    def _pieces(self, block_ids: Iterable[int], host_ids: Iterable[int]) -> Iterator[tuple]:
+        """(block ids on the device, list of host ids, buffer for them): as many as the buffer has room for."""
+        block_ids, host_ids, size = torch.tensor(list(block_ids)), list(host_ids), len(self.staged)
+        for i in range(0, len(host_ids), size):
+            some = block_ids[i : i + size].to(self.staged.device)
+            yield some, host_ids[i : i + size], self.staged[: len(some)]
 
     def swap_out(self, swaps: dict[int, int]) -> None:
         """Copies block -> host block. The blocks may be overwritten at once."""
         main = self.backend.current_stream()
-        for block_ids, host_ids, staged in self._pieces(swaps):
+        for block_ids, host_ids, staged in self._pieces(swaps.keys(), swaps.values()):
             main.wait_stream(self.stream)  # the buffer may still be on its way to the host
-            staged.copy_(self.kv_cache[:, :, block_ids].movedim(2, 0))
+            torch.index_select(self.kv_cache, 0, block_ids, out=staged)
             self.stream.wait_stream(main)
             with self.backend.stream(self.stream):
                 for host_id, block in zip(host_ids, staged):
@@ -45,10 +44,10 @@ class HostCache:
     def swap_in(self, swaps: dict[int, int]) -> None:
         """Copies host block -> block."""
         main = self.backend.current_stream()
-        for host_ids, block_ids, staged in self._pieces(swaps):
+        for block_ids, host_ids, staged in self._pieces(swaps.values(), swaps.keys()):
             self.stream.wait_stream(main)  # the buffer may still be read
             with self.backend.stream(self.stream):
                 for block, host_id in zip(staged, host_ids):
                     block.copy_(self.blocks[host_id], non_blocking=True)
             main.wait_stream(self.stream)
-            self.kv_cache[:, :, block_ids] = staged.movedim(0, 2)
+            self.kv_cache.index_copy_(0, block_ids, staged)

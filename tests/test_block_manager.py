@@ -260,7 +260,9 @@ class RandomUse(RuleBasedStateMachine):
     @rule(data=st.data())
     def swap_in(self, data):
         group = data.draw(st.lists(st.sampled_from(self.away), min_size=1, unique_by=id))
-        if not self.manager.can_swap_in(group):
+        blocks = {host_id for seq in group for host_id in seq.host_table}
+        assert self.manager.can_swap_in(group) == (len(blocks) <= self.manager.num_free_blocks)
+        if len(blocks) > self.manager.num_free_blocks:
             return
         swaps = {}
         for seq in group:

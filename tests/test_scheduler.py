@@ -319,6 +319,7 @@ def check_schedule(scheduler: Scheduler, schedule: Schedule) -> None:
         assert manager.blocks[target].ref_count == 1 and source != target
     for swaps in (schedule.swaps_out, schedule.swaps_in):
         assert len(set(swaps.values())) == len(swaps)
+    assert all(manager.blocks[block_id].ref_count > 0 for block_id in schedule.swaps_in.values())  # none in vain
     assert not (schedule.swaps_out and schedule.swaps_in)
     running = [request.arrival for request in scheduler.running]
     assert running == sorted(running)

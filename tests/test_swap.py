@@ -81,7 +81,7 @@ def test_the_same_tokens_with_plenty_of_memory_and_under_both_modes(path, tokens
 
 
 def test_what_was_swapped_is_not_computed_again(path):
-    """Without a prefix cache every recomputed token shows: with room in the host there is none."""
+    """Without a prefix cache every recomputed token shows: with room in the host there is none, of samples neither."""
     computed = {}
     for name, options in {
         "plenty": dict(num_blocks=500),
@@ -90,7 +90,7 @@ def test_what_was_swapped_is_not_computed_again(path):
         "little room": dict(swap_gib=1.5e-5),
     }.items():
         llm = new_llm(path, enable_prefix_caching=False, **options)
-        llm.generate(prompts(8), ENDLESS, use_tqdm=False)
+        llm.generate(prompts(8), [ENDLESS, SamplingParams(n=2, max_tokens=9, ignore_eos=True)] * 4, use_tqdm=False)
         computed[name] = llm.stats()["computed_tokens"]
     assert computed["plenty"] == computed["swap"] < computed["little room"] < computed["recompute"]
 
