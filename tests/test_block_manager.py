@@ -289,6 +289,10 @@ class RandomUse(RuleBasedStateMachine):
         for seq in self.sequences:
             self.memory.check(seq)
         usage = self.manager.usage([(seq, len(seq) + 1) for seq in self.sequences])
+        held = {self.memory.slot(seq, i) for seq in self.sequences for i in range(seq.num_computed_tokens)}
+        room = [min(len(seq) + 1, len(seq.block_table) * self.block_size) for seq in self.sequences]
+        wanted = {self.memory.slot(seq, i) for seq, end in zip(self.sequences, room) for i in range(end)}
+        assert usage["token_states"] == len(held) and usage["reserved"] == len(wanted) - len(held)
         assert min(usage.values()) >= 0
         assert sum(usage.values()) - usage["shared"] == self.num_blocks * self.block_size
 
