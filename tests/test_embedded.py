@@ -63,13 +63,15 @@ def test_its_answers_are_right(llm, task):
 def test_64_answers_are_the_same_batched_and_one_by_one(llm):
     questions = mixed_questions(64)
     batched = llm.chat([user(q) for q in questions], GREEDY, use_tqdm=False)
-    tight = LLM(num_blocks=60, max_num_batched_tokens=64)
-    preempted = tight.chat([user(q) for q in questions], SamplingParams(temperature=0, max_tokens=200), use_tqdm=False)
-    assert tight.stats()["preemptions"] > 10
-    for question, together, scarce in zip(questions, batched, preempted):
+    few, preempted = SamplingParams(temperature=0, max_tokens=200), {}
+    for mode in ("recompute", "swap"):
+        tight = LLM(num_blocks=60, max_num_batched_tokens=64, preemption_mode=mode, swap_gib=0.1)
+        preempted[mode] = tight.chat([user(q) for q in questions], few, use_tqdm=False)
+        assert tight.stats()["preemptions"] > 10 and (tight.stats()["swapped_blocks"] > 100) == (mode == "swap")
+    for question, together, scarce, swapped in zip(questions, batched, *preempted.values()):
         (alone,) = llm.chat(user(question), GREEDY, use_tqdm=False)
         assert alone.outputs[0].token_ids == together.outputs[0].token_ids
-        assert alone.outputs[0].token_ids[:200] == scarce.outputs[0].token_ids
+        assert alone.outputs[0].token_ids[:200] == scarce.outputs[0].token_ids == swapped.outputs[0].token_ids
 
 
 def test_answers_equal_those_of_transformers(llm):

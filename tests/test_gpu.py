@@ -9,7 +9,7 @@ import pytest
 import torch
 from checkpoints import greedy, new_model, save
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, BeamSearchParams, SamplingParams
 
 pytestmark = [
     pytest.mark.gpu,
@@ -47,6 +47,26 @@ def test_greedy_tokens_equal_transformers(checkpoint, eager, tokens, num_blocks,
         assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected
     assert (llm.stats()["preemptions"] > 0) == (num_blocks == 14)
     llm.block_manager.check([])
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_swapped_samples_and_beams_get_the_same_tokens(checkpoint, eager):
+    """Through pinned memory and a second stream, with sharing. A race would show as other tokens."""
+    path, prompts, _ = checkpoint
+    kinds = [GREEDY, SamplingParams(n=3, seed=5, max_tokens=20), BeamSearchParams(beam_width=3, max_tokens=12)]
+    params = (kinds * len(prompts))[: len(prompts)]
+    results = []
+    for num_blocks in (500, 32):
+        llm = LLM(
+            path, dtype="float32", attention_backend="triton", enforce_eager=eager, num_blocks=num_blocks,
+            preemption_mode="swap", swap_gib=0.1, max_num_seqs=24,
+        )  # fmt: skip
+        for _ in range(3):
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            results.append([[output.token_ids for output in result.outputs] for result in outputs])
+        assert (llm.stats()["swapped_blocks"] > 0) == (num_blocks == 32)
+        llm.block_manager.check([])
+    assert all(result == results[0] for result in results)
 
 
 def test_graphs_are_replayed(checkpoint):

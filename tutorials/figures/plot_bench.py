@@ -1,4 +1,4 @@
-"""Draws what bench.py measured: output tokens per second of every engine, and the attention kernels if they are there.
+"""Draws what bench.py measured: output tokens per second of every engine, the attention kernels, or preemption.
 
     python tutorials/figures/plot_bench.py                         # every file in tutorials/results
     python tutorials/figures/plot_bench.py tutorials/results/cpu_embedded.json
@@ -43,16 +43,40 @@ def plot_attention(axes, report: dict) -> None:
     axes.legend()
 
 
+def plot_preemption(axes, report: dict) -> None:
+    """Time until the next token over the block size, by swap (out and in) and by recompute (the paper's figure 19)."""
+    rows = report["preemption"]
+    for context, color in zip(
+        sorted({row["context"] for row in rows}), ("tab:blue", "tab:orange", "tab:green", "tab:red")
+    ):
+        chosen = [row for row in rows if row["context"] == context]
+        sizes = [str(row["block_size"]) for row in chosen]
+        swap = [1e3 * (row["swap_out_seconds"] + row["swap_in_seconds"]) for row in chosen]
+        axes.plot(sizes, swap, "o-", color=color, label=f"swap, {context:,} tokens")
+        recompute = [1e3 * row["recompute_seconds"] for row in chosen]
+        axes.plot(sizes, recompute, "x--", color=color, label=f"recompute, {context:,} tokens")
+    axes.set_yscale("log")
+    axes.set_xlabel("tokens per block")
+    axes.set_ylabel("ms until the next token")
+    axes.set_title(f"{report['model']}, {report['dtype']}\n{report['device']}")
+    axes.legend(fontsize="small")
+
+
 def plot(path: Path) -> None:
     report = json.loads(path.read_text())
-    is_attention = "attention" in report
-    height = 2 + 0.25 * len(report["attention"]) if is_attention else 1.5 + 0.5 * len(report["engines"])
+    kind = next(kind for kind in KINDS if kind in report)
+    height = {"attention": 2 + 0.25 * len(report[kind]), "engines": 1.5 + 0.5 * len(report[kind]), "preemption": 4}[
+        kind
+    ]
     figure, axes = plt.subplots(figsize=(8, height), layout="constrained")
-    (plot_attention if is_attention else plot_engines)(axes, report)
+    KINDS[kind](axes, report)
     for suffix in ("png", "svg"):
         figure.savefig(HERE / f"{path.stem}.{suffix}", dpi=150)
         print(HERE / f"{path.stem}.{suffix}")
     plt.close(figure)
+
+
+KINDS = {"engines": plot_engines, "attention": plot_attention, "preemption": plot_preemption}
 
 
 def main() -> None:
@@ -60,7 +84,7 @@ def main() -> None:
     parser.add_argument("files", nargs="*", type=Path, help="default: tutorials/results/*.json")
     reports = parser.parse_args().files or sorted((HERE.parent / "results").glob("*.json"))
     for path in reports:
-        if {"engines", "attention"} & json.loads(path.read_text()).keys():
+        if KINDS.keys() & json.loads(path.read_text()).keys():
             plot(path)
 
 
