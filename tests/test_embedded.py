@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nanovllm import LLM, SamplingParams
@@ -43,7 +44,8 @@ def test_it_is_an_ordinary_small_hugging_face_directory():
     text = tokenizer.apply_chat_template(user("what is 20 + 30?"), tokenize=False, add_generation_prompt=True)
     assert text == "<|im_start|>user\nwhat is 20 + 30?<|im_end|>\n<|im_start|>assistant\n"
     assert model.config.model_type == "qwen3" and model.generation_config.temperature == 0.6
-    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    weights = load_file(Path(EMBEDDED_MODEL) / "model.safetensors")
+    assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
 
 
 def test_it_runs_in_fp32_on_a_cpu(llm):
@@ -67,7 +69,7 @@ def test_64_answers_are_the_same_batched_and_one_by_one(llm):
     for mode in ("recompute", "swap"):
         tight = LLM(num_blocks=60, max_num_batched_tokens=64, preemption_mode=mode, swap_gib=0.1)
         preempted[mode] = tight.chat([user(q) for q in questions], few, use_tqdm=False)
-        assert tight.stats()["preemptions"] > 10 and (tight.stats()["swapped_blocks"] > 100) == (mode == "swap")
+        assert tight.stats()["preemptions"] > 10 and (tight.stats()["swapped_blocks"] > 50) == (mode == "swap")
     for question, together, scarce, swapped in zip(questions, batched, *preempted.values()):
         (alone,) = llm.chat(user(question), GREEDY, use_tqdm=False)
         assert alone.outputs[0].token_ids == together.outputs[0].token_ids
