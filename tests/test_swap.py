@@ -1,6 +1,8 @@
 """Preemption by swap: the moves themselves, and that nobody's tokens change."""
 
 import random
+from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -53,6 +55,93 @@ def test_blocks_go_out_and_come_back_elsewhere(monkeypatch, blocks_at_a_time):
         assert torch.equal(cache[:, :, block_id], before[:, :, where[host_id]])
     untouched = [i for i in range(20) if i not in out and i not in into.values()]
     assert torch.equal(cache[:, :, untouched], before[:, :, untouched])
+
+
+class Streams:
+    """In place of torch.cuda: notes what is put into which stream, to run it in any order that the streams allow."""
+
+    def __init__(self):
+        self.main = self.now = self.Stream()
+        self.real = torch.index_select, torch.Tensor.copy_, torch.Tensor.index_copy_
+
+    class Stream:
+        def __init__(self):
+            self.work, self.waits = [], {}  # waits: before the i-th piece of work, so much of others must be done
+
+        def wait_stream(self, other):
+            self.waits.setdefault(len(self.work), []).append((other, len(other.work)))
+
+    def current_stream(self):
+        return self.main
+
+    @contextmanager
+    def stream(self, stream):
+        before, self.now = self.now, stream
+        yield
+        self.now = before
+
+    def do(self, call, *args, **kwargs):
+        self.now.work.append(lambda: call(*args, **kwargs))
+
+    @contextmanager
+    def recording(self, monkeypatch):
+        with monkeypatch.context() as patch:
+            select, copy, index_copy = self.real
+            patch.setattr(torch, "index_select", partial(self.do, select))
+            patch.setattr(torch.Tensor, "copy_", lambda target, *a, non_blocking=False: self.do(copy, target, *a))
+            patch.setattr(torch.Tensor, "index_copy_", lambda target, *a: self.do(index_copy, target, *a))
+            yield
+
+    def run(self, other, rng):
+        streams = [self.main, other]
+        done = dict.fromkeys(streams, 0)
+        while any(done[stream] < len(stream.work) for stream in streams):
+            able = [
+                stream
+                for stream in streams
+                if done[stream] < len(stream.work)
+                and all(done[first] >= count for first, count in stream.waits.get(done[stream], []))
+            ]
+            stream = rng.choice(able)
+            stream.work[done[stream]]()
+            done[stream] += 1
+
+
+def test_whatever_order_the_streams_allow(monkeypatch):
+    """Copies on a second stream run whenever it likes, but for wait_stream. No order may change what arrives."""
+    cache = torch.randn(2, 2, 12, 2, 1, 4)
+    monkeypatch.setattr(nanovllm.host_cache, "STAGED_BYTES", 2 * cache[:, :, 0].nbytes)
+    host, streams, seen = HostCache(cache, num_blocks=8), Streams(), []
+    host.backend, host.stream = streams, streams.Stream()
+    first, second = {1: 4, 2: 0, 3: 7, 5: 1, 8: 3}, {6: 2, 7: 5, 9: 6}
+
+    def overwrite(blocks):
+        cache[:, :, list(blocks)] = torch.nan
+
+    def look(blocks):
+        seen.append(cache[:, :, list(blocks)].clone())
+
+    with streams.recording(monkeypatch):
+        host.swap_out(first)
+        streams.do(overwrite, first)  # by the step that follows
+        host.swap_out(second)
+        streams.do(overwrite, second)
+        host.swap_in({4: 11, 0: 3, 7: 1, 3: 0, 2: 10})  # blocks 1, 2, 3, 8 and 6
+        streams.do(look, [3, 1, 0, 10, 11])
+        streams.do(overwrite, [11])
+        host.swap_out({3: 4, 10: 0})
+        streams.do(overwrite, [3, 10])
+        host.swap_in({4: 6, 0: 7, 5: 9})  # blocks 2, 6 and 7
+        streams.do(look, [6, 7, 9])
+    assert len(streams.main.work) > 10 and len(host.stream.work) > 15
+    before = cache.clone()
+    for seed in range(200):
+        cache.copy_(before)
+        host.blocks.fill_(torch.nan)
+        host.staged.fill_(torch.nan)
+        seen.clear()
+        streams.run(host.stream, random.Random(seed))
+        assert torch.equal(seen[0], before[:, :, [2, 3, 8, 6, 1]]) and torch.equal(seen[1], before[:, :, [2, 6, 7]])
 
 
 @pytest.mark.parametrize("tokens", [2048, 16])
