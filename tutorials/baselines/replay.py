@@ -8,7 +8,6 @@ the steps in which somebody waits only because memory lacks.
 """
 
 import argparse
-import csv
 import json
 import math
 import random
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
-from bench import environment
+from bench import environment, read_trace
 from nanovllm.beam_search import BeamSearch, BeamSearchParams
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import Config
@@ -49,11 +48,6 @@ def lognormal_lengths(name: str, count: int, seed: int = 0) -> Lengths:
         if sum(pair) <= MAX_MODEL_LEN:
             lengths.append(tuple(pair))
     return lengths
-
-
-def read_trace(path: Path) -> Lengths:
-    with open(path) as file:
-        return [(int(row["ContextTokens"]), int(row["GeneratedTokens"])) for row in csv.DictReader(file)]
 
 
 class NoModel:
@@ -163,19 +157,25 @@ def main() -> None:
         "--trace", type=Path, help="CSV with ContextTokens and GeneratedTokens, as the Azure traces have"
     )
     parser.add_argument(
-        "--requests", type=int, default=4000, help="how many of the trace; the other sets are in proportion"
+        "--requests", type=int, default=4000, help="how many of the trace; half as many of the made-up lengths"
     )
     parser.add_argument("--json", type=Path, help="write the results to this file")
     args = parser.parse_args()
     if args.requests < 400:
         parser.error(f"--requests {args.requests} is not allowed: fewer than 400 do not fill the cache")
-    half, few = args.requests // 2, args.requests // 40
-    results = {"waste": {"ShareGPT": waste("ShareGPT", lognormal_lengths("ShareGPT", half), Setting())}}
+    workloads = {"ShareGPT": (lognormal_lengths("ShareGPT", args.requests // 2), Setting())}
     if args.trace:
+        try:
+            trace = read_trace(args.trace, args.requests, math.inf)
+        except ValueError as error:
+            parser.error(str(error))
         # Qwen3-8B in bfloat16 on 80 GB: 144 KiB per token, 16 GB of weights; contexts are longer than OPT allows
         setting = Setting(num_slots=363_000, max_model_len=16_384, max_num_batched_tokens=8192)
-        results["waste"]["Azure"] = waste("Azure", read_trace(args.trace)[: args.requests], setting)
-    results["sharing"] = {"Alpaca": sharing("Alpaca", half), "ShareGPT": sharing("ShareGPT", few)}
+        workloads["Azure"] = [(prompt, output) for prompt, output, _ in trace], setting
+    results = {
+        "waste": {name: waste(name, *workload) for name, workload in workloads.items()},
+        "sharing": {name: sharing(name, count) for name, count in {"Alpaca": 2000, "ShareGPT": 100}.items()},
+    }
     if args.json:
         args.json.write_text(json.dumps(environment() | {"device": "none: no model is run"} | results, indent=1) + "\n")
 
