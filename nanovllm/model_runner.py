@@ -83,13 +83,20 @@ class ModelRunner:
         self.block_shape = (config.block_size, hf_config.num_key_value_heads, head_dim_of(hf_config))
         self.block_bytes = 2 * self.num_layers * torch.Size(self.block_shape).numel() * self.dtype.itemsize
         self.graphs: DecodeGraphs | None = None
+        self.useful_blocks = config.max_num_seqs * -(-config.max_model_len // config.block_size)  # more are no use
         self.num_host_blocks = 0
         if config.preemption_mode == "swap":
-            self.num_host_blocks = int(config.swap_gib * 2**30) // self.block_bytes
+            self.num_host_blocks = min(int(config.swap_gib * 2**30) // self.block_bytes, self.useful_blocks)
             config.require("swap_gib", self.num_host_blocks, f"room for a KV block of {self.block_bytes:,} bytes")
         self.num_blocks = config.num_blocks or self._num_blocks_that_fit(config)
-        self.kv_cache = self._new_kv_cache(self.num_blocks)
-        self.host_cache = HostCache(self.kv_cache, self.num_host_blocks) if self.num_host_blocks else None
+        try:
+            self.kv_cache = self._new_kv_cache(self.num_blocks)
+            self.host_cache = HostCache(self.kv_cache, self.num_host_blocks) if self.num_host_blocks else None
+        except (OSError, RuntimeError) as error:
+            raise ValueError(
+                f"there is no memory for {self.num_blocks} KV blocks (num_blocks, kv_cache_gib) and "
+                f"{self.num_host_blocks} on the host (swap_gib), of {self.block_bytes:,} bytes each"
+            ) from error
         if self.use_triton and not config.enforce_eager:  # the PyTorch reference asks for lengths: not to be recorded
             graphs = self._new_graphs(config)
             for size in reversed(graphs.sizes):
@@ -113,8 +120,7 @@ class ModelRunner:
         available = int(config.kv_cache_gib * 2**30)
         if self.device.type == "cuda":
             available = self._memory_left(config)
-        useful = config.max_num_seqs * -(-config.max_model_len // config.block_size)
-        num_blocks = min(available // self.block_bytes, useful)
+        num_blocks = min(available // self.block_bytes, self.useful_blocks)
         if num_blocks < 1:
             raise ValueError(
                 f"no memory is left for a KV block of {self.block_bytes:,} bytes: {available:,} bytes are available"

@@ -228,3 +228,15 @@ def test_room_for_no_block_is_refused(path):
         ValueError, match="swap_gib=1e-09 is not allowed: it must be room for a KV block of 2,048 bytes"
     ):
         new_llm(path, swap_gib=1e-9)
+
+
+def test_more_memory_than_there_is_is_refused(path):
+    with pytest.raises(
+        ValueError, match=r"no memory for 100000000000 KV blocks \(num_blocks, kv_cache_gib\) and 5242 on"
+    ):
+        new_llm(path, num_blocks=10**11)
+
+
+def test_no_more_room_on_the_host_than_is_of_use(path):
+    llm = new_llm(path, swap_gib=100_000, max_num_seqs=3, max_model_len=10)
+    assert llm.runner.num_host_blocks == 3 * 3
