@@ -68,24 +68,20 @@ class BlockManager:
         missing, writers = 0, {}
         for seq, num_tokens in plan:
             missing += self.num_blocks_for(seq.num_computed_tokens + num_tokens) - len(seq.block_table)
-            block = self._block_to_copy(seq)
+            block = self._next_block(seq)
             if block is not None:
                 writers[block.id] = writers.get(block.id, 0) + 1
         for block_id, copies in writers.items():  # the last owner of a block has it for itself
-            block = self.blocks[block_id]
-            missing += copies - (copies == block.ref_count and block.key is None)
+            missing += copies - (copies == self.blocks[block_id].ref_count)
         return missing
 
     def can_allocate(self, plan: Iterable[tuple[Sequence, int]]) -> bool:
         return self.num_new_blocks(plan) <= self.num_free_blocks
 
-    def _block_to_copy(self, seq: Sequence) -> Block | None:
-        """The block that the next token of `seq` goes to, if somebody else reads that block, or may find it."""
+    def _next_block(self, seq: Sequence) -> Block | None:
+        """The block that the next token of `seq` goes to, if it has that block already."""
         i = seq.num_computed_tokens // self.block_size
-        if i == len(seq.block_table):
-            return None
-        block = self.blocks[seq.block_table[i]]
-        return block if block.ref_count > 1 or block.key is not None else None
+        return self.blocks[seq.block_table[i]] if i < len(seq.block_table) else None
 
     def take_prefix(self, seq: Sequence, swaps_in: dict[int, int] | None = None) -> None:
         """Lets a sequence without blocks share the longest computed prefix of its tokens.
@@ -117,23 +113,29 @@ class BlockManager:
         be copied before the step as [(from block, to block)]: nothing, or the block that the next token goes to.
         """
         num_blocks = self.num_blocks_for(seq.num_computed_tokens + num_tokens)
-        copies, block = [], self._block_to_copy(seq)
-        if block is not None:
+        copies, block = [], self._next_block(seq)
+        if block is not None and block.ref_count > 1:
             copy = self._take()
             seq.block_table[seq.num_computed_tokens // self.block_size] = copy.id
             copies.append((block.id, copy.id))
-            self._drop(block)
+            block.ref_count -= 1
+        elif block is not None:
+            self._evict(block)  # its content changes: it was full when this sequence forked in its middle
         while len(seq.block_table) < num_blocks:
             seq.block_table.append(self._take().id)
         return copies
 
     def _take(self) -> Block:
         block = self.blocks[self.free_blocks.popitem(last=False)[0]]
-        if block.key is not None:  # evicted from the prefix cache
-            del self.findable[block.key]
-            block.key = block.prefix_id = None
+        self._evict(block)
         block.ref_count = 1
         return block
+
+    def _evict(self, block: Block) -> None:
+        """From the prefix cache."""
+        if block.key is not None:
+            del self.findable[block.key]
+            block.key = block.prefix_id = None
 
     def _drop(self, block: Block) -> None:
         block.ref_count -= 1

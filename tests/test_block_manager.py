@@ -143,20 +143,24 @@ def test_the_first_write_into_a_shared_block_copies_it():
     manager.check(family)
 
 
-def test_a_full_block_that_was_forked_in_its_middle_is_not_overwritten():
-    """Also when its first owner has gone: it can be found, and must keep what it is found for."""
+@pytest.mark.parametrize("parent_stays", [True, False])
+def test_writing_into_a_full_block_that_was_forked_in_its_middle(parent_stays):
+    """It is copied if somebody else reads it. If not, it can no longer be found, since it will hold something else."""
     manager = BlockManager(num_blocks=8, block_size=4)
     parent, child = new_sequence(range(8)), new_sequence([0, 1, 2, 3, 4, 9])
     compute(manager, parent)
     manager.fork(parent, child, num_tokens=5)
-    manager.free(parent)
-    (block,) = {child.block_table[1]}
-    assert manager.num_new_blocks([(child, 1)]) == 1
-    ((source, target),) = manager.allocate(child, 1)
-    assert source == block and child.block_table[1] == target
+    block = child.block_table[1]
+    if not parent_stays:
+        manager.free(parent)
+    assert manager.num_new_blocks([(child, 1)]) == parent_stays
+    copies = manager.allocate(child, 1)
+    assert copies == ([(block, child.block_table[1])] if parent_stays else [])
+    assert (child.block_table[1] == block) != parent_stays
     again = new_sequence([*range(8), 0])
     manager.take_prefix(again)
-    assert again.num_computed_tokens == 8 and again.block_table[1] == block
+    assert again.num_computed_tokens == (8 if parent_stays else 4)
+    manager.check([child, again, parent])
 
 
 def test_without_prefix_caching_nothing_is_found():

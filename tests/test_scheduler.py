@@ -315,9 +315,10 @@ def check_schedule(scheduler: Scheduler, schedule: Schedule) -> None:
     assert all(0 < n <= seq.num_missing_tokens for seq, n in schedule.items)
     for request in scheduler.running:  # all or nothing: sequences of a request have next tokens in the same step
         assert {seq for seq in schedule.sampled if seq.request is request} in (set(), set(request.unfinished))
-    for source, target in schedule.copies:  # nothing is copied that nobody else owns or can find
-        assert manager.blocks[target].ref_count == 1 and source != target
-        assert manager.blocks[source].ref_count > 0 or manager.blocks[source].key is not None
+    sources, targets = {source for source, _ in schedule.copies}, [target for _, target in schedule.copies]
+    assert all(manager.blocks[i].ref_count > 0 for i in sources)  # nothing is copied that nobody else owns
+    assert all(manager.blocks[i].ref_count == 1 for i in targets) and len(set(targets)) == len(targets)
+    assert not sources & set(targets) and not set(schedule.swaps_in.values()) & set(targets)
     for swaps in (schedule.swaps_out, schedule.swaps_in):
         assert len(set(swaps.values())) == len(swaps)
     assert all(manager.blocks[block_id].ref_count > 0 for block_id in schedule.swaps_in.values())  # none in vain
