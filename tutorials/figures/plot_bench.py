@@ -3,7 +3,7 @@
     python tutorials/figures/plot_bench.py                         # every file in tutorials/results
     python tutorials/figures/plot_bench.py tutorials/results/cpu_embedded.json
 
-Writes NAME.png and NAME.svg next to this script for each result NAME.json. Needs matplotlib.
+Writes NAME.png next to this script for each result NAME.json. Needs matplotlib.
 """
 
 import argparse
@@ -13,6 +13,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 
 HERE = Path(__file__).parent
+RESULTS = HERE.parent / "results"
 
 
 def plot_engines(axes, report: dict) -> None:
@@ -70,9 +71,8 @@ def plot(path: Path) -> None:
     ]
     figure, axes = plt.subplots(figsize=(8, height), layout="constrained")
     KINDS[kind](axes, report)
-    for suffix in ("png", "svg"):
-        figure.savefig(HERE / f"{path.stem}.{suffix}", dpi=150)
-        print(HERE / f"{path.stem}.{suffix}")
+    figure.savefig(HERE / f"{path.stem}.png", dpi=150)
+    print(HERE / f"{path.stem}.png")
     plt.close(figure)
 
 
@@ -82,7 +82,7 @@ KINDS = {"engines": plot_engines, "attention": plot_attention, "preemption": plo
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", type=Path, help="default: tutorials/results/*.json")
-    reports = parser.parse_args().files or sorted((HERE.parent / "results").glob("*.json"))
+    reports = parser.parse_args().files or sorted(RESULTS.glob("*.json"))
     for path in reports:
         if KINDS.keys() & json.loads(path.read_text()).keys():
             plot(path)

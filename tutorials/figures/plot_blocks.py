@@ -2,7 +2,7 @@
 
     python tutorials/figures/plot_blocks.py
 
-Writes blocks_samples, blocks_beams and blocks_swap, .png and .svg, next to this script. Needs matplotlib.
+Writes blocks_samples, blocks_beams and blocks_swap, .png, next to this script. Needs matplotlib.
 """
 
 import sys
@@ -92,9 +92,8 @@ def save(name: str, snapshots: list[Snapshot]) -> None:
     figure, all_axes = plt.subplots(len(snapshots), 1, figsize=size, layout="constrained", height_ratios=heights)
     for axes, snapshot in zip(all_axes, snapshots):
         snapshot.draw(axes, dict(zip(names, COLORS)))
-    for suffix in ("png", "svg"):
-        figure.savefig(HERE / f"{name}.{suffix}", dpi=120)
-        print(HERE / f"{name}.{suffix}")
+    figure.savefig(HERE / f"{name}.png", dpi=120)
+    print(HERE / f"{name}.png")
     plt.close(figure)
 
 

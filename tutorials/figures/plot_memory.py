@@ -2,7 +2,7 @@
 
 python tutorials/figures/plot_memory.py            # reads tutorials/results/memory.json
 
-Writes memory_waste and memory_sharing, .png and .svg, next to this script. Needs matplotlib.
+Writes memory_waste and memory_sharing, .png, next to this script. Needs matplotlib.
 """
 
 import json
@@ -15,6 +15,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 from tutorials.baselines.replay import PAPER_SAVED, PAPER_TOKEN_STATES
 
 HERE = Path(__file__).resolve().parent
+RESULT = HERE.parent / "results" / "memory.json"
 
 PARTS = {
     "token_states": ("tokens", "tab:green"),
@@ -63,14 +64,13 @@ def plot_sharing(results: dict):
 
 
 def main() -> None:
-    results = json.loads((HERE.parent / "results" / "memory.json").read_text())
+    results = json.loads(RESULT.read_text())
     for name, figure in {
         "memory_waste": plot_waste(results["waste"]),
         "memory_sharing": plot_sharing(results["sharing"]),
     }.items():
-        for suffix in ("png", "svg"):
-            figure.savefig(HERE / f"{name}.{suffix}", dpi=120)
-            print(HERE / f"{name}.{suffix}")
+        figure.savefig(HERE / f"{name}.png", dpi=120)
+        print(HERE / f"{name}.png")
 
 
 if __name__ == "__main__":

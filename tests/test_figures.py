@@ -1,0 +1,35 @@
+"""The pictures: every one that a chapter shows is there, and its script still draws it."""
+
+import importlib
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+sys.path.append(str(ROOT))
+CHAPTERS = [*(ROOT / "tutorials").glob("[0-9]*.md"), ROOT / "README.md"]
+
+
+def test_pictures_and_chapters_belong_together():
+    shown = {
+        (chapter.parent / link).resolve()
+        for chapter in CHAPTERS
+        for link in re.findall(r"!\[[^]]*\]\(([^)]+)\)", chapter.read_text())
+    }
+    drawn = set((ROOT / "tutorials" / "figures").resolve().glob("*.png"))
+    assert shown - drawn == set(), "a picture is missing"
+    results = {path.stem for path in (ROOT / "tutorials" / "results").glob("*.json")}
+    assert {path.stem for path in drawn - shown} <= results, "a picture that nobody shows"
+
+
+@pytest.mark.parametrize("name", ["plot_blocks", "plot_memory", "plot_bench"])
+def test_scripts_draw_what_is_committed(name, monkeypatch, tmp_path):
+    module = importlib.import_module(f"tutorials.figures.{name}")
+    committed = module.HERE
+    monkeypatch.setattr(module, "HERE", tmp_path)
+    monkeypatch.setattr(sys, "argv", [f"{name}.py"])
+    module.main()
+    drawn = sorted(path.name for path in tmp_path.glob("*.png"))
+    assert drawn and all((committed / file).exists() for file in drawn)
