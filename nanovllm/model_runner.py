@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from nanovllm.config import EMBEDDED_MODEL, Config
 from nanovllm.cuda_graphs import DecodeGraphs, Tensors, to_device
 from nanovllm.host_cache import STAGED_BYTES, HostCache
-from nanovllm.layers.attention import Batch
+from nanovllm.layers.attention import Batch, copy_blocks
 from nanovllm.layers.sampler import Sampling, sample, top_logprobs
 from nanovllm.loader import load_model
 from nanovllm.models.qwen import head_dim_of
@@ -182,9 +182,8 @@ class ModelRunner:
         if self.host_cache is not None:
             self.host_cache.swap_out(schedule.swaps_out)
             self.host_cache.swap_in(schedule.swaps_in)
-        if schedule.copies:  # all blocks and all layers at once; every source is read before a target is written
-            sources, targets = torch.tensor(schedule.copies, device=self.device).unbind(1)
-            self.kv_cache[:, :, targets] = self.kv_cache[:, :, sources]
+        if schedule.copies:
+            copy_blocks(self.kv_cache, schedule.copies, self.use_triton)
 
     def _forward(self, inputs: Tensors) -> torch.Tensor:
         metadata = {field.name: inputs[field.name] for field in fields(Batch) if field.name in inputs}

@@ -54,6 +54,10 @@ def main(capability=80, head_dim=128, group=2):
     constants = dict(WIDTH=8 * head_dim, PADDED=8 * dim)
     compile_kernel("store_kv", kernels.store_kv_kernel, pointers, scalars, constants, capability)
 
+    constants = dict(SIZE=16 * 8 * head_dim, PART=2048)
+    pointers = {"cache": "*bf16", "pairs": "*i64"}
+    compile_kernel("copy_blocks", kernels.copy_blocks_kernel, pointers, {"num_blocks": "i32"}, constants, capability)
+
     def small(name, kernel, pointers, scalars, constants, warps=4):
         pointers = dict.fromkeys(pointers, "*bf16") | ({"cos_sin": "*fp32"} if name == "norm_rotate" else {})
         compile_kernel(name, kernel, pointers, scalars, constants, capability, warps)

@@ -90,16 +90,32 @@ def test_padding_rows_do_nothing():
         torch.testing.assert_close(out[:2], attention.paged_attention(q[:2], batch, 0, 0.2), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("block_size, kv_heads, head_dim", [(1, 1, 32), (3, 2, 20), (16, 2, 32), (256, 1, 32)])
+def test_copy_blocks(block_size, kv_heads, head_dim, dtype):
+    """One source for two targets, others apart; both ways against a loop, and nothing else changes."""
+    cache = torch.randn(2, 3, 9, block_size, kv_heads, head_dim).to(DEVICE, dtype)
+    copies, expected = [(4, 7), (4, 0), (8, 2), (1, 3)], cache.clone()
+    for source, target in copies:
+        expected[:, :, target] = cache[:, :, source]
+    for use_triton in (True, False):
+        copied = cache.clone()
+        attention.copy_blocks(copied, copies, use_triton)
+        assert torch.equal(copied, expected)
+
+
 @pytest.mark.filterwarnings("ignore:overflow|invalid:RuntimeWarning")  # padding rows attend to nothing: any numbers
 def test_the_engine_gives_the_same_tokens(tmp_path):
     path = save(new_model("qwen3", head_dim=32), tmp_path)
     prompts, params = [[i] * (5 * i + 1) for i in range(5)], SamplingParams(temperature=0, max_tokens=6)
     options = dict(dtype="float32", block_size=8, num_blocks=14, max_num_batched_tokens=24)
+    params = [params] * 4 + [SamplingParams(n=2, seed=1, max_tokens=6)]  # which copies blocks
     outputs = [
         LLM(path, attention_backend=backend, **options).generate(prompts, params, use_tqdm=False)
         for backend in ("torch", "triton")
     ]
-    assert [o.outputs[0].token_ids for o in outputs[0]] == [o.outputs[0].token_ids for o in outputs[1]]
+    torch_tokens, triton_tokens = ([[o.token_ids for o in r.outputs] for r in results] for results in outputs)
+    assert torch_tokens == triton_tokens
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux")
@@ -111,8 +127,8 @@ def test_compiled_ahead_of_time(capability):
     done = subprocess.run([sys.executable, script, str(capability)], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines()]
-    attention, small = {"decode", "prefill", "combine", "store_kv"}, {"add_rms_norm", "norm_rotate", "silu_and_mul"}
-    assert {row[0] for row in rows} == attention | small | {"sample"}
+    attention = {"decode", "prefill", "combine", "store_kv", "copy_blocks"}
+    assert {row[0] for row in rows} == attention | {"add_rms_norm", "norm_rotate", "silu_and_mul", "sample"}
     for name, shared, spilled in rows:
         assert int(shared) <= 99 * 1024, name
         assert name == "prefill" or int(spilled) == 0

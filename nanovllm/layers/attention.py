@@ -106,6 +106,15 @@ def store_kv(k: torch.Tensor, v: torch.Tensor, batch: Batch, layer: int) -> None
         cache.flatten(0, 1).index_copy_(0, batch.slot_mapping, new)
 
 
+def copy_blocks(kv_cache: torch.Tensor, copies: list[tuple[int, int]], use_triton: bool = False) -> None:
+    """Copies [(from block, to block)], keys and values of all layers at once (paper, section 5.1). No block is both."""
+    pairs = torch.tensor(copies, device=kv_cache.device)
+    if use_triton:
+        return kernels().copy_blocks(kv_cache, pairs)
+    sources, targets = pairs.unbind(1)
+    kv_cache[:, :, targets] = kv_cache[:, :, sources]
+
+
 def paged_attention(q: torch.Tensor, batch: Batch, layer: int, scale: float) -> torch.Tensor:
     """Causal attention of q [T, num_heads, head_dim] over each sequence's cached context; the same shape out.
 

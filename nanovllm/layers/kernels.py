@@ -24,6 +24,15 @@ def store_kv_kernel(k, v, k_cache, v_cache, slots, k_stride, v_stride, WIDTH: tl
 
 
 @triton.jit
+def copy_blocks_kernel(cache, pairs, num_blocks, SIZE: tl.constexpr, PART: tl.constexpr):
+    """Program (c, l, part) does a part of copy c in one layer's keys or values, which are SIZE numbers."""
+    source, target = tl.load(pairs + 2 * tl.program_id(0)), tl.load(pairs + 2 * tl.program_id(0) + 1)
+    cache += tl.program_id(1).to(tl.int64) * num_blocks * SIZE
+    i = tl.program_id(2) * PART + tl.arange(0, PART)
+    tl.store(cache + target * SIZE + i, tl.load(cache + source * SIZE + i, mask=i < SIZE), mask=i < SIZE)
+
+
+@triton.jit
 def tile_of(cu_seqlens_q, tile, num_seqs, TOKENS: tl.constexpr):
     """Which sequence a tile of queries belongs to, and its first token there.
 
@@ -125,6 +134,14 @@ def store_kv(k: torch.Tensor, v: torch.Tensor, batch: Batch, layer: int) -> None
     store_kv_kernel[(len(k),)](
         k, v, *batch.kv_cache[:, layer], batch.slot_mapping, k.stride(0), v.stride(0), width, triton.next_power_of_2(width)
     )  # fmt: skip
+
+
+def copy_blocks(kv_cache: torch.Tensor, pairs: torch.Tensor) -> None:
+    """As attention.copy_blocks, with pairs [copies, 2] int64 on the device."""
+    num_layers, num_blocks = kv_cache.shape[:2].numel(), kv_cache.shape[2]
+    size = kv_cache[0, 0, 0].numel()
+    part = min(2048, triton.next_power_of_2(size))
+    copy_blocks_kernel[(len(pairs), num_layers, triton.cdiv(size, part))](kv_cache, pairs, num_blocks, size, part)
 
 
 def tile_sizes(dim: int, group: int, itemsize: int, is_decode: bool) -> tuple[int, int, int, int, int]:
