@@ -83,6 +83,7 @@ class ModelRunner:
         self.block_shape = (config.block_size, hf_config.num_key_value_heads, head_dim_of(hf_config))
         self.block_bytes = 2 * self.num_layers * torch.Size(self.block_shape).numel() * self.dtype.itemsize
         self.graphs: DecodeGraphs | None = None
+        self.host_cache: HostCache | None = None
         self.useful_blocks = config.max_num_seqs * -(-config.max_model_len // config.block_size)  # more are no use
         self.num_host_blocks = 0
         if config.preemption_mode == "swap":
@@ -91,7 +92,8 @@ class ModelRunner:
         self.num_blocks = config.num_blocks or self._num_blocks_that_fit(config)
         try:
             self.kv_cache = self._new_kv_cache(self.num_blocks)
-            self.host_cache = HostCache(self.kv_cache, self.num_host_blocks) if self.num_host_blocks else None
+            if self.num_host_blocks:
+                self.host_cache = HostCache(self.kv_cache, self.num_host_blocks)
         except (OSError, RuntimeError) as error:
             raise ValueError(
                 f"there is no memory for {self.num_blocks} KV blocks (num_blocks, kv_cache_gib) and "

@@ -6,6 +6,7 @@ from checkpoints import new_model, save
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.cuda_graphs import DecodeGraphs, graph_sizes, padding, to_device
+from nanovllm.model_runner import ModelRunner
 from nanovllm.scheduler import Schedule
 from nanovllm.sequence import Request
 
@@ -93,3 +94,28 @@ def test_the_engine_gives_the_same_tokens_as_without(path):
     for with_graphs, without in zip(*answers):
         assert with_graphs.token_ids == without.token_ids
     assert {1, 2, 4} <= set(replayed)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="test_gpu.py does it with real memory")
+@pytest.mark.filterwarnings("ignore:overflow|invalid:RuntimeWarning")
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_the_trials_that_size_the_cache_of_a_gpu_run(path, monkeypatch, backend, mode):
+    """The largest step, and the recordings, before there is a cache; what the device says is made up."""
+    total, free, reserved, peak, recorded = 2**28, 2**27, 2**22, 2**24, []
+    said = {"mem_get_info": (free, total), "memory_reserved": reserved, "max_memory_allocated": peak}
+    for name, value in (said | {"reset_peak_memory_stats": None}).items():
+        monkeypatch.setattr(torch.cuda, name, lambda device=None, value=value: value)
+    record = DecodeGraphs.record
+    monkeypatch.setattr(DecodeGraphs, "record", lambda self, size: recorded.append(size) or record(self, size))
+    fit = lambda self, config: self._memory_left(config) // self.block_bytes  # noqa: E731
+    monkeypatch.setattr(ModelRunner, "_num_blocks_that_fit", fit)
+    llm = LLM(
+        path, dtype="float32", attention_backend=backend, max_num_seqs=2, max_num_batched_tokens=40, block_size=16,
+        preemption_mode=mode, swap_gib=0.01,
+    )  # fmt: skip
+    left = int(total * 0.9) - (total - free - reserved) - peak - (2**26 if mode == "swap" else 0)
+    num_blocks = left // llm.runner.block_bytes
+    assert llm.runner.num_blocks == llm.runner.kv_cache.shape[2] == num_blocks > 0
+    assert recorded == ([2, 1, 2, 1] if backend == "triton" else [])
+    assert (llm.runner.host_cache is not None) == (mode == "swap")
