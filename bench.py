@@ -771,21 +771,18 @@ def preemption(args) -> dict:
         llm = LLM(str(path), **options)
         for context in (250, 1000, 4000, 16000):
             if context + 16 <= min(llm.config.max_model_len, llm.runner.num_blocks * block_size):
-                swaps, recomputes = (
-                    [recovery(llm, context, swap) for _ in range(args.repeat)] for swap in (True, False)
-                )
-                (out, back), (_, computed) = (
-                    [percentile(column, 50) for column in zip(*runs)] for runs in (swaps, recomputes)
-                )
+                swaps = [recovery(llm, context, swap=True) for _ in range(args.repeat)]
+                recomputes = [recovery(llm, context, swap=False) for _ in range(args.repeat)]
                 rows.append({
-                    "block_size": block_size, "context": context, "megabytes": context * llm.runner.block_bytes / block_size / 1e6,
-                    "swap_out_seconds": out, "swap_in_seconds": back, "recompute_seconds": computed,
+                    "block_size": block_size,
+                    "context": context,
+                    "megabytes": context * llm.runner.block_bytes / block_size / 1e6,
+                    "swap_out_seconds": percentile([out for out, _ in swaps], 50),
+                    "swap_in_seconds": percentile([back for _, back in swaps], 50),
+                    "recompute_seconds": percentile([back for _, back in recomputes], 50),
                 })  # fmt: skip
-    report |= {
-        "device": device_name(llm.runner.device),
-        "model": path.name,
-        "dtype": str(llm.runner.dtype).removeprefix("torch."),
-    }
+    report |= {"device": device_name(llm.runner.device), "model": path.name}
+    report |= {"dtype": str(llm.runner.dtype).removeprefix("torch.")}
     report |= {"versions": {name: installed(name) for name in ("torch", "triton")}, "preemption": rows}
     print(f"{report['model']}, {report['dtype']}, {report['device']}: milliseconds until the next token\n")
     columns = [("block_size", ""), ("context", ","), ("megabytes", ",.1f")]

@@ -170,14 +170,13 @@ class LLM:
     def stats(self) -> dict[str, float]:
         """Counters since the start, and the state of this moment."""
         scheduler, manager = self.scheduler, self.block_manager
-        running = [(seq, scheduler.longest(request)) for request in scheduler.running for seq in request.running]
         return {
             "requests_running": len(scheduler.running),
             "requests_waiting": len(scheduler.waiting),
             "kv_blocks": len(manager.blocks),
             "kv_blocks_used": manager.num_used_blocks,
             "kv_blocks_used_peak": self.peak_used_blocks,
-            **{f"kv_slots_{name}": slots for name, slots in manager.usage(running).items()},
+            **{f"kv_slots_{name}": slots for name, slots in scheduler.usage().items()},
             "prompt_tokens": scheduler.num_prompt_tokens,
             "prefix_cache_hit_tokens": scheduler.num_cached_tokens,
             "preemptions": scheduler.num_preemptions,

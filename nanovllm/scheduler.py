@@ -100,6 +100,12 @@ class Scheduler:
         """The most tokens that each of its sequences may have in the cache. The last one is never fed back."""
         return min(len(request.prompt_token_ids) + request.params.max_tokens, self.max_model_len) - 1
 
+    def usage(self) -> dict[str, int]:
+        """What the slots of the cache are used for now, see BlockManager.usage."""
+        return self.block_manager.usage(
+            (seq, self.longest(request)) for request in self.running for seq in request.running
+        )
+
     def add(self, request: Request) -> None:
         self.check(request)
         self.waiting.append(request)

@@ -57,13 +57,14 @@ class ContiguousBlockManager(BlockManager):
 
     def can_allocate(self, plan: Iterable[tuple[Sequence, int]]) -> bool:
         """A request that has begun has all that it will ever need. One that has not needs a run for each sequence."""
-        new = {seq.request: None for seq, _ in plan if not seq.block_table}
-        for request in new:  # one at most
-            k, num_seqs = self.size_for(request), len(request.unfinished)
-            fits = sum(len(runs) << (i - k) for i, runs in enumerate(self.free_runs) if i >= k) >= num_seqs
-            self.refused = 0 if fits else num_seqs * 2**k
-            return fits
-        return True
+        new = [seq for seq, _ in plan if not seq.block_table]
+        if not new:
+            return True
+        request = new[0].request  # a plan is of one request
+        k, num_seqs = self.size_for(request), len(request.unfinished)
+        fits = sum(len(runs) << (i - k) for i, runs in enumerate(self.free_runs) if i >= k) >= num_seqs
+        self.refused = 0 if fits else num_seqs * 2**k
+        return fits
 
     @property
     def num_stranded_blocks(self) -> int:

@@ -96,8 +96,7 @@ def replay(lengths: Lengths, manager_cls, block_size: int, setting: Setting, eve
         schedule = scheduler.schedule()
         is_full = scheduler.waiting and schedule.num_tokens < setting.max_num_batched_tokens  # it is memory that lacks
         if is_full and num_steps % every == 0:
-            running = [(seq, scheduler.longest(request)) for request in scheduler.running for seq in request.running]
-            usage = manager.usage(running)
+            usage = scheduler.usage()
             # free and not used by those who wait: lost, whatever the reason
             usage["external_fragmentation"] += usage.pop("free")
             usage["saved"] = usage["shared"] / (usage["shared"] + manager.num_used_blocks * block_size)

@@ -47,9 +47,8 @@ def plot_attention(axes, report: dict) -> None:
 def plot_preemption(axes, report: dict) -> None:
     """Time until the next token over the block size, by swap (out and in) and by recompute (the paper's figure 19)."""
     rows = report["preemption"]
-    for context, color in zip(
-        sorted({row["context"] for row in rows}), ("tab:blue", "tab:orange", "tab:green", "tab:red")
-    ):
+    contexts = sorted({row["context"] for row in rows})
+    for context, color in zip(contexts, ("tab:blue", "tab:orange", "tab:green", "tab:red")):
         chosen = [row for row in rows if row["context"] == context]
         sizes = [str(row["block_size"]) for row in chosen]
         swap = [1e3 * (row["swap_out_seconds"] + row["swap_in_seconds"]) for row in chosen]
@@ -66,9 +65,8 @@ def plot_preemption(axes, report: dict) -> None:
 def plot(path: Path) -> None:
     report = json.loads(path.read_text())
     kind = next(kind for kind in KINDS if kind in report)
-    height = {"attention": 2 + 0.25 * len(report[kind]), "engines": 1.5 + 0.5 * len(report[kind]), "preemption": 4}[
-        kind
-    ]
+    rows = len(report[kind])
+    height = {"engines": 1.5 + 0.5 * rows, "attention": 2 + 0.25 * rows, "preemption": 4}[kind]
     figure, axes = plt.subplots(figsize=(8, height), layout="constrained")
     KINDS[kind](axes, report)
     figure.savefig(HERE / f"{path.stem}.png", dpi=150)

@@ -66,23 +66,12 @@ class Snapshot:
     def _draw_blocks(self, axes, top: float, texts: dict[int, list[str]], name: str, notes: list[str]) -> None:
         axes.text(-0.2, top - 0.8, name, ha="right", va="center", fontsize=9)
         for block_id, note in enumerate(notes):
-            style = (
-                dict(facecolor="whitesmoke", edgecolor="black")
-                if block_id in texts
-                else dict(facecolor="white", edgecolor="silver")
-            )
-            axes.add_patch(Rectangle((2.2 * block_id, top - 1.6), 2, 1.6, **style))
+            face, edge = ("whitesmoke", "black") if block_id in texts else ("white", "silver")
+            axes.add_patch(Rectangle((2.2 * block_id, top - 1.6), 2, 1.6, facecolor=face, edgecolor=edge))
             axes.text(2.2 * block_id + 1, top - 1.9, f"{block_id}  {note}", ha="center", va="center", fontsize=7)
             for i, text in enumerate(texts.get(block_id, [])):
-                axes.text(
-                    2.2 * block_id + 0.25 + 0.5 * i,
-                    top - 0.8,
-                    text,
-                    ha="center",
-                    va="center",
-                    fontsize=7.5,
-                    rotation=90,
-                )
+                x = 2.2 * block_id + 0.25 + 0.5 * i
+                axes.text(x, top - 0.8, text, ha="center", va="center", fontsize=7.5, rotation=90)
 
 
 def save(name: str, snapshots: list[Snapshot]) -> None:
@@ -134,7 +123,6 @@ def swap() -> list[Snapshot]:
         "Once upon a time there was a", SamplingParams(temperature=0, max_tokens=20, ignore_eos=True), "first"
     )
     llm.add_request("tell me a story", SamplingParams(n=2, seed=1, max_tokens=9, ignore_eos=True), "second")
-    shots = []
     while not llm.scheduler.num_swapped_blocks:
         before = Snapshot(llm, "all blocks are in use")
         llm.step()

@@ -1,6 +1,6 @@
 """Draws what tutorials/baselines/replay.py counted, with the paper's numbers beside ours (its figures 2 and 15).
 
-python tutorials/figures/plot_memory.py            # reads tutorials/results/memory.json
+    python tutorials/figures/plot_memory.py            # reads tutorials/results/memory.json
 
 Writes memory_waste and memory_sharing, .png, next to this script. Needs matplotlib.
 """
