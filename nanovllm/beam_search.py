@@ -28,7 +28,8 @@ class BeamSearchParams(Options):
         self.require("beam_width", is_int(self.beam_width, 1), "a positive integer")
         self.require("max_tokens", is_int(self.max_tokens, 1), "a positive integer")
         self.require("length_penalty", is_number(self.length_penalty, -10, 10), "from -10 to 10")
-        self.require("early_stopping", self.early_stopping in (True, False, "never"), "True, False or 'never'")
+        is_bool = isinstance(self.early_stopping, bool)
+        self.require("early_stopping", is_bool or self.early_stopping == "never", "True, False or 'never'")
         self.require("ignore_eos", isinstance(self.ignore_eos, bool), "True or False")
 
     def sampling_params(self) -> SamplingParams:
@@ -41,13 +42,13 @@ class Beam:
     """A candidate: the sequence that it continues, a next token, and the log-probability of all output tokens."""
 
     parent: Sequence
-    token_id: int
+    token_id: int | None  # None: the sequence as it is
     cumulative_logprob: float
     score: float = float("-inf")  # of a result
 
     @property
     def token_ids(self) -> list[int]:
-        return [*self.parent.output_token_ids, self.token_id]
+        return self.parent.output_token_ids + ([] if self.token_id is None else [self.token_id])
 
 
 class BeamSearch:
@@ -70,14 +71,23 @@ class BeamSearch:
         length = candidates[0].parent.num_output_tokens + 1
         is_last = length >= self.max_output_tokens
         ends = [is_last or beam.token_id in self.stop_token_ids for beam in candidates]
-        for beam, has_ended in zip(candidates[:width], ends):
-            if has_ended:
-                beam.score = beam.cumulative_logprob / length**penalty
-                self.results.append(beam)
-        self.results = sorted(self.results, key=lambda beam: -beam.score)[:width]
+        ended = [beam for beam, has_ended in zip(candidates[:width], ends) if has_ended]
+        for beam in ended:
+            beam.score = beam.cumulative_logprob / length**penalty
+        self.results = sorted(self.results + ended, key=lambda beam: -beam.score)[:width]
         running = [beam for beam, has_ended in zip(candidates, ends) if not has_ended][:width]
         self.is_finished = not running or self._is_decided(running[0], length)
         return [] if self.is_finished else running
+
+    def best_so_far(self, sequences: list[Sequence]) -> list[Beam]:
+        """The results of a search that was cut short: its running sequences count as they are."""
+        beams = [
+            Beam(
+                seq, None, p := seq.cumulative_logprob, p / max(1, seq.num_output_tokens) ** self.params.length_penalty
+            )
+            for seq in sequences
+        ]
+        return sorted(self.results + beams, key=lambda beam: -beam.score)[: self.params.beam_width]
 
     def _is_decided(self, best: Beam, length: int) -> bool:
         """Whether the results are complete, and no running beam can be expected to get a better score."""

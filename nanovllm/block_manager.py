@@ -15,7 +15,7 @@ class Block:
     """`block_size` tokens of keys and values, for every layer.
 
     `key` is (identity of the prefix before this block, the block's tokens) and `prefix_id` the identity
-    of the prefix that the block ends. Both are set when the block is full and computed.
+    of the prefix that the block ends. Both are set when a step is planned that computes the last of its tokens.
     """
 
     id: int
@@ -39,6 +39,8 @@ class BlockManager:
         self.free_blocks = OrderedDict.fromkeys(range(num_blocks))  # an ordered set: next to be reused first
         self.findable: dict[tuple[int, tuple[int, ...]], Block] = {}
         self.new_prefix_id = count(EMPTY_PREFIX + 1).__next__
+        self.planned: set[int] = set()  # findable blocks whose content the step that is being planned will compute
+        self.num_moves = 0  # blocks that steps were told to copy or swap, see Schedule.check
         self.free_host_blocks = list(range(num_host_blocks))
         self.host_ref_counts = [0] * num_host_blocks
 
@@ -67,7 +69,7 @@ class BlockManager:
         """Blocks that these sequences lack to compute so many of their next tokens, copies included."""
         missing, writers = 0, {}
         for seq, num_tokens in plan:
-            missing += self.num_blocks_for(seq.num_computed_tokens + num_tokens) - len(seq.block_table)
+            missing += max(0, self.num_blocks_for(seq.num_computed_tokens + num_tokens) - len(seq.block_table))
             block = self._next_block(seq)
             if block is not None:
                 writers[block.id] = writers.get(block.id, 0) + 1
@@ -78,31 +80,53 @@ class BlockManager:
     def can_allocate(self, plan: Iterable[tuple[Sequence, int]]) -> bool:
         return self.num_new_blocks(plan) <= self.num_free_blocks
 
+    def can_admit(self, request: Request, num_reserved: int = 0) -> bool:
+        """Whether there are blocks for all tokens that a waiting request has, beside `num_reserved` for others."""
+        first = request.unfinished[0]
+        lacking = (
+            self.num_blocks_for(len(first)) + self.num_blocks_at_fork(request) + num_reserved - self.num_free_blocks
+        )
+        return lacking <= 0 or lacking <= sum(block.ref_count > 0 for block in self.find_prefix(first))
+
+    def num_blocks_at_fork(self, request: Request) -> int:
+        """Blocks that the other sequences will need beside those of the first, for the tokens that they have."""
+        shared = len(request.prompt_token_ids) // self.block_size
+        others = [] if request.has_forked else request.unfinished[1:]
+        return sum(self.num_blocks_for(len(seq)) - shared for seq in others)
+
     def _next_block(self, seq: Sequence) -> Block | None:
         """The block that the next token of `seq` goes to, if it has that block already."""
         i = seq.num_computed_tokens // self.block_size
         return self.blocks[seq.block_table[i]] if i < len(seq.block_table) else None
 
-    def take_prefix(self, seq: Sequence, swaps_in: dict[int, int] | None = None) -> None:
-        """Lets a sequence without blocks share the longest computed prefix of its tokens.
+    def find_prefix(self, seq: Sequence) -> list[Block]:
+        """The blocks of the longest prefix of its tokens that can be found; none of them is taken.
 
-        At most len(seq) - 1 tokens: the last one is always computed, because its logits are needed. Given `swaps_in`, a
-        sequence that was swapped out also gets blocks for the rest of what it had: host block -> block is added there
-        for each that is to be copied before the step. The caller has asked `can_swap_in`.
+        At most len(seq) - 1 tokens: the last one is always computed, because its logits are needed.
         """
-        assert not seq.block_table and seq.num_computed_tokens == 0
-        prefix_id = EMPTY_PREFIX
+        blocks, prefix_id = [], EMPTY_PREFIX
         for end in range(self.block_size, len(seq), self.block_size):
             block = self.findable.get((prefix_id, tuple(seq.token_ids[end - self.block_size : end])))
             if block is None:
                 break
+            blocks.append(block)
+            prefix_id = block.prefix_id
+        return blocks
+
+    def take_prefix(self, seq: Sequence, swaps_in: dict[int, int] | None = None) -> None:
+        """Lets a sequence without blocks share what `find_prefix` finds.
+
+        Given `swaps_in`, a sequence that was swapped out also gets blocks for the rest of what it had: host block -> block
+        is added there for each that is to be copied before the step. The caller has asked `can_admit`.
+        """
+        assert not seq.block_table and seq.num_computed_tokens == 0
+        for block in self.find_prefix(seq):
             if block.ref_count == 0:
                 del self.free_blocks[block.id]
             block.ref_count += 1
-            prefix_id = block.prefix_id
             seq.block_table.append(block.id)
-            seq.prefix_ids.append(prefix_id)
-            seq.num_computed_tokens = end
+            seq.prefix_ids.append(block.prefix_id)
+        seq.num_computed_tokens = len(seq.block_table) * self.block_size
         if swaps_in is not None:
             self._swap_in(seq, swaps_in)
 
@@ -118,6 +142,7 @@ class BlockManager:
             copy = self._take()
             seq.block_table[seq.num_computed_tokens // self.block_size] = copy.id
             copies.append((block.id, copy.id))
+            self.num_moves += 1
             block.ref_count -= 1
         elif block is not None:
             self._evict(block)  # its content changes: it was full when this sequence forked in its middle
@@ -148,23 +173,33 @@ class BlockManager:
         """Lets `child`, which has no blocks yet, share what `parent` has computed, or its first `num_tokens` tokens."""
         assert not child.block_table and child.num_computed_tokens == 0
         num_tokens = parent.num_computed_tokens if num_tokens is None else num_tokens
+        last = parent.block_table[num_tokens // self.block_size :][:1]
+        if self.planned.intersection(last):  # no part of a block can be copied before the step that writes it
+            num_tokens -= num_tokens % self.block_size
         child.num_computed_tokens = num_tokens
         child.block_table = parent.block_table[: self.num_blocks_for(num_tokens)]
         child.prefix_ids = parent.prefix_ids[: num_tokens // self.block_size]
         for block_id in child.block_table:
             self.blocks[block_id].ref_count += 1
 
-    def publish(self, seq: Sequence) -> None:
-        """Makes the full blocks findable whose keys and values have been computed by now."""
+    def publish(self, seq: Sequence, num_tokens: int | None = None) -> None:
+        """Makes the full blocks findable that hold its first `num_tokens` tokens; by default, those computed by now.
+
+        The step that is being planned must compute the others. Who finds them shares them in this very step: a layer
+        stores the keys and values of all tokens before any query reads them.
+        """
         if not self.enable_prefix_caching:
             return
-        for i in range(len(seq.prefix_ids), seq.num_computed_tokens // self.block_size):
+        num_tokens = seq.num_computed_tokens if num_tokens is None else num_tokens
+        for i in range(len(seq.prefix_ids), num_tokens // self.block_size):
             tokens = tuple(seq.token_ids[i * self.block_size : (i + 1) * self.block_size])
             key = (seq.prefix_ids[-1] if seq.prefix_ids else EMPTY_PREFIX, tokens)
             block = self.findable.get(key)
             if block is None:  # else another sequence computed the same prefix, and its block stays the findable one
                 block = self.findable[key] = self.blocks[seq.block_table[i]]
                 block.key, block.prefix_id = key, self.new_prefix_id()
+                if (i + 1) * self.block_size > seq.num_computed_tokens:
+                    self.planned.add(block.id)
             seq.prefix_ids.append(block.prefix_id)
 
     def free(self, seq: Sequence) -> None:
@@ -178,19 +213,18 @@ class BlockManager:
 
         Adds block -> host block to `swaps_out`, to be copied before the step. False, and nothing, if there is no room.
         """
-        blocks = {block_id for seq in seqs for block_id in seq.block_table} - swaps_out.keys()
+        tables = [seq.block_table[: self.num_blocks_for(seq.num_computed_tokens)] for seq in seqs]
+        blocks = {block_id for table in tables for block_id in table} - swaps_out.keys()
         if len(blocks) > len(self.free_host_blocks):
             return False
         swaps_out |= {block_id: self.free_host_blocks.pop() for block_id in blocks}
-        for seq in seqs:
-            seq.host_table = [swaps_out[block_id] for block_id in seq.block_table]
+        self.num_moves += len(blocks)
+        for seq, table in zip(seqs, tables):
+            seq.host_table = [swaps_out[block_id] for block_id in table]
             seq.num_host_tokens = seq.num_computed_tokens
             for host_id in seq.host_table:
                 self.host_ref_counts[host_id] += 1
         return True
-
-    def can_swap_in(self, seqs: Iterable[Sequence]) -> bool:
-        return len({host_id for seq in seqs for host_id in seq.host_table}) <= self.num_free_blocks
 
     def _swap_in(self, seq: Sequence, swaps_in: dict[int, int]) -> None:
         for host_id in seq.host_table[len(seq.block_table) :]:
@@ -198,6 +232,7 @@ class BlockManager:
                 self.blocks[swaps_in[host_id]].ref_count += 1
             else:
                 swaps_in[host_id] = self._take().id
+                self.num_moves += 1
             seq.block_table.append(swaps_in[host_id])
         seq.num_computed_tokens = max(seq.num_computed_tokens, seq.num_host_tokens)
 

@@ -1,8 +1,9 @@
 """Config: every knob of the engine, with its default and its limits. No torch in here."""
 
+import sys
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from math import isfinite
+from math import inf
 from pathlib import Path
 from re import fullmatch
 
@@ -26,15 +27,25 @@ class Options:
     def require(self, name, condition, allowed):
         """Raises a ValueError that names the field, its value and what is allowed."""
         if not condition:
-            raise ValueError(f"{name}={getattr(self, name)!r} is not allowed: it must be {allowed}")
+            raise ValueError(f"{name}={shown(getattr(self, name))} is not allowed: it must be {allowed}")
 
 
-def is_int(value, low, high=float("inf")) -> bool:
+def shown(value, most_chars: int = 200) -> str:
+    """The value as an error message names it: a text or number of any length in one line."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no integer of more than 4,300 digits
+        return f"an integer of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
+    return text if len(text) <= most_chars else f"{text[:most_chars]}... ({len(text):,} characters)"
+
+
+def is_int(value, low, high=inf) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
 
-def is_number(value, low, high=float("inf")) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value) and low <= value <= high
+def is_number(value, low, high=sys.float_info.max) -> bool:
+    """Whether it is one that fits into a float. No comparison holds for NaN."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
 
 
 @dataclass(kw_only=True)
@@ -94,7 +105,8 @@ class Config(Options):
         share = self.gpu_memory_utilization
         self.require("gpu_memory_utilization", is_number(share, 0, 1) and share > 0, "above 0 and at most 1")
         for name in ("kv_cache_gib", "swap_gib"):
-            self.require(name, is_number(getattr(self, name), 0) and getattr(self, name) > 0, "a positive number")
+            size = getattr(self, name)
+            self.require(name, is_number(size, 0, 2**30) and size > 0, "a positive number, at most 2**30")
         for name in ("enable_prefix_caching", "enforce_eager"):
             self.require(name, isinstance(getattr(self, name), bool), "True or False")
         for name, method in (("scheduler_cls", "schedule"), ("block_manager_cls", "allocate")):

@@ -1,39 +1,26 @@
 """LLM: what users talk to. Requests come in as text or token ids; a loop of steps answers them all together."""
 
+import logging
 import time
 from collections.abc import Iterator
 from itertools import count
 
 from tqdm import tqdm
 
-from nanovllm.beam_search import BeamSearch, BeamSearchParams
+from nanovllm.beam_search import BeamSearchParams
 from nanovllm.block_manager import BlockManager
-from nanovllm.config import Config, is_int
+from nanovllm.config import Config, shown
+from nanovllm.inputs import Conversation, Inputs, Params, Prompt, is_conversation, is_one_prompt
 from nanovllm.layers.rotary import longest_context
 from nanovllm.loader import find_model, load_config, load_generation_config, load_tokenizer
 from nanovllm.model_runner import ModelRunner, choose_device
 from nanovllm.models.qwen import check_supported
-from nanovllm.outputs import CompletionOutput, RequestOutput, TextStream
+from nanovllm.outputs import Reply, RequestOutput
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.scheduler import Scheduler
-from nanovllm.sequence import Request, Sequence
+from nanovllm.scheduler import Schedule, ScheduleError, Scheduler
+from nanovllm.sequence import Request
 
-Conversation = list[dict[str, str]]
-Prompt = str | list[int] | Conversation
-Params = SamplingParams | BeamSearchParams
-
-
-def is_conversation(prompt) -> bool:
-    is_list = isinstance(prompt, list | tuple) and len(prompt) > 0
-    return is_list and all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in prompt)
-
-
-def is_one_prompt(prompts) -> bool:
-    return (
-        not isinstance(prompts, list | tuple)
-        or is_conversation(prompts)
-        or any(isinstance(x, int) for x in prompts[:1])
-    )
+logger = logging.getLogger(__name__)
 
 
 class LLM:
@@ -57,46 +44,42 @@ class LLM:
         device = choose_device(config)
         config.max_num_batched_tokens = config.max_num_batched_tokens or (8192 if device.type == "cuda" else 2048)
         self.tokenizer = load_tokenizer(path)
-        self.default_params, self.eos_token_ids = load_generation_config(path, hf_config)
+        self.inputs = Inputs(config, self.tokenizer, hf_config.vocab_size, *load_generation_config(path, hf_config))
         self.runner = ModelRunner(config, hf_config, path, device)
         self.config = config
-        manager_cls = config.block_manager_cls or BlockManager
-        self.block_manager = manager_cls(
-            self.runner.num_blocks, config.block_size, config.enable_prefix_caching, self.runner.num_host_blocks
-        )
+        self.block_manager = self._new_block_manager()
         self.scheduler = (config.scheduler_cls or Scheduler)(config, self.block_manager)
         self.arrivals = count()
-        self.requests: dict[str, Request] = {}  # the unfinished ones
-        self.outputs: dict[str, RequestOutput] = {}  # what they have so far
-        self.streams: dict[Sequence, TextStream] = {}
+        self.replies: dict[str, Reply] = {}  # to the unfinished requests
         self.news: dict[str, RequestOutput] = {}  # what the next step() reports
+        self.is_changing = False  # within a step; still set after one that was interrupted
+        self.apart: list[list[Request]] = []  # suspects of a failed step: the last group runs, all others wait
+        self.untested: set[Request] = set()  # those of that group that have not got a token since
         self.num_steps = self.num_computed_tokens = self.num_output_tokens = self.peak_used_blocks = 0
+        self.num_failed_steps = 0
         self.seconds = 0.0
 
     # --- the loop itself ---
 
     def add_request(self, prompt: Prompt, params: Params | None = None, request_id: str | None = None) -> str:
         """Queues a request and returns its id. `params=None` takes the model's own from generation_config.json."""
-        return self._submit(self._request(prompt, params, request_id)).request_id
+        return self._submit(self._request(prompt, params, request_id)).request.request_id
 
     def step(self) -> list[RequestOutput]:
         """Runs one step. Returns the requests with new tokens since the last call; these objects go on growing."""
         self._advance()
-        news, self.news = list(self.news.values()), {}
-        return news
+        return list(map(self.news.pop, [*self.news]))  # at one stroke, so that a Ctrl-C cannot lose any
 
     def abort(self, request_id: str) -> bool:
         """Ends a request at once and frees its blocks. False if there is no such unfinished request."""
-        if request_id not in self.requests:
+        if request_id not in self.replies:
             return False
-        request = self.requests[request_id]
-        self.scheduler.abort(request)
-        self._report(request)
+        self._abort([self.replies[request_id].request])
         return True
 
     def has_unfinished(self) -> bool:
         """Whether step() has anything to compute, or to report."""
-        return bool(self.requests or self.news)
+        return bool(self.replies or self.news)
 
     # --- what most people use ---
 
@@ -106,7 +89,10 @@ class LLM:
         params: Params | list[Params] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answers all prompts, in their order. `params` is one for all, or a list with one for each."""
+        """Answers all prompts, in their order. `params` is one for all, or a list with one for each.
+
+        If a request makes the engine fail, its exception is raised once the others have been answered.
+        """
         if is_one_prompt(prompts):
             prompts = [prompts]
         all_params = list(params) if isinstance(params, list | tuple) else [params] * len(prompts)
@@ -115,9 +101,9 @@ class LLM:
                 f"{len(prompts)} prompts, but {len(all_params)} sampling params: give one, or as many as prompts"
             )
         requests = [self._request(*pair) for pair in zip(prompts, all_params)]  # all are checked before one is added
-        outputs = [self._submit(request) for request in requests]
-        start, tokens_before, finished = time.perf_counter(), self._num_tokens(), 0
         try:
+            outputs = [self._submit(request, is_reported=False).output for request in requests]
+            start, tokens_before, finished = time.perf_counter(), self._num_tokens(), 0
             with tqdm(total=len(outputs), desc="Prompts", disable=not use_tqdm, dynamic_ncols=True) as bar:
                 while finished < len(outputs):
                     self._advance()
@@ -128,8 +114,10 @@ class LLM:
                         bar.set_postfix_str("prompt {:.0f}, output {:.0f} tokens/s".format(*speed), refresh=False)
                         bar.update(finished - before)
         finally:  # also when interrupted: nothing of this call stays behind
-            for output in outputs:
-                self._forget(output)
+            self._abort(requests)
+        for output in outputs:
+            if output.error is not None:
+                raise output.error
         return outputs
 
     def chat(
@@ -142,7 +130,7 @@ class LLM:
         chats = [messages] if is_conversation(messages) else messages
         if not isinstance(chats, list | tuple) or not all(map(is_conversation, chats)):
             raise ValueError(
-                f"messages={messages!r} is not allowed: a conversation is a list of {{'role': ..., 'content': ...}}, "
+                f"messages={shown(messages)} is not allowed: a conversation is a list of {{'role': ..., 'content': ...}}, "
                 "and there may be a list of them"
             )
         return self.generate(chats, params, use_tqdm)
@@ -153,7 +141,7 @@ class LLM:
         """The likeliest outputs of each prompt, best first. Other methods but stream take BeamSearchParams, too."""
         params = BeamSearchParams() if params is None else params
         if not isinstance(params, BeamSearchParams):
-            raise ValueError(f"params={params!r} is not allowed: it must be BeamSearchParams")
+            raise ValueError(f"params={shown(params)} is not allowed: it must be BeamSearchParams")
         return self.generate(prompts, params, use_tqdm)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
@@ -162,7 +150,7 @@ class LLM:
             raise ValueError(f"model={self.config.model!r} has no tokenizer: it cannot stream text")
         request = self._request(prompt, params)
         if request.beam_search is not None:
-            raise ValueError(f"params={params!r} is not allowed: the beams of a search cannot be streamed")
+            raise ValueError(f"params={shown(params)} is not allowed: the beams of a search cannot be streamed")
         if request.params.n != 1:
             raise ValueError(f"n={request.params.n} is not allowed: it must be 1 to stream")
         return self._stream(request)
@@ -172,7 +160,7 @@ class LLM:
         scheduler, manager = self.scheduler, self.block_manager
         return {
             "requests_running": len(scheduler.running),
-            "requests_waiting": len(scheduler.waiting),
+            "requests_waiting": len(self.replies) - len(scheduler.running),
             "kv_blocks": len(manager.blocks),
             "kv_blocks_used": manager.num_used_blocks,
             "kv_blocks_used_peak": self.peak_used_blocks,
@@ -182,11 +170,17 @@ class LLM:
             "preemptions": scheduler.num_preemptions,
             "swapped_blocks": scheduler.num_swapped_blocks,
             "steps": self.num_steps,
+            "failed_steps": self.num_failed_steps,
             "computed_tokens": self.num_computed_tokens,
             "output_tokens": self.num_output_tokens,
             "seconds": self.seconds,
             "output_tokens_per_second": self.num_output_tokens / self.seconds if self.seconds else 0.0,
         }
+
+    @property
+    def requests(self) -> dict[str, Request]:
+        """The unfinished requests by their ids."""
+        return {request_id: reply.request for request_id, reply in self.replies.items()}
 
     # --- behind them ---
 
@@ -194,147 +188,180 @@ class LLM:
         return self.scheduler.num_prompt_tokens, self.num_output_tokens
 
     def _advance(self) -> None:
-        """schedule -> run -> update, the whole engine."""
-        start = time.perf_counter()
-        schedule = self.scheduler.schedule()
-        if not schedule.items:
+        """One step. If it fails, its requests run apart, until one of them fails alone: that one ends."""
+        self._settle()
+        if not self.replies:
             return
-        self.peak_used_blocks = max(self.peak_used_blocks, self.block_manager.num_used_blocks)
-        num_tokens = schedule.num_tokens
+        self.is_changing, schedule = True, None
         try:
-            token_ids, logprobs = self.runner.run(schedule)
-        except BaseException:  # Ctrl-C, too
-            self.scheduler.restart()
-            raise
+            schedule = self._schedule()
+            self._run(schedule)
+            if self.apart and not any(map(self._is_active, self.untested)):
+                self.apart.pop()  # this group has got through
+            else:
+                self.is_changing = False
+        except Exception as error:
+            if isinstance(error, ScheduleError):  # no request's fault
+                raise
+            self._isolate(error, schedule)
+        finally:
+            self._settle()
+
+    def _schedule(self) -> Schedule:
+        before = self.block_manager.num_moves
+        schedule = self.scheduler.schedule()
+        name = type(self.scheduler).__name__
+        if not isinstance(schedule, Schedule):
+            raise ScheduleError(f"{name}.schedule() returned {shown(schedule)}: it must return a Schedule")
+        if not schedule.items:
+            known = {request.request_id for request in self.scheduler.unfinished()}
+            lost = [request_id for request_id in self.replies if request_id not in known]
+            hint = f"; it has lost {shown(lost)}, which are neither in waiting nor in running" if lost else ""
+            raise ScheduleError(
+                f"{name}.schedule() planned nothing, but {len(self.replies)} requests are not finished: "
+                f"{shown([*self.replies])}{hint}"
+            )
+        schedule.check(self.scheduler, self.block_manager.num_moves - before)
+        return schedule
+
+    def _run(self, schedule: Schedule) -> None:
+        """schedule -> run -> update, the whole engine; and what is new goes to the users."""
+        start, num_tokens = time.perf_counter(), schedule.num_tokens
+        self.peak_used_blocks = max(self.peak_used_blocks, self.block_manager.num_used_blocks)
+        token_ids, logprobs = self.runner.run(schedule)
         sampled = self.scheduler.update(schedule, token_ids, logprobs)
-        for seq, token_id, logprob in zip(sampled, token_ids, logprobs):
-            if seq.request.beam_search is None:
-                self._deliver(seq, token_id, logprob)
-        for request in dict.fromkeys(seq.request for seq in sampled):
-            self._report(request)
         self.num_steps += 1
         self.num_computed_tokens += num_tokens
         self.num_output_tokens += len(token_ids)
+        for request in dict.fromkeys(seq.request for seq in sampled):
+            self._report(self.replies[request.request_id])
+            for seq in request.sequences:
+                if seq.finish_reason is not None and seq.block_table:  # by a stop string, or because its text failed
+                    self.scheduler.finish(seq, seq.finish_reason)
+            self.untested.discard(request)
         self.seconds += time.perf_counter() - start
 
-    def _deliver(self, seq: Sequence, token_id: int, logprob: dict[int, float] | None) -> None:
-        """Hands a new token to its output, as text too, and ends the sequence at a stop string."""
-        output = self.outputs[seq.request.request_id].outputs[seq.index]
-        output.token_ids.append(token_id)
-        if logprob is not None:
-            output.logprobs.append(logprob)
-        if seq in self.streams and self.streams[seq].add(token_id):
-            if seq.finish_reason is None:
-                self.scheduler.finish(seq, "stop")
-            seq.finish_reason = "stop"
+    def _report(self, reply: Reply, error: Exception | None = None) -> None:
+        """Hands on what is new of a request, or the error that ends it, and lets go of it if it has ended."""
+        try:
+            if error is None:
+                reply.update(self.tokenizer)
+        except Exception as failure:  # of the tokenizer: nobody else is concerned
+            error = failure
+        if error is not None:
+            reply.fail(error)
+        output = reply.output
+        if reply.is_reported:
+            self.news[output.request_id] = output
+        if output.finished:
+            del self.replies[output.request_id]
 
-    def _report(self, request: Request) -> None:
-        """Brings the request's output up to date, and lets go of the request if it has ended."""
-        result = self.news[request.request_id] = self.outputs[request.request_id]
-        result.num_cached_tokens = request.num_cached_tokens
-        for seq, output in zip(request.sequences, result.outputs):
-            output.finish_reason = seq.finish_reason
-        if request.is_finished:
-            result.finished = True
-            if request.beam_search is not None:
-                result.outputs[:] = self._beams(request)
-            for seq in request.sequences:
-                if seq in self.streams:
-                    self.streams.pop(seq).release()
-            del self.requests[request.request_id], self.outputs[request.request_id]
+    def _is_active(self, request: Request) -> bool:
+        reply = self.replies.get(request.request_id)
+        return reply is not None and reply.request is request
 
-    def _beams(self, request: Request) -> list[CompletionOutput]:
-        """The results of a beam search, the best first."""
-        outputs = []
-        for i, beam in enumerate(request.beam_search.results):
-            text = self.tokenizer.decode(beam.token_ids, skip_special_tokens=True) if self.tokenizer else ""
-            reason = "stop" if beam.token_id in request.stop_token_ids else "length"
-            outputs.append(CompletionOutput(i, text, beam.token_ids, None, reason, beam.cumulative_logprob))
-        return outputs
+    # --- when a step was interrupted, or has failed ---
+
+    def _settle(self) -> None:
+        """Puts right what an interrupted step has left."""
+        if self.is_changing:
+            self._recover()
+            self.is_changing = False
+
+    def _recover(self) -> None:
+        """Begins anew with what is known for sure, wherever a step has ended: the tokens that each sequence has. The
+        cache is empty, all queues are made again, and so is what the users have got. May itself be interrupted."""
+        self.block_manager = self._new_block_manager()
+        for reply in [*self.replies.values()]:
+            for seq in reply.request.sequences:
+                seq.finish_reason = self.scheduler.reason_to_end(seq)
+            reply.restart()
+            self._report(reply)
+        while self.apart and not any(map(self._is_active, self.apart[-1])):
+            self.apart.pop()
+        group = self.apart[-1] if self.apart else [reply.request for reply in self.replies.values()]
+        self.untested = set(filter(self._is_active, group))
+        self.scheduler.restart(filter(self._is_active, group), self.block_manager)
+
+    def _isolate(self, error: Exception, schedule: Schedule | None) -> None:
+        """Halves the group of those that may have made the step fail. Who fails alone ends with the error."""
+        self.num_failed_steps += 1
+        is_alone = len(self.replies) == 1 or bool(self.apart)  # if the group is one request
+        group = list(filter(self._is_active, self.apart.pop() if self.apart else self._suspects(schedule)))
+        if is_alone and len(group) == 1:
+            return self._report(self.replies[group[0].request_id], error)
+        logger.warning("a step failed (%r): its %d requests run apart, to find the one to blame", error, len(group))
+        half = len(group) // 2
+        self.apart += [part for part in (group[half:], group[:half]) if part]
+
+    def _suspects(self, schedule: Schedule | None) -> list[Request]:
+        """Those in the step, as far as it was planned."""
+        if schedule is None:
+            return [reply.request for reply in self.replies.values()]
+        return list(dict.fromkeys(seq.request for seq, _ in schedule.items))
+
+    def _abort(self, requests: list[Request]) -> None:
+        """Ends those that have not ended, if need be in the state that an interrupted step has left."""
+        replies = [self.replies[request.request_id] for request in requests if self._is_active(request)]
+        if not replies:
+            return
+        self._settle()
+        self.is_changing = True
+        for reply in replies:
+            for seq in reply.request.unfinished:
+                seq.finish_reason = "abort"
+            self._report(reply)
+        for reply in replies:
+            self.scheduler.abort(reply.request)
+        self.is_changing = False
+
+    # --- on the way in ---
+
+    def _new_block_manager(self) -> BlockManager:
+        config, runner = self.config, self.runner
+        manager_cls = config.block_manager_cls or BlockManager
+        return manager_cls(runner.num_blocks, config.block_size, config.enable_prefix_caching, runner.num_host_blocks)
 
     def _request(self, prompt: Prompt, params: Params | None, request_id: str | None = None) -> Request:
-        """Checks everything that a user may get wrong, and changes nothing."""
-        params, beams = self.default_params if params is None else params, None
-        if isinstance(params, BeamSearchParams):
-            params, beams = params.sampling_params(), params
-        if not isinstance(params, SamplingParams):
-            raise ValueError(f"params={params!r} is not allowed: it must be SamplingParams or BeamSearchParams")
-        if not isinstance(request_id, str | None):
-            raise ValueError(f"request_id={request_id!r} is not allowed: it must be a string")
-        if request_id in self.requests or request_id in self.news:
-            raise ValueError(f"request_id={request_id!r} is not allowed: a request with this id is not yet done with")
-        text, token_ids = self._encode(prompt)
-        if not token_ids:
-            raise ValueError(f"prompt={prompt!r} is empty: it must have at least one token")
-        vocab_size = self.runner.vocab_size
-        for name, ids in (("prompt", token_ids), ("stop_token_ids", params.stop_token_ids)):
-            wrong = [i for i in ids if not is_int(i, 0, vocab_size - 1)]
-            if wrong:
-                raise ValueError(
-                    f"{name} has the token id {wrong[0]!r}: ids must be integers from 0 to {vocab_size - 1}"
-                )
-        if params.stop and self.tokenizer is None:
-            raise ValueError(f"stop={params.stop!r} is not allowed: model={self.config.model!r} has no tokenizer")
-        request = Request(request_id, text, token_ids, params, self.eos_token_ids)
-        if beams is not None:
-            room = min(params.max_tokens, self.config.max_model_len - len(token_ids))
-            request.beam_search = BeamSearch(beams, request.stop_token_ids, room)
+        """Checks everything, and changes nothing."""
+        request = self.inputs.request(prompt, params, request_id)
+        if request_id in self.replies or request_id in self.news:
+            raise ValueError(
+                f"request_id={shown(request_id)} is not allowed: a request with this id is not yet done with"
+            )
         self.scheduler.check(request)
         return request
 
-    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        is_chat = is_conversation(prompt)
-        if isinstance(prompt, list | tuple) and not is_chat:
-            return None, list(prompt)
-        if not is_chat and not isinstance(prompt, str):
-            raise ValueError(f"prompt={prompt!r} is not allowed: it must be text, token ids or a list of messages")
-        if self.tokenizer is None:
-            raise ValueError(
-                f"prompt={prompt!r} is not allowed: model={self.config.model!r} has no tokenizer, give token ids"
-            )
-        if is_chat and not self.tokenizer.chat_template:
-            raise ValueError(f"model={self.config.model!r} has no chat template: give the whole prompt to generate()")
-        text = prompt
-        if is_chat:
-            text = self.tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-        return text, self.tokenizer.encode(text, add_special_tokens=not is_chat)
-
-    def _submit(self, request: Request) -> RequestOutput:
+    def _submit(self, request: Request, is_reported: bool = True) -> Reply:
         """Gives a checked request its place in the order of arrival, its id and its seed, and queues it."""
         request.arrival = next(self.arrivals)
         if request.request_id is None:
-            while str(request.arrival) in self.requests | self.news:  # somebody chose this number as an id
+            while str(request.arrival) in self.replies | self.news:  # somebody chose this number as an id
                 request.arrival = next(self.arrivals)
             request.request_id = str(request.arrival)
         if request.params.seed is None:
             request.seed = (self.config.seed + request.arrival * 0x5851F42D4C957F2D) % 2**63
-        outputs = [
-            CompletionOutput(i, logprobs=None if request.params.logprobs is None else [])
-            for i in range(request.params.n)
-        ]
-        if self.tokenizer is not None and request.beam_search is None:
-            for seq, output in zip(request.sequences, outputs):
-                self.streams[seq] = TextStream(self.tokenizer.backend_tokenizer, output, request.params.stop)
-        result = RequestOutput(request.request_id, request.prompt, request.prompt_token_ids, outputs)
-        self.requests[request.request_id], self.outputs[request.request_id] = request, result
-        self.scheduler.add(request)
-        return result
+        self._settle()
+        self.is_changing = True
+        reply = Reply(request, self.tokenizer and self.tokenizer.backend_tokenizer, is_reported)
+        if not self.apart:  # else it begins when those have run
+            self.scheduler.add(request)
+        self.replies[request.request_id] = reply
+        self.is_changing = False
+        return reply
 
     def _stream(self, request: Request) -> Iterator[str]:
-        result = self._submit(request)
-        text = self.streams[request.sequences[0]]
         shown = 0
         try:
-            while shown < text.num_safe_chars or not result.finished:
+            reply = self._submit(request, is_reported=False)
+            (text,) = reply.texts
+            while shown < text.num_safe_chars or not reply.output.finished:
                 if shown == text.num_safe_chars:  # else somebody else's step has brought text already
                     self._advance()
                 if shown < text.num_safe_chars:
                     begin, shown = shown, text.num_safe_chars  # it may have grown when we come back from yield
                     yield text.output.text[begin:shown]
         finally:
-            self._forget(result)
-
-    def _forget(self, result: RequestOutput) -> None:
-        """For a caller that has the output in hand: step() need not report it."""
-        self.abort(result.request_id)
-        self.news.pop(result.request_id, None)
+            self._abort([request])
+        if reply.output.error is not None:
+            raise reply.output.error

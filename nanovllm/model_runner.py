@@ -226,8 +226,7 @@ class ModelRunner:
             torch.frombuffer(array("f", [getattr(p, name) for p in params]), dtype=torch.float32)
             for name in ("temperature", "top_p", "min_p")
         )
-        top_k = integers([p.top_k for p in params])
-        top_k = torch.where(top_k > 0, top_k, self.vocab_size)
+        top_k = integers([min(p.top_k, self.vocab_size) if p.top_k > 0 else self.vocab_size for p in params])
         drawn = temperature > 0
         limit = int(top_k[drawn].max())
         return Sampling(

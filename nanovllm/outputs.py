@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from nanovllm.sequence import Request, Sequence
+
 
 @dataclass
 class CompletionOutput:
@@ -14,7 +16,7 @@ class CompletionOutput:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, float]] | None = None  # per token: of the token itself, then of the likeliest
-    finish_reason: str | None = None  # "stop", "length" or "abort"
+    finish_reason: str | None = None  # "stop", "length", "abort" or "error"
     cumulative_logprob: float | None = None  # of all tokens; beam search only
 
 
@@ -26,6 +28,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     num_cached_tokens: int = 0  # prompt tokens whose keys and values came from the prefix cache
     finished: bool = False
+    error: Exception | None = None  # what made it fail, if its finish_reason is "error"
 
 
 class TextStream:
@@ -37,7 +40,11 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, output: CompletionOutput, stop: list[str]):
         self.tokenizer, self.output, self.stop = tokenizer, output, stop
+        self.restart()
+
+    def restart(self) -> None:
         self.decoder = DecodeStream(skip_special_tokens=True)
+        self.output.text = ""
         self.num_safe_chars = 0  # of output.text: what may be shown to the user
 
     def add(self, token_id: int) -> bool:
@@ -50,12 +57,91 @@ class TextStream:
         found = [i for i in (self.output.text.find(stop, begin) for stop in self.stop) if i >= 0]
         if found:
             self.output.text = self.output.text[: min(found)]
-        held = max(
-            (k for stop in self.stop for k in range(1, len(stop)) if self.output.text.endswith(stop[:k])), default=0
-        )
+        held = max((overlap(self.output.text, stop) for stop in self.stop), default=0)
         self.num_safe_chars = len(self.output.text) - (0 if found else held)
         return bool(found)
 
     def release(self) -> None:
         """The output has ended: what looked like the beginning of a stop string was none."""
         self.num_safe_chars = len(self.output.text)
+
+
+def overlap(text: str, stop: str) -> int:
+    """How many characters at the end of the text may be the beginning of a stop string."""
+    begin = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+    while begin >= 0 and not stop.startswith(text[begin:]):
+        begin = text.find(stop[0], begin + 1)
+    return len(text) - begin if begin >= 0 else 0
+
+
+class Reply:
+    """A request on its way, and what its user gets of it.
+
+    The request has the truth: the tokens of its sequences. All that is in here can be made from them again.
+    """
+
+    def __init__(self, request: Request, tokenizer: Tokenizer | None, is_reported: bool):
+        self.request = request
+        self.is_reported = is_reported  # by step(); else its caller holds the output
+        self.outputs = [CompletionOutput(i) for i in range(request.params.n)]
+        self.output = RequestOutput(request.request_id, request.prompt, request.prompt_token_ids, self.outputs)
+        has_text = tokenizer is not None and request.beam_search is None
+        self.texts = [TextStream(tokenizer, output, request.params.stop) for output in self.outputs if has_text]
+        self.restart()
+
+    def restart(self) -> None:
+        self.num_delivered = [0] * len(self.outputs)
+        for output in self.outputs:
+            output.token_ids.clear()
+            output.logprobs = None if self.request.params.logprobs is None else []
+        for text in self.texts:
+            text.restart()
+        self.output.finished = False
+
+    def update(self, tokenizer) -> None:
+        """Brings the output up to date. A sequence whose text has a stop string ends."""
+        request, output = self.request, self.output
+        if request.beam_search is None:  # the outputs of a search are known at its end
+            for i, seq in enumerate(request.sequences):
+                self._deliver(i, seq)
+        output.num_cached_tokens = request.num_cached_tokens or 0
+        if request.is_finished:
+            for text in self.texts:
+                text.release()
+            if request.beam_search is not None:
+                output.outputs[:] = beams_of(request, tokenizer)
+            output.finished = True
+
+    def _deliver(self, i: int, seq: Sequence) -> None:
+        output, begin = self.outputs[i], self.num_delivered[i]
+        new = seq.token_ids[len(self.request.prompt_token_ids) + begin :]
+        if output.logprobs is not None:
+            output.logprobs += seq.logprobs[begin : begin + len(new)]
+        for token_id in new:
+            output.token_ids.append(token_id)
+            is_text = bool(self.texts) and token_id not in self.request.stop_token_ids
+            if is_text and self.texts[i].add(token_id):
+                seq.finish_reason = "stop"
+        self.num_delivered[i] += len(new)
+        output.finish_reason = seq.finish_reason
+
+    def fail(self, error: Exception) -> None:
+        """Ends it, whatever state it is in."""
+        for seq in self.request.unfinished:
+            seq.finish_reason = "error"
+        for output in self.outputs:
+            output.finish_reason = output.finish_reason or "error"
+        self.output.error, self.output.finished = error, True
+
+
+def beams_of(request: Request, tokenizer) -> list[CompletionOutput]:
+    """The results of a beam search, the best first."""
+    outputs = []
+    for i, beam in enumerate(request.beam_search.best_so_far(request.sequences)):
+        token_ids, reason = beam.token_ids, "length" if beam.token_id is not None else beam.parent.finish_reason
+        shown = token_ids
+        if beam.token_id in request.stop_token_ids:
+            shown, reason = token_ids[:-1], "stop"
+        text = tokenizer.decode(shown, skip_special_tokens=True) if tokenizer else ""
+        outputs.append(CompletionOutput(i, text, token_ids, None, reason, beam.cumulative_logprob))
+    return outputs

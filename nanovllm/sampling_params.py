@@ -4,17 +4,19 @@ from dataclasses import dataclass
 
 from nanovllm.config import Options, is_int, is_number
 
+SMALLEST_FLOAT32 = 2.0**-126  # that is normal: processors may take smaller ones for 0
+
 
 @dataclass(kw_only=True)
 class SamplingParams(Options):
     n: int = 1
     """Number of outputs for the prompt."""
     temperature: float = 1.0
-    """0 is greedy."""
+    """0 is greedy, and so is what is too small to divide by in float32."""
     top_k: int = 0
     """Keep the k likeliest tokens; 0 or -1 keeps all."""
     top_p: float = 1.0
-    """Keep the likeliest tokens that have this probability together."""
+    """Keep the likeliest tokens that have this probability together. The likeliest one always stays."""
     min_p: float = 0.0
     """Keep the tokens with at least this part of the likeliest token's probability."""
     max_tokens: int = 256
@@ -32,7 +34,9 @@ class SamplingParams(Options):
 
     def __post_init__(self):
         self.require("n", is_int(self.n, 1), "a positive integer")
-        self.require("temperature", is_number(self.temperature, 0, 1e6), "0 (greedy) or a positive number")
+        self.require("temperature", is_number(self.temperature, 0, 1e6), "0 (greedy) or a number up to 1,000,000")
+        if self.temperature < SMALLEST_FLOAT32:
+            self.temperature = 0.0
         self.require("top_k", is_int(self.top_k, -1), "a positive integer, or 0 or -1 for all tokens")
         self.require("top_p", is_number(self.top_p, 0, 1) and self.top_p > 0, "above 0 and at most 1")
         self.require("min_p", is_number(self.min_p, 0, 1), "from 0 to 1")

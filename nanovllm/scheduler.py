@@ -5,14 +5,20 @@ cache yet: a new prompt all of them, a decoding sequence one. A step computes as
 blocks allow (iteration-level scheduling as in Orca, with the chunked prefill of Sarathi-Serve).
 """
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from nanovllm.beam_search import Beam
 from nanovllm.block_manager import BlockManager
-from nanovllm.config import Config
+from nanovllm.config import Config, shown
 from nanovllm.sequence import Request, Sequence
+
+
+class ScheduleError(RuntimeError):
+    """A scheduler has planned what cannot be run."""
 
 
 @dataclass
@@ -46,6 +52,44 @@ class Schedule:
     def sampled(self) -> list[Sequence]:
         """The sequences that get a next token."""
         return [seq for _, seq in self.sampled_items]
+
+    def check(self, scheduler: "Scheduler", num_moves: int) -> None:
+        """Raises ScheduleError if it cannot be run. `num_moves`: how many moves the block manager asked for."""
+        seqs, running, draws = [seq for seq, _ in self.items], set(scheduler.running), Counter()
+        if len(set(seqs)) < len(seqs):
+            (seq, times), *_ = Counter(seqs).most_common(1)
+            raise ScheduleError(f"{seq} is {times} times in one schedule: it must be there once")
+        for total, name in ((self.num_tokens, "max_num_batched_tokens"), (len(seqs), "max_num_seqs")):
+            if total > getattr(scheduler, name):
+                raise ScheduleError(f"the schedule has {total} {name[8:]}, but {name}={getattr(scheduler, name)}")
+        for seq, num_tokens in self.items:
+            if seq.request not in running or seq.finish_reason is not None:
+                raise ScheduleError(f"{seq} is in the schedule, but it is not in scheduler.running, or has ended")
+            if not 0 < num_tokens <= seq.num_missing_tokens:
+                missing = seq.num_missing_tokens
+                raise ScheduleError(
+                    f"{seq} is to compute {num_tokens} tokens: it must be 1 to {missing}, what it misses"
+                )
+            room = len(seq.block_table) * scheduler.block_manager.block_size
+            if seq.num_computed_tokens + num_tokens > room:
+                raise ScheduleError(
+                    f"{seq} is to compute {num_tokens} tokens, but its blocks have room for {room} in all: "
+                    "a sequence needs its blocks (_commit) before it is in a schedule"
+                )
+            if num_tokens == seq.num_missing_tokens and seq.request.has_forked:
+                draws[seq.request] += 1
+        for request, drawn in draws.items():
+            if drawn != len(request.unfinished):
+                raise ScheduleError(
+                    f"{drawn} of {len(request.unfinished)} sequences of request {request.request_id} would get a token: "
+                    "it must be all or none"
+                )
+        listed = len(self.copies) + len(self.swaps_out) + len(self.swaps_in)
+        if listed != num_moves:
+            raise ScheduleError(
+                f"the schedule lists {listed} blocks to copy and swap, but the block manager asked for {num_moves}: "
+                "what allocate, swap_out and take_prefix ask for must go into the Schedule that is returned"
+            )
 
 
 def common_length(sequences: list[list[int]]) -> int:
@@ -81,6 +125,7 @@ class Scheduler:
     def check(self, request: Request) -> None:
         """Raises ValueError if the request could not run to its end even if it had the whole cache."""
         prompt, params = len(request.prompt_token_ids), request.params
+        name_of_n = "n" if request.beam_search is None else "beam_width"
         if prompt + 1 > self.max_model_len:
             raise ValueError(
                 f"the prompt has {prompt} tokens, but max_model_len={self.max_model_len} leaves room for at most "
@@ -88,12 +133,13 @@ class Scheduler:
             )
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             if params.n > getattr(self, name):
-                raise ValueError(f"n={params.n} is not allowed: it must be at most {name}={getattr(self, name)}")
+                limit = getattr(self, name)
+                raise ValueError(f"{name_of_n}={shown(params.n)} is not allowed: it must be at most {name}={limit}")
         blocks, total = self.block_manager.most_blocks(request, self.longest(request)), len(self.block_manager.blocks)
         if blocks > total:
             raise ValueError(
                 f"the request may need {blocks} KV blocks of {self.block_manager.block_size} tokens (prompt of {prompt} "
-                f"tokens, max_tokens={params.max_tokens}, n={params.n}), but num_blocks={total}"
+                f"tokens, max_tokens={shown(params.max_tokens)}, {name_of_n}={params.n}), but num_blocks={total}"
             )
 
     def longest(self, request: Request) -> int:
@@ -117,7 +163,6 @@ class Scheduler:
         if budget is not None:
             self._schedule_waiting(schedule, budget)
         self.num_swapped_blocks += len(schedule.swaps_out)
-        assert schedule.items or not self.has_unfinished(), "no progress"
         return schedule
 
     def _schedule_running(self, schedule: Schedule, budget: int) -> int | None:
@@ -139,23 +184,27 @@ class Scheduler:
         num_seqs = sum(request.num_seats for request in self.running)
         if num_seqs < self.max_num_seqs:
             self.waiting.sort(key=self.priority)
+        reserved = sum(self.block_manager.num_blocks_at_fork(request) for request in self.running)
         while self.waiting and budget > 0:
             request = self.waiting[0]
             num_seqs += request.num_seats
-            if num_seqs > self.max_num_seqs or not self.block_manager.can_swap_in(request.unfinished):
+            if num_seqs > self.max_num_seqs or not self.block_manager.can_admit(request, reserved):
                 break
-            swaps_in = dict(schedule.swaps_in)
-            self._take_cached(request, swaps_in)  # first: it decides how much is left to compute
-            plan = self._plan(request, budget)
-            if not self.block_manager.can_allocate(plan):
-                self._release(request)
-                break
-            self._count_hits(request)
-            schedule.swaps_in = swaps_in
-            for seq in request.unfinished:
-                self.block_manager.free_host(seq)
-            budget -= self._commit(plan, schedule)
-            self.running.append(self.waiting.pop(0))
+            self._admit(request, schedule)
+            budget -= self._commit(self._plan(request, budget), schedule)
+            reserved += self.block_manager.num_blocks_at_fork(request)
+
+    def _admit(self, request: Request, schedule: Schedule) -> None:
+        """Gives it blocks for all tokens that it has, chunked or not: else it would soon be preempted in mid-prompt. What
+        the cache still has of them, and what the host has, need not be computed."""
+        self.running.append(self.waiting.pop(0))
+        self._take_cached(request, schedule.swaps_in)
+        self._count_hits(request)
+        for seq in request.unfinished:
+            self.block_manager.free_host(seq)
+        for seq in request.running:
+            end = len(seq) if request.has_forked else request.num_shared_tokens
+            schedule.copies += self.block_manager.allocate(seq, end - seq.num_computed_tokens)
 
     def _plan(self, request: Request, budget: int) -> list[tuple[Sequence, int]]:
         """The request's sequences with their missing tokens, as far as the budget goes.
@@ -180,7 +229,6 @@ class Scheduler:
         return plan
 
     def _take_cached(self, request: Request, swaps_in: dict[int, int]) -> None:
-        """Gives the request what the cache still has of it, and what the host has."""
         request.num_shared_tokens = common_length([seq.token_ids for seq in request.unfinished])
         self.block_manager.take_prefix(request.running[0], swaps_in)
         self._fork(request, swaps_in)
@@ -192,15 +240,18 @@ class Scheduler:
         first, *others = request.unfinished
         for seq in others:
             if len(seq) > request.num_shared_tokens:  # it was preempted: its own blocks may still be there
-                self.block_manager.take_prefix(seq, swaps_in)
+                is_enough = seq.num_host_tokens >= request.num_shared_tokens
+                self.block_manager.take_prefix(seq, swaps_in if is_enough else None)
             if seq.num_computed_tokens < request.num_shared_tokens:
                 self.block_manager.free(seq)
                 self.block_manager.fork(first, seq, request.num_shared_tokens)
         request.has_forked = True
 
     def _commit(self, plan: list[tuple[Sequence, int]], schedule: Schedule) -> int:
+        """Gives each sequence of the plan its blocks, and puts it into the schedule."""
         for seq, num_tokens in plan:
             schedule.copies += self.block_manager.allocate(seq, num_tokens)
+            self.block_manager.publish(seq, seq.num_computed_tokens + num_tokens)
         schedule.items += plan
         return sum(num_tokens for _, num_tokens in plan)
 
@@ -213,15 +264,13 @@ class Scheduler:
         self.num_preemptions += 1
         request.num_preemptions += 1
 
-    def restart(self) -> None:
-        """After a step that failed: nobody knows what it has moved and written, so everything is computed again."""
-        for request in self.unfinished():
-            self._release(request)
-            for seq in request.unfinished:
-                self.block_manager.free_host(seq)
-        for request in self.running:
-            request.num_preemptions += 1
-        self.waiting, self.running = self.waiting + self.running, []
+    def restart(self, requests: Iterable[Request], block_manager: BlockManager) -> None:
+        """Begins anew with these requests and an empty cache, after a step of which nobody knows what it has done."""
+        self.waiting, self.running, self.block_manager = list(requests), [], block_manager
+        for request in self.waiting:
+            request.has_forked = False
+            for seq in request.sequences:
+                seq.restart()
 
     def _release(self, request: Request) -> None:
         for seq in request.unfinished:
@@ -229,7 +278,7 @@ class Scheduler:
         request.has_forked = False
 
     def _count_hits(self, request: Request) -> None:
-        if request.num_preemptions == 0:
+        if request.num_cached_tokens is None:
             request.num_cached_tokens = request.sequences[0].num_computed_tokens
             self.num_cached_tokens += request.num_cached_tokens
             self.num_prompt_tokens += len(request.prompt_token_ids)
@@ -239,22 +288,32 @@ class Scheduler:
     ) -> list[Sequence]:
         """Takes in a step's result: one token for each of `schedule.sampled`, which it returns."""
         sampled, beams = schedule.sampled, {}
+        self.block_manager.planned.clear()  # they are written
         for seq, num_tokens in schedule.items:
             seq.num_computed_tokens += num_tokens
-            self.block_manager.publish(seq)
             self._fork(seq.request)
         for i, (seq, token_id) in enumerate(zip(sampled, token_ids, strict=True)):
             if seq.request.beam_search is not None:
                 beams.setdefault(seq.request, []).append((seq, logprobs[i]))
                 continue
+            if seq.logprobs is not None:
+                seq.logprobs.append(logprobs[i])
             seq.token_ids.append(token_id)
-            if token_id in seq.request.stop_token_ids:
-                self.finish(seq, "stop")
-            elif seq.num_output_tokens >= seq.request.params.max_tokens or len(seq) >= self.max_model_len:
-                self.finish(seq, "length")
+            reason = self.reason_to_end(seq)
+            if reason is not None:
+                self.finish(seq, reason)
         for request, rows in beams.items():
             self._advance_beams(request, rows)
         return sampled
+
+    def reason_to_end(self, seq: Sequence) -> str | None:
+        """Why no token comes after its last one. Stop strings are the engine's matter."""
+        if not seq.num_output_tokens:
+            return None
+        if seq.token_ids[-1] in seq.request.stop_token_ids:
+            return "stop"
+        is_full = seq.num_output_tokens >= seq.request.params.max_tokens or len(seq) >= self.max_model_len
+        return "length" if is_full else None
 
     def _advance_beams(self, request: Request, rows: list[tuple[Sequence, dict[int, float]]]) -> None:
         """A step of beam search is fork and free: every beam that goes on forks from its parent, and all parents go."""
@@ -266,16 +325,17 @@ class Scheduler:
             for seq, likeliest in rows
             for token_id, logprob in likeliest.items()
         ]
-        request.sequences = []
-        for beam in request.beam_search.advance(candidates):
-            child = Sequence(request, len(request.sequences))
+        search, children = copy(request.beam_search), []
+        for beam in search.advance(candidates):
+            child = Sequence(request, len(children))
             child.token_ids = [*beam.parent.token_ids, beam.token_id]
             child.cumulative_logprob = beam.cumulative_logprob
             self.block_manager.fork(beam.parent, child)
-            request.sequences.append(child)
+            children.append(child)
         for seq in parents:
             self.block_manager.free(seq)
-        if not request.sequences:
+        request.sequences, request.beam_search = children, search  # both or neither, should a Ctrl-C come
+        if not children:
             self.running.remove(request)
 
     def finish(self, seq: Sequence, reason: str) -> None:
@@ -284,12 +344,20 @@ class Scheduler:
         self.block_manager.free(seq)
         self.block_manager.free_host(seq)
         if seq.request.is_finished:
-            (self.running if seq.request in self.running else self.waiting).remove(seq.request)
+            self._forget(seq.request)
 
     def abort(self, request: Request) -> None:
         """Ends what is unfinished of the request, wherever it is."""
-        for seq in request.unfinished:
-            self.finish(seq, "abort")
+        for seq in request.sequences:
+            seq.finish_reason = seq.finish_reason or "abort"
+            self.block_manager.free(seq)
+            self.block_manager.free_host(seq)
+        self._forget(request)
+
+    def _forget(self, request: Request) -> None:
+        for queue in (self.running, self.waiting):
+            if request in queue:
+                queue.remove(request)
 
     def unfinished(self) -> Iterator[Request]:
         yield from self.running

@@ -18,13 +18,20 @@ class Sequence:
         self.request = request
         self.index = index
         self.token_ids = list(request.prompt_token_ids)
+        self.logprobs: list[dict[int, float]] | None = None if request.params.logprobs is None else []  # of the output
+        self.cumulative_logprob = 0.0  # of a beam
+        self.finish_reason: str | None = None  # "stop", "length", "abort" or "error"
+        self.restart()
+
+    def restart(self) -> None:
+        """Forgets all that is in a cache. What counts stays: its tokens, and a log-probability for each."""
+        if self.logprobs is not None:
+            del self.logprobs[self.num_output_tokens :]
         self.num_computed_tokens = 0
         self.block_table: list[int] = []
         self.prefix_ids: list[int] = []  # identity of the prefix that each full block ends, see BlockManager
         self.host_table: list[int] = []  # blocks in the host's memory, while it is swapped out ...
         self.num_host_tokens = 0  # ... and how many tokens they hold
-        self.cumulative_logprob = 0.0  # of a beam
-        self.finish_reason: str | None = None  # "stop", "length" or "abort"
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -73,12 +80,16 @@ class Request:
         self.stop_token_ids = frozenset(params.stop_token_ids).union(() if params.ignore_eos else eos_token_ids)
         self.arrival = 0  # a counter, so that no two requests arrive together
         self.seed = params.seed or 0
-        self.num_cached_tokens = 0  # prompt tokens found in the prefix cache when the request was first admitted
+        self.num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache when it was first admitted
         self.num_preemptions = 0
         self.has_forked = False  # whether its sequences have blocks of their own, or only the first one runs
         self.num_shared_tokens = 0  # before they fork: how many tokens they have in common
-        self.sequences = [Sequence(self, index) for index in range(params.n)]
         self.beam_search = None  # a BeamSearch if its sequences are beams
+
+    @cached_property
+    def sequences(self) -> list[Sequence]:
+        """Made when first asked for: a request that is refused has none."""
+        return [Sequence(self, index) for index in range(self.params.n)]
 
     @property
     def unfinished(self) -> list[Sequence]:

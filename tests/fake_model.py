@@ -59,9 +59,10 @@ class FakeRunner:
         """A token for each of `schedule.sampled`, and the likeliest ones for beams."""
         self.swap(schedule.swaps_out, schedule.swaps_in)
         self.copy(schedule.copies)
-        for seq, num_tokens in schedule.items:
-            self.check(seq)
+        for seq, num_tokens in schedule.items:  # as in a layer: all is written before anything is read
             self.write(seq, num_tokens)
+        for seq, _ in schedule.items:
+            self.check(seq)
         prefixes = [
             (seq, self.cache[self.slot(schedule.items[i][0], len(seq) - 1)]) for i, seq in schedule.sampled_items
         ]

@@ -76,14 +76,14 @@ def test_external_fragmentation():
         manager.allocate(seq, 1)
     manager.free(small[0])
     manager.free(small[2])
-    two, four, eight = ([(new_request(prompt=n, max_tokens=n).sequences[0], n)] for n in (1, 2, 4))
-    assert not manager.can_allocate(eight) and manager.num_stranded_blocks == 0  # there are not enough
-    assert not manager.can_allocate(four) and manager.num_stranded_blocks == 4
+    two, four, eight = (new_request(prompt=n, max_tokens=n) for n in (1, 2, 4))
+    assert not manager.can_admit(eight) and manager.num_stranded_blocks == 0  # there are not enough
+    assert not manager.can_admit(four) and manager.num_stranded_blocks == 4
     usage = manager.usage([(small[1], 1), (small[3], 1)])
     assert usage["external_fragmentation"] == 4 and usage["free"] == 0
-    assert manager.can_allocate(two) and manager.num_stranded_blocks == 0
+    assert manager.can_admit(two) and manager.num_stranded_blocks == 0
     manager.free(small[1])
-    assert manager.can_allocate(four)
+    assert manager.can_admit(four)
 
 
 def test_beams_and_what_is_too_long_are_refused(path):
@@ -114,7 +114,7 @@ def test_the_buddy_allocator(num_blocks, events):
         run = 2 ** (size - 1).bit_length()
         used = {block_id for other in running for block_id in other.block_table}
         places = [start for start in range(0, num_blocks - run + 1, run) if not used & {*range(start, start + run)}]
-        assert manager.can_allocate([(seq, 1)]) == bool(places)
+        assert manager.can_admit(seq.request) == bool(places)
         if places:
             manager.allocate(seq, 1)
             assert seq.block_table[0] in places and seq.block_table == list(

@@ -177,7 +177,7 @@ def test_bad_requests(models):
     llm = LLM(models["qwen3"][1], dtype="float32", block_size=4, num_blocks=30, max_num_seqs=5)
     with pytest.raises(ValueError, match="params=SamplingParams.* must be BeamSearchParams"):
         llm.beam_search([[1]], SamplingParams())
-    with pytest.raises(ValueError, match="n=6 is not allowed: it must be at most max_num_seqs=5"):
+    with pytest.raises(ValueError, match="beam_width=6 is not allowed: it must be at most max_num_seqs=5"):
         llm.beam_search([[1]], BeamSearchParams(beam_width=6))
     with pytest.raises(ValueError, match="may need 80 KV blocks"):
         llm.beam_search([[1]], BeamSearchParams(beam_width=5, max_tokens=64))

@@ -48,7 +48,7 @@ def no_block_is_lost(request):
         llm = request.getfixturevalue("llm")
         llm.block_manager.check([])
         assert not llm.has_unfinished() and llm.block_manager.num_used_blocks == 0
-        assert not (llm.requests or llm.outputs or llm.streams or llm.news)
+        assert not (llm.replies or llm.news or llm.scheduler.has_unfinished() or llm.is_changing or llm.apart)
 
 
 # --- parity ---

@@ -79,12 +79,14 @@ def test_last_arrived_is_preempted_and_comes_back():
 
 
 def test_nobody_is_admitted_in_a_step_that_preempts():
-    """Else the victim would come back at once into the blocks that were just taken from it."""
+    """Else a smaller one would come into the blocks that were just taken from the victim."""
     scheduler, runner = new_scheduler(num_blocks=5, tokens=8, enable_prefix_caching=False), FakeRunner(4)
     scheduler.add(new_request(0, [1] * 8, max_tokens=8))
-    scheduler.add(new_request(1, [2] * 11, max_tokens=2))
-    assert [step(scheduler, runner) for _ in range(3)] == [[("0", 8)], [("0", 1), ("1", 7)], [("0", 1)]]
-    assert scheduler.num_preemptions == 1
+    scheduler.add(new_request(1, [2] * 7, max_tokens=8))
+    scheduler.add(new_request(2, [3] * 3))
+    plans = [step(scheduler, runner) for _ in range(4)]
+    assert plans == [[("0", 8)], [("0", 1), ("1", 7)], [("0", 1), ("1", 1)], [("0", 1)]]
+    assert scheduler.num_preemptions == 1 and scheduler.block_manager.num_free_blocks == 2
 
 
 def test_all_sequences_of_a_request_are_preempted_together():
@@ -363,7 +365,8 @@ def play(arrivals, block_size, tokens, seqs, spare, caching, num_host_blocks, fa
         check_schedule(scheduler, schedule)
         count_events(events, scheduler, schedule)
         if clock in failures:  # before anything was moved or written
-            scheduler.restart()
+            manager = BlockManager(len(manager.blocks), block_size, **options)
+            scheduler.restart([*scheduler.unfinished()], manager)
         else:
             scheduler.update(schedule, *runner.run(schedule))
         manager.check(seq for request in scheduler.unfinished() for seq in request.unfinished)

@@ -202,7 +202,7 @@ def test_a_step_that_fails_harms_nobody(path, mode, monkeypatch):
     expected = token_ids(new_llm(path, 500).generate(prompts(8), SamplingParams(n=2, seed=3), use_tqdm=False))
     llm, kinds = new_llm(path, 140, mode), set()
     ids = [llm.add_request(prompt, SamplingParams(n=2, seed=3)) for prompt in prompts(8)]
-    outputs = dict(llm.outputs)
+    outputs = {request_id: reply.output for request_id, reply in llm.replies.items()}
     run = llm.runner.run
 
     def failing(schedule):

@@ -149,7 +149,7 @@ def test_chat_is_the_template_around_generate(llm):
 
 def test_special_tokens_end_the_answer_but_are_not_in_its_text(llm):
     (output,) = llm.chat(user("thanks"), greedy(), use_tqdm=False)
-    assert output.outputs[0].finish_reason == "stop" and output.outputs[0].token_ids[-1] in llm.eos_token_ids
+    assert output.outputs[0].finish_reason == "stop" and output.outputs[0].token_ids[-1] in llm.inputs.eos_token_ids
     assert "<|" not in output.outputs[0].text
 
 
@@ -171,6 +171,6 @@ def test_messages_that_are_no_conversation(llm, messages):
 
 
 def test_default_params_are_the_models_own(llm):
-    params = llm.default_params
+    params = llm.inputs.default_params
     assert (params.temperature, params.top_k, params.top_p) == (0.6, 20, 0.95)
-    assert llm.eos_token_ids == {llm.tokenizer.convert_tokens_to_ids(t) for t in ("<|im_end|>", "<|endoftext|>")}
+    assert llm.inputs.eos_token_ids == {llm.tokenizer.convert_tokens_to_ids(t) for t in ("<|im_end|>", "<|endoftext|>")}

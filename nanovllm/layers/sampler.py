@@ -77,6 +77,7 @@ def cutoff(probs: torch.Tensor, sampling: Sampling) -> torch.Tensor:
         cumulative = top.where(kept, 0.0).cumsum(-1)
         top_p = sampling.top_p.unsqueeze(1)
         kept = kept & ((cumulative - top < top_p * cumulative[:, -1:]) | (top_p >= 1))
+        kept[:, 0] = True  # a tiny top_p is 0 in fp32
     return top.where(kept, torch.inf).amin(-1, keepdim=True)
 
 

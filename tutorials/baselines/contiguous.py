@@ -6,8 +6,6 @@ they reserve, on top of a buddy allocator (section 6.1). So do we. To try one in
     LLM(block_manager_cls=OrcaPow2, block_size=1)
 """
 
-from collections.abc import Iterable
-
 from nanovllm.block_manager import BlockManager
 from nanovllm.sequence import Request, Sequence
 
@@ -55,16 +53,15 @@ class ContiguousBlockManager(BlockManager):
             )
         return request.params.n * 2 ** self.size_for(request)
 
-    def can_allocate(self, plan: Iterable[tuple[Sequence, int]]) -> bool:
-        """A request that has begun has all that it will ever need. One that has not needs a run for each sequence."""
-        new = [seq for seq, _ in plan if not seq.block_table]
-        if not new:
-            return True
-        request = new[0].request  # a plan is of one request
+    def can_admit(self, request: Request, num_reserved: int = 0) -> bool:
+        """It needs a run for each sequence. After that it has all that it will ever need."""
         k, num_seqs = self.size_for(request), len(request.unfinished)
         fits = sum(len(runs) << (i - k) for i, runs in enumerate(self.free_runs) if i >= k) >= num_seqs
         self.refused = 0 if fits else num_seqs * 2**k
         return fits
+
+    def num_blocks_at_fork(self, request: Request) -> int:
+        return 0
 
     @property
     def num_stranded_blocks(self) -> int:
@@ -73,12 +70,6 @@ class ContiguousBlockManager(BlockManager):
 
     # --- what it tells us to do ---
 
-    def take_prefix(self, seq: Sequence, swaps_in: dict[int, int] | None = None) -> None:
-        """Nothing can be found."""
-
-    def publish(self, seq: Sequence) -> None:
-        """Nothing can be found."""
-
     def swap_out(self, seqs: list[Sequence], swaps_out: dict[int, int]) -> bool:
         return False
 
@@ -86,7 +77,9 @@ class ContiguousBlockManager(BlockManager):
         if not seq.block_table:
             for member in seq.request.unfinished:
                 self._reserve(member)
-        return self.copies.pop(seq, [])
+        copies = self.copies.pop(seq, [])
+        self.num_moves += len(copies)
+        return copies
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int | None = None) -> None:
         """Everything is copied, before the next step."""
