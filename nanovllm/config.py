@@ -53,8 +53,9 @@ class Config(Options):
     model: str = EMBEDDED_MODEL
     """Local directory or Hugging Face hub id; the embedded model by default."""
     dtype: str = "auto"
-    """"auto", "float32", "bfloat16" or "float16". Auto is the checkpoint's own on CUDA; on a CPU it is
-    bfloat16 where the CPU multiplies in it and float32 elsewhere (always for the embedded model)."""
+    """"auto", "float32", "bfloat16" or "float16". Auto is on CUDA float16 for a checkpoint in float16 and bfloat16 for
+    any other, also for one in float32: it would need twice the memory, and vLLM serves it in 16 bits, too. On a CPU auto
+    is bfloat16 where the CPU multiplies in it and float32 elsewhere (always for the embedded model)."""
     device: str = "auto"
     """"auto" (CUDA if there is one), "cpu", "cuda" or "cuda:N"."""
     max_model_len: int | None = None

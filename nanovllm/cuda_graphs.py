@@ -91,6 +91,6 @@ class DecodeGraphs:
         """A step's inputs with the shapes of a recording; what a recording does not know is left as it is."""
         rows = padding(size, self.width)
         for name, place in rows.items():
-            values = inputs[name]
+            values = inputs[name][tuple(map(slice, place.shape))]  # no context reaches the end of a longer block table
             place[tuple(map(slice, values.shape))] = values
         return inputs | rows

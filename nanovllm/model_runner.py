@@ -39,8 +39,8 @@ def choose_dtype(config: Config, hf_config, device: torch.device) -> torch.dtype
     if config.dtype != "auto":
         return getattr(torch, config.dtype)
     if device.type == "cuda":
-        checkpoint = getattr(hf_config, "dtype", None) or getattr(hf_config, "torch_dtype", None)
-        return torch.float16 if str(checkpoint).endswith("float16") and "b" not in str(checkpoint) else torch.bfloat16
+        own = getattr(hf_config, "dtype", None) or getattr(hf_config, "torch_dtype", None)
+        return torch.float16 if own == torch.float16 else torch.bfloat16
     in_hardware = torch.cpu._is_avx512_bf16_supported() and config.model != EMBEDDED_MODEL
     return torch.bfloat16 if in_hardware else torch.float32
 

@@ -1,7 +1,9 @@
-"""The chapters tell the truth: their Python blocks run, and print what stands below them.
+"""The chapters tell the truth: their Python blocks run and print what stands below them, and their quotes are exact.
 
 A ```text block right after a ```python block is that block's output, where a line of "..." stands for any lines.
 Output that differs between machines stands in a ```text block whose fence says (varies).
+A ```py block is a quote from a source file: the same lines, comments too, moved to the left. A line of "..." stands for
+lines that are left out. A check that needs what the reader has written is fenced as ```python (exercise) and not run.
 `python tests/test_chapters.py` writes the present output into the chapters, for when the embedded model has changed.
 """
 
@@ -9,6 +11,7 @@ import contextlib
 import io
 import re
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -16,7 +19,9 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n?```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
+QUOTE = re.compile(r"^ *```py\n(.*?)^ *```\n", re.MULTILINE | re.DOTALL)
 CHAPTERS = [*sorted((ROOT / "tutorials").glob("[0-9]*.md")), ROOT / "README.md"]
+SOURCES = [*ROOT.glob("nanovllm/**/*.py"), *ROOT.glob("tutorials/**/*.py"), ROOT / "bench.py", ROOT / "example.py"]
 
 
 def pattern(expected: str) -> str:
@@ -41,6 +46,37 @@ def test_code_blocks_run_and_print_what_the_chapter_says(chapter, monkeypatch):
     for match, i, printed in outputs(chapter):
         if match[2] is not None and not re.fullmatch(pattern(match[2]), printed):
             pytest.fail(f"{chapter.name}, block {i} prints\n{printed}\nbut the chapter says\n{match[2]}", pytrace=False)
+
+
+def is_quoted(lines: list[str], source: str) -> bool:
+    """Whether these lines stand in the source, all moved by one indentation. "..." stays in the first line's block."""
+    special = {"": "\n", "...": r"(?:\1.*\n|\n)*?"}
+    pattern = "".join(special.get(line.strip(), rf"\1{re.escape(line)}\n") for line in lines)
+    return re.search("^( *)" + pattern.removeprefix(r"\1"), source, re.MULTILINE) is not None
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda path: path.stem)
+def test_quotes_are_exact(chapter):
+    sources = [path.read_text() for path in SOURCES]
+    for match in QUOTE.finditer(chapter.read_text()):
+        lines = textwrap.dedent(match[1]).splitlines()
+        for i, line in enumerate(lines):
+            if not any(is_quoted(lines[: i + 1], source) for source in sources):
+                pytest.fail(f"{chapter.name} quotes\n{match[1]}but no source goes on with\n{line}", pytrace=False)
+
+
+def test_what_is_a_quote():
+    source = "def f(x):\n    if x:\n        y = 1\n\n        return y  # why\n    return x\n"
+    for quote in ("if x:\n    y = 1\n\n    return y  # why", "y = 1\n...\nreturn y  # why", "if x:\n...\nreturn x"):
+        assert is_quoted(quote.split("\n"), source)
+    for wrong in ("if x:\n    return y  # why", "y = 1\n\nreturn y", "y = 1\n...\nreturn x", "if x:\ny = 1", "x = 2"):
+        assert not is_quoted(wrong.split("\n"), source)
+
+
+def test_every_fence_is_of_a_kind_that_is_tested_or_needs_no_test():
+    kinds = {"python", "python (exercise)", "py", "text", "text (varies)", "bash"}
+    for chapter in CHAPTERS:
+        assert set(re.findall(r"^ *```(.+)$", chapter.read_text(), re.MULTILINE)) <= kinds, chapter.name
 
 
 def test_every_chapter_has_the_parts_that_a_chapter_has():

@@ -1,10 +1,13 @@
 import math
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from nanovllm.config import Config
+from nanovllm.config import EMBEDDED_MODEL, Config
+from nanovllm.model_runner import choose_dtype
 from nanovllm.sampling_params import SamplingParams
 
 NAN = math.nan
@@ -109,6 +112,33 @@ def test_stop_is_a_list_afterwards():
     assert SamplingParams(stop="x").stop == ["x"]
     assert SamplingParams(stop=["x", "y"]).stop == ["x", "y"]
     assert SamplingParams().stop == [] and SamplingParams().stop_token_ids == []
+
+
+@pytest.mark.parametrize(
+    "checkpoint, chosen",
+    [
+        (torch.float16, torch.float16),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float32, torch.bfloat16),
+        (None, torch.bfloat16),
+    ],
+)
+@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])  # as transformers 5 and 4 call it
+def test_auto_on_a_gpu_is_the_checkpoints_own_16_bits_or_bfloat16(checkpoint, chosen, name):
+    hf_config, cuda = SimpleNamespace(**{name: checkpoint}), torch.device("cuda")
+    for model in ("Qwen/Qwen3-0.6B", EMBEDDED_MODEL):
+        assert choose_dtype(Config(model=model), hf_config, cuda) == chosen
+    assert choose_dtype(Config(dtype="float32"), hf_config, cuda) == torch.float32  # who asks for it gets it
+
+
+@pytest.mark.parametrize("in_hardware", [True, False])
+def test_auto_on_a_cpu_is_bfloat16_only_where_the_cpu_has_it(in_hardware, monkeypatch):
+    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: in_hardware)
+    hf_config, cpu = SimpleNamespace(dtype=torch.bfloat16), torch.device("cpu")
+    chosen = torch.bfloat16 if in_hardware else torch.float32
+    assert choose_dtype(Config(model="Qwen/Qwen3-0.6B"), hf_config, cpu) == chosen
+    assert choose_dtype(Config(), hf_config, cpu) == torch.float32  # the embedded model
+    assert choose_dtype(Config(dtype="float16"), hf_config, cpu) == torch.float16
 
 
 @pytest.mark.parametrize("module", ["config", "sampling_params", "sequence", "block_manager", "scheduler"])

@@ -5,6 +5,7 @@ import torch
 from checkpoints import new_model, save
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.block_manager import BlockManager
 from nanovllm.cuda_graphs import DecodeGraphs, graph_sizes, padding, to_device
 from nanovllm.model_runner import ModelRunner
 from nanovllm.scheduler import Schedule
@@ -94,6 +95,31 @@ def test_the_engine_gives_the_same_tokens_as_without(path):
     for with_graphs, without in zip(*answers):
         assert with_graphs.token_ids == without.token_ids
     assert {1, 2, 4} <= set(replayed)
+
+
+class Generous(BlockManager):
+    """Reserves far more blocks for a sequence than its tokens can fill, as contiguous allocators do."""
+
+    def allocate(self, seq, num_tokens):
+        copies = super().allocate(seq, num_tokens)
+        while len(seq.block_table) < 40:
+            seq.block_table.append(self._take().id)
+        return copies
+
+
+@pytest.mark.filterwarnings("ignore:overflow|invalid:RuntimeWarning")
+def test_tables_may_be_longer_than_those_of_the_recording(path):
+    """No context reaches the blocks beyond ceil(max_model_len / block_size)."""
+    answers = []
+    for manager_cls in (None, Generous):
+        llm = LLM(
+            path, dtype="float32", attention_backend="triton", max_num_seqs=2, max_model_len=30, block_size=4,
+            num_blocks=80, block_manager_cls=manager_cls,
+        )  # fmt: skip
+        params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+        answers.append([o.outputs[0].token_ids for o in llm.generate([[5] * 10, [6] * 3], params, use_tqdm=False)])
+        assert llm.runner.graphs.width == 8 and llm.block_manager.num_used_blocks == 0
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="test_gpu.py does it with real memory")

@@ -91,6 +91,18 @@ def test_bfloat16_weights_stay_bfloat16_and_close(family, tmp_path):
     torch.testing.assert_close(logits_of(model, config, [5, 6, 7, 8], [4]), expected, atol=0.5, rtol=0.1)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_tied_head_is_the_embedding_unless_it_is_prepacked(tied, tmp_path):
+    """A prepacked weight cannot be looked up in, so there the embedding stays as it is and the head is a second tensor."""
+    save(new_model(tie_word_embeddings=tied), tmp_path)
+    model, _ = load(tmp_path)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    model, _ = load(tmp_path, torch.bfloat16)
+    assert not model.model.embed_tokens.weight.is_mkldnn
+    one = tied and not model.lm_head.weight.is_mkldnn
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == one
+
+
 @pytest.mark.parametrize("family, tied", [("qwen2", True), ("qwen3", False)])
 def test_prepacked_weights_give_the_same_logits(family, tied, tmp_path, monkeypatch):
     """Also with a bias, for a tied head beside its embedding, and where PyTorch cannot prepack."""

@@ -155,7 +155,8 @@ def tile_sizes(dim: int, group: int, itemsize: int, is_decode: bool) -> tuple[in
 
 
 def num_splits(programs: int, longest: int, device: torch.device) -> int:
-    """Parts of a decode's context: enough to give every multiprocessor work, but none shorter than 256 tokens."""
+    """Parts of a decode's context: enough to give every multiprocessor work, but one per 256 tokens at most, rounded up
+    to a power of two. `longest` is a bound for all contexts, so of a very short one most parts are empty."""
     wanted = 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
     return min(
         triton.next_power_of_2(triton.cdiv(wanted, programs)), triton.next_power_of_2(triton.cdiv(longest, 256)), 32

@@ -45,5 +45,7 @@ class Linear(nn.Module):
         return linear(x, self.weight, self.bias)
 
     def prepack(self) -> None:
-        """Once the weight is complete."""
-        self.weight = nn.Parameter(prepacked(self.weight), requires_grad=False)
+        """Once the weight is complete. A weight that stays as it is stays the same Parameter: it may be tied."""
+        packed = prepacked(self.weight)
+        if packed is not self.weight:
+            self.weight = nn.Parameter(packed, requires_grad=False)
