@@ -59,9 +59,6 @@ class Schedule:
         if len(set(seqs)) < len(seqs):
             (seq, times), *_ = Counter(seqs).most_common(1)
             raise ScheduleError(f"{seq} is {times} times in one schedule: it must be there once")
-        for total, name in ((self.num_tokens, "max_num_batched_tokens"), (len(seqs), "max_num_seqs")):
-            if total > getattr(scheduler, name):
-                raise ScheduleError(f"the schedule has {total} {name[8:]}, but {name}={getattr(scheduler, name)}")
         for seq, num_tokens in self.items:
             if seq.request not in running or seq.finish_reason is not None:
                 raise ScheduleError(f"{seq} is in the schedule, but it is not in scheduler.running, or has ended")
@@ -78,6 +75,10 @@ class Schedule:
                 )
             if num_tokens == seq.num_missing_tokens and seq.request.has_forked:
                 draws[seq.request] += 1
+        limits = ("tokens", self.num_tokens, "max_num_batched_tokens"), ("sequences", len(seqs), "max_num_seqs")
+        for what, total, name in limits:
+            if total > getattr(scheduler, name):
+                raise ScheduleError(f"the schedule has {total} {what}, but {name}={getattr(scheduler, name)}")
         for request, drawn in draws.items():
             if drawn != len(request.unfinished):
                 raise ScheduleError(
