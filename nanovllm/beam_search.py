@@ -7,7 +7,7 @@ them that end are kept as results, with the rules of transformers' `generate(num
 from dataclasses import dataclass
 
 from nanovllm.config import Options, is_int, is_number
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import LARGEST_COUNT, SamplingParams
 from nanovllm.sequence import Sequence
 
 
@@ -31,6 +31,7 @@ class BeamSearchParams(Options):
         is_bool = isinstance(self.early_stopping, bool)
         self.require("early_stopping", is_bool or self.early_stopping == "never", "True, False or 'never'")
         self.require("ignore_eos", isinstance(self.ignore_eos, bool), "True or False")
+        self.max_tokens = min(self.max_tokens, LARGEST_COUNT)
 
     def sampling_params(self) -> SamplingParams:
         """What a search looks like to those who need not know that it is one."""

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from nanovllm.config import Options, is_int, is_number
 
+LARGEST_COUNT = 2**31 - 1  # whatever is counted: "all" fits into it
 SMALLEST_FLOAT32 = 2.0**-126  # that is normal: processors may take smaller ones for 0
 
 
@@ -55,3 +56,4 @@ class SamplingParams(Options):
             "logprobs", self.logprobs is None or is_int(self.logprobs, 0, 20), "None or an integer from 0 to 20"
         )
         self.stop, self.stop_token_ids = list(stop), list(ids)
+        self.top_k, self.max_tokens = min(self.top_k, LARGEST_COUNT), min(self.max_tokens, LARGEST_COUNT)

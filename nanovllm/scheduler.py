@@ -94,11 +94,12 @@ class Schedule:
 
 
 def common_length(sequences: list[list[int]]) -> int:
-    """How many tokens all of them begin with."""
-    if len(sequences) == 1:
-        return len(sequences[0])
+    """How many tokens all of them begin with. If they are of different lengths (a step was interrupted when only some
+    had their token), one less than the shortest has: each is to compute a last token of its own."""
+    shortest, longest = min(map(len, sequences)), max(map(len, sequences))
     columns = enumerate(zip(*sequences))
-    return next((i for i, column in columns if len(set(column)) > 1), min(map(len, sequences)))
+    different = next((i for i, column in columns if len(set(column)) > 1), shortest)
+    return min(different, shortest - (longest > shortest))
 
 
 class Scheduler:
