@@ -137,6 +137,21 @@ def test_a_static_batch_waits_for_its_longest(path):
     assert steps == {StaticBatching: 60, None: 33}
 
 
+def test_a_static_batch_has_as_many_as_there_are_seats(path):
+    """Also if its prompts take several steps: 40 tokens each, 50 in a step."""
+    llm = LLM(path, dtype="float32", num_blocks=100, max_num_seqs=4, max_num_batched_tokens=50, scheduler_cls=StaticBatching)
+    for i in range(6):
+        llm.add_request([i] * 40, SamplingParams(temperature=0, max_tokens=10, ignore_eos=True), str(i))
+    sizes, done = [], []
+    while llm.has_unfinished():
+        done += [output.request_id for output in llm.step() if output.finished]
+        sizes.append(len(llm.scheduler.running))
+    assert max(sizes) == 4 and done == ["0", "1", "2", "3", "4", "5"]
+    assert sizes.index(2, sizes.index(4)) > sizes.index(4)  # the last two wait until the four are done
+    late = sizes[sizes.index(0) :]
+    assert max(late) == 2
+
+
 def test_replay_counts_every_slot_once():
     used = {}
     for name, manager_cls in replay.SYSTEMS.items():

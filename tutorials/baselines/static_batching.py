@@ -1,14 +1,33 @@
 """Request-level batching, as in FasterTransformer and in every engine before Orca: LLM(scheduler_cls=StaticBatching)"""
 
 from nanovllm.scheduler import Schedule, Scheduler
+from nanovllm.sequence import Request
 
 
 class StaticBatching(Scheduler):
     """A batch starts together, and the next one starts when the last of it has ended.
 
-    `max_num_seqs` is the size of the batch. Requests that are done leave their seats empty.
+    `max_num_seqs` is the size of the batch. Its prompts may take several steps. Requests that are done leave their
+    seats empty.
     """
 
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.batch: set[Request] = set()
+
     def _schedule_waiting(self, schedule: Schedule, budget: int) -> None:
-        if not self.running:
-            super()._schedule_waiting(schedule, budget)
+        if all(request.is_finished for request in self.batch):
+            self.batch = self._next_batch()
+        later = [request for request in self.waiting if request not in self.batch]
+        self.waiting = [request for request in self.waiting if request in self.batch]
+        super()._schedule_waiting(schedule, budget)
+        self.waiting += later
+
+    def _next_batch(self) -> set[Request]:
+        batch, num_seqs = set(), 0
+        for request in sorted(self.waiting, key=self.priority):
+            num_seqs += request.num_seats
+            if num_seqs > self.max_num_seqs:
+                break
+            batch.add(request)
+        return batch
