@@ -139,7 +139,9 @@ def test_a_static_batch_waits_for_its_longest(path):
 
 def test_a_static_batch_has_as_many_as_there_are_seats(path):
     """Also if its prompts take several steps: 40 tokens each, 50 in a step."""
-    llm = LLM(path, dtype="float32", num_blocks=100, max_num_seqs=4, max_num_batched_tokens=50, scheduler_cls=StaticBatching)
+    llm = LLM(
+        path, dtype="float32", num_blocks=100, max_num_seqs=4, max_num_batched_tokens=50, scheduler_cls=StaticBatching
+    )
     for i in range(6):
         llm.add_request([i] * 40, SamplingParams(temperature=0, max_tokens=10, ignore_eos=True), str(i))
     sizes, done = [], []

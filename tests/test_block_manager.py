@@ -45,16 +45,45 @@ def test_hits_end_at_a_block_border_and_before_the_last_token(length, shared):
     manager.check([first, second])
 
 
-def test_a_block_is_findable_only_when_computed():
+def test_a_block_is_findable_only_when_computed_or_planned():
+    """Of a prompt in chunks, only what this step computes."""
     manager = BlockManager(num_blocks=8, block_size=4)
-    first, second = new_sequence(range(9)), new_sequence(range(9))
-    manager.allocate(first, 9)
+    first, second, third = (new_sequence(range(13)) for _ in range(3))
+    manager.allocate(first, 13)
     manager.take_prefix(second)
     assert second.num_computed_tokens == 0
-    first.num_computed_tokens = 9
-    manager.publish(first)
+    manager.publish(first, 7)
     manager.take_prefix(second)
-    assert second.num_computed_tokens == 8
+    assert second.num_computed_tokens == 4 and manager.planned == {first.block_table[0]}
+    first.num_computed_tokens = 7
+    manager.planned.clear()
+    manager.publish(first, 12)
+    manager.take_prefix(third)
+    assert third.num_computed_tokens == 12 and manager.planned == {*first.block_table[1:3]}
+
+
+def test_no_part_of_a_block_is_copied_before_the_step_that_writes_it():
+    manager = BlockManager(num_blocks=8, block_size=4)
+    parent, early, late = new_sequence(range(9)), new_sequence([0, 1, 2, 3, 4, 9]), new_sequence([0, 1, 2, 3, 4, 9])
+    manager.allocate(parent, 9)
+    manager.publish(parent, 8)
+    parent.num_computed_tokens = 8  # as for somebody who has found them in the same step
+    manager.fork(parent, early, 5)
+    assert early.num_computed_tokens == 4 and len(early.block_table) == 1
+    manager.planned.clear()
+    manager.fork(parent, late, 5)
+    assert late.num_computed_tokens == 5 and len(late.block_table) == 2
+    manager.check([parent, early, late])
+
+
+def test_looking_a_prefix_up_takes_nothing():
+    manager = BlockManager(num_blocks=8, block_size=4)
+    seq = new_sequence(range(9))
+    compute(manager, seq)
+    manager.free(seq)
+    before = list(manager.free_blocks)
+    assert [block.prefix_id for block in manager.find_prefix(new_sequence(range(9)))] == [1, 2]
+    assert list(manager.free_blocks) == before and all(block.ref_count == 0 for block in manager.blocks)
 
 
 def test_freed_blocks_are_a_cache_until_they_are_handed_out():

@@ -89,6 +89,65 @@ def test_nobody_is_admitted_in_a_step_that_preempts():
     assert scheduler.num_preemptions == 1 and scheduler.block_manager.num_free_blocks == 2
 
 
+def drain(scheduler: Scheduler, runner: FakeRunner) -> tuple[int, int]:
+    """Runs until all is done. Returns how many tokens were computed, and the most blocks in use."""
+    computed, peak = 0, 0
+    while scheduler.has_unfinished():
+        schedule = scheduler.schedule()
+        computed, peak = computed + schedule.num_tokens, max(peak, scheduler.block_manager.num_used_blocks)
+        scheduler.update(schedule, *runner.run(schedule))
+    return computed, peak
+
+
+@pytest.mark.parametrize("tokens", [3, 5, 11, 64])
+def test_a_request_is_admitted_when_its_whole_prompt_fits(tokens):
+    """Looking at its first chunk only, each is preempted by the next chunk of another, and begins again."""
+    scheduler = new_scheduler(num_blocks=11, tokens=tokens, enable_prefix_caching=False)
+    for i in range(6):
+        scheduler.add(new_request(i, [i] * 21, max_tokens=4))
+    computed, _ = drain(scheduler, FakeRunner(4, vocab_size=50))
+    assert computed == 6 * (21 + 3) and scheduler.num_preemptions == 0
+
+
+def test_what_is_known_of_the_samples_must_fit_too():
+    """Preempted samples: the first computes what they share, and blocks for the own tokens of the others are kept."""
+    scheduler, runner = (
+        new_scheduler(num_blocks=40, tokens=6, enable_prefix_caching=False),
+        FakeRunner(4, vocab_size=50),
+    )
+    samples = new_request(0, 8, max_tokens=20, n=3)
+    scheduler.add(samples)
+    while samples.sequences[0].num_output_tokens < 15:
+        step(scheduler, runner)
+    scheduler._preempt(scheduler.running.pop(), Schedule())
+    filler = new_request(1, [9] * 20, max_tokens=1)
+    scheduler.add(filler)
+    manager = scheduler.block_manager
+    manager.free_blocks, hidden = type(manager.free_blocks).fromkeys(range(17)), manager.free_blocks
+    plan = step(scheduler, runner)
+    assert plan == [("0", 6)] and filler in scheduler.waiting  # 6 + 2 x 4 of 17 are spoken for: the filler needs 5
+    manager.free_blocks.update((i, None) for i in hidden if i >= 17)
+    assert drain(scheduler, runner)[0] > 0 and scheduler.num_preemptions == 1
+    for seq in samples.sequences:
+        assert seq.output_token_ids == expected_output(samples, seq.index, 64, 50)
+
+
+@pytest.mark.parametrize("tokens, computed, peak", [(400, 384, 32), (64, 384, None)])
+def test_equal_prefixes_share_within_a_step(tokens, computed, peak):
+    """One system prompt, 16 questions at once: it is computed once, also if it takes several steps."""
+    scheduler, runner = (
+        new_scheduler(num_blocks=300, block_size=16, tokens=tokens, seqs=16, max_model_len=512),
+        FakeRunner(16),
+    )
+    requests = [new_request(i, [*range(256), *[300 + i] * 8], max_tokens=1) for i in range(16)]
+    for request in requests:
+        scheduler.add(request)
+    found = drain(scheduler, runner)
+    assert found[0] == computed and peak in (None, found[1])
+    for request in requests:
+        assert request.sequences[0].output_token_ids == expected_output(request, 0, 512, 3)
+
+
 def test_all_sequences_of_a_request_are_preempted_together():
     scheduler, runner = new_scheduler(num_blocks=6, block_size=2, enable_prefix_caching=False), FakeRunner(2)
     first, second = new_request(0, [1] * 3, max_tokens=8), new_request(1, [2] * 3, max_tokens=3, n=2)
