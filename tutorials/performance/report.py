@@ -97,4 +97,4 @@ def write_json(report: dict, path: Path) -> None:
     rounded = json.loads(json.dumps(report), parse_float=lambda x: float(f"{float(x):.9g}"))
     text = json.dumps(rounded, indent=2)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(re.sub(r"\[[\d\s,.e+-]*\]", lambda match: " ".join(match[0].split()), text) + "\n")
+    path.write_text(re.sub(r"\[\n([\d\s,.e+-]*)\]", lambda match: f"[{' '.join(match[1].split())}]", text) + "\n")
