@@ -7,6 +7,7 @@ Writes cpu_roofline.png next to this script. A point is all steps of one kind wi
 
 import argparse
 import json
+import math
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -30,21 +31,12 @@ def plot_roof(axes, machine: Hardware, left: float, right: float) -> None:
         [left * machine.bytes_per_second, machine.flops_per_second, machine.flops_per_second],
         color="black",
     )
-    axes.annotate(
-        f"copy: {machine.bytes_per_second / 1e9:,.0f} GB/s",
-        (left, left * machine.bytes_per_second),
-        (0, 28),
-        textcoords="offset points",
-        fontsize="small",
-    )
-    axes.annotate(
-        f"matrix product: {machine.flops_per_second / 1e9:,.0f} GFLOP/s",
-        (right, machine.flops_per_second),
-        (0, 4),
-        textcoords="offset points",
-        ha="right",
-        fontsize="small",
-    )
+    middle = math.sqrt(left * machine.ridge)
+    for text, place, offset in (
+        (f"copy: {machine.bytes_per_second / 1e9:,.0f} GB/s", (middle, middle * machine.bytes_per_second), (-6, 6)),
+        (f"matrix product: {machine.flops_per_second / 1e9:,.0f} GFLOP/s", (right, machine.flops_per_second), (0, 4)),
+    ):
+        axes.annotate(text, place, offset, textcoords="offset points", ha="right", fontsize="small")
 
 
 def plot(axes, report: dict) -> None:
@@ -52,7 +44,7 @@ def plot(axes, report: dict) -> None:
     machine = Hardware(**ours["ceilings"])
     drawn = {kind: points(ours["steps"], kind) for kind in KINDS}
     everything = [point for kind in KINDS for point in drawn[kind]]
-    left = min(0.3, *(point["x"] / 2 for point in everything))
+    left = min(point["x"] for point in everything) / 3
     right = 4 * max(machine.ridge, *(point["x"] for point in everything))
     plot_roof(axes, machine, left, right)
     for kind, (marker, color) in KINDS.items():
@@ -62,14 +54,16 @@ def plot(axes, report: dict) -> None:
         axes.scatter(x, y, size, marker=marker, color=color, alpha=0.7, edgecolor="white", label=kind)
         for point in {min(x): chosen[x.index(min(x))], max(x): chosen[x.index(max(x))]}.values():
             note = f"{point['sequences']} sequences" if point["sequences"] > 1 else "1 sequence"
-            place = dict(xytext=(6, -14), textcoords="offset points", fontsize="x-small", color=color)
+            place = dict(xytext=(10, -10), textcoords="offset points", fontsize="x-small", color=color)
             axes.annotate(note, (point["x"], point["y"]), **place)
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlabel("FLOPs per byte")
     axes.set_title(f"{report['model']}, {report['dtype']}\n{report['device']}", fontsize="medium")
+    axes.set_ylim(min(point["y"] for point in everything) / 2, 2 * machine.flops_per_second)
     axes.grid(alpha=0.3)
-    axes.legend(loc="lower right")
+    for handle in axes.legend(loc="lower right").legend_handles:
+        handle.set_sizes([40])
 
 
 def main() -> None:

@@ -22,13 +22,21 @@ def installed(*packages: str) -> str | None:
     return None
 
 
+def git(*arguments: str) -> str:
+    """What git prints, or nothing where there is no git."""
+    with suppress(OSError):
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    return ""
+
+
 def environment() -> dict:
     """What a result should say of where it came from."""
-    command, commit = "python " + shlex.join(sys.orig_argv[1:]), None
-    with suppress(OSError):  # there may be no git
-        git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
-        commit = git.stdout.strip() or None
-    return {"command": command, "commit": commit, "python": platform.python_version()}
+    commit, changed = git("rev-parse", "--short", "HEAD"), git("status", "--porcelain", "*.py")
+    return {
+        "command": "python " + shlex.join(sys.orig_argv[1:]),
+        "commit": commit + "-dirty" * bool(changed) or None,
+        "python": platform.python_version(),
+    }
 
 
 def device_name(device) -> str:

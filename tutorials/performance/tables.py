@@ -30,6 +30,10 @@ def row(cells: list[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def runs(report: dict) -> str:
+    return f"the median of {report['repeat']} runs" if report["repeat"] > 1 else "one run"
+
+
 def speed(reports: list[dict], links: list[str]) -> str:
     """For README: what was run, and a line for each engine, the fastest on the first model above."""
     names = [MODELS.get(report["model"], report["model"]) for report in reports]
@@ -62,7 +66,7 @@ def speed_cells(engine: dict) -> list[str]:
 def engines(reports: list[dict], links: list[str]) -> str:
     """For chapter 10: what bench.py printed."""
     (report,), (link,) = reports, links
-    header = f"[{Path(link).name}]({link}), commit {report['commit']}, the median of {report['repeat']} runs:"
+    header = f"[{Path(link).name}]({link}), commit {report['commit']}, {runs(report)}:"
     return f"{header}\n\n```text\n{conditions(report)}\n\n{engines_table(report)}\n```"
 
 
