@@ -53,8 +53,11 @@ class Nanovllm(Loop):
     packages, has_arrivals = ("nanovllm",), True
 
     def __init__(self, job):
+        import torch
+
         from nanovllm import LLM, SamplingParams
 
+        self.threads = torch.get_num_threads()  # before the engine may choose
         self.llm = LLM(job.model, dtype=job.dtype, max_model_len=job.max_model_len, **job.options)
         self.llm.tokenizer = None  # token ids in, token ids out, as for the peers
         self.params = lambda n: SamplingParams(temperature=job.temperature, max_tokens=n, ignore_eos=True)

@@ -39,7 +39,8 @@ def environment() -> dict:
     }
 
 
-def device_name(device) -> str:
+def device_name(device, threads: int = 0) -> str:
+    """What the machine calls itself; of a CPU with its threads, 0 are as many as PyTorch uses now."""
     import torch
 
     if device.type == "cuda":
@@ -47,7 +48,7 @@ def device_name(device) -> str:
     info = Path("/proc/cpuinfo")
     names = [line for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
     name = names[0].partition(": ")[2] if names else platform.processor()
-    return f"{name}, {torch.get_num_threads()} threads"
+    return f"{name}, {threads or torch.get_num_threads()} threads"
 
 
 def memory_bytes(device) -> int:
@@ -61,19 +62,26 @@ def memory_bytes(device) -> int:
     return 0
 
 
-def this_machine(device, dtype):
-    """Its Hardware: the best of ten large copies (read and written), and the best of ten large matrix products."""
+def this_machine(device, dtype, threads: int = 0):
+    """Its Hardware: the best of ten large copies (read and written), and the best of ten large matrix products.
+
+    With `threads` on a CPU; 0 are as many as PyTorch uses at this moment, which an engine may have changed.
+    """
     import torch
 
     from nanovllm.roofline import Hardware
 
+    threads_now = torch.get_num_threads()
+    torch.set_num_threads(threads or threads_now)
     size, n = (2**30, 8192) if device.type == "cuda" else (2**27, 1024)
     source = torch.ones(size // dtype.itemsize, dtype=dtype, device=device)
     a = torch.randn(n, n, device=device).to(dtype)
     copy, out = torch.empty_like(source), torch.empty_like(a)
     copying = min(seconds_of(lambda: copy.copy_(source), device) for _ in range(10))
     multiplying = min(seconds_of(lambda: torch.mm(a, a, out=out), device) for _ in range(10))
-    return Hardware(device_name(device), 2 * size / copying, 2 * n**3 / multiplying, memory_bytes(device))
+    hardware = Hardware(device_name(device), 2 * size / copying, 2 * n**3 / multiplying, memory_bytes(device))
+    torch.set_num_threads(threads_now)
+    return hardware
 
 
 def seconds_of(call, device) -> float:

@@ -14,7 +14,7 @@ from tutorials.performance.report import percentile, table
 
 def measure(args) -> dict:
     """`bench.py preemption`: prints a line for each block size and context, and returns the report."""
-    path, rows, report = model_directory(args), [], environment()
+    path, rows, report, threads = model_directory(args), [], environment(), torch.get_num_threads()
     for block_size in (1, 4, 16, 64, 256):
         options = dict(dtype=args.dtype, max_model_len=args.max_model_len, max_num_seqs=1) | dict(args.option)
         options |= dict(block_size=block_size, preemption_mode="swap", enable_prefix_caching=False)
@@ -31,7 +31,7 @@ def measure(args) -> dict:
                     "swap_in_seconds": percentile([back for _, back in swaps], 50),
                     "recompute_seconds": percentile([back for _, back in recomputes], 50),
                 })  # fmt: skip
-    report |= {"device": device_name(llm.runner.device), "model": path.name}
+    report |= {"device": device_name(llm.runner.device, threads), "model": path.name}
     report |= {"dtype": str(llm.runner.dtype).removeprefix("torch.")}
     report |= {"versions": {name: installed(name) for name in ("torch", "triton")}, "preemption": rows}
     print(f"{report['model']}, {report['dtype']}, {report['device']}: milliseconds until the next token\n")

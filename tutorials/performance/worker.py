@@ -78,7 +78,7 @@ class Watch:
 
         self.engine, self.runner, self.all_steps = engine, engine.llm.runner, []
         self.shape = shape_of(json.loads((Path(job.model) / "config.json").read_text()), self.runner.dtype.itemsize)
-        self.before_runs = this_machine(self.runner.device, self.runner.dtype)
+        self.before_runs = this_machine(self.runner.device, self.runner.dtype, engine.threads)
 
     def begin(self) -> None:
         """A run begins."""
@@ -95,7 +95,7 @@ class Watch:
         from nanovllm.roofline import Hardware, binned, roofline
 
         device, dtype, config = self.runner.device, self.runner.dtype, self.engine.llm.config
-        hardware = Hardware(*map(max, zip(self.before_runs, this_machine(device, dtype))))
+        hardware = Hardware(*map(max, zip(self.before_runs, this_machine(device, dtype, self.engine.threads))))
         for run, steps in zip(runs, self.all_steps):
             run |= {"roofline": roofline(self.shape, steps, hardware), "steps": binned(self.shape, steps)}
         return {
