@@ -59,13 +59,19 @@ def json_or_text(text: str):
         return text
 
 
+def program(name: str) -> str | None:
+    """The absolute path of a program, if there is one of this name: workers run in another directory."""
+    found = shutil.which(os.path.expanduser(name))
+    return found and os.path.abspath(found)
+
+
 def parser() -> argparse.ArgumentParser:
     positive = checked(int, lambda n: n > 0, "a positive integer")
     rate = checked(float, lambda x: x > 0, "a positive number, or inf")
     temperature = checked(float, lambda x: 0 <= x < math.inf, "0 (greedy) or a positive number")
     option = checked(partial(pair, parse=json_or_text), lambda p: p[0].isidentifier(), "NAME=VALUE")
     interpreter = checked(
-        partial(pair, parse=lambda name: shutil.which(os.path.expanduser(name))),
+        partial(pair, parse=program),
         lambda p: p[0] in ENGINES and p[1] is not None,
         f"ENGINE=INTERPRETER, a program that exists and one of {', '.join(ENGINES)}",
     )

@@ -373,6 +373,11 @@ def test_bad_arguments(monkeypatch, capsys, argv, message):
     assert message in capsys.readouterr().err
 
 
+def test_an_interpreter_may_be_named_from_here(fake_python, monkeypatch):
+    monkeypatch.chdir(Path(fake_python).parent)
+    assert parse("--python", "vllm=./python").python == [("vllm", fake_python)]
+
+
 def test_options_are_json_or_text():
     args = parse("--option", "num_blocks=8", "--option", "dtype=float32", "--option", "enforce_eager=true")
     assert dict(args.option) == {"num_blocks": 8, "dtype": "float32", "enforce_eager": True}

@@ -72,10 +72,12 @@ def engines(reports: list[dict], links: list[str]) -> str:
 
 def recovery(reports: list[dict], links: list[str]) -> str:
     """For chapter 10: preemption of a request with 1,000 tokens, of two models."""
-    header = ["tokens per block"]
-    for report in reports:
-        header += [f"{MODELS.get(report['model'], report['model'])}: out", "in", "recompute"]
-    lines = [row(header), row(["---"] * len(header))]
+    header, lines = ["tokens per block"], []
+    for report, link in zip(reports, links):
+        name = MODELS.get(report["model"], report["model"])
+        lines.append(f"- {name} in {report['dtype']}, {report['device']} ([all numbers]({link}))")
+        header += [f"{name}: out", "in", "recompute"]
+    lines += ["", row(header), row(["---"] * len(header))]
     chosen = [[measured for measured in report["preemption"] if measured["context"] == 1000] for report in reports]
     for together in zip(*chosen):
         times = [m[f"{way}_seconds"] * 1e3 for m in together for way in ("swap_out", "swap_in", "recompute")]
