@@ -3,7 +3,6 @@
 import json
 import random
 import sys
-from pathlib import Path
 
 import pytest
 from checkpoints import new_model, save
@@ -12,8 +11,6 @@ from hypothesis import strategies as st
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.sequence import Request
-
-sys.path.append(str(Path(__file__).parent.parent))
 from tutorials.baselines import replay
 from tutorials.baselines.contiguous import ContiguousBlockManager, OrcaMax, OrcaOracle, OrcaPow2
 from tutorials.baselines.static_batching import StaticBatching

@@ -5,19 +5,27 @@ import math
 import random
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from checkpoints import greedy
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
+import bench
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import EMBEDDED_MODEL
+from nanovllm.roofline import BIN, Hardware
+from tutorials.performance import attention, preemption, tables
+from tutorials.performance.checkpoints import write_checkpoint
+from tutorials.performance.engines import Loop, Nanovllm
+from tutorials.performance.report import percentile, summary, write_json
+from tutorials.performance.worker import run_engine
+from tutorials.performance.workloads import Request, cut, make_requests, read_trace
 
 ROOT = Path(__file__).parent.parent
-sys.path.append(str(ROOT))
-import bench  # noqa: E402
 
 TINY = dict(
     hidden_size=32,
@@ -41,7 +49,7 @@ def parse(*argv):
 
 def test_nano_vllm_workload():
     """Drawn as nano-vllm's bench draws it: all prompts, then all lengths."""
-    requests = bench.make_requests(parse("--workload", "nano-vllm"), 151936)
+    requests = make_requests(parse("--workload", "nano-vllm"), 151936)
     assert len(requests) == 256
     assert sum(request.max_tokens for request in requests) == 133_966
     rng = random.Random(0)
@@ -52,14 +60,14 @@ def test_nano_vllm_workload():
 
 def test_token_ids_are_below_the_vocabulary():
     for argv in ([], ["--workload", "nano-vllm", "--requests", "9"]):
-        requests = bench.make_requests(parse(*argv), 1536)
+        requests = make_requests(parse(*argv), 1536)
         assert max(max(request.prompt) for request in requests) < 1536
-    assert bench.make_requests(parse(), 1536) == bench.make_requests(parse(), 1536)
-    assert bench.make_requests(parse(), 1536) != bench.make_requests(parse("--seed", "1"), 1536)
+    assert make_requests(parse(), 1536) == make_requests(parse(), 1536)
+    assert make_requests(parse(), 1536) != make_requests(parse("--seed", "1"), 1536)
 
 
 def test_poisson_arrivals():
-    arrivals = [r.arrival for r in bench.make_requests(parse("--requests", "2000", "--rate", "4"), 100)]
+    arrivals = [r.arrival for r in make_requests(parse("--requests", "2000", "--rate", "4"), 100)]
     assert arrivals[0] == 0 and arrivals == sorted(arrivals)
     assert arrivals[-1] / 1999 == pytest.approx(1 / 4, rel=0.1)
 
@@ -75,12 +83,12 @@ def trace(tmp_path):
 def test_trace(trace):
     """Its own intervals, scaled so that the mean rate is the one that was asked for."""
     trace.write_text(trace.read_text().replace("54.68059,", "55.6805900,"))
-    rows = bench.read_trace(trace, None, rate=2)
+    rows = read_trace(trace, None, rate=2)
     assert [row[:2] for row in rows] == [(374, 44), (396, 109), (7, 1), (9, 9)]  # a request has one token at least
     assert [row[2] for row in rows] == pytest.approx([0, 0.5, 1.125, 1.5])
-    assert [row[2] for row in bench.read_trace(trace, 2, math.inf)] == [0, 0]
+    assert [row[2] for row in read_trace(trace, 2, math.inf)] == [0, 0]
     args = parse("--trace", str(trace), "--requests", "3", "--rate", "1")
-    requests = bench.make_requests(args, 50)
+    requests = make_requests(args, 50)
     assert [len(request.prompt) for request in requests] == [374, 396, 7]
     assert requests[-1].arrival == pytest.approx(2)
     assert args.temperature == 0
@@ -88,62 +96,18 @@ def test_trace(trace):
 
 def test_what_is_no_trace(trace, tmp_path):
     with pytest.raises(ValueError, match="has 4 requests, not 5"):
-        bench.read_trace(trace, 5, 1)
+        read_trace(trace, 5, 1)
     trace.write_text("time,in,out\n1,2,3\n")
     with pytest.raises(ValueError, match="not a CSV of TIMESTAMP,ContextTokens,GeneratedTokens"):
-        bench.read_trace(trace, None, 1)
+        read_trace(trace, None, 1)
     with pytest.raises(ValueError, match="not a CSV of"):
-        bench.read_trace(tmp_path / "none.csv", None, 1)
+        read_trace(tmp_path / "none.csv", None, 1)
 
 
 def test_long_requests_are_cut():
-    assert bench.cut(bench.Request([1] * 6, 4), 10) == bench.Request([1] * 6, 4)
-    assert bench.cut(bench.Request([1] * 6, 5), 10) == bench.Request([1] * 6, 4)
-    assert bench.cut(bench.Request([1] * 12, 5, 0.5), 10) == bench.Request([1] * 9, 1, 0.5)
-
-
-# --- roofline ---
-
-SHAPE = bench.Shape(layers=2, hidden=4, heads=2, kv_heads=1, head_dim=3, vocab=10, body=100, itemsize=2)
-
-
-def test_visible_keys():
-    for tokens, context in ((1, 1), (1, 9), (4, 4), (3, 8)):
-        assert bench.visible_keys(tokens, context) == sum(range(context - tokens + 1, context + 1))
-
-
-def test_work_of_a_decode_step():
-    size, flops = bench.work_of(SHAPE, [(1, 5), (1, 8)], sampled=2)
-    # weights, 2 embedding rows, the head; 13 keys and values read and 2 written, 2 layers x 3 numbers each
-    assert size == 2 * (100 + 2 * 4 + 40 + (13 + 2) * 2 * 2 * 3)
-    assert flops == 2 * 100 * 2 + 2 * 40 * 2 + 4 * 2 * 2 * 3 * 13
-
-
-def test_work_of_a_chunk_that_is_not_sampled():
-    size, flops = bench.work_of(SHAPE, [(3, 5)], sampled=0)
-    assert size == 2 * (100 + 3 * 4 + (5 + 3) * 2 * 2 * 3)  # no head
-    assert flops == 2 * 100 * 3 + 4 * 2 * 2 * 3 * (3 + 4 + 5)
-
-
-def test_roofline():
-    decode = bench.Step([(1, 5), (1, 8)], 2, run_seconds=3.0, seconds=4.0)  # 656 bytes and 1184 FLOPs
-    chunk = bench.Step([(3, 5), (1, 8)], 1, run_seconds=5.0, seconds=5.0)
-    report = bench.roofline(SHAPE, [decode, chunk, decode], bandwidth=656, flops_rate=1e9)
-    assert report["decode"] == dict(steps=2, seconds=8, floor_seconds=2, floor_share=0.25, host_share=0.25)
-    assert report["prefill"]["steps"] == 1 and report["prefill"]["host_share"] == 0
-    bound_by_flops = bench.roofline(SHAPE, [decode], bandwidth=1e9, flops_rate=592)
-    assert bound_by_flops["decode"]["floor_seconds"] == 2
-    assert bound_by_flops["prefill"] == dict(steps=0, seconds=0, floor_seconds=0)
-
-
-@pytest.mark.parametrize("name", [*bench.SHAPES, EMBEDDED_MODEL])
-def test_parameters_are_counted_as_transformers_counts_them(name):
-    is_file = name == EMBEDDED_MODEL
-    config = AutoConfig.from_pretrained(name) if is_file else AutoConfig.for_model(**bench.SHAPES[name])
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    body = sum(p.numel() for n, p in model.named_parameters() if "embed_tokens" not in n and "lm_head" not in n)
-    assert bench.shape_of(config.to_dict(), 2).body == body
+    assert cut(Request([1] * 6, 4), 10) == Request([1] * 6, 4)
+    assert cut(Request([1] * 6, 5), 10) == Request([1] * 6, 4)
+    assert cut(Request([1] * 12, 5, 0.5), 10) == Request([1] * 9, 1, 0.5)
 
 
 # --- random weights ---
@@ -152,8 +116,8 @@ def test_parameters_are_counted_as_transformers_counts_them(name):
 @pytest.mark.parametrize("family, tied", [("qwen3", True), ("qwen2", False)])
 def test_random_weights(tmp_path, family, tied):
     path = tmp_path / "model"
-    head = dict(head_dim=16) if family == "qwen3" else {}
-    bench.write_checkpoint(bench.COMMON | TINY | dict(model_type=family, tie_word_embeddings=tied) | head, path)
+    head_dim = 16 if family == "qwen3" else 128
+    write_checkpoint(TINY | dict(model_type=family, tie_word_embeddings=tied, head_dim=head_dim), path)
     assert not list(tmp_path.glob("*.part"))
     settings = json.loads((path / "config.json").read_text())
     assert settings["rope_theta"] == settings.get("rope_parameters", settings)["rope_theta"] == 1e6
@@ -168,7 +132,7 @@ def test_random_weights(tmp_path, family, tied):
 # --- engines ---
 
 
-class Clockwork(bench.Loop):
+class Clockwork(Loop):
     """Answers one request per step."""
 
     def __init__(self):
@@ -180,17 +144,50 @@ class Clockwork(bench.Loop):
 
     def step(self):
         i, request = self.queue.pop(0)
-        now = bench.time.perf_counter()
+        now = time.perf_counter()
         return [(i, [7] * request.max_tokens, now, now + request.max_tokens - 1)]
 
 
 def test_requests_are_handed_over_when_they_arrive():
     engine = Clockwork()
-    answers = engine.run([bench.Request([1], 3, 0.05), bench.Request([1], 2), bench.Request([1], 1, 0.02)])
+    answers = engine.run([Request([1], 3, 0.05), Request([1], 2), Request([1], 1, 0.02)])
     assert engine.order == [1, 2, 0]
     assert [len(answer.token_ids) for answer in answers] == [3, 2, 1]
     assert all(0 <= answer.ttft < 0.05 for answer in answers)  # counted from the arrival, not from the start
     assert [answer.tpot for answer in answers] == [pytest.approx(1), pytest.approx(1), None]
+
+
+def slowly(function):
+    def slow(*args, **kwargs):
+        time.sleep(0.01)
+        return function(*args, **kwargs)
+
+    return slow
+
+
+HOST = ["scheduler.schedule", "runner._prepare", "runner._sampling", "scheduler.update", "_report"]
+
+
+@pytest.mark.parametrize(
+    "name", [*HOST, "runner.model.forward", "runner.model.logits", "runner._logprobs", "move_blocks"]
+)
+def test_host_is_what_python_does_outside_of_the_model(name, monkeypatch):
+    engine = Nanovllm(SimpleNamespace(model=EMBEDDED_MODEL, dtype="auto", max_model_len=64, options={}, temperature=0))
+    *path, last = name.split(".")
+    owner = engine if name == "move_blocks" else engine.llm
+    for part in path:
+        owner = getattr(owner, part)
+    monkeypatch.setattr(owner, last, slowly(getattr(owner, last)))
+    engine.run([Request([1, 2, 3], 4), Request([5], 2)])
+    assert [step.kind for step in engine.steps] == ["prefill", "decode", "decode", "decode"]
+    for step in engine.steps:
+        assert 0 < step.host_seconds < step.seconds
+        assert (step.host_seconds if name in HOST else step.seconds - step.host_seconds) >= 0.01
+
+
+def test_a_replayed_graph_is_the_model():
+    engine = Nanovllm(SimpleNamespace(model=EMBEDDED_MODEL, dtype="auto", max_model_len=64, options={}, temperature=0))
+    assert engine.replay(lambda: 7) == 7 and engine.model_began is not None
 
 
 FAKE_PEER = """
@@ -221,13 +218,13 @@ JOB = dict(model="", max_model_len=64, vocab_size=9, requests=[([1, 2], 3, 0.0)]
 
 
 def test_a_peer_with_our_name_in_its_own_environment(fake_python):
-    result = bench.run_engine(fake_python, engine="nanovllm-original", temperature=0.6, **JOB)
+    result = run_engine(fake_python, engine="nanovllm-original", temperature=0.6, **JOB)
     assert result["version"] == "0.2.0" and result["startup_seconds"] > 0
     assert [run["answers"] for run in result["runs"]] == [[[[1, 1, 1], None, None]] * 2] * 2
 
 
 def test_a_peer_that_crashes_is_reported_with_its_last_line(fake_python, capsys):
-    result = bench.run_engine(fake_python, engine="nanovllm-original", temperature=0, **JOB)
+    result = run_engine(fake_python, engine="nanovllm-original", temperature=0, **JOB)
     assert result == {"error": "AssertionError: greedy is not permitted"}
     assert "Traceback" in capsys.readouterr().err
 
@@ -254,6 +251,11 @@ def test_the_whole_command(tmp_path):
     roofline = ours["roofline"]
     assert roofline["prefill"]["steps"] == 1 and 0 <= roofline["decode"]["host_share"] < 1
     assert roofline["decode"]["floor_seconds"] > 0 and ours["ceilings"]["bytes_per_second"] > 0
+    assert tuple(ours["steps"]["columns"]) == BIN
+    rows = [dict(zip(BIN, row)) for row in ours["steps"]["decode"]]
+    assert sum(row["steps"] for row in rows) == roofline["decode"]["steps"]
+    assert sum(row["seconds"] for row in rows) == pytest.approx(roofline["decode"]["seconds"])
+    assert ours["output_tokens_per_second_range"][1] == pytest.approx(ours["output_tokens_per_second"])
     assert report["engines"]["nanovllm-original"] == {"error": "not installed"}
     assert "nanovllm-original: not installed" in done.stdout and "100.0%" in done.stdout
 
@@ -263,8 +265,8 @@ def test_the_whole_command(tmp_path):
 
 @pytest.mark.parametrize("batch, queries, context", [(3, 1, 32), (1, 16, 16), (2, 5, 32)])
 def test_attention_case(batch, queries, context):
-    ceiling, case = dict(bytes_per_second=1e9, flops_per_second=1e9), bench.Case(4, 2, 16, batch, queries, context)
-    row = bench.attention_case(case, torch.device("cpu"), torch.float32, ceiling)
+    machine, case = Hardware("a machine", 1e9, 1e9, 0), attention.Case(4, 2, 16, batch, queries, context)
+    row = attention.attention_case(case, torch.device("cpu"), torch.float32, machine)
     assert row["max_difference"] < 1e-5
     assert row["seconds"] > 0 and row["torch_seconds"] > 0
     size = 4 * (2 * batch * context * 2 * 16 + 2 * batch * queries * 4 * 16)
@@ -274,7 +276,7 @@ def test_attention_case(batch, queries, context):
 def test_preemption(monkeypatch, capsys):
     """What was swapped is not computed again, and everything is given back; the seconds are whatever they are."""
     engines, computed = [], []
-    recovery = bench.recovery
+    recovery = preemption.recovery
 
     def watched(llm, context, swap):
         before = llm.num_computed_tokens
@@ -283,11 +285,11 @@ def test_preemption(monkeypatch, capsys):
         computed.append((context, swap, llm.num_computed_tokens - before))
         return seconds
 
-    monkeypatch.setattr(bench, "recovery", watched)
+    monkeypatch.setattr(preemption, "recovery", watched)
     args = bench.parser().parse_args(
         ["preemption", "--max-model-len", "300", "--repeat", "1", "--option", "swap_gib=0.1"]
     )
-    report = bench.preemption(args)
+    report = preemption.measure(args)
     rows = report["preemption"]
     assert [(row["block_size"], row["context"]) for row in rows] == [(size, 250) for size in (1, 4, 16, 64, 256)]
     assert all(row["swap_out_seconds"] > 0 and row["recompute_seconds"] > 0 for row in rows)
@@ -299,18 +301,50 @@ def test_preemption(monkeypatch, capsys):
 
 
 def test_percentile():
-    assert bench.percentile([], 50) is None
-    assert bench.percentile([3.0], 99) == 3
-    assert bench.percentile([4.0, 1.0, 2.0, 3.0], 50) == 2.5
-    assert bench.percentile(list(range(101)), 99) == 99
-    assert bench.percentile([1.0, 2.0], 99) == pytest.approx(1.99)
+    assert percentile([], 50) is None
+    assert percentile([3.0], 99) == 3
+    assert percentile([4.0, 1.0, 2.0, 3.0], 50) == 2.5
+    assert percentile(list(range(101)), 99) == 99
+    assert percentile([1.0, 2.0], 99) == pytest.approx(1.99)
 
 
 def test_share_of_requests_with_the_same_tokens():
     run = lambda *tokens: {"seconds": 1.0, "answers": [[t, None, None] for t in tokens]}  # noqa: E731
     ours = {"runs": [run([1], [2]), run([3], [4])]}
     theirs = {"runs": [run([1], [9]), run([3], [4])], "version": "1"}
-    assert bench.summary(theirs, 2, ours)["same_tokens"] == 0.75
+    assert summary(theirs, 2, ours)["same_tokens"] == 0.75
+
+
+# --- what is written ---
+
+
+def test_json_is_compact(tmp_path):
+    write_json(
+        {"name": "a [1,  2]", "rows": [[1, 2.00000000049, 1e-12], []], "text": ["b"]}, tmp_path / "new" / "x.json"
+    )
+    text = (tmp_path / "new" / "x.json").read_text()
+    assert json.loads(text) == {"name": "a [1,  2]", "rows": [[1, 2.0, 1e-12], []], "text": ["b"]}
+    assert "[1, 2.0, 1e-12]" in text
+
+
+@pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)
+def test_numbers_in_the_pages_are_those_of_the_files(page):
+    text = page.read_text()
+    assert len(tables.MARK.findall(text)) == text.count("<!-- table ") >= 1
+    assert tables.written(text, page) == text, "run python -m tutorials.performance.tables"
+
+
+def test_a_number_that_is_not_the_files_is_noticed():
+    page, changed = tables.PAGES[0], 0
+    text = page.read_text()
+    for mark in tables.MARK.finditer(text):
+        begin, end = mark.span("table")
+        for i in range(begin, end):
+            if text[i].isdigit():
+                wrong = f"{text[:i]}{(int(text[i]) + 1) % 10}{text[i + 1 :]}"
+                assert tables.written(wrong, page) == text
+                changed += 1
+    assert changed > 20
 
 
 @pytest.mark.parametrize(
@@ -337,6 +371,11 @@ def test_bad_arguments(monkeypatch, capsys, argv, message):
         bench.main()
     assert error.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_an_interpreter_may_be_named_from_here(fake_python, monkeypatch):
+    monkeypatch.chdir(Path(fake_python).parent)
+    assert parse("--python", "vllm=./python").python == [("vllm", fake_python)]
 
 
 def test_options_are_json_or_text():

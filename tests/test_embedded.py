@@ -2,7 +2,6 @@
 
 import json
 import random
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,11 +11,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import EMBEDDED_MODEL
+from tutorials.tiny_qwen3.data import CHECKED, phone_book, story
 
 ROOT = Path(__file__).parent.parent
-sys.path.append(str(ROOT / "tutorials" / "tiny_qwen3"))
-
-from data import CHECKED, phone_book, story  # noqa: E402
 
 GREEDY = SamplingParams(temperature=0, max_tokens=256)
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-sys.path.append(str(ROOT))
 CHAPTERS = [*(ROOT / "tutorials").glob("[0-9]*.md"), ROOT / "README.md"]
 
 
@@ -24,7 +23,7 @@ def test_pictures_and_chapters_belong_together():
     assert {path.stem for path in drawn - shown} <= results, "a picture that nobody shows"
 
 
-@pytest.mark.parametrize("name", ["plot_blocks", "plot_memory", "plot_bench"])
+@pytest.mark.parametrize("name", ["plot_blocks", "plot_memory", "plot_bench", "plot_roofline"])
 def test_scripts_draw_what_is_committed(name, monkeypatch, tmp_path):
     module = importlib.import_module(f"tutorials.figures.{name}")
     committed = module.HERE

@@ -1,8 +1,8 @@
 """Thousands of requests through the real scheduler and block manager, without a model: what does the cache hold?
 
-    python tutorials/baselines/replay.py --trace AzureLLMInferenceTrace_conv.csv --json tutorials/results/memory.json
+    python -m tutorials.baselines.replay --trace AzureLLMInferenceTrace_conv.csv --json tutorials/results/memory.json
 
-prints the paper's figures 2 and 15 as tables (about five minutes); `tutorials/figures/plot_memory.py` draws them. All
+prints the paper's figures 2 and 15 as tables (about five minutes); `tutorials.figures.plot_memory` draws them. All
 requests wait from the start, in the order of the trace, so that memory is what limits every system. What is averaged are
 the steps in which somebody waits only because memory lacks.
 """
@@ -11,12 +11,9 @@ import argparse
 import json
 import math
 import random
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))
-from bench import environment, read_trace
 from nanovllm.beam_search import BeamSearch, BeamSearchParams
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import Config
@@ -24,6 +21,8 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import Schedule, Scheduler
 from nanovllm.sequence import Request
 from tutorials.baselines.contiguous import OrcaMax, OrcaOracle, OrcaPow2
+from tutorials.performance.machine import environment
+from tutorials.performance.workloads import read_trace
 
 Lengths = list[tuple[int, int]]  # of prompts and outputs
 MEANS = {"ShareGPT": (161.31, 337.99), "Alpaca": (19.31, 58.45)}  # the paper's figure 11

@@ -1,7 +1,7 @@
 """Draws what bench.py measured: output tokens per second of every engine, the attention kernels, or preemption.
 
-    python tutorials/figures/plot_bench.py                         # every file in tutorials/results
-    python tutorials/figures/plot_bench.py tutorials/results/cpu_embedded.json
+    python -m tutorials.figures.plot_bench                         # every file in tutorials/results
+    python -m tutorials.figures.plot_bench tutorials/results/cpu_embedded.json
 
 Writes NAME.png next to this script for each result NAME.json. Needs matplotlib.
 """
@@ -14,26 +14,31 @@ import matplotlib.pyplot as plt
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "results"
+OURS, THEIRS = "#0072B2", "#999999"  # of Okabe and Ito's colors, which the color-blind can tell apart
 
 
 def plot_engines(axes, report: dict) -> None:
-    """One bar per engine; a peer that did not run is named with its reason."""
-    names = list(report["engines"])
-    speeds = [engine.get("output_tokens_per_second", 0) for engine in report["engines"].values()]
-    bars = axes.barh(names, speeds, color=["tab:blue" if name == "nanovllm" else "tab:gray" for name in names])
-    labels = [f"{speed:,.0f}" if speed else report["engines"][name]["error"] for name, speed in zip(names, speeds)]
-    axes.bar_label(bars, labels, padding=4)
+    """One bar per engine, with a line from its slowest run to its fastest; one that did not run says why."""
+    names, engines = list(report["engines"]), report["engines"].values()
+    speeds = [engine.get("output_tokens_per_second", 0) for engine in engines]
+    ranges = [engine.get("output_tokens_per_second_range", (0, 0)) for engine in engines]
+    errors = [[s - low for s, (low, _) in zip(speeds, ranges)], [high - s for s, (_, high) in zip(speeds, ranges)]]
+    colors = [OURS if name == "nanovllm" else THEIRS for name in names]
+    axes.barh(names, speeds, xerr=errors, color=colors, error_kw={"capsize": 4})
+    for i, (engine, speed, (_, high)) in enumerate(zip(engines, speeds, ranges)):
+        axes.text(high, i, f"   {speed:,.0f}" if speed else f"   {engine['error']}", va="center")
     axes.invert_yaxis()
     axes.margins(x=0.15)
-    axes.set_xlabel("output tokens per second, median run")
-    axes.set_title(f"{report['requests']} requests, {report['output_tokens']:,} output tokens\n{report['device']}")
+    axes.set_xlabel(f"output tokens per second: median, slowest and fastest of {report['repeat']} runs")
+    work = f"{report['requests']} requests, {report['output_tokens']:,} output tokens"
+    axes.set_title(f"{report['model']}, {report['dtype']}: {work}\n{report['device']}")
 
 
 def plot_attention(axes, report: dict) -> None:
     """How near to the measured ceiling each case comes, ours and PyTorch's."""
     rows = [row for row in report["attention"] if "skipped" not in row]
     labels = ["{batch} x {queries} over {context}, {heads}/{kv_heads} heads".format(**row) for row in rows]
-    for key, color, label in (("floor_share", "tab:blue", "nanovllm"), ("torch_floor_share", "tab:gray", "PyTorch")):
+    for key, color, label in (("floor_share", OURS, "nanovllm"), ("torch_floor_share", THEIRS, "PyTorch")):
         axes.plot([100 * row[key] for row in rows], range(len(rows)), "o", color=color, label=label)
     axes.set_yticks(range(len(rows)), labels)
     axes.invert_yaxis()
@@ -48,7 +53,7 @@ def plot_preemption(axes, report: dict) -> None:
     """Time until the next token over the block size, by swap (out and in) and by recompute (the paper's figure 19)."""
     rows = report["preemption"]
     contexts = sorted({row["context"] for row in rows})
-    for context, color in zip(contexts, ("tab:blue", "tab:orange", "tab:green", "tab:red")):
+    for context, color in zip(contexts, ("#0072B2", "#E69F00", "#009E73", "#CC79A7")):
         chosen = [row for row in rows if row["context"] == context]
         sizes = [str(row["block_size"]) for row in chosen]
         swap = [1e3 * (row["swap_out_seconds"] + row["swap_in_seconds"]) for row in chosen]

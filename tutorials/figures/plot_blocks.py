@@ -1,17 +1,15 @@
 """Draws block tables and the blocks that they point to, from the state of a running engine.
 
-    python tutorials/figures/plot_blocks.py
+    python -m tutorials.figures.plot_blocks
 
 Writes blocks_samples, blocks_beams and blocks_swap, .png, next to this script. Needs matplotlib.
 """
 
-import sys
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 from matplotlib.patches import Rectangle
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 
 HERE = Path(__file__).resolve().parent

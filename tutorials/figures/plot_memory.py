@@ -1,27 +1,25 @@
 """Draws what tutorials/baselines/replay.py counted, with the paper's numbers beside ours (its figures 2 and 15).
 
-    python tutorials/figures/plot_memory.py            # reads tutorials/results/memory.json
+    python -m tutorials.figures.plot_memory            # reads tutorials/results/memory.json
 
 Writes memory_waste and memory_sharing, .png, next to this script. Needs matplotlib.
 """
 
 import json
-import sys
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))
 from tutorials.baselines.replay import PAPER_SAVED, PAPER_TOKEN_STATES
 
 HERE = Path(__file__).resolve().parent
 RESULT = HERE.parent / "results" / "memory.json"
 
 PARTS = {
-    "token_states": ("tokens", "tab:green"),
-    "reserved": ("reserved for tokens to come", "tab:olive"),
-    "internal_fragmentation": ("internal fragmentation", "tab:orange"),
-    "external_fragmentation": ("external fragmentation, free", "tab:red"),
+    "token_states": ("tokens", "#0072B2"),
+    "reserved": ("reserved for tokens to come", "#56B4E9"),
+    "internal_fragmentation": ("internal fragmentation", "#E69F00"),
+    "external_fragmentation": ("external fragmentation, free", "#999999"),
 }
 
 

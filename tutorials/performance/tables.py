@@ -1,0 +1,113 @@
+"""Writes the tables of README and chapter 10 from the files in tutorials/results, so that nobody types a number.
+
+    python -m tutorials.performance.tables
+
+A table stands between <!-- table NAME FILE... --> and <!-- end of table -->. A test compares it with the files.
+"""
+
+import json
+import os
+import re
+from pathlib import Path
+
+from tutorials.performance.machine import ROOT
+from tutorials.performance.report import conditions, engines_table, spread
+
+RESULTS = ROOT / "tutorials" / "results"
+PAGES = [ROOT / "README.md", ROOT / "tutorials" / "10_performance.md"]
+MARK = re.compile(r"(<!-- table (?P<name>\w+)(?P<files>[^>]*) -->\n)(?P<table>.*?)(<!-- end of table -->)", re.DOTALL)
+ENGINES = {
+    "nanovllm": "nanovllm",
+    "vllm": "vLLM {}",
+    "nanovllm-original": "nano-vllm {}",
+    "hf": "transformers {}, `generate` on one padded batch",
+    "hf-cb": "transformers {}, continuous batching",
+}
+MODELS = {"tiny_qwen3": "embedded model", "qwen3-0.6b-random": "Qwen3-0.6B"}
+
+
+def row(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def runs(report: dict) -> str:
+    return f"the median of {report['repeat']} runs" if report["repeat"] > 1 else "one run"
+
+
+def speed(reports: list[dict], links: list[str]) -> str:
+    """For README: what was run, and a line for each engine, the fastest on the first model above."""
+    names = [MODELS.get(report["model"], report["model"]) for report in reports]
+    lines = []
+    for name, report, link in zip(names, reports, links):
+        low, high = report["tokens"]
+        work = f"{report['requests']} requests of {low} to {high} tokens in and out, {report['device']}"
+        lines.append(f"- {name} in {report['dtype']}: {work}, {report['repeat']} runs ([all numbers]({link}))")
+    header = [""]
+    for name in names:
+        header += [f"{name}: tokens/s", "ready after"]
+    lines += ["", row(header), row(["---"] * len(header))]
+    first = reports[0]["engines"]
+    for engine in sorted(first, key=lambda name: -first[name].get("output_tokens_per_second", 0)):
+        cells = [ENGINES[engine].format(first[engine].get("version", ""))]
+        for report in reports:
+            cells += speed_cells(report["engines"].get(engine, {"error": "not run"}))
+        lines.append(row(cells))
+    return "\n".join(lines)
+
+
+def speed_cells(engine: dict) -> list[str]:
+    """Output tokens per second with the slowest and the fastest run, and seconds until it can answer."""
+    if "error" in engine:
+        return [engine["error"], "-"]
+    middle = f"{engine['output_tokens_per_second']:,.0f}"
+    return [f"{middle} ({spread(engine, ' to ')})", f"{engine['startup_seconds']:,.0f} s"]
+
+
+def engines(reports: list[dict], links: list[str]) -> str:
+    """For chapter 10: what bench.py printed."""
+    (report,), (link,) = reports, links
+    header = f"[{Path(link).name}]({link}), commit {report['commit']}, {runs(report)}:"
+    return f"{header}\n\n```text\n{conditions(report)}\n\n{engines_table(report)}\n```"
+
+
+def recovery(reports: list[dict], links: list[str]) -> str:
+    """For chapter 10: preemption of a request with 1,000 tokens, of two models."""
+    header, lines = ["tokens per block"], []
+    for report, link in zip(reports, links):
+        name = MODELS.get(report["model"], report["model"])
+        lines.append(f"- {name} in {report['dtype']}, {report['device']} ([all numbers]({link}))")
+        header += [f"{name}: out", "in", "recompute"]
+    lines += ["", row(header), row(["---"] * len(header))]
+    chosen = [[measured for measured in report["preemption"] if measured["context"] == 1000] for report in reports]
+    for together in zip(*chosen):
+        times = [m[f"{way}_seconds"] * 1e3 for m in together for way in ("swap_out", "swap_in", "recompute")]
+        lines.append(row([str(together[0]["block_size"]), *(f"{t:,.{0 if t >= 10 else 1}f}" for t in times)]))
+    return "\n".join(lines)
+
+
+TABLES = {"speed": speed, "engines": engines, "recovery": recovery}
+
+
+def written(text: str, page: Path) -> str:
+    """The text of a page with its tables as the files have them now."""
+
+    def table(mark: re.Match) -> str:
+        paths = [RESULTS / f"{name}.json" for name in mark["files"].split()]
+        links = [os.path.relpath(path, page.parent) for path in paths]
+        reports = [json.loads(path.read_text()) for path in paths]
+        return f"{mark[1]}{TABLES[mark['name']](reports, links)}\n{mark[5]}"
+
+    return MARK.sub(table, text)
+
+
+def main() -> None:
+    for page in PAGES:
+        before = page.read_text()
+        after = written(before, page)
+        if after != before:
+            page.write_text(after)
+            print("rewritten:", page.relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""One engine in a process of its own, with the Python of its own environment: -m tutorials.performance.worker JOB RESULT.
+
+JOB and RESULT are JSON files; `run_engine` writes the one, starts the process and reads the other.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from types import SimpleNamespace
+
+from tutorials.performance.engines import ENGINES, Nanovllm
+from tutorials.performance.machine import ROOT, installed, this_machine
+from tutorials.performance.workloads import Request, shifted
+
+
+def run_engine(python: str, **job) -> dict:
+    """What `measure` returns in a new process of the interpreter `python`, or {"error": why there is nothing}."""
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        job_file, result_file, log = (Path(folder) / name for name in ("job.json", "result.json", "log"))
+        job_file.write_text(json.dumps(job | {"started": time.time()}))
+        with log.open("w") as out:
+            command = [python, "-m", "tutorials.performance.worker", str(job_file), str(result_file)]
+            status = subprocess.run(command, cwd=ROOT, stdout=out, stderr=out, env=env).returncode
+        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        if result_file.exists():
+            result = json.loads(result_file.read_text())
+        else:
+            result = {"error": lines[-1] if lines else f"exit status {status}"}
+    if result.get("error") not in (None, "not installed"):
+        print(*lines[-100:], sep="\n", file=sys.stderr)
+    return result
+
+
+def measure(job) -> dict:
+    """The engine's start-up in seconds, from the start of the process; a warm-up; and the runs."""
+    cls = ENGINES[job.engine]
+    is_ours, found = cls is Nanovllm, installed(*cls.packages)
+    if found is None and not is_ours:  # ours runs from its directory, too
+        return {"error": "not installed"}
+    requests = [Request(*r) for r in job.requests]
+    engine = cls(job)
+    engine.run([Request(requests[0].prompt[:4], 2)])
+    result = {"version": found, "startup_seconds": time.time() - job.started}
+    result["versions"] = {name: installed(name) for name in ("torch", "triton", "transformers")}
+    watch = Watch(engine, job) if is_ours else None
+    short = [r._replace(max_tokens=min(r.max_tokens, 8), arrival=0.0) for r in requests[:8]]
+    engine.run(shifted(short, job.repeat, job.vocab_size))
+    result["runs"] = []
+    for i in range(job.repeat):
+        if watch:
+            watch.begin()
+        start = time.perf_counter()
+        answers = engine.run(shifted(requests, i, job.vocab_size))
+        run = {"seconds": time.perf_counter() - start, "answers": answers}
+        if any(len(answer.token_ids) != request.max_tokens for answer, request in zip(answers, requests)):
+            raise RuntimeError("a request did not get as many tokens as it asked for")
+        result["runs"].append(run)
+        if watch:
+            run["stats"] = watch.end()
+    if watch:
+        result |= watch.facts(result["runs"])
+    if hasattr(engine, "close"):
+        engine.close()
+    return result
+
+
+class Watch:
+    """What we can tell about our own engine only: how much memory it took, and what its steps were."""
+
+    def __init__(self, engine: Nanovllm, job):
+        from nanovllm.roofline import shape_of
+
+        self.engine, self.runner, self.all_steps = engine, engine.llm.runner, []
+        self.shape = shape_of(json.loads((Path(job.model) / "config.json").read_text()), self.runner.dtype.itemsize)
+        self.before_runs = this_machine(self.runner.device, self.runner.dtype, engine.threads)
+
+    def begin(self) -> None:
+        """A run begins."""
+        self.before = self.engine.stats()
+        self.engine.steps.clear()
+
+    def end(self) -> dict:
+        """A run has ended: what its requests did to the cache."""
+        self.all_steps.append(self.engine.steps.copy())
+        return {name: n if name.startswith("kv") else n - self.before[name] for name, n in self.engine.stats().items()}
+
+    def facts(self, runs: list[dict]) -> dict:
+        """What the peers follow, and the ceilings: the better of those before and after the runs. Adds to each run."""
+        from nanovllm.roofline import Hardware, binned, roofline
+
+        device, dtype, config = self.runner.device, self.runner.dtype, self.engine.llm.config
+        hardware = Hardware(*map(max, zip(self.before_runs, this_machine(device, dtype, self.engine.threads))))
+        for run, steps in zip(runs, self.all_steps):
+            run |= {"roofline": roofline(self.shape, steps, hardware), "steps": binned(self.shape, steps)}
+        return {
+            "dtype": str(dtype).removeprefix("torch."),
+            "device": str(device),
+            "device_name": hardware.name,
+            "batch_tokens": config.max_num_batched_tokens,
+            "kv_tokens": len(self.engine.llm.block_manager.blocks) * config.block_size,
+            "kv_bytes": self.runner.kv_cache.nbytes,
+            "ceilings": hardware._asdict(),
+        }
+
+
+def main(job_file: str, result_file: str) -> None:
+    job = SimpleNamespace(**json.loads(Path(job_file).read_text()))
+    try:
+        result = measure(job)
+    except Exception as error:
+        traceback.print_exc()
+        result = {"error": f"{type(error).__name__}: {error}".strip().splitlines()[-1]}
+    Path(result_file).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
