@@ -1,9 +1,7 @@
 """ModelRunner: a schedule in, sampled tokens out. It owns the model and the KV cache."""
 
-import ctypes
 import mmap
 import os
-import sys
 from array import array
 from collections.abc import Iterable
 from dataclasses import fields, replace
@@ -15,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.config import EMBEDDED_MODEL, Config
+from nanovllm.cpu import Threads, keep_freed_memory
 from nanovllm.cuda_graphs import DecodeGraphs, Tensors, to_device
 from nanovllm.host_cache import STAGED_BYTES, HostCache
 from nanovllm.layers.attention import Batch, copy_blocks
@@ -59,14 +58,6 @@ def choose_triton(config: Config, device: torch.device) -> bool:
     )
 
 
-def keep_freed_memory() -> None:
-    """glibc gives large freed tensors back to the system at once, and the next step faults all their pages in again."""
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if hasattr(libc, "mallopt"):
-        libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: give back what is free beyond 1 GiB
-        libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: 32 MiB is the largest that it takes
-
-
 class ModelRunner:
     def __init__(self, config: Config, hf_config, path: Path, device: torch.device):
         if device.type == "cpu":
@@ -79,6 +70,7 @@ class ModelRunner:
         self.block_size = config.block_size
         self.vocab_size = hf_config.vocab_size
         self.model = load_model(path, hf_config, config.max_model_len, self.dtype, device)
+        self.threads = Threads(self.model, device)
         self.num_layers = hf_config.num_hidden_layers
         self.block_shape = (config.block_size, hf_config.num_key_value_heads, head_dim_of(hf_config))
         self.block_bytes = 2 * self.num_layers * torch.Size(self.block_shape).numel() * self.dtype.itemsize
@@ -94,7 +86,7 @@ class ModelRunner:
             self.kv_cache = self._new_kv_cache(self.num_blocks)
             if self.num_host_blocks:
                 self.host_cache = HostCache(self.kv_cache, self.num_host_blocks)
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, OverflowError) as error:
             raise ValueError(
                 f"there is no memory for {self.num_blocks} KV blocks (num_blocks, kv_cache_gib) and "
                 f"{self.num_host_blocks} on the host (swap_gib), of {self.block_bytes:,} bytes each"
@@ -164,6 +156,10 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, schedule: Schedule) -> tuple[list[int], list[dict[int, float] | None]]:
         """Computes a step. For each of `schedule.sampled`: a token, and its log-probabilities if asked for."""
+        with self.threads.of_step(schedule):
+            return self._run(schedule)
+
+    def _run(self, schedule: Schedule) -> tuple[list[int], list[dict[int, float] | None]]:
         sampled = schedule.sampled
         self.move_blocks(schedule)
         inputs, sampling = self._prepare(schedule), self._sampling(sampled)

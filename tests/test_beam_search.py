@@ -150,12 +150,30 @@ def test_abort_in_the_middle(models):
     other = llm.add_request([4, 5, 6], SamplingParams(temperature=0, max_tokens=8))
     for _ in range(4):
         llm.step()
+    running = {tuple(seq.output_token_ids) for seq in llm.requests[request_id].sequences}
     assert llm.abort(request_id) and not llm.abort(request_id)
-    finished = []
+    finished = {}
     while llm.has_unfinished():
-        finished += [output.request_id for output in llm.step() if output.finished]
-    assert finished == [request_id, other] and llm.block_manager.num_used_blocks == 0
+        finished |= {output.request_id: output for output in llm.step() if output.finished}
+    assert list(finished) == [request_id, other] and llm.block_manager.num_used_blocks == 0
+    outputs = finished[request_id].outputs  # the best so far, best first
+    assert {tuple(o.token_ids) for o in outputs} == running and all(len(o.token_ids) == 4 for o in outputs)
+    assert [o.finish_reason for o in outputs] == ["abort"] * 3 and [o.index for o in outputs] == [0, 1, 2]
+    scores = [o.cumulative_logprob for o in outputs]
+    assert scores == sorted(scores, reverse=True) and scores[0] < 0
     llm.block_manager.check([])
+
+
+def test_abort_keeps_results_that_are_better_than_what_runs(models):
+    """Of a search of width 2: a result, and two beams that run."""
+    search = BeamSearch(BeamSearchParams(beam_width=2), frozenset([9]), max_output_tokens=9)
+    start = Request(None, None, [1, 2], BeamSearchParams(beam_width=2).sampling_params()).sequences[0]
+    search.advance([Beam(start, t, p) for t, p in [(9, -1.0), (3, -2.0), (4, -0.5), (5, -6.0)]])
+    good, bad = (Request(None, None, [1, 2], SamplingParams()).sequences[0] for _ in range(2))
+    good.token_ids += [4, 4]
+    bad.token_ids += [3, 3]
+    good.cumulative_logprob, bad.cumulative_logprob = -0.8, -7.0
+    assert [(beam.token_ids, beam.score) for beam in search.best_so_far([bad, good])] == [([4, 4], -0.4), ([9], -1.0)]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from checkpoints import greedy, new_model, save
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.scheduler import Scheduler
+from nanovllm.sequence import Sequence
 
 BLOCK, MAX_TOKENS = 4, 12
 
@@ -309,6 +310,29 @@ def test_bad_requests(llm, prompts, params, message):
     while llm.has_unfinished():
         outputs = llm.step()
     assert outputs[0].finished and len(outputs[0].outputs[0].token_ids) == 3
+
+
+def test_a_million_samples_are_refused_before_they_are_made(llm, monkeypatch):
+    made = []
+    monkeypatch.setattr(Sequence, "__init__", lambda self, *args: made.append(args))
+    for n in (10**6, 10**30):
+        with pytest.raises(ValueError, match=f"n={n} is not allowed: it must be at most max_num_seqs=256"):
+            llm.add_request([1], SamplingParams(n=n))
+    assert not made
+
+
+def test_parameters_belong_to_the_request_once_it_is_added(llm):
+    """They are checked again, and what their owner does to them later does not reach it."""
+    params, prompt = greedy_params(4), [1, 2, 3]
+    expected = token_ids(llm.generate([prompt], params, use_tqdm=False))
+    request_id = llm.add_request(prompt, params)
+    params.temperature, params.max_tokens, params.top_k = -1.0, "all", None
+    prompt.append(10**9)
+    with pytest.raises(ValueError, match="temperature=-1.0 is not allowed"):
+        llm.add_request([1], params)
+    while llm.has_unfinished():
+        (output,) = llm.step()
+    assert output.request_id == request_id and [output.outputs[0].token_ids] == expected
 
 
 def test_a_request_id_twice(llm):

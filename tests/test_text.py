@@ -153,6 +153,19 @@ def test_special_tokens_end_the_answer_but_are_not_in_its_text(llm):
     assert "<|" not in output.outputs[0].text
 
 
+def test_the_text_of_a_stop_token_is_not_in_the_output(llm):
+    """Special or not. The token is."""
+    (whole,) = llm.generate("Once upon a time there was a", greedy(max_tokens=8), use_tqdm=False)
+    tokens = whole.outputs[0].token_ids
+    stop = tokens[3]
+    assert llm.tokenizer.decode([stop]) in whole.outputs[0].text and stop not in tokens[:3]
+    (output,) = llm.generate("Once upon a time there was a", greedy(stop_token_ids=[stop]), use_tqdm=False)
+    assert output.outputs[0].token_ids == tokens[:4] and output.outputs[0].finish_reason == "stop"
+    assert output.outputs[0].text == llm.tokenizer.decode(tokens[:3])
+    streamed = "".join(llm.stream("Once upon a time there was a", greedy(stop_token_ids=[stop])))
+    assert streamed == output.outputs[0].text
+
+
 @pytest.mark.parametrize("prompt", ["", [[]]])
 def test_empty_prompts(llm, prompt):
     with pytest.raises(ValueError, match="is empty: it must have at least one token"):
