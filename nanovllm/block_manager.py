@@ -40,7 +40,7 @@ class BlockManager:
         self.findable: dict[tuple[int, tuple[int, ...]], Block] = {}
         self.new_prefix_id = count(EMPTY_PREFIX + 1).__next__
         self.planned: set[int] = set()  # findable blocks whose content the step that is being planned will compute
-        self.num_moves = 0  # blocks that steps were told to copy or swap, see Schedule.check
+        self.num_moves = 0  # blocks that steps were told to copy or swap, see Schedule.problem
         self.free_host_blocks = list(range(num_host_blocks))
         self.host_ref_counts = [0] * num_host_blocks
 

@@ -196,7 +196,7 @@ class LLM:
         try:
             schedule = self._schedule()
             self._run(schedule)
-            if self.apart and not any(map(self._is_active, self.untested)):
+            if self.apart and all(request.is_finished for request in self.untested):
                 self.apart.pop()  # this group has got through
             else:
                 self.is_changing = False
@@ -208,20 +208,19 @@ class LLM:
             self._settle()
 
     def _schedule(self) -> Schedule:
-        before = self.block_manager.num_moves
+        before, name = self.block_manager.num_moves, f"{type(self.scheduler).__name__}.schedule()"
         schedule = self.scheduler.schedule()
-        name = type(self.scheduler).__name__
         if not isinstance(schedule, Schedule):
-            raise ScheduleError(f"{name}.schedule() returned {shown(schedule)}: it must return a Schedule")
+            raise ScheduleError(f"{name} returned {shown(schedule)}: it must return a Schedule")
         if not schedule.items:
             known = {request.request_id for request in self.scheduler.unfinished()}
             lost = [request_id for request_id in self.replies if request_id not in known]
-            hint = f"; it has lost {shown(lost)}, which are neither in waiting nor in running" if lost else ""
-            raise ScheduleError(
-                f"{name}.schedule() planned nothing, but {len(self.replies)} requests are not finished: "
-                f"{shown([*self.replies])}{hint}"
-            )
-        schedule.check(self.scheduler, self.block_manager.num_moves - before)
+            waits = f"{len(self.replies)} requests are not finished: {shown([*self.replies])}"
+            hint = f"; neither in waiting nor in running are {shown(lost)}" if lost else ""
+            raise ScheduleError(f"{name} planned nothing, but {waits}{hint}")
+        problem = schedule.problem(self.scheduler, self.block_manager.num_moves - before)
+        if problem is not None:
+            raise ScheduleError(f"{name}: {problem}")
         return schedule
 
     def _run(self, schedule: Schedule) -> None:
@@ -256,10 +255,6 @@ class LLM:
         if output.finished:
             del self.replies[output.request_id]
 
-    def _is_active(self, request: Request) -> bool:
-        reply = self.replies.get(request.request_id)
-        return reply is not None and reply.request is request
-
     # --- when a step was interrupted, or has failed ---
 
     def _settle(self) -> None:
@@ -277,36 +272,31 @@ class LLM:
                 seq.finish_reason = self.scheduler.reason_to_end(seq)
             reply.restart()
             self._report(reply)
-        while self.apart and not any(map(self._is_active, self.apart[-1])):
-            self.apart.pop()
+        groups = [[request for request in group if not request.is_finished] for group in self.apart]
+        self.apart = [group for group in groups if group]
         group = self.apart[-1] if self.apart else [reply.request for reply in self.replies.values()]
-        self.untested = set(filter(self._is_active, group))
-        self.scheduler.restart(filter(self._is_active, group), self.block_manager)
+        self.untested = set(group)
+        self.scheduler.restart(group, self.block_manager)
 
     def _isolate(self, error: Exception, schedule: Schedule | None) -> None:
         """Halves the group of those that may have made the step fail. Who fails alone ends with the error."""
         self.num_failed_steps += 1
-        is_alone = len(self.replies) == 1 or bool(self.apart)  # if the group is one request
-        group = list(filter(self._is_active, self.apart.pop() if self.apart else self._suspects(schedule)))
-        if is_alone and len(group) == 1:
-            return self._report(self.replies[group[0].request_id], error)
-        logger.warning("a step failed (%r): its %d requests run apart, to find the one to blame", error, len(group))
-        half = len(group) // 2
-        self.apart += [part for part in (group[half:], group[:half]) if part]
-
-    def _suspects(self, schedule: Schedule | None) -> list[Request]:
-        """Those in the step, as far as it was planned."""
-        if schedule is None:
-            return [reply.request for reply in self.replies.values()]
-        return list(dict.fromkeys(seq.request for seq, _ in schedule.items))
+        logger.warning("a step failed: %r", error)
+        planned = dict.fromkeys(seq.request for seq, _ in schedule.items) if schedule else self.requests.values()
+        is_apart, group = len(self.replies) == 1 or bool(self.apart), self.apart.pop() if self.apart else [*planned]
+        if is_apart and len(group) == 1:
+            for reply in self._replies_to(group):
+                self._report(reply, error)
+        else:
+            half = len(group) // 2
+            self.apart += [group[half:], group[:half]]
 
     def _abort(self, requests: list[Request]) -> None:
         """Ends those that have not ended, if need be in the state that an interrupted step has left."""
-        replies = [self.replies[request.request_id] for request in requests if self._is_active(request)]
-        if not replies:
+        if not self._replies_to(requests):
             return
         self._settle()
-        self.is_changing = True
+        self.is_changing, replies = True, self._replies_to(requests)
         for reply in replies:
             for seq in reply.request.unfinished:
                 seq.finish_reason = "abort"
@@ -314,6 +304,11 @@ class LLM:
         for reply in replies:
             self.scheduler.abort(reply.request)
         self.is_changing = False
+
+    def _replies_to(self, requests: list[Request]) -> list[Reply]:
+        """To those of them that are not finished."""
+        wanted = set(requests)
+        return [reply for reply in self.replies.values() if reply.request in wanted]
 
     # --- on the way in ---
 

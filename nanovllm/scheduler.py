@@ -53,44 +53,37 @@ class Schedule:
         """The sequences that get a next token."""
         return [seq for _, seq in self.sampled_items]
 
-    def check(self, scheduler: "Scheduler", num_moves: int) -> None:
-        """Raises ScheduleError if it cannot be run. `num_moves`: how many moves the block manager asked for."""
-        seqs, running, draws = [seq for seq, _ in self.items], set(scheduler.running), Counter()
-        if len(set(seqs)) < len(seqs):
-            (seq, times), *_ = Counter(seqs).most_common(1)
-            raise ScheduleError(f"{seq} is {times} times in one schedule: it must be there once")
+    def problem(self, scheduler: "Scheduler", num_moves: int) -> str | None:
+        """Why it cannot be run, in a sentence for whoever wrote the scheduler. The block manager asked for `num_moves`."""
+        seen, running, draws = set(), set(scheduler.running), Counter()
         for seq, num_tokens in self.items:
+            missing = len(seq.token_ids) - seq.num_computed_tokens
+            room = len(seq.block_table) * scheduler.block_manager.block_size - seq.num_computed_tokens
+            if seq in seen:
+                return f"{seq} is in the schedule twice"
             if seq.request not in running or seq.finish_reason is not None:
-                raise ScheduleError(f"{seq} is in the schedule, but it is not in scheduler.running, or has ended")
-            if not 0 < num_tokens <= seq.num_missing_tokens:
-                missing = seq.num_missing_tokens
-                raise ScheduleError(
-                    f"{seq} is to compute {num_tokens} tokens: it must be 1 to {missing}, what it misses"
-                )
-            room = len(seq.block_table) * scheduler.block_manager.block_size
-            if seq.num_computed_tokens + num_tokens > room:
-                raise ScheduleError(
-                    f"{seq} is to compute {num_tokens} tokens, but its blocks have room for {room} in all: "
-                    "a sequence needs its blocks (_commit) before it is in a schedule"
-                )
-            if num_tokens == seq.num_missing_tokens and seq.request.has_forked:
+                return f"{seq} is in the schedule, but it has ended, or its request is not in scheduler.running"
+            if not 0 < num_tokens <= missing:
+                return f"{seq} is to compute {num_tokens} tokens: it must be 1 to {missing}, what it misses"
+            if num_tokens > room:
+                return f"{seq} is to compute {num_tokens} tokens, but has blocks for {room} more: allocate them first"
+            if num_tokens == missing and seq.request.has_forked:
                 draws[seq.request] += 1
-        limits = ("tokens", self.num_tokens, "max_num_batched_tokens"), ("sequences", len(seqs), "max_num_seqs")
-        for what, total, name in limits:
-            if total > getattr(scheduler, name):
-                raise ScheduleError(f"the schedule has {total} {what}, but {name}={getattr(scheduler, name)}")
+            seen.add(seq)
         for request, drawn in draws.items():
-            if drawn != len(request.unfinished):
-                raise ScheduleError(
-                    f"{drawn} of {len(request.unfinished)} sequences of request {request.request_id} would get a token: "
-                    "it must be all or none"
-                )
+            if drawn < (total := len(request.unfinished)):
+                return f"{drawn} of {total} sequences of {request.request_id} would get a token: it must be all or none"
+        if self.num_tokens > (limit := scheduler.max_num_batched_tokens):
+            return f"the schedule has {self.num_tokens} tokens, but max_num_batched_tokens={limit}"
+        if len(seen) > (limit := scheduler.max_num_seqs):
+            return f"the schedule has {len(seen)} sequences, but max_num_seqs={limit}"
         listed = len(self.copies) + len(self.swaps_out) + len(self.swaps_in)
         if listed != num_moves:
-            raise ScheduleError(
-                f"the schedule lists {listed} blocks to copy and swap, but the block manager asked for {num_moves}: "
-                "what allocate, swap_out and take_prefix ask for must go into the Schedule that is returned"
+            asked = (
+                f"the block manager asked for {num_moves}: all that it asks for belongs into the schedule of the step"
             )
+            return f"the schedule lists {listed} blocks to copy and swap, but {asked}"
+        return None
 
 
 def common_length(sequences: list[list[int]]) -> int:

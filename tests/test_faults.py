@@ -407,11 +407,10 @@ def test_ctrl_c_at_any_line(expected, setting):
     for at in lines:  # each with an engine that the ones before have left
         with Interrupter(at) as interrupter:
             use(llm, expected)
-        assert interrupter.place is not None or every
         places.add(interrupter.place)
         llm._settle()  # the Ctrl-C may have come with the very last line
         check_clean(llm)
-    assert len(places) > 30
+    assert len(places) > 30  # a run after a recovery has not always as many lines
 
 
 def test_ctrl_c_by_a_real_signal(expected):
@@ -513,14 +512,17 @@ class HalfOfTheSamples(Scheduler):
     [
         (Nothing, r"Nothing.schedule\(\) planned nothing, but 2 requests are not finished: \['0', '1'\]"),
         (NoSchedule, r"NoSchedule.schedule\(\) returned None: it must return a Schedule"),
-        (Forgetful, r"planned nothing, but 1 requests are not finished: \['1'\]; it has lost \['1'\]"),
-        (Twice, r"Sequence\(0.0: .*\) is 2 times in one schedule: it must be there once"),
+        (
+            Forgetful,
+            r"planned nothing, but 1 requests are not finished: \['1'\]; neither in waiting nor in running are \['1'\]",
+        ),
+        (Twice, r"Twice.schedule\(\): Sequence\(0.0: .*\) is in the schedule twice"),
         (OverBudget, "the schedule has 80 tokens, but max_num_batched_tokens=40"),
-        (NoBlocks, r"is to compute 40 tokens, but its blocks have room for 0 in all: a sequence needs its blocks"),
-        (NotRunning, "is in the schedule, but it is not in scheduler.running, or has ended"),
+        (NoBlocks, r"is to compute 40 tokens, but has blocks for 0 more: allocate them first"),
+        (NotRunning, "is in the schedule, but it has ended, or its request is not in scheduler.running"),
         (TooManyTokens, "is to compute 41 tokens: it must be 1 to 40, what it misses"),
-        (LosesCopies, "the schedule lists 0 blocks to copy and swap, but the block manager asked for 2: what allocate"),
-        (HalfOfTheSamples, "2 of 3 sequences of request 1 would get a token: it must be all or none"),
+        (LosesCopies, "the schedule lists 0 blocks to copy and swap, but the block manager asked for 2: all that"),
+        (HalfOfTheSamples, "2 of 3 sequences of 1 would get a token: it must be all or none"),
     ],
 )
 def test_a_scheduler_that_is_half_right_is_told_so(cls, message):
