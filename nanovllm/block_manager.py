@@ -119,7 +119,7 @@ class BlockManager:
         Given `swaps_in`, a sequence that was swapped out also gets blocks for the rest of what it had: host block -> block
         is added there for each that is to be copied before the step. The caller has asked `can_admit`.
         """
-        assert not seq.block_table and seq.num_computed_tokens == 0
+        assert not seq.block_table and seq.num_computed_tokens == 0, f"{seq} has blocks: is its request queued twice?"
         for block in self.find_prefix(seq):
             if block.ref_count == 0:
                 del self.free_blocks[block.id]
@@ -171,7 +171,7 @@ class BlockManager:
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int | None = None) -> None:
         """Lets `child`, which has no blocks yet, share what `parent` has computed, or its first `num_tokens` tokens."""
-        assert not child.block_table and child.num_computed_tokens == 0
+        assert not child.block_table and child.num_computed_tokens == 0, f"{child} has blocks of its own"
         num_tokens = parent.num_computed_tokens if num_tokens is None else num_tokens
         last = parent.block_table[num_tokens // self.block_size :][:1]
         if self.planned.intersection(last):  # no part of a block can be copied before the step that writes it

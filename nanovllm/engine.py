@@ -215,7 +215,7 @@ class LLM:
         if not schedule.items:
             known = {request.request_id for request in self.scheduler.unfinished()}
             lost = [request_id for request_id in self.replies if request_id not in known]
-            waits = f"{len(self.replies)} requests are not finished: {shown([*self.replies])}"
+            waits = f"there are unfinished requests: {shown([*self.replies])}"
             hint = f"; neither in waiting nor in running are {shown(lost)}" if lost else ""
             raise ScheduleError(f"{name} planned nothing, but {waits}{hint}")
         problem = schedule.problem(self.scheduler, self.block_manager.num_moves - before)

@@ -55,10 +55,10 @@ class Schedule:
 
     def problem(self, scheduler: "Scheduler", num_moves: int) -> str | None:
         """Why it cannot be run, in a sentence for whoever wrote the scheduler. The block manager asked for `num_moves`."""
-        seen, running, draws = set(), set(scheduler.running), Counter()
+        seen, running, draws, manager = set(), set(scheduler.running), Counter(), scheduler.block_manager
         for seq, num_tokens in self.items:
             missing = len(seq.token_ids) - seq.num_computed_tokens
-            room = len(seq.block_table) * scheduler.block_manager.block_size - seq.num_computed_tokens
+            room = len(seq.block_table) * manager.block_size - seq.num_computed_tokens
             if seq in seen:
                 return f"{seq} is in the schedule twice"
             if seq.request not in running or seq.finish_reason is not None:
@@ -67,6 +67,9 @@ class Schedule:
                 return f"{seq} is to compute {num_tokens} tokens: it must be 1 to {missing}, what it misses"
             if num_tokens > room:
                 return f"{seq} is to compute {num_tokens} tokens, but has blocks for {room} more: allocate them first"
+            block_id = seq.block_table[seq.num_computed_tokens // manager.block_size]
+            if manager.blocks[block_id].ref_count > 1:
+                return f"{seq} is to write into block {block_id}, which others read: allocate says what to copy first"
             if num_tokens == missing and seq.request.has_forked:
                 draws[seq.request] += 1
             seen.add(seq)

@@ -504,6 +504,14 @@ class LosesCopies(Scheduler):
         return num_tokens
 
 
+class NoCopies(Scheduler):
+    def _commit(self, plan, schedule):
+        if schedule.items or plan[0][1] > 1:
+            return super()._commit(plan, schedule)
+        schedule.items += plan
+        return len(plan)
+
+
 class HalfOfTheSamples(Scheduler):
     def schedule(self):
         schedule = super().schedule()
@@ -515,11 +523,11 @@ class HalfOfTheSamples(Scheduler):
 @pytest.mark.parametrize(
     "cls, message",
     [
-        (Nothing, r"Nothing.schedule\(\) planned nothing, but 2 requests are not finished: \['0', '1'\]"),
+        (Nothing, r"Nothing.schedule\(\) planned nothing, but there are unfinished requests: \['0', '1'\]"),
         (NoSchedule, r"NoSchedule.schedule\(\) returned None: it must return a Schedule"),
         (
             Forgetful,
-            r"planned nothing, but 1 requests are not finished: \['1'\]; neither in waiting nor in running are \['1'\]",
+            r"planned nothing, but there are unfinished requests: \['1'\]; neither in waiting nor in running are \['1'\]",
         ),
         (Twice, r"Twice.schedule\(\): Sequence\(0.0: .*\) is in the schedule twice"),
         (OverBudget, "the schedule has 80 tokens, but max_num_batched_tokens=40"),
@@ -527,12 +535,13 @@ class HalfOfTheSamples(Scheduler):
         (NotRunning, "is in the schedule, but it has ended, or its request is not in scheduler.running"),
         (TooManyTokens, "is to compute 41 tokens: it must be 1 to 40, what it misses"),
         (LosesCopies, "the schedule lists 0 blocks to copy and swap, but the block manager asked for 2: all that"),
+        (NoCopies, r"is to write into block \d+, which others read: allocate says what to copy first"),
         (HalfOfTheSamples, "2 of 3 sequences of 1 would get a token: it must be all or none"),
     ],
 )
 def test_a_scheduler_that_is_half_right_is_told_so(cls, message):
     llm = new_llm(scheduler_cls=cls)
-    n = 3 if cls in (LosesCopies, HalfOfTheSamples) else 1
+    n = 3 if cls in (LosesCopies, NoCopies, HalfOfTheSamples) else 1
     prompts = [[1] * (38 if n == 3 else 40), [2] * 40]
     with pytest.raises(ScheduleError, match=message):
         llm.generate(prompts, SamplingParams(n=n, max_tokens=5, seed=1), use_tqdm=False)
