@@ -1,6 +1,6 @@
 """BlockManager: the page table of the KV cache (paper, sections 4.2 to 4.4). No torch in here."""
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import count
@@ -266,17 +266,15 @@ class BlockManager:
 
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Asserts the invariants, given all unfinished sequences. For tests: it visits every block."""
-        owners, host_owners = [0] * len(self.blocks), [0] * len(self.host_ref_counts)
-        for seq in sequences:
-            for host_id in seq.host_table:
-                host_owners[host_id] += 1
-            assert seq.num_computed_tokens <= len(seq.block_table) * self.block_size
-            for block_id in seq.block_table:
-                owners[block_id] += 1
+        sequences = list(sequences)
+        owners = Counter(block_id for seq in sequences for block_id in seq.block_table)
+        host_owners = Counter(host_id for seq in sequences for host_id in seq.host_table)
+        assert all(seq.num_computed_tokens <= len(seq.block_table) * self.block_size for seq in sequences)
         for block in self.blocks:
             assert block.ref_count == owners[block.id], f"{block} has {owners[block.id]} owners"
             assert (block.ref_count == 0) == (block.id in self.free_blocks), f"{block} is both or neither free and used"
             assert block.key is None or self.findable[block.key] is block, f"{block} cannot be found"
-        assert host_owners == self.host_ref_counts, "host blocks have other owners"
-        assert sorted(self.free_host_blocks) == [i for i, n in enumerate(host_owners) if n == 0], "host blocks are lost"
+        assert host_owners == Counter(dict(enumerate(self.host_ref_counts))), "host blocks have other owners"
+        free = [i for i, ref_count in enumerate(self.host_ref_counts) if ref_count == 0]
+        assert sorted(self.free_host_blocks) == free, "host blocks are lost"
         assert all(block.key == key for key, block in self.findable.items()), "a findable block is stale"

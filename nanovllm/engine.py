@@ -84,10 +84,7 @@ class LLM:
     # --- what most people use ---
 
     def generate(
-        self,
-        prompts: Prompt | list[Prompt],
-        params: Params | list[Params] | None = None,
-        use_tqdm: bool = True,
+        self, prompts: Prompt | list[Prompt], params: Params | list[Params] | None = None, use_tqdm: bool = True
     ) -> list[RequestOutput]:
         """Answers all prompts, in their order. `params` is one for all, or a list with one for each.
 
@@ -208,19 +205,18 @@ class LLM:
             self._settle()
 
     def _schedule(self) -> Schedule:
-        before, name = self.block_manager.num_moves, f"{type(self.scheduler).__name__}.schedule()"
-        schedule = self.scheduler.schedule()
+        before, scheduler = self.block_manager.num_moves, self.scheduler
+        schedule = scheduler.schedule()
         if not isinstance(schedule, Schedule):
-            raise ScheduleError(f"{name} returned {shown(schedule)}: it must return a Schedule")
-        if not schedule.items:
-            known = {request.request_id for request in self.scheduler.unfinished()}
-            lost = [request_id for request_id in self.replies if request_id not in known]
-            waits = f"there are unfinished requests: {shown([*self.replies])}"
-            hint = f"; neither in waiting nor in running are {shown(lost)}" if lost else ""
-            raise ScheduleError(f"{name} planned nothing, but {waits}{hint}")
-        problem = schedule.problem(self.scheduler, self.block_manager.num_moves - before)
+            problem = f"it returned {shown(schedule)}, and not a Schedule"
+        elif not schedule.items:
+            lost = list(self.requests.keys() - {request.request_id for request in scheduler.unfinished()})
+            problem = f"it planned nothing, but there are unfinished requests: {shown([*self.replies])}"
+            problem += f"; neither in waiting nor in running are {shown(lost)}" if lost else ""
+        else:
+            problem = schedule.problem(scheduler, self.block_manager.num_moves - before)
         if problem is not None:
-            raise ScheduleError(f"{name}: {problem}")
+            raise ScheduleError(f"{type(scheduler).__name__}.schedule(): {problem}")
         return schedule
 
     def _run(self, schedule: Schedule) -> None:

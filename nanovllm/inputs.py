@@ -31,6 +31,7 @@ class Inputs:
     def __init__(self, config: Config, tokenizer, vocab_size: int, default_params: SamplingParams, eos_token_ids):
         self.config, self.tokenizer, self.vocab_size = config, tokenizer, vocab_size
         self.default_params, self.eos_token_ids = default_params, eos_token_ids
+        self.no_tokenizer = f"model={config.model!r} has no tokenizer"
 
     def request(self, prompt: Prompt, params: Params | None, request_id: str | None = None) -> Request:
         """Raises ValueError with the name of what is wrong, its value, and what is allowed."""
@@ -51,7 +52,7 @@ class Inputs:
                 limit = self.vocab_size - 1
                 raise ValueError(f"{name} has the token id {shown(wrong[0])}: ids must be integers from 0 to {limit}")
         if params.stop and self.tokenizer is None:
-            raise ValueError(f"stop={shown(params.stop)} is not allowed: {self.no_tokenizer()}")
+            raise ValueError(f"stop={shown(params.stop)} is not allowed: {self.no_tokenizer}")
         request = Request(request_id, text, token_ids, params, self.eos_token_ids)
         if beams is not None:
             room = min(params.max_tokens, self.config.max_model_len - len(token_ids))
@@ -65,7 +66,7 @@ class Inputs:
         if not is_chat and not isinstance(prompt, str):
             raise ValueError(f"prompt={shown(prompt)} is not allowed: it must be text, token ids or a list of messages")
         if self.tokenizer is None:
-            raise ValueError(f"prompt={shown(prompt)} is not allowed: {self.no_tokenizer()}, give token ids")
+            raise ValueError(f"prompt={shown(prompt)} is not allowed: {self.no_tokenizer}, give token ids")
         if is_chat and not self.tokenizer.chat_template:
             raise ValueError(f"model={self.config.model!r} has no chat template: give the whole prompt to generate()")
         try:
@@ -75,6 +76,3 @@ class Inputs:
             return text, self.tokenizer.encode(text, add_special_tokens=not is_chat)
         except Exception as error:  # half a surrogate pair, a message that the template refuses, ...
             raise ValueError(f"prompt={shown(prompt)} is not allowed: the tokenizer refuses it: {error}") from error
-
-    def no_tokenizer(self) -> str:
-        return f"model={self.config.model!r} has no tokenizer"

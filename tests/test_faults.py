@@ -523,8 +523,8 @@ class HalfOfTheSamples(Scheduler):
 @pytest.mark.parametrize(
     "cls, message",
     [
-        (Nothing, r"Nothing.schedule\(\) planned nothing, but there are unfinished requests: \['0', '1'\]"),
-        (NoSchedule, r"NoSchedule.schedule\(\) returned None: it must return a Schedule"),
+        (Nothing, r"Nothing.schedule\(\): it planned nothing, but there are unfinished requests: \['0', '1'\]"),
+        (NoSchedule, r"NoSchedule.schedule\(\): it returned None, and not a Schedule"),
         (
             Forgetful,
             r"planned nothing, but there are unfinished requests: \['1'\]; neither in waiting nor in running are \['1'\]",
