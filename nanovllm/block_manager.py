@@ -244,26 +244,6 @@ class BlockManager:
                 self.free_host_blocks.append(host_id)
         seq.host_table, seq.num_host_tokens = [], 0
 
-    def usage(self, sequences: Iterable[tuple[Sequence, int]]) -> dict[str, int]:
-        """What the slots of the cache are used for (paper, figure 2), given all sequences with blocks and, for each, the
-        most tokens that it may cache. The first five add up to all slots; `shared` would be needed without sharing."""
-        held, wanted, num_listed = {}, {}, 0  # per block: tokens that are there, and that may be there in the end
-        for seq, longest in sequences:
-            num_listed += len(seq.block_table)
-            for i, block_id in enumerate(seq.block_table):
-                for slots, num_tokens in ((held, seq.num_computed_tokens), (wanted, longest)):
-                    here = min(self.block_size, max(0, num_tokens - i * self.block_size))
-                    slots[block_id] = max(here, slots.get(block_id, 0))
-        token_states, reserved, stranded = sum(held.values()), sum(wanted.values()), self.num_stranded_blocks
-        return {
-            "token_states": token_states,
-            "reserved": reserved - token_states,
-            "internal_fragmentation": self.num_used_blocks * self.block_size - reserved,
-            "external_fragmentation": stranded * self.block_size,
-            "free": (self.num_free_blocks - stranded) * self.block_size,
-            "shared": (num_listed - self.num_used_blocks) * self.block_size,
-        }
-
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Asserts the invariants, given all unfinished sequences. For tests: it visits every block."""
         sequences = list(sequences)

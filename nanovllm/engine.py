@@ -19,6 +19,7 @@ from nanovllm.outputs import Reply, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import Schedule, ScheduleError, Scheduler
 from nanovllm.sequence import Request
+from nanovllm.stats import stats_of
 
 logger = logging.getLogger(__name__)
 
@@ -154,25 +155,7 @@ class LLM:
 
     def stats(self) -> dict[str, float]:
         """Counters since the start, and the state of this moment."""
-        scheduler, manager = self.scheduler, self.block_manager
-        return {
-            "requests_running": len(scheduler.running),
-            "requests_waiting": len(self.replies) - len(scheduler.running),
-            "kv_blocks": len(manager.blocks),
-            "kv_blocks_used": manager.num_used_blocks,
-            "kv_blocks_used_peak": self.peak_used_blocks,
-            **{f"kv_slots_{name}": slots for name, slots in scheduler.usage().items()},
-            "prompt_tokens": scheduler.num_prompt_tokens,
-            "prefix_cache_hit_tokens": scheduler.num_cached_tokens,
-            "preemptions": scheduler.num_preemptions,
-            "swapped_blocks": scheduler.num_swapped_blocks,
-            "steps": self.num_steps,
-            "failed_steps": self.num_failed_steps,
-            "computed_tokens": self.num_computed_tokens,
-            "output_tokens": self.num_output_tokens,
-            "seconds": self.seconds,
-            "output_tokens_per_second": self.num_output_tokens / self.seconds if self.seconds else 0.0,
-        }
+        return stats_of(self)
 
     @property
     def requests(self) -> dict[str, Request]:

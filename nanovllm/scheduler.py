@@ -68,7 +68,7 @@ class Schedule:
             if num_tokens > room:
                 return f"{seq} is to compute {num_tokens} tokens, but has blocks for {room} more: allocate them first"
             block_id = seq.block_table[seq.num_computed_tokens // manager.block_size]
-            if manager.blocks[block_id].ref_count > 1:
+            if manager.blocks[block_id].ref_count > 1 and block_id not in manager.planned:
                 return f"{seq} is to write into block {block_id}, which others read: allocate says what to copy first"
             if num_tokens == missing and seq.request.has_forked:
                 draws[seq.request] += 1
@@ -143,12 +143,6 @@ class Scheduler:
     def longest(self, request: Request) -> int:
         """The most tokens that each of its sequences may have in the cache. The last one is never fed back."""
         return min(len(request.prompt_token_ids) + request.params.max_tokens, self.max_model_len) - 1
-
-    def usage(self) -> dict[str, int]:
-        """What the slots of the cache are used for now, see BlockManager.usage."""
-        return self.block_manager.usage(
-            (seq, self.longest(request)) for request in self.running for seq in request.running
-        )
 
     def add(self, request: Request) -> None:
         self.check(request)

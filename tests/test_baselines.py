@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.sequence import Request
+from nanovllm.stats import slot_usage
 from tutorials.baselines import replay
 from tutorials.baselines.contiguous import ContiguousBlockManager, OrcaMax, OrcaOracle, OrcaPow2
 from tutorials.baselines.static_batching import StaticBatching
@@ -57,7 +58,7 @@ def test_what_is_reserved():
         (seq,) = request.sequences
         manager.allocate(seq, 3)
         seq.num_computed_tokens = 3
-        used = manager.usage([(seq, 27)])
+        used = slot_usage(manager, [(seq, 27)])
         assert used == {
             "token_states": 3, "reserved": 24, "internal_fragmentation": reserved - 27, "external_fragmentation": 0,
             "free": 200 - reserved, "shared": 0,
@@ -76,7 +77,7 @@ def test_external_fragmentation():
     two, four, eight = (new_request(prompt=n, max_tokens=n) for n in (1, 2, 4))
     assert not manager.can_admit(eight) and manager.num_stranded_blocks == 0  # there are not enough
     assert not manager.can_admit(four) and manager.num_stranded_blocks == 4
-    usage = manager.usage([(small[1], 1), (small[3], 1)])
+    usage = slot_usage(manager, [(small[1], 1), (small[3], 1)])
     assert usage["external_fragmentation"] == 4 and usage["free"] == 0
     assert manager.can_admit(two) and manager.num_stranded_blocks == 0
     manager.free(small[1])

@@ -7,6 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from nanovllm.block_manager import BlockManager
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import Request, Sequence
+from nanovllm.stats import slot_usage
 
 
 def new_sequence(token_ids) -> Sequence:
@@ -319,7 +320,7 @@ class RandomUse(RuleBasedStateMachine):
         self.manager.check(self.sequences + self.away)
         for seq in self.sequences:
             self.memory.check(seq)
-        usage = self.manager.usage([(seq, len(seq) + 1) for seq in self.sequences])
+        usage = slot_usage(self.manager, [(seq, len(seq) + 1) for seq in self.sequences])
         held = {self.memory.slot(seq, i) for seq in self.sequences for i in range(seq.num_computed_tokens)}
         room = [min(len(seq) + 1, len(seq.block_table) * self.block_size) for seq in self.sequences]
         wanted = {self.memory.slot(seq, i) for seq, end in zip(self.sequences, room) for i in range(end)}

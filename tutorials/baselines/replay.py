@@ -20,6 +20,7 @@ from nanovllm.config import Config
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import Schedule, Scheduler
 from nanovllm.sequence import Request
+from nanovllm.stats import cache_usage
 from tutorials.baselines.contiguous import OrcaMax, OrcaOracle, OrcaPow2
 from tutorials.performance.machine import environment
 from tutorials.performance.workloads import read_trace
@@ -95,7 +96,7 @@ def replay(lengths: Lengths, manager_cls, block_size: int, setting: Setting, eve
         schedule = scheduler.schedule()
         is_full = scheduler.waiting and schedule.num_tokens < setting.max_num_batched_tokens  # it is memory that lacks
         if is_full and num_steps % every == 0:
-            usage = scheduler.usage()
+            usage = cache_usage(scheduler)
             # free and not used by those who wait: lost, whatever the reason
             usage["external_fragmentation"] += usage.pop("free")
             usage["saved"] = usage["shared"] / (usage["shared"] + manager.num_used_blocks * block_size)

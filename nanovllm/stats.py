@@ -1,0 +1,58 @@
+"""Statistics: counters since the start, and what the KV cache is used for now. No step runs through here."""
+
+from collections.abc import Iterable
+
+from nanovllm.block_manager import BlockManager
+from nanovllm.scheduler import Scheduler
+from nanovllm.sequence import Sequence
+
+
+def stats_of(llm) -> dict[str, float]:
+    """What LLM.stats returns."""
+    scheduler, manager = llm.scheduler, llm.block_manager
+    return {
+        "requests_running": len(scheduler.running),
+        "requests_waiting": len(llm.replies) - len(scheduler.running),
+        "kv_blocks": len(manager.blocks),
+        "kv_blocks_used": manager.num_used_blocks,
+        "kv_blocks_used_peak": llm.peak_used_blocks,
+        **{f"kv_slots_{name}": slots for name, slots in cache_usage(scheduler).items()},
+        "prompt_tokens": scheduler.num_prompt_tokens,
+        "prefix_cache_hit_tokens": scheduler.num_cached_tokens,
+        "preemptions": scheduler.num_preemptions,
+        "swapped_blocks": scheduler.num_swapped_blocks,
+        "steps": llm.num_steps,
+        "failed_steps": llm.num_failed_steps,
+        "computed_tokens": llm.num_computed_tokens,
+        "output_tokens": llm.num_output_tokens,
+        "seconds": llm.seconds,
+        "output_tokens_per_second": llm.num_output_tokens / llm.seconds if llm.seconds else 0.0,
+    }
+
+
+def cache_usage(scheduler: Scheduler) -> dict[str, int]:
+    """What the slots are used for now, see slot_usage."""
+    requests = scheduler.running
+    sequences = ((seq, scheduler.longest(request)) for request in requests for seq in request.running)
+    return slot_usage(scheduler.block_manager, sequences)
+
+
+def slot_usage(manager: BlockManager, sequences: Iterable[tuple[Sequence, int]]) -> dict[str, int]:
+    """Slots by their use (paper, figure 2), given all sequences with blocks and, for each, the most tokens that it may
+    cache. The first five add up to all slots; `shared` would be needed without sharing."""
+    held, wanted, num_listed = {}, {}, 0  # per block: tokens that are there, and that may be there in the end
+    for seq, longest in sequences:
+        num_listed += len(seq.block_table)
+        for i, block_id in enumerate(seq.block_table):
+            for slots, num_tokens in ((held, seq.num_computed_tokens), (wanted, longest)):
+                here = min(manager.block_size, max(0, num_tokens - i * manager.block_size))
+                slots[block_id] = max(here, slots.get(block_id, 0))
+    token_states, reserved, stranded = sum(held.values()), sum(wanted.values()), manager.num_stranded_blocks
+    return {
+        "token_states": token_states,
+        "reserved": reserved - token_states,
+        "internal_fragmentation": manager.num_used_blocks * manager.block_size - reserved,
+        "external_fragmentation": stranded * manager.block_size,
+        "free": (manager.num_free_blocks - stranded) * manager.block_size,
+        "shared": (num_listed - manager.num_used_blocks) * manager.block_size,
+    }
