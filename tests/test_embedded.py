@@ -66,7 +66,7 @@ def test_64_answers_are_the_same_batched_and_one_by_one(llm):
     for mode in ("recompute", "swap"):
         tight = LLM(num_blocks=46, max_num_batched_tokens=64, preemption_mode=mode, swap_gib=0.1)
         preempted[mode] = tight.chat([user(q) for q in questions], few, use_tqdm=False)
-        assert tight.stats()["preemptions"] > 10 and (tight.stats()["swapped_blocks"] > 50) == (mode == "swap")
+        assert tight.stats()["preemptions"] > 5 and (tight.stats()["swapped_blocks"] > 50) == (mode == "swap")
     for question, together, scarce, swapped in zip(questions, batched, *preempted.values()):
         (alone,) = llm.chat(user(question), GREEDY, use_tqdm=False)
         assert alone.outputs[0].token_ids == together.outputs[0].token_ids
