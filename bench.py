@@ -7,6 +7,7 @@
     python bench.py --model Qwen/Qwen3-0.6B --rate 8 --option max_num_seqs=32
     python bench.py attention                                  # the attention kernels alone
     python bench.py preemption --random-weights qwen3-0.6b     # what it takes to recover, by swap and by recompute
+    python bench.py threads                                    # one thread or all, on a quiet machine and a busy one
 
 Prompts are random token ids and every request gets exactly as many tokens as it asks for, so all engines do the same
 work. Each engine runs in a process of its own, one after the other, as it comes (its own defaults) but with the same
@@ -77,7 +78,8 @@ def parser() -> argparse.ArgumentParser:
     )
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("what", nargs="?", choices=["engine", "attention", "preemption"], default="engine", help="default: engine")
+    things = ["engine", "attention", "preemption", "threads"]
+    add("what", nargs="?", choices=things, default="engine", help="default: engine")
     add("--model", help="hub id or directory; default: the embedded model")
     add("--random-weights", choices=SHAPES, help="a model of this shape, written once")
     add("--weights-dir", type=Path, default=Path("~/.cache/nanovllm"), help="where such models are kept")
