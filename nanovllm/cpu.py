@@ -1,16 +1,15 @@
 """What makes PyTorch pleasant on a CPU: memory that is kept, and as many threads as a step is worth."""
 
 import ctypes
+import math
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-
-from nanovllm.models.qwen import Qwen
-from nanovllm.scheduler import Schedule
 
 SMALL_STEP = 8e6  # multiplications in a layer
 
@@ -30,42 +29,59 @@ def default_thread_counts() -> set[int]:
     return {len(cpus), len({file.read_text() for file in files if file.exists()})}
 
 
-class Threads:
-    """One thread for the operations of a small step, all for those of a large one.
+def busy_seconds() -> float | None:
+    """Seconds that all processors together have worked, for whatever program. None if the system does not tell."""
+    try:
+        fields = Path("/proc/stat").read_text().split(maxsplit=9)[1:9]
+    except OSError:
+        return None
+    del fields[3:5]  # idle, and waiting for a disk
+    return sum(map(int, fields)) / os.sysconf("SC_CLK_TCK")
 
-    A small operation is over before a second thread has been woken. And if that one's processor does something else at
-    the moment, both wait until it is their turn, some 200 times per step. A thread count that somebody has chosen, by
-    OMP_NUM_THREADS or torch.set_num_threads, is left alone.
+
+class Threads:
+    """As many threads for a step as there are processors that nobody else needs.
+
+    All threads of an operation wait for the last one. If that one's processor does something else at the moment, they
+    wait until it is its turn again, some 200 times per step. Where the system does not say what others do, a small step
+    runs on one thread and a large one on all. A thread count that somebody has chosen, by OMP_NUM_THREADS or
+    torch.set_num_threads, is left alone.
     """
 
-    def __init__(self, model: Qwen, device: torch.device):
-        layer = model.model.layers[0]
-        self.num_weights = sum(weight.numel() for weight in layer.parameters())
-        self.query_size = layer.self_attn.sizes[0] * layer.self_attn.head_dim
+    def __init__(self, device: torch.device):
         self.defaults = default_thread_counts()
         is_chosen = "OMP_NUM_THREADS" in os.environ or "MKL_NUM_THREADS" in os.environ
         self.can_change = (
             device.type == "cpu" and not is_chosen and "backend: OpenMP" in torch.__config__.parallel_info()
         )
-        self.to_restore: int | None = None  # within a small step, or after one that was interrupted
+        self.to_restore: int | None = None  # within a step, or after one that was interrupted
+        self.num_others = 0.0  # processors that other programs have used of late
+        self.last_look = time.perf_counter(), time.process_time(), busy_seconds()
 
-    def is_small(self, schedule: Schedule) -> bool:
-        work = schedule.num_tokens * self.num_weights
-        if work < SMALL_STEP:  # then there are few sequences to ask for their contexts
-            pairs = sum(num_tokens * (seq.num_computed_tokens + num_tokens) for seq, num_tokens in schedule.items)
-            work += 2 * self.query_size * pairs
-        return work < SMALL_STEP
+    def look(self) -> None:
+        """Every fifth of a second, since the system counts in hundredths."""
+        then, own, busy = self.last_look
+        if busy is not None and time.perf_counter() - then > 0.2:
+            now = self.last_look = time.perf_counter(), time.process_time(), busy_seconds()
+            self.num_others = (now[2] - busy - (now[1] - own)) / (now[0] - then)
+
+    def wanted(self, most: int, work: float) -> int:
+        if self.last_look[2] is None:
+            return 1 if work < SMALL_STEP else most
+        others = max(0, math.ceil(self.num_others - 0.25))  # a quarter: what a quiet machine does, and errors
+        return max(1, most - others)
 
     @contextmanager
-    def of_step(self, schedule: Schedule) -> Iterator[None]:
-        now = self.to_restore or torch.get_num_threads()
-        if now == 1 or now not in self.defaults or not self.can_change or not self.is_small(schedule):
-            yield
-            return
-        self.to_restore = now
-        torch.set_num_threads(1)
+    def of_step(self, work: float) -> Iterator[None]:
+        """For a step with so many multiplications in a layer."""
+        most = self.to_restore or torch.get_num_threads()
+        if self.can_change and most > 1 and most in self.defaults:
+            self.look()
+            self.to_restore = most
+            torch.set_num_threads(self.wanted(most, work))
         try:
             yield
         finally:
-            torch.set_num_threads(now)
-            self.to_restore = None
+            if self.to_restore is not None:
+                torch.set_num_threads(most)
+                self.to_restore = None

@@ -60,6 +60,7 @@ def choose_triton(config: Config, device: torch.device) -> bool:
 
 class ModelRunner:
     def __init__(self, config: Config, hf_config, path: Path, device: torch.device):
+        self.threads = Threads(device)
         if device.type == "cpu":
             keep_freed_memory()
         if device.index is not None:
@@ -70,7 +71,7 @@ class ModelRunner:
         self.block_size = config.block_size
         self.vocab_size = hf_config.vocab_size
         self.model = load_model(path, hf_config, config.max_model_len, self.dtype, device)
-        self.threads = Threads(self.model, device)
+        self.weights_per_layer = sum(weight.numel() for weight in self.model.model.layers[0].parameters())
         self.num_layers = hf_config.num_hidden_layers
         self.block_shape = (config.block_size, hf_config.num_key_value_heads, head_dim_of(hf_config))
         self.block_bytes = 2 * self.num_layers * torch.Size(self.block_shape).numel() * self.dtype.itemsize
@@ -156,7 +157,7 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, schedule: Schedule) -> tuple[list[int], list[dict[int, float] | None]]:
         """Computes a step. For each of `schedule.sampled`: a token, and its log-probabilities if asked for."""
-        with self.threads.of_step(schedule):
+        with self.threads.of_step(schedule.num_tokens * self.weights_per_layer):
             return self._run(schedule)
 
     def _run(self, schedule: Schedule) -> tuple[list[int], list[dict[int, float] | None]]:

@@ -1,4 +1,4 @@
-"""How many threads a step runs on: one for small ones, all for large ones, and what somebody has chosen in any case.
+"""How many threads a step runs on: as many as there are processors that nobody else needs, unless somebody has chosen.
 
 `python -m pytest tests/test_cpu.py`
 """
@@ -6,12 +6,13 @@
 import os
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
 
-from nanovllm import LLM, SamplingParams
-from nanovllm.cpu import default_thread_counts
+from nanovllm import LLM, SamplingParams, cpu
 
 SHORT = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 
@@ -23,7 +24,7 @@ def llm(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
-    llm = LLM(num_blocks=2000)
+    llm = LLM(num_blocks=1000)
     llm.runner.threads.defaults = {2}
     llm.seen, run = [], llm.runner._run
 
@@ -32,22 +33,49 @@ def llm(monkeypatch):
         return run(schedule)
 
     monkeypatch.setattr(llm.runner, "_run", noted)
+    monkeypatch.setattr(llm.runner.threads, "look", lambda: None)
+    llm.runner.threads.num_others = 0.0
+    llm.runner.threads.last_look = 0.0, 0.0, 0.0
     yield llm
     torch.set_num_threads(before)
 
 
-def test_threads_follow_the_work(llm):
+@pytest.mark.parametrize("num_others, threads", [(0.0, 2), (0.2, 2), (-0.1, 2), (0.4, 1), (1.0, 1), (7.5, 1)])
+def test_threads_leave_the_processors_that_others_need(llm, num_others, threads):
+    llm.runner.threads.num_others = num_others
+    llm.generate([list(range(400)), [5] * 10], SHORT, use_tqdm=False)
+    assert llm.seen == [(410, threads), (2, threads), (2, threads)] and torch.get_num_threads() == 2
+    assert [llm.runner.threads.wanted(8, 0) for llm.runner.threads.num_others in (0.1, 1.1, 2.4, 9)] == [8, 7, 5, 1]
+
+
+def test_where_the_system_does_not_tell_small_steps_run_on_one(llm):
+    llm.runner.threads.last_look = 0.0, 0.0, None
     llm.generate([list(range(400)), [5] * 10], SHORT, use_tqdm=False)
     assert llm.seen == [(410, 2), (2, 1), (2, 1)] and torch.get_num_threads() == 2
-    llm.seen.clear()
-    llm.generate([[i] for i in range(200)], SHORT, use_tqdm=False)
-    assert llm.seen == [(200, 2)] * 3
 
 
-def test_long_contexts_are_work_too(llm):
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    llm.generate([[i] * 1900 for i in range(10)], params, use_tqdm=False)
-    assert {threads for num_tokens, threads in llm.seen if num_tokens == 10} == {2}
+def test_what_others_use_is_what_we_do_not(monkeypatch):
+    """In half a second of two processors: 0.9 s were worked, 0.4 s of them by us."""
+    seconds = {"perf_counter": 10.0, "process_time": 3.0, "busy": 500.0}
+    for name in ("perf_counter", "process_time"):
+        monkeypatch.setattr(cpu.time, name, lambda name=name: seconds[name])
+    monkeypatch.setattr(cpu, "busy_seconds", lambda: seconds["busy"])
+    threads = cpu.Threads(torch.device("cpu"))
+    seconds.update(perf_counter=10.1, process_time=3.1, busy=500.2)
+    threads.look()
+    assert threads.num_others == 0.0  # too early to tell
+    seconds.update(perf_counter=10.5, process_time=3.4, busy=500.9)
+    threads.look()
+    assert threads.num_others == pytest.approx(1.0)
+
+
+@pytest.mark.skipif(not Path("/proc/stat").exists(), reason="this system does not tell")
+def test_the_system_counts_what_we_work():
+    """Our own work is in both counts, however busy others are."""
+    busy, own = cpu.busy_seconds(), time.process_time()
+    while time.process_time() - own < 0.3:
+        sum(range(10_000))
+    assert cpu.busy_seconds() - busy > 0.25
 
 
 def test_a_step_that_fails_gives_them_back(llm, monkeypatch):
@@ -84,4 +112,4 @@ def test_the_defaults_are_pytorchs():
     environ = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
     command = [sys.executable, "-c", "import torch; print(torch.get_num_threads())"]
     found = subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout
-    assert int(found) in default_thread_counts()
+    assert int(found) in cpu.default_thread_counts()
