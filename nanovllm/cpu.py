@@ -30,13 +30,14 @@ def default_thread_counts() -> set[int]:
 
 
 def busy_seconds() -> float | None:
-    """Seconds that all processors together have worked, for whatever program. None if the system does not tell."""
+    """Seconds that our processors together have worked, for whatever program. None if the system does not tell."""
     try:
-        fields = Path("/proc/stat").read_text().split(maxsplit=9)[1:9]
+        lines = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
     except OSError:
         return None
-    del fields[3:5]  # idle, and waiting for a disk
-    return sum(map(int, fields)) / os.sysconf("SC_CLK_TCK")
+    ours = {f"cpu{cpu}" for cpu in os.sched_getaffinity(0)}
+    times = [fields[1:4] + fields[6:9] for fields in lines if fields[0] in ours]  # not those of idling and of waiting
+    return sum(int(time) for fields in times for time in fields) / os.sysconf("SC_CLK_TCK")
 
 
 class Threads:
@@ -51,9 +52,8 @@ class Threads:
     def __init__(self, device: torch.device):
         self.defaults = default_thread_counts()
         is_chosen = "OMP_NUM_THREADS" in os.environ or "MKL_NUM_THREADS" in os.environ
-        self.can_change = (
-            device.type == "cpu" and not is_chosen and "backend: OpenMP" in torch.__config__.parallel_info()
-        )
+        is_openmp = "backend: OpenMP" in torch.__config__.parallel_info()  # others cannot change it
+        self.can_change = device.type == "cpu" and is_openmp and not is_chosen
         self.to_restore: int | None = None  # within a step, or after one that was interrupted
         self.num_others = 0.0  # processors that other programs have used of late
         self.last_look = time.perf_counter(), time.process_time(), busy_seconds()

@@ -300,9 +300,7 @@ class LLM:
         """Checks everything, and changes nothing."""
         request = self.inputs.request(prompt, params, request_id)
         if request_id in self.replies or request_id in self.news:
-            raise ValueError(
-                f"request_id={shown(request_id)} is not allowed: a request with this id is not yet done with"
-            )
+            raise ValueError(f"request_id={request_id!r} is not allowed: a request with this id is not yet done with")
         self.scheduler.check(request)
         return request
 

@@ -18,11 +18,8 @@ def is_conversation(prompt) -> bool:
 
 
 def is_one_prompt(prompts) -> bool:
-    return (
-        not isinstance(prompts, list | tuple)
-        or is_conversation(prompts)
-        or any(isinstance(x, int) for x in prompts[:1])
-    )
+    is_list = isinstance(prompts, list | tuple)
+    return not is_list or is_conversation(prompts) or any(isinstance(x, int) for x in prompts[:1])
 
 
 class Inputs:

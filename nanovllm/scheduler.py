@@ -76,10 +76,9 @@ class Schedule:
         for request, drawn in draws.items():
             if drawn < (total := len(request.unfinished)):
                 return f"{drawn} of {total} sequences of {request.request_id} would get a token: it must be all or none"
-        if self.num_tokens > (limit := scheduler.max_num_batched_tokens):
-            return f"the schedule has {self.num_tokens} tokens, but max_num_batched_tokens={limit}"
-        if len(seen) > (limit := scheduler.max_num_seqs):
-            return f"the schedule has {len(seen)} sequences, but max_num_seqs={limit}"
+        for total, limit in ((self.num_tokens, "max_num_batched_tokens"), (len(seen), "max_num_seqs")):
+            if total > getattr(scheduler, limit):
+                return f"the schedule has {total} {limit.split('_')[-1]}, but {limit}={getattr(scheduler, limit)}"
         listed = len(self.copies) + len(self.swaps_out) + len(self.swaps_in)
         if listed != num_moves:
             asked = (

@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 from tutorials.performance.machine import ROOT
-from tutorials.performance.report import conditions, engines_table, spread
+from tutorials.performance.report import conditions, engines_table, percentile, spread
 
 RESULTS = ROOT / "tutorials" / "results"
 PAGES = [ROOT / "README.md", ROOT / "tutorials" / "10_performance.md"]
@@ -85,7 +85,18 @@ def recovery(reports: list[dict], links: list[str]) -> str:
     return "\n".join(lines)
 
 
-TABLES = {"speed": speed, "engines": engines, "recovery": recovery}
+def threads(reports: list[dict], links: list[str]) -> str:
+    """For chapter 10: output tokens per second of the embedded model, quiet and busy."""
+    (report,), (link,) = reports, links
+    lines = [f"Embedded model, {report['device']}, commit {report['commit']} ([all numbers]({link})):", ""]
+    lines += [row(["machine, threads", "8 requests", "64 requests"]), row(["---"] * 3)]
+    for setting, speeds in report["threads"].items():
+        cells = [f"{percentile(s, 50):,.0f} ({min(s):,.0f} to {max(s):,.0f})" for s in speeds.values()]
+        lines.append(row([setting, *cells]))
+    return "\n".join(lines)
+
+
+TABLES = {"speed": speed, "engines": engines, "recovery": recovery, "threads": threads}
 
 
 def written(text: str, page: Path) -> str:
