@@ -1,6 +1,6 @@
 """BlockManager: the page table of the KV cache (paper, sections 4.2 to 4.4). No torch in here."""
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import count
@@ -114,13 +114,14 @@ class BlockManager:
         return blocks
 
     def take_prefix(self, seq: Sequence, swaps_in: dict[int, int] | None = None) -> None:
-        """Lets a sequence without blocks share what `find_prefix` finds.
+        """Lets a sequence with few blocks, or none, share what `find_prefix` finds beyond them.
 
         Given `swaps_in`, a sequence that was swapped out also gets blocks for the rest of what it had: host block -> block
         is added there for each that is to be copied before the step. The caller has asked `can_admit`.
         """
-        assert not seq.block_table and seq.num_computed_tokens == 0, f"{seq} has blocks: is its request queued twice?"
-        for block in self.find_prefix(seq):
+        has = len(seq.block_table)
+        assert seq.num_computed_tokens == has * self.block_size, f"{seq} has blocks: is its request queued twice?"
+        for block in self.find_prefix(seq)[has:]:
             if block.ref_count == 0:
                 del self.free_blocks[block.id]
             block.ref_count += 1
@@ -151,6 +152,7 @@ class BlockManager:
         return copies
 
     def _take(self) -> Block:
+        assert self.free_blocks, "there is no free block: can_allocate or can_admit must be asked first"
         block = self.blocks[self.free_blocks.popitem(last=False)[0]]
         self._evict(block)
         block.ref_count = 1
@@ -243,18 +245,3 @@ class BlockManager:
             if self.host_ref_counts[host_id] == 0:
                 self.free_host_blocks.append(host_id)
         seq.host_table, seq.num_host_tokens = [], 0
-
-    def check(self, sequences: Iterable[Sequence]) -> None:
-        """Asserts the invariants, given all unfinished sequences. For tests: it visits every block."""
-        sequences = list(sequences)
-        owners = Counter(block_id for seq in sequences for block_id in seq.block_table)
-        host_owners = Counter(host_id for seq in sequences for host_id in seq.host_table)
-        assert all(seq.num_computed_tokens <= len(seq.block_table) * self.block_size for seq in sequences)
-        for block in self.blocks:
-            assert block.ref_count == owners[block.id], f"{block} has {owners[block.id]} owners"
-            assert (block.ref_count == 0) == (block.id in self.free_blocks), f"{block} is both or neither free and used"
-            assert block.key is None or self.findable[block.key] is block, f"{block} cannot be found"
-        assert host_owners == Counter(dict(enumerate(self.host_ref_counts))), "host blocks have other owners"
-        free = [i for i, ref_count in enumerate(self.host_ref_counts) if ref_count == 0]
-        assert sorted(self.free_host_blocks) == free, "host blocks are lost"
-        assert all(block.key == key for key, block in self.findable.items()), "a findable block is stale"

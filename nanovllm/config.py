@@ -34,7 +34,7 @@ def shown(value, most_chars: int = 200) -> str:
     """The value as an error message names it: a text or number of any length in one line."""
     try:
         text = repr(value)
-    except ValueError:  # Python writes no integer of more than 4,300 digits
+    except Exception:  # Python writes no integer of more than 4,300 digits, and who knows what others do
         return f"an integer of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
     return text if len(text) <= most_chars else f"{text[:most_chars]}... ({len(text):,} characters)"
 
@@ -91,18 +91,21 @@ class Config(Options):
     """Where requests without a seed of their own get theirs from."""
 
     def __post_init__(self):
-        self.require("model", isinstance(self.model, str | Path), "a hub id or a directory")
-        self.model, self.device = str(self.model), str(self.device)
         self.require(
-            "dtype", self.dtype in ("auto", "float32", "bfloat16", "float16"), "auto, float32, bfloat16 or float16"
+            "model", isinstance(self.model, str | Path) and len(str(self.model)) < 999, "a hub id or a directory"
         )
-        self.require("device", fullmatch(r"auto|cpu|cuda(:\d+)?", self.device), "auto, cpu, cuda or cuda:N")
-        for name in ("max_model_len", "max_num_batched_tokens", "num_blocks"):
-            self.require(
-                name, getattr(self, name) is None or is_int(getattr(self, name), 1), "a positive integer or None"
-            )
-        self.require("max_num_seqs", is_int(self.max_num_seqs, 1), "a positive integer")
-        self.require("block_size", is_int(self.block_size, 1), "a positive integer")
+        self.model, self.device = str(self.model), str(self.device)
+        self.require("device", fullmatch(r"auto|cpu|cuda(:\d{1,3})?", self.device), "auto, cpu, cuda or cuda:N")
+        for name, *allowed in (
+            ("dtype", "auto", "float32", "bfloat16", "float16"),
+            ("preemption_mode", "recompute", "swap"),
+            ("attention_backend", "auto", "torch", "triton"),
+        ):
+            self.require(name, getattr(self, name) in allowed, f"{', '.join(allowed[:-1])} or {allowed[-1]}")
+        for name in ("max_num_seqs", "block_size", "max_model_len", "max_num_batched_tokens", "num_blocks"):
+            low, is_unset = 1 + (name == "max_model_len"), getattr(self, name) is getattr(Config, name) is None
+            allowed = f"an integer from {low} to 2**31 - 1" + " or None" * (getattr(Config, name) is None)
+            self.require(name, is_unset or is_int(getattr(self, name), low, 2**31 - 1), allowed)
         share = self.gpu_memory_utilization
         self.require("gpu_memory_utilization", is_number(share, 0, 1) and share > 0, "above 0 and at most 1")
         for name in ("kv_cache_gib", "swap_gib"):
@@ -112,9 +115,6 @@ class Config(Options):
             self.require(name, isinstance(getattr(self, name), bool), "True or False")
         for name, method in (("scheduler_cls", "schedule"), ("block_manager_cls", "allocate")):
             cls, base = getattr(self, name), "Scheduler" if method == "schedule" else "BlockManager"
-            self.require(name, cls is None or hasattr(cls, method), f"None or a subclass of {base}")
-        self.require("preemption_mode", self.preemption_mode in ("recompute", "swap"), "recompute or swap")
-        self.require(
-            "attention_backend", self.attention_backend in ("auto", "torch", "triton"), "auto, torch or triton"
-        )
+            is_class = isinstance(cls, type) and hasattr(cls, method)
+            self.require(name, is_class or cls is None, f"None or a subclass of {base}")
         self.require("seed", is_int(self.seed, 0, 2**63 - 1), "an integer from 0 to 2**63 - 1")

@@ -1,6 +1,7 @@
 """LLM: what users talk to. Requests come in as text or token ids; a loop of steps answers them all together."""
 
 import logging
+import sys
 import time
 from collections.abc import Iterator
 from itertools import count
@@ -54,11 +55,11 @@ class LLM:
         self.replies: dict[str, Reply] = {}  # to the unfinished requests
         self.news: dict[str, RequestOutput] = {}  # what the next step() reports
         self.is_changing = False  # within a step; still set after one that was interrupted
+        self.to_abort: list[Request] = []  # in the middle of a step
         self.apart: list[list[Request]] = []  # suspects of a failed step: the last group runs, all others wait
         self.untested: set[Request] = set()  # those of that group that have not got a token since
         self.num_steps = self.num_computed_tokens = self.num_output_tokens = self.peak_used_blocks = 0
-        self.num_failed_steps = 0
-        self.seconds = 0.0
+        self.num_failed_steps, self.seconds = 0, 0.0
 
     # --- the loop itself ---
 
@@ -73,7 +74,7 @@ class LLM:
 
     def abort(self, request_id: str) -> bool:
         """Ends a request at once and frees its blocks. False if there is no such unfinished request."""
-        if request_id not in self.replies:
+        if not isinstance(request_id, str) or request_id not in self.replies:
             return False
         self._abort([self.replies[request_id].request])
         return True
@@ -186,6 +187,9 @@ class LLM:
             self._isolate(error, schedule)
         finally:
             self._settle()
+        if self.to_abort:
+            requests, self.to_abort = self.to_abort, []
+            self._abort(requests)
 
     def _schedule(self) -> Schedule:
         before, scheduler = self.block_manager.num_moves, self.scheduler
@@ -206,12 +210,15 @@ class LLM:
         """schedule -> run -> update, the whole engine; and what is new goes to the users."""
         start, num_tokens = time.perf_counter(), schedule.num_tokens
         self.peak_used_blocks = max(self.peak_used_blocks, self.block_manager.num_used_blocks)
+        first, before = schedule.items[0][0], schedule.items[0][0].num_computed_tokens
         token_ids, logprobs = self.runner.run(schedule)
-        sampled = self.scheduler.update(schedule, token_ids, logprobs)
+        self.scheduler.update(schedule, token_ids, logprobs)
+        if first in first.request.unfinished and first.num_computed_tokens == before:
+            raise ScheduleError(f"{type(self.scheduler).__name__}.update() has done nothing: does it call super()?")
         self.num_steps += 1
         self.num_computed_tokens += num_tokens
         self.num_output_tokens += len(token_ids)
-        for request in dict.fromkeys(seq.request for seq in sampled):
+        for request in dict.fromkeys(seq.request for seq in schedule.sampled):
             self._report(self.replies[request.request_id])
             for seq in request.sequences:
                 if seq.finish_reason is not None and seq.block_table:  # by a stop string, or because its text failed
@@ -247,6 +254,7 @@ class LLM:
         cache is empty, all queues are made again, and so is what the users have got. May itself be interrupted."""
         self.block_manager = self._new_block_manager()
         for reply in [*self.replies.values()]:
+            reply.request.rewind()
             for seq in reply.request.sequences:
                 seq.finish_reason = self.scheduler.reason_to_end(seq)
             reply.restart()
@@ -272,8 +280,11 @@ class LLM:
 
     def _abort(self, requests: list[Request]) -> None:
         """Ends those that have not ended, if need be in the state that an interrupted step has left."""
-        if not self._replies_to(requests):
-            return
+        frame, step = sys._getframe(), (LLM._schedule.__code__, LLM._run.__code__)
+        while frame is not None and frame.f_code not in step:
+            frame = frame.f_back
+        if frame is not None:  # in the middle of a step: a stream that nobody reads any more was collected as garbage
+            return self.to_abort.extend(requests)
         self._settle()
         self.is_changing, replies = True, self._replies_to(requests)
         for reply in replies:
@@ -308,7 +319,7 @@ class LLM:
         """Gives a checked request its place in the order of arrival, its id and its seed, and queues it."""
         request.arrival = next(self.arrivals)
         if request.request_id is None:
-            while str(request.arrival) in self.replies | self.news:  # somebody chose this number as an id
+            while any(str(request.arrival) in ids for ids in (self.replies, self.news)):  # somebody chose this number
                 request.arrival = next(self.arrivals)
             request.request_id = str(request.arrival)
         if request.params.seed is None:
@@ -328,7 +339,7 @@ class LLM:
             reply = self._submit(request, is_reported=False)
             (text,) = reply.texts
             while shown < text.num_safe_chars or not reply.output.finished:
-                if shown == text.num_safe_chars:  # else somebody else's step has brought text already
+                if shown >= text.num_safe_chars:  # else somebody else's step has brought text already
                     self._advance()
                 if shown < text.num_safe_chars:
                     begin, shown = shown, text.num_safe_chars  # it may have grown when we come back from yield

@@ -138,10 +138,8 @@ def beams_of(request: Request, tokenizer) -> list[CompletionOutput]:
     """The results of a beam search, the best first."""
     outputs = []
     for i, beam in enumerate(request.beam_search.best_so_far(request.sequences)):
-        token_ids, reason = beam.token_ids, "length" if beam.token_id is not None else beam.parent.finish_reason
-        shown = token_ids
-        if beam.token_id in request.stop_token_ids:
-            shown, reason = token_ids[:-1], "stop"
-        text = tokenizer.decode(shown, skip_special_tokens=True) if tokenizer else ""
+        token_ids, is_stop = beam.token_ids, beam.token_id in request.stop_token_ids
+        reason = "stop" if is_stop else beam.parent.finish_reason if beam.token_id is None else "length"
+        text = tokenizer.decode(token_ids[: len(token_ids) - is_stop], skip_special_tokens=True) if tokenizer else ""
         outputs.append(CompletionOutput(i, text, token_ids, None, reason, beam.cumulative_logprob))
     return outputs

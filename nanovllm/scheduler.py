@@ -55,23 +55,25 @@ class Schedule:
 
     def problem(self, scheduler: "Scheduler", num_moves: int) -> str | None:
         """Why it cannot be run, in a sentence for whoever wrote the scheduler. The block manager asked for `num_moves`."""
-        seen, running, draws, manager = set(), set(scheduler.running), Counter(), scheduler.block_manager
+        manager, running, draws = scheduler.block_manager, set(scheduler.running), Counter()
+        size, seen, written = manager.block_size, set(), set()
         for seq, num_tokens in self.items:
-            missing = len(seq.token_ids) - seq.num_computed_tokens
-            room = len(seq.block_table) * manager.block_size - seq.num_computed_tokens
+            request, begin, end = seq.request, seq.num_computed_tokens, seq.num_computed_tokens + num_tokens
             if seq in seen:
                 return f"{seq} is in the schedule twice"
-            if seq.request not in running or seq.finish_reason is not None:
+            if request not in running or seq.finish_reason is not None:
                 return f"{seq} is in the schedule, but it has ended, or its request is not in scheduler.running"
-            if not 0 < num_tokens <= missing:
-                return f"{seq} is to compute {num_tokens} tokens: it must be 1 to {missing}, what it misses"
-            if num_tokens > room:
-                return f"{seq} is to compute {num_tokens} tokens, but has blocks for {room} more: allocate them first"
-            block_id = seq.block_table[seq.num_computed_tokens // manager.block_size]
+            if num_tokens < 1 or end > len(seq.token_ids):
+                return f"{seq} is to compute {num_tokens} tokens: it misses {seq.num_missing_tokens}"
+            if end > len(seq.block_table) * size:
+                return f"{seq} is to compute {num_tokens} tokens, but lacks blocks for them: allocate them first"
+            block_id = seq.block_table[begin // size]
             if manager.blocks[block_id].ref_count > 1 and block_id not in manager.planned:
                 return f"{seq} is to write into block {block_id}, which others read: allocate says what to copy first"
-            if num_tokens == missing and seq.request.has_forked:
-                draws[seq.request] += 1
+            if request.params.n > 1 and request.has_forked and end == len(seq.token_ids):
+                draws[request] += 1
+            if manager.planned:
+                written.update(seq.block_table[begin // size : end // size])
             seen.add(seq)
         for request, drawn in draws.items():
             if drawn < (total := len(request.unfinished)):
@@ -79,6 +81,10 @@ class Schedule:
         for total, limit in ((self.num_tokens, "max_num_batched_tokens"), (len(seen), "max_num_seqs")):
             if total > getattr(scheduler, limit):
                 return f"the schedule has {total} {limit.split('_')[-1]}, but {limit}={getattr(scheduler, limit)}"
+        if not manager.planned <= written:
+            return (
+                f"nobody computes blocks {manager.planned - written}, which can be found: what _commit plans must stay"
+            )
         listed = len(self.copies) + len(self.swaps_out) + len(self.swaps_in)
         if listed != num_moves:
             asked = (
@@ -89,12 +95,9 @@ class Schedule:
 
 
 def common_length(sequences: list[list[int]]) -> int:
-    """How many tokens all of them begin with. If they are of different lengths (a step was interrupted when only some
-    had their token), one less than the shortest has: each is to compute a last token of its own."""
-    shortest, longest = min(map(len, sequences)), max(map(len, sequences))
+    """How many tokens all of them, which are equally long, begin with."""
     columns = enumerate(zip(*sequences))
-    different = next((i for i, column in columns if len(set(column)) > 1), shortest)
-    return min(different, shortest - (longest > shortest))
+    return next((i for i, column in columns if len(set(column)) > 1), len(sequences[0]))
 
 
 class Scheduler:
@@ -188,14 +191,14 @@ class Scheduler:
     def _admit(self, request: Request, schedule: Schedule) -> None:
         """Gives it blocks for all tokens that it has, chunked or not: else it would soon be preempted in mid-prompt. What
         the cache still has of them, and what the host has, need not be computed."""
-        self.running.append(self.waiting.pop(0))
+        self.waiting.remove(request)
+        self.running.append(request)
         self._take_cached(request, schedule.swaps_in)
         self._count_hits(request)
         for seq in request.unfinished:
             self.block_manager.free_host(seq)
         for seq in request.running:
-            end = len(seq) if request.has_forked else request.num_shared_tokens
-            schedule.copies += self.block_manager.allocate(seq, end - seq.num_computed_tokens)
+            schedule.copies += self.block_manager.allocate(seq, seq.num_missing_tokens)
 
     def _plan(self, request: Request, budget: int) -> list[tuple[Sequence, int]]:
         """The request's sequences with their missing tokens, as far as the budget goes.
@@ -231,6 +234,8 @@ class Scheduler:
         first, *others = request.unfinished
         for seq in others:
             if len(seq) > request.num_shared_tokens:  # it was preempted: its own blocks may still be there
+                size = self.block_manager.block_size
+                self.block_manager.fork(first, seq, request.num_shared_tokens // size * size)
                 is_enough = seq.num_host_tokens >= request.num_shared_tokens
                 self.block_manager.take_prefix(seq, swaps_in if is_enough else None)
             if seq.num_computed_tokens < request.num_shared_tokens:
@@ -334,21 +339,14 @@ class Scheduler:
         seq.finish_reason = reason
         self.block_manager.free(seq)
         self.block_manager.free_host(seq)
-        if seq.request.is_finished:
-            self._forget(seq.request)
+        for queue in (self.running, self.waiting):
+            if seq.request.is_finished and seq.request in queue:
+                queue.remove(seq.request)
 
     def abort(self, request: Request) -> None:
         """Ends what is unfinished of the request, wherever it is."""
         for seq in request.sequences:
-            seq.finish_reason = seq.finish_reason or "abort"
-            self.block_manager.free(seq)
-            self.block_manager.free_host(seq)
-        self._forget(request)
-
-    def _forget(self, request: Request) -> None:
-        for queue in (self.running, self.waiting):
-            if request in queue:
-                queue.remove(request)
+            self.finish(seq, seq.finish_reason or "abort")
 
     def unfinished(self) -> Iterator[Request]:
         yield from self.running

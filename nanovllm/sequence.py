@@ -110,6 +110,11 @@ class Request:
         """How many of the likeliest tokens are asked for, each time that a token is drawn."""
         return self.params.logprobs if self.beam_search is None else self.beam_search.num_candidates
 
+    def rewind(self) -> None:
+        """After a step was interrupted when only some had their next token: all get it again, together."""
+        for seq in self.unfinished:
+            del seq.token_ids[min(map(len, self.unfinished)) :]
+
     @property
     def is_finished(self) -> bool:
         return not self.unfinished

@@ -1,5 +1,9 @@
-"""Statistics: counters since the start, and what the KV cache is used for now. No step runs through here."""
+"""Statistics: counters since the start, what the KV cache is used for now, and whether all blocks are accounted for.
 
+No step runs through here.
+"""
+
+from collections import Counter
 from collections.abc import Iterable
 
 from nanovllm.block_manager import BlockManager
@@ -56,3 +60,19 @@ def slot_usage(manager: BlockManager, sequences: Iterable[tuple[Sequence, int]])
         "free": (manager.num_free_blocks - stranded) * manager.block_size,
         "shared": (num_listed - manager.num_used_blocks) * manager.block_size,
     }
+
+
+def check_blocks(manager: BlockManager, sequences: Iterable[Sequence]) -> None:
+    """Asserts the invariants, given all unfinished sequences. For tests: it visits every block."""
+    sequences = list(sequences)
+    owners = Counter(block_id for seq in sequences for block_id in seq.block_table)
+    host_owners = Counter(host_id for seq in sequences for host_id in seq.host_table)
+    assert all(seq.num_computed_tokens <= len(seq.block_table) * manager.block_size for seq in sequences)
+    for block in manager.blocks:
+        assert block.ref_count == owners[block.id], f"{block} has {owners[block.id]} owners"
+        assert (block.ref_count == 0) == (block.id in manager.free_blocks), f"{block} is both or neither free and used"
+        assert block.key is None or manager.findable[block.key] is block, f"{block} cannot be found"
+    assert host_owners == Counter(dict(enumerate(manager.host_ref_counts))), "host blocks have other owners"
+    free = [i for i, ref_count in enumerate(manager.host_ref_counts) if ref_count == 0]
+    assert sorted(manager.free_host_blocks) == free, "host blocks are lost"
+    assert all(block.key == key for key, block in manager.findable.items()), "a findable block is stale"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.sequence import Request
-from nanovllm.stats import slot_usage
+from nanovllm.stats import check_blocks, slot_usage
 from tutorials.baselines import replay
 from tutorials.baselines.contiguous import ContiguousBlockManager, OrcaMax, OrcaOracle, OrcaPow2
 from tutorials.baselines.static_batching import StaticBatching
@@ -46,7 +46,7 @@ def test_the_same_tokens(path, manager, scheduler, block_size):
     assert [[o.token_ids for o in r.outputs] for r in outputs] == [[o.token_ids for o in r.outputs] for r in expected]
     stats = llm.stats()
     assert stats["kv_blocks_used"] == 0 and (manager is None or stats["preemptions"] == 0)
-    llm.block_manager.check([])
+    check_blocks(llm.block_manager, [])
 
 
 def test_what_is_reserved():
@@ -119,7 +119,7 @@ def test_the_buddy_allocator(num_blocks, events):
                 range(seq.block_table[0], seq.block_table[0] + run)
             )
             running.append(seq)
-        manager.check(running)
+        check_blocks(manager, running)
     for seq in running:
         manager.free(seq)
     assert manager.free_runs == before

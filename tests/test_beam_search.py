@@ -10,6 +10,7 @@ from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.beam_search import Beam, BeamSearch
 from nanovllm.config import EMBEDDED_MODEL
 from nanovllm.sequence import Request
+from nanovllm.stats import check_blocks
 
 EOS = [7, 11]
 
@@ -63,7 +64,7 @@ def test_the_same_beams_as_transformers(models, family, width, length_penalty, e
         if width > 1:
             check(output, transformers_beams(model, prompt, width, 14, **options), length_penalty)
         assert len(output.outputs) == width
-    llm.block_manager.check([])
+    check_blocks(llm.block_manager, [])
     assert llm.stats()["kv_blocks_used"] == 0
 
 
@@ -118,7 +119,7 @@ def test_beams_samples_and_greedy_requests_in_one_batch(models, num_blocks, toke
     for prompt, params, outputs in zip(prompts(8), all_params, together):
         assert token_ids(alone.generate([prompt], params, use_tqdm=False)) == [outputs]
     for engine in (llm, alone):
-        engine.block_manager.check([])
+        check_blocks(engine.block_manager, [])
         assert engine.block_manager.num_used_blocks == 0
 
 
@@ -161,7 +162,7 @@ def test_abort_in_the_middle(models):
     assert [o.finish_reason for o in outputs] == ["abort"] * 3 and [o.index for o in outputs] == [0, 1, 2]
     scores = [o.cumulative_logprob for o in outputs]
     assert scores == sorted(scores, reverse=True) and scores[0] < 0
-    llm.block_manager.check([])
+    check_blocks(llm.block_manager, [])
 
 
 def test_abort_keeps_results_that_are_better_than_what_runs(models):

@@ -18,6 +18,7 @@ import bench
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import EMBEDDED_MODEL
 from nanovllm.roofline import BIN, Hardware
+from nanovllm.stats import check_blocks
 from tutorials.performance import attention, preemption, tables
 from tutorials.performance.checkpoints import write_checkpoint
 from tutorials.performance.engines import Loop, Nanovllm
@@ -295,7 +296,7 @@ def test_preemption(monkeypatch, capsys):
     assert all(row["swap_out_seconds"] > 0 and row["recompute_seconds"] > 0 for row in rows)
     assert set(computed) == {(250, True, 250 + 5 + 1), (250, False, 250 + 5 + 256)}
     for llm in engines:
-        llm.block_manager.check([])
+        check_blocks(llm.block_manager, [])
         assert llm.block_manager.num_used_blocks == 0 and not llm.has_unfinished()
     assert "recompute" in capsys.readouterr().out
 

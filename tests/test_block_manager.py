@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from nanovllm.block_manager import BlockManager
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import Request, Sequence
-from nanovllm.stats import slot_usage
+from nanovllm.stats import check_blocks, slot_usage
 
 
 def new_sequence(token_ids) -> Sequence:
@@ -43,7 +43,7 @@ def test_hits_end_at_a_block_border_and_before_the_last_token(length, shared):
     manager.take_prefix(second)
     assert second.num_computed_tokens == min(shared, length - 1) // 4 * 4
     assert second.block_table == first.block_table[: second.num_computed_tokens // 4]
-    manager.check([first, second])
+    check_blocks(manager, [first, second])
 
 
 def test_a_block_is_findable_only_when_computed_or_planned():
@@ -74,7 +74,7 @@ def test_no_part_of_a_block_is_copied_before_the_step_that_writes_it():
     manager.planned.clear()
     manager.fork(parent, late, 5)
     assert late.num_computed_tokens == 5 and len(late.block_table) == 2
-    manager.check([parent, early, late])
+    check_blocks(manager, [parent, early, late])
 
 
 def test_looking_a_prefix_up_takes_nothing():
@@ -99,7 +99,7 @@ def test_freed_blocks_are_a_cache_until_they_are_handed_out():
     again = new_sequence(range(6))
     manager.take_prefix(again)
     assert again.block_table == table[:2]
-    manager.check([big, again])
+    check_blocks(manager, [big, again])
 
 
 def test_a_block_with_nothing_to_find_is_reused_before_any_cached_one():
@@ -143,7 +143,7 @@ def test_an_evicted_prefix_takes_its_descendants_out_of_reach():
     probe = new_sequence([1, 2, 3, 4, 5])
     manager.take_prefix(probe)
     assert probe.num_computed_tokens == 0
-    manager.check([twin, probe])
+    check_blocks(manager, [twin, probe])
 
 
 def test_equal_tokens_after_different_prefixes_are_different_blocks():
@@ -165,12 +165,12 @@ def test_the_first_write_into_a_shared_block_copies_it():
     parent.token_ids.append(7)
     assert manager.num_used_blocks == 2 and [manager.blocks[i].ref_count for i in (full, partial)] == [3, 3]
     family = [parent, *children]
-    manager.check(family)
+    check_blocks(manager, family)
     assert manager.num_new_blocks([(seq, 1) for seq in family]) == 2 and manager.num_new_blocks([(parent, 1)]) == 1
     copies = [copy for seq in family for copy in manager.allocate(seq, 1)]
     assert [source for source, _ in copies] == [partial, partial]  # the last owner keeps it
     assert [seq.block_table for seq in family] == [[full, copies[0][1]], [full, copies[1][1]], [full, partial]]
-    manager.check(family)
+    check_blocks(manager, family)
 
 
 @pytest.mark.parametrize("parent_stays", [True, False])
@@ -190,7 +190,7 @@ def test_writing_into_a_full_block_that_was_forked_in_its_middle(parent_stays):
     again = new_sequence([*range(8), 0])
     manager.take_prefix(again)
     assert again.num_computed_tokens == (8 if parent_stays else 4)
-    manager.check([child, again, parent])
+    check_blocks(manager, [child, again, parent])
 
 
 def test_without_prefix_caching_nothing_is_found():
@@ -317,7 +317,7 @@ class RandomUse(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_leaked_doubly_owned_or_stale(self):
-        self.manager.check(self.sequences + self.away)
+        check_blocks(self.manager, self.sequences + self.away)
         for seq in self.sequences:
             self.memory.check(seq)
         usage = slot_usage(self.manager, [(seq, len(seq) + 1) for seq in self.sequences])
@@ -333,7 +333,7 @@ class RandomUse(RuleBasedStateMachine):
             self.manager.free(seq)
         for seq in self.away:
             self.manager.free_host(seq)
-        self.manager.check([])
+        check_blocks(self.manager, [])
         assert self.manager.num_free_blocks == self.num_blocks
 
 

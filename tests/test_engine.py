@@ -9,6 +9,7 @@ from checkpoints import greedy, new_model, save
 from nanovllm import LLM, SamplingParams
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Sequence
+from nanovllm.stats import check_blocks
 
 BLOCK, MAX_TOKENS = 4, 12
 
@@ -47,7 +48,7 @@ def no_block_is_lost(request):
     yield
     if "llm" in request.fixturenames:
         llm = request.getfixturevalue("llm")
-        llm.block_manager.check([])
+        check_blocks(llm.block_manager, [])
         assert not llm.has_unfinished() and llm.block_manager.num_used_blocks == 0
         assert not (llm.replies or llm.news or llm.scheduler.has_unfinished() or llm.is_changing or llm.apart)
 
@@ -74,7 +75,7 @@ def test_greedy_tokens_equal_transformers(checkpoints, family, tokens, num_block
     stats = engine.stats()
     assert (stats["preemptions"] >= 5) == (num_blocks == 13 or num_blocks == 40)
     assert (stats["prefix_cache_hit_tokens"] > 0) == caching
-    engine.block_manager.check([])
+    check_blocks(engine.block_manager, [])
     assert stats["kv_blocks_used"] == 0 and stats["kv_blocks_used_peak"] <= num_blocks
 
 

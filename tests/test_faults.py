@@ -20,6 +20,7 @@ from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.block_manager import BlockManager
 from nanovllm.outputs import TextStream
 from nanovllm.scheduler import Schedule, ScheduleError, Scheduler
+from nanovllm.stats import check_blocks
 
 PACKAGE = str(Path(nanovllm.__file__).parent)
 VOCAB_SIZE = 1536
@@ -91,7 +92,7 @@ def check_clean(llm) -> None:
     assert not llm.has_unfinished() and not llm.is_changing and not llm.apart
     assert not llm.scheduler.has_unfinished() and llm.block_manager.num_used_blocks == 0
     assert len(llm.block_manager.free_host_blocks) == llm.runner.num_host_blocks
-    llm.block_manager.check([])
+    check_blocks(llm.block_manager, [])
 
 
 def check_others(outputs, expected, culprit=None, error=Boom) -> None:
@@ -534,9 +535,9 @@ class HalfOfTheSamples(Scheduler):
         ),
         (Twice, r"Twice.schedule\(\): Sequence\(0.0: .*\) is in the schedule twice"),
         (OverBudget, "the schedule has 80 tokens, but max_num_batched_tokens=40"),
-        (NoBlocks, r"is to compute 40 tokens, but has blocks for 0 more: allocate them first"),
+        (NoBlocks, r"is to compute 40 tokens, but lacks blocks for them: allocate them first"),
         (NotRunning, "is in the schedule, but it has ended, or its request is not in scheduler.running"),
-        (TooManyTokens, "is to compute 41 tokens: it must be 1 to 40, what it misses"),
+        (TooManyTokens, "is to compute 41 tokens: it misses 40"),
         (LosesCopies, "the schedule lists 0 blocks to copy and swap, but the block manager asked for 2: all that"),
         (NoCopies, r"is to write into block \d+, which others read: allocate says what to copy first"),
         (HalfOfTheSamples, "2 of 3 sequences of 1 would get a token: it must be all or none"),

@@ -12,6 +12,7 @@ from collections import Counter
 import pytest
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
+from nanovllm.stats import check_blocks
 
 TINY = [5e-324, 1e-46, 1e-40, 1e-38]
 EDGES = {  # allowed, and not
@@ -147,7 +148,7 @@ class Fuzz:
         rng, todo = random.Random(seed), num_requests
         while todo > 0:
             todo -= self.round(rng)
-        self.llm.block_manager.check([])
+        check_blocks(self.llm.block_manager, [])
         return self.counts
 
 

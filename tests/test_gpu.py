@@ -10,6 +10,7 @@ import torch
 from checkpoints import greedy, new_model, save
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
+from nanovllm.stats import check_blocks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,7 +47,7 @@ def test_greedy_tokens_equal_transformers(checkpoint, eager, tokens, num_blocks,
     for _ in range(2):
         assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected
     assert (llm.stats()["preemptions"] > 0) == (num_blocks == 14)
-    llm.block_manager.check([])
+    check_blocks(llm.block_manager, [])
 
 
 @pytest.mark.parametrize("eager", [True, False])
@@ -65,7 +66,7 @@ def test_swapped_samples_and_beams_get_the_same_tokens(checkpoint, eager):
             outputs = llm.generate(prompts, params, use_tqdm=False)
             results.append([[output.token_ids for output in result.outputs] for result in outputs])
         assert (llm.stats()["swapped_blocks"] > 0) == (num_blocks == 32)
-        llm.block_manager.check([])
+        check_blocks(llm.block_manager, [])
     assert all(result == results[0] for result in results)
 
 

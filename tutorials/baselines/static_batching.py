@@ -15,6 +15,11 @@ class StaticBatching(Scheduler):
         super().__init__(*args)
         self.batch: set[Request] = set()
 
+    def restart(self, requests, block_manager) -> None:
+        """After a step that failed: who runs then may be others."""
+        super().restart(requests, block_manager)
+        self.batch = set()
+
     def _schedule_waiting(self, schedule: Schedule, budget: int) -> None:
         if all(request.is_finished for request in self.batch):
             self.batch = self._next_batch()
