@@ -1,4 +1,7 @@
-"""Found in review; each fails at 0c47ca8."""
+"""What once broke the engine, or was answered with an obscure message: odd moments, odd schedulers, odd values.
+
+`python -m pytest tests/test_hard_cases.py`
+"""
 
 import contextlib
 import gc

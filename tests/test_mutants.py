@@ -1,4 +1,4 @@
-"""What no other test notices when it is taken out."""
+"""What no other test notices when it is taken out of the engine. `python -m pytest tests/test_mutants.py`"""
 
 import pytest
 from fake_model import FakeRunner, expected_output
