@@ -77,8 +77,9 @@ class Threads:
         most = self.to_restore or torch.get_num_threads()
         if self.can_change and most > 1 and most in self.defaults:
             self.look()
-            self.to_restore = most
-            torch.set_num_threads(self.wanted(most, work))
+            if self.wanted(most, work) < most:
+                self.to_restore = most
+                torch.set_num_threads(self.wanted(most, work))
         try:
             yield
         finally:

@@ -56,10 +56,10 @@ class Schedule:
     def problem(self, scheduler: "Scheduler", num_moves: int) -> str | None:
         """Why it cannot be run, in a sentence for whoever wrote the scheduler. The block manager asked for `num_moves`."""
         manager, running, draws = scheduler.block_manager, set(scheduler.running), Counter()
-        size, seen, written = manager.block_size, set(), set()
+        size, seqs, written = manager.block_size, Counter(seq for seq, _ in self.items), set()
         for seq, num_tokens in self.items:
             request, begin, end = seq.request, seq.num_computed_tokens, seq.num_computed_tokens + num_tokens
-            if seq in seen:
+            if seqs[seq] > 1:
                 return f"{seq} is in the schedule twice"
             if request not in running or seq.finish_reason is not None:
                 return f"{seq} is in the schedule, but it has ended, or its request is not in scheduler.running"
@@ -74,11 +74,10 @@ class Schedule:
                 draws[request] += 1
             if manager.planned:
                 written.update(seq.block_table[begin // size : end // size])
-            seen.add(seq)
         for request, drawn in draws.items():
             if drawn < (total := len(request.unfinished)):
                 return f"{drawn} of {total} sequences of {request.request_id} would get a token: it must be all or none"
-        for total, limit in ((self.num_tokens, "max_num_batched_tokens"), (len(seen), "max_num_seqs")):
+        for total, limit in ((self.num_tokens, "max_num_batched_tokens"), (len(seqs), "max_num_seqs")):
             if total > getattr(scheduler, limit):
                 return f"the schedule has {total} {limit.split('_')[-1]}, but {limit}={getattr(scheduler, limit)}"
         if not manager.planned <= written:
@@ -304,11 +303,11 @@ class Scheduler:
 
     def reason_to_end(self, seq: Sequence) -> str | None:
         """Why no token comes after its last one. Stop strings are the engine's matter."""
-        if not seq.num_output_tokens:
-            return None
-        if seq.token_ids[-1] in seq.request.stop_token_ids:
+        num_tokens, request = len(seq.token_ids), seq.request
+        num_output_tokens = num_tokens - len(request.prompt_token_ids)
+        if num_output_tokens and seq.token_ids[-1] in request.stop_token_ids:
             return "stop"
-        is_full = seq.num_output_tokens >= seq.request.params.max_tokens or len(seq) >= self.max_model_len
+        is_full = num_output_tokens >= request.params.max_tokens or num_tokens >= self.max_model_len
         return "length" if is_full else None
 
     def _advance_beams(self, request: Request, rows: list[tuple[Sequence, dict[int, float]]]) -> None:
