@@ -138,7 +138,7 @@ class Scheduler:
         if blocks > total:
             raise ValueError(
                 f"the request may need {blocks} KV blocks of {self.block_manager.block_size} tokens (prompt of {prompt} "
-                f"tokens, max_tokens={shown(params.max_tokens)}, {name_of_n}={params.n}), but num_blocks={total}"
+                f"tokens, max_tokens={params.max_tokens}, {name_of_n}={params.n}), but num_blocks={total}"
             )
 
     def longest(self, request: Request) -> int:
@@ -257,7 +257,6 @@ class Scheduler:
         self._release(request)
         self.waiting.append(request)
         self.num_preemptions += 1
-        request.num_preemptions += 1
 
     def restart(self, requests: Iterable[Request], block_manager: BlockManager) -> None:
         """Begins anew with these requests and an empty cache, after a step of which nobody knows what it has done."""

@@ -81,7 +81,6 @@ class Request:
         self.arrival = 0  # a counter, so that no two requests arrive together
         self.seed = params.seed or 0
         self.num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache when it was first admitted
-        self.num_preemptions = 0
         self.has_forked = False  # whether its sequences have blocks of their own, or only the first one runs
         self.num_shared_tokens = 0  # before they fork: how many tokens they have in common
         self.beam_search = None  # a BeamSearch if its sequences are beams
@@ -112,8 +111,9 @@ class Request:
 
     def rewind(self) -> None:
         """After a step was interrupted when only some had their next token: all get it again, together."""
+        shortest = min(map(len, self.unfinished), default=0)
         for seq in self.unfinished:
-            del seq.token_ids[min(map(len, self.unfinished)) :]
+            del seq.token_ids[shortest:]
 
     @property
     def is_finished(self) -> bool:
