@@ -1,14 +1,18 @@
-"""Beam search: the search itself, without a model and without blocks. No torch in here.
+"""Beam search: the search itself, without a model, and what it does to a request and its blocks. No torch in here.
 
 At each step the candidates are every running beam with every next token. The likeliest go on as beams, and those of
 them that end are kept as results, with the rules of transformers' `generate(num_beams=...)`.
 """
 
+from copy import copy
 from dataclasses import dataclass
 
-from nanovllm.config import Options, is_int, is_number
+from nanovllm.block_manager import BlockManager
+from nanovllm.options import Options, is_int, is_number
 from nanovllm.sampling_params import LARGEST_COUNT, SamplingParams
-from nanovllm.sequence import Sequence
+from nanovllm.sequence import Request, Sequence
+
+Likeliest = list[tuple[Sequence, dict[int, float]]]  # of each beam, with their log-probabilities
 
 
 @dataclass(kw_only=True)
@@ -82,12 +86,9 @@ class BeamSearch:
 
     def best_so_far(self, sequences: list[Sequence]) -> list[Beam]:
         """The results of a search that was cut short: its running sequences count as they are."""
-        beams = [
-            Beam(
-                seq, None, p := seq.cumulative_logprob, p / max(1, seq.num_output_tokens) ** self.params.length_penalty
-            )
-            for seq in sequences
-        ]
+        beams = [Beam(seq, None, seq.cumulative_logprob) for seq in sequences]
+        for beam in beams:
+            beam.score = beam.cumulative_logprob / max(1, beam.parent.num_output_tokens) ** self.params.length_penalty
         return sorted(self.results + beams, key=lambda beam: -beam.score)[: self.params.beam_width]
 
     def _is_decided(self, best: Beam, length: int) -> bool:
@@ -99,3 +100,26 @@ class BeamSearch:
         if self.params.early_stopping == "never" and self.params.length_penalty > 0:
             length = self.max_output_tokens  # where the penalty is mildest
         return best.cumulative_logprob / length**self.params.length_penalty <= self.results[-1].score
+
+
+def take_beams(request: Request, likeliest: Likeliest, block_manager: BlockManager) -> None:
+    """A request whose sequences are beams takes in a step's result, the likeliest next tokens of each.
+
+    It is fork and free: every beam that goes on forks from its parent, and all parents go.
+    """
+    if likeliest[0][0].num_output_tokens == 0:
+        likeliest = likeliest[:1]  # after the prompt all are the same
+    candidates = [
+        Beam(seq, token_id, seq.cumulative_logprob + logprob)
+        for seq, logprobs in likeliest
+        for token_id, logprob in logprobs.items()
+    ]
+    search, children = copy(request.beam_search), []
+    for beam in search.advance(candidates):
+        tokens = [*beam.parent.token_ids, beam.token_id]
+        child = Sequence(request, len(children), tokens, cumulative_logprob=beam.cumulative_logprob)
+        block_manager.fork(beam.parent, child)
+        children.append(child)
+    for seq in request.sequences:
+        block_manager.free(seq)
+    request.sequences, request.beam_search = children, search  # both or neither, should a Ctrl-C come

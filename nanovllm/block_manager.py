@@ -21,7 +21,7 @@ class Block:
     id: int
     ref_count: int = 0
     key: tuple[int, tuple[int, ...]] | None = None
-    prefix_id: int | None = None
+    prefix_id: int = EMPTY_PREFIX
 
 
 class BlockManager:
@@ -38,8 +38,8 @@ class BlockManager:
         self.blocks = [Block(i) for i in range(num_blocks)]
         self.free_blocks = OrderedDict.fromkeys(range(num_blocks))  # an ordered set: next to be reused first
         self.findable: dict[tuple[int, tuple[int, ...]], Block] = {}
-        self.new_prefix_id = count(EMPTY_PREFIX + 1).__next__
-        self.planned: set[int] = set()  # findable blocks whose content the step that is being planned will compute
+        self.prefix_ids = count(EMPTY_PREFIX + 1)
+        self.unwritten: set[int] = set()  # findable blocks whose content is computed by the step that is being planned
         self.num_moves = 0  # blocks that steps were told to copy or swap, see Schedule.problem
         self.free_host_blocks = list(range(num_host_blocks))
         self.host_ref_counts = [0] * num_host_blocks
@@ -60,52 +60,46 @@ class BlockManager:
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def most_blocks(self, request: Request, longest: int) -> int:
-        """Blocks that the request may need at once, if each of its sequences caches `longest` tokens."""
+    def max_blocks_needed(self, request: Request) -> int:
+        """Blocks that the request may need at once. The last token of a sequence is never fed back."""
         shared = len(request.prompt_token_ids) // self.block_size  # full blocks of the prompt
-        return shared + request.params.n * (self.num_blocks_for(longest) - shared)
+        return shared + request.params.n * (self.num_blocks_for(request.max_len - 1) - shared)
 
-    def num_new_blocks(self, plan: Iterable[tuple[Sequence, int]]) -> int:
+    # --- what the scheduler asks ---
+
+    def num_new_blocks(self, items: Iterable[tuple[Sequence, int]]) -> int:
         """Blocks that these sequences lack to compute so many of their next tokens, copies included."""
         missing, writers = 0, {}
-        for seq, num_tokens in plan:
+        for seq, num_tokens in items:
             missing += max(0, self.num_blocks_for(seq.num_computed_tokens + num_tokens) - len(seq.block_table))
-            block = self._next_block(seq)
-            if block is not None:
-                writers[block.id] = writers.get(block.id, 0) + 1
-        for block_id, copies in writers.items():  # the last owner of a block has it for itself
-            missing += copies - (copies == self.blocks[block_id].ref_count)
+            i = seq.num_computed_tokens // self.block_size
+            for block_id in seq.block_table[i : i + 1]:  # the next token goes there
+                writers[block_id] = writers.get(block_id, 0) + 1
+        for block_id, num_writers in writers.items():  # each copies it first, but the last owner has it for itself
+            missing += min(num_writers, self.blocks[block_id].ref_count - 1)
         return missing
 
-    def can_allocate(self, plan: Iterable[tuple[Sequence, int]]) -> bool:
-        return self.num_new_blocks(plan) <= self.num_free_blocks
+    def can_allocate(self, items: list[tuple[Sequence, int]]) -> bool:
+        enough = sum(num_tokens + 1 for _, num_tokens in items)  # a block for each token, and a copy
+        return enough <= len(self.free_blocks) or self.num_new_blocks(items) <= len(self.free_blocks)
 
     def can_admit(self, request: Request, num_reserved: int = 0) -> bool:
         """Whether there are blocks for all tokens that a waiting request has, beside `num_reserved` for others."""
-        first = request.unfinished[0]
-        lacking = (
-            self.num_blocks_for(len(first)) + self.num_blocks_at_fork(request) + num_reserved - self.num_free_blocks
-        )
+        first, *others = request.unfinished
+        needed = self.num_blocks_for(len(first.token_ids)) + num_reserved
+        if others:
+            needed += self.num_blocks_at_fork(request)
+        lacking = needed - len(self.free_blocks)
         return lacking <= 0 or lacking <= sum(block.ref_count > 0 for block in self.find_prefix(first))
-
-    def num_blocks_at_fork(self, request: Request) -> int:
-        """Blocks that the other sequences will need beside those of the first, for the tokens that they have."""
-        shared = len(request.prompt_token_ids) // self.block_size
-        others = [] if request.has_forked else request.unfinished[1:]
-        return sum(self.num_blocks_for(len(seq)) - shared for seq in others)
-
-    def _next_block(self, seq: Sequence) -> Block | None:
-        """The block that the next token of `seq` goes to, if it has that block already."""
-        i = seq.num_computed_tokens // self.block_size
-        return self.blocks[seq.block_table[i]] if i < len(seq.block_table) else None
 
     def find_prefix(self, seq: Sequence) -> list[Block]:
         """The blocks of the longest prefix of its tokens that can be found; none of them is taken.
 
         At most len(seq) - 1 tokens: the last one is always computed, because its logits are needed.
         """
-        blocks, prefix_id = [], EMPTY_PREFIX
-        for end in range(self.block_size, len(seq), self.block_size):
+        blocks: list[Block] = []
+        prefix_id = EMPTY_PREFIX
+        for end in range(self.block_size, len(seq.token_ids), self.block_size):
             block = self.findable.get((prefix_id, tuple(seq.token_ids[end - self.block_size : end])))
             if block is None:
                 break
@@ -113,12 +107,10 @@ class BlockManager:
             prefix_id = block.prefix_id
         return blocks
 
-    def take_prefix(self, seq: Sequence, swaps_in: dict[int, int] | None = None) -> None:
-        """Lets a sequence with few blocks, or none, share what `find_prefix` finds beyond them.
+    # --- what it tells us to do ---
 
-        Given `swaps_in`, a sequence that was swapped out also gets blocks for the rest of what it had: host block -> block
-        is added there for each that is to be copied before the step. The caller has asked `can_admit`.
-        """
+    def take_prefix(self, seq: Sequence) -> None:
+        """Lets a sequence with few blocks, or none, share what `find_prefix` finds beyond them."""
         has = len(seq.block_table)
         assert seq.num_computed_tokens == has * self.block_size, f"{seq} has blocks: is its request queued twice?"
         for block in self.find_prefix(seq)[has:]:
@@ -128,8 +120,6 @@ class BlockManager:
             seq.block_table.append(block.id)
             seq.prefix_ids.append(block.prefix_id)
         seq.num_computed_tokens = len(seq.block_table) * self.block_size
-        if swaps_in is not None:
-            self._swap_in(seq, swaps_in)
 
     def allocate(self, seq: Sequence, num_tokens: int) -> list[tuple[int, int]]:
         """Gives `seq` the blocks that its next `num_tokens` tokens need; the caller has seen that they are free.
@@ -137,52 +127,19 @@ class BlockManager:
         The first write into a block that is shared needs a copy (copy-on-write, paper section 4.4). Returns what is to
         be copied before the step as [(from block, to block)]: nothing, or the block that the next token goes to.
         """
-        num_blocks = self.num_blocks_for(seq.num_computed_tokens + num_tokens)
-        copies, block = [], self._next_block(seq)
-        if block is not None and block.ref_count > 1:
-            copy = self._take()
-            seq.block_table[seq.num_computed_tokens // self.block_size] = copy.id
-            copies.append((block.id, copy.id))
-            self.num_moves += 1
-            block.ref_count -= 1
-        elif block is not None:
-            self._evict(block)  # its content changes: it was full when this sequence forked in its middle
-        while len(seq.block_table) < num_blocks:
+        copies, i = [], seq.num_computed_tokens // self.block_size
+        if i < len(seq.block_table):
+            block = self.blocks[seq.block_table[i]]
+            if block.ref_count > 1:
+                copies.append((block.id, self._take().id))
+                seq.block_table[i] = copies[0][1]
+                self.num_moves += 1
+                block.ref_count -= 1
+            elif block.key is not None:
+                self._evict(block)  # its content changes: it was full when this sequence forked in its middle
+        while len(seq.block_table) * self.block_size < seq.num_computed_tokens + num_tokens:
             seq.block_table.append(self._take().id)
         return copies
-
-    def _take(self) -> Block:
-        assert self.free_blocks, "there is no free block: can_allocate or can_admit must be asked first"
-        block = self.blocks[self.free_blocks.popitem(last=False)[0]]
-        self._evict(block)
-        block.ref_count = 1
-        return block
-
-    def _evict(self, block: Block) -> None:
-        """From the prefix cache."""
-        if block.key is not None:
-            del self.findable[block.key]
-            block.key = block.prefix_id = None
-
-    def _drop(self, block: Block) -> None:
-        block.ref_count -= 1
-        if block.ref_count == 0:
-            self.free_blocks[block.id] = None
-            if block.key is None:  # nothing to find in it: reuse it before any cached block
-                self.free_blocks.move_to_end(block.id, last=False)
-
-    def fork(self, parent: Sequence, child: Sequence, num_tokens: int | None = None) -> None:
-        """Lets `child`, which has no blocks yet, share what `parent` has computed, or its first `num_tokens` tokens."""
-        assert not child.block_table and child.num_computed_tokens == 0, f"{child} has blocks of its own"
-        num_tokens = parent.num_computed_tokens if num_tokens is None else num_tokens
-        last = parent.block_table[num_tokens // self.block_size :][:1]
-        if self.planned.intersection(last):  # no part of a block can be copied before the step that writes it
-            num_tokens -= num_tokens % self.block_size
-        child.num_computed_tokens = num_tokens
-        child.block_table = parent.block_table[: self.num_blocks_for(num_tokens)]
-        child.prefix_ids = parent.prefix_ids[: num_tokens // self.block_size]
-        for block_id in child.block_table:
-            self.blocks[block_id].ref_count += 1
 
     def publish(self, seq: Sequence, num_tokens: int | None = None) -> None:
         """Makes the full blocks findable that hold its first `num_tokens` tokens; by default, those computed by now.
@@ -199,16 +156,59 @@ class BlockManager:
             block = self.findable.get(key)
             if block is None:  # else another sequence computed the same prefix, and its block stays the findable one
                 block = self.findable[key] = self.blocks[seq.block_table[i]]
-                block.key, block.prefix_id = key, self.new_prefix_id()
+                block.key, block.prefix_id = key, next(self.prefix_ids)
                 if (i + 1) * self.block_size > seq.num_computed_tokens:
-                    self.planned.add(block.id)
+                    self.unwritten.add(block.id)
             seq.prefix_ids.append(block.prefix_id)
 
     def free(self, seq: Sequence) -> None:
         """Gives back the blocks of `seq`, the last one first, so that tails are reused before their prefixes."""
         for block_id in reversed(seq.block_table):
-            self._drop(self.blocks[block_id])
+            block = self.blocks[block_id]
+            block.ref_count -= 1
+            if block.ref_count == 0:
+                self.free_blocks[block_id] = None
+                if block.key is None:  # nothing to find in it: reuse it before any cached block
+                    self.free_blocks.move_to_end(block_id, last=False)
         seq.block_table, seq.prefix_ids, seq.num_computed_tokens = [], [], 0
+
+    # --- inside ---
+
+    def _take(self) -> Block:
+        assert self.free_blocks, "there is no free block: can_allocate or can_admit must be asked first"
+        block = self.blocks[self.free_blocks.popitem(last=False)[0]]
+        if block.key is not None:
+            self._evict(block)
+        block.ref_count = 1
+        return block
+
+    def _evict(self, block: Block) -> None:
+        """From the prefix cache."""
+        assert block.key is not None
+        del self.findable[block.key]
+        block.key, block.prefix_id = None, EMPTY_PREFIX
+
+    # --- second reading: several sequences of one request (paper, section 4.4) ---
+
+    def num_blocks_at_fork(self, request: Request) -> int:
+        """Blocks that the other sequences will need beside those of the first, for the tokens that they have."""
+        shared = len(request.prompt_token_ids) // self.block_size
+        return sum(self.num_blocks_for(len(seq)) - shared for seq in request.unfinished[1:])
+
+    def fork(self, parent: Sequence, child: Sequence, num_tokens: int | None = None) -> None:
+        """Lets `child`, which has no blocks yet, share what `parent` has computed, or its first `num_tokens` tokens."""
+        assert not child.block_table and child.num_computed_tokens == 0, f"{child} has blocks of its own"
+        num_tokens = parent.num_computed_tokens if num_tokens is None else num_tokens
+        last = parent.block_table[num_tokens // self.block_size :][:1]
+        if self.unwritten.intersection(last):  # no part of a block can be copied before the step that writes it
+            num_tokens -= num_tokens % self.block_size
+        child.num_computed_tokens = num_tokens
+        child.block_table = parent.block_table[: self.num_blocks_for(num_tokens)]
+        child.prefix_ids = parent.prefix_ids[: num_tokens // self.block_size]
+        for block_id in child.block_table:
+            self.blocks[block_id].ref_count += 1
+
+    # --- second reading: blocks that wait in the host's memory (paper, section 4.5) ---
 
     def swap_out(self, seqs: list[Sequence], swaps_out: dict[int, int]) -> bool:
         """Gives the sequences places in the host's memory for their blocks, a shared one once (paper, section 4.5).
@@ -228,7 +228,11 @@ class BlockManager:
                 self.host_ref_counts[host_id] += 1
         return True
 
-    def _swap_in(self, seq: Sequence, swaps_in: dict[int, int]) -> None:
+    def swap_in(self, seq: Sequence, swaps_in: dict[int, int]) -> None:
+        """Gives a sequence, which has taken its prefix, blocks for the rest of what it has in the host's memory.
+
+        Adds host block -> block to `swaps_in`, to be copied before the step. The caller has asked `can_admit`.
+        """
         for host_id in seq.host_table[len(seq.block_table) :]:
             if host_id in swaps_in:
                 self.blocks[swaps_in[host_id]].ref_count += 1

@@ -1,94 +1,66 @@
 """Config: every knob of the engine, with its default and its limits. No torch in here."""
 
-import sys
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
-from math import inf
 from pathlib import Path
 from re import fullmatch
+from typing import Literal, get_args, get_origin
+
+from nanovllm.options import Options, is_int, is_number
 
 EMBEDDED_MODEL = str(Path(__file__).parent / "tiny_qwen3")
 
 
-class Options:
-    """Base of Config and SamplingParams: an unknown keyword is an error that names the nearest field."""
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a Config comes to for one model on one device. The scheduler keeps to them."""
 
-    def __new__(cls, *args, **kwargs):
-        if args:
-            raise ValueError(f"{cls.__name__} takes keyword arguments only, not {args[0]!r}")
-        names = [field.name for field in fields(cls)]
-        for name in kwargs:
-            if name not in names:
-                nearest = get_close_matches(name, names, n=1, cutoff=0.5)
-                hint = f"did you mean {nearest[0]!r}?" if nearest else f"allowed are {', '.join(names)}"
-                raise ValueError(f"{cls.__name__} has no field {name!r}: {hint}")
-        return super().__new__(cls)
-
-    def require(self, name, condition, allowed):
-        """Raises a ValueError that names the field, its value and what is allowed."""
-        if not condition:
-            raise ValueError(f"{name}={shown(getattr(self, name))} is not allowed: it must be {allowed}")
-
-
-def shown(value, most_chars: int = 200) -> str:
-    """The value as an error message names it: a text or number of any length in one line."""
-    try:
-        text = repr(value)
-    except Exception:  # Python writes no integer of more than 4,300 digits, and who knows what others do
-        return f"an integer of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
-    return text if len(text) <= most_chars else f"{text[:most_chars]}... ({len(text):,} characters)"
-
-
-def is_int(value, low, high=inf) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
-
-
-def is_number(value, low, high=sys.float_info.max) -> bool:
-    """Whether it is one that fits into a float. No comparison holds for NaN."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
 
 
 @dataclass(kw_only=True)
 class Config(Options):
     model: str = EMBEDDED_MODEL
     """Local directory or Hugging Face hub id; the embedded model by default."""
-    dtype: str = "auto"
-    """"auto", "float32", "bfloat16" or "float16". Auto is on CUDA float16 for a checkpoint in float16 and bfloat16 for
-    any other, also for one in float32: it would need twice the memory, and vLLM serves it in 16 bits, too. On a CPU auto
-    is bfloat16 where the CPU multiplies in it and float32 elsewhere (always for the embedded model)."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """On CUDA, "auto" is float16 for a checkpoint in float16 and bfloat16 for any other, even one in float32: that would
+    need twice the memory, and vLLM, too, serves it in 16 bits. On a CPU it is bfloat16 if the CPU multiplies in it, else
+    float32 (always for the embedded model)."""
     device: str = "auto"
     """"auto" (CUDA if there is one), "cpu", "cuda" or "cuda:N"."""
     max_model_len: int | None = None
-    """Most tokens of one sequence, prompt and output together. Default: what the model was made for."""
+    """Maximum tokens per sequence, prompt and output together. Default: what the model was made for."""
     max_num_seqs: int = 256
-    """Most sequences that run in one step."""
+    """Maximum sequences in one step."""
     max_num_batched_tokens: int | None = None
-    """Most tokens computed in one step; longer prompts are cut into chunks. Default: 8192 on CUDA, 2048 on CPU."""
+    """Maximum tokens computed in one step; longer prompts are cut into chunks. Default: 8192 on CUDA, 2048 on a CPU."""
     block_size: int = 16
     """Tokens in a KV block (paper, section 7.2: 16 is large enough for the GPU and small enough to waste little)."""
     num_blocks: int | None = None
     """KV blocks, exactly. Default: what fits into `gpu_memory_utilization` or `kv_cache_gib`."""
     gpu_memory_utilization: float = 0.9
-    """Part of the GPU's memory for weights, activations and KV cache together."""
+    """Fraction of the GPU's memory for weights, activations and KV cache together."""
     kv_cache_gib: float = 1.0
     """Memory for the KV cache on a CPU, in GiB."""
     enable_prefix_caching: bool = True
     """Whether full blocks are kept after use and found again by requests with the same prefix."""
-    preemption_mode: str = "recompute"
-    """How a preempted request recovers: "recompute", or "swap" (its blocks wait in the host's memory; paper, section
-    4.5). What does not fit there is recomputed."""
+    preemption_mode: Literal["recompute", "swap"] = "recompute"
+    """How a preempted request recovers. With "swap", its blocks wait in the host's memory (paper, section 4.5); what does
+    not fit there is recomputed."""
     swap_gib: float = 4.0
-    """The host's memory for `preemption_mode="swap"`, in GiB."""
-    attention_backend: str = "auto"
-    """"torch", "triton" (CUDA, or any device with TRITON_INTERPRET=1), or "auto": triton on CUDA, else torch."""
+    """Host memory for `preemption_mode="swap"`, in GiB."""
+    attention_backend: Literal["auto", "torch", "triton"] = "auto"
+    """Who computes attention and the small layers. Triton needs CUDA, or TRITON_INTERPRET=1 on any device; "auto" takes it
+    on CUDA."""
     enforce_eager: bool = False
-    """Whether to launch every kernel of a decode step from Python, and not to replay CUDA graphs."""
+    """Launch every kernel of a decode step from Python instead of replaying a CUDA graph."""
     scheduler_cls: type | None = None
     """A subclass of nanovllm.scheduler.Scheduler."""
     block_manager_cls: type | None = None
     """A subclass of nanovllm.block_manager.BlockManager."""
     seed: int = 0
-    """Where requests without a seed of their own get theirs from."""
+    """Base seed for requests that set none."""
 
     def __post_init__(self):
         self.require(
@@ -96,12 +68,10 @@ class Config(Options):
         )
         self.model, self.device = str(self.model), str(self.device)
         self.require("device", fullmatch(r"auto|cpu|cuda(:\d{1,3})?", self.device), "auto, cpu, cuda or cuda:N")
-        for name, *allowed in (
-            ("dtype", "auto", "float32", "bfloat16", "float16"),
-            ("preemption_mode", "recompute", "swap"),
-            ("attention_backend", "auto", "torch", "triton"),
-        ):
-            self.require(name, getattr(self, name) in allowed, f"{', '.join(allowed[:-1])} or {allowed[-1]}")
+        for field in fields(self):
+            if get_origin(field.type) is Literal:
+                *others, last = get_args(field.type)
+                self.require(field.name, getattr(self, field.name) in [*others, last], f"{', '.join(others)} or {last}")
         for name in ("max_num_seqs", "block_size", "max_model_len", "max_num_batched_tokens", "num_blocks"):
             low, is_unset = 1 + (name == "max_model_len"), getattr(self, name) is getattr(Config, name) is None
             allowed = f"an integer from {low} to 2**31 - 1" + " or None" * (getattr(Config, name) is None)
@@ -118,3 +88,10 @@ class Config(Options):
             is_class = isinstance(cls, type) and hasattr(cls, method)
             self.require(name, is_class or cls is None, f"None or a subclass of {base}")
         self.require("seed", is_int(self.seed, 0, 2**63 - 1), "an integer from 0 to 2**63 - 1")
+
+    def resolved(self, longest: int, num_batched_tokens: int) -> Limits:
+        """With what was left open: the model was made for `longest` tokens, the device is good for so many in a step."""
+        max_model_len = longest if self.max_model_len is None else self.max_model_len
+        self.require("max_model_len", max_model_len <= longest, f"at most {longest}, what the model was made for")
+        tokens = self.max_num_batched_tokens or num_batched_tokens
+        return Limits(max_model_len=max_model_len, max_num_seqs=self.max_num_seqs, max_num_batched_tokens=tokens)

@@ -1,9 +1,7 @@
-"""What makes PyTorch pleasant on a CPU: memory that is kept, and as many threads as a step is worth."""
+"""What makes PyTorch pleasant on a busy CPU: no more threads than there are free processors."""
 
-import ctypes
 import math
 import os
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,14 +10,6 @@ from pathlib import Path
 import torch
 
 SMALL_STEP = 8e6  # multiplications in a layer
-
-
-def keep_freed_memory() -> None:
-    """glibc gives large freed tensors back to the system at once, and the next step faults all their pages in again."""
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if hasattr(libc, "mallopt"):
-        libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: give back what is free beyond 1 GiB
-        libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: 32 MiB is the largest that it takes
 
 
 def default_thread_counts() -> set[int]:
@@ -58,16 +48,13 @@ class Threads:
         self.num_others = 0.0  # processors that other programs have used of late
         self.last_look = time.perf_counter(), time.process_time(), busy_seconds()
 
-    def look(self) -> None:
-        """Every fifth of a second, since the system counts in hundredths."""
+    def wanted(self, most: int, work: float) -> int:
         then, own, busy = self.last_look
-        if busy is not None and time.perf_counter() - then > 0.2:
+        if busy is None:
+            return 1 if work < SMALL_STEP else most
+        if time.perf_counter() - then > 0.2:  # the system counts in hundredths
             now = self.last_look = time.perf_counter(), time.process_time(), busy_seconds()
             self.num_others = (now[2] - busy - (now[1] - own)) / (now[0] - then)
-
-    def wanted(self, most: int, work: float) -> int:
-        if self.last_look[2] is None:
-            return 1 if work < SMALL_STEP else most
         others = max(0, math.ceil(self.num_others - 0.25))  # a quarter: what a quiet machine does, and errors
         return max(1, most - others)
 
@@ -76,10 +63,10 @@ class Threads:
         """For a step with so many multiplications in a layer."""
         most = self.to_restore or torch.get_num_threads()
         if self.can_change and most > 1 and most in self.defaults:
-            self.look()
-            if self.wanted(most, work) < most:
+            wanted = self.wanted(most, work)
+            if wanted < most:
                 self.to_restore = most
-                torch.set_num_threads(self.wanted(most, work))
+                torch.set_num_threads(wanted)
         try:
             yield
         finally:

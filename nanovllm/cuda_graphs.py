@@ -1,15 +1,16 @@
 """Decode steps recorded as CUDA graphs: one launch in place of some hundred."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from itertools import accumulate
 
 import torch
 
+from nanovllm.layers.batch import Batch
 from nanovllm.scheduler import Schedule
+from nanovllm.step import StepInputs
 
 SIZES = [1, 2, 4, 8, *range(16, 513, 16)]
-Tensors = dict[str, torch.Tensor]
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
@@ -17,33 +18,17 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     return [size for size, smaller in zip(SIZES, [0, *SIZES]) if smaller < max_num_seqs]
 
 
-def to_device(tensors: Tensors, device: torch.device, buffer: torch.Tensor | None = None) -> Tensors:
-    """All of them in one copy from pinned memory. Tensors of the same shapes find the same places in `buffer`.
-
-    Each begins at a multiple of 16 bytes: Triton compiles another kernel for pointers that do not.
-    """
-    if device.type == "cpu" and buffer is None:
-        return tensors
-    ends = list(accumulate(-(-t.nbytes // 16) * 16 for t in tensors.values()))
-    host = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
-    places = [slice(begin, begin + t.nbytes) for begin, t in zip([0, *ends], tensors.values())]
-    for place, t in zip(places, tensors.values()):
-        host[place].view(t.dtype).copy_(t.flatten())
-    buffer = torch.empty_like(host, device=device) if buffer is None else buffer
-    buffer[: len(host)].copy_(host, non_blocking=True)
-    return {name: buffer[place].view(t.dtype).view(t.shape) for place, (name, t) in zip(places, tensors.items())}
-
-
-def padding(size: int, width: int) -> Tensors:
+def padding(size: int, width: int, kv_cache: torch.Tensor) -> StepInputs:
     """A decode step of `size` rows without a sequence: no slot to write to, no context to read."""
-    return {
-        "input_ids": torch.zeros(size, dtype=torch.int64),
-        "positions": torch.zeros(size, dtype=torch.int64),
-        "slot_mapping": torch.full((size,), -1),
-        "cu_seqlens_q": torch.arange(size + 1, dtype=torch.int32),
-        "context_lens": torch.zeros(size, dtype=torch.int32),
-        "block_tables": torch.zeros(size, width, dtype=torch.int32),
-    }
+    batch = Batch(
+        kv_cache,
+        slot_mapping=torch.full((size,), -1),
+        cu_seqlens_q=torch.arange(size + 1, dtype=torch.int32),
+        context_lens=torch.zeros(size, dtype=torch.int32),
+        block_tables=torch.zeros(size, width, dtype=torch.int32),
+    )
+    input_ids, positions = torch.zeros(2, size, dtype=torch.int64)
+    return StepInputs(input_ids, positions, batch, sampled_rows=torch.zeros(0, dtype=torch.int64))
 
 
 class DecodeGraphs:
@@ -54,26 +39,29 @@ class DecodeGraphs:
     Without CUDA everything is the same, but for recording and replay, which are a plain call.
     """
 
-    def __init__(self, forward: Callable[[Tensors], torch.Tensor], max_num_seqs: int, width: int, device: torch.device):
-        self.forward, self.width, self.device = forward, width, device
+    def __init__(
+        self, forward: Callable[[StepInputs], torch.Tensor], max_num_seqs: int, width: int, kv_cache: torch.Tensor
+    ):
+        self.forward, self.width, self.kv_cache, self.device = forward, width, kv_cache, kv_cache.device
         self.sizes = graph_sizes(max_num_seqs)
         room = 128 + 64 * self.sizes[-1]  # the parameters of sampling travel behind the inputs of the graph
-        num_bytes = sum(t.nbytes + 16 for t in padding(self.sizes[-1], width).values()) + room
-        self.buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        self.steps: dict[int, Callable[[], torch.Tensor]] = {}
+        num_bytes = sum(t.nbytes + 16 for t in padding(self.sizes[-1], width, kv_cache).model_inputs) + room
+        self.buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
+        self.replays: dict[int, Callable[[], torch.Tensor]] = {}
         self.pool = None
 
     @torch.inference_mode()
     def record(self, size: int) -> None:
         """Largest size first: the smaller ones then fit into the memory that the largest has taken."""
-        step = partial(self.forward, to_device(padding(size, self.width), self.device, self.buffer))
-        self.steps[size] = step if self.device.type == "cpu" else self._captured(step)
+        step = padding(size, self.width, self.kv_cache).to(self.device, self.buffer)
+        call = partial(self.forward, step)
+        self.replays[size] = call if self.device.type == "cpu" else self._captured(call)
 
-    def _captured(self, step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        step()  # compiles what is not compiled yet, which cannot happen during a recording
+    def _captured(self, call: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        call()  # compiles what is not compiled yet, which cannot happen during a recording
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool):
-            hidden = step()
+            hidden = call()
         self.pool = graph.pool()
 
         def replay() -> torch.Tensor:
@@ -87,10 +75,15 @@ class DecodeGraphs:
         rows = len(schedule.items)
         return next((size for size in self.sizes if size >= rows), None) if schedule.num_tokens == rows else None
 
-    def padded(self, inputs: Tensors, size: int) -> Tensors:
-        """A step's inputs with the shapes of a recording; what a recording does not know is left as it is."""
-        rows = padding(size, self.width)
-        for name, place in rows.items():
-            values = inputs[name][tuple(map(slice, place.shape))]  # no context reaches the end of a longer block table
-            place[tuple(map(slice, values.shape))] = values
-        return inputs | rows
+    def run(self, step: StepInputs, size: int) -> tuple[torch.Tensor, StepInputs]:
+        """Hidden states of a step, and the step where they were computed."""
+        step = self.padded(step, size).to(self.device, self.buffer)
+        return self.replays[size](), step
+
+    def padded(self, step: StepInputs, size: int) -> StepInputs:
+        """A step with the shapes of a recording; what a recording does not know is left as it is."""
+        rows = padding(size, self.width, self.kv_cache)
+        for whole, values in zip(rows.model_inputs, step.model_inputs):
+            values = values[tuple(map(slice, whole.shape))]  # no context reaches the end of a longer block table
+            whole[tuple(map(slice, values.shape))] = values
+        return replace(rows, sampled_rows=step.sampled_rows, sampling=step.sampling)

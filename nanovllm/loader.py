@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoConfig, AutoTokenizer
 
 from nanovllm.layers.linear import Linear
+from nanovllm.layers.ops import Ops
 from nanovllm.models.qwen import Qwen
 from nanovllm.sampling_params import SamplingParams
 
@@ -32,7 +33,7 @@ def find_model(model: str) -> Path:
             path = Path(snapshot_download(model, allow_patterns=FILES))
         except Exception as error:
             raise ValueError(
-                f"model={model!r} is neither a local directory nor could it be had from the hub: {error}"
+                f"model={model!r} is not a local directory, and it could not be downloaded from the hub: {error}"
             ) from error
     if not (path / "config.json").is_file():
         raise ValueError(f"model={model!r} is not a model directory: it has no config.json")
@@ -68,17 +69,17 @@ def load_generation_config(path: Path, config) -> tuple[SamplingParams, frozense
     return SamplingParams(**{name: settings[name] for name in names}), frozenset(eos)
 
 
-def load_model(path: Path, config, max_model_len: int, dtype: torch.dtype, device: torch.device) -> Qwen:
+def load_model(path: Path, config, max_model_len: int, dtype: torch.dtype, device: torch.device, ops: Ops) -> Qwen:
     """Builds the model and fills every parameter. Raises ValueError for a checkpoint that does not fit it."""
     with default_dtype(dtype), torch.device(device):
-        model = Qwen(config, max_model_len)
-    missing, unexpected = places(model), []
+        model = Qwen(config, max_model_len, ops).requires_grad_(False)
+    missing, unexpected = destinations(model), []
     for file in weight_files(path):
         try:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 (safe_open is no dict)
                     if name in missing:
-                        fill(missing.pop(name), tensors.get_tensor(name), name, file)
+                        load_into(missing.pop(name), tensors.get_tensor(name), name, file)
                     elif not ignorable(name, config):
                         unexpected.append(name)
         except SafetensorError as error:
@@ -93,7 +94,7 @@ def load_model(path: Path, config, max_model_len: int, dtype: torch.dtype, devic
     return model.eval()
 
 
-def places(model: nn.Module) -> dict[str, torch.Tensor]:
+def destinations(model: nn.Module) -> dict[str, torch.Tensor]:
     """Where each tensor of the checkpoint belongs: a parameter, or rows of a merged one."""
     table, seen = {}, set()
     for prefix, module in model.named_modules():
@@ -102,14 +103,15 @@ def places(model: nn.Module) -> dict[str, torch.Tensor]:
                 continue
             seen.add(parameter)
             parent = prefix.rpartition(".")[0]
-            for part, rows in getattr(module, "rows", {}).items():
+            slices = module.part_slices if isinstance(module, Linear) else {}
+            for part, rows in slices.items():
                 table[f"{parent}.{part}.{kind}"] = parameter.data[rows]
-            if not getattr(module, "rows", None):
+            if not slices:
                 table[f"{prefix}.{kind}"] = parameter.data
     return table
 
 
-def fill(place: torch.Tensor, tensor: torch.Tensor, name: str, file: Path) -> None:
+def load_into(place: torch.Tensor, tensor: torch.Tensor, name: str, file: Path) -> None:
     if place.shape != tensor.shape:
         raise ValueError(
             f"{file}: {name} has the shape {list(tensor.shape)}, but config.json asks for {list(place.shape)}"

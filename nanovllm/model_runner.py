@@ -1,28 +1,32 @@
 """ModelRunner: a schedule in, sampled tokens out. It owns the model and the KV cache."""
 
-import mmap
 import os
 from array import array
 from collections.abc import Iterable
-from dataclasses import fields, replace
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from nanovllm.config import EMBEDDED_MODEL, Config
-from nanovllm.cpu import Threads, keep_freed_memory
-from nanovllm.cuda_graphs import DecodeGraphs, Tensors, to_device
-from nanovllm.host_cache import STAGED_BYTES, HostCache
-from nanovllm.layers.attention import Batch, copy_blocks
-from nanovllm.layers.sampler import Sampling, sample, top_logprobs
+from nanovllm.config import EMBEDDED_MODEL, Config, Limits
+from nanovllm.cpu import Threads
+from nanovllm.cuda_graphs import DecodeGraphs
+from nanovllm.host_cache import HostCache
+from nanovllm.layers import torch_ops
+from nanovllm.layers.batch import Batch
+from nanovllm.layers.ops import Ops
+from nanovllm.layers.sampler import Sampling, top_logprobs
 from nanovllm.loader import load_model
+from nanovllm.memory import CacheShape, keep_freed_memory, num_blocks_that_fit
 from nanovllm.models.qwen import head_dim_of
-from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import Schedule
-from nanovllm.sequence import Request, Sequence
+from nanovllm.sequence import Sequence
+from nanovllm.step import StepInputs
+
+LogProbs = dict[int, float] | None  # of a token and of the likeliest ones, if they are asked for
 
 
 def choose_device(config: Config) -> torch.device:
@@ -44,137 +48,88 @@ def choose_dtype(config: Config, hf_config, device: torch.device) -> torch.dtype
     return torch.bfloat16 if in_hardware else torch.float32
 
 
-def integers(values: Iterable[int]) -> torch.Tensor:
+def choose_ops(config: Config, device: torch.device) -> Ops:
+    can_run = find_spec("triton") and (device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
+    if config.attention_backend == "triton" and not can_run:
+        raise ValueError("attention_backend='triton' is not allowed: it needs a GPU, or TRITON_INTERPRET=1 on Linux")
+    if config.attention_backend == "triton" or (
+        config.attention_backend == "auto" and can_run and device.type == "cuda"
+    ):
+        from nanovllm.layers import triton_ops  # not at the top: there is no Triton on macOS and Windows
+
+        return triton_ops
+    return torch_ops
+
+
+def integers(values: Iterable[int]) -> Tensor:
     """[n] int64. Several times faster than torch.tensor(list)."""
     return torch.frombuffer(array("q", values), dtype=torch.int64)
 
 
-def choose_triton(config: Config, device: torch.device) -> bool:
-    can_run = find_spec("triton") and (device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
-    if config.attention_backend == "triton" and not can_run:
-        raise ValueError("attention_backend='triton' is not allowed: it needs a GPU, or TRITON_INTERPRET=1 on Linux")
-    return config.attention_backend == "triton" or bool(
-        config.attention_backend == "auto" and can_run and device.type == "cuda"
-    )
-
-
 class ModelRunner:
-    def __init__(self, config: Config, hf_config, path: Path, device: torch.device):
-        self.threads = Threads(device)
+    def __init__(self, config: Config, limits: Limits, hf_config, path: Path, device: torch.device):
+        self.device, self.limits, self.threads = device, limits, Threads(device)
         if device.type == "cpu":
             keep_freed_memory()
         if device.index is not None:
             torch.cuda.set_device(device)  # where Triton launches
-        self.device = device
         self.dtype = choose_dtype(config, hf_config, device)
-        self.use_triton = choose_triton(config, device)
-        self.block_size = config.block_size
+        self.ops = choose_ops(config, device)
         self.vocab_size = hf_config.vocab_size
-        self.model = load_model(path, hf_config, config.max_model_len, self.dtype, device)
+        self.model = load_model(path, hf_config, limits.max_model_len, self.dtype, device, self.ops)
         self.weights_per_layer = sum(weight.numel() for weight in self.model.model.layers[0].parameters())
-        self.num_layers = hf_config.num_hidden_layers
-        self.block_shape = (config.block_size, hf_config.num_key_value_heads, head_dim_of(hf_config))
-        self.block_bytes = 2 * self.num_layers * torch.Size(self.block_shape).numel() * self.dtype.itemsize
+        kv_heads, head_dim = hf_config.num_key_value_heads, head_dim_of(hf_config)
+        self.shape = CacheShape(hf_config.num_hidden_layers, config.block_size, kv_heads, head_dim, self.dtype)
+        self.max_blocks_per_seq = -(-limits.max_model_len // config.block_size)
+        self.num_useful_blocks = limits.max_num_seqs * self.max_blocks_per_seq
+        self.has_graphs = self.ops.CAN_BE_RECORDED and not config.enforce_eager
         self.graphs: DecodeGraphs | None = None
         self.host_cache: HostCache | None = None
-        self.useful_blocks = config.max_num_seqs * -(-config.max_model_len // config.block_size)  # more are no use
         self.num_host_blocks = 0
         if config.preemption_mode == "swap":
-            self.num_host_blocks = min(int(config.swap_gib * 2**30) // self.block_bytes, self.useful_blocks)
-            config.require("swap_gib", self.num_host_blocks, f"room for a KV block of {self.block_bytes:,} bytes")
-        self.num_blocks = config.num_blocks or self._num_blocks_that_fit(config)
+            most = int(config.swap_gib * 2**30) // self.shape.block_bytes
+            self.num_host_blocks = min(most, self.num_useful_blocks)
+            config.require("swap_gib", most, f"room for a KV block of {self.shape.block_bytes:,} bytes")
+        self.num_blocks = config.num_blocks or num_blocks_that_fit(self, config)
         try:
-            self.kv_cache = self._new_kv_cache(self.num_blocks)
+            self.kv_cache = self.shape.new_cache(self.num_blocks, device)
             if self.num_host_blocks:
                 self.host_cache = HostCache(self.kv_cache, self.num_host_blocks)
         except (OSError, RuntimeError, OverflowError) as error:
             raise ValueError(
                 f"there is no memory for {self.num_blocks} KV blocks (num_blocks, kv_cache_gib) and "
-                f"{self.num_host_blocks} on the host (swap_gib), of {self.block_bytes:,} bytes each"
+                f"{self.num_host_blocks} on the host (swap_gib), of {self.shape.block_bytes:,} bytes each"
             ) from error
-        if self.use_triton and not config.enforce_eager:  # the PyTorch reference asks for lengths: not to be recorded
-            graphs = self._new_graphs(config)
-            for size in reversed(graphs.sizes):
-                graphs.record(size)
-            self.graphs = graphs
+        if self.has_graphs:
+            self.graphs = self.new_graphs()
+            for size in reversed(self.graphs.sizes):
+                self.graphs.record(size)
 
-    def _new_kv_cache(self, num_blocks: int) -> torch.Tensor:
-        """Zeros, so that whoever reads a slot that nobody wrote makes the same mistake every time."""
-        shape = (2, self.num_layers, num_blocks, *self.block_shape)
-        if self.device.type == "cpu":  # anonymous pages are zero and take no memory before they are touched
-            buffer = mmap.mmap(-1, torch.Size(shape).numel() * self.dtype.itemsize)
-            return torch.frombuffer(buffer, dtype=self.dtype).view(shape)
-        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+    def new_graphs(self) -> DecodeGraphs:
+        return DecodeGraphs(self._forward, self.limits.max_num_seqs, self.max_blocks_per_seq, self.kv_cache)
 
-    def _new_graphs(self, config: Config) -> DecodeGraphs:
-        width = -(-config.max_model_len // self.block_size)
-        return DecodeGraphs(self._forward, config.max_num_seqs, width, self.device)
-
-    def _num_blocks_that_fit(self, config: Config) -> int:
-        """The memory that the model leaves is cut into blocks."""
-        available = int(config.kv_cache_gib * 2**30)
-        if self.device.type == "cuda":
-            available = self._memory_left(config)
-        num_blocks = min(available // self.block_bytes, self.useful_blocks)
-        if num_blocks < 1:
-            raise ValueError(
-                f"no memory is left for a KV block of {self.block_bytes:,} bytes: {available:,} bytes are available"
-            )
-        return num_blocks
-
-    def _memory_left(self, config: Config) -> int:
-        """Bytes of a GPU that are left for the KV cache, learned from trials on a cache of one block."""
-        self.kv_cache = self._new_kv_cache(1)
-        torch.cuda.reset_peak_memory_stats(self.device)
-        self._profile(config)
-        free, total = torch.cuda.mem_get_info(self.device)
-        others = total - free - torch.cuda.memory_reserved(self.device)  # other processes, CUDA's own context
-        peak = torch.cuda.max_memory_allocated(self.device)
-        graphs = 0 if config.enforce_eager or not self.use_triton else self._graph_memory(config)
-        staged = STAGED_BYTES if config.preemption_mode == "swap" else 0
-        self.kv_cache = None
-        return int(total * config.gpu_memory_utilization) - others - peak - graphs - staged
-
-    def _graph_memory(self, config: Config) -> int:
-        """Bytes that CUDA graphs will take: the largest has the activations, each other one about the same little."""
-        graphs, free = self._new_graphs(config), [torch.cuda.mem_get_info(self.device)[0]]
-        for size in (graphs.sizes[-1], graphs.sizes[0]):
-            graphs.record(size)
-            free.append(torch.cuda.mem_get_info(self.device)[0])
-        largest, another = free[0] - free[1], free[1] - free[2]
-        return largest + another * (len(graphs.sizes) - 1)
-
-    def _profile(self, config: Config) -> None:
-        """Runs the largest step there can be, on a cache of one block, to learn what activations and sampling take."""
-        num_tokens = config.max_num_batched_tokens
-        num_seqs = max(min(config.max_num_seqs, num_tokens), -(-num_tokens // config.max_model_len))
-        length = num_tokens // num_seqs
-        requests = [Request(None, None, [0] * length, SamplingParams(top_p=0.9)) for _ in range(num_seqs)]
-        for request in requests:
-            request.sequences[0].block_table = [0] * -(-length // self.block_size)
-        self.run(Schedule([(request.sequences[0], length) for request in requests]))
+    def _forward(self, step: StepInputs) -> Tensor:
+        return self.model(step.input_ids, step.positions, step.batch)
 
     @torch.inference_mode()
-    def run(self, schedule: Schedule) -> tuple[list[int], list[dict[int, float] | None]]:
-        """Computes a step. For each of `schedule.sampled`: a token, and its log-probabilities if asked for."""
+    def run(self, schedule: Schedule) -> tuple[list[int], list[LogProbs] | None]:
+        """Computes a step. For each of `schedule.sampled` a token, and its log-probabilities if anybody asked for them."""
         with self.threads.of_step(schedule.num_tokens * self.weights_per_layer):
-            return self._run(schedule)
-
-    def _run(self, schedule: Schedule) -> tuple[list[int], list[dict[int, float] | None]]:
-        sampled = schedule.sampled
-        self.move_blocks(schedule)
-        inputs, sampling = self._prepare(schedule), self._sampling(sampled)
-        size = self.graphs and self.graphs.size_for(schedule)
-        if size:
-            inputs = self.graphs.padded(inputs, size)
-        options = {name: value for name, value in vars(sampling).items() if isinstance(value, torch.Tensor)}
-        moved = to_device(inputs | options, self.device, self.graphs.buffer if size else None)
-        hidden = self.graphs.steps[size]() if size else self._forward(moved)
-        if not sampled:
-            return [], []
-        logits = self.model.logits(hidden[moved["sampled_rows"]])
-        token_ids = sample(logits, replace(sampling, **{name: moved[name] for name in options}), self.use_triton)
-        return token_ids.tolist(), self._logprobs(logits, token_ids, sampled)
+            if schedule.copies or schedule.swaps_out or schedule.swaps_in:
+                self.move_blocks(schedule)
+            step = self._prepare(schedule)
+            if self.graphs is not None and (size := self.graphs.size_for(schedule)):
+                hidden, step = self.graphs.run(step, size)
+            else:
+                step = step if self.device.type == "cpu" else step.to(self.device)
+                hidden = self.model(step.input_ids, step.positions, step.batch)
+            if not schedule.sampled_items:
+                return [], None
+            logits = self.model.lm_head(hidden[step.sampled_rows]).float()
+            token_ids = logits.argmax(-1) if step.sampling is None else self.ops.sample(logits, step.sampling)
+            wanted = [seq.request.num_logprobs for _, seq in schedule.sampled_items]
+            logprobs = self._logprobs(logits, token_ids, wanted) if any(k is not None for k in wanted) else None
+            return token_ids.tolist(), logprobs
 
     def move_blocks(self, schedule: Schedule) -> None:
         """What is to be moved before the step computes."""
@@ -182,47 +137,53 @@ class ModelRunner:
             self.host_cache.swap_out(schedule.swaps_out)
             self.host_cache.swap_in(schedule.swaps_in)
         if schedule.copies:
-            copy_blocks(self.kv_cache, schedule.copies, self.use_triton)
+            self.ops.copy_blocks(self.kv_cache, schedule.copies)
 
-    def _forward(self, inputs: Tensors) -> torch.Tensor:
-        metadata = {field.name: inputs[field.name] for field in fields(Batch) if field.name in inputs}
-        batch = Batch(kv_cache=self.kv_cache, use_triton=self.use_triton, **metadata)
-        return self.model(inputs["input_ids"], inputs["positions"], batch)
+    def _prepare(self, schedule: Schedule) -> StepInputs:
+        """One flat, ragged batch. Two sequences with blocks of 4 tokens, the first with 4 tokens in the cache and 1 to
+        compute, the second with none in the cache and 3 to compute:
 
-    def _prepare(self, schedule: Schedule) -> Tensors:
-        """One flat, ragged batch: ids and positions of all tokens, the fields of Batch, and the rows to sample from."""
-        seqs = [seq for seq, _ in schedule.items]
+            block_tables   [[7, 2], [5, 0]]   the second is padded
+            counts         [1, 3]             tokens to compute
+            starts         [4, 0]             tokens in the cache before ...
+            contexts       [5, 3]             ... and after the step
+            ends           [1, 4]             where each sequence ends in the batch
+            seq_of_token   [0, 1, 1, 1]
+            positions      [4, 0, 1, 2]
+            slots          [8, 20, 21, 22]    block 2, offset 0, then block 5
+            sampled_rows   [0, 3]             where the last tokens are
+        """
+        seqs, sampled = [seq for seq, _ in schedule.items], schedule.sampled_items
         counts = integers([num_tokens for _, num_tokens in schedule.items])
         starts = integers([seq.num_computed_tokens for seq in seqs])
         contexts, ends = starts + counts, counts.cumsum(0)
         token_ids = (seq.token_ids[seq.num_computed_tokens : seq.num_computed_tokens + n] for seq, n in schedule.items)
-        owners = torch.repeat_interleave(counts)
-        positions = torch.arange(len(owners)) + (contexts - ends)[owners]
+        seq_of_token = torch.repeat_interleave(counts)
+        positions = torch.arange(len(seq_of_token)) + (contexts - ends)[seq_of_token]
         width = max(len(seq.block_table) for seq in seqs)
         tables = array("i")  # 32 bits
         for seq in seqs:
             tables.fromlist(seq.block_table + [0] * (width - len(seq.block_table)))
         block_tables = torch.frombuffer(tables, dtype=torch.int32).view(len(seqs), width)
-        block_ids = block_tables[owners, positions // self.block_size].long()
-        return {
-            "input_ids": integers(chain.from_iterable(token_ids)),
-            "positions": positions,
-            "slot_mapping": block_ids * self.block_size + positions % self.block_size,
-            "cu_seqlens_q": F.pad(ends, (1, 0)).int(),
-            "context_lens": contexts.int(),
-            "block_tables": block_tables,
-            "sampled_rows": (ends - 1)[[i for i, _ in schedule.sampled_items]],
-        }
+        block_ids = block_tables[seq_of_token, positions // self.shape.block_size].long()
+        slots = block_ids * self.shape.block_size + positions % self.shape.block_size
+        batch = Batch(self.kv_cache, slots, F.pad(ends, (1, 0)).int(), contexts.int(), block_tables)
+        sampling = None
+        if any(seq.request.params.temperature for _, seq in sampled):
+            sampling = self._sampling([seq for _, seq in sampled])
+        return StepInputs(
+            input_ids=integers(chain.from_iterable(token_ids)),
+            positions=positions,
+            batch=batch,
+            sampled_rows=(ends - 1)[[i for i, _ in sampled]],
+            sampling=sampling,
+        )
 
     def _sampling(self, seqs: list[Sequence]) -> Sampling:
-        """How each sequence draws its token. Filters that nobody uses are None, and all are if everybody is greedy."""
+        """How each sequence draws its token. Filters that nobody uses are None."""
         params = [seq.request.params for seq in seqs]
-        if all(p.temperature == 0 for p in params):
-            return Sampling()
-        temperature, top_p, min_p = (
-            torch.frombuffer(array("f", [getattr(p, name) for p in params]), dtype=torch.float32)
-            for name in ("temperature", "top_p", "min_p")
-        )
+        floats = array("f", chain.from_iterable((p.temperature, p.top_p, p.min_p) for p in params))
+        temperature, top_p, min_p = torch.frombuffer(floats, dtype=torch.float32).view(-1, 3).T.contiguous()
         top_k = integers([min(p.top_k, self.vocab_size) if p.top_k > 0 else self.vocab_size for p in params])
         drawn = temperature > 0
         limit = int(top_k[drawn].max())
@@ -236,10 +197,9 @@ class ModelRunner:
             max_top_k=limit if limit < self.vocab_size else None,
         )
 
-    def _logprobs(self, logits, token_ids, seqs: list[Sequence]) -> list[dict[int, float] | None]:
-        wanted = [seq.request.num_logprobs for seq in seqs]
-        if all(k is None for k in wanted):
-            return [None] * len(seqs)
-        values, ids = top_logprobs(logits, token_ids, min(max(k for k in wanted if k is not None), self.vocab_size))
+    def _logprobs(self, logits: Tensor, token_ids: Tensor, wanted: list[int | None]) -> list[LogProbs]:
+        """Of the chosen tokens, and of as many of the likeliest as are wanted."""
+        most = max(k for k in wanted if k is not None)
+        values, ids = top_logprobs(logits, token_ids, min(most, self.vocab_size))
         rows = zip(wanted, ids.tolist(), values.tolist())
         return [None if k is None else dict(zip(i[: k + 1], v[: k + 1])) for k, i, v in rows]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from nanovllm.sequence import Request, Sequence
+from nanovllm.sequence import Request
 
 
 @dataclass
@@ -31,6 +31,7 @@ class RequestOutput:
     error: Exception | None = None  # what made it fail, if its finish_reason is "error"
 
 
+@dataclass
 class TextStream:
     """Turns the tokens of one output into text, and watches for stop strings.
 
@@ -38,14 +39,11 @@ class TextStream:
     become a stop string.
     """
 
-    def __init__(self, tokenizer: Tokenizer, output: CompletionOutput, stop: list[str]):
-        self.tokenizer, self.output, self.stop = tokenizer, output, stop
-        self.restart()
-
-    def restart(self) -> None:
-        self.decoder = DecodeStream(skip_special_tokens=True)
-        self.output.text = ""
-        self.num_safe_chars = 0  # of output.text: what may be shown to the user
+    tokenizer: Tokenizer
+    output: CompletionOutput
+    stop: list[str]
+    decoder: DecodeStream = field(default_factory=lambda: DecodeStream(skip_special_tokens=True))
+    num_safe_chars: int = 0  # of output.text: what may be shown to the user
 
     def add(self, token_id: int) -> bool:
         """Appends a token's text. True if a stop string is complete; the text then ends before it."""
@@ -57,13 +55,9 @@ class TextStream:
         found = [i for i in (self.output.text.find(stop, begin) for stop in self.stop) if i >= 0]
         if found:
             self.output.text = self.output.text[: min(found)]
-        held = max((overlap(self.output.text, stop) for stop in self.stop), default=0)
-        self.num_safe_chars = len(self.output.text) - (0 if found else held)
+        num_held_back = max((overlap(self.output.text, stop) for stop in self.stop), default=0)
+        self.num_safe_chars = len(self.output.text) - (0 if found else num_held_back)
         return bool(found)
-
-    def release(self) -> None:
-        """The output has ended: what looked like the beginning of a stop string was none."""
-        self.num_safe_chars = len(self.output.text)
 
 
 def overlap(text: str, stop: str) -> int:
@@ -85,45 +79,40 @@ class Reply:
         self.is_reported = is_reported  # by step(); else its caller holds the output
         self.outputs = [CompletionOutput(i) for i in range(request.params.n)]
         self.output = RequestOutput(request.request_id, request.prompt, request.prompt_token_ids, self.outputs)
-        has_text = tokenizer is not None and request.beam_search is None
-        self.texts = [TextStream(tokenizer, output, request.params.stop) for output in self.outputs if has_text]
+        self.tokenizer = tokenizer
         self.restart()
 
     def restart(self) -> None:
-        self.num_delivered = [0] * len(self.outputs)
+        request = self.request
         for output in self.outputs:
             output.token_ids.clear()
-            output.logprobs = None if self.request.params.logprobs is None else []
-        for text in self.texts:
-            text.restart()
+            output.logprobs = None if request.params.logprobs is None else []
+            output.text = ""
+        self.texts: list[TextStream] = []  # of each output
+        if self.tokenizer is not None and request.beam_search is None:
+            self.texts = [TextStream(self.tokenizer, output, request.params.stop) for output in self.outputs]
         self.output.finished = False
 
-    def update(self, tokenizer) -> None:
+    def update(self) -> None:
         """Brings the output up to date. A sequence whose text has a stop string ends."""
-        request, output = self.request, self.output
+        request = self.request
         if request.beam_search is None:  # the outputs of a search are known at its end
-            for i, seq in enumerate(request.sequences):
-                self._deliver(i, seq)
-        output.num_cached_tokens = request.num_cached_tokens or 0
-        if request.is_finished:
-            for text in self.texts:
-                text.release()
+            for i, (output, seq) in enumerate(zip(self.outputs, request.sequences)):
+                begin = len(output.token_ids)
+                output.token_ids += seq.token_ids[len(request.prompt_token_ids) + begin :]
+                if output.logprobs is not None and seq.logprobs is not None:
+                    output.logprobs += seq.logprobs[begin : len(output.token_ids)]
+                for token_id in output.token_ids[begin:] if self.texts else ():
+                    if token_id not in request.stop_token_ids and self.texts[i].add(token_id):
+                        seq.finish_reason = "stop"
+                output.finish_reason = seq.finish_reason
+        self.output.num_cached_tokens = request.num_cached_tokens or 0
+        if not request.unfinished:
+            for text in self.texts:  # what looked like the beginning of a stop string was none
+                text.num_safe_chars = len(text.output.text)
             if request.beam_search is not None:
-                output.outputs[:] = beams_of(request, tokenizer)
-            output.finished = True
-
-    def _deliver(self, i: int, seq: Sequence) -> None:
-        output, begin = self.outputs[i], self.num_delivered[i]
-        new = seq.token_ids[len(self.request.prompt_token_ids) + begin :]
-        if output.logprobs is not None:
-            output.logprobs += seq.logprobs[begin : begin + len(new)]
-        for token_id in new:
-            output.token_ids.append(token_id)
-            is_text = bool(self.texts) and token_id not in self.request.stop_token_ids
-            if is_text and self.texts[i].add(token_id):
-                seq.finish_reason = "stop"
-        self.num_delivered[i] += len(new)
-        output.finish_reason = seq.finish_reason
+                self.outputs[:] = beams_of(request, self.tokenizer)
+            self.output.finished = True
 
     def fail(self, error: Exception) -> None:
         """Ends it, whatever state it is in."""
@@ -134,7 +123,7 @@ class Reply:
         self.output.error, self.output.finished = error, True
 
 
-def beams_of(request: Request, tokenizer) -> list[CompletionOutput]:
+def beams_of(request: Request, tokenizer: Tokenizer | None) -> list[CompletionOutput]:
     """The results of a beam search, the best first."""
     outputs = []
     for i, beam in enumerate(request.beam_search.best_so_far(request.sequences)):

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from nanovllm.config import Options, is_int, is_number
+from nanovllm.options import Options, is_int, is_number
 
 LARGEST_COUNT = 2**31 - 1  # whatever is counted: "all" fits into it
 SMALLEST_FLOAT32 = 2.0**-126  # that is normal: processors may take smaller ones for 0

@@ -5,20 +5,25 @@ cache yet: a new prompt all of them, a decoding sequence one. A step computes as
 blocks allow (iteration-level scheduling as in Orca, with the chunked prefill of Sarathi-Serve).
 """
 
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from copy import copy
-from dataclasses import dataclass, field
-from functools import cached_property
+from __future__ import annotations
 
-from nanovllm.beam_search import Beam
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+
+from nanovllm.beam_search import take_beams
 from nanovllm.block_manager import BlockManager
-from nanovllm.config import Config, shown
+from nanovllm.config import Limits
+from nanovllm.options import shown
 from nanovllm.sequence import Request, Sequence
 
 
 class ScheduleError(RuntimeError):
-    """A scheduler has planned what cannot be run."""
+    """A scheduler has planned what cannot be run. The message is a sentence for whoever wrote it."""
+
+    def __init__(self, scheduler: Scheduler, method: str, problem: str):
+        super().__init__(f"{type(scheduler).__name__}.{method}(): {problem}")
 
 
 @dataclass
@@ -39,12 +44,12 @@ class Schedule:
 
     @cached_property
     def sampled_items(self) -> list[tuple[int, Sequence]]:
-        """(index of an item, sequence) wherever a last token is computed in this step, so that a next one is drawn. For
-        a complete schedule. Before a request forks, the logits of its first sequence are those of all."""
+        """(index of an item, sequence) wherever a last token is computed in this step, so that a next one is drawn. Asked
+        for when the schedule is complete. Before a request forks, the logits of its first sequence are those of all."""
         return [
             (i, member)
-            for i, (seq, n) in enumerate(self.items)
-            if n == seq.num_missing_tokens
+            for i, (seq, num_tokens) in enumerate(self.items)
+            if seq.num_computed_tokens + num_tokens == len(seq.token_ids)
             for member in ([seq] if seq.request.has_forked else seq.request.unfinished)
         ]
 
@@ -53,51 +58,6 @@ class Schedule:
         """The sequences that get a next token."""
         return [seq for _, seq in self.sampled_items]
 
-    def problem(self, scheduler: "Scheduler", num_moves: int) -> str | None:
-        """Why it cannot be run, in a sentence for whoever wrote the scheduler. The block manager asked for `num_moves`."""
-        manager, running, draws = scheduler.block_manager, set(scheduler.running), Counter()
-        size, seqs, written = manager.block_size, Counter(seq for seq, _ in self.items), set()
-        for seq, num_tokens in self.items:
-            request, begin, end = seq.request, seq.num_computed_tokens, seq.num_computed_tokens + num_tokens
-            if seqs[seq] > 1:
-                return f"{seq} is in the schedule twice"
-            if request not in running or seq.finish_reason is not None:
-                return f"{seq} is in the schedule, but it has ended, or its request is not in scheduler.running"
-            if num_tokens < 1 or end > len(seq.token_ids):
-                return f"{seq} is to compute {num_tokens} tokens: it misses {seq.num_missing_tokens}"
-            if end > len(seq.block_table) * size:
-                return f"{seq} is to compute {num_tokens} tokens, but lacks blocks for them: allocate them first"
-            block_id = seq.block_table[begin // size]
-            if manager.blocks[block_id].ref_count > 1 and block_id not in manager.planned:
-                return f"{seq} is to write into block {block_id}, which others read: allocate says what to copy first"
-            if request.params.n > 1 and request.has_forked and end == len(seq.token_ids):
-                draws[request] += 1
-            if manager.planned:
-                written.update(seq.block_table[begin // size : end // size])
-        for request, drawn in draws.items():
-            if drawn < (total := len(request.unfinished)):
-                return f"{drawn} of {total} sequences of {request.request_id} would get a token: it must be all or none"
-        for total, limit in ((self.num_tokens, "max_num_batched_tokens"), (len(seqs), "max_num_seqs")):
-            if total > getattr(scheduler, limit):
-                return f"the schedule has {total} {limit.split('_')[-1]}, but {limit}={getattr(scheduler, limit)}"
-        if not manager.planned <= written:
-            return (
-                f"nobody computes blocks {manager.planned - written}, which can be found: what _commit plans must stay"
-            )
-        listed = len(self.copies) + len(self.swaps_out) + len(self.swaps_in)
-        if listed != num_moves:
-            asked = (
-                f"the block manager asked for {num_moves}: all that it asks for belongs into the schedule of the step"
-            )
-            return f"the schedule lists {listed} blocks to copy and swap, but {asked}"
-        return None
-
-
-def common_length(sequences: list[list[int]]) -> int:
-    """How many tokens all of them, which are equally long, begin with."""
-    columns = enumerate(zip(*sequences))
-    return next((i for i, column in columns if len(set(column)) > 1), len(sequences[0]))
-
 
 class Scheduler:
     """First come, first served, under a budget of tokens and sequences (paper, section 4.5).
@@ -105,10 +65,10 @@ class Scheduler:
     To change the order, override `priority`. To change more, override `schedule`, which may use everything here.
     """
 
-    def __init__(self, config: Config, block_manager: BlockManager):
-        self.max_num_batched_tokens = config.max_num_batched_tokens
-        self.max_num_seqs = config.max_num_seqs
-        self.max_model_len = config.max_model_len
+    def __init__(self, limits: Limits, block_manager: BlockManager):
+        self.max_num_batched_tokens = limits.max_num_batched_tokens
+        self.max_num_seqs = limits.max_num_seqs
+        self.max_model_len = limits.max_model_len
         self.block_manager = block_manager
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -121,9 +81,15 @@ class Scheduler:
         """Sort key: the request with the smallest runs first, the one with the largest is preempted first."""
         return request.arrival
 
+    # --- a request comes ---
+
+    def add(self, request: Request) -> None:
+        self.check(request)
+        self.waiting.append(request)
+
     def check(self, request: Request) -> None:
-        """Raises ValueError if the request could not run to its end even if it had the whole cache."""
-        prompt, params = len(request.prompt_token_ids), request.params
+        """Raises ValueError if the request could not run to its end even if it had the whole cache. Sets its `max_len`."""
+        prompt, params, manager = len(request.prompt_token_ids), request.params, self.block_manager
         name_of_n = "n" if request.beam_search is None else "beam_width"
         if prompt + 1 > self.max_model_len:
             raise ValueError(
@@ -131,220 +97,161 @@ class Scheduler:
                 f"{self.max_model_len - 1} and one new token"
             )
         for name in ("max_num_seqs", "max_num_batched_tokens"):
-            if params.n > getattr(self, name):
-                limit = getattr(self, name)
+            if params.n > (limit := getattr(self, name)):
                 raise ValueError(f"{name_of_n}={shown(params.n)} is not allowed: it must be at most {name}={limit}")
-        blocks, total = self.block_manager.most_blocks(request, self.longest(request)), len(self.block_manager.blocks)
+        request.max_len = min(prompt + params.max_tokens, self.max_model_len)
+        blocks, total = manager.max_blocks_needed(request), len(manager.blocks)
         if blocks > total:
             raise ValueError(
-                f"the request may need {blocks} KV blocks of {self.block_manager.block_size} tokens (prompt of {prompt} "
-                f"tokens, max_tokens={params.max_tokens}, {name_of_n}={params.n}), but num_blocks={total}"
+                f"the request may need {blocks} KV blocks of {manager.block_size} tokens (prompt of {prompt} tokens, "
+                f"max_tokens={params.max_tokens}, {name_of_n}={params.n}), but num_blocks={total}"
             )
 
-    def longest(self, request: Request) -> int:
-        """The most tokens that each of its sequences may have in the cache. The last one is never fed back."""
-        return min(len(request.prompt_token_ids) + request.params.max_tokens, self.max_model_len) - 1
-
-    def add(self, request: Request) -> None:
-        self.check(request)
-        self.waiting.append(request)
+    # --- a step is planned ---
 
     def schedule(self) -> Schedule:
         """Plans a step: running requests first, then waiting ones. What it plans has its blocks."""
-        schedule = Schedule()
+        schedule, num_preemptions = Schedule(), self.num_preemptions
         budget = self._schedule_running(schedule, self.max_num_batched_tokens)
-        if budget is not None:
+        if self.waiting and self.num_preemptions == num_preemptions:  # else there is no room for anybody
             self._schedule_waiting(schedule, budget)
         self.num_swapped_blocks += len(schedule.swaps_out)
         return schedule
 
-    def _schedule_running(self, schedule: Schedule, budget: int) -> int | None:
-        """Returns the budget that is left, or None if a request was preempted, so that none is admitted."""
+    def _schedule_running(self, schedule: Schedule, budget: int) -> int:
+        """Returns the budget that is left."""
         self.running.sort(key=self.priority)
-        num_preemptions, i = self.num_preemptions, 0
+        i = 0
         while i < len(self.running) and budget > 0:
-            plan = self._plan(self.running[i], budget)
-            while not self.block_manager.can_allocate(plan) and i < len(self.running):
+            items = self._tokens_to_compute(self.running[i], budget)
+            while not self.block_manager.can_allocate(items) and i < len(self.running):
                 self._preempt(self.running.pop(), schedule)
             if i < len(self.running):  # else it was the last one and had to give way itself
-                budget -= self._commit(plan, schedule)
+                budget -= self._commit(items, schedule)
                 i += 1
-        return budget if self.num_preemptions == num_preemptions else None
+        return budget
 
     def _schedule_waiting(self, schedule: Schedule, budget: int) -> None:
-        if not self.waiting:
-            return
-        num_seqs = sum(request.num_seats for request in self.running)
+        manager, num_seqs = self.block_manager, sum(request.num_seats for request in self.running)
         if num_seqs < self.max_num_seqs:
             self.waiting.sort(key=self.priority)
-        reserved = sum(self.block_manager.num_blocks_at_fork(request) for request in self.running)
+        reserved = sum(manager.num_blocks_at_fork(request) for request in self.running if not request.has_forked)
         while self.waiting and budget > 0:
             request = self.waiting[0]
             num_seqs += request.num_seats
-            if num_seqs > self.max_num_seqs or not self.block_manager.can_admit(request, reserved):
+            if num_seqs > self.max_num_seqs or not manager.can_admit(request, reserved):
                 break
             self._admit(request, schedule)
-            budget -= self._commit(self._plan(request, budget), schedule)
-            reserved += self.block_manager.num_blocks_at_fork(request)
+            budget -= self._commit(self._tokens_to_compute(request, budget), schedule)
+            if not request.has_forked:
+                reserved += manager.num_blocks_at_fork(request)
 
     def _admit(self, request: Request, schedule: Schedule) -> None:
         """Gives it blocks for all tokens that it has, chunked or not: else it would soon be preempted in mid-prompt. What
         the cache still has of them, and what the host has, need not be computed."""
         self.waiting.remove(request)
         self.running.append(request)
-        self._take_cached(request, schedule.swaps_in)
-        self._count_hits(request)
+        manager, (first, *others) = self.block_manager, request.unfinished
+        manager.take_prefix(first)
+        if first.host_table:
+            manager.swap_in(first, schedule.swaps_in)
+        request.has_forked = not others
+        if others:
+            request.num_shared_tokens = common_length([seq.token_ids for seq in request.unfinished])
+            self._fork(request, schedule)
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = first.num_computed_tokens
+            self.num_cached_tokens += request.num_cached_tokens
+            self.num_prompt_tokens += len(request.prompt_token_ids)
         for seq in request.unfinished:
-            self.block_manager.free_host(seq)
-        for seq in request.running:
-            schedule.copies += self.block_manager.allocate(seq, seq.num_missing_tokens)
+            if seq.host_table:
+                manager.free_host(seq)
+        for seq in request.unfinished if request.has_forked else [first]:
+            schedule.copies += manager.allocate(seq, len(seq.token_ids) - seq.num_computed_tokens)
 
-    def _plan(self, request: Request, budget: int) -> list[tuple[Sequence, int]]:
-        """The request's sequences with their missing tokens, as far as the budget goes.
-
-        Several sequences of a request get their next tokens together or not at all: the last token of each is
-        computed in the same step.
-        """
-        seqs = request.unfinished
-        if len(seqs) == 1:
-            return [(seqs[0], min(seqs[0].num_missing_tokens, budget))]
-        if not request.has_forked:
-            return [(seqs[0], min(request.num_shared_tokens - seqs[0].num_computed_tokens, budget))]
-        missing = [seq.num_missing_tokens for seq in seqs]
-        if max(missing) == 1:
-            return [(seq, 1) for seq in seqs] if len(seqs) <= budget else []
-        plan = []
-        for seq, num_tokens in zip(seqs, missing):
-            num_tokens = min(num_tokens - 1, budget)
-            if num_tokens > 0:
-                plan.append((seq, num_tokens))
-                budget -= num_tokens
-        return plan
-
-    def _take_cached(self, request: Request, swaps_in: dict[int, int]) -> None:
-        request.num_shared_tokens = common_length([seq.token_ids for seq in request.unfinished])
-        self.block_manager.take_prefix(request.running[0], swaps_in)
-        self._fork(request, swaps_in)
-
-    def _fork(self, request: Request, swaps_in: dict[int, int] | None = None) -> None:
-        """Once the first sequence has computed what all have in common, the others share it and go their own ways."""
-        if request.has_forked or request.running[0].num_computed_tokens < request.num_shared_tokens:
-            return
+    def _tokens_to_compute(self, request: Request, budget: int) -> list[tuple[Sequence, int]]:
+        """The request's sequences with their missing tokens, as far as the budget goes."""
         first, *others = request.unfinished
-        for seq in others:
-            if len(seq) > request.num_shared_tokens:  # it was preempted: its own blocks may still be there
-                size = self.block_manager.block_size
-                self.block_manager.fork(first, seq, request.num_shared_tokens // size * size)
-                is_enough = seq.num_host_tokens >= request.num_shared_tokens
-                self.block_manager.take_prefix(seq, swaps_in if is_enough else None)
-            if seq.num_computed_tokens < request.num_shared_tokens:
-                self.block_manager.free(seq)
-                self.block_manager.fork(first, seq, request.num_shared_tokens)
-        request.has_forked = True
+        if others:
+            return self._tokens_of_group(request, budget)
+        return [(first, min(len(first.token_ids) - first.num_computed_tokens, budget))]
 
-    def _commit(self, plan: list[tuple[Sequence, int]], schedule: Schedule) -> int:
-        """Gives each sequence of the plan its blocks, and puts it into the schedule."""
-        for seq, num_tokens in plan:
+    def _commit(self, items: list[tuple[Sequence, int]], schedule: Schedule) -> int:
+        """Gives each sequence its blocks, and puts it into the schedule. Returns the number of tokens."""
+        total = 0
+        for seq, num_tokens in items:
             schedule.copies += self.block_manager.allocate(seq, num_tokens)
             self.block_manager.publish(seq, seq.num_computed_tokens + num_tokens)
-        schedule.items += plan
-        return sum(num_tokens for _, num_tokens in plan)
+            total += num_tokens
+        schedule.items += items
+        return total
 
     def _preempt(self, request: Request, schedule: Schedule) -> None:
         """All or nothing: all sequences of the request lose their blocks and wait. The host keeps what they had, if it
         has room; else it is computed again."""
-        self.block_manager.swap_out(request.running, schedule.swaps_out)
-        self._release(request)
-        self.waiting.append(request)
-        self.num_preemptions += 1
-
-    def restart(self, requests: Iterable[Request], block_manager: BlockManager) -> None:
-        """Begins anew with these requests and an empty cache, after a step of which nobody knows what it has done."""
-        self.waiting, self.running, self.block_manager = list(requests), [], block_manager
-        for request in self.waiting:
-            request.has_forked = False
-            for seq in request.sequences:
-                seq.restart()
-
-    def _release(self, request: Request) -> None:
+        self.block_manager.swap_out(request.unfinished, schedule.swaps_out)
         for seq in request.unfinished:
             self.block_manager.free(seq)
         request.has_forked = False
+        self.waiting.append(request)
+        self.num_preemptions += 1
 
-    def _count_hits(self, request: Request) -> None:
-        if request.num_cached_tokens is None:
-            request.num_cached_tokens = request.sequences[0].num_computed_tokens
-            self.num_cached_tokens += request.num_cached_tokens
-            self.num_prompt_tokens += len(request.prompt_token_ids)
+    # --- a step has run ---
 
     def update(
         self, schedule: Schedule, token_ids: list[int], logprobs: list[dict[int, float] | None] | None = None
-    ) -> list[Sequence]:
-        """Takes in a step's result: one token for each of `schedule.sampled`, which it returns."""
-        sampled, beams = schedule.sampled, {}
-        self.block_manager.planned.clear()  # they are written
+    ) -> None:
+        """Takes in a step's result: a token for each of `schedule.sampled`, and its log-probabilities if asked for."""
+        sampled, beams = schedule.sampled_items, {}
+        self.block_manager.unwritten.clear()
         for seq, num_tokens in schedule.items:
             seq.num_computed_tokens += num_tokens
-            self._fork(seq.request)
-        for i, (seq, token_id) in enumerate(zip(sampled, token_ids, strict=True)):
+            if not seq.request.has_forked:
+                self._fork(seq.request, schedule)
+        logprobs = [None] * len(sampled) if logprobs is None else logprobs
+        for (_, seq), token_id, likeliest in zip(sampled, token_ids, logprobs, strict=True):
             if seq.request.beam_search is not None:
-                beams.setdefault(seq.request, []).append((seq, logprobs[i]))
+                beams.setdefault(seq.request, []).append((seq, likeliest))
                 continue
             if seq.logprobs is not None:
-                seq.logprobs.append(logprobs[i])
+                seq.logprobs.append(likeliest)
             seq.token_ids.append(token_id)
             reason = self.reason_to_end(seq)
             if reason is not None:
                 self.finish(seq, reason)
-        for request, rows in beams.items():
-            self._advance_beams(request, rows)
-        return sampled
+        for request, likeliest in beams.items():
+            take_beams(request, likeliest, self.block_manager)
+            if request.is_finished:
+                self.running.remove(request)
 
     def reason_to_end(self, seq: Sequence) -> str | None:
         """Why no token comes after its last one. Stop strings are the engine's matter."""
-        num_tokens, request = len(seq.token_ids), seq.request
-        num_output_tokens = num_tokens - len(request.prompt_token_ids)
-        if num_output_tokens and seq.token_ids[-1] in request.stop_token_ids:
+        request, num_tokens = seq.request, len(seq.token_ids)
+        if num_tokens > len(request.prompt_token_ids) and seq.token_ids[-1] in request.stop_token_ids:
             return "stop"
-        is_full = num_output_tokens >= request.params.max_tokens or num_tokens >= self.max_model_len
-        return "length" if is_full else None
-
-    def _advance_beams(self, request: Request, rows: list[tuple[Sequence, dict[int, float]]]) -> None:
-        """A step of beam search is fork and free: every beam that goes on forks from its parent, and all parents go."""
-        parents = [seq for seq, _ in rows]
-        if parents[0].num_output_tokens == 0:
-            rows = rows[:1]  # after the prompt all are the same
-        candidates = [
-            Beam(seq, token_id, seq.cumulative_logprob + logprob)
-            for seq, likeliest in rows
-            for token_id, logprob in likeliest.items()
-        ]
-        search, children = copy(request.beam_search), []
-        for beam in search.advance(candidates):
-            child = Sequence(request, len(children))
-            child.token_ids = [*beam.parent.token_ids, beam.token_id]
-            child.cumulative_logprob = beam.cumulative_logprob
-            self.block_manager.fork(beam.parent, child)
-            children.append(child)
-        for seq in parents:
-            self.block_manager.free(seq)
-        request.sequences, request.beam_search = children, search  # both or neither, should a Ctrl-C come
-        if not children:
-            self.running.remove(request)
+        return "length" if num_tokens >= request.max_len else None
 
     def finish(self, seq: Sequence, reason: str) -> None:
         """Ends one sequence, and its request with the last one."""
         seq.finish_reason = reason
         self.block_manager.free(seq)
-        self.block_manager.free_host(seq)
-        for queue in (self.running, self.waiting):
-            if seq.request.is_finished and seq.request in queue:
-                queue.remove(seq.request)
+        if seq.host_table:
+            self.block_manager.free_host(seq)
+        if not seq.request.unfinished:
+            for queue in (self.running, self.waiting):
+                if seq.request in queue:
+                    queue.remove(seq.request)
 
     def abort(self, request: Request) -> None:
         """Ends what is unfinished of the request, wherever it is."""
         for seq in request.sequences:
             self.finish(seq, seq.finish_reason or "abort")
+
+    def restart(self, requests: Iterable[Request], block_manager: BlockManager) -> None:
+        """Begins anew with these requests and an empty cache, after a step of which nobody knows what it has done."""
+        self.waiting, self.running, self.block_manager = list(requests), [], block_manager
+        for request in self.waiting:
+            request.rewind()
 
     def unfinished(self) -> Iterator[Request]:
         yield from self.running
@@ -352,3 +259,93 @@ class Scheduler:
 
     def has_unfinished(self) -> bool:
         return bool(self.running or self.waiting)
+
+    # --- second reading: several sequences of one request ---
+
+    def _tokens_of_group(self, request: Request, budget: int) -> list[tuple[Sequence, int]]:
+        """They get their next tokens together or not at all: the last token of each is computed in the same step."""
+        seqs = request.unfinished
+        if not request.has_forked:
+            return [(seqs[0], min(request.num_shared_tokens - seqs[0].num_computed_tokens, budget))]
+        missing = [seq.num_missing_tokens for seq in seqs]
+        if max(missing) == 1:
+            return [(seq, 1) for seq in seqs] if len(seqs) <= budget else []
+        items = []
+        for seq, num_tokens in zip(seqs, missing):
+            num_tokens = min(num_tokens - 1, budget)
+            if num_tokens > 0:
+                items.append((seq, num_tokens))
+                budget -= num_tokens
+        return items
+
+    def _fork(self, request: Request, schedule: Schedule) -> None:
+        """Once the first sequence has computed what all have in common, the others share it and go their own ways."""
+        manager, shared, (first, *others) = self.block_manager, request.num_shared_tokens, request.unfinished
+        if first.num_computed_tokens < shared:
+            return
+        for seq in others:
+            if len(seq) > shared:  # it was preempted: its own blocks may still be there
+                manager.fork(first, seq, shared // manager.block_size * manager.block_size)
+                manager.take_prefix(seq)
+                if seq.num_host_tokens >= shared:
+                    manager.swap_in(seq, schedule.swaps_in)
+            if seq.num_computed_tokens < shared:
+                manager.free(seq)
+                manager.fork(first, seq, shared)
+        request.has_forked = True
+
+
+def common_length(sequences: list[list[int]]) -> int:
+    """How many tokens all of them, which are equally long, begin with."""
+    columns = enumerate(zip(*sequences))
+    return next((i for i, column in columns if len(set(column)) > 1), len(sequences[0]))
+
+
+# --- second reading: what a half-right scheduler is told ---
+
+
+def check_schedule(schedule: Schedule, scheduler: Scheduler, request_ids: Collection[str], moves_before: int) -> None:
+    """Raises ScheduleError if it cannot be run. When it was asked for, the requests of these ids were unfinished, and the
+    block manager had asked for so many moves."""
+    manager, running = scheduler.block_manager, set(scheduler.running)
+    wrong = partial(ScheduleError, scheduler, "schedule")
+    if not isinstance(schedule, Schedule):
+        raise wrong(f"it returned {shown(schedule)}, and not a Schedule")
+    if not schedule.items:
+        lost = set(request_ids) - {request.request_id for request in scheduler.unfinished()}
+        lost_too = f"; neither in waiting nor in running are {shown(sorted(lost))}" if lost else ""
+        raise wrong(f"it planned nothing, but there are unfinished requests: {shown([*request_ids])}{lost_too}")
+    size, seqs = manager.block_size, Counter(seq for seq, _ in schedule.items)
+    written: set[int] = set()
+    for seq, num_tokens in schedule.items:
+        request, begin, end = seq.request, seq.num_computed_tokens, seq.num_computed_tokens + num_tokens
+        if seqs[seq] > 1:
+            raise wrong(f"{seq} is in the schedule twice")
+        if request not in running or seq.finish_reason is not None:
+            raise wrong(f"{seq} is in the schedule, but it has ended, or its request is not in scheduler.running")
+        if num_tokens < 1 or end > len(seq.token_ids):
+            raise wrong(f"{seq} is to compute {num_tokens} tokens: it misses {seq.num_missing_tokens}")
+        if end > len(seq.block_table) * size:
+            raise wrong(f"{seq} is to compute {num_tokens} tokens, but lacks blocks for them: allocate them first")
+        block_id = seq.block_table[begin // size]
+        if manager.blocks[block_id].ref_count > 1 and block_id not in manager.unwritten:
+            raise wrong(f"{seq} is to write into block {block_id}, which others read: allocate says what to copy first")
+        if manager.unwritten:
+            written.update(seq.block_table[begin // size : end // size])
+    sampled = {seq for _, seq in schedule.sampled_items}
+    for request in {seq.request for seq in sampled if seq.request.params.n > 1}:
+        drawn = sampled.intersection(unfinished := request.unfinished)
+        if len(drawn) < len(unfinished):
+            who = f"{len(drawn)} of {len(unfinished)} sequences of {request.request_id}"
+            raise wrong(f"{who} would get a token: it must be all or none")
+    for total, limit in ((schedule.num_tokens, "max_num_batched_tokens"), (len(seqs), "max_num_seqs")):
+        if total > getattr(scheduler, limit):
+            raise wrong(f"the schedule has {total} {limit.split('_')[-1]}, but {limit}={getattr(scheduler, limit)}")
+    lost_blocks = manager.unwritten - written
+    if lost_blocks:
+        raise wrong(f"nobody computes blocks {lost_blocks}, which can be found: what _commit plans must stay")
+    listed = len(schedule.copies) + len(schedule.swaps_out) + len(schedule.swaps_in)
+    asked = manager.num_moves - moves_before
+    if listed != asked:
+        why = f"the block manager asked for {asked}: all that it asks for belongs into the step's schedule"
+        raise wrong(f"the schedule lists {listed} blocks to copy and swap, but {why}")

@@ -1,11 +1,19 @@
 """Sequence and Request: the state of what a user asked for. No torch in here."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from nanovllm.sampling_params import SamplingParams
 
+if TYPE_CHECKING:
+    from nanovllm.beam_search import BeamSearch
 
+
+@dataclass(eq=False, repr=False)
 class Sequence:
     """A prompt and one output for it.
 
@@ -14,24 +22,17 @@ class Sequence:
     at offset `i % block_size` (paper, section 4.3). A step computes some of those that are missing.
     """
 
-    def __init__(self, request: "Request", index: int):
-        self.request = request
-        self.index = index
-        self.token_ids = list(request.prompt_token_ids)
-        self.logprobs: list[dict[int, float]] | None = None if request.params.logprobs is None else []  # of the output
-        self.cumulative_logprob = 0.0  # of a beam
-        self.finish_reason: str | None = None  # "stop", "length", "abort" or "error"
-        self.restart()
-
-    def restart(self) -> None:
-        """Forgets all that is in a cache. What counts stays: its tokens, and a log-probability for each."""
-        if self.logprobs is not None:
-            del self.logprobs[self.num_output_tokens :]
-        self.num_computed_tokens = 0
-        self.block_table: list[int] = []
-        self.prefix_ids: list[int] = []  # identity of the prefix that each full block ends, see BlockManager
-        self.host_table: list[int] = []  # blocks in the host's memory, while it is swapped out ...
-        self.num_host_tokens = 0  # ... and how many tokens they hold
+    request: Request
+    index: int
+    token_ids: list[int]
+    logprobs: list[dict[int, float]] | None = None  # of each output token, if they are asked for
+    cumulative_logprob: float = 0.0  # of a beam
+    finish_reason: str | None = None  # "stop", "length", "abort" or "error"
+    num_computed_tokens: int = 0
+    block_table: list[int] = field(default_factory=list)
+    prefix_ids: list[int] = field(default_factory=list)  # of the prefix that each full block ends, see BlockManager
+    host_table: list[int] = field(default_factory=list)  # blocks in the host's memory, while it is swapped out ...
+    num_host_tokens: int = 0  # ... and how many tokens they hold
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -58,6 +59,7 @@ class Sequence:
         return f"Sequence({self.request.request_id}.{self.index}: {state}, blocks {self.block_table})"
 
 
+@dataclass(eq=False, repr=False)
 class Request:
     """One prompt with its parameters, and its `params.n` sequences.
 
@@ -65,55 +67,54 @@ class Request:
     have in common, which at the start is the prompt; then the others fork from it.
     """
 
-    def __init__(
-        self,
-        request_id: str | None,
-        prompt: str | None,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        eos_token_ids: Iterable[int] = (),
-    ):
-        self.request_id = request_id
-        self.prompt = prompt
-        self.prompt_token_ids = prompt_token_ids
-        self.params = params
-        self.stop_token_ids = frozenset(params.stop_token_ids).union(() if params.ignore_eos else eos_token_ids)
-        self.arrival = 0  # a counter, so that no two requests arrive together
-        self.seed = params.seed or 0
-        self.num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache when it was first admitted
-        self.has_forked = False  # whether its sequences have blocks of their own, or only the first one runs
-        self.num_shared_tokens = 0  # before they fork: how many tokens they have in common
-        self.beam_search = None  # a BeamSearch if its sequences are beams
+    request_id: str | None
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    eos_token_ids: Iterable[int] = ()
+    max_len: int = 0  # the most tokens that each of its sequences may have, prompt included; set by Scheduler.check
+    arrival: int = 0  # a counter, so that no two requests arrive together
+    num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache when it was first admitted
+    has_forked: bool = False  # whether each of its sequences has blocks of its own, or only the first one runs
+    num_shared_tokens: int = 0  # before they fork: how many tokens they have in common
+    beam_search: BeamSearch | None = None  # if its sequences are beams
+
+    def __post_init__(self):
+        self.seed = self.params.seed or 0
+        self.num_logprobs = self.params.logprobs  # how many of the likeliest tokens are asked for with each token
+        eos_token_ids = () if self.params.ignore_eos else self.eos_token_ids
+        self.stop_token_ids = frozenset(self.params.stop_token_ids).union(eos_token_ids)
 
     @cached_property
     def sequences(self) -> list[Sequence]:
         """Made when first asked for: a request that is refused has none."""
-        return [Sequence(self, index) for index in range(self.params.n)]
+        params, prompt = self.params, self.prompt_token_ids
+        return [Sequence(self, i, [*prompt], None if params.logprobs is None else []) for i in range(params.n)]
+
+    def search_with(self, beam_search: BeamSearch) -> None:
+        """Its sequences are the beams of a search."""
+        self.beam_search, self.num_logprobs = beam_search, beam_search.num_candidates
 
     @property
     def unfinished(self) -> list[Sequence]:
         return [seq for seq in self.sequences if seq.finish_reason is None]
 
     @property
-    def running(self) -> list[Sequence]:
-        """The unfinished sequences; before they fork only the first, which computes what all have in common."""
-        return self.unfinished if self.has_forked else self.unfinished[:1]
-
-    @property
     def num_seats(self) -> int:
         """The most sequences that it may have in a step from now on. Few beams can have many children."""
         return len(self.unfinished) if self.beam_search is None else self.params.n
 
-    @property
-    def num_logprobs(self) -> int | None:
-        """How many of the likeliest tokens are asked for, each time that a token is drawn."""
-        return self.params.logprobs if self.beam_search is None else self.beam_search.num_candidates
-
     def rewind(self) -> None:
-        """After a step was interrupted when only some had their next token: all get it again, together."""
-        shortest = min(map(len, self.unfinished), default=0)
-        for seq in self.unfinished:
-            del seq.token_ids[shortest:]
+        """Forgets all but the tokens, after a step was interrupted or has failed. If only some sequences had their next
+        token, all get it again, together."""
+        self.has_forked, shortest = False, min((len(seq) for seq in self.unfinished), default=0)
+        for seq in self.sequences:
+            if seq.finish_reason is None:
+                del seq.token_ids[shortest:]
+            if seq.logprobs is not None:
+                del seq.logprobs[seq.num_output_tokens :]
+            seq.num_computed_tokens = seq.num_host_tokens = 0
+            seq.block_table, seq.prefix_ids, seq.host_table = [], [], []
 
     @property
     def is_finished(self) -> bool:

@@ -19,7 +19,7 @@ def stats_of(llm) -> dict[str, float]:
         "requests_waiting": len(llm.replies) - len(scheduler.running),
         "kv_blocks": len(manager.blocks),
         "kv_blocks_used": manager.num_used_blocks,
-        "kv_blocks_used_peak": llm.peak_used_blocks,
+        "kv_blocks_used_peak": len(manager.blocks) - llm.fewest_free_blocks,
         **{f"kv_slots_{name}": slots for name, slots in cache_usage(scheduler).items()},
         "prompt_tokens": scheduler.num_prompt_tokens,
         "prefix_cache_hit_tokens": scheduler.num_cached_tokens,
@@ -37,21 +37,23 @@ def stats_of(llm) -> dict[str, float]:
 def cache_usage(scheduler: Scheduler) -> dict[str, int]:
     """What the slots are used for now, see slot_usage."""
     requests = scheduler.running
-    sequences = ((seq, scheduler.longest(request)) for request in requests for seq in request.running)
+    sequences = ((seq, request.max_len - 1) for request in requests for seq in request.unfinished)
     return slot_usage(scheduler.block_manager, sequences)
 
 
 def slot_usage(manager: BlockManager, sequences: Iterable[tuple[Sequence, int]]) -> dict[str, int]:
     """Slots by their use (paper, figure 2), given all sequences with blocks and, for each, the most tokens that it may
     cache. The first five add up to all slots; `shared` would be needed without sharing."""
-    held, wanted, num_listed = {}, {}, 0  # per block: tokens that are there, and that may be there in the end
-    for seq, longest in sequences:
+    stored: dict[int, int] = {}  # per block: tokens that are there ...
+    kept: dict[int, int] = {}  # ... and that may be there in the end
+    num_listed = 0
+    for seq, max_tokens in sequences:
         num_listed += len(seq.block_table)
         for i, block_id in enumerate(seq.block_table):
-            for slots, num_tokens in ((held, seq.num_computed_tokens), (wanted, longest)):
+            for slots, num_tokens in ((stored, seq.num_computed_tokens), (kept, max_tokens)):
                 here = min(manager.block_size, max(0, num_tokens - i * manager.block_size))
                 slots[block_id] = max(here, slots.get(block_id, 0))
-    token_states, reserved, stranded = sum(held.values()), sum(wanted.values()), manager.num_stranded_blocks
+    token_states, reserved, stranded = sum(stored.values()), sum(kept.values()), manager.num_stranded_blocks
     return {
         "token_states": token_states,
         "reserved": reserved - token_states,

@@ -88,7 +88,7 @@ def expected_output(request, index: int, max_model_len: int, vocab_size: int) ->
 
 def expected_beams(request, search, vocab_size: int) -> list[tuple[list[int], float]]:
     """What a new `search` finds when nothing is batched, paged or cached: (output tokens, log-probability)."""
-    beams = [Sequence(request, 0)]
+    beams = [Sequence(request, 0, list(request.prompt_token_ids))]
     while beams:
         candidates = [
             Beam(beam, token, beam.cumulative_logprob + logprob)
@@ -97,9 +97,7 @@ def expected_beams(request, search, vocab_size: int) -> list[tuple[list[int], fl
         ]
         children = []
         for beam in search.advance(candidates):
-            child = Sequence(request, 0)
-            child.token_ids = [*beam.parent.token_ids, beam.token_id]
-            child.cumulative_logprob = beam.cumulative_logprob
-            children.append(child)
+            tokens = [*beam.parent.token_ids, beam.token_id]
+            children.append(Sequence(request, 0, tokens, cumulative_logprob=beam.cumulative_logprob))
         beams = children
     return [(beam.token_ids, beam.cumulative_logprob) for beam in search.results]

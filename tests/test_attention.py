@@ -1,4 +1,4 @@
-"""The paged reference against dense attention written out for one sequence at a time.
+"""The plain reference against dense attention for one sequence at a time, and the CPU's backend against both.
 
 Run: pytest tests/test_attention.py [-k borders]
 """
@@ -10,7 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanovllm.layers.attention import Batch, paged_attention, similar, store_kv
+from nanovllm.layers import attention
+from nanovllm.layers.batch import Batch
+from nanovllm.layers.torch_attention import Layout, group_by_context
+from nanovllm.layers.torch_ops import paged_attention, store_kv
 
 BORDERS = [1, 7, 8, 9, 16, 17, 40]
 
@@ -63,9 +66,9 @@ def check(sequences, num_heads, num_kv_heads, head_dim, **kwargs):
     untouched = batch.kv_cache[:, 0].clone()
     store_kv(new[0], new[1], batch, layer)
     assert batch.kv_cache[:, 0].nan_to_num().equal(untouched.nan_to_num())
-    out = paged_attention(q, batch, layer, scale)
     expected = [dense_attention(x, *kv[:, layer], scale) for x, kv in zip(q.split(lengths), keys)]
-    torch.testing.assert_close(out, torch.cat(expected), atol=1e-5, rtol=1e-4)
+    for out in (attention.paged_attention(q, batch, layer, scale), paged_attention(q, batch, layer, scale)):
+        torch.testing.assert_close(out, torch.cat(expected), atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2), (8, 2), (7, 1), (14, 2)])
@@ -93,13 +96,13 @@ def test_decodes_only_and_prompts_only():
 def test_a_long_context_beside_short_ones_is_a_group_of_its_own():
     sequences = [(1, 50), (1, 2000), (1, 49), *[(1, 50)] * 13]
     batch, _ = random_batch(sequences, 2, 16, num_blocks=400)
-    assert sorted(len(slots) for _, slots, _ in batch.plan.groups) == [15 * 50, 2000]
+    assert sorted(len(slots) for _, slots, _, _ in Layout(batch).parts) == [15 * 50, 2000]
     check([(1, 900), (1, 3), (4, 9), (1, 70), (1, 16), (1, 17)], 4, 2, 16, num_blocks=140)
 
 
 @given(st.lists(st.integers(1, 5000), max_size=60), st.sampled_from([1000, 10**6]))
 def test_groups_have_every_row_once_and_little_padding(contexts, most_keys):
-    groups = similar(list(range(len(contexts))), contexts, most_keys)
+    groups = group_by_context(list(range(len(contexts))), contexts, most_keys)
     assert sorted(row for group in groups for row in group) == list(range(len(contexts)))
     for group in groups:
         keys = sum(contexts[row] for row in group)

@@ -57,7 +57,7 @@ def test_what_is_reserved():
     request = new_request(prompt=3, max_tokens=25)
     for cls, tokens, reserved in [(Small, 64, 64), (OrcaPow2, 35, 64), (OrcaOracle, 28, 32)]:
         manager = cls(num_blocks=200, block_size=1)
-        assert manager.tokens_to_reserve(request) == tokens and manager.most_blocks(request, 27) == reserved
+        assert manager.tokens_to_reserve(request) == tokens and manager.max_blocks_needed(request) == reserved
         (seq,) = request.sequences
         manager.allocate(seq, 3)
         seq.num_computed_tokens = 3

@@ -136,7 +136,7 @@ def test_no_more_blocks_and_copies_than_the_tree_needs(models):
     def watched():
         planned = schedule()
         copies.append(len(planned.copies))
-        beams = [seq for request in llm.scheduler.running for seq in request.running]
+        beams = [seq for request in llm.scheduler.running for seq in request.unfinished]
         prefixes = {tuple(seq.token_ids[: end + 4]) for seq in beams for end in range(0, len(seq), 4)}
         assert llm.block_manager.num_used_blocks == len(prefixes)  # a block for every different prefix
         return planned

@@ -173,10 +173,13 @@ HOST = ["scheduler.schedule", "runner._prepare", "runner._sampling", "scheduler.
 
 
 @pytest.mark.parametrize(
-    "name", [*HOST, "runner.model.forward", "runner.model.logits", "runner._logprobs", "move_blocks"]
+    "name", [*HOST, "runner.model.forward", "runner.model.lm_head.forward", "runner._logprobs", "move_blocks"]
 )
 def test_host_is_what_python_does_outside_of_the_model(name, monkeypatch):
     engine = Nanovllm(SimpleNamespace(model=EMBEDDED_MODEL, dtype="auto", max_model_len=64, options={}, temperature=0))
+    engine.params = lambda n: SamplingParams(seed=0, max_tokens=n, ignore_eos=True, logprobs=0)
+    run = engine.run_model  # also when there is nothing to move, blocks are moved
+    engine.run_model = lambda schedule: (engine.timed_move(schedule), run(schedule))[1]
     *path, last = name.split(".")
     owner = engine if name == "move_blocks" else engine.llm
     for part in path:

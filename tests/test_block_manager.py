@@ -60,12 +60,12 @@ def test_a_block_is_findable_only_when_computed_or_planned():
     assert second.num_computed_tokens == 0
     manager.publish(first, 7)
     manager.take_prefix(second)
-    assert second.num_computed_tokens == 4 and manager.planned == {first.block_table[0]}
+    assert second.num_computed_tokens == 4 and manager.unwritten == {first.block_table[0]}
     first.num_computed_tokens = 7
-    manager.planned.clear()
+    manager.unwritten.clear()
     manager.publish(first, 12)
     manager.take_prefix(third)
-    assert third.num_computed_tokens == 12 and manager.planned == {*first.block_table[1:3]}
+    assert third.num_computed_tokens == 12 and manager.unwritten == {*first.block_table[1:3]}
 
 
 def test_no_part_of_a_block_is_copied_before_the_step_that_writes_it():
@@ -76,7 +76,7 @@ def test_no_part_of_a_block_is_copied_before_the_step_that_writes_it():
     parent.num_computed_tokens = 8  # as for somebody who has found them in the same step
     manager.fork(parent, early, 5)
     assert early.num_computed_tokens == 4 and len(early.block_table) == 1
-    manager.planned.clear()
+    manager.unwritten.clear()
     manager.fork(parent, late, 5)
     assert late.num_computed_tokens == 5 and len(late.block_table) == 2
     check_blocks(manager, [parent, early, late])
@@ -304,7 +304,8 @@ class RandomUse(RuleBasedStateMachine):
         swaps = {}
         for seq in group:
             num_tokens = seq.num_host_tokens
-            self.manager.take_prefix(seq, swaps)
+            self.manager.take_prefix(seq)
+            self.manager.swap_in(seq, swaps)
             assert num_tokens <= seq.num_computed_tokens < len(seq) or num_tokens == seq.num_computed_tokens
         self.memory.swap({}, swaps)
         for seq in group:

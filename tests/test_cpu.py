@@ -3,6 +3,7 @@
 Run: pytest tests/test_cpu.py [-k leave]
 """
 
+import math
 import os
 import subprocess
 import sys
@@ -26,16 +27,15 @@ def llm(monkeypatch):
     torch.set_num_threads(2)
     llm = LLM(num_blocks=1000)
     llm.runner.threads.defaults = {2}
-    llm.seen, run = [], llm.runner._run
+    llm.seen, prepare = [], llm.runner._prepare
 
     def noted(schedule):
         llm.seen.append((schedule.num_tokens, torch.get_num_threads()))
-        return run(schedule)
+        return prepare(schedule)
 
-    monkeypatch.setattr(llm.runner, "_run", noted)
-    monkeypatch.setattr(llm.runner.threads, "look", lambda: None)
+    monkeypatch.setattr(llm.runner, "_prepare", noted)
     llm.runner.threads.num_others = 0.0
-    llm.runner.threads.last_look = 0.0, 0.0, 0.0
+    llm.runner.threads.last_look = math.inf, 0.0, 0.0  # it never looks again
     yield llm
     torch.set_num_threads(before)
 
@@ -62,10 +62,9 @@ def test_what_others_use_is_what_we_do_not(monkeypatch):
     monkeypatch.setattr(cpu, "busy_seconds", lambda: seconds["busy"])
     threads = cpu.Threads(torch.device("cpu"))
     seconds.update(perf_counter=10.1, process_time=3.1, busy=500.2)
-    threads.look()
-    assert threads.num_others == 0.0  # too early to tell
+    assert threads.wanted(8, 0) == 8 and threads.num_others == 0.0  # too early to tell
     seconds.update(perf_counter=10.5, process_time=3.4, busy=500.9)
-    threads.look()
+    assert threads.wanted(8, 0) == 7
     assert threads.num_others == pytest.approx(1.0)
 
 
@@ -82,7 +81,7 @@ def test_a_step_that_fails_gives_them_back(llm, monkeypatch):
     def failing(schedule):
         raise MemoryError
 
-    monkeypatch.setattr(llm.runner, "_run", failing)
+    monkeypatch.setattr(llm.runner, "_prepare", failing)
     with pytest.raises(MemoryError):
         llm.generate([[1]], SHORT, use_tqdm=False)
     assert torch.get_num_threads() == 2

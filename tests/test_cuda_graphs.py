@@ -3,19 +3,24 @@
 Run: pytest tests/test_cuda_graphs.py [-k padding]
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from checkpoints import new_model, save
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, SamplingParams, memory, model_runner
 from nanovllm.block_manager import BlockManager
-from nanovllm.cuda_graphs import DecodeGraphs, graph_sizes, padding, to_device
-from nanovllm.model_runner import ModelRunner
+from nanovllm.cuda_graphs import DecodeGraphs, graph_sizes, padding
+from nanovllm.layers.batch import Batch
+from nanovllm.layers.sampler import Sampling
 from nanovllm.scheduler import Schedule
 from nanovllm.sequence import Request
 from nanovllm.stats import check_blocks
+from nanovllm.step import StepInputs, move
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+CACHE = torch.zeros(2, 1, 1, 4, 1, 8, device=DEVICE)
 
 
 def test_sizes():
@@ -26,22 +31,40 @@ def test_sizes():
 
 
 def test_one_copy_and_always_the_same_places():
-    tensors = {
-        "a": torch.arange(3),
-        "b": torch.rand(2, 3).T,  # not contiguous
-        "none": torch.zeros(0, dtype=torch.int64),
-        "c": torch.tensor([True]),
-        "d": torch.arange(5, dtype=torch.int32),
-    }
+    tensors = [
+        torch.arange(3),
+        torch.rand(2, 3).T,  # not contiguous
+        torch.zeros(0, dtype=torch.int64),
+        torch.tensor([True]),
+        torch.arange(5, dtype=torch.int32),
+    ]
     buffer = torch.zeros(200, dtype=torch.uint8, device=DEVICE)
-    moved = to_device(tensors, DEVICE, buffer)
-    for name, tensor in tensors.items():
-        assert torch.equal(moved[name].cpu(), tensor) and moved[name].dtype == tensor.dtype
-        assert moved[name].data_ptr() % 16 == 0 or tensor.numel() == 0
-    to_device({name: tensor * 0 for name, tensor in tensors.items()}, DEVICE, buffer)
-    assert not any(tensor.any() for tensor in moved.values())  # the views of before show what was copied now
+    moved = move(tensors, DEVICE, buffer)
+    for there, here in zip(moved, tensors, strict=True):
+        assert torch.equal(there.cpu(), here) and there.dtype == here.dtype
+        assert there.data_ptr() % 16 == 0 or here.numel() == 0
+    move([tensor * 0 for tensor in tensors], DEVICE, buffer)
+    assert not any(tensor.any() for tensor in moved)  # the views of before show what was copied now
     with pytest.raises(RuntimeError):
-        to_device({"too_long": torch.zeros(100)}, DEVICE, buffer)
+        move([torch.zeros(100)], DEVICE, buffer)
+
+
+def test_a_step_is_the_same_on_the_device():
+    """With every option of sampling, and without."""
+    rows = torch.arange(3)
+    numbers = torch.arange(18).view(6, 3)
+    warm = Sampling(numbers[0].float(), numbers[1], numbers[2], top_k=None, top_p=numbers[4].float(), max_top_k=5)
+    batch = Batch(CACHE, numbers[0], torch.arange(4).int(), numbers[1].int(), torch.arange(12).int().view(3, 4))
+    for sampling in (None, warm, replace(warm, top_k=numbers[3], min_p=numbers[5].float())):
+        step = StepInputs(numbers[3], numbers[4], batch, rows, sampling)
+        moved = step.to(DEVICE)
+        for there, here in zip(moved.model_inputs, step.model_inputs, strict=True):
+            assert torch.equal(there.cpu(), here) and there.device.type == DEVICE.type
+        assert moved.batch.kv_cache is CACHE and torch.equal(moved.sampled_rows.cpu(), rows)
+        assert (moved.sampling is None) == (sampling is None)
+        for name, here in vars(sampling).items() if sampling else ():
+            there = getattr(moved.sampling, name)
+            assert torch.equal(there.cpu(), here) if isinstance(here, torch.Tensor) else there == here
 
 
 def decode(rows: int) -> Schedule:
@@ -49,7 +72,7 @@ def decode(rows: int) -> Schedule:
 
 
 def test_which_steps_have_a_graph():
-    graphs = DecodeGraphs(lambda inputs: None, max_num_seqs=20, width=3, device=DEVICE)
+    graphs = DecodeGraphs(lambda inputs: None, max_num_seqs=20, width=3, kv_cache=CACHE)
     assert [graphs.size_for(decode(rows)) for rows in (1, 2, 3, 9, 20, 32, 33)] == [1, 2, 4, 16, 32, 32, None]
     mixed = decode(2)
     mixed.items.append((Request(None, None, [1, 2], SamplingParams()).sequences[0], 2))
@@ -57,15 +80,18 @@ def test_which_steps_have_a_graph():
 
 
 def test_rows_that_are_not_needed_are_padding():
-    graphs = DecodeGraphs(lambda inputs: None, max_num_seqs=20, width=3, device=DEVICE)
-    inputs = {name: tensor + 7 for name, tensor in padding(3, 2).items()} | {"sampled_rows": torch.arange(3)}
-    inputs["cu_seqlens_q"] = torch.arange(4, dtype=torch.int32)
-    padded = graphs.padded(inputs, 4)
-    assert {name: t.shape for name, t in padding(4, 3).items()} == {n: padded[n].shape for n in padding(4, 3)}
-    assert torch.equal(padded["sampled_rows"], inputs["sampled_rows"])
-    assert padded["slot_mapping"].tolist() == [6, 6, 6, -1] and padded["context_lens"].tolist() == [7, 7, 7, 0]
-    assert padded["cu_seqlens_q"].tolist() == [0, 1, 2, 3, 4]
-    assert padded["block_tables"].tolist() == [[7, 7, 0]] * 3 + [[0, 0, 0]]
+    graphs = DecodeGraphs(lambda inputs: None, max_num_seqs=20, width=3, kv_cache=CACHE)
+    step = padding(3, 2, CACHE)
+    for tensor in step.model_inputs:
+        tensor += 7
+    step.batch.cu_seqlens_q, step.sampled_rows = torch.arange(4, dtype=torch.int32), torch.arange(3)
+    padded = graphs.padded(step, 4)
+    assert [t.shape for t in padded.model_inputs] == [t.shape for t in padding(4, 3, CACHE).model_inputs]
+    assert torch.equal(padded.sampled_rows, step.sampled_rows)
+    batch = padded.batch
+    assert batch.slot_mapping.tolist() == [6, 6, 6, -1] and batch.context_lens.tolist() == [7, 7, 7, 0]
+    assert batch.cu_seqlens_q.tolist() == [0, 1, 2, 3, 4]
+    assert batch.block_tables.tolist() == [[7, 7, 0]] * 3 + [[0, 0, 0]]
 
 
 @pytest.fixture(scope="module")
@@ -91,8 +117,8 @@ def test_the_engine_gives_the_same_tokens_as_without(path):
             num_blocks=10, max_num_batched_tokens=24,
         )  # fmt: skip
         assert (llm.runner.graphs is None) == eager
-        for size, step in llm.runner.graphs.steps.items() if not eager else ():
-            llm.runner.graphs.steps[size] = lambda size=size, step=step: replayed.append(size) or step()
+        for size, step in llm.runner.graphs.replays.items() if not eager else ():
+            llm.runner.graphs.replays[size] = lambda size=size, step=step: replayed.append(size) or step()
         answers.append([output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)])
         assert llm.stats()["preemptions"] > 0
         check_blocks(llm.block_manager, [])
@@ -138,14 +164,14 @@ def test_the_trials_that_size_the_cache_of_a_gpu_run(path, monkeypatch, backend,
         monkeypatch.setattr(torch.cuda, name, lambda device=None, value=value: value)
     record = DecodeGraphs.record
     monkeypatch.setattr(DecodeGraphs, "record", lambda self, size: recorded.append(size) or record(self, size))
-    fit = lambda self, config: self._memory_left(config) // self.block_bytes  # noqa: E731
-    monkeypatch.setattr(ModelRunner, "_num_blocks_that_fit", fit)
+    fit = lambda runner, config: memory.memory_left(runner, config) // runner.shape.block_bytes  # noqa: E731
+    monkeypatch.setattr(model_runner, "num_blocks_that_fit", fit)
     llm = LLM(
         path, dtype="float32", attention_backend=backend, max_num_seqs=2, max_num_batched_tokens=40, block_size=16,
         preemption_mode=mode, swap_gib=0.01,
     )  # fmt: skip
     left = int(total * 0.9) - (total - free - reserved) - peak - (2**26 if mode == "swap" else 0)
-    num_blocks = left // llm.runner.block_bytes
+    num_blocks = left // llm.runner.shape.block_bytes
     assert llm.runner.num_blocks == llm.runner.kv_cache.shape[2] == num_blocks > 0
     assert recorded == ([2, 1, 2, 1] if backend == "triton" else [])
     assert (llm.runner.host_cache is not None) == (mode == "swap")

@@ -4,12 +4,14 @@ Run: pytest tests/test_engine.py [-k seed]
 """
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 from checkpoints import greedy, new_model, save
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.memory import run_largest_step
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Sequence
 from nanovllm.stats import check_blocks
@@ -53,7 +55,7 @@ def no_block_is_lost(request):
         llm = request.getfixturevalue("llm")
         check_blocks(llm.block_manager, [])
         assert not llm.has_unfinished() and llm.block_manager.num_used_blocks == 0
-        assert not (llm.replies or llm.news or llm.scheduler.has_unfinished() or llm.is_changing or llm.apart)
+        assert not (llm.replies or llm.unreported or llm.scheduler.has_unfinished() or llm.is_changing or llm.apart)
 
 
 # --- parity ---
@@ -408,7 +410,7 @@ def test_a_directory_that_is_no_model(tmp_path):
         LLM(tmp_path)
     with pytest.raises(ValueError, match="model='/no/such/place' is not a directory"):
         LLM("/no/such/place")
-    with pytest.raises(ValueError, match="neither a local directory nor could it be had from the hub"):
+    with pytest.raises(ValueError, match="is not a local directory, and it could not be downloaded from the hub"):
         LLM("nobody/has-this-model")
 
 
@@ -416,10 +418,9 @@ def test_the_profiling_step_of_the_gpu_path(llm):
     """It runs on CUDA to size the cache; here it only has to be a valid step of every shape."""
     cache = llm.runner.kv_cache
     try:
-        llm.runner.kv_cache = llm.runner._new_kv_cache(1)
+        llm.runner.kv_cache = llm.runner.shape.new_cache(1, llm.runner.device)
         for tokens, seqs in ((16, 4), (5, 256), (700, 2)):
-            llm.config.max_num_batched_tokens, llm.config.max_num_seqs = tokens, seqs
-            llm.runner._profile(llm.config)
+            llm.runner.limits = replace(llm.limits, max_num_batched_tokens=tokens, max_num_seqs=seqs)
+            run_largest_step(llm.runner)
     finally:
-        llm.runner.kv_cache = cache
-        llm.config.max_num_batched_tokens, llm.config.max_num_seqs = 2048, 256
+        llm.runner.kv_cache, llm.runner.limits = cache, llm.limits

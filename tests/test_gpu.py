@@ -12,6 +12,7 @@ import torch
 from checkpoints import greedy, new_model, save
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
+from nanovllm.layers import triton_ops
 from nanovllm.stats import check_blocks
 
 pytestmark = [
@@ -75,10 +76,10 @@ def test_swapped_samples_and_beams_get_the_same_tokens(checkpoint, eager):
 def test_graphs_are_replayed(checkpoint):
     path, prompts, expected = checkpoint
     llm, replayed = LLM(path, dtype="float32", num_blocks=500, max_num_seqs=24), []
-    for size, step in llm.runner.graphs.steps.items():
-        llm.runner.graphs.steps[size] = lambda size=size, step=step: replayed.append(size) or step()
+    for size, step in llm.runner.graphs.replays.items():
+        llm.runner.graphs.replays[size] = lambda size=size, step=step: replayed.append(size) or step()
     assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected
-    assert llm.runner.use_triton and len(replayed) >= MAX_TOKENS - 1 and 16 in replayed
+    assert llm.runner.ops is triton_ops and len(replayed) >= MAX_TOKENS - 1 and 16 in replayed
 
 
 def test_the_pytorch_backend(checkpoint):

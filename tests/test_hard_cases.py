@@ -261,7 +261,7 @@ class SkipsWhoDoesNotFit(Scheduler):
         for request in list(self.waiting):
             if budget > 0 and self.block_manager.can_admit(request):
                 self._admit(request, schedule)
-                budget -= self._commit(self._plan(request, budget), schedule)
+                budget -= self._commit(self._tokens_to_compute(request, budget), schedule)
 
 
 def test_the_request_that_is_admitted_is_the_one_that_was_given():

@@ -13,7 +13,8 @@ from checkpoints import new_model, save
 from test_attention import BORDERS, random_batch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.layers import attention, kernels
+from nanovllm.layers import attention, torch_ops, triton_attention
+from nanovllm.layers.batch import Batch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MIXTURE = [(1, 9), (5, 5), (3, 20), (1, 1), (1, 33), (17, 40)]
@@ -30,12 +31,12 @@ def check(sequences, heads, kv_heads, head_dim, dtype=torch.float32, splits=None
     q = torch.randn(sum(lengths), heads, head_dim, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
     kv = torch.cat([kv[:, layer, -length:] for kv, length in zip(keys, lengths)], dim=1).to(DEVICE, dtype)
     expected_cache = batch.kv_cache.clone()
-    attention.store_kv(*kv, attention.Batch(expected_cache, *list(vars(batch).values())[1:5]), layer)
+    torch_ops.store_kv(*kv, Batch(expected_cache, *list(vars(batch).values())[1:5]), layer)
     qkv = torch.cat([kv[0], kv[1]], dim=1)  # as in the model, keys and values are views of something larger
-    kernels.store_kv(*qkv.split(kv_heads, dim=1), batch, layer)
+    triton_attention.store_kv(*qkv.split(kv_heads, dim=1), batch, layer)
     assert torch.equal(batch.kv_cache.nan_to_num(), expected_cache.nan_to_num())
     expected = attention.paged_attention(q, batch, layer, scale)
-    out = kernels.paged_attention(q, batch, layer, scale, splits)
+    out = triton_attention.paged_attention(q, batch, layer, scale, splits)
     torch.testing.assert_close(out, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
@@ -82,11 +83,11 @@ def test_padding_rows_do_nothing():
     batch.context_lens = torch.tensor([9, 20, 0, 0], dtype=torch.int32, device=DEVICE)
     batch.block_tables = torch.nn.functional.pad(batch.block_tables, (0, 0, 0, 2)).to(DEVICE)
     before, kv = batch.kv_cache.clone(), torch.ones(4, 2, 32, device=DEVICE)
-    kernels.store_kv(kv, kv, batch, 0)
+    triton_attention.store_kv(kv, kv, batch, 0)
     changed = (batch.kv_cache != before).any(-1).any(-1).sum().item()
     assert changed == 4  # the keys and the values of two tokens
     q = torch.randn(4, 4, 32, device=DEVICE)
-    full = [kernels.paged_attention(q, batch, 0, 0.2, splits) for splits in (1, 4)]
+    full = [triton_attention.paged_attention(q, batch, 0, 0.2, splits) for splits in (1, 4)]
     batch.cu_seqlens_q, batch.context_lens = batch.cu_seqlens_q[:3], batch.context_lens[:2]
     batch.block_tables = batch.block_tables[:2]
     for out in full:
@@ -101,9 +102,9 @@ def test_copy_blocks(block_size, kv_heads, head_dim, dtype):
     copies, expected = [(4, 7), (4, 0), (8, 2), (1, 3)], cache.clone()
     for source, target in copies:
         expected[:, :, target] = cache[:, :, source]
-    for use_triton in (True, False):
+    for backend in (torch_ops, triton_attention):
         copied = cache.clone()
-        attention.copy_blocks(copied, copies, use_triton)
+        backend.copy_blocks(copied, copies)
         assert torch.equal(copied, expected)
 
 

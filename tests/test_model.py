@@ -11,7 +11,8 @@ from checkpoints import new_model, save
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from nanovllm.layers.attention import Batch
+from nanovllm.layers import torch_ops
+from nanovllm.layers.batch import Batch
 from nanovllm.layers.rotary import longest_context, rope_table
 from nanovllm.loader import load_config, load_model
 from nanovllm.models.qwen import check_supported, head_dim_of
@@ -27,7 +28,7 @@ def rope(kind: str, **settings) -> dict:
 
 def load(path, dtype=torch.float32):
     config = load_config(path)
-    return load_model(path, config, 256, dtype, torch.device("cpu")), config
+    return load_model(path, config, 256, dtype, torch.device("cpu"), torch_ops), config
 
 
 @torch.inference_mode()
@@ -47,7 +48,7 @@ def logits_of(model, config, token_ids: list[int], chunks: list[int], block_size
             context_lens=torch.tensor([start + length], dtype=torch.int32),
             block_tables=table.unsqueeze(0),
         )
-        logits.append(model.logits(model(torch.tensor(token_ids[start : start + length]), positions, batch)))
+        logits.append(model.lm_head(model(torch.tensor(token_ids[start : start + length]), positions, batch)).float())
         start += length
     return torch.cat(logits)
 

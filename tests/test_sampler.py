@@ -99,7 +99,7 @@ def test_greedy_rows_beside_random_ones():
     mixed.temperature = torch.tensor([0.0, 1.0, 0.0])
     tokens = sample(logits, mixed)
     assert tokens[0] == logits[0].argmax() and tokens[2] == logits[2].argmax()
-    assert torch.equal(sample(logits, Sampling()), logits.argmax(-1))
+    assert torch.equal(sample(logits, sampling(len(logits), temperature=0.0)), logits.argmax(-1))
 
 
 def test_tiny_temperatures_are_greedy_and_finite():

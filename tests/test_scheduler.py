@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from nanovllm.beam_search import BeamSearch, BeamSearchParams
 from nanovllm.block_manager import BlockManager
-from nanovllm.config import Config
+from nanovllm.config import Limits
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import Schedule, Scheduler
 from nanovllm.sequence import Request
@@ -23,8 +23,8 @@ from nanovllm.stats import check_blocks
 def new_scheduler(
     num_blocks=64, block_size=4, tokens=16, seqs=8, max_model_len=64, cls=Scheduler, **manager
 ) -> Scheduler:
-    config = Config(max_num_batched_tokens=tokens, max_num_seqs=seqs, max_model_len=max_model_len)
-    return cls(config, BlockManager(num_blocks, block_size, **manager))
+    limits = Limits(max_num_batched_tokens=tokens, max_num_seqs=seqs, max_model_len=max_model_len)
+    return cls(limits, BlockManager(num_blocks, block_size, **manager))
 
 
 def new_request(arrival: int, prompt, max_tokens=4, n=1, eos=()) -> Request:
@@ -389,7 +389,7 @@ def play(arrivals, block_size, tokens, seqs, spare, caching, num_host_blocks, fa
     for i, (wait, prompt, max_tokens, eos, n, is_beams, abort) in enumerate(arrivals):
         request = new_request(i, prompt, max_tokens, n, eos)
         if is_beams:
-            request.beam_search = search_for(request, n)
+            request.search_with(search_for(request, n))
         todo.append((request, wait, abort))
         all_requests.append(request)
     while todo or scheduler.has_unfinished():

@@ -34,7 +34,7 @@ def feed(llm, text: str, stop=()) -> tuple[list[str], str, bool]:
         shown = stream.num_safe_chars
         if stopped:
             break
-    stream.release()
+    stream.num_safe_chars = len(output.text)  # it has ended
     pieces.append(output.text[shown : stream.num_safe_chars])
     return pieces, output.text, stopped
 

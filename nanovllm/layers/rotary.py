@@ -1,7 +1,6 @@
 """Rotary position embedding (RoFormer, section 3.2), with the scalings that Qwen checkpoints use."""
 
 import torch
-import torch.nn.functional as F
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn")
@@ -40,25 +39,3 @@ def rope_table(config, head_dim: int, max_model_len: int) -> torch.Tensor:
         inv_freq, scale = ROPE_INIT_FUNCTIONS[settings["rope_type"]](config, None, seq_len=max_model_len)
     angles = torch.outer(torch.arange(max_model_len).float(), inv_freq.float())
     return torch.cat([angles.cos(), angles.sin()], dim=-1) * scale
-
-
-def rotate(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-    """x [T, heads, head_dim], cos_sin [T, head_dim] -> x with the pairs (i, i + head_dim / 2) rotated."""
-    cos, sin = cos_sin.unsqueeze(1).chunk(2, dim=-1)
-    x1, x2 = x.float().chunk(2, dim=-1)
-    return torch.cat([(x1 * cos).addcmul_(x2, sin, value=-1), (x2 * cos).addcmul_(x1, sin)], dim=-1).to(x.dtype)
-
-
-def norm_rotate(qkv: torch.Tensor, q_norm, k_norm, cos_sin: torch.Tensor, sizes: list[int], use_triton: bool = False):
-    """Splits qkv [T, heads + 2 * kv_heads, head_dim] into q, k, v; q and k are normalised if the model does, and rotated."""
-    heads, kv_heads, _ = sizes
-    if use_triton:
-        from nanovllm.layers import fused
-
-        fused.norm_rotate(qkv, q_norm, k_norm, cos_sin, heads, kv_heads)  # in place
-        return qkv.split(sizes, dim=1)
-    qk, v = qkv.split([heads + kv_heads, kv_heads], dim=1)
-    if q_norm is not None:
-        weights = torch.cat([q_norm.weight.expand(heads, -1), k_norm.weight.expand(kv_heads, -1)])
-        qk = F.rms_norm(qk, qk.shape[-1:], None, q_norm.eps) * weights
-    return *rotate(qk, cos_sin).split([heads, kv_heads], dim=1), v

@@ -7,15 +7,26 @@ import torch
 
 @dataclass
 class Sampling:
-    """The parameters of B sequences, each a tensor [B] on the logits' device; None where no sequence needs it."""
+    """How B sequences draw their tokens: tensors [B] on the logits' device. A filter that nobody uses is None."""
 
-    temperature: torch.Tensor | None = None  # fp32, 0 is greedy; None if all are
-    seed: torch.Tensor | None = None  # int64
-    position: torch.Tensor | None = None  # int64: length of the sequence so far, so that every token draws a new number
+    temperature: torch.Tensor  # fp32, 0 is greedy
+    seed: torch.Tensor  # int64
+    position: torch.Tensor  # int64: length of the sequence so far, so that every token draws a new number
     top_k: torch.Tensor | None = None  # int64, vocab_size keeps all
     top_p: torch.Tensor | None = None  # fp32
     min_p: torch.Tensor | None = None  # fp32
     max_top_k: int | None = None  # a bound on the tokens that any sequence keeps, if there is one
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        filters = (self.top_k, self.top_p, self.min_p)
+        return [self.temperature, self.seed, self.position, *(t for t in filters if t is not None)]
+
+    def with_tensors(self, tensors: list[torch.Tensor]) -> "Sampling":
+        """The same with others in their place."""
+        temperature, seed, position, *moved = tensors
+        filters = [None if t is None else moved.pop(0) for t in (self.top_k, self.top_p, self.min_p)]
+        return Sampling(temperature, seed, position, *filters, self.max_top_k)
 
 
 def uniform(seed: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
@@ -37,19 +48,13 @@ def uniform(seed: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
     return shifted(x, 41).float() / 2**23  # 23 bits: u * total < total holds exactly in fp32
 
 
-def sample(logits: torch.Tensor, sampling: Sampling, use_triton: bool = False) -> torch.Tensor:
+def sample(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """logits [B, vocab_size] fp32 -> token ids [B].
 
     Filters apply in the order temperature, min_p, top_k, top_p, as in vLLM. Then the token is found where
     the cumulative probability passes one uniform number (inverse transform sampling). That happens in the
     order of the vocabulary, never in a sorted one, so that a row's token does not depend on its neighbours.
     """
-    if sampling.temperature is None:
-        return logits.argmax(-1)
-    if use_triton and sampling.min_p is None and sampling.top_k is None and sampling.top_p is None:
-        from nanovllm.layers import fused
-
-        return fused.sample(logits, sampling)
     greedy = sampling.temperature == 0
     temperature = torch.where(greedy, 1.0, sampling.temperature).unsqueeze(1)
     # subtracting the maximum first keeps tiny temperatures finite

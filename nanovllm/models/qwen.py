@@ -6,12 +6,10 @@ The two families differ in two places: Qwen2 has a bias on q, k and v; Qwen3 nor
 import torch
 from torch import nn
 
-from nanovllm.layers.activation import silu_and_mul
-from nanovllm.layers.attention import Batch, paged_attention, store_kv
-from nanovllm.layers.embedding import Embedding
-from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.batch import Batch
 from nanovllm.layers.linear import Linear
-from nanovllm.layers.rotary import norm_rotate, rope_table
+from nanovllm.layers.ops import Ops
+from nanovllm.layers.rotary import rope_table
 
 MODEL_TYPES = ("qwen2", "qwen3")
 
@@ -31,9 +29,9 @@ def head_dim_of(config) -> int:
 
 
 class Attention(nn.Module):
-    def __init__(self, config, layer: int):
+    def __init__(self, config, layer: int, ops: Ops):
         super().__init__()
-        self.layer = layer
+        self.layer, self.ops = layer, ops
         self.head_dim = head_dim_of(config)
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.sizes = [heads, kv_heads, kv_heads]  # of q, k and v
@@ -43,57 +41,59 @@ class Attention(nn.Module):
         q_size, kv_size = heads * self.head_dim, kv_heads * self.head_dim
         self.qkv_proj = Linear(config.hidden_size, {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}, bias)
         self.o_proj = Linear(q_size, config.hidden_size, bias and is_qwen3)
-        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if is_qwen3 else None
-        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if is_qwen3 else None
+        self.q_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps) if is_qwen3 else None
+        self.k_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps) if is_qwen3 else None
 
     def forward(self, x: torch.Tensor, cos_sin: torch.Tensor, batch: Batch) -> torch.Tensor:
         qkv = self.qkv_proj(x).view(len(x), -1, self.head_dim)
-        q, k, v = norm_rotate(qkv, self.q_norm, self.k_norm, cos_sin, self.sizes, batch.use_triton)
-        store_kv(k, v, batch, self.layer)
-        return self.o_proj(paged_attention(q, batch, self.layer, self.scale).flatten(1))
+        q, k, v = self.ops.norm_and_rotate(qkv, self.q_norm, self.k_norm, cos_sin, self.sizes)
+        self.ops.store_kv(k, v, batch, self.layer)
+        return self.o_proj(self.ops.paged_attention(q, batch, self.layer, self.scale).flatten(1))
 
 
 class MLP(nn.Module):
-    def __init__(self, config):
+    def __init__(self, config, ops: Ops):
         super().__init__()
-        size = config.intermediate_size
+        self.ops, size = ops, config.intermediate_size
         self.gate_up_proj = Linear(config.hidden_size, {"gate_proj": size, "up_proj": size})
         self.down_proj = Linear(size, config.hidden_size)
 
-    def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-        return self.down_proj(silu_and_mul(self.gate_up_proj(x), batch.use_triton))
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.ops.silu_and_mul(self.gate_up_proj(x)))
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config, layer: int):
+    def __init__(self, config, layer: int, ops: Ops):
         super().__init__()
-        self.self_attn = Attention(config, layer)
-        self.mlp = MLP(config)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.ops = ops
+        self.self_attn = Attention(config, layer, ops)
+        self.mlp = MLP(config, ops)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor, cos_sin: torch.Tensor, batch: Batch) -> torch.Tensor:
         """`residual` is the sum of all that layers have put out so far, but for the last one's x. It is updated."""
-        x = self.self_attn(self.input_layernorm.add(x, residual, batch.use_triton), cos_sin, batch)
-        return self.mlp(self.post_attention_layernorm.add(x, residual, batch.use_triton), batch)
+        x = self.self_attn(self.ops.add_and_norm(x, residual, self.input_layernorm), cos_sin, batch)
+        return self.mlp(self.ops.add_and_norm(x, residual, self.post_attention_layernorm))
 
 
 class Decoder(nn.Module):
-    def __init__(self, config):
+    def __init__(self, config, ops: Ops):
         super().__init__()
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.embed_tokens = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.hidden_size))
+        self.layers = nn.ModuleList(DecoderLayer(config, i, ops) for i in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
 class Qwen(nn.Module):
     """Parameters have the checkpoint's names, so that loading is a table and not a program."""
 
-    def __init__(self, config, max_model_len: int):
+    def __init__(self, config, max_model_len: int, ops: Ops):
         super().__init__()
         check_supported(config)
+        self.ops = ops
         self.rope = rope_table(config, head_dim_of(config), max_model_len)
-        self.model = Decoder(config)
+        self.model = Decoder(config, ops)
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
@@ -104,7 +104,7 @@ class Qwen(nn.Module):
         residual = torch.zeros_like(x)
         for layer in self.model.layers:
             x = layer(x, residual, cos_sin, batch)
-        return self.model.norm.add(x, residual, batch.use_triton)
+        return self.ops.add_and_norm(x, residual, self.model.norm)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[B, hidden_size] -> [B, vocab_size] fp32, only for the tokens that are sampled."""

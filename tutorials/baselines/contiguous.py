@@ -44,12 +44,12 @@ class ContiguousBlockManager(BlockManager):
 
     # --- what the scheduler asks ---
 
-    def most_blocks(self, request: Request, longest: int) -> int:
+    def max_blocks_needed(self, request: Request) -> int:
         if request.beam_search is not None:
             raise ValueError(f"beam search is not possible with {type(self).__name__}: use BlockManager")
-        if longest > self.max_model_len:
+        if request.max_len - 1 > self.max_model_len:
             raise ValueError(
-                f"the request may cache {longest} tokens, but {type(self).__name__}.max_model_len={self.max_model_len}"
+                f"the request may cache {request.max_len - 1} tokens, but {type(self).__name__}.max_model_len={self.max_model_len}"
             )
         return request.params.n * 2 ** self.size_for(request)
 

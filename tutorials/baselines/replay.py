@@ -16,7 +16,7 @@ from pathlib import Path
 
 from nanovllm.beam_search import BeamSearch, BeamSearchParams
 from nanovllm.block_manager import BlockManager
-from nanovllm.config import Config
+from nanovllm.config import Limits
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import Schedule, Scheduler
 from nanovllm.sequence import Request
@@ -74,7 +74,7 @@ def new_request(i: int, prompt: int, output: int, n: int = 1, beam_width: int = 
     request = Request(str(i), None, [i] * prompt, params)
     request.arrival = i
     if beam_width:
-        request.beam_search = BeamSearch(BeamSearchParams(beam_width=beam_width), frozenset(), output)
+        request.search_with(BeamSearch(BeamSearchParams(beam_width=beam_width), frozenset(), output))
     return request
 
 
@@ -83,12 +83,12 @@ def replay(lengths: Lengths, manager_cls, block_size: int, setting: Setting, eve
 
     Raises ValueError if there are no such steps.
     """
-    config = Config(
+    limits = Limits(
         max_model_len=setting.max_model_len, max_num_batched_tokens=setting.max_num_batched_tokens, max_num_seqs=1024
     )
     manager = manager_cls(setting.num_slots // block_size, block_size, enable_prefix_caching=False)
     manager.max_model_len = setting.max_model_len
-    scheduler, model = Scheduler(config, manager), NoModel()
+    scheduler, model = Scheduler(limits, manager), NoModel()
     for i, (prompt, output) in enumerate(lengths):
         scheduler.add(new_request(i, prompt, output, **decoding))
     samples, num_running, num_steps = [], 0, 0

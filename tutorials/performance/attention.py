@@ -9,7 +9,8 @@ import torch
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from nanovllm.layers.attention import Batch, paged_attention
+from nanovllm.layers import torch_ops
+from nanovllm.layers.batch import Batch
 from nanovllm.roofline import Hardware, Work, visible_keys
 from tutorials.performance.machine import device_name, environment, installed, seconds_of, this_machine
 from tutorials.performance.report import ceiling_text, percentile, table
@@ -50,10 +51,12 @@ def attention_case(case: Case, device, dtype, hardware: Hardware, block_size: in
         cu_seqlens_q=torch.arange(0, (batch + 1) * queries, queries, dtype=torch.int32, device=device),
         context_lens=torch.full((batch,), context, dtype=torch.int32, device=device),
         block_tables=torch.randperm(batch * width, device=device).int().view(batch, width),
-        use_triton=is_cuda,
     )
     q = torch.randn(batch * queries, heads, head_dim, dtype=dtype, device=device)
-    ours = partial(paged_attention, q, steps, scale=head_dim**-0.5)
+    ops = torch_ops
+    if is_cuda:
+        from nanovllm.layers import triton_ops as ops
+    ours = partial(ops.paged_attention, q, steps, scale=head_dim**-0.5)
     row["torch_function"], theirs = pytorch_attention(case, q, steps)
     row["max_difference"] = (ours(layer=0).float() - theirs(layer=0).float()).abs().max().item()
     size = kv_bytes + 2 * q.numel() * dtype.itemsize

@@ -69,7 +69,7 @@ class Nanovllm(Loop):
         self.move_blocks, runner.move_blocks = runner.move_blocks, self.timed_move
         runner.model.register_forward_pre_hook(lambda *_: self.begin_model())
         if runner.graphs is not None:  # a replayed graph does not call the model
-            runner.graphs.steps = {size: partial(self.replay, step) for size, step in runner.graphs.steps.items()}
+            runner.graphs.replays = {size: partial(self.replay, graph) for size, graph in runner.graphs.replays.items()}
 
     def add(self, i: int, request: Request) -> None:
         self.llm.add_request(request.prompt, self.params(request.max_tokens), str(i))

@@ -20,13 +20,13 @@ def measure(args) -> dict:
         options |= dict(block_size=block_size, preemption_mode="swap", enable_prefix_caching=False)
         llm = LLM(str(path), **options)
         for context in (250, 1000, 4000, 16000):
-            if context + 16 <= min(llm.config.max_model_len, llm.runner.num_blocks * block_size):
+            if context + 16 <= min(llm.limits.max_model_len, llm.runner.num_blocks * block_size):
                 swaps = [recovery(llm, context, swap=True) for _ in range(args.repeat)]
                 recomputes = [recovery(llm, context, swap=False) for _ in range(args.repeat)]
                 rows.append({
                     "block_size": block_size,
                     "context": context,
-                    "megabytes": context * llm.runner.block_bytes / block_size / 1e6,
+                    "megabytes": context * llm.runner.shape.block_bytes / block_size / 1e6,
                     "swap_out_seconds": percentile([out for out, _ in swaps], 50),
                     "swap_in_seconds": percentile([back for _, back in swaps], 50),
                     "recompute_seconds": percentile([back for _, back in recomputes], 50),

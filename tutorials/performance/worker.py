@@ -94,7 +94,7 @@ class Watch:
         """What the peers follow, and the ceilings: the better of those before and after the runs. Adds to each run."""
         from nanovllm.roofline import Hardware, binned, roofline
 
-        device, dtype, config = self.runner.device, self.runner.dtype, self.engine.llm.config
+        device, dtype, llm = self.runner.device, self.runner.dtype, self.engine.llm
         hardware = Hardware(*map(max, zip(self.before_runs, this_machine(device, dtype, self.engine.threads))))
         for run, steps in zip(runs, self.all_steps):
             run |= {"roofline": roofline(self.shape, steps, hardware), "steps": binned(self.shape, steps)}
@@ -102,8 +102,8 @@ class Watch:
             "dtype": str(dtype).removeprefix("torch."),
             "device": str(device),
             "device_name": hardware.name,
-            "batch_tokens": config.max_num_batched_tokens,
-            "kv_tokens": len(self.engine.llm.block_manager.blocks) * config.block_size,
+            "batch_tokens": llm.limits.max_num_batched_tokens,
+            "kv_tokens": len(llm.block_manager.blocks) * llm.config.block_size,
             "kv_bytes": self.runner.kv_cache.nbytes,
             "ceilings": hardware._asdict(),
         }

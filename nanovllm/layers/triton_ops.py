@@ -1,16 +1,26 @@
-"""Triton kernels for the small layers: each does in one pass over memory what takes PyTorch several.
+"""The backend in Triton: each kernel does in one pass over memory what takes PyTorch several.
 
-The layers beside this file hold the same functions in plain PyTorch, which run on a CPU and which these are tested
-against. Sums are in fp32; in 16 bits the result is rounded once, at the end.
+What the functions do is said in ops.py; torch_ops.py is what they are tested against. Sums are in fp32; in 16 bits the
+result is rounded once, at the end.
 """
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor, nn
+
+from nanovllm.layers import sampler
+from nanovllm.layers.ops import Norm
+from nanovllm.layers.sampler import Sampling
+from nanovllm.layers.triton_attention import copy_blocks, paged_attention, store_kv
+
+__all__ = ["add_and_norm", "copy_blocks", "norm_and_rotate", "paged_attention", "sample", "silu_and_mul", "store_kv"]
+
+CAN_BE_RECORDED = True
 
 
 @triton.jit
-def add_rms_norm_kernel(out, x, residual, weight, eps, SIZE: tl.constexpr, PADDED: tl.constexpr):
+def add_and_norm_kernel(out, x, residual, weight, eps, SIZE: tl.constexpr, PADDED: tl.constexpr):
     """Program t: residual[t] += x[t], then its RMSNorm."""
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, PADDED)
     i = tl.arange(0, PADDED)
@@ -25,7 +35,7 @@ def add_rms_norm_kernel(out, x, residual, weight, eps, SIZE: tl.constexpr, PADDE
 
 
 @triton.jit
-def norm_rotate_kernel(
+def norm_and_rotate_kernel(
     qk, q_weight, k_weight, cos_sin, stride, eps,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
@@ -98,33 +108,36 @@ def sample_kernel(out, logits, temperature, seed, position, VOCAB: tl.constexpr,
     tl.store(out + b, chosen)
 
 
-def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """As RMSNorm.forward."""
+def add_and_norm(x: Tensor, residual: Tensor, norm: nn.RMSNorm) -> Tensor:
     out, size = torch.empty_like(x), x.shape[-1]
-    add_rms_norm_kernel[(len(x),)](out, x, residual, weight, eps, size, triton.next_power_of_2(size), num_warps=8)
+    padded = triton.next_power_of_2(size)
+    add_and_norm_kernel[(len(x),)](out, x, residual, norm.weight, norm.eps, size, padded, num_warps=8)
     return out
 
 
-def norm_rotate(qkv: torch.Tensor, q_norm, k_norm, cos_sin: torch.Tensor, heads: int, kv_heads: int) -> None:
-    """Makes the query and key heads of qkv what rotary.norm_rotate returns, in place."""
-    head_dim, has_norm = qkv.shape[-1], q_norm is not None
+def norm_and_rotate(qkv: Tensor, q_norm: Norm, k_norm: Norm, cos_sin: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
+    """In place: q, k and v are views of qkv."""
+    (heads, kv_heads, _), head_dim = sizes, qkv.shape[-1]
+    has_norm = q_norm is not None and k_norm is not None
     weights, eps = ((q_norm.weight, k_norm.weight), q_norm.eps) if has_norm else ((qkv, qkv), 0.0)
-    norm_rotate_kernel[(len(qkv), heads + kv_heads)](
+    norm_and_rotate_kernel[(len(qkv), heads + kv_heads)](
         qkv, *weights, cos_sin, qkv.stride(0), eps,
         heads, head_dim, triton.next_power_of_2(head_dim // 2), has_norm, num_warps=1,
     )  # fmt: skip
+    return qkv.split(sizes, dim=1)
 
 
-def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """As activation.silu_and_mul, for x [T, 2 d]."""
+def silu_and_mul(x: Tensor) -> Tensor:
     size = x.shape[-1] // 2
     out, part = x.new_empty(len(x), size), min(1024, triton.next_power_of_2(size))
     silu_and_mul_kernel[(len(x), triton.cdiv(size, part))](out, x, size, part)
     return out
 
 
-def sample(logits: torch.Tensor, sampling) -> torch.Tensor:
-    """As sampler.sample without filters, for logits [B, vocab_size] fp32."""
+def sample(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Filters are PyTorch's matter."""
+    if not (sampling.min_p is sampling.top_k is sampling.top_p is None):
+        return sampler.sample(logits, sampling)
     out = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     tile = min(8192, triton.next_power_of_2(logits.shape[1]))
     options = sampling.temperature, sampling.seed, sampling.position

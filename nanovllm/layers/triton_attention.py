@@ -1,4 +1,4 @@
-"""The Triton kernels of attention.py: the same functions, for a GPU (or, slowly, TRITON_INTERPRET=1 on a CPU).
+"""Attention in Triton: attention.py for a GPU (or, slowly, with TRITON_INTERPRET=1 on a CPU).
 
 One kernel serves prompts, chunks over a cached prefix and decodes. A program holds a tile of queries: a few
 tokens of one sequence, times the query heads that share a KV head, so that each key is read once for all of them.
@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.layers.attention import Batch
+from nanovllm.layers.batch import Batch
 
 
 @triton.jit
@@ -129,15 +129,15 @@ def combine_kernel(
 
 
 def store_kv(k: torch.Tensor, v: torch.Tensor, batch: Batch, layer: int) -> None:
-    """As attention.store_kv; a slot of -1 is not written."""
+    """A slot of -1 is not written."""
     width = k.shape[1] * k.shape[2]
     store_kv_kernel[(len(k),)](
         k, v, *batch.kv_cache[:, layer], batch.slot_mapping, k.stride(0), v.stride(0), width, triton.next_power_of_2(width)
     )  # fmt: skip
 
 
-def copy_blocks(kv_cache: torch.Tensor, pairs: torch.Tensor) -> None:
-    """As attention.copy_blocks, with pairs [copies, 2] int64 on the device."""
+def copy_blocks(kv_cache: torch.Tensor, copies: list[tuple[int, int]]) -> None:
+    pairs = torch.tensor(copies, device=kv_cache.device)
     num_layers, num_blocks = kv_cache.shape[:2].numel(), kv_cache.shape[2]
     size = kv_cache[0, 0, 0].numel()
     part = min(2048, triton.next_power_of_2(size))

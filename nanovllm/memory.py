@@ -1,0 +1,106 @@
+"""Memory: the KV cache, how many blocks it may have, and what the C library does with memory that is freed."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from nanovllm.config import Config
+from nanovllm.host_cache import STAGED_BYTES
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.scheduler import Schedule
+from nanovllm.sequence import Request
+
+if TYPE_CHECKING:
+    from nanovllm.model_runner import ModelRunner
+
+
+def keep_freed_memory() -> None:
+    """glibc gives large freed tensors back to the system at once, and the next step faults all their pages in again."""
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if libc is not None and hasattr(libc, "mallopt"):
+        libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: give back what is free beyond 1 GiB
+        libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: 32 MiB is the largest that it takes
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """Of a KV cache with any number of blocks."""
+
+    num_layers: int
+    block_size: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one block, with the keys and values of all layers."""
+        return 2 * self.num_layers * self.block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+    def new_cache(self, num_blocks: int, device: torch.device) -> torch.Tensor:
+        """[2, num_layers, num_blocks, block_size, num_kv_heads, head_dim]: keys, then values. Zeros, so that whoever
+        reads a slot that nobody wrote makes the same mistake every time."""
+        shape = (2, self.num_layers, num_blocks, self.block_size, self.num_kv_heads, self.head_dim)
+        if device.type == "cpu":  # anonymous pages are zero and take no memory before they are touched
+            buffer = mmap.mmap(-1, num_blocks * self.block_bytes)
+            return torch.frombuffer(buffer, dtype=self.dtype).view(shape)
+        return torch.zeros(shape, dtype=self.dtype, device=device)
+
+
+# --- how many blocks: the runner is tried out on a cache of one ---
+
+
+def num_blocks_that_fit(runner: ModelRunner, config: Config) -> int:
+    """The memory that the model leaves is cut into blocks."""
+    available = int(config.kv_cache_gib * 2**30)
+    if runner.device.type == "cuda":
+        available = memory_left(runner, config)
+    num_blocks = min(available // runner.shape.block_bytes, runner.num_useful_blocks)
+    if num_blocks < 1:
+        raise ValueError(
+            f"no memory is left for a KV block of {runner.shape.block_bytes:,} bytes: {available:,} bytes are available"
+        )
+    return num_blocks
+
+
+def memory_left(runner: ModelRunner, config: Config) -> int:
+    """Bytes of a GPU that are left for the KV cache."""
+    device = runner.device
+    runner.kv_cache = runner.shape.new_cache(1, device)
+    torch.cuda.reset_peak_memory_stats(device)
+    run_largest_step(runner)
+    free, total = torch.cuda.mem_get_info(device)
+    others = total - free - torch.cuda.memory_reserved(device)  # other processes, CUDA's own context
+    peak = torch.cuda.max_memory_allocated(device)
+    graphs = graph_memory(runner) if runner.has_graphs else 0
+    staged = STAGED_BYTES if config.preemption_mode == "swap" else 0
+    del runner.kv_cache
+    return int(total * config.gpu_memory_utilization) - others - peak - graphs - staged
+
+
+def graph_memory(runner: ModelRunner) -> int:
+    """Bytes that CUDA graphs will take: the largest has the activations, each other one about the same little."""
+    graphs, free = runner.new_graphs(), [torch.cuda.mem_get_info(runner.device)[0]]
+    for size in (graphs.sizes[-1], graphs.sizes[0]):
+        graphs.record(size)
+        free.append(torch.cuda.mem_get_info(runner.device)[0])
+    largest, another = free[0] - free[1], free[1] - free[2]
+    return largest + another * (len(graphs.sizes) - 1)
+
+
+def run_largest_step(runner: ModelRunner) -> None:
+    """The largest there can be, to learn what activations and sampling take. All its blocks are the same one."""
+    limits = runner.limits
+    num_tokens = limits.max_num_batched_tokens
+    num_seqs = max(min(limits.max_num_seqs, num_tokens), -(-num_tokens // limits.max_model_len))
+    length = num_tokens // num_seqs
+    requests = [Request(None, None, [0] * length, SamplingParams(top_p=0.9)) for _ in range(num_seqs)]
+    for request in requests:
+        request.sequences[0].block_table = [0] * -(-length // runner.shape.block_size)
+    runner.run(Schedule([(request.sequences[0], length) for request in requests]))

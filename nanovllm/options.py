@@ -1,0 +1,44 @@
+"""Options: the base of Config, SamplingParams and BeamSearchParams, and how a wrong value is refused. No torch in here."""
+
+import sys
+from dataclasses import fields
+from difflib import get_close_matches
+from math import inf
+
+
+class Options:
+    """A dataclass whose unknown keywords are an error that names the nearest field."""
+
+    def __new__(cls, *args, **kwargs):
+        if args:
+            raise ValueError(f"{cls.__name__} takes keyword arguments only, not {args[0]!r}")
+        names = [field.name for field in fields(cls)]
+        for name in kwargs:
+            if name not in names:
+                nearest = get_close_matches(name, names, n=1, cutoff=0.5)
+                hint = f"did you mean {nearest[0]!r}?" if nearest else f"allowed are {', '.join(names)}"
+                raise ValueError(f"{cls.__name__} has no field {name!r}: {hint}")
+        return super().__new__(cls)
+
+    def require(self, name: str, condition: object, allowed: str) -> None:
+        """Raises a ValueError that names the field, its value and what is allowed."""
+        if not condition:
+            raise ValueError(f"{name}={shown(getattr(self, name))} is not allowed: it must be {allowed}")
+
+
+def shown(value: object, most_chars: int = 200) -> str:
+    """The value as an error message names it: a text or number of any length in one line."""
+    try:
+        text = repr(value)
+    except Exception:  # Python writes no integer of more than 4,300 digits, and who knows what others do
+        return f"an integer of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
+    return text if len(text) <= most_chars else f"{text[:most_chars]}... ({len(text):,} characters)"
+
+
+def is_int(value: object, low: float, high: float = inf) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def is_number(value: object, low: float, high: float = sys.float_info.max) -> bool:
+    """Whether it is one that fits into a float. No comparison holds for NaN."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high

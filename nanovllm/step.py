@@ -1,0 +1,49 @@
+"""StepInputs: what the device must know of a step."""
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from nanovllm.layers.batch import Batch
+from nanovllm.layers.sampler import Sampling
+
+
+@dataclass
+class StepInputs:
+    """T tokens in one flat, ragged batch. For S of them logits are needed, since a next token is drawn."""
+
+    input_ids: torch.Tensor  # [T] int64
+    positions: torch.Tensor  # [T] int64
+    batch: Batch
+    sampled_rows: torch.Tensor  # [S] int64, which of the T
+    sampling: Sampling | None = None  # how the S tokens are drawn; None if all are greedy
+
+    @property
+    def model_inputs(self) -> list[torch.Tensor]:
+        batch = self.batch
+        metadata = [batch.slot_mapping, batch.cu_seqlens_q, batch.context_lens, batch.block_tables]
+        return [self.input_ids, self.positions, *metadata]
+
+    def to(self, device: torch.device, buffer: torch.Tensor | None = None) -> "StepInputs":
+        """The same on a device, see `move`. The model's inputs come first: a CUDA graph finds them in their places."""
+        options = [] if self.sampling is None else self.sampling.tensors
+        moved = move([*self.model_inputs, self.sampled_rows, *options], device, buffer)
+        batch = Batch(self.batch.kv_cache, *moved[2:6])
+        sampling = self.sampling and self.sampling.with_tensors(moved[7:])
+        return StepInputs(moved[0], moved[1], batch, moved[6], sampling)
+
+
+def move(tensors: list[torch.Tensor], device: torch.device, buffer: torch.Tensor | None = None) -> list[torch.Tensor]:
+    """All of them in one copy from pinned memory. Tensors of the same shapes find the same places in `buffer`.
+
+    Each begins at a multiple of 16 bytes: Triton compiles another kernel for pointers that do not.
+    """
+    ends = list(accumulate(-(-t.nbytes // 16) * 16 for t in tensors))
+    host = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+    parts = [slice(begin, begin + t.nbytes) for begin, t in zip([0, *ends], tensors)]
+    for part, t in zip(parts, tensors):
+        host[part].view(t.dtype).copy_(t.flatten())
+    buffer = torch.empty_like(host, device=device) if buffer is None else buffer
+    buffer[: len(host)].copy_(host, non_blocking=True)
+    return [buffer[part].view(t.dtype).view(t.shape) for part, t in zip(parts, tensors)]
