@@ -63,9 +63,8 @@ class Config(Options):
     """Base seed for requests that set none."""
 
     def __post_init__(self):
-        self.require(
-            "model", isinstance(self.model, str | Path) and len(str(self.model)) < 999, "a hub id or a directory"
-        )
+        is_name = isinstance(self.model, str | Path) and len(str(self.model)) < 999
+        self.require("model", is_name, "a hub id or a directory")
         self.model, self.device = str(self.model), str(self.device)
         self.require("device", fullmatch(r"auto|cpu|cuda(:\d{1,3})?", self.device), "auto, cpu, cuda or cuda:N")
         for field in fields(self):

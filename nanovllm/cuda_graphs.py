@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from torch import Tensor, nn
 
 from nanovllm.layers.batch import Batch
 from nanovllm.scheduler import Schedule
@@ -18,7 +19,7 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     return [size for size, smaller in zip(SIZES, [0, *SIZES]) if smaller < max_num_seqs]
 
 
-def padding(size: int, width: int, kv_cache: torch.Tensor) -> StepInputs:
+def padding(size: int, width: int, kv_cache: Tensor) -> StepInputs:
     """A decode step of `size` rows without a sequence: no slot to write to, no context to read."""
     batch = Batch(
         kv_cache,
@@ -32,39 +33,37 @@ def padding(size: int, width: int, kv_cache: torch.Tensor) -> StepInputs:
 
 
 class DecodeGraphs:
-    """`forward`, recorded for several numbers of rows. All graphs read their inputs from one buffer.
+    """A model, recorded for several numbers of rows. All graphs read their inputs from one buffer.
 
     A graph replays the same kernels with the same arguments at the same addresses. So inputs are copied to where the
     recording found them, rows that are not needed are padding, and block tables have `width` columns, always.
     Without CUDA everything is the same, but for recording and replay, which are a plain call.
     """
 
-    def __init__(
-        self, forward: Callable[[StepInputs], torch.Tensor], max_num_seqs: int, width: int, kv_cache: torch.Tensor
-    ):
-        self.forward, self.width, self.kv_cache, self.device = forward, width, kv_cache, kv_cache.device
+    def __init__(self, model: nn.Module, max_num_seqs: int, width: int, kv_cache: Tensor):
+        self.model, self.width, self.kv_cache, self.device = model, width, kv_cache, kv_cache.device
         self.sizes = graph_sizes(max_num_seqs)
         room = 128 + 64 * self.sizes[-1]  # the parameters of sampling travel behind the inputs of the graph
         num_bytes = sum(t.nbytes + 16 for t in padding(self.sizes[-1], width, kv_cache).model_inputs) + room
         self.buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
-        self.replays: dict[int, Callable[[], torch.Tensor]] = {}
+        self.replays: dict[int, Callable[[], Tensor]] = {}
         self.pool = None
 
     @torch.inference_mode()
     def record(self, size: int) -> None:
         """Largest size first: the smaller ones then fit into the memory that the largest has taken."""
         step = padding(size, self.width, self.kv_cache).to(self.device, self.buffer)
-        call = partial(self.forward, step)
+        call = partial(self.model, step.input_ids, step.positions, step.batch)
         self.replays[size] = call if self.device.type == "cpu" else self._captured(call)
 
-    def _captured(self, call: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    def _captured(self, call: Callable[[], Tensor]) -> Callable[[], Tensor]:
         call()  # compiles what is not compiled yet, which cannot happen during a recording
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool):
             hidden = call()
         self.pool = graph.pool()
 
-        def replay() -> torch.Tensor:
+        def replay() -> Tensor:
             graph.replay()
             return hidden
 
@@ -75,7 +74,7 @@ class DecodeGraphs:
         rows = len(schedule.items)
         return next((size for size in self.sizes if size >= rows), None) if schedule.num_tokens == rows else None
 
-    def run(self, step: StepInputs, size: int) -> tuple[torch.Tensor, StepInputs]:
+    def run(self, step: StepInputs, size: int) -> tuple[Tensor, StepInputs]:
         """Hidden states of a step, and the step where they were computed."""
         step = self.padded(step, size).to(self.device, self.buffer)
         return self.replays[size](), step

@@ -149,10 +149,7 @@ class LLM:
         return outputs
 
     def chat(
-        self,
-        messages: Conversation | list[Conversation],
-        params: Params | list[Params] | None = None,
-        use_tqdm: bool = True,
+        self, messages: Conversation | list[Conversation], params: Params | list[Params] | None = None, use_tqdm=True
     ) -> list[RequestOutput]:
         """Answers one conversation, or each of several, written out in the model's chat template."""
         chats = [messages] if is_conversation(messages) else messages

@@ -30,7 +30,7 @@ class Inputs:
 
     def __init__(self, model: str, scheduler: Scheduler, tokenizer, vocab_size: int, defaults: Defaults):
         self.model, self.scheduler, self.tokenizer, self.vocab_size = model, scheduler, tokenizer, vocab_size
-        self.default_params, self.eos_token_ids = defaults
+        (self.default_params, self.eos_token_ids), self.no_tokenizer = defaults, f"model={model!r} has no tokenizer"
 
     def request(self, prompt: Prompt, params: Params | None, request_id: str | None = None) -> Request:
         """Raises ValueError with the name of what is wrong, its value, and what is allowed."""
@@ -52,7 +52,7 @@ class Inputs:
                 limit = self.vocab_size - 1
                 raise ValueError(f"{name} has the token id {shown(wrong[0])}: ids must be integers from 0 to {limit}")
         if params.stop and self.tokenizer is None:
-            raise ValueError(f"stop={shown(params.stop)} is not allowed: model={self.model!r} has no tokenizer")
+            raise ValueError(f"stop={shown(params.stop)} is not allowed: {self.no_tokenizer}")
         request = Request(request_id, text, token_ids, params, self.eos_token_ids)
         if beams is not None:
             room = min(params.max_tokens, self.scheduler.max_model_len - len(token_ids))
@@ -67,9 +67,7 @@ class Inputs:
         if not is_chat and not isinstance(prompt, str):
             raise ValueError(f"prompt={shown(prompt)} is not allowed: it must be text, token ids or a list of messages")
         if self.tokenizer is None:
-            raise ValueError(
-                f"prompt={shown(prompt)} is not allowed: model={self.model!r} has no tokenizer, give token ids"
-            )
+            raise ValueError(f"prompt={shown(prompt)} is not allowed: {self.no_tokenizer}, give token ids")
         if is_chat and not self.tokenizer.chat_template:
             raise ValueError(f"model={self.model!r} has no chat template: give the whole prompt to generate()")
         try:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer
 
 from nanovllm.layers.linear import Linear
@@ -32,9 +32,8 @@ def find_model(model: str) -> Path:
         try:
             path = Path(snapshot_download(model, allow_patterns=FILES))
         except Exception as error:
-            raise ValueError(
-                f"model={model!r} is not a local directory, and it could not be downloaded from the hub: {error}"
-            ) from error
+            why = f"it could not be downloaded from the hub: {error}"
+            raise ValueError(f"model={model!r} is not a local directory, and {why}") from error
     if not (path / "config.json").is_file():
         raise ValueError(f"model={model!r} is not a model directory: it has no config.json")
     return path
@@ -85,16 +84,15 @@ def load_model(path: Path, config, max_model_len: int, dtype: torch.dtype, devic
         except SafetensorError as error:
             raise ValueError(f"{file} is damaged or not complete: {error}") from error
     if missing or unexpected:
-        raise ValueError(
-            f"{path} does not fit its config.json: missing tensors {sorted(missing)}, unexpected {sorted(unexpected)}"
-        )
+        what = f"missing tensors {sorted(missing)}, unexpected {sorted(unexpected)}"
+        raise ValueError(f"{path} does not fit its config.json: {what}")
     for module in model.modules():
         if isinstance(module, Linear):
             module.prepack()
     return model.eval()
 
 
-def destinations(model: nn.Module) -> dict[str, torch.Tensor]:
+def destinations(model: nn.Module) -> dict[str, Tensor]:
     """Where each tensor of the checkpoint belongs: a parameter, or rows of a merged one."""
     table, seen = {}, set()
     for prefix, module in model.named_modules():
@@ -111,11 +109,10 @@ def destinations(model: nn.Module) -> dict[str, torch.Tensor]:
     return table
 
 
-def load_into(place: torch.Tensor, tensor: torch.Tensor, name: str, file: Path) -> None:
-    if place.shape != tensor.shape:
-        raise ValueError(
-            f"{file}: {name} has the shape {list(tensor.shape)}, but config.json asks for {list(place.shape)}"
-        )
+def load_into(place: Tensor, tensor: Tensor, name: str, file: Path) -> None:
+    found, expected = list(tensor.shape), list(place.shape)
+    if found != expected:
+        raise ValueError(f"{file}: {name} has the shape {found}, but config.json asks for {expected}")
     place.copy_(tensor)
 
 

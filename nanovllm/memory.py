@@ -61,11 +61,10 @@ def num_blocks_that_fit(runner: ModelRunner, config: Config) -> int:
     available = int(config.kv_cache_gib * 2**30)
     if runner.device.type == "cuda":
         available = memory_left(runner, config)
-    num_blocks = min(available // runner.shape.block_bytes, runner.num_useful_blocks)
+    size = runner.shape.block_bytes
+    num_blocks = min(available // size, runner.num_useful_blocks)
     if num_blocks < 1:
-        raise ValueError(
-            f"no memory is left for a KV block of {runner.shape.block_bytes:,} bytes: {available:,} bytes are available"
-        )
+        raise ValueError(f"no memory is left for a KV block of {size:,} bytes: {available:,} bytes are available")
     return num_blocks
 
 

@@ -52,13 +52,15 @@ def choose_ops(config: Config, device: torch.device) -> Ops:
     can_run = find_spec("triton") and (device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
     if config.attention_backend == "triton" and not can_run:
         raise ValueError("attention_backend='triton' is not allowed: it needs a GPU, or TRITON_INTERPRET=1 on Linux")
-    if config.attention_backend == "triton" or (
-        config.attention_backend == "auto" and can_run and device.type == "cuda"
+    if (
+        config.attention_backend == "torch"
+        or (config.attention_backend == "auto" and device.type == "cpu")
+        or not can_run
     ):
-        from nanovllm.layers import triton_ops  # not at the top: there is no Triton on macOS and Windows
+        return torch_ops
+    from nanovllm.layers import triton_ops  # not at the top: there is no Triton on macOS and Windows
 
-        return triton_ops
-    return torch_ops
+    return triton_ops
 
 
 def integers(values: Iterable[int]) -> Tensor:
@@ -106,10 +108,7 @@ class ModelRunner:
                 self.graphs.record(size)
 
     def new_graphs(self) -> DecodeGraphs:
-        return DecodeGraphs(self._forward, self.limits.max_num_seqs, self.max_blocks_per_seq, self.kv_cache)
-
-    def _forward(self, step: StepInputs) -> Tensor:
-        return self.model(step.input_ids, step.positions, step.batch)
+        return DecodeGraphs(self.model, self.limits.max_num_seqs, self.max_blocks_per_seq, self.kv_cache)
 
     @torch.inference_mode()
     def run(self, schedule: Schedule) -> tuple[list[int], list[LogProbs] | None]:

@@ -49,11 +49,8 @@ class SamplingParams(Options):
         is_ids = isinstance(ids, list | tuple | set) and all(is_int(i, 0) for i in ids)
         self.require("stop_token_ids", is_ids, "a list of token ids")
         self.require("ignore_eos", isinstance(self.ignore_eos, bool), "True or False")
-        self.require(
-            "seed", self.seed is None or is_int(self.seed, 0, 2**63 - 1), "None or an integer from 0 to 2**63 - 1"
-        )
-        self.require(
-            "logprobs", self.logprobs is None or is_int(self.logprobs, 0, 20), "None or an integer from 0 to 20"
-        )
+        for name, most in (("seed", 2**63 - 1), ("logprobs", 20)):
+            value = getattr(self, name)
+            self.require(name, value is None or is_int(value, 0, most), f"None or an integer from 0 to {most}")
         self.stop, self.stop_token_ids = list(stop), list(ids)
         self.top_k, self.max_tokens = min(self.top_k, LARGEST_COUNT), min(self.max_tokens, LARGEST_COUNT)

@@ -92,20 +92,17 @@ class Scheduler:
         prompt, params, manager = len(request.prompt_token_ids), request.params, self.block_manager
         name_of_n = "n" if request.beam_search is None else "beam_width"
         if prompt + 1 > self.max_model_len:
-            raise ValueError(
-                f"the prompt has {prompt} tokens, but max_model_len={self.max_model_len} leaves room for at most "
-                f"{self.max_model_len - 1} and one new token"
-            )
+            room = f"max_model_len={self.max_model_len} leaves room for at most {self.max_model_len - 1}"
+            raise ValueError(f"the prompt has {prompt} tokens, but {room} and one new token")
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             if params.n > (limit := getattr(self, name)):
                 raise ValueError(f"{name_of_n}={shown(params.n)} is not allowed: it must be at most {name}={limit}")
         request.max_len = min(prompt + params.max_tokens, self.max_model_len)
         blocks, total = manager.max_blocks_needed(request), len(manager.blocks)
         if blocks > total:
-            raise ValueError(
-                f"the request may need {blocks} KV blocks of {manager.block_size} tokens (prompt of {prompt} tokens, "
-                f"max_tokens={params.max_tokens}, {name_of_n}={params.n}), but num_blocks={total}"
-            )
+            size = f"{manager.block_size} tokens (prompt of {prompt} tokens, max_tokens={params.max_tokens}"
+            need = f"{blocks} KV blocks of {size}, {name_of_n}={params.n})"
+            raise ValueError(f"the request may need {need}, but num_blocks={total}")
 
     # --- a step is planned ---
 

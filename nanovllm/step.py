@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
+from torch import Tensor
 
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.sampler import Sampling
@@ -13,19 +14,18 @@ from nanovllm.layers.sampler import Sampling
 class StepInputs:
     """T tokens in one flat, ragged batch. For S of them logits are needed, since a next token is drawn."""
 
-    input_ids: torch.Tensor  # [T] int64
-    positions: torch.Tensor  # [T] int64
+    input_ids: Tensor  # [T] int64
+    positions: Tensor  # [T] int64
     batch: Batch
-    sampled_rows: torch.Tensor  # [S] int64, which of the T
+    sampled_rows: Tensor  # [S] int64, which of the T
     sampling: Sampling | None = None  # how the S tokens are drawn; None if all are greedy
 
     @property
-    def model_inputs(self) -> list[torch.Tensor]:
-        batch = self.batch
-        metadata = [batch.slot_mapping, batch.cu_seqlens_q, batch.context_lens, batch.block_tables]
-        return [self.input_ids, self.positions, *metadata]
+    def model_inputs(self) -> list[Tensor]:
+        b = self.batch
+        return [self.input_ids, self.positions, b.slot_mapping, b.cu_seqlens_q, b.context_lens, b.block_tables]
 
-    def to(self, device: torch.device, buffer: torch.Tensor | None = None) -> "StepInputs":
+    def to(self, device: torch.device, buffer: Tensor | None = None) -> "StepInputs":
         """The same on a device, see `move`. The model's inputs come first: a CUDA graph finds them in their places."""
         options = [] if self.sampling is None else self.sampling.tensors
         moved = move([*self.model_inputs, self.sampled_rows, *options], device, buffer)
@@ -34,7 +34,7 @@ class StepInputs:
         return StepInputs(moved[0], moved[1], batch, moved[6], sampling)
 
 
-def move(tensors: list[torch.Tensor], device: torch.device, buffer: torch.Tensor | None = None) -> list[torch.Tensor]:
+def move(tensors: list[Tensor], device: torch.device, buffer: Tensor | None = None) -> list[Tensor]:
     """All of them in one copy from pinned memory. Tensors of the same shapes find the same places in `buffer`.
 
     Each begins at a multiple of 16 bytes: Triton compiles another kernel for pointers that do not.

@@ -72,7 +72,7 @@ def decode(rows: int) -> Schedule:
 
 
 def test_which_steps_have_a_graph():
-    graphs = DecodeGraphs(lambda inputs: None, max_num_seqs=20, width=3, kv_cache=CACHE)
+    graphs = DecodeGraphs(torch.nn.Identity(), max_num_seqs=20, width=3, kv_cache=CACHE)
     assert [graphs.size_for(decode(rows)) for rows in (1, 2, 3, 9, 20, 32, 33)] == [1, 2, 4, 16, 32, 32, None]
     mixed = decode(2)
     mixed.items.append((Request(None, None, [1, 2], SamplingParams()).sequences[0], 2))
@@ -80,7 +80,7 @@ def test_which_steps_have_a_graph():
 
 
 def test_rows_that_are_not_needed_are_padding():
-    graphs = DecodeGraphs(lambda inputs: None, max_num_seqs=20, width=3, kv_cache=CACHE)
+    graphs = DecodeGraphs(torch.nn.Identity(), max_num_seqs=20, width=3, kv_cache=CACHE)
     step = padding(3, 2, CACHE)
     for tensor in step.model_inputs:
         tensor += 7

@@ -3,33 +3,34 @@
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 
 @dataclass
 class Sampling:
     """How B sequences draw their tokens: tensors [B] on the logits' device. A filter that nobody uses is None."""
 
-    temperature: torch.Tensor  # fp32, 0 is greedy
-    seed: torch.Tensor  # int64
-    position: torch.Tensor  # int64: length of the sequence so far, so that every token draws a new number
-    top_k: torch.Tensor | None = None  # int64, vocab_size keeps all
-    top_p: torch.Tensor | None = None  # fp32
-    min_p: torch.Tensor | None = None  # fp32
+    temperature: Tensor  # fp32, 0 is greedy
+    seed: Tensor  # int64
+    position: Tensor  # int64: length of the sequence so far, so that every token draws a new number
+    top_k: Tensor | None = None  # int64, vocab_size keeps all
+    top_p: Tensor | None = None  # fp32
+    min_p: Tensor | None = None  # fp32
     max_top_k: int | None = None  # a bound on the tokens that any sequence keeps, if there is one
 
     @property
-    def tensors(self) -> list[torch.Tensor]:
+    def tensors(self) -> list[Tensor]:
         filters = (self.top_k, self.top_p, self.min_p)
         return [self.temperature, self.seed, self.position, *(t for t in filters if t is not None)]
 
-    def with_tensors(self, tensors: list[torch.Tensor]) -> "Sampling":
+    def with_tensors(self, tensors: list[Tensor]) -> "Sampling":
         """The same with others in their place."""
         temperature, seed, position, *moved = tensors
         filters = [None if t is None else moved.pop(0) for t in (self.top_k, self.top_p, self.min_p)]
         return Sampling(temperature, seed, position, *filters, self.max_top_k)
 
 
-def uniform(seed: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+def uniform(seed: Tensor, position: Tensor) -> Tensor:
     """[B] numbers in [0, 1) that depend on (seed, position) and nothing else.
 
     A counter-based generator: the mixing steps of splitmix64 (Steele et al., OOPSLA 2014). A generator
@@ -48,7 +49,7 @@ def uniform(seed: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
     return shifted(x, 41).float() / 2**23  # 23 bits: u * total < total holds exactly in fp32
 
 
-def sample(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+def sample(logits: Tensor, sampling: Sampling) -> Tensor:
     """logits [B, vocab_size] fp32 -> token ids [B].
 
     Filters apply in the order temperature, min_p, top_k, top_p, as in vLLM. Then the token is found where
@@ -71,7 +72,7 @@ def sample(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     return torch.where(greedy, logits.argmax(-1), chosen.squeeze(1))
 
 
-def cutoff(probs: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+def cutoff(probs: Tensor, sampling: Sampling) -> Tensor:
     """The smallest probability [B, 1] that top_k and top_p keep in each row. Ties with it stay, too."""
     vocab_size = probs.shape[-1]
     top = probs.topk(min(sampling.max_top_k or vocab_size, vocab_size), dim=-1).values  # sorted, largest first
@@ -86,7 +87,7 @@ def cutoff(probs: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     return top.where(kept, torch.inf).amin(-1, keepdim=True)
 
 
-def top_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+def top_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Log-probabilities before temperature and filters: of the chosen tokens first, then of the k likeliest.
 
     logits [B, vocab_size], token_ids [B] -> (values, ids), both [B, 1 + k].

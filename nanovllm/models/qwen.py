@@ -4,7 +4,7 @@ The two families differ in two places: Qwen2 has a bias on q, k and v; Qwen3 nor
 """
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.linear import Linear
@@ -44,7 +44,7 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps) if is_qwen3 else None
         self.k_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps) if is_qwen3 else None
 
-    def forward(self, x: torch.Tensor, cos_sin: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def forward(self, x: Tensor, cos_sin: Tensor, batch: Batch) -> Tensor:
         qkv = self.qkv_proj(x).view(len(x), -1, self.head_dim)
         q, k, v = self.ops.norm_and_rotate(qkv, self.q_norm, self.k_norm, cos_sin, self.sizes)
         self.ops.store_kv(k, v, batch, self.layer)
@@ -58,7 +58,7 @@ class MLP(nn.Module):
         self.gate_up_proj = Linear(config.hidden_size, {"gate_proj": size, "up_proj": size})
         self.down_proj = Linear(size, config.hidden_size)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(self.ops.silu_and_mul(self.gate_up_proj(x)))
 
 
@@ -71,7 +71,7 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor, cos_sin: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def forward(self, x: Tensor, residual: Tensor, cos_sin: Tensor, batch: Batch) -> Tensor:
         """`residual` is the sum of all that layers have put out so far, but for the last one's x. It is updated."""
         x = self.self_attn(self.ops.add_and_norm(x, residual, self.input_layernorm), cos_sin, batch)
         return self.mlp(self.ops.add_and_norm(x, residual, self.post_attention_layernorm))
@@ -98,7 +98,7 @@ class Qwen(nn.Module):
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def forward(self, input_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
         """input_ids [T] int64, positions [T] int64 -> hidden states [T, hidden_size]."""
         x, cos_sin = self.model.embed_tokens(input_ids), self.rope[positions]
         residual = torch.zeros_like(x)
@@ -106,6 +106,6 @@ class Qwen(nn.Module):
             x = layer(x, residual, cos_sin, batch)
         return self.ops.add_and_norm(x, residual, self.model.norm)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         """[B, hidden_size] -> [B, vocab_size] fp32, only for the tokens that are sampled."""
         return self.lm_head(hidden).float()
