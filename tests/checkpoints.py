@@ -1,4 +1,7 @@
-"""Random-weight checkpoints, small and strange, in the ordinary Hugging Face layout."""
+"""Random-weight checkpoints, small and strange, in the ordinary Hugging Face layout.
+
+Tests import this file. An example that does: pytest tests/test_model.py
+"""
 
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM

@@ -1,6 +1,6 @@
 """Compiles the kernels for a GPU that need not be there: prints name, bytes of shared memory, bytes spilled.
 
-python tests/compile_kernels.py [80 | 86 | 90] [head_dim] [query heads per KV head]
+Run: python tests/compile_kernels.py [80 | 86 | 90] [head_dim] [query heads per KV head]
 """
 
 import re

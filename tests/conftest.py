@@ -1,3 +1,8 @@
+"""Settings for all tests; pytest reads this file first.
+
+Run all tests: pytest, or faster: pytest -n auto
+"""
+
 import os
 from pathlib import Path
 

@@ -1,6 +1,8 @@
 """A model without torch: its KV cache holds, in every slot, the whole prefix that a real key would depend on.
 
 Reading a wrong, stale or unwritten slot therefore gives a wrong prefix, and from it a wrong token.
+
+Tests import this file. An example that does: pytest tests/test_scheduler.py
 """
 
 import zlib

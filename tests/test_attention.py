@@ -1,4 +1,7 @@
-"""The paged reference against dense attention written out for one sequence at a time."""
+"""The paged reference against dense attention written out for one sequence at a time.
+
+Run: pytest tests/test_attention.py [-k borders]
+"""
 
 import random
 

@@ -1,4 +1,7 @@
-"""The systems that the paper compares with: right answers from them, too, only with more memory and more steps."""
+"""The systems that the paper compares with: right answers from them, too, only with more memory and more steps.
+
+Run: pytest tests/test_baselines.py [-k buddy]
+"""
 
 import json
 import random

@@ -1,4 +1,7 @@
-"""Beam search against transformers' generate(num_beams=...), and what it does to blocks."""
+"""Beam search against transformers' generate(num_beams=...), and what it does to blocks.
+
+Run: pytest tests/test_beam_search.py [-k transformers]
+"""
 
 import random
 

@@ -1,4 +1,7 @@
-"""bench.py: its workloads, its arithmetic, its weights, and one whole run. Speed is not tested."""
+"""bench.py: its workloads, its arithmetic, its weights, and one whole run. Speed is not tested.
+
+Run: pytest tests/test_bench.py [-k trace]
+"""
 
 import json
 import math

@@ -1,3 +1,8 @@
+"""Blocks are handed out, shared, copied, cached and freed as they should be; random use agrees with a simple model.
+
+Run: pytest tests/test_block_manager.py [-k copies]
+"""
+
 import pytest
 from fake_model import FakeRunner
 from hypothesis import settings

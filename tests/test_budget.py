@@ -1,6 +1,8 @@
 """The line budget of the design: code is what remains without blank lines, comments and docstrings.
 
 The engine is everything that a call of LLM.generate can run through. The rest of the package stands around it.
+
+Run: pytest tests/test_budget.py
 """
 
 import ast

@@ -4,7 +4,9 @@ A ```text block right after a ```python block is that block's output, where a li
 Output that differs between machines stands in a ```text block whose fence says (varies).
 A ```py block is a quote from a source file: the same lines, comments too, moved to the left. A line of "..." stands for
 lines that are left out. A check that needs what the reader has written is fenced as ```python (exercise) and not run.
-`python tests/test_chapters.py` writes the present output into the chapters, for when the embedded model has changed.
+
+Run: pytest tests/test_chapters.py [-k scheduler]
+To write the present output into the chapters, if it has changed and is right: python tests/test_chapters.py
 """
 
 import contextlib

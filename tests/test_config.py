@@ -1,3 +1,8 @@
+"""Every option is checked, a wrong one is named with what is allowed, and the scheduling half needs no torch.
+
+Run: pytest tests/test_config.py [-k nearest]
+"""
+
 import math
 import subprocess
 import sys

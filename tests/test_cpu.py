@@ -1,6 +1,6 @@
 """How many threads a step runs on: as many as there are processors that nobody else needs, unless somebody has chosen.
 
-`python -m pytest tests/test_cpu.py`
+Run: pytest tests/test_cpu.py [-k leave]
 """
 
 import os

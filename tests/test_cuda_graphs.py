@@ -1,4 +1,7 @@
-"""The static buffers of CUDA graphs. Here recording and replay are a plain call; on a GPU they are real."""
+"""The static buffers of CUDA graphs. Here recording and replay are a plain call; on a GPU they are real.
+
+Run: pytest tests/test_cuda_graphs.py [-k padding]
+"""
 
 import pytest
 import torch

@@ -1,4 +1,7 @@
-"""The model that ships with the package, and the engine on it."""
+"""The model that ships with the package is an ordinary small checkpoint, and the engine gives right answers on it.
+
+Run: pytest tests/test_embedded.py [-k answers]
+"""
 
 import json
 import random

@@ -1,4 +1,7 @@
-"""The engine on random weights: token ids against transformers, and everything a user can do to it."""
+"""The engine on random weights: token ids against transformers, and everything a user can do to it.
+
+Run: pytest tests/test_engine.py [-k seed]
+"""
 
 import random
 

@@ -1,7 +1,9 @@
 """A step that fails ends at most the request that made it fail, and a Ctrl-C at any line loses nothing.
 
 The model is the fake one of fake_model.py, so that a token that depends on a wrong slot is a wrong token.
-`python -m pytest tests/test_faults.py`; every line of the engine instead of some: NANOVLLM_EVERY_LINE=1.
+
+Run: pytest tests/test_faults.py [-k culprit]
+With a Ctrl-C at every line of the engine, not at some: NANOVLLM_EVERY_LINE=1 pytest tests/test_faults.py -k any_line
 """
 
 import gc

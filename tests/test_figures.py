@@ -1,4 +1,7 @@
-"""The pictures: every one that a chapter shows is there, and its script still draws it."""
+"""The pictures: every one that a chapter shows is there, and its script still draws it.
+
+Run: pytest tests/test_figures.py
+"""
 
 import importlib
 import re

@@ -1,4 +1,7 @@
-"""The fused kernels of the small layers against plain PyTorch, in Triton's interpreter or on a GPU."""
+"""The fused kernels of the small layers against plain PyTorch, in Triton's interpreter or on a GPU.
+
+Run: pytest tests/test_fused.py [-k norm]
+"""
 
 import pytest
 import torch

@@ -1,7 +1,8 @@
 """Random requests with parameters at the edges of what is allowed, and beyond: each is refused with a ValueError or
 runs to its end, no step fails, and a neighbor in the same batch gets its usual answer.
 
-A longer run, from the root: `python tests/test_fuzz.py 10000 [seed]`.
+Run: pytest tests/test_fuzz.py
+A longer run, 10,000 requests from seed 7 on: python tests/test_fuzz.py 10000 7
 """
 
 import random

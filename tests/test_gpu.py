@@ -1,6 +1,8 @@
 """On a real GPU: Triton kernels and CUDA graphs through the whole engine. Skipped where there is none.
 
 test_kernels.py, test_fused.py, test_cuda_graphs.py and test_sampler.py also run on the GPU if there is one.
+
+Run: pytest tests/test_gpu.py [-k replayed]
 """
 
 import random

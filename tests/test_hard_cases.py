@@ -1,6 +1,6 @@
 """What once broke the engine, or was answered with an obscure message: odd moments, odd schedulers, odd values.
 
-`python -m pytest tests/test_hard_cases.py`
+Run: pytest tests/test_hard_cases.py [-k ctrl_c]
 """
 
 import contextlib

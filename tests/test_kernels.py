@@ -1,4 +1,7 @@
-"""The Triton kernels against the PyTorch reference, in Triton's interpreter or on a GPU, and compiled without one."""
+"""The Triton kernels against the PyTorch reference, in Triton's interpreter or on a GPU, and compiled without one.
+
+Run: pytest tests/test_kernels.py [-k split]
+"""
 
 import os
 import subprocess

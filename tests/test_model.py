@@ -1,4 +1,7 @@
-"""Logits against transformers, and what the loader accepts and refuses."""
+"""Logits against transformers, and what the loader accepts and refuses.
+
+Run: pytest tests/test_model.py [-k logits]
+"""
 
 import json
 

@@ -1,4 +1,7 @@
-"""What no other test notices when it is taken out of the engine. `python -m pytest tests/test_mutants.py`"""
+"""Small parts of the engine that no other test would miss if they were taken out.
+
+Run: pytest tests/test_mutants.py [-k swapped]
+"""
 
 import pytest
 from fake_model import FakeRunner, expected_output

@@ -1,4 +1,7 @@
-"""The cost model against counts made by hand, against transformers, and against the data sheets."""
+"""The cost model against counts made by hand, against transformers, and against the data sheets.
+
+Run: pytest tests/test_roofline.py [-k qwen3]
+"""
 
 import subprocess
 import sys

@@ -1,3 +1,8 @@
+"""What is drawn has the right frequencies, and a row draws the same token whatever is beside it.
+
+Run: pytest tests/test_sampler.py [-k greedy]
+"""
+
 import pytest
 import torch
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper

@@ -1,3 +1,8 @@
+"""Who runs in a step and who is preempted; under random loads, every request still gets its own tokens.
+
+Run: pytest tests/test_scheduler.py [-k preempted]
+"""
+
 import random
 from collections import Counter
 

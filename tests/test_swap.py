@@ -1,4 +1,7 @@
-"""Preemption by swap: the moves themselves, and that nobody's tokens change."""
+"""Preemption by swap: the moves themselves, and that nobody's tokens change.
+
+Run: pytest tests/test_swap.py [-k same_tokens]
+"""
 
 import random
 from contextlib import contextmanager

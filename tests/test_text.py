@@ -1,4 +1,7 @@
-"""Text in and out: chat, streams, stop strings, characters of several tokens. With the embedded model."""
+"""Text in and out: chat, streams, stop strings, characters of several tokens. With the embedded model.
+
+Run: pytest tests/test_text.py [-k stop_string]
+"""
 
 from itertools import zip_longest
 
