@@ -114,9 +114,10 @@ def take_beams(request: Request, likeliest: Likeliest, block_manager: BlockManag
         for seq, logprobs in likeliest
         for token_id, logprob in logprobs.items()
     ]
-    search, children = copy(request.beam_search), []
+    assert request.beam_search is not None
+    search, children = copy(request.beam_search), list[Sequence]()
     for beam in search.advance(candidates):
-        tokens = [*beam.parent.token_ids, beam.token_id]
+        tokens = beam.parent.token_ids[: len(request.prompt_token_ids)] + beam.token_ids
         child = Sequence(request, len(children), tokens, cumulative_logprob=beam.cumulative_logprob)
         block_manager.fork(beam.parent, child)
         children.append(child)

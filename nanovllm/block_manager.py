@@ -69,7 +69,7 @@ class BlockManager:
 
     def num_new_blocks(self, items: Iterable[tuple[Sequence, int]]) -> int:
         """Blocks that these sequences lack to compute so many of their next tokens, copies included."""
-        missing, writers = 0, {}
+        missing, writers = 0, dict[int, int]()
         for seq, num_tokens in items:
             missing += max(0, self.num_blocks_for(seq.num_computed_tokens + num_tokens) - len(seq.block_table))
             i = seq.num_computed_tokens // self.block_size
@@ -183,7 +183,7 @@ class BlockManager:
         return block
 
     def _evict(self, block: Block) -> None:
-        """From the prefix cache."""
+        """From the prefix cache, which has it."""
         assert block.key is not None
         del self.findable[block.key]
         block.key, block.prefix_id = None, EMPTY_PREFIX

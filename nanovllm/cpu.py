@@ -54,7 +54,7 @@ class Threads:
             return 1 if work < SMALL_STEP else most
         if time.perf_counter() - then > 0.2:  # the system counts in hundredths
             now = self.last_look = time.perf_counter(), time.process_time(), busy_seconds()
-            self.num_others = (now[2] - busy - (now[1] - own)) / (now[0] - then)
+            self.num_others = ((now[2] or busy) - busy - (now[1] - own)) / (now[0] - then)
         others = max(0, math.ceil(self.num_others - 0.25))  # a quarter: what a quiet machine does, and errors
         return max(1, most - others)
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +48,7 @@ class DecodeGraphs:
         num_bytes = sum(t.nbytes + 16 for t in padding(self.sizes[-1], width, kv_cache).model_inputs) + room
         self.buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
         self.replays: dict[int, Callable[[], Tensor]] = {}
-        self.pool = None
+        self.pool: Any = None
 
     @torch.inference_mode()
     def record(self, size: int) -> None:

@@ -3,8 +3,9 @@
 import logging
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count
+from types import FrameType
 
 from tqdm import tqdm
 
@@ -112,7 +113,7 @@ class LLM:
     # --- what most people use ---
 
     def generate(
-        self, prompts: Prompt | list[Prompt], params: Params | list[Params] | None = None, use_tqdm: bool = True
+        self, prompts: Prompt | Sequence[Prompt], params: Params | list[Params] | None = None, use_tqdm: bool = True
     ) -> list[RequestOutput]:
         """Answers all prompts, in their order. `params` is one for all, or a list with one for each.
 
@@ -159,7 +160,7 @@ class LLM:
         return self.generate(chats, params, use_tqdm)
 
     def beam_search(
-        self, prompts: Prompt | list[Prompt], params: BeamSearchParams | None = None, use_tqdm: bool = True
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams | None = None, use_tqdm: bool = True
     ) -> list[RequestOutput]:
         """The likeliest outputs of each prompt, best first. Other methods but stream take BeamSearchParams, too."""
         params = BeamSearchParams() if params is None else params
@@ -256,7 +257,8 @@ class LLM:
 
     def _abort(self, requests: list[Request]) -> None:
         """Ends those that have not ended: at once, or at the end of the step in whose middle we are."""
-        frame, changing = sys._getframe(), [method.__code__ for method in (LLM.step, LLM._submit, LLM._end)]
+        changing = [method.__code__ for method in (LLM.step, LLM._submit, LLM._end)]
+        frame: FrameType | None = sys._getframe()
         while frame is not None and frame.f_code not in changing:
             frame = frame.f_back
         if frame is None:
@@ -287,7 +289,7 @@ class LLM:
     def _submit(self, request: Request, is_reported: bool = True) -> Reply:
         """Gives a checked request its place in the order of arrival, its id and its seed, and queues it."""
         request.arrival = next(self.arrivals)
-        if request.request_id is None:
+        if not request.request_id:
             while any(str(request.arrival) in ids for ids in (self.replies, self.unreported)):  # somebody chose it
                 request.arrival = next(self.arrivals)
             request.request_id = str(request.arrival)

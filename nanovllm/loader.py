@@ -4,8 +4,6 @@ Tensors go straight into their final place, dtype and device, one at a time.
 """
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -70,8 +68,13 @@ def load_generation_config(path: Path, config) -> tuple[SamplingParams, frozense
 
 def load_model(path: Path, config, max_model_len: int, dtype: torch.dtype, device: torch.device, ops: Ops) -> Qwen:
     """Builds the model and fills every parameter. Raises ValueError for a checkpoint that does not fit it."""
-    with default_dtype(dtype), torch.device(device):
-        model = Qwen(config, max_model_len, ops).requires_grad_(False)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)  # so that no parameter ever exists in another one
+    try:
+        with torch.device(device):
+            model = Qwen(config, max_model_len, ops).requires_grad_(False)
+    finally:
+        torch.set_default_dtype(before)
     missing, unexpected = destinations(model), []
     for file in weight_files(path):
         try:
@@ -123,22 +126,9 @@ def ignorable(name: str, config) -> bool:
 
 def weight_files(path: Path) -> list[Path]:
     index = path / "model.safetensors.index.json"
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    else:
-        names = ["model.safetensors"]
+    is_sharded = index.is_file()
+    names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if is_sharded else ["model.safetensors"]
     for name in names:
         if not (path / name).is_file():
             raise ValueError(f"{path} has no {name}: only safetensors checkpoints are supported, whole or sharded")
     return [path / name for name in names]
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """New tensors get this dtype, so that no parameter ever exists in another one."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)

@@ -99,7 +99,7 @@ def run_largest_step(runner: ModelRunner) -> None:
     num_tokens = limits.max_num_batched_tokens
     num_seqs = max(min(limits.max_num_seqs, num_tokens), -(-num_tokens // limits.max_model_len))
     length = num_tokens // num_seqs
-    requests = [Request(None, None, [0] * length, SamplingParams(top_p=0.9)) for _ in range(num_seqs)]
+    requests = [Request("", None, [0] * length, SamplingParams(top_p=0.9)) for _ in range(num_seqs)]
     for request in requests:
         request.sequences[0].block_table = [0] * -(-length // runner.shape.block_size)
     runner.run(Schedule([(request.sequences[0], length) for request in requests]))

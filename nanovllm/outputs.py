@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from nanovllm.beam_search import BeamSearch
 from nanovllm.sequence import Request
 
 
@@ -83,14 +84,14 @@ class Reply:
         self.restart()
 
     def restart(self) -> None:
-        request = self.request
+        request, stop = self.request, list(self.request.params.stop or ())
         for output in self.outputs:
             output.token_ids.clear()
             output.logprobs = None if request.params.logprobs is None else []
             output.text = ""
         self.texts: list[TextStream] = []  # of each output
         if self.tokenizer is not None and request.beam_search is None:
-            self.texts = [TextStream(self.tokenizer, output, request.params.stop) for output in self.outputs]
+            self.texts = [TextStream(self.tokenizer, output, stop) for output in self.outputs]
         self.output.finished = False
 
     def update(self) -> None:
@@ -111,7 +112,7 @@ class Reply:
             for text in self.texts:  # what looked like the beginning of a stop string was none
                 text.num_safe_chars = len(text.output.text)
             if request.beam_search is not None:
-                self.outputs[:] = beams_of(request, self.tokenizer)
+                self.outputs[:] = beams_of(request, request.beam_search, self.tokenizer)
             self.output.finished = True
 
     def fail(self, error: Exception) -> None:
@@ -123,10 +124,10 @@ class Reply:
         self.output.error, self.output.finished = error, True
 
 
-def beams_of(request: Request, tokenizer: Tokenizer | None) -> list[CompletionOutput]:
+def beams_of(request: Request, search: BeamSearch, tokenizer: Tokenizer | None) -> list[CompletionOutput]:
     """The results of a beam search, the best first."""
     outputs = []
-    for i, beam in enumerate(request.beam_search.best_so_far(request.sequences)):
+    for i, beam in enumerate(search.best_so_far(request.sequences)):
         token_ids, is_stop = beam.token_ids, beam.token_id in request.stop_token_ids
         reason = "stop" if is_stop else beam.parent.finish_reason if beam.token_id is None else "length"
         text = tokenizer.decode(token_ids[: len(token_ids) - is_stop], skip_special_tokens=True) if tokenizer else ""

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
-from nanovllm.beam_search import take_beams
+from nanovllm.beam_search import Likeliest, take_beams
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import Limits
 from nanovllm.options import shown
@@ -199,7 +199,7 @@ class Scheduler:
         self, schedule: Schedule, token_ids: list[int], logprobs: list[dict[int, float] | None] | None = None
     ) -> None:
         """Takes in a step's result: a token for each of `schedule.sampled`, and its log-probabilities if asked for."""
-        sampled, beams = schedule.sampled_items, {}
+        sampled, searches = schedule.sampled_items, dict[Request, Likeliest]()
         self.block_manager.unwritten.clear()
         for seq, num_tokens in schedule.items:
             seq.num_computed_tokens += num_tokens
@@ -208,17 +208,17 @@ class Scheduler:
         logprobs = [None] * len(sampled) if logprobs is None else logprobs
         for (_, seq), token_id, likeliest in zip(sampled, token_ids, logprobs, strict=True):
             if seq.request.beam_search is not None:
-                beams.setdefault(seq.request, []).append((seq, likeliest))
+                searches.setdefault(seq.request, []).append((seq, likeliest or {}))
                 continue
             if seq.logprobs is not None:
-                seq.logprobs.append(likeliest)
+                seq.logprobs.append(likeliest or {})
             seq.token_ids.append(token_id)
             reason = self.reason_to_end(seq)
             if reason is not None:
                 self.finish(seq, reason)
-        for request, likeliest in beams.items():
-            take_beams(request, likeliest, self.block_manager)
-            if request.is_finished:
+        for request, beams in searches.items():
+            take_beams(request, beams, self.block_manager)
+            if not request.unfinished:
                 self.running.remove(request)
 
     def reason_to_end(self, seq: Sequence) -> str | None:

@@ -67,7 +67,7 @@ class Request:
     have in common, which at the start is the prompt; then the others fork from it.
     """
 
-    request_id: str | None
+    request_id: str  # empty until it is submitted, unless the user has chosen one
     prompt: str | None
     prompt_token_ids: list[int]
     params: SamplingParams
@@ -83,7 +83,7 @@ class Request:
         self.seed = self.params.seed or 0
         self.num_logprobs = self.params.logprobs  # how many of the likeliest tokens are asked for with each token
         eos_token_ids = () if self.params.ignore_eos else self.eos_token_ids
-        self.stop_token_ids = frozenset(self.params.stop_token_ids).union(eos_token_ids)
+        self.stop_token_ids = frozenset(self.params.stop_token_ids or ()).union(eos_token_ids)
 
     @cached_property
     def sequences(self) -> list[Sequence]:
@@ -115,7 +115,3 @@ class Request:
                 del seq.logprobs[seq.num_output_tokens :]
             seq.num_computed_tokens = seq.num_host_tokens = 0
             seq.block_table, seq.prefix_ids, seq.host_table = [], [], []
-
-    @property
-    def is_finished(self) -> bool:
-        return not self.unfinished

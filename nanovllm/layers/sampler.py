@@ -20,14 +20,15 @@ class Sampling:
 
     @property
     def tensors(self) -> list[Tensor]:
-        filters = (self.top_k, self.top_p, self.min_p)
-        return [self.temperature, self.seed, self.position, *(t for t in filters if t is not None)]
+        every = (self.temperature, self.seed, self.position, self.top_k, self.top_p, self.min_p)
+        return [tensor for tensor in every if tensor is not None]
 
     def with_tensors(self, tensors: list[Tensor]) -> "Sampling":
         """The same with others in their place."""
-        temperature, seed, position, *moved = tensors
-        filters = [None if t is None else moved.pop(0) for t in (self.top_k, self.top_p, self.min_p)]
-        return Sampling(temperature, seed, position, *filters, self.max_top_k)
+        temperature, seed, position, *others = tensors
+        moved = iter(others)
+        top_k, top_p, min_p = (None if t is None else next(moved) for t in (self.top_k, self.top_p, self.min_p))
+        return Sampling(temperature, seed, position, top_k, top_p, min_p, self.max_top_k)
 
 
 def uniform(seed: Tensor, position: Tensor) -> Tensor:

@@ -6,10 +6,8 @@ from torch import Tensor, nn
 
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.ops import Norm
-from nanovllm.layers.sampler import sample
-from nanovllm.layers.torch_attention import paged_attention
-
-__all__ = ["add_and_norm", "copy_blocks", "norm_and_rotate", "paged_attention", "sample", "silu_and_mul", "store_kv"]
+from nanovllm.layers.sampler import sample as sample
+from nanovllm.layers.torch_attention import paged_attention as paged_attention
 
 CAN_BE_RECORDED = False  # attention asks for lengths
 

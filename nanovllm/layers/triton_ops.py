@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from nanovllm.layers import sampler
 from nanovllm.layers.ops import Norm
 from nanovllm.layers.sampler import Sampling
-from nanovllm.layers.triton_attention import copy_blocks, paged_attention, store_kv
-
-__all__ = ["add_and_norm", "copy_blocks", "norm_and_rotate", "paged_attention", "sample", "silu_and_mul", "store_kv"]
+from nanovllm.layers.triton_attention import copy_blocks as copy_blocks
+from nanovllm.layers.triton_attention import paged_attention as paged_attention
+from nanovllm.layers.triton_attention import store_kv as store_kv
 
 CAN_BE_RECORDED = True
 
@@ -118,8 +118,9 @@ def add_and_norm(x: Tensor, residual: Tensor, norm: nn.RMSNorm) -> Tensor:
 def norm_and_rotate(qkv: Tensor, q_norm: Norm, k_norm: Norm, cos_sin: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
     """In place: q, k and v are views of qkv."""
     (heads, kv_heads, _), head_dim = sizes, qkv.shape[-1]
-    has_norm = q_norm is not None and k_norm is not None
-    weights, eps = ((q_norm.weight, k_norm.weight), q_norm.eps) if has_norm else ((qkv, qkv), 0.0)
+    weights, eps, has_norm = (qkv, qkv), 0.0, False
+    if q_norm is not None and k_norm is not None:
+        weights, eps, has_norm = (q_norm.weight, k_norm.weight), q_norm.eps or 0.0, True
     norm_and_rotate_kernel[(len(qkv), heads + kv_heads)](
         qkv, *weights, cos_sin, qkv.stride(0), eps,
         heads, head_dim, triton.next_power_of_2(head_dim // 2), has_norm, num_warps=1,

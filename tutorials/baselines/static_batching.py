@@ -21,7 +21,7 @@ class StaticBatching(Scheduler):
         self.batch = set()
 
     def _schedule_waiting(self, schedule: Schedule, budget: int) -> None:
-        if all(request.is_finished for request in self.batch):
+        if all(not request.unfinished for request in self.batch):
             self.batch = self._next_batch()
         later = [request for request in self.waiting if request not in self.batch]
         self.waiting = [request for request in self.waiting if request in self.batch]
