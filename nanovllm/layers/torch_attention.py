@@ -14,25 +14,28 @@ from nanovllm.layers.batch import Batch
 GATHERED_BYTES = 4 * 2**20  # of a group: what it copies should be read again while a processor's caches still have it
 
 
+Part = tuple[slice | torch.Tensor, torch.Tensor, torch.Tensor | None, bool]
+
+
 class Layout:
-    """Where each group or chunk of a step has its tokens and its slots, and who may see what: (tokens, slots, mask)."""
+    """Where each group or chunk of a step has its tokens and its slots, and who may see what. Does not keep the batch,
+    which keeps it: a cycle would keep `gathered` until Python collects garbage."""
 
     def __init__(self, batch: Batch):
-        self.batch, self.block_size = batch, batch.kv_cache.shape[3]
         self.starts, self.contexts = batch.cu_seqlens_q.tolist(), batch.context_lens.tolist()
         counts = [end - start for start, end in pairwise(self.starts)]
         width = batch.kv_cache.shape[4:].numel()  # numbers in a key
         most_keys = GATHERED_BYTES // (2 * width * batch.kv_cache.dtype.itemsize)
         decodes = [b for b, count in enumerate(counts) if count == 1]
         groups = group_by_context(decodes, self.contexts, most_keys)
-        self.parts = [self.part(seqs, 1) for seqs in groups]
-        self.parts += [self.part([b], count) for b, count in enumerate(counts) if count > 1]
+        self.parts = [self.part(batch, seqs, 1) for seqs in groups]
+        self.parts += [self.part(batch, [b], count) for b, count in enumerate(counts) if count > 1]
         self.gathered = batch.kv_cache.new_empty(2, max(len(slots) for _, slots, _, _ in self.parts), width)
 
-    def part(self, seqs: list[int], count: int) -> tuple[slice | torch.Tensor, torch.Tensor, torch.Tensor | None, bool]:
+    def part(self, batch: Batch, seqs: list[int], count: int) -> Part:
         """(tokens, slots, mask, whether it is a group) of sequences with `count` queries each, padded to the longest."""
-        starts, cache = [self.starts[b] for b in seqs], self.batch.kv_cache
-        last = self.batch.context_lens[seqs].unsqueeze(1) - 1
+        starts, cache = [self.starts[b] for b in seqs], batch.kv_cache
+        last = batch.context_lens[seqs].unsqueeze(1) - 1
         position, mask = torch.arange(max(self.contexts[b] for b in seqs), device=cache.device), None
         if count == 1:
             mask = torch.zeros(len(seqs), len(position), dtype=cache.dtype, device=cache.device)
@@ -42,8 +45,8 @@ class Layout:
         # past its end a sequence reads its own last slot: what is masked is still multiplied by zero, and NaN
         # left behind by somebody else would come through
         position = position.minimum(last)
-        block_ids = self.batch.block_tables[seqs].gather(1, position // self.block_size)
-        slots = (block_ids * self.block_size + position % self.block_size).flatten()
+        block_ids = batch.block_tables[seqs].gather(1, position // cache.shape[3])
+        slots = (block_ids * cache.shape[3] + position % cache.shape[3]).flatten()
         if starts[-1] - starts[0] == len(seqs) - 1:  # neighbors: a view of them will do
             return slice(starts[0], starts[-1] + count), slots, mask, count == 1
         return torch.tensor(starts, device=cache.device), slots, mask, True

@@ -105,7 +105,3 @@ class Qwen(nn.Module):
         for layer in self.model.layers:
             x = layer(x, residual, cos_sin, batch)
         return self.ops.add_and_norm(x, residual, self.model.norm)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[B, hidden_size] -> [B, vocab_size] fp32, only for the tokens that are sampled."""
-        return self.lm_head(hidden).float()
