@@ -35,7 +35,6 @@ def random_batch(sequences, num_kv_heads, head_dim, block_size=8, num_blocks=64,
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     cache = torch.full((2, num_layers, num_blocks, block_size, num_kv_heads, head_dim), torch.nan)
     free = rng.sample(range(num_blocks), num_blocks)
-    width = max(-(-context // block_size) for _, context in sequences)
     tables, slots, keys = [], [], []
     for length, context in sequences:
         table = [free.pop() for _ in range(-(-context // block_size))]
@@ -44,7 +43,7 @@ def random_batch(sequences, num_kv_heads, head_dim, block_size=8, num_blocks=64,
         cached = all_slots[: context - length]
         cache.flatten(2, 3)[:, :, cached] = kv[:, :, : len(cached)]
         slots += all_slots[len(cached) :]
-        tables.append(table + [rng.randrange(num_blocks) for _ in range(width - len(table))])
+        tables.append(table + rng.sample(range(num_blocks), rng.randrange(3)))  # and blocks for tokens to come
         keys.append(kv)
     starts = torch.tensor([0, *(length for length, _ in sequences)]).cumsum(0)
     batch = Batch(
@@ -52,7 +51,10 @@ def random_batch(sequences, num_kv_heads, head_dim, block_size=8, num_blocks=64,
         slot_mapping=torch.tensor(slots),
         cu_seqlens_q=starts.to(torch.int32),
         context_lens=torch.tensor([context for _, context in sequences], dtype=torch.int32),
-        block_tables=torch.tensor(tables, dtype=torch.int32),
+        cu_blocks=torch.tensor([0, *map(len, tables)]).cumsum(0).to(torch.int32),
+        block_tables=torch.tensor([block_id for table in tables for block_id in table], dtype=torch.int32),
+        num_decodes=next((b for b, (length, _) in enumerate(sequences) if length > 1), len(sequences)),
+        max_context=max(context for _, context in sequences),
     )
     return batch, keys
 

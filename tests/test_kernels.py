@@ -6,6 +6,7 @@ Run: pytest tests/test_kernels.py [-k split]
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ MIXTURE = [(1, 9), (5, 5), (3, 20), (1, 1), (1, 33), (17, 40)]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
-def check(sequences, heads, kv_heads, head_dim, dtype=torch.float32, splits=None, padding=0, **kwargs):
+def check(sequences, heads, kv_heads, head_dim, dtype=torch.float32, splits=0, part=256, **kwargs):
     """Both functions on the same random batch, whose unowned slots are NaN. Returns the kernel's output."""
     batch, keys = random_batch(sequences, kv_heads, head_dim, **kwargs)
     lengths, layer, scale = [length for length, _ in sequences], 1, head_dim**-0.5
@@ -31,12 +32,12 @@ def check(sequences, heads, kv_heads, head_dim, dtype=torch.float32, splits=None
     q = torch.randn(sum(lengths), heads, head_dim, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
     kv = torch.cat([kv[:, layer, -length:] for kv, length in zip(keys, lengths)], dim=1).to(DEVICE, dtype)
     expected_cache = batch.kv_cache.clone()
-    torch_ops.store_kv(*kv, Batch(expected_cache, *list(vars(batch).values())[1:5]), layer)
+    torch_ops.store_kv(*kv, replace(batch, kv_cache=expected_cache), layer)
     qkv = torch.cat([kv[0], kv[1]], dim=1)  # as in the model, keys and values are views of something larger
     triton_attention.store_kv(*qkv.split(kv_heads, dim=1), batch, layer)
     assert torch.equal(batch.kv_cache.nan_to_num(), expected_cache.nan_to_num())
     expected = attention.paged_attention(q, batch, layer, scale)
-    out = triton_attention.paged_attention(q, batch, layer, scale, splits)
+    out = triton_attention.paged_attention(q, batch, layer, scale, splits, part)
     torch.testing.assert_close(out, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
@@ -66,8 +67,15 @@ def test_every_split_into_cached_and_new_at_block_borders(context):
 @pytest.mark.parametrize("splits", [1, 2, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_split_kv_of_decodes(splits, dtype):
-    """Parts of one tile, of several and of none."""
-    check([(1, context) for context in (1, 15, 64, 65, 700)], 6, 2, 32, dtype, splits, num_blocks=120)
+    """Parts of one tile, of several and of none; and parts that are kept long."""
+    for part in (1, 100, 256):
+        check([(1, context) for context in (1, 15, 64, 65, 700)], 6, 2, 32, dtype, splits, part, num_blocks=120)
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+def test_decodes_before_chunks(splits):
+    """As the runner sorts them: two launches."""
+    check([(1, 9), (1, 300), (1, 1), (5, 5), (1, 12), (33, 90), (17, 40)], 6, 2, 32, splits=splits, part=64)
 
 
 def test_tiles_of_a_long_prompt():
@@ -81,7 +89,8 @@ def test_padding_rows_do_nothing():
     batch.slot_mapping = torch.tensor([*batch.slot_mapping, -1, -1], device=DEVICE)
     batch.cu_seqlens_q = torch.arange(5, dtype=torch.int32, device=DEVICE)
     batch.context_lens = torch.tensor([9, 20, 0, 0], dtype=torch.int32, device=DEVICE)
-    batch.block_tables = torch.nn.functional.pad(batch.block_tables, (0, 0, 0, 2)).to(DEVICE)
+    batch.cu_blocks = torch.nn.functional.pad(batch.cu_blocks, (0, 2), value=batch.cu_blocks[-1].item()).to(DEVICE)
+    batch.block_tables, batch.num_decodes = batch.block_tables.to(DEVICE), 4
     before, kv = batch.kv_cache.clone(), torch.ones(4, 2, 32, device=DEVICE)
     triton_attention.store_kv(kv, kv, batch, 0)
     changed = (batch.kv_cache != before).any(-1).any(-1).sum().item()
@@ -89,7 +98,7 @@ def test_padding_rows_do_nothing():
     q = torch.randn(4, 4, 32, device=DEVICE)
     full = [triton_attention.paged_attention(q, batch, 0, 0.2, splits) for splits in (1, 4)]
     batch.cu_seqlens_q, batch.context_lens = batch.cu_seqlens_q[:3], batch.context_lens[:2]
-    batch.block_tables = batch.block_tables[:2]
+    batch.cu_blocks, batch.num_decodes = batch.cu_blocks[:3], 2
     for out in full:
         torch.testing.assert_close(out[:2], attention.paged_attention(q[:2], batch, 0, 0.2), atol=1e-5, rtol=1e-5)
 
@@ -123,16 +132,18 @@ def test_the_engine_gives_the_same_tokens(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux")
-@pytest.mark.parametrize("capability", [80, 86, 90])
+@pytest.mark.parametrize("capability", [80, 86, 89, 90, 100])
 def test_compiled_ahead_of_time(capability):
-    """For the heads of Qwen3-0.6B: fits into consumer cards, and decode spills no registers."""
+    """For the heads of Qwen3-0.6B: fits into consumer cards, spills no registers, and a tile of keys and values is loaded
+    while the one before is computed."""
     env = os.environ | {"TRITON_INTERPRET": "0"}
     script = os.path.join(os.path.dirname(__file__), "compile_kernels.py")
     done = subprocess.run([sys.executable, script, str(capability)], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines()]
     attention = {"decode", "prefill", "combine", "store_kv", "copy_blocks"}
-    assert {row[0] for row in rows} == attention | {"add_rms_norm", "norm_rotate", "silu_and_mul", "sample"}
-    for name, shared, spilled in rows:
-        assert int(shared) <= 99 * 1024, name
-        assert name == "prefill" or int(spilled) == 0
+    assert {row[0] for row in rows} == attention | {"add_and_norm", "norm_and_rotate", "silu_and_mul", "sample"}
+    for name, *numbers in rows:
+        shared, spilled, _, buffers = map(int, numbers)
+        assert shared <= 99 * 1024 and spilled == 0, name
+        assert buffers >= 2 or name not in ("decode", "prefill")

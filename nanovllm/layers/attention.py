@@ -10,11 +10,12 @@ def paged_attention(q: torch.Tensor, batch: Batch, layer: int, scale: float) -> 
 
     Query head h reads KV head h // (num_heads / num_kv_heads).
     """
-    out, starts, block_size = torch.zeros_like(q), batch.cu_seqlens_q.tolist(), batch.kv_cache.shape[3]
+    out, starts, blocks = torch.zeros_like(q), batch.cu_seqlens_q.tolist(), batch.cu_blocks.tolist()
+    block_size = batch.kv_cache.shape[3]
     for b, context in enumerate(batch.context_lens.tolist()):
         tokens = slice(starts[b], starts[b + 1])
         position = torch.arange(context, device=q.device)
-        block_ids = batch.block_tables[b, position // block_size].long()
+        block_ids = batch.block_tables[blocks[b] + position // block_size].long()
         k, v = batch.kv_cache[:, layer, block_ids, position % block_size]  # [context, num_kv_heads, head_dim] each
         group = q.shape[1] // k.shape[1]  # query heads that read the same KV head
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)

@@ -45,7 +45,7 @@ class Layout:
         # past its end a sequence reads its own last slot: what is masked is still multiplied by zero, and NaN
         # left behind by somebody else would come through
         position = position.minimum(last)
-        block_ids = batch.block_tables[seqs].gather(1, position // cache.shape[3])
+        block_ids = batch.block_tables[batch.cu_blocks[seqs].unsqueeze(1) + position // cache.shape[3]].long()
         slots = (block_ids * cache.shape[3] + position % cache.shape[3]).flatten()
         if starts[-1] - starts[0] == len(seqs) - 1:  # neighbors: a view of them will do
             return slice(starts[0], starts[-1] + count), slots, mask, count == 1

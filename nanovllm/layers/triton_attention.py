@@ -6,11 +6,16 @@ It walks over the context in tiles of keys, whatever the block size: every key's
 table. Softmax is online (Milakov and Gimelshein, 2018), in powers of two, with the scale folded in.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from nanovllm.layers.batch import Batch
+
+PART = 256  # tokens of a context that are worth a program of their own
 
 
 @triton.jit
@@ -36,38 +41,41 @@ def copy_blocks_kernel(cache, pairs, num_blocks, SIZE: tl.constexpr, PART: tl.co
 def tile_of(cu_seqlens_q, tile, num_seqs, TOKENS: tl.constexpr):
     """Which sequence a tile of queries belongs to, and its first token there.
 
-    With TOKENS == 1 all sequences have one token, and a tile is a sequence. Else sequence b owns the tiles from
-    cu_seqlens_q[b] // TOKENS + b on, found by binary search. That leaves each sequence room for a last tile that is
+    With TOKENS == 1 all sequences have one token, and a tile is a sequence. Else sequence b, with so many tokens before
+    it, owns the tiles from tokens // TOKENS + b on, found by binary search. That leaves each sequence room for a last tile that is
     not full, so the grid depends on the numbers of tokens and sequences and not on lengths.
     """
     if TOKENS == 1:
         return tile, 0
-    low, high = 0, num_seqs
+    low, high, first = 0, num_seqs, tl.load(cu_seqlens_q)
     while low < high:
         middle = (low + high) // 2
-        if tl.load(cu_seqlens_q + middle) // TOKENS + middle <= tile:
+        if (tl.load(cu_seqlens_q + middle) - first) // TOKENS + middle <= tile:
             low = middle + 1
         else:
             high = middle
     seq = low - 1
-    return seq, (tile - (tl.load(cu_seqlens_q + seq) // TOKENS + seq)) * TOKENS
+    return seq, (tile - ((tl.load(cu_seqlens_q + seq) - first) // TOKENS + seq)) * TOKENS
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_seqs"])  # else their values would be reasons to compile again
+@triton.jit(do_not_specialize=["first_seq", "num_seqs"])  # else its values would be reasons to compile again
 def attention_kernel(
-    out, maxima, sums, q, k_cache, v_cache, cu_seqlens_q, context_lens, block_tables,
-    scale, q_stride, table_stride, num_seqs,
+    out, maxima, sums, q, k_cache, v_cache, cu_seqlens_q, context_lens, cu_blocks, block_tables,
+    scale, q_stride, first_seq, num_seqs,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    TOKENS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr,
+    SPLITS: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile, kv_head, split): a tile of TOKENS tokens x query heads over one part of the context.
+    """Program (tile, kv_head, split): a tile of TOKENS tokens x query heads over one part of the context, which has PART
+    tokens at least. For the `num_seqs` sequences from `first_seq` on.
 
     ROWS >= TOKENS * HEADS / KV_HEADS and DIM >= HEAD_DIM are padded to powers of two. With SPLITS > 1 the result
     is not normalised: `out` [T, HEADS, SPLITS, HEAD_DIM] fp32, with the maxima and sums of each part beside it.
     """
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    seq, first = tile_of(cu_seqlens_q, tile, num_seqs, TOKENS)
+    seq, first = tile_of(cu_seqlens_q + first_seq, tile, num_seqs, TOKENS)
+    seq += first_seq
     start, end = tl.load(cu_seqlens_q + seq), tl.load(cu_seqlens_q + seq + 1)
     context = tl.load(context_lens + seq)
     if first < end - start and context > 0:
@@ -81,15 +89,19 @@ def attention_kernel(
 
         position = context - (end - start) + token
         visible = tl.minimum(context - (end - start) + first + TOKENS, context)  # to the tile's last token
-        part = tl.cdiv(tl.cdiv(visible, SPLITS), KEYS) * KEYS
+        part = tl.cdiv(tl.maximum(tl.cdiv(visible, SPLITS), PART), KEYS) * KEYS
+        first_key, end_key = split * part, tl.minimum(split * part + part, visible)
+        table = block_tables + tl.load(cu_blocks + seq)
+        # looked up one tile ahead: a load whose address must be loaded first would leave nothing to overlap with
+        block = tl.load(table + (first_key + key) // BLOCK_SIZE, mask=first_key + key < end_key, other=0)
         maximum = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         result = tl.zeros([ROWS, DIM], tl.float32)
-        for begin in range(split * part, tl.minimum(split * part + part, visible), KEYS):
+        for begin in range(first_key, end_key, KEYS):
             at = begin + key
             is_key = at < visible
-            block = tl.load(block_tables + seq * table_stride + at // BLOCK_SIZE, mask=is_key, other=0)
             slot = block.to(tl.int64) * BLOCK_SIZE + at % BLOCK_SIZE
+            block = tl.load(table + (at + KEYS) // BLOCK_SIZE, mask=at + KEYS < end_key, other=0)
             kv_at = (slot * KV_HEADS + kv_head) * HEAD_DIM
             keys = tl.load(k_cache + kv_at[None, :] + dim[:, None], mask=is_key & is_dim[:, None], other=0.0)
             scores = tl.dot(queries, keys, input_precision="ieee") * scale
@@ -108,7 +120,8 @@ def attention_kernel(
         else:
             tl.store(maxima + row_at, maximum, mask=is_row)
             tl.store(sums + row_at, total, mask=is_row)
-        tl.store(out + row_at[:, None] * HEAD_DIM + dim, result, mask=is_row[:, None] & is_dim)
+        if first_key < end_key:  # a part without keys has nothing to add
+            tl.store(out + row_at[:, None] * HEAD_DIM + dim, result, mask=is_row[:, None] & is_dim)
 
 
 @triton.jit
@@ -123,7 +136,7 @@ def combine_kernel(
         maximum = tl.load(maxima + row * SPLITS + split)
         weight = tl.exp2(maximum - tl.max(maximum, 0))  # 0 for a part without keys
         at = (row * SPLITS + split)[:, None] * HEAD_DIM + dim
-        part = tl.load(parts + at, mask=dim < HEAD_DIM, other=0.0)
+        part = tl.load(parts + at, mask=(weight[:, None] > 0) & (dim < HEAD_DIM), other=0.0)
         total = tl.sum(tl.load(sums + row * SPLITS + split) * weight, 0)
         tl.store(out + row * HEAD_DIM + dim, tl.sum(part * weight[:, None], 0) / total, mask=dim < HEAD_DIM)
 
@@ -144,44 +157,65 @@ def copy_blocks(kv_cache: torch.Tensor, copies: list[tuple[int, int]]) -> None:
     copy_blocks_kernel[(len(pairs), num_layers, triton.cdiv(size, part))](kv_cache, pairs, num_blocks, size, part)
 
 
-def tile_sizes(dim: int, group: int, itemsize: int, is_decode: bool) -> tuple[int, int, int, int, int]:
-    """(tokens, rows, keys, warps, stages) of a tile, so small that registers do not spill: see tests/test_kernels.py."""
+class Tile(NamedTuple):
+    """What a program of attention_kernel works on: `rows` are tokens x query heads of a group, padded."""
+
+    tokens: int
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def tile_for(dim: int, group: int, itemsize: int, is_decode: bool) -> Tile:
+    """So small that registers do not spill, see tests/test_kernels.py; and with two buffers for keys and values, so that
+    a tile is loaded while the one before is computed."""
     keys = max(16, min(64, 8192 // (dim * itemsize)))
     if is_decode:
-        return 1, max(16, triton.next_power_of_2(group)), keys, 4, 2
+        return Tile(1, max(16, triton.next_power_of_2(group)), keys, warps=4, stages=3)
     rows = 16 if itemsize == 4 else 64 if dim <= 128 else 32
     rows = max(rows, 2 * triton.next_power_of_2(group))  # two tokens at least: one means that it is a decode
-    return rows // group, rows, keys, 8 if rows == 64 else 4, 2
+    return Tile(rows // group, rows, keys, warps=4, stages=3)
 
 
-def num_splits(programs: int, longest: int, device: torch.device) -> int:
-    """Parts of a decode's context: enough to give every multiprocessor work, but one per 256 tokens at most, rounded up
-    to a power of two. `longest` is a bound for all contexts, so of a very short one most parts are empty."""
-    wanted = 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    return min(
-        triton.next_power_of_2(triton.cdiv(wanted, programs)), triton.next_power_of_2(triton.cdiv(longest, 256)), 32
-    )
+def num_splits(programs: int, max_context: int, device: torch.device) -> int:
+    """Parts of a decode's context: enough to keep all multiprocessors busy to the end, although contexts differ, but one
+    per PART tokens at most, rounded up to a power of two. Of a context that is shorter than the longest some are empty."""
+    wanted = 16 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    most = triton.next_power_of_2(triton.cdiv(max_context, PART))
+    return min(triton.next_power_of_2(triton.cdiv(wanted, programs)), most, 32)
 
 
-def paged_attention(q: torch.Tensor, batch: Batch, layer: int, scale: float, splits: int | None = None) -> torch.Tensor:
-    """As attention.paged_attention; sequences with context_lens of 0 are padding and are not computed."""
-    (num_tokens, heads, head_dim), cache = q.shape, batch.kv_cache[:, layer]
-    block_size, kv_heads = cache.shape[2:4]
-    num_seqs, dim = len(batch.context_lens), triton.next_power_of_2(head_dim)
-    is_decode = num_tokens == num_seqs
-    tokens, rows, keys, warps, stages = tile_sizes(dim, heads // kv_heads, q.element_size(), is_decode)
-    num_tiles = num_seqs if is_decode else num_tokens // tokens + num_seqs
-    if splits is None:
-        longest = batch.block_tables.shape[1] * block_size
-        splits = num_splits(num_seqs * kv_heads, longest, q.device) if is_decode else 1
-    out = torch.empty_like(q)
-    parts = out if splits == 1 else q.new_empty(num_tokens, heads, splits, head_dim, dtype=torch.float32)
-    maxima, sums = q.new_empty(2, num_tokens, heads, splits, dtype=torch.float32)
-    attention_kernel[(num_tiles, kv_heads, splits)](
-        parts, maxima, sums, q, *cache, batch.cu_seqlens_q, batch.context_lens, batch.block_tables,
-        scale * 1.4426950408889634, q.stride(0), batch.block_tables.stride(0), num_seqs,  # exp(x) is exp2(x / ln 2)
-        heads, kv_heads, head_dim, block_size, tokens, rows, keys, dim, splits, num_warps=warps, num_stages=stages,
-    )  # fmt: skip
-    if splits > 1:
-        combine_kernel[(num_tokens, heads)](out, parts, maxima, sums, batch.context_lens, head_dim, dim, splits)
+def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float, splits: int = 0, part: int = PART) -> Tensor:
+    """As attention.paged_attention; sequences with context_lens of 0 are padding and are not computed.
+
+    Decodes and chunks of prompts have tiles of different sizes, so a step with both launches the kernel twice.
+    """
+    out, decodes = torch.empty_like(q), batch.num_decodes
+    (num_tokens, heads, head_dim), (block_size, kv_heads) = q.shape, batch.kv_cache.shape[3:5]
+    dim, num_chunks = triton.next_power_of_2(head_dim), len(batch.context_lens) - decodes
+
+    def launch(out, maxima, sums, tile: Tile, num_tiles: int, first_seq: int, num_seqs: int, splits: int) -> None:
+        attention_kernel[(num_tiles, kv_heads, splits)](
+            out, maxima, sums, q, *batch.kv_cache[:, layer],
+            batch.cu_seqlens_q, batch.context_lens, batch.cu_blocks, batch.block_tables,
+            scale * 1.4426950408889634, q.stride(0), first_seq, num_seqs,  # exp(x) is exp2(x / ln 2)
+            heads, kv_heads, head_dim, block_size, tile.tokens, tile.rows, tile.keys, dim, splits, part,
+            num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+
+    if num_chunks:
+        tile = tile_for(dim, heads // kv_heads, q.element_size(), is_decode=False)
+        num_tiles = (num_tokens - decodes) // tile.tokens + num_chunks
+        launch(out, out, out, tile, num_tiles, decodes, num_chunks, 1)
+    if decodes:
+        tile = tile_for(dim, heads // kv_heads, q.element_size(), is_decode=True)
+        splits = splits or num_splits(decodes * kv_heads, batch.max_context, q.device)
+        if splits == 1:
+            launch(out, out, out, tile, decodes, 0, decodes, 1)
+        else:
+            parts = q.new_empty(decodes, heads, splits, head_dim, dtype=torch.float32)
+            maxima, sums = (parts.new_empty(decodes, heads, splits) for _ in range(2))
+            launch(parts, maxima, sums, tile, decodes, 0, decodes, splits)
+            combine_kernel[(decodes, heads)](out, parts, maxima, sums, batch.context_lens, head_dim, dim, splits)
     return out
