@@ -80,8 +80,10 @@ class BlockManager:
         return missing
 
     def can_allocate(self, items: list[tuple[Sequence, int]]) -> bool:
-        enough = sum(num_tokens + 1 for _, num_tokens in items)  # a block for each token, and a copy
-        return enough <= len(self.free_blocks) or self.num_new_blocks(items) <= len(self.free_blocks)
+        num_free, most = len(self.free_blocks), 0
+        for _, num_tokens in items:
+            most += num_tokens + 1  # a block for each token, and a copy
+        return most <= num_free or self.num_new_blocks(items) <= num_free
 
     def can_admit(self, request: Request, num_reserved: int = 0) -> bool:
         """Whether there are blocks for all tokens that a waiting request has, beside `num_reserved` for others."""

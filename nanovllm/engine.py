@@ -198,12 +198,20 @@ class LLM:
         self.num_steps += 1
         self.num_computed_tokens += schedule.num_tokens
         self.num_output_tokens += len(schedule.sampled_items)
-        for request in dict.fromkeys(seq.request for _, seq in schedule.sampled_items):
-            self._report(self.replies[request.request_id])
-            for seq in request.sequences:
+        news: dict[Reply, None] = {}
+        for _, seq in schedule.sampled_items:
+            reply = self.replies[seq.request.request_id]
+            if reply.is_watched or seq.finish_reason is not None:
+                news[reply] = None
+            elif reply.is_reported:  # nothing else to do for a token: its output is made when somebody reads it
+                self.unreported[reply.output.request_id] = reply.output
+        for reply in news:
+            self._report(reply)
+            for seq in reply.request.sequences:
                 if seq.finish_reason is not None and seq.block_table:  # by a stop string, or because its text failed
                     self.scheduler.finish(seq, seq.finish_reason)
-            self.untested.discard(request)
+        if self.apart:
+            self.untested.difference_update(seq.request for _, seq in schedule.sampled_items)
         if self.apart and not any(request.unfinished for request in self.untested):
             self.apart.pop()  # this group has got through: it was none of them
             self._recover()
@@ -286,7 +294,7 @@ class LLM:
         manager_cls = config.block_manager_cls or BlockManager
         return manager_cls(runner.num_blocks, config.block_size, config.enable_prefix_caching, runner.num_host_blocks)
 
-    def _submit(self, request: Request, is_reported: bool = True) -> Reply:
+    def _submit(self, request: Request, is_reported: bool = True, is_watched: bool = False) -> Reply:
         """Gives a checked request its place in the order of arrival, its id and its seed, and queues it."""
         request.arrival = next(self.arrivals)
         if not request.request_id:
@@ -298,7 +306,7 @@ class LLM:
         if self.is_changing:
             self._recover()
         self.is_changing = True
-        reply = Reply(request, self.tokenizer and self.tokenizer.backend_tokenizer, is_reported)
+        reply = Reply(request, self.tokenizer and self.tokenizer.backend_tokenizer, is_reported, is_watched)
         if not self.apart:  # else it begins when those have run
             self.scheduler.add(request)
         self.replies[request.request_id] = reply
@@ -308,7 +316,7 @@ class LLM:
     def _stream(self, request: Request) -> Iterator[str]:
         shown = 0
         try:
-            reply = self._submit(request, is_reported=False)
+            reply = self._submit(request, is_reported=False, is_watched=True)
             while shown < reply.texts[0].num_safe_chars or not reply.output.finished:
                 if shown >= reply.texts[0].num_safe_chars:  # else somebody else's step has brought text already
                     self.step(report=False)

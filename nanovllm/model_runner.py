@@ -142,41 +142,47 @@ class ModelRunner:
         """One flat, ragged batch. Two sequences with blocks of 4 tokens, the first with 4 tokens in the cache and 1 to
         compute, the second with none in the cache and 3 to compute:
 
-            block_tables   [[7, 2], [5, 0]]   the second is padded
-            counts         [1, 3]             tokens to compute
-            starts         [4, 0]             tokens in the cache before ...
-            contexts       [5, 3]             ... and after the step
-            ends           [1, 4]             where each sequence ends in the batch
+            counts         [1, 3]          tokens to compute
+            starts         [4, 0]          tokens in the cache before ...
+            contexts       [5, 3]          ... and after the step
+            ends           [1, 4]          where each sequence ends in the batch
             seq_of_token   [0, 1, 1, 1]
             positions      [4, 0, 1, 2]
-            slots          [8, 20, 21, 22]    block 2, offset 0, then block 5
-            sampled_rows   [0, 3]             where the last tokens are
+            block_tables   [7, 2, 5]       that of the first, then that of the second, which begins at ...
+            cu_blocks      [0, 2, 3]       ... 2
+            slots          [8, 20, 21, 22]  block 2, offset 0, then block 5
+            sampled_rows   [0, 3]          where the last tokens are
         """
-        seqs, sampled = [seq for seq, _ in schedule.items], schedule.sampled_items
-        counts = integers([num_tokens for _, num_tokens in schedule.items])
-        starts = integers([seq.num_computed_tokens for seq in seqs])
+        items, sampled_items, block_size = schedule.items, schedule.sampled_items, self.shape.block_size
+        is_long = [num_tokens > 1 for _, num_tokens in items]
+        num_decodes, rows = len(items) - sum(is_long), [i for i, _ in sampled_items]
+        if 0 < num_decodes < len(items):  # attention wants those with one token first
+            order = sorted(range(len(items)), key=is_long.__getitem__)
+            items, place = [items[i] for i in order], {i: row for row, i in enumerate(order)}
+            rows = [place[i] for i in rows]
+        counts = integers([num_tokens for _, num_tokens in items])
+        starts = integers([seq.num_computed_tokens for seq, _ in items])
         contexts, ends = starts + counts, counts.cumsum(0)
-        token_ids = (seq.token_ids[seq.num_computed_tokens : seq.num_computed_tokens + n] for seq, n in schedule.items)
+        token_ids, tables, cu_blocks = array("q"), array("i"), array("i", [0])
+        for seq, num_tokens in items:
+            begin = seq.num_computed_tokens
+            token_ids.fromlist(seq.token_ids[begin : begin + num_tokens])
+            tables.fromlist(seq.block_table)
+            cu_blocks.append(len(tables))
         seq_of_token = torch.repeat_interleave(counts)
-        positions = torch.arange(len(seq_of_token)) + (contexts - ends)[seq_of_token]
-        width = max(len(seq.block_table) for seq in seqs)
-        tables = array("i")  # 32 bits
-        for seq in seqs:
-            tables.fromlist(seq.block_table + [0] * (width - len(seq.block_table)))
-        block_tables = torch.frombuffer(tables, dtype=torch.int32).view(len(seqs), width)
-        block_ids = block_tables[seq_of_token, positions // self.shape.block_size].long()
-        slots = block_ids * self.shape.block_size + positions % self.shape.block_size
-        batch = Batch(self.kv_cache, slots, F.pad(ends, (1, 0)).int(), contexts.int(), block_tables)
+        positions = torch.arange(len(token_ids)) + (contexts - ends)[seq_of_token]
+        block_tables, cu_blocks = (torch.frombuffer(x, dtype=torch.int32) for x in (tables, cu_blocks))
+        block_ids = block_tables[cu_blocks[seq_of_token] + positions // block_size].long()
+        slots = block_ids * block_size + positions % block_size
+        batch = Batch(
+            self.kv_cache, slots, F.pad(ends, (1, 0)).int(), contexts.int(), cu_blocks, block_tables,
+            num_decodes, int(contexts.max()),
+        )  # fmt: skip
         sampling = None
-        if any(seq.request.params.temperature for _, seq in sampled):
-            sampling = self._sampling([seq for _, seq in sampled])
-        return StepInputs(
-            input_ids=integers(chain.from_iterable(token_ids)),
-            positions=positions,
-            batch=batch,
-            sampled_rows=(ends - 1)[[i for i, _ in sampled]],
-            sampling=sampling,
-        )
+        if any(seq.request.params.temperature for _, seq in sampled_items):
+            sampling = self._sampling([seq for _, seq in sampled_items])
+        input_ids = torch.frombuffer(token_ids, dtype=torch.int64)
+        return StepInputs(input_ids, positions, batch, (ends - 1)[rows], sampling)
 
     def _sampling(self, seqs: list[Sequence]) -> Sampling:
         """How each sequence draws its token. Filters that nobody uses are None."""

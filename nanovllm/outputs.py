@@ -23,13 +23,22 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
+    """What a request returns. It grows while the request runs: `outputs` is brought up to date when it is read."""
+
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
+    reply: "Reply | None" = field(repr=False)  # until it has finished
+    completions: list[CompletionOutput] = field(repr=False)
     num_cached_tokens: int = 0  # prompt tokens whose keys and values came from the prefix cache
     finished: bool = False
     error: Exception | None = None  # what made it fail, if its finish_reason is "error"
+
+    @property
+    def outputs(self) -> list[CompletionOutput]:
+        if self.reply is not None:
+            self.reply.update()
+        return self.completions
 
 
 @dataclass
@@ -75,11 +84,14 @@ class Reply:
     The request has the truth: the tokens of its sequences. All that is in here can be made from them again.
     """
 
-    def __init__(self, request: Request, tokenizer: Tokenizer | None, is_reported: bool):
+    def __init__(self, request: Request, tokenizer: Tokenizer | None, is_reported: bool, is_watched: bool):
         self.request = request
         self.is_reported = is_reported  # by step(); else its caller holds the output
         self.outputs = [CompletionOutput(i) for i in range(request.params.n)]
-        self.output = RequestOutput(request.request_id, request.prompt, request.prompt_token_ids, self.outputs)
+        prompt = request.prompt, request.prompt_token_ids
+        self.output = RequestOutput(request.request_id, *prompt, self, self.outputs)
+        # by a stream, or for stop strings: after each token. Else the output is made when somebody reads it
+        self.is_watched = is_watched or bool(request.params.stop) or request.beam_search is not None
         self.tokenizer = tokenizer
         self.restart()
 
@@ -113,7 +125,7 @@ class Reply:
                 text.num_safe_chars = len(text.output.text)
             if request.beam_search is not None:
                 self.outputs[:] = beams_of(request, request.beam_search, self.tokenizer)
-            self.output.finished = True
+            self.output.finished, self.output.reply = True, None
 
     def fail(self, error: Exception) -> None:
         """Ends it, whatever state it is in."""
@@ -121,7 +133,7 @@ class Reply:
             seq.finish_reason = "error"
         for output in self.outputs:
             output.finish_reason = output.finish_reason or "error"
-        self.output.error, self.output.finished = error, True
+        self.output.error, self.output.finished, self.output.reply = error, True, None
 
 
 def beams_of(request: Request, search: BeamSearch, tokenizer: Tokenizer | None) -> list[CompletionOutput]:

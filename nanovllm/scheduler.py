@@ -168,10 +168,10 @@ class Scheduler:
 
     def _tokens_to_compute(self, request: Request, budget: int) -> list[tuple[Sequence, int]]:
         """The request's sequences with their missing tokens, as far as the budget goes."""
-        first, *others = request.unfinished
-        if others:
+        if request.params.n > 1:
             return self._tokens_of_group(request, budget)
-        return [(first, min(len(first.token_ids) - first.num_computed_tokens, budget))]
+        (seq,) = request.sequences
+        return [(seq, min(len(seq.token_ids) - seq.num_computed_tokens, budget))]
 
     def _commit(self, items: list[tuple[Sequence, int]], schedule: Schedule) -> int:
         """Gives each sequence its blocks, and puts it into the schedule. Returns the number of tokens."""
@@ -262,6 +262,8 @@ class Scheduler:
     def _tokens_of_group(self, request: Request, budget: int) -> list[tuple[Sequence, int]]:
         """They get their next tokens together or not at all: the last token of each is computed in the same step."""
         seqs = request.unfinished
+        if len(seqs) == 1:
+            return [(seqs[0], min(seqs[0].num_missing_tokens, budget))]
         if not request.has_forked:
             return [(seqs[0], min(request.num_shared_tokens - seqs[0].num_computed_tokens, budget))]
         missing = [seq.num_missing_tokens for seq in seqs]
