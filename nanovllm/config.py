@@ -89,7 +89,7 @@ class Config(Options):
         self.require("seed", is_int(self.seed, 0, 2**63 - 1), "an integer from 0 to 2**63 - 1")
 
     def resolved(self, longest: int, num_batched_tokens: int) -> Limits:
-        """Fills in what was left open, for a model made for `longest` tokens and the device's tokens per step."""
+        """Fills in the defaults: the model's longest context, and how many tokens per step suit the device."""
         max_model_len = longest if self.max_model_len is None else self.max_model_len
         self.require("max_model_len", max_model_len <= longest, f"at most {longest}, the model's longest context")
         tokens = self.max_num_batched_tokens or num_batched_tokens
