@@ -150,13 +150,13 @@ def test_missing_and_unexpected_tensors_are_listed(tmp_path):
         load(tmp_path)
     message = str(error.value)
     assert "missing tensors ['model.layers.0.self_attn.k_proj.weight', 'model.norm.weight']" in message
-    assert "unexpected ['model.layers.0.mlp.extra.weight']" in message
+    assert "unexpected tensors ['model.layers.0.mlp.extra.weight']" in message
 
 
 def test_a_tensor_of_the_wrong_shape_is_named(tmp_path):
     save(new_model(), tmp_path)
     change_tensors(tmp_path, lambda tensors: tensors.update({"model.norm.weight": torch.zeros(7)}))
-    with pytest.raises(ValueError, match=r"model.norm.weight has the shape \[7\], but config.json asks for \[48\]"):
+    with pytest.raises(ValueError, match=r"model.norm.weight has shape \[7\], but config.json requires \[48\]"):
         load(tmp_path)
 
 
@@ -178,7 +178,7 @@ def test_truncated_safetensors(tmp_path):
     file = tmp_path / "model.safetensors"
     save(new_model(), tmp_path)
     file.write_bytes(file.read_bytes()[:-1000])
-    with pytest.raises(ValueError, match="model.safetensors is damaged or not complete"):
+    with pytest.raises(ValueError, match="model.safetensors is damaged or incomplete"):
         load(tmp_path)
 
 
