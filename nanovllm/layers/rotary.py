@@ -13,7 +13,7 @@ def rope_settings(config) -> dict:
     settings["rope_type"] = settings.get("rope_type") or settings.get("type") or "default"
     settings.setdefault("rope_theta", getattr(config, "rope_theta", None) or 10_000.0)
     if settings["rope_type"] not in ROPE_TYPES:
-        raise ValueError(f"rope_type={settings['rope_type']!r} is not supported: supported are {', '.join(ROPE_TYPES)}")
+        raise ValueError(f"rope_type={settings['rope_type']!r} is not supported, only {', '.join(ROPE_TYPES)}")
     return settings
 
 

@@ -17,9 +17,9 @@ MODEL_TYPES = ("qwen2", "qwen3")
 def check_supported(config) -> None:
     """Raises ValueError for a Hugging Face config that is not supported here."""
     if config.model_type not in MODEL_TYPES:
-        raise ValueError(f"model_type={config.model_type!r} is not supported: supported are {', '.join(MODEL_TYPES)}")
+        raise ValueError(f"model_type={config.model_type!r} is not supported, only {', '.join(MODEL_TYPES)}")
     if config.hidden_act != "silu":
-        raise ValueError(f"hidden_act={config.hidden_act!r} is not supported: supported is silu")
+        raise ValueError(f"hidden_act={config.hidden_act!r} is not supported, only silu")
     if getattr(config, "use_sliding_window", False):
         raise ValueError("use_sliding_window=True is not supported: here every layer attends to its whole context")
 
