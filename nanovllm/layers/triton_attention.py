@@ -1,9 +1,9 @@
-"""Attention in Triton: attention.py for a GPU (or, slowly, with TRITON_INTERPRET=1 on a CPU).
+"""Attention in Triton: attention.py for a GPU (or, slowly, for a CPU with TRITON_INTERPRET=1).
 
-One kernel serves prompts, chunks over a cached prefix and decodes. A program holds a tile of queries: a few
-tokens of one sequence, times the query heads that share a KV head, so that each key is read once for all of them.
-It walks over the context in tiles of keys, whatever the block size: every key's slot is looked up in the block
-table. Softmax is online (Milakov and Gimelshein, 2018), in powers of two, with the scale folded in.
+One kernel handles prompts, chunks after a cached prefix, and decodes. A program holds a tile of queries: a few tokens
+of one sequence, times the query heads that share a KV head, so that each key is read once for all of them. It goes
+through the context in tiles of keys, independent of the block size: each key's slot is looked up in the block table.
+Softmax is online (Milakov and Gimelshein, 2018), in powers of two, with the scale folded in.
 """
 
 import torch
@@ -25,7 +25,7 @@ def store_kv_kernel(k, v, k_cache, v_cache, slots, k_stride, v_stride, WIDTH: tl
 
 @triton.jit
 def copy_blocks_kernel(cache, pairs, num_blocks, SIZE: tl.constexpr, PART: tl.constexpr):
-    """Program (c, l, part) does a part of copy c in one layer's keys or values, which are SIZE numbers."""
+    """Program (c, l, part) does part of copy c, of SIZE numbers, in the keys or values of one layer."""
     source, target = tl.load(pairs + 2 * tl.program_id(0)), tl.load(pairs + 2 * tl.program_id(0) + 1)
     cache += tl.program_id(1).to(tl.int64) * num_blocks * SIZE
     i = tl.program_id(2) * PART + tl.arange(0, PART)
@@ -34,11 +34,11 @@ def copy_blocks_kernel(cache, pairs, num_blocks, SIZE: tl.constexpr, PART: tl.co
 
 @triton.jit
 def tile_of(cu_seqlens_q, tile, num_seqs, TOKENS: tl.constexpr):
-    """Which sequence a tile of queries belongs to, and its first token there.
+    """The sequence that a tile of queries belongs to, and the tile's first token in it.
 
-    With TOKENS == 1 all sequences have one token, and a tile is a sequence. Else sequence b owns the tiles from
-    cu_seqlens_q[b] // TOKENS + b on, found by binary search. That leaves each sequence room for a last tile that is
-    not full, so the grid depends on the numbers of tokens and sequences and not on lengths.
+    With TOKENS == 1, all sequences have one token, and a tile is a sequence. Otherwise the tiles of sequence b start at
+    cu_seqlens_q[b] // TOKENS + b, found by binary search. This leaves room for one partly filled tile per sequence, so
+    the grid depends only on the numbers of tokens and sequences, not on lengths.
     """
     if TOKENS == 1:
         return tile, 0
@@ -53,17 +53,17 @@ def tile_of(cu_seqlens_q, tile, num_seqs, TOKENS: tl.constexpr):
     return seq, (tile - (tl.load(cu_seqlens_q + seq) // TOKENS + seq)) * TOKENS
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_seqs"])  # else their values would be reasons to compile again
+@triton.jit(do_not_specialize=["table_stride", "num_seqs"])  # otherwise new values would cause a recompilation
 def attention_kernel(
     out, maxima, sums, q, k_cache, v_cache, cu_seqlens_q, context_lens, block_tables,
     scale, q_stride, table_stride, num_seqs,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile, kv_head, split): a tile of TOKENS tokens x query heads over one part of the context.
+    """Program (tile, kv_head, split): a tile of TOKENS tokens x query heads, over one part of the context.
 
-    ROWS >= TOKENS * HEADS / KV_HEADS and DIM >= HEAD_DIM are padded to powers of two. With SPLITS > 1 the result
-    is not normalised: `out` [T, HEADS, SPLITS, HEAD_DIM] fp32, with the maxima and sums of each part beside it.
+    ROWS >= TOKENS * HEADS / KV_HEADS and DIM >= HEAD_DIM are padded to powers of two. With SPLITS > 1, the result is
+    not normalized: `out` is [T, HEADS, SPLITS, HEAD_DIM] fp32, and `maxima` and `sums` are those of each part.
     """
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -115,7 +115,7 @@ def attention_kernel(
 def combine_kernel(
     out, parts, maxima, sums, context_lens, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr
 ):
-    """Program (t, head): puts the parts of one decoded token's context together."""
+    """Program (t, head): combines the parts of one decoded token's context."""
     t, heads = tl.program_id(0).to(tl.int64), tl.num_programs(1)
     if tl.load(context_lens + t) > 0:
         row = t * heads + tl.program_id(1)
@@ -145,18 +145,19 @@ def copy_blocks(kv_cache: torch.Tensor, copies: list[tuple[int, int]]) -> None:
 
 
 def tile_sizes(dim: int, group: int, itemsize: int, is_decode: bool) -> tuple[int, int, int, int, int]:
-    """(tokens, rows, keys, warps, stages) of a tile, so small that registers do not spill: see tests/test_kernels.py."""
+    """(tokens, rows, keys, warps, stages) of a tile, so small that no registers spill: see tests/test_kernels.py."""
     keys = max(16, min(64, 8192 // (dim * itemsize)))
     if is_decode:
         return 1, max(16, triton.next_power_of_2(group)), keys, 4, 2
     rows = 16 if itemsize == 4 else 64 if dim <= 128 else 32
-    rows = max(rows, 2 * triton.next_power_of_2(group))  # two tokens at least: one means that it is a decode
+    rows = max(rows, 2 * triton.next_power_of_2(group))  # at least two tokens: one means a decode
     return rows // group, rows, keys, 8 if rows == 64 else 4, 2
 
 
 def num_splits(programs: int, longest: int, device: torch.device) -> int:
-    """Parts of a decode's context: enough to give every multiprocessor work, but one per 256 tokens at most, rounded up
-    to a power of two. `longest` is a bound for all contexts, so of a very short one most parts are empty."""
+    """Number of parts of a decode's context: enough to keep every multiprocessor busy, but at most one per 256 tokens,
+    rounded up to a power of two. `longest` is an upper bound for all contexts, so most parts of a very short one are
+    empty."""
     wanted = 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
     return min(
         triton.next_power_of_2(triton.cdiv(wanted, programs)), triton.next_power_of_2(triton.cdiv(longest, 256)), 32
@@ -164,7 +165,7 @@ def num_splits(programs: int, longest: int, device: torch.device) -> int:
 
 
 def paged_attention(q: torch.Tensor, batch: Batch, layer: int, scale: float, splits: int | None = None) -> torch.Tensor:
-    """As attention.paged_attention; sequences with context_lens of 0 are padding and are not computed."""
+    """Like attention.paged_attention; sequences with context_lens of 0 are padding and are not computed."""
     (num_tokens, heads, head_dim), cache = q.shape, batch.kv_cache[:, layer]
     block_size, kv_heads = cache.shape[2:4]
     num_seqs, dim = len(batch.context_lens), triton.next_power_of_2(head_dim)
