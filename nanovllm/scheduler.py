@@ -85,6 +85,7 @@ class Scheduler:
     # --- a request comes ---
 
     def add(self, request: Request) -> None:
+        """Queues a request. The engine has checked it before; others may not have."""
         self.check(request)
         self.waiting.append(request)
 
