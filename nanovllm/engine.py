@@ -95,8 +95,7 @@ class LLM:
                 if self.is_changing:
                     self._recover()
                 if self.to_abort:
-                    self._end(self.to_abort)
-                    self.to_abort = []
+                    self._end()
         return list(map(self.unreported.pop, [*self.unreported])) if report else []  # in one call: a Ctrl-C loses none
 
     def abort(self, request_id: str) -> bool:
@@ -257,19 +256,19 @@ class LLM:
 
     def _abort(self, requests: list[Request]) -> None:
         """Ends the unfinished ones: at once, or, if we are in the middle of a step, at its end."""
+        self.to_abort += requests
         changing = [method.__code__ for method in (LLM.step, LLM._submit, LLM._end)]
         frame: FrameType | None = sys._getframe()
-        while frame is not None and frame.f_code not in changing:
+        while frame is not None and not (frame.f_code in changing and frame.f_locals["self"] is self):
             frame = frame.f_back
-        if frame is None:
-            self._end(requests)
-        else:  # Python has garbage-collected a stream that nobody reads any more
-            self.to_abort += requests
+        if frame is None:  # otherwise Python has garbage-collected a stream that nobody reads any more
+            self._end()
 
-    def _end(self, requests: list[Request]) -> None:
+    def _end(self) -> None:
+        """Ends the requests in `to_abort`. If it is interrupted, the next step ends the rest."""
         if self.is_changing:
             self._recover()
-        self.is_changing, unwanted = True, set(requests)
+        self.is_changing, unwanted = True, set(self.to_abort)
         replies = [reply for reply in self.replies.values() if reply.request in unwanted]
         for reply in replies:
             for seq in reply.request.unfinished:
@@ -277,7 +276,10 @@ class LLM:
             self._report(reply)
         for reply in replies:
             self.scheduler.abort(reply.request)
+        self.to_abort = [request for request in self.to_abort if request not in unwanted]
         self.is_changing = False
+        if self.apart and not any(request.unfinished for request in self.untested):
+            self._recover()  # all suspects of the group that runs are gone: the next group begins
 
     # --- adding requests ---
 
