@@ -93,6 +93,8 @@ def test_a_second_ctrl_c_while_a_call_is_left():
     with pytest.raises(KeyboardInterrupt):
         llm.generate([prompt] * 3, params, use_tqdm=False)
     llm.add_request(prompt, params, "next")
+    llm.step()
+    assert list(llm.requests) == ["next"]
     outputs = go_on(llm, {})
     assert list(outputs) == ["next"] and result(outputs["next"]) == answer(prompt, params)
     check_clean(llm)
