@@ -6,7 +6,7 @@ from nanovllm.sampling_params import SamplingParams
 __all__ = ["LLM", "BeamSearchParams", "SamplingParams"]
 
 
-def __getattr__(name):  # PEP 562: the scheduler can be imported without torch
+def __getattr__(name):  # PEP 562: importing nanovllm does not import torch
     if name == "LLM":
         from nanovllm.engine import LLM
 

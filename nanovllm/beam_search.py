@@ -1,7 +1,7 @@
-"""Beam search: the search itself, without a model, and what it does to a request and its blocks. No torch in here.
+"""Beam search: the search itself, without a model, and what it does to a request and its blocks. Imports no torch.
 
-At each step the candidates are every running beam with every next token. The likeliest go on as beams, and those of
-them that end are kept as results, with the rules of transformers' `generate(num_beams=...)`.
+At each step, every running beam with every next token is a candidate. The most likely candidates become the new beams;
+those of them that end are kept as results. The rules are those of transformers' `generate(num_beams=...)`.
 """
 
 from copy import copy
@@ -12,21 +12,22 @@ from nanovllm.options import Options, is_int, is_number
 from nanovllm.sampling_params import LARGEST_COUNT, SamplingParams
 from nanovllm.sequence import Request, Sequence
 
-Likeliest = list[tuple[Sequence, dict[int, float]]]  # of each beam, with their log-probabilities
+Likeliest = list[tuple[Sequence, dict[int, float]]]  # each beam's most likely next tokens, with their log-probabilities
 
 
 @dataclass(kw_only=True)
 class BeamSearchParams(Options):
     beam_width: int = 4
-    """Beams that go on after each step, and results."""
+    """Number of beams kept after each step, and of results."""
     max_tokens: int = 256
-    """Most tokens to generate."""
+    """Maximum tokens to generate."""
     length_penalty: float = 1.0
-    """A result's score is its log-probability / length ** length_penalty: above 0 favors long results."""
+    """A result's score is its log-probability / length ** length_penalty. Values above 0 favor long results."""
     early_stopping: bool | str = False
-    """True ends with `beam_width` results; False when a better one is unlikely; "never" when it is impossible."""
+    """When the search ends: True, as soon as there are `beam_width` results; False, when a better one is unlikely;
+    "never", only when a better one is impossible."""
     ignore_eos: bool = False
-    """Go on after the model's end-of-sequence tokens."""
+    """Continue past the model's end-of-sequence tokens."""
 
     def __post_init__(self):
         self.require("beam_width", is_int(self.beam_width, 1), "a positive integer")
@@ -38,16 +39,16 @@ class BeamSearchParams(Options):
         self.max_tokens = min(self.max_tokens, LARGEST_COUNT)
 
     def sampling_params(self) -> SamplingParams:
-        """What a search looks like to those who need not know that it is one."""
+        """The search as sampling parameters, for code that need not know that it is a search."""
         return SamplingParams(n=self.beam_width, temperature=0, max_tokens=self.max_tokens, ignore_eos=self.ignore_eos)
 
 
 @dataclass
 class Beam:
-    """A candidate: the sequence that it continues, a next token, and the log-probability of all output tokens."""
+    """A candidate: the sequence that it continues, its next token, and the log-probability of all its output tokens."""
 
     parent: Sequence
-    token_id: int | None  # None: the sequence as it is
+    token_id: int | None  # None: the sequence unchanged
     cumulative_logprob: float
     score: float = float("-inf")  # of a result
 
@@ -66,11 +67,11 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """Enough to have `beam_width` left when all others end."""
+        """Enough that `beam_width` remain even if all the others end."""
         return max(2, 1 + len(self.stop_token_ids)) * self.params.beam_width
 
     def advance(self, candidates: list[Beam]) -> list[Beam]:
-        """Takes the likeliest next tokens of every running beam; returns the beams that go on, none at the end."""
+        """Takes the most likely next tokens of every running beam; returns the beams that continue, none at the end."""
         width, penalty = self.params.beam_width, self.params.length_penalty
         candidates = sorted(candidates, key=lambda beam: -beam.cumulative_logprob)[: self.num_candidates]
         length = candidates[0].parent.num_output_tokens + 1
@@ -85,30 +86,30 @@ class BeamSearch:
         return [] if self.is_finished else running
 
     def best_so_far(self, sequences: list[Sequence]) -> list[Beam]:
-        """The results of a search that was cut short: its running sequences count as they are."""
+        """The results of a search that was cut short. Its running sequences count as results, too."""
         beams = [Beam(seq, None, seq.cumulative_logprob) for seq in sequences]
         for beam in beams:
             beam.score = beam.cumulative_logprob / max(1, beam.parent.num_output_tokens) ** self.params.length_penalty
         return sorted(self.results + beams, key=lambda beam: -beam.score)[: self.params.beam_width]
 
     def _is_decided(self, best: Beam, length: int) -> bool:
-        """Whether the results are complete, and no running beam can be expected to get a better score."""
+        """Whether there are `beam_width` results and no running beam is expected to get a better score."""
         if len(self.results) < self.params.beam_width:
             return False
         if self.params.early_stopping is True:
             return True
         if self.params.early_stopping == "never" and self.params.length_penalty > 0:
-            length = self.max_output_tokens  # where the penalty is mildest
+            length = self.max_output_tokens  # the length that gives the best score
         return best.cumulative_logprob / length**self.params.length_penalty <= self.results[-1].score
 
 
 def take_beams(request: Request, likeliest: Likeliest, block_manager: BlockManager) -> None:
-    """A request whose sequences are beams takes in a step's result, the likeliest next tokens of each.
+    """Processes a step's result for a request whose sequences are beams: the most likely next tokens of each.
 
-    It is fork and free: every beam that goes on forks from its parent, and all parents go.
+    It only forks and frees: every new beam forks from its parent, then all parents are freed.
     """
     if likeliest[0][0].num_output_tokens == 0:
-        likeliest = likeliest[:1]  # after the prompt all are the same
+        likeliest = likeliest[:1]  # right after the prompt, all beams are the same
     candidates = [
         Beam(seq, token_id, seq.cumulative_logprob + logprob)
         for seq, logprobs in likeliest
@@ -123,4 +124,4 @@ def take_beams(request: Request, likeliest: Likeliest, block_manager: BlockManag
         children.append(child)
     for seq in request.sequences:
         block_manager.free(seq)
-    request.sequences, request.beam_search = children, search  # both or neither, should a Ctrl-C come
+    request.sequences, request.beam_search = children, search  # in one statement: a Ctrl-C changes both or neither

@@ -1,4 +1,4 @@
-"""BlockManager: the page table of the KV cache (paper, sections 4.2 to 4.4). No torch in here."""
+"""BlockManager: the page table of the KV cache (paper, sections 4.2 to 4.4). Imports no torch."""
 
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -14,8 +14,8 @@ EMPTY_PREFIX = 0
 class Block:
     """`block_size` tokens of keys and values, for every layer.
 
-    `key` is (identity of the prefix before this block, the block's tokens) and `prefix_id` the identity
-    of the prefix that the block ends. Both are set when a step is planned that computes the last of its tokens.
+    `key` is (identity of the prefix before this block, the block's tokens); `prefix_id` is the identity of the prefix
+    that ends with this block. Both are set when the step that computes its last token is planned.
     """
 
     id: int
@@ -25,22 +25,22 @@ class Block:
 
 
 class BlockManager:
-    """Hands out blocks on demand, shares those with an equal prefix, and keeps freed ones findable until reused.
+    """Hands out blocks on demand, shares blocks with equal prefixes, and keeps freed blocks findable until reused.
 
-    A prefix is found by an exact key and never by a hash alone, so two different prompts cannot share a
-    block by accident or by design. Identities are never issued twice: when a block is evicted, whatever
-    hung on its identity can no longer be reached.
+    A prefix is found by its exact key, never by a hash alone, so two different prompts cannot share a block by accident
+    or by an attacker's design. Identities are never reused: when a block is evicted, the blocks that depend on its
+    identity can no longer be found.
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True, num_host_blocks: int = 0):
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.blocks = [Block(i) for i in range(num_blocks)]
-        self.free_blocks = OrderedDict.fromkeys(range(num_blocks))  # an ordered set: next to be reused first
+        self.free_blocks = OrderedDict.fromkeys(range(num_blocks))  # an ordered set; the first is reused next
         self.findable: dict[tuple[int, tuple[int, ...]], Block] = {}
         self.prefix_ids = count(EMPTY_PREFIX + 1)
-        self.unwritten: set[int] = set()  # findable blocks whose content is computed by the step that is being planned
-        self.num_moves = 0  # blocks that steps were told to copy or swap, see Schedule.problem
+        self.unwritten: set[int] = set()  # findable blocks that the step being planned will compute
+        self.num_moves = 0  # blocks that it has asked steps to copy or swap so far, see check_schedule
         self.free_host_blocks = list(range(num_host_blocks))
         self.host_ref_counts = [0] * num_host_blocks
 
@@ -54,28 +54,28 @@ class BlockManager:
 
     @property
     def num_stranded_blocks(self) -> int:
-        """Free, but not usable by the request that waits: none, since any block serves any sequence."""
+        """Free blocks that the waiting request cannot use: none, since any block can serve any sequence."""
         return 0
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
     def max_blocks_needed(self, request: Request) -> int:
-        """Blocks that the request may need at once. The last token of a sequence is never fed back."""
+        """Maximum blocks that the request can need at one time. The last token of a sequence is never fed back."""
         shared = len(request.prompt_token_ids) // self.block_size  # full blocks of the prompt
         return shared + request.params.n * (self.num_blocks_for(request.max_len - 1) - shared)
 
     # --- what the scheduler asks ---
 
     def num_new_blocks(self, items: Iterable[tuple[Sequence, int]]) -> int:
-        """Blocks that these sequences lack to compute so many of their next tokens, copies included."""
+        """Blocks that these sequences lack to compute this many next tokens, copies included."""
         missing, writers = 0, dict[int, int]()
         for seq, num_tokens in items:
             missing += max(0, self.num_blocks_for(seq.num_computed_tokens + num_tokens) - len(seq.block_table))
             i = seq.num_computed_tokens // self.block_size
             for block_id in seq.block_table[i : i + 1]:  # the next token goes there
                 writers[block_id] = writers.get(block_id, 0) + 1
-        for block_id, num_writers in writers.items():  # each copies it first, but the last owner has it for itself
+        for block_id, num_writers in writers.items():  # each copies it first, but the last owner needs no copy
             missing += min(num_writers, self.blocks[block_id].ref_count - 1)
         return missing
 
@@ -86,7 +86,7 @@ class BlockManager:
         return most <= num_free or self.num_new_blocks(items) <= num_free
 
     def can_admit(self, request: Request, num_reserved: int = 0) -> bool:
-        """Whether there are blocks for all tokens that a waiting request has, beside `num_reserved` for others."""
+        """Whether there are blocks for all tokens of a waiting request, besides `num_reserved` for others."""
         first, *others = request.unfinished
         needed = self.num_blocks_for(len(first.token_ids)) + num_reserved
         if others:
@@ -95,7 +95,7 @@ class BlockManager:
         return lacking <= 0 or lacking <= sum(block.ref_count > 0 for block in self.find_prefix(first))
 
     def find_prefix(self, seq: Sequence) -> list[Block]:
-        """The blocks of the longest prefix of its tokens that can be found; none of them is taken.
+        """The blocks of the longest prefix of its tokens that can be found; does not take them.
 
         At most len(seq) - 1 tokens: the last one is always computed, because its logits are needed.
         """
@@ -112,7 +112,7 @@ class BlockManager:
     # --- what it tells us to do ---
 
     def take_prefix(self, seq: Sequence) -> None:
-        """Lets a sequence with few blocks, or none, share what `find_prefix` finds beyond them."""
+        """Gives a sequence the blocks that `find_prefix` finds beyond those it has, if any."""
         has = len(seq.block_table)
         assert seq.num_computed_tokens == has * self.block_size, f"{seq} has blocks: is its request queued twice?"
         for block in self.find_prefix(seq)[has:]:
@@ -124,10 +124,10 @@ class BlockManager:
         seq.num_computed_tokens = len(seq.block_table) * self.block_size
 
     def allocate(self, seq: Sequence, num_tokens: int) -> list[tuple[int, int]]:
-        """Gives `seq` the blocks that its next `num_tokens` tokens need; the caller has seen that they are free.
+        """Gives `seq` the blocks for its next `num_tokens` tokens; the caller must have checked that they are free.
 
-        The first write into a block that is shared needs a copy (copy-on-write, paper section 4.4). Returns what is to
-        be copied before the step as [(from block, to block)]: nothing, or the block that the next token goes to.
+        The first write into a shared block needs a copy (copy-on-write, paper, section 4.4). Returns the copies to make
+        before the step as [(from block, to block)]: at most one, of the block that the next token goes to.
         """
         copies, i = [], seq.num_computed_tokens // self.block_size
         if i < len(seq.block_table):
@@ -138,16 +138,16 @@ class BlockManager:
                 self.num_moves += 1
                 block.ref_count -= 1
             elif block.key is not None:
-                self._evict(block)  # its content changes: it was full when this sequence forked in its middle
+                self._evict(block)  # its content will change: it was full when this sequence forked in the middle of it
         while len(seq.block_table) * self.block_size < seq.num_computed_tokens + num_tokens:
             seq.block_table.append(self._take().id)
         return copies
 
     def publish(self, seq: Sequence, num_tokens: int | None = None) -> None:
-        """Makes the full blocks findable that hold its first `num_tokens` tokens; by default, those computed by now.
+        """Makes the full blocks of its first `num_tokens` tokens findable; by default, of the tokens computed so far.
 
-        The step that is being planned must compute the others. Who finds them shares them in this very step: a layer
-        stores the keys and values of all tokens before any query reads them.
+        The step being planned must compute the rest. Other sequences may share these blocks in the same step, because a
+        layer stores the keys and values of all tokens before any query reads them.
         """
         if not self.enable_prefix_caching:
             return
@@ -156,7 +156,7 @@ class BlockManager:
             tokens = tuple(seq.token_ids[i * self.block_size : (i + 1) * self.block_size])
             key = (seq.prefix_ids[-1] if seq.prefix_ids else EMPTY_PREFIX, tokens)
             block = self.findable.get(key)
-            if block is None:  # else another sequence computed the same prefix, and its block stays the findable one
+            if block is None:  # otherwise another sequence computed the same prefix, and its block stays the one found
                 block = self.findable[key] = self.blocks[seq.block_table[i]]
                 block.key, block.prefix_id = key, next(self.prefix_ids)
                 if (i + 1) * self.block_size > seq.num_computed_tokens:
@@ -164,20 +164,20 @@ class BlockManager:
             seq.prefix_ids.append(block.prefix_id)
 
     def free(self, seq: Sequence) -> None:
-        """Gives back the blocks of `seq`, the last one first, so that tails are reused before their prefixes."""
+        """Frees the blocks of `seq`, last one first, so that tails are reused before the prefixes they follow."""
         for block_id in reversed(seq.block_table):
             block = self.blocks[block_id]
             block.ref_count -= 1
             if block.ref_count == 0:
                 self.free_blocks[block_id] = None
-                if block.key is None:  # nothing to find in it: reuse it before any cached block
+                if block.key is None:  # it cannot be found: reuse it before any cached block
                     self.free_blocks.move_to_end(block_id, last=False)
         seq.block_table, seq.prefix_ids, seq.num_computed_tokens = [], [], 0
 
     # --- inside ---
 
     def _take(self) -> Block:
-        assert self.free_blocks, "there is no free block: can_allocate or can_admit must be asked first"
+        assert self.free_blocks, "there is no free block: ask can_allocate or can_admit first"
         block = self.blocks[self.free_blocks.popitem(last=False)[0]]
         if block.key is not None:
             self._evict(block)
@@ -185,7 +185,7 @@ class BlockManager:
         return block
 
     def _evict(self, block: Block) -> None:
-        """From the prefix cache, which has it."""
+        """Removes the block from the prefix cache, which has it."""
         assert block.key is not None
         del self.findable[block.key]
         block.key, block.prefix_id = None, EMPTY_PREFIX
@@ -193,16 +193,17 @@ class BlockManager:
     # --- second reading: several sequences of one request (paper, section 4.4) ---
 
     def num_blocks_at_fork(self, request: Request) -> int:
-        """Blocks that the other sequences will need beside those of the first, for the tokens that they have."""
+        """Blocks that the other sequences will need in addition to those of the first, for the tokens they have now."""
         shared = len(request.prompt_token_ids) // self.block_size
         return sum(self.num_blocks_for(len(seq)) - shared for seq in request.unfinished[1:])
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int | None = None) -> None:
-        """Lets `child`, which has no blocks yet, share what `parent` has computed, or its first `num_tokens` tokens."""
-        assert not child.block_table and child.num_computed_tokens == 0, f"{child} has blocks of its own"
+        """Lets `child`, which has no blocks yet, share what `parent` has computed, or only its first `num_tokens`
+        tokens."""
+        assert not child.block_table and child.num_computed_tokens == 0, f"{child} already has blocks"
         num_tokens = parent.num_computed_tokens if num_tokens is None else num_tokens
         last = parent.block_table[num_tokens // self.block_size :][:1]
-        if self.unwritten.intersection(last):  # no part of a block can be copied before the step that writes it
+        if self.unwritten.intersection(last):  # part of a block cannot be copied before the step that writes it
             num_tokens -= num_tokens % self.block_size
         child.num_computed_tokens = num_tokens
         child.block_table = parent.block_table[: self.num_blocks_for(num_tokens)]
@@ -210,12 +211,13 @@ class BlockManager:
         for block_id in child.block_table:
             self.blocks[block_id].ref_count += 1
 
-    # --- second reading: blocks that wait in the host's memory (paper, section 4.5) ---
+    # --- second reading: blocks that wait in host memory (paper, section 4.5) ---
 
     def swap_out(self, seqs: list[Sequence], swaps_out: dict[int, int]) -> bool:
-        """Gives the sequences places in the host's memory for their blocks, a shared one once (paper, section 4.5).
+        """Assigns host blocks to the sequences' blocks, only one for a shared block (paper, section 4.5).
 
-        Adds block -> host block to `swaps_out`, to be copied before the step. False, and nothing, if there is no room.
+        Adds block -> host block to `swaps_out`, to be copied before the step. Without room for all, returns False and
+        changes nothing.
         """
         tables = [seq.block_table[: self.num_blocks_for(seq.num_computed_tokens)] for seq in seqs]
         blocks = {block_id for table in tables for block_id in table} - swaps_out.keys()
@@ -231,9 +233,9 @@ class BlockManager:
         return True
 
     def swap_in(self, seq: Sequence, swaps_in: dict[int, int]) -> None:
-        """Gives a sequence, which has taken its prefix, blocks for the rest of what it has in the host's memory.
+        """Gives a sequence that has already taken its prefix blocks for the rest of what it has in host memory.
 
-        Adds host block -> block to `swaps_in`, to be copied before the step. The caller has asked `can_admit`.
+        Adds host block -> block to `swaps_in`, to be copied before the step. The caller must have asked `can_admit`.
         """
         for host_id in seq.host_table[len(seq.block_table) :]:
             if host_id in swaps_in:
@@ -245,7 +247,7 @@ class BlockManager:
         seq.num_computed_tokens = max(seq.num_computed_tokens, seq.num_host_tokens)
 
     def free_host(self, seq: Sequence) -> None:
-        """Gives back what `seq` has in the host's memory."""
+        """Frees the host blocks of `seq`."""
         for host_id in seq.host_table:
             self.host_ref_counts[host_id] -= 1
             if self.host_ref_counts[host_id] == 0:

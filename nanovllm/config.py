@@ -1,4 +1,4 @@
-"""Config: every knob of the engine, with its default and its limits. No torch in here."""
+"""Config: every option of the engine, with its default and its limits. Imports no torch."""
 
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -12,7 +12,7 @@ EMBEDDED_MODEL = str(Path(__file__).parent / "tiny_qwen3")
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a Config comes to for one model on one device. The scheduler keeps to them."""
+    """The limits that follow from a Config for one model on one device. The scheduler keeps within them."""
 
     max_model_len: int
     max_num_seqs: int
@@ -24,35 +24,35 @@ class Config(Options):
     model: str = EMBEDDED_MODEL
     """Local directory or Hugging Face hub id; the embedded model by default."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """On CUDA, "auto" is float16 for a checkpoint in float16 and bfloat16 for any other, even one in float32: that would
-    need twice the memory, and vLLM, too, serves it in 16 bits. On a CPU it is bfloat16 if the CPU multiplies in it, else
-    float32 (always for the embedded model)."""
+    """On CUDA, "auto" is float16 for a float16 checkpoint and bfloat16 for any other, even a float32 one: that would
+    need twice the memory, and vLLM serves it in 16 bits, too. On a CPU, "auto" is bfloat16 if the CPU has instructions
+    for it, else float32 (always float32 for the embedded model)."""
     device: str = "auto"
     """"auto" (CUDA if there is one), "cpu", "cuda" or "cuda:N"."""
     max_model_len: int | None = None
-    """Maximum tokens per sequence, prompt and output together. Default: what the model was made for."""
+    """Maximum tokens per sequence, prompt and output together. Default: the longest context that the model supports."""
     max_num_seqs: int = 256
-    """Maximum sequences in one step."""
+    """Maximum sequences per step."""
     max_num_batched_tokens: int | None = None
-    """Maximum tokens computed in one step; longer prompts are cut into chunks. Default: 8192 on CUDA, 2048 on a CPU."""
+    """Maximum tokens computed per step; longer prompts are computed in chunks. Default: 8192 on CUDA, 2048 on a CPU."""
     block_size: int = 16
-    """Tokens in a KV block (paper, section 7.2: 16 is large enough for the GPU and small enough to waste little)."""
+    """Tokens per KV block (paper, section 7.2: 16 is large enough for the GPU and small enough to waste little)."""
     num_blocks: int | None = None
-    """KV blocks, exactly. Default: what fits into `gpu_memory_utilization` or `kv_cache_gib`."""
+    """Exact number of KV blocks. Default: as many as fit into `gpu_memory_utilization` or `kv_cache_gib`."""
     gpu_memory_utilization: float = 0.9
-    """Fraction of the GPU's memory for weights, activations and KV cache together."""
+    """Fraction of GPU memory for weights, activations and KV cache together."""
     kv_cache_gib: float = 1.0
-    """Memory for the KV cache on a CPU, in GiB."""
+    """Size of the KV cache on a CPU, in GiB."""
     enable_prefix_caching: bool = True
-    """Whether full blocks are kept after use and found again by requests with the same prefix."""
+    """Whether to keep full blocks after use and reuse them for requests with the same prefix."""
     preemption_mode: Literal["recompute", "swap"] = "recompute"
-    """How a preempted request recovers. With "swap", its blocks wait in the host's memory (paper, section 4.5); what does
-    not fit there is recomputed."""
+    """How a preempted request recovers. With "swap", its blocks wait in host memory (paper, section 4.5). What does not
+    fit there is recomputed."""
     swap_gib: float = 4.0
     """Host memory for `preemption_mode="swap"`, in GiB."""
     attention_backend: Literal["auto", "torch", "triton"] = "auto"
-    """Who computes attention and the small layers. Triton needs CUDA, or TRITON_INTERPRET=1 on any device; "auto" takes it
-    on CUDA."""
+    """What computes attention and the small layers. Triton needs CUDA, or TRITON_INTERPRET=1 on any device; "auto" uses
+    Triton on CUDA."""
     enforce_eager: bool = False
     """Launch every kernel of a decode step from Python instead of replaying a CUDA graph."""
     scheduler_cls: type | None = None
@@ -89,8 +89,8 @@ class Config(Options):
         self.require("seed", is_int(self.seed, 0, 2**63 - 1), "an integer from 0 to 2**63 - 1")
 
     def resolved(self, longest: int, num_batched_tokens: int) -> Limits:
-        """With what was left open: the model was made for `longest` tokens, the device is good for so many in a step."""
+        """Fills in the defaults: the model's longest context, and how many tokens per step suit the device."""
         max_model_len = longest if self.max_model_len is None else self.max_model_len
-        self.require("max_model_len", max_model_len <= longest, f"at most {longest}, what the model was made for")
+        self.require("max_model_len", max_model_len <= longest, f"at most {longest}, the model's longest context")
         tokens = self.max_num_batched_tokens or num_batched_tokens
         return Limits(max_model_len=max_model_len, max_num_seqs=self.max_num_seqs, max_num_batched_tokens=tokens)

@@ -1,4 +1,4 @@
-"""Decode steps recorded as CUDA graphs: one launch in place of some hundred."""
+"""Decode steps recorded as CUDA graphs: one launch instead of hundreds."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,12 +16,12 @@ SIZES = [1, 2, 4, 8, *range(16, 513, 16)]
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
-    """Batch sizes to record, up to the first one that holds `max_num_seqs`; larger batches than 512 run eagerly."""
+    """Batch sizes to record, up to the first that holds `max_num_seqs`. Batches larger than 512 run eagerly."""
     return [size for size, smaller in zip(SIZES, [0, *SIZES]) if smaller < max_num_seqs]
 
 
 def padding(size: int, width: int, kv_cache: Tensor) -> StepInputs:
-    """A decode step of `size` rows without a sequence: no slot to write to, no context to read."""
+    """A decode step of `size` padding rows: no slot to write to, no context to read."""
     batch = Batch(
         kv_cache,
         slot_mapping=torch.full((size,), -1),
@@ -34,17 +34,17 @@ def padding(size: int, width: int, kv_cache: Tensor) -> StepInputs:
 
 
 class DecodeGraphs:
-    """A model, recorded for several numbers of rows. All graphs read their inputs from one buffer.
+    """A model, recorded for several batch sizes. All graphs read their inputs from one buffer.
 
-    A graph replays the same kernels with the same arguments at the same addresses. So inputs are copied to where the
-    recording found them, rows that are not needed are padding, and block tables have `width` columns, always.
-    Without CUDA everything is the same, but for recording and replay, which are a plain call.
+    A graph replays the same kernels with the same arguments at the same addresses. So inputs are copied to the
+    addresses that were recorded, unused rows are padding, and block tables always have `width` columns. Without CUDA,
+    recording and replay are plain calls; everything else is the same.
     """
 
     def __init__(self, model: nn.Module, max_num_seqs: int, width: int, kv_cache: Tensor):
         self.model, self.width, self.kv_cache, self.device = model, width, kv_cache, kv_cache.device
         self.sizes = graph_sizes(max_num_seqs)
-        room = 128 + 64 * self.sizes[-1]  # the parameters of sampling travel behind the inputs of the graph
+        room = 128 + 64 * self.sizes[-1]  # the sampling parameters follow the graph's inputs
         num_bytes = sum(t.nbytes + 16 for t in padding(self.sizes[-1], width, kv_cache).model_inputs) + room
         self.buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
         self.replays: dict[int, Callable[[], Tensor]] = {}
@@ -52,13 +52,13 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def record(self, size: int) -> None:
-        """Largest size first: the smaller ones then fit into the memory that the largest has taken."""
+        """Record the largest size first; the smaller ones then reuse its memory."""
         step = padding(size, self.width, self.kv_cache).to(self.device, self.buffer)
         call = partial(self.model, step.input_ids, step.positions, step.batch)
         self.replays[size] = call if self.device.type == "cpu" else self._captured(call)
 
     def _captured(self, call: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        call()  # compiles what is not compiled yet, which cannot happen during a recording
+        call()  # compiles what is not compiled yet, which is impossible during a recording
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool):
             hidden = call()
@@ -71,19 +71,19 @@ class DecodeGraphs:
         return replay
 
     def size_for(self, schedule: Schedule) -> int | None:
-        """Rows of the smallest graph that can compute the step; None if it is no decode, or too large."""
+        """Rows of the smallest graph that can compute the step; None if it is not a pure decode or is too large."""
         rows = len(schedule.items)
         return next((size for size in self.sizes if size >= rows), None) if schedule.num_tokens == rows else None
 
     def run(self, step: StepInputs, size: int) -> tuple[Tensor, StepInputs]:
-        """Hidden states of a step, and the step where they were computed."""
+        """Hidden states of a step, and the step as it was computed: padded, on the device."""
         step = self.padded(step, size).to(self.device, self.buffer)
         return self.replays[size](), step
 
     def padded(self, step: StepInputs, size: int) -> StepInputs:
-        """A step with the shapes of a recording; what a recording does not know is left as it is."""
+        """A step, padded to the shapes of a recording. What is not part of a recording is left unchanged."""
         rows = padding(size, self.width, self.kv_cache)
         for whole, values in zip(rows.model_inputs, step.model_inputs):
-            values = values[tuple(map(slice, whole.shape))]  # no context reaches the end of a longer block table
+            values = values[tuple(map(slice, whole.shape))]  # a longer block table is cut: no context reaches its end
             whole[tuple(map(slice, values.shape))] = values
         return replace(rows, sampled_rows=step.sampled_rows, sampling=step.sampling)

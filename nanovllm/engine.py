@@ -1,4 +1,4 @@
-"""LLM: what users talk to. Requests come in as text or token ids; a loop of steps answers them all together."""
+"""LLM: what users work with. Requests come in as text or token ids; a loop of steps answers them all together."""
 
 import logging
 import sys
@@ -30,9 +30,9 @@ logger = logging.getLogger(__name__)
 class LLM:
     """An inference engine for one model.
 
-    `LLM()` runs the embedded model on whatever device there is; `LLM("Qwen/Qwen3-0.6B", max_model_len=4096)` a
-    real one. Keyword arguments are the fields of `Config`. Every method raises ValueError for input that cannot
-    work, with the name and the value of what is wrong, before it has changed anything.
+    `LLM()` runs the embedded model on whatever device there is; `LLM("Qwen/Qwen3-0.6B", max_model_len=4096)` runs a
+    real one. Keyword arguments are the fields of `Config`. For input that cannot work, every method raises ValueError
+    with the name and the value of what is wrong, before it has changed anything.
     """
 
     def __init__(self, model: str | None = None, **kwargs):
@@ -49,28 +49,28 @@ class LLM:
         defaults = load_generation_config(path, hf_config)
         self.inputs = Inputs(config.model, self.scheduler, self.tokenizer, hf_config.vocab_size, defaults)
         self.arrivals = count()
-        self.replies: dict[str, Reply] = {}  # to the unfinished requests
-        self.unreported: dict[str, RequestOutput] = {}  # what the next step() returns
-        self.is_changing = False  # in a step, a submission or an abort; still set after one that was interrupted
-        self.to_abort: list[Request] = []  # in the middle of a step
-        self.apart: list[list[Request]] = []  # suspects of a failed step: the last group runs, all others wait
-        self.untested: set[Request] = set()  # those of that group that have not got a token since
+        self.replies: dict[str, Reply] = {}  # for the unfinished requests, by id
+        self.unreported: dict[str, RequestOutput] = {}  # what the next step() will return
+        self.is_changing = False  # during a step, a submission or an abort; still set if that was interrupted
+        self.to_abort: list[Request] = []  # aborted in the middle of a step
+        self.apart: list[list[Request]] = []  # suspects of a failed step: the last group runs, the others wait
+        self.untested: set[Request] = set()  # those in that group that have got no token since
         self.num_steps = self.num_failed_steps = self.num_computed_tokens = self.num_output_tokens = 0
         self.fewest_free_blocks, self.seconds = self.runner.num_blocks, 0.0
 
     # --- the loop ---
 
     def add_request(self, prompt: Prompt, params: Params | None = None, request_id: str | None = None) -> str:
-        """Queues a request and returns its id. `params=None` takes the model's own from generation_config.json."""
+        """Queues a request and returns its id. `params=None` means those of the model's generation_config.json."""
         if isinstance(request_id, str) and (request_id in self.replies or request_id in self.unreported):
-            raise ValueError(f"request_id={request_id!r} is not allowed: a request with this id is not yet done with")
+            raise ValueError(f"request_id={request_id!r} is not allowed: a request with this id is still in use")
         return self._submit(self.inputs.request(prompt, params, request_id)).output.request_id
 
     def step(self, report: bool = True) -> list[RequestOutput]:
         """Runs one step of all requests together: schedule, run, update.
 
-        Returns those with new tokens since the last call that did; these objects go on growing. Without `report` nothing
-        is returned and all is kept for the next call: `generate` and `stream`, which hold their own outputs, step so.
+        Returns the outputs with new tokens since the last call that reported; these objects keep growing. Without
+        `report`, it returns nothing and keeps all for the next call: `generate` and `stream` hold their own outputs.
         """
         if self.is_changing:  # the last step was interrupted
             self._recover()
@@ -87,7 +87,7 @@ class LLM:
                 self._deliver(schedule, num_computed)
                 self.is_changing = False
                 self.seconds += time.perf_counter() - start
-            except ScheduleError:  # no request's fault
+            except ScheduleError:  # not the fault of any request
                 raise
             except Exception as error:
                 self._isolate(error, schedule)
@@ -95,19 +95,18 @@ class LLM:
                 if self.is_changing:
                     self._recover()
                 if self.to_abort:
-                    self._end(self.to_abort)
-                    self.to_abort = []
-        return list(map(self.unreported.pop, [*self.unreported])) if report else []  # at one stroke: no Ctrl-C between
+                    self._end()
+        return list(map(self.unreported.pop, [*self.unreported])) if report else []  # in one call: a Ctrl-C loses none
 
     def abort(self, request_id: str) -> bool:
-        """Ends a request at once and frees its blocks. False if there is no such unfinished request."""
+        """Ends a request at once and frees its blocks. Returns False if no unfinished request has this id."""
         if not isinstance(request_id, str) or request_id not in self.replies:
             return False
         self._abort([self.replies[request_id].request])
         return True
 
     def has_unfinished(self) -> bool:
-        """Whether step() has anything to compute, or to report."""
+        """Whether step() has anything left to compute or to report."""
         return bool(self.replies or self.unreported)
 
     # --- what most people use ---
@@ -115,9 +114,9 @@ class LLM:
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: Params | list[Params] | None = None, use_tqdm: bool = True
     ) -> list[RequestOutput]:
-        """Answers all prompts, in their order. `params` is one for all, or a list with one for each.
+        """Answers all prompts; the outputs are in the same order. `params` is one for all, or a list with one for each.
 
-        If a request makes the engine fail, its exception is raised once the others have been answered.
+        If a request makes the engine fail, its exception is raised after the others have been answered.
         """
         if is_one_prompt(prompts):
             prompts = [prompts]
@@ -125,7 +124,7 @@ class LLM:
         if len(all_params) != len(prompts):
             given = f"{len(prompts)} prompts, but {len(all_params)} sampling params"
             raise ValueError(f"{given}: give one, or as many as prompts")
-        # all are checked before one is added
+        # all are checked before any is added
         requests = [self.inputs.request(*pair) for pair in zip(prompts, all_params)]
         start, finished = time.perf_counter(), 0
         before = self.scheduler.num_prompt_tokens, self.num_output_tokens
@@ -141,7 +140,7 @@ class LLM:
                         speeds = [(n - then) / seconds for n, then in zip(now, before)]
                         bar.set_postfix_str("prompt {:.0f}, output {:.0f} tokens/s".format(*speeds), refresh=False)
                         bar.update(newly)
-        except BaseException:  # also Ctrl-C: nothing of this call stays behind
+        except BaseException:  # even Ctrl-C: nothing of this call is left behind
             self._abort(requests)
             raise
         for output in outputs:
@@ -152,35 +151,35 @@ class LLM:
     def chat(
         self, messages: Conversation | list[Conversation], params: Params | list[Params] | None = None, use_tqdm=True
     ) -> list[RequestOutput]:
-        """Answers one conversation, or each of several, written out in the model's chat template."""
+        """Answers one conversation or several, formatted with the model's chat template."""
         chats = [messages] if is_conversation(messages) else messages
         if not isinstance(chats, list | tuple) or not all(map(is_conversation, chats)):
             allowed = "a list of {'role': ..., 'content': ...}, or a list of such lists"
-            raise ValueError(f"messages={shown(messages)} is not allowed: a conversation is {allowed}")
+            raise ValueError(f"messages={shown(messages)} is not allowed: it must be {allowed}")
         return self.generate(chats, params, use_tqdm)
 
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams | None = None, use_tqdm: bool = True
     ) -> list[RequestOutput]:
-        """The likeliest outputs of each prompt, best first. Other methods but stream take BeamSearchParams, too."""
+        """The most likely outputs for each prompt, best first. All methods except stream take BeamSearchParams, too."""
         params = BeamSearchParams() if params is None else params
         if not isinstance(params, BeamSearchParams):
             raise ValueError(f"params={shown(params)} is not allowed: it must be BeamSearchParams")
         return self.generate(prompts, params, use_tqdm)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
-        """Yields the answer's text as it comes. Other requests go on meanwhile; leaving the loop aborts this one."""
+        """Yields the answer's text as it comes. Other requests continue meanwhile; leaving the loop aborts this one."""
         if self.tokenizer is None:
-            raise ValueError(f"model={self.config.model!r} has no tokenizer: it cannot stream text")
+            raise ValueError(f"model={self.config.model!r} has no tokenizer, so it cannot stream text")
         request = self.inputs.request(prompt, params)
         if request.beam_search is not None:
-            raise ValueError(f"params={shown(params)} is not allowed: the beams of a search cannot be streamed")
+            raise ValueError(f"params={shown(params)} is not allowed: beam search cannot be streamed")
         if request.params.n != 1:
             raise ValueError(f"n={request.params.n} is not allowed: it must be 1 to stream")
         return self._stream(request)
 
     def stats(self) -> dict[str, float]:
-        """Counters since the start, and the state of this moment."""
+        """Counters since the start, and the current state."""
         return stats_of(self)
 
     @property
@@ -188,13 +187,13 @@ class LLM:
         """The unfinished requests by their ids."""
         return {request_id: reply.request for request_id, reply in self.replies.items()}
 
-    # --- what a step has brought ---
+    # --- delivering what a step has computed ---
 
     def _deliver(self, schedule: Schedule, num_computed: int) -> None:
-        """Hands on what a step has brought, before which its first sequence had so many tokens in the cache."""
+        """Counts a step and reports its tokens. Before it, its first sequence had `num_computed` tokens cached."""
         first = schedule.items[0][0]
         if first.num_computed_tokens == num_computed and first in first.request.unfinished:
-            raise ScheduleError(self.scheduler, "update", "it has done nothing: does it call super()?")
+            raise ScheduleError(self.scheduler, "update", "it did nothing: does it call super()?")
         self.num_steps += 1
         self.num_computed_tokens += schedule.num_tokens
         self.num_output_tokens += len(schedule.sampled_items)
@@ -213,15 +212,15 @@ class LLM:
         if self.apart:
             self.untested.difference_update(seq.request for _, seq in schedule.sampled_items)
         if self.apart and not any(request.unfinished for request in self.untested):
-            self.apart.pop()  # this group has got through: it was none of them
+            self.apart.pop()  # the whole group has passed: it was none of them
             self._recover()
 
     def _report(self, reply: Reply, error: Exception | None = None) -> None:
-        """Hands on what is new of a request, or the error that ends it, and lets go of it if it has ended."""
+        """Reports what is new about a request, or the error that ends it. Forgets the request once it has ended."""
         try:
             if error is None:
                 reply.update()
-        except Exception as failure:  # of the tokenizer: nobody else is concerned
+        except Exception as failure:  # from the tokenizer: no other request is affected
             error = failure
         if error is not None:
             reply.fail(error)
@@ -231,11 +230,11 @@ class LLM:
         if output.finished:
             del self.replies[output.request_id]
 
-    # --- when a step was interrupted, or has failed ---
+    # --- after a step was interrupted or has failed ---
 
     def _recover(self) -> None:
-        """Begins anew with what is known for sure, wherever a step has ended: the tokens that each sequence has. The
-        cache is empty, all queues are made again, and so is what the users have got. May itself be interrupted."""
+        """Starts over from what is always valid, wherever a step has ended: the tokens of each sequence. The cache is
+        empty again; the queues and the users' outputs are rebuilt. May itself be interrupted."""
         self.is_changing, self.block_manager = True, self._new_block_manager()
         for reply in [*self.replies.values()]:
             reply.request.rewind()
@@ -251,33 +250,33 @@ class LLM:
         self.is_changing = False
 
     def _isolate(self, error: Exception, schedule: Schedule | None) -> None:
-        """Halves the group of those that may have made the step fail. Who fails alone ends with the error."""
+        """Halves the group of requests that may have made the step fail. One that fails alone ends with the error."""
         self.num_failed_steps += 1
         logger.warning("a step failed: %r", error)
         planned = dict.fromkeys(seq.request for seq, _ in schedule.items) if schedule else self.requests.values()
         is_apart, group = len(self.replies) == 1 or bool(self.apart), self.apart.pop() if self.apart else [*planned]
         if is_apart and len(group) == 1:
-            if group[0].request_id in self.replies:  # else it ended in the step that failed
+            if group[0].request_id in self.replies:  # otherwise it ended in the step that failed
                 self._report(self.replies[group[0].request_id], error)
         else:
             half = len(group) // 2
             self.apart += [group[half:], group[:half]]
 
     def _abort(self, requests: list[Request]) -> None:
-        """Ends those that have not ended: at once, or at the end of the step in whose middle we are."""
+        """Ends the unfinished ones: at once, or, if we are in the middle of a step, at its end."""
+        self.to_abort += requests
         changing = [method.__code__ for method in (LLM.step, LLM._submit, LLM._end)]
         frame: FrameType | None = sys._getframe()
-        while frame is not None and frame.f_code not in changing:
+        while frame is not None and not (frame.f_code in changing and frame.f_locals["self"] is self):
             frame = frame.f_back
-        if frame is None:
-            self._end(requests)
-        else:  # a stream that nobody reads any more was collected as garbage
-            self.to_abort += requests
+        if frame is None:  # otherwise Python has garbage-collected a stream that nobody reads any more
+            self._end()
 
-    def _end(self, requests: list[Request]) -> None:
+    def _end(self) -> None:
+        """Ends the requests in `to_abort`. If it is interrupted, the next step ends the rest."""
         if self.is_changing:
             self._recover()
-        self.is_changing, unwanted = True, set(requests)
+        self.is_changing, unwanted = True, set(self.to_abort)
         replies = [reply for reply in self.replies.values() if reply.request in unwanted]
         for reply in replies:
             for seq in reply.request.unfinished:
@@ -285,9 +284,12 @@ class LLM:
             self._report(reply)
         for reply in replies:
             self.scheduler.abort(reply.request)
+        self.to_abort = [request for request in self.to_abort if request not in unwanted]
         self.is_changing = False
+        if self.apart and not any(request.unfinished for request in self.untested):
+            self._recover()  # all suspects of the group that runs are gone: the next group begins
 
-    # --- on the way in ---
+    # --- adding requests ---
 
     def _new_block_manager(self) -> BlockManager:
         config, runner = self.config, self.runner
@@ -295,10 +297,10 @@ class LLM:
         return manager_cls(runner.num_blocks, config.block_size, config.enable_prefix_caching, runner.num_host_blocks)
 
     def _submit(self, request: Request, is_reported: bool = True, is_watched: bool = False) -> Reply:
-        """Gives a checked request its place in the order of arrival, its id and its seed, and queues it."""
+        """Gives a checked request its arrival number, id and seed, and queues it."""
         request.arrival = next(self.arrivals)
         if not request.request_id:
-            while any(str(request.arrival) in ids for ids in (self.replies, self.unreported)):  # somebody chose it
+            while any(str(request.arrival) in ids for ids in (self.replies, self.unreported)):  # a user chose it
                 request.arrival = next(self.arrivals)
             request.request_id = str(request.arrival)
         if request.params.seed is None:
@@ -307,7 +309,7 @@ class LLM:
             self._recover()
         self.is_changing = True
         reply = Reply(request, self.tokenizer and self.tokenizer.backend_tokenizer, is_reported, is_watched)
-        if not self.apart:  # else it begins when those have run
+        if not self.apart:  # otherwise it is queued after those have run
             self.scheduler.add(request)
         self.replies[request.request_id] = reply
         self.is_changing = False
@@ -318,9 +320,9 @@ class LLM:
         try:
             reply = self._submit(request, is_reported=False, is_watched=True)
             while shown < reply.texts[0].num_safe_chars or not reply.output.finished:
-                if shown >= reply.texts[0].num_safe_chars:  # else somebody else's step has brought text already
+                if shown >= reply.texts[0].num_safe_chars:  # otherwise another caller's step has already brought text
                     self.step(report=False)
-                begin, shown = shown, max(shown, reply.texts[0].num_safe_chars)  # it may grow before we come back
+                begin, shown = shown, max(shown, reply.texts[0].num_safe_chars)  # it may grow while we are away
                 if shown > begin:
                     yield reply.outputs[0].text[begin:shown]
         finally:

@@ -1,4 +1,4 @@
-"""HostCache: where the blocks of preempted requests wait, in the host's memory (paper, section 4.5)."""
+"""HostCache: keeps the blocks of preempted requests in host memory (paper, section 4.5)."""
 
 from collections.abc import Iterable, Iterator
 
@@ -10,9 +10,9 @@ STAGED_BYTES = 2**26
 class HostCache:
     """`num_blocks` blocks as [num_blocks, 2, num_layers, block_size, num_kv_heads, head_dim], pinned if there is a GPU.
 
-    A block is one piece with all its layers, where the KV cache has two pieces per layer: a bus is fast with large
-    pieces only. On the device, blocks are gathered into a small buffer, or spread from it, by one kernel. Between buffer
-    and host they travel on a stream of their own, so that what is swapped out is on its way while the step computes.
+    Here a block is one piece with all its layers, while the KV cache has two pieces per layer: a bus is only fast with
+    large pieces. On the device, one kernel gathers blocks into a small buffer, or scatters them from it. Between buffer
+    and host they are copied on a separate stream, so that swapping out overlaps with the step's computation.
     """
 
     def __init__(self, kv_cache: torch.Tensor, num_blocks: int):
@@ -20,21 +20,21 @@ class HostCache:
         shape, is_cuda = self.kv_cache.shape[1:], kv_cache.device.type == "cuda"
         self.blocks = torch.empty(num_blocks, *shape, dtype=kv_cache.dtype, pin_memory=is_cuda)
         self.staged = kv_cache.new_empty(max(1, STAGED_BYTES // self.blocks[0].nbytes), *shape)
-        self.backend = torch.cuda if is_cuda else torch.cpu  # a CPU's streams do nothing
+        self.backend = torch.cuda if is_cuda else torch.cpu  # on a CPU, streams do nothing
         self.stream = self.backend.Stream()
 
     def _pieces(self, block_ids: Iterable[int], host_ids: Iterable[int]) -> Iterator[tuple]:
-        """(block ids on the device, list of host ids, buffer for them): as many as the buffer has room for."""
+        """Yields (block ids on the device, list of host ids, buffer for them), as many as fit into the buffer."""
         block_ids, host_ids, size = torch.tensor(list(block_ids)), list(host_ids), len(self.staged)
         for i in range(0, len(host_ids), size):
             some = block_ids[i : i + size].to(self.staged.device)
             yield some, host_ids[i : i + size], self.staged[: len(some)]
 
     def swap_out(self, swaps: dict[int, int]) -> None:
-        """Copies block -> host block. The blocks may be overwritten at once."""
+        """Copies block -> host block. The caller may overwrite the blocks right away."""
         main = self.backend.current_stream()
         for block_ids, host_ids, staged in self._pieces(swaps.keys(), swaps.values()):
-            main.wait_stream(self.stream)  # the buffer may still be on its way to the host
+            main.wait_stream(self.stream)  # the buffer may still be in use by a copy to the host
             torch.index_select(self.kv_cache, 0, block_ids, out=staged)
             self.stream.wait_stream(main)
             with self.backend.stream(self.stream):
@@ -45,7 +45,7 @@ class HostCache:
         """Copies host block -> block."""
         main = self.backend.current_stream()
         for block_ids, host_ids, staged in self._pieces(swaps.values(), swaps.keys()):
-            self.stream.wait_stream(main)  # the buffer may still be read
+            self.stream.wait_stream(main)  # the buffer's last contents may still be in use
             with self.backend.stream(self.stream):
                 for block, host_id in zip(staged, host_ids):
                     block.copy_(self.blocks[host_id], non_blocking=True)

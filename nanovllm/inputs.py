@@ -1,4 +1,4 @@
-"""Inputs: what a user asks for, checked, and made a Request. Everything that a user may get wrong is refused here."""
+"""Inputs: checks what a user asks for and turns it into a Request. Everything a user can get wrong is refused here."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ def is_one_prompt(prompts) -> TypeIs[Prompt]:
 
 
 class Inputs:
-    """Turns prompts and parameters into requests, for a model with this tokenizer (or None) and vocabulary."""
+    """Turns prompts and parameters into requests, for a given tokenizer (or None) and vocabulary size."""
 
     def __init__(self, model: str, scheduler: Scheduler, tokenizer, vocab_size: int, defaults: Defaults):
         self.model, self.scheduler, self.tokenizer, self.vocab_size = model, scheduler, tokenizer, vocab_size
         (self.default_params, self.eos_token_ids), self.no_tokenizer = defaults, f"model={model!r} has no tokenizer"
 
     def request(self, prompt: Prompt, params: Params | None, request_id: str | None = None) -> Request:
-        """Raises ValueError with the name of what is wrong, its value, and what is allowed."""
+        """Raises ValueError with the name of the wrong argument, its value, and what is allowed."""
         params, beams = self.default_params if params is None else params, None
         if not isinstance(params, Params):
             raise ValueError(f"params={shown(params)} is not allowed: it must be SamplingParams or BeamSearchParams")
-        params = copy(params)  # nobody else's from now on ...
-        params.__post_init__()  # ... and checked again
+        params = copy(params)  # a copy of our own ...
+        params.__post_init__()  # ... checked again, since its fields may have been changed
         if isinstance(params, BeamSearchParams):
             beams, params = params, params.sampling_params()
         if request_id is not None and not (isinstance(request_id, str) and request_id):
@@ -72,13 +72,13 @@ class Inputs:
             raise ValueError(f"prompt={shown(prompt)} is not allowed: it must be text, token ids or a list of messages")
         is_text = isinstance(prompt, str)
         if self.tokenizer is None:
-            raise ValueError(f"prompt={shown(prompt)} is not allowed: {self.no_tokenizer}, give token ids")
+            raise ValueError(f"prompt={shown(prompt)} is not allowed: {self.no_tokenizer}, so pass token ids")
         if not is_text and not self.tokenizer.chat_template:
-            raise ValueError(f"model={self.model!r} has no chat template: give the whole prompt to generate()")
+            raise ValueError(f"model={self.model!r} has no chat template: pass the whole prompt to generate()")
         try:
             text = prompt
             if not is_text:
                 text = self.tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
             return str(text), self.tokenizer.encode(text, add_special_tokens=is_text)
-        except Exception as error:  # half a surrogate pair, a message that the template refuses, ...
-            raise ValueError(f"prompt={shown(prompt)} is not allowed: the tokenizer refuses it: {error}") from error
+        except Exception as error:  # half a surrogate pair, a message that the template rejects, ...
+            raise ValueError(f"prompt={shown(prompt)} is not allowed: the tokenizer rejects it: {error}") from error

@@ -1,6 +1,6 @@
-"""A model directory: its configs, its tokenizer, and safetensors -> parameters.
+"""Loads a model directory: its configs, its tokenizer, and its safetensors into parameters.
 
-Tensors go straight into their final place, dtype and device, one at a time.
+Tensors go straight to their final place, dtype and device, one at a time.
 """
 
 import json
@@ -16,11 +16,11 @@ from nanovllm.layers.ops import Ops
 from nanovllm.models.qwen import Qwen
 from nanovllm.sampling_params import SamplingParams
 
-FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja"]  # weights, configs and tokenizer, no other format
+FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja"]  # weights, configs and tokenizer; no other formats
 
 
 def find_model(model: str) -> Path:
-    """The directory of a model: a local one, or a hub id that is downloaded once. Raises ValueError."""
+    """The model's directory: a local one, or that of a hub id, downloaded once. Raises ValueError if there is none."""
     path = Path(model).expanduser()
     if not path.is_dir():
         if path.exists() or path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
@@ -53,7 +53,7 @@ def load_tokenizer(path: Path):
 
 
 def load_generation_config(path: Path, config) -> tuple[SamplingParams, frozenset[int]]:
-    """The model's own sampling parameters, and the tokens that end its answers."""
+    """The model's default sampling parameters, and its end-of-sequence tokens."""
     file = path / "generation_config.json"
     settings = json.loads(file.read_text()) if file.is_file() else {}
     eos = settings.get("eos_token_id", getattr(config, "eos_token_id", None))
@@ -67,9 +67,9 @@ def load_generation_config(path: Path, config) -> tuple[SamplingParams, frozense
 
 
 def load_model(path: Path, config, max_model_len: int, dtype: torch.dtype, device: torch.device, ops: Ops) -> Qwen:
-    """Builds the model and fills every parameter. Raises ValueError for a checkpoint that does not fit it."""
+    """Builds the model and loads every parameter. Raises ValueError if the checkpoint does not match."""
     before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)  # so that no parameter ever exists in another one
+    torch.set_default_dtype(dtype)  # so that no parameter is ever created in another
     try:
         with torch.device(device):
             model = Qwen(config, max_model_len, ops).requires_grad_(False)
@@ -85,10 +85,10 @@ def load_model(path: Path, config, max_model_len: int, dtype: torch.dtype, devic
                     elif not ignorable(name, config):
                         unexpected.append(name)
         except SafetensorError as error:
-            raise ValueError(f"{file} is damaged or not complete: {error}") from error
+            raise ValueError(f"{file} is damaged or incomplete: {error}") from error
     if missing or unexpected:
-        what = f"missing tensors {sorted(missing)}, unexpected {sorted(unexpected)}"
-        raise ValueError(f"{path} does not fit its config.json: {what}")
+        what = f"missing tensors {sorted(missing)}, unexpected tensors {sorted(unexpected)}"
+        raise ValueError(f"{path} does not match its config.json: {what}")
     for module in model.modules():
         if isinstance(module, Linear):
             module.prepack()
@@ -96,7 +96,7 @@ def load_model(path: Path, config, max_model_len: int, dtype: torch.dtype, devic
 
 
 def destinations(model: nn.Module) -> dict[str, Tensor]:
-    """Where each tensor of the checkpoint belongs: a parameter, or rows of a merged one."""
+    """Where each tensor of the checkpoint goes: a parameter, or some rows of a merged one."""
     table, seen = {}, set()
     for prefix, module in model.named_modules():
         for kind, parameter in module.named_parameters(recurse=False):
@@ -115,12 +115,12 @@ def destinations(model: nn.Module) -> dict[str, Tensor]:
 def load_into(place: Tensor, tensor: Tensor, name: str, file: Path) -> None:
     found, expected = list(tensor.shape), list(place.shape)
     if found != expected:
-        raise ValueError(f"{file}: {name} has the shape {found}, but config.json asks for {expected}")
+        raise ValueError(f"{file}: {name} has shape {found}, but config.json requires {expected}")
     place.copy_(tensor)
 
 
 def ignorable(name: str, config) -> bool:
-    """Some checkpoints repeat the tied head, or store the rotary frequencies, which are computed."""
+    """Some checkpoints repeat the tied head, or store the rotary frequencies, which we compute."""
     return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_word_embeddings)
 
 

@@ -1,4 +1,4 @@
-"""Memory: the KV cache, how many blocks it may have, and what the C library does with memory that is freed."""
+"""Memory: the KV cache, how many blocks it may have, and what the C library does with freed memory."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 
 def keep_freed_memory() -> None:
-    """glibc gives large freed tensors back to the system at once, and the next step faults all their pages in again."""
+    """glibc returns large freed tensors to the system at once, so the next step must fault all their pages in again."""
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if libc is not None and hasattr(libc, "mallopt"):
-        libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: give back what is free beyond 1 GiB
-        libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: 32 MiB is the largest that it takes
+        libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: keep up to 1 GiB of free memory
+        libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: 32 MiB is the maximum
 
 
 @dataclass(frozen=True)
 class CacheShape:
-    """Of a KV cache with any number of blocks."""
+    """The shape of a KV cache with any number of blocks."""
 
     num_layers: int
     block_size: int
@@ -40,24 +40,24 @@ class CacheShape:
 
     @property
     def block_bytes(self) -> int:
-        """Of one block, with the keys and values of all layers."""
+        """Bytes of one block, with the keys and values of all layers."""
         return 2 * self.num_layers * self.block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
     def new_cache(self, num_blocks: int, device: torch.device) -> torch.Tensor:
-        """[2, num_layers, num_blocks, block_size, num_kv_heads, head_dim]: keys, then values. Zeros, so that whoever
-        reads a slot that nobody wrote makes the same mistake every time."""
+        """[2, num_layers, num_blocks, block_size, num_kv_heads, head_dim]: keys, then values. Zeros, so that reading a
+        slot that was never written gives the same wrong result every time."""
         shape = (2, self.num_layers, num_blocks, self.block_size, self.num_kv_heads, self.head_dim)
-        if device.type == "cpu":  # anonymous pages are zero and take no memory before they are touched
+        if device.type == "cpu":  # anonymous pages are zero and take no memory until they are touched
             buffer = mmap.mmap(-1, num_blocks * self.block_bytes)
             return torch.frombuffer(buffer, dtype=self.dtype).view(shape)
         return torch.zeros(shape, dtype=self.dtype, device=device)
 
 
-# --- how many blocks: the runner is tried out on a cache of one ---
+# --- how many blocks: measured by trial runs on a cache of one block ---
 
 
 def num_blocks_that_fit(runner: ModelRunner, config: Config) -> int:
-    """The memory that the model leaves is cut into blocks."""
+    """Divides the memory that the model leaves into blocks."""
     available = int(config.kv_cache_gib * 2**30)
     if runner.device.type == "cuda":
         available = memory_left(runner, config)
@@ -69,7 +69,7 @@ def num_blocks_that_fit(runner: ModelRunner, config: Config) -> int:
 
 
 def memory_left(runner: ModelRunner, config: Config) -> int:
-    """Bytes of a GPU that are left for the KV cache."""
+    """Bytes of GPU memory that are left for the KV cache."""
     device = runner.device
     runner.kv_cache = runner.shape.new_cache(1, device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -84,7 +84,7 @@ def memory_left(runner: ModelRunner, config: Config) -> int:
 
 
 def graph_memory(runner: ModelRunner) -> int:
-    """Bytes that CUDA graphs will take: the largest has the activations, each other one about the same little."""
+    """Bytes that the CUDA graphs will take: the largest has the activations, the others about the same small amount."""
     graphs, free = runner.new_graphs(), [torch.cuda.mem_get_info(runner.device)[0]]
     for size in (graphs.sizes[-1], graphs.sizes[0]):
         graphs.record(size)
@@ -94,7 +94,7 @@ def graph_memory(runner: ModelRunner) -> int:
 
 
 def run_largest_step(runner: ModelRunner) -> None:
-    """The largest there can be, to learn what activations and sampling take. All its blocks are the same one."""
+    """The largest possible, to measure the memory of activations and sampling. All its blocks are the same one."""
     limits = runner.limits
     num_tokens = limits.max_num_batched_tokens
     num_seqs = max(min(limits.max_num_seqs, num_tokens), -(-num_tokens // limits.max_model_len))

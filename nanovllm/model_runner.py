@@ -26,7 +26,7 @@ from nanovllm.scheduler import Schedule
 from nanovllm.sequence import Sequence
 from nanovllm.step import StepInputs
 
-LogProbs = dict[int, float] | None  # of a token and of the likeliest ones, if they are asked for
+LogProbs = dict[int, float] | None  # of a token and of the most likely ones, if requested
 
 
 def choose_device(config: Config) -> torch.device:
@@ -34,7 +34,7 @@ def choose_device(config: Config) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device, found = torch.device(config.device), torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= found:
-        raise ValueError(f"device={config.device!r} is not allowed: PyTorch finds {found} CUDA devices here")
+        raise ValueError(f"device={config.device!r} is not allowed: PyTorch finds {found} CUDA devices")
     return device
 
 
@@ -58,7 +58,7 @@ def choose_ops(config: Config, device: torch.device) -> Ops:
         or not can_run
     ):
         return torch_ops
-    from nanovllm.layers import triton_ops  # not at the top: there is no Triton on macOS and Windows
+    from nanovllm.layers import triton_ops  # not at the top: Triton does not exist on macOS and Windows
 
     return triton_ops
 
@@ -74,7 +74,7 @@ class ModelRunner:
         if device.type == "cpu":
             keep_freed_memory()
         if device.index is not None:
-            torch.cuda.set_device(device)  # where Triton launches
+            torch.cuda.set_device(device)  # Triton launches on the current device
         self.dtype = choose_dtype(config, hf_config, device)
         self.ops = choose_ops(config, device)
         self.vocab_size = hf_config.vocab_size
@@ -99,8 +99,8 @@ class ModelRunner:
                 self.host_cache = HostCache(self.kv_cache, self.num_host_blocks)
         except (OSError, RuntimeError, OverflowError) as error:
             raise ValueError(
-                f"there is no memory for {self.num_blocks} KV blocks (num_blocks, kv_cache_gib) and "
-                f"{self.num_host_blocks} on the host (swap_gib), of {self.shape.block_bytes:,} bytes each"
+                f"there is not enough memory for {self.num_blocks} KV blocks (num_blocks, kv_cache_gib) and "
+                f"{self.num_host_blocks} host blocks (swap_gib) of {self.shape.block_bytes:,} bytes each"
             ) from error
         if self.has_graphs:
             self.graphs = self.new_graphs()
@@ -112,7 +112,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, schedule: Schedule) -> tuple[list[int], list[LogProbs] | None]:
-        """Computes a step. For each of `schedule.sampled` a token, and its log-probabilities if anybody asked for them."""
+        """Computes a step. Returns a token for each of `schedule.sampled`, and its log-probabilities if requested."""
         with self.threads.of_step(schedule.num_tokens * self.weights_per_layer):
             if schedule.copies or schedule.swaps_out or schedule.swaps_in:
                 self.move_blocks(schedule)
@@ -131,7 +131,7 @@ class ModelRunner:
             return token_ids.tolist(), logprobs
 
     def move_blocks(self, schedule: Schedule) -> None:
-        """What is to be moved before the step computes."""
+        """Moves blocks before the step computes: swaps first, then copies."""
         if self.host_cache is not None:
             self.host_cache.swap_out(schedule.swaps_out)
             self.host_cache.swap_in(schedule.swaps_in)
@@ -139,8 +139,8 @@ class ModelRunner:
             self.ops.copy_blocks(self.kv_cache, schedule.copies)
 
     def _prepare(self, schedule: Schedule) -> StepInputs:
-        """One flat, ragged batch. Two sequences with blocks of 4 tokens, the first with 4 tokens in the cache and 1 to
-        compute, the second with none in the cache and 3 to compute:
+        """One flat, ragged batch. For example, two sequences with blocks of 4 tokens, the first with 4 tokens in the
+        cache and 1 to compute, the second with none in the cache and 3 to compute:
 
             counts         [1, 3]          tokens to compute
             starts         [4, 0]          tokens in the cache before ...
@@ -185,7 +185,7 @@ class ModelRunner:
         return StepInputs(input_ids, positions, batch, (ends - 1)[rows], sampling)
 
     def _sampling(self, seqs: list[Sequence]) -> Sampling:
-        """How each sequence draws its token. Filters that nobody uses are None."""
+        """How each sequence draws its token. Filters that no sequence uses are None."""
         params = [seq.request.params for seq in seqs]
         floats = array("f", chain.from_iterable((p.temperature, p.top_p, p.min_p) for p in params))
         temperature, top_p, min_p = torch.frombuffer(floats, dtype=torch.float32).view(-1, 3).T.contiguous()
@@ -203,7 +203,7 @@ class ModelRunner:
         )
 
     def _logprobs(self, logits: Tensor, token_ids: Tensor, wanted: list[int | None]) -> list[LogProbs]:
-        """Of the chosen tokens, and of as many of the likeliest as are wanted."""
+        """Of the chosen tokens, and of as many of the most likely ones as each sequence wants."""
         most = max(k for k in wanted if k is not None)
         values, ids = top_logprobs(logits, token_ids, min(most, self.vocab_size))
         rows = zip(wanted, ids.tolist(), values.tolist())

@@ -1,4 +1,4 @@
-"""Options: the base of Config, SamplingParams and BeamSearchParams, and how a wrong value is refused. No torch in here."""
+"""Options: the base of Config, SamplingParams and BeamSearchParams; it refuses wrong values. Imports no torch."""
 
 import sys
 from dataclasses import fields
@@ -7,7 +7,7 @@ from math import inf
 
 
 class Options:
-    """A dataclass whose unknown keywords are an error that names the nearest field."""
+    """Base of dataclasses in which an unknown keyword raises an error that suggests the nearest field."""
 
     def __new__(cls, *args, **kwargs):
         if args:
@@ -21,16 +21,16 @@ class Options:
         return super().__new__(cls)
 
     def require(self, name: str, condition: object, allowed: str) -> None:
-        """Raises a ValueError that names the field, its value and what is allowed."""
+        """Raises a ValueError with the field's name, its value and what is allowed."""
         if not condition:
             raise ValueError(f"{name}={shown(getattr(self, name))} is not allowed: it must be {allowed}")
 
 
 def shown(value: object, most_chars: int = 200) -> str:
-    """The value as an error message names it: a text or number of any length in one line."""
+    """The value as an error message shows it: on one line, and cut off if it is long."""
     try:
         text = repr(value)
-    except Exception:  # Python writes no integer of more than 4,300 digits, and who knows what others do
+    except Exception:  # Python refuses to print integers of more than 4,300 digits, and other reprs may fail, too
         return f"an integer of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
     return text if len(text) <= most_chars else f"{text[:most_chars]}... ({len(text):,} characters)"
 
@@ -40,5 +40,5 @@ def is_int(value: object, low: float, high: float = inf) -> bool:
 
 
 def is_number(value: object, low: float, high: float = sys.float_info.max) -> bool:
-    """Whether it is one that fits into a float. No comparison holds for NaN."""
+    """Whether it is a number that fits into a float. NaN fails every comparison."""
     return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high

@@ -16,7 +16,7 @@ class CompletionOutput:
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[dict[int, float]] | None = None  # per token: of the token itself, then of the likeliest
+    logprobs: list[dict[int, float]] | None = None  # per token: the token itself first, then the most likely ones
     finish_reason: str | None = None  # "stop", "length", "abort" or "error"
     cumulative_logprob: float | None = None  # of all tokens; beam search only
 
@@ -32,7 +32,7 @@ class RequestOutput:
     completions: list[CompletionOutput] = field(repr=False)
     num_cached_tokens: int = 0  # prompt tokens whose keys and values came from the prefix cache
     finished: bool = False
-    error: Exception | None = None  # what made it fail, if its finish_reason is "error"
+    error: Exception | None = None  # the cause, if finish_reason is "error"
 
     @property
     def outputs(self) -> list[CompletionOutput]:
@@ -45,18 +45,18 @@ class RequestOutput:
 class TextStream:
     """Turns the tokens of one output into text, and watches for stop strings.
 
-    Text is held back while it ends in half a UTF-8 character (DecodeStream does that) or in what may
-    become a stop string.
+    Text is held back while it ends in an incomplete UTF-8 character (DecodeStream does that) or in a possible beginning
+    of a stop string.
     """
 
     tokenizer: Tokenizer
     output: CompletionOutput
     stop: list[str]
     decoder: DecodeStream = field(default_factory=lambda: DecodeStream(skip_special_tokens=True))
-    num_safe_chars: int = 0  # of output.text: what may be shown to the user
+    num_safe_chars: int = 0  # how much of output.text may be shown to the user
 
     def add(self, token_id: int) -> bool:
-        """Appends a token's text. True if a stop string is complete; the text then ends before it."""
+        """Appends a token's text. Returns True if it completes a stop string; the text is then cut off before it."""
         text, new = self.output.text, self.decoder.step(self.tokenizer, token_id)
         if not new:
             return False
@@ -71,7 +71,7 @@ class TextStream:
 
 
 def overlap(text: str, stop: str) -> int:
-    """How many characters at the end of the text may be the beginning of a stop string."""
+    """Number of characters at the end of the text that may be the beginning of the stop string."""
     begin = text.find(stop[0], max(0, len(text) - len(stop) + 1))
     while begin >= 0 and not stop.startswith(text[begin:]):
         begin = text.find(stop[0], begin + 1)
@@ -79,14 +79,14 @@ def overlap(text: str, stop: str) -> int:
 
 
 class Reply:
-    """A request on its way, and what its user gets of it.
+    """An unfinished request and what its user sees of it.
 
-    The request has the truth: the tokens of its sequences. All that is in here can be made from them again.
+    The tokens of the request's sequences are the truth; everything here can be rebuilt from them.
     """
 
     def __init__(self, request: Request, tokenizer: Tokenizer | None, is_reported: bool, is_watched: bool):
         self.request = request
-        self.is_reported = is_reported  # by step(); else its caller holds the output
+        self.is_reported = is_reported  # by step(); otherwise the caller holds the output
         self.outputs = [CompletionOutput(i) for i in range(request.params.n)]
         prompt = request.prompt, request.prompt_token_ids
         self.output = RequestOutput(request.request_id, *prompt, self, self.outputs)
@@ -107,9 +107,9 @@ class Reply:
         self.output.finished = False
 
     def update(self) -> None:
-        """Brings the output up to date. A sequence whose text has a stop string ends."""
+        """Brings the output up to date. Ends a sequence whose text contains a stop string."""
         request = self.request
-        if request.beam_search is None:  # the outputs of a search are known at its end
+        if request.beam_search is None:  # the outputs of a search are only known at its end
             for i, (output, seq) in enumerate(zip(self.outputs, request.sequences)):
                 begin = len(output.token_ids)
                 output.token_ids += seq.token_ids[len(request.prompt_token_ids) + begin :]
@@ -121,14 +121,14 @@ class Reply:
                 output.finish_reason = seq.finish_reason
         self.output.num_cached_tokens = request.num_cached_tokens or 0
         if not request.unfinished:
-            for text in self.texts:  # what looked like the beginning of a stop string was none
+            for text in self.texts:  # what looked like the beginning of a stop string was not one
                 text.num_safe_chars = len(text.output.text)
             if request.beam_search is not None:
                 self.outputs[:] = beams_of(request, request.beam_search, self.tokenizer)
             self.output.finished, self.output.reply = True, None
 
     def fail(self, error: Exception) -> None:
-        """Ends it, whatever state it is in."""
+        """Ends the request, whatever its state."""
         for seq in self.request.unfinished:
             seq.finish_reason = "error"
         for output in self.outputs:
@@ -137,7 +137,7 @@ class Reply:
 
 
 def beams_of(request: Request, search: BeamSearch, tokenizer: Tokenizer | None) -> list[CompletionOutput]:
-    """The results of a beam search, the best first."""
+    """The results of a beam search, best first."""
     outputs = []
     for i, beam in enumerate(search.best_so_far(request.sequences)):
         token_ids, is_stop = beam.token_ids, beam.token_id in request.stop_token_ids

@@ -1,17 +1,17 @@
-"""The cost model: bytes and FLOPs of a step, and the seconds that a machine needs for them at least.
+"""The cost model: the bytes and FLOPs of a step, and the least time that a machine needs for them.
 
-Plain numbers and no torch: the benchmark, chapters 00 and 10 and a simulator share it. The floor of a step is the larger
-of two times: its bytes at the speed of the memory, and its FLOPs at the speed of the arithmetic. Bytes are the weights once,
-the keys and values of every context once, and those of new tokens; FLOPs are those of the matrix products. What the floor
-leaves out: activations, softmax, sampling, kernel launches, that small products do not reach the rate of large ones,
-and that reading and computing overlap imperfectly. A block that sequences share counts for each of them. Only what fits
-into a processor's cache can beat the floor.
+Plain numbers; imports no torch. The benchmark and chapters 00 and 10 share it. The floor of a step is the larger of two
+times: its bytes divided by the memory bandwidth, and its FLOPs divided by the rate of arithmetic. Bytes are the weights
+once, the keys and values of every context once, and those of new tokens; FLOPs are those of the matrix products. The
+floor leaves out activations, softmax, sampling and kernel launches. It also ignores that small products do not reach
+the rate of large ones, and that reading and computing overlap imperfectly. A block that sequences share counts for each
+of them. Only data that fits into a processor's cache can beat the floor.
 """
 
 from collections.abc import Mapping
 from typing import NamedTuple
 
-FIELDS = (  # as Hugging Face spells them in config.json
+FIELDS = (  # as they are spelled in Hugging Face's config.json
     "model_type hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
     "tie_word_embeddings vocab_size max_position_embeddings"
 )
@@ -28,7 +28,7 @@ SHAPES = {  # of real models
 
 
 class Shape(NamedTuple):
-    """What the cost of a model depends on. All are counts, but for `itemsize`, which is in bytes."""
+    """What the cost of a model depends on. All fields are counts, except `itemsize`, which is in bytes."""
 
     layers: int
     hidden: int
@@ -37,8 +37,8 @@ class Shape(NamedTuple):
     head_dim: int
     vocab: int
     body: int  # parameters without the embedding and the head
-    itemsize: int  # bytes of a weight, and of a number in the KV cache
-    tied: bool = True  # head and embedding are one and the same
+    itemsize: int  # bytes per weight, and per number in the KV cache
+    tied: bool = True  # the head and the embedding are the same matrix
 
     @property
     def head(self) -> int:
@@ -57,12 +57,12 @@ class Shape(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One step of the engine as it ran."""
+    """One step that the engine ran."""
 
-    items: list[tuple[int, int]]  # of each sequence: tokens computed, and tokens in its context after them
-    sampled: int  # sequences that drew a token
+    items: list[tuple[int, int]]  # per sequence: tokens computed, and tokens in its context afterwards
+    sampled: int  # number of sequences that drew a token
     seconds: float = 0.0  # the whole step
-    host_seconds: float = 0.0  # the part of it in which Python prepared or handed out
+    host_seconds: float = 0.0  # the part of it that Python spent on preparing and delivering
 
     @property
     def kind(self) -> str:
@@ -71,7 +71,7 @@ class Step(NamedTuple):
 
 
 class Work(NamedTuple):
-    """The least that a step must move, in bytes, and compute, in FLOPs."""
+    """The minimum that a step must move, in bytes, and compute, in FLOPs."""
 
     weight_bytes: int
     kv_bytes: int
@@ -88,7 +88,7 @@ class Work(NamedTuple):
 
 
 class Hardware(NamedTuple):
-    """A machine: two ceilings, and how much its memory holds."""
+    """A machine: its two ceilings, and the size of its memory."""
 
     name: str
     bytes_per_second: float
@@ -98,7 +98,7 @@ class Hardware(NamedTuple):
 
     @property
     def ridge(self) -> float:
-        """FLOPs per byte from which on arithmetic is the limit."""
+        """FLOPs per byte above which arithmetic is the limit."""
         return self.flops_per_second / self.bytes_per_second
 
     def floor(self, work: Work) -> float:
@@ -106,18 +106,18 @@ class Hardware(NamedTuple):
         return max(work.bytes / self.bytes_per_second, work.flops / self.flops_per_second)
 
 
-# bfloat16 without sparsity: the data sheets of H100 and H200 print twice these FLOP/s, "with sparsity". 1 GB is 10^9 bytes.
+# bfloat16 without sparsity: the data sheets of H100 and H200 give twice these FLOP/s, "with sparsity". 1 GB: 10^9 bytes
 HARDWARE = {
     "h100": Hardware("H100 SXM", 3.35e12, 989e12, 80e9, "NVIDIA H100 Tensor Core GPU, data sheet"),
     "h200": Hardware("H200 SXM", 4.8e12, 989e12, 141e9, "NVIDIA H200 Tensor Core GPU, data sheet"),
     "a100": Hardware("A100 80 GB SXM", 2.039e12, 312e12, 80e9, "NVIDIA A100 Tensor Core GPU, data sheet"),
-    # products are added up in float32; float16 added up in float16 is twice as fast there
+    # products are accumulated in float32; float16 with float16 accumulation is twice as fast
     "rtx4090": Hardware("RTX 4090", 1.008e12, 165.2e12, 24e9, "NVIDIA Ada GPU Architecture, white paper, appendix A"),
 }
 
 
 def shape_of(config, itemsize: int) -> Shape:
-    """The shape of a Qwen2 or Qwen3 from its Hugging Face config, a dict or an object; numbers of `itemsize` bytes."""
+    """The shape of a Qwen2 or Qwen3 model from its Hugging Face config, a dict or an object; `itemsize` in bytes."""
     config = config if isinstance(config, Mapping) else config.to_dict()
     hidden, heads, kv_heads = (config[k] for k in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
     head_dim, is_qwen3 = config.get("head_dim") or hidden // heads, config["model_type"] == "qwen3"
@@ -129,21 +129,21 @@ def shape_of(config, itemsize: int) -> Shape:
 
 
 def visible_keys(tokens: int, context: int) -> int:
-    """Keys that the last `tokens` of a context see, summed over them."""
+    """How many keys the last `tokens` tokens of a context see in total."""
     return tokens * (2 * context - tokens + 1) // 2
 
 
 def work_of(shape: Shape, items: list[tuple[int, int]], sampled: int) -> Work:
-    """The work of a step that computes `items`, as in Step, and draws a token for `sampled` sequences."""
+    """The work of a step that computes `items` (see Step) and draws tokens for `sampled` sequences."""
     tokens, contexts = sum(n for n, _ in items), sum(context for _, context in items)
-    weights = shape.body + tokens * shape.hidden + (shape.head if sampled else 0)  # of the embedding some rows only
+    weights = shape.body + tokens * shape.hidden + (shape.head if sampled else 0)  # only some rows of the embedding
     attention = 4 * shape.layers * shape.heads * shape.head_dim * sum(visible_keys(*item) for item in items)
     flops = 2 * shape.body * tokens + 2 * shape.head * sampled + attention
     return Work(weights * shape.itemsize, (contexts + tokens) * shape.kv_bytes, flops)  # KV: read and written
 
 
 def roofline(shape: Shape, steps: list[Step], hardware: Hardware) -> dict[str, dict]:
-    """Of the decode steps and of the prefill steps: seconds, and which share of them is the floor, and the host's."""
+    """For decode steps and for prefill steps: the seconds they took, and the shares of the floor and of the host."""
     report = {}
     for kind in ("decode", "prefill"):
         chosen = [step for step in steps if step.kind == kind]
@@ -158,7 +158,7 @@ BIN = ("sequences", "steps", "tokens", "bytes", "flops", "seconds", "host_second
 
 
 def binned(shape: Shape, steps: list[Step]) -> dict[str, list[list]]:
-    """The steps of each kind in short: a row of `BIN` for each number of sequences, with sums over its steps."""
+    """A summary of the steps of each kind: a row of `BIN` for each number of sequences, summed over its steps."""
     bins: dict[str, dict[int, list]] = {"decode": {}, "prefill": {}}
     for step in steps:
         work = work_of(shape, step.items, step.sampled)

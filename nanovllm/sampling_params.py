@@ -1,37 +1,37 @@
-"""SamplingParams: how the tokens of one request are drawn, and when it ends. No torch in here."""
+"""SamplingParams: how the tokens of one request are drawn, and when it ends. Imports no torch."""
 
 from dataclasses import dataclass
 
 from nanovllm.options import Options, is_int, is_number
 
-LARGEST_COUNT = 2**31 - 1  # whatever is counted: "all" fits into it
-SMALLEST_FLOAT32 = 2.0**-126  # that is normal: processors may take smaller ones for 0
+LARGEST_COUNT = 2**31 - 1  # stands for "all", whatever is counted
+SMALLEST_FLOAT32 = 2.0**-126  # the smallest normal number: processors may treat smaller ones as 0
 
 
 @dataclass(kw_only=True)
 class SamplingParams(Options):
     n: int = 1
-    """Number of outputs for the prompt."""
+    """Number of outputs per prompt."""
     temperature: float = 1.0
-    """0 is greedy, and so is what is too small to divide by in float32."""
+    """0 means greedy, and so does any value too small to divide by in float32."""
     top_k: int = 0
-    """Keep the k likeliest tokens; 0 or -1 keeps all."""
+    """Keep only the k most likely tokens; 0 or -1 keeps all."""
     top_p: float = 1.0
-    """Keep the likeliest tokens that have this probability together. The likeliest one always stays."""
+    """Keep only the most likely tokens whose total probability reaches this value; at least one is kept."""
     min_p: float = 0.0
-    """Keep the tokens with at least this part of the likeliest token's probability."""
+    """Keep only tokens with at least this fraction of the most likely token's probability."""
     max_tokens: int = 256
-    """Most tokens to generate."""
+    """Maximum tokens to generate."""
     stop: str | list[str] | None = None
-    """Texts that end the output; the output is cut before them."""
+    """Strings that end the output. The text is cut off before them."""
     stop_token_ids: list[int] | None = None
-    """Tokens that end the output, besides the model's end-of-sequence tokens."""
+    """Tokens that end the output, in addition to the model's end-of-sequence tokens."""
     ignore_eos: bool = False
-    """Go on after the model's end-of-sequence tokens."""
+    """Continue past the model's end-of-sequence tokens."""
     seed: int | None = None
     """The same request with the same seed gives the same tokens, whatever it is batched with."""
     logprobs: int | None = None
-    """Return the log-probability of each output token, and of the k likeliest beside it."""
+    """Return the log-probability of each output token, and of the k most likely tokens at its position."""
 
     def __post_init__(self):
         self.require("n", is_int(self.n, 1), "a positive integer")

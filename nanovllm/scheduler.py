@@ -1,8 +1,8 @@
-"""Scheduler: who runs in the next step, and with how many tokens. No torch in here.
+"""Scheduler: who runs in the next step, and with how many tokens. Imports no torch.
 
-There is no prefill and no decode phase. Every sequence has tokens whose keys and values are not in the
-cache yet: a new prompt all of them, a decoding sequence one. A step computes as many as the budget and the
-blocks allow (iteration-level scheduling as in Orca, with the chunked prefill of Sarathi-Serve).
+There is no prefill phase and no decode phase. Every sequence has tokens whose keys and values are not in the cache yet:
+all of them for a new prompt, one for a decoding sequence. A step computes as many as the budget and the blocks allow
+(iteration-level scheduling as in Orca, chunked prefill as in Sarathi-Serve).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from nanovllm.sequence import Request, Sequence
 
 
 class ScheduleError(RuntimeError):
-    """A scheduler has planned what cannot be run. The message is a sentence for whoever wrote it."""
+    """A scheduler has planned a step that cannot be run. The message is one sentence for the scheduler's author."""
 
     def __init__(self, scheduler: Scheduler, method: str, problem: str):
         super().__init__(f"{type(scheduler).__name__}.{method}(): {problem}")
@@ -28,9 +28,9 @@ class ScheduleError(RuntimeError):
 
 @dataclass
 class Schedule:
-    """One step: each sequence in it with the number of its tokens to compute, and blocks to move first.
+    """One step: its sequences, how many tokens to compute for each, and which blocks to move first.
 
-    Swaps go first, out or in (no step has both), then copies: their targets may be blocks that were swapped out.
+    Swaps, out or in (no step has both), come before copies, whose targets may be blocks that were swapped out.
     """
 
     items: list[tuple[Sequence, int]] = field(default_factory=list)
@@ -44,8 +44,9 @@ class Schedule:
 
     @cached_property
     def sampled_items(self) -> list[tuple[int, Sequence]]:
-        """(index of an item, sequence) wherever a last token is computed in this step, so that a next one is drawn. Asked
-        for when the schedule is complete. Before a request forks, the logits of its first sequence are those of all."""
+        """(index of an item, sequence) for each sequence whose last token is computed in this step, so that its next
+        one is drawn. Valid once the schedule is complete. Before a request forks, all its sequences draw from the
+        logits of the first."""
         return [
             (i, member)
             for i, (seq, num_tokens) in enumerate(self.items)
@@ -60,7 +61,7 @@ class Schedule:
 
 
 class Scheduler:
-    """First come, first served, under a budget of tokens and sequences (paper, section 4.5).
+    """First come, first served, within a budget of tokens and sequences (paper, section 4.5).
 
     To change the order, override `priority`. To change more, override `schedule`, which may use everything here.
     """
@@ -73,22 +74,23 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.num_preemptions = 0
-        self.num_swapped_blocks = 0  # that went to the host
-        self.num_prompt_tokens = 0  # of requests when they were first admitted ...
-        self.num_cached_tokens = 0  # ... and how many of them the prefix cache had
+        self.num_swapped_blocks = 0  # swapped out to the host
+        self.num_prompt_tokens = 0  # of all requests, counted when first admitted ...
+        self.num_cached_tokens = 0  # ... and how many of them were in the prefix cache
 
     def priority(self, request: Request):
-        """Sort key: the request with the smallest runs first, the one with the largest is preempted first."""
+        """Sort key: the request with the smallest key runs first, the one with the largest is preempted first."""
         return request.arrival
 
     # --- a request comes ---
 
     def add(self, request: Request) -> None:
+        """Queues a request. The engine has checked it before; others may not have."""
         self.check(request)
         self.waiting.append(request)
 
     def check(self, request: Request) -> None:
-        """Raises ValueError if the request could not run to its end even if it had the whole cache. Sets its `max_len`."""
+        """Raises ValueError if the request could not finish even with the whole cache to itself. Sets its `max_len`."""
         prompt, params, manager = len(request.prompt_token_ids), request.params, self.block_manager
         name_of_n = "n" if request.beam_search is None else "beam_width"
         if prompt + 1 > self.max_model_len:
@@ -107,23 +109,23 @@ class Scheduler:
     # --- a step is planned ---
 
     def schedule(self) -> Schedule:
-        """Plans a step: running requests first, then waiting ones. What it plans has its blocks."""
+        """Plans a step: running requests first, then waiting ones. Everything in the plan has its blocks."""
         schedule, num_preemptions = Schedule(), self.num_preemptions
         budget = self._schedule_running(schedule, self.max_num_batched_tokens)
-        if self.waiting and self.num_preemptions == num_preemptions:  # else there is no room for anybody
+        if self.waiting and self.num_preemptions == num_preemptions:  # otherwise there is no room for any
             self._schedule_waiting(schedule, budget)
         self.num_swapped_blocks += len(schedule.swaps_out)
         return schedule
 
     def _schedule_running(self, schedule: Schedule, budget: int) -> int:
-        """Returns the budget that is left."""
+        """Returns the remaining budget."""
         self.running.sort(key=self.priority)
         i = 0
         while i < len(self.running) and budget > 0:
             items = self._tokens_to_compute(self.running[i], budget)
             while not self.block_manager.can_allocate(items) and i < len(self.running):
                 self._preempt(self.running.pop(), schedule)
-            if i < len(self.running):  # else it was the last one and had to give way itself
+            if i < len(self.running):  # otherwise it was itself the last one and was preempted
                 budget -= self._commit(items, schedule)
                 i += 1
         return budget
@@ -144,8 +146,8 @@ class Scheduler:
                 reserved += manager.num_blocks_at_fork(request)
 
     def _admit(self, request: Request, schedule: Schedule) -> None:
-        """Gives it blocks for all tokens that it has, chunked or not: else it would soon be preempted in mid-prompt. What
-        the cache still has of them, and what the host has, need not be computed."""
+        """Gives it blocks for all its tokens, even if they are computed in chunks; otherwise it would soon be preempted
+        in the middle of its prompt. Tokens that are still in the cache or on the host are not computed again."""
         self.waiting.remove(request)
         self.running.append(request)
         manager, (first, *others) = self.block_manager, request.unfinished
@@ -167,14 +169,14 @@ class Scheduler:
             schedule.copies += manager.allocate(seq, len(seq.token_ids) - seq.num_computed_tokens)
 
     def _tokens_to_compute(self, request: Request, budget: int) -> list[tuple[Sequence, int]]:
-        """The request's sequences with their missing tokens, as far as the budget goes."""
+        """The request's sequences and how many of their missing tokens to compute, within the budget."""
         if request.params.n > 1:
             return self._tokens_of_group(request, budget)
         (seq,) = request.sequences
         return [(seq, min(len(seq.token_ids) - seq.num_computed_tokens, budget))]
 
     def _commit(self, items: list[tuple[Sequence, int]], schedule: Schedule) -> int:
-        """Gives each sequence its blocks, and puts it into the schedule. Returns the number of tokens."""
+        """Gives each sequence its blocks and adds it to the schedule. Returns the number of tokens."""
         total = 0
         for seq, num_tokens in items:
             schedule.copies += self.block_manager.allocate(seq, num_tokens)
@@ -184,8 +186,8 @@ class Scheduler:
         return total
 
     def _preempt(self, request: Request, schedule: Schedule) -> None:
-        """All or nothing: all sequences of the request lose their blocks and wait. The host keeps what they had, if it
-        has room; else it is computed again."""
+        """All or nothing: all sequences of the request lose their blocks and wait. The host keeps the contents if it
+        has room; otherwise they are computed again."""
         self.block_manager.swap_out(request.unfinished, schedule.swaps_out)
         for seq in request.unfinished:
             self.block_manager.free(seq)
@@ -198,7 +200,7 @@ class Scheduler:
     def update(
         self, schedule: Schedule, token_ids: list[int], logprobs: list[dict[int, float] | None] | None = None
     ) -> None:
-        """Takes in a step's result: a token for each of `schedule.sampled`, and its log-probabilities if asked for."""
+        """Processes a step's result: a token for each of `schedule.sampled`, and its log-probabilities if requested."""
         sampled, searches = schedule.sampled_items, dict[Request, Likeliest]()
         self.block_manager.unwritten.clear()
         for seq, num_tokens in schedule.items:
@@ -222,14 +224,14 @@ class Scheduler:
                 self.running.remove(request)
 
     def reason_to_end(self, seq: Sequence) -> str | None:
-        """Why no token comes after its last one. Stop strings are the engine's matter."""
+        """Why the sequence ends with its last token, or None. Stop strings are the engine's business."""
         request, num_tokens = seq.request, len(seq.token_ids)
         if num_tokens > len(request.prompt_token_ids) and seq.token_ids[-1] in request.stop_token_ids:
             return "stop"
         return "length" if num_tokens >= request.max_len else None
 
     def finish(self, seq: Sequence, reason: str) -> None:
-        """Ends one sequence, and its request with the last one."""
+        """Ends one sequence. The request ends with its last sequence."""
         seq.finish_reason = reason
         self.block_manager.free(seq)
         if seq.host_table:
@@ -240,12 +242,12 @@ class Scheduler:
                     queue.remove(seq.request)
 
     def abort(self, request: Request) -> None:
-        """Ends what is unfinished of the request, wherever it is."""
+        """Ends all unfinished sequences of the request, whether it runs or waits."""
         for seq in request.sequences:
             self.finish(seq, seq.finish_reason or "abort")
 
     def restart(self, requests: Iterable[Request], block_manager: BlockManager) -> None:
-        """Begins anew with these requests and an empty cache, after a step of which nobody knows what it has done."""
+        """Starts over with these requests and an empty cache, after a step whose effects are unknown."""
         self.waiting, self.running, self.block_manager = list(requests), [], block_manager
         for request in self.waiting:
             request.rewind()
@@ -260,7 +262,7 @@ class Scheduler:
     # --- second reading: several sequences of one request ---
 
     def _tokens_of_group(self, request: Request, budget: int) -> list[tuple[Sequence, int]]:
-        """They get their next tokens together or not at all: the last token of each is computed in the same step."""
+        """They get their next tokens together or not at all, so their last tokens are computed in the same step."""
         seqs = request.unfinished
         if len(seqs) == 1:
             return [(seqs[0], min(seqs[0].num_missing_tokens, budget))]
@@ -278,12 +280,12 @@ class Scheduler:
         return items
 
     def _fork(self, request: Request, schedule: Schedule) -> None:
-        """Once the first sequence has computed what all have in common, the others share it and go their own ways."""
+        """Once the first sequence has computed the tokens that all share, the others fork from it."""
         manager, shared, (first, *others) = self.block_manager, request.num_shared_tokens, request.unfinished
         if first.num_computed_tokens < shared:
             return
         for seq in others:
-            if len(seq) > shared:  # it was preempted: its own blocks may still be there
+            if len(seq) > shared:  # it was preempted: its own blocks may still be in the cache
                 manager.fork(first, seq, shared // manager.block_size * manager.block_size)
                 manager.take_prefix(seq)
                 if seq.num_host_tokens >= shared:
@@ -295,24 +297,24 @@ class Scheduler:
 
 
 def common_length(sequences: list[list[int]]) -> int:
-    """How many tokens all of them, which are equally long, begin with."""
+    """Length of the prefix that all of them share. They must be equally long."""
     columns = enumerate(zip(*sequences))
     return next((i for i, column in columns if len(set(column)) > 1), len(sequences[0]))
 
 
-# --- second reading: what a half-right scheduler is told ---
+# --- second reading: what can be wrong with a schedule ---
 
 
 def check_schedule(schedule: Schedule, scheduler: Scheduler, request_ids: Collection[str], moves_before: int) -> None:
-    """Raises ScheduleError if it cannot be run. When it was asked for, the requests of these ids were unfinished, and the
-    block manager had asked for so many moves."""
+    """Raises ScheduleError if the schedule cannot be run. Before it was planned, the requests with these ids were
+    unfinished, and the block manager had asked for `moves_before` moves."""
     manager, running = scheduler.block_manager, set(scheduler.running)
     wrong = partial(ScheduleError, scheduler, "schedule")
     if not isinstance(schedule, Schedule):
         raise wrong(f"it returned {shown(schedule)}, and not a Schedule")
     if not schedule.items:
         lost = set(request_ids) - {request.request_id for request in scheduler.unfinished()}
-        lost_too = f"; neither in waiting nor in running are {shown(sorted(lost))}" if lost else ""
+        lost_too = f"; these are neither waiting nor running: {shown(sorted(lost))}" if lost else ""
         raise wrong(f"it planned nothing, but there are unfinished requests: {shown([*request_ids])}{lost_too}")
     size, seqs = manager.block_size, Counter(seq for seq, _ in schedule.items)
     written: set[int] = set()
@@ -323,7 +325,7 @@ def check_schedule(schedule: Schedule, scheduler: Scheduler, request_ids: Collec
         if request not in running or seq.finish_reason is not None:
             raise wrong(f"{seq} is in the schedule, but it has ended, or its request is not in scheduler.running")
         if num_tokens < 1 or end > len(seq.token_ids):
-            raise wrong(f"{seq} is to compute {num_tokens} tokens: it misses {seq.num_missing_tokens}")
+            raise wrong(f"{seq} is to compute {num_tokens} tokens, but {seq.num_missing_tokens} are missing")
         if end > len(seq.block_table) * size:
             raise wrong(f"{seq} is to compute {num_tokens} tokens, but lacks blocks for them: allocate them first")
         block_id = seq.block_table[begin // size]
@@ -342,9 +344,9 @@ def check_schedule(schedule: Schedule, scheduler: Scheduler, request_ids: Collec
             raise wrong(f"the schedule has {total} {limit.split('_')[-1]}, but {limit}={getattr(scheduler, limit)}")
     lost_blocks = manager.unwritten - written
     if lost_blocks:
-        raise wrong(f"nobody computes blocks {lost_blocks}, which can be found: what _commit plans must stay")
+        raise wrong(f"no sequence computes blocks {lost_blocks}, which can be found: keep all that _commit plans")
     listed = len(schedule.copies) + len(schedule.swaps_out) + len(schedule.swaps_in)
     asked = manager.num_moves - moves_before
     if listed != asked:
-        why = f"the block manager asked for {asked}: all that it asks for belongs into the step's schedule"
+        why = f"the block manager asked for {asked}: all that it asks for belongs in the step's schedule"
         raise wrong(f"the schedule lists {listed} blocks to copy and swap, but {why}")

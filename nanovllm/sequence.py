@@ -1,4 +1,4 @@
-"""Sequence and Request: the state of what a user asked for. No torch in here."""
+"""Sequence and Request: what a user asked for, and how far it has got. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, repr=False)
 class Sequence:
-    """A prompt and one output for it.
+    """A prompt and one of its outputs.
 
-    `token_ids` are its tokens. The first `num_computed_tokens` of them have their keys and values in
-    the KV cache, in the blocks that `block_table` lists: token i is in block `block_table[i // block_size]`
-    at offset `i % block_size` (paper, section 4.3). A step computes some of those that are missing.
+    `token_ids` are its tokens. The first `num_computed_tokens` of them have their keys and values in the KV cache, in
+    the blocks that `block_table` lists: token i is in block `block_table[i // block_size]` at offset `i % block_size`
+    (paper, section 4.3). A step computes some of the missing ones.
     """
 
     request: Request
     index: int
     token_ids: list[int]
-    logprobs: list[dict[int, float]] | None = None  # of each output token, if they are asked for
+    logprobs: list[dict[int, float]] | None = None  # of each output token, if requested
     cumulative_logprob: float = 0.0  # of a beam
     finish_reason: str | None = None  # "stop", "length", "abort" or "error"
     num_computed_tokens: int = 0
     block_table: list[int] = field(default_factory=list)
-    prefix_ids: list[int] = field(default_factory=list)  # of the prefix that each full block ends, see BlockManager
-    host_table: list[int] = field(default_factory=list)  # blocks in the host's memory, while it is swapped out ...
-    num_host_tokens: int = 0  # ... and how many tokens they hold
+    prefix_ids: list[int] = field(default_factory=list)  # identity of each full block's prefix, see BlockManager
+    host_table: list[int] = field(default_factory=list)  # blocks in host memory while it is swapped out ...
+    num_host_tokens: int = 0  # ... and the number of tokens in them
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -51,7 +51,7 @@ class Sequence:
 
     @cached_property
     def seed(self) -> int:
-        """Every output of a request draws its own numbers."""
+        """Each output of a request has its own random numbers."""
         return (self.request.seed + self.index * 0x9E3779B97F4A7C15) % 2**63
 
     def __repr__(self) -> str:
@@ -64,7 +64,7 @@ class Request:
     """One prompt with its parameters, and its `params.n` sequences.
 
     They are scheduled, preempted and resumed together (paper, section 4.5). The first one computes the tokens that all
-    have in common, which at the start is the prompt; then the others fork from it.
+    share (at the start, the prompt); then the others fork from it.
     """
 
     request_id: str  # empty until it is submitted, unless the user has chosen one
@@ -72,27 +72,27 @@ class Request:
     prompt_token_ids: list[int]
     params: SamplingParams
     eos_token_ids: Iterable[int] = ()
-    max_len: int = 0  # the most tokens that each of its sequences may have, prompt included; set by Scheduler.check
-    arrival: int = 0  # a counter, so that no two requests arrive together
+    max_len: int = 0  # maximum tokens per sequence, prompt included; set by Scheduler.check
+    arrival: int = 0  # a counter, so that no two requests have the same
     num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache when it was first admitted
-    has_forked: bool = False  # whether each of its sequences has blocks of its own, or only the first one runs
-    num_shared_tokens: int = 0  # before they fork: how many tokens they have in common
+    has_forked: bool = False  # whether each sequence has its own blocks; before, only the first one runs
+    num_shared_tokens: int = 0  # before the fork: the number of tokens that all sequences share
     beam_search: BeamSearch | None = None  # if its sequences are beams
 
     def __post_init__(self):
         self.seed = self.params.seed or 0
-        self.num_logprobs = self.params.logprobs  # how many of the likeliest tokens are asked for with each token
+        self.num_logprobs = self.params.logprobs  # how many of the most likely tokens to return with each token
         eos_token_ids = () if self.params.ignore_eos else self.eos_token_ids
         self.stop_token_ids = frozenset(self.params.stop_token_ids or ()).union(eos_token_ids)
 
     @cached_property
     def sequences(self) -> list[Sequence]:
-        """Made when first asked for: a request that is refused has none."""
+        """Created on first use, so a refused request has none."""
         params, prompt = self.params, self.prompt_token_ids
         return [Sequence(self, i, [*prompt], None if params.logprobs is None else []) for i in range(params.n)]
 
     def search_with(self, beam_search: BeamSearch) -> None:
-        """Its sequences are the beams of a search."""
+        """Makes its sequences the beams of a search."""
         self.beam_search, self.num_logprobs = beam_search, beam_search.num_candidates
 
     @property
@@ -101,12 +101,12 @@ class Request:
 
     @property
     def num_seats(self) -> int:
-        """The most sequences that it may have in a step from now on. Few beams can have many children."""
+        """Maximum sequences that it can have in a step from now on. A few beams can have many children."""
         return len(self.unfinished) if self.beam_search is None else self.params.n
 
     def rewind(self) -> None:
-        """Forgets all but the tokens, after a step was interrupted or has failed. If only some sequences had their next
-        token, all get it again, together."""
+        """Forgets all but the tokens and their log-probabilities, after a step was interrupted or has failed. If only
+        some sequences have their next token, they lose it, and all draw it again together."""
         self.has_forked, shortest = False, min((len(seq) for seq in self.unfinished), default=0)
         for seq in self.sequences:
             if seq.finish_reason is None:

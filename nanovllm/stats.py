@@ -1,6 +1,6 @@
-"""Statistics: counters since the start, what the KV cache is used for now, and whether all blocks are accounted for.
+"""Statistics: counters since the start, the current use of the KV cache, and whether all blocks are accounted for.
 
-No step runs through here.
+No step runs this code.
 """
 
 from collections import Counter
@@ -12,7 +12,7 @@ from nanovllm.sequence import Sequence
 
 
 def stats_of(llm) -> dict[str, float]:
-    """What LLM.stats returns."""
+    """The result of LLM.stats."""
     scheduler, manager = llm.scheduler, llm.block_manager
     return {
         "requests_running": len(scheduler.running),
@@ -35,17 +35,17 @@ def stats_of(llm) -> dict[str, float]:
 
 
 def cache_usage(scheduler: Scheduler) -> dict[str, int]:
-    """What the slots are used for now, see slot_usage."""
+    """The current use of the slots, see slot_usage."""
     requests = scheduler.running
     sequences = ((seq, request.max_len - 1) for request in requests for seq in request.unfinished)
     return slot_usage(scheduler.block_manager, sequences)
 
 
 def slot_usage(manager: BlockManager, sequences: Iterable[tuple[Sequence, int]]) -> dict[str, int]:
-    """Slots by their use (paper, figure 2), given all sequences with blocks and, for each, the most tokens that it may
-    cache. The first five add up to all slots; `shared` would be needed without sharing."""
-    stored: dict[int, int] = {}  # per block: tokens that are there ...
-    kept: dict[int, int] = {}  # ... and that may be there in the end
+    """Slots by use (paper, figure 2), given all sequences with blocks and the maximum tokens that each may cache. The
+    first five add up to all slots; `shared` is how many more would be needed without sharing."""
+    stored: dict[int, int] = {}  # per block: tokens in it now ...
+    kept: dict[int, int] = {}  # ... and that may be in it at the end
     num_listed = 0
     for seq, max_tokens in sequences:
         num_listed += len(seq.block_table)
@@ -65,16 +65,16 @@ def slot_usage(manager: BlockManager, sequences: Iterable[tuple[Sequence, int]])
 
 
 def check_blocks(manager: BlockManager, sequences: Iterable[Sequence]) -> None:
-    """Asserts the invariants, given all unfinished sequences. For tests: it visits every block."""
+    """Asserts the invariants, given all unfinished sequences. For tests, since it visits every block."""
     sequences = list(sequences)
     owners = Counter(block_id for seq in sequences for block_id in seq.block_table)
     host_owners = Counter(host_id for seq in sequences for host_id in seq.host_table)
     assert all(seq.num_computed_tokens <= len(seq.block_table) * manager.block_size for seq in sequences)
     for block in manager.blocks:
         assert block.ref_count == owners[block.id], f"{block} has {owners[block.id]} owners"
-        assert (block.ref_count == 0) == (block.id in manager.free_blocks), f"{block} is both or neither free and used"
+        assert (block.ref_count == 0) == (block.id in manager.free_blocks), f"{block} must be either free or used"
         assert block.key is None or manager.findable[block.key] is block, f"{block} cannot be found"
-    assert host_owners == Counter(dict(enumerate(manager.host_ref_counts))), "host blocks have other owners"
+    assert host_owners == Counter(dict(enumerate(manager.host_ref_counts))), "host_ref_counts are wrong"
     free = [i for i, ref_count in enumerate(manager.host_ref_counts) if ref_count == 0]
     assert sorted(manager.free_host_blocks) == free, "host blocks are lost"
     assert all(block.key == key for key, block in manager.findable.items()), "a findable block is stale"

@@ -1,4 +1,4 @@
-"""StepInputs: what the device must know of a step."""
+"""StepInputs: what the device must know about a step."""
 
 from dataclasses import dataclass
 from itertools import accumulate
@@ -12,7 +12,7 @@ from nanovllm.layers.sampler import Sampling
 
 @dataclass
 class StepInputs:
-    """T tokens in one flat, ragged batch. For S of them logits are needed, since a next token is drawn."""
+    """T tokens in one flat, ragged batch. S of them need logits, because a next token is drawn after them."""
 
     input_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
@@ -26,7 +26,7 @@ class StepInputs:
         return [self.input_ids, self.positions, b.slot_mapping, b.cu_seqlens_q, b.context_lens, b.block_tables]
 
     def to(self, device: torch.device, buffer: Tensor | None = None) -> "StepInputs":
-        """The same on a device, see `move`. The model's inputs come first: a CUDA graph finds them in their places."""
+        """The same on a device, see `move`. The model's inputs come first, so that a CUDA graph finds them in place."""
         options = [] if self.sampling is None else self.sampling.tensors
         moved = move([*self.model_inputs, self.sampled_rows, *options], device, buffer)
         batch = Batch(self.batch.kv_cache, *moved[2:6])
@@ -35,9 +35,9 @@ class StepInputs:
 
 
 def move(tensors: list[Tensor], device: torch.device, buffer: Tensor | None = None) -> list[Tensor]:
-    """All of them in one copy from pinned memory. Tensors of the same shapes find the same places in `buffer`.
+    """Moves all tensors in one copy from pinned memory. Tensors of the same shapes get the same places in `buffer`.
 
-    Each begins at a multiple of 16 bytes: Triton compiles another kernel for pointers that do not.
+    Each starts at a multiple of 16 bytes, because Triton compiles another kernel for unaligned pointers.
     """
     ends = list(accumulate(-(-t.nbytes // 16) * 16 for t in tensors))
     host = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")

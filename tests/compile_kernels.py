@@ -46,7 +46,9 @@ def main(capability=80, head_dim=128, group=2):
         tile = triton_attention.tile_for(dim, group, 2, name == "decode")
         splits = 8 if name == "decode" else 1
         result = "*fp32" if splits > 1 else "*bf16"
-        pointers = dict.fromkeys(["q", "k_cache", "v_cache"], "*bf16") | dict.fromkeys(["out", "maxima", "sums"], result)
+        pointers = dict.fromkeys(["q", "k_cache", "v_cache"], "*bf16") | dict.fromkeys(
+            ["out", "maxima", "sums"], result
+        )
         pointers |= dict.fromkeys(["cu_seqlens_q", "context_lens", "cu_blocks", "block_tables"], "*i32")
         scalars = {"scale": "fp32", "q_stride": "i32", "first_seq": "i32", "num_seqs": "i32"}
         constants = dict(

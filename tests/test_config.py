@@ -152,7 +152,7 @@ def test_what_is_left_open_is_resolved_apart_from_the_config():
     assert config.resolved(100, 64) == Limits(max_model_len=100, max_num_seqs=7, max_num_batched_tokens=64)
     assert config == Config(max_num_seqs=7) and config.max_model_len is None
     assert Config(max_model_len=50, max_num_batched_tokens=9).resolved(100, 64).max_model_len == 50
-    with pytest.raises(ValueError, match="max_model_len=101 is not allowed: it must be at most 100, what the model"):
+    with pytest.raises(ValueError, match="max_model_len=101 is not allowed: it must be at most 100, the model"):
         Config(max_model_len=101).resolved(100, 64)
 
 

@@ -68,6 +68,50 @@ def test_a_second_ctrl_c_before_an_abort(monkeypatch):
     check_clean(llm)
 
 
+def test_the_suspect_that_runs_is_aborted():
+    """The others, who wait apart, are all that is left: no scheduler is to blame for planning nothing."""
+    llm, prompt, params = new_llm(), [5] * 9, SamplingParams(seed=5, max_tokens=6)
+    for name in "abcd":
+        llm.add_request(prompt, params, name)
+    raise_at(llm.runner, "run", 1, error=RuntimeError)
+    llm.step()
+    waiting = {name for name, request in llm.requests.items() if request not in llm.scheduler.waiting}
+    assert llm.apart and waiting
+    for name in llm.requests.keys() - waiting:
+        llm.abort(name)
+    outputs = go_on(llm, {})
+    assert all(result(outputs[name]) == answer(prompt, params) for name in waiting)
+    check_clean(llm)
+
+
+def test_a_second_ctrl_c_while_a_call_is_left():
+    """Nothing of the call stays behind, at the latest after the next step."""
+    llm, prompt, params = new_llm(), [5] * 9, SamplingParams(seed=5, max_tokens=6)
+    raise_at(llm.scheduler, "update", 3)
+    abort = llm._abort
+    llm._abort = lambda requests: (raise_at(llm, "_report", 2), abort(requests))
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([prompt] * 3, params, use_tqdm=False)
+    llm.add_request(prompt, params, "next")
+    llm.step()
+    assert list(llm.requests) == ["next"]
+    outputs = go_on(llm, {})
+    assert list(outputs) == ["next"] and result(outputs["next"]) == answer(prompt, params)
+    check_clean(llm)
+
+
+def test_a_stream_of_one_engine_is_collected_within_a_step_of_another():
+    one, other = new_llm(), new_llm()
+    stream = one.stream([9] * 5, SamplingParams(seed=1, max_tokens=30))
+    next(stream)
+    other.add_request([5] * 9, SamplingParams(seed=5, max_tokens=3), "innocent")
+    run, streams = other.runner.run, [stream]
+    del stream
+    other.runner.run = lambda schedule: (streams.clear(), run(schedule))[1]
+    other.step()
+    check_clean(one)
+
+
 def test_a_stream_goes_on_after_an_interrupted_recovery(monkeypatch):
     """Its text is made anew; until then the stream has shown more than there is, and spins."""
     llm = new_llm()

@@ -150,13 +150,13 @@ def test_missing_and_unexpected_tensors_are_listed(tmp_path):
         load(tmp_path)
     message = str(error.value)
     assert "missing tensors ['model.layers.0.self_attn.k_proj.weight', 'model.norm.weight']" in message
-    assert "unexpected ['model.layers.0.mlp.extra.weight']" in message
+    assert "unexpected tensors ['model.layers.0.mlp.extra.weight']" in message
 
 
 def test_a_tensor_of_the_wrong_shape_is_named(tmp_path):
     save(new_model(), tmp_path)
     change_tensors(tmp_path, lambda tensors: tensors.update({"model.norm.weight": torch.zeros(7)}))
-    with pytest.raises(ValueError, match=r"model.norm.weight has the shape \[7\], but config.json asks for \[48\]"):
+    with pytest.raises(ValueError, match=r"model.norm.weight has shape \[7\], but config.json requires \[48\]"):
         load(tmp_path)
 
 
@@ -178,7 +178,7 @@ def test_truncated_safetensors(tmp_path):
     file = tmp_path / "model.safetensors"
     save(new_model(), tmp_path)
     file.write_bytes(file.read_bytes()[:-1000])
-    with pytest.raises(ValueError, match="model.safetensors is damaged or not complete"):
+    with pytest.raises(ValueError, match="model.safetensors is damaged or incomplete"):
         load(tmp_path)
 
 
@@ -192,7 +192,7 @@ def test_a_shard_that_is_not_there(tmp_path):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"model_type": "llama"}, "model_type='llama' is not supported: supported are qwen2, qwen3"),
+        ({"model_type": "llama"}, "model_type='llama' is not supported, only qwen2, qwen3"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
         ({"use_sliding_window": True}, "use_sliding_window=True is not supported"),
     ],
@@ -208,7 +208,7 @@ def test_unsupported_configs_name_what_is_supported(changes, message, tmp_path):
 def test_unsupported_rope_type_names_what_is_supported():
     config = new_model().config
     setattr(config, next(iter(rope("x"))), {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0})
-    with pytest.raises(ValueError, match="rope_type='longrope' is not supported: supported are default, linear"):
+    with pytest.raises(ValueError, match="rope_type='longrope' is not supported, only default, linear"):
         rope_table(config, 16, 32)
 
 

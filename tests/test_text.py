@@ -182,7 +182,7 @@ def test_messages_that_are_no_conversation(llm, messages):
     if messages == []:
         assert llm.chat(messages, use_tqdm=False) == []
     else:
-        with pytest.raises(ValueError, match="a conversation is a list of"):
+        with pytest.raises(ValueError, match="it must be a list of"):
             llm.chat(messages, use_tqdm=False)
 
 

@@ -1,4 +1,4 @@
-"""Attention over the paged KV cache, as plainly as it can be said. Every backend is tested against this."""
+"""Attention over the paged KV cache, written as plainly as possible. Every backend is tested against this."""
 
 import torch
 
@@ -6,7 +6,7 @@ from nanovllm.layers.batch import Batch
 
 
 def paged_attention(q: torch.Tensor, batch: Batch, layer: int, scale: float) -> torch.Tensor:
-    """Causal attention of q [T, num_heads, head_dim] over each sequence's context in the cache; the same shape out.
+    """Causal attention of q [T, num_heads, head_dim] over each sequence's context in the cache. Returns the same shape.
 
     Query head h reads KV head h // (num_heads / num_kv_heads).
     """

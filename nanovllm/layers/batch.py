@@ -1,6 +1,6 @@
-"""Batch: what attention must know of a step, whichever backend computes it."""
+"""Batch: what attention must know about a step, whichever backend computes it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -10,11 +10,11 @@ import torch
 class Batch:
     """T tokens of B sequences, each with blocks of the KV cache.
 
-    The queries of sequence b are the tokens cu_seqlens_q[b] to cu_seqlens_q[b + 1]. They are the last of
-    the context_lens[b] tokens whose keys are in the cache once this step's have been stored.
+    The queries of sequence b are the tokens cu_seqlens_q[b] to cu_seqlens_q[b + 1]. They are the last of its
+    context_lens[b] tokens, whose keys are all in the cache once this step's have been stored.
     """
 
-    kv_cache: torch.Tensor  # [2, num_layers, num_blocks, block_size, num_kv_heads, head_dim]
+    kv_cache: torch.Tensor = field(repr=False)  # [2, num_layers, num_blocks, block_size, num_kv_heads, head_dim]
     slot_mapping: torch.Tensor  # [T] int64: block_id * block_size + offset, where a token's key and value go
     cu_seqlens_q: torch.Tensor  # [B + 1] int32
     context_lens: torch.Tensor  # [B] int32

@@ -1,4 +1,4 @@
-"""Linear layers, and the rule by which a parameter is filled from a checkpoint."""
+"""Linear layers, and the rule for loading their parameters from a checkpoint."""
 
 import torch
 import torch.nn.functional as F
@@ -8,8 +8,8 @@ from torch import nn
 class Linear(nn.Module):
     """y = x W^T + b with W [out, in].
 
-    Several projections of the same input are one matrix: `parts` maps the name that each has in the
-    checkpoint to its number of rows. `part_slices` is the loading rule: where each part belongs.
+    Several projections of the same input form one matrix: `parts` maps the name of each in the checkpoint to its number
+    of rows. `part_slices` is the loading rule: which rows each part fills.
     """
 
     def __init__(self, in_features: int, parts: int | dict[str, int], bias: bool = False):
@@ -28,13 +28,13 @@ class Linear(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
     def prepack(self) -> None:
-        """Once the weight is complete: as oneDNN wants it for products in bfloat16 on a CPU. Elsewhere it stays the same
-        Parameter, which may be tied."""
+        """To be called once the weight is loaded: puts it into oneDNN's layout for bfloat16 products on a CPU.
+        Otherwise it stays the same Parameter, since it may be tied."""
         weight = self.weight
         if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and torch.backends.mkldnn.is_available():
             try:
                 packed = torch.ops.mkldnn._reorder_linear_weight(weight)
                 torch.ops.mkldnn._linear_pointwise(weight[:1], packed, None, "none", [], "")
-            except (AttributeError, NotImplementedError, RuntimeError):  # not in this PyTorch, or not for this CPU
+            except (AttributeError, NotImplementedError, RuntimeError):  # not in this PyTorch or on this CPU
                 return
             self.weight = nn.Parameter(packed, requires_grad=False)

@@ -1,6 +1,6 @@
-"""Ops: the functions that a backend has. There are two backends, torch_ops and triton_ops, each a module.
+"""Ops: the functions of a backend. There are two backends, torch_ops and triton_ops, each a module.
 
-One of them is chosen when the model is built, and its layers call nothing else that differs between them.
+One of them is chosen when the model is built. The model's layers use nothing else that differs between them.
 """
 
 from typing import Protocol
@@ -14,7 +14,7 @@ Norm = nn.RMSNorm | None
 
 
 class Ops(Protocol):
-    CAN_BE_RECORDED: bool  # whether what it launches follows from shapes alone, so that a CUDA graph may replay it
+    CAN_BE_RECORDED: bool  # whether shapes alone decide what it launches, so that a CUDA graph may replay it
 
     def store_kv(self, k: Tensor, v: Tensor, batch: Batch, layer: int) -> None:
         """Writes a step's keys and values [T, num_kv_heads, head_dim] into their slots (paper, section 5.1)."""
@@ -23,7 +23,7 @@ class Ops(Protocol):
         """What attention.paged_attention returns, for q [T, num_heads, head_dim]: the same shape."""
 
     def copy_blocks(self, kv_cache: Tensor, copies: list[tuple[int, int]]) -> None:
-        """Copies [(from block, to block)], keys and values of all layers at once (paper, section 5.1). None is both."""
+        """Copies [(from block, to block)] in all layers at once (paper, section 5.1). No block is both."""
 
     def add_and_norm(self, x: Tensor, residual: Tensor, norm: nn.RMSNorm) -> Tensor:
         """Adds x [T, size] to the residual stream, in place, and returns the norm of the sum."""
@@ -31,8 +31,8 @@ class Ops(Protocol):
     def norm_and_rotate(
         self, qkv: Tensor, q_norm: Norm, k_norm: Norm, cos_sin: Tensor, sizes: list[int]
     ) -> tuple[Tensor, ...]:
-        """Splits qkv [T, num_heads + 2 * num_kv_heads, head_dim] into q, k and v. In q and k every head is normalised, if
-        the model does that, and rotated by the angles of cos_sin [T, head_dim]."""
+        """Splits qkv [T, num_heads + 2 * num_kv_heads, head_dim] into q, k and v. Each head of q and k is normalized,
+        if the model does that, and rotated by the angles of cos_sin [T, head_dim]."""
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
         """x [T, 2 d], gate and up side by side -> silu(gate) * up [T, d]."""

@@ -13,12 +13,12 @@ def rope_settings(config) -> dict:
     settings["rope_type"] = settings.get("rope_type") or settings.get("type") or "default"
     settings.setdefault("rope_theta", getattr(config, "rope_theta", None) or 10_000.0)
     if settings["rope_type"] not in ROPE_TYPES:
-        raise ValueError(f"rope_type={settings['rope_type']!r} is not supported: supported are {', '.join(ROPE_TYPES)}")
+        raise ValueError(f"rope_type={settings['rope_type']!r} is not supported, only {', '.join(ROPE_TYPES)}")
     return settings
 
 
 def longest_context(config) -> int:
-    """Tokens that the checkpoint's positions were made for, scaling included."""
+    """The longest context that the checkpoint supports, scaling included."""
     settings, longest = rope_settings(config), config.max_position_embeddings
     if settings["rope_type"] == "default":
         return longest
@@ -27,10 +27,10 @@ def longest_context(config) -> int:
 
 
 def rope_table(config, head_dim: int, max_model_len: int) -> torch.Tensor:
-    """cos and sin of every position's angles, [max_model_len, head_dim] in fp32: first half cos, second sin.
+    """cos and sin of the angles of every position, [max_model_len, head_dim] in fp32: first half cos, second sin.
 
-    "dynamic" (NTK) is scaled once, for `max_model_len`, so that a token's key does not depend on how long
-    its sequence is going to be.
+    "dynamic" (NTK) is scaled once, for `max_model_len`, so that a token's key does not depend on how long its sequence
+    becomes.
     """
     settings, scale = rope_settings(config), 1.0
     if settings["rope_type"] == "default":

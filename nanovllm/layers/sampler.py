@@ -8,15 +8,15 @@ from torch import Tensor
 
 @dataclass
 class Sampling:
-    """How B sequences draw their tokens: tensors [B] on the logits' device. A filter that nobody uses is None."""
+    """How B sequences draw their tokens: tensors [B] on the logits' device. A filter that no sequence uses is None."""
 
     temperature: Tensor  # fp32, 0 is greedy
     seed: Tensor  # int64
-    position: Tensor  # int64: length of the sequence so far, so that every token draws a new number
+    position: Tensor  # int64: current length of the sequence, so that every token draws a new number
     top_k: Tensor | None = None  # int64, vocab_size keeps all
     top_p: Tensor | None = None  # fp32
     min_p: Tensor | None = None  # fp32
-    max_top_k: int | None = None  # a bound on the tokens that any sequence keeps, if there is one
+    max_top_k: int | None = None  # an upper bound on the tokens that any sequence keeps, if there is one
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -24,7 +24,7 @@ class Sampling:
         return [tensor for tensor in every if tensor is not None]
 
     def with_tensors(self, tensors: list[Tensor]) -> "Sampling":
-        """The same with others in their place."""
+        """The same with these tensors in place of its own."""
         temperature, seed, position, *others = tensors
         moved = iter(others)
         top_k, top_p, min_p = (None if t is None else next(moved) for t in (self.top_k, self.top_p, self.min_p))
@@ -34,8 +34,8 @@ class Sampling:
 def uniform(seed: Tensor, position: Tensor) -> Tensor:
     """[B] numbers in [0, 1) that depend on (seed, position) and nothing else.
 
-    A counter-based generator: the mixing steps of splitmix64 (Steele et al., OOPSLA 2014). A generator
-    with a state would tie a request's numbers to the batches that it happened to run in.
+    A counter-based generator: the mixing steps of splitmix64 (Steele et al., OOPSLA 2014). With a stateful generator, a
+    request's numbers would depend on the batches that it happened to run in.
     """
 
     def shifted(x, bits):  # logical right shift; int64 has only the arithmetic one
@@ -53,13 +53,13 @@ def uniform(seed: Tensor, position: Tensor) -> Tensor:
 def sample(logits: Tensor, sampling: Sampling) -> Tensor:
     """logits [B, vocab_size] fp32 -> token ids [B].
 
-    Filters apply in the order temperature, min_p, top_k, top_p, as in vLLM. Then the token is found where
-    the cumulative probability passes one uniform number (inverse transform sampling). That happens in the
-    order of the vocabulary, never in a sorted one, so that a row's token does not depend on its neighbours.
+    Temperature is applied first, then the filters min_p, top_k and top_p, in the same order as in vLLM. The token is
+    the one at which the cumulative probability passes a uniform random number (inverse transform sampling). The sum
+    follows the order of the vocabulary, never a sorted order, so that a row's token does not depend on its neighbors.
     """
     greedy = sampling.temperature == 0
     temperature = torch.where(greedy, 1.0, sampling.temperature).unsqueeze(1)
-    # subtracting the maximum first keeps tiny temperatures finite
+    # subtracting the maximum first keeps the result finite at tiny temperatures
     probs = torch.softmax((logits - logits.amax(-1, keepdim=True)) / temperature, dim=-1)
     if sampling.min_p is not None:
         probs = probs.where(probs >= sampling.min_p.unsqueeze(1) * probs.amax(-1, keepdim=True), 0.0)
@@ -68,28 +68,28 @@ def sample(logits: Tensor, sampling: Sampling) -> Tensor:
     cumulative = probs.cumsum(-1)
     threshold = uniform(sampling.seed, sampling.position).unsqueeze(1) * cumulative[:, -1:]
     chosen = (cumulative <= threshold).sum(-1, keepdim=True).clamp_(max=probs.shape[-1] - 1)
-    # a parallel cumsum may fall by a rounding error where probs is 0: never take a token that was filtered out
+    # a parallel cumsum may decrease, by rounding, where probs is 0: never choose a token that was filtered out
     chosen = torch.where(probs.gather(1, chosen) > 0, chosen, probs.argmax(-1, keepdim=True))
     return torch.where(greedy, logits.argmax(-1), chosen.squeeze(1))
 
 
 def cutoff(probs: Tensor, sampling: Sampling) -> Tensor:
-    """The smallest probability [B, 1] that top_k and top_p keep in each row. Ties with it stay, too."""
+    """The smallest probability [B, 1] that top_k and top_p keep in each row. Ties are kept, too."""
     vocab_size = probs.shape[-1]
     top = probs.topk(min(sampling.max_top_k or vocab_size, vocab_size), dim=-1).values  # sorted, largest first
     kept = torch.ones_like(top, dtype=torch.bool)
     if sampling.top_k is not None:
         kept = torch.arange(top.shape[-1], device=top.device) < sampling.top_k.unsqueeze(1)
-    if sampling.top_p is not None:  # a token stays while those before it have not reached top_p
+    if sampling.top_p is not None:  # a token is kept if those before it have not reached top_p
         cumulative = top.where(kept, 0.0).cumsum(-1)
         top_p = sampling.top_p.unsqueeze(1)
         kept = kept & ((cumulative - top < top_p * cumulative[:, -1:]) | (top_p >= 1))
-        kept[:, 0] = True  # a tiny top_p is 0 in fp32
+        kept[:, 0] = True  # a tiny top_p may round to 0 in fp32
     return top.where(kept, torch.inf).amin(-1, keepdim=True)
 
 
 def top_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Log-probabilities before temperature and filters: of the chosen tokens first, then of the k likeliest.
+    """Log-probabilities before temperature and filters: the chosen tokens first, then the k most likely.
 
     logits [B, vocab_size], token_ids [B] -> (values, ids), both [B, 1 + k].
     """

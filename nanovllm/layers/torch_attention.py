@@ -1,7 +1,8 @@
 """Attention in PyTorch for a CPU: attention.py, fast. It runs on every device.
 
-PyTorch's attention reads no block tables, so keys and values are copied to where it wants them. Sequences with one query
-are attended to together, in groups of similar context; the others, prompts and chunks of them, one by one.
+PyTorch's attention does not read block tables, so keys and values are first copied into the layout that it expects.
+Sequences with one query are computed together, in groups of similar context length; the others, prompts and chunks of
+them, one by one.
 """
 
 from itertools import pairwise
@@ -11,20 +12,20 @@ import torch.nn.functional as F
 
 from nanovllm.layers.batch import Batch
 
-GATHERED_BYTES = 4 * 2**20  # of a group: what it copies should be read again while a processor's caches still have it
+GATHERED_BYTES = 4 * 2**20  # per group, so that the copy is still in the processor's caches when it is read
 
 
 Part = tuple[slice | torch.Tensor, torch.Tensor, torch.Tensor | None, bool]
 
 
 class Layout:
-    """Where each group or chunk of a step has its tokens and its slots, and who may see what. Does not keep the batch,
-    which keeps it: a cycle would keep `gathered` until Python collects garbage."""
+    """Where each group or chunk of a step has its tokens and its slots, and which keys each query may see. It holds no
+    reference to the batch, which holds it: a cycle would keep `gathered` alive until Python collects garbage."""
 
     def __init__(self, batch: Batch):
         self.starts, self.contexts = batch.cu_seqlens_q.tolist(), batch.context_lens.tolist()
         counts = [end - start for start, end in pairwise(self.starts)]
-        width = batch.kv_cache.shape[4:].numel()  # numbers in a key
+        width = batch.kv_cache.shape[4:].numel()  # numbers per key
         most_keys = GATHERED_BYTES // (2 * width * batch.kv_cache.dtype.itemsize)
         decodes = [b for b, count in enumerate(counts) if count == 1]
         groups = group_by_context(decodes, self.contexts, most_keys)
@@ -33,28 +34,28 @@ class Layout:
         self.gathered = batch.kv_cache.new_empty(2, max(len(slots) for _, slots, _, _ in self.parts), width)
 
     def part(self, batch: Batch, seqs: list[int], count: int) -> Part:
-        """(tokens, slots, mask, whether it is a group) of sequences with `count` queries each, padded to the longest."""
+        """(tokens, slots, mask, is_group) for sequences with `count` queries each, padded to the longest."""
         starts, cache = [self.starts[b] for b in seqs], batch.kv_cache
         last = batch.context_lens[seqs].unsqueeze(1) - 1
         position, mask = torch.arange(max(self.contexts[b] for b in seqs), device=cache.device), None
         if count == 1:
             mask = torch.zeros(len(seqs), len(position), dtype=cache.dtype, device=cache.device)
             mask = mask.masked_fill_(position > last, -torch.inf)[:, None, None]
-        elif count < len(position):  # a chunk sees everything before it, too; a whole prompt is simply causal
+        elif count < len(position):  # a chunk also sees everything before it; a whole prompt is simply causal
             mask = position <= position[-count:].unsqueeze(1)
-        # past its end a sequence reads its own last slot: what is masked is still multiplied by zero, and NaN
-        # left behind by somebody else would come through
+        # past its end, a sequence reads its own last slot: masked values are still multiplied by zero, so a NaN left in
+        # another slot would spread
         position = position.minimum(last)
         block_ids = batch.block_tables[batch.cu_blocks[seqs].unsqueeze(1) + position // cache.shape[3]].long()
         slots = (block_ids * cache.shape[3] + position % cache.shape[3]).flatten()
-        if starts[-1] - starts[0] == len(seqs) - 1:  # neighbors: a view of them will do
+        if starts[-1] - starts[0] == len(seqs) - 1:  # neighbors: a view is enough
             return slice(starts[0], starts[-1] + count), slots, mask, count == 1
         return torch.tensor(starts, device=cache.device), slots, mask, True
 
 
 def group_by_context(seqs: list[int], contexts: list[int], most_keys: int) -> list[list[int]]:
-    """Groups of sequences, such that padding to the longest context is at most a third of a group, or a few keys in all,
-    and no group has more than `most_keys`, unless it is a single sequence."""
+    """Groups of sequences in which padding to the longest context is at most a third of the group, or only a few keys.
+    No group has more than `most_keys` keys, unless it is a single sequence."""
     groups: list[list[int]] = []
     padding = keys = 0
     for b in sorted(seqs, key=lambda b: -contexts[b]):
@@ -68,7 +69,7 @@ def group_by_context(seqs: list[int], contexts: list[int], most_keys: int) -> li
 
 
 def paged_attention(q: torch.Tensor, batch: Batch, layer: int, scale: float) -> torch.Tensor:
-    """As attention.paged_attention. Keys and values are never repeated per query head."""
+    """Like attention.paged_attention. Keys and values are never repeated per query head."""
     num_heads, head_dim = q.shape[1:]
     if batch.layout is None:
         batch.layout = Layout(batch)
@@ -76,7 +77,7 @@ def paged_attention(q: torch.Tensor, batch: Batch, layer: int, scale: float) -> 
     num_kv_heads = caches.shape[3]
     out = torch.empty_like(q)
     for tokens, slots, mask, is_group in layout.parts:
-        gathered = layout.gathered[:, : len(slots)]  # memory that is used again: to get new takes longer than the copy
+        gathered = layout.gathered[:, : len(slots)]  # reused, since getting new memory takes longer than the copy
         for cache, copied in zip(caches.flatten(3).flatten(1, 2), gathered):
             torch.index_select(cache, 0, slots, out=copied)
         if is_group:  # the query heads of a KV head are the rows of one small matrix

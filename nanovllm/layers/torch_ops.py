@@ -1,4 +1,4 @@
-"""The backend in plain PyTorch, for every device. What its functions do is said in ops.py."""
+"""The backend in plain PyTorch, for every device. See ops.py for what its functions do."""
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +9,7 @@ from nanovllm.layers.ops import Norm
 from nanovllm.layers.sampler import sample as sample
 from nanovllm.layers.torch_attention import paged_attention as paged_attention
 
-CAN_BE_RECORDED = False  # attention asks for lengths
+CAN_BE_RECORDED = False  # attention reads lengths on the CPU
 
 
 def store_kv(k: Tensor, v: Tensor, batch: Batch, layer: int) -> None:
@@ -33,7 +33,7 @@ def norm_and_rotate(qkv: Tensor, q_norm: Norm, k_norm: Norm, cos_sin: Tensor, si
         weights = torch.cat([q_norm.weight.expand(heads, -1), k_norm.weight.expand(kv_heads, -1)])
         qk = F.rms_norm(qk, q_norm.normalized_shape, None, q_norm.eps) * weights
     cos, sin = cos_sin.unsqueeze(1).chunk(2, dim=-1)
-    x1, x2 = qk.float().chunk(2, dim=-1)  # each number of the first half is rotated with one of the second
+    x1, x2 = qk.float().chunk(2, dim=-1)  # each number in the first half is rotated with one in the second
     rotated = torch.cat([(x1 * cos).addcmul_(x2, sin, value=-1), (x2 * cos).addcmul_(x1, sin)], dim=-1)
     return *rotated.to(qk.dtype).split([heads, kv_heads], dim=1), v
 

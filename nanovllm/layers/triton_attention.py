@@ -1,9 +1,9 @@
-"""Attention in Triton: attention.py for a GPU (or, slowly, with TRITON_INTERPRET=1 on a CPU).
+"""Attention in Triton: attention.py for a GPU (or, slowly, for a CPU with TRITON_INTERPRET=1).
 
-One kernel serves prompts, chunks over a cached prefix and decodes. A program holds a tile of queries: a few
-tokens of one sequence, times the query heads that share a KV head, so that each key is read once for all of them.
-It walks over the context in tiles of keys, whatever the block size: every key's slot is looked up in the block
-table. Softmax is online (Milakov and Gimelshein, 2018), in powers of two, with the scale folded in.
+One kernel handles prompts, chunks after a cached prefix, and decodes. A program holds a tile of queries: a few tokens
+of one sequence, times the query heads that share a KV head, so that each key is read once for all of them. It goes
+through the context in tiles of keys, independent of the block size: each key's slot is looked up in the block table.
+Softmax is online (Milakov and Gimelshein, 2018), in powers of two, with the scale folded in.
 """
 
 from typing import NamedTuple
@@ -30,7 +30,7 @@ def store_kv_kernel(k, v, k_cache, v_cache, slots, k_stride, v_stride, WIDTH: tl
 
 @triton.jit
 def copy_blocks_kernel(cache, pairs, num_blocks, SIZE: tl.constexpr, PART: tl.constexpr):
-    """Program (c, l, part) does a part of copy c in one layer's keys or values, which are SIZE numbers."""
+    """Program (c, l, part) does part of copy c, of SIZE numbers, in the keys or values of one layer."""
     source, target = tl.load(pairs + 2 * tl.program_id(0)), tl.load(pairs + 2 * tl.program_id(0) + 1)
     cache += tl.program_id(1).to(tl.int64) * num_blocks * SIZE
     i = tl.program_id(2) * PART + tl.arange(0, PART)
@@ -39,11 +39,11 @@ def copy_blocks_kernel(cache, pairs, num_blocks, SIZE: tl.constexpr, PART: tl.co
 
 @triton.jit
 def tile_of(cu_seqlens_q, tile, num_seqs, TOKENS: tl.constexpr):
-    """Which sequence a tile of queries belongs to, and its first token there.
+    """The sequence that a tile of queries belongs to, and the tile's first token in it.
 
-    With TOKENS == 1 all sequences have one token, and a tile is a sequence. Else sequence b, with so many tokens before
-    it, owns the tiles from tokens // TOKENS + b on, found by binary search. That leaves each sequence room for a last tile that is
-    not full, so the grid depends on the numbers of tokens and sequences and not on lengths.
+    With TOKENS == 1, all sequences have one token, and a tile is a sequence. Otherwise the tiles of sequence b, with so
+    many tokens before it, start at tokens // TOKENS + b, found by binary search. This leaves room for one partly filled
+    tile per sequence, so the grid depends only on the numbers of tokens and sequences, not on lengths.
     """
     if TOKENS == 1:
         return tile, 0
@@ -58,7 +58,7 @@ def tile_of(cu_seqlens_q, tile, num_seqs, TOKENS: tl.constexpr):
     return seq, (tile - ((tl.load(cu_seqlens_q + seq) - first) // TOKENS + seq)) * TOKENS
 
 
-@triton.jit(do_not_specialize=["first_seq", "num_seqs"])  # else its values would be reasons to compile again
+@triton.jit(do_not_specialize=["first_seq", "num_seqs"])  # otherwise new values would cause a recompilation
 def attention_kernel(
     out, maxima, sums, q, k_cache, v_cache, cu_seqlens_q, context_lens, cu_blocks, block_tables,
     scale, q_stride, first_seq, num_seqs,
@@ -66,11 +66,11 @@ def attention_kernel(
     TOKENS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr,
     SPLITS: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile, kv_head, split): a tile of TOKENS tokens x query heads over one part of the context, which has PART
-    tokens at least. For the `num_seqs` sequences from `first_seq` on.
+    """Program (tile, kv_head, split): a tile of TOKENS tokens x query heads, over one part of the context, which has at
+    least PART tokens. For `num_seqs` sequences, starting with `first_seq`.
 
-    ROWS >= TOKENS * HEADS / KV_HEADS and DIM >= HEAD_DIM are padded to powers of two. With SPLITS > 1 the result
-    is not normalised: `out` [T, HEADS, SPLITS, HEAD_DIM] fp32, with the maxima and sums of each part beside it.
+    ROWS >= TOKENS * HEADS / KV_HEADS and DIM >= HEAD_DIM are padded to powers of two. With SPLITS > 1, the result is
+    not normalized: `out` is [T, HEADS, SPLITS, HEAD_DIM] fp32, and `maxima` and `sums` are those of each part.
     """
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -128,7 +128,7 @@ def attention_kernel(
 def combine_kernel(
     out, parts, maxima, sums, context_lens, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr
 ):
-    """Program (t, head): puts the parts of one decoded token's context together."""
+    """Program (t, head): combines the parts of one decoded token's context."""
     t, heads = tl.program_id(0).to(tl.int64), tl.num_programs(1)
     if tl.load(context_lens + t) > 0:
         row = t * heads + tl.program_id(1)
@@ -174,7 +174,7 @@ def tile_for(dim: int, group: int, itemsize: int, is_decode: bool) -> Tile:
     if is_decode:
         return Tile(1, max(16, triton.next_power_of_2(group)), keys, warps=4, stages=3)
     rows = 16 if itemsize == 4 else 64 if dim <= 128 else 32
-    rows = max(rows, 2 * triton.next_power_of_2(group))  # two tokens at least: one means that it is a decode
+    rows = max(rows, 2 * triton.next_power_of_2(group))  # at least two tokens: one means a decode
     return Tile(rows // group, rows, keys, warps=4, stages=3)
 
 
@@ -187,7 +187,7 @@ def num_splits(programs: int, max_context: int, device: torch.device) -> int:
 
 
 def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float, splits: int = 0, part: int = PART) -> Tensor:
-    """As attention.paged_attention; sequences with context_lens of 0 are padding and are not computed.
+    """Like attention.paged_attention; sequences with context_lens of 0 are padding and are not computed.
 
     Decodes and chunks of prompts have tiles of different sizes, so a step with both launches the kernel twice.
     """

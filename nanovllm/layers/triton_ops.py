@@ -1,7 +1,7 @@
-"""The backend in Triton: each kernel does in one pass over memory what takes PyTorch several.
+"""The backend in Triton: each kernel does in one pass over memory what PyTorch does in several.
 
-What the functions do is said in ops.py; torch_ops.py is what they are tested against. Sums are in fp32; in 16 bits the
-result is rounded once, at the end.
+See ops.py for what the functions do; they are tested against torch_ops.py. Sums are in fp32; a 16-bit result is rounded
+once, at the end.
 """
 
 import torch
@@ -71,7 +71,7 @@ def silu_and_mul_kernel(out, x, SIZE: tl.constexpr, PART: tl.constexpr):
 
 @triton.jit
 def mixed(x):
-    """As in sampler.uniform, for which uint64 is the right type."""
+    """As in sampler.uniform, but with uint64, the natural type for it."""
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
     return x ^ (x >> 31)
@@ -79,7 +79,7 @@ def mixed(x):
 
 @triton.jit
 def sample_kernel(out, logits, temperature, seed, position, VOCAB: tl.constexpr, TILE: tl.constexpr):
-    """Program b draws the token of row b: maximum and sum in one pass over the row, the token in a second one."""
+    """Program b draws the token of row b: the maximum and the sum in one pass over the row, the token in a second."""
     b, i = tl.program_id(0).to(tl.int64), tl.arange(0, TILE)
     t = tl.load(temperature + b)
     scale = 1.4426950408889634 / tl.where(t == 0, 1.0, t)  # exp(x) is exp2(x / ln 2)
@@ -104,7 +104,7 @@ def sample_kernel(out, logits, temperature, seed, position, VOCAB: tl.constexpr,
             passed += tl.sum(weights, 0)
         count = tl.minimum(count, VOCAB - 1)
         weight = tl.exp2((tl.load(logits + b * VOCAB + count) - maximum) * scale)
-        chosen = tl.where(weight > 0, count, likeliest)  # sums may differ by a rounding error where the weight is 0
+        chosen = tl.where(weight > 0, count, likeliest)  # rounding may lead to a token of weight 0
     tl.store(out + b, chosen)
 
 
@@ -136,7 +136,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 
 def sample(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Filters are PyTorch's matter."""
+    """Leaves filters to PyTorch."""
     if not (sampling.min_p is sampling.top_k is sampling.top_p is None):
         return sampler.sample(logits, sampling)
     out = torch.empty(len(logits), dtype=torch.int64, device=logits.device)

@@ -1,6 +1,6 @@
-"""Qwen2, Qwen2.5 and Qwen3 (dense): a decoder whose tokens all lie in one flat dimension T.
+"""Qwen2, Qwen2.5 and Qwen3 (dense): a decoder in which all tokens lie along one flat dimension T.
 
-The two families differ in two places: Qwen2 has a bias on q, k and v; Qwen3 normalises every head of q and k.
+The two families differ in two places: Qwen2 has biases on q, k and v; Qwen3 normalizes each head of q and k.
 """
 
 import torch
@@ -15,13 +15,13 @@ MODEL_TYPES = ("qwen2", "qwen3")
 
 
 def check_supported(config) -> None:
-    """Raises ValueError for a Hugging Face config that this file does not implement."""
+    """Raises ValueError for a Hugging Face config that is not supported here."""
     if config.model_type not in MODEL_TYPES:
-        raise ValueError(f"model_type={config.model_type!r} is not supported: supported are {', '.join(MODEL_TYPES)}")
+        raise ValueError(f"model_type={config.model_type!r} is not supported, only {', '.join(MODEL_TYPES)}")
     if config.hidden_act != "silu":
-        raise ValueError(f"hidden_act={config.hidden_act!r} is not supported: supported is silu")
+        raise ValueError(f"hidden_act={config.hidden_act!r} is not supported, only silu")
     if getattr(config, "use_sliding_window", False):
-        raise ValueError("use_sliding_window=True is not supported: every layer attends to its whole context")
+        raise ValueError("use_sliding_window=True is not supported: here every layer attends to its whole context")
 
 
 def head_dim_of(config) -> int:
@@ -72,7 +72,7 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, x: Tensor, residual: Tensor, cos_sin: Tensor, batch: Batch) -> Tensor:
-        """`residual` is the sum of all that layers have put out so far, but for the last one's x. It is updated."""
+        """`residual` is the sum of all layer outputs so far except the latest, which is x. It is updated in place."""
         x = self.self_attn(self.ops.add_and_norm(x, residual, self.input_layernorm), cos_sin, batch)
         return self.mlp(self.ops.add_and_norm(x, residual, self.post_attention_layernorm))
 
@@ -86,7 +86,7 @@ class Decoder(nn.Module):
 
 
 class Qwen(nn.Module):
-    """Parameters have the checkpoint's names, so that loading is a table and not a program."""
+    """Parameters have the same names as in the checkpoint, so that loading needs only a table."""
 
     def __init__(self, config, max_model_len: int, ops: Ops):
         super().__init__()

@@ -115,7 +115,7 @@ def beams() -> list[Snapshot]:
 
 def swap() -> list[Snapshot]:
     options = dict(block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, enable_prefix_caching=False)
-    block_bytes = LLM(**options).runner.block_bytes
+    block_bytes = LLM(**options).runner.shape.block_bytes
     llm = LLM(preemption_mode="swap", swap_gib=NUM_BLOCKS * block_bytes / 2**30, **options)
     llm.add_request(
         "Once upon a time there was a", SamplingParams(temperature=0, max_tokens=20, ignore_eos=True), "first"
