@@ -20,14 +20,17 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     return [size for size, smaller in zip(SIZES, [0, *SIZES]) if smaller < max_num_seqs]
 
 
-def padding(size: int, width: int, kv_cache: Tensor) -> StepInputs:
-    """A decode step of `size` padding rows: no slot to write to, no context to read."""
+def padding(size: int, max_context: int, kv_cache: Tensor) -> StepInputs:
+    """A decode step of `size` padding rows: no slot to write to, no context to read, no block."""
     batch = Batch(
         kv_cache,
         slot_mapping=torch.full((size,), -1),
         cu_seqlens_q=torch.arange(size + 1, dtype=torch.int32),
         context_lens=torch.zeros(size, dtype=torch.int32),
-        block_tables=torch.zeros(size, width, dtype=torch.int32),
+        cu_blocks=torch.zeros(size + 1, dtype=torch.int32),
+        block_tables=torch.zeros(1, dtype=torch.int32),  # an empty tensor has no address to record
+        num_decodes=size,
+        max_context=max_context,
     )
     input_ids, positions = torch.zeros(2, size, dtype=torch.int64)
     return StepInputs(input_ids, positions, batch, sampled_rows=torch.zeros(0, dtype=torch.int64))
@@ -37,15 +40,16 @@ class DecodeGraphs:
     """A model, recorded for several batch sizes. All graphs read their inputs from one buffer.
 
     A graph replays the same kernels with the same arguments at the same addresses. So inputs are copied to the
-    addresses that were recorded, unused rows are padding, and block tables always have `width` columns. Without CUDA,
-    recording and replay are plain calls; everything else is the same.
+    addresses that were recorded, and unused rows are padding. Block tables come last: they may have any length. Without
+    CUDA, recording and replay are plain calls; everything else is the same.
     """
 
-    def __init__(self, model: nn.Module, max_num_seqs: int, width: int, kv_cache: Tensor):
-        self.model, self.width, self.kv_cache, self.device = model, width, kv_cache, kv_cache.device
+    def __init__(self, model: nn.Module, max_num_seqs: int, max_model_len: int, kv_cache: Tensor):
+        self.model, self.max_model_len, self.kv_cache, self.device = model, max_model_len, kv_cache, kv_cache.device
         self.sizes = graph_sizes(max_num_seqs)
-        room = 128 + 64 * self.sizes[-1]  # the sampling parameters follow the graph's inputs
-        num_bytes = sum(t.nbytes + 16 for t in padding(self.sizes[-1], width, kv_cache).model_inputs) + room
+        num_bytes = sum(t.nbytes + 16 for t in padding(self.sizes[-1], max_model_len, kv_cache).model_inputs)
+        num_bytes += 4 * self.sizes[-1] * -(-max_model_len // kv_cache.shape[3])  # block tables
+        num_bytes += 128 + 64 * self.sizes[-1]  # the sampling parameters follow the graph's inputs
         self.buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
         self.replays: dict[int, Callable[[], Tensor]] = {}
         self.pool: Any = None
@@ -53,7 +57,7 @@ class DecodeGraphs:
     @torch.inference_mode()
     def record(self, size: int) -> None:
         """Record the largest size first; the smaller ones then reuse its memory."""
-        step = padding(size, self.width, self.kv_cache).to(self.device, self.buffer)
+        step = padding(size, self.max_model_len, self.kv_cache).to(self.device, self.buffer)
         call = partial(self.model, step.input_ids, step.positions, step.batch)
         self.replays[size] = call if self.device.type == "cpu" else self._captured(call)
 
@@ -82,8 +86,8 @@ class DecodeGraphs:
 
     def padded(self, step: StepInputs, size: int) -> StepInputs:
         """A step, padded to the shapes of a recording. What is not part of a recording is left unchanged."""
-        rows = padding(size, self.width, self.kv_cache)
-        for whole, values in zip(rows.model_inputs, step.model_inputs):
-            values = values[tuple(map(slice, whole.shape))]  # a longer block table is cut: no context reaches its end
-            whole[tuple(map(slice, values.shape))] = values
+        rows = padding(size, self.max_model_len, self.kv_cache)
+        for whole, values in zip(rows.model_inputs[:-1], step.model_inputs):
+            whole[: len(values)] = values
+        rows.batch.block_tables = step.batch.block_tables
         return replace(rows, sampled_rows=step.sampled_rows, sampling=step.sampling)

@@ -65,7 +65,8 @@ def choose_ops(config: Config, device: torch.device) -> Ops:
 
 def integers(values: Iterable[int]) -> Tensor:
     """[n] int64. Several times faster than torch.tensor(list)."""
-    return torch.frombuffer(array("q", values), dtype=torch.int64)
+    numbers = array("q", values)
+    return torch.frombuffer(numbers, dtype=torch.int64) if numbers else torch.zeros(0, dtype=torch.int64)
 
 
 class ModelRunner:
@@ -108,7 +109,7 @@ class ModelRunner:
                 self.graphs.record(size)
 
     def new_graphs(self) -> DecodeGraphs:
-        return DecodeGraphs(self.model, self.limits.max_num_seqs, self.max_blocks_per_seq, self.kv_cache)
+        return DecodeGraphs(self.model, self.limits.max_num_seqs, self.limits.max_model_len, self.kv_cache)
 
     @torch.inference_mode()
     def run(self, schedule: Schedule) -> tuple[list[int], list[LogProbs] | None]:
@@ -153,36 +154,35 @@ class ModelRunner:
             slots          [8, 20, 21, 22]  block 2, offset 0, then block 5
             sampled_rows   [0, 3]          where the last tokens are
         """
-        items, sampled_items, block_size = schedule.items, schedule.sampled_items, self.shape.block_size
-        is_long = [num_tokens > 1 for _, num_tokens in items]
-        num_decodes, rows = len(items) - sum(is_long), [i for i, _ in sampled_items]
-        if 0 < num_decodes < len(items):  # attention wants those with one token first
-            order = sorted(range(len(items)), key=is_long.__getitem__)
+        items, sampled, block_size = schedule.items, schedule.sampled_items, self.shape.block_size
+        rows, is_chunk = [i for i, _ in sampled], [num_tokens > 1 for _, num_tokens in items]
+        if any(is_chunk) and not all(is_chunk):  # attention wants those with one token first
+            order = sorted(range(len(items)), key=is_chunk.__getitem__)
             items, place = [items[i] for i in order], {i: row for row, i in enumerate(order)}
             rows = [place[i] for i in rows]
         counts = integers([num_tokens for _, num_tokens in items])
         starts = integers([seq.num_computed_tokens for seq, _ in items])
         contexts, ends = starts + counts, counts.cumsum(0)
-        token_ids, tables, cu_blocks = array("q"), array("i"), array("i", [0])
+        token_ids, tables, table_ends = array("q"), array("i"), array("i", [0])
         for seq, num_tokens in items:
-            begin = seq.num_computed_tokens
+            begin, table = seq.num_computed_tokens, seq.block_table
             token_ids.fromlist(seq.token_ids[begin : begin + num_tokens])
-            tables.fromlist(seq.block_table)
-            cu_blocks.append(len(tables))
+            tables.fromlist(table if len(table) <= self.max_blocks_per_seq else table[: self.max_blocks_per_seq])
+            table_ends.append(len(tables))
         seq_of_token = torch.repeat_interleave(counts)
         positions = torch.arange(len(token_ids)) + (contexts - ends)[seq_of_token]
-        block_tables, cu_blocks = (torch.frombuffer(x, dtype=torch.int32) for x in (tables, cu_blocks))
+        cu_blocks, block_tables = (torch.frombuffer(x, dtype=torch.int32) for x in (table_ends, tables))
         block_ids = block_tables[cu_blocks[seq_of_token] + positions // block_size].long()
-        slots = block_ids * block_size + positions % block_size
+        slots, starts_of_seqs = block_ids * block_size + positions % block_size, F.pad(ends, (1, 0)).int()
+        num_decodes, longest = len(items) - sum(is_chunk), int(contexts.max())
         batch = Batch(
-            self.kv_cache, slots, F.pad(ends, (1, 0)).int(), contexts.int(), cu_blocks, block_tables,
-            num_decodes, int(contexts.max()),
+            self.kv_cache, slots, starts_of_seqs, contexts.int(), cu_blocks, block_tables, num_decodes, longest
         )  # fmt: skip
         sampling = None
-        if any(seq.request.params.temperature for _, seq in sampled_items):
-            sampling = self._sampling([seq for _, seq in sampled_items])
+        if any(seq.request.params.temperature for _, seq in sampled):
+            sampling = self._sampling([seq for _, seq in sampled])
         input_ids = torch.frombuffer(token_ids, dtype=torch.int64)
-        return StepInputs(input_ids, positions, batch, (ends - 1)[rows], sampling)
+        return StepInputs(input_ids, positions, batch, (ends - 1)[integers(rows)], sampling)
 
     def _sampling(self, seqs: list[Sequence]) -> Sampling:
         """How each sequence draws its token. Filters that no sequence uses are None."""

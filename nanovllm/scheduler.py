@@ -7,7 +7,6 @@ all of them for a new prompt, one for a decoding sequence. A step computes as ma
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -316,23 +315,25 @@ def check_schedule(schedule: Schedule, scheduler: Scheduler, request_ids: Collec
         lost = set(request_ids) - {request.request_id for request in scheduler.unfinished()}
         lost_too = f"; these are neither waiting nor running: {shown(sorted(lost))}" if lost else ""
         raise wrong(f"it planned nothing, but there are unfinished requests: {shown([*request_ids])}{lost_too}")
-    size, seqs = manager.block_size, Counter(seq for seq, _ in schedule.items)
-    written: set[int] = set()
+    size, blocks, unwritten, written = manager.block_size, manager.blocks, manager.unwritten, set[int]()
+    seqs = set[Sequence]()
     for seq, num_tokens in schedule.items:
-        request, begin, end = seq.request, seq.num_computed_tokens, seq.num_computed_tokens + num_tokens
-        if seqs[seq] > 1:
+        begin, table = seq.num_computed_tokens, seq.block_table
+        end = begin + num_tokens
+        if seq in seqs:
             raise wrong(f"{seq} is in the schedule twice")
-        if request not in running or seq.finish_reason is not None:
+        seqs.add(seq)
+        if seq.request not in running or seq.finish_reason is not None:
             raise wrong(f"{seq} is in the schedule, but it has ended, or its request is not in scheduler.running")
         if num_tokens < 1 or end > len(seq.token_ids):
             raise wrong(f"{seq} is to compute {num_tokens} tokens, but {seq.num_missing_tokens} are missing")
-        if end > len(seq.block_table) * size:
+        if end > len(table) * size:
             raise wrong(f"{seq} is to compute {num_tokens} tokens, but lacks blocks for them: allocate them first")
-        block_id = seq.block_table[begin // size]
-        if manager.blocks[block_id].ref_count > 1 and block_id not in manager.unwritten:
+        block_id = table[begin // size]
+        if blocks[block_id].ref_count > 1 and block_id not in unwritten:
             raise wrong(f"{seq} is to write into block {block_id}, which others read: allocate says what to copy first")
-        if manager.unwritten:
-            written.update(seq.block_table[begin // size : end // size])
+        if unwritten:
+            written.update(table[begin // size : end // size])
     sampled = {seq for _, seq in schedule.sampled_items}
     for request in {seq.request for seq in sampled if seq.request.params.n > 1}:
         drawn = sampled.intersection(unfinished := request.unfinished)

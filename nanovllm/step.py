@@ -22,16 +22,19 @@ class StepInputs:
 
     @property
     def model_inputs(self) -> list[Tensor]:
+        """Only the last one, the block tables, has a length that does not follow from the number of tokens and sequences."""
         b = self.batch
-        return [self.input_ids, self.positions, b.slot_mapping, b.cu_seqlens_q, b.context_lens, b.block_tables]
+        per_query = [self.input_ids, self.positions, b.slot_mapping, b.cu_seqlens_q]
+        return [*per_query, b.context_lens, b.cu_blocks, b.block_tables]
 
     def to(self, device: torch.device, buffer: Tensor | None = None) -> "StepInputs":
-        """The same on a device, see `move`. The model's inputs come first, so that a CUDA graph finds them in place."""
+        """The same step on a device, see `move`. The model's inputs come first, at the addresses a CUDA graph expects."""
         options = [] if self.sampling is None else self.sampling.tensors
         moved = move([*self.model_inputs, self.sampled_rows, *options], device, buffer)
-        batch = Batch(self.batch.kv_cache, *moved[2:6])
-        sampling = self.sampling and self.sampling.with_tensors(moved[7:])
-        return StepInputs(moved[0], moved[1], batch, moved[6], sampling)
+        input_ids, positions, slots, starts, contexts, cu_blocks, tables, rows, *options = moved
+        b = self.batch
+        batch = Batch(b.kv_cache, slots, starts, contexts, cu_blocks, tables, b.num_decodes, b.max_context)
+        return StepInputs(input_ids, positions, batch, rows, self.sampling and self.sampling.with_tensors(options))
 
 
 def move(tensors: list[Tensor], device: torch.device, buffer: Tensor | None = None) -> list[Tensor]:

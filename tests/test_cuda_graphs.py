@@ -54,7 +54,9 @@ def test_a_step_is_the_same_on_the_device():
     rows = torch.arange(3)
     numbers = torch.arange(18).view(6, 3)
     warm = Sampling(numbers[0].float(), numbers[1], numbers[2], top_k=None, top_p=numbers[4].float(), max_top_k=5)
-    batch = Batch(CACHE, numbers[0], torch.arange(4).int(), numbers[1].int(), torch.arange(12).int().view(3, 4))
+    batch = Batch(
+        CACHE, numbers[0], torch.arange(4).int(), numbers[1].int(), torch.arange(4).int(), torch.arange(12).int()
+    )
     for sampling in (None, warm, replace(warm, top_k=numbers[3], min_p=numbers[5].float())):
         step = StepInputs(numbers[3], numbers[4], batch, rows, sampling)
         moved = step.to(DEVICE)
@@ -72,7 +74,7 @@ def decode(rows: int) -> Schedule:
 
 
 def test_which_steps_have_a_graph():
-    graphs = DecodeGraphs(torch.nn.Identity(), max_num_seqs=20, width=3, kv_cache=CACHE)
+    graphs = DecodeGraphs(torch.nn.Identity(), max_num_seqs=20, max_model_len=12, kv_cache=CACHE)
     assert [graphs.size_for(decode(rows)) for rows in (1, 2, 3, 9, 20, 32, 33)] == [1, 2, 4, 16, 32, 32, None]
     mixed = decode(2)
     mixed.items.append((Request(None, None, [1, 2], SamplingParams()).sequences[0], 2))
@@ -80,18 +82,19 @@ def test_which_steps_have_a_graph():
 
 
 def test_rows_that_are_not_needed_are_padding():
-    graphs = DecodeGraphs(torch.nn.Identity(), max_num_seqs=20, width=3, kv_cache=CACHE)
-    step = padding(3, 2, CACHE)
+    graphs = DecodeGraphs(torch.nn.Identity(), max_num_seqs=20, max_model_len=12, kv_cache=CACHE)
+    step = padding(3, 12, CACHE)
     for tensor in step.model_inputs:
         tensor += 7
     step.batch.cu_seqlens_q, step.sampled_rows = torch.arange(4, dtype=torch.int32), torch.arange(3)
+    step.batch.block_tables = torch.arange(5, dtype=torch.int32)
     padded = graphs.padded(step, 4)
-    assert [t.shape for t in padded.model_inputs] == [t.shape for t in padding(4, 3, CACHE).model_inputs]
+    assert [t.shape for t in padded.model_inputs[:-1]] == [t.shape for t in padding(4, 12, CACHE).model_inputs[:-1]]
     assert torch.equal(padded.sampled_rows, step.sampled_rows)
     batch = padded.batch
     assert batch.slot_mapping.tolist() == [6, 6, 6, -1] and batch.context_lens.tolist() == [7, 7, 7, 0]
-    assert batch.cu_seqlens_q.tolist() == [0, 1, 2, 3, 4]
-    assert batch.block_tables.tolist() == [[7, 7, 0]] * 3 + [[0, 0, 0]]
+    assert batch.cu_seqlens_q.tolist() == [0, 1, 2, 3, 4] and batch.num_decodes == 4
+    assert batch.cu_blocks.tolist() == [7, 7, 7, 7, 0] and batch.block_tables.tolist() == [0, 1, 2, 3, 4]
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +151,7 @@ def test_tables_may_be_longer_than_those_of_the_recording(path):
         )  # fmt: skip
         params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
         answers.append([o.outputs[0].token_ids for o in llm.generate([[5] * 10, [6] * 3], params, use_tqdm=False)])
-        assert llm.runner.graphs.width == 8 and llm.block_manager.num_used_blocks == 0
+        assert llm.runner.max_blocks_per_seq == 8 and llm.block_manager.num_used_blocks == 0
     assert answers[0] == answers[1]
 
 

@@ -15,7 +15,6 @@ from test_attention import BORDERS, random_batch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.layers import attention, torch_ops, triton_attention
-from nanovllm.layers.batch import Batch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MIXTURE = [(1, 9), (5, 5), (3, 20), (1, 1), (1, 33), (17, 40)]

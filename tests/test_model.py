@@ -46,7 +46,8 @@ def logits_of(model, config, token_ids: list[int], chunks: list[int], block_size
             slot_mapping=table[positions // block_size].long() * block_size + positions % block_size,
             cu_seqlens_q=torch.tensor([0, length], dtype=torch.int32),
             context_lens=torch.tensor([start + length], dtype=torch.int32),
-            block_tables=table.unsqueeze(0),
+            cu_blocks=torch.tensor([0, num_blocks], dtype=torch.int32),
+            block_tables=table,
         )
         logits.append(model.lm_head(model(torch.tensor(token_ids[start : start + length]), positions, batch)).float())
         start += length

@@ -33,6 +33,7 @@ def test_the_example_of_prepare_is_true(llm):
     said = dict(re.findall(r"^ +(\w+) +(\[.*?\](?=  |$))", ModelRunner._prepare.__doc__, re.MULTILINE))
     found = {
         "block_tables": step.batch.block_tables,
+        "cu_blocks": step.batch.cu_blocks,
         "contexts": step.batch.context_lens,
         "ends": step.batch.cu_seqlens_q[1:],
         "positions": step.positions,

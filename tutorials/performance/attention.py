@@ -50,7 +50,10 @@ def attention_case(case: Case, device, dtype, hardware: Hardware, block_size: in
         slot_mapping=torch.empty(0, dtype=torch.int64, device=device),  # nothing is stored
         cu_seqlens_q=torch.arange(0, (batch + 1) * queries, queries, dtype=torch.int32, device=device),
         context_lens=torch.full((batch,), context, dtype=torch.int32, device=device),
-        block_tables=torch.randperm(batch * width, device=device).int().view(batch, width),
+        cu_blocks=torch.arange(0, batch * width + 1, width, dtype=torch.int32, device=device),
+        block_tables=torch.randperm(batch * width, device=device).int(),
+        num_decodes=batch if queries == 1 else 0,
+        max_context=context,
     )
     q = torch.randn(batch * queries, heads, head_dim, dtype=dtype, device=device)
     ops = torch_ops
@@ -84,7 +87,7 @@ def pytorch_attention(case: Case, q, steps):
         return scaled_dot_product_attention(rows, *copied(layer), **options).transpose(1, 2).reshape(q.shape)
 
     def varlen(layer: int):
-        paging = dict(seqused_k=steps.context_lens, block_table=steps.block_tables)
+        paging = dict(seqused_k=steps.context_lens, block_table=steps.block_tables.view(batch, -1))
         options = dict(window_size=(-1, 0), enable_gqa=True, **paging)
         return varlen_attn(q, *steps.kv_cache[:, layer], steps.cu_seqlens_q, None, queries, context, **options)
 
