@@ -218,10 +218,9 @@ class LLM:
     def _report(self, reply: Reply, error: Exception | None = None) -> None:
         """Reports what is new about a request, or the error that ends it. Forgets the request once it has ended."""
         try:
-            if error is None:
-                reply.update()
+            reply.update()
         except Exception as failure:  # from the tokenizer: no other request is affected
-            error = failure
+            error = error or failure
         if error is not None:
             reply.fail(error)
         output = reply.output

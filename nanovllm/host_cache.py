@@ -8,7 +8,7 @@ STAGED_BYTES = 2**26
 
 
 class HostCache:
-    """`num_blocks` blocks as [num_blocks, 2, num_layers, block_size, num_kv_heads, head_dim], pinned if there is a GPU.
+    """`num_blocks` blocks, each [2, num_layers, block_size, num_kv_heads, head_dim], pinned if there is a GPU.
 
     Here a block is one piece with all its layers, while the KV cache has two pieces per layer: a bus is only fast with
     large pieces. On the device, one kernel gathers blocks into a small buffer, or scatters them from it. Between buffer
@@ -18,8 +18,14 @@ class HostCache:
     def __init__(self, kv_cache: torch.Tensor, num_blocks: int):
         self.kv_cache = kv_cache.movedim(2, 0)
         shape, is_cuda = self.kv_cache.shape[1:], kv_cache.device.type == "cuda"
-        self.blocks = torch.empty(num_blocks, *shape, dtype=kv_cache.dtype, pin_memory=is_cuda)
-        self.staged = kv_cache.new_empty(max(1, STAGED_BYTES // self.blocks[0].nbytes), *shape)
+        size = max(1, STAGED_BYTES // self.kv_cache[0].nbytes)
+        self.staged = kv_cache.new_empty(size, *shape)
+        self.blocks: list[torch.Tensor] = []
+        while len(self.blocks) < num_blocks:  # in pieces: PyTorch rounds pinned memory up to a power of two
+            piece = torch.empty(
+                min(size, num_blocks - len(self.blocks)), *shape, dtype=kv_cache.dtype, pin_memory=is_cuda
+            )
+            self.blocks += piece.unbind()
         self.backend = torch.cuda if is_cuda else torch.cpu  # on a CPU, streams do nothing
         self.stream = self.backend.Stream()
 

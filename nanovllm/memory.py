@@ -74,9 +74,8 @@ def memory_left(runner: ModelRunner, config: Config) -> int:
     runner.kv_cache = runner.shape.new_cache(1, device)
     torch.cuda.reset_peak_memory_stats(device)
     run_largest_step(runner)
-    free, total = torch.cuda.mem_get_info(device)
-    others = total - free - torch.cuda.memory_reserved(device)  # other processes, CUDA's own context
-    peak = torch.cuda.max_memory_allocated(device)
+    peak, total = torch.cuda.max_memory_allocated(device), torch.cuda.mem_get_info(device)[1]
+    others = total - free_memory(device) - torch.cuda.memory_reserved(device)  # other processes, CUDA's own context
     graphs = graph_memory(runner) if runner.has_graphs else 0
     staged = STAGED_BYTES if config.preemption_mode == "swap" else 0
     del runner.kv_cache
@@ -85,21 +84,43 @@ def memory_left(runner: ModelRunner, config: Config) -> int:
 
 def graph_memory(runner: ModelRunner) -> int:
     """Bytes that the CUDA graphs will take: the largest has the activations, the others about the same small amount."""
-    graphs, free = runner.new_graphs(), [torch.cuda.mem_get_info(runner.device)[0]]
+    graphs, free = runner.new_graphs(), [free_memory(runner.device)]
     for size in (graphs.sizes[-1], graphs.sizes[0]):
         graphs.record(size)
-        free.append(torch.cuda.mem_get_info(runner.device)[0])
+        free.append(free_memory(runner.device))
     largest, another = free[0] - free[1], free[1] - free[2]
     return largest + another * (len(graphs.sizes) - 1)
 
 
+def free_memory(device: torch.device) -> int:
+    """Bytes that nobody holds. What PyTorch keeps for later is given back first: a recording does that, too, and it would
+    look as if the recording had made memory."""
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
+
+
 def run_largest_step(runner: ModelRunner) -> None:
-    """The largest possible, to measure the memory of activations and sampling. All its blocks are the same one."""
+    """The largest possible, to measure the memory of activations and sampling."""
     limits = runner.limits
     num_tokens = limits.max_num_batched_tokens
     num_seqs = max(min(limits.max_num_seqs, num_tokens), -(-num_tokens // limits.max_model_len))
-    length = num_tokens // num_seqs
-    requests = [Request("", None, [0] * length, SamplingParams(top_p=0.9)) for _ in range(num_seqs)]
-    for request in requests:
-        request.sequences[0].block_table = [0] * -(-length // runner.shape.block_size)
-    runner.run(Schedule([(request.sequences[0], length) for request in requests]))
+    run_dummy_step(runner, num_seqs, num_tokens // num_seqs, 0, SamplingParams(top_p=0.9))
+
+
+def warm_up(runner: ModelRunner) -> None:
+    """Launches each kernel in every variant that serving can need, so that none is compiled while requests wait: a chunk
+    of a prompt, tokens that are drawn, copied blocks, and a decode with contexts of many lengths, which decide into how
+    many parts they are cut. More sequences mean fewer parts."""
+    run_dummy_step(runner, 1, 2, 0, SamplingParams())
+    longest = min(runner.limits.max_model_len, 8192)
+    for length in [*(2**i for i in range(14) if 2**i < longest), longest]:
+        run_dummy_step(runner, 1, length, length - 1, SamplingParams())
+
+
+def run_dummy_step(runner: ModelRunner, num_seqs: int, length: int, num_computed: int, params: SamplingParams) -> None:
+    """Sequences of `length` tokens, of which so many are computed already. All their blocks are the first one."""
+    seqs = [Request("", None, [0] * length, params).sequences[0] for _ in range(num_seqs)]
+    for seq in seqs:
+        seq.num_computed_tokens, seq.block_table = num_computed, [0] * -(-length // runner.shape.block_size)
+    runner.run(Schedule([(seq, length - num_computed) for seq in seqs], copies=[(0, 0)]))

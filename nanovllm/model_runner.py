@@ -3,6 +3,7 @@
 import os
 from array import array
 from collections.abc import Iterable
+from contextlib import nullcontext
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
@@ -20,7 +21,7 @@ from nanovllm.layers.batch import Batch
 from nanovllm.layers.ops import Ops
 from nanovllm.layers.sampler import Sampling, top_logprobs
 from nanovllm.loader import load_model
-from nanovllm.memory import CacheShape, keep_freed_memory, num_blocks_that_fit
+from nanovllm.memory import CacheShape, keep_freed_memory, num_blocks_that_fit, warm_up
 from nanovllm.models.qwen import head_dim_of
 from nanovllm.scheduler import Schedule
 from nanovllm.sequence import Sequence
@@ -74,8 +75,8 @@ class ModelRunner:
         self.device, self.limits, self.threads = device, limits, Threads(device)
         if device.type == "cpu":
             keep_freed_memory()
-        if device.index is not None:
-            torch.cuda.set_device(device)  # Triton launches on the current device
+        # Triton launches on the current device, which belongs to the thread: another may be the caller's
+        self.on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
         self.dtype = choose_dtype(config, hf_config, device)
         self.ops = choose_ops(config, device)
         self.vocab_size = hf_config.vocab_size
@@ -103,6 +104,8 @@ class ModelRunner:
                 f"there is not enough memory for {self.num_blocks} KV blocks (num_blocks, kv_cache_gib) and "
                 f"{self.num_host_blocks} host blocks (swap_gib) of {self.shape.block_bytes:,} bytes each"
             ) from error
+        if device.type == "cuda":
+            warm_up(self)
         if self.has_graphs:
             self.graphs = self.new_graphs()
             for size in reversed(self.graphs.sizes):
@@ -114,7 +117,7 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, schedule: Schedule) -> tuple[list[int], list[LogProbs] | None]:
         """Computes a step. Returns a token for each of `schedule.sampled`, and its log-probabilities if requested."""
-        with self.threads.of_step(schedule.num_tokens * self.weights_per_layer):
+        with self.threads.of_step(schedule.num_tokens * self.weights_per_layer), self.on_device:
             if schedule.copies or schedule.swaps_out or schedule.swaps_in:
                 self.move_blocks(schedule)
             step = self._prepare(schedule)
@@ -125,7 +128,7 @@ class ModelRunner:
                 hidden = self.model(step.input_ids, step.positions, step.batch)
             if not schedule.sampled_items:
                 return [], None
-            logits = self.model.lm_head(hidden[step.sampled_rows]).float()
+            logits = self.model.lm_head(hidden[step.sampled_rows])
             token_ids = logits.argmax(-1) if step.sampling is None else self.ops.sample(logits, step.sampling)
             wanted = [seq.request.num_logprobs for _, seq in schedule.sampled_items]
             logprobs = self._logprobs(logits, token_ids, wanted) if any(k is not None for k in wanted) else None

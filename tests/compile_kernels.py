@@ -43,7 +43,7 @@ def compile_kernel(name, kernel, pointers, scalars, constants, capability, warps
 def main(capability=80, head_dim=128, group=2):
     dim = triton.next_power_of_2(head_dim)
     for name in ("decode", "prefill"):
-        tile = triton_attention.tile_for(dim, group, 2, name == "decode")
+        tokens, rows, keys, warps, stages = triton_attention.tile_sizes(dim, group, 2, name == "decode")
         splits = 8 if name == "decode" else 1
         result = "*fp32" if splits > 1 else "*bf16"
         pointers = dict.fromkeys(["q", "k_cache", "v_cache"], "*bf16") | dict.fromkeys(
@@ -53,10 +53,10 @@ def main(capability=80, head_dim=128, group=2):
         scalars = {"scale": "fp32", "q_stride": "i32", "first_seq": "i32", "num_seqs": "i32"}
         constants = dict(
             HEADS=8 * group, KV_HEADS=8, HEAD_DIM=head_dim, BLOCK_SIZE=16, DIM=dim, PART=triton_attention.PART,
-            TOKENS=tile.tokens, ROWS=tile.rows, KEYS=tile.keys, SPLITS=splits,
+            TOKENS=tokens, ROWS=rows, KEYS=keys, SPLITS=splits,
         )  # fmt: skip
         kernel = triton_attention.attention_kernel
-        compile_kernel(name, kernel, pointers, scalars, constants, capability, tile.warps, tile.stages)
+        compile_kernel(name, kernel, pointers, scalars, constants, capability, warps, stages)
     pointers = {"out": "*bf16", "parts": "*fp32", "maxima": "*fp32", "sums": "*fp32", "context_lens": "*i32"}
     constants = dict(HEAD_DIM=head_dim, DIM=dim, SPLITS=8)
     compile_kernel("combine", triton_attention.combine_kernel, pointers, {}, constants, capability)
@@ -81,7 +81,7 @@ def main(capability=80, head_dim=128, group=2):
     scalars = {"stride": "i32", "eps": "fp32"}
     small("norm_and_rotate", triton_ops.norm_and_rotate_kernel, ["qk", "q_weight", "k_weight"], scalars, constants, 1)
     small("silu_and_mul", triton_ops.silu_and_mul_kernel, ["out", "x"], {}, dict(SIZE=3072, PART=1024))
-    pointers = dict.fromkeys(["out", "seed", "position"], "*i64") | dict.fromkeys(["logits", "temperature"], "*fp32")
+    pointers = dict.fromkeys(["out", "seed", "position"], "*i64") | {"logits": "*bf16", "temperature": "*fp32"}
     constants = dict(VOCAB=151936, TILE=8192)
     compile_kernel("sample", triton_ops.sample_kernel, pointers, {}, constants, capability, warps=8)
 

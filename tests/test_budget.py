@@ -53,14 +53,14 @@ def test_line_budget():
 
 def test_generate_runs_through_the_engine_only():
     """What counts as the engine: all that a call of LLM.generate can run through."""
-    seen = set()
+    llm, seen = LLM(num_blocks=100), set()
 
     def profile(frame, event, arg):
         seen.add(frame.f_code.co_filename)
 
     sys.setprofile(profile)
     try:
-        LLM(num_blocks=100).generate(["a b"], SamplingParams(n=2, max_tokens=5), use_tqdm=False)
+        llm.generate(["a b"], SamplingParams(n=2, max_tokens=5), use_tqdm=False)
     finally:
         sys.setprofile(None)
     run = {str(Path(name).relative_to(PACKAGE)) for name in seen if name.startswith(str(PACKAGE))}

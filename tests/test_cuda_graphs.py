@@ -3,7 +3,10 @@
 Run: pytest tests/test_cuda_graphs.py [-k padding]
 """
 
+import gc
+import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +15,10 @@ from checkpoints import new_model, save
 from nanovllm import LLM, SamplingParams, memory, model_runner
 from nanovllm.block_manager import BlockManager
 from nanovllm.cuda_graphs import DecodeGraphs, graph_sizes, padding
+from nanovllm.layers import triton_attention, triton_ops
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.sampler import Sampling
+from nanovllm.model_runner import ModelRunner
 from nanovllm.scheduler import Schedule
 from nanovllm.sequence import Request
 from nanovllm.stats import check_blocks
@@ -155,26 +160,121 @@ def test_tables_may_be_longer_than_those_of_the_recording(path):
     assert answers[0] == answers[1]
 
 
+class MadeUpDevice:
+    """Memory as PyTorch's caching allocator sees it: what a step has used stays reserved until `empty_cache`, which the
+    beginning of a recording calls, too; what a recording uses is its own for good."""
+
+    total, others, peak = 2**30, 2**27, 2**25
+
+    def __init__(self, monkeypatch):
+        self.cached, self.recorded, self.sizes = 0, 0, []
+        said = {
+            "mem_get_info": lambda: (self.total - self.others - self.cached - self.recorded, self.total),
+            "memory_reserved": lambda: self.cached + self.recorded,
+            "max_memory_allocated": lambda: self.peak,
+            "empty_cache": self.empty_cache,
+            "synchronize": lambda: None,
+            "reset_peak_memory_stats": lambda: None,
+        }
+        for name, answer in said.items():
+            monkeypatch.setattr(torch.cuda, name, lambda device=None, answer=answer: answer())
+        record, run = DecodeGraphs.record, ModelRunner.run
+
+        def recorded(graphs, size):
+            self.empty_cache()
+            self.sizes.append(size)
+            self.recorded += 2**24 if self.recorded == 0 else 2**20  # the largest has the activations
+            record(graphs, size)
+
+        def ran(runner, schedule):
+            self.cached = 2**28  # sorting 256 x 151,936 logits takes much more than the step's graph
+            return run(runner, schedule)
+
+        monkeypatch.setattr(DecodeGraphs, "record", recorded)
+        monkeypatch.setattr(ModelRunner, "run", ran)
+
+    def empty_cache(self):
+        self.cached = 0
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="test_gpu.py does it with real memory")
 @pytest.mark.filterwarnings("ignore:overflow|invalid:RuntimeWarning")
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_the_trials_that_size_the_cache_of_a_gpu_run(path, monkeypatch, backend, mode):
-    """The largest step, and the recordings, before there is a cache; what the device says is made up."""
-    total, free, reserved, peak, recorded = 2**28, 2**27, 2**22, 2**24, []
-    said = {"mem_get_info": (free, total), "memory_reserved": reserved, "max_memory_allocated": peak}
-    for name, value in (said | {"reset_peak_memory_stats": None}).items():
-        monkeypatch.setattr(torch.cuda, name, lambda device=None, value=value: value)
-    record = DecodeGraphs.record
-    monkeypatch.setattr(DecodeGraphs, "record", lambda self, size: recorded.append(size) or record(self, size))
+    """The largest step, and the recordings, before there is a cache. What others hold, the step's peak and the graphs are
+    taken off; what the allocator keeps for later is neither lost nor won."""
+    device = MadeUpDevice(monkeypatch)
     fit = lambda runner, config: memory.memory_left(runner, config) // runner.shape.block_bytes  # noqa: E731
     monkeypatch.setattr(model_runner, "num_blocks_that_fit", fit)
     llm = LLM(
         path, dtype="float32", attention_backend=backend, max_num_seqs=2, max_num_batched_tokens=40, block_size=16,
         preemption_mode=mode, swap_gib=0.01,
     )  # fmt: skip
-    left = int(total * 0.9) - (total - free - reserved) - peak - (2**26 if mode == "swap" else 0)
+    graphs = 2**24 + 2**20 if backend == "triton" else 0
+    left = int(device.total * 0.9) - device.others - device.peak - graphs - (2**26 if mode == "swap" else 0)
     num_blocks = left // llm.runner.shape.block_bytes
     assert llm.runner.num_blocks == llm.runner.kv_cache.shape[2] == num_blocks > 0
-    assert recorded == ([2, 1, 2, 1] if backend == "triton" else [])
+    assert device.sizes == ([2, 1, 2, 1] if backend == "triton" else [])
     assert (llm.runner.host_cache is not None) == (mode == "swap")
+
+
+@pytest.mark.filterwarnings("ignore:overflow|invalid:RuntimeWarning")
+@pytest.mark.parametrize("eager", [False, True])
+def test_an_engine_that_is_gone_takes_its_memory_along(path, eager):
+    """No cycle keeps the KV cache, so that the next engine has room."""
+    llm = LLM(path, dtype="float32", attention_backend="triton", enforce_eager=eager, max_num_seqs=2, num_blocks=20)
+    llm.generate([[5] * 10], SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)
+    cache = weakref.ref(llm.runner.kv_cache)
+    gc.collect()
+    gc.disable()
+    try:
+        del llm
+        assert cache() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.filterwarnings("ignore:overflow|invalid:RuntimeWarning")
+def test_serving_launches_nothing_that_is_not_warm(path, monkeypatch):
+    """On a GPU of 40 multiprocessors: (kernel, constants that decide about its code) of the warm-up, then of a busy time."""
+    launched = set()
+    real = triton_attention.num_splits
+    fake = SimpleNamespace(type="cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=40))
+    monkeypatch.setattr(triton_attention, "num_splits", lambda programs, most, _: real(programs, most, fake))
+    for module in (triton_attention, triton_ops):
+        for name, kernel in [*vars(module).items()]:
+            if name.endswith("_kernel"):
+                monkeypatch.setattr(module, name, Noted(name, kernel, launched))
+    llm = LLM(
+        path, dtype="float32", attention_backend="triton", max_num_seqs=16, num_blocks=400, block_size=4,
+        max_num_batched_tokens=300, max_model_len=256,
+    )  # fmt: skip
+    monkeypatch.setattr(triton_attention, "PART", 16)  # so that short contexts are cut into parts
+    memory.warm_up(llm.runner)
+    warm, launched_now = set(launched), launched
+    launched_now.clear()
+    prompts = [[i] * (9 * i + 1) for i in range(12)]
+    params = [SamplingParams(n=1 + i % 2, seed=i, max_tokens=3 + 5 * (i % 4)) for i in range(12)]
+    llm.generate(prompts, params, use_tqdm=False)
+    assert launched_now and launched_now <= warm, launched_now - warm
+    assert len({constants for name, constants in warm if name == "attention_kernel"}) >= 4
+
+
+class Noted:
+    """A kernel that notes what would be compiled: its name and the constants it is launched with."""
+
+    def __init__(self, name, kernel, launched):
+        self.name, self.kernel, self.launched = name, kernel, launched
+
+    def __getitem__(self, grid):
+        names = self.kernel.fn.__code__.co_varnames[: self.kernel.fn.__code__.co_argcount]
+        is_constant = [name.isupper() for name in names]
+
+        def launch(*args, **options):
+            constants = [a for a, constant in zip(args, is_constant) if constant] + sorted(options.items())
+            self.launched.add((self.name, str(constants)))
+            self.kernel[grid](*args, **options)
+
+        return launch

@@ -141,7 +141,8 @@ def test_whatever_order_the_streams_allow(monkeypatch):
     before = cache.clone()
     for seed in range(200):
         cache.copy_(before)
-        host.blocks.fill_(torch.nan)
+        for block in host.blocks:
+            block.fill_(torch.nan)
         host.staged.fill_(torch.nan)
         seen.clear()
         streams.run(host.stream, random.Random(seed))

@@ -38,4 +38,4 @@ class Ops(Protocol):
         """x [T, 2 d], gate and up side by side -> silu(gate) * up [T, d]."""
 
     def sample(self, logits: Tensor, sampling: Sampling) -> Tensor:
-        """What sampler.sample returns, for logits [B, vocab_size] fp32: token ids [B]."""
+        """What sampler.sample returns, for logits [B, vocab_size] in the model's dtype: token ids [B]."""

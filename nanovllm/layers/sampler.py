@@ -51,13 +51,13 @@ def uniform(seed: Tensor, position: Tensor) -> Tensor:
 
 
 def sample(logits: Tensor, sampling: Sampling) -> Tensor:
-    """logits [B, vocab_size] fp32 -> token ids [B].
+    """logits [B, vocab_size] -> token ids [B].
 
     Temperature is applied first, then the filters min_p, top_k and top_p, in the same order as in vLLM. The token is
     the one at which the cumulative probability passes a uniform random number (inverse transform sampling). The sum
     follows the order of the vocabulary, never a sorted order, so that a row's token does not depend on its neighbors.
     """
-    greedy = sampling.temperature == 0
+    logits, greedy = logits.float(), sampling.temperature == 0
     temperature = torch.where(greedy, 1.0, sampling.temperature).unsqueeze(1)
     # subtracting the maximum first keeps the result finite at tiny temperatures
     probs = torch.softmax((logits - logits.amax(-1, keepdim=True)) / temperature, dim=-1)
@@ -93,7 +93,7 @@ def top_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Ten
 
     logits [B, vocab_size], token_ids [B] -> (values, ids), both [B, 1 + k].
     """
-    logprobs = torch.log_softmax(logits, dim=-1)
+    logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
     values, ids = logprobs.topk(k, dim=-1)
     chosen = token_ids.unsqueeze(1)
     return torch.cat([logprobs.gather(1, chosen), values], 1), torch.cat([chosen, ids], 1)

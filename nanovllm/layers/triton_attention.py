@@ -6,8 +6,6 @@ through the context in tiles of keys, independent of the block size: each key's 
 Softmax is online (Milakov and Gimelshein, 2018), in powers of two, with the scale folded in.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -141,7 +139,7 @@ def combine_kernel(
         tl.store(out + row * HEAD_DIM + dim, tl.sum(part * weight[:, None], 0) / total, mask=dim < HEAD_DIM)
 
 
-def store_kv(k: torch.Tensor, v: torch.Tensor, batch: Batch, layer: int) -> None:
+def store_kv(k: Tensor, v: Tensor, batch: Batch, layer: int) -> None:
     """A slot of -1 is not written."""
     width = k.shape[1] * k.shape[2]
     store_kv_kernel[(len(k),)](
@@ -149,7 +147,7 @@ def store_kv(k: torch.Tensor, v: torch.Tensor, batch: Batch, layer: int) -> None
     )  # fmt: skip
 
 
-def copy_blocks(kv_cache: torch.Tensor, copies: list[tuple[int, int]]) -> None:
+def copy_blocks(kv_cache: Tensor, copies: list[tuple[int, int]]) -> None:
     pairs = torch.tensor(copies, device=kv_cache.device)
     num_layers, num_blocks = kv_cache.shape[:2].numel(), kv_cache.shape[2]
     size = kv_cache[0, 0, 0].numel()
@@ -157,65 +155,50 @@ def copy_blocks(kv_cache: torch.Tensor, copies: list[tuple[int, int]]) -> None:
     copy_blocks_kernel[(len(pairs), num_layers, triton.cdiv(size, part))](kv_cache, pairs, num_blocks, size, part)
 
 
-class Tile(NamedTuple):
-    """What a program of attention_kernel works on: `rows` are tokens x query heads of a group, padded."""
-
-    tokens: int
-    rows: int
-    keys: int
-    warps: int
-    stages: int
-
-
-def tile_for(dim: int, group: int, itemsize: int, is_decode: bool) -> Tile:
-    """So small that registers do not spill, see tests/test_kernels.py; and with two buffers for keys and values, so that
-    a tile is loaded while the one before is computed."""
+def tile_sizes(dim: int, group: int, itemsize: int, is_decode: bool) -> tuple[int, int, int, int, int]:
+    """(tokens, rows, keys, warps, stages) of a tile: so small that no registers spill, and with two buffers for keys and
+    values, so that a tile is loaded while the previous one is computed. See tests/test_kernels.py."""
     keys = max(16, min(64, 8192 // (dim * itemsize)))
     if is_decode:
-        return Tile(1, max(16, triton.next_power_of_2(group)), keys, warps=4, stages=3)
+        return 1, max(16, triton.next_power_of_2(group)), keys, 4, 3
     rows = 16 if itemsize == 4 else 64 if dim <= 128 else 32
     rows = max(rows, 2 * triton.next_power_of_2(group))  # at least two tokens: one means a decode
-    return Tile(rows // group, rows, keys, warps=4, stages=3)
+    return rows // group, rows, keys, 4, 3
 
 
 def num_splits(programs: int, max_context: int, device: torch.device) -> int:
-    """Parts of a decode's context: enough to keep all multiprocessors busy to the end, although contexts differ, but one
-    per PART tokens at most, rounded up to a power of two. Of a context that is shorter than the longest some are empty."""
+    """Number of parts of a decode's context: enough to keep all multiprocessors busy to the end, although contexts
+    differ, but at most one per PART tokens; a power of two. A context shorter than the longest has empty parts."""
     wanted = 16 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    most = triton.next_power_of_2(triton.cdiv(max_context, PART))
-    return min(triton.next_power_of_2(triton.cdiv(wanted, programs)), most, 32)
+    return triton.next_power_of_2(min(triton.cdiv(wanted, programs), triton.cdiv(max_context, PART), 32))
 
 
 def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float, splits: int = 0, part: int = PART) -> Tensor:
-    """Like attention.paged_attention; sequences with context_lens of 0 are padding and are not computed.
-
-    Decodes and chunks of prompts have tiles of different sizes, so a step with both launches the kernel twice.
-    """
-    out, decodes = torch.empty_like(q), batch.num_decodes
+    """Like attention.paged_attention; sequences with context_lens of 0 are padding and are not computed. Decodes and
+    chunks of prompts have tiles of different sizes, so a step with both launches the kernel twice."""
+    out, decodes, chunks = torch.empty_like(q), batch.num_decodes, len(batch.context_lens) - batch.num_decodes
     (num_tokens, heads, head_dim), (block_size, kv_heads) = q.shape, batch.kv_cache.shape[3:5]
-    dim, num_chunks = triton.next_power_of_2(head_dim), len(batch.context_lens) - decodes
+    dim, metadata = triton.next_power_of_2(head_dim), (batch.cu_seqlens_q, batch.context_lens, batch.cu_blocks)
 
-    def launch(out, maxima, sums, tile: Tile, num_tiles: int, first_seq: int, num_seqs: int, splits: int) -> None:
+    def launch(out: Tensor, maxima: Tensor, sums: Tensor, first_seq: int, num_seqs: int, splits: int) -> None:
+        is_decode = first_seq < decodes
+        tokens, rows, keys, warps, stages = tile_sizes(dim, heads // kv_heads, q.element_size(), is_decode)
+        num_tiles = num_seqs if is_decode else (num_tokens - decodes) // tokens + num_seqs
         attention_kernel[(num_tiles, kv_heads, splits)](
-            out, maxima, sums, q, *batch.kv_cache[:, layer],
-            batch.cu_seqlens_q, batch.context_lens, batch.cu_blocks, batch.block_tables,
+            out, maxima, sums, q, *batch.kv_cache[:, layer], *metadata, batch.block_tables,
             scale * 1.4426950408889634, q.stride(0), first_seq, num_seqs,  # exp(x) is exp2(x / ln 2)
-            heads, kv_heads, head_dim, block_size, tile.tokens, tile.rows, tile.keys, dim, splits, part,
-            num_warps=tile.warps, num_stages=tile.stages,
+            heads, kv_heads, head_dim, block_size, tokens, rows, keys, dim, splits, part,
+            num_warps=warps, num_stages=stages,
         )  # fmt: skip
 
-    if num_chunks:
-        tile = tile_for(dim, heads // kv_heads, q.element_size(), is_decode=False)
-        num_tiles = (num_tokens - decodes) // tile.tokens + num_chunks
-        launch(out, out, out, tile, num_tiles, decodes, num_chunks, 1)
-    if decodes:
-        tile = tile_for(dim, heads // kv_heads, q.element_size(), is_decode=True)
-        splits = splits or num_splits(decodes * kv_heads, batch.max_context, q.device)
-        if splits == 1:
-            launch(out, out, out, tile, decodes, 0, decodes, 1)
-        else:
-            parts = q.new_empty(decodes, heads, splits, head_dim, dtype=torch.float32)
-            maxima, sums = (parts.new_empty(decodes, heads, splits) for _ in range(2))
-            launch(parts, maxima, sums, tile, decodes, 0, decodes, splits)
-            combine_kernel[(decodes, heads)](out, parts, maxima, sums, batch.context_lens, head_dim, dim, splits)
+    if chunks:
+        launch(out, out, out, decodes, chunks, 1)
+    splits = splits or num_splits(max(decodes, 1) * kv_heads, batch.max_context, q.device)
+    if decodes and splits == 1:
+        launch(out, out, out, 0, decodes, 1)
+    elif decodes:
+        parts = q.new_empty(decodes, heads, splits, head_dim, dtype=torch.float32)
+        maxima, sums = parts.new_empty(decodes, heads, splits), parts.new_empty(decodes, heads, splits)
+        launch(parts, maxima, sums, 0, decodes, splits)
+        combine_kernel[(decodes, heads)](out, parts, maxima, sums, batch.context_lens, head_dim, dim, splits)
     return out

@@ -85,7 +85,7 @@ def sample_kernel(out, logits, temperature, seed, position, VOCAB: tl.constexpr,
     scale = 1.4426950408889634 / tl.where(t == 0, 1.0, t)  # exp(x) is exp2(x / ln 2)
     maximum, total, likeliest = float("-inf"), 0.0, 0
     for begin in range(0, VOCAB, TILE):
-        x = tl.load(logits + b * VOCAB + begin + i, mask=begin + i < VOCAB, other=float("-inf"))
+        x = tl.load(logits + b * VOCAB + begin + i, mask=begin + i < VOCAB, other=float("-inf")).to(tl.float32)
         here = tl.max(x, 0)
         likeliest = tl.where(here > maximum, begin + tl.argmax(x, 0), likeliest)
         larger = tl.maximum(here, maximum)
@@ -98,13 +98,13 @@ def sample_kernel(out, logits, temperature, seed, position, VOCAB: tl.constexpr,
         threshold = bits.to(tl.int32).to(tl.float32) / 8388608 * total  # 23 bits
         passed, count = 0.0, 0
         for begin in range(0, VOCAB, TILE):
-            x = tl.load(logits + b * VOCAB + begin + i, mask=begin + i < VOCAB, other=float("-inf"))
+            x = tl.load(logits + b * VOCAB + begin + i, mask=begin + i < VOCAB, other=float("-inf")).to(tl.float32)
             weights = tl.exp2((x - maximum) * scale)
             count += tl.sum(((passed + tl.cumsum(weights, 0) <= threshold) & (begin + i < VOCAB)).to(tl.int32), 0)
             passed += tl.sum(weights, 0)
-        count = tl.minimum(count, VOCAB - 1)
-        weight = tl.exp2((tl.load(logits + b * VOCAB + count) - maximum) * scale)
-        chosen = tl.where(weight > 0, count, likeliest)  # rounding may lead to a token of weight 0
+        there = tl.load(logits + b * VOCAB + tl.minimum(count, VOCAB - 1)).to(tl.float32)
+        weight = tl.exp2((there - maximum) * scale)
+        chosen = tl.where((count < VOCAB) & (weight > 0), count, likeliest)  # rounding may lead to a token of weight 0
     tl.store(out + b, chosen)
 
 
