@@ -8,6 +8,7 @@
     python bench.py attention                                  # the attention kernels alone
     python bench.py preemption --random-weights qwen3-0.6b     # what it takes to recover, by swap and by recompute
     python bench.py threads                                    # one thread or all, on a quiet machine and a busy one
+    python bench.py host                                       # what Python does between two launches of the model
 
 Prompts are random token ids and every request gets exactly as many tokens as it asks for, so all engines do the same
 work. Each engine runs in a process of its own, one after the other, as it comes (its own defaults) but with the same
@@ -78,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
     )
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    things = ["engine", "attention", "preemption", "threads"]
+    things = ["engine", "attention", "preemption", "threads", "host"]
     add("what", nargs="?", choices=things, default="engine", help="default: engine")
     add("--model", help="hub id or directory; default: the embedded model")
     add("--random-weights", choices=SHAPES, help="a model of this shape, written once")
@@ -96,6 +97,7 @@ def parser() -> argparse.ArgumentParser:
     add("--peer", nargs="+", choices=list(ENGINES)[1:], default=[], help="also run these engines")
     add("--python", type=interpreter, action="append", default=[], metavar="ENGINE=INTERPRETER")
     add("--repeat", type=positive, default=3, help="runs of each engine; the median counts")
+    add("--beside", type=Path, nargs="+", metavar="DIR", default=[], help="host: also measure these checkouts")
     add("--json", type=Path, help="write the result here")
     return parser
 

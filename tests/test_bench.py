@@ -9,6 +9,8 @@ import random
 import subprocess
 import sys
 import time
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,10 +21,11 @@ from transformers import AutoModelForCausalLM
 
 import bench
 from nanovllm import LLM, SamplingParams
+from nanovllm import engine as engine_module
 from nanovllm.config import EMBEDDED_MODEL
 from nanovllm.roofline import BIN, Hardware
 from nanovllm.stats import check_blocks
-from tutorials.performance import attention, preemption, tables
+from tutorials.performance import attention, host, preemption, tables
 from tutorials.performance.checkpoints import write_checkpoint
 from tutorials.performance.engines import Loop, Nanovllm
 from tutorials.performance.report import percentile, summary, write_json
@@ -388,3 +391,20 @@ def test_an_interpreter_may_be_named_from_here(fake_python, monkeypatch):
 def test_options_are_json_or_text():
     args = parse("--option", "num_blocks=8", "--option", "dtype=float32", "--option", "enforce_eager=true")
     assert dict(args.option) == {"num_blocks": 8, "dtype": "float32", "enforce_eager": True}
+
+
+@pytest.mark.filterwarnings("ignore:overflow|invalid:RuntimeWarning")
+def test_the_host_is_measured_in_phases(tmp_path, monkeypatch):
+    """`bench.py host`, with little to do: each phase takes some of the step."""
+    monkeypatch.setattr(host, "CONTEXT", 20)
+    monkeypatch.setattr(host, "STEPS", 4)
+    monkeypatch.setattr(host, "CASES", [(3, 64)])
+    monkeypatch.setattr(
+        engine_module, "check_schedule", engine_module.check_schedule
+    )  # is wrapped: put back afterwards
+    with redirect_stdout(StringIO()) as out:
+        host.worker()
+    report = json.loads(out.getvalue())
+    (phases,) = report.values()
+    assert set(phases) == {"step", "schedule", "check_schedule", "_prepare", "run", "update", "_deliver"}
+    assert all(0 < seconds < 1 for seconds in phases.values())

@@ -6,6 +6,7 @@ Run: pytest tests/test_gpu.py [-k replayed]
 """
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -130,3 +131,12 @@ def test_memory_stays_within_what_was_granted(tmp_path):
     free_after, _ = torch.cuda.mem_get_info()
     assert total - free_after <= share * total + 2**30, "more than granted"
     assert llm.runner.kv_cache.nbytes > 0.2 * total, "much was left unused"
+
+
+def test_another_thread_launches_on_the_right_device(checkpoint):
+    """The current device belongs to the thread, and Triton launches there."""
+    path, prompts, expected = checkpoint
+    llm = LLM(path, dtype="float32", num_blocks=500, max_num_seqs=24, device=f"cuda:{torch.cuda.device_count() - 1}")
+    with ThreadPoolExecutor(1) as pool:
+        outputs = pool.submit(llm.generate, prompts, GREEDY, use_tqdm=False).result()
+    assert token_ids(outputs) == expected

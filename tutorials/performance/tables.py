@@ -96,7 +96,21 @@ def threads(reports: list[dict], links: list[str]) -> str:
     return "\n".join(lines)
 
 
-TABLES = {"speed": speed, "engines": engines, "recovery": recovery, "threads": threads}
+def host(reports: list[dict], links: list[str]) -> str:
+    """For chapter 10: CPU time of the host's part of a decode step, by commit, and its phases now."""
+    (report,), (link,) = reports, links
+    names = [name for name in report["host"] if name != "this"]
+    phases = [phase for phase in next(iter(report["host"]["this"].values())) if phase != "step"]
+    lines = [f"{report['device']}, commit {report['commit']}, ms per step ([all numbers]({link})):", ""]
+    header = ["sequences, max_model_len", *names, "now", *(f"`{phase}`" for phase in phases)]
+    lines += [row(header), row(["---"] * len(header))]
+    for case, now in report["host"]["this"].items():
+        times = [report["host"][name][case]["step"] for name in names] + [now["step"], *(now[p] for p in phases)]
+        lines.append(row([case, *(f"{1e3 * seconds:.2f}" for seconds in times)]))
+    return "\n".join(lines)
+
+
+TABLES = {"speed": speed, "engines": engines, "recovery": recovery, "threads": threads, "host": host}
 
 
 def written(text: str, page: Path) -> str:

@@ -44,11 +44,12 @@ def measure(job) -> dict:
     if found is None and not is_ours:  # ours runs from its directory, too
         return {"error": "not installed"}
     requests = [Request(*r) for r in job.requests]
+    before = ceilings_of_a_gpu(job) if is_ours else None
     engine = cls(job)
     engine.run([Request(requests[0].prompt[:4], 2)])
     result = {"version": found, "startup_seconds": time.time() - job.started}
     result["versions"] = {name: installed(name) for name in ("torch", "triton", "transformers")}
-    watch = Watch(engine, job) if is_ours else None
+    watch = Watch(engine, job, before) if is_ours else None
     short = [r._replace(max_tokens=min(r.max_tokens, 8), arrival=0.0) for r in requests[:8]]
     engine.run(shifted(short, job.repeat, job.vocab_size))
     result["runs"] = []
@@ -70,15 +71,28 @@ def measure(job) -> dict:
     return result
 
 
+def ceilings_of_a_gpu(job):
+    """What it can do at most, measured before the KV cache takes its memory; it does not count as start-up."""
+    import torch
+
+    if not torch.cuda.is_available() or job.options.get("device") == "cpu":
+        return None
+    start = time.time()
+    hardware = this_machine(torch.device("cuda"), torch.bfloat16)
+    torch.cuda.empty_cache()
+    job.started += time.time() - start
+    return hardware
+
+
 class Watch:
     """What we can tell about our own engine only: how much memory it took, and what its steps were."""
 
-    def __init__(self, engine: Nanovllm, job):
+    def __init__(self, engine: Nanovllm, job, before):
         from nanovllm.roofline import shape_of
 
         self.engine, self.runner, self.all_steps = engine, engine.llm.runner, []
         self.shape = shape_of(json.loads((Path(job.model) / "config.json").read_text()), self.runner.dtype.itemsize)
-        self.before_runs = this_machine(self.runner.device, self.runner.dtype, engine.threads)
+        self.before_runs = before or this_machine(self.runner.device, self.runner.dtype, engine.threads)
 
     def begin(self) -> None:
         """A run begins."""
@@ -91,11 +105,13 @@ class Watch:
         return {name: n if name.startswith("kv") else n - self.before[name] for name, n in self.engine.stats().items()}
 
     def facts(self, runs: list[dict]) -> dict:
-        """What the peers follow, and the ceilings: the better of those before and after the runs. Adds to each run."""
+        """What the peers follow, and the ceilings, on a CPU the better of those before and after. Adds to each run."""
         from nanovllm.roofline import Hardware, binned, roofline
 
         device, dtype, llm = self.runner.device, self.runner.dtype, self.engine.llm
-        hardware = Hardware(*map(max, zip(self.before_runs, this_machine(device, dtype, self.engine.threads))))
+        hardware = self.before_runs
+        if device.type == "cpu":
+            hardware = Hardware(*map(max, zip(hardware, this_machine(device, dtype, self.engine.threads))))
         for run, steps in zip(runs, self.all_steps):
             run |= {"roofline": roofline(self.shape, steps, hardware), "steps": binned(self.shape, steps)}
         return {
