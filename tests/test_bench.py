@@ -172,7 +172,7 @@ def slowly(function):
     return slow
 
 
-HOST = ["scheduler.schedule", "runner._prepare", "runner._sampling", "scheduler.update", "_report"]
+HOST = ["scheduler.schedule", "runner._prepare", "runner._sampling", "scheduler.update", "_deliver"]
 
 
 @pytest.mark.parametrize(
