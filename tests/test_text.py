@@ -3,7 +3,7 @@
 Run: pytest tests/test_text.py [-k stop_string]
 """
 
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 
 import pytest
 
@@ -190,3 +190,22 @@ def test_default_params_are_the_models_own(llm):
     params = llm.inputs.default_params
     assert (params.temperature, params.top_k, params.top_p) == (0.6, 20, 0.95)
     assert llm.inputs.eos_token_ids == {llm.tokenizer.convert_tokens_to_ids(t) for t in ("<|im_end|>", "<|endoftext|>")}
+
+
+def test_text_is_made_when_somebody_reads_it(llm, monkeypatch):
+    """Not after each token; and whoever reads often gets the same as who reads once."""
+    params, added, add = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True), [], TextStream.add
+    (expected,) = llm.generate(["Once upon a time"], params, use_tqdm=False)
+    assert expected.reply is None  # it has ended, and keeps nothing of the engine
+    monkeypatch.setattr(TextStream, "add", lambda self, token_id: added.append(token_id) or add(self, token_id))
+    llm.add_request("Once upon a time", params)
+    for _ in range(5):
+        (output,) = llm.step()
+        assert len(added) == 0
+    assert output.outputs[0].token_ids == expected.outputs[0].token_ids[:5] == added
+    texts = [output.outputs[0].text]
+    while llm.has_unfinished():
+        llm.step()
+        texts.append(output.outputs[0].text)
+    assert texts[-1] == expected.outputs[0].text and added == expected.outputs[0].token_ids
+    assert all(longer.startswith(shorter) for shorter, longer in pairwise(texts))
