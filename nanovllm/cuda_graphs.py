@@ -64,7 +64,8 @@ class DecodeGraphs:
     def _captured(self, call: Callable[[], Tensor]) -> Callable[[], Tensor]:
         call()  # compiles what is not compiled yet, which is impossible during a recording
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
+        # a stream of its own: PyTorch's for recordings belongs to whichever device recorded first
+        with torch.cuda.graph(graph, pool=self.pool, stream=torch.cuda.Stream(self.device)):
             hidden = call()
         self.pool = graph.pool()
 

@@ -4,6 +4,7 @@ import os
 from array import array
 from collections.abc import Iterable
 from contextlib import nullcontext
+from functools import partial
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
@@ -76,7 +77,7 @@ class ModelRunner:
         if device.type == "cpu":
             keep_freed_memory()
         # Triton launches on the current device, which belongs to the thread: another may be the caller's
-        self.on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+        self.on_device = partial(torch.cuda.device, device) if device.type == "cuda" else nullcontext
         self.dtype = choose_dtype(config, hf_config, device)
         self.ops = choose_ops(config, device)
         self.vocab_size = hf_config.vocab_size
@@ -94,9 +95,14 @@ class ModelRunner:
             most = int(config.swap_gib * 2**30) // self.shape.block_bytes
             self.num_host_blocks = min(most, self.num_useful_blocks)
             config.require("swap_gib", most, f"room for a KV block of {self.shape.block_bytes:,} bytes")
+        with self.on_device():
+            self._allocate(config)
+
+    def _allocate(self, config: Config) -> None:
+        """The KV cache and the CUDA graphs, once the model is there. Raises ValueError if there is no memory for them."""
         self.num_blocks = config.num_blocks or num_blocks_that_fit(self, config)
         try:
-            self.kv_cache = self.shape.new_cache(self.num_blocks, device)
+            self.kv_cache = self.shape.new_cache(self.num_blocks, self.device)
             if self.num_host_blocks:
                 self.host_cache = HostCache(self.kv_cache, self.num_host_blocks)
         except (OSError, RuntimeError, OverflowError) as error:
@@ -104,7 +110,7 @@ class ModelRunner:
                 f"there is not enough memory for {self.num_blocks} KV blocks (num_blocks, kv_cache_gib) and "
                 f"{self.num_host_blocks} host blocks (swap_gib) of {self.shape.block_bytes:,} bytes each"
             ) from error
-        if device.type == "cuda":
+        if self.device.type == "cuda":
             warm_up(self)
         if self.has_graphs:
             self.graphs = self.new_graphs()
@@ -117,7 +123,7 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, schedule: Schedule) -> tuple[list[int], list[LogProbs] | None]:
         """Computes a step. Returns a token for each of `schedule.sampled`, and its log-probabilities if requested."""
-        with self.threads.of_step(schedule.num_tokens * self.weights_per_layer), self.on_device:
+        with self.threads.of_step(schedule.num_tokens * self.weights_per_layer), self.on_device():
             if schedule.copies or schedule.swaps_out or schedule.swaps_in:
                 self.move_blocks(schedule)
             step = self._prepare(schedule)

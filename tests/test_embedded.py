@@ -93,7 +93,7 @@ def test_recorded_results_say_where_they_come_from():
             continue  # counted, without torch
         records = (
             [result]
-            if {"attention", "preemption", "threads"} & result.keys()
+            if {"attention", "preemption", "threads", "host"} & result.keys()
             else [e for e in result["engines"].values() if "error" not in e]
         )
         assert all("torch" in record["versions"] for record in records), file.name
