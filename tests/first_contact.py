@@ -762,6 +762,7 @@ def run_section(number: int, path: Path, deadline: float, cpu: bool) -> None:
             section.results["error"] = f"{type(error).__name__}: {error}"
         section.results["seconds"] = time.perf_counter() - start
         write_json(section.results, path)
+    gc.unfreeze()  # or Triton's bindings complain at the end
 
 
 def run_apart(number: int, path: Path, deadline: float, cpu: bool) -> dict:
