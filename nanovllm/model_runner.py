@@ -47,7 +47,7 @@ def choose_dtype(config: Config, hf_config, device: torch.device) -> torch.dtype
         own = getattr(hf_config, "dtype", None) or getattr(hf_config, "torch_dtype", None)
         return torch.float16 if own == torch.float16 else torch.bfloat16
     in_hardware = torch.cpu._is_avx512_bf16_supported() and config.model != EMBEDDED_MODEL
-    return torch.bfloat16 if in_hardware else torch.float32
+    return torch.bfloat16 if in_hardware and config.attention_backend != "triton" else torch.float32
 
 
 def choose_ops(config: Config, device: torch.device) -> Ops:
@@ -80,6 +80,11 @@ class ModelRunner:
         self.on_device = partial(torch.cuda.device, device) if device.type == "cuda" else nullcontext
         self.dtype = choose_dtype(config, hf_config, device)
         self.ops = choose_ops(config, device)
+        is_interpreted = config.attention_backend == "triton" and device.type == "cpu"
+        is_wrong = is_interpreted and self.dtype == torch.bfloat16
+        config.require(
+            "dtype", not is_wrong, "float32 or float16 here: Triton's interpreter multiplies bfloat16 wrongly"
+        )
         self.vocab_size = hf_config.vocab_size
         self.model = load_model(path, hf_config, limits.max_model_len, self.dtype, device, self.ops)
         self.weights_per_layer = sum(weight.numel() for weight in self.model.model.layers[0].parameters())

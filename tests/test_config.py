@@ -11,6 +11,7 @@ from typing import get_args
 import pytest
 import torch
 
+from nanovllm import LLM
 from nanovllm.config import EMBEDDED_MODEL, Config, Limits
 from nanovllm.model_runner import choose_dtype
 from nanovllm.sampling_params import SamplingParams
@@ -162,3 +163,12 @@ def test_choices_are_written_once(field):
         Config(**{field: "magic"})
     *others, last = get_args({f.name: f.type for f in fields(Config)}[field])
     assert str(error.value).endswith(f"it must be {', '.join(others)} or {last}") and len(others) >= 1
+
+
+def test_the_interpreter_computes_nothing_in_bfloat16(monkeypatch):
+    """It would give garbage without a word."""
+    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: True)
+    config = Config(model="Qwen/Qwen3-0.6B", attention_backend="triton")
+    assert choose_dtype(config, SimpleNamespace(dtype=torch.bfloat16), torch.device("cpu")) == torch.float32
+    with pytest.raises(ValueError, match="dtype='bfloat16' is not allowed: it must be float32 or float16 here"):
+        LLM(device="cpu", attention_backend="triton", dtype="bfloat16")
