@@ -11,8 +11,7 @@ import pytest
 import torch
 from checkpoints import new_model, save
 
-import nanovllm.host_cache
-from nanovllm import LLM, BeamSearchParams, SamplingParams
+from nanovllm import LLM, BeamSearchParams, SamplingParams, host_cache
 from nanovllm.host_cache import HostCache
 from nanovllm.stats import check_blocks
 
@@ -46,7 +45,7 @@ def token_ids(outputs):
 def test_blocks_go_out_and_come_back_elsewhere(monkeypatch, blocks_at_a_time):
     """[2, layers, blocks, block_size, heads, head_dim], 7 blocks out, 5 of them in again."""
     cache = torch.randn(2, 3, 20, 4, 2, 8, device=DEVICE)
-    monkeypatch.setattr(nanovllm.host_cache, "STAGED_BYTES", blocks_at_a_time * cache[:, :, 0].nbytes)
+    monkeypatch.setattr(host_cache, "STAGED_BYTES", blocks_at_a_time * cache[:, :, 0].nbytes)
     host, before = HostCache(cache, num_blocks=9), cache.clone()
     assert len(host.staged) == blocks_at_a_time
     out = {3: 8, 19: 0, 0: 4, 7: 5, 11: 2, 12: 7, 5: 1}
@@ -114,7 +113,7 @@ class Streams:
 def test_whatever_order_the_streams_allow(monkeypatch):
     """Copies on a second stream run whenever it likes, but for wait_stream. No order may change what arrives."""
     cache = torch.randn(2, 2, 12, 2, 1, 4)
-    monkeypatch.setattr(nanovllm.host_cache, "STAGED_BYTES", 2 * cache[:, :, 0].nbytes)
+    monkeypatch.setattr(host_cache, "STAGED_BYTES", 2 * cache[:, :, 0].nbytes)
     host, streams, seen = HostCache(cache, num_blocks=8), Streams(), []
     host.backend, host.stream = streams, streams.Stream()
     first, second = {1: 4, 2: 0, 3: 7, 5: 1, 8: 3}, {6: 2, 7: 5, 9: 6}
@@ -245,3 +244,13 @@ def test_more_memory_than_there_is_is_refused(path):
 def test_no_more_room_on_the_host_than_is_of_use(path):
     llm = new_llm(path, swap_gib=100_000, max_num_seqs=3, max_model_len=10)
     assert llm.runner.num_host_blocks == 3 * 3
+
+
+def test_the_hosts_memory_comes_in_pieces(monkeypatch):
+    """PyTorch rounds a pinned tensor up to a power of two: one of 5 GiB would take 8."""
+    cache = torch.zeros(2, 3, 9, 4, 2, 8)  # keys and values, layers, blocks, ...
+    block_bytes = cache[:, :, 0].nbytes
+    monkeypatch.setattr(host_cache, "STAGED_BYTES", 4 * block_bytes)
+    host = HostCache(cache, 10)
+    pieces = [block.untyped_storage().nbytes() // block_bytes for block in host.blocks]
+    assert pieces == [4] * 8 + [2] * 2
