@@ -178,11 +178,11 @@ class ModelRunner:
         counts = integers([num_tokens for _, num_tokens in items])
         starts = integers([seq.num_computed_tokens for seq, _ in items])
         contexts, ends = starts + counts, counts.cumsum(0)
-        token_ids, tables, table_ends = array("q"), array("i"), array("i", [0])
+        token_ids, tables, table_ends, most = array("q"), array("i"), array("i", [0]), self.max_blocks_per_seq
         for seq, num_tokens in items:
             begin, table = seq.num_computed_tokens, seq.block_table
             token_ids.fromlist(seq.token_ids[begin : begin + num_tokens])
-            tables.fromlist(table if len(table) <= self.max_blocks_per_seq else table[: self.max_blocks_per_seq])
+            tables.fromlist(table if len(table) <= most else table[:most])
             table_ends.append(len(tables))
         seq_of_token = torch.repeat_interleave(counts)
         positions = torch.arange(len(token_ids)) + (contexts - ends)[seq_of_token]

@@ -176,10 +176,12 @@ class Scheduler:
 
     def _commit(self, items: list[tuple[Sequence, int]], schedule: Schedule) -> int:
         """Gives each sequence its blocks and adds it to the schedule. Returns the number of tokens."""
-        total = 0
+        manager, total = self.block_manager, 0
         for seq, num_tokens in items:
-            schedule.copies += self.block_manager.allocate(seq, num_tokens)
-            self.block_manager.publish(seq, seq.num_computed_tokens + num_tokens)
+            end = seq.num_computed_tokens + num_tokens
+            schedule.copies += manager.allocate(seq, num_tokens)
+            if end // manager.block_size > len(seq.prefix_ids):  # a block becomes full
+                manager.publish(seq, end)
             total += num_tokens
         schedule.items += items
         return total
