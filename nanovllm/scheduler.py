@@ -169,10 +169,10 @@ class Scheduler:
 
     def _tokens_to_compute(self, request: Request, budget: int) -> list[tuple[Sequence, int]]:
         """The request's sequences and how many of their missing tokens to compute, within the budget."""
-        if request.params.n > 1:
+        seqs = request.unfinished if request.params.n > 1 else request.sequences
+        if len(seqs) > 1:
             return self._tokens_of_group(request, budget)
-        (seq,) = request.sequences
-        return [(seq, min(len(seq.token_ids) - seq.num_computed_tokens, budget))]
+        return [(seqs[0], min(len(seqs[0].token_ids) - seqs[0].num_computed_tokens, budget))]
 
     def _commit(self, items: list[tuple[Sequence, int]], schedule: Schedule) -> int:
         """Gives each sequence its blocks and adds it to the schedule. Returns the number of tokens."""
@@ -265,8 +265,6 @@ class Scheduler:
     def _tokens_of_group(self, request: Request, budget: int) -> list[tuple[Sequence, int]]:
         """They get their next tokens together or not at all, so their last tokens are computed in the same step."""
         seqs = request.unfinished
-        if len(seqs) == 1:
-            return [(seqs[0], min(seqs[0].num_missing_tokens, budget))]
         if not request.has_forked:
             return [(seqs[0], min(request.num_shared_tokens - seqs[0].num_computed_tokens, budget))]
         missing = [seq.num_missing_tokens for seq in seqs]
