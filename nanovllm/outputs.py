@@ -23,14 +23,15 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """What a request returns. It grows while the request runs: `outputs` is brought up to date when it is read."""
+    """What a request returns. It grows while the request runs: what it has is brought up to date when it is read, which
+    must be in the thread that calls step()."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     reply: "Reply | None" = field(repr=False)  # until it has finished
     completions: list[CompletionOutput] = field(repr=False)
-    num_cached_tokens: int = 0  # prompt tokens whose keys and values came from the prefix cache
+    cached_tokens: int = field(default=0, repr=False)
     finished: bool = False
     error: Exception | None = None  # the cause, if finish_reason is "error"
 
@@ -39,6 +40,13 @@ class RequestOutput:
         if self.reply is not None:
             self.reply.update()
         return self.completions
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens whose keys and values came from the prefix cache."""
+        if self.reply is not None:
+            self.reply.update()
+        return self.cached_tokens
 
 
 @dataclass
@@ -104,22 +112,22 @@ class Reply:
         self.texts: list[TextStream] = []  # of each output
         if self.tokenizer is not None and request.beam_search is None:
             self.texts = [TextStream(self.tokenizer, output, stop) for output in self.outputs]
-        self.output.finished = False
+        self.output.error, self.output.finished, self.output.reply = None, False, self
 
     def update(self) -> None:
         """Brings the output up to date. Ends a sequence whose text contains a stop string."""
         request = self.request
         if request.beam_search is None:  # the outputs of a search are only known at its end
             for i, (output, seq) in enumerate(zip(self.outputs, request.sequences)):
-                begin = len(output.token_ids)
-                output.token_ids += seq.token_ids[len(request.prompt_token_ids) + begin :]
-                if output.logprobs is not None and seq.logprobs is not None:
-                    output.logprobs += seq.logprobs[begin : len(output.token_ids)]
-                for token_id in output.token_ids[begin:] if self.texts else ():
-                    if token_id not in request.stop_token_ids and self.texts[i].add(token_id):
+                for token_id in seq.token_ids[len(request.prompt_token_ids) + len(output.token_ids) :]:
+                    is_text = bool(self.texts) and token_id not in request.stop_token_ids
+                    if is_text and self.texts[i].add(token_id):  # if it raises, so does whoever reads next
                         seq.finish_reason = "stop"
+                    output.token_ids.append(token_id)
+                if output.logprobs is not None and seq.logprobs is not None:
+                    output.logprobs += seq.logprobs[len(output.logprobs) : len(output.token_ids)]
                 output.finish_reason = seq.finish_reason
-        self.output.num_cached_tokens = request.num_cached_tokens or 0
+        self.output.cached_tokens = request.num_cached_tokens or 0
         if not request.unfinished:
             for text in self.texts:  # what looked like the beginning of a stop string was not one
                 text.num_safe_chars = len(text.output.text)

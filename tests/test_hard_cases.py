@@ -54,7 +54,7 @@ def test_ctrl_c_when_only_some_samples_have_their_token(prompt, block_size, num_
 
 
 def test_a_second_ctrl_c_before_an_abort(monkeypatch):
-    """_abort looks up the replies, then _settle ends the request, then its reply is reported again: KeyError."""
+    """An abort looks up the replies, then the recovery ends the request, then its reply is reported again: KeyError."""
     llm = new_llm()
     llm.add_request([5] * 9, SamplingParams(seed=5, max_tokens=1), "a")
     raise_at(llm.scheduler, "finish", 1)
@@ -398,3 +398,49 @@ def test_the_target_of_a_copy_may_be_shared_in_the_same_step():
     ]
     options = (rng.random() < 0.9, rng.choice([100, 12, 0]), set())
     play(arrivals, rng.randint(1, 5), rng.randint(3, 20), rng.randint(3, 6), rng.randint(0, 4), *options)
+
+
+# --- outputs that are made when they are read ---
+
+
+def test_an_interrupted_ending_is_forgotten_by_the_output():
+    """It was marked as finished, the request was not yet let go of, and then everything began anew: it can be read on."""
+    llm, prompt, params = new_llm(), [5] * 9, SamplingParams(seed=5, max_tokens=8)
+    llm.add_request(prompt, params, "a")
+    (output,) = llm.step()
+    reply = llm.replies["a"]
+    reply.fail(RuntimeError("half done"))
+    llm.is_changing = True  # a Ctrl-C came
+    llm.step()
+    assert not output.finished and output.error is None
+    assert output.outputs[0].token_ids == answer(prompt, params)[0][0][:2]
+    assert result(go_on(llm, {})["a"]) == answer(prompt, params)
+
+
+def test_a_reader_sees_what_the_cache_had_while_the_request_runs():
+    llm, params = new_llm(), SamplingParams(seed=5, max_tokens=8)
+    llm.generate([[7] * 40], params, use_tqdm=False)
+    llm.add_request([7] * 40, params)
+    (output,) = llm.step()
+    assert output.num_cached_tokens > 0 and not output.finished
+
+
+def test_a_tokenizer_that_fails_while_somebody_reads(monkeypatch):
+    """The reader gets its error, nothing is left out of the text, and the request ends with the error, as before."""
+    llm, prompt, params = new_llm(), [5] * 9, SamplingParams(seed=5, max_tokens=6)
+    llm.add_request(prompt, params, "sick")
+    (output,) = llm.step()
+    (text,) = llm.replies["sick"].texts
+
+    def failing(token_id):
+        raise RuntimeError("no such token")
+
+    monkeypatch.setattr(text, "add", failing)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no such token"):
+            output.outputs  # noqa: B018 (it is read)
+    llm.add_request(prompt, params, "innocent")
+    outputs = go_on(llm, {})
+    assert str(outputs["sick"].error) == "no such token" and outputs["sick"].outputs[0].finish_reason == "error"
+    assert result(outputs["innocent"]) == answer(prompt, params)
+    check_clean(llm)
