@@ -181,7 +181,7 @@ def multi_turn(
     require("think", think, is_number(think, 0), "a number of seconds, 0 or more")
     require("system_tokens", system_tokens, is_int(system_tokens, 0), "an integer, 0 or more")
     rng, ids, lengths, jobs = generator("turns", seed), itertools.count(2), iter(lengths), list[Job]()
-    for start in take("arrivals", arrivals, count):
+    for start in sorted(take("arrivals", arrivals, count)):
         time, context, after = start, ((1, system_tokens),) * (system_tokens > 0), None
         while True:
             n_in, n_out = take("lengths", lengths, 1)[0]
