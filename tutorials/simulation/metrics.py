@@ -175,8 +175,7 @@ def summary(run: Run, slo: Slo | None = None) -> dict:
     were not cached at first, and outputs need: the price of preemption. It falls below 0 if a request found more in the
     cache when it came back.
     """
-    is_pair = isinstance(slo, tuple | list) and len(slo) == 2 and all(is_number(limit, 0) for limit in slo)
-    if slo is not None and not is_pair:
+    if slo is not None and not (len(slo) == 2 and all(is_number(limit, 0) for limit in slo)):
         raise ValueError(f"slo={shown(slo)} is not allowed: it must be None or (TTFT, TPOT) in seconds")
     requests, finished = run.requests, [request for request in run.requests if is_finished(request)]
     gaps = chain.from_iterable((b - a for a, b in pairwise(request.token_times)) for request in requests)
@@ -258,6 +257,9 @@ def save(path: str | Path, summaries: dict[str, dict], **about: object) -> None:
 # --- a picture in text ---
 
 
+LEGEND = "# prompt  o decode  . waits  x preempted  - no part"
+
+
 def states(run: Run) -> dict[int, str]:
     """For each request by its index, in order of arrival: what became of it in each step, one character per step.
 
@@ -285,8 +287,6 @@ def gantt_text(run: Run, width: int = 100) -> str:
     rows = states(run)
     shown_steps, margin = min(width, len(run.steps)), len(f"job {max(rows)}") + 2
     ruler = "".join(str(i).ljust(10) for i in range(0, shown_steps, 10))
-    lines = ["step".ljust(margin) + ruler]
-    lines += [f"job {i}".ljust(margin) + row[:shown_steps] for i, row in rows.items()]
-    more = len(run.steps) - shown_steps
-    lines.append("# prompt  o decode  . waits  x preempted  - no part" + (f"; {more:,} more steps" if more else ""))
-    return "\n".join(line.rstrip() for line in lines)
+    lines = ["step".ljust(margin) + ruler, *(f"job {i}".ljust(margin) + row[:shown_steps] for i, row in rows.items())]
+    more = f"; {len(run.steps) - shown_steps:,} more steps" if shown_steps < len(run.steps) else ""
+    return "\n".join(line.rstrip() for line in [*lines, LEGEND + more])

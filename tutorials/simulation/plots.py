@@ -51,12 +51,10 @@ def gantt(run: Run, target: Target, by: str = "steps", title: str = "") -> Figur
     axes.set_ylim(len(rows) - 0.4, -0.6)  # the first one at the top
     axes.set_xlim(spans[0][0], sum(spans[-1]))
     axes.set_xlabel("step" if by == "steps" else "time in seconds")
-    axes.set_title(title, fontsize="medium")
     seen = set().union(*rows.values())
     patches = [Patch(color=color, label=name) for state, (color, _, name) in STATES.items() if state in seen]
-    axes.legend(
-        handles=patches, loc="upper center", bbox_to_anchor=(0.5, -0.3 / len(rows) ** 0.5), ncol=5, frameon=False
-    )
+    above = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.2, "alignment": "left"}
+    axes.legend(handles=patches, title=title, ncol=len(STATES), frameon=False, **above)
     return finished(figure, target)
 
 
@@ -74,7 +72,8 @@ def latency_over_rate(
     figure, axes = canvas(target, width=5, height=3.5)
     for (name, points), marker in zip(curves.items(), "os^Dv*PX<>" * len(curves)):
         present = sorted((rate, latency) for rate, latency in points if latency is not None)
-        axes.plot(*zip(*present), marker=marker, markersize=4, label=name) if present else None
+        if present:
+            axes.plot(*zip(*present), marker=marker, markersize=4, label=name)
     if log:
         axes.set_yscale("log")
     axes.set_ylim(None if log else 0, cap)
@@ -89,7 +88,7 @@ def latency_over_rate(
 def canvas(target: Target, width: float, height: float) -> tuple[Figure, Axes]:
     """The given axes, or those of a new figure of this size in inches. Without pyplot, which might want a display."""
     if isinstance(target, Axes):
-        return target.get_figure(root=True), target
+        return target.figure, target
     figure = Figure(figsize=(width, height), layout="constrained")
     return figure, figure.add_subplot()
 
