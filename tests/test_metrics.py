@@ -194,7 +194,7 @@ def test_nothing_comes_to_nothing():
     assert set(numbers(others)) == {None}
 
 
-@pytest.mark.parametrize("slo", [(1,), (1, 2, 3), (-1, 1), (1, math.nan), ("1", 1)])
+@pytest.mark.parametrize("slo", [1.0, (1,), (1, 2, 3), (-1, 1), (1, math.nan), ("1", 1)])
 def test_what_is_no_objective(slo):
     with pytest.raises(ValueError, match=r"slo=.* is not allowed: it must be None or \(TTFT, TPOT\) in seconds"):
         summary(THREE, slo)

@@ -19,8 +19,6 @@ from nanovllm.options import is_number, shown
 from nanovllm.simulator import Run, Served
 from tutorials.performance.report import percentile, write_json
 
-Slo = tuple[float, float]  # most seconds: to the first token; for each of the others, on average
-
 
 def is_finished(request: Served) -> bool:
     return len(request.token_times) >= request.job.num_outputs
@@ -65,7 +63,7 @@ def ratio(part: float, whole: float) -> float | None:
 # --- promises ---
 
 
-def meets(request: Served, slo: Slo) -> bool:
+def meets(request: Served, slo: tuple[float, float]) -> bool:
     """Whether it is finished, and both its TTFT and its TPOT are within the objective. No TPOT is a good one."""
     return is_finished(request) and (ttft(request) or 0.0) <= slo[0] and (tpot(request) or 0.0) <= slo[1]
 
@@ -88,15 +86,17 @@ def jain(values: Iterable[float]) -> float | None:
     return ratio(sum(numbers) ** 2, len(numbers) * sum(x * x for x in numbers)) if len(numbers) > 1 else None
 
 
-def service(requests: list[Served]) -> Iterator[tuple[float, int]]:
-    """(time, service received at that time): 1 for each prompt token, cached ones too, and 2 for each output token.
+def service(requests: list[Served]) -> Counter[float]:
+    """Service received at each point in time: 1 for each prompt token, cached ones too, and 2 for each output token.
 
     These are the weights of Sheng et al., Fairness in Serving Large Language Models, OSDI 2024. Service comes in lumps,
     at the end of steps: the whole prompt with the first output token.
     """
+    received: Counter[float] = Counter()
     for request in requests:
         for i, time in enumerate(request.token_times):
-            yield time, 2 + (request.job.num_prompt_tokens if i == 0 else 0)
+            received[time] += 2 if i else 2 + request.job.num_prompt_tokens
+    return received
 
 
 def backlog(requests: list[Served], end: float) -> list[tuple[float, float]]:
@@ -113,7 +113,7 @@ def backlog(requests: list[Served], end: float) -> list[tuple[float, float]]:
 def service_rate(requests: list[Served], end: float) -> float:
     """Service per second of backlog."""
     seconds = sum(until - begin for begin, until in backlog(requests, end))
-    return ratio(sum(amount for _, amount in service(requests)), seconds) or 0.0
+    return ratio(service(requests).total(), seconds) or 0.0
 
 
 def overlaps(a: list[tuple[float, float]], b: list[tuple[float, float]]) -> Iterator[tuple[float, float]]:
@@ -130,12 +130,11 @@ def service_gap(a: list[Served], b: list[Served], end: float) -> int | None:
     """The largest difference of the service that two tenants received in the same time, while both had a backlog.
 
     It is the maximum over all intervals in which both had requests that waited or ran. In such a period, it is how far
-    the difference since its begin goes up and down, looked at after each step.
+    the difference since its begin goes up and down, looked at after each step. It says most when both always want more:
+    a tenant that asks for little falls behind without being wronged.
     """
-    changes: Counter[float] = Counter()
-    for sign, requests in ((1, a), (-1, b)):
-        for time, amount in service(requests):
-            changes[time] += sign * amount
+    changes = service(a)
+    changes.subtract(service(b))
     times, gaps = sorted(changes), list[int]()
     for begin, until in overlaps(backlog(a, end), backlog(b, end)):
         together = times[bisect_right(times, begin) : bisect_right(times, until)]
@@ -163,7 +162,7 @@ def tokens_needed(request: Served) -> int:
     return request.job.num_prompt_tokens - request.num_cached_tokens + received - 1 if received else 0
 
 
-def summary(run: Run, slo: Slo | None = None) -> dict:
+def summary(run: Run, slo: tuple[float, float] | None = None) -> dict:
     """Everything about a run, ready for JSON. `slo` is an objective for each request: (TTFT, TPOT), in seconds.
 
     Of unfinished requests count: their tokens for the output tokens per second and the time between tokens, and the
@@ -175,7 +174,7 @@ def summary(run: Run, slo: Slo | None = None) -> dict:
     were not cached at first, and outputs need: the price of preemption. It falls below 0 if a request found more in the
     cache when it came back.
     """
-    if slo is not None and not (len(slo) == 2 and all(is_number(limit, 0) for limit in slo)):
+    if slo is not None and not (isinstance(slo, tuple | list) and len(slo) == 2 and all(is_number(x, 0) for x in slo)):
         raise ValueError(f"slo={shown(slo)} is not allowed: it must be None or (TTFT, TPOT) in seconds")
     requests, finished = run.requests, [request for request in run.requests if is_finished(request)]
     gaps = chain.from_iterable((b - a for a, b in pairwise(request.token_times)) for request in requests)
