@@ -152,6 +152,7 @@ def test_service_of_one_step_comes_at_once():
 def test_backlog():
     requests = [served(5, [6]), served(0, [2]), served(1, [1.5, 3]), served(3, [4]), served(7, [8], outputs=2)]
     assert backlog(requests, end=9) == [(0, 4), (5, 6), (7, 9)]
+    assert backlog([served(0, [9]), served(1, [2])], end=9) == [(0, 9)]
     assert backlog([served(math.inf, [], outputs=1)], end=9) == []  # it has not arrived
 
 
@@ -232,7 +233,7 @@ def small_run():
         [(0, 1, False), (1, 3, True)],
         [(0, 1, False), (1, 1, False)],
         [(0, 1, False)],  # 1 is preempted
-        [(1, 6, True)],
+        [(1, 6, False)],  # its first 5 tokens, and one of its own
         [(1, 1, False), (2, 4, True)],
         [(1, 1, False)],  # 2 has no part in it
         [(2, 1, False)],

@@ -154,13 +154,15 @@ def test_multi_turn_continues_what_was_said():
     many = multi_turn(poisson(1), fixed(10, 5), 2000, turns=4)
     assert len(many) / 2000 == pytest.approx(4, rel=0.1)
     alone = multi_turn(poisson(1), fixed(10, 5), 20, turns=1)
-    assert len(alone) == 20 and common(*alone[:2]) == 0
+    assert len(alone) == 20 and common(*alone[:2]) == 0 and len(alone[0].prompt) == 1
+    assert [job.time for job in multi_turn([2.0, 1.0], fixed(10, 5), 2, turns=1)] == [1, 2]
 
 
 def test_prefixes_are_shared_and_some_more_than_others():
     jobs = shared_prefix(poisson(1), fixed(7, 3), 3000, num_prefixes=4, prefix_tokens=100, skew=1.0)
     check_jobs(jobs)
     first = [job.prompt[0][0] for job in jobs]
+    assert not set(first) & {token_id for job in jobs for token_id in (job.prompt[1][0], job.answer)}
     counts = [first.count(token_id) for token_id in sorted(set(first))]
     zipf = [1 / k / sum(1 / i for i in range(1, 5)) for k in range(1, 5)]
     assert [count / 3000 for count in counts] == pytest.approx(zipf, abs=0.03)
