@@ -63,7 +63,6 @@ class BeamSearch:
     def __init__(self, params: BeamSearchParams, stop_token_ids: frozenset[int], max_output_tokens: int):
         self.params, self.stop_token_ids, self.max_output_tokens = params, stop_token_ids, max_output_tokens
         self.results: list[Beam] = []  # the best so far, best first
-        self.is_finished = False
 
     @property
     def num_candidates(self) -> int:
@@ -82,8 +81,7 @@ class BeamSearch:
             beam.score = beam.cumulative_logprob / length**penalty
         self.results = sorted(self.results + ended, key=lambda beam: -beam.score)[:width]
         running = [beam for beam, has_ended in zip(candidates, ends) if not has_ended][:width]
-        self.is_finished = not running or self._is_decided(running[0], length)
-        return [] if self.is_finished else running
+        return [] if not running or self._is_decided(running[0], length) else running
 
     def best_so_far(self, sequences: list[Sequence]) -> list[Beam]:
         """The results of a search that was cut short. Its running sequences count as results, too."""

@@ -32,6 +32,8 @@ class BlockManager:
     identity can no longer be found.
     """
 
+    num_stranded_blocks = 0  # free blocks that the waiting request cannot use: any block can serve any sequence
+
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True, num_host_blocks: int = 0):
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
@@ -51,11 +53,6 @@ class BlockManager:
     @property
     def num_used_blocks(self) -> int:
         return len(self.blocks) - len(self.free_blocks)
-
-    @property
-    def num_stranded_blocks(self) -> int:
-        """Free blocks that the waiting request cannot use: none, since any block can serve any sequence."""
-        return 0
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

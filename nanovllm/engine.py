@@ -3,7 +3,7 @@
 import logging
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import count
 from types import FrameType
 
@@ -12,7 +12,7 @@ from tqdm import tqdm
 from nanovllm.beam_search import BeamSearchParams
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import Config
-from nanovllm.inputs import Conversation, Inputs, Params, Prompt, is_conversation, is_one_prompt
+from nanovllm.inputs import AllParams, Conversations, Inputs, Params, Prompt, Prompts, is_conversation, is_one_prompt
 from nanovllm.layers.rotary import longest_context
 from nanovllm.loader import find_model, load_config, load_generation_config, load_tokenizer
 from nanovllm.model_runner import ModelRunner, choose_device
@@ -111,9 +111,7 @@ class LLM:
 
     # --- what most people use ---
 
-    def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: Params | list[Params] | None = None, use_tqdm: bool = True
-    ) -> list[RequestOutput]:
+    def generate(self, prompts: Prompts, params: AllParams = None, use_tqdm: bool = True) -> list[RequestOutput]:
         """Answers all prompts; the outputs are in the same order. `params` is one for all, or a list with one for each.
 
         If a request makes the engine fail, its exception is raised after the others have been answered.
@@ -148,9 +146,7 @@ class LLM:
                 raise output.error
         return outputs
 
-    def chat(
-        self, messages: Conversation | list[Conversation], params: Params | list[Params] | None = None, use_tqdm=True
-    ) -> list[RequestOutput]:
+    def chat(self, messages: Conversations, params: AllParams = None, use_tqdm: bool = True) -> list[RequestOutput]:
         """Answers one conversation or several, formatted with the model's chat template."""
         chats = [messages] if is_conversation(messages) else messages
         if not isinstance(chats, list | tuple) or not all(map(is_conversation, chats)):
@@ -159,7 +155,7 @@ class LLM:
         return self.generate(chats, params, use_tqdm)
 
     def beam_search(
-        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams | None = None, use_tqdm: bool = True
+        self, prompts: Prompts, params: BeamSearchParams | None = None, use_tqdm=True
     ) -> list[RequestOutput]:
         """The most likely outputs for each prompt, best first. All methods except stream take BeamSearchParams, too."""
         params = BeamSearchParams() if params is None else params
@@ -297,7 +293,7 @@ class LLM:
 
     def _submit(self, request: Request, is_reported: bool = True, is_watched: bool = False) -> Reply:
         """Gives a checked request its arrival number, id and seed, and queues it."""
-        request.arrival = next(self.arrivals)
+        request.arrival, request.arrival_time = next(self.arrivals), self.scheduler.clock()
         if not request.request_id:
             while any(str(request.arrival) in ids for ids in (self.replies, self.unreported)):  # a user chose it
                 request.arrival = next(self.arrivals)

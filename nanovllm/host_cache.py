@@ -22,9 +22,8 @@ class HostCache:
         self.staged = kv_cache.new_empty(size, *shape)
         self.blocks: list[torch.Tensor] = []
         while len(self.blocks) < num_blocks:  # in pieces: PyTorch rounds pinned memory up to a power of two
-            piece = torch.empty(
-                min(size, num_blocks - len(self.blocks)), *shape, dtype=kv_cache.dtype, pin_memory=is_cuda
-            )
+            num = min(size, num_blocks - len(self.blocks))
+            piece = torch.empty(num, *shape, dtype=kv_cache.dtype, pin_memory=is_cuda)
             self.blocks += piece.unbind()
         self.backend = torch.cuda if is_cuda else torch.cpu  # on a CPU, streams do nothing
         self.stream = self.backend.Stream()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import copy
 from typing import TYPE_CHECKING
 
@@ -15,8 +16,11 @@ if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
 Conversation = list[dict[str, str]]
+Conversations = Conversation | list[Conversation]
 Prompt = str | list[int] | Conversation
+Prompts = Prompt | Sequence[Prompt]
 Params = SamplingParams | BeamSearchParams
+AllParams = Params | list[Params] | None  # one for all prompts, or one for each
 Defaults = tuple[SamplingParams, frozenset[int]]  # the model's own parameters, and its end-of-sequence tokens
 
 

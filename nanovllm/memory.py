@@ -58,9 +58,8 @@ class CacheShape:
 
 def num_blocks_that_fit(runner: ModelRunner, config: Config) -> int:
     """Divides the memory that the model leaves into blocks."""
-    available = int(config.kv_cache_gib * 2**30)
-    if runner.device.type == "cuda":
-        available = memory_left(runner, config)
+    is_cuda = runner.device.type == "cuda"
+    available = memory_left(runner, config) if is_cuda else int(config.kv_cache_gib * 2**30)
     size = runner.shape.block_bytes
     num_blocks = min(available // size, runner.num_useful_blocks)
     if num_blocks < 1:

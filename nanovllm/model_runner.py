@@ -52,13 +52,10 @@ def choose_dtype(config: Config, hf_config, device: torch.device) -> torch.dtype
 
 def choose_ops(config: Config, device: torch.device) -> Ops:
     can_run = find_spec("triton") and (device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
-    if config.attention_backend == "triton" and not can_run:
+    backend = config.attention_backend
+    if backend == "triton" and not can_run:
         raise ValueError("attention_backend='triton' is not allowed: it needs a GPU, or TRITON_INTERPRET=1 on Linux")
-    if (
-        config.attention_backend == "torch"
-        or (config.attention_backend == "auto" and device.type == "cpu")
-        or not can_run
-    ):
+    if backend == "torch" or (backend == "auto" and device.type == "cpu") or not can_run:
         return torch_ops
     from nanovllm.layers import triton_ops  # not at the top: Triton does not exist on macOS and Windows
 
@@ -82,9 +79,7 @@ class ModelRunner:
         self.ops = choose_ops(config, device)
         is_interpreted = config.attention_backend == "triton" and device.type == "cpu"
         is_wrong = is_interpreted and self.dtype == torch.bfloat16
-        config.require(
-            "dtype", not is_wrong, "float32 or float16 here: Triton's interpreter multiplies bfloat16 wrongly"
-        )
+        config.require("dtype", not is_wrong, "float32 or float16: Triton's interpreter multiplies bfloat16 wrongly")
         self.vocab_size = hf_config.vocab_size
         self.model = load_model(path, hf_config, limits.max_model_len, self.dtype, device, self.ops)
         self.weights_per_layer = sum(weight.numel() for weight in self.model.model.layers[0].parameters())
@@ -111,10 +106,8 @@ class ModelRunner:
             if self.num_host_blocks:
                 self.host_cache = HostCache(self.kv_cache, self.num_host_blocks)
         except (OSError, RuntimeError, OverflowError) as error:
-            raise ValueError(
-                f"there is not enough memory for {self.num_blocks} KV blocks (num_blocks, kv_cache_gib) and "
-                f"{self.num_host_blocks} host blocks (swap_gib) of {self.shape.block_bytes:,} bytes each"
-            ) from error
+            blocks = f"{self.num_blocks} KV blocks (num_blocks, kv_cache_gib) and {self.num_host_blocks} host blocks (swap_gib)"
+            raise ValueError(f"not enough memory for {blocks} of {self.shape.block_bytes:,} bytes each") from error
         if self.device.type == "cuda":
             warm_up(self)
         if self.has_graphs:
@@ -188,11 +181,9 @@ class ModelRunner:
         positions = torch.arange(len(token_ids)) + (contexts - ends)[seq_of_token]
         cu_blocks, block_tables = (torch.frombuffer(x, dtype=torch.int32) for x in (table_ends, tables))
         block_ids = block_tables[cu_blocks[seq_of_token] + positions // block_size].long()
-        slots, starts_of_seqs = block_ids * block_size + positions % block_size, F.pad(ends, (1, 0)).int()
+        slots, seq_starts = block_ids * block_size + positions % block_size, F.pad(ends, (1, 0)).int()
         num_decodes, longest = len(items) - sum(is_chunk), int(contexts.max())
-        batch = Batch(
-            self.kv_cache, slots, starts_of_seqs, contexts.int(), cu_blocks, block_tables, num_decodes, longest
-        )  # fmt: skip
+        batch = Batch(self.kv_cache, slots, seq_starts, contexts.int(), cu_blocks, block_tables, num_decodes, longest)
         sampling = None
         if any(seq.request.params.temperature for _, seq in sampled):
             sampling = self._sampling([seq for _, seq in sampled])

@@ -96,8 +96,7 @@ class Reply:
         self.request = request
         self.is_reported = is_reported  # by step(); otherwise the caller holds the output
         self.outputs = [CompletionOutput(i) for i in range(request.params.n)]
-        prompt = request.prompt, request.prompt_token_ids
-        self.output = RequestOutput(request.request_id, *prompt, self, self.outputs)
+        self.output = RequestOutput(request.request_id, request.prompt, request.prompt_token_ids, self, self.outputs)
         # by a stream, or for stop strings: after each token. Else the output is made when somebody reads it
         self.is_watched = is_watched or bool(request.params.stop) or request.beam_search is not None
         self.tokenizer = tokenizer

@@ -33,6 +33,9 @@ class SamplingParams(Options):
     logprobs: int | None = None
     """Return the log-probability of each output token, and of the k most likely tokens at its position."""
 
+    extra_args: dict | None = None
+    """For a scheduler of your own: a tenant, a deadline, a class of service. The engine does not look at it."""
+
     def __post_init__(self):
         self.require("n", is_int(self.n, 1), "a positive integer")
         self.require("temperature", is_number(self.temperature, 0, 1e6), "0 (greedy) or a number up to 1,000,000")
@@ -53,4 +56,6 @@ class SamplingParams(Options):
             value = getattr(self, name)
             self.require(name, value is None or is_int(value, 0, most), f"None or an integer from 0 to {most}")
         self.stop, self.stop_token_ids = list(stop), list(ids)
+        self.require("extra_args", self.extra_args is None or isinstance(self.extra_args, dict), "None or a dict")
+        self.extra_args = {**(self.extra_args or {})}
         self.top_k, self.max_tokens = min(self.top_k, LARGEST_COUNT), min(self.max_tokens, LARGEST_COUNT)

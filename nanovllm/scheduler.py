@@ -7,7 +7,8 @@ all of them for a new prompt, one for a decoding sequence. A step computes as ma
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+import time
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
@@ -16,6 +17,8 @@ from nanovllm.block_manager import BlockManager
 from nanovllm.config import Limits
 from nanovllm.options import shown
 from nanovllm.sequence import Request, Sequence
+
+Logprobs = list[dict[int, float] | None]  # of each sampled sequence, if it wants any
 
 
 class ScheduleError(RuntimeError):
@@ -29,17 +32,28 @@ class ScheduleError(RuntimeError):
 class Schedule:
     """One step: its sequences, how many tokens to compute for each, and which blocks to move first.
 
-    Swaps, out or in (no step has both), come before copies, whose targets may be blocks that were swapped out.
+    Blocks are swapped out first, then in, then copied: the targets may be blocks that were swapped out.
     """
 
     items: list[tuple[Sequence, int]] = field(default_factory=list)
     swaps_out: dict[int, int] = field(default_factory=dict)  # block -> host block
     swaps_in: dict[int, int] = field(default_factory=dict)  # host block -> block
     copies: list[tuple[int, int]] = field(default_factory=list)  # copy-on-write: from block, to block
+    tokens_left: int = 0  # while it is planned: how many more tokens may be added, ...
+    prompt_tokens_left: int = 0  # ... and how many of them for sequences that lack more than one
 
     @property
     def num_tokens(self) -> int:
         return sum(n for _, n in self.items)
+
+    def room_for(self, num_tokens: int) -> int:
+        """How many of the tokens that one sequence lacks still fit, while the step is planned."""
+        return min(num_tokens, self.tokens_left, self.tokens_left if num_tokens == 1 else self.prompt_tokens_left)
+
+    def part_of(self, seq: Sequence, num_tokens: int) -> list[tuple[Sequence, int]]:
+        """The sequence, and how many of these tokens still fit, if any."""
+        num_tokens = self.room_for(num_tokens)
+        return [(seq, num_tokens)] if num_tokens > 0 else []
 
     @cached_property
     def sampled_items(self) -> list[tuple[int, Sequence]]:
@@ -62,14 +76,18 @@ class Schedule:
 class Scheduler:
     """First come, first served, within a budget of tokens and sequences (paper, section 4.5).
 
-    To change the order, override `priority`. To change more, override `schedule`, which may use everything here.
+    The first methods are the policy: each says what is to be done, in a line, and is there to be overridden. The others
+    do it. A policy may choose anybody and refuse anything; which block is whose and what fits is decided below.
     """
+
+    watermark = 0.05  # part of the blocks that admission leaves free, so that those who run can grow
 
     def __init__(self, limits: Limits, block_manager: BlockManager):
         self.max_num_batched_tokens = limits.max_num_batched_tokens
         self.max_num_seqs = limits.max_num_seqs
         self.max_model_len = limits.max_model_len
         self.block_manager = block_manager
+        self.clock = time.monotonic  # in seconds; a simulator has its own
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.num_preemptions = 0
@@ -77,9 +95,39 @@ class Scheduler:
         self.num_prompt_tokens = 0  # of all requests, counted when first admitted ...
         self.num_cached_tokens = 0  # ... and how many of them were in the prefix cache
 
+    # --- policy ---
+
     def priority(self, request: Request):
-        """Sort key: the request with the smallest key runs first, the one with the largest is preempted first."""
+        """Sort key: the waiting request with the smallest is admitted first. Asked for in each step that may admit."""
         return request.arrival
+
+    def running_order(self, request: Request):
+        """Sort key: the running request with the smallest is given tokens first."""
+        return self.priority(request)
+
+    def next_waiting(self) -> Request | None:
+        """Which request to admit next, if it fits; None for no more in this step. `waiting` is sorted by priority."""
+        return self.waiting[0] if self.waiting else None
+
+    def may_admit(self, request: Request, schedule: Schedule) -> bool:
+        """Whether to admit the request, which fits. If not, nobody else is admitted in this step."""
+        return True
+
+    def step_budget(self) -> tuple[int, int]:
+        """Maximum tokens of the step, up to `max_num_batched_tokens`; and how many of them may go to sequences that
+        lack more than one: prompts, and what is recomputed."""
+        return self.max_num_batched_tokens, self.max_num_batched_tokens
+
+    def victim(self, candidates: list[Request]) -> Request:
+        """Who loses its blocks, because there are too few. The candidates are in running order."""
+        return candidates[-1]
+
+    def should_swap(self, request: Request) -> bool:
+        """Whether a preempted request's blocks go to host memory, if there is room, rather than being computed again."""
+        return True
+
+    def make_room(self, schedule: Schedule) -> None:
+        """Called before the step is planned. May `preempt` running requests for the sake of waiting ones."""
 
     # --- a request comes ---
 
@@ -109,44 +157,49 @@ class Scheduler:
 
     def schedule(self) -> Schedule:
         """Plans a step: running requests first, then waiting ones. Everything in the plan has its blocks."""
-        schedule, num_preemptions = Schedule(), self.num_preemptions
-        budget = self._schedule_running(schedule, self.max_num_batched_tokens)
+        schedule = Schedule()
+        schedule.tokens_left, schedule.prompt_tokens_left = self.step_budget()
+        self.make_room(schedule)
+        num_preemptions = self.num_preemptions
+        self._schedule_running(schedule)
         if self.waiting and self.num_preemptions == num_preemptions:  # otherwise there is no room for any
-            self._schedule_waiting(schedule, budget)
+            self._schedule_waiting(schedule)
         self.num_swapped_blocks += len(schedule.swaps_out)
         return schedule
 
-    def _schedule_running(self, schedule: Schedule, budget: int) -> int:
-        """Returns the remaining budget."""
-        self.running.sort(key=self.priority)
+    def _schedule_running(self, schedule: Schedule) -> None:
+        self.running.sort(key=self.running_order)
         i = 0
-        while i < len(self.running) and budget > 0:
-            items = self._tokens_to_compute(self.running[i], budget)
-            while not self.block_manager.can_allocate(items) and i < len(self.running):
-                self._preempt(self.running.pop(), schedule)
-            if i < len(self.running):  # otherwise it was itself the last one and was preempted
-                budget -= self._commit(items, schedule)
+        while i < len(self.running) and schedule.tokens_left > 0:
+            request = self.running[i]
+            items = self._tokens_to_compute(request, schedule)
+            while self.running[i:] and not self.block_manager.can_allocate(items):
+                # never one that has its tokens, nor this one before those behind it: so the first always gets ahead
+                self.preempt(self.victim(self.running[i + 1 :] or [request]), schedule)
+            if self.running[i:]:  # otherwise it was itself the last one and was preempted
+                self._commit(items, schedule)
                 i += 1
-        return budget
 
-    def _schedule_waiting(self, schedule: Schedule, budget: int) -> None:
+    def _schedule_waiting(self, schedule: Schedule) -> None:
         manager, num_seqs = self.block_manager, sum(request.num_seats for request in self.running)
         if num_seqs < self.max_num_seqs:
             self.waiting.sort(key=self.priority)
         reserved = sum(manager.num_blocks_at_fork(request) for request in self.running if not request.has_forked)
-        while self.waiting and budget > 0:
-            request = self.waiting[0]
+        while schedule.room_for(self.max_num_batched_tokens) > 0 and (request := self.next_waiting()) is not None:
             num_seqs += request.num_seats
-            if num_seqs > self.max_num_seqs or not manager.can_admit(request, reserved):
+            kept = int(self.watermark * len(manager.blocks)) if self.running else 0
+            fits = num_seqs <= self.max_num_seqs and manager.can_admit(request, reserved + kept)
+            if not (fits and self.may_admit(request, schedule)):
                 break
             self._admit(request, schedule)
-            budget -= self._commit(self._tokens_to_compute(request, budget), schedule)
+            self._commit(self._tokens_to_compute(request, schedule), schedule)
             if not request.has_forked:
                 reserved += manager.num_blocks_at_fork(request)
 
     def _admit(self, request: Request, schedule: Schedule) -> None:
         """Gives it blocks for all its tokens, even if they are computed in chunks; otherwise it would soon be preempted
         in the middle of its prompt. Tokens that are still in the cache or on the host are not computed again."""
+        check_choice(self, "next_waiting", request, self.waiting)
         self.waiting.remove(request)
         self.running.append(request)
         manager, (first, *others) = self.block_manager, request.unfinished
@@ -162,34 +215,37 @@ class Scheduler:
             self.num_cached_tokens += request.num_cached_tokens
             self.num_prompt_tokens += len(request.prompt_token_ids)
         for seq in request.unfinished:
-            if seq.host_table:
-                manager.free_host(seq)
+            manager.free_host(seq)
         for seq in request.unfinished if request.has_forked else [first]:
             schedule.copies += manager.allocate(seq, len(seq.token_ids) - seq.num_computed_tokens)
 
-    def _tokens_to_compute(self, request: Request, budget: int) -> list[tuple[Sequence, int]]:
-        """The request's sequences and how many of their missing tokens to compute, within the budget."""
+    def _tokens_to_compute(self, request: Request, schedule: Schedule) -> list[tuple[Sequence, int]]:
+        """The request's sequences and how many of their missing tokens to compute, as far as the budgets go."""
         seqs = request.unfinished if request.params.n > 1 else request.sequences
         if len(seqs) > 1:
-            return self._tokens_of_group(request, budget)
-        return [(seqs[0], min(len(seqs[0].token_ids) - seqs[0].num_computed_tokens, budget))]
+            return self._tokens_of_group(request, schedule)
+        return schedule.part_of(seqs[0], len(seqs[0].token_ids) - seqs[0].num_computed_tokens)
 
-    def _commit(self, items: list[tuple[Sequence, int]], schedule: Schedule) -> int:
-        """Gives each sequence its blocks and adds it to the schedule. Returns the number of tokens."""
-        manager, total = self.block_manager, 0
+    def _commit(self, items: list[tuple[Sequence, int]], schedule: Schedule) -> None:
+        """Gives each sequence its blocks and adds it to the schedule."""
+        manager = self.block_manager
         for seq, num_tokens in items:
             end = seq.num_computed_tokens + num_tokens
             schedule.copies += manager.allocate(seq, num_tokens)
             if end // manager.block_size > len(seq.prefix_ids):  # a block becomes full
                 manager.publish(seq, end)
-            total += num_tokens
+            schedule.tokens_left -= num_tokens
+            if len(seq.token_ids) - seq.num_computed_tokens > 1:
+                schedule.prompt_tokens_left -= num_tokens
         schedule.items += items
-        return total
 
-    def _preempt(self, request: Request, schedule: Schedule) -> None:
-        """All or nothing: all sequences of the request lose their blocks and wait. The host keeps the contents if it
-        has room; otherwise they are computed again."""
-        self.block_manager.swap_out(request.unfinished, schedule.swaps_out)
+    def preempt(self, request: Request, schedule: Schedule) -> None:
+        """All or nothing: all sequences of the running request lose their blocks and wait. The host keeps the contents
+        if it has room; otherwise they are computed again."""
+        check_choice(self, "preempt", request, self.running)
+        self.running.remove(request)
+        if self.should_swap(request):
+            self.block_manager.swap_out(request.unfinished, schedule.swaps_out)
         for seq in request.unfinished:
             self.block_manager.free(seq)
         request.has_forked = False
@@ -198,9 +254,7 @@ class Scheduler:
 
     # --- a step has run ---
 
-    def update(
-        self, schedule: Schedule, token_ids: list[int], logprobs: list[dict[int, float] | None] | None = None
-    ) -> None:
+    def update(self, schedule: Schedule, token_ids: list[int], logprobs: Logprobs | None = None) -> None:
         """Processes a step's result: a token for each of `schedule.sampled`, and its log-probabilities if requested."""
         sampled, searches = schedule.sampled_items, dict[Request, Likeliest]()
         self.block_manager.unwritten.clear()
@@ -216,8 +270,7 @@ class Scheduler:
             if seq.logprobs is not None:
                 seq.logprobs.append(likeliest or {})
             seq.token_ids.append(token_id)
-            reason = self.reason_to_end(seq)
-            if reason is not None:
+            if (reason := self.reason_to_end(seq)) is not None:
                 self.finish(seq, reason)
         for request, beams in searches.items():
             take_beams(request, beams, self.block_manager)
@@ -237,10 +290,9 @@ class Scheduler:
         self.block_manager.free(seq)
         if seq.host_table:
             self.block_manager.free_host(seq)
-        if not seq.request.unfinished:
-            for queue in (self.running, self.waiting):
-                if seq.request in queue:
-                    queue.remove(seq.request)
+        for queue in (self.running, self.waiting):
+            if not seq.request.unfinished and seq.request in queue:
+                queue.remove(seq.request)
 
     def abort(self, request: Request) -> None:
         """Ends all unfinished sequences of the request, whether it runs or waits."""
@@ -253,24 +305,23 @@ class Scheduler:
         for request in self.waiting:
             request.rewind()
 
-    def unfinished(self) -> Iterator[Request]:
-        yield from self.running
-        yield from self.waiting
+    def unfinished(self) -> list[Request]:
+        return [*self.running, *self.waiting]
 
     def has_unfinished(self) -> bool:
         return bool(self.running or self.waiting)
 
     # --- second reading: several sequences of one request ---
 
-    def _tokens_of_group(self, request: Request, budget: int) -> list[tuple[Sequence, int]]:
+    def _tokens_of_group(self, request: Request, schedule: Schedule) -> list[tuple[Sequence, int]]:
         """They get their next tokens together or not at all, so their last tokens are computed in the same step."""
         seqs = request.unfinished
         if not request.has_forked:
-            return [(seqs[0], min(request.num_shared_tokens - seqs[0].num_computed_tokens, budget))]
+            return schedule.part_of(seqs[0], request.num_shared_tokens - seqs[0].num_computed_tokens)
         missing = [seq.num_missing_tokens for seq in seqs]
         if max(missing) == 1:
-            return [(seq, 1) for seq in seqs] if len(seqs) <= budget else []
-        items = []
+            return [(seq, 1) for seq in seqs] if len(seqs) <= schedule.tokens_left else []
+        items, budget = [], schedule.room_for(sum(missing))
         for seq, num_tokens in zip(seqs, missing):
             num_tokens = min(num_tokens - 1, budget)
             if num_tokens > 0:
@@ -302,6 +353,12 @@ def common_length(sequences: list[list[int]]) -> int:
 
 
 # --- second reading: what can be wrong with a schedule ---
+
+
+def check_choice(scheduler: Scheduler, method: str, request: Request, candidates: list[Request]) -> None:
+    """Raises ScheduleError if a policy has chosen somebody else than one of the candidates."""
+    if request not in candidates:
+        raise ScheduleError(scheduler, method, f"{shown(request)} is not one of {shown(candidates)}")
 
 
 def check_schedule(schedule: Schedule, scheduler: Scheduler, request_ids: Collection[str], moves_before: int) -> None:

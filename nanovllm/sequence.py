@@ -74,6 +74,7 @@ class Request:
     eos_token_ids: Iterable[int] = ()
     max_len: int = 0  # maximum tokens per sequence, prompt included; set by Scheduler.check
     arrival: int = 0  # a counter, so that no two requests have the same
+    arrival_time: float = 0.0  # in seconds, by the scheduler's clock
     num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache when it was first admitted
     has_forked: bool = False  # whether each sequence has its own blocks; before, only the first one runs
     num_shared_tokens: int = 0  # before the fork: the number of tokens that all sequences share
@@ -100,6 +101,16 @@ class Request:
         return [seq for seq in self.sequences if seq.finish_reason is None]
 
     @property
+    def num_output_tokens(self) -> int:
+        """What it has been served so far: tokens drawn, over all its sequences."""
+        return sum(seq.num_output_tokens for seq in self.sequences)
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether it lacks more than its next token: its prompt, or what it lost when it was preempted."""
+        return any(seq.num_missing_tokens > 1 for seq in self.unfinished)
+
+    @property
     def num_seats(self) -> int:
         """Maximum sequences that it can have in a step from now on. A few beams can have many children."""
         return len(self.unfinished) if self.beam_search is None else self.params.n
@@ -115,3 +126,6 @@ class Request:
                 del seq.logprobs[seq.num_output_tokens :]
             seq.num_computed_tokens = seq.num_host_tokens = 0
             seq.block_table, seq.prefix_ids, seq.host_table = [], [], []
+
+    def __repr__(self) -> str:
+        return f"Request({self.request_id})"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 STOP = 0  # the token that ends each answer
+NO_ARGS: dict[str, Any] = {}
 
 Runs = tuple[tuple[int, int], ...]  # (token id, how many of it), ...
 
@@ -23,7 +24,7 @@ class Job(NamedTuple):
     num_outputs: int  # tokens until the answer ends, the last one included, which is STOP
     answer: int = 1  # the token id of all others
     max_tokens: int = 2048
-    extra_args: dict[str, Any] = {}
+    extra_args: dict[str, Any] = NO_ARGS
     after: int | None = None  # index of the job that this one follows, as the next turn of a conversation
 
     @property

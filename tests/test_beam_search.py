@@ -82,11 +82,11 @@ def test_when_a_search_ends(early_stopping, ends):
     child.token_ids += [3]
     running = search.advance([Beam(child, t, p) for t, p in [(4, -5.0), (9, -5.5), (5, -5.6), (6, -7.0)]])
     assert [beam.score for beam in search.results] == [-1.0, -2.75]
-    assert search.is_finished == (early_stopping is True) and bool(running) != search.is_finished
-    if not search.is_finished:  # -9 / 3 tokens is worse than -2.75, but -9 / 4 tokens would not be
+    assert (not running) == (early_stopping is True)
+    if running:  # -9 / 3 tokens is worse than -2.75, but -9 / 4 tokens would not be
         child.token_ids += [4]
         running = search.advance([Beam(child, t, p) for t, p in [(5, -9.0), (6, -9.1), (7, -9.2), (8, -9.3)]])
-        assert search.is_finished == ends and bool(running) != ends
+        assert (not running) == ends
 
 
 def token_ids(outputs):

@@ -1,7 +1,7 @@
 """The line budget of the design: code is what remains without blank lines, comments and docstrings.
 
 The engine is everything that a call of LLM.generate can run through. The rest of the package stands around it: statistics,
-the cost model, what a backend is and what it is tested against, and the loader, which is done before there is an engine.
+the cost model, the simulator, what a backend is and what it is tested against, and the loader, which is done before there is an engine.
 
 Run: pytest tests/test_budget.py
 """
@@ -16,7 +16,7 @@ from nanovllm import LLM, SamplingParams
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "nanovllm"
-AROUND_THE_ENGINE = ("stats.py", "roofline.py", "loader.py", "layers/attention.py", "layers/ops.py")
+AROUND_THE_ENGINE = ("stats.py", "roofline.py", "simulator.py", "loader.py", "layers/attention.py", "layers/ops.py")
 INVISIBLE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import EMBEDDED_MODEL
+from nanovllm.scheduler import Scheduler
 from tutorials.tiny_qwen3.data import CHECKED, phone_book, story
 
 ROOT = Path(__file__).parent.parent
@@ -62,12 +63,18 @@ def test_its_answers_are_right(llm, task):
     assert right >= 35
 
 
+class Eager(Scheduler):
+    """Admits into the last free block, so that many are preempted."""
+
+    watermark = 0
+
+
 def test_64_answers_are_the_same_batched_and_one_by_one(llm):
     questions = mixed_questions(64)
     batched = llm.chat([user(q) for q in questions], GREEDY, use_tqdm=False)
     few, preempted = SamplingParams(temperature=0, max_tokens=200), {}
     for mode in ("recompute", "swap"):
-        tight = LLM(num_blocks=44, max_num_batched_tokens=64, preemption_mode=mode, swap_gib=0.1)
+        tight = LLM(num_blocks=44, max_num_batched_tokens=64, scheduler_cls=Eager, preemption_mode=mode, swap_gib=0.1)
         preempted[mode] = tight.chat([user(q) for q in questions], few, use_tqdm=False)
         assert tight.stats()["preemptions"] > 5 and (tight.stats()["swapped_blocks"] > 50) == (mode == "swap")
     for question, together, scarce, swapped in zip(questions, batched, *preempted.values()):

@@ -199,7 +199,7 @@ def samples_with_two_copies_of_their_prompt(**manager):
     samples = new_request(1, [*beginning, next_token(tuple(beginning), 0, 50)], max_tokens=8, n=2)
     scheduler.add(samples)
     step(scheduler, runner)
-    scheduler._preempt(scheduler.running.pop(), Schedule())
+    scheduler.preempt(scheduler.running[-1], Schedule())
     for seq in samples.sequences:
         scheduler.block_manager.free_host(seq)  # it had no room there
     forget_the_cache(scheduler)
@@ -231,7 +231,7 @@ def test_two_copies_do_not_come_back_from_the_host():
     while len(samples.sequences[0]) < 13:
         step(scheduler, runner)
     schedule = Schedule()
-    scheduler._preempt(scheduler.running.pop(), schedule)
+    scheduler.preempt(scheduler.running[-1], schedule)
     runner.swap(schedule.swaps_out, {})
     forget_the_cache(scheduler)
     while scheduler.has_unfinished():
@@ -250,7 +250,7 @@ def test_blocks_for_the_own_tokens_of_the_first_sample_are_kept_too():
     scheduler.add(samples)
     while samples.sequences[0].num_output_tokens < 15:
         step(scheduler, runner)
-    scheduler._preempt(scheduler.running.pop(), Schedule())
+    scheduler.preempt(scheduler.running[-1], Schedule())
     scheduler.add(new_request(1, [9] * 20, max_tokens=1))
     manager = scheduler.block_manager
     manager.free_blocks = type(manager.free_blocks).fromkeys(range(17))  # 6 + 2 x 4 are spoken for
@@ -285,8 +285,8 @@ class TakesBack(Scheduler):
     def schedule(self):
         schedule = super().schedule()
         if len(self.running) > 2:
-            victim = self.running.pop(1)
-            self._preempt(victim, schedule)
+            victim = self.running[1]
+            self.preempt(victim, schedule)
             schedule.items = [item for item in schedule.items if item[0].request is not victim]
         return schedule
 
@@ -301,11 +301,11 @@ def test_what_is_findable_must_be_computed(cls):
 
 
 class SkipsWhoDoesNotFit(Scheduler):
-    def _schedule_waiting(self, schedule, budget):
+    def _schedule_waiting(self, schedule):
         for request in list(self.waiting):
-            if budget > 0 and self.block_manager.can_admit(request):
+            if schedule.tokens_left > 0 and self.block_manager.can_admit(request):
                 self._admit(request, schedule)
-                budget -= self._commit(self._tokens_to_compute(request, budget), schedule)
+                self._commit(self._tokens_to_compute(request, schedule), schedule)
 
 
 def test_the_request_that_is_admitted_is_the_one_that_was_given():

@@ -41,7 +41,7 @@ def test_blocks_of_samples_that_have_not_forked_are_reserved(admitted_first):
     scheduler.add(samples)
     while samples.sequences[0].num_output_tokens < 15:
         step(scheduler, runner)
-    scheduler._preempt(scheduler.running.pop(), Schedule())
+    scheduler.preempt(scheduler.running[-1], Schedule())
     scheduler.add(filler)
     manager = scheduler.block_manager
     hidden, manager.free_blocks = manager.free_blocks, type(manager.free_blocks).fromkeys(range(14))
@@ -68,7 +68,7 @@ def test_what_is_shared_anyway_is_not_swapped_in():
     runner.write(second, 1)
     second.num_computed_tokens += 1
     schedule = Schedule()
-    scheduler._preempt(scheduler.running.pop(), schedule)
+    scheduler.preempt(scheduler.running[-1], schedule)
     runner.swap(schedule.swaps_out, {})
     manager.findable.clear()
     for block in manager.blocks:

@@ -89,6 +89,7 @@ def replay(lengths: Lengths, manager_cls, block_size: int, setting: Setting, eve
     manager = manager_cls(setting.num_slots // block_size, block_size, enable_prefix_caching=False)
     manager.max_model_len = setting.max_model_len
     scheduler, model = Scheduler(limits, manager), NoModel()
+    scheduler.watermark = 0  # what paging wastes, not what admission leaves free
     for i, (prompt, output) in enumerate(lengths):
         scheduler.add(new_request(i, prompt, output, **decoding))
     samples, num_running, num_steps = [], 0, 0

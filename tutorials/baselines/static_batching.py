@@ -20,12 +20,12 @@ class StaticBatching(Scheduler):
         super().restart(requests, block_manager)
         self.batch = set()
 
-    def _schedule_waiting(self, schedule: Schedule, budget: int) -> None:
+    def _schedule_waiting(self, schedule: Schedule) -> None:
         if all(not request.unfinished for request in self.batch):
             self.batch = self._next_batch()
         later = [request for request in self.waiting if request not in self.batch]
         self.waiting = [request for request in self.waiting if request in self.batch]
-        super()._schedule_waiting(schedule, budget)
+        super()._schedule_waiting(schedule)
         self.waiting += later
 
     def _next_batch(self) -> set[Request]:

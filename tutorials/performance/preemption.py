@@ -57,7 +57,7 @@ def recovery(llm, context: int, swap: bool) -> tuple[float, float]:
     next_token()
     ordinary = percentile([next_token() for _ in range(5)], 50)
     (request,) = scheduler.running
-    scheduler._preempt(scheduler.running.pop(), moves)
+    scheduler.preempt(scheduler.running[-1], moves)
     out, start = 0.0, time.perf_counter()
     if swap:
         llm.runner.move_blocks(moves)
