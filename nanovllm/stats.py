@@ -5,6 +5,7 @@ No step runs this code.
 
 from collections import Counter
 from collections.abc import Iterable
+from itertools import chain
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.scheduler import Scheduler
@@ -67,14 +68,23 @@ def slot_usage(manager: BlockManager, sequences: Iterable[tuple[Sequence, int]])
 def check_blocks(manager: BlockManager, sequences: Iterable[Sequence]) -> None:
     """Asserts the invariants, given all unfinished sequences. For tests, since it visits every block."""
     sequences = list(sequences)
-    owners = Counter(block_id for seq in sequences for block_id in seq.block_table)
-    host_owners = Counter(host_id for seq in sequences for host_id in seq.host_table)
-    assert all(seq.num_computed_tokens <= len(seq.block_table) * manager.block_size for seq in sequences)
-    for block in manager.blocks:
-        assert block.ref_count == owners[block.id], f"{block} has {owners[block.id]} owners"
-        assert (block.ref_count == 0) == (block.id in manager.free_blocks), f"{block} must be either free or used"
-        assert block.key is None or manager.findable[block.key] is block, f"{block} cannot be found"
-    assert host_owners == Counter(dict(enumerate(manager.host_ref_counts))), "host_ref_counts are wrong"
-    free = [i for i, ref_count in enumerate(manager.host_ref_counts) if ref_count == 0]
-    assert sorted(manager.free_host_blocks) == free, "host blocks are lost"
-    assert all(block.key == key for key, block in manager.findable.items()), "a findable block is stale"
+    for seq in sequences:
+        assert seq.num_computed_tokens <= len(seq.block_table) * manager.block_size, f"{seq} has too few blocks"
+    ref_counts = [block.ref_count for block in manager.blocks]
+    check_owners("block", (seq.block_table for seq in sequences), ref_counts, manager.free_blocks)
+    host_tables = (seq.host_table for seq in sequences)
+    check_owners("host block", host_tables, manager.host_ref_counts, manager.free_host_blocks)
+    for key, block in manager.findable.items():
+        assert block.key == key, f"{block} can be found by another prefix: {key}"
+    num_keys = sum(block.key is not None for block in manager.blocks)
+    assert num_keys == len(manager.findable), f"{num_keys} blocks have a key, but {len(manager.findable)} can be found"
+
+
+def check_owners(name: str, tables: Iterable[list[int]], ref_counts: list[int], free: Iterable[int]) -> None:
+    owners = Counter(chain.from_iterable(tables))
+    for i, ref_count in enumerate(ref_counts):
+        if ref_count or i in owners:
+            assert ref_count == owners[i], f"{name} {i} is in {owners[i]} tables, but its ref_count is {ref_count}"
+    assert owners.keys().isdisjoint(free), f"these {name}s are free and in use: {owners.keys() & free}"
+    num_lost = len(ref_counts) - len(owners.keys() | free)
+    assert num_lost == 0, f"{num_lost} {name}s are neither free nor in a table"

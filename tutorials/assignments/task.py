@@ -1,0 +1,90 @@
+"""What an assignment is: workloads, goals and points. The grader, the public tests and the handouts share it.
+
+    from tutorials.assignments.task import load_task, measure
+
+    part = load_task("a1").parts[0]
+    print(measure(part, MyScheduler, seed=1))
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from statistics import mean
+
+from nanovllm.block_manager import BlockManager
+from nanovllm.config import Config
+from nanovllm.scheduler import Scheduler
+from nanovllm.simulator import Job, Machine, Run, simulate
+
+NAMES = ("a0", "a1", "a2", "a3", "a4", "a5", "a6", "a7")
+PUBLIC_SEEDS = (1, 2, 3)
+
+
+@dataclass
+class Goal:
+    """Something to be measured, and what it is worth. A value between `none` and `full` gets a part of the points."""
+
+    name: str  # with its unit: "mean latency (s)"
+    measure: Callable[[Run, Run], float]  # of the student's run and of FCFS (`Scheduler`) on the same workload
+    none: float  # no points at this value or a worse one: about what FCFS has
+    full: float  # full points at this value or a better one
+    points: float
+
+    def score(self, value: float) -> float:
+        share = (value - self.none) / (self.full - self.none)
+        return self.points * min(1.0, max(0.0, share))
+
+
+@dataclass
+class Part:
+    """Workloads for one class of the student's file, and what is measured on them. The worst of all seeds counts."""
+
+    name: str
+    workload: Callable[[int], Sequence[Job]]  # of a seed
+    config: Config
+    goals: list[Goal]
+    points: float  # for keeping the rules: every request is answered, no block is lost, no budget exceeded
+    hardware: str | Machine = "h100"
+    scheduler: str = "MyScheduler"  # names of classes in the student's file
+    block_manager: str | None = None
+    num_seeds: int = 3
+
+
+@dataclass
+class Task:
+    """One assignment."""
+
+    title: str
+    parts: list[Part]
+    engine_points: float = 10  # for the same answers as any other schedule in the real engine
+    questions: dict[str, str] = field(default_factory=dict)  # name -> SHA-256 of the answer in lower case
+    question_points: float = 0  # for each
+
+    @property
+    def points(self) -> float:
+        parts = sum(part.points + sum(goal.points for goal in part.goals) for part in self.parts)
+        return parts + self.engine_points + self.question_points * len(self.questions)
+
+
+def load_task(name: str) -> Task:
+    if name not in NAMES:
+        raise ValueError(f"assignment={name!r} is not allowed: it must be one of {', '.join(NAMES)}")
+    return import_module(f"tutorials.assignments.{name}.task").TASK
+
+
+def measure(
+    part: Part, scheduler_cls: type[Scheduler], seed: int, manager_cls: type[BlockManager] | None = None
+) -> dict[str, float]:
+    """The value of each goal, for a scheduler in this process. Raises ScheduleError if it breaks a rule."""
+    jobs = part.workload(seed)
+    baseline = simulate(jobs, part.config, part.hardware)
+    config = part.config
+    if manager_cls is not None:
+        config = Config(**vars(part.config) | {"block_manager_cls": manager_cls})
+    run = simulate(jobs, config, part.hardware, scheduler_cls, check=True)
+    return {goal.name: goal.measure(run, baseline) for goal in part.goals}
+
+
+def mean_latency(run: Run) -> float:
+    """Seconds from arrival to the last token."""
+    return mean(served.token_times[-1] - served.arrival for served in run.requests)
