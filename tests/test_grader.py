@@ -296,7 +296,7 @@ def test_a_file_that_writes_a_report_of_its_own(tmp_path, monkeypatch):
     path = tmp_path / "prints.py"
     path.write_text(code.splitlines()[0] + "\n" + code.splitlines()[1])
     with Process(path) as process:
-        assert process.output().startswith("[] ['HOME', ") and "SECRET" not in process.output()
+        assert process.output().startswith("[] ['HF_HUB_OFFLINE', 'HOME', ") and "SECRET" not in process.output()
 
 
 # --- what else the report says ---
