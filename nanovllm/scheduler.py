@@ -51,8 +51,8 @@ class Schedule:
         return min(num_tokens, self.tokens_left, self.tokens_left if num_tokens == 1 else self.prompt_tokens_left)
 
     def part_of(self, seq: Sequence, num_tokens: int) -> list[tuple[Sequence, int]]:
-        """The sequence, and how many of these tokens still fit, if any."""
-        num_tokens = self.room_for(num_tokens)
+        """The sequence, and how many of these tokens still fit. Called while there is room for one."""
+        num_tokens = num_tokens if num_tokens == 1 else self.room_for(num_tokens)
         return [(seq, num_tokens)] if num_tokens > 0 else []
 
     @cached_property
@@ -173,10 +173,10 @@ class Scheduler:
         while i < len(self.running) and schedule.tokens_left > 0:
             request = self.running[i]
             items = self._tokens_to_compute(request, schedule)
-            while self.running[i:] and not self.block_manager.can_allocate(items):
+            while not self.block_manager.can_allocate(items) and i < len(self.running):
                 # never one that has its tokens, nor this one before those behind it: so the first always gets ahead
                 self.preempt(self.victim(self.running[i + 1 :] or [request]), schedule)
-            if self.running[i:]:  # otherwise it was itself the last one and was preempted
+            if i < len(self.running):  # otherwise it was itself the last one and was preempted
                 self._commit(items, schedule)
                 i += 1
 
