@@ -153,7 +153,13 @@ def test_make_room_for_an_urgent_request(num_host_blocks):
 
 def test_watermark():
     """A part of all blocks stays free at admission, unless nobody runs."""
-    for part, running in ((0, ["0", "1", "2"]), (0.05, ["0", "1", "2"]), (0.1, ["0", "1", "2"]), (0.2, ["0", "1"]), (1, ["0"])):
+    for part, running in (
+        (0, ["0", "1", "2"]),
+        (0.05, ["0", "1", "2"]),
+        (0.1, ["0", "1", "2"]),
+        (0.2, ["0", "1"]),
+        (1, ["0"]),
+    ):
         scheduler, runner = playing(Scheduler, [10, 10, 10], num_blocks=10, tokens=64)
         scheduler.watermark = part
         step(scheduler, runner)
@@ -208,3 +214,19 @@ def test_who_cannot_be_chosen(cls, message):
     with pytest.raises(ScheduleError, match=message):
         for _ in range(10):
             step(scheduler, runner)
+
+
+class PreemptsEverybody(Scheduler):
+    def make_room(self, schedule):
+        for request in [*self.running]:
+            self.preempt(request, schedule)
+
+
+def test_a_livelock_ends_with_a_sentence():
+    """Each step computes something, and throws away what the one before has computed."""
+    options = {"enable_prefix_caching": False, "max_num_batched_tokens": 8, "max_model_len": 60}
+    llm = LLM(num_blocks=20, scheduler_cls=PreemptsEverybody, **options)
+    message = r"PreemptsEverybody.schedule\(\): 61 steps without a new token"
+    with pytest.raises(ScheduleError, match=message):
+        llm.generate([5] * 20, SamplingParams(max_tokens=3), use_tqdm=False)
+    assert not llm.has_unfinished() and llm.block_manager.num_used_blocks == 0
