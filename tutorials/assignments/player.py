@@ -79,10 +79,11 @@ class Player:
             request = Request(request_id, None, token_ids, params, arrival=arrival, arrival_time=time)
             scheduler.add(request)
             self.requests[request_id] = request
-        moves, scheduler.events = self.manager.num_moves, []
+        moves, before, scheduler.events = self.manager.num_moves, [*scheduler.running], []
         self.schedule = scheduler.schedule()
         check_schedule(self.schedule, scheduler, self.requests.keys(), moves)
-        check_queues(scheduler, self.requests.values(), with_blocks=True)
+        with_blocks = before != scheduler.running or len(self.manager.blocks) < 1000  # otherwise it takes long
+        check_queues(scheduler, self.requests.values(), with_blocks)
         return {"events": scheduler.events}
 
 
