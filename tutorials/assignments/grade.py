@@ -232,7 +232,12 @@ def main() -> None:
         if args.json:
             args.json.write_text(json.dumps(report.results(), indent=1) + "\n")
 
-    result = grade(args.task, args.path, seeds, user=args.user, report=report)
+    try:
+        result = grade(args.task, args.path, seeds, user=args.user, report=report)
+    except (LookupError, PermissionError) as error:
+        if args.user is None:
+            raise
+        parser.error(f"--user {args.user} is not allowed: this user cannot run {sys.executable}: {error}")
     print(result.table().splitlines()[-1])
     if result.printed:
         print(f"--- what your file has printed last ---\n{result.printed}", file=sys.stderr)

@@ -8,7 +8,9 @@ allowed.
 import ctypes
 import json
 import os
+import pwd
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -51,6 +53,10 @@ class Process:
         self.printed, name = tempfile.mkstemp()
         os.unlink(name)
         self.directory = tempfile.TemporaryDirectory()
+        owner: dict[str, Any] = {}
+        if user is not None:
+            shutil.chown(self.directory.name, user)
+            owner = {"user": user, "group": pwd.getpwnam(user).pw_gid, "extra_groups": []}
         settings = {"PATH": os.environ.get("PATH", ""), "HOME": self.directory.name, "PYTHONHASHSEED": "0"}
         self.process = subprocess.Popen(
             [sys.executable, "-I", "-B", "-c", START, str(megabytes), str(seconds)],
@@ -60,7 +66,7 @@ class Process:
             cwd=self.directory.name,
             env=settings | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"},
             start_new_session=True,
-            user=user,
+            **owner,
         )
         start = {"source": path.read_text(), "name": path.name, "constants": constants}
         try:
