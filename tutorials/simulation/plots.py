@@ -48,6 +48,7 @@ def gantt(run: Run, target: Target, by: str = "steps", title: str = "") -> None:
         axes.set_ylim(len(rows) - 0.4, -0.6)  # the first one at the top
         axes.set_xlim(spans[0][0], sum(spans[-1]))
         axes.set_xlabel("step" if by == "steps" else "time in seconds")
+        axes.xaxis.get_major_locator().set_params(integer=by == "steps")  # there is no step 2.5
         seen = set().union(*rows.values())
         patches = [Patch(color=color, label=name) for state, (color, _, name) in STATES.items() if state in seen]
         axes.legend(handles=patches, title=title, loc="lower left", bbox_to_anchor=(0, 1), alignment="left", **LEGEND)

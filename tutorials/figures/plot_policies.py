@@ -1,0 +1,109 @@
+"""Draws simulated runs: one run by steps and by time, and one small workload under several policies.
+
+    python -m tutorials.figures.plot_policies
+
+Writes policies_clock.png (chapter 12) and policies.png (chapter 13) next to this script. Needs matplotlib, no torch.
+"""
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from nanovllm.config import Config
+from nanovllm.roofline import HARDWARE
+from nanovllm.scheduler import Scheduler
+from nanovllm.simulator import Job, Machine, simulate
+from tutorials.simulation.plots import gantt
+
+HERE = Path(__file__).resolve().parent
+
+# --- the policies and the eight requests of chapter 13 ---
+
+
+class ShortestFirst(Scheduler):
+    def priority(self, request):
+        return request.params.extra_args["predicted_tokens"], request.arrival
+
+
+class ShortestDecodesFirst(ShortestFirst):
+    def running_order(self, request):
+        return request.is_prefilling, self.priority(request)
+
+
+class PromptBound(Scheduler):
+    def step_budget(self):
+        return self.max_num_batched_tokens, 8
+
+
+class PushesOut(Scheduler):
+    def priority(self, request):
+        return request.arrival_time + request.params.extra_args["deadline"]
+
+    def make_room(self, schedule):
+        if self.waiting and len(self.running) == self.max_num_seqs:
+            urgent, last = min(self.waiting, key=self.priority), max(self.running, key=self.priority)
+            if self.priority(urgent) < self.priority(last):
+                self.preempt(last, schedule)
+
+
+class OneSecond(Machine):
+    def seconds(self, shape, schedule, block_size):
+        return 1.0
+
+
+ROWS = (  # arrival, prompt tokens, output tokens, deadline
+    (0, 12, 20, 60),
+    (0, 16, 24, 60),
+    (1, 8, 16, 60),
+    (3, 80, 6, 60),
+    (5, 12, 16, 60),
+    (8, 8, 3, 10),
+    (10, 10, 9, 60),
+    (12, 6, 2, 6),
+)
+EIGHT = [
+    Job(time, ((2 * i + 1, n_in),), n_out, 2 * i + 2, 24, {"deadline": deadline, "predicted_tokens": n_out})
+    for i, (time, n_in, n_out, deadline) in enumerate(ROWS)
+]
+SMALL = Config(model="qwen3-0.6b", num_blocks=100, block_size=4, max_num_seqs=4, max_num_batched_tokens=16)
+FEW_BLOCKS = replace(SMALL, num_blocks=38, enable_prefix_caching=False)
+PANELS = (
+    ("first come, first served", Scheduler, SMALL),
+    ("shortest first", ShortestFirst, SMALL),
+    ("shortest first, but decodes before prompts", ShortestDecodesFirst, SMALL),
+    ("at most 8 tokens of prompts per step", PromptBound, SMALL),
+    ("earliest deadline first, pushing out", PushesOut, SMALL),
+    ("first come, first served, with 38 blocks", Scheduler, FEW_BLOCKS),
+)
+
+
+def draw_policies() -> None:
+    figure = Figure(figsize=(14, 11), layout="constrained")
+    for axes, (title, scheduler_cls, config) in zip(figure.subplots(3, 2).flat, PANELS):
+        run = simulate(EIGHT, config, OneSecond(HARDWARE["h100"]), scheduler_cls, keep_steps=True)
+        gantt(run, axes, title=title)
+        axes.set_xlim(0, 42)  # the same for all
+    figure.savefig(HERE / "policies.png", dpi=100)
+
+
+def draw_clock() -> None:
+    """Four answers and a prompt of 4,000 tokens, by steps and by seconds."""
+    jobs = [Job(0.0, ((i, 100),), num_outputs=12 + 2 * i, answer=10) for i in range(1, 5)]
+    jobs.append(Job(0.02, ((5, 4000),), num_outputs=6, answer=10))
+    run = simulate(jobs, Config(model="qwen3-8b", max_num_batched_tokens=4096), keep_steps=True)
+    figure = Figure(figsize=(8, 4.6), layout="constrained")
+    for axes, by in zip(figure.subplots(2, 1), ("steps", "seconds")):
+        gantt(run, axes, by=by)
+    figure.savefig(HERE / "policies_clock.png", dpi=120)
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    draw_clock()
+    draw_policies()
+
+
+if __name__ == "__main__":
+    main()
