@@ -368,8 +368,8 @@ def check_schedule(schedule: Schedule, scheduler: Scheduler, request_ids: Collec
         raise wrong(f"it returned {shown(schedule)}, and not a Schedule")
     if not schedule.items:
         lost = set(request_ids) - {request.request_id for request in scheduler.unfinished()}
-        lost_too = f"; these are neither waiting nor running: {shown(sorted(lost))}" if lost else ""
-        raise wrong(f"it planned nothing, but there are unfinished requests: {shown([*request_ids])}{lost_too}")
+        why = f"neither waiting nor running: {shown(sorted(lost))}" if lost else "the policy serves nobody"
+        raise wrong(f"it planned nothing, but there are unfinished requests: {shown([*request_ids])}; {why}")
     size, blocks, unwritten, written = manager.block_size, manager.blocks, manager.unwritten, set[int]()
     seqs = set[Sequence]()
     for seq, num_tokens in schedule.items:

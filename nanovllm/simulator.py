@@ -44,7 +44,7 @@ class Job(NamedTuple):
     prompt: Runs
     num_outputs: int  # tokens until the answer ends, the last one included, which is STOP
     answer: int = 1  # the token id of all others
-    max_tokens: int = 2048
+    max_tokens: int = 2048  # what the client allows; the cache must have room for so many
     extra_args: dict[str, Any] = NO_ARGS
     after: int | None = None  # index of the job that this one follows, as the next turn of a conversation
 
@@ -79,6 +79,7 @@ class PlannedStep(NamedTuple):
     start: float
     end: float
     items: list[tuple[int, int, bool]]  # (index of the job, tokens computed, whether they belong to a prompt)
+    running: list[int]  # indices of all that run, also of those without a part in this step
 
 
 @dataclass
@@ -263,7 +264,8 @@ class Simulation:
         result.kv_use += self.manager.num_used_blocks * seconds
         if keep_steps:
             items = [(int(seq.request.request_id), n, seq.num_missing_tokens > 1) for seq, n in schedule.items]
-            result.steps.append(PlannedStep(start, self.now, items))
+            running = [int(request.request_id) for request in scheduler.running]
+            result.steps.append(PlannedStep(start, self.now, items, running))
         scheduler.update(schedule, [self._token(seq.request) for _, seq in sampled])
         for _, seq in sampled:
             if seq.finish_reason is not None:

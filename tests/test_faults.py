@@ -532,7 +532,7 @@ class HalfOfTheSamples(Scheduler):
         (NoSchedule, r"NoSchedule.schedule\(\): it returned None, and not a Schedule"),
         (
             Forgetful,
-            r"planned nothing, but there are unfinished requests: \['1'\]; these are neither waiting nor running: \['1'\]",
+            r"planned nothing, but there are unfinished requests: \['1'\]; neither waiting nor running: \['1'\]",
         ),
         (Twice, r"Twice.schedule\(\): Sequence\(0.0: .*\) is in the schedule twice"),
         (OverBudget, "the schedule has 80 tokens, but max_num_batched_tokens=40"),

@@ -238,6 +238,7 @@ def small_run():
         [(1, 1, False)],  # 2 has no part in it
         [(2, 1, False)],
     ]
+    running = [[0, 1], [0, 1], [0, 1], [0], [1], [1, 2], [1, 2], [2]]
     return Run(
         [
             served(0, [1, 2, 3, 4], prompt=4),
@@ -246,7 +247,7 @@ def small_run():
         ],
         seconds=8,
         num_steps=8,
-        steps=[PlannedStep(i, i + 1, items) for i, items in enumerate(steps)],
+        steps=[PlannedStep(i, i + 1, *step) for i, step in enumerate(zip(steps, running))],
     )
 
 
@@ -271,13 +272,16 @@ def test_rows_are_in_order_of_arrival():
     run = small_run()
     run.requests.insert(0, served(6.0, [], outputs=1))
     run.requests.append(served(math.inf, [], outputs=1))
-    run.steps = [step._replace(items=[(i + 1, *rest) for i, *rest in step.items]) for step in run.steps]
+    run.steps = [
+        step._replace(items=[(i + 1, *rest) for i, *rest in step.items], running=[i + 1 for i in step.running])
+        for step in run.steps
+    ]
     assert states(run) == {1: "#ooo    ", 2: "##ox#oo ", 3: " ....#-o", 0: " " * 6 + "..", 4: " " * 8}
     assert gantt_text(run).splitlines()[4] == "job 0        .."
 
 
 def test_a_long_ruler():
-    step = PlannedStep(0, 1, [(0, 1, False)])
+    step = PlannedStep(0, 1, [(0, 1, False)], [0])
     run = Run([served(0, [1] * 25)], steps=[step] * 25)
     assert gantt_text(run).splitlines()[0] == "step   0         10        20"
 

@@ -277,7 +277,7 @@ def states(run: Run) -> dict[int, str]:
         last = ran[-1] if is_finished(request) else len(row)
         for column, step in enumerate(run.steps[:last]):
             if row[column] == " " and request.arrival < step.end:
-                row[column] = "." if column < ran[0] else "x" if request.num_preemptions else "-"
+                row[column] = "-" if i in step.running else "." if column < ran[0] else "x"
     return {i: "".join(row) for i, row in rows.items()}
 
 
