@@ -13,7 +13,10 @@ import pytest
 from nanovllm import LLM, SamplingParams
 
 PACKAGE = Path(__file__).parent.parent / "nanovllm"
-NO_TORCH = ("options", "config", "sampling_params", "sequence", "block_manager", "beam_search", "scheduler")
+NO_TORCH = (
+    *("options", "config", "sampling_params", "sequence", "block_manager", "beam_search", "scheduler"),
+    *("roofline", "stats", "simulator"),
+)
 
 
 def name_of(path: Path) -> str:
