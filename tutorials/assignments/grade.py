@@ -11,12 +11,11 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nanovllm.scheduler import ScheduleError
+from nanovllm.scheduler import ScheduleError, Scheduler
 from nanovllm.simulator import Run, simulate
+from tutorials.assignments.public import PROMPTS, SCARCE, answers_of, new_params
 from tutorials.assignments.referee import Broken, Process, referee_for
 from tutorials.assignments.task import NAMES, PUBLIC_SEEDS, Goal, Part, Task, load_task
-
-ENGINE_OPTIONS = {"num_blocks": 40, "max_num_batched_tokens": 64, "kv_cache_gib": 0.1}
 
 
 @dataclass
@@ -148,17 +147,12 @@ class Grader:
 
     def _grade_answers(self) -> None:
         name, points = "the real engine", self.task.engine_points
-        prompts, params = engine_requests()
-        start = {
-            "scheduler": self.task.parts[0].scheduler,
-            "options": ENGINE_OPTIONS,
-            "prompts": prompts,
-            "params": params,
-        }
+        prompts, fields = PROMPTS, [vars(new_params(i)) for i in range(len(PROMPTS))]
+        start = {"scheduler": self.task.parts[0].scheduler, "options": SCARCE, "prompts": prompts, "params": fields}
         try:
             with self._process(megabytes=16_384, seconds_per_call=120) as process:
                 process.send(start)
-                expected = expected_answers()  # meanwhile
+                expected = answers_of(Scheduler)  # meanwhile
                 answers = process.receive().get("tokens")
         except Broken as error:
             self._add(name, 0, points, str(error))
@@ -171,37 +165,6 @@ class Grader:
         is_list = isinstance(answers, list) and len(answers) == len(expected)
         wrong = [i for i, tokens in enumerate(expected) if not is_list or answers[i] != tokens]
         self._add(name, 0, points, f"other answers than with FCFS and enough memory for the prompts {wrong}")
-
-
-def engine_requests() -> tuple[list[str], list[dict]]:
-    """Prompts of all lengths, and their sampling parameters; all that a policy may look for is there."""
-    book = "".join(f"Person {i} {1000 + 37 * i}\n" for i in range(12))
-    prompts = [f"phone book:\n{book}what is the number of Person {i}?" for i in range(4)]
-    prompts += [f"what is {17 * i} + {23 * i}?" for i in range(1, 5)]
-    prompts += [
-        "Once upon a time",
-        "list all prime numbers within 50",
-        "count to 20",
-        "tell me a story about a shy fox",
-    ]
-    extra = [
-        {"tenant": "ab"[i % 2], "deadline": 5.0 * i, "urgent": i % 3 == 0, "predicted_tokens": 10 + i}
-        for i in range(len(prompts))
-    ]
-    params = [
-        {"temperature": 0.8 * (i % 2), "seed": i, "n": 1 + (i % 4 == 3), "max_tokens": 40, "extra_args": args}
-        for i, args in enumerate(extra)
-    ]
-    return prompts, params
-
-
-def expected_answers() -> list[list[list[int]]]:
-    """With the scheduler itself and plenty of memory."""
-    from nanovllm import LLM, SamplingParams
-
-    prompts, params = engine_requests()
-    outputs = LLM(kv_cache_gib=0.5).generate(prompts, [SamplingParams(**fields) for fields in params], use_tqdm=False)
-    return [[completion.token_ids for completion in output.outputs] for output in outputs]
 
 
 def secret_seeds(secret: str, name: str, count: int = 3) -> list[int]:

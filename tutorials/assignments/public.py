@@ -45,31 +45,30 @@ def check_rules(part: Part, module: ModuleType, seed: int) -> Run:
     return run
 
 
-PROMPTS = [
+QUESTIONS = [
     "what is 347 + 285?",
     "list all prime numbers within 100",
     "tell me a story about a shy fox " * 6,
     "reverse the words: river stone apple cloud",
 ]
+PROMPTS = [QUESTIONS[i % 4] + "!" * i for i in range(12)]
+SCARCE = {"num_blocks": 14, "max_num_batched_tokens": 64, "max_num_seqs": 8}
 
 
 def check_answers(module: ModuleType, scheduler: str = "MyScheduler") -> None:
     """The embedded model answers 12 prompts with little memory and a small budget: no schedule may change an answer."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; the model is too small for more
-    plenty = answers(Scheduler)
-    scarce = answers(getattr(module, scheduler), num_blocks=14, max_num_batched_tokens=64, max_num_seqs=8)
+    plenty, scarce = answers_of(Scheduler), answers_of(getattr(module, scheduler), **SCARCE)
     for i, (expected, got) in enumerate(zip(plenty, scarce)):
         assert got == expected, f"the tokens of prompt {i} are not those of any other schedule: {got}"
 
 
-def answers(scheduler_cls: type[Scheduler], **options) -> list[list[list[int]]]:
+def answers_of(scheduler_cls: type[Scheduler], **options) -> list[list[list[int]]]:
     """The tokens of each output of each prompt."""
     from nanovllm import LLM
 
     llm = LLM(scheduler_cls=scheduler_cls, **options)
-    prompts = [PROMPTS[i % 4] + "!" * i for i in range(12)]
-    params = [new_params(i) for i in range(12)]
-    outputs = llm.generate(prompts, params, use_tqdm=False)
+    outputs = llm.generate(PROMPTS, [new_params(i) for i in range(len(PROMPTS))], use_tqdm=False)
     return [[list(completion.token_ids) for completion in output.outputs] for output in outputs]
 
 
