@@ -30,6 +30,7 @@ def load(path: Path) -> ModuleType:
     assert path.is_file(), f"{path} is not a file"
     spec = spec_from_file_location(path.stem, path)
     module = module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look there
     spec.loader.exec_module(module)
     return module
 
