@@ -49,7 +49,7 @@ def test_a_token_takes_as_much_memory_as_in_the_paper(load):
 def test_the_systems_come_in_the_papers_order(load):
     """60 requests never make a queue of a second per token, so the limit is a smaller one."""
     rates = {
-        name: Curve(load, system).sustained(0.05, tolerance=0.15) for name, system in systems(2048, NUM_SLOTS).items()
+        name: Curve(load, system).sustained(0.05, tolerance=0.2) for name, system in systems(2048, NUM_SLOTS).items()
     }
     paged, oracle, pow2, most, static, _ = rates.values()
     assert paged > oracle >= pow2 >= most > static
