@@ -6,8 +6,8 @@
 The engine runs the embedded model in float32 on one thread of this CPU. The simulator runs the same scheduler and block
 manager; only the time of a step is a guess. So its error is the error of the cost model, and what follows from it.
 
-1. Calibration: short runs of equal requests, which are none of the workloads below, give the time of many steps. A cost
-   model with five constants is fitted to them.
+1. Calibration: short runs of random requests, which are none of the workloads below, give the time of many steps. A
+   cost model with five constants is fitted to them.
 2. Each workload is played several times in real time, and simulated once. The workloads take turns, and calibration
    is repeated in each turn, because a computer is not equally fast all day.
 3. The difference between the real runs themselves is the noise. No simulator can have a smaller error than that.
@@ -131,7 +131,7 @@ def fit_error(rows: list[list[float]], seconds: list[float], costs: tuple[float,
 
 # --- calibration ---
 
-CELLS = [(batch, prompt) for batch in (1, 2, 4, 8, 16, 32, 64) for prompt in (16, 64, 200, 600, 1400)]
+CELLS = [(batch, prompt) for batch in (1, 2, 4, 8, 16, 32, 64) for prompt in (16, 64, 200, 600, 1000)]
 
 
 class ProcessorTime:
@@ -160,14 +160,17 @@ def play(jobs: list[Job], options: Options, watch: Watch) -> tuple[Run, list[Ste
 
 
 def calibration_steps(seed: int, largest: int, watch: Watch) -> list[Step]:
-    """Steps of short runs in random order: equal prompts in the same moment, then five decodes.
+    """Steps of short runs, one after the other in random order: for each of `CELLS`, up to about `largest` tokens, so
+    many requests come in the same moment, with prompts of one token to twice the mean and up to 12 tokens to answer.
 
-    Up to `largest` tokens in a run.
+    Equal lengths would be too good to be true: attention pads the contexts that it computes together.
     """
+    rng, steps = random.Random(seed), list[Step]()
     cells = [(batch, prompt) for batch, prompt in CELLS if batch * prompt <= largest]
-    random.Random(seed).shuffle(cells)
-    runs = [play(workload(all_at_once(), fixed(prompt, 6), batch), {}, watch) for batch, prompt in cells]
-    return [step for _, steps in runs for step in steps]
+    for batch, prompt in rng.sample(cells, len(cells)):
+        lengths = [(rng.randint(1, 2 * prompt), rng.randint(1, 12)) for _ in range(batch)]
+        steps += play(workload(all_at_once(), lengths, batch), {}, watch)[1]
+    return steps
 
 
 def calibrated(shape: Shape, steps: list[Step], host_bytes_per_second: float) -> tuple[Calibrated, dict]:

@@ -100,6 +100,7 @@ class Recorder:
         """A step has ended `now`."""
         sampled, run = self.current.sampled_items, self.run
         self.steps.append(Step(self.items, len(sampled), seconds))
+        run.busy_seconds += seconds
         run.kv_use += self.num_used_blocks * seconds
         for _, seq in sampled:
             served = run.requests[index := int(seq.request.request_id)]
@@ -119,9 +120,9 @@ class Recorder:
     def result(self) -> Run:
         run, steps = self.run, self.steps
         run.seconds = max((served.token_times[-1] for served in run.requests), default=0.0)
-        run.busy_seconds, run.num_steps = sum(step.seconds for step in steps), len(steps)
+        run.num_steps = len(steps)
         run.num_computed_tokens = sum(n for step in steps for n, _ in step.items)
-        run.kv_use /= (run.busy_seconds or 1) * len(self.llm.block_manager.blocks)
+        run.kv_use = run.kv_use / (run.busy_seconds or 1) / len(self.llm.block_manager.blocks)
         for name, count in counters(self.llm).items():
             setattr(run, name, count - self.before[name])
         return run
