@@ -11,6 +11,7 @@ from nanovllm.config import Config
 from nanovllm.roofline import shape_of
 from nanovllm.simulator import model_config, simulate
 from tutorials.baselines.replay import NUM_SLOTS
+from tutorials.simulation import speed
 from tutorials.simulation.figure12 import (
     CACHE,
     LIMITS,
@@ -113,3 +114,14 @@ def test_tables_and_picture(tmp_path):
     assert batch_table(results).splitlines()[2] == "| Orca (Max) | 14.0 | 7.0 |"
     draw({"figure12": {"chats": results, "others": results}}, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 10_000
+
+
+def test_how_fast_the_simulator_is(tmp_path):
+    """No claim about the time, only that each quarter has its own."""
+    trace = tmp_path / "trace.csv"
+    rows = [f"2024-05-10 00:00:{i:02}.000000,{100 + i},{5 + i}" for i in range(20)]
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "\n".join(rows))
+    for arrivals in speed.ARRIVALS:
+        report = speed.measure(trace, None, arrivals)
+        assert report["requests"] == 20 and len(report["us_per_sequence_by_quarter"]) == 4
+        assert report["peak_megabytes"] > 1
