@@ -111,7 +111,7 @@ def test_tables_and_picture(tmp_path):
         "| paged | 3.00 | 0.60 | 1.0 times |  |",
         "| Orca (Oracle) | 2.00 | 0.40 | 1.5 times | 1.7 to 2.7 times |",
     ]
-    assert batch_table(results).splitlines()[2] == "| Orca (Max) | 14.0 | 7.0 |"
+    assert batch_table(results).splitlines()[2] == "| Orca (Max) | 14.0 | 28.0 | 7.0 |"
     draw({"figure12": {"chats": results, "others": results}}, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 10_000
 
