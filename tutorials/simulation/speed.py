@@ -11,6 +11,7 @@ import argparse
 import resource
 import sys
 import time
+from array import array
 from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
@@ -29,12 +30,21 @@ ARRIVALS = ("as recorded", "16 per second", "all at once")
 class Watched(Machine):
     """A machine that notes at each step what time it is, and how many sequences there are."""
 
-    def watch(self) -> None:
-        self.__dict__["notes"] = []  # the fields are frozen
+    def __init__(self):
+        super().__init__(MACHINES["h100"].hardware)
+        self.times, self.sizes = array("d"), array("l")
 
     def seconds(self, shape: Shape, schedule: Schedule, block_size: int) -> float:
-        self.__dict__["notes"].append((time.process_time(), len(schedule.items)))
+        self.times.append(time.process_time())
+        self.sizes.append(len(schedule.items))
         return super().seconds(shape, schedule, block_size)
+
+    def quarters(self) -> list[float]:
+        """Microseconds per sequence of a step, in each quarter of the steps."""
+        ends = [(len(self.times) - 1) * i // 4 for i in range(5)]
+        return [
+            1e6 * (self.times[end] - self.times[begin]) / sum(self.sizes[begin:end]) for begin, end in pairwise(ends)
+        ]
 
 
 def measure(trace: Path, count: int | None, arrivals: str) -> dict:
@@ -43,8 +53,7 @@ def measure(trace: Path, count: int | None, arrivals: str) -> dict:
     jobs = azure(trace, count, rate=16 if arrivals == "16 per second" else None)
     if arrivals == "all at once":
         jobs = [job._replace(time=at) for job, at in zip(jobs, all_at_once())]
-    machine = Watched(MACHINES["h100"].hardware)
-    machine.watch()
+    machine = Watched()
     run = simulate(jobs, Config(model="qwen3-8b"), machine)
     seconds, processor_seconds = time.perf_counter() - start, time.process_time() - processor_start
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
@@ -52,21 +61,13 @@ def measure(trace: Path, count: int | None, arrivals: str) -> dict:
         "requests": len(jobs),
         "simulated_seconds": run.seconds,
         "steps": run.num_steps,
-        "sequences_in_a_step": sum(n for _, n in machine.notes) / run.num_steps,
+        "sequences_in_a_step": sum(machine.sizes) / run.num_steps,
         "seconds": seconds,
         "processor_seconds": processor_seconds,
         "us_per_step": 1e6 * processor_seconds / run.num_steps,
-        "us_per_sequence_by_quarter": quarters(machine.notes),
+        "us_per_sequence_by_quarter": machine.quarters(),
         "peak_megabytes": peak / 1e6,
     }
-
-
-def quarters(notes: list[tuple[float, int]]) -> list[float]:
-    """Microseconds per sequence of a step, in each quarter of the steps."""
-    ends = [(len(notes) - 1) * i // 4 for i in range(5)]
-    return [
-        1e6 * (notes[end][0] - notes[begin][0]) / sum(n for _, n in notes[begin:end]) for begin, end in pairwise(ends)
-    ]
 
 
 def main() -> None:
