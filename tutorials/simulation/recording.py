@@ -24,10 +24,9 @@ from nanovllm.simulator import Job, Machine, Run, Runs, Served
 
 
 def token_ids(runs: Runs, vocab_size: int) -> list[int]:
-    """A text with these runs: each run's token stands for random tokens, so equal runs begin with equal tokens."""
-    return [
-        i for token, count in runs for i in random.Random(token).choices(range(vocab_size), k=count)
-    ]  # of two runs with the same token, the shorter one is how the longer one begins
+    """A text for a prompt: at each place of a run stands a random token that only depends on the run's token id and the
+    place. So of two runs with the same id, the shorter one is how the longer one begins."""
+    return [i for token, count in runs for i in random.Random(token).choices(range(vocab_size), k=count)]
 
 
 def record(
@@ -40,7 +39,8 @@ def record(
 
     The seconds of a step are those from the end of the last one, or, after a pause, from the arrival that ended it.
     So they also hold what adding the requests took. An answer ends by `max_tokens`, because a real model does not
-    stop where we want. The next turn of a conversation begins with the answer that the model gave.
+    stop where we want. The next turn of a conversation begins with the answer that the model really gave: its tokens
+    stand where the job has the run `answer`.
     """
     recorder = Recorder(llm, jobs)
     scheduler = llm.scheduler
