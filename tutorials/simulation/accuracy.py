@@ -278,8 +278,8 @@ CASES = {
         0.85,
         options={"scheduler_cls": ShortestFirst, "max_num_seqs": 16},
     ),
-    "scarce blocks, recompute": Case(long_outputs, None, options={"num_blocks": 250}),
-    "scarce blocks, swap": Case(long_outputs, None, options={"num_blocks": 250} | SWAP),
+    "scarce blocks, recompute": Case(long_outputs, None, options={"num_blocks": 160}),
+    "scarce blocks, swap": Case(long_outputs, None, options={"num_blocks": 160} | SWAP),
     "64 tokens per step": Case(plain(chats), 0.6, options={"max_num_batched_tokens": 64}),
     "mixture": Case(mixture, 0.6),
 }
