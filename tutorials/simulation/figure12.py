@@ -1,0 +1,379 @@
+"""The main figure of the PagedAttention paper (figure 12), and what each part of this engine is worth: simulated.
+
+    python -m tutorials.simulation.figure12 --trace AzureLLMInferenceTrace_conv.csv \
+        --json tutorials/results/figure12.json --picture tutorials/figures/figure12.png
+
+How many requests per second can a system serve before its answers become slow? Each system runs on the same simulated
+GPU; they differ only in the scheduler and the block manager. The mean normalized latency is the time from arrival to
+end, divided by the tokens of the answer. Below 1 second per token, the paper says, a system sustains the load.
+
+There are two loads. Chats: OPT-13B on an A100 with 40 GB as in the paper, 15,700 slots in the KV cache (table 1), lengths
+with the means of ShareGPT (figure 11), 10 minutes of requests. Azure: a recorded load with longer prompts, Qwen3-8B on
+an A100 with 80 GB, contexts of up to 16,384 tokens; the gaps between its requests are scaled to the rate. It lasts a
+quarter of the time, since its rates are higher.
+"""
+
+import argparse
+import json
+import math
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from nanovllm.config import Config
+from nanovllm.roofline import FIELDS, HARDWARE, Hardware
+from nanovllm.scheduler import Schedule, Scheduler
+from nanovllm.sequence import Request
+from nanovllm.simulator import Job, Machine, Run, simulate
+from tutorials.baselines.contiguous import OrcaMax, OrcaOracle, OrcaPow2
+from tutorials.baselines.replay import NUM_SLOTS
+from tutorials.baselines.static_batching import StaticBatching
+from tutorials.performance.machine import environment
+from tutorials.performance.report import write_json
+from tutorials.simulation.metrics import summary
+from tutorials.simulation.plots import latency_over_rate
+from tutorials.simulation.workloads import all_at_once, azure, lognormal, poisson, shared_prefix, sharegpt, workload
+
+BLOCK_SIZE = 16
+LIMITS = (1.0, 0.2)  # seconds per token: the paper's, and a stricter one
+# two products of 5120 x 20480 in each layer are as much as three of 5120 x 13653; a token takes 800 KB, as in the paper
+OPT_13B = ("opt", 5120, 13653, 40, 40, 40, 128, True, 50272, 2048)
+A100_40GB = Machine(Hardware("A100 40 GB", 1.555e12, 312e12, 40e9, "NVIDIA A100 Tensor Core GPU, data sheet"))
+A100_80GB = Machine(HARDWARE["a100"])
+PAPER = {  # sections 1 and 6.2: how many times the rate of each system vLLM sustains on ShareGPT, over three models
+    "Orca (Oracle)": (1.7, 2.7),
+    "Orca (Max)": (2.7, 8.0),
+}
+PAPER_BATCH = {
+    "Orca (Max)": 7.00,
+    "Orca (Pow2)": 9.81,
+    "Orca (Oracle)": 13.62,
+    "paged": 30.42,
+}  # figure 13a, at 2 per s
+
+
+# --- systems ---
+
+
+class WholePrompts(Scheduler):
+    """No chunks: a prompt is computed in one step, beside those who decode, as in Orca."""
+
+    def may_admit(self, request: Request, schedule: Schedule) -> bool:
+        return len(request.sequences[0]) <= schedule.tokens_left or not self.running
+
+
+class PromptsFirst(WholePrompts):
+    """Whole prompts in steps of their own, while all others wait, as in vLLM before its V1."""
+
+    def make_room(self, schedule: Schedule) -> None:
+        self._schedule_waiting(schedule)
+        if schedule.items:
+            schedule.tokens_left = 0
+
+
+Options = dict[str, object]  # fields of Config
+
+
+def systems(max_model_len: int, num_slots: int) -> dict[str, Options]:
+    """How each system differs from the engine as it is. Orca's reserve up to `max_model_len`.
+
+    Static batching is FasterTransformer as in the paper: its batch is as large as the memory allows, if each request
+    may become as long as any.
+    """
+    contiguous = [
+        type(cls.__name__, (cls,), {"max_model_len": max_model_len}) for cls in (OrcaOracle, OrcaPow2, OrcaMax)
+    ]
+    return {
+        "paged": {},
+        **dict(zip(("Orca (Oracle)", "Orca (Pow2)", "Orca (Max)"), ({"block_manager_cls": cls} for cls in contiguous))),
+        "static batching": {
+            "scheduler_cls": StaticBatching,
+            "block_manager_cls": contiguous[-1],
+            "max_num_seqs": num_slots // max_model_len,
+        },
+        "paged, prompts first": {"scheduler_cls": PromptsFirst, "max_num_batched_tokens": 2 * max_model_len},
+    }
+
+
+# --- loads ---
+
+
+@dataclass
+class Load:
+    """Requests at any rate, and what they are served by."""
+
+    jobs: Callable[[float], list[Job]]  # at so many per second
+    machine: Machine
+    options: Options
+    lowest: float  # a rate that every system sustains
+
+    def run(self, system: Options, rate: float) -> Run:
+        return run(self.jobs(rate), self.machine, self.options | system)
+
+
+def run(jobs: list[Job], machine: Machine, options: Options) -> Run:
+    return simulate([job._replace(max_tokens=job.num_outputs) for job in jobs], Config(**options), machine)
+
+
+def chats(model: Path, minutes: float) -> Load:
+    (model / "config.json").write_text(json.dumps(dict(zip(FIELDS.split(), OPT_13B))))
+    options = dict(model=str(model), num_blocks=NUM_SLOTS // BLOCK_SIZE, max_num_batched_tokens=2048)
+
+    def jobs(rate: float) -> list[Job]:
+        return workload(poisson(rate), sharegpt(), max(500, round(60 * minutes * rate)))
+
+    return Load(jobs, A100_40GB, options | {"enable_prefix_caching": False}, lowest=0.25)
+
+
+def recorded(trace: Path, minutes: float) -> Load:
+    longest = len(azure(trace))
+    options = dict(model="qwen3-8b", max_model_len=16384, max_num_batched_tokens=2048)
+
+    def jobs(rate: float) -> list[Job]:
+        return azure(trace, min(longest, max(500, round(60 * minutes * rate))), rate)
+
+    return Load(jobs, A100_80GB, options | {"enable_prefix_caching": False}, lowest=1.0)
+
+
+# --- the figure ---
+
+
+@dataclass
+class Curve:
+    """The mean normalized latency of one system over the rate. Points are measured when they are needed."""
+
+    load: Load
+    system: Options
+    points: dict[float, dict] = field(default_factory=dict)
+
+    def latency(self, rate: float) -> float:
+        if rate not in self.points:
+            run = self.load.run(self.system, rate)
+            self.points[rate] = {
+                "requests": len(run.requests),
+                "latency": summary(run)["normalized_latency"]["mean"],
+                "batch": sum(len(request.token_times) for request in run.requests) / run.num_steps,
+            }
+        return self.points[rate]["latency"]
+
+    def sustained(self, limit: float, tolerance: float = 0.1) -> float:
+        """The highest rate with a mean normalized latency below the limit. Between the last two points of the
+        bisection, the latency is taken as linear. Infinity, if there are too few requests for such a queue."""
+        rate = self.load.lowest
+        while self.latency(rate) < limit:
+            rate *= 2
+            if rate > 1000:
+                return math.inf
+        high = min(rate for rate in self.points if self.latency(rate) >= limit)
+        low = max(rate for rate in self.points if rate < high)
+        while high - low > tolerance * high:
+            middle = (low + high) / 2
+            low, high = (middle, high) if self.latency(middle) < limit else (low, middle)
+        below, above = self.latency(low), self.latency(high)
+        return low + (high - low) * (limit - below) / (above - below)
+
+
+def figure(load: Load, all_systems: dict[str, Options]) -> dict[str, dict]:
+    """The points of each system and the rates that it sustains."""
+    result = {}
+    for name, system in all_systems.items():
+        curve = Curve(load, system)
+        sustained = {str(limit): curve.sustained(limit) for limit in LIMITS}
+        points = [{"rate": rate, **curve.points[rate]} for rate in sorted(curve.points)]
+        result[name] = {"sustained": sustained, "points": points}
+        print(f"  {name}: {sustained}", flush=True)
+    return result
+
+
+# --- ablations ---
+
+
+def measured(run: Run) -> dict:
+    """What the tables of ablations show. "again": tokens computed again after a preemption, as a share of all."""
+    report = summary(run)
+    return {
+        "seconds": report["seconds"],
+        "steps": report["steps"],
+        "latency": report["latency"]["mean"],
+        "normalized": report["normalized_latency"]["mean"],
+        "ttft_p50": report["ttft"]["p50"],
+        "ttft_p99": report["ttft"]["p99"],
+        "between_p99": report["between_tokens"]["p99"],
+        "preemptions": report["preemptions"],
+        "again": report["tokens_computed_again"] / run.num_computed_tokens,
+    }
+
+
+def ablation(load: Load, variants: dict[str, Options], rate: float) -> dict[str, dict]:
+    return {name: measured(load.run(variant, rate)) for name, variant in variants.items()}
+
+
+def chunk_variants(longest: int) -> dict[str, Options]:
+    whole = {"max_num_batched_tokens": longest}
+    return {
+        **{f"chunks, {budget} tokens per step": {"max_num_batched_tokens": budget} for budget in (512, 2048, 8192)},
+        "whole prompts beside decodes": whole | {"scheduler_cls": WholePrompts},
+        "whole prompts, alone": whole | {"scheduler_cls": PromptsFirst},
+    }
+
+
+CACHE = {"prefix cache": {"enable_prefix_caching": True}, "no prefix cache": {}}
+PREEMPTION = {
+    "recompute": {},
+    "recompute, prefix cache": {"enable_prefix_caching": True},
+    "swap": {"preemption_mode": "swap", "swap_gib": 16},
+    "swap, prefix cache": {"preemption_mode": "swap", "swap_gib": 16, "enable_prefix_caching": True},
+}
+
+
+def documents(minutes: float) -> Load:
+    """Questions about eight texts of 1,024 tokens, the popular ones more often."""
+
+    def jobs(rate: float) -> list[Job]:
+        count = max(500, round(60 * minutes * rate))
+        return shared_prefix(poisson(rate), sharegpt(max_model_len=1024), count, prefix_tokens=1024)
+
+    options = dict(model="qwen3-8b", max_model_len=4096, max_num_batched_tokens=2048, enable_prefix_caching=False)
+    return Load(jobs, A100_80GB, options, lowest=1.0)
+
+
+def watermarks(load: Load, jobs: list[Job], with_cache: bool) -> dict[str, dict]:
+    """The same jobs with different parts of the cache kept free by admission. Only memory limits how many run."""
+    rows = {}
+    for watermark in (0.0, 0.01, 0.02, 0.05, 0.1):
+        scheduler_cls = type("Scheduler", (Scheduler,), {"watermark": watermark})
+        system = dict(scheduler_cls=scheduler_cls, enable_prefix_caching=with_cache, max_num_seqs=1024)
+        rows[f"{watermark:.0%}"] = measured(run(jobs, load.machine, load.options | system))
+    return rows
+
+
+def saturating(chat: Load, azure_load: Load | None) -> dict[str, tuple[Load, list[Job]]]:
+    """More requests than there is memory for."""
+    long = lognormal(100, 600, max_model_len=2048)
+    loads = {
+        "chats, all at once": (chat, workload(all_at_once(), sharegpt(), 1000)),
+        "chats, 3.2 per second": (chat, chat.jobs(3.2)),
+        "long outputs, all at once": (chat, workload(all_at_once(), long, 600)),
+    }
+    if azure_load:
+        loads["Azure, all at once"] = azure_load, [job._replace(time=0.0) for job in azure_load.jobs(1e9)[:1500]]
+    return loads
+
+
+# --- what is shown ---
+
+COLUMNS = (  # header, key, format
+    ("total (s)", "seconds", ",.0f"),
+    ("steps", "steps", ",d"),
+    ("latency, mean (s)", "latency", ",.1f"),
+    ("s/token, mean", "normalized", ".3f"),
+    ("TTFT p50 (s)", "ttft_p50", ".2f"),
+    ("TTFT p99 (s)", "ttft_p99", ".2f"),
+    ("between tokens p99 (s)", "between_p99", ".3f"),
+    ("preempted", "preemptions", ",d"),
+    ("computed again", "again", ".1%"),
+)
+
+
+def ablation_table(rows: dict[str, dict]) -> str:
+    header = ["", *(name for name, _, _ in COLUMNS)]
+    return markdown([header, *([name, *(format(row[k], f) for _, k, f in COLUMNS)] for name, row in rows.items())])
+
+
+def rates_table(results: dict[str, dict], paper: bool) -> str:
+    """The rate that each system sustains, and how many times as much the paged engine sustains."""
+    header = ["", *(f"requests/s below {limit} s/token" for limit in LIMITS), "paged sustains", "in the paper"]
+    lines, best = [header[: 5 if paper else 4]], results["paged"]["sustained"]
+    for name, result in results.items():
+        rates = [result["sustained"][str(limit)] for limit in LIMITS]
+        factor = f"{best[str(LIMITS[0])] / rates[0]:.1f} times"
+        theirs = "{} to {} times".format(*PAPER[name]) if name in PAPER else ""
+        lines.append([name, *(f"{rate:.2f}" for rate in rates), factor, theirs][: len(lines[0])])
+    return markdown(lines)
+
+
+def batch_table(results: dict[str, dict]) -> str:
+    """How many requests are in a step at 2 per second, as in the paper's figure 13a, and when there are too many."""
+    lines = [["", "requests in a step, 2 per s", "at most", "in the paper, 2 per s"]]
+    for name, paper in PAPER_BATCH.items():
+        batches = {point["rate"]: point["batch"] for point in results[name]["points"]}
+        lines.append(
+            [name, f"{batches[min(batches, key=lambda rate: abs(rate - 2))]:.1f}", f"{max(batches.values()):.1f}"]
+        )
+        lines[-1].append(f"{paper:.1f}")
+    return markdown(lines)
+
+
+def markdown(rows: list[list[str]]) -> str:
+    first, *others = rows
+    return "\n".join("| " + " | ".join(row) + " |" for row in [first, ["---"] * len(first), *others])
+
+
+def draw(report: dict, path: Path) -> None:
+    """One picture for each load, side by side, each curve up to its first point above 1 s/token."""
+    loads = report["figure12"]
+    figure = Figure(figsize=(5.2 * len(loads), 3.8), layout="constrained")
+    for axes, (name, results) in zip(figure.subplots(1, len(loads), squeeze=False)[0], loads.items()):
+        curves = {}
+        for system, result in results.items():
+            points = [(point["rate"], point["latency"]) for point in result["points"]]
+            num_below = sum(latency < LIMITS[0] for _, latency in points)
+            curves[system] = points[: num_below + 1]
+        latency_over_rate(curves, axes, title=name)
+    figure.savefig(path, dpi=120)
+
+
+def show(report: dict) -> None:
+    for name, results in report["figure12"].items():
+        print(f"\n{name}\n\n{rates_table(results, name.startswith('chats'))}")
+        if name.startswith("chats"):
+            print(f"\n{batch_table(results)}")
+    for name, rows in report["ablations"].items():
+        print(f"\n{name}\n\n{ablation_table(rows)}")
+
+
+def measure(trace: Path | None, minutes: float, model: Path) -> dict:
+    """All of it. `model` is an empty directory."""
+    chat, documented = chats(model, minutes), documents(minutes / 4)
+    azure_load = recorded(trace, minutes / 4) if trace else None
+    print("chats", flush=True)
+    figures = {"chats, OPT-13B on an A100 with 40 GB": figure(chat, systems(2048, NUM_SLOTS))}
+    if azure_load:
+        print("Azure", flush=True)
+        slots = int((0.9 * 80e9 - 16.4e9) / 147456)  # what the weights leave
+        figures["Azure, Qwen3-8B on an A100 with 80 GB"] = figure(azure_load, systems(16384, slots))
+    ablations = {"prefix cache: 8 questions per second about 8 texts": ablation(documented, CACHE, 8.0)}
+    ablations["scarce memory: chats, 3.2 per second"] = ablation(chat, PREEMPTION, 3.2)
+    ablations["chunks: chats, 2.5 per second"] = ablation(chat, chunk_variants(4096), 2.5)
+    if azure_load:
+        ablations["chunks: Azure, 5 per second"] = ablation(azure_load, chunk_variants(32768), 5.0)
+    for name, (load, jobs) in saturating(chat, azure_load).items():
+        for with_cache in (False, True):
+            print(f"watermark: {name}", flush=True)
+            title = f"watermark: {name}, {'prefix cache' if with_cache else 'no prefix cache'}"
+            ablations[title] = watermarks(load, jobs, with_cache)
+    return {"minutes": minutes, "figure12": figures, "ablations": ablations}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trace", type=Path, help="CSV with TIMESTAMP, ContextTokens and GeneratedTokens")
+    parser.add_argument("--minutes", type=float, default=10, help="how long chats arrive; Azure's a quarter of it")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    parser.add_argument("--picture", type=Path, help="draw the figure into this file")
+    args = parser.parse_args()
+    report = environment() | {"device": "none: simulated"}
+    with tempfile.TemporaryDirectory() as folder:
+        report |= measure(args.trace, args.minutes, Path(folder))
+    show(report)
+    if args.json:
+        write_json(report, args.json)
+    if args.picture:
+        draw(report, args.picture)
+
+
+if __name__ == "__main__":
+    main()
