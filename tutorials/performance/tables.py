@@ -1,4 +1,4 @@
-"""Writes the tables of README and chapter 10 from the files in tutorials/results, so that nobody types a number.
+"""Writes the tables of README and chapters 10 and 12 from the files in tutorials/results, so that nobody types a number.
 
     python -m tutorials.performance.tables
 
@@ -12,9 +12,10 @@ from pathlib import Path
 
 from tutorials.performance.machine import ROOT
 from tutorials.performance.report import conditions, engines_table, percentile, spread
+from tutorials.simulation import accuracy, figure12
 
 RESULTS = ROOT / "tutorials" / "results"
-PAGES = [ROOT / "README.md", ROOT / "tutorials" / "10_performance.md"]
+PAGES = [ROOT / "README.md", ROOT / "tutorials" / "10_performance.md", ROOT / "tutorials" / "12_simulator.md"]
 MARK = re.compile(r"(<!-- table (?P<name>\w+)(?P<files>[^>]*) -->\n)(?P<table>.*?)(<!-- end of table -->)", re.DOTALL)
 ENGINES = {
     "nanovllm": "nanovllm",
@@ -110,7 +111,57 @@ def host(reports: list[dict], links: list[str]) -> str:
     return "\n".join(lines)
 
 
+def error(reports: list[dict], links: list[str]) -> str:
+    """For chapter 12: real runs and the simulator, side by side."""
+    (report,), (link,) = reports, links
+    times = f"each workload {report['repeat']} times in reality, the median counts"
+    header = (
+        f"Embedded model in float32, {report['device']}, commit {report['commit']}; {times} ([all numbers]({link})):"
+    )
+    return f"{header}\n\n{accuracy.table(report['workloads'])}"
+
+
+def sustained(reports: list[dict], links: list[str]) -> str:
+    """For chapter 12: the request rates of figure 12, ours and the paper's."""
+    (report,), (link,) = reports, links
+    lines = [f"Commit {report['commit']} ([all numbers]({link})):"]
+    for name, systems in report["figure12"].items():
+        lines += ["", f"{name}:", "", figure12.rates_table(systems, paper=name.startswith("chats"))]
+        if name.startswith("chats"):
+            lines += ["", figure12.batch_table(systems)]
+    return "\n".join(lines)
+
+
+def ablations(reports: list[dict], links: list[str]) -> str:
+    """For chapter 12: what single parts of the scheduler are worth. Those with a prefix cache are in the file."""
+    (report,), _ = reports, links
+    shown = {name: rows for name, rows in report["ablations"].items() if not name.endswith(", prefix cache")}
+    names = {name: name.removesuffix(", no prefix cache") for name in shown}
+    return "\n\n".join(f"{names[name]}:\n\n{figure12.ablation_table(rows)}" for name, rows in shown.items())
+
+
+def simulator_speed(reports: list[dict], links: list[str]) -> str:
+    """For chapter 12: how long the whole Azure trace takes."""
+    (report,), (link,) = reports, links
+    header = [
+        "19,366 requests arrive",
+        "of the server",
+        "steps",
+        "sequences in a step",
+        "processor time",
+        "us per step",
+    ]
+    lines = [f"{report['device']}, commit {report['commit']} ([all numbers]({link})):", "", row(header)]
+    lines.append(row(["---"] * len(header)))
+    for name, run in report["runs"].items():
+        seconds = run["processor_seconds"]
+        cells = [f"{run['simulated_seconds']:,.0f} s", f"{run['steps']:,}", f"{run['sequences_in_a_step']:.0f}"]
+        lines.append(row([name, *cells, f"{seconds:.0f} s", f"{seconds / run['steps'] * 1e6:,.0f}"]))
+    return "\n".join(lines)
+
+
 TABLES = {"speed": speed, "engines": engines, "recovery": recovery, "threads": threads, "host": host}
+TABLES |= {"error": error, "sustained": sustained, "ablations": ablations, "simulator_speed": simulator_speed}
 
 
 def written(text: str, page: Path) -> str:
