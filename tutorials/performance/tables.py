@@ -118,7 +118,10 @@ def error(reports: list[dict], links: list[str]) -> str:
     header = (
         f"Embedded model in float32, {report['device']}, commit {report['commit']}; {times} ([all numbers]({link})):"
     )
-    return f"{header}\n\n{accuracy.table(report['workloads'])}"
+    whole = report["totals"]["all"]
+    means = f"On average over all of these numbers the simulator is wrong by **{whole['mean_error']:.1%}**"
+    noise = f"two real runs of the same workload differ by {whole['mean_noise']:.1%}"
+    return f"{header}\n\n{accuracy.table(report['workloads'])}\n\n{means}; {noise}."
 
 
 def sustained(reports: list[dict], links: list[str]) -> str:
@@ -133,11 +136,20 @@ def sustained(reports: list[dict], links: list[str]) -> str:
 
 
 def ablations(reports: list[dict], links: list[str]) -> str:
-    """For chapter 12: what single parts of the scheduler are worth. Those with a prefix cache are in the file."""
-    (report,), _ = reports, links
-    shown = {name: rows for name, rows in report["ablations"].items() if not name.endswith(", prefix cache")}
-    names = {name: name.removesuffix(", no prefix cache") for name in shown}
-    return "\n\n".join(f"{names[name]}:\n\n{figure12.ablation_table(rows)}" for name, rows in shown.items())
+    """For chapter 12: what single parts of the scheduler are worth, on the loads on which it shows."""
+    (report,), (link,) = reports, links
+    shown = (
+        "prefix cache: ",
+        "scarce memory: ",
+        "chunks: Azure",
+        "watermark: chats, all at once, no",
+        "watermark: long outputs, all at once, no",
+    )
+    parts = [f"[All numbers]({link}), also of other loads and with a prefix cache."]
+    for name, rows in report["ablations"].items():
+        if name.startswith(shown):
+            parts += [f"{name[0].upper()}{name[1:]}:", figure12.ablation_table(rows)]
+    return "\n\n".join(parts)
 
 
 def simulator_speed(reports: list[dict], links: list[str]) -> str:
