@@ -1,9 +1,9 @@
 """What an assignment is: workloads, goals and points. The grader, the public tests and the handouts share it.
 
-    from tutorials.assignments.task import load_task, measure
+from tutorials.assignments.task import load_task, measure
 
-    part = load_task("a1").parts[0]
-    print(measure(part, MyScheduler, seed=1))
+part = load_task("a1").parts[0]
+print(measure(part, MyScheduler, seed=1))
 """
 
 from collections.abc import Callable, Sequence
