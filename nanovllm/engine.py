@@ -56,7 +56,7 @@ class LLM:
         self.apart: list[list[Request]] = []  # suspects of a failed step: the last group runs, the others wait
         self.untested: set[Request] = set()  # those in that group that have got no token since
         self.num_steps = self.num_failed_steps = self.num_computed_tokens = self.num_output_tokens = 0
-        self.fewest_free_blocks, self.seconds = self.runner.num_blocks, 0.0
+        self.fewest_free_blocks, self.seconds, self.num_idle_steps = self.runner.num_blocks, 0.0, 0
 
     # --- the loop ---
 
@@ -80,6 +80,9 @@ class LLM:
                 moves = self.block_manager.num_moves
                 schedule = self.scheduler.schedule()
                 check_schedule(schedule, self.scheduler, self.replies.keys(), moves)
+                self.num_idle_steps = 0 if schedule.sampled_items else self.num_idle_steps + 1
+                if self.num_idle_steps > self.limits.max_model_len:  # no prompt needs so many
+                    raise ScheduleError(self.scheduler, "schedule", f"{self.num_idle_steps} steps without a new token")
                 self.fewest_free_blocks = min(self.fewest_free_blocks, len(self.block_manager.free_blocks))
                 num_computed = schedule.items[0][0].num_computed_tokens
                 token_ids, logprobs = self.runner.run(schedule)
@@ -116,8 +119,7 @@ class LLM:
 
         If a request makes the engine fail, its exception is raised after the others have been answered.
         """
-        if is_one_prompt(prompts):
-            prompts = [prompts]
+        prompts = [prompts] if is_one_prompt(prompts) else prompts
         all_params = list(params) if isinstance(params, list | tuple) else [params] * len(prompts)
         if len(all_params) != len(prompts):
             given = f"{len(prompts)} prompts, but {len(all_params)} sampling params"
@@ -168,10 +170,8 @@ class LLM:
         if self.tokenizer is None:
             raise ValueError(f"model={self.config.model!r} has no tokenizer, so it cannot stream text")
         request = self.inputs.request(prompt, params)
-        if request.beam_search is not None:
-            raise ValueError(f"params={shown(params)} is not allowed: beam search cannot be streamed")
-        if request.params.n != 1:
-            raise ValueError(f"n={request.params.n} is not allowed: it must be 1 to stream")
+        if request.beam_search is not None or request.params.n != 1:
+            raise ValueError(f"params={shown(params)} is not allowed: only a single answer can be streamed")
         return self._stream(request)
 
     def stats(self) -> dict[str, float]:
@@ -230,7 +230,7 @@ class LLM:
     def _recover(self) -> None:
         """Starts over from what is always valid, wherever a step has ended: the tokens of each sequence. The cache is
         empty again; the queues and the users' outputs are rebuilt. May itself be interrupted."""
-        self.is_changing, self.block_manager = True, self._new_block_manager()
+        self.is_changing, self.num_idle_steps, self.block_manager = True, 0, self._new_block_manager()
         for reply in [*self.replies.values()]:
             reply.request.rewind()
             for seq in reply.request.sequences:

@@ -46,13 +46,10 @@ class Schedule:
     def num_tokens(self) -> int:
         return sum(n for _, n in self.items)
 
-    def room_for(self, num_tokens: int) -> int:
-        """How many of the tokens that one sequence lacks still fit, while the step is planned."""
-        return min(num_tokens, self.tokens_left, self.tokens_left if num_tokens == 1 else self.prompt_tokens_left)
-
     def part_of(self, seq: Sequence, num_tokens: int) -> list[tuple[Sequence, int]]:
-        """The sequence, and how many of these tokens still fit, if any."""
-        num_tokens = self.room_for(num_tokens)
+        """The sequence, and how many of these tokens still fit. Called while there is room for one."""
+        if num_tokens > 1:
+            num_tokens = min(num_tokens, self.tokens_left, self.prompt_tokens_left)
         return [(seq, num_tokens)] if num_tokens > 0 else []
 
     @cached_property
@@ -173,10 +170,10 @@ class Scheduler:
         while i < len(self.running) and schedule.tokens_left > 0:
             request = self.running[i]
             items = self._tokens_to_compute(request, schedule)
-            while self.running[i:] and not self.block_manager.can_allocate(items):
+            while not self.block_manager.can_allocate(items) and i < len(self.running):
                 # never one that has its tokens, nor this one before those behind it: so the first always gets ahead
                 self.preempt(self.victim(self.running[i + 1 :] or [request]), schedule)
-            if self.running[i:]:  # otherwise it was itself the last one and was preempted
+            if i < len(self.running):  # otherwise it was itself the last one and was preempted
                 self._commit(items, schedule)
                 i += 1
 
@@ -185,7 +182,7 @@ class Scheduler:
         if num_seqs < self.max_num_seqs:
             self.waiting.sort(key=self.priority)
         reserved = sum(manager.num_blocks_at_fork(request) for request in self.running if not request.has_forked)
-        while schedule.room_for(self.max_num_batched_tokens) > 0 and (request := self.next_waiting()) is not None:
+        while min(schedule.tokens_left, schedule.prompt_tokens_left) > 0 and (request := self.next_waiting()):
             num_seqs += request.num_seats
             kept = int(self.watermark * len(manager.blocks)) if self.running else 0
             fits = num_seqs <= self.max_num_seqs and manager.can_admit(request, reserved + kept)
@@ -215,7 +212,8 @@ class Scheduler:
             self.num_cached_tokens += request.num_cached_tokens
             self.num_prompt_tokens += len(request.prompt_token_ids)
         for seq in request.unfinished:
-            manager.free_host(seq)
+            if seq.host_table:
+                manager.free_host(seq)
         for seq in request.unfinished if request.has_forked else [first]:
             schedule.copies += manager.allocate(seq, len(seq.token_ids) - seq.num_computed_tokens)
 
@@ -321,7 +319,7 @@ class Scheduler:
         missing = [seq.num_missing_tokens for seq in seqs]
         if max(missing) == 1:
             return [(seq, 1) for seq in seqs] if len(seqs) <= schedule.tokens_left else []
-        items, budget = [], schedule.room_for(sum(missing))
+        items, budget = [], min(schedule.tokens_left, schedule.prompt_tokens_left)
         for seq, num_tokens in zip(seqs, missing):
             num_tokens = min(num_tokens - 1, budget)
             if num_tokens > 0:

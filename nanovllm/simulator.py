@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import Config
-from nanovllm.options import shown
+from nanovllm.options import is_int, is_number, shown
 from nanovllm.roofline import HARDWARE, SHAPES, Hardware, Shape, shape_of, work_of
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import Schedule, ScheduleError, Scheduler, check_schedule
@@ -161,6 +161,19 @@ def simulate(
     return Simulation(jobs, config, machine, scheduler_cls or config.scheduler_cls or Scheduler, check).run(keep_steps)
 
 
+def check_job(index: int, job: Job, max_model_len: int) -> None:
+    """Raises ValueError for a job that could not get all its tokens."""
+    most = min(job.max_tokens, max_model_len - job.num_prompt_tokens)
+    for name, is_allowed, allowed in (
+        ("time", is_number(job.time, 0), "a number of seconds, 0 or more"),
+        ("prompt", job.num_prompt_tokens > 0, "at least one token"),
+        ("num_outputs", is_int(job.num_outputs, 1, most), f"from 1 to {most}, by max_tokens and {max_model_len=}"),
+        ("after", job.after is None or is_int(job.after, 0, index - 1), "None or the index of an earlier job"),
+    ):
+        if not is_allowed:
+            raise ValueError(f"job {index}: {name}={shown(getattr(job, name))} is not allowed: it must be {allowed}")
+
+
 class Simulation:
     """One run of `simulate`."""
 
@@ -168,7 +181,8 @@ class Simulation:
         model, self.check, self.now = model_config(config.model), check, 0.0
         self.machine, self.shape = machine, shape_of(model, itemsize=4 if config.dtype == "float32" else 2)
         limits = config.resolved(model["max_position_embeddings"], 8192)
-        num_blocks = config.num_blocks or self._num_blocks_that_fit(config)
+        num_useful_blocks = limits.max_num_seqs * -(-limits.max_model_len // config.block_size)
+        num_blocks = config.num_blocks or min(self._num_blocks_that_fit(config), num_useful_blocks)
         num_host_blocks = 0
         if config.preemption_mode == "swap":
             num_host_blocks = int(config.swap_gib * 2**30 / (config.block_size * self.shape.kv_bytes))
@@ -184,6 +198,7 @@ class Simulation:
         heapify(self.arrivals)
         self.followers: dict[int, list[int]] = {}
         for i, job in enumerate(jobs):
+            check_job(i, job, limits.max_model_len)
             if job.after is not None:
                 self.followers.setdefault(job.after, []).append(i)
 
@@ -205,7 +220,7 @@ class Simulation:
             try:
                 self._step(keep_steps)
             except ScheduleError as error:
-                error.args = (f"step {self.result.num_steps}, at {self.now:.3f} s: {error}",)
+                error.args = (f"step {self.result.num_steps + 1}, at {self.now:.3f} s: {error}",)
                 raise
         result, scheduler = self.result, self.scheduler
         result.num_prompt_tokens, result.num_cached_tokens = scheduler.num_prompt_tokens, scheduler.num_cached_tokens

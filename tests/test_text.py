@@ -135,7 +135,9 @@ def test_a_stream_goes_on_while_its_request_is_aborted(llm):
 
 
 def test_stream_refuses_before_it_is_iterated(llm):
-    with pytest.raises(ValueError, match="n=2 is not allowed: it must be 1 to stream"):
+    with pytest.raises(
+        ValueError, match=r"params=SamplingParams\(n=2, .* is not allowed: only a single answer can be streamed"
+    ):
         llm.stream("x", SamplingParams(n=2))
     with pytest.raises(ValueError, match="prompt='' is empty"):
         llm.stream("")

@@ -1,0 +1,367 @@
+"""The grader: what breaks costs its points and is said in a sentence with the step; cheating wins nothing.
+
+Run: pytest tests/test_grader.py [-k cheat]
+"""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nanovllm.config import Config
+from nanovllm.simulator import Run
+from tutorials.assignments import grade
+from tutorials.assignments.grade import Grader, secret_seeds
+from tutorials.assignments.referee import Broken, Process
+from tutorials.assignments.task import Goal, Part, Task, mean_latency
+from tutorials.simulation.workloads import all_at_once, poisson, predicted, shared_prefix, sharegpt, workload
+
+ROOT = Path(__file__).parent.parent
+HEAD = """
+from nanovllm.block_manager import BlockManager
+from nanovllm.scheduler import Schedule, Scheduler
+"""
+
+
+def latency_ratio(run: Run, baseline: Run) -> float:
+    return mean_latency(run) / mean_latency(baseline)
+
+
+def jobs(seed: int):
+    return predicted(workload(all_at_once(), sharegpt(max_model_len=1024, seed=seed), 40), sigma=0.0)
+
+
+PART = Part(
+    "load",
+    jobs,
+    Config(model="qwen3-0.6b", num_blocks=200, max_model_len=4096, max_num_batched_tokens=512, max_num_seqs=32),
+    [Goal("mean latency / FCFS", latency_ratio, none=1.0, full=0.9, points=60)],
+    points=30,
+)
+TASK = Task("shortest first", [PART], engine_points=0)
+
+
+def graded(tmp_path, code: str, task: Task = TASK, **process):
+    path = tmp_path / "solution.py"
+    path.write_text(HEAD + code)
+    return Grader(task, path, [1, 2]).grade()
+
+
+def rules(report) -> tuple[float, str]:
+    return report.checks[0].score, report.checks[0].output
+
+
+FCFS = "class MyScheduler(Scheduler):\n    pass\n"
+SHORTEST_FIRST = """
+class MyScheduler(Scheduler):
+    def priority(self, request):
+        return request.params.extra_args["predicted_tokens"]
+"""
+
+
+def test_fcfs_keeps_the_rules_and_reaches_no_goal(tmp_path):
+    report = graded(tmp_path, FCFS)
+    assert [check.score for check in report.checks] == [30, 0]
+    assert report.values == {"load, mean latency / FCFS": 1.0}  # the same run as in this process, to the last digit
+
+
+def test_shortest_first_gets_all(tmp_path):
+    report = graded(tmp_path, SHORTEST_FIRST)
+    assert report.score == report.max_score == 90, report.table()
+
+
+OVER_BUDGET = """
+class MyScheduler(Scheduler):
+    def step_budget(self):
+        return 10**6, 10**6
+"""
+TWICE = """
+class MyScheduler(Scheduler):
+    def schedule(self):
+        schedule = super().schedule()
+        schedule.items += schedule.items[:1]
+        return schedule
+"""
+LOSES = """
+class MyScheduler(Scheduler):
+    def schedule(self):
+        if len(self.waiting) > 3 and self.running:
+            self.waiting.pop()
+        return super().schedule()
+"""
+DOUBLES = """
+class MyScheduler(Scheduler):
+    def preempt(self, request, schedule):
+        super().preempt(request, schedule)
+        self.waiting.append(request)
+"""
+STARVES = """
+class MyScheduler(Scheduler):
+    def may_admit(self, request, schedule):
+        return request.request_id != "7"
+"""
+LIVELOCK = """
+class MyScheduler(Scheduler):
+    def make_room(self, schedule):
+        for request in [*self.running]:
+            self.preempt(request, schedule)
+
+    def step_budget(self):
+        return 8, 8
+"""
+CRASHES = """
+class MyScheduler(Scheduler):
+    def priority(self, request):
+        return request.arrival / (request.num_output_tokens - 5)
+"""
+HANGS = """
+class MyScheduler(Scheduler):
+    def next_waiting(self):
+        while len(self.running) > 5:
+            pass
+        return super().next_waiting()
+"""
+WRONG_VICTIM = """
+class MyScheduler(Scheduler):
+    def victim(self, candidates):
+        return None
+"""
+NEVER_ENDS = """
+class MyScheduler(Scheduler):
+    def finish(self, seq, reason):
+        if seq.request.request_id != "3":
+            super().finish(seq, reason)
+"""
+LEAKS = """
+class MyScheduler(Scheduler):
+    def preempt(self, request, schedule):
+        table = request.sequences[0].block_table[:1]
+        super().preempt(request, schedule)
+        for block_id in table:
+            self.block_manager.blocks[block_id].ref_count += 1
+"""
+STEALS = """
+class MyScheduler(Scheduler):
+    def _admit(self, request, schedule):
+        super()._admit(request, schedule)
+        if len(self.running) > 1:
+            request.sequences[0].block_table[-1] = self.running[0].sequences[0].block_table[-1]
+"""
+BROKEN = {
+    "over the budget": (
+        OVER_BUDGET,
+        r"step 1: MyScheduler.schedule\(\): the schedule has \d+ tokens, but max_num_batched",
+    ),
+    "twice": (TWICE, r"step 1: .* is in the schedule twice"),
+    "loses": (LOSES, r"step 2: .*Request\(\d+\) has not ended, but is 0 times in waiting and running"),
+    "doubles": (DOUBLES, r"step \d+: .*Request\(\d+\) has not ended, but is 2 times in waiting and running"),
+    "starves": (STARVES, r"step \d+: .* planned nothing, but there are unfinished requests: \['7', "),
+    "livelock": (LIVELOCK, r"step \d+.* nobody has got a token for \d+ steps"),
+    "crashes": (CRASHES, r"step \d+: ZeroDivisionError: .* \(line \d+ of your file, in priority\)"),
+    "hangs": (HANGS, r"step \d+: your scheduler has not answered for 5 s: it was in .*solution.py.*next_waiting"),
+    "wrong victim": (WRONG_VICTIM, r"step \d+: MyScheduler.preempt\(\): None is not one of \[Request"),
+    "never ends": (NEVER_ENDS, r"step \d+: .*Request\(3\) has drawn its last token, but has not ended"),
+    "leaks": (LEAKS, r"step \d+: .*block \d+ is in 0 tables, but its ref_count is 1"),
+    "steals": (STEALS, r"step \d+: .*block"),
+    "exits": (
+        "import os\nclass MyScheduler(Scheduler):\n    def priority(self, request):\n        os._exit(0)\n",
+        r"step 1: your process has ended by itself: exit status 0",
+    ),
+    "does not load": (
+        "import no_such_module\n",
+        r"^ModuleNotFoundError: No module named 'no_such_module' \(line 4 of your file",
+    ),
+    "no class": ("class Other(Scheduler):\n    pass\n", "your file has no class MyScheduler"),
+    "exits at once": ("raise SystemExit(0)\n", "^SystemExit: 0"),
+    "takes all memory": ("hoard = [0] * 10**9\n" + FCFS, "MemoryError"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_what_is_broken_is_one_sentence_with_the_step(tmp_path, case):
+    code, message = BROKEN[case]
+    report = graded(tmp_path, code)
+    assert report.score == 0
+    assert re.search(message, rules(report)[1]) and "\n" not in rules(report)[1], rules(report)[1]
+
+
+# --- cheating ---
+
+PATCHED_COST = """
+import time
+import nanovllm.simulator
+nanovllm.simulator.Machine.seconds = lambda *args: 1e-9
+time.monotonic = time.perf_counter = lambda: 0.0
+class MyScheduler(Scheduler):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.clock = lambda: 0.0
+"""
+PATCHED_CHECKS = """
+import sys
+player = sys.modules["tutorials.assignments.player"]
+player.check_schedule = player.check_queues = lambda *args, **kwargs: None
+"""
+MORE_BLOCKS = (
+    PATCHED_CHECKS
+    + """
+class MyScheduler(Scheduler):
+    def __init__(self, limits, manager):
+        manager.__init__(10 * len(manager.blocks), manager.block_size)
+        super().__init__(limits, manager)
+"""
+)
+LARGER_LIMITS = (
+    PATCHED_CHECKS
+    + """
+class MyScheduler(Scheduler):
+    def __init__(self, limits, manager):
+        super().__init__(limits, manager)
+        self.max_num_batched_tokens = self.max_num_seqs = 10**6
+"""
+)
+SKIPS_WORK = (
+    PATCHED_CHECKS
+    + """
+class MyScheduler(Scheduler):
+    def schedule(self):
+        schedule = super().schedule()
+        self.events = [[kind, i, *(10**6 for _ in n)] for kind, i, *n in self.events]
+        return schedule
+"""
+)
+PEEKS = """
+import gc, sys
+class MyScheduler(Scheduler):
+    def priority(self, request):
+        frame, found = sys._getframe(), []
+        while frame is not None:
+            found += [value for value in frame.f_locals.values() if type(value).__name__ in ("Job", "Run", "Simulation")]
+            frame = frame.f_back
+        if not hasattr(self, "jobs"):
+            self.jobs = [thing for thing in gc.get_objects() if type(thing).__name__ == "Job"]
+        return found[0].num_outputs if found else self.jobs[request.arrival].num_outputs if self.jobs else request.arrival
+"""
+FORGES = (
+    """
+import json, os
+for fd in range(3, 20):
+    try:
+        os.write(fd, b'{"constants": {"ANSWERS": null}, "score": 100, "events": []}\\n' * 3)
+    except OSError:
+        continue
+"""
+    + FCFS
+)
+NONSENSE = """
+class MyScheduler(Scheduler):
+    def schedule(self):
+        schedule = super().schedule()
+        self.events += [["steal", "0", None], 7]
+        return schedule
+"""
+CHEATS = {
+    "patches the cost and the clock": (PATCHED_COST, None),
+    "has ten times the blocks": (MORE_BLOCKS, r"step \d+.*needs more than the \d+ free blocks"),
+    "sets its own limits": (LARGER_LIMITS, r"step 1.* the schedule has \d+ tokens, but max_num_batched_tokens=512"),
+    "claims work that it has not done": (SKIPS_WORK, r"step 1.*is to compute 1000000 tokens, but \d+ are missing"),
+    "looks for the true lengths": (PEEKS, None),
+    "forges answers": (FORGES, r"planned nothing"),
+    "sends nonsense": (NONSENSE, r"step 1.*no decision"),
+}
+
+
+@pytest.mark.parametrize("cheat", CHEATS)
+def test_cheating_wins_nothing(tmp_path, cheat):
+    """It is refused with a sentence, or is as good as first come, first served."""
+    code, message = CHEATS[cheat]
+    report = graded(tmp_path, code)
+    if message is None:
+        assert [check.score for check in report.checks] == [30, 0] and [*report.values.values()] == [1.0], (
+            report.table()
+        )
+    else:
+        assert report.score == 0 and re.search(message, rules(report)[1]), rules(report)[1]
+
+
+def test_a_file_that_writes_a_report_of_its_own(tmp_path, monkeypatch):
+    """Its process sees no path of ours, and what it writes is short and in a folder that is thrown away."""
+    code = "import os\nprint(os.listdir(), sorted(os.environ), os.getcwd())\nopen('results.json', 'w').write('x' * 2**21)\n"
+    monkeypatch.setenv("SECRET", "s3cret")
+    report = graded(tmp_path, code + FCFS)
+    assert report.score == 0 and "File too large" in rules(report)[1]
+    path = tmp_path / "prints.py"
+    path.write_text(code.splitlines()[0] + "\n" + code.splitlines()[1])
+    with Process(path) as process:
+        assert process.output().startswith("[] ['HF_HUB_OFFLINE', 'HOME', ") and "SECRET" not in process.output()
+
+
+# --- what else the report says ---
+
+
+def test_one_part_that_breaks_leaves_the_other(tmp_path):
+    goals = [Goal("mean latency / FCFS", latency_ratio, none=1.1, full=1.05, points=10)]
+    prefixes = Part(
+        "prefixes",
+        lambda seed: shared_prefix(poisson(9, seed), sharegpt(512, seed), 20, prefix_tokens=64, seed=seed),
+        PART.config,
+        goals,
+        5,
+    )
+    code = "class MyScheduler(Scheduler):\n    def victim(self, candidates):\n        return None\n"
+    report = graded(tmp_path, code, Task("two", [PART, prefixes], engine_points=0))
+    assert [check.score for check in report.checks] == [0, 0, 5, 10]
+    assert "not measured" in report.checks[1].output
+
+
+def test_questions(tmp_path):
+    task = Task(
+        "quiz",
+        [],
+        engine_points=0,
+        questions={"A": grade.hashlib.sha256(b"leak").hexdigest(), "B": "x"},
+        question_points=5,
+    )
+    report = graded(tmp_path, "ANSWERS = {'A': ' Leak'}\n", task)
+    assert [check.score for check in report.checks] == [5, 0]
+
+
+def test_the_engine_gives_the_same_answers(tmp_path):
+    task = Task("answers", [PART], engine_points=10)
+    path = tmp_path / "solution.py"
+    for code, score in ((SHORTEST_FIRST, 10), (STEALS, 0)):
+        path.write_text(HEAD + code)
+        grader = Grader(task, path, [1])
+        grader._grade_answers()
+        assert grader.report.score == score, grader.report.table()
+
+
+def test_results_for_gradescope(tmp_path):
+    written = []
+    path = tmp_path / "solution.py"
+    path.write_text(HEAD + SHORTEST_FIRST)
+    Grader(TASK, path, [1], report=lambda report: written.append(json.dumps(report.results()))).grade()
+    assert len(written) == 2  # after each check, and the last is whole
+    results = json.loads(written[-1])
+    assert results["score"] == 90 and [test["max_score"] for test in results["tests"]] == [30, 60]
+    assert {"name", "value"} == results["leaderboard"][0].keys()
+
+
+def test_secret_seeds():
+    assert secret_seeds("a", "a1") == secret_seeds("a", "a1") != secret_seeds("b", "a1") != secret_seeds("b", "a2")
+
+
+def test_a_process_that_takes_too_long_in_all(tmp_path):
+    path = tmp_path / "solution.py"
+    path.write_text("import time\ntime.sleep(60)\n")
+    with pytest.raises(Broken, match="more than 1 s in all"):
+        Process(path, seconds=1)
+
+
+def test_the_command_line():
+    command = [sys.executable, "-m", "tutorials.assignments.grade", "a1", "no_such_file.py"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 2 and "no such file" in result.stderr

@@ -1,0 +1,164 @@
+"""The process in which a student's scheduler runs while it is graded. Nothing that it says is believed.
+
+It gets one JSON line per step: what arrived, which tokens were drawn, what time it is. It answers with one line: what
+its scheduler has decided. The clock, the true lengths, the cost of a step and the verdict are in the process that grades
+(`referee.py`). The checks here are those of `simulate(..., check=True)`: they are for those who made a mistake.
+"""
+
+import faulthandler
+import json
+import os
+import resource
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from nanovllm.block_manager import BlockManager
+from nanovllm.config import Limits
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.scheduler import Schedule, ScheduleError, Scheduler, check_schedule
+from nanovllm.sequence import Request
+from nanovllm.simulator import STOP, check_queues
+
+
+class Logged:
+    """Mixed into the student's class: notes each decision, in the order in which blocks change hands."""
+
+    def __init__(self, *args) -> None:
+        super().__init__(*args)
+        self.events: list[list] = []
+        self.is_swapped = False
+
+    def should_swap(self, request):
+        self.is_swapped = bool(super().should_swap(request))
+        return self.is_swapped
+
+    def preempt(self, request, schedule):
+        self.is_swapped = False
+        super().preempt(request, schedule)
+        self.events.append(["preempt", request.request_id, self.is_swapped])
+
+    def _admit(self, request, schedule):
+        super()._admit(request, schedule)
+        self.events.append(["admit", request.request_id])
+
+    def _commit(self, items, schedule):
+        super()._commit(items, schedule)
+        self.events += [["compute", seq.request.request_id, num_tokens] for seq, num_tokens in items]
+
+
+class Player:
+    """Plays one simulation: has the student's scheduler, its own blocks, and requests without their true lengths."""
+
+    def __init__(self, module: ModuleType, start: dict[str, Any]):
+        scheduler_cls = find_class(module, start["scheduler"], Scheduler)
+        manager_cls = find_class(module, start["block_manager"] or "BlockManager", BlockManager)
+        logged = type(scheduler_cls.__name__, (Logged, scheduler_cls), {})
+        self.manager = manager_cls(*start["blocks"])
+        self.scheduler = logged(Limits(**start["limits"]), self.manager)
+        self.scheduler.clock = lambda: self.now
+        self.now = 0.0
+        self.requests: dict[str, Request] = {}
+        self.schedule: Schedule | None = None
+
+    def step(self, message: dict[str, Any]) -> dict[str, Any]:
+        scheduler, self.now = self.scheduler, message["now"]
+        if self.schedule is not None:
+            drawn = [message["tokens"].get(seq.request.request_id, STOP) for seq in self.schedule.sampled]
+            scheduler.update(self.schedule, drawn)
+        for request_id in message["ended"]:
+            request = self.requests.pop(request_id)
+            if request.unfinished:
+                raise ScheduleError(scheduler, "update", f"{request} has drawn its last token, but has not ended")
+        for request_id, arrival, time, prompt, max_tokens, extra_args in message["arrived"]:
+            params = SamplingParams(max_tokens=max_tokens, stop_token_ids=[STOP], extra_args=extra_args)
+            token_ids = [token for token, count in prompt for _ in range(count)]
+            request = Request(request_id, None, token_ids, params, arrival=arrival, arrival_time=time)
+            scheduler.add(request)
+            self.requests[request_id] = request
+        moves, scheduler.events = self.manager.num_moves, []
+        self.schedule = scheduler.schedule()
+        check_schedule(self.schedule, scheduler, self.requests.keys(), moves)
+        check_queues(scheduler, self.requests.values(), with_blocks=True)
+        return {"events": scheduler.events}
+
+
+def find_class(module: ModuleType, name: str, base: type) -> type:
+    cls = getattr(module, name, base if name == base.__name__ else None)
+    if not (isinstance(cls, type) and issubclass(cls, base)):
+        raise ValueError(f"your file has no class {name} that is a subclass of {base.__name__}")
+    return cls
+
+
+def load(source: str, name: str) -> ModuleType:
+    """The student's file as a module."""
+    module = ModuleType("solution")
+    module.__file__ = name
+    sys.modules["solution"] = module
+    exec(compile(source, name, "exec"), vars(module))
+    return module
+
+
+def run_engine(module: ModuleType, start: dict[str, Any]) -> list[list[list[int]]]:
+    """Answers the prompts with the real engine and the student's scheduler; for each prompt the tokens of each output."""
+    from nanovllm import LLM
+
+    llm = LLM(scheduler_cls=find_class(module, start["scheduler"], Scheduler), **start["options"])
+    params = [SamplingParams(**fields) for fields in start["params"]]
+    outputs = llm.generate(start["prompts"], params, use_tqdm=False)
+    return [[completion.token_ids for completion in output.outputs] for output in outputs]
+
+
+def explained(error: BaseException, name: str) -> str:
+    """What is wrong, and where in the student's file."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == name]
+    where = f" (line {frames[-1].lineno} of your file, in {frames[-1].name})" if frames else ""
+    return f"{type(error).__name__}: {error}{where}"
+
+
+def serve(ask: Callable[[], str], reply: Callable[[dict], None]) -> None:
+    """Loads the file; then plays a simulation, or runs the engine."""
+    start = json.loads(ask())
+    name, player = start["name"], None
+    try:
+        module = load(start["source"], name)
+        reply({"constants": {key: getattr(module, key, None) for key in start["constants"]}})
+        while line := ask():
+            message = json.loads(line)
+            if "prompts" in message:
+                reply({"tokens": run_engine(module, message)})
+            elif player is None:
+                player = Player(module, message)
+                reply({})
+            else:
+                reply(player.step(message))
+    except ScheduleError as error:
+        reply({"error": str(error)})
+    except BaseException as error:  # also SystemExit
+        reply({"error": explained(error, name)})
+
+
+def main() -> None:
+    """Talks over what were standard input and output; what the student prints goes to standard error."""
+    questions, answers = os.fdopen(os.dup(0), "r"), os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    sys.stdout.reconfigure(line_buffering=True)
+    faulthandler.register(signal.SIGUSR1)  # prints where it hangs
+    megabytes, seconds = map(int, sys.argv[1:3])
+    for limit, value in (
+        (resource.RLIMIT_AS, megabytes * 2**20),
+        (resource.RLIMIT_CPU, seconds),
+        (resource.RLIMIT_FSIZE, 2**20),  # what it prints is a file, too
+        (resource.RLIMIT_CORE, 0),
+    ):
+        resource.setrlimit(limit, (value, value))
+
+    def reply(message: dict) -> None:
+        answers.write(json.dumps(message) + "\n")
+        answers.flush()
+
+    serve(questions.readline, reply)
