@@ -1,11 +1,14 @@
 """What the public tests of all assignments share: they load the student's file, and check that it is correct.
 
     SOLUTION=my_scheduler.py pytest tutorials/assignments/a1
+    python -m tutorials.assignments.public a1 my_scheduler.py     # your scheduler beside FCFS, on the first public seed
+    python -m tutorials.assignments.public a1 my_scheduler.py 7   # on seed 7
 
 Without SOLUTION, the tests look at the assignment's starter.py. Points are the grader's business.
 """
 
 import os
+import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -14,13 +17,17 @@ from nanovllm.config import Config
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import Scheduler
 from nanovllm.simulator import Run, simulate
-from tutorials.assignments.task import Part
+from tutorials.assignments.task import PUBLIC_SEEDS, Part, load_task
+from tutorials.simulation.metrics import summary, table
 
 
 def solution(default: str | Path) -> ModuleType:
     """The file that the environment variable SOLUTION names, or `default`, as a module."""
-    path = Path(os.environ.get("SOLUTION") or default)
-    assert path.is_file(), f"SOLUTION={path} is not a file"
+    return load(Path(os.environ.get("SOLUTION") or default))
+
+
+def load(path: Path) -> ModuleType:
+    assert path.is_file(), f"{path} is not a file"
     spec = spec_from_file_location(path.stem, path)
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -73,3 +80,20 @@ def new_params(i: int) -> SamplingParams:
     return SamplingParams(
         n=n, temperature=0.8 * (n > 1), max_tokens=8 + 3 * i, ignore_eos=True, seed=i, extra_args=extra_args
     )
+
+
+def compare(part: Part, module: ModuleType, seed: int) -> str:
+    """What FCFS and the student's scheduler reach, and the value of each goal."""
+    baseline, run = simulate(part.workload(seed), part.config, part.hardware), check_rules(part, module, seed)
+    lines = [f"{part.name}, seed {seed}", table({"FCFS": summary(baseline), part.scheduler: summary(run)}), ""]
+    for goal in part.goals:
+        value = goal.measure(run, baseline)
+        lines.append(
+            f"{goal.name}: {value:.3f}, {goal.score(value):.0f} of {goal.points:.0f} points (full from {goal.full})"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    for part in load_task(sys.argv[1]).parts:
+        print(compare(part, load(Path(sys.argv[2])), int((*sys.argv[3:], PUBLIC_SEEDS[0])[0])))
