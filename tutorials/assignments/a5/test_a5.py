@@ -1,0 +1,35 @@
+"""Public tests of assignment 5: is the scheduler correct?
+
+Run: SOLUTION=my_scheduler.py pytest tutorials/assignments/a5
+"""
+
+from itertools import repeat
+from pathlib import Path
+
+import pytest
+
+from nanovllm.simulator import simulate
+from tutorials.assignments.public import check_answers, check_rules, solution
+from tutorials.assignments.task import PUBLIC_SEEDS, load_task
+from tutorials.simulation.workloads import fixed, merged, poisson, shared_prefix, workload
+
+PART = load_task("a5").parts[0]
+MODULE = solution(Path(__file__).with_name("starter.py"))
+
+
+@pytest.mark.parametrize("seed", PUBLIC_SEEDS)
+def test_every_request_is_answered_and_every_step_keeps_the_rules(seed):
+    check_rules(PART, MODULE, seed)
+
+
+def test_the_real_engine_gives_the_same_answers():
+    check_answers(MODULE)
+
+
+def test_a_request_without_a_prefix_starts_while_others_that_have_one_keep_coming():
+    """For 12 s, more questions about one document come than can be served. A request that shares nothing comes after 5 s."""
+    questions = shared_prefix(poisson(rate=50), fixed(50, 100), 600, num_prefixes=1, prefix_tokens=500)
+    single = workload(repeat(5.0), fixed(300, 100), 1)
+    run = simulate(merged(questions, single), PART.config, PART.hardware, MODULE.MyScheduler)
+    served = next(served for served in run.requests if len(served.job.prompt) == 1)
+    assert served.token_times[0] < 18, f"it starts after {served.token_times[0]:.0f} s: it starves"
