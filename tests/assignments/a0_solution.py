@@ -1,0 +1,44 @@
+"""Three classes, each with one bug. Say which invariant it breaks, and mend it."""
+
+from nanovllm.block_manager import BlockManager
+from nanovllm.scheduler import Scheduler
+
+ANSWERS = {"A": "queues", "B": "references", "C": "budget"}
+
+
+class SchedulerA(Scheduler):
+    """Short prompts first. Whoever was preempted comes back before all others."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.preempted = []
+
+    def priority(self, request):
+        return len(request.prompt_token_ids), request.arrival
+
+    def preempt(self, request, schedule):
+        super().preempt(request, schedule)
+        self.preempted.append(request)  # it stays in `waiting`, too
+
+    def next_waiting(self):
+        back = [request for request in self.preempted if request in self.waiting]
+        return back[0] if back else super().next_waiting()
+
+
+class BlockManagerB(BlockManager):
+    """Frees the blocks of a sequence from the first to the last."""
+
+    def free(self, seq):
+        for block_id in seq.block_table:
+            block = self.blocks[block_id]
+            block.ref_count -= 1
+            if block.ref_count == 0:  # otherwise others still read it
+                self.free_blocks[block_id] = None
+        seq.block_table, seq.prefix_ids, seq.num_computed_tokens = [], [], 0
+
+
+class SchedulerC(Scheduler):
+    """A step has a token for everybody who runs, and up to 256 tokens of prompts."""
+
+    def step_budget(self):
+        return min(len(self.running) + 256, self.max_num_batched_tokens), 256

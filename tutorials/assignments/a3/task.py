@@ -1,0 +1,60 @@
+"""Assignment 3: fairness between tenants. What is served, and what is measured."""
+
+from itertools import combinations
+
+from nanovllm.config import Config
+from nanovllm.simulator import Job, Run
+from tutorials.assignments.task import Goal, Part, Task
+from tutorials.simulation import metrics
+from tutorials.simulation.workloads import labelled, lognormal, merged, poisson, workload
+
+SLOWER = 1.2  # seconds of the run / those of FCFS: what earns nothing
+
+
+def tenant(name: str, seed: int, rate: float, prompt: int, output: int, count: int, start: float = 0.0) -> list[Job]:
+    """`count` requests from second `start` on, `rate` per second, with these mean lengths in tokens."""
+    lengths = lognormal(prompt, output, sigma=0.5, max_model_len=4096, seed=seed)
+    jobs = workload(poisson(rate, seed=seed), lengths, count)
+    return labelled([job._replace(time=job.time + start) for job in jobs], tenant=name)
+
+
+def three_tenants(seed: int) -> list[Job]:
+    """Each has more to do than a third of the server: A has many short requests, B long ones, C comes later with long
+    prompts."""
+    return merged(
+        tenant("A", 3 * seed, rate=50, prompt=60, output=60, count=500),
+        tenant("B", 3 * seed + 1, rate=25, prompt=200, output=200, count=400),
+        tenant("C", 3 * seed + 2, rate=10, prompt=1200, output=100, count=80, start=5.0),
+    )
+
+
+def service_gap(run: Run) -> float:
+    """The largest one of any two tenants, in thousands of tokens; an output token counts twice."""
+    tenants = metrics.by_tenant(run.requests).values()
+    return max(metrics.service_gap(a, b, run.seconds) for a, b in combinations(tenants, 2)) / 1e3
+
+
+def gap_share(run: Run, baseline: Run) -> float:
+    return service_gap(run) / service_gap(baseline)
+
+
+def duration_share(run: Run, baseline: Run) -> float:
+    """Counts only if the gap is smaller than that of FCFS, which loses no time."""
+    return run.seconds / baseline.seconds if gap_share(run, baseline) < 0.7 else SLOWER
+
+
+TASK = Task(
+    "Fairness between tenants: virtual token counters",
+    [
+        Part(
+            "three tenants",
+            three_tenants,
+            Config(model="qwen3-8b", num_blocks=2000, max_num_seqs=24, max_num_batched_tokens=512, max_model_len=4096),
+            [
+                Goal("largest service gap / that of FCFS", gap_share, none=0.8, full=0.2, points=50),
+                Goal("seconds of the run / those of FCFS", duration_share, none=SLOWER, full=1.08, points=20),
+            ],
+            points=20,
+        )
+    ],
+)

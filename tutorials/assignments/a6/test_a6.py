@@ -1,0 +1,36 @@
+"""Public tests of assignment 6: is the scheduler correct?
+
+Run: SOLUTION=my_scheduler.py pytest tutorials/assignments/a6
+"""
+
+from itertools import repeat
+from pathlib import Path
+
+import pytest
+
+from nanovllm.simulator import simulate
+from tutorials.assignments.public import check_answers, check_rules, solution
+from tutorials.assignments.task import PUBLIC_SEEDS, load_task
+from tutorials.simulation.workloads import fixed, labelled, merged, poisson, workload
+
+PART = load_task("a6").parts[0]
+MODULE = solution(Path(__file__).with_name("starter.py"))
+
+
+@pytest.mark.parametrize("seed", PUBLIC_SEEDS)
+def test_every_request_is_answered_and_every_step_keeps_the_rules(seed):
+    check_rules(PART, MODULE, seed)
+
+
+def test_the_real_engine_gives_the_same_answers():
+    check_answers(MODULE)
+
+
+def test_a_patient_request_is_answered_while_urgent_ones_keep_coming():
+    """For 40 s, urgent requests keep half of the seats busy. There is room for a patient one."""
+    urgent = workload(poisson(rate=55), fixed(50, 40), 2200)
+    urgent = labelled(urgent, urgent=True, deadline=0.6, predicted_tokens=40)
+    patient = labelled(workload(repeat(5.0), fixed(50, 500), 1), urgent=False, deadline=10, predicted_tokens=500)
+    run = simulate(merged(urgent, patient), PART.config, PART.hardware, MODULE.MyScheduler)
+    served = next(served for served in run.requests if served.job.num_outputs == 500)
+    assert served.token_times[-1] < 30, f"the patient request ends after {served.token_times[-1]:.0f} s: it starves"
