@@ -1,0 +1,40 @@
+"""Assignment 7: the reference solution gets all points, the starter those that the handout says.
+
+Run: pytest tests/test_assignments_c.py
+"""
+
+from pathlib import Path
+
+import pytest
+
+from tutorials.assignments.public import load
+from tutorials.assignments.task import load_task, measure
+
+ROOT = Path(__file__).parent.parent
+STARTER, REFERENCE = ROOT / "tutorials/assignments/a7/starter.py", ROOT / "tests/assignments/a7_solution.py"
+TASK = load_task("a7")
+PART = TASK.parts[0]
+
+
+def points(path: Path, seed: int) -> list[float]:
+    """Of each goal. Raises ScheduleError if a rule is broken."""
+    values = measure(PART, load(path).MyScheduler, seed)
+    return [goal.score(values[goal.name]) for goal in PART.goals]
+
+
+def test_the_points_add_up_to_100():
+    assert TASK.points == 100
+
+
+def test_the_reference_is_short():
+    assert len(REFERENCE.read_text().splitlines()) < 40
+
+
+@pytest.mark.parametrize("seed", (1, 2, 101))
+def test_the_reference_gets_all_points(seed):
+    assert points(REFERENCE, seed) == [goal.points for goal in PART.goals]
+
+
+@pytest.mark.parametrize("seed", (1, 101))
+def test_the_starter_gets_none_for_goals(seed):
+    assert points(STARTER, seed) == [0] * len(PART.goals)

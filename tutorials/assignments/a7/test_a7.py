@@ -1,0 +1,34 @@
+"""Public tests of assignment 7: is the scheduler correct?
+
+Run: SOLUTION=my_scheduler.py pytest tutorials/assignments/a7
+"""
+
+from pathlib import Path
+
+import pytest
+
+from nanovllm.simulator import simulate
+from tutorials.assignments.a7.task import SLO
+from tutorials.assignments.public import check_answers, check_rules, solution
+from tutorials.assignments.task import PUBLIC_SEEDS, load_task
+from tutorials.simulation.metrics import meets
+from tutorials.simulation.workloads import labelled, poisson, predicted, sharegpt, workload
+
+PART = load_task("a7").parts[0]
+MODULE = solution(Path(__file__).with_name("starter.py"))
+
+
+@pytest.mark.parametrize("seed", PUBLIC_SEEDS)
+def test_every_request_is_answered_and_every_step_keeps_the_rules(seed):
+    check_rules(PART, MODULE, seed)
+
+
+def test_the_real_engine_gives_the_same_answers():
+    check_answers(MODULE)
+
+
+def test_under_a_light_load_all_meet_the_slo():
+    jobs = predicted(labelled(workload(poisson(rate=2), sharegpt(), 40), tenant="A"), sigma=0.4)
+    run = simulate(jobs, PART.config, PART.hardware, MODULE.MyScheduler)
+    late = [i for i, served in enumerate(run.requests) if not meets(served, SLO)]
+    assert not late, f"the server is half empty, but the requests {late} are late"

@@ -1,0 +1,84 @@
+"""The leaderboard of assignment 7: python -m tutorials.assignments.leaderboard my_scheduler.py --name "Cheapest first"
+
+Grades the file, and writes or replaces the line of this name in a7/LEADERBOARD.md. With `--secret FILE`, the
+instructor's seeds are used, and the line is marked as verified.
+"""
+
+import argparse
+from datetime import date
+from pathlib import Path
+
+from tutorials.assignments.grade import Grader, Report, secret_seeds
+from tutorials.assignments.task import PUBLIC_SEEDS, Goal, Task, load_task
+
+PAGE = Path(__file__).with_name("a7") / "LEADERBOARD.md"
+HEAD = """# Leaderboard of assignment 7
+
+The first goal decides. Each number is the worst of three seeds. "Verified" lines were measured on seeds that only the instructor
+knows; all others on the public ones. This page is written by
+
+```bash
+python -m tutorials.assignments.leaderboard my_scheduler.py --name "Your name"
+```
+
+"""
+Rows = dict[str, list[str]]  # name -> the values of the goals, date, verified
+
+
+def goals_of(task: Task) -> dict[str, Goal]:
+    """By their names in a report."""
+    return {f"{part.name}, {goal.name}": goal for part in task.parts for goal in part.goals}
+
+
+def read_rows(page: str) -> Rows:
+    """The lines of the table, without its two headings and without the ranks."""
+    lines = [line for line in page.splitlines() if line.startswith("|")][2:]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {name: others for _, name, *others in cells}
+
+
+def problem_of(report: Report) -> str | None:
+    """A scheduler that breaks a rule, or changes an answer, has no place in the table."""
+    broken = (c for c in report.checks if c.name not in report.values and c.score < c.max_score)
+    return next((f"{check.name}: {check.output}" for check in broken), None)
+
+
+def new_row(task: Task, report: Report, is_verified: bool) -> list[str]:
+    values = [f"{report.values[name]:.4g}" for name in goals_of(task)]
+    return [*values, date.today().isoformat(), "yes" if is_verified else "public seeds"]
+
+
+def new_page(task: Task, rows: Rows) -> str:
+    """The best first; of two that are equal, the one that was there first."""
+    goals = [*goals_of(task).values()]
+    is_more_better = goals[0].full > goals[0].none
+    ranked = sorted(rows.items(), key=lambda row: float(row[1][0]), reverse=is_more_better)
+    titles = ["rank", "name", *(goal.name for goal in goals), "date", "verified"]
+    lines = [titles, ["---"] * len(titles), *([str(i), name, *row] for i, (name, row) in enumerate(ranked, start=1))]
+    return HEAD + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("path", type=Path, help="the file with MyScheduler")
+    parser.add_argument("--name", required=True, help="what stands in the table")
+    parser.add_argument("--secret", type=Path, help="a file with the instructor's secret, which gives the seeds")
+    args = parser.parse_args(arguments)
+    if not args.path.is_file():
+        parser.error(f"path={str(args.path)!r} is not allowed: there is no such file")
+    name = args.name.strip()
+    if not name or not name.isprintable() or "|" in name:
+        parser.error(f"--name {name!r} is not allowed: it must be one line, not empty and without |")
+    task = load_task("a7")
+    seeds = secret_seeds(args.secret.read_text().strip(), "a7") if args.secret else list(PUBLIC_SEEDS)
+    report = Grader(task, args.path, seeds).grade()
+    print(report.table())
+    if problem := problem_of(report):
+        raise SystemExit(f"{name!r} gets no line, because not all rules were kept. {problem}")
+    rows = read_rows(PAGE.read_text()) if PAGE.exists() else {}
+    rows[name] = new_row(task, report, args.secret is not None)
+    PAGE.write_text(new_page(task, rows))
+
+
+if __name__ == "__main__":
+    main()
