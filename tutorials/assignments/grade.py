@@ -127,7 +127,7 @@ class Grader:
         if not values:
             self._add(name, 0, goal.points, f"not measured, because a rule was broken; {wanted}")
             return
-        worst = min(values, key=goal.score)
+        worst = min(values) if goal.full > goal.none else max(values)
         self.report.values[name] = worst
         self._add(name, goal.score(worst), goal.points, f"{worst:.4g}, the worst of {len(values)}; {wanted}")
 
