@@ -49,7 +49,7 @@ TASK = Task(
         Part(
             "three tenants",
             three_tenants,
-            Config(model="qwen3-8b", num_blocks=2000, max_num_seqs=24, max_num_batched_tokens=512, max_model_len=4096),
+            Config(model="qwen3-8b", num_blocks=1200, max_num_seqs=24, max_num_batched_tokens=512, max_model_len=4096),
             [
                 Goal("largest service gap / that of FCFS", gap_share, none=0.8, full=0.38, points=50),
                 Goal("seconds of the run / those of FCFS", duration_share, none=SLOWER, full=1.08, points=20),
