@@ -22,9 +22,9 @@ def three_tenants(seed: int) -> list[Job]:
     """Each has more to do than a third of the server: A has many short requests, B long ones, C comes later with long
     prompts."""
     return merged(
-        tenant("A", 3 * seed, rate=50, prompt=60, output=60, count=500),
-        tenant("B", 3 * seed + 1, rate=25, prompt=200, output=200, count=400),
-        tenant("C", 3 * seed + 2, rate=10, prompt=1200, output=100, count=80, start=5.0),
+        tenant("A", 3 * seed, rate=50, prompt=60, output=60, count=360),
+        tenant("B", 3 * seed + 1, rate=25, prompt=200, output=200, count=290),
+        tenant("C", 3 * seed + 2, rate=10, prompt=1200, output=100, count=60, start=4.0),
     )
 
 
