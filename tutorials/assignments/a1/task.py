@@ -30,7 +30,7 @@ TASK = Task(
         Part(
             "chats",
             chats,
-            Config(model="qwen3-8b", num_blocks=2000, max_num_seqs=16, max_num_batched_tokens=512, max_model_len=2048),
+            Config(model="qwen3-8b", num_blocks=1000, max_num_seqs=16, max_num_batched_tokens=512, max_model_len=2048),
             [
                 Goal("mean latency / that of FCFS", latency_share, none=0.95, full=0.55, points=40),
                 Goal("longest time to first token (s)", worst_ttft, none=STARVED, full=20.0, points=30),

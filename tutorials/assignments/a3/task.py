@@ -22,9 +22,9 @@ def three_tenants(seed: int) -> list[Job]:
     """Each has more to do than a third of the server: A has many short requests, B long ones, C comes later with long
     prompts."""
     return merged(
-        tenant("A", 3 * seed, rate=50, prompt=60, output=60, count=500),
-        tenant("B", 3 * seed + 1, rate=25, prompt=200, output=200, count=400),
-        tenant("C", 3 * seed + 2, rate=10, prompt=1200, output=100, count=80, start=5.0),
+        tenant("A", 3 * seed, rate=50, prompt=60, output=60, count=360),
+        tenant("B", 3 * seed + 1, rate=25, prompt=200, output=200, count=290),
+        tenant("C", 3 * seed + 2, rate=10, prompt=1200, output=100, count=60, start=4.0),
     )
 
 
@@ -49,7 +49,7 @@ TASK = Task(
         Part(
             "three tenants",
             three_tenants,
-            Config(model="qwen3-8b", num_blocks=2000, max_num_seqs=24, max_num_batched_tokens=512, max_model_len=4096),
+            Config(model="qwen3-8b", num_blocks=1200, max_num_seqs=24, max_num_batched_tokens=512, max_model_len=4096),
             [
                 Goal("largest service gap / that of FCFS", gap_share, none=0.8, full=0.38, points=50),
                 Goal("seconds of the run / those of FCFS", duration_share, none=SLOWER, full=1.08, points=20),
