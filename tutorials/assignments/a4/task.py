@@ -14,8 +14,8 @@ SLOW = 1.1  # times the mean latency of FCFS
 
 
 def growing(seed: int) -> list[Job]:
-    """Within 2 s come 200 requests with short prompts and long answers, 30 with long prompts, and 120 questions about three
-    documents. All answers grow together, until the memory is full."""
+    """Within 2 s come 200 requests with short prompts and long answers, 30 with long prompts, and 120 questions about
+    three documents. All answers grow together, until the memory is full."""
     stories = workload(poisson(100, seed), lognormal(30, 600, 0.4, 1800, seed), 200)
     articles = workload(poisson(15, seed + 1), lognormal(1800, 200, 0.4, 4500, seed + 1), 30)
     questions = lognormal(60, 500, 0.4, 1500, seed + 2)
