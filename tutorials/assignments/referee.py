@@ -189,6 +189,7 @@ class Referee(Scheduler):
             raise Broken(f"step {self.num_steps}: {error}") from None
         except (TypeError, KeyError, ValueError) as error:
             raise Broken(f"step {self.num_steps}: your process has sent what is no decision: {error}") from error
+        self.num_swapped_blocks += len(schedule.swaps_out)
         return schedule
 
     def _carry_out(self, schedule: Schedule, kind: str, request_id: str, value: object = None) -> None:

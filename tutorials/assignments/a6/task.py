@@ -53,8 +53,8 @@ TASK = Task(
             overload,
             Config(model="qwen3-8b", num_blocks=2000, max_num_seqs=32, max_num_batched_tokens=1024, max_model_len=2048),
             [
-                Goal("missed urgent deadlines / those of FCFS", missed(is_urgent), none=0.6, full=0.11, points=25),
-                Goal("missed patient deadlines / those of FCFS", missed(is_patient), none=0.6, full=0.37, points=25),
+                Goal("missed urgent deadlines / those of FCFS", missed(is_urgent), none=0.6, full=0.13, points=25),
+                Goal("missed patient deadlines / those of FCFS", missed(is_patient), none=0.6, full=0.38, points=25),
                 Goal("the same for long answers", missed(is_long), none=1.0, full=0.9, points=10),
                 Goal("longest latency of patient ones / that of FCFS", worst_latency, none=2.6, full=2.1, points=5),
             ],

@@ -1,0 +1,37 @@
+"""Public tests of assignment 4: is the scheduler correct?
+
+Run: SOLUTION=my_scheduler.py pytest tutorials/assignments/a4
+"""
+
+from itertools import repeat
+from pathlib import Path
+
+import pytest
+
+from nanovllm.config import Config
+from nanovllm.simulator import simulate
+from tutorials.assignments.public import check_answers, check_rules, solution
+from tutorials.assignments.task import PUBLIC_SEEDS, load_task
+from tutorials.simulation.workloads import fixed, merged, poisson, workload
+
+PART = load_task("a4").parts[0]
+MODULE = solution(Path(__file__).with_name("starter.py"))
+
+
+@pytest.mark.parametrize("seed", PUBLIC_SEEDS)
+def test_every_request_is_answered_and_every_step_keeps_the_rules(seed):
+    check_rules(PART, MODULE, seed)
+
+
+def test_the_real_engine_gives_the_same_answers():
+    check_answers(MODULE)
+
+
+@pytest.mark.parametrize("mode", ("swap", "recompute"))
+def test_a_request_as_large_as_the_memory_is_answered_too(mode):
+    """It needs 297 of 300 blocks: no part of them can be left free. Others come before and after it."""
+    others, large = workload(poisson(rate=20), fixed(50, 400), 40), workload(repeat(1.0), fixed(4500, 240), 1)
+    config = Config(model="qwen3-8b", num_blocks=300, max_model_len=4752, preemption_mode=mode, swap_gib=0.2)
+    jobs = [job._replace(max_tokens=job.num_outputs) for job in merged(others, large)]
+    run = simulate(jobs, config, PART.hardware, MODULE.MyScheduler, check=True)
+    assert all(len(served.token_times) == served.job.num_outputs for served in run.requests)
