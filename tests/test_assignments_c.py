@@ -1,11 +1,9 @@
-"""Assignment 7: the reference solution gets all points, the starter those that the handout says.
+"""Assignment 7: the starter gets the points that the handout says, and the reference solution is short.
 
 Run: pytest tests/test_assignments_c.py
 """
 
 from pathlib import Path
-
-import pytest
 
 from tutorials.assignments.public import load
 from tutorials.assignments.task import load_task, measure
@@ -30,11 +28,6 @@ def test_the_reference_is_short():
     assert len(REFERENCE.read_text().splitlines()) < 40
 
 
-@pytest.mark.parametrize("seed", (1, 2, 101))
-def test_the_reference_gets_all_points(seed):
-    assert points(REFERENCE, seed) == [goal.points for goal in PART.goals]
-
-
-@pytest.mark.parametrize("seed", (1, 103))
-def test_the_starter_gets_none_for_goals(seed):
+def test_the_starter_gets_none_for_goals(seed=103):
+    """That the reference gets all points is in test_assignments.py."""
     assert points(STARTER, seed) == [0] * len(PART.goals)

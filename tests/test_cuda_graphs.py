@@ -257,8 +257,8 @@ def test_serving_launches_nothing_that_is_not_warm(path, monkeypatch):
     llm.runner.graphs = graphs
     warm, launched_now = set(launched), launched
     launched_now.clear()
-    prompts = [[i] * (9 * i + 1) for i in range(12)]
-    params = [SamplingParams(n=1 + i % 2, seed=i, max_tokens=3 + 5 * (i % 4)) for i in range(12)]
+    prompts = [[i] * (18 * i + 1) for i in range(6)]
+    params = [SamplingParams(n=1 + i % 2, seed=i, max_tokens=2 + 3 * (i % 3)) for i in range(6)]
     llm.generate(prompts, params, use_tqdm=False)
     assert launched_now and launched_now <= warm, launched_now - warm
     assert len({constants for name, constants in warm if name == "attention_kernel"}) >= 4
