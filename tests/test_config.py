@@ -170,5 +170,5 @@ def test_the_interpreter_computes_nothing_in_bfloat16(monkeypatch):
     monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: True)
     config = Config(model="Qwen/Qwen3-0.6B", attention_backend="triton")
     assert choose_dtype(config, SimpleNamespace(dtype=torch.bfloat16), torch.device("cpu")) == torch.float32
-    with pytest.raises(ValueError, match="dtype='bfloat16' is not allowed: it must be float32 or float16 here"):
+    with pytest.raises(ValueError, match="dtype='bfloat16' is not allowed: it must be float32 or float16: "):
         LLM(device="cpu", attention_backend="triton", dtype="bfloat16")
