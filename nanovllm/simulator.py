@@ -128,6 +128,9 @@ class Machine:
 
 
 MACHINES = {name: Machine(hardware) for name, hardware in HARDWARE.items()}
+# one thread with the embedded model in float32, fitted to 1,580 steps: tutorials/results/simulator_error.json
+XEON = Hardware("Intel Xeon, one thread", 2.34e9, 70.7e9, 24e9)
+MACHINES["cpu"] = Machine(XEON, 1.0, 1.0, 2.5e-3, 6.3e-5, 4e9)
 
 
 def model_config(model: str) -> dict[str, Any]:

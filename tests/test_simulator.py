@@ -170,7 +170,7 @@ def test_blocks_fill_the_memory():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"hardware": "h1000"}, "hardware='h1000' is not allowed: it must be one of h100, h200, a100, rtx4090"),
+        ({"hardware": "h1000"}, "hardware='h1000' is not allowed: it must be one of h100, h200, a100, rtx4090, cpu"),
         (
             {"config": Config(model="no/such")},
             "model='no/such' is not allowed: it must be a directory or one of qwen3-0.6b",
@@ -193,9 +193,10 @@ def test_what_cannot_run(arguments, message):
         simulate(**{"jobs": [job()], "config": Config(**SMALL)} | arguments)
 
 
-def test_embedded_model():
-    run = simulate([job(prompt=100)], Config(model=EMBEDDED_MODEL, dtype="float32"), "a100")
-    assert run.num_computed_tokens == 102
+@pytest.mark.parametrize("hardware", ["a100", "cpu"])
+def test_embedded_model(hardware):
+    run = simulate([job(prompt=100)], Config(model=EMBEDDED_MODEL, dtype="float32"), hardware)
+    assert run.num_computed_tokens == 102 and run.seconds > 0.003
 
 
 # --- schedulers that are wrong in the long run; what one step can show is in test_faults.py ---
