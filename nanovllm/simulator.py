@@ -10,7 +10,7 @@ import json
 import math
 from array import array
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import heapify, heappop, heappush
@@ -117,14 +117,23 @@ class Machine:
     host_bytes_per_second: float = 25e9  # to the host's memory and back: PCIe 4.0 with 16 lanes
 
     def seconds(self, shape: Shape, schedule: Schedule, block_size: int) -> float:
-        items = [(num_tokens, seq.num_computed_tokens + num_tokens) for seq, num_tokens in schedule.items]
+        items = items_of(schedule)
         work = work_of(shape, items, len(schedule.sampled_items))
-        swapped = (len(schedule.swaps_out) + len(schedule.swaps_in)) * block_size * shape.kv_bytes
         copied = 2 * len(schedule.copies) * block_size * shape.kv_bytes
         reading = (work.bytes + copied) / (self.hardware.bytes_per_second * self.bandwidth_share)
         computing = work.flops / (self.hardware.flops_per_second * self.flops_share)
         overhead = self.seconds_per_step + self.seconds_per_sequence * len(items)
-        return max(reading, computing) + overhead + swapped / self.host_bytes_per_second
+        return max(reading, computing) + overhead + self.swap_seconds(shape, schedule, block_size)
+
+    def swap_seconds(self, shape: Shape, schedule: Schedule, block_size: int) -> float:
+        num_swaps = len(schedule.swaps_out) + len(schedule.swaps_in)
+        return num_swaps * block_size * shape.kv_bytes / self.host_bytes_per_second
+
+
+def items_of(schedule: Schedule) -> list[tuple[int, int]]:
+    """Of each sequence: tokens to compute, and tokens in its context afterwards, as in `roofline.Step`. To be called
+    before the step has run."""
+    return [(num_tokens, seq.num_computed_tokens + num_tokens) for seq, num_tokens in schedule.items]
 
 
 MACHINES = {name: Machine(hardware) for name, hardware in HARDWARE.items()}
@@ -178,6 +187,31 @@ def check_job(index: int, job: Job, max_model_len: int) -> None:
             raise ValueError(f"job {index}: {name}={shown(getattr(job, name))} is not allowed: it must be {allowed}")
 
 
+class Arrivals:
+    """Which job comes when. Those that follow another one come some time after its end."""
+
+    def __init__(self, jobs: Sequence[Job]):
+        self.jobs = jobs
+        self.coming = [(job.time, i) for i, job in enumerate(jobs) if job.after is None]  # a heap
+        heapify(self.coming)
+        self.followers: dict[int, list[int]] = {}
+        for i, job in enumerate(jobs):
+            if job.after is not None:
+                self.followers.setdefault(job.after, []).append(i)
+
+    def until(self, now: float) -> Iterator[tuple[float, int]]:
+        """Takes those that have come: (time, index of the job)."""
+        while self.coming and self.coming[0][0] <= now:
+            yield heappop(self.coming)
+
+    def follow(self, index: int, now: float) -> list[int]:
+        """A job has ended: its followers, which come later."""
+        followers = self.followers.get(index, [])
+        for follower in followers:
+            heappush(self.coming, (now + self.jobs[follower].time, follower))
+        return followers
+
+
 class Simulation:
     """One run of `simulate`."""
 
@@ -195,16 +229,11 @@ class Simulation:
         self.scheduler = scheduler_cls(limits, self.manager)
         self.scheduler.clock = lambda: self.now
         self.max_idle_steps, self.idle_steps = limits.max_model_len, 0  # no prompt needs more, at a token per step
-        self.jobs, self.result = jobs, Run([Served(job) for job in jobs])
+        self.arrivals, self.result = Arrivals(jobs), Run([Served(job) for job in jobs])
         self.unfinished: dict[Request, Served] = {}
         self.arrived = count()
-        self.arrivals = [(job.time, i) for i, job in enumerate(jobs) if job.after is None]
-        heapify(self.arrivals)
-        self.followers: dict[int, list[int]] = {}
         for i, job in enumerate(jobs):
             check_job(i, job, limits.max_model_len)
-            if job.after is not None:
-                self.followers.setdefault(job.after, []).append(i)
 
     def _num_blocks_that_fit(self, config: Config) -> int:
         """Leaves out activations, which no cost model knows."""
@@ -216,11 +245,11 @@ class Simulation:
         return num_blocks
 
     def run(self, keep_steps: bool) -> Run:
-        while self.arrivals or self.unfinished:
+        while self.arrivals.coming or self.unfinished:
             if not self.unfinished:
-                self.now = max(self.now, self.arrivals[0][0])
-            while self.arrivals and self.arrivals[0][0] <= self.now:
-                self._add(*heappop(self.arrivals))
+                self.now = max(self.now, self.arrivals.coming[0][0])
+            for time, index in self.arrivals.until(self.now):
+                self._add(time, index)
             try:
                 self._step(keep_steps)
             except ScheduleError as error:
@@ -250,9 +279,7 @@ class Simulation:
         schedule = scheduler.schedule()
         sampled = schedule.sampled_items
         if self.check or not schedule.items:
-            check_schedule(schedule, scheduler, [request.request_id for request in self.unfinished], moves)
-            has_changed = before != scheduler.running or len(self.manager.blocks) < 1000  # otherwise it takes long
-            check_queues(scheduler, self.unfinished, with_blocks=has_changed)
+            check_step(schedule, scheduler, self.unfinished, before, moves)
         self.idle_steps = 0 if sampled else self.idle_steps + 1
         if self.idle_steps > self.max_idle_steps:
             raise ScheduleError(scheduler, "schedule", f"nobody has got a token for {self.idle_steps} steps")
@@ -283,22 +310,26 @@ class Simulation:
     def _end(self, request: Request) -> None:
         served = self.unfinished.pop(request)
         served.num_cached_tokens = request.num_cached_tokens or 0
-        for follower in self.followers.get(int(request.request_id), ()):
-            heappush(self.arrivals, (self.now + self.jobs[follower].time, follower))
+        self.arrivals.follow(int(request.request_id), self.now)
 
 
 # --- second reading: what can go wrong in the long run ---
 
 
-def check_queues(scheduler: Scheduler, requests: Collection[Request], with_blocks: bool) -> None:
-    """Raises ScheduleError unless each unfinished request is queued once, and each block is free or in use."""
+def check_step(
+    schedule: Schedule, scheduler: Scheduler, requests: Collection[Request], running: list[Request], moves: int
+) -> None:
+    """Raises ScheduleError unless the step can be run, each unfinished request is queued once, and each block is free
+    or in use. Before it was planned, these were `running`, and the block manager had asked for so many moves."""
+    check_schedule(schedule, scheduler, [request.request_id for request in requests], moves)
+    manager = scheduler.block_manager
     queued, wrong = Counter(scheduler.unfinished()), partial(ScheduleError, scheduler, "schedule")
     for request in queued.keys() | requests:
         state = "has not ended" if request in requests else "has ended"
         if queued[request] != (request in requests):
             raise wrong(f"{request} {state}, but is {queued[request]} times in waiting and running")
     try:
-        if with_blocks:
-            check_blocks(scheduler.block_manager, [seq for request in requests for seq in request.unfinished])
+        if running != scheduler.running or len(manager.blocks) < 1000:  # otherwise it takes long
+            check_blocks(manager, [seq for request in requests for seq in request.unfinished])
     except AssertionError as error:
         raise wrong(str(error)) from None

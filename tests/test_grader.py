@@ -203,7 +203,7 @@ class MyScheduler(Scheduler):
 PATCHED_CHECKS = """
 import sys
 player = sys.modules["tutorials.assignments.player"]
-player.check_schedule = player.check_queues = lambda *args, **kwargs: None
+player.check_step = lambda *args, **kwargs: None
 """
 MORE_BLOCKS = (
     PATCHED_CHECKS

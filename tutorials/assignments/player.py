@@ -19,9 +19,9 @@ from typing import Any
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import Limits
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.scheduler import Schedule, ScheduleError, Scheduler, check_schedule
+from nanovllm.scheduler import Schedule, ScheduleError, Scheduler
 from nanovllm.sequence import Request
-from nanovllm.simulator import STOP, check_queues
+from nanovllm.simulator import STOP, check_step
 
 
 class Logged:
@@ -81,9 +81,7 @@ class Player:
             self.requests[request_id] = request
         moves, before, scheduler.events = self.manager.num_moves, [*scheduler.running], []
         self.schedule = scheduler.schedule()
-        check_schedule(self.schedule, scheduler, self.requests.keys(), moves)
-        with_blocks = before != scheduler.running or len(self.manager.blocks) < 1000  # otherwise it takes long
-        check_queues(scheduler, self.requests.values(), with_blocks)
+        check_step(self.schedule, scheduler, self.requests.values(), before, moves)
         return {"events": scheduler.events}
 
 

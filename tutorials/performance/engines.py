@@ -88,8 +88,9 @@ class Nanovllm(Loop):
 
     def timed_run(self, schedule):
         from nanovllm.roofline import Step
+        from nanovllm.simulator import items_of
 
-        items, self.model_began = [(n, seq.num_computed_tokens + n) for seq, n in schedule.items], None
+        items, self.model_began = items_of(schedule), None
         result = self.run_model(schedule)
         if not schedule.sampled and self.llm.runner.device.type == "cuda":  # else the tokens are here: it is done
             import torch

@@ -37,7 +37,7 @@ from nanovllm.config import EMBEDDED_MODEL, Config
 from nanovllm.roofline import Hardware, Shape, Step, shape_of, work_of
 from nanovllm.scheduler import Schedule, Scheduler
 from nanovllm.sequence import Request
-from nanovllm.simulator import Job, Machine, Run, model_config, simulate
+from nanovllm.simulator import Job, Machine, Run, items_of, model_config, simulate
 from tutorials.performance.machine import device_name, environment, installed, seconds_of
 from tutorials.performance.report import write_json
 from tutorials.simulation.metrics import distribution, tpot, ttft
@@ -85,10 +85,8 @@ class Calibrated(Machine):
     costs: tuple[float, ...] = (0.0,) * len(TERMS)  # seconds per unit of each of `TERMS`
 
     def seconds(self, shape: Shape, schedule: Schedule, block_size: int) -> float:
-        items = [(n, seq.num_computed_tokens + n) for seq, n in schedule.items]
-        block_bytes, num_swaps = block_size * shape.kv_bytes, len(schedule.swaps_out) + len(schedule.swaps_in)
-        parts = zip(self.costs, amounts(shape, items, len(schedule.sampled_items)))
-        return sum(cost * amount for cost, amount in parts) + num_swaps * block_bytes / self.host_bytes_per_second
+        parts = zip(self.costs, amounts(shape, items_of(schedule), len(schedule.sampled_items)))
+        return sum(cost * amount for cost, amount in parts) + self.swap_seconds(shape, schedule, block_size)
 
 
 def fit(rows: list[list[float]], seconds: list[float]) -> tuple[float, ...]:

@@ -13,14 +13,13 @@ import json
 import random
 import time
 from collections.abc import Callable, Sequence
-from heapq import heapify, heappop, heappush
 from pathlib import Path
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.roofline import Hardware, Shape, Step
 from nanovllm.scheduler import Schedule
 from nanovllm.sequence import Request
-from nanovllm.simulator import Job, Machine, Run, Runs, Served
+from nanovllm.simulator import Arrivals, Job, Machine, Run, Runs, Served, items_of
 
 
 def token_ids(runs: Runs, vocab_size: int) -> list[int]:
@@ -60,21 +59,16 @@ class Recorder:
         self.run, self.steps = Run([Served(job) for job in jobs]), list[Step]()
         self.prompts = [token_ids(job.prompt, llm.runner.vocab_size) for job in jobs]
         self.plan, self.preempt_it, self.before = self.scheduler.schedule, self.scheduler.preempt, counters(llm)
-        self.arrivals = [(job.time, i) for i, job in enumerate(jobs) if job.after is None]
-        heapify(self.arrivals)
-        self.followers: dict[int, list[int]] = {}
-        for i, job in enumerate(jobs):
-            if job.after is not None:
-                self.followers.setdefault(job.after, []).append(i)
+        self.arrivals = Arrivals(jobs)
 
     def play(self, clock: Callable[[], float], sleep: Callable[[float], None]) -> None:
         start, now = clock(), 0.0
-        while self.arrivals or self.llm.has_unfinished():
+        while self.arrivals.coming or self.llm.has_unfinished():
             if not self.llm.has_unfinished():
-                now = max(now, self.arrivals[0][0])
+                now = max(now, self.arrivals.coming[0][0])
                 sleep(max(0.0, start + now - clock()))
-            while self.arrivals and self.arrivals[0][0] <= now:
-                self.add(*heappop(self.arrivals))
+            for when, index in self.arrivals.until(now):
+                self.add(when, index)
             self.llm.step()
             seconds = clock() - start - now
             now += seconds
@@ -88,7 +82,7 @@ class Recorder:
     def schedule(self) -> Schedule:
         """Between the planning of a step and its run."""
         self.current = schedule = self.plan()
-        self.items = [(n, seq.num_computed_tokens + n) for seq, n in schedule.items]
+        self.items = items_of(schedule)
         self.num_used_blocks = self.llm.block_manager.num_used_blocks
         return schedule
 
@@ -107,9 +101,8 @@ class Recorder:
             served.token_times.append(now)
             if seq.finish_reason is not None:
                 served.num_cached_tokens = seq.request.num_cached_tokens or 0
-                for follower in self.followers.get(index, ()):
+                for follower in self.arrivals.follow(index, now):
                     self.continue_with(follower, seq.token_ids)
-                    heappush(self.arrivals, (now + self.jobs[follower].time, follower))
 
     def continue_with(self, index: int, conversation: list[int]) -> None:
         """The prompt of the next turn begins with what was really said, if the job wants it to."""
@@ -147,7 +140,7 @@ class Recording(Machine):
 
     def seconds(self, shape: Shape, schedule: Schedule, block_size: int) -> float:
         k, self.num_replayed = self.num_replayed, self.num_replayed + 1
-        planned = [(n, seq.num_computed_tokens + n) for seq, n in schedule.items], len(schedule.sampled_items)
+        planned = items_of(schedule), len(schedule.sampled_items)
         if k >= len(self.steps):
             raise ValueError(
                 f"step {k} was not recorded, the recording has {len(self.steps)} steps: {describe(*planned)}"
