@@ -15,7 +15,7 @@ from nanovllm.scheduler import ScheduleError, Scheduler
 from nanovllm.simulator import Run, simulate
 from tutorials.assignments.public import PROMPTS, SCARCE, answers_of, new_params
 from tutorials.assignments.referee import Broken, Process, referee_for
-from tutorials.assignments.task import NAMES, PUBLIC_SEEDS, Goal, Part, Task, load_task
+from tutorials.assignments.task import NAMES, PUBLIC_SEEDS, Goal, Part, Task, load_task, serve_by_fcfs
 
 
 @dataclass
@@ -133,13 +133,12 @@ class Grader:
 
     def _simulate(self, part: Part, seed: int) -> tuple[Run, Run]:
         """The student's run and that of FCFS."""
-        jobs = part.workload(seed)
-        baseline = simulate(jobs, part.config, part.hardware)
+        baseline = serve_by_fcfs(part, seed)
         max_steps = 20 * baseline.num_steps + 10_000
         with self._process() as process:
             try:
                 referee = referee_for(process, part.scheduler, part.block_manager, max_steps)
-                return simulate(jobs, part.config, part.hardware, referee, check=True), baseline
+                return simulate(part.workload(seed), part.config, part.hardware, referee, check=True), baseline
             finally:
                 self.report.printed = process.output()
 

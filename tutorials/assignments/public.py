@@ -13,11 +13,10 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
-from nanovllm.config import Config
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import Scheduler
-from nanovllm.simulator import Run, simulate
-from tutorials.assignments.task import PUBLIC_SEEDS, Part, load_task
+from nanovllm.simulator import Run
+from tutorials.assignments.task import PUBLIC_SEEDS, Part, load_task, serve, serve_by_fcfs
 from tutorials.simulation.metrics import summary, table
 
 
@@ -38,8 +37,7 @@ def load(path: Path) -> ModuleType:
 def check_rules(part: Part, module: ModuleType, seed: int) -> Run:
     """Serves the workload, and checks each step. Raises ScheduleError, or AssertionError if tokens are missing."""
     manager_cls = part.block_manager and getattr(module, part.block_manager)
-    config = Config(**vars(part.config) | {"block_manager_cls": manager_cls})
-    run = simulate(part.workload(seed), config, part.hardware, getattr(module, part.scheduler), check=True)
+    run = serve(part, getattr(module, part.scheduler), seed, manager_cls)
     for i, served in enumerate(run.requests):
         got, wanted = len(served.token_times), served.job.num_outputs
         assert got == wanted, f"request {i} has got {got} of {wanted} tokens"
@@ -84,7 +82,7 @@ def new_params(i: int) -> SamplingParams:
 
 def compare(part: Part, module: ModuleType, seed: int) -> str:
     """What FCFS and the student's scheduler reach, and the value of each goal."""
-    baseline, run = simulate(part.workload(seed), part.config, part.hardware), check_rules(part, module, seed)
+    baseline, run = serve_by_fcfs(part, seed), check_rules(part, module, seed)
     lines = [f"{part.name}, seed {seed}", table({"FCFS": summary(baseline), part.scheduler: summary(run)}), ""]
     for goal in part.goals:
         value = goal.measure(run, baseline)

@@ -7,7 +7,7 @@ print(measure(part, MyScheduler, seed=1))
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from statistics import mean
 
@@ -15,6 +15,7 @@ from nanovllm.block_manager import BlockManager
 from nanovllm.config import Config
 from nanovllm.scheduler import Scheduler
 from nanovllm.simulator import Job, Machine, Run, simulate
+from tutorials.simulation.metrics import latency
 
 NAMES = ("a0", "a1", "a2", "a3", "a4", "a5", "a6", "a7")
 PUBLIC_SEEDS = (1, 2, 3)
@@ -76,15 +77,20 @@ def measure(
     part: Part, scheduler_cls: type[Scheduler], seed: int, manager_cls: type[BlockManager] | None = None
 ) -> dict[str, float]:
     """The value of each goal, for a scheduler in this process. Raises ScheduleError if it breaks a rule."""
-    jobs = part.workload(seed)
-    baseline = simulate(jobs, part.config, part.hardware)
-    config = part.config
-    if manager_cls is not None:
-        config = Config(**vars(part.config) | {"block_manager_cls": manager_cls})
-    run = simulate(jobs, config, part.hardware, scheduler_cls, check=True)
+    run, baseline = serve(part, scheduler_cls, seed, manager_cls), serve_by_fcfs(part, seed)
     return {goal.name: goal.measure(run, baseline) for goal in part.goals}
 
 
+def serve(part: Part, scheduler_cls: type[Scheduler], seed: int, manager_cls: type[BlockManager] | None = None) -> Run:
+    """Each step is checked."""
+    config = replace(part.config, block_manager_cls=manager_cls)
+    return simulate(part.workload(seed), config, part.hardware, scheduler_cls, check=True)
+
+
+def serve_by_fcfs(part: Part, seed: int) -> Run:
+    return simulate(part.workload(seed), part.config, part.hardware)
+
+
 def mean_latency(run: Run) -> float:
-    """Seconds from arrival to the last token."""
-    return mean(served.token_times[-1] - served.arrival for served in run.requests)
+    """Seconds from arrival to the last token, of a run in which all requests are finished."""
+    return mean(map(latency, run.requests))

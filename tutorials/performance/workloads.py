@@ -29,8 +29,9 @@ def random_requests(count: int, low: int, high: int, seed: int, vocab_size: int,
     return [Request(*request) for request in zip(prompts, lengths, arrivals)]
 
 
-def read_trace(path: Path, count: int | None, rate: float) -> list[tuple[int, int, float]]:
-    """(tokens in, tokens out, arrival in seconds) of the first requests; intervals are scaled to `rate` per second.
+def read_trace(path: Path, count: int | None, rate: float | None) -> list[tuple[int, int, float]]:
+    """(tokens in, tokens out, arrival in seconds) of the first requests; intervals are scaled to `rate` per second, or kept
+    if it is None.
 
     Raises ValueError for a file that is no trace, or too short.
     """
@@ -44,7 +45,7 @@ def read_trace(path: Path, count: int | None, rate: float) -> list[tuple[int, in
     if len(rows) < (count or 1):
         raise ValueError(f"{path} has {len(rows)} requests, not {count or 'any'}")
     seconds = [(t - times[0]).total_seconds() for t in times]
-    scale = (len(rows) - 1) / rate / (seconds[-1] or 1)
+    scale = 1.0 if rate is None else (len(rows) - 1) / rate / (seconds[-1] or 1)
     return [(max(1, n_in), max(1, n_out), t * scale) for (n_in, n_out), t in zip(lengths, seconds)]
 
 

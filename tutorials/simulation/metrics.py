@@ -56,6 +56,11 @@ def distribution(values: Iterable[float | None]) -> dict[str, float | None]:
     return {"mean": mean, **{f"p{q}": percentile(present, q) for q in (50, 90, 99)}, "max": percentile(present, 100)}
 
 
+def between_tokens(requests: Iterable[Served]) -> Iterator[float]:
+    """Seconds between a token and the next one of the same answer."""
+    return chain.from_iterable((b - a for a, b in pairwise(request.token_times)) for request in requests)
+
+
 def ratio(part: float, whole: float) -> float | None:
     return part / whole if whole else None
 
@@ -143,6 +148,13 @@ def service_gap(a: list[Served], b: list[Served], end: float) -> int | None:
     return max(gaps, default=None)
 
 
+def largest_service_gap(run: Run) -> int | None:
+    """The largest one of any two tenants."""
+    pairs = combinations(by_tenant(run.requests).values(), 2)
+    gaps = [service_gap(a, b, run.seconds) for a, b in pairs]
+    return max((gap for gap in gaps if gap is not None), default=None)
+
+
 def by_tenant(requests: list[Served]) -> dict[str, list[Served]]:
     """Requests without extra_args["tenant"] are left out."""
     tenants: dict[str, list[Served]] = {}
@@ -177,12 +189,10 @@ def summary(run: Run, slo: tuple[float, float] | None = None) -> dict:
     if slo is not None and not (isinstance(slo, tuple | list) and len(slo) == 2 and all(is_number(x, 0) for x in slo)):
         raise ValueError(f"slo={shown(slo)} is not allowed: it must be None or (TTFT, TPOT) in seconds")
     requests, finished = run.requests, [request for request in run.requests if is_finished(request)]
-    gaps = chain.from_iterable((b - a for a, b in pairwise(request.token_times)) for request in requests)
     good = None if slo is None else sum(meets(request, slo) for request in requests)
     with_deadline = [request for request in requests if "deadline" in request.job.extra_args]
     tenants = by_tenant(requests)
     rates = {name: service_rate(members, run.seconds) for name, members in tenants.items()}
-    pairs = [service_gap(a, b, run.seconds) for a, b in combinations(tenants.values(), 2)]
     return {
         "requests": len(requests),
         "unfinished": len(requests) - len(finished),
@@ -190,7 +200,7 @@ def summary(run: Run, slo: tuple[float, float] | None = None) -> dict:
         "steps": run.num_steps,
         "ttft": distribution(map(ttft, requests)),
         "tpot": distribution(map(tpot, requests)),
-        "between_tokens": distribution(gaps),
+        "between_tokens": distribution(between_tokens(requests)),
         "latency": distribution(map(latency, requests)),
         "normalized_latency": distribution(map(normalized_latency, requests)),
         "requests_per_second": ratio(len(finished), run.seconds),
@@ -202,7 +212,7 @@ def summary(run: Run, slo: tuple[float, float] | None = None) -> dict:
         "service_per_second": rates,
         "jain_tenants": jain(rates.values()),
         "jain_requests": jain(1 / x for x in map(normalized_latency, finished) if x),
-        "service_gap": max((gap for gap in pairs if gap is not None), default=None),
+        "service_gap": largest_service_gap(run),
         "busy_share": ratio(run.busy_seconds, run.seconds),
         "kv_use": run.kv_use,
         "prefix_hit_rate": ratio(run.num_cached_tokens, run.num_prompt_tokens),

@@ -8,12 +8,10 @@ Arrivals and lengths are iterators without end. A workload takes from them what 
 on `seed`. Nothing is shared by accident: each prompt and each answer has a token id of its own.
 """
 
-import csv
 import itertools
 import math
 import random
 from collections.abc import Iterable, Iterator, Mapping
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -147,17 +145,8 @@ def azure(path: str | Path, count: int | None = None, rate: float | None = None)
     """
     require("count", count, count is None or is_int(count, 1), "a positive integer or None")
     require("rate", rate, rate is None or (is_number(rate, 0) and rate != 0), "a positive number or None")
-    rows = read_trace(Path(path), count, rate or 1.0)
-    scale = 1.0 if rate else recorded_gap(Path(path), len(rows))
-    return workload([time * scale for *_, time in rows], [row[:2] for row in rows], len(rows))
-
-
-def recorded_gap(path: Path, count: int) -> float:
-    """Mean seconds between the first requests of a trace."""
-    with path.open(newline="") as file:
-        stamps = [row["TIMESTAMP"][:26] for row in itertools.islice(csv.DictReader(file), count)]
-    seconds = (datetime.fromisoformat(stamps[-1]) - datetime.fromisoformat(stamps[0])).total_seconds()
-    return seconds / max(1, count - 1)
+    rows = read_trace(Path(path), count, rate)
+    return workload([time for *_, time in rows], [row[:2] for row in rows], len(rows))
 
 
 def multi_turn(

@@ -6,24 +6,18 @@ Run: SOLUTION=my_scheduler.py pytest tutorials/assignments/a1
 from itertools import repeat
 from pathlib import Path
 
-import pytest
-
 from nanovllm.simulator import simulate
-from tutorials.assignments.public import check_answers, check_rules, solution
-from tutorials.assignments.task import PUBLIC_SEEDS, load_task
+from tutorials.assignments.public import solution
+from tutorials.assignments.public_tests import PublicTests
+from tutorials.assignments.task import load_task
 from tutorials.simulation.workloads import fixed, labelled, merged, poisson, workload
 
 PART = load_task("a1").parts[0]
 MODULE = solution(Path(__file__).with_name("starter.py"))
 
 
-@pytest.mark.parametrize("seed", PUBLIC_SEEDS)
-def test_every_request_is_answered_and_every_step_keeps_the_rules(seed):
-    check_rules(PART, MODULE, seed)
-
-
-def test_the_real_engine_gives_the_same_answers():
-    check_answers(MODULE)
+class TestRules(PublicTests):
+    part, module = PART, MODULE
 
 
 def test_a_long_request_starts_while_short_ones_keep_coming():

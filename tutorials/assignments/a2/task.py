@@ -1,13 +1,12 @@
 """Assignment 2: stall-free batching. What is served, and what is measured."""
 
-from itertools import chain, pairwise
 from statistics import mean
 
 from nanovllm.config import Config
 from nanovllm.simulator import Job, Run
 from tutorials.assignments.task import Goal, Part, Task
 from tutorials.performance.report import percentile
-from tutorials.simulation.metrics import ttft
+from tutorials.simulation.metrics import between_tokens, ttft
 from tutorials.simulation.workloads import gamma, lognormal, workload
 
 
@@ -18,8 +17,7 @@ def questions_and_documents(seed: int) -> list[Job]:
 
 
 def gaps(run: Run) -> list[float]:
-    """Seconds between a token and the next one of the same answer."""
-    return sorted(chain.from_iterable((b - a for a, b in pairwise(served.token_times)) for served in run.requests))
+    return sorted(between_tokens(run.requests))
 
 
 def ttft_share(run: Run, baseline: Run) -> float:

@@ -1,11 +1,9 @@
 """Assignment 3: fairness between tenants. What is served, and what is measured."""
 
-from itertools import combinations
-
 from nanovllm.config import Config
 from nanovllm.simulator import Job, Run
 from tutorials.assignments.task import Goal, Part, Task
-from tutorials.simulation import metrics
+from tutorials.simulation.metrics import largest_service_gap
 from tutorials.simulation.workloads import labelled, lognormal, merged, poisson, workload
 
 SLOWER = 1.2  # seconds of the run / those of FCFS: what earns nothing
@@ -28,14 +26,8 @@ def three_tenants(seed: int) -> list[Job]:
     )
 
 
-def service_gap(run: Run) -> float:
-    """The largest one of any two tenants, in thousands of tokens; an output token counts twice."""
-    tenants = metrics.by_tenant(run.requests).values()
-    return max(metrics.service_gap(a, b, run.seconds) for a, b in combinations(tenants, 2)) / 1e3
-
-
 def gap_share(run: Run, baseline: Run) -> float:
-    return service_gap(run) / service_gap(baseline)
+    return largest_service_gap(run) / largest_service_gap(baseline)
 
 
 def duration_share(run: Run, baseline: Run) -> float:

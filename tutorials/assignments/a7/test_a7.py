@@ -5,12 +5,11 @@ Run: SOLUTION=my_scheduler.py pytest tutorials/assignments/a7
 
 from pathlib import Path
 
-import pytest
-
 from nanovllm.simulator import simulate
 from tutorials.assignments.a7.task import SLO
-from tutorials.assignments.public import check_answers, check_rules, solution
-from tutorials.assignments.task import PUBLIC_SEEDS, load_task
+from tutorials.assignments.public import solution
+from tutorials.assignments.public_tests import PublicTests
+from tutorials.assignments.task import load_task
 from tutorials.simulation.metrics import meets
 from tutorials.simulation.workloads import labelled, poisson, predicted, sharegpt, workload
 
@@ -18,13 +17,8 @@ PART = load_task("a7").parts[0]
 MODULE = solution(Path(__file__).with_name("starter.py"))
 
 
-@pytest.mark.parametrize("seed", PUBLIC_SEEDS)
-def test_every_request_is_answered_and_every_step_keeps_the_rules(seed):
-    check_rules(PART, MODULE, seed)
-
-
-def test_the_real_engine_gives_the_same_answers():
-    check_answers(MODULE)
+class TestRules(PublicTests):
+    part, module = PART, MODULE
 
 
 def test_under_a_light_load_all_meet_the_slo():

@@ -1,0 +1,22 @@
+"""The tests that the public tests of the assignments share. Apart from public.py, because the grader needs no pytest."""
+
+from types import ModuleType
+
+import pytest
+
+from tutorials.assignments.public import check_answers, check_rules
+from tutorials.assignments.task import PUBLIC_SEEDS, Part
+
+
+class PublicTests:
+    """A test file derives a class from it, and says what is tested."""
+
+    part: Part
+    module: ModuleType  # the student's file
+
+    @pytest.mark.parametrize("seed", PUBLIC_SEEDS)
+    def test_every_request_is_answered_and_every_step_keeps_the_rules(self, seed):
+        check_rules(self.part, self.module, seed)
+
+    def test_the_real_engine_gives_the_same_answers(self):
+        check_answers(self.module)
