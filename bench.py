@@ -77,19 +77,47 @@ def parser() -> argparse.ArgumentParser:
         lambda p: p[0] in ENGINES and p[1] is not None,
         f"ENGINE=INTERPRETER, a program that exists and one of {', '.join(ENGINES)}",
     )
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     things = ["engine", "attention", "preemption", "threads", "host"]
     add("what", nargs="?", choices=things, default="engine", help="default: engine")
     add("--model", help="hub id or directory; default: the embedded model")
     add("--random-weights", choices=SHAPES, help="a model of this shape, written once")
-    add("--weights-dir", type=Path, default=Path("~/.cache/nanovllm"), help="where such models are kept")
+    add(
+        "--weights-dir",
+        type=Path,
+        default=Path("~/.cache/nanovllm"),
+        help="where such models are kept",
+    )
     add("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
-    add("--max-model-len", type=positive, help="longer requests are cut; default: what the model was made for")
-    add("--option", type=option, action="append", default=[], metavar="NAME=VALUE", help="a field of our Config")
+    add(
+        "--max-model-len",
+        type=positive,
+        help="longer requests are cut; default: what the model was made for",
+    )
+    add(
+        "--option",
+        type=option,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a field of our Config",
+    )
     add("--workload", choices=["random", "nano-vllm"], help="default: random")
-    add("--trace", type=Path, metavar="CSV", help="with columns TIMESTAMP,ContextTokens,GeneratedTokens")
-    add("--rate", type=rate, default=math.inf, help="requests per second on average; default: inf, all at the start")
+    add(
+        "--trace",
+        type=Path,
+        metavar="CSV",
+        help="with columns TIMESTAMP,ContextTokens,GeneratedTokens",
+    )
+    add(
+        "--rate",
+        type=rate,
+        default=math.inf,
+        help="requests per second on average; default: inf, all at the start",
+    )
     add("--requests", type=positive, help="how many; of a trace, the first ones")
     add("--tokens", type=positive, nargs=2, metavar=("MIN", "MAX"), help="in and out")
     add("--temperature", type=temperature, help="default: the workload's")
@@ -97,7 +125,14 @@ def parser() -> argparse.ArgumentParser:
     add("--peer", nargs="+", choices=list(ENGINES)[1:], default=[], help="also run these engines")
     add("--python", type=interpreter, action="append", default=[], metavar="ENGINE=INTERPRETER")
     add("--repeat", type=positive, default=3, help="runs of each engine; the median counts")
-    add("--beside", type=Path, nargs="+", metavar="DIR", default=[], help="host: also measure these checkouts")
+    add(
+        "--beside",
+        type=Path,
+        nargs="+",
+        metavar="DIR",
+        default=[],
+        help="host: also measure these checkouts",
+    )
     add("--json", type=Path, help="write the result here")
     return parser
 
@@ -109,11 +144,15 @@ def check(args) -> None:
     if args.trace and (args.workload or args.tokens):
         raise ValueError("--trace is a workload: --workload and --tokens are not allowed with it")
     if args.tokens and args.tokens[0] > args.tokens[1]:
-        raise ValueError("--tokens {} {} is not allowed: MIN must be at most MAX".format(*args.tokens))
+        raise ValueError(
+            "--tokens {} {} is not allowed: MIN must be at most MAX".format(*args.tokens)
+        )
     able = [name for name, engine in ENGINES.items() if engine.has_arrivals]
     unable = [name for name in args.peer if name not in able]
     if unable and math.isfinite(args.rate):
-        raise ValueError(f"--peer {unable[0]} takes all requests at once: with --rate, only {', '.join(able)} can run")
+        raise ValueError(
+            f"--peer {unable[0]} takes all requests at once: with --rate, only {', '.join(able)} can run"
+        )
     args.workload = "trace" if args.trace else args.workload or "random"
     for name, default in zip(("requests", "tokens", "temperature"), WORKLOADS[args.workload]):
         if getattr(args, name) is None:
@@ -125,10 +164,19 @@ def compare(args) -> dict:
     check(args)
     path = model_directory(args)
     config = json.loads((path / "config.json").read_text())
-    longest, vocab_size = args.max_model_len or config["max_position_embeddings"], config["vocab_size"]
+    longest, vocab_size = (
+        args.max_model_len or config["max_position_embeddings"],
+        config["vocab_size"],
+    )
     wanted = make_requests(args, vocab_size)
     requests = [cut(request, max(2, longest)) for request in wanted]
-    job = dict(model=str(path), dtype=args.dtype, max_model_len=longest, vocab_size=vocab_size, requests=requests)
+    job = dict(
+        model=str(path),
+        dtype=args.dtype,
+        max_model_len=longest,
+        vocab_size=vocab_size,
+        requests=requests,
+    )
     job |= dict(repeat=args.repeat, temperature=args.temperature, options=dict(args.option))
     results: dict[str, dict] = {}
     for name in dict.fromkeys(["nanovllm", *args.peer]):
@@ -156,7 +204,11 @@ def compare(args) -> dict:
         "repeat": args.repeat,
         "cut_requests": sum(a != b for a, b in zip(requests, wanted)),
         "engines": {
-            name: summary(result, output_tokens, ours if args.temperature == 0 and name != "nanovllm" else None)
+            name: summary(
+                result,
+                output_tokens,
+                ours if args.temperature == 0 and name != "nanovllm" else None,
+            )
             for name, result in results.items()
         },
     }
@@ -170,7 +222,9 @@ def main() -> None:
             report = compare(args)
             print(conditions(report), engines_table(report), sep="\n\n")
         else:
-            report = import_module(f"tutorials.performance.{args.what}").measure(args)  # only now: it imports torch
+            report = import_module(f"tutorials.performance.{args.what}").measure(
+                args
+            )  # only now: it imports torch
     except ValueError as error:
         arguments.error(str(error))
     if args.json:

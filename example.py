@@ -29,8 +29,13 @@ QUESTIONS = [
 
 def main():
     llm = LLM(*sys.argv[1:2])
-    exact, free = SamplingParams(temperature=0, max_tokens=256), SamplingParams(temperature=0.6, max_tokens=256, seed=0)
-    params = [free if question in (QUESTIONS[0], QUESTIONS[-1]) else exact for question in QUESTIONS]
+    exact, free = (
+        SamplingParams(temperature=0, max_tokens=256),
+        SamplingParams(temperature=0.6, max_tokens=256, seed=0),
+    )
+    params = [
+        free if question in (QUESTIONS[0], QUESTIONS[-1]) else exact for question in QUESTIONS
+    ]
     outputs = llm.chat([[{"role": "user", "content": question}] for question in QUESTIONS], params)
     for question, output in zip(QUESTIONS, outputs):
         print(f"\n> {question}\n{output.outputs[0].text}")

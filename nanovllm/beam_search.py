@@ -12,7 +12,9 @@ from nanovllm.options import Options, is_int, is_number
 from nanovllm.sampling_params import LARGEST_COUNT, SamplingParams
 from nanovllm.sequence import Request, Sequence
 
-Likeliest = list[tuple[Sequence, dict[int, float]]]  # each beam's most likely next tokens, with their log-probabilities
+Likeliest = list[
+    tuple[Sequence, dict[int, float]]
+]  # each beam's most likely next tokens, with their log-probabilities
 
 
 @dataclass(kw_only=True)
@@ -34,13 +36,17 @@ class BeamSearchParams(Options):
         self.require("max_tokens", is_int(self.max_tokens, 1), "a positive integer")
         self.require("length_penalty", is_number(self.length_penalty, -10, 10), "from -10 to 10")
         is_bool = isinstance(self.early_stopping, bool)
-        self.require("early_stopping", is_bool or self.early_stopping == "never", "True, False or 'never'")
+        self.require(
+            "early_stopping", is_bool or self.early_stopping == "never", "True, False or 'never'"
+        )
         self.require("ignore_eos", isinstance(self.ignore_eos, bool), "True or False")
         self.max_tokens = min(self.max_tokens, LARGEST_COUNT)
 
     def sampling_params(self) -> SamplingParams:
         """The search as sampling parameters, for code that need not know that it is a search."""
-        return SamplingParams(n=self.beam_width, temperature=0, max_tokens=self.max_tokens, ignore_eos=self.ignore_eos)
+        return SamplingParams(
+            n=self.beam_width, temperature=0, max_tokens=self.max_tokens, ignore_eos=self.ignore_eos
+        )
 
 
 @dataclass
@@ -60,8 +66,14 @@ class Beam:
 class BeamSearch:
     """The state of one request's search."""
 
-    def __init__(self, params: BeamSearchParams, stop_token_ids: frozenset[int], max_output_tokens: int):
-        self.params, self.stop_token_ids, self.max_output_tokens = params, stop_token_ids, max_output_tokens
+    def __init__(
+        self, params: BeamSearchParams, stop_token_ids: frozenset[int], max_output_tokens: int
+    ):
+        self.params, self.stop_token_ids, self.max_output_tokens = (
+            params,
+            stop_token_ids,
+            max_output_tokens,
+        )
         self.results: list[Beam] = []  # the best so far, best first
 
     @property
@@ -72,7 +84,9 @@ class BeamSearch:
     def advance(self, candidates: list[Beam]) -> list[Beam]:
         """Takes the most likely next tokens of every running beam; returns the beams that continue, none at the end."""
         width, penalty = self.params.beam_width, self.params.length_penalty
-        candidates = sorted(candidates, key=lambda beam: -beam.cumulative_logprob)[: self.num_candidates]
+        candidates = sorted(candidates, key=lambda beam: -beam.cumulative_logprob)[
+            : self.num_candidates
+        ]
         length = candidates[0].parent.num_output_tokens + 1
         is_last = length >= self.max_output_tokens
         ends = [is_last or beam.token_id in self.stop_token_ids for beam in candidates]
@@ -87,7 +101,10 @@ class BeamSearch:
         """The results of a search that was cut short. Its running sequences count as results, too."""
         beams = [Beam(seq, None, seq.cumulative_logprob) for seq in sequences]
         for beam in beams:
-            beam.score = beam.cumulative_logprob / max(1, beam.parent.num_output_tokens) ** self.params.length_penalty
+            beam.score = (
+                beam.cumulative_logprob
+                / max(1, beam.parent.num_output_tokens) ** self.params.length_penalty
+            )
         return sorted(self.results + beams, key=lambda beam: -beam.score)[: self.params.beam_width]
 
     def _is_decided(self, best: Beam, length: int) -> bool:
@@ -98,7 +115,9 @@ class BeamSearch:
             return True
         if self.params.early_stopping == "never" and self.params.length_penalty > 0:
             length = self.max_output_tokens  # the length that gives the best score
-        return best.cumulative_logprob / length**self.params.length_penalty <= self.results[-1].score
+        return (
+            best.cumulative_logprob / length**self.params.length_penalty <= self.results[-1].score
+        )
 
 
 def take_beams(request: Request, likeliest: Likeliest, block_manager: BlockManager) -> None:
@@ -122,4 +141,7 @@ def take_beams(request: Request, likeliest: Likeliest, block_manager: BlockManag
         children.append(child)
     for seq in request.sequences:
         block_manager.free(seq)
-    request.sequences, request.beam_search = children, search  # in one statement: a Ctrl-C changes both or neither
+    request.sequences, request.beam_search = (
+        children,
+        search,
+    )  # in one statement: a Ctrl-C changes both or neither

@@ -32,17 +32,29 @@ class BlockManager:
     identity can no longer be found.
     """
 
-    num_stranded_blocks = 0  # free blocks that the waiting request cannot use: any block can serve any sequence
+    num_stranded_blocks = (
+        0  # free blocks that the waiting request cannot use: any block can serve any sequence
+    )
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True, num_host_blocks: int = 0):
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        num_host_blocks: int = 0,
+    ):
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.blocks = [Block(i) for i in range(num_blocks)]
-        self.free_blocks = OrderedDict.fromkeys(range(num_blocks))  # an ordered set; the first is reused next
+        self.free_blocks = OrderedDict.fromkeys(
+            range(num_blocks)
+        )  # an ordered set; the first is reused next
         self.findable: dict[tuple[int, tuple[int, ...]], Block] = {}
         self.prefix_ids = count(EMPTY_PREFIX + 1)
         self.unwritten: set[int] = set()  # findable blocks that the step being planned will compute
-        self.num_moves = 0  # blocks that it has asked steps to copy or swap so far, see check_schedule
+        self.num_moves = (
+            0  # blocks that it has asked steps to copy or swap so far, see check_schedule
+        )
         self.free_host_blocks = list(range(num_host_blocks))
         self.host_ref_counts = [0] * num_host_blocks
 
@@ -68,11 +80,16 @@ class BlockManager:
         """Blocks that these sequences lack to compute this many next tokens, copies included."""
         missing, writers = 0, dict[int, int]()
         for seq, num_tokens in items:
-            missing += max(0, self.num_blocks_for(seq.num_computed_tokens + num_tokens) - len(seq.block_table))
+            missing += max(
+                0, self.num_blocks_for(seq.num_computed_tokens + num_tokens) - len(seq.block_table)
+            )
             i = seq.num_computed_tokens // self.block_size
             for block_id in seq.block_table[i : i + 1]:  # the next token goes there
                 writers[block_id] = writers.get(block_id, 0) + 1
-        for block_id, num_writers in writers.items():  # each copies it first, but the last owner needs no copy
+        for (
+            block_id,
+            num_writers,
+        ) in writers.items():  # each copies it first, but the last owner needs no copy
             missing += min(num_writers, self.blocks[block_id].ref_count - 1)
         return missing
 
@@ -89,7 +106,9 @@ class BlockManager:
         if others:
             needed += self.num_blocks_at_fork(request)
         lacking = needed - len(self.free_blocks)
-        return lacking <= 0 or lacking <= sum(block.ref_count > 0 for block in self.find_prefix(first))
+        return lacking <= 0 or lacking <= sum(
+            block.ref_count > 0 for block in self.find_prefix(first)
+        )
 
     def find_prefix(self, seq: Sequence) -> list[Block]:
         """The blocks of the longest prefix of its tokens that can be found; does not take them.
@@ -99,7 +118,9 @@ class BlockManager:
         blocks: list[Block] = []
         prefix_id = EMPTY_PREFIX
         for end in range(self.block_size, len(seq.token_ids), self.block_size):
-            block = self.findable.get((prefix_id, tuple(seq.token_ids[end - self.block_size : end])))
+            block = self.findable.get(
+                (prefix_id, tuple(seq.token_ids[end - self.block_size : end]))
+            )
             if block is None:
                 break
             blocks.append(block)
@@ -111,7 +132,9 @@ class BlockManager:
     def take_prefix(self, seq: Sequence) -> None:
         """Gives a sequence the blocks that `find_prefix` finds beyond those it has, if any."""
         has = len(seq.block_table)
-        assert seq.num_computed_tokens == has * self.block_size, f"{seq} has blocks: is its request queued twice?"
+        assert seq.num_computed_tokens == has * self.block_size, (
+            f"{seq} has blocks: is its request queued twice?"
+        )
         for block in self.find_prefix(seq)[has:]:
             if block.ref_count == 0:
                 del self.free_blocks[block.id]
@@ -135,7 +158,9 @@ class BlockManager:
                 self.num_moves += 1
                 block.ref_count -= 1
             elif block.key is not None:
-                self._evict(block)  # its content will change: it was full when this sequence forked in the middle of it
+                self._evict(
+                    block
+                )  # its content will change: it was full when this sequence forked in the middle of it
         while len(seq.block_table) * self.block_size < seq.num_computed_tokens + num_tokens:
             seq.block_table.append(self._take().id)
         return copies
@@ -153,7 +178,9 @@ class BlockManager:
             tokens = tuple(seq.token_ids[i * self.block_size : (i + 1) * self.block_size])
             key = (seq.prefix_ids[-1] if seq.prefix_ids else EMPTY_PREFIX, tokens)
             block = self.findable.get(key)
-            if block is None:  # otherwise another sequence computed the same prefix, and its block stays the one found
+            if (
+                block is None
+            ):  # otherwise another sequence computed the same prefix, and its block stays the one found
                 block = self.findable[key] = self.blocks[seq.block_table[i]]
                 block.key, block.prefix_id = key, next(self.prefix_ids)
                 if (i + 1) * self.block_size > seq.num_computed_tokens:
@@ -197,10 +224,14 @@ class BlockManager:
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int | None = None) -> None:
         """Lets `child`, which has no blocks yet, share what `parent` has computed, or only its first `num_tokens`
         tokens."""
-        assert not child.block_table and child.num_computed_tokens == 0, f"{child} already has blocks"
+        assert not child.block_table and child.num_computed_tokens == 0, (
+            f"{child} already has blocks"
+        )
         num_tokens = parent.num_computed_tokens if num_tokens is None else num_tokens
         last = parent.block_table[num_tokens // self.block_size :][:1]
-        if self.unwritten.intersection(last):  # part of a block cannot be copied before the step that writes it
+        if self.unwritten.intersection(
+            last
+        ):  # part of a block cannot be copied before the step that writes it
             num_tokens -= num_tokens % self.block_size
         child.num_computed_tokens = num_tokens
         child.block_table = parent.block_table[: self.num_blocks_for(num_tokens)]

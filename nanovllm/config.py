@@ -66,20 +66,43 @@ class Config(Options):
         is_name = isinstance(self.model, str | Path) and len(str(self.model)) < 999
         self.require("model", is_name, "a hub id or a directory")
         self.model, self.device = str(self.model), str(self.device)
-        self.require("device", fullmatch(r"auto|cpu|cuda(:\d{1,3})?", self.device), "auto, cpu, cuda or cuda:N")
+        self.require(
+            "device",
+            fullmatch(r"auto|cpu|cuda(:\d{1,3})?", self.device),
+            "auto, cpu, cuda or cuda:N",
+        )
         for field in fields(self):
             if get_origin(field.type) is Literal:
                 *others, last = get_args(field.type)
-                self.require(field.name, getattr(self, field.name) in [*others, last], f"{', '.join(others)} or {last}")
-        for name in ("max_num_seqs", "block_size", "max_model_len", "max_num_batched_tokens", "num_blocks"):
-            low, is_unset = 1 + (name == "max_model_len"), getattr(self, name) is getattr(Config, name) is None
-            allowed = f"an integer from {low} to 2**31 - 1" + " or None" * (getattr(Config, name) is None)
+                self.require(
+                    field.name,
+                    getattr(self, field.name) in [*others, last],
+                    f"{', '.join(others)} or {last}",
+                )
+        for name in (
+            "max_num_seqs",
+            "block_size",
+            "max_model_len",
+            "max_num_batched_tokens",
+            "num_blocks",
+        ):
+            low, is_unset = (
+                1 + (name == "max_model_len"),
+                getattr(self, name) is getattr(Config, name) is None,
+            )
+            allowed = f"an integer from {low} to 2**31 - 1" + " or None" * (
+                getattr(Config, name) is None
+            )
             self.require(name, is_unset or is_int(getattr(self, name), low, 2**31 - 1), allowed)
         share = self.gpu_memory_utilization
-        self.require("gpu_memory_utilization", is_number(share, 0, 1) and share > 0, "above 0 and at most 1")
+        self.require(
+            "gpu_memory_utilization", is_number(share, 0, 1) and share > 0, "above 0 and at most 1"
+        )
         for name in ("kv_cache_gib", "swap_gib"):
             size = getattr(self, name)
-            self.require(name, is_number(size, 0, 2**30) and size > 0, "a positive number, at most 2**30")
+            self.require(
+                name, is_number(size, 0, 2**30) and size > 0, "a positive number, at most 2**30"
+            )
         for name in ("enable_prefix_caching", "enforce_eager"):
             self.require(name, isinstance(getattr(self, name), bool), "True or False")
         for name, method in (("scheduler_cls", "schedule"), ("block_manager_cls", "allocate")):
@@ -91,6 +114,14 @@ class Config(Options):
     def resolved(self, longest: int, num_batched_tokens: int) -> Limits:
         """Fills in the defaults: the model's longest context, and how many tokens per step suit the device."""
         max_model_len = longest if self.max_model_len is None else self.max_model_len
-        self.require("max_model_len", max_model_len <= longest, f"at most {longest}, the model's longest context")
+        self.require(
+            "max_model_len",
+            max_model_len <= longest,
+            f"at most {longest}, the model's longest context",
+        )
         tokens = self.max_num_batched_tokens or num_batched_tokens
-        return Limits(max_model_len=max_model_len, max_num_seqs=self.max_num_seqs, max_num_batched_tokens=tokens)
+        return Limits(
+            max_model_len=max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=tokens,
+        )

@@ -14,8 +14,12 @@ SMALL_STEP = 8e6  # multiplications per layer
 
 def default_thread_counts() -> set[int]:
     """How many threads PyTorch may use by default: one per logical processor, or one per core."""
-    cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    files = [Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") for cpu in cpus]
+    cpus = (
+        os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    )
+    files = [
+        Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") for cpu in cpus
+    ]
     return {len(cpus), len({file.read_text() for file in files if file.exists()})}
 
 
@@ -26,7 +30,9 @@ def busy_seconds() -> float | None:
     except OSError:
         return None
     ours = {f"cpu{cpu}" for cpu in os.sched_getaffinity(0)}
-    times = [fields[1:4] + fields[6:9] for fields in lines if fields[0] in ours]  # without idle and I/O wait
+    times = [
+        fields[1:4] + fields[6:9] for fields in lines if fields[0] in ours
+    ]  # without idle and I/O wait
     return sum(int(time) for fields in times for time in fields) / os.sysconf("SC_CLK_TCK")
 
 
@@ -42,7 +48,9 @@ class Threads:
     def __init__(self, device: torch.device):
         self.defaults = default_thread_counts()
         is_chosen = "OMP_NUM_THREADS" in os.environ or "MKL_NUM_THREADS" in os.environ
-        is_openmp = "backend: OpenMP" in torch.__config__.parallel_info()  # other backends cannot change it
+        is_openmp = (
+            "backend: OpenMP" in torch.__config__.parallel_info()
+        )  # other backends cannot change it
         self.can_change = device.type == "cpu" and is_openmp and not is_chosen
         self.to_restore: int | None = None  # during a step, or after an interrupted one
         self.num_others = 0.0  # processors that other programs have used recently

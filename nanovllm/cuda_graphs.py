@@ -45,9 +45,16 @@ class DecodeGraphs:
     """
 
     def __init__(self, model: nn.Module, max_num_seqs: int, max_model_len: int, kv_cache: Tensor):
-        self.model, self.max_model_len, self.kv_cache, self.device = model, max_model_len, kv_cache, kv_cache.device
+        self.model, self.max_model_len, self.kv_cache, self.device = (
+            model,
+            max_model_len,
+            kv_cache,
+            kv_cache.device,
+        )
         self.sizes = graph_sizes(max_num_seqs)
-        num_bytes = sum(t.nbytes + 16 for t in padding(self.sizes[-1], max_model_len, kv_cache).model_inputs)
+        num_bytes = sum(
+            t.nbytes + 16 for t in padding(self.sizes[-1], max_model_len, kv_cache).model_inputs
+        )
         num_bytes += 4 * self.sizes[-1] * -(-max_model_len // kv_cache.shape[3])  # block tables
         num_bytes += 128 + 64 * self.sizes[-1]  # the sampling parameters follow the graph's inputs
         self.buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
@@ -78,7 +85,11 @@ class DecodeGraphs:
     def size_for(self, schedule: Schedule) -> int | None:
         """Rows of the smallest graph that can compute the step; None if it is not a pure decode or is too large."""
         rows = len(schedule.items)
-        return next((size for size in self.sizes if size >= rows), None) if schedule.num_tokens == rows else None
+        return (
+            next((size for size in self.sizes if size >= rows), None)
+            if schedule.num_tokens == rows
+            else None
+        )
 
     def run(self, step: StepInputs, size: int) -> tuple[Tensor, StepInputs]:
         """Hidden states of a step, and the step as it was computed: padded, on the device."""

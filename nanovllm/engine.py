@@ -12,7 +12,16 @@ from tqdm import tqdm
 from nanovllm.beam_search import BeamSearchParams
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import Config
-from nanovllm.inputs import AllParams, Conversations, Inputs, Params, Prompt, Prompts, is_conversation, is_one_prompt
+from nanovllm.inputs import (
+    AllParams,
+    Conversations,
+    Inputs,
+    Params,
+    Prompt,
+    Prompts,
+    is_conversation,
+    is_one_prompt,
+)
 from nanovllm.layers.rotary import longest_context
 from nanovllm.loader import find_model, load_config, load_generation_config, load_tokenizer
 from nanovllm.model_runner import ModelRunner, choose_device
@@ -41,29 +50,45 @@ class LLM:
         hf_config = load_config(path)
         check_supported(hf_config)
         device = choose_device(config)
-        self.limits = limits = config.resolved(longest_context(hf_config), 8192 if device.type == "cuda" else 2048)
+        self.limits = limits = config.resolved(
+            longest_context(hf_config), 8192 if device.type == "cuda" else 2048
+        )
         self.tokenizer = load_tokenizer(path)
         self.runner = ModelRunner(config, limits, hf_config, path, device)
         self.block_manager = self._new_block_manager()
         self.scheduler = (config.scheduler_cls or Scheduler)(limits, self.block_manager)
         defaults = load_generation_config(path, hf_config)
-        self.inputs = Inputs(config.model, self.scheduler, self.tokenizer, hf_config.vocab_size, defaults)
+        self.inputs = Inputs(
+            config.model, self.scheduler, self.tokenizer, hf_config.vocab_size, defaults
+        )
         self.arrivals = count()
         self.replies: dict[str, Reply] = {}  # for the unfinished requests, by id
         self.unreported: dict[str, RequestOutput] = {}  # what the next step() will return
-        self.is_changing = False  # during a step, a submission or an abort; still set if that was interrupted
+        self.is_changing = (
+            False  # during a step, a submission or an abort; still set if that was interrupted
+        )
         self.to_abort: list[Request] = []  # aborted in the middle of a step
-        self.apart: list[list[Request]] = []  # suspects of a failed step: the last group runs, the others wait
+        self.apart: list[
+            list[Request]
+        ] = []  # suspects of a failed step: the last group runs, the others wait
         self.untested: set[Request] = set()  # those in that group that have got no token since
-        self.num_steps = self.num_failed_steps = self.num_computed_tokens = self.num_output_tokens = 0
+        self.num_steps = self.num_failed_steps = self.num_computed_tokens = (
+            self.num_output_tokens
+        ) = 0
         self.fewest_free_blocks, self.seconds, self.num_idle_steps = self.runner.num_blocks, 0.0, 0
 
     # --- the loop ---
 
-    def add_request(self, prompt: Prompt, params: Params | None = None, request_id: str | None = None) -> str:
+    def add_request(
+        self, prompt: Prompt, params: Params | None = None, request_id: str | None = None
+    ) -> str:
         """Queues a request and returns its id. `params=None` means those of the model's generation_config.json."""
-        if isinstance(request_id, str) and (request_id in self.replies or request_id in self.unreported):
-            raise ValueError(f"request_id={request_id!r} is not allowed: a request with this id is still in use")
+        if isinstance(request_id, str) and (
+            request_id in self.replies or request_id in self.unreported
+        ):
+            raise ValueError(
+                f"request_id={request_id!r} is not allowed: a request with this id is still in use"
+            )
         return self._submit(self.inputs.request(prompt, params, request_id)).output.request_id
 
     def step(self, report: bool = True) -> list[RequestOutput]:
@@ -82,8 +107,14 @@ class LLM:
                 check_schedule(schedule, self.scheduler, self.replies.keys(), moves)
                 self.num_idle_steps = 0 if schedule.sampled_items else self.num_idle_steps + 1
                 if self.num_idle_steps > self.limits.max_model_len:  # no prompt needs so many
-                    raise ScheduleError(self.scheduler, "schedule", f"{self.num_idle_steps} steps without a new token")
-                self.fewest_free_blocks = min(self.fewest_free_blocks, len(self.block_manager.free_blocks))
+                    raise ScheduleError(
+                        self.scheduler,
+                        "schedule",
+                        f"{self.num_idle_steps} steps without a new token",
+                    )
+                self.fewest_free_blocks = min(
+                    self.fewest_free_blocks, len(self.block_manager.free_blocks)
+                )
                 num_computed = schedule.items[0][0].num_computed_tokens
                 token_ids, logprobs = self.runner.run(schedule)
                 self.scheduler.update(schedule, token_ids, logprobs)
@@ -99,7 +130,9 @@ class LLM:
                     self._recover()
                 if self.to_abort:
                     self._end()
-        return list(map(self.unreported.pop, [*self.unreported])) if report else []  # in one call: a Ctrl-C loses none
+        return (
+            list(map(self.unreported.pop, [*self.unreported])) if report else []
+        )  # in one call: a Ctrl-C loses none
 
     def abort(self, request_id: str) -> bool:
         """Ends a request at once and frees its blocks. Returns False if no unfinished request has this id."""
@@ -114,7 +147,9 @@ class LLM:
 
     # --- what most people use ---
 
-    def generate(self, prompts: Prompts, params: AllParams = None, use_tqdm: bool = True) -> list[RequestOutput]:
+    def generate(
+        self, prompts: Prompts, params: AllParams = None, use_tqdm: bool = True
+    ) -> list[RequestOutput]:
         """Answers all prompts; the outputs are in the same order. `params` is one for all, or a list with one for each.
 
         If a request makes the engine fail, its exception is raised after the others have been answered.
@@ -130,7 +165,9 @@ class LLM:
         before = self.scheduler.num_prompt_tokens, self.num_output_tokens
         try:
             outputs = [self._submit(request, is_reported=False).output for request in requests]
-            with tqdm(total=len(outputs), desc="Prompts", disable=not use_tqdm, dynamic_ncols=True) as bar:
+            with tqdm(
+                total=len(outputs), desc="Prompts", disable=not use_tqdm, dynamic_ncols=True
+            ) as bar:
                 while finished < len(outputs):
                     self.step(report=False)
                     newly = sum(output.finished for output in outputs) - finished
@@ -138,7 +175,9 @@ class LLM:
                         finished, seconds = finished + newly, time.perf_counter() - start
                         now = self.scheduler.num_prompt_tokens, self.num_output_tokens
                         speeds = [(n - then) / seconds for n, then in zip(now, before)]
-                        bar.set_postfix_str("prompt {:.0f}, output {:.0f} tokens/s".format(*speeds), refresh=False)
+                        bar.set_postfix_str(
+                            "prompt {:.0f}, output {:.0f} tokens/s".format(*speeds), refresh=False
+                        )
                         bar.update(newly)
         except BaseException:  # even Ctrl-C: nothing of this call is left behind
             self._abort(requests)
@@ -148,7 +187,9 @@ class LLM:
                 raise output.error
         return outputs
 
-    def chat(self, messages: Conversations, params: AllParams = None, use_tqdm: bool = True) -> list[RequestOutput]:
+    def chat(
+        self, messages: Conversations, params: AllParams = None, use_tqdm: bool = True
+    ) -> list[RequestOutput]:
         """Answers one conversation or several, formatted with the model's chat template."""
         chats = [messages] if is_conversation(messages) else messages
         if not isinstance(chats, list | tuple) or not all(map(is_conversation, chats)):
@@ -168,10 +209,14 @@ class LLM:
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
         """Yields the answer's text as it comes. Other requests continue meanwhile; leaving the loop aborts this one."""
         if self.tokenizer is None:
-            raise ValueError(f"model={self.config.model!r} has no tokenizer, so it cannot stream text")
+            raise ValueError(
+                f"model={self.config.model!r} has no tokenizer, so it cannot stream text"
+            )
         request = self.inputs.request(prompt, params)
         if request.beam_search is not None or request.params.n != 1:
-            raise ValueError(f"params={shown(params)} is not allowed: only a single answer can be streamed")
+            raise ValueError(
+                f"params={shown(params)} is not allowed: only a single answer can be streamed"
+            )
         return self._stream(request)
 
     def stats(self) -> dict[str, float]:
@@ -198,12 +243,16 @@ class LLM:
             reply = self.replies[seq.request.request_id]
             if reply.is_watched or seq.finish_reason is not None:
                 news[reply] = None
-            elif reply.is_reported:  # nothing else to do for a token: its output is made when somebody reads it
+            elif (
+                reply.is_reported
+            ):  # nothing else to do for a token: its output is made when somebody reads it
                 self.unreported[reply.output.request_id] = reply.output
         for reply in news:
             self._report(reply)
             for seq in reply.request.sequences:
-                if seq.finish_reason is not None and seq.block_table:  # by a stop string, or because its text failed
+                if (
+                    seq.finish_reason is not None and seq.block_table
+                ):  # by a stop string, or because its text failed
                     self.scheduler.finish(seq, seq.finish_reason)
         if self.apart:
             self.untested.difference_update(seq.request for _, seq in schedule.sampled_items)
@@ -230,7 +279,11 @@ class LLM:
     def _recover(self) -> None:
         """Starts over from what is always valid, wherever a step has ended: the tokens of each sequence. The cache is
         empty again; the queues and the users' outputs are rebuilt. May itself be interrupted."""
-        self.is_changing, self.num_idle_steps, self.block_manager = True, 0, self._new_block_manager()
+        self.is_changing, self.num_idle_steps, self.block_manager = (
+            True,
+            0,
+            self._new_block_manager(),
+        )
         for reply in [*self.replies.values()]:
             reply.request.rewind()
             for seq in reply.request.sequences:
@@ -248,8 +301,15 @@ class LLM:
         """Halves the group of requests that may have made the step fail. One that fails alone ends with the error."""
         self.num_failed_steps += 1
         logger.warning("a step failed: %r", error)
-        planned = dict.fromkeys(seq.request for seq, _ in schedule.items) if schedule else self.requests.values()
-        is_apart, group = len(self.replies) == 1 or bool(self.apart), self.apart.pop() if self.apart else [*planned]
+        planned = (
+            dict.fromkeys(seq.request for seq, _ in schedule.items)
+            if schedule
+            else self.requests.values()
+        )
+        is_apart, group = (
+            len(self.replies) == 1 or bool(self.apart),
+            self.apart.pop() if self.apart else [*planned],
+        )
         if is_apart and len(group) == 1:
             if group[0].request_id in self.replies:  # otherwise it ended in the step that failed
                 self._report(self.replies[group[0].request_id], error)
@@ -262,9 +322,13 @@ class LLM:
         self.to_abort += requests
         changing = [method.__code__ for method in (LLM.step, LLM._submit, LLM._end)]
         frame: FrameType | None = sys._getframe()
-        while frame is not None and not (frame.f_code in changing and frame.f_locals["self"] is self):
+        while frame is not None and not (
+            frame.f_code in changing and frame.f_locals["self"] is self
+        ):
             frame = frame.f_back
-        if frame is None:  # otherwise Python has garbage-collected a stream that nobody reads any more
+        if (
+            frame is None
+        ):  # otherwise Python has garbage-collected a stream that nobody reads any more
             self._end()
 
     def _end(self) -> None:
@@ -289,13 +353,22 @@ class LLM:
     def _new_block_manager(self) -> BlockManager:
         config, runner = self.config, self.runner
         manager_cls = config.block_manager_cls or BlockManager
-        return manager_cls(runner.num_blocks, config.block_size, config.enable_prefix_caching, runner.num_host_blocks)
+        return manager_cls(
+            runner.num_blocks,
+            config.block_size,
+            config.enable_prefix_caching,
+            runner.num_host_blocks,
+        )
 
-    def _submit(self, request: Request, is_reported: bool = True, is_watched: bool = False) -> Reply:
+    def _submit(
+        self, request: Request, is_reported: bool = True, is_watched: bool = False
+    ) -> Reply:
         """Gives a checked request its arrival number, id and seed, and queues it."""
         request.arrival, request.arrival_time = next(self.arrivals), self.scheduler.clock()
         if not request.request_id:
-            while any(str(request.arrival) in ids for ids in (self.replies, self.unreported)):  # a user chose it
+            while any(
+                str(request.arrival) in ids for ids in (self.replies, self.unreported)
+            ):  # a user chose it
                 request.arrival = next(self.arrivals)
             request.request_id = str(request.arrival)
         if request.params.seed is None:
@@ -303,7 +376,9 @@ class LLM:
         if self.is_changing:
             self._recover()
         self.is_changing = True
-        reply = Reply(request, self.tokenizer and self.tokenizer.backend_tokenizer, is_reported, is_watched)
+        reply = Reply(
+            request, self.tokenizer and self.tokenizer.backend_tokenizer, is_reported, is_watched
+        )
         if not self.apart:  # otherwise it is queued after those have run
             self.scheduler.add(request)
         self.replies[request.request_id] = reply
@@ -315,9 +390,14 @@ class LLM:
         try:
             reply = self._submit(request, is_reported=False, is_watched=True)
             while shown < reply.texts[0].num_safe_chars or not reply.output.finished:
-                if shown >= reply.texts[0].num_safe_chars:  # otherwise another caller's step has already brought text
+                if (
+                    shown >= reply.texts[0].num_safe_chars
+                ):  # otherwise another caller's step has already brought text
                     self.step(report=False)
-                begin, shown = shown, max(shown, reply.texts[0].num_safe_chars)  # it may grow while we are away
+                begin, shown = (
+                    shown,
+                    max(shown, reply.texts[0].num_safe_chars),
+                )  # it may grow while we are away
                 if shown > begin:
                     yield reply.outputs[0].text[begin:shown]
         finally:

@@ -21,7 +21,9 @@ class HostCache:
         size = max(1, STAGED_BYTES // self.kv_cache[0].nbytes)
         self.staged = kv_cache.new_empty(size, *shape)
         self.blocks: list[torch.Tensor] = []
-        while len(self.blocks) < num_blocks:  # in pieces: PyTorch rounds pinned memory up to a power of two
+        while (
+            len(self.blocks) < num_blocks
+        ):  # in pieces: PyTorch rounds pinned memory up to a power of two
             num = min(size, num_blocks - len(self.blocks))
             piece = torch.empty(num, *shape, dtype=kv_cache.dtype, pin_memory=is_cuda)
             self.blocks += piece.unbind()

@@ -16,14 +16,24 @@ from nanovllm.layers.ops import Ops
 from nanovllm.models.qwen import Qwen
 from nanovllm.sampling_params import SamplingParams
 
-FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja"]  # weights, configs and tokenizer; no other formats
+FILES = [
+    "*.json",
+    "*.safetensors",
+    "*.txt",
+    "*.jinja",
+]  # weights, configs and tokenizer; no other formats
 
 
 def find_model(model: str) -> Path:
     """The model's directory: a local one, or that of a hub id, downloaded once. Raises ValueError if there is none."""
     path = Path(model).expanduser()
     if not path.is_dir():
-        if path.exists() or path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
+        if (
+            path.exists()
+            or path.is_absolute()
+            or model.startswith((".", "~"))
+            or model.count("/") > 1
+        ):
             raise ValueError(f"model={model!r} is not a directory")
         from huggingface_hub import snapshot_download
 
@@ -62,11 +72,17 @@ def load_generation_config(path: Path, config) -> tuple[SamplingParams, frozense
         return SamplingParams(), frozenset(eos)
     if not settings.get("do_sample"):
         return SamplingParams(temperature=0.0), frozenset(eos)
-    names = [name for name in ("temperature", "top_k", "top_p", "min_p") if settings.get(name) is not None]
+    names = [
+        name
+        for name in ("temperature", "top_k", "top_p", "min_p")
+        if settings.get(name) is not None
+    ]
     return SamplingParams(**{name: settings[name] for name in names}), frozenset(eos)
 
 
-def load_model(path: Path, config, max_model_len: int, dtype: torch.dtype, device: torch.device, ops: Ops) -> Qwen:
+def load_model(
+    path: Path, config, max_model_len: int, dtype: torch.dtype, device: torch.device, ops: Ops
+) -> Qwen:
     """Builds the model and loads every parameter. Raises ValueError if the checkpoint does not match."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)  # so that no parameter is ever created in another
@@ -121,14 +137,22 @@ def load_into(place: Tensor, tensor: Tensor, name: str, file: Path) -> None:
 
 def ignorable(name: str, config) -> bool:
     """Some checkpoints repeat the tied head, or store the rotary frequencies, which we compute."""
-    return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_word_embeddings)
+    return name.endswith("rotary_emb.inv_freq") or (
+        name == "lm_head.weight" and config.tie_word_embeddings
+    )
 
 
 def weight_files(path: Path) -> list[Path]:
     index = path / "model.safetensors.index.json"
     is_sharded = index.is_file()
-    names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if is_sharded else ["model.safetensors"]
+    names = (
+        sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        if is_sharded
+        else ["model.safetensors"]
+    )
     for name in names:
         if not (path / name).is_file():
-            raise ValueError(f"{path} has no {name}: only safetensors checkpoints are supported, whole or sharded")
+            raise ValueError(
+                f"{path} has no {name}: only safetensors checkpoints are supported, whole or sharded"
+            )
     return [path / name for name in names]

@@ -41,13 +41,22 @@ class CacheShape:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block, with the keys and values of all layers."""
-        return 2 * self.num_layers * self.block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return (
+            2
+            * self.num_layers
+            * self.block_size
+            * self.num_kv_heads
+            * self.head_dim
+            * self.dtype.itemsize
+        )
 
     def new_cache(self, num_blocks: int, device: torch.device) -> torch.Tensor:
         """[2, num_layers, num_blocks, block_size, num_kv_heads, head_dim]: keys, then values. Zeros, so that reading a
         slot that was never written gives the same wrong result every time."""
         shape = (2, self.num_layers, num_blocks, self.block_size, self.num_kv_heads, self.head_dim)
-        if device.type == "cpu":  # anonymous pages are zero and take no memory until they are touched
+        if (
+            device.type == "cpu"
+        ):  # anonymous pages are zero and take no memory until they are touched
             buffer = mmap.mmap(-1, num_blocks * self.block_bytes)
             return torch.frombuffer(buffer, dtype=self.dtype).view(shape)
         return torch.zeros(shape, dtype=self.dtype, device=device)
@@ -63,7 +72,9 @@ def num_blocks_that_fit(runner: ModelRunner, config: Config) -> int:
     size = runner.shape.block_bytes
     num_blocks = min(available // size, runner.num_useful_blocks)
     if num_blocks < 1:
-        raise ValueError(f"no memory is left for a KV block of {size:,} bytes: {available:,} bytes are available")
+        raise ValueError(
+            f"no memory is left for a KV block of {size:,} bytes: {available:,} bytes are available"
+        )
     return num_blocks
 
 
@@ -74,7 +85,9 @@ def memory_left(runner: ModelRunner, config: Config) -> int:
     torch.cuda.reset_peak_memory_stats(device)
     run_largest_step(runner)
     peak, total = torch.cuda.max_memory_allocated(device), torch.cuda.mem_get_info(device)[1]
-    others = total - free_memory(device) - torch.cuda.memory_reserved(device)  # other processes, CUDA's own context
+    others = (
+        total - free_memory(device) - torch.cuda.memory_reserved(device)
+    )  # other processes, CUDA's own context
     graphs = graph_memory(runner) if runner.has_graphs else 0
     staged = STAGED_BYTES if config.preemption_mode == "swap" else 0
     del runner.kv_cache
@@ -117,9 +130,14 @@ def warm_up(runner: ModelRunner) -> None:
         run_dummy_step(runner, 1, length, length - 1, SamplingParams())
 
 
-def run_dummy_step(runner: ModelRunner, num_seqs: int, length: int, num_computed: int, params: SamplingParams) -> None:
+def run_dummy_step(
+    runner: ModelRunner, num_seqs: int, length: int, num_computed: int, params: SamplingParams
+) -> None:
     """Sequences of `length` tokens, of which so many are computed already. All their blocks are the first one."""
     seqs = [Request("", None, [0] * length, params).sequences[0] for _ in range(num_seqs)]
     for seq in seqs:
-        seq.num_computed_tokens, seq.block_table = num_computed, [0] * -(-length // runner.shape.block_size)
+        seq.num_computed_tokens, seq.block_table = (
+            num_computed,
+            [0] * -(-length // runner.shape.block_size),
+        )
     runner.run(Schedule([(seq, length - num_computed) for seq in seqs], copies=[(0, 0)]))

@@ -36,7 +36,9 @@ def choose_device(config: Config) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device, found = torch.device(config.device), torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= found:
-        raise ValueError(f"device={config.device!r} is not allowed: PyTorch finds {found} CUDA devices")
+        raise ValueError(
+            f"device={config.device!r} is not allowed: PyTorch finds {found} CUDA devices"
+        )
     return device
 
 
@@ -51,13 +53,19 @@ def choose_dtype(config: Config, hf_config, device: torch.device) -> torch.dtype
 
 
 def choose_ops(config: Config, device: torch.device) -> Ops:
-    can_run = find_spec("triton") and (device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
+    can_run = find_spec("triton") and (
+        device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+    )
     backend = config.attention_backend
     if backend == "triton" and not can_run:
-        raise ValueError("attention_backend='triton' is not allowed: it needs a GPU, or TRITON_INTERPRET=1 on Linux")
+        raise ValueError(
+            "attention_backend='triton' is not allowed: it needs a GPU, or TRITON_INTERPRET=1 on Linux"
+        )
     if backend == "torch" or (backend == "auto" and device.type == "cpu") or not can_run:
         return torch_ops
-    from nanovllm.layers import triton_ops  # not at the top: Triton does not exist on macOS and Windows
+    from nanovllm.layers import (
+        triton_ops,
+    )  # not at the top: Triton does not exist on macOS and Windows
 
     return triton_ops
 
@@ -65,7 +73,11 @@ def choose_ops(config: Config, device: torch.device) -> Ops:
 def integers(values: Iterable[int]) -> Tensor:
     """[n] int64. Several times faster than torch.tensor(list)."""
     numbers = array("q", values)
-    return torch.frombuffer(numbers, dtype=torch.int64) if numbers else torch.zeros(0, dtype=torch.int64)
+    return (
+        torch.frombuffer(numbers, dtype=torch.int64)
+        if numbers
+        else torch.zeros(0, dtype=torch.int64)
+    )
 
 
 class ModelRunner:
@@ -74,17 +86,27 @@ class ModelRunner:
         if device.type == "cpu":
             keep_freed_memory()
         # Triton launches on the current device, which belongs to the thread: another may be the caller's
-        self.on_device = partial(torch.cuda.device, device) if device.type == "cuda" else nullcontext
+        self.on_device = (
+            partial(torch.cuda.device, device) if device.type == "cuda" else nullcontext
+        )
         self.dtype = choose_dtype(config, hf_config, device)
         self.ops = choose_ops(config, device)
         is_interpreted = config.attention_backend == "triton" and device.type == "cpu"
         is_wrong = is_interpreted and self.dtype == torch.bfloat16
-        config.require("dtype", not is_wrong, "float32 or float16: Triton's interpreter multiplies bfloat16 wrongly")
+        config.require(
+            "dtype",
+            not is_wrong,
+            "float32 or float16: Triton's interpreter multiplies bfloat16 wrongly",
+        )
         self.vocab_size = hf_config.vocab_size
         self.model = load_model(path, hf_config, limits.max_model_len, self.dtype, device, self.ops)
-        self.weights_per_layer = sum(weight.numel() for weight in self.model.model.layers[0].parameters())
+        self.weights_per_layer = sum(
+            weight.numel() for weight in self.model.model.layers[0].parameters()
+        )
         kv_heads, head_dim = hf_config.num_key_value_heads, head_dim_of(hf_config)
-        self.shape = CacheShape(hf_config.num_hidden_layers, config.block_size, kv_heads, head_dim, self.dtype)
+        self.shape = CacheShape(
+            hf_config.num_hidden_layers, config.block_size, kv_heads, head_dim, self.dtype
+        )
         self.max_blocks_per_seq = -(-limits.max_model_len // config.block_size)
         self.num_useful_blocks = limits.max_num_seqs * self.max_blocks_per_seq
         self.has_graphs = self.ops.CAN_BE_RECORDED and not config.enforce_eager
@@ -94,7 +116,9 @@ class ModelRunner:
         if config.preemption_mode == "swap":
             most = int(config.swap_gib * 2**30) // self.shape.block_bytes
             self.num_host_blocks = min(most, self.num_useful_blocks)
-            config.require("swap_gib", most, f"room for a KV block of {self.shape.block_bytes:,} bytes")
+            config.require(
+                "swap_gib", most, f"room for a KV block of {self.shape.block_bytes:,} bytes"
+            )
         with self.on_device():
             self._allocate(config)
 
@@ -107,7 +131,9 @@ class ModelRunner:
                 self.host_cache = HostCache(self.kv_cache, self.num_host_blocks)
         except (OSError, RuntimeError, OverflowError) as error:
             blocks = f"{self.num_blocks} KV blocks (num_blocks, kv_cache_gib) and {self.num_host_blocks} host blocks (swap_gib)"
-            raise ValueError(f"not enough memory for {blocks} of {self.shape.block_bytes:,} bytes each") from error
+            raise ValueError(
+                f"not enough memory for {blocks} of {self.shape.block_bytes:,} bytes each"
+            ) from error
         if self.device.type == "cuda":
             warm_up(self)
         if self.has_graphs:
@@ -116,7 +142,9 @@ class ModelRunner:
                 self.graphs.record(size)
 
     def new_graphs(self) -> DecodeGraphs:
-        return DecodeGraphs(self.model, self.limits.max_num_seqs, self.limits.max_model_len, self.kv_cache)
+        return DecodeGraphs(
+            self.model, self.limits.max_num_seqs, self.limits.max_model_len, self.kv_cache
+        )
 
     @torch.inference_mode()
     def run(self, schedule: Schedule) -> tuple[list[int], list[LogProbs] | None]:
@@ -134,9 +162,17 @@ class ModelRunner:
                 return [], None
             logits = self.model.lm_head(hidden[step.sampled_rows])
             # max takes the first of equal logits, like argmax, which is four times as slow on a CPU
-            token_ids = logits.max(-1).indices if step.sampling is None else self.ops.sample(logits, step.sampling)
+            token_ids = (
+                logits.max(-1).indices
+                if step.sampling is None
+                else self.ops.sample(logits, step.sampling)
+            )
             wanted = [seq.request.num_logprobs for _, seq in schedule.sampled_items]
-            logprobs = self._logprobs(logits, token_ids, wanted) if any(k is not None for k in wanted) else None
+            logprobs = (
+                self._logprobs(logits, token_ids, wanted)
+                if any(k is not None for k in wanted)
+                else None
+            )
             return token_ids.tolist(), logprobs
 
     def move_blocks(self, schedule: Schedule) -> None:
@@ -171,7 +207,12 @@ class ModelRunner:
         counts = integers([num_tokens for _, num_tokens in items])
         starts = integers([seq.num_computed_tokens for seq, _ in items])
         contexts, ends = starts + counts, counts.cumsum(0)
-        token_ids, tables, table_ends, most = array("q"), array("i"), array("i", [0]), self.max_blocks_per_seq
+        token_ids, tables, table_ends, most = (
+            array("q"),
+            array("i"),
+            array("i", [0]),
+            self.max_blocks_per_seq,
+        )
         for seq, num_tokens in items:
             begin, table = seq.num_computed_tokens, seq.block_table
             token_ids.fromlist(seq.token_ids[begin : begin + num_tokens])
@@ -179,11 +220,25 @@ class ModelRunner:
             table_ends.append(len(tables))
         seq_of_token = torch.repeat_interleave(counts)
         positions = torch.arange(len(token_ids)) + (contexts - ends)[seq_of_token]
-        cu_blocks, block_tables = (torch.frombuffer(x, dtype=torch.int32) for x in (table_ends, tables))
+        cu_blocks, block_tables = (
+            torch.frombuffer(x, dtype=torch.int32) for x in (table_ends, tables)
+        )
         block_ids = block_tables[cu_blocks[seq_of_token] + positions // block_size].long()
-        slots, seq_starts = block_ids * block_size + positions % block_size, F.pad(ends, (1, 0)).int()
+        slots, seq_starts = (
+            block_ids * block_size + positions % block_size,
+            F.pad(ends, (1, 0)).int(),
+        )
         num_decodes, longest = len(items) - sum(is_chunk), int(contexts.max())
-        batch = Batch(self.kv_cache, slots, seq_starts, contexts.int(), cu_blocks, block_tables, num_decodes, longest)
+        batch = Batch(
+            self.kv_cache,
+            slots,
+            seq_starts,
+            contexts.int(),
+            cu_blocks,
+            block_tables,
+            num_decodes,
+            longest,
+        )
         sampling = None
         if any(seq.request.params.temperature for _, seq in sampled):
             sampling = self._sampling([seq for _, seq in sampled])
@@ -194,8 +249,12 @@ class ModelRunner:
         """How each sequence draws its token. Filters that no sequence uses are None."""
         params = [seq.request.params for seq in seqs]
         floats = array("f", chain.from_iterable((p.temperature, p.top_p, p.min_p) for p in params))
-        temperature, top_p, min_p = torch.frombuffer(floats, dtype=torch.float32).view(-1, 3).T.contiguous()
-        top_k = integers([min(p.top_k, self.vocab_size) if p.top_k > 0 else self.vocab_size for p in params])
+        temperature, top_p, min_p = (
+            torch.frombuffer(floats, dtype=torch.float32).view(-1, 3).T.contiguous()
+        )
+        top_k = integers(
+            [min(p.top_k, self.vocab_size) if p.top_k > 0 else self.vocab_size for p in params]
+        )
         drawn = temperature > 0
         limit = int(top_k[drawn].max())
         return Sampling(
@@ -208,7 +267,9 @@ class ModelRunner:
             max_top_k=limit if limit < self.vocab_size else None,
         )
 
-    def _logprobs(self, logits: Tensor, token_ids: Tensor, wanted: list[int | None]) -> list[LogProbs]:
+    def _logprobs(
+        self, logits: Tensor, token_ids: Tensor, wanted: list[int | None]
+    ) -> list[LogProbs]:
         """Of the chosen tokens, and of as many of the most likely ones as each sequence wants."""
         most = max(k for k in wanted if k is not None)
         values, ids = top_logprobs(logits, token_ids, min(most, self.vocab_size))

@@ -16,22 +16,34 @@ class Options:
         for name in kwargs:
             if name not in names:
                 nearest = get_close_matches(name, names, n=1, cutoff=0.5)
-                hint = f"did you mean {nearest[0]!r}?" if nearest else f"allowed are {', '.join(names)}"
+                hint = (
+                    f"did you mean {nearest[0]!r}?"
+                    if nearest
+                    else f"allowed are {', '.join(names)}"
+                )
                 raise ValueError(f"{cls.__name__} has no field {name!r}: {hint}")
         return super().__new__(cls)
 
     def require(self, name: str, condition: object, allowed: str) -> None:
         """Raises a ValueError with the field's name, its value and what is allowed."""
         if not condition:
-            raise ValueError(f"{name}={shown(getattr(self, name))} is not allowed: it must be {allowed}")
+            raise ValueError(
+                f"{name}={shown(getattr(self, name))} is not allowed: it must be {allowed}"
+            )
 
 
 def shown(value: object, most_chars: int = 200) -> str:
     """The value as an error message shows it: on one line, and cut off if it is long."""
     try:
         text = repr(value)
-    except Exception:  # Python refuses to print integers of more than 4,300 digits, and other reprs may fail, too
-        return f"an integer of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
+    except (
+        Exception
+    ):  # Python refuses to print integers of more than 4,300 digits, and other reprs may fail, too
+        return (
+            f"an integer of {value.bit_length()} bits"
+            if isinstance(value, int)
+            else f"a {type(value).__name__}"
+        )
     return text if len(text) <= most_chars else f"{text[:most_chars]}... ({len(text):,} characters)"
 
 

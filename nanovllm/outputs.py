@@ -16,7 +16,9 @@ class CompletionOutput:
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[dict[int, float]] | None = None  # per token: the token itself first, then the most likely ones
+    logprobs: list[dict[int, float]] | None = (
+        None  # per token: the token itself first, then the most likely ones
+    )
     finish_reason: str | None = None  # "stop", "length", "abort" or "error"
     cumulative_logprob: float | None = None  # of all tokens; beam search only
 
@@ -92,11 +94,15 @@ class Reply:
     The tokens of the request's sequences are the truth; everything here can be rebuilt from them.
     """
 
-    def __init__(self, request: Request, tokenizer: Tokenizer | None, is_reported: bool, is_watched: bool):
+    def __init__(
+        self, request: Request, tokenizer: Tokenizer | None, is_reported: bool, is_watched: bool
+    ):
         self.request = request
         self.is_reported = is_reported  # by step(); otherwise the caller holds the output
         self.outputs = [CompletionOutput(i) for i in range(request.params.n)]
-        self.output = RequestOutput(request.request_id, request.prompt, request.prompt_token_ids, self, self.outputs)
+        self.output = RequestOutput(
+            request.request_id, request.prompt, request.prompt_token_ids, self, self.outputs
+        )
         # by a stream, or for stop strings: after each token. Else the output is made when somebody reads it
         self.is_watched = is_watched or bool(request.params.stop) or request.beam_search is not None
         self.tokenizer = tokenizer
@@ -118,9 +124,13 @@ class Reply:
         request = self.request
         if request.beam_search is None:  # the outputs of a search are only known at its end
             for i, (output, seq) in enumerate(zip(self.outputs, request.sequences)):
-                for token_id in seq.token_ids[len(request.prompt_token_ids) + len(output.token_ids) :]:
+                for token_id in seq.token_ids[
+                    len(request.prompt_token_ids) + len(output.token_ids) :
+                ]:
                     is_text = bool(self.texts) and token_id not in request.stop_token_ids
-                    if is_text and self.texts[i].add(token_id):  # if it raises, so does whoever reads next
+                    if is_text and self.texts[i].add(
+                        token_id
+                    ):  # if it raises, so does whoever reads next
                         seq.finish_reason = "stop"
                     output.token_ids.append(token_id)
                 if output.logprobs is not None and seq.logprobs is not None:
@@ -143,12 +153,20 @@ class Reply:
         self.output.error, self.output.finished, self.output.reply = error, True, None
 
 
-def beams_of(request: Request, search: BeamSearch, tokenizer: Tokenizer | None) -> list[CompletionOutput]:
+def beams_of(
+    request: Request, search: BeamSearch, tokenizer: Tokenizer | None
+) -> list[CompletionOutput]:
     """The results of a beam search, best first."""
     outputs = []
     for i, beam in enumerate(search.best_so_far(request.sequences)):
         token_ids, is_stop = beam.token_ids, beam.token_id in request.stop_token_ids
-        reason = "stop" if is_stop else beam.parent.finish_reason if beam.token_id is None else "length"
-        text = tokenizer.decode(token_ids[: len(token_ids) - is_stop], skip_special_tokens=True) if tokenizer else ""
+        reason = (
+            "stop" if is_stop else beam.parent.finish_reason if beam.token_id is None else "length"
+        )
+        text = (
+            tokenizer.decode(token_ids[: len(token_ids) - is_stop], skip_special_tokens=True)
+            if tokenizer
+            else ""
+        )
         outputs.append(CompletionOutput(i, text, token_ids, None, reason, beam.cumulative_logprob))
     return outputs

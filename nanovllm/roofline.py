@@ -59,7 +59,9 @@ class Shape(NamedTuple):
 class Step(NamedTuple):
     """One step that the engine ran."""
 
-    items: list[tuple[int, int]]  # per sequence: tokens computed, and tokens in its context afterwards
+    items: list[
+        tuple[int, int]
+    ]  # per sequence: tokens computed, and tokens in its context afterwards
     sampled: int  # number of sequences that drew a token
     seconds: float = 0.0  # the whole step
     host_seconds: float = 0.0  # the part of it that Python spent on preparing and delivering
@@ -110,22 +112,39 @@ class Hardware(NamedTuple):
 HARDWARE = {
     "h100": Hardware("H100 SXM", 3.35e12, 989e12, 80e9, "NVIDIA H100 Tensor Core GPU, data sheet"),
     "h200": Hardware("H200 SXM", 4.8e12, 989e12, 141e9, "NVIDIA H200 Tensor Core GPU, data sheet"),
-    "a100": Hardware("A100 80 GB SXM", 2.039e12, 312e12, 80e9, "NVIDIA A100 Tensor Core GPU, data sheet"),
+    "a100": Hardware(
+        "A100 80 GB SXM", 2.039e12, 312e12, 80e9, "NVIDIA A100 Tensor Core GPU, data sheet"
+    ),
     # products are accumulated in float32; float16 with float16 accumulation is twice as fast
-    "rtx4090": Hardware("RTX 4090", 1.008e12, 165.2e12, 24e9, "NVIDIA Ada GPU Architecture, white paper, appendix A"),
+    "rtx4090": Hardware(
+        "RTX 4090", 1.008e12, 165.2e12, 24e9, "NVIDIA Ada GPU Architecture, white paper, appendix A"
+    ),
 }
 
 
 def shape_of(config, itemsize: int) -> Shape:
     """The shape of a Qwen2 or Qwen3 model from its Hugging Face config, a dict or an object; `itemsize` in bytes."""
     config = config if isinstance(config, Mapping) else config.to_dict()
-    hidden, heads, kv_heads = (config[k] for k in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
+    hidden, heads, kv_heads = (
+        config[k] for k in ("hidden_size", "num_attention_heads", "num_key_value_heads")
+    )
     head_dim, is_qwen3 = config.get("head_dim") or hidden // heads, config["model_type"] == "qwen3"
     qkv = (heads + 2 * kv_heads) * head_dim
-    layer = hidden * qkv + heads * head_dim * hidden + 3 * hidden * config["intermediate_size"] + 2 * hidden
+    layer = (
+        hidden * qkv
+        + heads * head_dim * hidden
+        + 3 * hidden * config["intermediate_size"]
+        + 2 * hidden
+    )
     layer += 2 * head_dim if is_qwen3 else qkv  # the norms of q and k, or the biases
-    layers, vocab, tied = config["num_hidden_layers"], config["vocab_size"], config.get("tie_word_embeddings", False)
-    return Shape(layers, hidden, heads, kv_heads, head_dim, vocab, layers * layer + hidden, itemsize, tied)
+    layers, vocab, tied = (
+        config["num_hidden_layers"],
+        config["vocab_size"],
+        config.get("tie_word_embeddings", False),
+    )
+    return Shape(
+        layers, hidden, heads, kv_heads, head_dim, vocab, layers * layer + hidden, itemsize, tied
+    )
 
 
 def visible_keys(tokens: int, context: int) -> int:
@@ -136,10 +155,16 @@ def visible_keys(tokens: int, context: int) -> int:
 def work_of(shape: Shape, items: list[tuple[int, int]], sampled: int) -> Work:
     """The work of a step that computes `items` (see Step) and draws tokens for `sampled` sequences."""
     tokens, contexts = sum(n for n, _ in items), sum(context for _, context in items)
-    weights = shape.body + tokens * shape.hidden + (shape.head if sampled else 0)  # only some rows of the embedding
-    attention = 4 * shape.layers * shape.heads * shape.head_dim * sum(visible_keys(*item) for item in items)
+    weights = (
+        shape.body + tokens * shape.hidden + (shape.head if sampled else 0)
+    )  # only some rows of the embedding
+    attention = (
+        4 * shape.layers * shape.heads * shape.head_dim * sum(visible_keys(*item) for item in items)
+    )
     flops = 2 * shape.body * tokens + 2 * shape.head * sampled + attention
-    return Work(weights * shape.itemsize, (contexts + tokens) * shape.kv_bytes, flops)  # KV: read and written
+    return Work(
+        weights * shape.itemsize, (contexts + tokens) * shape.kv_bytes, flops
+    )  # KV: read and written
 
 
 def roofline(shape: Shape, steps: list[Step], hardware: Hardware) -> dict[str, dict]:
@@ -148,7 +173,10 @@ def roofline(shape: Shape, steps: list[Step], hardware: Hardware) -> dict[str, d
     for kind in ("decode", "prefill"):
         chosen = [step for step in steps if step.kind == kind]
         floor = sum(hardware.floor(work_of(shape, step.items, step.sampled)) for step in chosen)
-        seconds, host = sum(step.seconds for step in chosen), sum(step.host_seconds for step in chosen)
+        seconds, host = (
+            sum(step.seconds for step in chosen),
+            sum(step.host_seconds for step in chosen),
+        )
         shares = {"floor_share": floor / seconds, "host_share": host / seconds} if chosen else {}
         report[kind] = {"steps": len(chosen), "seconds": seconds, "floor_seconds": floor, **shares}
     return report
@@ -162,7 +190,14 @@ def binned(shape: Shape, steps: list[Step]) -> dict[str, list[list]]:
     bins: dict[str, dict[int, list]] = {"decode": {}, "prefill": {}}
     for step in steps:
         work = work_of(shape, step.items, step.sampled)
-        row = [1, sum(n for n, _ in step.items), work.bytes, work.flops, step.seconds, step.host_seconds]
+        row = [
+            1,
+            sum(n for n, _ in step.items),
+            work.bytes,
+            work.flops,
+            step.seconds,
+            step.host_seconds,
+        ]
         sums = bins[step.kind].setdefault(len(step.items), [0] * len(row))
         sums[:] = map(sum, zip(sums, row))
     return {kind: [[size, *rows[size]] for size in sorted(rows)] for kind, rows in bins.items()}

@@ -38,15 +38,25 @@ class SamplingParams(Options):
 
     def __post_init__(self):
         self.require("n", is_int(self.n, 1), "a positive integer")
-        self.require("temperature", is_number(self.temperature, 0, 1e6), "0 (greedy) or a number up to 1,000,000")
+        self.require(
+            "temperature",
+            is_number(self.temperature, 0, 1e6),
+            "0 (greedy) or a number up to 1,000,000",
+        )
         if self.temperature < SMALLEST_FLOAT32:
             self.temperature = 0.0
-        self.require("top_k", is_int(self.top_k, -1), "a positive integer, or 0 or -1 for all tokens")
-        self.require("top_p", is_number(self.top_p, 0, 1) and self.top_p > 0, "above 0 and at most 1")
+        self.require(
+            "top_k", is_int(self.top_k, -1), "a positive integer, or 0 or -1 for all tokens"
+        )
+        self.require(
+            "top_p", is_number(self.top_p, 0, 1) and self.top_p > 0, "above 0 and at most 1"
+        )
         self.require("min_p", is_number(self.min_p, 0, 1), "from 0 to 1")
         self.require("max_tokens", is_int(self.max_tokens, 1), "a positive integer")
         stop = [self.stop] if isinstance(self.stop, str) else [] if self.stop is None else self.stop
-        is_texts = isinstance(stop, list | tuple) and all(isinstance(text, str) and text for text in stop)
+        is_texts = isinstance(stop, list | tuple) and all(
+            isinstance(text, str) and text for text in stop
+        )
         self.require("stop", is_texts, "a string or a list of strings, none of them empty")
         ids = [] if self.stop_token_ids is None else self.stop_token_ids
         is_ids = isinstance(ids, list | tuple | set) and all(is_int(i, 0) for i in ids)
@@ -54,8 +64,19 @@ class SamplingParams(Options):
         self.require("ignore_eos", isinstance(self.ignore_eos, bool), "True or False")
         for name, most in (("seed", 2**63 - 1), ("logprobs", 20)):
             value = getattr(self, name)
-            self.require(name, value is None or is_int(value, 0, most), f"None or an integer from 0 to {most}")
+            self.require(
+                name,
+                value is None or is_int(value, 0, most),
+                f"None or an integer from 0 to {most}",
+            )
         self.stop, self.stop_token_ids = list(stop), list(ids)
-        self.require("extra_args", self.extra_args is None or isinstance(self.extra_args, dict), "None or a dict")
+        self.require(
+            "extra_args",
+            self.extra_args is None or isinstance(self.extra_args, dict),
+            "None or a dict",
+        )
         self.extra_args = {**(self.extra_args or {})}
-        self.top_k, self.max_tokens = min(self.top_k, LARGEST_COUNT), min(self.max_tokens, LARGEST_COUNT)
+        self.top_k, self.max_tokens = (
+            min(self.top_k, LARGEST_COUNT),
+            min(self.max_tokens, LARGEST_COUNT),
+        )

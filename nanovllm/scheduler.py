@@ -38,7 +38,9 @@ class Schedule:
     items: list[tuple[Sequence, int]] = field(default_factory=list)
     swaps_out: dict[int, int] = field(default_factory=dict)  # block -> host block
     swaps_in: dict[int, int] = field(default_factory=dict)  # host block -> block
-    copies: list[tuple[int, int]] = field(default_factory=list)  # copy-on-write: from block, to block
+    copies: list[tuple[int, int]] = field(
+        default_factory=list
+    )  # copy-on-write: from block, to block
     tokens_left: int = 0  # while it is planned: how many more tokens may be added, ...
     prompt_tokens_left: int = 0  # ... and how many of them for sequences that lack more than one
 
@@ -77,7 +79,9 @@ class Scheduler:
     do it. A policy may choose anybody and refuse anything; which block is whose and what fits is decided below.
     """
 
-    watermark = 0.05  # part of the blocks that admission leaves free, so that those who run can grow
+    watermark = (
+        0.05  # part of the blocks that admission leaves free, so that those who run can grow
+    )
 
     def __init__(self, limits: Limits, block_manager: BlockManager):
         self.max_num_batched_tokens = limits.max_num_batched_tokens
@@ -142,7 +146,9 @@ class Scheduler:
             raise ValueError(f"the prompt has {prompt} tokens, but {room} and one new token")
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             if params.n > (limit := getattr(self, name)):
-                raise ValueError(f"{name_of_n}={shown(params.n)} is not allowed: it must be at most {name}={limit}")
+                raise ValueError(
+                    f"{name_of_n}={shown(params.n)} is not allowed: it must be at most {name}={limit}"
+                )
         request.max_len = min(prompt + params.max_tokens, self.max_model_len)
         blocks, total = manager.max_blocks_needed(request), len(manager.blocks)
         if blocks > total:
@@ -159,7 +165,9 @@ class Scheduler:
         self.make_room(schedule)
         num_preemptions = self.num_preemptions
         self._schedule_running(schedule)
-        if self.waiting and self.num_preemptions == num_preemptions:  # otherwise there is no room for any
+        if (
+            self.waiting and self.num_preemptions == num_preemptions
+        ):  # otherwise there is no room for any
             self._schedule_waiting(schedule)
         self.num_swapped_blocks += len(schedule.swaps_out)
         return schedule
@@ -181,8 +189,14 @@ class Scheduler:
         manager, num_seqs = self.block_manager, sum(request.num_seats for request in self.running)
         if num_seqs < self.max_num_seqs:
             self.waiting.sort(key=self.priority)
-        reserved = sum(manager.num_blocks_at_fork(request) for request in self.running if not request.has_forked)
-        while min(schedule.tokens_left, schedule.prompt_tokens_left) > 0 and (request := self.next_waiting()):
+        reserved = sum(
+            manager.num_blocks_at_fork(request)
+            for request in self.running
+            if not request.has_forked
+        )
+        while min(schedule.tokens_left, schedule.prompt_tokens_left) > 0 and (
+            request := self.next_waiting()
+        ):
             num_seqs += request.num_seats
             kept = int(self.watermark * len(manager.blocks)) if self.running else 0
             fits = num_seqs <= self.max_num_seqs and manager.can_admit(request, reserved + kept)
@@ -217,7 +231,9 @@ class Scheduler:
         for seq in request.unfinished if request.has_forked else [first]:
             schedule.copies += manager.allocate(seq, len(seq.token_ids) - seq.num_computed_tokens)
 
-    def _tokens_to_compute(self, request: Request, schedule: Schedule) -> list[tuple[Sequence, int]]:
+    def _tokens_to_compute(
+        self, request: Request, schedule: Schedule
+    ) -> list[tuple[Sequence, int]]:
         """The request's sequences and how many of their missing tokens to compute, as far as the budgets go."""
         seqs = request.unfinished if request.params.n > 1 else request.sequences
         if len(seqs) > 1:
@@ -252,7 +268,9 @@ class Scheduler:
 
     # --- a step has run ---
 
-    def update(self, schedule: Schedule, token_ids: list[int], logprobs: Logprobs | None = None) -> None:
+    def update(
+        self, schedule: Schedule, token_ids: list[int], logprobs: Logprobs | None = None
+    ) -> None:
         """Processes a step's result: a token for each of `schedule.sampled`, and its log-probabilities if requested."""
         sampled, searches = schedule.sampled_items, dict[Request, Likeliest]()
         self.block_manager.unwritten.clear()
@@ -278,7 +296,10 @@ class Scheduler:
     def reason_to_end(self, seq: Sequence) -> str | None:
         """Why the sequence ends with its last token, or None. Stop strings are the engine's business."""
         request, num_tokens = seq.request, len(seq.token_ids)
-        if num_tokens > len(request.prompt_token_ids) and seq.token_ids[-1] in request.stop_token_ids:
+        if (
+            num_tokens > len(request.prompt_token_ids)
+            and seq.token_ids[-1] in request.stop_token_ids
+        ):
             return "stop"
         return "length" if num_tokens >= request.max_len else None
 
@@ -315,7 +336,9 @@ class Scheduler:
         """They get their next tokens together or not at all, so their last tokens are computed in the same step."""
         seqs = request.unfinished
         if not request.has_forked:
-            return schedule.part_of(seqs[0], request.num_shared_tokens - seqs[0].num_computed_tokens)
+            return schedule.part_of(
+                seqs[0], request.num_shared_tokens - seqs[0].num_computed_tokens
+            )
         missing = [seq.num_missing_tokens for seq in seqs]
         if max(missing) == 1:
             return [(seq, 1) for seq in seqs] if len(seqs) <= schedule.tokens_left else []
@@ -329,7 +352,11 @@ class Scheduler:
 
     def _fork(self, request: Request, schedule: Schedule) -> None:
         """Once the first sequence has computed the tokens that all share, the others fork from it."""
-        manager, shared, (first, *others) = self.block_manager, request.num_shared_tokens, request.unfinished
+        manager, shared, (first, *others) = (
+            self.block_manager,
+            request.num_shared_tokens,
+            request.unfinished,
+        )
         if first.num_computed_tokens < shared:
             return
         for seq in others:
@@ -353,13 +380,19 @@ def common_length(sequences: list[list[int]]) -> int:
 # --- second reading: what can be wrong with a schedule ---
 
 
-def check_choice(scheduler: Scheduler, method: str, request: Request, candidates: list[Request]) -> None:
+def check_choice(
+    scheduler: Scheduler, method: str, request: Request, candidates: list[Request]
+) -> None:
     """Raises ScheduleError if a policy has chosen somebody else than one of the candidates."""
     if request not in candidates:
-        raise ScheduleError(scheduler, method, f"{shown(request)} is not one of {shown(candidates)}")
+        raise ScheduleError(
+            scheduler, method, f"{shown(request)} is not one of {shown(candidates)}"
+        )
 
 
-def check_schedule(schedule: Schedule, scheduler: Scheduler, request_ids: Collection[str], moves_before: int) -> None:
+def check_schedule(
+    schedule: Schedule, scheduler: Scheduler, request_ids: Collection[str], moves_before: int
+) -> None:
     """Raises ScheduleError if the schedule cannot be run. Before it was planned, the requests with these ids were
     unfinished, and the block manager had asked for `moves_before` moves."""
     manager, running = scheduler.block_manager, set(scheduler.running)
@@ -368,9 +401,20 @@ def check_schedule(schedule: Schedule, scheduler: Scheduler, request_ids: Collec
         raise wrong(f"it returned {shown(schedule)}, and not a Schedule")
     if not schedule.items:
         lost = set(request_ids) - {request.request_id for request in scheduler.unfinished()}
-        why = f"neither waiting nor running: {shown(sorted(lost))}" if lost else "the policy serves nobody"
-        raise wrong(f"it planned nothing, but there are unfinished requests: {shown([*request_ids])}; {why}")
-    size, blocks, unwritten, written = manager.block_size, manager.blocks, manager.unwritten, set[int]()
+        why = (
+            f"neither waiting nor running: {shown(sorted(lost))}"
+            if lost
+            else "the policy serves nobody"
+        )
+        raise wrong(
+            f"it planned nothing, but there are unfinished requests: {shown([*request_ids])}; {why}"
+        )
+    size, blocks, unwritten, written = (
+        manager.block_size,
+        manager.blocks,
+        manager.unwritten,
+        set[int](),
+    )
     seqs = set[Sequence]()
     for seq, num_tokens in schedule.items:
         begin, table = seq.num_computed_tokens, seq.block_table
@@ -379,14 +423,22 @@ def check_schedule(schedule: Schedule, scheduler: Scheduler, request_ids: Collec
             raise wrong(f"{seq} is in the schedule twice")
         seqs.add(seq)
         if seq.request not in running or seq.finish_reason is not None:
-            raise wrong(f"{seq} is in the schedule, but it has ended, or its request is not in scheduler.running")
+            raise wrong(
+                f"{seq} is in the schedule, but it has ended, or its request is not in scheduler.running"
+            )
         if num_tokens < 1 or end > len(seq.token_ids):
-            raise wrong(f"{seq} is to compute {num_tokens} tokens, but {seq.num_missing_tokens} are missing")
+            raise wrong(
+                f"{seq} is to compute {num_tokens} tokens, but {seq.num_missing_tokens} are missing"
+            )
         if end > len(table) * size:
-            raise wrong(f"{seq} is to compute {num_tokens} tokens, but lacks blocks for them: allocate them first")
+            raise wrong(
+                f"{seq} is to compute {num_tokens} tokens, but lacks blocks for them: allocate them first"
+            )
         block_id = table[begin // size]
         if blocks[block_id].ref_count > 1 and block_id not in unwritten:
-            raise wrong(f"{seq} is to write into block {block_id}, which others read: allocate says what to copy first")
+            raise wrong(
+                f"{seq} is to write into block {block_id}, which others read: allocate says what to copy first"
+            )
         if unwritten:
             written.update(table[begin // size : end // size])
     sampled = {seq for _, seq in schedule.sampled_items}
@@ -395,12 +447,19 @@ def check_schedule(schedule: Schedule, scheduler: Scheduler, request_ids: Collec
         if len(drawn) < len(unfinished):
             who = f"{len(drawn)} of {len(unfinished)} sequences of {request.request_id}"
             raise wrong(f"{who} would get a token: it must be all or none")
-    for total, limit in ((schedule.num_tokens, "max_num_batched_tokens"), (len(seqs), "max_num_seqs")):
+    for total, limit in (
+        (schedule.num_tokens, "max_num_batched_tokens"),
+        (len(seqs), "max_num_seqs"),
+    ):
         if total > getattr(scheduler, limit):
-            raise wrong(f"the schedule has {total} {limit.split('_')[-1]}, but {limit}={getattr(scheduler, limit)}")
+            raise wrong(
+                f"the schedule has {total} {limit.split('_')[-1]}, but {limit}={getattr(scheduler, limit)}"
+            )
     lost_blocks = manager.unwritten - written
     if lost_blocks:
-        raise wrong(f"no sequence computes blocks {lost_blocks}, which can be found: keep all that _commit plans")
+        raise wrong(
+            f"no sequence computes blocks {lost_blocks}, which can be found: keep all that _commit plans"
+        )
     listed = len(schedule.copies) + len(schedule.swaps_out) + len(schedule.swaps_in)
     asked = manager.num_moves - moves_before
     if listed != asked:

@@ -30,8 +30,12 @@ class Sequence:
     finish_reason: str | None = None  # "stop", "length", "abort" or "error"
     num_computed_tokens: int = 0
     block_table: list[int] = field(default_factory=list)
-    prefix_ids: list[int] = field(default_factory=list)  # identity of each full block's prefix, see BlockManager
-    host_table: list[int] = field(default_factory=list)  # blocks in host memory while it is swapped out ...
+    prefix_ids: list[int] = field(
+        default_factory=list
+    )  # identity of each full block's prefix, see BlockManager
+    host_table: list[int] = field(
+        default_factory=list
+    )  # blocks in host memory while it is swapped out ...
     num_host_tokens: int = 0  # ... and the number of tokens in them
 
     def __len__(self) -> int:
@@ -56,7 +60,9 @@ class Sequence:
 
     def __repr__(self) -> str:
         state = self.finish_reason or f"{self.num_computed_tokens} of {len(self)} tokens computed"
-        return f"Sequence({self.request.request_id}.{self.index}: {state}, blocks {self.block_table})"
+        return (
+            f"Sequence({self.request.request_id}.{self.index}: {state}, blocks {self.block_table})"
+        )
 
 
 @dataclass(eq=False, repr=False)
@@ -75,14 +81,20 @@ class Request:
     max_len: int = 0  # maximum tokens per sequence, prompt included; set by Scheduler.check
     arrival: int = 0  # a counter, so that no two requests have the same
     arrival_time: float = 0.0  # in seconds, by the scheduler's clock
-    num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache when it was first admitted
-    has_forked: bool = False  # whether each sequence has its own blocks; before, only the first one runs
+    num_cached_tokens: int | None = (
+        None  # prompt tokens found in the prefix cache when it was first admitted
+    )
+    has_forked: bool = (
+        False  # whether each sequence has its own blocks; before, only the first one runs
+    )
     num_shared_tokens: int = 0  # before the fork: the number of tokens that all sequences share
     beam_search: BeamSearch | None = None  # if its sequences are beams
 
     def __post_init__(self):
         self.seed = self.params.seed or 0
-        self.num_logprobs = self.params.logprobs  # how many of the most likely tokens to return with each token
+        self.num_logprobs = (
+            self.params.logprobs
+        )  # how many of the most likely tokens to return with each token
         eos_token_ids = () if self.params.ignore_eos else self.eos_token_ids
         self.stop_token_ids = frozenset(self.params.stop_token_ids or ()).union(eos_token_ids)
 
@@ -90,7 +102,10 @@ class Request:
     def sequences(self) -> list[Sequence]:
         """Created on first use, so a refused request has none."""
         params, prompt = self.params, self.prompt_token_ids
-        return [Sequence(self, i, [*prompt], None if params.logprobs is None else []) for i in range(params.n)]
+        return [
+            Sequence(self, i, [*prompt], None if params.logprobs is None else [])
+            for i in range(params.n)
+        ]
 
     def search_with(self, beam_search: BeamSearch) -> None:
         """Makes its sequences the beams of a search."""

@@ -46,7 +46,9 @@ class Job(NamedTuple):
     answer: int = 1  # the token id of all others
     max_tokens: int = 2048  # what the client allows; the cache must have room for so many
     extra_args: dict[str, Any] = NO_ARGS
-    after: int | None = None  # index of the job that this one follows, as the next turn of a conversation
+    after: int | None = (
+        None  # index of the job that this one follows, as the next turn of a conversation
+    )
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -68,7 +70,9 @@ class Served:
 
     job: Job
     arrival: float = math.inf  # while it has not arrived
-    token_times: array[float] = field(default_factory=lambda: array("d"))  # when each output token came
+    token_times: array[float] = field(
+        default_factory=lambda: array("d")
+    )  # when each output token came
     num_cached_tokens: int = 0  # of its prompt, when it was first admitted
     num_preemptions: int = 0
 
@@ -78,7 +82,9 @@ class PlannedStep(NamedTuple):
 
     start: float
     end: float
-    items: list[tuple[int, int, bool]]  # (index of the job, tokens computed, whether they belong to a prompt)
+    items: list[
+        tuple[int, int, bool]
+    ]  # (index of the job, tokens computed, whether they belong to a prompt)
     running: list[int]  # indices of all that run, also of those without a part in this step
 
 
@@ -95,7 +101,9 @@ class Run:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     num_swapped_blocks: int = 0
-    kv_use: float = 0.0  # mean part of the KV blocks in use while steps ran, weighted by their seconds
+    kv_use: float = (
+        0.0  # mean part of the KV blocks in use while steps ran, weighted by their seconds
+    )
     steps: list[PlannedStep] = field(default_factory=list)  # empty unless they were asked for
 
 
@@ -133,7 +141,9 @@ class Machine:
 def items_of(schedule: Schedule) -> list[tuple[int, int]]:
     """Of each sequence: tokens to compute, and tokens in its context afterwards, as in `roofline.Step`. To be called
     before the step has run."""
-    return [(num_tokens, seq.num_computed_tokens + num_tokens) for seq, num_tokens in schedule.items]
+    return [
+        (num_tokens, seq.num_computed_tokens + num_tokens) for seq, num_tokens in schedule.items
+    ]
 
 
 MACHINES = {name: Machine(hardware) for name, hardware in HARDWARE.items()}
@@ -146,7 +156,9 @@ def model_config(model: str) -> dict[str, Any]:
     """The Hugging Face config of a local directory, or of one of `SHAPES` by the end of its name."""
     path, name = Path(model) / "config.json", model.rpartition("/")[2].lower()
     if not path.exists() and name not in SHAPES:
-        raise ValueError(f"model={shown(model)} is not allowed: it must be a directory or one of {', '.join(SHAPES)}")
+        raise ValueError(
+            f"model={shown(model)} is not allowed: it must be a directory or one of {', '.join(SHAPES)}"
+        )
     return json.loads(path.read_text()) if path.exists() else SHAPES[name]
 
 
@@ -168,10 +180,14 @@ def simulate(
     ScheduleError, with the number of the step, for a scheduler that has gone wrong.
     """
     if not isinstance(hardware, Machine) and hardware not in MACHINES:
-        raise ValueError(f"hardware={shown(hardware)} is not allowed: it must be one of {', '.join(MACHINES)}")
+        raise ValueError(
+            f"hardware={shown(hardware)} is not allowed: it must be one of {', '.join(MACHINES)}"
+        )
     config = Config(model="qwen3-8b") if config is None else config
     machine = MACHINES[hardware] if isinstance(hardware, str) else hardware
-    return Simulation(jobs, config, machine, scheduler_cls or config.scheduler_cls or Scheduler, check).run(keep_steps)
+    return Simulation(
+        jobs, config, machine, scheduler_cls or config.scheduler_cls or Scheduler, check
+    ).run(keep_steps)
 
 
 def check_job(index: int, job: Job, max_model_len: int) -> None:
@@ -180,11 +196,21 @@ def check_job(index: int, job: Job, max_model_len: int) -> None:
     for name, is_allowed, allowed in (
         ("time", is_number(job.time, 0), "a number of seconds, 0 or more"),
         ("prompt", job.num_prompt_tokens > 0, "at least one token"),
-        ("num_outputs", is_int(job.num_outputs, 1, most), f"from 1 to {most}, by max_tokens and {max_model_len=}"),
-        ("after", job.after is None or is_int(job.after, 0, index - 1), "None or the index of an earlier job"),
+        (
+            "num_outputs",
+            is_int(job.num_outputs, 1, most),
+            f"from 1 to {most}, by max_tokens and {max_model_len=}",
+        ),
+        (
+            "after",
+            job.after is None or is_int(job.after, 0, index - 1),
+            "None or the index of an earlier job",
+        ),
     ):
         if not is_allowed:
-            raise ValueError(f"job {index}: {name}={shown(getattr(job, name))} is not allowed: it must be {allowed}")
+            raise ValueError(
+                f"job {index}: {name}={shown(getattr(job, name))} is not allowed: it must be {allowed}"
+            )
 
 
 class Arrivals:
@@ -215,20 +241,32 @@ class Arrivals:
 class Simulation:
     """One run of `simulate`."""
 
-    def __init__(self, jobs: Sequence[Job], config: Config, machine: Machine, scheduler_cls, check: bool):
+    def __init__(
+        self, jobs: Sequence[Job], config: Config, machine: Machine, scheduler_cls, check: bool
+    ):
         model, self.check, self.now = model_config(config.model), check, 0.0
-        self.machine, self.shape = machine, shape_of(model, itemsize=4 if config.dtype == "float32" else 2)
+        self.machine, self.shape = (
+            machine,
+            shape_of(model, itemsize=4 if config.dtype == "float32" else 2),
+        )
         limits = config.resolved(model["max_position_embeddings"], 8192)
         num_useful_blocks = limits.max_num_seqs * -(-limits.max_model_len // config.block_size)
         num_blocks = config.num_blocks or min(self._num_blocks_that_fit(config), num_useful_blocks)
         num_host_blocks = 0
         if config.preemption_mode == "swap":
-            num_host_blocks = int(config.swap_gib * 2**30 / (config.block_size * self.shape.kv_bytes))
+            num_host_blocks = int(
+                config.swap_gib * 2**30 / (config.block_size * self.shape.kv_bytes)
+            )
         manager_cls = config.block_manager_cls or BlockManager
-        self.manager = manager_cls(num_blocks, config.block_size, config.enable_prefix_caching, num_host_blocks)
+        self.manager = manager_cls(
+            num_blocks, config.block_size, config.enable_prefix_caching, num_host_blocks
+        )
         self.scheduler = scheduler_cls(limits, self.manager)
         self.scheduler.clock = lambda: self.now
-        self.max_idle_steps, self.idle_steps = limits.max_model_len, 0  # no prompt needs more, at a token per step
+        self.max_idle_steps, self.idle_steps = (
+            limits.max_model_len,
+            0,
+        )  # no prompt needs more, at a token per step
         self.arrivals, self.result = Arrivals(jobs), Run([Served(job) for job in jobs])
         self.unfinished: dict[Request, Served] = {}
         self.arrived = count()
@@ -238,10 +276,14 @@ class Simulation:
     def _num_blocks_that_fit(self, config: Config) -> int:
         """Leaves out activations, which no cost model knows."""
         memory = self.machine.hardware.memory_bytes * config.gpu_memory_utilization
-        num_blocks = int((memory - self.shape.weight_bytes) // (config.block_size * self.shape.kv_bytes))
+        num_blocks = int(
+            (memory - self.shape.weight_bytes) // (config.block_size * self.shape.kv_bytes)
+        )
         if num_blocks < 1:
             weights = f"the weights take {self.shape.weight_bytes:,} of {memory:,.0f} bytes"
-            raise ValueError(f"model={config.model!r} does not fit on {self.machine.hardware.name}: {weights}")
+            raise ValueError(
+                f"model={config.model!r} does not fit on {self.machine.hardware.name}: {weights}"
+            )
         return num_blocks
 
     def run(self, keep_steps: bool) -> Run:
@@ -256,15 +298,26 @@ class Simulation:
                 error.args = (f"step {self.result.num_steps + 1}, at {self.now:.3f} s: {error}",)
                 raise
         result, scheduler = self.result, self.scheduler
-        result.num_prompt_tokens, result.num_cached_tokens = scheduler.num_prompt_tokens, scheduler.num_cached_tokens
-        result.num_preemptions, result.num_swapped_blocks = scheduler.num_preemptions, scheduler.num_swapped_blocks
-        result.seconds, result.kv_use = self.now, result.kv_use / (result.busy_seconds or 1) / len(self.manager.blocks)
+        result.num_prompt_tokens, result.num_cached_tokens = (
+            scheduler.num_prompt_tokens,
+            scheduler.num_cached_tokens,
+        )
+        result.num_preemptions, result.num_swapped_blocks = (
+            scheduler.num_preemptions,
+            scheduler.num_swapped_blocks,
+        )
+        result.seconds, result.kv_use = (
+            self.now,
+            result.kv_use / (result.busy_seconds or 1) / len(self.manager.blocks),
+        )
         return result
 
     def _add(self, time: float, index: int) -> None:
         served = self.result.requests[index]
         job, served.arrival = served.job, time
-        params = SamplingParams(max_tokens=job.max_tokens, stop_token_ids=[STOP], extra_args=job.extra_args)
+        params = SamplingParams(
+            max_tokens=job.max_tokens, stop_token_ids=[STOP], extra_args=job.extra_args
+        )
         request = Request(str(index), None, job.prompt_token_ids, params, arrival_time=time)
         request.arrival = next(self.arrived)
         try:
@@ -282,18 +335,26 @@ class Simulation:
             check_step(schedule, scheduler, self.unfinished, before, moves)
         self.idle_steps = 0 if sampled else self.idle_steps + 1
         if self.idle_steps > self.max_idle_steps:
-            raise ScheduleError(scheduler, "schedule", f"nobody has got a token for {self.idle_steps} steps")
+            raise ScheduleError(
+                scheduler, "schedule", f"nobody has got a token for {self.idle_steps} steps"
+            )
         if scheduler.num_preemptions > num_preemptions:
             for request in {*before}.difference(scheduler.running):
                 self.unfinished[request].num_preemptions += 1
-        start, seconds = self.now, self.machine.seconds(self.shape, schedule, self.manager.block_size)
+        start, seconds = (
+            self.now,
+            self.machine.seconds(self.shape, schedule, self.manager.block_size),
+        )
         self.now += seconds
         result.busy_seconds += seconds
         result.num_steps += 1
         result.num_computed_tokens += schedule.num_tokens
         result.kv_use += self.manager.num_used_blocks * seconds
         if keep_steps:
-            items = [(int(seq.request.request_id), n, seq.num_missing_tokens > 1) for seq, n in schedule.items]
+            items = [
+                (int(seq.request.request_id), n, seq.num_missing_tokens > 1)
+                for seq, n in schedule.items
+            ]
             running = [int(request.request_id) for request in scheduler.running]
             result.steps.append(PlannedStep(start, self.now, items, running))
         scheduler.update(schedule, [self._token(seq.request) for _, seq in sampled])
@@ -317,7 +378,11 @@ class Simulation:
 
 
 def check_step(
-    schedule: Schedule, scheduler: Scheduler, requests: Collection[Request], running: list[Request], moves: int
+    schedule: Schedule,
+    scheduler: Scheduler,
+    requests: Collection[Request],
+    running: list[Request],
+    moves: int,
 ) -> None:
     """Raises ScheduleError unless the step can be run, each unfinished request is queued once, and each block is free
     or in use. Before it was planned, these were `running`, and the block manager had asked for so many moves."""

@@ -54,7 +54,11 @@ def slot_usage(manager: BlockManager, sequences: Iterable[tuple[Sequence, int]])
             for slots, num_tokens in ((stored, seq.num_computed_tokens), (kept, max_tokens)):
                 here = min(manager.block_size, max(0, num_tokens - i * manager.block_size))
                 slots[block_id] = max(here, slots.get(block_id, 0))
-    token_states, reserved, stranded = sum(stored.values()), sum(kept.values()), manager.num_stranded_blocks
+    token_states, reserved, stranded = (
+        sum(stored.values()),
+        sum(kept.values()),
+        manager.num_stranded_blocks,
+    )
     return {
         "token_states": token_states,
         "reserved": reserved - token_states,
@@ -69,7 +73,9 @@ def check_blocks(manager: BlockManager, sequences: Iterable[Sequence]) -> None:
     """Asserts the invariants, given all unfinished sequences. For tests, since it visits every block."""
     sequences = list(sequences)
     for seq in sequences:
-        assert seq.num_computed_tokens <= len(seq.block_table) * manager.block_size, f"{seq} has too few blocks"
+        assert seq.num_computed_tokens <= len(seq.block_table) * manager.block_size, (
+            f"{seq} has too few blocks"
+        )
     ref_counts = [block.ref_count for block in manager.blocks]
     check_owners("block", (seq.block_table for seq in sequences), ref_counts, manager.free_blocks)
     host_tables = (seq.host_table for seq in sequences)
@@ -77,14 +83,22 @@ def check_blocks(manager: BlockManager, sequences: Iterable[Sequence]) -> None:
     for key, block in manager.findable.items():
         assert block.key == key, f"{block} can be found by another prefix: {key}"
     num_keys = sum(block.key is not None for block in manager.blocks)
-    assert num_keys == len(manager.findable), f"{num_keys} blocks have a key, but {len(manager.findable)} can be found"
+    assert num_keys == len(manager.findable), (
+        f"{num_keys} blocks have a key, but {len(manager.findable)} can be found"
+    )
 
 
-def check_owners(name: str, tables: Iterable[list[int]], ref_counts: list[int], free: Iterable[int]) -> None:
+def check_owners(
+    name: str, tables: Iterable[list[int]], ref_counts: list[int], free: Iterable[int]
+) -> None:
     owners = Counter(chain.from_iterable(tables))
     for i, ref_count in enumerate(ref_counts):
         if ref_count or i in owners:
-            assert ref_count == owners[i], f"{name} {i} is in {owners[i]} tables, but its ref_count is {ref_count}"
-    assert owners.keys().isdisjoint(free), f"these {name}s are free and in use: {owners.keys() & free}"
+            assert ref_count == owners[i], (
+                f"{name} {i} is in {owners[i]} tables, but its ref_count is {ref_count}"
+            )
+    assert owners.keys().isdisjoint(free), (
+        f"these {name}s are free and in use: {owners.keys() & free}"
+    )
     num_lost = len(ref_counts) - len(owners.keys() | free)
     assert num_lost == 0, f"{num_lost} {name}s are neither free nor in a table"

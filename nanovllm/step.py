@@ -33,8 +33,12 @@ class StepInputs:
         moved = move([*self.model_inputs, self.sampled_rows, *options], device, buffer)
         input_ids, positions, slots, starts, contexts, cu_blocks, tables, rows, *options = moved
         b = self.batch
-        batch = Batch(b.kv_cache, slots, starts, contexts, cu_blocks, tables, b.num_decodes, b.max_context)
-        return StepInputs(input_ids, positions, batch, rows, self.sampling and self.sampling.with_tensors(options))
+        batch = Batch(
+            b.kv_cache, slots, starts, contexts, cu_blocks, tables, b.num_decodes, b.max_context
+        )
+        return StepInputs(
+            input_ids, positions, batch, rows, self.sampling and self.sampling.with_tensors(options)
+        )
 
 
 def move(tensors: list[Tensor], device: torch.device, buffer: Tensor | None = None) -> list[Tensor]:

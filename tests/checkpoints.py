@@ -49,6 +49,10 @@ def greedy(model, prompt: list[int], max_tokens: int) -> list[int]:
     """What transformers generates for one prompt on its own."""
     ids = torch.tensor([prompt])
     out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, min_new_tokens=max_tokens, do_sample=False
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=max_tokens,
+        min_new_tokens=max_tokens,
+        do_sample=False,
     )
     return out[0, len(prompt) :].tolist()

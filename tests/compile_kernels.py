@@ -37,19 +37,30 @@ def compile_kernel(name, kernel, pointers, scalars, constants, capability, warps
     spilled = re.search(r"(\d+) bytes spill stores", report)[1]
     registers = re.search(r"Used (\d+) registers", report)[1]
     buffers = re.findall(r"local_alloc : .*memdesc<(\d+)x\d+x\d+x", compiled.asm["ttgir"])
-    print(name, compiled.metadata.shared, spilled, registers, max(map(int, buffers), default=0), flush=True)
+    print(
+        name,
+        compiled.metadata.shared,
+        spilled,
+        registers,
+        max(map(int, buffers), default=0),
+        flush=True,
+    )
 
 
 def main(capability=80, head_dim=128, group=2):
     dim = triton.next_power_of_2(head_dim)
     for name in ("decode", "prefill"):
-        tokens, rows, keys, warps, stages = triton_attention.tile_sizes(dim, group, 2, name == "decode")
+        tokens, rows, keys, warps, stages = triton_attention.tile_sizes(
+            dim, group, 2, name == "decode"
+        )
         splits = 8 if name == "decode" else 1
         result = "*fp32" if splits > 1 else "*bf16"
         pointers = dict.fromkeys(["q", "k_cache", "v_cache"], "*bf16") | dict.fromkeys(
             ["out", "maxima", "sums"], result
         )
-        pointers |= dict.fromkeys(["cu_seqlens_q", "context_lens", "cu_blocks", "block_tables"], "*i32")
+        pointers |= dict.fromkeys(
+            ["cu_seqlens_q", "context_lens", "cu_blocks", "block_tables"], "*i32"
+        )
         scalars = {"scale": "fp32", "q_stride": "i32", "first_seq": "i32", "num_seqs": "i32"}
         constants = dict(
             HEADS=8 * group, KV_HEADS=8, HEAD_DIM=head_dim, BLOCK_SIZE=16, DIM=dim, PART=triton_attention.PART,
@@ -57,31 +68,65 @@ def main(capability=80, head_dim=128, group=2):
         )  # fmt: skip
         kernel = triton_attention.attention_kernel
         compile_kernel(name, kernel, pointers, scalars, constants, capability, warps, stages)
-    pointers = {"out": "*bf16", "parts": "*fp32", "maxima": "*fp32", "sums": "*fp32", "context_lens": "*i32"}
+    pointers = {
+        "out": "*bf16",
+        "parts": "*fp32",
+        "maxima": "*fp32",
+        "sums": "*fp32",
+        "context_lens": "*i32",
+    }
     constants = dict(HEAD_DIM=head_dim, DIM=dim, SPLITS=8)
     compile_kernel("combine", triton_attention.combine_kernel, pointers, {}, constants, capability)
     pointers = dict.fromkeys(["k", "v", "k_cache", "v_cache"], "*bf16") | {"slots": "*i64"}
     scalars = {"k_stride": "i32", "v_stride": "i32"}
     constants = dict(WIDTH=8 * head_dim, PADDED=8 * dim)
-    compile_kernel("store_kv", triton_attention.store_kv_kernel, pointers, scalars, constants, capability)
+    compile_kernel(
+        "store_kv", triton_attention.store_kv_kernel, pointers, scalars, constants, capability
+    )
 
     constants = dict(SIZE=16 * 8 * head_dim, PART=2048)
     pointers = {"cache": "*bf16", "pairs": "*i64"}
     compile_kernel(
-        "copy_blocks", triton_attention.copy_blocks_kernel, pointers, {"num_blocks": "i32"}, constants, capability
+        "copy_blocks",
+        triton_attention.copy_blocks_kernel,
+        pointers,
+        {"num_blocks": "i32"},
+        constants,
+        capability,
     )
 
     def small(name, kernel, pointers, scalars, constants, warps=4):
-        pointers = dict.fromkeys(pointers, "*bf16") | ({"cos_sin": "*fp32"} if name == "norm_and_rotate" else {})
+        pointers = dict.fromkeys(pointers, "*bf16") | (
+            {"cos_sin": "*fp32"} if name == "norm_and_rotate" else {}
+        )
         compile_kernel(name, kernel, pointers, scalars, constants, capability, warps)
 
     size = dict(SIZE=1024, PADDED=1024)
-    small("add_and_norm", triton_ops.add_and_norm_kernel, ["out", "x", "residual", "weight"], {"eps": "fp32"}, size, 8)
+    small(
+        "add_and_norm",
+        triton_ops.add_and_norm_kernel,
+        ["out", "x", "residual", "weight"],
+        {"eps": "fp32"},
+        size,
+        8,
+    )
     constants = dict(HEADS=8 * group, HEAD_DIM=head_dim, PADDED=dim // 2, HAS_NORM=True)
     scalars = {"stride": "i32", "eps": "fp32"}
-    small("norm_and_rotate", triton_ops.norm_and_rotate_kernel, ["qk", "q_weight", "k_weight"], scalars, constants, 1)
-    small("silu_and_mul", triton_ops.silu_and_mul_kernel, ["out", "x"], {}, dict(SIZE=3072, PART=1024))
-    pointers = dict.fromkeys(["out", "seed", "position"], "*i64") | {"logits": "*bf16", "temperature": "*fp32"}
+    small(
+        "norm_and_rotate",
+        triton_ops.norm_and_rotate_kernel,
+        ["qk", "q_weight", "k_weight"],
+        scalars,
+        constants,
+        1,
+    )
+    small(
+        "silu_and_mul", triton_ops.silu_and_mul_kernel, ["out", "x"], {}, dict(SIZE=3072, PART=1024)
+    )
+    pointers = dict.fromkeys(["out", "seed", "position"], "*i64") | {
+        "logits": "*bf16",
+        "temperature": "*fp32",
+    }
     constants = dict(VOCAB=151936, TILE=8192)
     compile_kernel("sample", triton_ops.sample_kernel, pointers, {}, constants, capability, warps=8)
 

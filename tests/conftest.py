@@ -10,4 +10,6 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach for the network
 if not Path("/dev/nvidiactl").exists():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported: its kernels run on the CPU
+    os.environ.setdefault(
+        "TRITON_INTERPRET", "1"
+    )  # before Triton is imported: its kernels run on the CPU

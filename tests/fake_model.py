@@ -17,14 +17,18 @@ def next_token(prefix: tuple[int, ...], seed: int, vocab_size: int) -> int:
 
 def likeliest(prefix: tuple[int, ...], count: int, vocab_size: int) -> dict[int, float]:
     """The `count` likeliest next tokens with their log-probabilities; all different, so that there is one order."""
-    scores = {token: -zlib.crc32(repr((prefix, token)).encode()) / 2**30 for token in range(vocab_size)}
+    scores = {
+        token: -zlib.crc32(repr((prefix, token)).encode()) / 2**30 for token in range(vocab_size)
+    }
     return dict(sorted(scores.items(), key=lambda item: -item[1])[:count])
 
 
 class FakeRunner:
     def __init__(self, block_size: int, vocab_size: int = 3):
         self.block_size, self.vocab_size = block_size, vocab_size
-        self.cache: dict[tuple[int, int], tuple[int, ...]] = {}  # (block, offset) -> prefix that ends here
+        self.cache: dict[
+            tuple[int, int], tuple[int, ...]
+        ] = {}  # (block, offset) -> prefix that ends here
         self.host: dict[int, list] = {}  # host block -> what it holds
 
     def slot(self, seq, i: int) -> tuple[int, int]:
@@ -61,12 +65,16 @@ class FakeRunner:
         """A token for each of `schedule.sampled`, and the likeliest ones for beams."""
         self.swap(schedule.swaps_out, schedule.swaps_in)
         self.copy(schedule.copies)
-        for seq, num_tokens in schedule.items:  # as in a layer: all is written before anything is read
+        for (
+            seq,
+            num_tokens,
+        ) in schedule.items:  # as in a layer: all is written before anything is read
             self.write(seq, num_tokens)
         for seq, _ in schedule.items:
             self.check(seq)
         prefixes = [
-            (seq, self.cache[self.slot(schedule.items[i][0], len(seq) - 1)]) for i, seq in schedule.sampled_items
+            (seq, self.cache[self.slot(schedule.items[i][0], len(seq) - 1)])
+            for i, seq in schedule.sampled_items
         ]
         tokens = [next_token(prefix, seq.seed, self.vocab_size) for seq, prefix in prefixes]
         counts = [seq.request.num_logprobs for seq, _ in prefixes]
@@ -79,7 +87,10 @@ class FakeRunner:
 def expected_output(request, index: int, max_model_len: int, vocab_size: int) -> list[int]:
     """What the fake model says when nothing is batched, paged or cached."""
     tokens, seed = list(request.prompt_token_ids), request.sequences[index].seed
-    while len(tokens) - len(request.prompt_token_ids) < request.params.max_tokens and len(tokens) < max_model_len:
+    while (
+        len(tokens) - len(request.prompt_token_ids) < request.params.max_tokens
+        and len(tokens) < max_model_len
+    ):
         tokens.append(next_token(tuple(tokens), seed, vocab_size))
         if tokens[-1] in request.stop_token_ids:
             break
@@ -93,11 +104,15 @@ def expected_beams(request, search, vocab_size: int) -> list[tuple[list[int], fl
         candidates = [
             Beam(beam, token, beam.cumulative_logprob + logprob)
             for beam in beams
-            for token, logprob in likeliest(tuple(beam.token_ids), search.num_candidates, vocab_size).items()
+            for token, logprob in likeliest(
+                tuple(beam.token_ids), search.num_candidates, vocab_size
+            ).items()
         ]
         children = []
         for beam in search.advance(candidates):
             tokens = [*beam.parent.token_ids, beam.token_id]
-            children.append(Sequence(request, 0, tokens, cumulative_logprob=beam.cumulative_logprob))
+            children.append(
+                Sequence(request, 0, tokens, cumulative_logprob=beam.cumulative_logprob)
+            )
         beams = children
     return [(beam.token_ids, beam.cumulative_logprob) for beam in search.results]

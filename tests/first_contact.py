@@ -53,7 +53,9 @@ from tutorials.performance.report import percentile, table, write_json
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 16, 8, 128, 16  # Qwen3-0.6B's attention
 SCALE = HEAD_DIM**-0.5
-TINY = dict(zip(FIELDS.split(), ("qwen3", 64, 128, 1, 4, 2, 32, True, 300, 512)))  # the model of --cpu
+TINY = dict(
+    zip(FIELDS.split(), ("qwen3", 64, 128, 1, 4, 2, 32, True, 300, 512))
+)  # the model of --cpu
 DECODE_TILES = [
     (32, 4, 3),
     (32, 4, 2),
@@ -63,7 +65,12 @@ DECODE_TILES = [
     (32, 2, 3),
     (16, 2, 3),
 ]  # keys, warps, stages
-PREFILL_TILES = [(64, 32, 4, 3), (64, 32, 8, 3), (64, 64, 4, 3), (128, 64, 8, 3)]  # rows, keys, warps, stages
+PREFILL_TILES = [
+    (64, 32, 4, 3),
+    (64, 32, 8, 3),
+    (64, 64, 4, 3),
+    (128, 64, 8, 3),
+]  # rows, keys, warps, stages
 
 
 class Sizes(NamedTuple):
@@ -72,7 +79,14 @@ class Sizes(NamedTuple):
     # 2: sequences -> longest context; numbers of splits, 0 is the kernel's own choice; prompts; rows, vocabulary; swaps
     decodes: dict[int, int] = {1: 4000, 8: 4000, 33: 2500, 48: 2500, 256: 600}  # noqa: RUF012
     splits: tuple[int, ...] = (0, 1, 2, 4, 8, 16, 32)
-    prompts: tuple[tuple[int, int], ...] = ((1000, 1000), (17, 17), (513, 513), (2, 700), (64, 1500), (300, 301))
+    prompts: tuple[tuple[int, int], ...] = (
+        (1000, 1000),
+        (17, 17),
+        (513, 513),
+        (2, 700),
+        (64, 1500),
+        (300, 301),
+    )
     rows: int = 256
     vocab: int = 151_936
     swaps: int = 50
@@ -104,8 +118,12 @@ class Section:
 
     def __init__(self, path: Path, deadline: float, cpu: bool, folder: Path):
         self.path, self.deadline, self.cpu, self.folder = path, deadline, cpu, folder
-        self.sizes, self.device = (ON_CPU, torch.device("cpu")) if cpu else (ON_GPU, torch.device("cuda"))
-        self.dtype = torch.float16 if cpu else torch.bfloat16  # the interpreter's tl.dot takes bf16 for integers
+        self.sizes, self.device = (
+            (ON_CPU, torch.device("cpu")) if cpu else (ON_GPU, torch.device("cuda"))
+        )
+        self.dtype = (
+            torch.float16 if cpu else torch.bfloat16
+        )  # the interpreter's tl.dot takes bf16 for integers
         self.results: dict[str, Any] = {"cases": {}, "skipped": []}
         self.weights_dir = Path("~/.cache/nanovllm")
 
@@ -135,7 +153,11 @@ class Section:
             torch.cuda.empty_cache()
 
     def show(self, header: str, columns: list[tuple], records: dict | None = None) -> None:
-        print(table(header, columns, self.results["cases"] if records is None else records), "\n", flush=True)
+        print(
+            table(header, columns, self.results["cases"] if records is None else records),
+            "\n",
+            flush=True,
+        )
 
     def model(self) -> str:
         """The directory of the model with random weights."""
@@ -149,15 +171,25 @@ class Section:
 def run(command: list[str], seconds: float) -> dict:
     """Status, seconds and last lines of a program, which is ended with all that it has started when its time is over."""
     start = time.perf_counter()
-    options = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    options = dict(
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
     with subprocess.Popen(command, cwd=ROOT, **options) as process:
         try:
             output, _ = process.communicate(timeout=max(1, seconds))
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             output, _ = process.communicate()
-    result = {"status": process.returncode, "seconds": time.perf_counter() - start, "tail": output.splitlines()[-60:]}
-    return result if process.returncode == 0 else result | {"error": f"exit status {process.returncode}"}
+    result = {
+        "status": process.returncode,
+        "seconds": time.perf_counter() - start,
+        "tail": output.splitlines()[-60:],
+    }
+    return (
+        result
+        if process.returncode == 0
+        else result | {"error": f"exit status {process.returncode}"}
+    )
 
 
 # --- 1: the machine ---
@@ -168,13 +200,19 @@ def machine(section: Section) -> None:
     section.case("versions", versions)
     section.case("device", partial(device_facts, section))
     section.case("ceilings", lambda: this_machine(section.device, section.dtype)._asdict())
-    facts = {name: value for case in section.results["cases"].values() for name, value in case.items()}
+    facts = {
+        name: value for case in section.results["cases"].values() for name, value in case.items()
+    }
     print(*(f"{name:17} {value}" for name, value in facts.items()), "", sep="\n")
 
 
 def versions() -> dict:
-    packages = {name: installed(name) for name in ("torch", "triton", "transformers", "pytest-xdist")}
-    compiler = next(filter(None, map(shutil.which, [os.environ.get("CC", "cc"), "gcc", "clang"])), None)
+    packages = {
+        name: installed(name) for name in ("torch", "triton", "transformers", "pytest-xdist")
+    }
+    compiler = next(
+        filter(None, map(shutil.which, [os.environ.get("CC", "cc"), "gcc", "clang"])), None
+    )
     return (
         {key: environment()[key] for key in ("commit", "python")}
         | packages
@@ -215,7 +253,10 @@ def poisoned() -> Iterator[None]:
 
 def difference(actual: torch.Tensor, expected: torch.Tensor, allowed: float = 2e-2) -> dict:
     """The largest error, NaN included, and of how large numbers. `allowed` is a share of the largest."""
-    error, largest = (actual.float() - expected.float()).abs().max().item(), expected.float().abs().max().item()
+    error, largest = (
+        (actual.float() - expected.float()).abs().max().item(),
+        expected.float().abs().max().item(),
+    )
     result = {"difference": error, "of": largest}
     return result if error <= allowed * largest else result | {"error": f"it differs by {error:g}"}
 
@@ -230,7 +271,9 @@ def kernels(section: Section) -> None:
     sizes, rng = section.sizes, random.Random(0)
     for count, longest in sizes.decodes.items():
         contexts = [longest, *(rng.randint(1, longest) for _ in range(count - 1))]
-        check_attention(section, f"{count} decodes", [(1, context) for context in contexts], sizes.splits)
+        check_attention(
+            section, f"{count} decodes", [(1, context) for context in contexts], sizes.splits
+        )
     check_attention(section, "prefill", list(sizes.prompts), (0,))
     mixture = [(1, 1), (1, sizes.prompts[0][1]), (1, 17), *sizes.prompts]
     check_attention(section, "decodes, then chunks", mixture, sizes.splits[:3])
@@ -242,7 +285,9 @@ def kernels(section: Section) -> None:
     section.show("kernel|largest error|of numbers up to", [("difference", ".1e"), ("of", ",.1f")])
 
 
-def check_attention(section: Section, name: str, sequences: list[tuple[int, int]], all_splits: tuple[int, ...]) -> None:
+def check_attention(
+    section: Section, name: str, sequences: list[tuple[int, int]], all_splits: tuple[int, ...]
+) -> None:
     """Keys and values are stored, and read by kernels with several numbers of splits."""
     from nanovllm.layers import triton_attention
 
@@ -250,7 +295,11 @@ def check_attention(section: Section, name: str, sequences: list[tuple[int, int]
     batch, keys = random_batch(sequences, KV_HEADS, HEAD_DIM, BLOCK_SIZE, num_blocks, num_layers=1)
     for field, value in vars(batch).items():
         if isinstance(value, torch.Tensor):
-            setattr(batch, field, value.to(section.device, section.dtype if value.is_floating_point() else None))
+            setattr(
+                batch,
+                field,
+                value.to(section.device, section.dtype if value.is_floating_point() else None),
+            )
     new = torch.cat([kv[:, 0, -length:] for kv, (length, _) in zip(keys, sequences)], dim=1).to(
         section.device, section.dtype
     )
@@ -268,7 +317,9 @@ def check_attention(section: Section, name: str, sequences: list[tuple[int, int]
         return difference(out, expected)
 
     section.case(f"{name}: store_kv", stored)
-    q = torch.randn(sum(length for length, _ in sequences), HEADS, HEAD_DIM, device=section.device).to(section.dtype)
+    q = torch.randn(
+        sum(length for length, _ in sequences), HEADS, HEAD_DIM, device=section.device
+    ).to(section.dtype)
     expected = attention.paged_attention(q, replace(batch, kv_cache=expected_cache), 0, SCALE)
     for splits in all_splits:
         section.case(f"{name}: {splits or 'default'} splits", partial(attended, splits))
@@ -302,11 +353,19 @@ def check_norm(section: Section) -> dict:
 def check_rotation(section: Section) -> dict:
     from nanovllm.layers import triton_ops
 
-    sizes, angles = [HEADS, KV_HEADS, KV_HEADS], torch.randn(section.sizes.rows, HEAD_DIM // 2, device=section.device)
-    qkv, norms = randn(section, section.sizes.rows, sum(sizes), HEAD_DIM), [norm(section, HEAD_DIM) for _ in range(2)]
+    sizes, angles = (
+        [HEADS, KV_HEADS, KV_HEADS],
+        torch.randn(section.sizes.rows, HEAD_DIM // 2, device=section.device),
+    )
+    qkv, norms = (
+        randn(section, section.sizes.rows, sum(sizes), HEAD_DIM),
+        [norm(section, HEAD_DIM) for _ in range(2)],
+    )
     cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
     expected = torch_ops.norm_and_rotate(qkv.clone(), *norms, cos_sin, sizes)
-    return worst(*map(difference, triton_ops.norm_and_rotate(qkv, *norms, cos_sin, sizes), expected))
+    return worst(
+        *map(difference, triton_ops.norm_and_rotate(qkv, *norms, cos_sin, sizes), expected)
+    )
 
 
 def check_silu(section: Section) -> dict:
@@ -324,14 +383,21 @@ def check_sample(section: Section) -> dict:
     from nanovllm.layers import triton_ops
 
     rows, device = section.sizes.rows, section.device
-    logits, numbers = 4 * randn(section, rows, section.sizes.vocab), torch.arange(rows, device=device)
+    logits, numbers = (
+        4 * randn(section, rows, section.sizes.vocab),
+        torch.arange(rows, device=device),
+    )
     sampling = Sampling((numbers % 4) * 0.5, seed=numbers * 3**30, position=numbers + 100)
     with poisoned():
         tokens = triton_ops.sample(logits, sampling)
     unequal = tokens != torch_ops.sample(logits, sampling)
     share = unequal.float().mean().item()
     result = {"difference": share, "of": 1}
-    return result | {"error": f"{share:.1%} of the tokens differ"} if share > 0.02 or unequal[::4].any() else result
+    return (
+        result | {"error": f"{share:.1%} of the tokens differ"}
+        if share > 0.02 or unequal[::4].any()
+        else result
+    )
 
 
 def check_swaps(section: Section) -> dict:
@@ -378,7 +444,9 @@ def noting_terms(call: Callable, terms: dict[str, int]) -> Callable:
 
     def at_return(frame, event, arg):
         if event == "return" and frame.f_code in codes:
-            terms.update((name, value) for name, value in frame.f_locals.items() if type(value) is int)
+            terms.update(
+                (name, value) for name, value in frame.f_locals.items() if type(value) is int
+            )
 
     def noted(*args):
         sys.setprofile(at_return)
@@ -397,8 +465,12 @@ def new_llm(section: Section, **options) -> tuple[LLM, dict]:
     path, fit, start = section.model(), model_runner.num_blocks_that_fit, time.perf_counter()
     with ExitStack() as patches:
         for name, seconds in log.items():
-            patches.enter_context(watch(DecodeGraphs if name == "record" else model_runner, name, seconds))
-        patches.enter_context(mock.patch.object(model_runner, "num_blocks_that_fit", noting_terms(fit, terms)))
+            patches.enter_context(
+                watch(DecodeGraphs if name == "record" else model_runner, name, seconds)
+            )
+        patches.enter_context(
+            mock.patch.object(model_runner, "num_blocks_that_fit", noting_terms(fit, terms))
+        )
         llm = LLM(path, **(section.sizes.options | options))
     facts = {"start_seconds": time.perf_counter() - start, "recorded": len(log["record"])}
     facts |= {f"{name}_seconds": sum(seconds) for name, seconds in log.items()}
@@ -408,7 +480,10 @@ def new_llm(section: Section, **options) -> tuple[LLM, dict]:
 def random_prompts(llm: LLM, count: int, longest: int) -> list[list[int]]:
     """The longest prompt is three times as long as the shortest."""
     rng, vocab = random.Random(0), llm.runner.vocab_size
-    return [[rng.randrange(vocab) for _ in range(rng.randint(longest // 3 + 1, longest))] for _ in range(count)]
+    return [
+        [rng.randrange(vocab) for _ in range(rng.randint(longest // 3 + 1, longest))]
+        for _ in range(count)
+    ]
 
 
 def engine(section: Section) -> None:
@@ -421,15 +496,24 @@ def engine(section: Section) -> None:
             "eager": {"attention_backend": "triton", "enforce_eager": True},
             "graphs": {"attention_backend": "triton"},
         }.items():
-            asked = partial(ask, section, options | {"dtype": dtype}, f"{dtype} {name}", answers, logits)
+            asked = partial(
+                ask, section, options | {"dtype": dtype}, f"{dtype} {name}", answers, logits
+            )
             section.case(f"{dtype} {name}", asked)
     section.case("top-p", partial(check_memory, section))
-    columns = [(f"{name}_seconds", ",.2f") for name in ("start", "load_model", "warm_up", "record", "generate")]
+    columns = [
+        (f"{name}_seconds", ",.2f")
+        for name in ("start", "load_model", "warm_up", "record", "generate")
+    ]
     columns += [("same", ""), ("difference", ".1e")]
     section.show("engine|start s|load|warm up|record|generate|same tokens|logits", columns)
     facts = section.results["cases"].get("top-p", {})
     gib = {name: {"gib": value / 2**30} for name, value in facts.items() if name.endswith("_bytes")}
-    gib |= {name: {"gib": value / 2**30} for name, value in facts.get("terms", {}).items() if name != "num_blocks"}
+    gib |= {
+        name: {"gib": value / 2**30}
+        for name, value in facts.get("terms", {}).items()
+        if name != "num_blocks"
+    }
     section.show("memory|GiB", [("gib", ",.3f")], gib)
 
 
@@ -437,12 +521,19 @@ def ask(section: Section, options: dict, name: str, answers: dict, logits: dict)
     """In fp32 the tokens are compared with PyTorch's; in bf16 the logits of two steps, as long as the tokens agree."""
     llm, facts = new_llm(section, **options)
     seen = logits[name] = []
-    llm.runner.model.lm_head.register_forward_hook(lambda module, args, out: seen.append(out[:64].float().cpu()))
+    llm.runner.model.lm_head.register_forward_hook(
+        lambda module, args, out: seen.append(out[:64].float().cpu())
+    )
     count, length = section.sizes.greedy
     is_exact, reference = options["dtype"] == "float32", f"{options['dtype']} torch"
-    params = SamplingParams(temperature=0, max_tokens=length if is_exact else 2, ignore_eos=True, logprobs=2)
+    params = SamplingParams(
+        temperature=0, max_tokens=length if is_exact else 2, ignore_eos=True, logprobs=2
+    )
     start = time.perf_counter()
-    outputs = [o.outputs[0] for o in llm.generate(random_prompts(llm, count, 4 * length), params, use_tqdm=False)]
+    outputs = [
+        o.outputs[0]
+        for o in llm.generate(random_prompts(llm, count, 4 * length), params, use_tqdm=False)
+    ]
     facts["generate_seconds"] = time.perf_counter() - start
     answers[name] = [output.token_ids for output in outputs]
     if name == reference or reference not in answers:
@@ -452,9 +543,13 @@ def ask(section: Section, options: dict, name: str, answers: dict, logits: dict)
     if not is_exact:
         (first, second), (expected, then) = seen, logits[reference]
         alike = [i for i, (one, other) in enumerate(pairs) if one[0] == other[0]]
-        return facts | worst(difference(first, expected, 0.1), difference(second[alike], then[alike], 0.1))
+        return facts | worst(
+            difference(first, expected, 0.1), difference(second[alike], then[alike], 0.1)
+        )
     unequal = [i for i, (one, other) in enumerate(pairs) if one != other]
-    facts["unequal"] = [unequal_at(outputs[i], answers[reference][i]) | {"prompt": i} for i in unequal]
+    facts["unequal"] = [
+        unequal_at(outputs[i], answers[reference][i]) | {"prompt": i} for i in unequal
+    ]
     is_tie = all(case["gap"] < 1e-4 for case in facts["unequal"])
     return facts if is_tie else facts | {"error": f"{len(unequal)} prompts have other tokens"}
 
@@ -494,10 +589,15 @@ def decode_step(section: Section) -> None:
     """A decode step of 256: kernels, replays of graphs, wall and GPU time, and the phases of the host."""
     sizes = section.sizes
     llm, _ = new_llm(
-        section, dtype=section.dtype_name, attention_backend="triton", **({"max_model_len": 4096} | sizes.options)
+        section,
+        dtype=section.dtype_name,
+        attention_backend="triton",
+        **({"max_model_len": 4096} | sizes.options),
     )
     params = SamplingParams(temperature=0.6, max_tokens=5 * sizes.steps + 10, ignore_eos=True)
-    for prompt in random_prompts(llm, sizes.batch, sizes.context * 3 // 2):  # their mean is the context
+    for prompt in random_prompts(
+        llm, sizes.batch, sizes.context * 3 // 2
+    ):  # their mean is the context
         llm.add_request(prompt, params)
     sequences = [request.sequences[0] for request in llm.requests.values()]
     step = partial(llm.step, report=False)
@@ -507,17 +607,24 @@ def decode_step(section: Section) -> None:
     section.case("phases", partial(phases, llm, step, sizes.steps))
     section.case("kernels", partial(profiled, section, step))
     section.case("replays", partial(replays, section, llm))
-    section.case("batch", lambda: {"sequences": len(llm.requests), "contexts": [len(seq) for seq in sequences]})
+    section.case(
+        "batch",
+        lambda: {"sequences": len(llm.requests), "contexts": [len(seq) for seq in sequences]},
+    )
     cases = section.results["cases"]
     section.show("phase of the host|ms", [("ms", ",.3f")], rows_of(cases, "phases", "ms"))
     section.show("graph of|ms", [("ms", ",.3f")], rows_of(cases, "replays", "ms"))
     rows = cases.get("kernels", {}).get("kernels", [])
     section.show(
-        "kernel|us per step|calls", [("us", ",.1f"), ("calls", ",.1f")], {row["name"][:60]: row for row in rows}
+        "kernel|us per step|calls",
+        [("us", ",.1f"), ("calls", ",.1f")],
+        {row["name"][:60]: row for row in rows},
     )
     wall, busy = cases.get("wall", {}).get("ms_p50"), cases.get("kernels", {}).get("busy_ms")
     if wall and busy:
-        print(f"a step: wall {wall:.3f} ms, the device works {busy:.3f} ms and is idle {max(0, wall - busy):.3f} ms")
+        print(
+            f"a step: wall {wall:.3f} ms, the device works {busy:.3f} ms and is idle {max(0, wall - busy):.3f} ms"
+        )
 
 
 def rows_of(cases: dict, name: str, column: str) -> dict:
@@ -551,16 +658,26 @@ def profiled(section: Section, step: Callable) -> dict:
     """Time per step of the 12 longest kernels, and of all."""
     count = min(10, section.sizes.steps)
     kind = DeviceType.CPU if section.cpu else DeviceType.CUDA
-    activities = [ProfilerActivity.CPU] if section.cpu else [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    activities = (
+        [ProfilerActivity.CPU] if section.cpu else [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    )
     with profile(activities=activities) as profiler:
         for _ in range(count):
             step()
     events = [
-        e for e in profiler.key_averages() if e.device_type == kind and not getattr(e, "is_user_annotation", False)
+        e
+        for e in profiler.key_averages()
+        if e.device_type == kind and not getattr(e, "is_user_annotation", False)
     ]
-    us = {e.key: (e.self_cpu_time_total if section.cpu else e.self_device_time_total) / count for e in events}
+    us = {
+        e.key: (e.self_cpu_time_total if section.cpu else e.self_device_time_total) / count
+        for e in events
+    }
     rows = [{"name": e.key, "us": us[e.key], "calls": e.count / count} for e in events]
-    return {"busy_ms": sum(us.values()) / 1000, "kernels": sorted(rows, key=lambda row: -row["us"])[:12]}
+    return {
+        "busy_ms": sum(us.values()) / 1000,
+        "kernels": sorted(rows, key=lambda row: -row["us"])[:12],
+    }
 
 
 def replays(section: Section, llm: LLM) -> dict:
@@ -573,7 +690,10 @@ def replays(section: Section, llm: LLM) -> dict:
         for size in section.sizes.replays:
             if len(schedule.items) >= size:
                 runner.graphs.run(runner._prepare(Schedule(schedule.items[:size])), size)
-                times = [seconds_of(runner.graphs.replays[size], section.device) for _ in range(section.sizes.steps)]
+                times = [
+                    seconds_of(runner.graphs.replays[size], section.device)
+                    for _ in range(section.sizes.steps)
+                ]
                 milliseconds[size] = 1000 * percentile(times, 50)
         return real(schedule)
 
@@ -595,7 +715,10 @@ class Swept(NamedTuple):
 
 
 def swept(section: Section, contexts: list[int], queries: int) -> Swept:
-    counts, device = torch.tensor([-(-context // BLOCK_SIZE) for context in contexts]), section.device
+    counts, device = (
+        torch.tensor([-(-context // BLOCK_SIZE) for context in contexts]),
+        section.device,
+    )
     kv_bytes = 2 * sum(contexts) * KV_HEADS * HEAD_DIM * section.dtype.itemsize
     layers = 1 if section.cpu else max(1, min(8, 2**29 // kv_bytes))
     num_blocks = int(counts.sum())
@@ -605,7 +728,9 @@ def swept(section: Section, contexts: list[int], queries: int) -> Swept:
     batch = Batch(
         kv_cache=cache,
         slot_mapping=torch.empty(0, dtype=torch.int64, device=device),  # nothing is stored
-        cu_seqlens_q=torch.arange(0, (len(contexts) + 1) * queries, queries, dtype=torch.int32, device=device),
+        cu_seqlens_q=torch.arange(
+            0, (len(contexts) + 1) * queries, queries, dtype=torch.int32, device=device
+        ),
         context_lens=torch.tensor(contexts, dtype=torch.int32, device=device),
         cu_blocks=torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int().to(device),
         block_tables=torch.randperm(num_blocks, device=device).int(),
@@ -615,7 +740,9 @@ def swept(section: Section, contexts: list[int], queries: int) -> Swept:
     return Swept(batch, randn(section, len(contexts) * queries, HEADS, HEAD_DIM), layers, kv_bytes)
 
 
-def tile_time(section: Section, case: Swept, tile: tuple, splits: int, expected: torch.Tensor) -> dict:
+def tile_time(
+    section: Section, case: Swept, tile: tuple, splits: int, expected: torch.Tensor
+) -> dict:
     """Of a tile (tokens, rows, keys, warps, stages), or with None of the kernel's own. What cannot be launched has none."""
     from nanovllm.layers import triton_attention
 
@@ -651,12 +778,20 @@ def all_times(section: Section, case: Swept, tiles: list, rate: float, work: flo
 def tiles_of(section: Section) -> tuple[list, list]:
     """(decode, prefill), each a list of (tile, splits); the kernel's own choice is first."""
     group = HEADS // KV_HEADS
-    decode = [((1, 16, *tile), n) for tile in DECODE_TILES[: section.sizes.tiles] for n in section.sizes.swept_splits]
-    prefill = [((rows // group, rows, *tile), 1) for rows, *tile in PREFILL_TILES[: section.sizes.tiles]]
+    decode = [
+        ((1, 16, *tile), n)
+        for tile in DECODE_TILES[: section.sizes.tiles]
+        for n in section.sizes.swept_splits
+    ]
+    prefill = [
+        ((rows // group, rows, *tile), 1) for rows, *tile in PREFILL_TILES[: section.sizes.tiles]
+    ]
     return [(None, 0), *decode], [(None, 1), *prefill]
 
 
-def compile_tile(path: Path, deadline: float, cpu: bool, folder: Path, tile: tuple, splits: int, queries: int) -> None:
+def compile_tile(
+    path: Path, deadline: float, cpu: bool, folder: Path, tile: tuple, splits: int, queries: int
+) -> None:
     """In another process: leaves the kernel in Triton's cache on disk."""
     section = Section(path, deadline, cpu, folder)
     case = swept(section, [64, 32], queries)
@@ -666,7 +801,10 @@ def compile_tile(path: Path, deadline: float, cpu: bool, folder: Path, tile: tup
 
 def compile_tiles(section: Section, decode: list, prefill: list) -> dict:
     jobs = [(*tile, 1) for tile in decode] + [(*tile, 8) for tile in prefill]
-    start, settings = time.perf_counter(), (section.path, section.deadline, section.cpu, section.folder)
+    start, settings = (
+        time.perf_counter(),
+        (section.path, section.deadline, section.cpu, section.folder),
+    )
     with ProcessPoolExecutor(1 if section.cpu else 8, get_context("spawn")) as pool:
         futures = [pool.submit(compile_tile, *settings, *job) for job in jobs]
         for future in futures:
@@ -681,7 +819,9 @@ def sweep(section: Section) -> None:
     section.case("compile", partial(compile_tiles, section, decode, prefill))
     hardware = this_machine(section.device, section.dtype)
     columns = [("splits", ""), ("us", ",.1f"), ("share", ".0%"), ("difference", ".0e")]
-    cases: dict[str, tuple] = {"prompts": ([sizes.prefill[1]] * sizes.prefill[0], sizes.prefill[1], prefill)}
+    cases: dict[str, tuple] = {
+        "prompts": ([sizes.prefill[1]] * sizes.prefill[0], sizes.prefill[1], prefill)
+    }
     for count, mean in [(count, mean) for mean in sizes.contexts for count in sizes.swept]:
         contexts = [rng.randint(mean // 2, mean * 3 // 2) for _ in range(count)]
         cases[f"{count} x {mean}"] = (contexts, 1, decode)
@@ -689,7 +829,9 @@ def sweep(section: Section) -> None:
         section.case(name, partial(swept_case, section, contexts, queries, tiles, hardware))
         rows = section.results["cases"].get(name, {}).get("rows", [])
         section.show(
-            f"{name}|splits|us|share|error", columns, {f"{i}: {row['tile']}": row for i, row in enumerate(rows[:5], 1)}
+            f"{name}|splits|us|share|error",
+            columns,
+            {f"{i}: {row['tile']}": row for i, row in enumerate(rows[:5], 1)},
         )
 
 
@@ -708,7 +850,12 @@ def benchmark(section: Section) -> None:
     """bench.py, on the whole workload of nano-vllm, with a short and with a long longest context."""
     for longest in (256, 512) if section.cpu else (4096, 40960):
         section.case(f"max_model_len {longest}", partial(bench, section, longest))
-        print(*section.results["cases"].get(f"max_model_len {longest}", {}).get("tail", []), "", sep="\n", flush=True)
+        print(
+            *section.results["cases"].get(f"max_model_len {longest}", {}).get("tail", []),
+            "",
+            sep="\n",
+            flush=True,
+        )
 
 
 def bench(section: Section, longest: int) -> dict:
@@ -724,15 +871,27 @@ def bench(section: Section, longest: int) -> dict:
 def tests(section: Section) -> None:
     """The tests that use a GPU: first the one that wants it for itself, then all others, in parallel if that is possible."""
     if section.cpu:
-        section.case("one test", lambda: pytest("tests/test_fused.py", "-k", "silu", seconds=section.seconds_left()))
+        section.case(
+            "one test",
+            lambda: pytest("tests/test_fused.py", "-k", "silu", seconds=section.seconds_left()),
+        )
     else:
         alone, files = (
             "memory_stays",
             [f"tests/test_{name}.py" for name in ("kernels", "fused", "cuda_graphs", "sampler")],
         )
         parallel = ["-n", "8"] if importlib.util.find_spec("xdist") else []
-        others = ["tests/test_gpu.py", *files, "-k", f"not {alone} and not ahead_of_time", *parallel]
-        section.case("alone", lambda: pytest("-m", "gpu", "tests", "-k", alone, seconds=section.seconds_left()))
+        others = [
+            "tests/test_gpu.py",
+            *files,
+            "-k",
+            f"not {alone} and not ahead_of_time",
+            *parallel,
+        ]
+        section.case(
+            "alone",
+            lambda: pytest("-m", "gpu", "tests", "-k", alone, seconds=section.seconds_left()),
+        )
         section.case("others", lambda: pytest(*others, seconds=section.seconds_left()))
     for case in section.results["cases"].values():
         print(*case["tail"][-25:], sep="\n", flush=True)
@@ -777,19 +936,29 @@ def run_apart(number: int, path: Path, deadline: float, cpu: bool) -> dict:
     results = json.loads(path.read_text()) if path.exists() else {}
     if process.exitcode != 0:
         results["error"] = (
-            f"its process ended with {process.exitcode}" + "; " * ("error" in results) + results.get("error", "")
+            f"its process ended with {process.exitcode}"
+            + "; " * ("error" in results)
+            + results.get("error", "")
         )
         write_json(results, path)
     return results
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     numbers = range(1, len(SECTIONS) + 1)
-    parser.add_argument("--sections", default=",".join(map(str, numbers)), help="default: %(default)s")
-    parser.add_argument("--out", type=Path, default=Path("first_contact"), help="folder for the results")
+    parser.add_argument(
+        "--sections", default=",".join(map(str, numbers)), help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("first_contact"), help="folder for the results"
+    )
     parser.add_argument("--minutes", type=float, default=8.0)
-    parser.add_argument("--cpu", action="store_true", help="without a GPU, in Triton's interpreter, tiny")
+    parser.add_argument(
+        "--cpu", action="store_true", help="without a GPU, in Triton's interpreter, tiny"
+    )
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     os.environ["HF_HUB_OFFLINE"] = "1"
@@ -799,11 +968,20 @@ def main() -> None:
     for number in map(int, args.sections.split(",")):
         function, share = list(SECTIONS.items())[number - 1]
         print(f"=== {number}: {function.__doc__}\n", flush=True)
-        deadline = end if number == numbers[-1] else min(end, time.time() + share * args.minutes / 8)
-        results = run_apart(number, (args.out / f"{number}_{function.__name__}.json").absolute(), deadline, args.cpu)
+        deadline = (
+            end if number == numbers[-1] else min(end, time.time() + share * args.minutes / 8)
+        )
+        results = run_apart(
+            number, (args.out / f"{number}_{function.__name__}.json").absolute(), deadline, args.cpu
+        )
         errors += "error" in results
-        print(f"--- {results.get('seconds', 0):.0f} s, {len(results.get('skipped', []))} cases skipped")
-        print(f"--- ERROR: {results['error']}\n" if "error" in results else "--- no errors\n", flush=True)
+        print(
+            f"--- {results.get('seconds', 0):.0f} s, {len(results.get('skipped', []))} cases skipped"
+        )
+        print(
+            f"--- ERROR: {results['error']}\n" if "error" in results else "--- no errors\n",
+            flush=True,
+        )
     sys.exit(errors)
 
 

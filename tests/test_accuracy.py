@@ -32,7 +32,15 @@ from tutorials.simulation.accuracy import (
     totals,
 )
 from tutorials.simulation.recording import Recording, record, token_ids
-from tutorials.simulation.workloads import all_at_once, fixed, lognormal, merged, multi_turn, poisson, workload
+from tutorials.simulation.workloads import (
+    all_at_once,
+    fixed,
+    lognormal,
+    merged,
+    multi_turn,
+    poisson,
+    workload,
+)
 
 SHAPE = shape_of(model_config(EMBEDDED_MODEL), itemsize=4)
 OPTIONS = {"dtype": "float32", "max_num_batched_tokens": 64, "num_blocks": 200}
@@ -58,7 +66,9 @@ def play(jobs, clock=None, **options):
 
 
 def replay(jobs, steps, scheduler_cls=None, **options):
-    return simulate(jobs, Config(model=EMBEDDED_MODEL, **OPTIONS | options), Recording(steps), scheduler_cls)
+    return simulate(
+        jobs, Config(model=EMBEDDED_MODEL, **OPTIONS | options), Recording(steps), scheduler_cls
+    )
 
 
 def chats(count=12, rate=20.0, seed=0):
@@ -73,8 +83,16 @@ def cramped():
 WORKLOADS = {
     "open loop": (chats(), {}),
     "with pauses": (chats(rate=2.0, count=8), {}),
-    "closed loop": (multi_turn(poisson(10), lognormal(30, 6, max_model_len=100), 5, think=0.1, max_model_len=400), {}),
-    "both": (merged(chats(6), multi_turn(all_at_once(), fixed(20, 5), 3, think=0.0, max_model_len=300)), {}),
+    "closed loop": (
+        multi_turn(
+            poisson(10), lognormal(30, 6, max_model_len=100), 5, think=0.1, max_model_len=400
+        ),
+        {},
+    ),
+    "both": (
+        merged(chats(6), multi_turn(all_at_once(), fixed(20, 5), 3, think=0.0, max_model_len=300)),
+        {},
+    ),
     "recompute": (cramped(), {"num_blocks": 16}),
     "swap": (cramped(), {"num_blocks": 16} | SWAP),
 }
@@ -89,7 +107,9 @@ def test_a_replay_is_exact(name):
     jobs, options = WORKLOADS[name]
     run, steps = play(jobs, **options)
     again = replay(jobs, steps, **options)
-    assert [served.token_times for served in again.requests] == [served.token_times for served in run.requests]
+    assert [served.token_times for served in again.requests] == [
+        served.token_times for served in run.requests
+    ]
     assert replace(again, steps=[]) == run
     assert all(len(served.token_times) == served.job.num_outputs for served in run.requests)
     assert (run.num_preemptions > 0) == (name in ("recompute", "swap"))
@@ -116,7 +136,9 @@ def test_another_step_is_refused():
 
     jobs = workload(all_at_once(), [(50, 3), (50, 3), (40, 3)], 3)
     _, steps = play(jobs)
-    with pytest.raises(ValueError, match=r"step 0 is another one: planned \[.*recorded \[.*\(tokens, context"):
+    with pytest.raises(
+        ValueError, match=r"step 0 is another one: planned \[.*recorded \[.*\(tokens, context"
+    ):
         replay(jobs, steps, LastFirst)
     with pytest.raises(ValueError, match="step 2 was not recorded, the recording has 2 steps"):
         replay(jobs, steps[:2])
@@ -143,7 +165,12 @@ def test_the_next_turn_begins_with_the_real_answer():
     llm, clock, seen = LLM(device="cpu", **OPTIONS), Clock(), []
     add = llm.add_request
     llm.add_request = lambda prompt, *args: seen.append(list(prompt)) or add(prompt, *args)
-    record(llm, [first, Job(0.1, (*first.conversation, (3, 5)), 4, answer=4, after=0)], clock, clock.sleep)
+    record(
+        llm,
+        [first, Job(0.1, (*first.conversation, (3, 5)), 4, answer=4, after=0)],
+        clock,
+        clock.sleep,
+    )
     prompt, second = seen
     assert second[:20] == prompt and second[30:] == token_ids(((3, 5),), llm.runner.vocab_size)
     assert second[20:30] != token_ids(((2, 9), (STOP, 1)), llm.runner.vocab_size)
@@ -159,8 +186,13 @@ def synthetic(count=400, error=0.0, seed=0) -> list[Step]:
     rng, steps = random.Random(seed), []
     for _ in range(count):
         items = [(1, rng.randint(2, 800)) for _ in range(rng.randint(0, 40))]
-        items += [(n := rng.randint(2, 300), n + rng.randint(0, 500)) for _ in range(rng.randint(not items, 3))]
-        seconds = sum(cost * amount for cost, amount in zip(TRUE, amounts(SHAPE, items, len(items))))
+        items += [
+            (n := rng.randint(2, 300), n + rng.randint(0, 500))
+            for _ in range(rng.randint(not items, 3))
+        ]
+        seconds = sum(
+            cost * amount for cost, amount in zip(TRUE, amounts(SHAPE, items, len(items)))
+        )
         steps.append(Step(items, len(items), seconds * (4 if rng.random() < error else 1)))
     return steps
 
@@ -180,7 +212,9 @@ def test_no_cost_is_negative():
 
 
 def test_a_simulation_takes_what_its_steps_cost():
-    run = simulate([Job(0.0, ((1, 100),), 3)], Config(model=EMBEDDED_MODEL, **OPTIONS), machine_of(TRUE))
+    run = simulate(
+        [Job(0.0, ((1, 100),), 3)], Config(model=EMBEDDED_MODEL, **OPTIONS), machine_of(TRUE)
+    )
     steps = [([(64, 64)], 0), ([(36, 100)], 1), ([(1, 101)], 1), ([(1, 102)], 1)]
     assert run.seconds == pytest.approx(sum(cost_of(*step) for step in steps))
 
@@ -209,8 +243,12 @@ def test_errors_and_noise_of_made_up_numbers():
     assert totals(rows)["all"]["mean_error"] == pytest.approx(0.125)
     assert totals(rows)["ttft_p99"]["worst_error"] == pytest.approx(0.2)
     lines = table(rows).splitlines()
-    assert lines[2].startswith("| light | 1,000 | 1, 1.2 (+20%) |") and lines[3].count("2, 1.9 (-5%)") == len(METRICS)
-    assert lines[4].startswith("| mean error |  | 12.5% |") and lines[-1].startswith("| between real runs: worst |")
+    assert lines[2].startswith("| light | 1,000 | 1, 1.2 (+20%) |") and lines[3].count(
+        "2, 1.9 (-5%)"
+    ) == len(METRICS)
+    assert lines[4].startswith("| mean error |  | 12.5% |") and lines[-1].startswith(
+        "| between real runs: worst |"
+    )
 
 
 def test_the_picture(tmp_path):

@@ -17,8 +17,12 @@ SOLUTIONS = Path(__file__).parent / "assignments"
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_reference_gets_all_points(name):
-    task = replace(load_task(name), engine_points=0)  # all engines in one process, below: it is faster
-    report = Grader(task, SOLUTIONS / f"{name}_solution.py", secret_seeds("for tests", name, 1)).grade()
+    task = replace(
+        load_task(name), engine_points=0
+    )  # all engines in one process, below: it is faster
+    report = Grader(
+        task, SOLUTIONS / f"{name}_solution.py", secret_seeds("for tests", name, 1)
+    ).grade()
     assert report.score == report.max_score == task.points, report.table()
 
 

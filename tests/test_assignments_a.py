@@ -40,7 +40,9 @@ def test_the_points_of_a_task_add_up_to_100(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_reference_changes_at_most_15_lines(name):
     before, after = (path(name).read_text().splitlines() for path in (starter, reference))
-    changed = [line for line in difflib.ndiff(before, after) if line.startswith("+ ") and line.strip("+ ")]
+    changed = [
+        line for line in difflib.ndiff(before, after) if line.startswith("+ ") and line.strip("+ ")
+    ]
     assert 0 < len(changed) <= 15
 
 
@@ -62,4 +64,6 @@ def test_each_class_of_a0_is_broken_and_can_be_mended(seed=101):
 
 def test_the_answers_of_a0_are_known_by_their_sums():
     answers = load(reference("a0")).ANSWERS
-    assert {name: sha256(answer.encode()).hexdigest() for name, answer in answers.items()} == load_task("a0").questions
+    assert {
+        name: sha256(answer.encode()).hexdigest() for name, answer in answers.items()
+    } == load_task("a0").questions

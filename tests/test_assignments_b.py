@@ -38,7 +38,9 @@ def test_the_points_of_a_task_add_up_to_100(name):
 @pytest.mark.parametrize("name", STARTERS)
 def test_the_reference_changes_at_most_15_lines(name):
     before, after = (path(name).read_text().splitlines() for path in (starter, reference))
-    changed = [line for line in difflib.ndiff(before, after) if line.startswith("+ ") and line.strip("+ ")]
+    changed = [
+        line for line in difflib.ndiff(before, after) if line.startswith("+ ") and line.strip("+ ")
+    ]
     assert 0 < len(changed) <= 15
 
 

@@ -9,7 +9,10 @@ from tutorials.assignments.public import load
 from tutorials.assignments.task import load_task, measure
 
 ROOT = Path(__file__).parent.parent
-STARTER, REFERENCE = ROOT / "tutorials/assignments/a7/starter.py", ROOT / "tests/assignments/a7_solution.py"
+STARTER, REFERENCE = (
+    ROOT / "tutorials/assignments/a7/starter.py",
+    ROOT / "tests/assignments/a7_solution.py",
+)
 TASK = load_task("a7")
 PART = TASK.parts[0]
 

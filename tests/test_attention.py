@@ -27,7 +27,9 @@ def dense_attention(q, k, v, scale):
     return torch.einsum("hqs,shd->qhd", scores.masked_fill(ahead, float("-inf")).softmax(-1), v)
 
 
-def random_batch(sequences, num_kv_heads, head_dim, block_size=8, num_blocks=64, num_layers=2, seed=0):
+def random_batch(
+    sequences, num_kv_heads, head_dim, block_size=8, num_blocks=64, num_layers=2, seed=0
+):
     """`sequences` is [(query length, context length)]. Returns the batch and each sequence's keys and values.
 
     Blocks are given out in random order. Whatever no sequence owns is NaN, so that reading it shows.
@@ -43,7 +45,9 @@ def random_batch(sequences, num_kv_heads, head_dim, block_size=8, num_blocks=64,
         cached = all_slots[: context - length]
         cache.flatten(2, 3)[:, :, cached] = kv[:, :, : len(cached)]
         slots += all_slots[len(cached) :]
-        tables.append(table + rng.sample(range(num_blocks), rng.randrange(3)))  # and blocks for tokens to come
+        tables.append(
+            table + rng.sample(range(num_blocks), rng.randrange(3))
+        )  # and blocks for tokens to come
         keys.append(kv)
     starts = torch.tensor([0, *(length for length, _ in sequences)]).cumsum(0)
     batch = Batch(
@@ -52,8 +56,12 @@ def random_batch(sequences, num_kv_heads, head_dim, block_size=8, num_blocks=64,
         cu_seqlens_q=starts.to(torch.int32),
         context_lens=torch.tensor([context for _, context in sequences], dtype=torch.int32),
         cu_blocks=torch.tensor([0, *map(len, tables)]).cumsum(0).to(torch.int32),
-        block_tables=torch.tensor([block_id for table in tables for block_id in table], dtype=torch.int32),
-        num_decodes=next((b for b, (length, _) in enumerate(sequences) if length > 1), len(sequences)),
+        block_tables=torch.tensor(
+            [block_id for table in tables for block_id in table], dtype=torch.int32
+        ),
+        num_decodes=next(
+            (b for b, (length, _) in enumerate(sequences) if length > 1), len(sequences)
+        ),
         max_context=max(context for _, context in sequences),
     )
     return batch, keys
@@ -69,7 +77,10 @@ def check(sequences, num_heads, num_kv_heads, head_dim, **kwargs):
     store_kv(new[0], new[1], batch, layer)
     assert batch.kv_cache[:, 0].nan_to_num().equal(untouched.nan_to_num())
     expected = [dense_attention(x, *kv[:, layer], scale) for x, kv in zip(q.split(lengths), keys)]
-    for out in (attention.paged_attention(q, batch, layer, scale), paged_attention(q, batch, layer, scale)):
+    for out in (
+        attention.paged_attention(q, batch, layer, scale),
+        paged_attention(q, batch, layer, scale),
+    ):
         torch.testing.assert_close(out, torch.cat(expected), atol=1e-5, rtol=1e-4)
 
 

@@ -39,14 +39,18 @@ def path(tmp_path_factory):
 def test_the_same_tokens(path, manager, scheduler, block_size):
     rng = random.Random(2)
     prompts = [[rng.randrange(160) for _ in range(rng.randint(1, 20))] for _ in range(12)]
-    params = [SamplingParams(seed=i, n=1 + (i % 4 == 1), max_tokens=rng.randint(1, 20)) for i in range(12)]
+    params = [
+        SamplingParams(seed=i, n=1 + (i % 4 == 1), max_tokens=rng.randint(1, 20)) for i in range(12)
+    ]
     expected = LLM(path, dtype="float32", num_blocks=500).generate(prompts, params, use_tqdm=False)
     llm = LLM(
         path, dtype="float32", block_size=block_size, num_blocks=160 // block_size, max_num_seqs=6, max_model_len=64,
         block_manager_cls=manager, scheduler_cls=scheduler, max_num_batched_tokens=70,
     )  # fmt: skip
     outputs = llm.generate(prompts, params, use_tqdm=False)
-    assert [[o.token_ids for o in r.outputs] for r in outputs] == [[o.token_ids for o in r.outputs] for r in expected]
+    assert [[o.token_ids for o in r.outputs] for r in outputs] == [
+        [o.token_ids for o in r.outputs] for r in expected
+    ]
     stats = llm.stats()
     assert stats["kv_blocks_used"] == 0 and (manager is None or stats["preemptions"] == 0)
     check_blocks(llm.block_manager, [])
@@ -57,7 +61,10 @@ def test_what_is_reserved():
     request = new_request(prompt=3, max_tokens=25)
     for cls, tokens, reserved in [(Small, 64, 64), (OrcaPow2, 35, 64), (OrcaOracle, 28, 32)]:
         manager = cls(num_blocks=200, block_size=1)
-        assert manager.tokens_to_reserve(request) == tokens and manager.max_blocks_needed(request) == reserved
+        assert (
+            manager.tokens_to_reserve(request) == tokens
+            and manager.max_blocks_needed(request) == reserved
+        )
         (seq,) = request.sequences
         manager.allocate(seq, 3)
         seq.num_computed_tokens = 3
@@ -98,7 +105,10 @@ def test_beams_and_what_is_too_long_are_refused(path):
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.integers(1, 100), st.lists(st.tuples(st.integers(1, 40), st.booleans(), st.randoms()), max_size=40))
+@given(
+    st.integers(1, 100),
+    st.lists(st.tuples(st.integers(1, 40), st.booleans(), st.randoms()), max_size=40),
+)
 def test_the_buddy_allocator(num_blocks, events):
     """Runs are aligned, disjoint and as many as there can be; when all are back, so are the largest."""
 
@@ -114,7 +124,11 @@ def test_the_buddy_allocator(num_blocks, events):
         (seq,) = new_request(prompt=size).sequences
         run = 2 ** (size - 1).bit_length()
         used = {block_id for other in running for block_id in other.block_table}
-        places = [start for start in range(0, num_blocks - run + 1, run) if not used & {*range(start, start + run)}]
+        places = [
+            start
+            for start in range(0, num_blocks - run + 1, run)
+            if not used & {*range(start, start + run)}
+        ]
         assert manager.can_admit(seq.request) == bool(places)
         if places:
             manager.allocate(seq, 1)
@@ -132,7 +146,10 @@ def test_a_static_batch_waits_for_its_longest(path):
     steps = {}
     for cls in (StaticBatching, None):
         llm = LLM(path, dtype="float32", num_blocks=100, max_num_seqs=4, scheduler_cls=cls)
-        params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (2, 3, 30, 4, 5, 30, 2, 2)]
+        params = [
+            SamplingParams(temperature=0, max_tokens=n, ignore_eos=True)
+            for n in (2, 3, 30, 4, 5, 30, 2, 2)
+        ]
         llm.generate([[i] for i in range(8)], params, use_tqdm=False)
         steps[cls] = llm.stats()["steps"]
     assert steps == {StaticBatching: 60, None: 33}
@@ -141,16 +158,25 @@ def test_a_static_batch_waits_for_its_longest(path):
 def test_a_static_batch_has_as_many_as_there_are_seats(path):
     """Also if its prompts take several steps: 40 tokens each, 50 in a step."""
     llm = LLM(
-        path, dtype="float32", num_blocks=100, max_num_seqs=4, max_num_batched_tokens=50, scheduler_cls=StaticBatching
+        path,
+        dtype="float32",
+        num_blocks=100,
+        max_num_seqs=4,
+        max_num_batched_tokens=50,
+        scheduler_cls=StaticBatching,
     )
     for i in range(6):
-        llm.add_request([i] * 40, SamplingParams(temperature=0, max_tokens=10, ignore_eos=True), str(i))
+        llm.add_request(
+            [i] * 40, SamplingParams(temperature=0, max_tokens=10, ignore_eos=True), str(i)
+        )
     sizes, done = [], []
     while llm.has_unfinished():
         done += [output.request_id for output in llm.step() if output.finished]
         sizes.append(len(llm.scheduler.running))
     assert max(sizes) == 4 and done == ["0", "1", "2", "3", "4", "5"]
-    assert sizes.index(2, sizes.index(4)) > sizes.index(4)  # the last two wait until the four are done
+    assert sizes.index(2, sizes.index(4)) > sizes.index(
+        4
+    )  # the last two wait until the four are done
     late = sizes[sizes.index(0) :]
     assert max(late) == 2
 
@@ -161,34 +187,53 @@ def test_replay_counts_every_slot_once():
         lengths = replay.lognormal_lengths("ShareGPT", 150)
         used[name] = replay.replay(lengths, manager_cls, 16, replay.Setting(), every=5)
         parts = ("token_states", "reserved", "internal_fragmentation", "external_fragmentation")
-        assert sum(used[name][part] for part in parts) == pytest.approx(1) and used[name]["shared"] == 0
-    assert [round(used[name]["running"]) for name in used] == sorted(round(used[name]["running"]) for name in used)
+        assert (
+            sum(used[name][part] for part in parts) == pytest.approx(1)
+            and used[name]["shared"] == 0
+        )
+    assert [round(used[name]["running"]) for name in used] == sorted(
+        round(used[name]["running"]) for name in used
+    )
     assert used["Orca (Max)"]["running"] == 7  # pieces of 2,048 in 15,700 slots
-    assert used["Orca (Oracle)"]["token_states"] < 0.5 and used["paged"]["token_states"] > 0.96  # waste below 4 %
+    assert (
+        used["Orca (Oracle)"]["token_states"] < 0.5 and used["paged"]["token_states"] > 0.96
+    )  # waste below 4 %
 
 
 def test_replay_of_sharing():
     lengths = [pair for pair in replay.lognormal_lengths("ShareGPT", 60) if sum(pair) < 800]
     small, paged = replay.Setting(num_slots=4000), replay.BlockManager
-    samples, beams = (replay.replay(lengths, paged, 16, small, 5, **{k: 4}) for k in ("n", "beam_width"))
+    samples, beams = (
+        replay.replay(lengths, paged, 16, small, 5, **{k: 4}) for k in ("n", "beam_width")
+    )
     assert 0.15 < samples["saved"] < 0.45 < beams["saved"] < 0.75  # 3/4 if all were shared
 
 
 def test_the_whole_command(monkeypatch, tmp_path, capsys):
     trace, file = tmp_path / "trace.csv", tmp_path / "memory.json"
     rng = random.Random(0)
-    rows = [f"2023-11-16 18:15:46.6805900,{rng.randint(500, 9000)},{rng.randint(100, 900)}" for _ in range(400)]
+    rows = [
+        f"2023-11-16 18:15:46.6805900,{rng.randint(500, 9000)},{rng.randint(100, 900)}"
+        for _ in range(400)
+    ]
     trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "\n".join(rows))
     monkeypatch.setattr(replay, "SYSTEMS", {"paged": replay.BlockManager})
     monkeypatch.setattr(replay, "sharing", lambda name, count: {"samples": {}, "beams": {}})
-    monkeypatch.setattr(sys, "argv", ["replay.py", "--requests", "400", "--trace", str(trace), "--json", str(file)])
+    monkeypatch.setattr(
+        sys, "argv", ["replay.py", "--requests", "400", "--trace", str(trace), "--json", str(file)]
+    )
     replay.main()
     report = json.loads(file.read_text())
     assert report["waste"].keys() == {"ShareGPT", "Azure"} and "paged" in capsys.readouterr().out
     assert report["waste"]["Azure"]["systems"]["paged"]["token_states"] > 0.9
-    with pytest.raises(ValueError, match="3 requests are too few: none of them ever waits for memory"):
+    with pytest.raises(
+        ValueError, match="3 requests are too few: none of them ever waits for memory"
+    ):
         replay.replay([(5, 5)] * 3, replay.BlockManager, 16, replay.Setting())
-    for argv, message in [(["--requests", "5"], "--requests 5 is not allowed"), (["--trace", "none.csv"], "not a CSV")]:
+    for argv, message in [
+        (["--requests", "5"], "--requests 5 is not allowed"),
+        (["--trace", "none.csv"], "not a CSV"),
+    ]:
         monkeypatch.setattr(sys, "argv", ["replay.py", *argv])
         with pytest.raises(SystemExit):
             replay.main()

@@ -83,7 +83,10 @@ def test_poisson_arrivals():
 def trace(tmp_path):
     rows = ["46.6805900,374,44", "50.6805900,396,109", "54.68059,7,0", "58.6805900,9,9"]
     path = tmp_path / "trace.csv"
-    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(f"2023-11-16 18:15:{row}\n" for row in rows))
+    path.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        + "".join(f"2023-11-16 18:15:{row}\n" for row in rows)
+    )
     return path
 
 
@@ -91,7 +94,12 @@ def test_trace(trace):
     """Its own intervals, scaled so that the mean rate is the one that was asked for."""
     trace.write_text(trace.read_text().replace("54.68059,", "55.6805900,"))
     rows = read_trace(trace, None, rate=2)
-    assert [row[:2] for row in rows] == [(374, 44), (396, 109), (7, 1), (9, 9)]  # a request has one token at least
+    assert [row[:2] for row in rows] == [
+        (374, 44),
+        (396, 109),
+        (7, 1),
+        (9, 9),
+    ]  # a request has one token at least
     assert [row[2] for row in rows] == pytest.approx([0, 0.5, 1.125, 1.5])
     assert [row[2] for row in read_trace(trace, 2, math.inf)] == [0, 0]
     args = parse("--trace", str(trace), "--requests", "3", "--rate", "1")
@@ -124,16 +132,25 @@ def test_long_requests_are_cut():
 def test_random_weights(tmp_path, family, tied):
     path = tmp_path / "model"
     head_dim = 16 if family == "qwen3" else 128
-    write_checkpoint(TINY | dict(model_type=family, tie_word_embeddings=tied, head_dim=head_dim), path)
+    write_checkpoint(
+        TINY | dict(model_type=family, tie_word_embeddings=tied, head_dim=head_dim), path
+    )
     assert not list(tmp_path.glob("*.part"))
     settings = json.loads((path / "config.json").read_text())
     assert settings["rope_theta"] == settings.get("rope_parameters", settings)["rope_theta"] == 1e6
     model = AutoModelForCausalLM.from_pretrained(path, torch_dtype=torch.float32).eval()
-    assert all(p.std() < 0.03 if p.dim() > 1 else p.unique().tolist() in ([0], [1]) for p in model.parameters())
+    assert all(
+        p.std() < 0.03 if p.dim() > 1 else p.unique().tolist() in ([0], [1])
+        for p in model.parameters()
+    )
     llm = LLM(str(path), dtype="float32")
     prompts = [[3, 1, 4, 1, 5], [9]]
-    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), use_tqdm=False)
-    assert [o.outputs[0].token_ids for o in outputs] == [greedy(model, prompt, 8) for prompt in prompts]
+    outputs = llm.generate(
+        prompts, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), use_tqdm=False
+    )
+    assert [o.outputs[0].token_ids for o in outputs] == [
+        greedy(model, prompt, 8) for prompt in prompts
+    ]
 
 
 # --- engines ---
@@ -160,7 +177,9 @@ def test_requests_are_handed_over_when_they_arrive():
     answers = engine.run([Request([1], 3, 0.05), Request([1], 2), Request([1], 1, 0.02)])
     assert engine.order == [1, 2, 0]
     assert [len(answer.token_ids) for answer in answers] == [3, 2, 1]
-    assert all(0 <= answer.ttft < 0.05 for answer in answers)  # counted from the arrival, not from the start
+    assert all(
+        0 <= answer.ttft < 0.05 for answer in answers
+    )  # counted from the arrival, not from the start
     assert [answer.tpot for answer in answers] == [pytest.approx(1), pytest.approx(1), None]
 
 
@@ -176,10 +195,21 @@ HOST = ["scheduler.schedule", "runner._prepare", "runner._sampling", "scheduler.
 
 
 @pytest.mark.parametrize(
-    "name", [*HOST, "runner.model.forward", "runner.model.lm_head.forward", "runner._logprobs", "move_blocks"]
+    "name",
+    [
+        *HOST,
+        "runner.model.forward",
+        "runner.model.lm_head.forward",
+        "runner._logprobs",
+        "move_blocks",
+    ],
 )
 def test_host_is_what_python_does_outside_of_the_model(name, monkeypatch):
-    engine = Nanovllm(SimpleNamespace(model=EMBEDDED_MODEL, dtype="auto", max_model_len=64, options={}, temperature=0))
+    engine = Nanovllm(
+        SimpleNamespace(
+            model=EMBEDDED_MODEL, dtype="auto", max_model_len=64, options={}, temperature=0
+        )
+    )
     engine.params = lambda n: SamplingParams(seed=0, max_tokens=n, ignore_eos=True, logprobs=0)
     run = engine.run_model  # also when there is nothing to move, blocks are moved
     engine.run_model = lambda schedule: (engine.timed_move(schedule), run(schedule))[1]
@@ -196,7 +226,11 @@ def test_host_is_what_python_does_outside_of_the_model(name, monkeypatch):
 
 
 def test_a_replayed_graph_is_the_model():
-    engine = Nanovllm(SimpleNamespace(model=EMBEDDED_MODEL, dtype="auto", max_model_len=64, options={}, temperature=0))
+    engine = Nanovllm(
+        SimpleNamespace(
+            model=EMBEDDED_MODEL, dtype="auto", max_model_len=64, options={}, temperature=0
+        )
+    )
     assert engine.replay(lambda: 7) == 7 and engine.model_began is not None
 
 
@@ -217,7 +251,9 @@ def fake_python(tmp_path):
     (tmp_path / "nanovllm.py").write_text(FAKE_PEER)
     (tmp_path / "transformers.py").write_text("class AutoTokenizer: pass")
     (tmp_path / "nano_vllm-0.2.0.dist-info").mkdir()
-    (tmp_path / "nano_vllm-0.2.0.dist-info" / "METADATA").write_text("Name: nano-vllm\nVersion: 0.2.0\n")
+    (tmp_path / "nano_vllm-0.2.0.dist-info" / "METADATA").write_text(
+        "Name: nano-vllm\nVersion: 0.2.0\n"
+    )
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nPYTHONPATH="{tmp_path}" exec "{sys.executable}" "$@"\n')
     python.chmod(0o755)
@@ -241,7 +277,9 @@ def test_a_peer_that_crashes_is_reported_with_its_last_line(fake_python, capsys)
 
 def test_the_whole_command(tmp_path):
     file = tmp_path / "results" / "out.json"
-    options = "--requests 3 --tokens 4 9 --repeat 2 --peer hf nanovllm-original --option num_blocks=64"
+    options = (
+        "--requests 3 --tokens 4 9 --repeat 2 --peer hf nanovllm-original --option num_blocks=64"
+    )
     command = [sys.executable, "bench.py", *options.split(), "--json", str(file)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -250,7 +288,9 @@ def test_the_whole_command(tmp_path):
     assert report["requests"] == 3 and report["command"].startswith("python bench.py --requests 3")
     ours, hf = report["engines"]["nanovllm"], report["engines"]["hf"]
     for engine in (ours, hf):
-        assert len(engine["seconds"]) == 2 and torch.__version__.startswith(engine["versions"]["torch"])
+        assert len(engine["seconds"]) == 2 and torch.__version__.startswith(
+            engine["versions"]["torch"]
+        )
         speed = report["output_tokens"] / engine["output_tokens_per_second"]
         assert speed == pytest.approx(min(engine["seconds"]))
         assert engine["requests_per_second"] > 0 and engine["startup_seconds"] > 0
@@ -265,7 +305,9 @@ def test_the_whole_command(tmp_path):
     rows = [dict(zip(BIN, row)) for row in ours["steps"]["decode"]]
     assert sum(row["steps"] for row in rows) == roofline["decode"]["steps"]
     assert sum(row["seconds"] for row in rows) == pytest.approx(roofline["decode"]["seconds"])
-    assert ours["output_tokens_per_second_range"][1] == pytest.approx(ours["output_tokens_per_second"])
+    assert ours["output_tokens_per_second_range"][1] == pytest.approx(
+        ours["output_tokens_per_second"]
+    )
     assert report["engines"]["nanovllm-original"] == {"error": "not installed"}
     assert "nanovllm-original: not installed" in done.stdout and "100.0%" in done.stdout
 
@@ -275,7 +317,10 @@ def test_the_whole_command(tmp_path):
 
 @pytest.mark.parametrize("batch, queries, context", [(3, 1, 32), (1, 16, 16), (2, 5, 32)])
 def test_attention_case(batch, queries, context):
-    machine, case = Hardware("a machine", 1e9, 1e9, 0), attention.Case(4, 2, 16, batch, queries, context)
+    machine, case = (
+        Hardware("a machine", 1e9, 1e9, 0),
+        attention.Case(4, 2, 16, batch, queries, context),
+    )
     row = attention.attention_case(case, torch.device("cpu"), torch.float32, machine)
     assert row["max_difference"] < 1e-5
     assert row["seconds"] > 0 and row["torch_seconds"] > 0
@@ -301,7 +346,9 @@ def test_preemption(monkeypatch, capsys):
     )
     report = preemption.measure(args)
     rows = report["preemption"]
-    assert [(row["block_size"], row["context"]) for row in rows] == [(size, 250) for size in (1, 4, 16, 64, 256)]
+    assert [(row["block_size"], row["context"]) for row in rows] == [
+        (size, 250) for size in (1, 4, 16, 64, 256)
+    ]
     assert all(row["swap_out_seconds"] > 0 and row["recompute_seconds"] > 0 for row in rows)
     assert set(computed) == {(250, True, 250 + 5 + 1), (250, False, 250 + 5 + 256)}
     for llm in engines:
@@ -330,7 +377,8 @@ def test_share_of_requests_with_the_same_tokens():
 
 def test_json_is_compact(tmp_path):
     write_json(
-        {"name": "a [1,  2]", "rows": [[1, 2.00000000049, 1e-12], []], "text": ["b"]}, tmp_path / "new" / "x.json"
+        {"name": "a [1,  2]", "rows": [[1, 2.00000000049, 1e-12], []], "text": ["b"]},
+        tmp_path / "new" / "x.json",
     )
     text = (tmp_path / "new" / "x.json").read_text()
     assert json.loads(text) == {"name": "a [1,  2]", "rows": [[1, 2.0, 1e-12], []], "text": ["b"]}
@@ -363,7 +411,10 @@ def test_a_number_that_is_not_the_files_is_noticed():
         (["--requests", "0"], "'0' is not allowed: it must be a positive integer"),
         (["--rate", "-1"], "'-1' is not allowed: it must be a positive number, or inf"),
         (["--rate", "nan"], "'nan' is not allowed"),
-        (["--temperature", "hot"], "'hot' is not allowed: it must be 0 (greedy) or a positive number"),
+        (
+            ["--temperature", "hot"],
+            "'hot' is not allowed: it must be 0 (greedy) or a positive number",
+        ),
         (["--option", "block_size"], "'block_size' is not allowed: it must be NAME=VALUE"),
         (["--python", "vllm=/no/such/file"], "it must be ENGINE=INTERPRETER"),
         (["--peer", "nanovllm"], "choose from"),
@@ -389,7 +440,9 @@ def test_an_interpreter_may_be_named_from_here(fake_python, monkeypatch):
 
 
 def test_options_are_json_or_text():
-    args = parse("--option", "num_blocks=8", "--option", "dtype=float32", "--option", "enforce_eager=true")
+    args = parse(
+        "--option", "num_blocks=8", "--option", "dtype=float32", "--option", "enforce_eager=true"
+    )
     assert dict(args.option) == {"num_blocks": 8, "dtype": "float32", "enforce_eager": True}
 
 
@@ -406,5 +459,13 @@ def test_the_host_is_measured_in_phases(tmp_path, monkeypatch):
         host.worker()
     report = json.loads(out.getvalue())
     (phases,) = report.values()
-    assert set(phases) == {"step", "schedule", "check_schedule", "_prepare", "run", "update", "_deliver"}
+    assert set(phases) == {
+        "step",
+        "schedule",
+        "check_schedule",
+        "_prepare",
+        "run",
+        "update",
+        "_deliver",
+    }
     assert all(0 < seconds < 1 for seconds in phases.values())

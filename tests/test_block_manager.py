@@ -44,7 +44,9 @@ def test_hits_end_at_a_block_border_and_before_the_last_token(length, shared):
     manager = BlockManager(num_blocks=16, block_size=4)
     first = new_sequence(range(12))
     compute(manager, first)
-    second = new_sequence([*range(min(shared, length)), *range(100, 100 + length - min(shared, length))])
+    second = new_sequence(
+        [*range(min(shared, length)), *range(100, 100 + length - min(shared, length))]
+    )
     manager.take_prefix(second)
     assert second.num_computed_tokens == min(shared, length - 1) // 4 * 4
     assert second.block_table == first.block_table[: second.num_computed_tokens // 4]
@@ -70,7 +72,11 @@ def test_a_block_is_findable_only_when_computed_or_planned():
 
 def test_no_part_of_a_block_is_copied_before_the_step_that_writes_it():
     manager = BlockManager(num_blocks=8, block_size=4)
-    parent, early, late = new_sequence(range(9)), new_sequence([0, 1, 2, 3, 4, 9]), new_sequence([0, 1, 2, 3, 4, 9])
+    parent, early, late = (
+        new_sequence(range(9)),
+        new_sequence([0, 1, 2, 3, 4, 9]),
+        new_sequence([0, 1, 2, 3, 4, 9]),
+    )
     manager.allocate(parent, 9)
     manager.publish(parent, 8)
     parent.num_computed_tokens = 8  # as for somebody who has found them in the same step
@@ -89,7 +95,9 @@ def test_looking_a_prefix_up_takes_nothing():
     manager.free(seq)
     before = list(manager.free_blocks)
     assert [block.prefix_id for block in manager.find_prefix(new_sequence(range(9)))] == [1, 2]
-    assert list(manager.free_blocks) == before and all(block.ref_count == 0 for block in manager.blocks)
+    assert list(manager.free_blocks) == before and all(
+        block.ref_count == 0 for block in manager.blocks
+    )
 
 
 def test_freed_blocks_are_a_cache_until_they_are_handed_out():
@@ -139,7 +147,10 @@ def test_an_evicted_prefix_takes_its_descendants_out_of_reach():
     first, second = chain.block_table
     twin = new_sequence([1, 2])  # the same tokens in a block of its own, which stays unfindable
     compute(manager, twin)
-    assert twin.block_table[0] not in (first, second) and manager.blocks[twin.block_table[0]].key is None
+    assert (
+        twin.block_table[0] not in (first, second)
+        and manager.blocks[twin.block_table[0]].key is None
+    )
     assert twin.prefix_ids == chain.prefix_ids[:1]
     manager.free(chain)
     other = new_sequence([7] * 4)  # evicts both blocks of the chain
@@ -168,13 +179,22 @@ def test_the_first_write_into_a_shared_block_copies_it():
         manager.fork(parent, child)
         child.token_ids.append(7)
     parent.token_ids.append(7)
-    assert manager.num_used_blocks == 2 and [manager.blocks[i].ref_count for i in (full, partial)] == [3, 3]
+    assert manager.num_used_blocks == 2 and [
+        manager.blocks[i].ref_count for i in (full, partial)
+    ] == [3, 3]
     family = [parent, *children]
     check_blocks(manager, family)
-    assert manager.num_new_blocks([(seq, 1) for seq in family]) == 2 and manager.num_new_blocks([(parent, 1)]) == 1
+    assert (
+        manager.num_new_blocks([(seq, 1) for seq in family]) == 2
+        and manager.num_new_blocks([(parent, 1)]) == 1
+    )
     copies = [copy for seq in family for copy in manager.allocate(seq, 1)]
     assert [source for source, _ in copies] == [partial, partial]  # the last owner keeps it
-    assert [seq.block_table for seq in family] == [[full, copies[0][1]], [full, copies[1][1]], [full, partial]]
+    assert [seq.block_table for seq in family] == [
+        [full, copies[0][1]],
+        [full, copies[1][1]],
+        [full, partial],
+    ]
     check_blocks(manager, family)
 
 
@@ -213,7 +233,9 @@ class RandomUse(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.manager = BlockManager(self.num_blocks, self.block_size, num_host_blocks=self.num_host_blocks)
+        self.manager = BlockManager(
+            self.num_blocks, self.block_size, num_host_blocks=self.num_host_blocks
+        )
         self.memory = FakeRunner(self.block_size)
         self.sequences: list[Sequence] = []
         self.away: list[Sequence] = []  # swapped out
@@ -236,7 +258,10 @@ class RandomUse(RuleBasedStateMachine):
         seqs = data.draw(st.lists(st.sampled_from(self.sequences), min_size=1, unique_by=id))
         plan = [(seq, min(at_most, seq.num_missing_tokens)) for seq in seqs]
         plan = [(seq, num_tokens) for seq, num_tokens in plan if num_tokens > 0]
-        missing, blocks = self.manager.num_new_blocks(plan), sum(len(seq.block_table) for seq, _ in plan)
+        missing, blocks = (
+            self.manager.num_new_blocks(plan),
+            sum(len(seq.block_table) for seq, _ in plan),
+        )
         if missing > self.manager.num_free_blocks:
             return
         copies = [copy for item in plan for copy in self.manager.allocate(*item)]
@@ -306,7 +331,10 @@ class RandomUse(RuleBasedStateMachine):
             num_tokens = seq.num_host_tokens
             self.manager.take_prefix(seq)
             self.manager.swap_in(seq, swaps)
-            assert num_tokens <= seq.num_computed_tokens < len(seq) or num_tokens == seq.num_computed_tokens
+            assert (
+                num_tokens <= seq.num_computed_tokens < len(seq)
+                or num_tokens == seq.num_computed_tokens
+            )
         self.memory.swap({}, swaps)
         for seq in group:
             self.manager.free_host(seq)
@@ -327,9 +355,15 @@ class RandomUse(RuleBasedStateMachine):
         for seq in self.sequences:
             self.memory.check(seq)
         usage = slot_usage(self.manager, [(seq, len(seq) + 1) for seq in self.sequences])
-        held = {self.memory.slot(seq, i) for seq in self.sequences for i in range(seq.num_computed_tokens)}
+        held = {
+            self.memory.slot(seq, i)
+            for seq in self.sequences
+            for i in range(seq.num_computed_tokens)
+        }
         room = [min(len(seq) + 1, len(seq.block_table) * self.block_size) for seq in self.sequences]
-        wanted = {self.memory.slot(seq, i) for seq, end in zip(self.sequences, room) for i in range(end)}
+        wanted = {
+            self.memory.slot(seq, i) for seq, end in zip(self.sequences, room) for i in range(end)
+        }
         assert usage["token_states"] == len(held) and usage["reserved"] == len(wanted) - len(held)
         assert min(usage.values()) >= 0
         assert sum(usage.values()) - usage["shared"] == self.num_blocks * self.block_size

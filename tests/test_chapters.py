@@ -23,12 +23,21 @@ ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n?```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
 QUOTE = re.compile(r"^ *```py\n(.*?)^ *```\n", re.MULTILINE | re.DOTALL)
 CHAPTERS = [*sorted((ROOT / "tutorials").glob("[0-9]*.md")), ROOT / "README.md"]
-SOURCES = [*ROOT.glob("nanovllm/**/*.py"), *ROOT.glob("tutorials/**/*.py"), ROOT / "bench.py", ROOT / "example.py"]
+SOURCES = [
+    *ROOT.glob("nanovllm/**/*.py"),
+    *ROOT.glob("tutorials/**/*.py"),
+    ROOT / "bench.py",
+    ROOT / "example.py",
+]
 
 
 def pattern(expected: str) -> str:
     lines = [re.escape(line.rstrip()) for line in expected.rstrip().splitlines()]
-    return "\n".join(lines).replace(re.escape("...") + "\n", "(?:.*\n)*").replace("\n" + re.escape("..."), "(?:\n.*)*")
+    return (
+        "\n".join(lines)
+        .replace(re.escape("...") + "\n", "(?:.*\n)*")
+        .replace("\n" + re.escape("..."), "(?:\n.*)*")
+    )
 
 
 def outputs(chapter: Path):
@@ -37,7 +46,11 @@ def outputs(chapter: Path):
     for i, match in enumerate(BLOCK.finditer(chapter.read_text())):
         with contextlib.redirect_stdout(io.StringIO()) as out:
             exec(compile(match[1], f"{chapter.name}, block {i + 1}", "exec"), namespace)
-        yield match, i + 1, "\n".join(line.rstrip() for line in out.getvalue().rstrip().splitlines())
+        yield (
+            match,
+            i + 1,
+            "\n".join(line.rstrip() for line in out.getvalue().rstrip().splitlines()),
+        )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the chapters show what a CPU prints")
@@ -47,7 +60,10 @@ def test_code_blocks_run_and_print_what_the_chapter_says(chapter, monkeypatch):
     monkeypatch.syspath_prepend(ROOT)  # as for whoever runs Python there
     for match, i, printed in outputs(chapter):
         if match[2] is not None and not re.fullmatch(pattern(match[2]), printed):
-            pytest.fail(f"{chapter.name}, block {i} prints\n{printed}\nbut the chapter says\n{match[2]}", pytrace=False)
+            pytest.fail(
+                f"{chapter.name}, block {i} prints\n{printed}\nbut the chapter says\n{match[2]}",
+                pytrace=False,
+            )
 
 
 def is_quoted(lines: list[str], source: str) -> bool:
@@ -64,21 +80,36 @@ def test_quotes_are_exact(chapter):
         lines = textwrap.dedent(match[1]).splitlines()
         for i, line in enumerate(lines):
             if not any(is_quoted(lines[: i + 1], source) for source in sources):
-                pytest.fail(f"{chapter.name} quotes\n{match[1]}but no source goes on with\n{line}", pytrace=False)
+                pytest.fail(
+                    f"{chapter.name} quotes\n{match[1]}but no source goes on with\n{line}",
+                    pytrace=False,
+                )
 
 
 def test_what_is_a_quote():
     source = "def f(x):\n    if x:\n        y = 1\n\n        return y  # why\n    return x\n"
-    for quote in ("if x:\n    y = 1\n\n    return y  # why", "y = 1\n...\nreturn y  # why", "if x:\n...\nreturn x"):
+    for quote in (
+        "if x:\n    y = 1\n\n    return y  # why",
+        "y = 1\n...\nreturn y  # why",
+        "if x:\n...\nreturn x",
+    ):
         assert is_quoted(quote.split("\n"), source)
-    for wrong in ("if x:\n    return y  # why", "y = 1\n\nreturn y", "y = 1\n...\nreturn x", "if x:\ny = 1", "x = 2"):
+    for wrong in (
+        "if x:\n    return y  # why",
+        "y = 1\n\nreturn y",
+        "y = 1\n...\nreturn x",
+        "if x:\ny = 1",
+        "x = 2",
+    ):
         assert not is_quoted(wrong.split("\n"), source)
 
 
 def test_every_fence_is_of_a_kind_that_is_tested_or_needs_no_test():
     kinds = {"python", "python (exercise)", "py", "text", "text (varies)", "bash"}
     for chapter in CHAPTERS:
-        assert set(re.findall(r"^ *```(.+)$", chapter.read_text(), re.MULTILINE)) <= kinds, chapter.name
+        assert set(re.findall(r"^ *```(.+)$", chapter.read_text(), re.MULTILINE)) <= kinds, (
+            chapter.name
+        )
 
 
 def test_every_chapter_has_the_parts_that_a_chapter_has():
@@ -106,7 +137,9 @@ def refresh(chapter: Path) -> None:
     text = old = chapter.read_text()
     for match, _, printed in outputs(chapter):
         if match[2] is not None and not re.fullmatch(pattern(match[2]), printed):
-            text = text.replace(match[0], match[0].replace(f"```text\n{match[2]}```", f"```text\n{printed}\n```"))
+            text = text.replace(
+                match[0], match[0].replace(f"```text\n{match[2]}```", f"```text\n{printed}\n```")
+            )
     if text != old:
         chapter.write_text(text)
         print("refreshed", chapter.relative_to(ROOT))

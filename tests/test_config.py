@@ -97,7 +97,11 @@ def test_config_names_the_field_the_value_and_what_is_allowed(field, value):
 @pytest.mark.parametrize(
     "cls, wrong, message",
     [
-        (SamplingParams, "temprature", "SamplingParams has no field 'temprature': did you mean 'temperature'?"),
+        (
+            SamplingParams,
+            "temprature",
+            "SamplingParams has no field 'temprature': did you mean 'temperature'?",
+        ),
         (SamplingParams, "max_new_tokens", "did you mean 'max_tokens'?"),
         (Config, "block_sizes", "Config has no field 'block_sizes': did you mean 'block_size'?"),
         (SamplingParams, "zzz", "SamplingParams has no field 'zzz': allowed are n, temperature,"),
@@ -134,7 +138,9 @@ def test_auto_on_a_gpu_is_the_checkpoints_own_16_bits_or_bfloat16(checkpoint, ch
     hf_config, cuda = SimpleNamespace(**{name: checkpoint}), torch.device("cuda")
     for model in ("Qwen/Qwen3-0.6B", EMBEDDED_MODEL):
         assert choose_dtype(Config(model=model), hf_config, cuda) == chosen
-    assert choose_dtype(Config(dtype="float32"), hf_config, cuda) == torch.float32  # who asks for it gets it
+    assert (
+        choose_dtype(Config(dtype="float32"), hf_config, cuda) == torch.float32
+    )  # who asks for it gets it
 
 
 @pytest.mark.parametrize("in_hardware", [True, False])
@@ -150,10 +156,14 @@ def test_auto_on_a_cpu_is_bfloat16_only_where_the_cpu_has_it(in_hardware, monkey
 def test_what_is_left_open_is_resolved_apart_from_the_config():
     """An engine changes nothing in the Config that it was given."""
     config = Config(max_num_seqs=7)
-    assert config.resolved(100, 64) == Limits(max_model_len=100, max_num_seqs=7, max_num_batched_tokens=64)
+    assert config.resolved(100, 64) == Limits(
+        max_model_len=100, max_num_seqs=7, max_num_batched_tokens=64
+    )
     assert config == Config(max_num_seqs=7) and config.max_model_len is None
     assert Config(max_model_len=50, max_num_batched_tokens=9).resolved(100, 64).max_model_len == 50
-    with pytest.raises(ValueError, match="max_model_len=101 is not allowed: it must be at most 100, the model"):
+    with pytest.raises(
+        ValueError, match="max_model_len=101 is not allowed: it must be at most 100, the model"
+    ):
         Config(max_model_len=101).resolved(100, 64)
 
 
@@ -162,13 +172,20 @@ def test_choices_are_written_once(field):
     with pytest.raises(ValueError) as error:
         Config(**{field: "magic"})
     *others, last = get_args({f.name: f.type for f in fields(Config)}[field])
-    assert str(error.value).endswith(f"it must be {', '.join(others)} or {last}") and len(others) >= 1
+    assert (
+        str(error.value).endswith(f"it must be {', '.join(others)} or {last}") and len(others) >= 1
+    )
 
 
 def test_the_interpreter_computes_nothing_in_bfloat16(monkeypatch):
     """It would give garbage without a word."""
     monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: True)
     config = Config(model="Qwen/Qwen3-0.6B", attention_backend="triton")
-    assert choose_dtype(config, SimpleNamespace(dtype=torch.bfloat16), torch.device("cpu")) == torch.float32
-    with pytest.raises(ValueError, match="dtype='bfloat16' is not allowed: it must be float32 or float16: "):
+    assert (
+        choose_dtype(config, SimpleNamespace(dtype=torch.bfloat16), torch.device("cpu"))
+        == torch.float32
+    )
+    with pytest.raises(
+        ValueError, match="dtype='bfloat16' is not allowed: it must be float32 or float16: "
+    ):
         LLM(device="cpu", attention_backend="triton", dtype="bfloat16")

@@ -40,12 +40,16 @@ def llm(monkeypatch):
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("num_others, threads", [(0.0, 2), (0.2, 2), (-0.1, 2), (0.4, 1), (1.0, 1), (7.5, 1)])
+@pytest.mark.parametrize(
+    "num_others, threads", [(0.0, 2), (0.2, 2), (-0.1, 2), (0.4, 1), (1.0, 1), (7.5, 1)]
+)
 def test_threads_leave_the_processors_that_others_need(llm, num_others, threads):
     llm.runner.threads.num_others = num_others
     llm.generate([list(range(400)), [5] * 10], SHORT, use_tqdm=False)
     assert llm.seen == [(410, threads), (2, threads), (2, threads)] and torch.get_num_threads() == 2
-    assert [llm.runner.threads.wanted(8, 0) for llm.runner.threads.num_others in (0.1, 1.1, 2.4, 9)] == [8, 7, 5, 1]
+    assert [
+        llm.runner.threads.wanted(8, 0) for llm.runner.threads.num_others in (0.1, 1.1, 2.4, 9)
+    ] == [8, 7, 5, 1]
 
 
 def test_where_the_system_does_not_tell_small_steps_run_on_one(llm):
@@ -108,7 +112,9 @@ def test_a_number_in_the_environment_is_kept(llm, monkeypatch, name):
 
 
 def test_the_defaults_are_pytorchs():
-    environ = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
+    environ = {
+        name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")
+    }
     command = [sys.executable, "-c", "import torch; print(torch.get_num_threads())"]
     found = subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout
     assert int(found) in cpu.default_thread_counts()

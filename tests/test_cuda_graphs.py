@@ -58,9 +58,21 @@ def test_a_step_is_the_same_on_the_device():
     """With every option of sampling, and without."""
     rows = torch.arange(3)
     numbers = torch.arange(18).view(6, 3)
-    warm = Sampling(numbers[0].float(), numbers[1], numbers[2], top_k=None, top_p=numbers[4].float(), max_top_k=5)
+    warm = Sampling(
+        numbers[0].float(),
+        numbers[1],
+        numbers[2],
+        top_k=None,
+        top_p=numbers[4].float(),
+        max_top_k=5,
+    )
     batch = Batch(
-        CACHE, numbers[0], torch.arange(4).int(), numbers[1].int(), torch.arange(4).int(), torch.arange(12).int()
+        CACHE,
+        numbers[0],
+        torch.arange(4).int(),
+        numbers[1].int(),
+        torch.arange(4).int(),
+        torch.arange(12).int(),
     )
     for sampling in (None, warm, replace(warm, top_k=numbers[3], min_p=numbers[5].float())):
         step = StepInputs(numbers[3], numbers[4], batch, rows, sampling)
@@ -71,16 +83,28 @@ def test_a_step_is_the_same_on_the_device():
         assert (moved.sampling is None) == (sampling is None)
         for name, here in vars(sampling).items() if sampling else ():
             there = getattr(moved.sampling, name)
-            assert torch.equal(there.cpu(), here) if isinstance(here, torch.Tensor) else there == here
+            assert (
+                torch.equal(there.cpu(), here) if isinstance(here, torch.Tensor) else there == here
+            )
 
 
 def decode(rows: int) -> Schedule:
-    return Schedule([(Request(None, None, [1], SamplingParams()).sequences[0], 1) for _ in range(rows)])
+    return Schedule(
+        [(Request(None, None, [1], SamplingParams()).sequences[0], 1) for _ in range(rows)]
+    )
 
 
 def test_which_steps_have_a_graph():
     graphs = DecodeGraphs(torch.nn.Identity(), max_num_seqs=20, max_model_len=12, kv_cache=CACHE)
-    assert [graphs.size_for(decode(rows)) for rows in (1, 2, 3, 9, 20, 32, 33)] == [1, 2, 4, 16, 32, 32, None]
+    assert [graphs.size_for(decode(rows)) for rows in (1, 2, 3, 9, 20, 32, 33)] == [
+        1,
+        2,
+        4,
+        16,
+        32,
+        32,
+        None,
+    ]
     mixed = decode(2)
     mixed.items.append((Request(None, None, [1, 2], SamplingParams()).sequences[0], 2))
     assert graphs.size_for(mixed) is None
@@ -94,12 +118,25 @@ def test_rows_that_are_not_needed_are_padding():
     step.batch.cu_seqlens_q, step.sampled_rows = torch.arange(4, dtype=torch.int32), torch.arange(3)
     step.batch.block_tables = torch.arange(5, dtype=torch.int32)
     padded = graphs.padded(step, 4)
-    assert [t.shape for t in padded.model_inputs[:-1]] == [t.shape for t in padding(4, 12, CACHE).model_inputs[:-1]]
+    assert [t.shape for t in padded.model_inputs[:-1]] == [
+        t.shape for t in padding(4, 12, CACHE).model_inputs[:-1]
+    ]
     assert torch.equal(padded.sampled_rows, step.sampled_rows)
     batch = padded.batch
-    assert batch.slot_mapping.tolist() == [6, 6, 6, -1] and batch.context_lens.tolist() == [7, 7, 7, 0]
+    assert batch.slot_mapping.tolist() == [6, 6, 6, -1] and batch.context_lens.tolist() == [
+        7,
+        7,
+        7,
+        0,
+    ]
     assert batch.cu_seqlens_q.tolist() == [0, 1, 2, 3, 4] and batch.num_decodes == 4
-    assert batch.cu_blocks.tolist() == [7, 7, 7, 7, 0] and batch.block_tables.tolist() == [0, 1, 2, 3, 4]
+    assert batch.cu_blocks.tolist() == [7, 7, 7, 7, 0] and batch.block_tables.tolist() == [
+        0,
+        1,
+        2,
+        3,
+        4,
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +144,9 @@ def path(tmp_path_factory):
     return save(new_model("qwen3", head_dim=32), tmp_path_factory.mktemp("qwen3"))
 
 
-@pytest.mark.filterwarnings("ignore:overflow|invalid:RuntimeWarning")  # padding rows attend to nothing: any numbers
+@pytest.mark.filterwarnings(
+    "ignore:overflow|invalid:RuntimeWarning"
+)  # padding rows attend to nothing: any numbers
 def test_the_engine_gives_the_same_tokens_as_without(path):
     """Greedy and with every option of sampling, while the batch grows, shrinks and is preempted."""
     prompts = [[i] * (5 * i + 1) for i in range(5)]
@@ -126,8 +165,12 @@ def test_the_engine_gives_the_same_tokens_as_without(path):
         )  # fmt: skip
         assert (llm.runner.graphs is None) == eager
         for size, step in llm.runner.graphs.replays.items() if not eager else ():
-            llm.runner.graphs.replays[size] = lambda size=size, step=step: replayed.append(size) or step()
-        answers.append([output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)])
+            llm.runner.graphs.replays[size] = lambda size=size, step=step: (
+                replayed.append(size) or step()
+            )
+        answers.append(
+            [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
+        )
         assert llm.stats()["preemptions"] > 0
         check_blocks(llm.block_manager, [])
     for with_graphs, without in zip(*answers):
@@ -155,7 +198,12 @@ def test_tables_may_be_longer_than_those_of_the_recording(path):
             num_blocks=80, block_manager_cls=manager_cls,
         )  # fmt: skip
         params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-        answers.append([o.outputs[0].token_ids for o in llm.generate([[5] * 10, [6] * 3], params, use_tqdm=False)])
+        answers.append(
+            [
+                o.outputs[0].token_ids
+                for o in llm.generate([[5] * 10, [6] * 3], params, use_tqdm=False)
+            ]
+        )
         assert llm.runner.max_blocks_per_seq == 8 and llm.block_manager.num_used_blocks == 0
     assert answers[0] == answers[1]
 
@@ -169,7 +217,10 @@ class MadeUpDevice:
     def __init__(self, monkeypatch):
         self.cached, self.recorded, self.sizes = 0, 0, []
         said = {
-            "mem_get_info": lambda: (self.total - self.others - self.cached - self.recorded, self.total),
+            "mem_get_info": lambda: (
+                self.total - self.others - self.cached - self.recorded,
+                self.total,
+            ),
             "memory_reserved": lambda: self.cached + self.recorded,
             "max_memory_allocated": lambda: self.peak,
             "empty_cache": self.empty_cache,
@@ -183,11 +234,15 @@ class MadeUpDevice:
         def recorded(graphs, size):
             self.empty_cache()
             self.sizes.append(size)
-            self.recorded += 2**24 if self.recorded == 0 else 2**20  # the largest has the activations
+            self.recorded += (
+                2**24 if self.recorded == 0 else 2**20
+            )  # the largest has the activations
             record(graphs, size)
 
         def ran(runner, schedule):
-            self.cached = 2**28  # sorting 256 x 151,936 logits takes much more than the step's graph
+            self.cached = (
+                2**28
+            )  # sorting 256 x 151,936 logits takes much more than the step's graph
             return run(runner, schedule)
 
         monkeypatch.setattr(DecodeGraphs, "record", recorded)
@@ -212,7 +267,13 @@ def test_the_trials_that_size_the_cache_of_a_gpu_run(path, monkeypatch, backend,
         preemption_mode=mode, swap_gib=0.01,
     )  # fmt: skip
     graphs = 2**24 + 2**20 if backend == "triton" else 0
-    left = int(device.total * 0.9) - device.others - device.peak - graphs - (2**26 if mode == "swap" else 0)
+    left = (
+        int(device.total * 0.9)
+        - device.others
+        - device.peak
+        - graphs
+        - (2**26 if mode == "swap" else 0)
+    )
     num_blocks = left // llm.runner.shape.block_bytes
     assert llm.runner.num_blocks == llm.runner.kv_cache.shape[2] == num_blocks > 0
     assert device.sizes == ([2, 1, 2, 1] if backend == "triton" else [])
@@ -223,7 +284,14 @@ def test_the_trials_that_size_the_cache_of_a_gpu_run(path, monkeypatch, backend,
 @pytest.mark.parametrize("eager", [False, True])
 def test_an_engine_that_is_gone_takes_its_memory_along(path, eager):
     """No cycle keeps the KV cache, so that the next engine has room."""
-    llm = LLM(path, dtype="float32", attention_backend="triton", enforce_eager=eager, max_num_seqs=2, num_blocks=20)
+    llm = LLM(
+        path,
+        dtype="float32",
+        attention_backend="triton",
+        enforce_eager=eager,
+        max_num_seqs=2,
+        num_blocks=20,
+    )
     llm.generate([[5] * 10], SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)
     cache = weakref.ref(llm.runner.kv_cache)
     gc.collect()
@@ -241,8 +309,14 @@ def test_serving_launches_nothing_that_is_not_warm(path, monkeypatch):
     launched = set()
     real = triton_attention.num_splits
     fake = SimpleNamespace(type="cuda")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=40))
-    monkeypatch.setattr(triton_attention, "num_splits", lambda programs, most, _: real(programs, most, fake))
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda device: SimpleNamespace(multi_processor_count=40),
+    )
+    monkeypatch.setattr(
+        triton_attention, "num_splits", lambda programs, most, _: real(programs, most, fake)
+    )
     for module in (triton_attention, triton_ops):
         for name, kernel in [*vars(module).items()]:
             if name.endswith("_kernel"):
@@ -275,7 +349,9 @@ class Noted:
         is_constant = [name.isupper() for name in names]
 
         def launch(*args, **options):
-            constants = [a for a, constant in zip(args, is_constant) if constant] + sorted(options.items())
+            constants = [a for a, constant in zip(args, is_constant) if constant] + sorted(
+                options.items()
+            )
             self.launched.add((self.name, str(constants)))
             self.kernel[grid](*args, **options)
 

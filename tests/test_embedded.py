@@ -39,10 +39,20 @@ def mixed_questions(count: int) -> list[str]:
 
 def test_it_is_an_ordinary_small_hugging_face_directory():
     files = {path.name: path.stat().st_size for path in Path(EMBEDDED_MODEL).iterdir()}
-    assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "README.md"} <= files.keys()
+    assert {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "README.md",
+    } <= files.keys()
     assert sum(files.values()) < 10_000_000
-    tokenizer, model = (cls.from_pretrained(EMBEDDED_MODEL) for cls in (AutoTokenizer, AutoModelForCausalLM))
-    text = tokenizer.apply_chat_template(user("what is 20 + 30?"), tokenize=False, add_generation_prompt=True)
+    tokenizer, model = (
+        cls.from_pretrained(EMBEDDED_MODEL) for cls in (AutoTokenizer, AutoModelForCausalLM)
+    )
+    text = tokenizer.apply_chat_template(
+        user("what is 20 + 30?"), tokenize=False, add_generation_prompt=True
+    )
     assert text == "<|im_start|>user\nwhat is 20 + 30?<|im_end|>\n<|im_start|>assistant\n"
     assert model.config.model_type == "qwen3" and model.generation_config.temperature == 0.6
     weights = load_file(Path(EMBEDDED_MODEL) / "model.safetensors")
@@ -74,13 +84,25 @@ def test_64_answers_are_the_same_batched_and_one_by_one(llm):
     batched = llm.chat([user(q) for q in questions], GREEDY, use_tqdm=False)
     few, preempted = SamplingParams(temperature=0, max_tokens=200), {}
     for mode in ("recompute", "swap"):
-        tight = LLM(num_blocks=44, max_num_batched_tokens=64, scheduler_cls=Eager, preemption_mode=mode, swap_gib=0.1)
+        tight = LLM(
+            num_blocks=44,
+            max_num_batched_tokens=64,
+            scheduler_cls=Eager,
+            preemption_mode=mode,
+            swap_gib=0.1,
+        )
         preempted[mode] = tight.chat([user(q) for q in questions], few, use_tqdm=False)
-        assert tight.stats()["preemptions"] > 5 and (tight.stats()["swapped_blocks"] > 50) == (mode == "swap")
+        assert tight.stats()["preemptions"] > 5 and (tight.stats()["swapped_blocks"] > 50) == (
+            mode == "swap"
+        )
     for question, together, scarce, swapped in zip(questions, batched, *preempted.values()):
         (alone,) = llm.chat(user(question), GREEDY, use_tqdm=False)
         assert alone.outputs[0].token_ids == together.outputs[0].token_ids
-        assert alone.outputs[0].token_ids[:200] == scarce.outputs[0].token_ids == swapped.outputs[0].token_ids
+        assert (
+            alone.outputs[0].token_ids[:200]
+            == scarce.outputs[0].token_ids
+            == swapped.outputs[0].token_ids
+        )
 
 
 def test_answers_equal_those_of_transformers(llm):
@@ -88,7 +110,9 @@ def test_answers_equal_those_of_transformers(llm):
     for output in llm.chat([user(q) for q in mixed_questions(9)], GREEDY, use_tqdm=False):
         ids = torch.tensor([output.prompt_token_ids])
         with torch.inference_mode():
-            out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=256, do_sample=False)
+            out = model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=256, do_sample=False
+            )
         assert out[0, ids.shape[1] :].tolist() == output.outputs[0].token_ids
 
 

@@ -36,8 +36,18 @@ def checkpoints(tmp_path_factory):
         lengths = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33]
         prompts = [[rng.randrange(160) for _ in range(length)] for length in lengths]
         stem = [rng.randrange(160) for _ in range(4 * BLOCK)]
-        for shared in (BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 4 * BLOCK - 1, 4 * BLOCK):  # prefixes around borders
-            prompts += [stem[:shared], stem[:shared] + [rng.randrange(160) for _ in range(rng.choice([1, 3, 4, 5]))]]
+        for shared in (
+            BLOCK - 1,
+            BLOCK,
+            BLOCK + 1,
+            2 * BLOCK,
+            4 * BLOCK - 1,
+            4 * BLOCK,
+        ):  # prefixes around borders
+            prompts += [
+                stem[:shared],
+                stem[:shared] + [rng.randrange(160) for _ in range(rng.choice([1, 3, 4, 5]))],
+            ]
         path = save(model, tmp_path_factory.mktemp(family))
         made[family] = path, prompts, [greedy(model, prompt, MAX_TOKENS) for prompt in prompts]
     return made
@@ -55,7 +65,13 @@ def no_block_is_lost(request):
         llm = request.getfixturevalue("llm")
         check_blocks(llm.block_manager, [])
         assert not llm.has_unfinished() and llm.block_manager.num_used_blocks == 0
-        assert not (llm.replies or llm.unreported or llm.scheduler.has_unfinished() or llm.is_changing or llm.apart)
+        assert not (
+            llm.replies
+            or llm.unreported
+            or llm.scheduler.has_unfinished()
+            or llm.is_changing
+            or llm.apart
+        )
 
 
 # --- parity ---
@@ -87,14 +103,24 @@ def test_greedy_tokens_equal_transformers(checkpoints, family, tokens, num_block
 @pytest.mark.parametrize("block_size", [1, 3, 16, 64])
 def test_block_size_does_not_matter(checkpoints, block_size):
     path, prompts, expected = checkpoints["qwen3"]
-    engine = LLM(path, dtype="float32", block_size=block_size, kv_cache_gib=0.01, max_num_batched_tokens=50)
+    engine = LLM(
+        path, dtype="float32", block_size=block_size, kv_cache_gib=0.01, max_num_batched_tokens=50
+    )
     assert token_ids(engine.generate(prompts, greedy_params(), use_tqdm=False)) == expected
 
 
 def test_other_shapes(tmp_path):
     """GQA ratio 7, a head_dim that is not hidden / heads, tied embeddings."""
-    model = new_model("qwen3", num_attention_heads=7, num_key_value_heads=1, head_dim=20, tie_word_embeddings=True)
-    engine = LLM(save(model, tmp_path), dtype="float32", num_blocks=12, block_size=BLOCK, max_num_batched_tokens=16)
+    model = new_model(
+        "qwen3", num_attention_heads=7, num_key_value_heads=1, head_dim=20, tie_word_embeddings=True
+    )
+    engine = LLM(
+        save(model, tmp_path),
+        dtype="float32",
+        num_blocks=12,
+        block_size=BLOCK,
+        max_num_batched_tokens=16,
+    )
     prompts = [[i] * (3 * i + 1) for i in range(8)]
     expected = [greedy(model, prompt, 8) for prompt in prompts]
     assert token_ids(engine.generate(prompts, greedy_params(8), use_tqdm=False)) == expected
@@ -104,7 +130,10 @@ def test_max_model_len_ends_the_output(checkpoints):
     path, prompts, expected = checkpoints["qwen3"]
     engine = LLM(path, dtype="float32", max_model_len=20)
     (output,) = engine.generate([prompts[8]], greedy_params(), use_tqdm=False)
-    assert output.outputs[0].token_ids == expected[8][:5] and output.outputs[0].finish_reason == "length"
+    assert (
+        output.outputs[0].token_ids == expected[8][:5]
+        and output.outputs[0].finish_reason == "length"
+    )
 
 
 # --- sampling ---
@@ -114,18 +143,31 @@ def test_a_seed_gives_the_same_tokens_in_any_company(llm, checkpoints):
     prompts = checkpoints["qwen3"][1][:8]
     params = [SamplingParams(seed=i, max_tokens=10, top_k=20, top_p=0.9) for i in range(8)]
     together = token_ids(llm.generate(prompts, params, use_tqdm=False))
-    assert [token_ids(llm.generate(p, q, use_tqdm=False))[0] for p, q in zip(prompts, params)] == together
-    tight = LLM(checkpoints["qwen3"][0], dtype="float32", block_size=2, num_blocks=22, max_num_batched_tokens=5)
+    assert [
+        token_ids(llm.generate(p, q, use_tqdm=False))[0] for p, q in zip(prompts, params)
+    ] == together
+    tight = LLM(
+        checkpoints["qwen3"][0],
+        dtype="float32",
+        block_size=2,
+        num_blocks=22,
+        max_num_batched_tokens=5,
+    )
     assert token_ids(tight.generate(prompts, params, use_tqdm=False)) == together
     assert tight.stats()["preemptions"] > 0
-    other = token_ids(llm.generate(prompts, [SamplingParams(seed=99, max_tokens=10)] * 8, use_tqdm=False))
+    other = token_ids(
+        llm.generate(prompts, [SamplingParams(seed=99, max_tokens=10)] * 8, use_tqdm=False)
+    )
     assert other != together
 
 
 def test_without_a_seed_requests_differ_but_engines_agree(checkpoints):
     path = checkpoints["qwen3"][0]
     first, second, third = (LLM(path, dtype="float32", seed=seed) for seed in (0, 0, 1))
-    runs = [token_ids(e.generate([[1, 2, 3]] * 3, SamplingParams(), use_tqdm=False)) for e in (first, second, third)]
+    runs = [
+        token_ids(e.generate([[1, 2, 3]] * 3, SamplingParams(), use_tqdm=False))
+        for e in (first, second, third)
+    ]
     assert runs[0] == runs[1] != runs[2]
     assert runs[0][0] != runs[0][1] != runs[0][2]
 
@@ -133,26 +175,47 @@ def test_without_a_seed_requests_differ_but_engines_agree(checkpoints):
 def test_n_outputs_are_reproducible_and_differ(llm):
     params = SamplingParams(n=3, seed=5, max_tokens=8)
     first, second = (llm.generate([[1, 2, 3]], params, use_tqdm=False)[0].outputs for _ in range(2))
-    assert [o.token_ids for o in first] == [o.token_ids for o in second] and [o.index for o in first] == [0, 1, 2]
+    assert [o.token_ids for o in first] == [o.token_ids for o in second] and [
+        o.index for o in first
+    ] == [0, 1, 2]
     assert len({tuple(o.token_ids) for o in first}) == 3
 
 
 def test_samples_share_their_prompt(checkpoints):
     """8 samples of 200 tokens: the prompt is computed once, and held once."""
-    prompt, params = [i % 160 for i in range(200)], SamplingParams(n=8, max_tokens=6, ignore_eos=True)
-    shared = LLM(checkpoints["qwen3"][0], dtype="float32", block_size=4, num_blocks=600, enable_prefix_caching=False)
+    prompt, params = (
+        [i % 160 for i in range(200)],
+        SamplingParams(n=8, max_tokens=6, ignore_eos=True),
+    )
+    shared = LLM(
+        checkpoints["qwen3"][0],
+        dtype="float32",
+        block_size=4,
+        num_blocks=600,
+        enable_prefix_caching=False,
+    )
     (output,) = shared.generate([prompt], params, use_tqdm=False)
     stats = shared.stats()
     assert stats["prompt_tokens"] == 200 and stats["computed_tokens"] == 200 + 8 * 5
-    separate = LLM(checkpoints["qwen3"][0], dtype="float32", block_size=4, num_blocks=600, enable_prefix_caching=False)
+    separate = LLM(
+        checkpoints["qwen3"][0],
+        dtype="float32",
+        block_size=4,
+        num_blocks=600,
+        enable_prefix_caching=False,
+    )
     separate.generate([prompt] * 8, SamplingParams(max_tokens=6, ignore_eos=True), use_tqdm=False)
     assert stats["kv_blocks_used_peak"] < separate.stats()["kv_blocks_used_peak"] / 4
     assert len({tuple(o.token_ids) for o in output.outputs}) == 8
 
 
 def test_a_sample_does_not_depend_on_how_many_there_are(llm):
-    five = llm.generate([[1, 2, 3]], SamplingParams(n=5, seed=9, max_tokens=8), use_tqdm=False)[0].outputs
-    two = llm.generate([[1, 2, 3]], SamplingParams(n=2, seed=9, max_tokens=8), use_tqdm=False)[0].outputs
+    five = llm.generate([[1, 2, 3]], SamplingParams(n=5, seed=9, max_tokens=8), use_tqdm=False)[
+        0
+    ].outputs
+    two = llm.generate([[1, 2, 3]], SamplingParams(n=2, seed=9, max_tokens=8), use_tqdm=False)[
+        0
+    ].outputs
     assert [o.token_ids for o in five[:2]] == [o.token_ids for o in two]
 
 
@@ -162,7 +225,9 @@ def test_logprobs_are_those_of_the_model(llm, checkpoints):
     (output,) = llm.generate([prompt], greedy_params(4, logprobs=3), use_tqdm=False)
     completion = output.outputs[0]
     with torch.inference_mode():
-        logits = new_model("qwen3")(torch.tensor([prompt + completion.token_ids])).logits[0, len(prompt) - 1 : -1]
+        logits = new_model("qwen3")(torch.tensor([prompt + completion.token_ids])).logits[
+            0, len(prompt) - 1 : -1
+        ]
     for token, found, row in zip(completion.token_ids, completion.logprobs, logits.log_softmax(-1)):
         values, ids = row.topk(3)
         assert list(found) == ids.tolist() and token == ids[0]
@@ -170,11 +235,17 @@ def test_logprobs_are_those_of_the_model(llm, checkpoints):
 
 
 def test_logprobs_only_for_those_who_ask(llm):
-    params = [greedy_params(3), greedy_params(3, logprobs=0), SamplingParams(max_tokens=3, logprobs=2, seed=1)]
+    params = [
+        greedy_params(3),
+        greedy_params(3, logprobs=0),
+        SamplingParams(max_tokens=3, logprobs=2, seed=1),
+    ]
     plain, zero, two = (o.outputs[0] for o in llm.generate([[1], [2], [3]], params, use_tqdm=False))
     assert plain.logprobs is None
     assert [list(step) for step in zero.logprobs] == [[token] for token in zero.token_ids]
-    assert all(token in step and 2 <= len(step) <= 3 for token, step in zip(two.token_ids, two.logprobs))
+    assert all(
+        token in step and 2 <= len(step) <= 3 for token, step in zip(two.token_ids, two.logprobs)
+    )
 
 
 def test_stop_token_ids_and_eos(checkpoints, llm, tmp_path):
@@ -182,11 +253,16 @@ def test_stop_token_ids_and_eos(checkpoints, llm, tmp_path):
     stop = expected[3][4]
     first = expected[3].index(stop)
     (output,) = llm.generate([prompts[3]], greedy_params(stop_token_ids=[stop]), use_tqdm=False)
-    assert output.outputs[0].token_ids == expected[3][: first + 1] and output.outputs[0].finish_reason == "stop"
+    assert (
+        output.outputs[0].token_ids == expected[3][: first + 1]
+        and output.outputs[0].finish_reason == "stop"
+    )
     model = new_model("qwen3")
     model.generation_config.eos_token_id = [159, stop]  # a list, as real checkpoints have
     engine = LLM(save(model, tmp_path), dtype="float32")
-    ends = engine.generate([prompts[3]] * 2, [greedy_params(), greedy_params(ignore_eos=True)], use_tqdm=False)
+    ends = engine.generate(
+        [prompts[3]] * 2, [greedy_params(), greedy_params(ignore_eos=True)], use_tqdm=False
+    )
     assert token_ids(ends) == [expected[3][: first + 1], expected[3]]
 
 
@@ -210,7 +286,10 @@ def test_requests_may_come_and_go_at_any_step(llm, checkpoints):
     for i, output in done.items():
         result = output.outputs[0]
         if i in aborted:
-            assert result.finish_reason == "abort" and result.token_ids == expected[i][: len(result.token_ids)]
+            assert (
+                result.finish_reason == "abort"
+                and result.token_ids == expected[i][: len(result.token_ids)]
+            )
         else:
             assert result.finish_reason == "length" and result.token_ids == expected[i]
 
@@ -221,7 +300,9 @@ def test_generate_beside_requests_of_the_loop(llm, checkpoints):
     (output,) = llm.generate([prompts[1]], greedy_params(), use_tqdm=False)
     assert output.outputs[0].token_ids == expected[1]
     (mine_so_far,) = llm.step()  # only the loop's own request is reported to the loop
-    assert mine_so_far.request_id == mine and len(mine_so_far.outputs[0].token_ids) == MAX_TOKENS + 1
+    assert (
+        mine_so_far.request_id == mine and len(mine_so_far.outputs[0].token_ids) == MAX_TOKENS + 1
+    )
     while llm.has_unfinished():
         llm.step()
     assert mine_so_far.finished and mine_so_far.outputs[0].token_ids[:MAX_TOKENS] == expected[0]
@@ -244,7 +325,10 @@ def test_an_interrupted_generate_leaves_nothing_behind(llm, monkeypatch):
 
 def test_nan_in_the_cache_of_one_request_does_not_reach_another(llm, checkpoints):
     _, prompts, expected = checkpoints["qwen3"]
-    sick, short = llm.add_request([1] * 60, greedy_params(4)), llm.add_request(prompts[6], greedy_params())
+    sick, short = (
+        llm.add_request([1] * 60, greedy_params(4)),
+        llm.add_request(prompts[6], greedy_params()),
+    )
     llm.step()
     llm.runner.kv_cache[:, :, llm.requests[sick].sequences[0].block_table] = torch.nan
     outputs = {}
@@ -264,7 +348,12 @@ def test_a_scheduler_of_ones_own(checkpoints):
 
     path, prompts, expected = checkpoints["qwen3"]
     engine = LLM(
-        path, dtype="float32", block_size=BLOCK, num_blocks=13, max_num_seqs=2, scheduler_cls=LastComeFirstServed
+        path,
+        dtype="float32",
+        block_size=BLOCK,
+        num_blocks=13,
+        max_num_seqs=2,
+        scheduler_cls=LastComeFirstServed,
     )
     for i in range(4):
         engine.add_request(prompts[i], greedy_params(), request_id=str(i))
@@ -298,21 +387,35 @@ def test_generate_takes_one_prompt_or_many(llm, checkpoints):
         ([[1], [2] * 300], None, "the prompt has 300 tokens"),
         (["text"], None, "prompt='text' is not allowed: model=.* has no tokenizer"),
         ([[{"role": "user", "content": "hi"}]], None, "has no tokenizer"),
-        (None, None, "prompt=None is not allowed: it must be text, token ids or a list of messages"),
+        (
+            None,
+            None,
+            "prompt=None is not allowed: it must be text, token ids or a list of messages",
+        ),
         ([[1], [2]], [SamplingParams()] * 3, "2 prompts, but 3 sampling params"),
         ([[1]], [SamplingParams(), None], "1 prompts, but 2 sampling params"),
-        ([[1]], {"temperature": 0}, "params={'temperature': 0} is not allowed: it must be SamplingParams"),
+        (
+            [[1]],
+            {"temperature": 0},
+            "params={'temperature': 0} is not allowed: it must be SamplingParams",
+        ),
         ([[1]], SamplingParams(stop_token_ids=[160]), "stop_token_ids has the token id 160"),
         ([[1]], SamplingParams(stop="x"), "stop=.* is not allowed: model=.* has no tokenizer"),
         ([[1]], SamplingParams(n=300), "n=300 is not allowed: it must be at most max_num_seqs=256"),
-        ([[1] * 100], SamplingParams(n=9), "may need 376 KV blocks of 4 tokens .* but num_blocks=200"),
+        (
+            [[1] * 100],
+            SamplingParams(n=9),
+            "may need 376 KV blocks of 4 tokens .* but num_blocks=200",
+        ),
     ],
 )
 def test_bad_requests(llm, prompts, params, message):
     running = llm.add_request([1, 2, 3], greedy_params(3))
     with pytest.raises(ValueError, match=message):
         llm.generate(prompts, params, use_tqdm=False)
-    assert list(llm.requests) == [running]  # nothing of a refused call was added, and the other request goes on
+    assert list(llm.requests) == [
+        running
+    ]  # nothing of a refused call was added, and the other request goes on
     while llm.has_unfinished():
         outputs = llm.step()
     assert outputs[0].finished and len(outputs[0].outputs[0].token_ids) == 3
@@ -322,7 +425,9 @@ def test_a_million_samples_are_refused_before_they_are_made(llm, monkeypatch):
     made = []
     monkeypatch.setattr(Sequence, "__init__", lambda self, *args: made.append(args))
     for n in (10**6, 10**30):
-        with pytest.raises(ValueError, match=f"n={n} is not allowed: it must be at most max_num_seqs=256"):
+        with pytest.raises(
+            ValueError, match=f"n={n} is not allowed: it must be at most max_num_seqs=256"
+        ):
             llm.add_request([1], SamplingParams(n=n))
     assert not made
 
@@ -343,7 +448,9 @@ def test_parameters_belong_to_the_request_once_it_is_added(llm):
 
 def test_a_request_id_twice(llm):
     llm.add_request([1], greedy_params(2), request_id="a")
-    with pytest.raises(ValueError, match="request_id='a' is not allowed: a request with this id is still in use"):
+    with pytest.raises(
+        ValueError, match="request_id='a' is not allowed: a request with this id is still in use"
+    ):
         llm.add_request([2], greedy_params(2), request_id="a")
     with pytest.raises(ValueError, match="request_id=5 is not allowed: it must be a string"):
         llm.add_request([2], greedy_params(2), request_id=5)
@@ -390,14 +497,18 @@ def test_bad_engines(checkpoints, kwargs, message):
 def test_triton_without_a_gpu_and_without_the_interpreter(checkpoints, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(
-        ValueError, match="attention_backend='triton' is not allowed: it needs a GPU, or TRITON_INTERPRET=1"
+        ValueError,
+        match="attention_backend='triton' is not allowed: it needs a GPU, or TRITON_INTERPRET=1",
     ):
         LLM(checkpoints["qwen3"][0], attention_backend="triton")
 
 
 def test_num_blocks_too_small_for_one_request(checkpoints):
     engine = LLM(checkpoints["qwen3"][0], dtype="float32", block_size=BLOCK, num_blocks=3)
-    with pytest.raises(ValueError, match=r"may need 4 KV blocks of 4 tokens \(prompt of 5 tokens, max_tokens=9, n=1\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"may need 4 KV blocks of 4 tokens \(prompt of 5 tokens, max_tokens=9, n=1\)",
+    ):
         engine.generate([[1] * 5], greedy_params(9), use_tqdm=False)
     assert len(token_ids(engine.generate([[1] * 5], greedy_params(8), use_tqdm=False))[0]) == 8
 
@@ -410,7 +521,9 @@ def test_a_directory_that_is_no_model(tmp_path):
         LLM(tmp_path)
     with pytest.raises(ValueError, match="model='/no/such/place' is not a directory"):
         LLM("/no/such/place")
-    with pytest.raises(ValueError, match="is not a local directory, and it could not be downloaded from the hub"):
+    with pytest.raises(
+        ValueError, match="is not a local directory, and it could not be downloaded from the hub"
+    ):
         LLM("nobody/has-this-model")
 
 
@@ -420,7 +533,9 @@ def test_the_profiling_step_of_the_gpu_path(llm):
     try:
         llm.runner.kv_cache = llm.runner.shape.new_cache(1, llm.runner.device)
         for tokens, seqs in ((16, 4), (5, 256), (700, 2)):
-            llm.runner.limits = replace(llm.limits, max_num_batched_tokens=tokens, max_num_seqs=seqs)
+            llm.runner.limits = replace(
+                llm.limits, max_num_batched_tokens=tokens, max_num_seqs=seqs
+            )
             run_largest_step(llm.runner)
     finally:
         llm.runner.kv_cache, llm.runner.limits = cache, llm.limits

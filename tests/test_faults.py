@@ -34,7 +34,10 @@ class Boom(Exception):
 
 def new_llm(num_blocks=1000, num_host_blocks=0, **kwargs) -> LLM:
     mode = "swap" if num_host_blocks else "recompute"
-    options = dict(block_size=4, num_blocks=num_blocks, max_num_batched_tokens=40, preemption_mode=mode) | kwargs
+    options = (
+        dict(block_size=4, num_blocks=num_blocks, max_num_batched_tokens=40, preemption_mode=mode)
+        | kwargs
+    )
     llm = LLM(max_num_seqs=12, max_model_len=100, swap_gib=0.001, **options)
     runner = FakeRunner(4, VOCAB_SIZE)
     runner.num_blocks, runner.num_host_blocks = num_blocks, num_host_blocks
@@ -64,9 +67,14 @@ def result(output) -> list:
 def expected() -> dict:
     """Each request alone, with all the memory there is. A stop string is taken out of the middle of a text."""
     asked = requests()
-    (output,) = new_llm().generate([list(range(90))[:40]], SamplingParams(seed=6, max_tokens=20), use_tqdm=False)
+    (output,) = new_llm().generate(
+        [list(range(90))[:40]], SamplingParams(seed=6, max_tokens=20), use_tqdm=False
+    )
     text = output.outputs[0].text
-    asked["stop"] = list(range(90))[:40], SamplingParams(seed=6, max_tokens=20, stop=[text[len(text) // 2 :][:4]])
+    asked["stop"] = (
+        list(range(90))[:40],
+        SamplingParams(seed=6, max_tokens=20, stop=[text[len(text) // 2 :][:4]]),
+    )
     answers = {}
     for name, (prompt, params) in asked.items():
         (output,) = new_llm().generate([prompt], params, use_tqdm=False)
@@ -102,7 +110,9 @@ def check_others(outputs, expected, culprit=None, error=Boom) -> None:
     for name, output in outputs.items():
         assert output.finished
         if name == culprit:
-            assert isinstance(output.error, error) and "error" in {o.finish_reason for o in output.outputs}
+            assert isinstance(output.error, error) and "error" in {
+                o.finish_reason for o in output.outputs
+            }
         else:
             assert output.error is None and result(output) == expected[name][2], name
 
@@ -147,7 +157,9 @@ def inject(llm, monkeypatch, place: str, is_hit) -> None:
     elif place == "priority":
         failing(llm.scheduler, "priority", lambda request: [request])
     elif place == "plan":
-        failing(llm.scheduler, "_tokens_to_compute", lambda request, schedule: [request], after=True)
+        failing(
+            llm.scheduler, "_tokens_to_compute", lambda request, schedule: [request], after=True
+        )
     elif place == "update":
         failing(llm.scheduler, "update", lambda schedule, *_: sampled(schedule), after=True)
     elif place == "take prefix":
@@ -158,13 +170,19 @@ def inject(llm, monkeypatch, place: str, is_hit) -> None:
         failing(llm.scheduler, "preempt", lambda request, schedule: [request], after=True)
     elif place == "detokeniser":
         owners = {id(text): reply.request for reply in llm.replies.values() for text in reply.texts}
-        failing(TextStream, "add", lambda text, _: [owners[id(text)]] if id(text) in owners else [], after=True)
+        failing(
+            TextStream,
+            "add",
+            lambda text, _: [owners[id(text)]] if id(text) in owners else [],
+            after=True,
+        )
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("culprit", ["plain", "samples", "beams", "long"])
 @pytest.mark.parametrize(
-    "place", ["runner", "sampler", "priority", "plan", "update", "take prefix", "allocate", "detokeniser"]
+    "place",
+    ["runner", "sampler", "priority", "plan", "update", "take prefix", "allocate", "detokeniser"],
 )
 def test_only_the_culprit_ends(monkeypatch, expected, place, culprit, setting):
     """The fault comes whenever this request is in the step, at the beginning or when it has a few tokens."""
@@ -177,7 +195,10 @@ def test_only_the_culprit_ends(monkeypatch, expected, place, culprit, setting):
         seen = Counter()
 
         def is_hit(request, num_tokens=num_tokens, seen=seen):
-            is_it = request.request_id == culprit and request.sequences[0].num_output_tokens >= num_tokens
+            is_it = (
+                request.request_id == culprit
+                and request.sequences[0].num_output_tokens >= num_tokens
+            )
             seen["hit"] += is_it
             return is_it
 
@@ -240,7 +261,10 @@ def test_several_culprits_and_requests_that_come_meanwhile(expected, monkeypatch
             name = todo.pop(0)
             llm.add_request(*expected[name][:2], name)
         outputs |= {output.request_id: output for output in llm.step()}
-    assert {name for name, output in outputs.items() if output.error is not None} == {"samples", "beams"}
+    assert {name for name, output in outputs.items() if output.error is not None} == {
+        "samples",
+        "beams",
+    }
     for name in expected.keys() - {"samples", "beams"}:
         assert result(outputs[name]) == expected[name][2]
     assert failed[-1] in ({"samples"}, {"beams"})
@@ -264,7 +288,9 @@ def test_suspects_may_be_aborted(expected, monkeypatch):
     for name in ("plain", "beams", "shared"):
         assert llm.abort(name)
     outputs = go_on(llm, {})
-    assert {outputs[name].outputs[0].finish_reason for name in ("plain", "beams", "shared")} == {"abort"}
+    assert {outputs[name].outputs[0].finish_reason for name in ("plain", "beams", "shared")} == {
+        "abort"
+    }
     for name in ("samples", "twin", "long", "stop"):
         assert result(outputs[name]) == expected[name][2]
     check_clean(llm)
@@ -308,7 +334,11 @@ def test_what_had_been_said_before_the_error_stays(expected, monkeypatch):
 
     monkeypatch.setattr(llm.runner, "run", run)
     output = go_on(llm, {})["plain"].outputs[0]
-    assert output.token_ids == answer[0][0][:4] and answer[0][1].startswith(output.text) and output.text
+    assert (
+        output.token_ids == answer[0][0][:4]
+        and answer[0][1].startswith(output.text)
+        and output.text
+    )
     assert output.finish_reason == "error"
 
 
@@ -389,11 +419,17 @@ def use(llm, expected) -> None:
     def nothing_is_left():
         assert not llm.requests
 
-    outputs = insist(lambda: llm.generate(list(prompts), list(params), use_tqdm=False), nothing_is_left)
+    outputs = insist(
+        lambda: llm.generate(list(prompts), list(params), use_tqdm=False), nothing_is_left
+    )
     assert insist(lambda: tuple(map(result, outputs))) == answers
     prompt, params, answer = expected["stop"]
-    assert "".join(insist(lambda: list(llm.stream(prompt, params)), nothing_is_left)) == answer[0][1]
-    insist(lambda: "to abort" in llm.requests or llm.add_request(*expected["plain"][:2], "to abort"))
+    assert (
+        "".join(insist(lambda: list(llm.stream(prompt, params)), nothing_is_left)) == answer[0][1]
+    )
+    insist(
+        lambda: "to abort" in llm.requests or llm.add_request(*expected["plain"][:2], "to abort")
+    )
     insist(llm.step)
     insist(lambda: llm.abort("to abort"))
     while insist(llm.has_unfinished):
@@ -528,7 +564,10 @@ class HalfOfTheSamples(Scheduler):
 @pytest.mark.parametrize(
     "cls, message",
     [
-        (Nothing, r"Nothing.schedule\(\): it planned nothing, but there are unfinished requests: \['0', '1'\]"),
+        (
+            Nothing,
+            r"Nothing.schedule\(\): it planned nothing, but there are unfinished requests: \['0', '1'\]",
+        ),
         (NoSchedule, r"NoSchedule.schedule\(\): it returned None, and not a Schedule"),
         (
             Forgetful,
@@ -537,10 +576,19 @@ class HalfOfTheSamples(Scheduler):
         (Twice, r"Twice.schedule\(\): Sequence\(0.0: .*\) is in the schedule twice"),
         (OverBudget, "the schedule has 80 tokens, but max_num_batched_tokens=40"),
         (NoBlocks, r"is to compute 40 tokens, but lacks blocks for them: allocate them first"),
-        (NotRunning, "is in the schedule, but it has ended, or its request is not in scheduler.running"),
+        (
+            NotRunning,
+            "is in the schedule, but it has ended, or its request is not in scheduler.running",
+        ),
         (TooManyTokens, "is to compute 41 tokens, but 40 are missing"),
-        (LosesCopies, "the schedule lists 0 blocks to copy and swap, but the block manager asked for 2: all that"),
-        (NoCopies, r"is to write into block \d+, which others read: allocate says what to copy first"),
+        (
+            LosesCopies,
+            "the schedule lists 0 blocks to copy and swap, but the block manager asked for 2: all that",
+        ),
+        (
+            NoCopies,
+            r"is to write into block \d+, which others read: allocate says what to copy first",
+        ),
         (HalfOfTheSamples, "2 of 3 sequences of 1 would get a token: it must be all or none"),
     ],
 )

@@ -38,7 +38,9 @@ from tutorials.simulation.workloads import all_at_once, fixed, poisson, sharegpt
 def load(tmp_path_factory) -> Load:
     """60 chats."""
     full = chats(tmp_path_factory.mktemp("opt-13b"), minutes=1)
-    return Load(lambda rate: workload(poisson(rate), sharegpt(), 60), full.machine, full.options, lowest=0.1)
+    return Load(
+        lambda rate: workload(poisson(rate), sharegpt(), 60), full.machine, full.options, lowest=0.1
+    )
 
 
 def test_a_token_takes_as_much_memory_as_in_the_paper(load):
@@ -50,7 +52,8 @@ def test_a_token_takes_as_much_memory_as_in_the_paper(load):
 def test_the_systems_come_in_the_papers_order(load):
     """60 requests never make a queue of a second per token, so the limit is a smaller one."""
     rates = {
-        name: Curve(load, system).sustained(0.05, tolerance=0.2) for name, system in systems(2048, NUM_SLOTS).items()
+        name: Curve(load, system).sustained(0.05, tolerance=0.2)
+        for name, system in systems(2048, NUM_SLOTS).items()
     }
     paged, oracle, pow2, most, static, _ = rates.values()
     assert paged > oracle >= pow2 >= most > static
@@ -77,8 +80,12 @@ def test_what_is_sustained_lies_between_two_points(load):
 @pytest.mark.parametrize("scheduler_cls", [WholePrompts, PromptsFirst])
 def test_prompts_are_computed_whole(scheduler_cls, load):
     jobs = workload(poisson(4.0), fixed(700, 20), 30)
-    served = simulate(jobs, Config(**load.options), load.machine, scheduler_cls, check=True, keep_steps=True)
-    chunks = [(n, len(step.items)) for step in served.steps for _, n, is_prompt in step.items if is_prompt]
+    served = simulate(
+        jobs, Config(**load.options), load.machine, scheduler_cls, check=True, keep_steps=True
+    )
+    chunks = [
+        (n, len(step.items)) for step in served.steps for _, n, is_prompt in step.items if is_prompt
+    ]
     assert [n for n, _ in chunks] == [700] * 30
     for step in served.steps:
         kinds = {is_prompt for _, _, is_prompt in step.items}
@@ -100,12 +107,17 @@ def test_a_watermark_avoids_preemption(load):
 
 
 def made_up(rate: float) -> dict:
-    points = [{"rate": rate * i, "requests": 60, "latency": i / 4, "batch": 7.0 * i} for i in (1, 2, 4)]
+    points = [
+        {"rate": rate * i, "requests": 60, "latency": i / 4, "batch": 7.0 * i} for i in (1, 2, 4)
+    ]
     return {"sustained": {str(limit): rate * limit for limit in LIMITS}, "points": points}
 
 
 def test_tables_and_picture(tmp_path):
-    results = {name: made_up(rate) for name, rate in zip(systems(2048, NUM_SLOTS), (3.0, 2.0, 1.5, 1.0, 0.5, 2.9))}
+    results = {
+        name: made_up(rate)
+        for name, rate in zip(systems(2048, NUM_SLOTS), (3.0, 2.0, 1.5, 1.0, 0.5, 2.9))
+    }
     rows = rates_table(results, paper=True).splitlines()
     assert rows[2:4] == [
         "| paged | 3.00 | 0.60 | 1.0 times |  |",

@@ -26,7 +26,9 @@ def test_pictures_and_chapters_belong_together():
     assert {path.stem for path in drawn - shown} <= results, "a picture that nobody shows"
 
 
-@pytest.mark.parametrize("name", ["plot_blocks", "plot_memory", "plot_bench", "plot_roofline", "plot_policies"])
+@pytest.mark.parametrize(
+    "name", ["plot_blocks", "plot_memory", "plot_bench", "plot_roofline", "plot_policies"]
+)
 def test_scripts_draw_what_is_committed(name, monkeypatch, tmp_path):
     module = importlib.import_module(f"tutorials.figures.{name}")
     committed = module.HERE

@@ -18,7 +18,9 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 def randn(*shape, dtype=torch.float32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(DEVICE, dtype)
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(
+        DEVICE, dtype
+    )
 
 
 def norm(size, dtype):
@@ -35,11 +37,17 @@ def assert_close(actual, expected):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1, 48, 64, 200])
 def test_add_and_norm(size, dtype):
-    layer, x, residual = norm(size, dtype), randn(5, size, dtype=dtype), 3 * randn(5, size, dtype=dtype)
+    layer, x, residual = (
+        norm(size, dtype),
+        randn(5, size, dtype=dtype),
+        3 * randn(5, size, dtype=dtype),
+    )
     expected_residual, actual_residual = residual.clone(), residual.clone()
     expected = torch_ops.add_and_norm(x, expected_residual, layer)
     assert_close(triton_ops.add_and_norm(x, actual_residual, layer), expected)
-    assert_close(actual_residual, expected_residual)  # the interpreter cuts bfloat16 off where a GPU rounds
+    assert_close(
+        actual_residual, expected_residual
+    )  # the interpreter cuts bfloat16 off where a GPU rounds
     assert torch.equal(expected_residual, x + residual)
 
 
@@ -86,7 +94,11 @@ def test_sample_follows_the_distribution():
     probabilities = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05])
     rows = 600
     zeros = torch.zeros(rows, dtype=torch.int64, device=DEVICE)
-    options = Sampling(torch.ones(rows, device=DEVICE), seed=zeros, position=zeros + torch.arange(rows, device=DEVICE))
+    options = Sampling(
+        torch.ones(rows, device=DEVICE),
+        seed=zeros,
+        position=zeros + torch.arange(rows, device=DEVICE),
+    )
     tokens = triton_ops.sample(probabilities.log().expand(rows, 5).contiguous().to(DEVICE), options)
     counts = tokens.bincount(minlength=5).cpu() / rows
     assert counts[1] == 0 and (counts - probabilities).abs().max() < 0.05

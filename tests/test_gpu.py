@@ -27,9 +27,14 @@ GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
 @pytest.fixture(scope="module", params=["qwen2", "qwen3"])
 def checkpoint(request, tmp_path_factory):
     """(path, prompts, what transformers makes of them on the CPU in fp32)"""
-    rng, model = random.Random(0), new_model(request.param, head_dim=32, num_attention_heads=6, num_key_value_heads=2)
+    rng, model = (
+        random.Random(0),
+        new_model(request.param, head_dim=32, num_attention_heads=6, num_key_value_heads=2),
+    )
     stem = [rng.randrange(160) for _ in range(64)]
-    prompts = [[rng.randrange(160) for _ in range(n)] for n in (1, 2, 7, 15, 16, 17, 31, 33, 65, 130)]
+    prompts = [
+        [rng.randrange(160) for _ in range(n)] for n in (1, 2, 7, 15, 16, 17, 31, 33, 65, 130)
+    ]
     prompts += [[*stem[:n], rng.randrange(160)] for n in (15, 16, 17, 48, 63)] + [stem]
     path = save(model, tmp_path_factory.mktemp(request.param))
     return path, prompts, [greedy(model, prompt, MAX_TOKENS) for prompt in prompts]
@@ -58,7 +63,11 @@ def test_greedy_tokens_equal_transformers(checkpoint, eager, tokens, num_blocks,
 def test_swapped_samples_and_beams_get_the_same_tokens(checkpoint, eager):
     """Through pinned memory and a second stream, with sharing. A race would show as other tokens."""
     path, prompts, _ = checkpoint
-    kinds = [GREEDY, SamplingParams(n=3, seed=5, max_tokens=20), BeamSearchParams(beam_width=3, max_tokens=12)]
+    kinds = [
+        GREEDY,
+        SamplingParams(n=3, seed=5, max_tokens=20),
+        BeamSearchParams(beam_width=3, max_tokens=12),
+    ]
     params = (kinds * len(prompts))[: len(prompts)]
     results = []
     for num_blocks in (500, 32):
@@ -78,7 +87,9 @@ def test_graphs_are_replayed(checkpoint):
     path, prompts, expected = checkpoint
     llm, replayed = LLM(path, dtype="float32", num_blocks=500, max_num_seqs=24), []
     for size, step in llm.runner.graphs.replays.items():
-        llm.runner.graphs.replays[size] = lambda size=size, step=step: replayed.append(size) or step()
+        llm.runner.graphs.replays[size] = lambda size=size, step=step: (
+            replayed.append(size) or step()
+        )
     assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected
     assert llm.runner.ops is triton_ops and len(replayed) >= MAX_TOKENS - 1 and 16 in replayed
 
@@ -86,7 +97,10 @@ def test_graphs_are_replayed(checkpoint):
 def test_the_pytorch_backend(checkpoint):
     path, prompts, expected = checkpoint
     llm = LLM(path, dtype="float32", attention_backend="torch", num_blocks=500)
-    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected and llm.runner.graphs is None
+    assert (
+        token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected
+        and llm.runner.graphs is None
+    )
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -94,7 +108,9 @@ def test_16_bits_are_close_to_the_pytorch_backend(checkpoint, dtype):
     path, prompts, _ = checkpoint
     params = SamplingParams(temperature=0, max_tokens=1, logprobs=5)
     outputs = [
-        LLM(path, dtype=dtype, attention_backend=backend, num_blocks=500).generate(prompts, params, use_tqdm=False)
+        LLM(path, dtype=dtype, attention_backend=backend, num_blocks=500).generate(
+            prompts, params, use_tqdm=False
+        )
         for backend in ("torch", "triton")
     ]
     for one, other in zip(*outputs):
@@ -107,7 +123,10 @@ def test_16_bits_are_close_to_the_pytorch_backend(checkpoint, dtype):
 def test_a_seed_gives_the_same_tokens_in_any_company(checkpoint):
     path, prompts, _ = checkpoint
     llm = LLM(path, dtype="float32", num_blocks=500)
-    params = [SamplingParams(max_tokens=8, seed=i, top_p=0.9 if i % 2 else 1.0) for i in range(len(prompts))]
+    params = [
+        SamplingParams(max_tokens=8, seed=i, top_p=0.9 if i % 2 else 1.0)
+        for i in range(len(prompts))
+    ]
     together = token_ids(llm.generate(prompts, params, use_tqdm=False))
     alone = [token_ids(llm.generate([p], q, use_tqdm=False))[0] for p, q in zip(prompts, params)]
     assert together == alone
@@ -117,8 +136,14 @@ def test_the_embedded_model_counts_and_adds():
     llm = LLM()
     questions = ["Count from 1 to 10", "What is 12 + 30?", "List all prime numbers within 20"]
     chats = [[{"role": "user", "content": question}] for question in questions]
-    answers = [o.outputs[0].text for o in llm.chat(chats, SamplingParams(temperature=0), use_tqdm=False)]
-    assert answers == ["1, 2, 3, 4, 5, 6, 7, 8, 9, 10", "12 + 30 = 42", "2, 3, 5, 7, 11, 13, 17, 19"]
+    answers = [
+        o.outputs[0].text for o in llm.chat(chats, SamplingParams(temperature=0), use_tqdm=False)
+    ]
+    assert answers == [
+        "1, 2, 3, 4, 5, 6, 7, 8, 9, 10",
+        "12 + 30 = 42",
+        "2, 3, 5, 7, 11, 13, 17, 19",
+    ]
 
 
 def test_memory_stays_within_what_was_granted(tmp_path):
@@ -136,7 +161,13 @@ def test_memory_stays_within_what_was_granted(tmp_path):
 def test_another_thread_launches_on_the_right_device(checkpoint):
     """The current device belongs to the thread, and Triton launches there."""
     path, prompts, expected = checkpoint
-    llm = LLM(path, dtype="float32", num_blocks=500, max_num_seqs=24, device=f"cuda:{torch.cuda.device_count() - 1}")
+    llm = LLM(
+        path,
+        dtype="float32",
+        num_blocks=500,
+        max_num_seqs=24,
+        device=f"cuda:{torch.cuda.device_count() - 1}",
+    )
     with ThreadPoolExecutor(1) as pool:
         outputs = pool.submit(llm.generate, prompts, GREEDY, use_tqdm=False).result()
     assert token_ids(outputs) == expected

@@ -17,7 +17,14 @@ from tutorials.assignments import grade
 from tutorials.assignments.grade import Grader, secret_seeds
 from tutorials.assignments.referee import Broken, Process
 from tutorials.assignments.task import Goal, Part, Task, mean_latency
-from tutorials.simulation.workloads import all_at_once, poisson, predicted, shared_prefix, sharegpt, workload
+from tutorials.simulation.workloads import (
+    all_at_once,
+    poisson,
+    predicted,
+    shared_prefix,
+    sharegpt,
+    workload,
+)
 
 ROOT = Path(__file__).parent.parent
 HEAD = """
@@ -31,13 +38,21 @@ def latency_ratio(run: Run, baseline: Run) -> float:
 
 
 def jobs(seed: int):
-    return predicted(workload(all_at_once(), sharegpt(max_model_len=1024, seed=seed), 40), sigma=0.0)
+    return predicted(
+        workload(all_at_once(), sharegpt(max_model_len=1024, seed=seed), 40), sigma=0.0
+    )
 
 
 PART = Part(
     "load",
     jobs,
-    Config(model="qwen3-0.6b", num_blocks=200, max_model_len=4096, max_num_batched_tokens=512, max_num_seqs=32),
+    Config(
+        model="qwen3-0.6b",
+        num_blocks=200,
+        max_model_len=4096,
+        max_num_batched_tokens=512,
+        max_num_seqs=32,
+    ),
     [Goal("mean latency / FCFS", latency_ratio, none=1.0, full=0.9, points=60)],
     points=30,
 )
@@ -65,7 +80,9 @@ class MyScheduler(Scheduler):
 def test_fcfs_keeps_the_rules_and_reaches_no_goal(tmp_path):
     report = graded(tmp_path, FCFS)
     assert [check.score for check in report.checks] == [30, 0]
-    assert report.values == {"load, mean latency / FCFS": 1.0}  # the same run as in this process, to the last digit
+    assert report.values == {
+        "load, mean latency / FCFS": 1.0
+    }  # the same run as in this process, to the last digit
 
 
 def test_shortest_first_gets_all(tmp_path):
@@ -156,14 +173,32 @@ BROKEN = {
         r"step 1: MyScheduler.schedule\(\): the schedule has \d+ tokens, but max_num_batched",
     ),
     "twice": (TWICE, r"step 1: .* is in the schedule twice"),
-    "loses": (LOSES, r"step 2: .*Request\(\d+\) has not ended, but is 0 times in waiting and running"),
-    "doubles": (DOUBLES, r"step \d+: .*Request\(\d+\) has not ended, but is 2 times in waiting and running"),
-    "starves": (STARVES, r"step \d+: .* planned nothing, but there are unfinished requests: \['7', "),
+    "loses": (
+        LOSES,
+        r"step 2: .*Request\(\d+\) has not ended, but is 0 times in waiting and running",
+    ),
+    "doubles": (
+        DOUBLES,
+        r"step \d+: .*Request\(\d+\) has not ended, but is 2 times in waiting and running",
+    ),
+    "starves": (
+        STARVES,
+        r"step \d+: .* planned nothing, but there are unfinished requests: \['7', ",
+    ),
     "livelock": (LIVELOCK, r"step \d+.* nobody has got a token for \d+ steps"),
     "crashes": (CRASHES, r"step \d+: ZeroDivisionError: .* \(line \d+ of your file, in priority\)"),
-    "hangs": (HANGS, r"step \d+: your scheduler has not answered for 5 s: it was in .*solution.py.*next_waiting"),
-    "wrong victim": (WRONG_VICTIM, r"step \d+: MyScheduler.preempt\(\): None is not one of \[Request"),
-    "never ends": (NEVER_ENDS, r"step \d+: .*Request\(3\) has drawn its last token, but has not ended"),
+    "hangs": (
+        HANGS,
+        r"step \d+: your scheduler has not answered for 5 s: it was in .*solution.py.*next_waiting",
+    ),
+    "wrong victim": (
+        WRONG_VICTIM,
+        r"step \d+: MyScheduler.preempt\(\): None is not one of \[Request",
+    ),
+    "never ends": (
+        NEVER_ENDS,
+        r"step \d+: .*Request\(3\) has drawn its last token, but has not ended",
+    ),
     "leaks": (LEAKS, r"step \d+: .*block \d+ is in 0 tables, but its ref_count is 1"),
     "steals": (STEALS, r"step \d+: .*block"),
     "exits": (
@@ -266,8 +301,14 @@ class MyScheduler(Scheduler):
 CHEATS = {
     "patches the cost and the clock": (PATCHED_COST, None),
     "has ten times the blocks": (MORE_BLOCKS, r"step \d+.*needs more than the \d+ free blocks"),
-    "sets its own limits": (LARGER_LIMITS, r"step 1.* the schedule has \d+ tokens, but max_num_batched_tokens=512"),
-    "claims work that it has not done": (SKIPS_WORK, r"step 1.*is to compute 1000000 tokens, but \d+ are missing"),
+    "sets its own limits": (
+        LARGER_LIMITS,
+        r"step 1.* the schedule has \d+ tokens, but max_num_batched_tokens=512",
+    ),
+    "claims work that it has not done": (
+        SKIPS_WORK,
+        r"step 1.*is to compute 1000000 tokens, but \d+ are missing",
+    ),
     "looks for the true lengths": (PEEKS, None),
     "forges answers": (FORGES, r"planned nothing"),
     "sends nonsense": (NONSENSE, r"step 1.*no decision"),
@@ -280,9 +321,9 @@ def test_cheating_wins_nothing(tmp_path, cheat):
     code, message = CHEATS[cheat]
     report = graded(tmp_path, code)
     if message is None:
-        assert [check.score for check in report.checks] == [30, 0] and [*report.values.values()] == [1.0], (
-            report.table()
-        )
+        assert [check.score for check in report.checks] == [30, 0] and [
+            *report.values.values()
+        ] == [1.0], report.table()
     else:
         assert report.score == 0 and re.search(message, rules(report)[1]), rules(report)[1]
 
@@ -296,7 +337,10 @@ def test_a_file_that_writes_a_report_of_its_own(tmp_path, monkeypatch):
     path = tmp_path / "prints.py"
     path.write_text(code.splitlines()[0] + "\n" + code.splitlines()[1])
     with Process(path) as process:
-        assert process.output().startswith("[] ['HF_HUB_OFFLINE', 'HOME', ") and "SECRET" not in process.output()
+        assert (
+            process.output().startswith("[] ['HF_HUB_OFFLINE', 'HOME', ")
+            and "SECRET" not in process.output()
+        )
 
 
 # --- what else the report says ---
@@ -306,7 +350,9 @@ def test_one_part_that_breaks_leaves_the_other(tmp_path):
     goals = [Goal("mean latency / FCFS", latency_ratio, none=1.1, full=1.05, points=10)]
     prefixes = Part(
         "prefixes",
-        lambda seed: shared_prefix(poisson(9, seed), sharegpt(512, seed), 20, prefix_tokens=64, seed=seed),
+        lambda seed: shared_prefix(
+            poisson(9, seed), sharegpt(512, seed), 20, prefix_tokens=64, seed=seed
+        ),
         PART.config,
         goals,
         5,
@@ -343,7 +389,9 @@ def test_results_for_gradescope(tmp_path):
     written = []
     path = tmp_path / "solution.py"
     path.write_text(HEAD + SHORTEST_FIRST)
-    Grader(TASK, path, [1], report=lambda report: written.append(json.dumps(report.results()))).grade()
+    Grader(
+        TASK, path, [1], report=lambda report: written.append(json.dumps(report.results()))
+    ).grade()
     assert len(written) == 2  # after each check, and the last is whole
     results = json.loads(written[-1])
     assert results["score"] == 90 and [test["max_score"] for test in results["tests"]] == [30, 60]
@@ -351,7 +399,12 @@ def test_results_for_gradescope(tmp_path):
 
 
 def test_secret_seeds():
-    assert secret_seeds("a", "a1") == secret_seeds("a", "a1") != secret_seeds("b", "a1") != secret_seeds("b", "a2")
+    assert (
+        secret_seeds("a", "a1")
+        == secret_seeds("a", "a1")
+        != secret_seeds("b", "a1")
+        != secret_seeds("b", "a2")
+    )
 
 
 def test_a_process_that_takes_too_long_in_all(tmp_path):

@@ -75,7 +75,9 @@ def test_the_suspect_that_runs_is_aborted():
         llm.add_request(prompt, params, name)
     raise_at(llm.runner, "run", 1, error=RuntimeError)
     llm.step()
-    waiting = {name for name, request in llm.requests.items() if request not in llm.scheduler.waiting}
+    waiting = {
+        name for name, request in llm.requests.items() if request not in llm.scheduler.waiting
+    }
     assert llm.apart and waiting
     for name in llm.requests.keys() - waiting:
         llm.abort(name)
@@ -142,7 +144,9 @@ def test_a_stream_goes_on_after_an_interrupted_recovery(monkeypatch):
     assert text == expected[0][1]
 
 
-@pytest.mark.parametrize("owner, name", [("runner", "run"), ("scheduler", "schedule"), ("scheduler", "update")])
+@pytest.mark.parametrize(
+    "owner, name", [("runner", "run"), ("scheduler", "schedule"), ("scheduler", "update")]
+)
 def test_an_abandoned_stream_is_collected_within_a_step(owner, name):
     """A generator in a reference cycle, or in the traceback of an exception, is closed by whichever step allocates much."""
     llm = new_llm()
@@ -337,7 +341,9 @@ def test_running_out_of_blocks_has_a_message():
     seen = []
     real = llm._isolate
     llm._isolate = lambda error, schedule: (seen.append(error), real(error, schedule))
-    llm.generate([[1] * 30, [2] * 30, [3] * 30], SamplingParams(seed=1, max_tokens=5), use_tqdm=False)
+    llm.generate(
+        [[1] * 30, [2] * 30, [3] * 30], SamplingParams(seed=1, max_tokens=5), use_tqdm=False
+    )
     assert all("no free block" in str(error) for error in seen)
 
 
@@ -352,7 +358,10 @@ def test_running_out_of_blocks_has_a_message():
         (dict(max_model_len=1), "max_model_len=1"),  # accepted, and then no request is
         (dict(device="cuda:99999999999999999999"), "device="),  # RuntimeError
         (dict(model="x" * 10000), "model="),  # OSError
-        (dict(scheduler_cls=Scheduler.__new__(Scheduler)), "scheduler_cls="),  # an instance: TypeError
+        (
+            dict(scheduler_cls=Scheduler.__new__(Scheduler)),
+            "scheduler_cls=",
+        ),  # an instance: TypeError
     ],
 )
 def test_what_is_refused_is_named(options, message):
@@ -397,7 +406,14 @@ def test_the_target_of_a_copy_may_be_shared_in_the_same_step():
         for _ in range(rng.randint(2, 8))
     ]
     options = (rng.random() < 0.9, rng.choice([100, 12, 0]), set())
-    play(arrivals, rng.randint(1, 5), rng.randint(3, 20), rng.randint(3, 6), rng.randint(0, 4), *options)
+    play(
+        arrivals,
+        rng.randint(1, 5),
+        rng.randint(3, 20),
+        rng.randint(3, 6),
+        rng.randint(0, 4),
+        *options,
+    )
 
 
 # --- outputs that are made when they are read ---
@@ -441,6 +457,9 @@ def test_a_tokenizer_that_fails_while_somebody_reads(monkeypatch):
             output.outputs  # noqa: B018 (it is read)
     llm.add_request(prompt, params, "innocent")
     outputs = go_on(llm, {})
-    assert str(outputs["sick"].error) == "no such token" and outputs["sick"].outputs[0].finish_reason == "error"
+    assert (
+        str(outputs["sick"].error) == "no such token"
+        and outputs["sick"].outputs[0].finish_reason == "error"
+    )
     assert result(outputs["innocent"]) == answer(prompt, params)
     check_clean(llm)

@@ -14,13 +14,23 @@ from nanovllm import LLM, SamplingParams
 
 PACKAGE = Path(__file__).parent.parent / "nanovllm"
 NO_TORCH = (
-    *("options", "config", "sampling_params", "sequence", "block_manager", "beam_search", "scheduler"),
+    *(
+        "options",
+        "config",
+        "sampling_params",
+        "sequence",
+        "block_manager",
+        "beam_search",
+        "scheduler",
+    ),
     *("roofline", "stats", "simulator"),
 )
 
 
 def name_of(path: Path) -> str:
-    return ".".join(("nanovllm", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
+    return ".".join(("nanovllm", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(
+        ".__init__"
+    )
 
 
 MODULES = {name_of(path): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
@@ -33,7 +43,11 @@ def imported(node: ast.AST, everywhere: bool) -> set[str]:
     """
     found: set[str] = set()
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and isinstance(child.test, ast.Name) and child.test.id == "TYPE_CHECKING":
+        if (
+            isinstance(child, ast.If)
+            and isinstance(child.test, ast.Name)
+            and child.test.id == "TYPE_CHECKING"
+        ):
             continue
         if isinstance(child, ast.Import):
             found |= {alias.name for alias in child.names}
@@ -47,7 +61,11 @@ def imported(node: ast.AST, everywhere: bool) -> set[str]:
 
 def test_imports_make_no_circle():
     """Also counting what is imported late, within functions; the package itself hands out LLM when it is asked for."""
-    waiting = {name: imported(tree, everywhere=True) for name, tree in MODULES.items() if name != "nanovllm"}
+    waiting = {
+        name: imported(tree, everywhere=True)
+        for name, tree in MODULES.items()
+        if name != "nanovllm"
+    }
     while waiting:
         ready = [name for name, needs in waiting.items() if not needs & waiting.keys()]
         assert ready, f"these import each other: {waiting}"
@@ -58,7 +76,11 @@ def test_imports_make_no_circle():
 def test_layers_and_models_know_nothing_of_requests():
     for name, tree in MODULES.items():
         if name.startswith(("nanovllm.layers", "nanovllm.models")):
-            others = {other for other in imported(tree, everywhere=True) if not other.startswith("nanovllm.layers")}
+            others = {
+                other
+                for other in imported(tree, everywhere=True)
+                if not other.startswith("nanovllm.layers")
+            }
             assert not others, f"{name} imports {others}"
 
 
@@ -81,12 +103,18 @@ def test_a_greedy_prompt_passes_few_files_and_functions(monkeypatch):
 
     def profile(frame, event, arg):
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(str(PACKAGE)) and not code.co_name.startswith("<"):
+        if (
+            event == "call"
+            and code.co_filename.startswith(str(PACKAGE))
+            and not code.co_name.startswith("<")
+        ):
             passed.add((code.co_filename, code.co_name, code.co_firstlineno))
 
     sys.setprofile(profile)
     try:
-        llm.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=20), use_tqdm=False)
+        llm.generate(
+            "Once upon a time", SamplingParams(temperature=0, max_tokens=20), use_tqdm=False
+        )
     finally:
         sys.setprofile(None)
     assert len({file for file, _, _ in passed}) <= 14 and 50 < len(passed) <= 70, sorted(passed)

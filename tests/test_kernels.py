@@ -28,11 +28,17 @@ def check(sequences, heads, kv_heads, head_dim, dtype=torch.float32, splits=0, p
     for name, value in vars(batch).items():
         if isinstance(value, torch.Tensor):
             setattr(batch, name, value.to(DEVICE, dtype if value.is_floating_point() else None))
-    q = torch.randn(sum(lengths), heads, head_dim, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
-    kv = torch.cat([kv[:, layer, -length:] for kv, length in zip(keys, lengths)], dim=1).to(DEVICE, dtype)
+    q = torch.randn(sum(lengths), heads, head_dim, generator=torch.Generator().manual_seed(1)).to(
+        DEVICE, dtype
+    )
+    kv = torch.cat([kv[:, layer, -length:] for kv, length in zip(keys, lengths)], dim=1).to(
+        DEVICE, dtype
+    )
     expected_cache = batch.kv_cache.clone()
     torch_ops.store_kv(*kv, replace(batch, kv_cache=expected_cache), layer)
-    qkv = torch.cat([kv[0], kv[1]], dim=1)  # as in the model, keys and values are views of something larger
+    qkv = torch.cat(
+        [kv[0], kv[1]], dim=1
+    )  # as in the model, keys and values are views of something larger
     triton_attention.store_kv(*qkv.split(kv_heads, dim=1), batch, layer)
     assert torch.equal(batch.kv_cache.nan_to_num(), expected_cache.nan_to_num())
     expected = attention.paged_attention(q, batch, layer, scale)
@@ -68,13 +74,29 @@ def test_every_split_into_cached_and_new_at_block_borders(context):
 def test_split_kv_of_decodes(splits, dtype):
     """Parts of one tile, of several and of none; and parts that are kept long."""
     for part in (1, 100, 256):
-        check([(1, context) for context in (1, 15, 64, 65, 700)], 6, 2, 32, dtype, splits, part, num_blocks=120)
+        check(
+            [(1, context) for context in (1, 15, 64, 65, 700)],
+            6,
+            2,
+            32,
+            dtype,
+            splits,
+            part,
+            num_blocks=120,
+        )
 
 
 @pytest.mark.parametrize("splits", [1, 4])
 def test_decodes_before_chunks(splits):
     """As the runner sorts them: two launches."""
-    check([(1, 9), (1, 300), (1, 1), (5, 5), (1, 12), (33, 90), (17, 40)], 6, 2, 32, splits=splits, part=64)
+    check(
+        [(1, 9), (1, 300), (1, 1), (5, 5), (1, 12), (33, 90), (17, 40)],
+        6,
+        2,
+        32,
+        splits=splits,
+        part=64,
+    )
 
 
 def test_tiles_of_a_long_prompt():
@@ -88,7 +110,9 @@ def test_padding_rows_do_nothing():
     batch.slot_mapping = torch.tensor([*batch.slot_mapping, -1, -1], device=DEVICE)
     batch.cu_seqlens_q = torch.arange(5, dtype=torch.int32, device=DEVICE)
     batch.context_lens = torch.tensor([9, 20, 0, 0], dtype=torch.int32, device=DEVICE)
-    batch.cu_blocks = torch.nn.functional.pad(batch.cu_blocks, (0, 2), value=batch.cu_blocks[-1].item()).to(DEVICE)
+    batch.cu_blocks = torch.nn.functional.pad(
+        batch.cu_blocks, (0, 2), value=batch.cu_blocks[-1].item()
+    ).to(DEVICE)
     batch.block_tables, batch.num_decodes = batch.block_tables.to(DEVICE), 4
     before, kv = batch.kv_cache.clone(), torch.ones(4, 2, 32, device=DEVICE)
     triton_attention.store_kv(kv, kv, batch, 0)
@@ -99,11 +123,15 @@ def test_padding_rows_do_nothing():
     batch.cu_seqlens_q, batch.context_lens = batch.cu_seqlens_q[:3], batch.context_lens[:2]
     batch.cu_blocks, batch.num_decodes = batch.cu_blocks[:3], 2
     for out in full:
-        torch.testing.assert_close(out[:2], attention.paged_attention(q[:2], batch, 0, 0.2), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            out[:2], attention.paged_attention(q[:2], batch, 0, 0.2), atol=1e-5, rtol=1e-5
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("block_size, kv_heads, head_dim", [(1, 1, 32), (3, 2, 20), (16, 2, 32), (256, 1, 32)])
+@pytest.mark.parametrize(
+    "block_size, kv_heads, head_dim", [(1, 1, 32), (3, 2, 20), (16, 2, 32), (256, 1, 32)]
+)
 def test_copy_blocks(block_size, kv_heads, head_dim, dtype):
     """One source for two targets, others apart; both ways against a loop, and nothing else changes."""
     cache = torch.randn(2, 3, 9, block_size, kv_heads, head_dim).to(DEVICE, dtype)
@@ -116,17 +144,24 @@ def test_copy_blocks(block_size, kv_heads, head_dim, dtype):
         assert torch.equal(copied, expected)
 
 
-@pytest.mark.filterwarnings("ignore:overflow|invalid:RuntimeWarning")  # padding rows attend to nothing: any numbers
+@pytest.mark.filterwarnings(
+    "ignore:overflow|invalid:RuntimeWarning"
+)  # padding rows attend to nothing: any numbers
 def test_the_engine_gives_the_same_tokens(tmp_path):
     path = save(new_model("qwen3", head_dim=32), tmp_path)
-    prompts, params = [[i] * (5 * i + 1) for i in range(5)], SamplingParams(temperature=0, max_tokens=6)
+    prompts, params = (
+        [[i] * (5 * i + 1) for i in range(5)],
+        SamplingParams(temperature=0, max_tokens=6),
+    )
     options = dict(dtype="float32", block_size=8, num_blocks=14, max_num_batched_tokens=24)
     params = [params] * 4 + [SamplingParams(n=2, seed=1, max_tokens=6)]  # which copies blocks
     outputs = [
         LLM(path, attention_backend=backend, **options).generate(prompts, params, use_tqdm=False)
         for backend in ("torch", "triton")
     ]
-    torch_tokens, triton_tokens = ([[o.token_ids for o in r.outputs] for r in results] for results in outputs)
+    torch_tokens, triton_tokens = (
+        [[o.token_ids for o in r.outputs] for r in results] for results in outputs
+    )
     assert torch_tokens == triton_tokens
 
 
@@ -137,11 +172,18 @@ def test_compiled_ahead_of_time(capability):
     while the one before is computed."""
     env = os.environ | {"TRITON_INTERPRET": "0"}
     script = os.path.join(os.path.dirname(__file__), "compile_kernels.py")
-    done = subprocess.run([sys.executable, script, str(capability)], env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, script, str(capability)], env=env, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines()]
     attention = {"decode", "prefill", "combine", "store_kv", "copy_blocks"}
-    assert {row[0] for row in rows} == attention | {"add_and_norm", "norm_and_rotate", "silu_and_mul", "sample"}
+    assert {row[0] for row in rows} == attention | {
+        "add_and_norm",
+        "norm_and_rotate",
+        "silu_and_mul",
+        "sample",
+    }
     for name, *numbers in rows:
         shared, spilled, _, buffers = map(int, numbers)
         assert shared <= 99 * 1024 and spilled == 0, name

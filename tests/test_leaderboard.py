@@ -15,9 +15,15 @@ from tutorials.simulation.workloads import all_at_once, fixed, predicted, worklo
 CONFIG = Config(model="qwen3-0.6b", num_blocks=300, max_model_len=4096, max_num_seqs=2)
 HEAD = "from nanovllm.scheduler import Scheduler\nclass MyScheduler(Scheduler):\n    "
 FCFS = HEAD + "pass\n"
-SHORTEST_FIRST = HEAD + "def priority(self, request):\n        return request.params.extra_args['predicted_tokens']\n"
+SHORTEST_FIRST = (
+    HEAD
+    + "def priority(self, request):\n        return request.params.extra_args['predicted_tokens']\n"
+)
 LONGEST_FIRST = SHORTEST_FIRST.replace("return ", "return -")
-WRONG = HEAD + "def victim(self, candidates):\n        return None\n    def next_waiting(self):\n        return None\n"
+WRONG = (
+    HEAD
+    + "def victim(self, candidates):\n        return None\n    def next_waiting(self):\n        return None\n"
+)
 
 
 def jobs(seed: int):
@@ -64,7 +70,10 @@ def test_the_best_is_first_and_a_name_has_one_line(page, capsys):
     heading, _, first, second = enter(page, "Maya", SHORTEST_FIRST)
     assert heading == ["rank", "name", "speed / that of FCFS", "seconds", "date", "verified"]
     assert first[:2] == ["1", "Maya"] and float(first[2]) > 1.1
-    assert second[:3] == ["2", "FCFS", "1"] and second[4:] == [date.today().isoformat(), "public seeds"]
+    assert second[:3] == ["2", "FCFS", "1"] and second[4:] == [
+        date.today().isoformat(),
+        "public seeds",
+    ]
     assert "of  100  in all" in capsys.readouterr().out
 
 

@@ -33,7 +33,11 @@ def served(arrival, times, prompt=10, outputs=None, cached=0, preemptions=0, **e
 
 
 THREE = Run(  # finished; finished with one token; unfinished
-    [served(1.0, [2, 3, 5]), served(0.0, [4], prompt=4, cached=2), served(2.0, [6, 7], prompt=6, outputs=5)],
+    [
+        served(1.0, [2, 3, 5]),
+        served(0.0, [4], prompt=4, cached=2),
+        served(2.0, [6, 7], prompt=6, outputs=5),
+    ],
     seconds=10.0,
     busy_seconds=8.0,
     num_steps=7,
@@ -57,10 +61,17 @@ def numbers(value):
 
 def test_latencies():
     result = summary(THREE)
-    assert (result["requests"], result["unfinished"], result["seconds"], result["steps"]) == (3, 1, 10.0, 7)
+    assert (result["requests"], result["unfinished"], result["seconds"], result["steps"]) == (
+        3,
+        1,
+        10.0,
+        7,
+    )
     ttft = {"mean": 3.0, "p50": 4.0, "p90": 4.0, "p99": 4.0, "max": 4.0}  # of 1, 4 and 4 seconds
     assert result["ttft"] == ttft
-    assert set(result["tpot"].values()) == {1.5}  # (5 - 2) / 2: the others have one token, or are unfinished
+    assert set(result["tpot"].values()) == {
+        1.5
+    }  # (5 - 2) / 2: the others have one token, or are unfinished
     assert result["between_tokens"]["mean"] == pytest.approx(4 / 3)  # 1, 2; none; 1
     assert result["between_tokens"]["max"] == 2
     assert set(result["latency"].values()) == {4.0}
@@ -84,12 +95,20 @@ def test_counts_and_shares():
 
 def test_percentiles_are_interpolated():
     values = distribution([30.0, None, 10.0, 20.0, 40.0, 50.0])
-    assert values == {"mean": 30, "p50": 30, "p90": pytest.approx(46), "p99": pytest.approx(49.6), "max": 50}
+    assert values == {
+        "mean": 30,
+        "p50": 30,
+        "p90": pytest.approx(46),
+        "p99": pytest.approx(49.6),
+        "max": 50,
+    }
     assert distribution([7.0]) == {"mean": 7, "p50": 7, "p90": 7, "p99": 7, "max": 7}
     assert set(distribution([None]).values()) == {None}
 
 
-@pytest.mark.parametrize("slo, good", [((1.0, 1.5), 1), ((4.0, 1.5), 2), ((4, 1), 1), ((0.9, 9), 0), ((9, 9), 2)])
+@pytest.mark.parametrize(
+    "slo, good", [((1.0, 1.5), 1), ((4.0, 1.5), 2), ((4, 1), 1), ((0.9, 9), 0), ((9, 9), 2)]
+)
 def test_goodput(slo, good):
     """The limits themselves are good. The unfinished request is not, and counts in the share."""
     result = summary(THREE, slo)
@@ -121,7 +140,10 @@ def test_jain():
 
 def test_fairness_of_tenants_and_requests():
     """a gets 12, 2, 2 at 1, 2, 3 seconds; b gets 6 at 2 and 2 at 4 seconds. Both have a backlog until 3 seconds."""
-    run = Run([served(0, [1, 2, 3], tenant="a"), served(0, [2, 4], prompt=4, tenant="b"), served(0, [4])], seconds=4)
+    run = Run(
+        [served(0, [1, 2, 3], tenant="a"), served(0, [2, 4], prompt=4, tenant="b"), served(0, [4])],
+        seconds=4,
+    )
     result = summary(run)
     assert result["service_per_second"] == {"a": pytest.approx(16 / 3), "b": 2}
     assert result["jain_tenants"] == pytest.approx((16 / 3 + 2) ** 2 / 2 / ((16 / 3) ** 2 + 4))
@@ -150,7 +172,13 @@ def test_service_of_one_step_comes_at_once():
 
 
 def test_backlog():
-    requests = [served(5, [6]), served(0, [2]), served(1, [1.5, 3]), served(3, [4]), served(7, [8], outputs=2)]
+    requests = [
+        served(5, [6]),
+        served(0, [2]),
+        served(1, [1.5, 3]),
+        served(3, [4]),
+        served(7, [8], outputs=2),
+    ]
     assert backlog(requests, end=9) == [(0, 4), (5, 6), (7, 9)]
     assert backlog([served(0, [9]), served(1, [2])], end=9) == [(0, 9)]
     assert backlog([served(math.inf, [], outputs=1)], end=9) == []  # it has not arrived
@@ -174,7 +202,9 @@ def test_overlaps_are_those_of_a_slow_search():
     [
         THREE,
         Run([]),
-        Run([served(0, [], outputs=3, tenant="a", deadline=1), served(0, [], outputs=1, tenant="b")]),
+        Run(
+            [served(0, [], outputs=3, tenant="a", deadline=1), served(0, [], outputs=1, tenant="b")]
+        ),
         Run([served(0, [0], tenant="a"), served(0, [0], tenant="b")]),  # in no time
         Run([served(0, [1], tenant=1, predicted_tokens=2)], seconds=1),
     ],
@@ -191,13 +221,19 @@ def test_nothing_comes_to_nothing():
     some = ("requests", "unfinished", "seconds", "steps", "kv_use", "preemptions", "swapped_blocks")
     assert all(result[name] == 0 for name in (*some, "tokens_computed_again"))
     assert result["service_per_second"] == {}
-    others = {name: value for name, value in result.items() if name not in (*some, "tokens_computed_again")}
+    others = {
+        name: value
+        for name, value in result.items()
+        if name not in (*some, "tokens_computed_again")
+    }
     assert set(numbers(others)) == {None}
 
 
 @pytest.mark.parametrize("slo", [1.0, (1,), (1, 2, 3), (-1, 1), (1, math.nan), ("1", 1)])
 def test_what_is_no_objective(slo):
-    with pytest.raises(ValueError, match=r"slo=.* is not allowed: it must be None or \(TTFT, TPOT\) in seconds"):
+    with pytest.raises(
+        ValueError, match=r"slo=.* is not allowed: it must be None or \(TTFT, TPOT\) in seconds"
+    ):
         summary(THREE, slo)
 
 
@@ -211,7 +247,9 @@ def test_table():
     assert lines[1] == "requests                                 3        0"
     assert "TTFT, p99 (s)                        4.000        -" in lines
     assert "within the SLO                       66.7%        -" in lines
-    assert not any("Jain" in line or "deadline" in line for line in lines)  # nobody has tenants or deadlines
+    assert not any(
+        "Jain" in line or "deadline" in line for line in lines
+    )  # nobody has tenants or deadlines
     assert len({len(line) for line in lines}) == 1 and len(lines) <= 20
 
 
@@ -273,10 +311,18 @@ def test_rows_are_in_order_of_arrival():
     run.requests.insert(0, served(6.0, [], outputs=1))
     run.requests.append(served(math.inf, [], outputs=1))
     run.steps = [
-        step._replace(items=[(i + 1, *rest) for i, *rest in step.items], running=[i + 1 for i in step.running])
+        step._replace(
+            items=[(i + 1, *rest) for i, *rest in step.items], running=[i + 1 for i in step.running]
+        )
         for step in run.steps
     ]
-    assert states(run) == {1: "#ooo    ", 2: "##ox#oo ", 3: " ....#-o", 0: " " * 6 + "..", 4: " " * 8}
+    assert states(run) == {
+        1: "#ooo    ",
+        2: "##ox#oo ",
+        3: " ....#-o",
+        0: " " * 6 + "..",
+        4: " " * 8,
+    }
     assert gantt_text(run).splitlines()[4] == "job 0        .."
 
 

@@ -32,10 +32,19 @@ def load(path, dtype=torch.float32):
 
 
 @torch.inference_mode()
-def logits_of(model, config, token_ids: list[int], chunks: list[int], block_size: int = 8) -> torch.Tensor:
+def logits_of(
+    model, config, token_ids: list[int], chunks: list[int], block_size: int = 8
+) -> torch.Tensor:
     """All logits of one sequence that is computed chunk by chunk, in blocks in reverse order."""
     num_blocks = -(-len(token_ids) // block_size)
-    shape = (2, config.num_hidden_layers, num_blocks, block_size, config.num_key_value_heads, head_dim_of(config))
+    shape = (
+        2,
+        config.num_hidden_layers,
+        num_blocks,
+        block_size,
+        config.num_key_value_heads,
+        head_dim_of(config),
+    )
     cache = torch.zeros(shape, dtype=model.model.embed_tokens.weight.dtype)
     table = torch.arange(num_blocks - 1, -1, -1, dtype=torch.int32)
     logits, start = [], 0
@@ -43,13 +52,18 @@ def logits_of(model, config, token_ids: list[int], chunks: list[int], block_size
         positions = torch.arange(start, start + length)
         batch = Batch(
             kv_cache=cache,
-            slot_mapping=table[positions // block_size].long() * block_size + positions % block_size,
+            slot_mapping=table[positions // block_size].long() * block_size
+            + positions % block_size,
             cu_seqlens_q=torch.tensor([0, length], dtype=torch.int32),
             context_lens=torch.tensor([start + length], dtype=torch.int32),
             cu_blocks=torch.tensor([0, num_blocks], dtype=torch.int32),
             block_tables=table,
         )
-        logits.append(model.lm_head(model(torch.tensor(token_ids[start : start + length]), positions, batch)).float())
+        logits.append(
+            model.lm_head(
+                model(torch.tensor(token_ids[start : start + length]), positions, batch)
+            ).float()
+        )
         start += length
     return torch.cat(logits)
 
@@ -59,7 +73,10 @@ CASES = {
     "qwen3 tied": ("qwen3", {"tie_word_embeddings": True}),
     "qwen3 gqa 1": ("qwen3", {"num_key_value_heads": 4}),
     "qwen3 gqa 4": ("qwen3", {"num_key_value_heads": 1}),
-    "qwen3 gqa 7, head_dim is not hidden / heads": ("qwen3", {"num_attention_heads": 14, "head_dim": 20}),
+    "qwen3 gqa 7, head_dim is not hidden / heads": (
+        "qwen3",
+        {"num_attention_heads": 14, "head_dim": 20},
+    ),
     "qwen3 attention bias": ("qwen3", {"attention_bias": True}),
     "qwen2": ("qwen2", {}),
     "qwen2 tied": ("qwen2", {"tie_word_embeddings": True}),
@@ -82,7 +99,9 @@ def test_logits_equal_transformers(case, tmp_path):
     with torch.inference_mode():
         expected = reference(torch.tensor([token_ids])).logits[0]
     for chunks in ([41], [16, 16, 9], [1, 7, 8, 9, *[1] * 16]):
-        torch.testing.assert_close(logits_of(model, config, token_ids, chunks), expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            logits_of(model, config, token_ids, chunks), expected, atol=1e-4, rtol=1e-4
+        )
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
@@ -90,10 +109,14 @@ def test_bfloat16_weights_stay_bfloat16_and_close(family, tmp_path):
     reference = new_model(family)
     save(reference, tmp_path)
     model, config = load(tmp_path, torch.bfloat16)
-    assert {p.dtype for p in model.parameters()} == {torch.bfloat16} and torch.get_default_dtype() == torch.float32
+    assert {p.dtype for p in model.parameters()} == {
+        torch.bfloat16
+    } and torch.get_default_dtype() == torch.float32
     with torch.inference_mode():
         expected = reference.bfloat16()(torch.tensor([[5, 6, 7, 8]])).logits[0].float()
-    torch.testing.assert_close(logits_of(model, config, [5, 6, 7, 8], [4]), expected, atol=0.5, rtol=0.1)
+    torch.testing.assert_close(
+        logits_of(model, config, [5, 6, 7, 8], [4]), expected, atol=0.5, rtol=0.1
+    )
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -150,14 +173,18 @@ def test_missing_and_unexpected_tensors_are_listed(tmp_path):
     with pytest.raises(ValueError) as error:
         load(tmp_path)
     message = str(error.value)
-    assert "missing tensors ['model.layers.0.self_attn.k_proj.weight', 'model.norm.weight']" in message
+    assert (
+        "missing tensors ['model.layers.0.self_attn.k_proj.weight', 'model.norm.weight']" in message
+    )
     assert "unexpected tensors ['model.layers.0.mlp.extra.weight']" in message
 
 
 def test_a_tensor_of_the_wrong_shape_is_named(tmp_path):
     save(new_model(), tmp_path)
     change_tensors(tmp_path, lambda tensors: tensors.update({"model.norm.weight": torch.zeros(7)}))
-    with pytest.raises(ValueError, match=r"model.norm.weight has shape \[7\], but config.json requires \[48\]"):
+    with pytest.raises(
+        ValueError, match=r"model.norm.weight has shape \[7\], but config.json requires \[48\]"
+    ):
         load(tmp_path)
 
 
@@ -208,8 +235,12 @@ def test_unsupported_configs_name_what_is_supported(changes, message, tmp_path):
 
 def test_unsupported_rope_type_names_what_is_supported():
     config = new_model().config
-    setattr(config, next(iter(rope("x"))), {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0})
-    with pytest.raises(ValueError, match="rope_type='longrope' is not supported, only default, linear"):
+    setattr(
+        config, next(iter(rope("x"))), {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0}
+    )
+    with pytest.raises(
+        ValueError, match="rope_type='longrope' is not supported, only default, linear"
+    ):
         rope_table(config, 16, 32)
 
 

@@ -34,7 +34,9 @@ def test_blocks_that_one_has_to_spare_are_no_use_to_another():
 def test_blocks_of_samples_that_have_not_forked_are_reserved(admitted_first):
     """3 x 23 tokens, 8 of them shared. When the first has its 2 blocks, 12 of 14 are free, and the others will need 8."""
     scheduler, runner = (
-        new_scheduler(num_blocks=40, tokens=7 if admitted_first else 10, enable_prefix_caching=False),
+        new_scheduler(
+            num_blocks=40, tokens=7 if admitted_first else 10, enable_prefix_caching=False
+        ),
         FakeRunner(4, vocab_size=50),
     )
     samples, filler = new_request(0, 8, max_tokens=20, n=3), new_request(1, [9] * 20, max_tokens=1)
@@ -56,7 +58,10 @@ def test_blocks_of_samples_that_have_not_forked_are_reserved(admitted_first):
 
 def test_what_is_shared_anyway_is_not_swapped_in():
     """A sample that had to begin at a block's border (see fork) was swapped out before it had all that it shares."""
-    scheduler, runner = new_scheduler(num_blocks=30, tokens=64, num_host_blocks=30), FakeRunner(4, vocab_size=50)
+    scheduler, runner = (
+        new_scheduler(num_blocks=30, tokens=64, num_host_blocks=30),
+        FakeRunner(4, vocab_size=50),
+    )
     request = new_request(1, 7, max_tokens=9, n=2)
     scheduler.add(request)
     for _ in range(4):
@@ -116,7 +121,10 @@ def test_ctrl_c_between_a_log_probability_and_its_token():
         llm.step()
     while llm.has_unfinished():
         (output,) = llm.step()
-    assert output.outputs[0].logprobs == expected.outputs[0].logprobs and len(expected.outputs[0].logprobs) == 5
+    assert (
+        output.outputs[0].logprobs == expected.outputs[0].logprobs
+        and len(expected.outputs[0].logprobs) == 5
+    )
 
 
 def test_a_prefix_that_others_use_needs_no_free_blocks():

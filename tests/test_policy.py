@@ -18,7 +18,9 @@ def playing(cls, prompts, max_tokens=4, **options):
     """A scheduler with these prompts, each of one length or list, and its model."""
     scheduler = new_scheduler(cls=cls, **options)
     for i, prompt in enumerate(prompts):
-        scheduler.add(new_request(i, [i] * prompt if isinstance(prompt, int) else prompt, max_tokens))
+        scheduler.add(
+            new_request(i, [i] * prompt if isinstance(prompt, int) else prompt, max_tokens)
+        )
     return scheduler, FakeRunner(4)
 
 
@@ -97,7 +99,11 @@ def test_the_prompt_tokens_of_a_step_are_bounded_and_its_decodes_are_not():
 def test_a_prompt_budget_above_the_budget_of_the_step_changes_nothing():
     cls = type("Wide", (Scheduler,), {"step_budget": lambda self: (6, 100)})
     scheduler, runner = playing(cls, [9, 9], tokens=16)
-    assert [step(scheduler, runner) for _ in range(3)] == [[("0", 6)], [("0", 3), ("1", 3)], [("0", 1), ("1", 5)]]
+    assert [step(scheduler, runner) for _ in range(3)] == [
+        [("0", 6)],
+        [("0", 3), ("1", 3)],
+        [("0", 1), ("1", 5)],
+    ]
 
 
 class FirstOfThem(Scheduler):
@@ -121,7 +127,9 @@ class SwapsLong(Scheduler):
 
 def test_should_swap():
     for prompt, is_swapped in ((5, False), (6, True)):
-        scheduler, runner = playing(SwapsLong, [4, prompt], max_tokens=9, num_blocks=5, num_host_blocks=9)
+        scheduler, runner = playing(
+            SwapsLong, [4, prompt], max_tokens=9, num_blocks=5, num_host_blocks=9
+        )
         while not scheduler.num_preemptions:
             step(scheduler, runner)
         assert bool(scheduler.waiting[0].sequences[0].host_table) == is_swapped
@@ -132,14 +140,20 @@ class Urgent(Scheduler):
         return not request.params.extra_args.get("urgent"), request.arrival
 
     def make_room(self, schedule):
-        if self.waiting and self.running and self.priority(self.waiting[-1]) < self.priority(self.running[0]):
+        if (
+            self.waiting
+            and self.running
+            and self.priority(self.waiting[-1]) < self.priority(self.running[0])
+        ):
             self.preempt(max(self.running, key=self.priority), schedule)
 
 
 @pytest.mark.parametrize("num_host_blocks", [0, 9])
 def test_make_room_for_an_urgent_request(num_host_blocks):
     """It takes the seat in the same step, and the blocks, which may be swapped out and in by one step."""
-    scheduler, runner = playing(Urgent, [4, 4], seqs=2, num_blocks=6, num_host_blocks=num_host_blocks)
+    scheduler, runner = playing(
+        Urgent, [4, 4], seqs=2, num_blocks=6, num_host_blocks=num_host_blocks
+    )
     step(scheduler, runner)
     urgent = new_request(2, [2] * 16)
     urgent.params.extra_args["urgent"] = True
@@ -172,11 +186,20 @@ def test_what_a_policy_can_know_of_a_request():
     class Looks(Scheduler):
         def make_room(self, schedule):
             for r in self.unfinished():
-                seen.append((r.params.extra_args, r.num_output_tokens, r.is_prefilling, r.arrival_time <= self.clock()))
+                seen.append(
+                    (
+                        r.params.extra_args,
+                        r.num_output_tokens,
+                        r.is_prefilling,
+                        r.arrival_time <= self.clock(),
+                    )
+                )
 
     start = time.monotonic()
     llm = LLM(num_blocks=20, scheduler_cls=Looks)
-    llm.add_request([5, 6, 7], SamplingParams(max_tokens=3, ignore_eos=True, n=2, extra_args={"tenant": "a"}))
+    llm.add_request(
+        [5, 6, 7], SamplingParams(max_tokens=3, ignore_eos=True, n=2, extra_args={"tenant": "a"})
+    )
     while llm.has_unfinished():
         llm.step()
     assert seen == [({"tenant": "a"}, n, n == 0, True) for n in (0, 2, 4)]
@@ -185,7 +208,9 @@ def test_what_a_policy_can_know_of_a_request():
 
 @pytest.mark.parametrize("wrong", [[], "a", 5, {1, 2}])
 def test_extra_args_must_be_a_dict(wrong):
-    with pytest.raises(ValueError, match=r"extra_args=.* is not allowed: it must be None or a dict"):
+    with pytest.raises(
+        ValueError, match=r"extra_args=.* is not allowed: it must be None or a dict"
+    ):
         SamplingParams(extra_args=wrong)
 
 
@@ -197,15 +222,23 @@ def test_extra_args_are_the_requests_own():
 
 
 NOT_RUNNING = type("NotRunning", (Scheduler,), {"victim": lambda self, candidates: self.waiting[0]})
-NOT_WAITING = type("NotWaiting", (Scheduler,), {"next_waiting": lambda self: (self.running + self.waiting)[0]})
+NOT_WAITING = type(
+    "NotWaiting", (Scheduler,), {"next_waiting": lambda self: (self.running + self.waiting)[0]}
+)
 NOBODY = type("Nobody", (Scheduler,), {"victim": lambda self, candidates: None})
 
 
 @pytest.mark.parametrize(
     "cls, message",
     [
-        (NOT_RUNNING, r"NotRunning.preempt\(\): Request\(2\) is not one of \[Request\(0\), Request\(1\)\]"),
-        (NOT_WAITING, r"NotWaiting.next_waiting\(\): Request\(0\) is not one of \[Request\(1\), Request\(2\)\]"),
+        (
+            NOT_RUNNING,
+            r"NotRunning.preempt\(\): Request\(2\) is not one of \[Request\(0\), Request\(1\)\]",
+        ),
+        (
+            NOT_WAITING,
+            r"NotWaiting.next_waiting\(\): Request\(0\) is not one of \[Request\(1\), Request\(2\)\]",
+        ),
         (NOBODY, r"Nobody.preempt\(\): None is not one of "),
     ],
 )

@@ -81,7 +81,10 @@ def test_hardware():
     assert machine.ridge == 10 and machine.source == "measured"
     assert machine.floor(Work(150, 50, 100)) == 2
     assert machine.floor(Work(150, 50, 4000)) == 4
-    numbers = {name: (h.bytes_per_second, h.flops_per_second, h.memory_bytes) for name, h in HARDWARE.items()}
+    numbers = {
+        name: (h.bytes_per_second, h.flops_per_second, h.memory_bytes)
+        for name, h in HARDWARE.items()
+    }
     assert numbers == {
         "h100": (3.35e12, 989e12, 80e9),
         "h200": (4.8e12, 989e12, 141e9),
@@ -100,7 +103,9 @@ def test_roofline():
     chunk = Step([(3, 5), (1, 8)], 1, seconds=5.0, host_seconds=0.0)
     assert (decode.kind, chunk.kind) == ("decode", "prefill")
     report = roofline(SHAPE, [decode, chunk, decode], machine(656, 1e9))
-    assert report["decode"] == dict(steps=2, seconds=8, floor_seconds=2, floor_share=0.25, host_share=0.25)
+    assert report["decode"] == dict(
+        steps=2, seconds=8, floor_seconds=2, floor_share=0.25, host_share=0.25
+    )
     assert report["prefill"]["steps"] == 1 and report["prefill"]["host_share"] == 0
     bound_by_flops = roofline(SHAPE, [decode], machine(1e9, 592))
     assert bound_by_flops["decode"]["floor_seconds"] == 2
@@ -108,10 +113,17 @@ def test_roofline():
 
 
 def test_bins():
-    steps = [Step([(1, 5), (1, 8)], 2, 4.0, 1.0), Step([(1, 6)], 1, 2.0, 0.5), Step([(1, 5), (1, 8)], 2, 3.0, 0.5)]
+    steps = [
+        Step([(1, 5), (1, 8)], 2, 4.0, 1.0),
+        Step([(1, 6)], 1, 2.0, 0.5),
+        Step([(1, 5), (1, 8)], 2, 3.0, 0.5),
+    ]
     bins = binned(SHAPE, [*steps, Step([(3, 5)], 0, 9.0, 0.0)])
     one = work_of(SHAPE, [(1, 6)], 1)
-    assert bins["decode"] == [[1, 1, 1, one.bytes, one.flops, 2.0, 0.5], [2, 2, 4, 2 * 656, 2 * 1184, 7.0, 1.5]]
+    assert bins["decode"] == [
+        [1, 1, 1, one.bytes, one.flops, 2.0, 0.5],
+        [2, 2, 4, 2 * 656, 2 * 1184, 7.0, 1.5],
+    ]
     assert [dict(zip(BIN, row))["tokens"] for row in bins["prefill"]] == [3]
     assert binned(SHAPE, []) == {"decode": [], "prefill": []}
 
@@ -122,7 +134,11 @@ def test_parameters_are_counted_as_transformers_counts_them(name):
     config = AutoConfig.from_pretrained(name) if is_file else AutoConfig.for_model(**SHAPES[name])
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    body = sum(p.numel() for n, p in model.named_parameters() if "embed_tokens" not in n and "lm_head" not in n)
+    body = sum(
+        p.numel()
+        for n, p in model.named_parameters()
+        if "embed_tokens" not in n and "lm_head" not in n
+    )
     shape = shape_of(config.to_dict(), 2)
     assert shape.body == body and shape == shape_of(config, 2)
     assert shape.weight_bytes == 2 * sum(p.numel() for p in model.parameters())

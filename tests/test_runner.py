@@ -25,12 +25,15 @@ def llm():
 def test_the_example_of_prepare_is_true(llm):
     """Every row of it that the step holds, number by number."""
     first, second = (
-        Request(name, None, [7] * length, SamplingParams(temperature=0)) for name, length in (("a", 5), ("b", 3))
+        Request(name, None, [7] * length, SamplingParams(temperature=0))
+        for name, length in (("a", 5), ("b", 3))
     )
     first, second = first.sequences[0], second.sequences[0]
     first.num_computed_tokens, first.block_table, second.block_table = 4, [7, 2], [5]
     step = llm.runner._prepare(Schedule([(first, 1), (second, 3)]))
-    said = dict(re.findall(r"^ +(\w+) +(\[.*?\](?=  |$))", ModelRunner._prepare.__doc__, re.MULTILINE))
+    said = dict(
+        re.findall(r"^ +(\w+) +(\[.*?\](?=  |$))", ModelRunner._prepare.__doc__, re.MULTILINE)
+    )
     found = {
         "block_tables": step.batch.block_tables,
         "cu_blocks": step.batch.cu_blocks,
@@ -40,7 +43,9 @@ def test_the_example_of_prepare_is_true(llm):
         "slots": step.batch.slot_mapping,
         "sampled_rows": step.sampled_rows,
     }
-    assert {name: eval(said[name]) for name in found} == {name: tensor.tolist() for name, tensor in found.items()}
+    assert {name: eval(said[name]) for name in found} == {
+        name: tensor.tolist() for name, tensor in found.items()
+    }
     assert eval(said["counts"]) == step.batch.cu_seqlens_q.diff().tolist()
     assert eval(said["starts"]) == [seq.num_computed_tokens for seq in (first, second)]
     seq_of_token = [b for b, count in enumerate(eval(said["counts"])) for _ in range(count)]
@@ -59,7 +64,9 @@ def test_a_step_leaves_nothing_behind(llm, monkeypatch):
     gc.collect()
     gc.disable()
     try:
-        llm.generate([[1] * 9, [2] * 3], SamplingParams(temperature=0, max_tokens=5), use_tqdm=False)
+        llm.generate(
+            [[1] * 9, [2] * 3], SamplingParams(temperature=0, max_tokens=5), use_tqdm=False
+        )
         assert len(alive) >= 5 and not any(batch() for batch in alive)
     finally:
         gc.enable()

@@ -12,7 +12,9 @@ from nanovllm.layers.sampler import Sampling, sample, top_logprobs, uniform
 VOCAB = 50
 
 
-def sampling(rows: int, temperature=1.0, top_k=None, top_p=None, min_p=None, seed=0, position=None) -> Sampling:
+def sampling(
+    rows: int, temperature=1.0, top_k=None, top_p=None, min_p=None, seed=0, position=None
+) -> Sampling:
     def column(value, dtype=torch.float32):
         return None if value is None else torch.full((rows,), value, dtype=dtype)
 
@@ -39,7 +41,8 @@ def test_uniform_is_splitmix64():
     seeds, positions = [0, 1, 12345, 2**63 - 1, 2**62 + 7], [0, 1, 2, 77, 10**6]
     mask = 2**64 - 1
     expected = [
-        (splitmix64(splitmix64(s) + p * 0x9E3779B97F4A7C15 & mask) >> 41) / 2**23 for s, p in zip(seeds, positions)
+        (splitmix64(splitmix64(s) + p * 0x9E3779B97F4A7C15 & mask) >> 41) / 2**23
+        for s, p in zip(seeds, positions)
     ]
     assert uniform(torch.tensor(seeds), torch.tensor(positions)).tolist() == expected
 
@@ -72,7 +75,11 @@ def test_frequencies_are_those_of_transformers_filters(options):
     logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(2)) * 2
     tokens = sample(logits.expand(draws, -1), sampling(draws, **options))
     scores = (logits / options.get("temperature", 1.0)).unsqueeze(0)
-    for name, warper in (("min_p", MinPLogitsWarper), ("top_k", TopKLogitsWarper), ("top_p", TopPLogitsWarper)):
+    for name, warper in (
+        ("min_p", MinPLogitsWarper),
+        ("top_k", TopKLogitsWarper),
+        ("top_p", TopPLogitsWarper),
+    ):
         if name in options:
             scores = warper(options[name])(None, scores)
     expected = scores.softmax(-1)[0]
@@ -85,10 +92,19 @@ def test_a_row_draws_the_same_whatever_is_beside_it():
     logits = torch.randn(8, VOCAB, generator=torch.Generator().manual_seed(3))
     position = torch.tensor([5, 9, 1, 7, 3, 2, 8, 4])
     together = sample(logits, sampling(8, seed=11, position=position))
-    alone = [sample(logits[i : i + 1], sampling(1, seed=11, position=position[i : i + 1])).item() for i in range(8)]
+    alone = [
+        sample(logits[i : i + 1], sampling(1, seed=11, position=position[i : i + 1])).item()
+        for i in range(8)
+    ]
     assert together.tolist() == alone
-    for name, values in (("top_k", [VOCAB] * 7 + [1]), ("top_p", [1.0] * 7 + [0.01]), ("min_p", [0.0] * 7 + [1.0])):
-        filtered = sampling(8, seed=11, position=position)  # what a neighbour asks for filters only the neighbour
+    for name, values in (
+        ("top_k", [VOCAB] * 7 + [1]),
+        ("top_p", [1.0] * 7 + [0.01]),
+        ("min_p", [0.0] * 7 + [1.0]),
+    ):
+        filtered = sampling(
+            8, seed=11, position=position
+        )  # what a neighbour asks for filters only the neighbour
         setattr(filtered, name, torch.tensor(values))
         assert sample(logits, filtered).tolist() == [*alone[:7], logits[7].argmax()]
 

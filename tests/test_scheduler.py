@@ -76,7 +76,11 @@ def test_last_arrived_is_preempted_and_comes_back():
     scheduler.add(second)
     plans = [step(scheduler, runner) for _ in range(3)]
     assert plans == [[("0", 7), ("1", 7)], [("0", 1), ("1", 1)], [("0", 1)]]
-    assert scheduler.waiting == [second] and scheduler.num_preemptions == 1 and second.sequences[0].block_table == []
+    assert (
+        scheduler.waiting == [second]
+        and scheduler.num_preemptions == 1
+        and second.sequences[0].block_table == []
+    )
     while scheduler.has_unfinished():
         step(scheduler, runner)
     for request in (first, second):
@@ -86,7 +90,10 @@ def test_last_arrived_is_preempted_and_comes_back():
 
 def test_nobody_is_admitted_in_a_step_that_preempts():
     """Else a smaller one would come into the blocks that were just taken from the victim."""
-    scheduler, runner = new_scheduler(num_blocks=5, tokens=8, enable_prefix_caching=False), FakeRunner(4)
+    scheduler, runner = (
+        new_scheduler(num_blocks=5, tokens=8, enable_prefix_caching=False),
+        FakeRunner(4),
+    )
     scheduler.add(new_request(0, [1] * 8, max_tokens=8))
     scheduler.add(new_request(1, [2] * 7, max_tokens=8))
     scheduler.add(new_request(2, [3] * 3))
@@ -100,7 +107,10 @@ def drain(scheduler: Scheduler, runner: FakeRunner) -> tuple[int, int]:
     computed, peak = 0, 0
     while scheduler.has_unfinished():
         schedule = scheduler.schedule()
-        computed, peak = computed + schedule.num_tokens, max(peak, scheduler.block_manager.num_used_blocks)
+        computed, peak = (
+            computed + schedule.num_tokens,
+            max(peak, scheduler.block_manager.num_used_blocks),
+        )
         scheduler.update(schedule, *runner.run(schedule))
     return computed, peak
 
@@ -132,8 +142,14 @@ def test_equal_prefixes_share_within_a_step(tokens, computed, peak):
 
 
 def test_all_sequences_of_a_request_are_preempted_together():
-    scheduler, runner = new_scheduler(num_blocks=6, block_size=2, enable_prefix_caching=False), FakeRunner(2)
-    first, second = new_request(0, [1] * 3, max_tokens=8), new_request(1, [2] * 3, max_tokens=3, n=2)
+    scheduler, runner = (
+        new_scheduler(num_blocks=6, block_size=2, enable_prefix_caching=False),
+        FakeRunner(2),
+    )
+    first, second = (
+        new_request(0, [1] * 3, max_tokens=8),
+        new_request(1, [2] * 3, max_tokens=3, n=2),
+    )
     scheduler.add(first)
     scheduler.add(second)
     while not scheduler.num_preemptions:
@@ -149,7 +165,9 @@ def test_samples_share_the_blocks_of_the_prompt(prompt, shared, copies):
     request = new_request(0, prompt, n=3)
     scheduler.add(request)
     assert step(scheduler, runner) == [("0", prompt)]
-    assert scheduler.block_manager.num_used_blocks == shared and all(len(s) == prompt + 1 for s in request.sequences)
+    assert scheduler.block_manager.num_used_blocks == shared and all(
+        len(s) == prompt + 1 for s in request.sequences
+    )
     schedule = scheduler.schedule()
     assert [n for _, n in schedule.items] == [1, 1, 1] and len(schedule.copies) == copies
     assert scheduler.block_manager.num_used_blocks == prompt // 4 + 3
@@ -163,7 +181,10 @@ def test_samples_share_the_blocks_of_the_prompt(prompt, shared, copies):
 
 def test_samples_that_were_preempted_share_again():
     """When they come back, the first sequence computes the prompt, and the others what is their own."""
-    scheduler, runner = new_scheduler(num_blocks=12, tokens=32, enable_prefix_caching=False), FakeRunner(4)
+    scheduler, runner = (
+        new_scheduler(num_blocks=12, tokens=32, enable_prefix_caching=False),
+        FakeRunner(4),
+    )
     scheduler.add(new_request(0, [1] * 4, max_tokens=24))
     second = new_request(1, [*range(10), 1, 1, 1, 1], max_tokens=8, n=3)
     scheduler.add(second)
@@ -180,14 +201,21 @@ def test_samples_that_were_preempted_share_again():
 
 
 def test_samples_that_were_preempted_find_their_own_blocks():
-    scheduler, runner = new_scheduler(num_blocks=20, tokens=64, max_model_len=200), FakeRunner(4, vocab_size=50)
+    scheduler, runner = (
+        new_scheduler(num_blocks=20, tokens=64, max_model_len=200),
+        FakeRunner(4, vocab_size=50),
+    )
     request = new_request(0, 8, max_tokens=24, n=3)
     scheduler.add(request)
     for _ in range(18):
         step(scheduler, runner)
     scheduler.preempt(scheduler.running[-1], Schedule())
-    computed = sum(n for _, n in step(scheduler, runner)) + sum(n for _, n in step(scheduler, runner))
-    assert all(len(seq) >= 26 for seq in request.sequences) and computed <= 3 * 4 + 3  # at most a block for each
+    computed = sum(n for _, n in step(scheduler, runner)) + sum(
+        n for _, n in step(scheduler, runner)
+    )
+    assert (
+        all(len(seq) >= 26 for seq in request.sequences) and computed <= 3 * 4 + 3
+    )  # at most a block for each
     while scheduler.has_unfinished():
         step(scheduler, runner)
     for seq in request.sequences:
@@ -204,7 +232,9 @@ def test_what_the_cache_still_has_is_not_swapped_in():
     scheduler.preempt(scheduler.running[-1], schedule)
     assert len(schedule.swaps_out) == 5 and len(request.sequences[0].host_table) == 5
     runner.swap(schedule.swaps_out, {})
-    filler = new_request(1, [9] * 38, max_tokens=1)  # overwrites the last two of the four full blocks
+    filler = new_request(
+        1, [9] * 38, max_tokens=1
+    )  # overwrites the last two of the four full blocks
     filler.arrival = -1
     scheduler.add(filler)
     schedule = scheduler.schedule()
@@ -212,7 +242,9 @@ def test_what_the_cache_still_has_is_not_swapped_in():
     assert schedule.items == [(filler.sequences[0], 38)] and len(host_blocks) == 5
     scheduler.update(schedule, *runner.run(schedule))
     schedule = scheduler.schedule()
-    assert list(schedule.swaps_in) == host_blocks[2:] and schedule.items == [(request.sequences[0], 1)]
+    assert list(schedule.swaps_in) == host_blocks[2:] and schedule.items == [
+        (request.sequences[0], 1)
+    ]
     assert len(scheduler.block_manager.free_host_blocks) == 12
     scheduler.update(schedule, *runner.run(schedule))
     while scheduler.has_unfinished():
@@ -255,7 +287,10 @@ def test_hits_are_counted_out_of_the_first_chunk(shared):
     scheduler.add(second)
     hit = min(shared, 11) // 4 * 4
     assert step(scheduler, runner) == [("1", 12 - hit)]
-    assert second.num_cached_tokens == scheduler.num_cached_tokens == hit and scheduler.num_prompt_tokens == 24
+    assert (
+        second.num_cached_tokens == scheduler.num_cached_tokens == hit
+        and scheduler.num_prompt_tokens == 24
+    )
 
 
 def test_a_preempted_request_finds_its_own_blocks_again():
@@ -319,7 +354,9 @@ def test_what_can_never_fit_is_refused(prompt, max_tokens, n, message):
 requests = st.lists(
     st.tuples(
         st.integers(0, 3),  # steps before the next arrival
-        st.lists(st.integers(0, 2), min_size=1, max_size=13),  # prompt; few tokens, so that prefixes are shared
+        st.lists(
+            st.integers(0, 2), min_size=1, max_size=13
+        ),  # prompt; few tokens, so that prefixes are shared
         st.sampled_from([15, 9, 4, 2, 1]),  # max_tokens
         st.sampled_from([(), (2,)]),  # tokens that end an output
         st.integers(1, 3),  # n
@@ -349,33 +386,56 @@ def check_results(request: Request) -> None:
             assert seq.output_token_ids == expected[: seq.num_output_tokens]
         else:
             assert seq.output_token_ids == expected
-            assert seq.finish_reason == ("stop" if expected[-1] in request.stop_token_ids else "length")
+            assert seq.finish_reason == (
+                "stop" if expected[-1] in request.stop_token_ids else "length"
+            )
 
 
 def check_schedule(scheduler: Scheduler, schedule: Schedule) -> None:
     manager = scheduler.block_manager
-    assert schedule.num_tokens <= scheduler.max_num_batched_tokens and len(schedule.items) <= scheduler.max_num_seqs
+    assert (
+        schedule.num_tokens <= scheduler.max_num_batched_tokens
+        and len(schedule.items) <= scheduler.max_num_seqs
+    )
     if type(scheduler) is Scheduler:  # other policies may wait, and preempt one request for another
         assert bool(schedule.items) == scheduler.has_unfinished()
         assert not (schedule.swaps_out and schedule.swaps_in)
         running = [request.arrival for request in scheduler.running]
         assert running == sorted(running)
     assert all(0 < n <= seq.num_missing_tokens for seq, n in schedule.items)
-    for request in scheduler.running:  # all or nothing: sequences of a request have next tokens in the same step
-        assert {seq for seq in schedule.sampled if seq.request is request} in (set(), set(request.unfinished))
-    sources, targets = {source for source, _ in schedule.copies}, [target for _, target in schedule.copies]
-    assert all(manager.blocks[i].ref_count > 0 for i in sources)  # nothing is copied that nobody else owns
-    assert all(manager.blocks[i].ref_count > 0 for i in targets) and len(set(targets)) == len(targets)
+    for request in (
+        scheduler.running
+    ):  # all or nothing: sequences of a request have next tokens in the same step
+        assert {seq for seq in schedule.sampled if seq.request is request} in (
+            set(),
+            set(request.unfinished),
+        )
+    sources, targets = (
+        {source for source, _ in schedule.copies},
+        [target for _, target in schedule.copies],
+    )
+    assert all(
+        manager.blocks[i].ref_count > 0 for i in sources
+    )  # nothing is copied that nobody else owns
+    assert all(manager.blocks[i].ref_count > 0 for i in targets) and len(set(targets)) == len(
+        targets
+    )
     assert not sources & set(targets) and not set(schedule.swaps_in.values()) & set(targets)
     for swaps in (schedule.swaps_out, schedule.swaps_in):
         assert len(set(swaps.values())) == len(swaps)
-    assert all(manager.blocks[block_id].ref_count > 0 for block_id in schedule.swaps_in.values())  # none in vain
+    assert all(
+        manager.blocks[block_id].ref_count > 0 for block_id in schedule.swaps_in.values()
+    )  # none in vain
     assert not any(seq.host_table for request in scheduler.running for seq in request.unfinished)
     for request in scheduler.waiting:  # all or nothing
-        assert all(seq.block_table == [] and seq.num_computed_tokens == 0 for seq in request.sequences)
+        assert all(
+            seq.block_table == [] and seq.num_computed_tokens == 0 for seq in request.sequences
+        )
 
 
-def play(arrivals, block_size, tokens, seqs, spare, caching, num_host_blocks, failures, cls=Scheduler) -> Counter:
+def play(
+    arrivals, block_size, tokens, seqs, spare, caching, num_host_blocks, failures, cls=Scheduler
+) -> Counter:
     """Runs a scenario under scarce blocks, host blocks and budgets. The oracle is the fake model, asked for one request
     alone. Counts what has happened."""
     longest = 0  # what the largest request needs when it has the cache for itself
@@ -384,7 +444,9 @@ def play(arrivals, block_size, tokens, seqs, spare, caching, num_host_blocks, fa
         blocks = -(-(min(len(prompt) + max_tokens, MAX_MODEL_LEN) - 1) // block_size)
         longest = max(longest, shared + n * (blocks - shared))
     options = dict(enable_prefix_caching=caching, num_host_blocks=num_host_blocks)
-    scheduler = new_scheduler(longest + spare, block_size, tokens, seqs, MAX_MODEL_LEN, cls, **options)
+    scheduler = new_scheduler(
+        longest + spare, block_size, tokens, seqs, MAX_MODEL_LEN, cls, **options
+    )
     manager, runner, events = scheduler.block_manager, FakeRunner(block_size, VOCAB_SIZE), Counter()
     todo, aborts, all_requests, clock = [], [], [], 0
     for i, (wait, prompt, max_tokens, eos, n, is_beams, abort) in enumerate(arrivals):
@@ -412,7 +474,9 @@ def play(arrivals, block_size, tokens, seqs, spare, caching, num_host_blocks, fa
             scheduler.restart([*scheduler.unfinished()], manager)
         else:
             scheduler.update(schedule, *runner.run(schedule))
-        check_blocks(manager, [seq for request in scheduler.unfinished() for seq in request.unfinished])
+        check_blocks(
+            manager, [seq for request in scheduler.unfinished() for seq in request.unfinished]
+        )
     check_blocks(manager, [])
     assert manager.num_used_blocks == 0 and len(manager.free_host_blocks) == num_host_blocks
     for request in all_requests:
@@ -423,13 +487,22 @@ def play(arrivals, block_size, tokens, seqs, spare, caching, num_host_blocks, fa
 def count_events(events: Counter, scheduler: Scheduler, schedule: Schedule) -> None:
     away = [seq for request in scheduler.waiting for seq in request.unfinished if seq.host_table]
     arrived = set(schedule.swaps_in.values())
-    back = [seq for request in scheduler.running for seq in request.unfinished if arrived & {*seq.block_table}]
+    back = [
+        seq
+        for request in scheduler.running
+        for seq in request.unfinished
+        if arrived & {*seq.block_table}
+    ]
     events["copied"] += len(schedule.copies)
     events["swapped out"] += len(schedule.swaps_out)
-    events["swapped out samples"] += any(len(s.request.sequences) > 1 and not s.request.beam_search for s in away)
+    events["swapped out samples"] += any(
+        len(s.request.sequences) > 1 and not s.request.beam_search for s in away
+    )
     events["swapped out beams"] += any(s.request.beam_search is not None for s in away)
     events["swapped in"] += len(arrived)
-    events["swapped in and still shared"] += any(scheduler.block_manager.blocks[i].ref_count > 1 for i in arrived)
+    events["swapped in and still shared"] += any(
+        scheduler.block_manager.blocks[i].ref_count > 1 for i in arrived
+    )
     events["swapped in after what was found"] += any(s.block_table[0] not in arrived for s in back)
 
 
@@ -462,7 +535,9 @@ class AnyPolicy(Scheduler):
         return self.rng.random() < 0.8
 
     def step_budget(self):
-        return self.rng.randint(1, self.max_num_batched_tokens), self.rng.randint(1, self.max_num_batched_tokens)
+        return self.rng.randint(1, self.max_num_batched_tokens), self.rng.randint(
+            1, self.max_num_batched_tokens
+        )
 
     def victim(self, candidates):
         return self.rng.choice(candidates)

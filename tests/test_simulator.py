@@ -18,18 +18,40 @@ from nanovllm.simulator import MACHINES, Job, Machine, simulate
 from tutorials.baselines.contiguous import OrcaOracle
 from tutorials.baselines.static_batching import StaticBatching
 from tutorials.simulation.metrics import summary
-from tutorials.simulation.workloads import fixed, multi_turn, poisson, shared_prefix, sharegpt, workload
+from tutorials.simulation.workloads import (
+    fixed,
+    multi_turn,
+    poisson,
+    shared_prefix,
+    sharegpt,
+    workload,
+)
 
 ROOT = Path(__file__).parent.parent
 H100 = MACHINES["h100"]
 SECOND = replace(
-    H100, hardware=H100.hardware._replace(bytes_per_second=1e30, flops_per_second=1e30), seconds_per_step=1.0
+    H100,
+    hardware=H100.hardware._replace(bytes_per_second=1e30, flops_per_second=1e30),
+    seconds_per_step=1.0,
 )
-SMALL = {"model": "qwen3-0.6b", "num_blocks": 64, "block_size": 16, "max_model_len": 512, "max_num_batched_tokens": 64}
+SMALL = {
+    "model": "qwen3-0.6b",
+    "num_blocks": 64,
+    "block_size": 16,
+    "max_model_len": 512,
+    "max_num_batched_tokens": 64,
+}
 
 
 def job(time=0.0, prompt=10, outputs=3, token=1, **fields) -> Job:
-    return Job(time, ((token, prompt),), outputs, answer=1000 + token, max_tokens=max(outputs, 100), **fields)
+    return Job(
+        time,
+        ((token, prompt),),
+        outputs,
+        answer=1000 + token,
+        max_tokens=max(outputs, 100),
+        **fields,
+    )
 
 
 def times(run) -> list[list[float]]:
@@ -38,9 +60,7 @@ def times(run) -> list[list[float]]:
 
 def test_no_torch():
     """Also not for running it, nor for the workloads and the metrics."""
-    code = (
-        "import sys; from nanovllm.simulator import simulate; from tutorials.simulation.metrics import summary, table; "
-    )
+    code = "import sys; from nanovllm.simulator import simulate; from tutorials.simulation.metrics import summary, table; "
     code += "from tutorials.simulation.workloads import poisson, sharegpt, workload; "
     code += "print(table({'a': summary(simulate(workload(poisson(5), sharegpt(), 20)))})); "
     code += "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
@@ -96,7 +116,9 @@ def test_the_cost_of_a_step_by_hand():
     prompt, decode = work_of(shape, [(4096, 4096)], 1), work_of(shape, [(1, 4097)], 1)
     first = prompt.flops / (989e12 * 0.6) + 1e-3
     assert times(run)[0] == pytest.approx([first, first + decode.bytes / (3.35e12 * 0.8) + 1e-3])
-    assert prompt.flops / 989e12 > prompt.bytes / 3.35e12 and first == pytest.approx(0.1052, rel=0.001)
+    assert prompt.flops / 989e12 > prompt.bytes / 3.35e12 and first == pytest.approx(
+        0.1052, rel=0.001
+    )
 
 
 def test_swapped_blocks_and_sequences_cost_time():
@@ -104,13 +126,21 @@ def test_swapped_blocks_and_sequences_cost_time():
     config = {**SMALL, "num_blocks": 20, "max_num_batched_tokens": 512}
     swap = simulate(jobs, Config(**config, preemption_mode="swap"), SECOND, check=True)
     recompute = simulate(jobs, Config(**config), SECOND, check=True)
-    assert swap.num_swapped_blocks > 0 and recompute.num_swapped_blocks == 0 < recompute.num_preemptions
+    assert (
+        swap.num_swapped_blocks > 0
+        and recompute.num_swapped_blocks == 0 < recompute.num_preemptions
+    )
     assert swap.num_computed_tokens < recompute.num_computed_tokens
     shape = shape_of(SHAPES["qwen3-0.6b"], itemsize=2)
-    bus = 2 * swap.num_swapped_blocks * 16 * shape.kv_bytes / 25e9  # out and in; the prefix cache spares some of it
+    bus = (
+        2 * swap.num_swapped_blocks * 16 * shape.kv_bytes / 25e9
+    )  # out and in; the prefix cache spares some of it
     assert 0.5 * bus < swap.busy_seconds - swap.num_steps <= bus * 1.001
     per_sequence = simulate(jobs, Config(**SMALL), replace(SECOND, seconds_per_sequence=0.25))
-    assert per_sequence.busy_seconds > simulate(jobs, Config(**SMALL), SECOND).busy_seconds + 0.25 * 4 * 99
+    assert (
+        per_sequence.busy_seconds
+        > simulate(jobs, Config(**SMALL), SECOND).busy_seconds + 0.25 * 4 * 99
+    )
 
 
 def test_the_next_turn_of_a_conversation_comes_after_the_answer():
@@ -119,7 +149,9 @@ def test_the_next_turn_of_a_conversation_comes_after_the_answer():
     second = Job(2.0, (*first.conversation, (7, 20)), 2, answer=9, max_tokens=10, after=0)
     run = simulate([first, second], Config(**SMALL), SECOND, check=True)
     assert times(run) == [[1, 2, 3, 4, 5, 6, 7, 8], [11, 12]] and run.requests[1].arrival == 10
-    assert run.requests[1].num_cached_tokens == 32 and run.num_cached_tokens == 32  # of 47; the last was never computed
+    assert (
+        run.requests[1].num_cached_tokens == 32 and run.num_cached_tokens == 32
+    )  # of 47; the last was never computed
 
 
 def test_preemptions_are_counted_per_request():
@@ -132,7 +164,9 @@ def test_preemptions_are_counted_per_request():
 
 def test_kv_use():
     """Two of four blocks for one second, then three for two seconds."""
-    run = simulate([job(0, 32, 3)], Config(**{**SMALL, "num_blocks": 9, "max_model_len": 64}), SECOND)
+    run = simulate(
+        [job(0, 32, 3)], Config(**{**SMALL, "num_blocks": 9, "max_model_len": 64}), SECOND
+    )
     assert run.kv_use == pytest.approx((2 * 1 + 3 * 2) / 3 / 9)
 
 
@@ -147,30 +181,46 @@ def test_the_same_every_time():
     assert first == second and first.num_cached_tokens > 0
 
 
-@pytest.mark.parametrize("options", [{}, {"scheduler_cls": StaticBatching}, {"block_manager_cls": OrcaOracle}])
+@pytest.mark.parametrize(
+    "options", [{}, {"scheduler_cls": StaticBatching}, {"block_manager_cls": OrcaOracle}]
+)
 def test_all_jobs_get_all_their_tokens(options):
     if "block_manager_cls" in options:
         options = options | {"enable_prefix_caching": False}
     jobs = workload(poisson(5, seed=1), sharegpt(512, seed=1), 60)
     jobs = [job._replace(max_tokens=job.num_outputs + 1) for job in jobs]
-    run = simulate(jobs, Config(**{**SMALL, "num_blocks": 200, "max_num_batched_tokens": 512}, **options), check=True)
+    run = simulate(
+        jobs,
+        Config(**{**SMALL, "num_blocks": 200, "max_num_batched_tokens": 512}, **options),
+        check=True,
+    )
     assert [len(served.token_times) for served in run.requests] == [job.num_outputs for job in jobs]
     assert run.kv_use < 1 and summary(run)["unfinished"] == 0
 
 
 def test_blocks_fill_the_memory():
-    simulation = simulate(shared_prefix(poisson(5), sharegpt(), 20), Config(model="qwen3-8b"), "rtx4090")
+    simulation = simulate(
+        shared_prefix(poisson(5), sharegpt(), 20), Config(model="qwen3-8b"), "rtx4090"
+    )
     assert 0 < simulation.kv_use < 1
     with pytest.raises(
-        ValueError, match="model='qwen3-8b' does not fit on small: the weights take 16,381,470,720 of 7,"
+        ValueError,
+        match="model='qwen3-8b' does not fit on small: the weights take 16,381,470,720 of 7,",
     ):
-        simulate([], Config(model="qwen3-8b"), Machine(HARDWARE["rtx4090"]._replace(name="small", memory_bytes=8e9)))
+        simulate(
+            [],
+            Config(model="qwen3-8b"),
+            Machine(HARDWARE["rtx4090"]._replace(name="small", memory_bytes=8e9)),
+        )
 
 
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"hardware": "h1000"}, "hardware='h1000' is not allowed: it must be one of h100, h200, a100, rtx4090, cpu"),
+        (
+            {"hardware": "h1000"},
+            "hardware='h1000' is not allowed: it must be one of h100, h200, a100, rtx4090, cpu",
+        ),
         (
             {"config": Config(model="no/such")},
             "model='no/such' is not allowed: it must be a directory or one of qwen3-0.6b",
@@ -184,8 +234,14 @@ def test_blocks_fill_the_memory():
             "job 1: num_outputs=600 is not allowed: it must be from 1 to 502, by max_tokens",
         ),
         ({"jobs": [job(outputs=0)]}, "job 0: num_outputs=0 is not allowed"),
-        ({"jobs": [job(prompt=0)]}, r"job 0: prompt=\(\(1, 0\),\) is not allowed: it must be at least one token"),
-        ({"jobs": [job(after=1), job()]}, "job 0: after=1 is not allowed: it must be None or the index of an earlier"),
+        (
+            {"jobs": [job(prompt=0)]},
+            r"job 0: prompt=\(\(1, 0\),\) is not allowed: it must be at least one token",
+        ),
+        (
+            {"jobs": [job(after=1), job()]},
+            "job 0: after=1 is not allowed: it must be None or the index of an earlier",
+        ),
     ],
 )
 def test_what_cannot_run(arguments, message):
@@ -228,7 +284,11 @@ class Stubborn(Scheduler):
     "scheduler, manager, message",
     [
         (Forgets, None, r"step 1, at 0.000 s: Forgets.\w+\(\): Request\(\d\) is not one of"),
-        (Scheduler, Keeps, r"step \d+, at .*: Scheduler.schedule\(\): block 0 is in 0 tables, but its ref_count is 1"),
+        (
+            Scheduler,
+            Keeps,
+            r"step \d+, at .*: Scheduler.schedule\(\): block 0 is in 0 tables, but its ref_count is 1",
+        ),
         (Preempts, None, r"Preempts.schedule\(\): nobody has got a token for 513 steps"),
         (Stubborn, None, r"planned nothing, but there are unfinished requests: \['2', '3'\]"),
     ],
@@ -236,7 +296,9 @@ class Stubborn(Scheduler):
 def test_what_is_wrong_is_said_with_the_step(scheduler, manager, message):
     jobs = [job(0, 200 + i, 4, token=i) for i in range(1, 5)]
     with pytest.raises(ScheduleError, match=message):
-        config = Config(**SMALL, block_manager_cls=manager, enable_prefix_caching=scheduler is not Preempts)
+        config = Config(
+            **SMALL, block_manager_cls=manager, enable_prefix_caching=scheduler is not Preempts
+        )
         simulate(jobs, config, SECOND, scheduler, check=True)
 
 
@@ -249,6 +311,7 @@ def test_a_request_that_is_lost_beside_others_that_run():
 
     jobs = [job(0, 30, 4, token=i) for i in range(1, 5)]
     with pytest.raises(
-        ScheduleError, match=r"step 2, .*Request\(3\) has not ended, but is 0 times in waiting and runn"
+        ScheduleError,
+        match=r"step 2, .*Request\(3\) has not ended, but is 0 times in waiting and runn",
     ):
         simulate(jobs, Config(**SMALL), SECOND, Loses, check=True)

@@ -33,7 +33,8 @@ def prompts(count):
     rng = random.Random(1)
     stem = [rng.randrange(160) for _ in range(9)]
     return [
-        stem[: rng.choice([0, 5, 9])] + [rng.randrange(160) for _ in range(rng.randint(1, 14))] for _ in range(count)
+        stem[: rng.choice([0, 5, 9])] + [rng.randrange(160) for _ in range(rng.randint(1, 14))]
+        for _ in range(count)
     ]
 
 
@@ -69,7 +70,10 @@ class Streams:
 
     class Stream:
         def __init__(self):
-            self.work, self.waits = [], {}  # waits: before the i-th piece of work, so much of others must be done
+            self.work, self.waits = (
+                [],
+                {},
+            )  # waits: before the i-th piece of work, so much of others must be done
 
         def wait_stream(self, other):
             self.waits.setdefault(len(self.work), []).append((other, len(other.work)))
@@ -91,8 +95,14 @@ class Streams:
         with monkeypatch.context() as patch:
             select, copy, index_copy = self.real
             patch.setattr(torch, "index_select", partial(self.do, select))
-            patch.setattr(torch.Tensor, "copy_", lambda target, *a, non_blocking=False: self.do(copy, target, *a))
-            patch.setattr(torch.Tensor, "index_copy_", lambda target, *a: self.do(index_copy, target, *a))
+            patch.setattr(
+                torch.Tensor,
+                "copy_",
+                lambda target, *a, non_blocking=False: self.do(copy, target, *a),
+            )
+            patch.setattr(
+                torch.Tensor, "index_copy_", lambda target, *a: self.do(index_copy, target, *a)
+            )
             yield
 
     def run(self, other, rng):
@@ -145,7 +155,9 @@ def test_whatever_order_the_streams_allow(monkeypatch):
         host.staged.fill_(torch.nan)
         seen.clear()
         streams.run(host.stream, random.Random(seed))
-        assert torch.equal(seen[0], before[:, :, [2, 3, 8, 6, 1]]) and torch.equal(seen[1], before[:, :, [2, 6, 7]])
+        assert torch.equal(seen[0], before[:, :, [2, 3, 8, 6, 1]]) and torch.equal(
+            seen[1], before[:, :, [2, 6, 7]]
+        )
 
 
 @pytest.mark.parametrize("tokens", [2048, 16])
@@ -164,13 +176,21 @@ def test_the_same_tokens_with_plenty_of_memory_and_under_both_modes(path, tokens
     plenty = new_llm(path, 500, **options)
     expected = token_ids(plenty.generate(prompts(12), all_params, use_tqdm=False))
     assert plenty.stats()["preemptions"] == 0
-    for num_blocks, mode, swap_gib in [(28, "recompute", 1), (28, "swap", 1), (40, "swap", 1), (28, "swap", 2e-5)]:
+    for num_blocks, mode, swap_gib in [
+        (28, "recompute", 1),
+        (28, "swap", 1),
+        (40, "swap", 1),
+        (28, "swap", 2e-5),
+    ]:
         llm = new_llm(path, num_blocks, mode, swap_gib=swap_gib, **options)
         assert token_ids(llm.generate(prompts(12), all_params, use_tqdm=False)) == expected
         stats = llm.stats()
         assert stats["preemptions"] > 0 and (stats["swapped_blocks"] > 0) == (mode == "swap")
         check_blocks(llm.block_manager, [])
-        assert stats["kv_blocks_used"] == 0 and len(llm.block_manager.free_host_blocks) == llm.runner.num_host_blocks
+        assert (
+            stats["kv_blocks_used"] == 0
+            and len(llm.block_manager.free_host_blocks) == llm.runner.num_host_blocks
+        )
 
 
 def test_what_was_swapped_is_not_computed_again(path):
@@ -183,7 +203,11 @@ def test_what_was_swapped_is_not_computed_again(path):
         "little room": dict(swap_gib=1.5e-5),
     }.items():
         llm = new_llm(path, enable_prefix_caching=False, **options)
-        llm.generate(prompts(8), [ENDLESS, SamplingParams(n=2, max_tokens=9, ignore_eos=True)] * 4, use_tqdm=False)
+        llm.generate(
+            prompts(8),
+            [ENDLESS, SamplingParams(n=2, max_tokens=9, ignore_eos=True)] * 4,
+            use_tqdm=False,
+        )
         computed[name] = llm.stats()["computed_tokens"]
     assert computed["plenty"] == computed["swap"] < computed["little room"] < computed["recompute"]
 
@@ -194,7 +218,9 @@ def test_abort_while_swapped_out(path):
     while not any(seq.host_table for request in llm.scheduler.waiting for seq in request.sequences):
         llm.step()
     used = len(llm.block_manager.host_ref_counts) - len(llm.block_manager.free_host_blocks)
-    assert used > 0 and all(llm.abort(request_id) for request_id in ids if request_id in llm.requests)
+    assert used > 0 and all(
+        llm.abort(request_id) for request_id in ids if request_id in llm.requests
+    )
     check_blocks(llm.block_manager, [])
     assert llm.block_manager.num_used_blocks == 0
     assert len(llm.block_manager.free_host_blocks) == llm.runner.num_host_blocks
@@ -203,14 +229,23 @@ def test_abort_while_swapped_out(path):
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 def test_a_step_that_fails_harms_nobody(path, mode, monkeypatch):
     """Whatever it was about to move or write is computed again. Here it fails with blocks to copy, out, and in."""
-    expected = token_ids(new_llm(path, 500).generate(prompts(8), SamplingParams(n=2, seed=3), use_tqdm=False))
+    expected = token_ids(
+        new_llm(path, 500).generate(prompts(8), SamplingParams(n=2, seed=3), use_tqdm=False)
+    )
     llm, kinds = new_llm(path, 140, mode), set()
     ids = [llm.add_request(prompt, SamplingParams(n=2, seed=3)) for prompt in prompts(8)]
     outputs = {request_id: reply.output for request_id, reply in llm.replies.items()}
     run = llm.runner.run
 
     def failing(schedule):
-        kind = next((k for k in ("swaps_in", "swaps_out", "copies") if getattr(schedule, k) and k not in kinds), None)
+        kind = next(
+            (
+                k
+                for k in ("swaps_in", "swaps_out", "copies")
+                if getattr(schedule, k) and k not in kinds
+            ),
+            None,
+        )
         if kind is not None:
             kinds.add(kind)
             raise KeyboardInterrupt
@@ -229,14 +264,16 @@ def test_a_step_that_fails_harms_nobody(path, mode, monkeypatch):
 
 def test_room_for_no_block_is_refused(path):
     with pytest.raises(
-        ValueError, match="swap_gib=1e-09 is not allowed: it must be room for a KV block of 2,048 bytes"
+        ValueError,
+        match="swap_gib=1e-09 is not allowed: it must be room for a KV block of 2,048 bytes",
     ):
         new_llm(path, swap_gib=1e-9)
 
 
 def test_more_memory_than_there_is_is_refused(path):
     with pytest.raises(
-        ValueError, match=r"not enough memory for 2147483647 KV blocks \(num_blocks, kv_cache_gib\) and 5242 host"
+        ValueError,
+        match=r"not enough memory for 2147483647 KV blocks \(num_blocks, kv_cache_gib\) and 5242 host",
     ):
         new_llm(path, num_blocks=2**31 - 1)
 

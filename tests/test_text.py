@@ -41,7 +41,14 @@ def feed(llm, text: str, stop=()) -> tuple[list[str], str, bool]:
 
 @pytest.mark.parametrize(
     "text",
-    ["plain words", "Jürgen, José, Zoë", "日本語のテキスト", "👩‍🚀🚀 a👍🏽b", "  two  spaces\n\n\ttab ", "e\u0301"],
+    [
+        "plain words",
+        "Jürgen, José, Zoë",
+        "日本語のテキスト",
+        "👩‍🚀🚀 a👍🏽b",
+        "  two  spaces\n\n\ttab ",
+        "e\u0301",
+    ],
 )
 def test_no_half_character_is_ever_shown(llm, text):
     pieces, whole, stopped = feed(llm, text)
@@ -89,7 +96,10 @@ def test_a_stop_string_ends_the_request(llm):
     text = whole.outputs[0].text
     cut = text[3:6]
     (output,) = llm.chat(user("count from 1 to 9"), greedy(stop=[cut, "nowhere"]), use_tqdm=False)
-    assert output.outputs[0].text == text[: text.index(cut)] and output.outputs[0].finish_reason == "stop"
+    assert (
+        output.outputs[0].text == text[: text.index(cut)]
+        and output.outputs[0].finish_reason == "stop"
+    )
     assert len(output.outputs[0].token_ids) < len(whole.outputs[0].token_ids)
     assert llm.stats()["kv_blocks_used"] == 0
 
@@ -98,7 +108,9 @@ def test_a_stop_string_completed_by_the_last_allowed_token(llm):
     (whole,) = llm.chat(user("count from 1 to 9"), greedy(max_tokens=4), use_tqdm=False)
     text = whole.outputs[0].text
     assert whole.outputs[0].finish_reason == "length"
-    (output,) = llm.chat(user("count from 1 to 9"), greedy(max_tokens=4, stop=text[-1]), use_tqdm=False)
+    (output,) = llm.chat(
+        user("count from 1 to 9"), greedy(max_tokens=4, stop=text[-1]), use_tqdm=False
+    )
     assert output.outputs[0].finish_reason == "stop" and text[-1] not in output.outputs[0].text
 
 
@@ -136,7 +148,8 @@ def test_a_stream_goes_on_while_its_request_is_aborted(llm):
 
 def test_stream_refuses_before_it_is_iterated(llm):
     with pytest.raises(
-        ValueError, match=r"params=SamplingParams\(n=2, .* is not allowed: only a single answer can be streamed"
+        ValueError,
+        match=r"params=SamplingParams\(n=2, .* is not allowed: only a single answer can be streamed",
     ):
         llm.stream("x", SamplingParams(n=2))
     with pytest.raises(ValueError, match="prompt='' is empty"):
@@ -147,14 +160,19 @@ def test_chat_is_the_template_around_generate(llm):
     chats = [user("hello"), [{"role": "system", "content": "You are Tiny."}, *user("12 + 7")]]
     outputs = llm.chat(chats, greedy(max_tokens=5), use_tqdm=False)
     assert outputs[0].prompt == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
-    assert outputs[1].prompt.startswith("<|im_start|>system\nYou are Tiny.<|im_end|>\n<|im_start|>user\n12 + 7")
+    assert outputs[1].prompt.startswith(
+        "<|im_start|>system\nYou are Tiny.<|im_end|>\n<|im_start|>user\n12 + 7"
+    )
     texts = llm.generate([o.prompt for o in outputs], greedy(max_tokens=5), use_tqdm=False)
     assert [o.outputs[0].token_ids for o in texts] == [o.outputs[0].token_ids for o in outputs]
 
 
 def test_special_tokens_end_the_answer_but_are_not_in_its_text(llm):
     (output,) = llm.chat(user("thanks"), greedy(), use_tqdm=False)
-    assert output.outputs[0].finish_reason == "stop" and output.outputs[0].token_ids[-1] in llm.inputs.eos_token_ids
+    assert (
+        output.outputs[0].finish_reason == "stop"
+        and output.outputs[0].token_ids[-1] in llm.inputs.eos_token_ids
+    )
     assert "<|" not in output.outputs[0].text
 
 
@@ -164,7 +182,9 @@ def test_the_text_of_a_stop_token_is_not_in_the_output(llm):
     tokens = whole.outputs[0].token_ids
     stop = tokens[3]
     assert llm.tokenizer.decode([stop]) in whole.outputs[0].text and stop not in tokens[:3]
-    (output,) = llm.generate("Once upon a time there was a", greedy(stop_token_ids=[stop]), use_tqdm=False)
+    (output,) = llm.generate(
+        "Once upon a time there was a", greedy(stop_token_ids=[stop]), use_tqdm=False
+    )
     assert output.outputs[0].token_ids == tokens[:4] and output.outputs[0].finish_reason == "stop"
     assert output.outputs[0].text == llm.tokenizer.decode(tokens[:3])
     streamed = "".join(llm.stream("Once upon a time there was a", greedy(stop_token_ids=[stop])))
@@ -178,7 +198,8 @@ def test_empty_prompts(llm, prompt):
 
 
 @pytest.mark.parametrize(
-    "messages", ["hello", ["hello"], [], [[]], {"role": "user"}, None, [{"rol": "user", "content": "hi"}]]
+    "messages",
+    ["hello", ["hello"], [], [[]], {"role": "user"}, None, [{"rol": "user", "content": "hi"}]],
 )
 def test_messages_that_are_no_conversation(llm, messages):
     if messages == []:
@@ -191,15 +212,23 @@ def test_messages_that_are_no_conversation(llm, messages):
 def test_default_params_are_the_models_own(llm):
     params = llm.inputs.default_params
     assert (params.temperature, params.top_k, params.top_p) == (0.6, 20, 0.95)
-    assert llm.inputs.eos_token_ids == {llm.tokenizer.convert_tokens_to_ids(t) for t in ("<|im_end|>", "<|endoftext|>")}
+    assert llm.inputs.eos_token_ids == {
+        llm.tokenizer.convert_tokens_to_ids(t) for t in ("<|im_end|>", "<|endoftext|>")
+    }
 
 
 def test_text_is_made_when_somebody_reads_it(llm, monkeypatch):
     """Not after each token; and whoever reads often gets the same as who reads once."""
-    params, added, add = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True), [], TextStream.add
+    params, added, add = (
+        SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
+        [],
+        TextStream.add,
+    )
     (expected,) = llm.generate(["Once upon a time"], params, use_tqdm=False)
     assert expected.reply is None  # it has ended, and keeps nothing of the engine
-    monkeypatch.setattr(TextStream, "add", lambda self, token_id: added.append(token_id) or add(self, token_id))
+    monkeypatch.setattr(
+        TextStream, "add", lambda self, token_id: added.append(token_id) or add(self, token_id)
+    )
     llm.add_request("Once upon a time", params)
     for _ in range(5):
         (output,) = llm.step()

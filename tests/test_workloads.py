@@ -39,7 +39,10 @@ def tokens(runs):
 def common(a, b):
     """How many tokens two prompts share."""
     pairs = zip(tokens(a.prompt), tokens(b.prompt))
-    return next((i for i, (x, y) in enumerate(pairs) if x != y), min(a.num_prompt_tokens, b.num_prompt_tokens))
+    return next(
+        (i for i, (x, y) in enumerate(pairs) if x != y),
+        min(a.num_prompt_tokens, b.num_prompt_tokens),
+    )
 
 
 def check_jobs(jobs):
@@ -57,7 +60,8 @@ def check_jobs(jobs):
 
 
 @pytest.mark.parametrize(
-    "arrivals, cv", [(poisson(4), 1), (gamma(4, cv=1), 1), (gamma(4, cv=3), 3), (gamma(4, cv=0.2), 0.2)]
+    "arrivals, cv",
+    [(poisson(4), 1), (gamma(4, cv=1), 1), (gamma(4, cv=3), 3), (gamma(4, cv=0.2), 0.2)],
 )
 def test_arrivals_have_their_rate_and_their_bursts(arrivals, cv):
     times = [0.0, *islice(arrivals, 10_000)]
@@ -73,7 +77,11 @@ def test_all_at_once():
 
 @pytest.mark.parametrize(
     "lengths, means",
-    [(sharegpt(), (161.31, 337.99)), (alpaca(), (19.31, 58.45)), (lognormal(50, 10, sigma=0.3), (50, 10))],
+    [
+        (sharegpt(), (161.31, 337.99)),
+        (alpaca(), (19.31, 58.45)),
+        (lognormal(50, 10, sigma=0.3), (50, 10)),
+    ],
 )
 def test_lengths_have_their_means(lengths, means):
     """What is longer than a sequence may be is drawn again: about a tenth is missing."""
@@ -84,14 +92,20 @@ def test_lengths_have_their_means(lengths, means):
 
 
 def test_lengths_are_spread_as_sigma_says():
-    logs = [math.log(prompt) for prompt, _ in islice(lognormal(5000, 5000, sigma=0.5, max_model_len=10**6), 4000)]
+    logs = [
+        math.log(prompt)
+        for prompt, _ in islice(lognormal(5000, 5000, sigma=0.5, max_model_len=10**6), 4000)
+    ]
     assert stdev(logs) == pytest.approx(0.5, rel=0.05)
 
 
 def test_arrivals_and_lengths_of_one_seed_are_independent():
     jobs = workload(poisson(1, seed=7), sharegpt(seed=7), 3000)
     gaps = [b.time - a.time for a, b in pairwise(jobs)]
-    for lengths in ([job.num_prompt_tokens for job in jobs[1:]], [job.num_outputs for job in jobs[1:]]):
+    for lengths in (
+        [job.num_prompt_tokens for job in jobs[1:]],
+        [job.num_outputs for job in jobs[1:]],
+    ):
         assert abs(correlation(gaps, lengths)) < 0.06
 
 
@@ -102,11 +116,15 @@ def everything(seed):
     return {
         "workload": workload(poisson(3, seed), sharegpt(seed=seed), 50),
         "bursts": workload(gamma(3, 4, seed), alpaca(seed=seed), 50),
-        "multi_turn": multi_turn(poisson(1, seed), alpaca(seed=seed), 20, system_tokens=30, seed=seed),
+        "multi_turn": multi_turn(
+            poisson(1, seed), alpaca(seed=seed), 20, system_tokens=30, seed=seed
+        ),
         "shared_prefix": shared_prefix(poisson(3, seed), alpaca(seed=seed), 50, seed=seed),
         "tenants": tenants({"a": 1, "b": 4}, alpaca(seed=seed), 50, seed=seed),
         "deadlines": deadlines(poisson(3, seed), 50, seed=seed),
-        "predicted": predicted(workload(poisson(3, seed), alpaca(seed=seed), 50), sigma=0.5, seed=seed),
+        "predicted": predicted(
+            workload(poisson(3, seed), alpaca(seed=seed), 50), sigma=0.5, seed=seed
+        ),
     }
 
 
@@ -138,7 +156,9 @@ def test_no_answer_is_cut_off():
 
 
 def test_multi_turn_continues_what_was_said():
-    jobs = multi_turn(poisson(1), fixed(10, 5), 300, turns=4, think=3, system_tokens=32, max_model_len=200)
+    jobs = multi_turn(
+        poisson(1), fixed(10, 5), 300, turns=4, think=3, system_tokens=32, max_model_len=200
+    )
     check_jobs(jobs)
     thoughts = []
     for job in jobs:
@@ -149,7 +169,9 @@ def test_multi_turn_continues_what_was_said():
             thoughts.append(job.time)
     assert mean(thoughts) == pytest.approx(3, rel=0.15)
     assert common(jobs[0], next(job for job in jobs[1:] if job.after is None)) == 32
-    assert len({job.after for job in jobs if job.after is not None}) == len(thoughts)  # one next turn at most
+    assert len({job.after for job in jobs if job.after is not None}) == len(
+        thoughts
+    )  # one next turn at most
     assert max(job.num_prompt_tokens + job.num_outputs for job in jobs) <= 200
     many = multi_turn(poisson(1), fixed(10, 5), 2000, turns=4)
     assert len(many) / 2000 == pytest.approx(4, rel=0.1)
@@ -162,7 +184,9 @@ def test_prefixes_are_shared_and_some_more_than_others():
     jobs = shared_prefix(poisson(1), fixed(7, 3), 3000, num_prefixes=4, prefix_tokens=100, skew=1.0)
     check_jobs(jobs)
     first = [job.prompt[0][0] for job in jobs]
-    assert not set(first) & {token_id for job in jobs for token_id in (job.prompt[1][0], job.answer)}
+    assert not set(first) & {
+        token_id for job in jobs for token_id in (job.prompt[1][0], job.answer)
+    }
     counts = [first.count(token_id) for token_id in sorted(set(first))]
     zipf = [1 / k / sum(1 / i for i in range(1, 5)) for k in range(1, 5)]
     assert [count / 3000 for count in counts] == pytest.approx(zipf, abs=0.03)
@@ -170,7 +194,9 @@ def test_prefixes_are_shared_and_some_more_than_others():
         assert a.num_prompt_tokens == 107
         assert common(a, b) == (100 if a.prompt[0] == b.prompt[0] else 0)
     equal = shared_prefix(poisson(1), fixed(7, 3), 3000, num_prefixes=2, skew=0)
-    assert mean(job.prompt[0] == equal[0].prompt[0] for job in equal) == pytest.approx(0.5, abs=0.03)
+    assert mean(job.prompt[0] == equal[0].prompt[0] for job in equal) == pytest.approx(
+        0.5, abs=0.03
+    )
 
 
 def test_tenants_have_their_rates():
@@ -184,7 +210,9 @@ def test_tenants_have_their_rates():
 def test_urgent_requests_are_short():
     jobs = deadlines(poisson(1), 2000, share=0.25, urgent=1.5, patient=30)
     check_jobs(jobs)
-    urgent, patient = ([job for job in jobs if job.extra_args["urgent"] is kind] for kind in (True, False))
+    urgent, patient = (
+        [job for job in jobs if job.extra_args["urgent"] is kind] for kind in (True, False)
+    )
     assert len(urgent) / 2000 == pytest.approx(0.25, abs=0.03)
     assert {job.extra_args["deadline"] for job in urgent} == {1.5}
     assert {job.extra_args["deadline"] for job in patient} == {30}
@@ -197,8 +225,16 @@ def test_urgent_requests_are_short():
 @pytest.fixture
 def trace(tmp_path):
     path = tmp_path / "trace.csv"
-    rows = ["15:46.6805900,374,44", "15:50.6805900,396,109", "15:51.6805900,7,0", "16:16.6805900,9,9"]
-    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(f"2023-11-16 18:{row}\n" for row in rows))
+    rows = [
+        "15:46.6805900,374,44",
+        "15:50.6805900,396,109",
+        "15:51.6805900,7,0",
+        "16:16.6805900,9,9",
+    ]
+    path.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        + "".join(f"2023-11-16 18:{row}\n" for row in rows)
+    )
     return path
 
 
@@ -206,7 +242,12 @@ def test_a_trace_keeps_its_times_or_gets_a_rate(trace):
     jobs = azure(trace)
     check_jobs(jobs)
     assert [job.time for job in jobs] == pytest.approx([0, 4, 5, 30])
-    assert [(job.num_prompt_tokens, job.num_outputs) for job in jobs] == [(374, 44), (396, 109), (7, 1), (9, 9)]
+    assert [(job.num_prompt_tokens, job.num_outputs) for job in jobs] == [
+        (374, 44),
+        (396, 109),
+        (7, 1),
+        (9, 9),
+    ]
     assert [job.time for job in azure(str(trace), count=3)] == pytest.approx([0, 4, 5])
     assert [job.time for job in azure(trace, rate=0.5)] == pytest.approx([0, 0.8, 1, 6])
     assert [job.time for job in azure(trace, count=1)] == [0]
@@ -217,13 +258,17 @@ def test_a_trace_keeps_its_times_or_gets_a_rate(trace):
 
 def test_predictions():
     jobs = workload(all_at_once(), sharegpt(), 2000)
-    assert all(job.extra_args == {"predicted_tokens": job.num_outputs} for job in predicted(jobs, sigma=0))
+    assert all(
+        job.extra_args == {"predicted_tokens": job.num_outputs} for job in predicted(jobs, sigma=0)
+    )
     errors = [
         math.log(job.extra_args["predicted_tokens"] / job.num_outputs)
         for job in predicted(labelled(jobs, tenant="a"), sigma=0.5)
         if job.num_outputs > 100
     ]
-    assert median(errors) == pytest.approx(0, abs=0.05) and stdev(errors) == pytest.approx(0.5, rel=0.08)
+    assert median(errors) == pytest.approx(0, abs=0.05) and stdev(errors) == pytest.approx(
+        0.5, rel=0.08
+    )
     assert all(not job.extra_args for job in jobs)  # the old ones are as they were
 
 
@@ -233,7 +278,10 @@ def test_labels_are_added():
 
 
 def test_merged_by_hand():
-    talk = [Job(2.0, ((1, 5), (2, 3)), 2, 3), Job(1.0, ((1, 5), (2, 3), (3, 1), (STOP, 1), (4, 6)), 2, 5, after=0)]
+    talk = [
+        Job(2.0, ((1, 5), (2, 3)), 2, 3),
+        Job(1.0, ((1, 5), (2, 3), (3, 1), (STOP, 1), (4, 6)), 2, 5, after=0),
+    ]
     others = [Job(1.0, ((1, 9),), 2, 2), Job(3.0, ((3, 9),), 2, 4)]
     assert merged(talk, others) == [
         Job(1.0, ((6, 9),), 2, 7),
@@ -252,7 +300,9 @@ def test_merged_keeps_conversations_and_what_they_share():
     for job in jobs:
         if job.after is not None:
             before = jobs[job.after]
-            assert tokens(job.prompt)[: before.num_prompt_tokens + before.num_outputs] == tokens(before.conversation)
+            assert tokens(job.prompt)[: before.num_prompt_tokens + before.num_outputs] == tokens(
+                before.conversation
+            )
     first = {job.prompt[0][0] for job in jobs}
     assert len(first) == sum(len({job.prompt[0][0] for job in part}) for part in parts)
 
@@ -271,27 +321,57 @@ def test_merged_keeps_conversations_and_what_they_share():
         (lambda: fixed(0, 1), "prompt=0 is not allowed: it must be a positive integer"),
         (lambda: fixed(1, 2.0), "output=2.0 is not allowed"),
         (lambda: lognormal(10, 10, sigma=-1), "sigma=-1 is not allowed"),
-        (lambda: sharegpt(max_model_len=100), "max_model_len=100 is not allowed: it must be an integer, at least"),
+        (
+            lambda: sharegpt(max_model_len=100),
+            "max_model_len=100 is not allowed: it must be an integer, at least",
+        ),
         (lambda: workload(poisson(1), alpaca(), 0), "count=0 is not allowed"),
-        (lambda: workload([0, 1], alpaca(), 3), "arrivals=.* is not allowed: it must be 3 items or more"),
+        (
+            lambda: workload([0, 1], alpaca(), 3),
+            "arrivals=.* is not allowed: it must be 3 items or more",
+        ),
         (lambda: workload(poisson(1), [(1, 1)], 3), "lengths=.* is not allowed"),
         (lambda: workload([1, 0], alpaca(), 2), "arrivals=.* is not allowed: it must be in order"),
         (lambda: workload(poisson(1), alpaca(), 2, labels=[]), "labels=.* is not allowed"),
         (lambda: azure("none.csv"), "none.csv is not a CSV"),
-        (lambda: azure("none.csv", count=0), "count=0 is not allowed: it must be a positive integer or None"),
-        (lambda: azure("none.csv", rate=0), "rate=0 is not allowed: it must be a positive number or None"),
+        (
+            lambda: azure("none.csv", count=0),
+            "count=0 is not allowed: it must be a positive integer or None",
+        ),
+        (
+            lambda: azure("none.csv", rate=0),
+            "rate=0 is not allowed: it must be a positive number or None",
+        ),
         (lambda: multi_turn(poisson(1), alpaca(), 2, turns=0.5), "turns=0.5 is not allowed"),
         (lambda: multi_turn(poisson(1), alpaca(), 2, think=-1), "think=-1 is not allowed"),
-        (lambda: multi_turn(poisson(1), alpaca(), 2, system_tokens=-1), "system_tokens=-1 is not allowed"),
-        (lambda: multi_turn(poisson(1), fixed(9, 9), 2, max_model_len=17), "max_model_len=17 .* at least 18"),
+        (
+            lambda: multi_turn(poisson(1), alpaca(), 2, system_tokens=-1),
+            "system_tokens=-1 is not allowed",
+        ),
+        (
+            lambda: multi_turn(poisson(1), fixed(9, 9), 2, max_model_len=17),
+            "max_model_len=17 .* at least 18",
+        ),
         (lambda: multi_turn([0.0], [], 1), "lengths=.* is not allowed"),
-        (lambda: shared_prefix(poisson(1), alpaca(), 2, num_prefixes=0), "num_prefixes=0 is not allowed"),
+        (
+            lambda: shared_prefix(poisson(1), alpaca(), 2, num_prefixes=0),
+            "num_prefixes=0 is not allowed",
+        ),
         (lambda: shared_prefix(poisson(1), alpaca(), 2, skew=-1), "skew=-1 is not allowed"),
         (lambda: tenants({}, alpaca(), 2), "rates={} is not allowed"),
-        (lambda: tenants({"a": 0}, alpaca(), 2), r"rates\['a'\]=0 is not allowed: it must be a positive number"),
-        (lambda: deadlines(poisson(1), 2, share=2), "share=2 is not allowed: it must be from 0 to 1"),
+        (
+            lambda: tenants({"a": 0}, alpaca(), 2),
+            r"rates\['a'\]=0 is not allowed: it must be a positive number",
+        ),
+        (
+            lambda: deadlines(poisson(1), 2, share=2),
+            "share=2 is not allowed: it must be from 0 to 1",
+        ),
         (lambda: deadlines(poisson(1), 2, urgent=0), "urgent=0 is not allowed"),
-        (lambda: predicted([], sigma=-0.1), "sigma=-0.1 is not allowed: it must be a number from 0 to 100"),
+        (
+            lambda: predicted([], sigma=-0.1),
+            "sigma=-0.1 is not allowed: it must be a number from 0 to 100",
+        ),
     ],
 )
 def test_errors_name_the_argument_the_value_and_what_is_allowed(build, message):

@@ -16,7 +16,9 @@ def paged_attention(q: torch.Tensor, batch: Batch, layer: int, scale: float) -> 
         tokens = slice(starts[b], starts[b + 1])
         position = torch.arange(context, device=q.device)
         block_ids = batch.block_tables[blocks[b] + position // block_size].long()
-        k, v = batch.kv_cache[:, layer, block_ids, position % block_size]  # [context, num_kv_heads, head_dim] each
+        k, v = batch.kv_cache[
+            :, layer, block_ids, position % block_size
+        ]  # [context, num_kv_heads, head_dim] each
         group = q.shape[1] // k.shape[1]  # query heads that read the same KV head
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
         scores = torch.einsum("qhd,khd->hqk", q[tokens].float(), k.float()) * scale

@@ -31,10 +31,18 @@ class Linear(nn.Module):
         """To be called once the weight is loaded: puts it into oneDNN's layout for bfloat16 products on a CPU.
         Otherwise it stays the same Parameter, since it may be tied."""
         weight = self.weight
-        if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and torch.backends.mkldnn.is_available():
+        if (
+            weight.device.type == "cpu"
+            and weight.dtype == torch.bfloat16
+            and torch.backends.mkldnn.is_available()
+        ):
             try:
                 packed = torch.ops.mkldnn._reorder_linear_weight(weight)
                 torch.ops.mkldnn._linear_pointwise(weight[:1], packed, None, "none", [], "")
-            except (AttributeError, NotImplementedError, RuntimeError):  # not in this PyTorch or on this CPU
+            except (
+                AttributeError,
+                NotImplementedError,
+                RuntimeError,
+            ):  # not in this PyTorch or on this CPU
                 return
             self.weight = nn.Parameter(packed, requires_grad=False)

@@ -14,7 +14,9 @@ Norm = nn.RMSNorm | None
 
 
 class Ops(Protocol):
-    CAN_BE_RECORDED: bool  # whether shapes alone decide what it launches, so that a CUDA graph may replay it
+    CAN_BE_RECORDED: (
+        bool  # whether shapes alone decide what it launches, so that a CUDA graph may replay it
+    )
 
     def store_kv(self, k: Tensor, v: Tensor, batch: Batch, layer: int) -> None:
         """Writes a step's keys and values [T, num_kv_heads, head_dim] into their slots (paper, section 5.1)."""

@@ -9,11 +9,15 @@ ROPE_TYPES = ("default", "linear", "dynamic", "yarn")
 def rope_settings(config) -> dict:
     """The config's rope settings under one set of names: transformers 5 keeps them in `rope_parameters`,
     transformers 4 in `rope_theta` and `rope_scaling`."""
-    settings = dict(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})
+    settings = dict(
+        getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    )
     settings["rope_type"] = settings.get("rope_type") or settings.get("type") or "default"
     settings.setdefault("rope_theta", getattr(config, "rope_theta", None) or 10_000.0)
     if settings["rope_type"] not in ROPE_TYPES:
-        raise ValueError(f"rope_type={settings['rope_type']!r} is not supported, only {', '.join(ROPE_TYPES)}")
+        raise ValueError(
+            f"rope_type={settings['rope_type']!r} is not supported, only {', '.join(ROPE_TYPES)}"
+        )
     return settings
 
 
@@ -36,6 +40,8 @@ def rope_table(config, head_dim: int, max_model_len: int) -> torch.Tensor:
     if settings["rope_type"] == "default":
         inv_freq = 1.0 / settings["rope_theta"] ** (torch.arange(0, head_dim, 2).float() / head_dim)
     else:
-        inv_freq, scale = ROPE_INIT_FUNCTIONS[settings["rope_type"]](config, None, seq_len=max_model_len)
+        inv_freq, scale = ROPE_INIT_FUNCTIONS[settings["rope_type"]](
+            config, None, seq_len=max_model_len
+        )
     angles = torch.outer(torch.arange(max_model_len).float(), inv_freq.float())
     return torch.cat([angles.cos(), angles.sin()], dim=-1) * scale

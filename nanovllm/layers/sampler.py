@@ -12,11 +12,15 @@ class Sampling:
 
     temperature: Tensor  # fp32, 0 is greedy
     seed: Tensor  # int64
-    position: Tensor  # int64: current length of the sequence, so that every token draws a new number
+    position: (
+        Tensor  # int64: current length of the sequence, so that every token draws a new number
+    )
     top_k: Tensor | None = None  # int64, vocab_size keeps all
     top_p: Tensor | None = None  # fp32
     min_p: Tensor | None = None  # fp32
-    max_top_k: int | None = None  # an upper bound on the tokens that any sequence keeps, if there is one
+    max_top_k: int | None = (
+        None  # an upper bound on the tokens that any sequence keeps, if there is one
+    )
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -27,7 +31,9 @@ class Sampling:
         """The same with these tensors in place of its own."""
         temperature, seed, position, *others = tensors
         moved = iter(others)
-        top_k, top_p, min_p = (None if t is None else next(moved) for t in (self.top_k, self.top_p, self.min_p))
+        top_k, top_p, min_p = (
+            None if t is None else next(moved) for t in (self.top_k, self.top_p, self.min_p)
+        )
         return Sampling(temperature, seed, position, top_k, top_p, min_p, self.max_top_k)
 
 
@@ -62,7 +68,9 @@ def sample(logits: Tensor, sampling: Sampling) -> Tensor:
     # subtracting the maximum first keeps the result finite at tiny temperatures
     probs = torch.softmax((logits - logits.amax(-1, keepdim=True)) / temperature, dim=-1)
     if sampling.min_p is not None:
-        probs = probs.where(probs >= sampling.min_p.unsqueeze(1) * probs.amax(-1, keepdim=True), 0.0)
+        probs = probs.where(
+            probs >= sampling.min_p.unsqueeze(1) * probs.amax(-1, keepdim=True), 0.0
+        )
     if sampling.top_k is not None or sampling.top_p is not None:
         probs = probs.where(probs >= cutoff(probs, sampling), 0.0)
     cumulative = probs.cumsum(-1)
@@ -76,7 +84,9 @@ def sample(logits: Tensor, sampling: Sampling) -> Tensor:
 def cutoff(probs: Tensor, sampling: Sampling) -> Tensor:
     """The smallest probability [B, 1] that top_k and top_p keep in each row. Ties are kept, too."""
     vocab_size = probs.shape[-1]
-    top = probs.topk(min(sampling.max_top_k or vocab_size, vocab_size), dim=-1).values  # sorted, largest first
+    top = probs.topk(
+        min(sampling.max_top_k or vocab_size, vocab_size), dim=-1
+    ).values  # sorted, largest first
     kept = torch.ones_like(top, dtype=torch.bool)
     if sampling.top_k is not None:
         kept = torch.arange(top.shape[-1], device=top.device) < sampling.top_k.unsqueeze(1)

@@ -17,22 +17,37 @@ PART = 256  # tokens of a context that are worth a program of their own
 
 
 @triton.jit
-def store_kv_kernel(k, v, k_cache, v_cache, slots, k_stride, v_stride, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+def store_kv_kernel(
+    k, v, k_cache, v_cache, slots, k_stride, v_stride, WIDTH: tl.constexpr, PADDED: tl.constexpr
+):
     """Program t copies the key and value of token t, WIDTH = num_kv_heads * head_dim numbers each, into its slot."""
     t, i = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
     slot = tl.load(slots + t).to(tl.int64)
     if slot >= 0:  # a padding row of a CUDA graph has none
-        tl.store(k_cache + slot * WIDTH + i, tl.load(k + t * k_stride + i, mask=i < WIDTH), mask=i < WIDTH)
-        tl.store(v_cache + slot * WIDTH + i, tl.load(v + t * v_stride + i, mask=i < WIDTH), mask=i < WIDTH)
+        tl.store(
+            k_cache + slot * WIDTH + i,
+            tl.load(k + t * k_stride + i, mask=i < WIDTH),
+            mask=i < WIDTH,
+        )
+        tl.store(
+            v_cache + slot * WIDTH + i,
+            tl.load(v + t * v_stride + i, mask=i < WIDTH),
+            mask=i < WIDTH,
+        )
 
 
 @triton.jit
 def copy_blocks_kernel(cache, pairs, num_blocks, SIZE: tl.constexpr, PART: tl.constexpr):
     """Program (c, l, part) does part of copy c, of SIZE numbers, in the keys or values of one layer."""
-    source, target = tl.load(pairs + 2 * tl.program_id(0)), tl.load(pairs + 2 * tl.program_id(0) + 1)
+    source, target = (
+        tl.load(pairs + 2 * tl.program_id(0)),
+        tl.load(pairs + 2 * tl.program_id(0) + 1),
+    )
     cache += tl.program_id(1).to(tl.int64) * num_blocks * SIZE
     i = tl.program_id(2) * PART + tl.arange(0, PART)
-    tl.store(cache + target * SIZE + i, tl.load(cache + source * SIZE + i, mask=i < SIZE), mask=i < SIZE)
+    tl.store(
+        cache + target * SIZE + i, tl.load(cache + source * SIZE + i, mask=i < SIZE), mask=i < SIZE
+    )
 
 
 @triton.jit
@@ -56,7 +71,9 @@ def tile_of(cu_seqlens_q, tile, num_seqs, TOKENS: tl.constexpr):
     return seq, (tile - ((tl.load(cu_seqlens_q + seq) - first) // TOKENS + seq)) * TOKENS
 
 
-@triton.jit(do_not_specialize=["first_seq", "num_seqs"])  # otherwise new values would cause a recompilation
+@triton.jit(
+    do_not_specialize=["first_seq", "num_seqs"]
+)  # otherwise new values would cause a recompilation
 def attention_kernel(
     out, maxima, sums, q, k_cache, v_cache, cu_seqlens_q, context_lens, cu_blocks, block_tables,
     scale, q_stride, first_seq, num_seqs,
@@ -86,12 +103,16 @@ def attention_kernel(
         queries = tl.load(q + q_at[:, None] + dim, mask=is_row[:, None] & is_dim, other=0.0)
 
         position = context - (end - start) + token
-        visible = tl.minimum(context - (end - start) + first + TOKENS, context)  # to the tile's last token
+        visible = tl.minimum(
+            context - (end - start) + first + TOKENS, context
+        )  # to the tile's last token
         part = tl.cdiv(tl.maximum(tl.cdiv(visible, SPLITS), PART), KEYS) * KEYS
         first_key, end_key = split * part, tl.minimum(split * part + part, visible)
         table = block_tables + tl.load(cu_blocks + seq)
         # looked up one tile ahead: a load whose address must be loaded first would leave nothing to overlap with
-        block = tl.load(table + (first_key + key) // BLOCK_SIZE, mask=first_key + key < end_key, other=0)
+        block = tl.load(
+            table + (first_key + key) // BLOCK_SIZE, mask=first_key + key < end_key, other=0
+        )
         maximum = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         result = tl.zeros([ROWS, DIM], tl.float32)
@@ -101,15 +122,21 @@ def attention_kernel(
             slot = block.to(tl.int64) * BLOCK_SIZE + at % BLOCK_SIZE
             block = tl.load(table + (at + KEYS) // BLOCK_SIZE, mask=at + KEYS < end_key, other=0)
             kv_at = (slot * KV_HEADS + kv_head) * HEAD_DIM
-            keys = tl.load(k_cache + kv_at[None, :] + dim[:, None], mask=is_key & is_dim[:, None], other=0.0)
+            keys = tl.load(
+                k_cache + kv_at[None, :] + dim[:, None], mask=is_key & is_dim[:, None], other=0.0
+            )
             scores = tl.dot(queries, keys, input_precision="ieee") * scale
             scores = tl.where(at[None, :] <= position[:, None], scores, float("-inf"))
             new_maximum = tl.maximum(maximum, tl.max(scores, 1))
             weights = tl.exp2(scores - new_maximum[:, None])
             shrink = tl.exp2(maximum - new_maximum)
             total = total * shrink + tl.sum(weights, 1)
-            values = tl.load(v_cache + kv_at[:, None] + dim, mask=is_key[:, None] & is_dim, other=0.0)
-            result = result * shrink[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+            values = tl.load(
+                v_cache + kv_at[:, None] + dim, mask=is_key[:, None] & is_dim, other=0.0
+            )
+            result = result * shrink[:, None] + tl.dot(
+                weights.to(values.dtype), values, input_precision="ieee"
+            )
             maximum = new_maximum
 
         row_at = (index * HEADS + head) * SPLITS + split
@@ -124,7 +151,14 @@ def attention_kernel(
 
 @triton.jit
 def combine_kernel(
-    out, parts, maxima, sums, context_lens, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr
+    out,
+    parts,
+    maxima,
+    sums,
+    context_lens,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):
     """Program (t, head): combines the parts of one decoded token's context."""
     t, heads = tl.program_id(0).to(tl.int64), tl.num_programs(1)
@@ -136,7 +170,11 @@ def combine_kernel(
         at = (row * SPLITS + split)[:, None] * HEAD_DIM + dim
         part = tl.load(parts + at, mask=(weight[:, None] > 0) & (dim < HEAD_DIM), other=0.0)
         total = tl.sum(tl.load(sums + row * SPLITS + split) * weight, 0)
-        tl.store(out + row * HEAD_DIM + dim, tl.sum(part * weight[:, None], 0) / total, mask=dim < HEAD_DIM)
+        tl.store(
+            out + row * HEAD_DIM + dim,
+            tl.sum(part * weight[:, None], 0) / total,
+            mask=dim < HEAD_DIM,
+        )
 
 
 def store_kv(k: Tensor, v: Tensor, batch: Batch, layer: int) -> None:
@@ -152,10 +190,14 @@ def copy_blocks(kv_cache: Tensor, copies: list[tuple[int, int]]) -> None:
     num_layers, num_blocks = kv_cache.shape[:2].numel(), kv_cache.shape[2]
     size = kv_cache[0, 0, 0].numel()
     part = min(2048, triton.next_power_of_2(size))
-    copy_blocks_kernel[(len(pairs), num_layers, triton.cdiv(size, part))](kv_cache, pairs, num_blocks, size, part)
+    copy_blocks_kernel[(len(pairs), num_layers, triton.cdiv(size, part))](
+        kv_cache, pairs, num_blocks, size, part
+    )
 
 
-def tile_sizes(dim: int, group: int, itemsize: int, is_decode: bool) -> tuple[int, int, int, int, int]:
+def tile_sizes(
+    dim: int, group: int, itemsize: int, is_decode: bool
+) -> tuple[int, int, int, int, int]:
     """(tokens, rows, keys, warps, stages) of a tile: so small that no registers spill, and with two buffers for keys and
     values, so that a tile is loaded while the previous one is computed. See tests/test_kernels.py."""
     keys = max(16, min(64, 8192 // (dim * itemsize)))
@@ -169,20 +211,39 @@ def tile_sizes(dim: int, group: int, itemsize: int, is_decode: bool) -> tuple[in
 def num_splits(programs: int, max_context: int, device: torch.device) -> int:
     """Number of parts of a decode's context: enough to keep all multiprocessors busy to the end, although contexts
     differ, but at most one per PART tokens; a power of two. A context shorter than the longest has empty parts."""
-    wanted = 16 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    return triton.next_power_of_2(min(triton.cdiv(wanted, programs), triton.cdiv(max_context, PART), 32))
+    wanted = (
+        16 * torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else 1
+    )
+    return triton.next_power_of_2(
+        min(triton.cdiv(wanted, programs), triton.cdiv(max_context, PART), 32)
+    )
 
 
-def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float, splits: int = 0, part: int = PART) -> Tensor:
+def paged_attention(
+    q: Tensor, batch: Batch, layer: int, scale: float, splits: int = 0, part: int = PART
+) -> Tensor:
     """Like attention.paged_attention; sequences with context_lens of 0 are padding and are not computed. Decodes and
     chunks of prompts have tiles of different sizes, so a step with both launches the kernel twice."""
-    out, decodes, chunks = torch.empty_like(q), batch.num_decodes, len(batch.context_lens) - batch.num_decodes
+    out, decodes, chunks = (
+        torch.empty_like(q),
+        batch.num_decodes,
+        len(batch.context_lens) - batch.num_decodes,
+    )
     (num_tokens, heads, head_dim), (block_size, kv_heads) = q.shape, batch.kv_cache.shape[3:5]
-    dim, metadata = triton.next_power_of_2(head_dim), (batch.cu_seqlens_q, batch.context_lens, batch.cu_blocks)
+    dim, metadata = (
+        triton.next_power_of_2(head_dim),
+        (batch.cu_seqlens_q, batch.context_lens, batch.cu_blocks),
+    )
 
-    def launch(out: Tensor, maxima: Tensor, sums: Tensor, first_seq: int, num_seqs: int, splits: int) -> None:
+    def launch(
+        out: Tensor, maxima: Tensor, sums: Tensor, first_seq: int, num_seqs: int, splits: int
+    ) -> None:
         is_decode = first_seq < decodes
-        tokens, rows, keys, warps, stages = tile_sizes(dim, heads // kv_heads, q.element_size(), is_decode)
+        tokens, rows, keys, warps, stages = tile_sizes(
+            dim, heads // kv_heads, q.element_size(), is_decode
+        )
         num_tiles = num_seqs if is_decode else (num_tokens - decodes) // tokens + num_seqs
         attention_kernel[(num_tiles, kv_heads, splits)](
             out, maxima, sums, q, *batch.kv_cache[:, layer], *metadata, batch.block_tables,
@@ -198,7 +259,12 @@ def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float, splits: i
         launch(out, out, out, 0, decodes, 1)
     elif decodes:
         parts = q.new_empty(decodes, heads, splits, head_dim, dtype=torch.float32)
-        maxima, sums = parts.new_empty(decodes, heads, splits), parts.new_empty(decodes, heads, splits)
+        maxima, sums = (
+            parts.new_empty(decodes, heads, splits),
+            parts.new_empty(decodes, heads, splits),
+        )
         launch(parts, maxima, sums, 0, decodes, splits)
-        combine_kernel[(decodes, heads)](out, parts, maxima, sums, batch.context_lens, head_dim, dim, splits)
+        combine_kernel[(decodes, heads)](
+            out, parts, maxima, sums, batch.context_lens, head_dim, dim, splits
+        )
     return out

@@ -66,7 +66,9 @@ def silu_and_mul_kernel(out, x, SIZE: tl.constexpr, PART: tl.constexpr):
     t = tl.program_id(0).to(tl.int64)
     gate = tl.load(x + 2 * t * SIZE + i, mask=i < SIZE, other=0.0).to(tl.float32)
     up = tl.load(x + (2 * t + 1) * SIZE + i, mask=i < SIZE, other=0.0).to(tl.float32)
-    tl.store(out + t * SIZE + i, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=i < SIZE)
+    tl.store(
+        out + t * SIZE + i, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=i < SIZE
+    )
 
 
 @triton.jit
@@ -78,18 +80,24 @@ def mixed(x):
 
 
 @triton.jit
-def sample_kernel(out, logits, temperature, seed, position, VOCAB: tl.constexpr, TILE: tl.constexpr):
+def sample_kernel(
+    out, logits, temperature, seed, position, VOCAB: tl.constexpr, TILE: tl.constexpr
+):
     """Program b draws the token of row b: the maximum and the sum in one pass over the row, the token in a second."""
     b, i = tl.program_id(0).to(tl.int64), tl.arange(0, TILE)
     t = tl.load(temperature + b)
     scale = 1.4426950408889634 / tl.where(t == 0, 1.0, t)  # exp(x) is exp2(x / ln 2)
     maximum, total, likeliest = float("-inf"), 0.0, 0
     for begin in range(0, VOCAB, TILE):
-        x = tl.load(logits + b * VOCAB + begin + i, mask=begin + i < VOCAB, other=float("-inf")).to(tl.float32)
+        x = tl.load(logits + b * VOCAB + begin + i, mask=begin + i < VOCAB, other=float("-inf")).to(
+            tl.float32
+        )
         here = tl.max(x, 0)
         likeliest = tl.where(here > maximum, begin + tl.argmax(x, 0), likeliest)
         larger = tl.maximum(here, maximum)
-        total = total * tl.exp2((maximum - larger) * scale) + tl.sum(tl.exp2((x - larger) * scale), 0)
+        total = total * tl.exp2((maximum - larger) * scale) + tl.sum(
+            tl.exp2((x - larger) * scale), 0
+        )
         maximum = larger
     chosen = likeliest
     if t > 0:
@@ -98,24 +106,35 @@ def sample_kernel(out, logits, temperature, seed, position, VOCAB: tl.constexpr,
         threshold = bits.to(tl.int32).to(tl.float32) / 8388608 * total  # 23 bits
         passed, count = 0.0, 0
         for begin in range(0, VOCAB, TILE):
-            x = tl.load(logits + b * VOCAB + begin + i, mask=begin + i < VOCAB, other=float("-inf")).to(tl.float32)
+            x = tl.load(
+                logits + b * VOCAB + begin + i, mask=begin + i < VOCAB, other=float("-inf")
+            ).to(tl.float32)
             weights = tl.exp2((x - maximum) * scale)
-            count += tl.sum(((passed + tl.cumsum(weights, 0) <= threshold) & (begin + i < VOCAB)).to(tl.int32), 0)
+            count += tl.sum(
+                ((passed + tl.cumsum(weights, 0) <= threshold) & (begin + i < VOCAB)).to(tl.int32),
+                0,
+            )
             passed += tl.sum(weights, 0)
         there = tl.load(logits + b * VOCAB + tl.minimum(count, VOCAB - 1)).to(tl.float32)
         weight = tl.exp2((there - maximum) * scale)
-        chosen = tl.where((count < VOCAB) & (weight > 0), count, likeliest)  # rounding may lead to a token of weight 0
+        chosen = tl.where(
+            (count < VOCAB) & (weight > 0), count, likeliest
+        )  # rounding may lead to a token of weight 0
     tl.store(out + b, chosen)
 
 
 def add_and_norm(x: Tensor, residual: Tensor, norm: nn.RMSNorm) -> Tensor:
     out, size = torch.empty_like(x), x.shape[-1]
     padded = triton.next_power_of_2(size)
-    add_and_norm_kernel[(len(x),)](out, x, residual, norm.weight, norm.eps, size, padded, num_warps=8)
+    add_and_norm_kernel[(len(x),)](
+        out, x, residual, norm.weight, norm.eps, size, padded, num_warps=8
+    )
     return out
 
 
-def norm_and_rotate(qkv: Tensor, q_norm: Norm, k_norm: Norm, cos_sin: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
+def norm_and_rotate(
+    qkv: Tensor, q_norm: Norm, k_norm: Norm, cos_sin: Tensor, sizes: list[int]
+) -> tuple[Tensor, ...]:
     """In place: q, k and v are views of qkv."""
     (heads, kv_heads, _), head_dim = sizes, qkv.shape[-1]
     weights, eps, has_norm = (qkv, qkv), 0.0, False

@@ -17,11 +17,15 @@ MODEL_TYPES = ("qwen2", "qwen3")
 def check_supported(config) -> None:
     """Raises ValueError for a Hugging Face config that is not supported here."""
     if config.model_type not in MODEL_TYPES:
-        raise ValueError(f"model_type={config.model_type!r} is not supported, only {', '.join(MODEL_TYPES)}")
+        raise ValueError(
+            f"model_type={config.model_type!r} is not supported, only {', '.join(MODEL_TYPES)}"
+        )
     if config.hidden_act != "silu":
         raise ValueError(f"hidden_act={config.hidden_act!r} is not supported, only silu")
     if getattr(config, "use_sliding_window", False):
-        raise ValueError("use_sliding_window=True is not supported: here every layer attends to its whole context")
+        raise ValueError(
+            "use_sliding_window=True is not supported: here every layer attends to its whole context"
+        )
 
 
 def head_dim_of(config) -> int:
@@ -39,7 +43,9 @@ class Attention(nn.Module):
         is_qwen3 = config.model_type == "qwen3"
         bias = config.attention_bias if is_qwen3 else True
         q_size, kv_size = heads * self.head_dim, kv_heads * self.head_dim
-        self.qkv_proj = Linear(config.hidden_size, {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}, bias)
+        self.qkv_proj = Linear(
+            config.hidden_size, {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}, bias
+        )
         self.o_proj = Linear(q_size, config.hidden_size, bias and is_qwen3)
         self.q_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps) if is_qwen3 else None
         self.k_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps) if is_qwen3 else None
@@ -80,8 +86,12 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     def __init__(self, config, ops: Ops):
         super().__init__()
-        self.embed_tokens = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.hidden_size))
-        self.layers = nn.ModuleList(DecoderLayer(config, i, ops) for i in range(config.num_hidden_layers))
+        self.embed_tokens = nn.Embedding.from_pretrained(
+            torch.empty(config.vocab_size, config.hidden_size)
+        )
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, i, ops) for i in range(config.num_hidden_layers)
+        )
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 

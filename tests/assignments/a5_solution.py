@@ -8,7 +8,9 @@ class MyScheduler(Scheduler):
     """Who finds most in the prefix cache comes first, of the oldest ones. Who has waited long needs to find less."""
 
     def score(self, request):
-        num_cached_tokens = self.block_manager.block_size * len(self.block_manager.find_prefix(request.sequences[0]))
+        num_cached_tokens = self.block_manager.block_size * len(
+            self.block_manager.find_prefix(request.sequences[0])
+        )
         return num_cached_tokens + TOKENS_PER_SECOND * (self.clock() - request.arrival_time)
 
     def next_waiting(self):

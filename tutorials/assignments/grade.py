@@ -15,7 +15,15 @@ from nanovllm.scheduler import ScheduleError, Scheduler
 from nanovllm.simulator import Run, simulate
 from tutorials.assignments.public import PROMPTS, SCARCE, answers_of, new_params
 from tutorials.assignments.referee import Broken, Process, referee_for
-from tutorials.assignments.task import NAMES, PUBLIC_SEEDS, Goal, Part, Task, load_task, serve_by_fcfs
+from tutorials.assignments.task import (
+    NAMES,
+    PUBLIC_SEEDS,
+    Goal,
+    Part,
+    Task,
+    load_task,
+    serve_by_fcfs,
+)
 
 
 @dataclass
@@ -41,13 +49,22 @@ class Report:
         return sum(check.max_score for check in self.checks)
 
     def table(self) -> str:
-        lines = [f"{check.score:6.1f} of {check.max_score:4.0f}  {check.name}: {check.output}" for check in self.checks]
+        lines = [
+            f"{check.score:6.1f} of {check.max_score:4.0f}  {check.name}: {check.output}"
+            for check in self.checks
+        ]
         return "\n".join([*lines, f"{self.score:6.1f} of {self.max_score:4.0f}  in all"])
 
     def results(self) -> dict:
         """For Gradescope. Everything is visible: the checks are public, only the seeds are not."""
         tests = [
-            {"number": str(i), "name": c.name, "score": c.score, "max_score": c.max_score, "output": c.output}
+            {
+                "number": str(i),
+                "name": c.name,
+                "score": c.score,
+                "max_score": c.max_score,
+                "output": c.output,
+            }
             for i, c in enumerate(self.checks, start=1)
         ]
         board = [{"name": name, "value": round(value, 4)} for name, value in self.values.items()]
@@ -63,7 +80,14 @@ class Report:
 class Grader:
     """Grades one file. Calls `report` after each check, so that nothing is lost if the machine stops."""
 
-    def __init__(self, task: Task, path: Path, seeds: list[int], user: str | None = None, report=lambda report: None):
+    def __init__(
+        self,
+        task: Task,
+        path: Path,
+        seeds: list[int],
+        user: str | None = None,
+        report=lambda report: None,
+    ):
         self.task, self.path, self.seeds, self.user = task, path, seeds, user
         self.report, self.on_check = Report(), report
 
@@ -123,13 +147,21 @@ class Grader:
             self._grade_goal(part, goal, [] if problem else values[goal.name])
 
     def _grade_goal(self, part: Part, goal: Goal, values: list[float]) -> None:
-        name, wanted = f"{part.name}, {goal.name}", f"full points at {goal.full:g}, none at {goal.none:g}"
+        name, wanted = (
+            f"{part.name}, {goal.name}",
+            f"full points at {goal.full:g}, none at {goal.none:g}",
+        )
         if not values:
             self._add(name, 0, goal.points, f"not measured, because a rule was broken; {wanted}")
             return
         worst = min(values) if goal.full > goal.none else max(values)
         self.report.values[name] = worst
-        self._add(name, goal.score(worst), goal.points, f"{worst:.4g}, the worst of {len(values)}; {wanted}")
+        self._add(
+            name,
+            goal.score(worst),
+            goal.points,
+            f"{worst:.4g}, the worst of {len(values)}; {wanted}",
+        )
 
     def _simulate(self, part: Part, seed: int) -> tuple[Run, Run]:
         """The student's run and that of FCFS."""
@@ -138,7 +170,9 @@ class Grader:
         with self._process() as process:
             try:
                 referee = referee_for(process, part.scheduler, part.block_manager, max_steps)
-                return simulate(part.workload(seed), part.config, part.hardware, referee, check=True), baseline
+                return simulate(
+                    part.workload(seed), part.config, part.hardware, referee, check=True
+                ), baseline
             finally:
                 self.report.printed = process.output()
 
@@ -147,7 +181,12 @@ class Grader:
     def _grade_answers(self) -> None:
         name, points = "the real engine", self.task.engine_points
         prompts, fields = PROMPTS, [vars(new_params(i)) for i in range(len(PROMPTS))]
-        start = {"scheduler": self.task.parts[0].scheduler, "options": SCARCE, "prompts": prompts, "params": fields}
+        start = {
+            "scheduler": self.task.parts[0].scheduler,
+            "options": SCARCE,
+            "prompts": prompts,
+            "params": fields,
+        }
         try:
             with self._process(megabytes=16_384, seconds_per_call=120) as process:
                 process.send(start)
@@ -158,17 +197,28 @@ class Grader:
             return
         if answers == expected:
             self._add(
-                name, points, points, f"{len(prompts)} prompts have the same answers as with FCFS and enough memory"
+                name,
+                points,
+                points,
+                f"{len(prompts)} prompts have the same answers as with FCFS and enough memory",
             )
             return
         is_list = isinstance(answers, list) and len(answers) == len(expected)
         wrong = [i for i, tokens in enumerate(expected) if not is_list or answers[i] != tokens]
-        self._add(name, 0, points, f"other answers than with FCFS and enough memory for the prompts {wrong}")
+        self._add(
+            name,
+            0,
+            points,
+            f"other answers than with FCFS and enough memory for the prompts {wrong}",
+        )
 
 
 def secret_seeds(secret: str, name: str, count: int = 3) -> list[int]:
     """Seeds that only those can know who have the secret. Change it, and all workloads are new."""
-    return [int(hashlib.sha256(f"{secret}/{name}/{i}".encode()).hexdigest()[:7], 16) for i in range(count)]
+    return [
+        int(hashlib.sha256(f"{secret}/{name}/{i}".encode()).hexdigest()[:7], 16)
+        for i in range(count)
+    ]
 
 
 def grade(name: str, path: Path, seeds: list[int], **options) -> Report:
@@ -176,18 +226,26 @@ def grade(name: str, path: Path, seeds: list[int], **options) -> Report:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("task", choices=NAMES)
     parser.add_argument("path", type=Path, help="the student's file")
     parser.add_argument("--json", type=Path, help="write Gradescope's results.json to this file")
     parser.add_argument(
-        "--secret", type=Path, help="a file with a secret, which gives other seeds than the public ones"
+        "--secret",
+        type=Path,
+        help="a file with a secret, which gives other seeds than the public ones",
     )
     parser.add_argument("--user", help="run the student's file as this user (needs root)")
     args = parser.parse_args()
     if not args.path.is_file():
         parser.error(f"path={str(args.path)!r} is not allowed: there is no such file")
-    seeds = secret_seeds(args.secret.read_text().strip(), args.task) if args.secret else list(PUBLIC_SEEDS)
+    seeds = (
+        secret_seeds(args.secret.read_text().strip(), args.task)
+        if args.secret
+        else list(PUBLIC_SEEDS)
+    )
 
     def report(report: Report) -> None:
         print(report.table().splitlines()[-2], flush=True)
@@ -199,7 +257,9 @@ def main() -> None:
     except (LookupError, PermissionError) as error:
         if args.user is None:
             raise
-        parser.error(f"--user {args.user} is not allowed: this user cannot run {sys.executable}: {error}")
+        parser.error(
+            f"--user {args.user} is not allowed: this user cannot run {sys.executable}: {error}"
+        )
     print(result.table().splitlines()[-1])
     if result.printed:
         print(f"--- what your file has printed last ---\n{result.printed}", file=sys.stderr)

@@ -54,23 +54,35 @@ def new_page(task: Task, rows: Rows) -> str:
     is_more_better = goals[0].full > goals[0].none
     ranked = sorted(rows.items(), key=lambda row: float(row[1][0]), reverse=is_more_better)
     titles = ["rank", "name", *(goal.name for goal in goals), "date", "verified"]
-    lines = [titles, ["---"] * len(titles), *([str(i), name, *row] for i, (name, row) in enumerate(ranked, start=1))]
+    lines = [
+        titles,
+        ["---"] * len(titles),
+        *([str(i), name, *row] for i, (name, row) in enumerate(ranked, start=1)),
+    ]
     return HEAD + "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("path", type=Path, help="the file with MyScheduler")
     parser.add_argument("--name", required=True, help="what stands in the table")
-    parser.add_argument("--secret", type=Path, help="a file with the instructor's secret, which gives the seeds")
+    parser.add_argument(
+        "--secret", type=Path, help="a file with the instructor's secret, which gives the seeds"
+    )
     args = parser.parse_args(arguments)
     if not args.path.is_file():
         parser.error(f"path={str(args.path)!r} is not allowed: there is no such file")
     name = args.name.strip()
     if not name or not name.isprintable() or "|" in name:
-        parser.error(f"--name {name!r} is not allowed: it must be one line, not empty and without |")
+        parser.error(
+            f"--name {name!r} is not allowed: it must be one line, not empty and without |"
+        )
     task = load_task("a7")
-    seeds = secret_seeds(args.secret.read_text().strip(), "a7") if args.secret else list(PUBLIC_SEEDS)
+    seeds = (
+        secret_seeds(args.secret.read_text().strip(), "a7") if args.secret else list(PUBLIC_SEEDS)
+    )
     report = Grader(task, args.path, seeds).grade()
     print(report.table())
     if problem := problem_of(report):

@@ -47,7 +47,9 @@ class Logged:
 
     def _commit(self, items, schedule):
         super()._commit(items, schedule)
-        self.events += [["compute", seq.request.request_id, num_tokens] for seq, num_tokens in items]
+        self.events += [
+            ["compute", seq.request.request_id, num_tokens] for seq, num_tokens in items
+        ]
 
 
 class Player:
@@ -67,16 +69,24 @@ class Player:
     def step(self, message: dict[str, Any]) -> dict[str, Any]:
         scheduler, self.now = self.scheduler, message["now"]
         if self.schedule is not None:
-            drawn = [message["tokens"].get(seq.request.request_id, STOP) for seq in self.schedule.sampled]
+            drawn = [
+                message["tokens"].get(seq.request.request_id, STOP) for seq in self.schedule.sampled
+            ]
             scheduler.update(self.schedule, drawn)
         for request_id in message["ended"]:
             request = self.requests.pop(request_id)
             if request.unfinished:
-                raise ScheduleError(scheduler, "update", f"{request} has drawn its last token, but has not ended")
+                raise ScheduleError(
+                    scheduler, "update", f"{request} has drawn its last token, but has not ended"
+                )
         for request_id, arrival, time, prompt, max_tokens, extra_args in message["arrived"]:
-            params = SamplingParams(max_tokens=max_tokens, stop_token_ids=[STOP], extra_args=extra_args)
+            params = SamplingParams(
+                max_tokens=max_tokens, stop_token_ids=[STOP], extra_args=extra_args
+            )
             token_ids = [token for token, count in prompt for _ in range(count)]
-            request = Request(request_id, None, token_ids, params, arrival=arrival, arrival_time=time)
+            request = Request(
+                request_id, None, token_ids, params, arrival=arrival, arrival_time=time
+            )
             scheduler.add(request)
             self.requests[request_id] = request
         moves, before, scheduler.events = self.manager.num_moves, [*scheduler.running], []
@@ -113,7 +123,9 @@ def run_engine(module: ModuleType, start: dict[str, Any]) -> list[list[list[int]
 
 def explained(error: BaseException, name: str) -> str:
     """What is wrong, and where in the student's file."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == name]
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == name
+    ]
     where = f" (line {frames[-1].lineno} of your file, in {frames[-1].name})" if frames else ""
     return f"{type(error).__name__}: {error}{where}"
 

@@ -56,10 +56,14 @@ SCARCE = {"num_blocks": 14, "max_num_batched_tokens": 64, "max_num_seqs": 8}
 
 def check_answers(module: ModuleType, scheduler: str = "MyScheduler") -> None:
     """The embedded model answers 12 prompts with little memory and a small budget: no schedule may change an answer."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; the model is too small for more
+    os.environ.setdefault(
+        "OMP_NUM_THREADS", "1"
+    )  # before torch is imported; the model is too small for more
     plenty, scarce = answers_of(Scheduler), answers_of(getattr(module, scheduler), **SCARCE)
     for i, (expected, got) in enumerate(zip(plenty, scarce)):
-        assert got == expected, f"the tokens of prompt {i} are not those of any other schedule: {got}"
+        assert got == expected, (
+            f"the tokens of prompt {i} are not those of any other schedule: {got}"
+        )
 
 
 def answers_of(scheduler_cls: type[Scheduler], **options) -> list[list[list[int]]]:
@@ -73,17 +77,31 @@ def answers_of(scheduler_cls: type[Scheduler], **options) -> list[list[list[int]
 
 def new_params(i: int) -> SamplingParams:
     """Every third prompt has two outputs. `extra_args` has all that any assignment looks at."""
-    extra_args = {"tenant": "ABC"[i % 3], "predicted_tokens": 8 + i, "deadline": 1.0 + i, "urgent": i % 4 == 0}
+    extra_args = {
+        "tenant": "ABC"[i % 3],
+        "predicted_tokens": 8 + i,
+        "deadline": 1.0 + i,
+        "urgent": i % 4 == 0,
+    }
     n = 2 if i % 3 == 0 else 1
     return SamplingParams(
-        n=n, temperature=0.8 * (n > 1), max_tokens=8 + 3 * i, ignore_eos=True, seed=i, extra_args=extra_args
+        n=n,
+        temperature=0.8 * (n > 1),
+        max_tokens=8 + 3 * i,
+        ignore_eos=True,
+        seed=i,
+        extra_args=extra_args,
     )
 
 
 def compare(part: Part, module: ModuleType, seed: int) -> str:
     """What FCFS and the student's scheduler reach, and the value of each goal."""
     baseline, run = serve_by_fcfs(part, seed), check_rules(part, module, seed)
-    lines = [f"{part.name}, seed {seed}", table({"FCFS": summary(baseline), part.scheduler: summary(run)}), ""]
+    lines = [
+        f"{part.name}, seed {seed}",
+        table({"FCFS": summary(baseline), part.scheduler: summary(run)}),
+        "",
+    ]
     for goal in part.goals:
         value = goal.measure(run, baseline)
         lines.append(

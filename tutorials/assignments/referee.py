@@ -47,7 +47,9 @@ class Process:
         user: str | None = None,
     ):
         if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0)  # a process of the same user cannot read our memory
+            ctypes.CDLL(None).prctl(
+                PR_SET_DUMPABLE, 0
+            )  # a process of the same user cannot read our memory
         self.seconds_per_call, self.deadline = seconds_per_call, time.monotonic() + seconds
         self.buffer, self.seconds = b"", seconds
         self.printed, name = tempfile.mkstemp()
@@ -57,14 +59,19 @@ class Process:
         if user is not None:
             shutil.chown(self.directory.name, user)
             owner = {"user": user, "group": pwd.getpwnam(user).pw_gid, "extra_groups": []}
-        settings = {"PATH": os.environ.get("PATH", ""), "HOME": self.directory.name, "PYTHONHASHSEED": "0"}
+        settings = {
+            "PATH": os.environ.get("PATH", ""),
+            "HOME": self.directory.name,
+            "PYTHONHASHSEED": "0",
+        }
         self.process = subprocess.Popen(
             [sys.executable, "-I", "-B", "-c", START, str(megabytes), str(seconds)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.printed,
             cwd=self.directory.name,
-            env=settings | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"},
+            env=settings
+            | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"},
             start_new_session=True,
             **owner,
         )
@@ -115,7 +122,11 @@ class Process:
     def _where_it_hangs(self, limit: float) -> str:
         os.kill(self.process.pid, signal.SIGUSR1)  # its handler prints the stack
         time.sleep(0.2)
-        lines = [line.strip() for line in self.output().splitlines() if "File" in line and "nanovllm" not in line]
+        lines = [
+            line.strip()
+            for line in self.output().splitlines()
+            if "File" in line and "nanovllm" not in line
+        ]
         where = lines[0].removeprefix("File ") if lines else "an unknown place"
         if time.monotonic() >= self.deadline:
             return f"your scheduler has taken more than {self.seconds} s in all"
@@ -124,7 +135,10 @@ class Process:
     def _how_it_ended(self) -> str:
         self.process.wait(timeout=10)
         code = self.process.returncode
-        reasons = {-signal.SIGXCPU: "it took too much time", -signal.SIGKILL: "it took too much memory or time"}
+        reasons = {
+            -signal.SIGXCPU: "it took too much time",
+            -signal.SIGKILL: "it took too much memory or time",
+        }
         return f"your process has ended by itself: {reasons.get(code, f'exit status {code}')}"
 
     def output(self) -> str:
@@ -158,7 +172,10 @@ class Referee(Scheduler):
 
     def __init__(self, limits, block_manager):
         super().__init__(limits, block_manager)
-        self.arrived, self.tokens = list[list](), dict[str, int]()  # what the process has not been told yet
+        self.arrived, self.tokens = (
+            list[list](),
+            dict[str, int](),
+        )  # what the process has not been told yet
         self.requests = dict[str, Request]()  # unfinished
         self.num_steps, self.is_swapped = 0, False
         sizes = len(block_manager.blocks), block_manager.block_size
@@ -174,7 +191,9 @@ class Referee(Scheduler):
         self.arrived.append([request.request_id, *when, runs, params.max_tokens, params.extra_args])
 
     def schedule(self) -> Schedule:
-        ended = [request_id for request_id, request in self.requests.items() if not request.unfinished]
+        ended = [
+            request_id for request_id, request in self.requests.items() if not request.unfinished
+        ]
         for request_id in ended:
             del self.requests[request_id]
         news = {"now": self.clock(), "tokens": self.tokens, "ended": ended, "arrived": self.arrived}
@@ -182,17 +201,23 @@ class Referee(Scheduler):
         self.num_steps += 1
         try:
             if self.num_steps > self.max_steps:
-                raise Broken(f"after so many steps, {len(self.requests)} requests are still waiting for tokens")
+                raise Broken(
+                    f"after so many steps, {len(self.requests)} requests are still waiting for tokens"
+                )
             for event in self.process.ask(news)["events"]:
                 self._carry_out(schedule, *event)
         except Broken as error:
             raise Broken(f"step {self.num_steps}: {error}") from None
         except (TypeError, KeyError, ValueError) as error:
-            raise Broken(f"step {self.num_steps}: your process has sent what is no decision: {error}") from error
+            raise Broken(
+                f"step {self.num_steps}: your process has sent what is no decision: {error}"
+            ) from error
         self.num_swapped_blocks += len(schedule.swaps_out)
         return schedule
 
-    def _carry_out(self, schedule: Schedule, kind: str, request_id: str, value: object = None) -> None:
+    def _carry_out(
+        self, schedule: Schedule, kind: str, request_id: str, value: object = None
+    ) -> None:
         request = self.requests[request_id]
         (seq,) = request.unfinished
         if kind == "preempt":
@@ -206,8 +231,12 @@ class Referee(Scheduler):
             check_choice(self, "_commit", request, self.running)
             if not is_int(value, 1, seq.num_missing_tokens):
                 missing = f"{seq.num_missing_tokens} are missing"
-                raise ScheduleError(self, "_commit", f"{request} is to compute {value} tokens, but {missing}")
-            self._require_room(self.block_manager.can_allocate([(seq, value)]), request, "given tokens")
+                raise ScheduleError(
+                    self, "_commit", f"{request} is to compute {value} tokens, but {missing}"
+                )
+            self._require_room(
+                self.block_manager.can_allocate([(seq, value)]), request, "given tokens"
+            )
             self._commit([(seq, value)], schedule)
         else:
             raise ValueError(shown(kind))
@@ -216,18 +245,24 @@ class Referee(Scheduler):
         if not has_room:
             num_free = self.block_manager.num_free_blocks
             raise ScheduleError(
-                self, "schedule", f"{request} is {what}, but needs more than the {num_free} free blocks"
+                self,
+                "schedule",
+                f"{request} is {what}, but needs more than the {num_free} free blocks",
             )
 
     def update(self, schedule: Schedule, token_ids: list[int], logprobs=None) -> None:
-        self.tokens = {seq.request.request_id: token for seq, token in zip(schedule.sampled, token_ids)}
+        self.tokens = {
+            seq.request.request_id: token for seq, token in zip(schedule.sampled, token_ids)
+        }
         super().update(schedule, token_ids, logprobs)
 
     def should_swap(self, request: Request) -> bool:
         return self.is_swapped
 
 
-def referee_for(process: Process, scheduler: str, block_manager: str | None, max_steps: int) -> type[Referee]:
+def referee_for(
+    process: Process, scheduler: str, block_manager: str | None, max_steps: int
+) -> type[Referee]:
     """A class for `simulate`. It has the name of the student's class, which stands in the messages."""
     fields = {"process": process, "block_manager_name": block_manager, "max_steps": max_steps}
     return type(scheduler, (Referee,), fields)

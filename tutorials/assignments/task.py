@@ -26,7 +26,9 @@ class Goal:
     """Something to be measured, and what it is worth. A value between `none` and `full` gets a part of the points."""
 
     name: str  # with its unit: "mean latency (s)"
-    measure: Callable[[Run, Run], float]  # of the student's run and of FCFS (`Scheduler`) on the same workload
+    measure: Callable[
+        [Run, Run], float
+    ]  # of the student's run and of FCFS (`Scheduler`) on the same workload
     none: float  # no points at this value or a worse one: about what FCFS has
     full: float  # full points at this value or a better one
     points: float
@@ -58,7 +60,9 @@ class Task:
     title: str
     parts: list[Part]
     engine_points: float = 10  # for the same answers as any other schedule in the real engine
-    questions: dict[str, str] = field(default_factory=dict)  # name -> SHA-256 of the answer in lower case
+    questions: dict[str, str] = field(
+        default_factory=dict
+    )  # name -> SHA-256 of the answer in lower case
     question_points: float = 0  # for each
 
     @property
@@ -69,19 +73,29 @@ class Task:
 
 def load_task(name: str) -> Task:
     if name not in NAMES:
-        raise ValueError(f"assignment={name!r} is not allowed: it must be one of {', '.join(NAMES)}")
+        raise ValueError(
+            f"assignment={name!r} is not allowed: it must be one of {', '.join(NAMES)}"
+        )
     return import_module(f"tutorials.assignments.{name}.task").TASK
 
 
 def measure(
-    part: Part, scheduler_cls: type[Scheduler], seed: int, manager_cls: type[BlockManager] | None = None
+    part: Part,
+    scheduler_cls: type[Scheduler],
+    seed: int,
+    manager_cls: type[BlockManager] | None = None,
 ) -> dict[str, float]:
     """The value of each goal, for a scheduler in this process. Raises ScheduleError if it breaks a rule."""
     run, baseline = serve(part, scheduler_cls, seed, manager_cls), serve_by_fcfs(part, seed)
     return {goal.name: goal.measure(run, baseline) for goal in part.goals}
 
 
-def serve(part: Part, scheduler_cls: type[Scheduler], seed: int, manager_cls: type[BlockManager] | None = None) -> Run:
+def serve(
+    part: Part,
+    scheduler_cls: type[Scheduler],
+    seed: int,
+    manager_cls: type[BlockManager] | None = None,
+) -> Run:
     """Each step is checked."""
     config = replace(part.config, block_manager_cls=manager_cls)
     return simulate(part.workload(seed), config, part.hardware, scheduler_cls, check=True)

@@ -24,9 +24,17 @@ class ContiguousBlockManager(BlockManager):
 
     max_model_len = 2048  # of the paper's OPT models; subclasses may have another
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True, num_host_blocks: int = 0):
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        num_host_blocks: int = 0,
+    ):
         super().__init__(num_blocks, block_size, enable_prefix_caching=False)
-        self.free_runs: list[set[int]] = [set() for _ in range(num_blocks.bit_length())]  # [k]: where 2**k blocks begin
+        self.free_runs: list[set[int]] = [
+            set() for _ in range(num_blocks.bit_length())
+        ]  # [k]: where 2**k blocks begin
         self.copies: dict[Sequence, list[tuple[int, int]]] = {}  # what a fork has yet to copy
         self.refused = 0  # blocks of the request that was last refused, until one is accepted
         start = 0
@@ -40,13 +48,17 @@ class ContiguousBlockManager(BlockManager):
 
     def size_for(self, request: Request) -> int:
         """k, for runs of 2**k blocks."""
-        return log2_ceil(self.num_blocks_for(min(self.tokens_to_reserve(request), self.max_model_len)))
+        return log2_ceil(
+            self.num_blocks_for(min(self.tokens_to_reserve(request), self.max_model_len))
+        )
 
     # --- what the scheduler asks ---
 
     def max_blocks_needed(self, request: Request) -> int:
         if request.beam_search is not None:
-            raise ValueError(f"beam search is not possible with {type(self).__name__}: use BlockManager")
+            raise ValueError(
+                f"beam search is not possible with {type(self).__name__}: use BlockManager"
+            )
         if request.max_len - 1 > self.max_model_len:
             raise ValueError(
                 f"the request may cache {request.max_len - 1} tokens, but {type(self).__name__}.max_model_len={self.max_model_len}"
@@ -56,7 +68,9 @@ class ContiguousBlockManager(BlockManager):
     def can_admit(self, request: Request, num_reserved: int = 0) -> bool:
         """It needs a run for each sequence. After that it has all that it will ever need."""
         k, num_seqs = self.size_for(request), len(request.unfinished)
-        fits = sum(len(runs) << (i - k) for i, runs in enumerate(self.free_runs) if i >= k) >= num_seqs
+        fits = (
+            sum(len(runs) << (i - k) for i, runs in enumerate(self.free_runs) if i >= k) >= num_seqs
+        )
         self.refused = 0 if fits else num_seqs * 2**k
         return fits
 
@@ -87,7 +101,9 @@ class ContiguousBlockManager(BlockManager):
         if not child.block_table:
             self._reserve(child)
         child.num_computed_tokens = num_tokens
-        self.copies[child] = list(zip(parent.block_table[: self.num_blocks_for(num_tokens)], child.block_table))
+        self.copies[child] = list(
+            zip(parent.block_table[: self.num_blocks_for(num_tokens)], child.block_table)
+        )
 
     def free(self, seq: Sequence) -> None:
         self.copies.pop(seq, None)
@@ -115,7 +131,9 @@ class ContiguousBlockManager(BlockManager):
             self.free_blocks[block_id] = None
             self.blocks[block_id].ref_count = 0
         start, k = run[0], log2_ceil(len(run))
-        while start ^ 2**k in self.free_runs[k]:  # the other half, which differs in one bit, is free as well
+        while (
+            start ^ 2**k in self.free_runs[k]
+        ):  # the other half, which differs in one bit, is free as well
             self.free_runs[k].remove(start ^ 2**k)
             start, k = start & ~(2**k), k + 1
         self.free_runs[k].add(start)

@@ -44,7 +44,9 @@ def lognormal_lengths(name: str, count: int, seed: int = 0) -> Lengths:
     """Lengths with the means that the paper gives for a data set. Their shape is our assumption, not the paper's."""
     rng, lengths = random.Random(seed), []
     while len(lengths) < count:
-        pair = [max(1, round(rng.lognormvariate(math.log(mean) - 0.5, 1.0))) for mean in MEANS[name]]  # e^(-0.5): mean
+        pair = [
+            max(1, round(rng.lognormvariate(math.log(mean) - 0.5, 1.0))) for mean in MEANS[name]
+        ]  # e^(-0.5): mean
         if sum(pair) <= MAX_MODEL_LEN:
             lengths.append(tuple(pair))
     return lengths
@@ -58,7 +60,9 @@ class NoModel:
 
     def run(self, schedule: Schedule) -> tuple[list[int], list[dict[int, float] | None]]:
         sampled = schedule.sampled
-        return [self.rng.getrandbits(30) for _ in sampled], [self.likeliest(seq.request) for seq in sampled]
+        return [self.rng.getrandbits(30) for _ in sampled], [
+            self.likeliest(seq.request) for seq in sampled
+        ]
 
     def likeliest(self, request: Request) -> dict[int, float] | None:
         """The likeliest of many tokens whose logits are normally distributed, for beams."""
@@ -66,7 +70,9 @@ class NoModel:
             return None
         weights = sorted((math.exp(self.rng.gauss(0, 3)) for _ in range(200)), reverse=True)
         total = sum(weights)
-        return {self.rng.getrandbits(30): math.log(w / total) for w in weights[: request.num_logprobs]}
+        return {
+            self.rng.getrandbits(30): math.log(w / total) for w in weights[: request.num_logprobs]
+        }
 
 
 def new_request(i: int, prompt: int, output: int, n: int = 1, beam_width: int = 0) -> Request:
@@ -74,17 +80,23 @@ def new_request(i: int, prompt: int, output: int, n: int = 1, beam_width: int = 
     request = Request(str(i), None, [i] * prompt, params)
     request.arrival = i
     if beam_width:
-        request.search_with(BeamSearch(BeamSearchParams(beam_width=beam_width), frozenset(), output))
+        request.search_with(
+            BeamSearch(BeamSearchParams(beam_width=beam_width), frozenset(), output)
+        )
     return request
 
 
-def replay(lengths: Lengths, manager_cls, block_size: int, setting: Setting, every: int = 20, **decoding) -> dict:
+def replay(
+    lengths: Lengths, manager_cls, block_size: int, setting: Setting, every: int = 20, **decoding
+) -> dict:
     """Mean part of the cache for each use, over the steps in which requests wait; and how many ran at a time.
 
     Raises ValueError if there are no such steps.
     """
     limits = Limits(
-        max_model_len=setting.max_model_len, max_num_batched_tokens=setting.max_num_batched_tokens, max_num_seqs=1024
+        max_model_len=setting.max_model_len,
+        max_num_batched_tokens=setting.max_num_batched_tokens,
+        max_num_seqs=1024,
     )
     manager = manager_cls(setting.num_slots // block_size, block_size, enable_prefix_caching=False)
     manager.max_model_len = setting.max_model_len
@@ -95,12 +107,16 @@ def replay(lengths: Lengths, manager_cls, block_size: int, setting: Setting, eve
     samples, num_running, num_steps = [], 0, 0
     while scheduler.waiting:
         schedule = scheduler.schedule()
-        is_full = scheduler.waiting and schedule.num_tokens < setting.max_num_batched_tokens  # it is memory that lacks
+        is_full = (
+            scheduler.waiting and schedule.num_tokens < setting.max_num_batched_tokens
+        )  # it is memory that lacks
         if is_full and num_steps % every == 0:
             usage = cache_usage(scheduler)
             # free and not used by those who wait: lost, whatever the reason
             usage["external_fragmentation"] += usage.pop("free")
-            usage["saved"] = usage["shared"] / (usage["shared"] + manager.num_used_blocks * block_size)
+            usage["saved"] = usage["shared"] / (
+                usage["shared"] + manager.num_used_blocks * block_size
+            )
             samples.append(usage)
             num_running += len(scheduler.running)
         scheduler.update(schedule, *model.run(schedule))
@@ -119,8 +135,18 @@ def replay(lengths: Lengths, manager_cls, block_size: int, setting: Setting, eve
     }
 
 
-SYSTEMS = {"Orca (Max)": OrcaMax, "Orca (Pow2)": OrcaPow2, "Orca (Oracle)": OrcaOracle, "paged": BlockManager}
-PAPER_TOKEN_STATES = {"Orca (Max)": 0.204, "Orca (Pow2)": 0.268, "Orca (Oracle)": 0.382, "paged": 0.963}  # figure 2
+SYSTEMS = {
+    "Orca (Max)": OrcaMax,
+    "Orca (Pow2)": OrcaPow2,
+    "Orca (Oracle)": OrcaOracle,
+    "paged": BlockManager,
+}
+PAPER_TOKEN_STATES = {
+    "Orca (Max)": 0.204,
+    "Orca (Pow2)": 0.268,
+    "Orca (Oracle)": 0.382,
+    "paged": 0.963,
+}  # figure 2
 PAPER_SAVED = {  # from 2 sequences to 6: figure 15 and section 6.3
     ("Alpaca", "samples"): (0.061, 0.098),
     ("Alpaca", "beams"): (0.376, 0.552),
@@ -136,9 +162,19 @@ def waste(name: str, lengths: Lengths, setting: Setting, block_size: int = 16) -
     for system, manager_cls in SYSTEMS.items():
         result = results[system] = replay(lengths, manager_cls, block_size, setting)
         parts = [
-            result[part] for part in ("token_states", "reserved", "internal_fragmentation", "external_fragmentation")
+            result[part]
+            for part in (
+                "token_states",
+                "reserved",
+                "internal_fragmentation",
+                "external_fragmentation",
+            )
         ]
-        print("{:14} {:7.1%} {:9.1%} {:9.1%} {:9.1%}".format(system, *parts), f"{result['running']:8.1f}", flush=True)
+        print(
+            "{:14} {:7.1%} {:9.1%} {:9.1%} {:9.1%}".format(system, *parts),
+            f"{result['running']:8.1f}",
+            flush=True,
+        )
     return {"setting": vars(setting), "requests": len(lengths), "systems": results}
 
 
@@ -146,23 +182,37 @@ def sharing(name: str, count: int) -> dict:
     lengths, results = lognormal_lengths(name, count), {"samples": {}, "beams": {}}
     for width in (2, 4, 6):
         for decoding, option in (("samples", "n"), ("beams", "beam_width")):
-            result = results[decoding][width] = replay(lengths, BlockManager, 16, Setting(), **{option: width})
-            print(f"{name}: {width} {decoding} share {result['saved']:.1%} of their blocks", flush=True)
+            result = results[decoding][width] = replay(
+                lengths, BlockManager, 16, Setting(), **{option: width}
+            )
+            print(
+                f"{name}: {width} {decoding} share {result['saved']:.1%} of their blocks",
+                flush=True,
+            )
     return results
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--trace", type=Path, help="CSV with ContextTokens and GeneratedTokens, as the Azure traces have"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--requests", type=int, default=4000, help="how many of the trace; half as many of the made-up lengths"
+        "--trace",
+        type=Path,
+        help="CSV with ContextTokens and GeneratedTokens, as the Azure traces have",
+    )
+    parser.add_argument(
+        "--requests",
+        type=int,
+        default=4000,
+        help="how many of the trace; half as many of the made-up lengths",
     )
     parser.add_argument("--json", type=Path, help="write the results to this file")
     args = parser.parse_args()
     if args.requests < 400:
-        parser.error(f"--requests {args.requests} is not allowed: fewer than 400 do not fill the cache")
+        parser.error(
+            f"--requests {args.requests} is not allowed: fewer than 400 do not fill the cache"
+        )
     workloads = {"ShareGPT": (lognormal_lengths("ShareGPT", args.requests // 2), Setting())}
     if args.trace:
         try:
@@ -174,10 +224,15 @@ def main() -> None:
         workloads["Azure"] = [(prompt, output) for prompt, output, _ in trace], setting
     results = {
         "waste": {name: waste(name, *workload) for name, workload in workloads.items()},
-        "sharing": {name: sharing(name, count) for name, count in {"Alpaca": 2000, "ShareGPT": 100}.items()},
+        "sharing": {
+            name: sharing(name, count) for name, count in {"Alpaca": 2000, "ShareGPT": 100}.items()
+        },
     }
     if args.json:
-        args.json.write_text(json.dumps(environment() | {"device": "none: no model is run"} | results, indent=1) + "\n")
+        args.json.write_text(
+            json.dumps(environment() | {"device": "none: no model is run"} | results, indent=1)
+            + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -14,7 +14,10 @@ import matplotlib.pyplot as plt
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "results"
-OURS, THEIRS = "#0072B2", "#999999"  # of Okabe and Ito's colors, which the color-blind can tell apart
+OURS, THEIRS = (
+    "#0072B2",
+    "#999999",
+)  # of Okabe and Ito's colors, which the color-blind can tell apart
 
 
 def plot_engines(axes, report: dict) -> None:
@@ -22,14 +25,19 @@ def plot_engines(axes, report: dict) -> None:
     names, engines = list(report["engines"]), report["engines"].values()
     speeds = [engine.get("output_tokens_per_second", 0) for engine in engines]
     ranges = [engine.get("output_tokens_per_second_range", (0, 0)) for engine in engines]
-    errors = [[s - low for s, (low, _) in zip(speeds, ranges)], [high - s for s, (_, high) in zip(speeds, ranges)]]
+    errors = [
+        [s - low for s, (low, _) in zip(speeds, ranges)],
+        [high - s for s, (_, high) in zip(speeds, ranges)],
+    ]
     colors = [OURS if name == "nanovllm" else THEIRS for name in names]
     axes.barh(names, speeds, xerr=errors, color=colors, error_kw={"capsize": 4})
     for i, (engine, speed, (_, high)) in enumerate(zip(engines, speeds, ranges)):
         axes.text(high, i, f"   {speed:,.0f}" if speed else f"   {engine['error']}", va="center")
     axes.invert_yaxis()
     axes.margins(x=0.15)
-    axes.set_xlabel(f"output tokens per second: median, slowest and fastest of {report['repeat']} runs")
+    axes.set_xlabel(
+        f"output tokens per second: median, slowest and fastest of {report['repeat']} runs"
+    )
     work = f"{report['requests']} requests, {report['output_tokens']:,} output tokens"
     axes.set_title(f"{report['model']}, {report['dtype']}: {work}\n{report['device']}")
 
@@ -37,8 +45,13 @@ def plot_engines(axes, report: dict) -> None:
 def plot_attention(axes, report: dict) -> None:
     """How near to the measured ceiling each case comes, ours and PyTorch's."""
     rows = [row for row in report["attention"] if "skipped" not in row]
-    labels = ["{batch} x {queries} over {context}, {heads}/{kv_heads} heads".format(**row) for row in rows]
-    for key, color, label in (("floor_share", OURS, "nanovllm"), ("torch_floor_share", THEIRS, "PyTorch")):
+    labels = [
+        "{batch} x {queries} over {context}, {heads}/{kv_heads} heads".format(**row) for row in rows
+    ]
+    for key, color, label in (
+        ("floor_share", OURS, "nanovllm"),
+        ("torch_floor_share", THEIRS, "PyTorch"),
+    ):
         axes.plot([100 * row[key] for row in rows], range(len(rows)), "o", color=color, label=label)
     axes.set_yticks(range(len(rows)), labels)
     axes.invert_yaxis()
@@ -83,7 +96,9 @@ KINDS = {"engines": plot_engines, "attention": plot_attention, "preemption": plo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("files", nargs="*", type=Path, help="default: tutorials/results/*.json")
     reports = parser.parse_args().files or sorted(RESULTS.glob("*.json"))
     for path in reports:

@@ -22,17 +22,25 @@ class Snapshot:
 
     def __init__(self, llm: LLM, title: str):
         self.title, blocks = title, llm.block_manager.blocks
-        self.owners, self.findable = [block.ref_count for block in blocks], [block.key is not None for block in blocks]
+        self.owners, self.findable = (
+            [block.ref_count for block in blocks],
+            [block.key is not None for block in blocks],
+        )
         self.tables, self.texts, self.host_texts = {}, {}, {}
         for seq in (seq for request in llm.scheduler.unfinished() for seq in request.unfinished):
-            self.tables[f"{seq.request.request_id} {seq.index}"] = list(seq.block_table), list(seq.host_table)
+            self.tables[f"{seq.request.request_id} {seq.index}"] = (
+                list(seq.block_table),
+                list(seq.host_table),
+            )
             for table, num_tokens, texts in (
                 (seq.block_table, seq.num_computed_tokens, self.texts),
                 (seq.host_table, seq.num_host_tokens, self.host_texts),
             ):
                 for i, block_id in enumerate(table):
                     tokens = seq.token_ids[i * BLOCK_SIZE : min(num_tokens, (i + 1) * BLOCK_SIZE)]
-                    texts[block_id] = [llm.tokenizer.decode([token]).strip() or "·" for token in tokens]
+                    texts[block_id] = [
+                        llm.tokenizer.decode([token]).strip() or "·" for token in tokens
+                    ]
 
     @property
     def height(self) -> float:
@@ -47,12 +55,22 @@ class Snapshot:
                 for i, block_id in enumerate(table):
                     x = 2.2 * i + 1
                     if style == "-":
-                        axes.plot([x, 2.2 * block_id + 1], [y, 0], color=color, linewidth=1, zorder=0)
-                    box = Rectangle((x - 0.35, y - 0.35), 0.7, 0.7, facecolor="white", edgecolor=color, linestyle=style)
+                        axes.plot(
+                            [x, 2.2 * block_id + 1], [y, 0], color=color, linewidth=1, zorder=0
+                        )
+                    box = Rectangle(
+                        (x - 0.35, y - 0.35),
+                        0.7,
+                        0.7,
+                        facecolor="white",
+                        edgecolor=color,
+                        linestyle=style,
+                    )
                     axes.add_patch(box)
                     axes.text(x, y, block_id, ha="center", va="center", fontsize=9)
         notes = [
-            f"{n} owners" if n > 1 else "can be found" * (n == 0 and f) for n, f in zip(self.owners, self.findable)
+            f"{n} owners" if n > 1 else "can be found" * (n == 0 and f)
+            for n, f in zip(self.owners, self.findable)
         ]
         self._draw_blocks(axes, 0, self.texts, "KV cache", notes)
         if self.host_texts:
@@ -61,12 +79,23 @@ class Snapshot:
         axes.set_ylim(0.6 + 1.1 * len(self.tables) - self.height, 0.6 + 1.1 * len(self.tables))
         axes.axis("off")
 
-    def _draw_blocks(self, axes, top: float, texts: dict[int, list[str]], name: str, notes: list[str]) -> None:
+    def _draw_blocks(
+        self, axes, top: float, texts: dict[int, list[str]], name: str, notes: list[str]
+    ) -> None:
         axes.text(-0.2, top - 0.8, name, ha="right", va="center", fontsize=9)
         for block_id, note in enumerate(notes):
             face, edge = ("whitesmoke", "black") if block_id in texts else ("white", "silver")
-            axes.add_patch(Rectangle((2.2 * block_id, top - 1.6), 2, 1.6, facecolor=face, edgecolor=edge))
-            axes.text(2.2 * block_id + 1, top - 1.9, f"{block_id}  {note}", ha="center", va="center", fontsize=7)
+            axes.add_patch(
+                Rectangle((2.2 * block_id, top - 1.6), 2, 1.6, facecolor=face, edgecolor=edge)
+            )
+            axes.text(
+                2.2 * block_id + 1,
+                top - 1.9,
+                f"{block_id}  {note}",
+                ha="center",
+                va="center",
+                fontsize=7,
+            )
             for i, text in enumerate(texts.get(block_id, [])):
                 x = 2.2 * block_id + 0.25 + 0.5 * i
                 axes.text(x, top - 0.8, text, ha="center", va="center", fontsize=7.5, rotation=90)
@@ -76,7 +105,9 @@ def save(name: str, snapshots: list[Snapshot]) -> None:
     heights = [snapshot.height for snapshot in snapshots]
     names = dict.fromkeys(name for snapshot in snapshots for name in snapshot.tables)
     size = (9, 0.36 * sum(heights) + 0.3 * len(heights))
-    figure, all_axes = plt.subplots(len(snapshots), 1, figsize=size, layout="constrained", height_ratios=heights)
+    figure, all_axes = plt.subplots(
+        len(snapshots), 1, figsize=size, layout="constrained", height_ratios=heights
+    )
     for axes, snapshot in zip(all_axes, snapshots):
         snapshot.draw(axes, dict(zip(names, COLORS)))
     figure.savefig(HERE / f"{name}.png", dpi=120)
@@ -86,7 +117,9 @@ def save(name: str, snapshots: list[Snapshot]) -> None:
 
 def samples() -> list[Snapshot]:
     llm = LLM(block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS)
-    llm.add_request("Once upon a time there was", SamplingParams(n=2, seed=1, max_tokens=8), "sample")
+    llm.add_request(
+        "Once upon a time there was", SamplingParams(n=2, seed=1, max_tokens=8), "sample"
+    )
     shots = []
     for title in (
         "fork: the prompt was computed once, two samples share its blocks",
@@ -118,9 +151,13 @@ def swap() -> list[Snapshot]:
     block_bytes = LLM(**options).runner.shape.block_bytes
     llm = LLM(preemption_mode="swap", swap_gib=NUM_BLOCKS * block_bytes / 2**30, **options)
     llm.add_request(
-        "Once upon a time there was a", SamplingParams(temperature=0, max_tokens=20, ignore_eos=True), "first"
+        "Once upon a time there was a",
+        SamplingParams(temperature=0, max_tokens=20, ignore_eos=True),
+        "first",
     )
-    llm.add_request("tell me a story", SamplingParams(n=2, seed=1, max_tokens=9, ignore_eos=True), "second")
+    llm.add_request(
+        "tell me a story", SamplingParams(n=2, seed=1, max_tokens=9, ignore_eos=True), "second"
+    )
     while not llm.scheduler.num_swapped_blocks:
         before = Snapshot(llm, "all blocks are in use")
         llm.step()

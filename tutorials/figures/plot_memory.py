@@ -24,19 +24,28 @@ PARTS = {
 
 
 def plot_waste(results: dict):
-    figure, all_axes = plt.subplots(1, len(results), figsize=(5 * len(results), 4), layout="constrained", sharey=True)
+    figure, all_axes = plt.subplots(
+        1, len(results), figsize=(5 * len(results), 4), layout="constrained", sharey=True
+    )
     for axes, (name, result) in zip([all_axes] if len(results) == 1 else all_axes, results.items()):
         systems, bottom = list(result["systems"]), [0.0] * len(result["systems"])
         for part, (label, color) in PARTS.items():
             shares = [100 * result["systems"][system][part] for system in systems]
             bars = axes.bar(systems, shares, bottom=bottom, color=color, label=label)
-            axes.bar_label(bars, [f"{share:.1f}" if share > 3 else "" for share in shares], label_type="center")
+            axes.bar_label(
+                bars, [f"{share:.1f}" if share > 3 else "" for share in shares], label_type="center"
+            )
             bottom = [b + share for b, share in zip(bottom, shares)]
         if name == "ShareGPT":
             paper = [100 * PAPER_TOKEN_STATES[system] for system in systems]
             axes.plot(systems, paper, "k_", markersize=40, label="tokens, as the paper measured")
             axes.legend(
-                loc="upper left", fontsize="small", bbox_to_anchor=(0, -0.1), ncol=2, frameon=False, markerscale=0.4
+                loc="upper left",
+                fontsize="small",
+                bbox_to_anchor=(0, -0.1),
+                ncol=2,
+                frameon=False,
+                markerscale=0.4,
             )
         setting = "{num_slots:,} slots, {max_model_len:,} for a request".format(**result["setting"])
         axes.set_title(f"{name}: {setting}", fontsize="medium")
@@ -52,7 +61,14 @@ def plot_sharing(results: dict):
             saved = [100 * result[decoding][width]["saved"] for width in widths]
             axes.plot(widths, saved, "o-", color=color, label=f"{name}, replayed")
             paper = [100 * share for share in PAPER_SAVED[name, decoding]]
-            axes.plot([widths[0], widths[-1]], paper, "_", color=color, markersize=20, label=f"{name}, paper")
+            axes.plot(
+                [widths[0], widths[-1]],
+                paper,
+                "_",
+                color=color,
+                markersize=20,
+                label=f"{name}, paper",
+            )
         axes.set_title(f"{decoding} of a prompt", fontsize="medium")
         axes.set_xlabel("sequences per request")
         axes.set_ylim(0, 90)

@@ -43,7 +43,10 @@ class PushesOut(Scheduler):
 
     def make_room(self, schedule):
         if self.waiting and len(self.running) == self.max_num_seqs:
-            urgent, last = min(self.waiting, key=self.priority), max(self.running, key=self.priority)
+            urgent, last = (
+                min(self.waiting, key=self.priority),
+                max(self.running, key=self.priority),
+            )
             if self.priority(urgent) < self.priority(last):
                 self.preempt(last, schedule)
 
@@ -64,10 +67,19 @@ ROWS = (  # arrival, prompt tokens, output tokens, deadline
     (12, 6, 2, 6),
 )
 EIGHT = [
-    Job(time, ((2 * i + 1, n_in),), n_out, 2 * i + 2, 24, {"deadline": deadline, "predicted_tokens": n_out})
+    Job(
+        time,
+        ((2 * i + 1, n_in),),
+        n_out,
+        2 * i + 2,
+        24,
+        {"deadline": deadline, "predicted_tokens": n_out},
+    )
     for i, (time, n_in, n_out, deadline) in enumerate(ROWS)
 ]
-SMALL = Config(model="qwen3-0.6b", num_blocks=100, block_size=4, max_num_seqs=4, max_num_batched_tokens=16)
+SMALL = Config(
+    model="qwen3-0.6b", num_blocks=100, block_size=4, max_num_seqs=4, max_num_batched_tokens=16
+)
 FEW_BLOCKS = replace(SMALL, num_blocks=38, enable_prefix_caching=False)
 PANELS = (
     ("first come, first served", Scheduler, SMALL),
@@ -100,7 +112,9 @@ def draw_clock() -> None:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     draw_clock()
     draw_policies()
 

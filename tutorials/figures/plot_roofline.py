@@ -22,7 +22,9 @@ KINDS = {"decode": ("o", "#0072B2"), "prefill": ("s", "#E69F00")}
 def points(steps: dict, kind: str) -> list[dict]:
     """FLOPs per byte (x) and FLOP/s (y) of each bin, with the bin's own columns."""
     rows = [dict(zip(steps["columns"], row)) for row in steps[kind]]
-    return [row | {"x": row["flops"] / row["bytes"], "y": row["flops"] / row["seconds"]} for row in rows]
+    return [
+        row | {"x": row["flops"] / row["bytes"], "y": row["flops"] / row["seconds"]} for row in rows
+    ]
 
 
 def plot_roof(axes, machine: Hardware, left: float, right: float) -> None:
@@ -33,8 +35,16 @@ def plot_roof(axes, machine: Hardware, left: float, right: float) -> None:
     )
     middle = math.sqrt(left * machine.ridge)
     for text, place, offset in (
-        (f"copy: {machine.bytes_per_second / 1e9:,.0f} GB/s", (middle, middle * machine.bytes_per_second), (-6, 6)),
-        (f"matrix product: {machine.flops_per_second / 1e9:,.0f} GFLOP/s", (right, machine.flops_per_second), (0, 4)),
+        (
+            f"copy: {machine.bytes_per_second / 1e9:,.0f} GB/s",
+            (middle, middle * machine.bytes_per_second),
+            (-6, 6),
+        ),
+        (
+            f"matrix product: {machine.flops_per_second / 1e9:,.0f} GFLOP/s",
+            (right, machine.flops_per_second),
+            (0, 4),
+        ),
     ):
         axes.annotate(text, place, offset, textcoords="offset points", ha="right", fontsize="small")
 
@@ -49,12 +59,18 @@ def plot(axes, report: dict) -> None:
     plot_roof(axes, machine, left, right)
     for kind, (marker, color) in KINDS.items():
         chosen = drawn[kind]
-        size = [30 + 400 * point["seconds"] / sum(p["seconds"] for p in everything) for point in chosen]
+        size = [
+            30 + 400 * point["seconds"] / sum(p["seconds"] for p in everything) for point in chosen
+        ]
         x, y = [point["x"] for point in chosen], [point["y"] for point in chosen]
-        axes.scatter(x, y, size, marker=marker, color=color, alpha=0.7, edgecolor="white", label=kind)
+        axes.scatter(
+            x, y, size, marker=marker, color=color, alpha=0.7, edgecolor="white", label=kind
+        )
         for point in {min(x): chosen[x.index(min(x))], max(x): chosen[x.index(max(x))]}.values():
             note = f"{point['sequences']} sequences" if point["sequences"] > 1 else "1 sequence"
-            place = dict(xytext=(10, -10), textcoords="offset points", fontsize="x-small", color=color)
+            place = dict(
+                xytext=(10, -10), textcoords="offset points", fontsize="x-small", color=color
+            )
             axes.annotate(note, (point["x"], point["y"]), **place)
     axes.set_xscale("log")
     axes.set_yscale("log")
@@ -67,7 +83,9 @@ def plot(axes, report: dict) -> None:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     figure, all_axes = plt.subplots(1, len(RESULTS), figsize=(10, 4.5), layout="constrained")
     for axes, path in zip(all_axes, RESULTS):
         plot(axes, json.loads(path.read_text()))

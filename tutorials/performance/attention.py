@@ -12,7 +12,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from nanovllm.layers import torch_ops
 from nanovllm.layers.batch import Batch
 from nanovllm.roofline import Hardware, Work, visible_keys
-from tutorials.performance.machine import device_name, environment, installed, seconds_of, this_machine
+from tutorials.performance.machine import (
+    device_name,
+    environment,
+    installed,
+    seconds_of,
+    this_machine,
+)
 from tutorials.performance.report import ceiling_text, percentile, table
 
 
@@ -30,8 +36,18 @@ def attention_cases(is_cuda: bool) -> list[Case]:
     contexts, batches, heads = (256, 1024), (1, 4, 16), [(16, 8, 128)]
     lengths = [(1, 256, 256), (1, 1024, 1024), (1, 128, 1024)]
     if is_cuda:
-        contexts, batches, heads = (1024, 4096, 32768), (1, 4, 16, 64, 256), [(16, 8, 128), (32, 8, 128)]
-        lengths = [(1, 1024, 1024), (1, 4096, 4096), (1, 16384, 16384), (1, 1024, 16384), (8, 512, 4096)]
+        contexts, batches, heads = (
+            (1024, 4096, 32768),
+            (1, 4, 16, 64, 256),
+            [(16, 8, 128), (32, 8, 128)],
+        )
+        lengths = [
+            (1, 1024, 1024),
+            (1, 4096, 4096),
+            (1, 16384, 16384),
+            (1, 1024, 16384),
+            (8, 512, 4096),
+        ]
     decodes = [(batch, 1, context) for context in contexts for batch in batches]
     return [Case(*h, *three) for h in heads for three in decodes + lengths]
 
@@ -43,12 +59,16 @@ def attention_case(case: Case, device, dtype, hardware: Hardware, block_size: in
     kv_bytes = 2 * batch * context * kv_heads * head_dim * dtype.itemsize
     layers = max(1, min(64, 2 ** (28 if is_cuda else 26) // kv_bytes))
     if is_cuda and 2.5 * kv_bytes * layers > torch.cuda.mem_get_info()[0]:  # SDPA needs a copy
-        return row | {"skipped": f"{2 * kv_bytes * layers / 2**30:.0f} GiB of keys and values do not fit"}
+        return row | {
+            "skipped": f"{2 * kv_bytes * layers / 2**30:.0f} GiB of keys and values do not fit"
+        }
     shape = (2, layers, batch * width, block_size, kv_heads, head_dim)
     steps = Batch(
         kv_cache=torch.empty(shape, dtype=dtype, device=device).normal_(),
         slot_mapping=torch.empty(0, dtype=torch.int64, device=device),  # nothing is stored
-        cu_seqlens_q=torch.arange(0, (batch + 1) * queries, queries, dtype=torch.int32, device=device),
+        cu_seqlens_q=torch.arange(
+            0, (batch + 1) * queries, queries, dtype=torch.int32, device=device
+        ),
         context_lens=torch.full((batch,), context, dtype=torch.int32, device=device),
         cu_blocks=torch.arange(0, batch * width + 1, width, dtype=torch.int32, device=device),
         block_tables=torch.randperm(batch * width, device=device).int(),
@@ -68,7 +88,10 @@ def attention_case(case: Case, device, dtype, hardware: Hardware, block_size: in
     for name, call in (("", ours), ("torch_", theirs)):
         seconds = seconds_per_layer(call, layers, device)
         row |= {f"{name}seconds": seconds, f"{name}floor_share": floor / seconds}
-    return row | {"bytes_per_second": size / row["seconds"], "flops_per_second": flops / row["seconds"]}
+    return row | {
+        "bytes_per_second": size / row["seconds"],
+        "flops_per_second": flops / row["seconds"],
+    }
 
 
 def pytorch_attention(case: Case, q, steps):
@@ -84,14 +107,22 @@ def pytorch_attention(case: Case, q, steps):
         mask = causal_lower_right(queries, context) if 1 < queries < context else None
         rows = q.view(batch, queries, heads, head_dim).transpose(1, 2)
         options = dict(attn_mask=mask, is_causal=queries == context, enable_gqa=True)
-        return scaled_dot_product_attention(rows, *copied(layer), **options).transpose(1, 2).reshape(q.shape)
+        return (
+            scaled_dot_product_attention(rows, *copied(layer), **options)
+            .transpose(1, 2)
+            .reshape(q.shape)
+        )
 
     def varlen(layer: int):
         paging = dict(seqused_k=steps.context_lens, block_table=steps.block_tables.view(batch, -1))
         options = dict(window_size=(-1, 0), enable_gqa=True, **paging)
-        return varlen_attn(q, *steps.kv_cache[:, layer], steps.cu_seqlens_q, None, queries, context, **options)
+        return varlen_attn(
+            q, *steps.kv_cache[:, layer], steps.cu_seqlens_q, None, queries, context, **options
+        )
 
-    with suppress(ImportError, RuntimeError, ValueError):  # not on every device, nor with every block size
+    with suppress(
+        ImportError, RuntimeError, ValueError
+    ):  # not on every device, nor with every block size
         from torch.nn.attention.varlen import varlen_attn
 
         if "block_table" in inspect.signature(varlen_attn).parameters:
@@ -121,8 +152,13 @@ def measure(args) -> dict:
     """`bench.py attention`: prints a line for each case, and returns the report."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     is_cuda = device.type == "cuda"
-    dtype = getattr(torch, args.dtype if args.dtype != "auto" else "bfloat16" if is_cuda else "float32")
-    report = environment() | {"device": device_name(device), "dtype": str(dtype).removeprefix("torch.")}
+    dtype = getattr(
+        torch, args.dtype if args.dtype != "auto" else "bfloat16" if is_cuda else "float32"
+    )
+    report = environment() | {
+        "device": device_name(device),
+        "dtype": str(dtype).removeprefix("torch."),
+    }
     report["versions"] = {name: installed(name) for name in ("torch", "triton")}
     hardware = this_machine(device, dtype)
     report["ceilings"], report["attention"] = hardware._asdict(), []
@@ -131,9 +167,16 @@ def measure(args) -> dict:
         for case in attention_cases(is_cuda):
             report["attention"].append(attention_case(case, device, dtype, hardware))
             torch.cuda.empty_cache()
-    columns = [(key, "") for key in Case._fields] + [("seconds", ",.1f", 1e6), ("bytes_per_second", ",.1f", 1e-9)]
+    columns = [(key, "") for key in Case._fields] + [
+        ("seconds", ",.1f", 1e6),
+        ("bytes_per_second", ",.1f", 1e-9),
+    ]
     columns += [("flops_per_second", ",.3f", 1e-12), ("floor_share", ".0%"), ("torch_function", "")]
-    columns += [("torch_seconds", ",.1f", 1e6), ("torch_floor_share", ".0%"), ("max_difference", ".1e")]
+    columns += [
+        ("torch_seconds", ",.1f", 1e6),
+        ("torch_floor_share", ".0%"),
+        ("max_difference", ".1e"),
+    ]
     header = "|heads|KV|dim|batch|new|context|µs|GB/s|TFLOP/s|ceiling|PyTorch|µs|ceiling|difference"
     print(table(header, columns, {str(i): row for i, row in enumerate(report["attention"], 1)}))
     for i, row in enumerate(report["attention"], 1):

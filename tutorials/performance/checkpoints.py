@@ -26,24 +26,41 @@ def write_checkpoint(shape: dict, path: Path) -> None:
     shapes = {name: p.shape for name, p in model.named_parameters()}
     if config.tie_word_embeddings:
         shapes.pop("lm_head.weight", None)
-    part = path.with_name(path.name + ".part")  # a run that is interrupted leaves no half model behind
+    part = path.with_name(
+        path.name + ".part"
+    )  # a run that is interrupted leaves no half model behind
     part.mkdir(parents=True, exist_ok=True)
     device, files = "cuda" if torch.cuda.is_available() else "cpu", {}
     generator = torch.Generator(device).manual_seed(0)
     for i, (_, names) in enumerate(groupby(shapes, key=lambda name: name.split(".")[:3])):
         tensors = {}
         for name in names:  # norms are 1, biases 0
-            tensor = torch.full(shapes[name], float("norm" in name), dtype=torch.bfloat16, device=device)
-            tensors[name] = (tensor.normal_(std=0.02, generator=generator) if tensor.dim() > 1 else tensor).cpu()
+            tensor = torch.full(
+                shapes[name], float("norm" in name), dtype=torch.bfloat16, device=device
+            )
+            tensors[name] = (
+                tensor.normal_(std=0.02, generator=generator) if tensor.dim() > 1 else tensor
+            ).cpu()
         file = f"model-{i:05}.safetensors"
         save_file(tensors, part / file, metadata={"format": "pt"})
         files |= dict.fromkeys(tensors, file)
-    index = {"metadata": {"total_size": sum(2 * s.numel() for s in shapes.values())}, "weight_map": files}
+    index = {
+        "metadata": {"total_size": sum(2 * s.numel() for s in shapes.values())},
+        "weight_map": files,
+    }
     (part / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
     config.save_pretrained(part)
     # both spellings of what transformers 5 renamed, since engines bring different versions
-    both = {"torch_dtype": "bfloat16", "dtype": "bfloat16", "rope_theta": (COMMON | shape)["rope_theta"]}
-    settings = json.loads((part / "config.json").read_text()) | both | {"architectures": [type(model).__name__]}
+    both = {
+        "torch_dtype": "bfloat16",
+        "dtype": "bfloat16",
+        "rope_theta": (COMMON | shape)["rope_theta"],
+    }
+    settings = (
+        json.loads((part / "config.json").read_text())
+        | both
+        | {"architectures": [type(model).__name__]}
+    )
     (part / "config.json").write_text(json.dumps(settings, indent=2))
     part.rename(path)
 
@@ -53,7 +70,9 @@ def random_model(name: str, weights_dir: Path) -> Path:
     path = weights_dir.expanduser() / f"{name}-random"
     if not path.is_dir():
         print(f"writing {path} ...", file=sys.stderr)
-        with ProcessPoolExecutor(1, get_context("spawn")) as pool:  # what CUDA holds goes with the process
+        with ProcessPoolExecutor(
+            1, get_context("spawn")
+        ) as pool:  # what CUDA holds goes with the process
             pool.submit(write_checkpoint, SHAPES[name], path).result()
     return path
 

@@ -26,7 +26,10 @@ class Loop:
 
     def run(self, requests: list[Request]) -> list[Answer]:
         """Hands each request over when it arrives, and steps until all are answered."""
-        answers, waiting = {}, deque(sorted(range(len(requests)), key=lambda i: requests[i].arrival))
+        answers, waiting = (
+            {},
+            deque(sorted(range(len(requests)), key=lambda i: requests[i].arrival)),
+        )
         start, unfinished = time.perf_counter(), 0
         while waiting or unfinished:
             while waiting and start + requests[waiting[0]].arrival <= time.perf_counter():
@@ -37,7 +40,11 @@ class Loop:
                 continue
             for i, token_ids, first, last in self.step():
                 ttft = None if first is None else first - start - requests[i].arrival
-                tpot = None if first is None or len(token_ids) == 1 else (last - first) / (len(token_ids) - 1)
+                tpot = (
+                    None
+                    if first is None or len(token_ids) == 1
+                    else (last - first) / (len(token_ids) - 1)
+                )
                 answers[i] = Answer(token_ids, ttft, tpot)
                 unfinished -= 1
         return [answers[i] for i in range(len(requests))]
@@ -60,7 +67,9 @@ class Nanovllm(Loop):
         self.threads = torch.get_num_threads()  # before the engine may choose
         self.llm = LLM(job.model, dtype=job.dtype, max_model_len=job.max_model_len, **job.options)
         self.llm.tokenizer = None  # token ids in, token ids out, as for the peers
-        self.params = lambda n: SamplingParams(temperature=job.temperature, max_tokens=n, ignore_eos=True)
+        self.params = lambda n: SamplingParams(
+            temperature=job.temperature, max_tokens=n, ignore_eos=True
+        )
         self.first: dict[str, float] = {}  # of each request: when its first token came
         self.steps: list = []
         self.model_began: float | None = None
@@ -69,7 +78,9 @@ class Nanovllm(Loop):
         self.move_blocks, runner.move_blocks = runner.move_blocks, self.timed_move
         runner.model.register_forward_pre_hook(lambda *_: self.begin_model())
         if runner.graphs is not None:  # a replayed graph does not call the model
-            runner.graphs.replays = {size: partial(self.replay, graph) for size, graph in runner.graphs.replays.items()}
+            runner.graphs.replays = {
+                size: partial(self.replay, graph) for size, graph in runner.graphs.replays.items()
+            }
 
     def add(self, i: int, request: Request) -> None:
         self.llm.add_request(request.prompt, self.params(request.max_tokens), str(i))
@@ -80,11 +91,16 @@ class Nanovllm(Loop):
         outputs = self.llm.step()
         now = time.perf_counter()
         seconds = now - start
-        self.steps[-1] = self.steps[-1]._replace(seconds=seconds, host_seconds=seconds - self.outside_host)
+        self.steps[-1] = self.steps[-1]._replace(
+            seconds=seconds, host_seconds=seconds - self.outside_host
+        )
         for output in outputs:
             self.first.setdefault(output.request_id, now)
         done = [output for output in outputs if output.finished]
-        return [(int(o.request_id), o.outputs[0].token_ids, self.first.pop(o.request_id), now) for o in done]
+        return [
+            (int(o.request_id), o.outputs[0].token_ids, self.first.pop(o.request_id), now)
+            for o in done
+        ]
 
     def timed_run(self, schedule):
         from nanovllm.roofline import Step
@@ -92,7 +108,9 @@ class Nanovllm(Loop):
 
         items, self.model_began = items_of(schedule), None
         result = self.run_model(schedule)
-        if not schedule.sampled and self.llm.runner.device.type == "cuda":  # else the tokens are here: it is done
+        if (
+            not schedule.sampled and self.llm.runner.device.type == "cuda"
+        ):  # else the tokens are here: it is done
             import torch
 
             torch.cuda.synchronize()
@@ -130,7 +148,9 @@ class Transformers:
         drawn = dict(do_sample=True, temperature=job.temperature, top_p=1.0, top_k=0)
         greedy = dict(do_sample=False, temperature=None, top_p=None, top_k=None)
         self.sampling = drawn if job.temperature > 0 else greedy
-        self.model = AutoModelForCausalLM.from_pretrained(job.model, torch_dtype=getattr(torch, job.dtype))
+        self.model = AutoModelForCausalLM.from_pretrained(
+            job.model, torch_dtype=getattr(torch, job.dtype)
+        )
         self.model = self.model.to(job.device).eval()
         self.model.generation_config.eos_token_id = None  # go on after it, as ignore_eos does
 
@@ -139,10 +159,16 @@ class Transformers:
 
         longest, steps = max(len(r.prompt) for r in requests), max(r.max_tokens for r in requests)
         padding = [longest - len(r.prompt) for r in requests]
-        ids = torch.tensor([[0] * pad + r.prompt for pad, r in zip(padding, requests)], device=self.model.device)
-        mask = torch.tensor([[0] * pad + [1] * (longest - pad) for pad in padding], device=self.model.device)
+        ids = torch.tensor(
+            [[0] * pad + r.prompt for pad, r in zip(padding, requests)], device=self.model.device
+        )
+        mask = torch.tensor(
+            [[0] * pad + [1] * (longest - pad) for pad in padding], device=self.model.device
+        )
         with torch.inference_mode():
-            out = self.model.generate(ids, attention_mask=mask, max_new_tokens=steps, **self.sampling).tolist()
+            out = self.model.generate(
+                ids, attention_mask=mask, max_new_tokens=steps, **self.sampling
+            ).tolist()
         return [Answer(row[longest : longest + r.max_tokens]) for row, r in zip(out, requests)]
 
 
@@ -155,20 +181,30 @@ class TransformersContinuous(Loop):
         from transformers import GenerationConfig
 
         hf = Transformers(job)
-        config = GenerationConfig(eos_token_id=-1, pad_token_id=0, max_new_tokens=job.max_model_len, **hf.sampling)
+        config = GenerationConfig(
+            eos_token_id=-1, pad_token_id=0, max_new_tokens=job.max_model_len, **hf.sampling
+        )
         options = {}
-        if job.device == "cpu":  # where it would fill most of the memory: room for all requests, if we have that much
+        if (
+            job.device == "cpu"
+        ):  # where it would fill most of the memory: room for all requests, if we have that much
             from transformers import ContinuousBatchingConfig
 
             sizes = options["continuous_batching_config"] = ContinuousBatchingConfig()
-            sizes.num_blocks = sum((len(prompt) + n) // sizes.page_size + 1 for prompt, n, _ in job.requests)
+            sizes.num_blocks = sum(
+                (len(prompt) + n) // sizes.page_size + 1 for prompt, n, _ in job.requests
+            )
             sizes.num_blocks = min(sizes.num_blocks, -(-job.kv_tokens // sizes.page_size))
             sizes.max_batch_tokens = job.batch_tokens
-        self.context = hf.model.continuous_batching_context_manager(generation_config=config, **options)
+        self.context = hf.model.continuous_batching_context_manager(
+            generation_config=config, **options
+        )
         self.manager = self.context.__enter__()
 
     def add(self, i: int, request: Request) -> None:
-        self.manager.add_request(request.prompt, str(i), max_new_tokens=request.max_tokens, record_timestamps=True)
+        self.manager.add_request(
+            request.prompt, str(i), max_new_tokens=request.max_tokens, record_timestamps=True
+        )
 
     def step(self):
         output = self.manager.get_result(timeout=0.01)
@@ -176,7 +212,14 @@ class TransformersContinuous(Loop):
             return []
         if output is None or output.error is not None:
             raise RuntimeError("its thread has ended" if output is None else output.error)
-        return [(int(output.request_id), output.generated_tokens, output.timestamps[0], output.timestamps[-1])]
+        return [
+            (
+                int(output.request_id),
+                output.generated_tokens,
+                output.timestamps[0],
+                output.timestamps[-1],
+            )
+        ]
 
     def close(self) -> None:
         self.context.__exit__(None, None, None)
@@ -196,12 +239,16 @@ class Vllm(Loop):
             options["kv_cache_memory_bytes"] = job.kv_bytes
         self.engine = LLM(job.model, skip_tokenizer_init=True, **options).llm_engine
         params = dict(temperature=job.temperature, ignore_eos=True, detokenize=False)
-        self.params = lambda n: SamplingParams(max_tokens=n, output_kind=RequestOutputKind.FINAL_ONLY, **params)
+        self.params = lambda n: SamplingParams(
+            max_tokens=n, output_kind=RequestOutputKind.FINAL_ONLY, **params
+        )
         self.added: dict[str, float] = {}
 
     def add(self, i: int, request: Request) -> None:
         self.added[str(i)] = time.perf_counter()
-        self.engine.add_request(str(i), {"prompt_token_ids": request.prompt}, self.params(request.max_tokens))
+        self.engine.add_request(
+            str(i), {"prompt_token_ids": request.prompt}, self.params(request.max_tokens)
+        )
 
     def step(self):
         return [self.answer(output) for output in self.engine.step() if output.finished]
@@ -222,18 +269,27 @@ class NanovllmOriginal:
     def __init__(self, job):
         import transformers
 
-        sys.path.sort(key=lambda entry: entry == str(ROOT))  # what is installed comes first, and ours last
+        sys.path.sort(
+            key=lambda entry: entry == str(ROOT)
+        )  # what is installed comes first, and ours last
         from nanovllm import LLM, SamplingParams
 
         if not any((Path(job.model) / name).is_file() for name in ("tokenizer.json", "vocab.json")):
-            stand_in = SimpleNamespace(eos_token_id=-1, decode=lambda ids: "")  # it insists on a tokenizer
+            stand_in = SimpleNamespace(
+                eos_token_id=-1, decode=lambda ids: ""
+            )  # it insists on a tokenizer
             transformers.AutoTokenizer.from_pretrained = lambda *args, **kwargs: stand_in
         self.llm = LLM(job.model, enforce_eager=False, max_model_len=job.max_model_len)
-        self.params = lambda n: SamplingParams(temperature=job.temperature, max_tokens=n, ignore_eos=True)
+        self.params = lambda n: SamplingParams(
+            temperature=job.temperature, max_tokens=n, ignore_eos=True
+        )
 
     def run(self, requests: list[Request]) -> list[Answer]:
         params = [self.params(r.max_tokens) for r in requests]
-        return [Answer(o["token_ids"]) for o in self.llm.generate([r.prompt for r in requests], params, use_tqdm=False)]
+        return [
+            Answer(o["token_ids"])
+            for o in self.llm.generate([r.prompt for r in requests], params, use_tqdm=False)
+        ]
 
 
 ENGINES = {"nanovllm": Nanovllm, "hf": Transformers, "hf-cb": TransformersContinuous, "vllm": Vllm}

@@ -17,9 +17,17 @@ from pathlib import Path
 from tutorials.performance.machine import ROOT, device_name, environment, installed
 from tutorials.performance.report import percentile, table
 
-CASES = [(n, longest) for longest in (4096, 40960) for n in (1, 64, 256)]  # sequences, max_model_len
+CASES = [
+    (n, longest) for longest in (4096, 40960) for n in (1, 64, 256)
+]  # sequences, max_model_len
 CONTEXT, STEPS = 500, 60
-SHAPE = dict(model_type="qwen3", hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1)
+SHAPE = dict(
+    model_type="qwen3",
+    hidden_size=32,
+    intermediate_size=32,
+    num_hidden_layers=1,
+    num_attention_heads=1,
+)
 SHAPE |= dict(num_key_value_heads=1, head_dim=32, vocab_size=100, max_position_embeddings=40960)
 
 
@@ -36,7 +44,9 @@ def engine(path: str, num_seqs: int, max_model_len: int):
     runner, hidden = llm.runner, torch.zeros(num_seqs * (CONTEXT + 1), SHAPE["hidden_size"])
     runner.model.forward = lambda input_ids, positions, batch: hidden[: len(input_ids)]
     runner.model.lm_head.forward = lambda hidden: torch.zeros(len(hidden), 1)
-    replays = getattr(runner.graphs, "replays", None) or runner.graphs.steps  # as older commits call them
+    replays = (
+        getattr(runner.graphs, "replays", None) or runner.graphs.steps
+    )  # as older commits call them
     for size in replays:
         replays[size] = lambda size=size: hidden[:size]
     params = SamplingParams(temperature=0, max_tokens=10 * STEPS, ignore_eos=True)
@@ -96,7 +106,10 @@ def worker() -> None:
     with tempfile.TemporaryDirectory() as path:
         config = AutoConfig.for_model(**SHAPE, tie_word_embeddings=True)
         weights = AutoModelForCausalLM.from_config(config).state_dict()
-        save_file({k: v for k, v in weights.items() if k != "lm_head.weight"}, Path(path) / "model.safetensors")
+        save_file(
+            {k: v for k, v in weights.items() if k != "lm_head.weight"},
+            Path(path) / "model.safetensors",
+        )
         config.save_pretrained(path)
         report = {}
         for num_seqs, max_model_len in CASES:
@@ -107,7 +120,11 @@ def worker() -> None:
 
 
 def measured(tree: Path) -> dict:
-    environ = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree)}
+    environ = os.environ | {
+        "TRITON_INTERPRET": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(tree),
+    }
     command = [sys.executable, str(ROOT / "tutorials/performance/host.py")]
     done = subprocess.run(command, cwd=tree, env=environ, capture_output=True, text=True)
     if done.returncode:
@@ -119,7 +136,11 @@ def measure(args) -> dict:
     """`bench.py host`: prints the medians, and returns the report."""
     import torch
 
-    report = environment() | {"device": device_name(torch.device("cpu"), 1), "context": CONTEXT, "host": {}}
+    report = environment() | {
+        "device": device_name(torch.device("cpu"), 1),
+        "context": CONTEXT,
+        "host": {},
+    }
     report |= {"versions": {name: installed(name) for name in ("torch",)}}
     trees = {"this": ROOT} | {path.name: path.resolve() for path in args.beside}
     runs = [{name: measured(tree) for name, tree in trees.items()} for _ in range(args.repeat)]
@@ -127,12 +148,17 @@ def measure(args) -> dict:
     for name in trees:
         for case in runs[0][name]:
             phases = runs[0][name][case]
-            medians = {phase: percentile([run[name][case].get(phase, 0.0) for run in runs], 50) for phase in phases}
+            medians = {
+                phase: percentile([run[name][case].get(phase, 0.0) for run in runs], 50)
+                for phase in phases
+            }
             report["host"].setdefault(name, {})[case] = medians
             rows[f"{name}: {case}"] = {phase: 1e3 * seconds for phase, seconds in medians.items()}
     phases = list(dict.fromkeys(phase for row in rows.values() for phase in row))
     rows = {name: {phase: row.get(phase, 0.0) for phase in phases} for name, row in rows.items()}
-    print(f"{report['device']}: CPU time of a decode step's host part, in ms (sequences, max_model_len)\n")
+    print(
+        f"{report['device']}: CPU time of a decode step's host part, in ms (sequences, max_model_len)\n"
+    )
     print(table("|".join(["host", *phases]), [(phase, ".3f") for phase in phases], rows))
     return report
 

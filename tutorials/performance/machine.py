@@ -25,7 +25,9 @@ def installed(*packages: str) -> str | None:
 def git(*arguments: str) -> str:
     """What git prints, or nothing where there is no git."""
     with suppress(OSError):
-        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+        return subprocess.run(
+            ["git", *arguments], cwd=ROOT, capture_output=True, text=True
+        ).stdout.strip()
     return ""
 
 
@@ -46,7 +48,11 @@ def device_name(device, threads: int = 0) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")
-    names = [line for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
+    names = (
+        [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        if info.exists()
+        else []
+    )
     name = names[0].partition(": ")[2] if names else platform.processor()
     return f"{name}, {threads or torch.get_num_threads()} threads"
 
@@ -79,7 +85,9 @@ def this_machine(device, dtype, threads: int = 0):
     copy, out = torch.empty_like(source), torch.empty_like(a)
     copying = min(seconds_of(lambda: copy.copy_(source), device) for _ in range(10))
     multiplying = min(seconds_of(lambda: torch.mm(a, a, out=out), device) for _ in range(10))
-    hardware = Hardware(device_name(device), 2 * size / copying, 2 * n**3 / multiplying, memory_bytes(device))
+    hardware = Hardware(
+        device_name(device), 2 * size / copying, 2 * n**3 / multiplying, memory_bytes(device)
+    )
     torch.set_num_threads(threads_now)
     return hardware
 

@@ -16,7 +16,9 @@ def measure(args) -> dict:
     """`bench.py preemption`: prints a line for each block size and context, and returns the report."""
     path, rows, report, threads = model_directory(args), [], environment(), torch.get_num_threads()
     for block_size in (1, 4, 16, 64, 256):
-        options = dict(dtype=args.dtype, max_model_len=args.max_model_len, max_num_seqs=1) | dict(args.option)
+        options = dict(dtype=args.dtype, max_model_len=args.max_model_len, max_num_seqs=1) | dict(
+            args.option
+        )
         options |= dict(block_size=block_size, preemption_mode="swap", enable_prefix_caching=False)
         llm = LLM(str(path), **options)
         for context in (250, 1000, 4000, 16000):
@@ -33,8 +35,13 @@ def measure(args) -> dict:
                 })  # fmt: skip
     report |= {"device": device_name(llm.runner.device, threads), "model": path.name}
     report |= {"dtype": str(llm.runner.dtype).removeprefix("torch.")}
-    report |= {"versions": {name: installed(name) for name in ("torch", "triton")}, "preemption": rows}
-    print(f"{report['model']}, {report['dtype']}, {report['device']}: milliseconds until the next token\n")
+    report |= {
+        "versions": {name: installed(name) for name in ("torch", "triton")},
+        "preemption": rows,
+    }
+    print(
+        f"{report['model']}, {report['dtype']}, {report['device']}: milliseconds until the next token\n"
+    )
     columns = [("block_size", ""), ("context", ","), ("megabytes", ",.1f")]
     columns += [(f"{name}_seconds", ",.2f", 1e3) for name in ("swap_out", "swap_in", "recompute")]
     header = "|block|context|MB|swap out|swap in|recompute"
@@ -47,13 +54,17 @@ def recovery(llm, context: int, swap: bool) -> tuple[float, float]:
 
     def next_token() -> float:
         before, start = llm.num_output_tokens, time.perf_counter()
-        while llm.num_output_tokens == before:  # it ends with the token on the host: nothing is still under way
+        while (
+            llm.num_output_tokens == before
+        ):  # it ends with the token on the host: nothing is still under way
             llm.step()
         return time.perf_counter() - start
 
     rng, scheduler, moves = random.Random(0), llm.scheduler, Schedule()
     prompt = [rng.randrange(llm.runner.vocab_size) for _ in range(context)]
-    request_id = llm.add_request(prompt, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True))
+    request_id = llm.add_request(
+        prompt, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    )
     next_token()
     ordinary = percentile([next_token() for _ in range(5)], 50)
     (request,) = scheduler.running

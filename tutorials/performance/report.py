@@ -23,15 +23,21 @@ def summary(result: dict, output_tokens: int, ours: dict | None) -> dict:
         return {"error": result["error"]}
     runs, keys = result["runs"], ("version", "versions", "startup_seconds", "ceilings")
     run = sorted(runs, key=lambda run: run["seconds"])[(len(runs) - 1) // 2]
-    report = {key: result[key] for key in keys if key in result} | {"seconds": [r["seconds"] for r in runs]}
+    report = {key: result[key] for key in keys if key in result} | {
+        "seconds": [r["seconds"] for r in runs]
+    }
     report["output_tokens_per_second"] = output_tokens / run["seconds"]
-    report["output_tokens_per_second_range"] = [output_tokens / pick(report["seconds"]) for pick in (max, min)]
+    report["output_tokens_per_second_range"] = [
+        output_tokens / pick(report["seconds"]) for pick in (max, min)
+    ]
     report["requests_per_second"] = len(run["answers"]) / run["seconds"]
     for i, name in enumerate(("ttft", "tpot"), 1):
         values = [answer[i] for answer in run["answers"] if answer[i] is not None]
         report |= {f"{name}_p{q}": percentile(values, q) for q in (50, 99)}
     if ours:
-        pairs = [pair for a, b in zip(runs, ours["runs"]) for pair in zip(a["answers"], b["answers"])]
+        pairs = [
+            pair for a, b in zip(runs, ours["runs"]) for pair in zip(a["answers"], b["answers"])
+        ]
         report["same_tokens"] = sum(a[0] == b[0] for a, b in pairs) / len(pairs)
     if "steps" in run:
         report |= {"roofline": run["roofline"], "steps": {"columns": BIN, **run["steps"]}}
@@ -72,18 +78,27 @@ def engines_table(report: dict) -> str:
 
 def spread(engine: dict, separator: str) -> str:
     """Output tokens per second of the slowest and the fastest run."""
-    return separator.join(f"{speed:,.0f}" for speed in engine.get("output_tokens_per_second_range", []))
+    return separator.join(
+        f"{speed:,.0f}" for speed in engine.get("output_tokens_per_second_range", [])
+    )
 
 
 def table(header: str, columns: list[tuple], records: dict[str, dict]) -> str:
     """A line for each record; a column is its key, how to format it, and a factor."""
 
     def shown(value, spec: str, factor: float = 1) -> str:
-        return "-" if value in (None, "") else format(value if factor == 1 else value * factor, spec)
+        return (
+            "-" if value in (None, "") else format(value if factor == 1 else value * factor, spec)
+        )
 
-    rows = [[name, *(shown(r.get(key), *how) for key, *how in columns)] for name, r in records.items()]
+    rows = [
+        [name, *(shown(r.get(key), *how) for key, *how in columns)] for name, r in records.items()
+    ]
     first, *others = [max(map(len, column)) for column in zip(header.split("|"), *rows)]
-    lines = [[name.ljust(first), *map(str.rjust, cells, others)] for name, *cells in (header.split("|"), *rows)]
+    lines = [
+        [name.ljust(first), *map(str.rjust, cells, others)]
+        for name, *cells in (header.split("|"), *rows)
+    ]
     return "\n".join("  ".join(line) for line in lines)
 
 
@@ -97,4 +112,7 @@ def write_json(report: dict, path: Path) -> None:
     rounded = json.loads(json.dumps(report), parse_float=lambda x: float(f"{float(x):.9g}"))
     text = json.dumps(rounded, indent=2)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(re.sub(r"\[\n([\d\s,.e+-]*)\]", lambda match: f"[{' '.join(match[1].split())}]", text) + "\n")
+    path.write_text(
+        re.sub(r"\[\n([\d\s,.e+-]*)\]", lambda match: f"[{' '.join(match[1].split())}]", text)
+        + "\n"
+    )

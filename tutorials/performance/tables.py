@@ -15,8 +15,15 @@ from tutorials.performance.report import conditions, engines_table, percentile, 
 from tutorials.simulation import accuracy, figure12
 
 RESULTS = ROOT / "tutorials" / "results"
-PAGES = [ROOT / "README.md", ROOT / "tutorials" / "10_performance.md", ROOT / "tutorials" / "12_simulator.md"]
-MARK = re.compile(r"(<!-- table (?P<name>\w+)(?P<files>[^>]*) -->\n)(?P<table>.*?)(<!-- end of table -->)", re.DOTALL)
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "tutorials" / "10_performance.md",
+    ROOT / "tutorials" / "12_simulator.md",
+]
+MARK = re.compile(
+    r"(<!-- table (?P<name>\w+)(?P<files>[^>]*) -->\n)(?P<table>.*?)(<!-- end of table -->)",
+    re.DOTALL,
+)
 ENGINES = {
     "nanovllm": "nanovllm",
     "vllm": "vLLM {}",
@@ -42,7 +49,9 @@ def speed(reports: list[dict], links: list[str]) -> str:
     for name, report, link in zip(names, reports, links):
         low, high = report["tokens"]
         work = f"{report['requests']} requests of {low} to {high} tokens in and out, {report['device']}"
-        lines.append(f"- {name} in {report['dtype']}: {work}, {report['repeat']} runs ([all numbers]({link}))")
+        lines.append(
+            f"- {name} in {report['dtype']}: {work}, {report['repeat']} runs ([all numbers]({link}))"
+        )
     header = [""]
     for name in names:
         header += [f"{name}: tokens/s", "ready after"]
@@ -79,20 +88,34 @@ def recovery(reports: list[dict], links: list[str]) -> str:
         lines.append(f"- {name} in {report['dtype']}, {report['device']} ([all numbers]({link}))")
         header += [f"{name}: out", "in", "recompute"]
     lines += ["", row(header), row(["---"] * len(header))]
-    chosen = [[measured for measured in report["preemption"] if measured["context"] == 1000] for report in reports]
+    chosen = [
+        [measured for measured in report["preemption"] if measured["context"] == 1000]
+        for report in reports
+    ]
     for together in zip(*chosen):
-        times = [m[f"{way}_seconds"] * 1e3 for m in together for way in ("swap_out", "swap_in", "recompute")]
-        lines.append(row([str(together[0]["block_size"]), *(f"{t:,.{0 if t >= 10 else 1}f}" for t in times)]))
+        times = [
+            m[f"{way}_seconds"] * 1e3
+            for m in together
+            for way in ("swap_out", "swap_in", "recompute")
+        ]
+        lines.append(
+            row([str(together[0]["block_size"]), *(f"{t:,.{0 if t >= 10 else 1}f}" for t in times)])
+        )
     return "\n".join(lines)
 
 
 def threads(reports: list[dict], links: list[str]) -> str:
     """For chapter 10: output tokens per second of the embedded model, quiet and busy."""
     (report,), (link,) = reports, links
-    lines = [f"Embedded model, {report['device']}, commit {report['commit']} ([all numbers]({link})):", ""]
+    lines = [
+        f"Embedded model, {report['device']}, commit {report['commit']} ([all numbers]({link})):",
+        "",
+    ]
     lines += [row(["machine, threads", "8 requests", "64 requests"]), row(["---"] * 3)]
     for setting, speeds in report["threads"].items():
-        cells = [f"{percentile(s, 50):,.0f} ({min(s):,.0f} to {max(s):,.0f})" for s in speeds.values()]
+        cells = [
+            f"{percentile(s, 50):,.0f} ({min(s):,.0f} to {max(s):,.0f})" for s in speeds.values()
+        ]
         lines.append(row([setting, *cells]))
     return "\n".join(lines)
 
@@ -102,11 +125,17 @@ def host(reports: list[dict], links: list[str]) -> str:
     (report,), (link,) = reports, links
     names = [name for name in report["host"] if name != "this"]
     phases = [phase for phase in next(iter(report["host"]["this"].values())) if phase != "step"]
-    lines = [f"{report['device']}, commit {report['commit']}, ms per step ([all numbers]({link})):", ""]
+    lines = [
+        f"{report['device']}, commit {report['commit']}, ms per step ([all numbers]({link})):",
+        "",
+    ]
     header = ["sequences, max_model_len", *names, "now", *(f"`{phase}`" for phase in phases)]
     lines += [row(header), row(["---"] * len(header))]
     for case, now in report["host"]["this"].items():
-        times = [report["host"][name][case]["step"] for name in names] + [now["step"], *(now[p] for p in phases)]
+        times = [report["host"][name][case]["step"] for name in names] + [
+            now["step"],
+            *(now[p] for p in phases),
+        ]
         lines.append(row([case, *(f"{1e3 * seconds:.2f}" for seconds in times)]))
     return "\n".join(lines)
 
@@ -115,9 +144,7 @@ def error(reports: list[dict], links: list[str]) -> str:
     """For chapter 12: real runs and the simulator, side by side."""
     (report,), (link,) = reports, links
     times = f"each workload {report['repeat']} times in reality, the median counts"
-    header = (
-        f"Embedded model in float32, {report['device']}, commit {report['commit']}; {times} ([all numbers]({link})):"
-    )
+    header = f"Embedded model in float32, {report['device']}, commit {report['commit']}; {times} ([all numbers]({link})):"
     whole = report["totals"]["all"]
     means = f"On average over all of these numbers the simulator is wrong by **{whole['mean_error']:.1%}**"
     noise = f"two real runs of the same workload differ by {whole['mean_noise']:.1%}"
@@ -163,17 +190,38 @@ def simulator_speed(reports: list[dict], links: list[str]) -> str:
         "processor time",
         "us per step",
     ]
-    lines = [f"{report['device']}, commit {report['commit']} ([all numbers]({link})):", "", row(header)]
+    lines = [
+        f"{report['device']}, commit {report['commit']} ([all numbers]({link})):",
+        "",
+        row(header),
+    ]
     lines.append(row(["---"] * len(header)))
     for name, run in report["runs"].items():
         seconds = run["processor_seconds"]
-        cells = [f"{run['simulated_seconds']:,.0f} s", f"{run['steps']:,}", f"{run['sequences_in_a_step']:.0f}"]
-        lines.append(row([name, *cells, f"{seconds:.0f} s", f"{seconds / run['steps'] * 1e6:,.0f}"]))
+        cells = [
+            f"{run['simulated_seconds']:,.0f} s",
+            f"{run['steps']:,}",
+            f"{run['sequences_in_a_step']:.0f}",
+        ]
+        lines.append(
+            row([name, *cells, f"{seconds:.0f} s", f"{seconds / run['steps'] * 1e6:,.0f}"])
+        )
     return "\n".join(lines)
 
 
-TABLES = {"speed": speed, "engines": engines, "recovery": recovery, "threads": threads, "host": host}
-TABLES |= {"error": error, "sustained": sustained, "ablations": ablations, "simulator_speed": simulator_speed}
+TABLES = {
+    "speed": speed,
+    "engines": engines,
+    "recovery": recovery,
+    "threads": threads,
+    "host": host,
+}
+TABLES |= {
+    "error": error,
+    "sustained": sustained,
+    "ablations": ablations,
+    "simulator_speed": simulator_speed,
+}
 
 
 def written(text: str, page: Path) -> str:

@@ -27,7 +27,9 @@ def worker() -> None:
 
     llm, speeds = LLM(), {}
     for count in (8, 64):
-        chats = [[{"role": "user", "content": QUESTIONS[i % 8] + "?" * (i // 8)}] for i in range(count)]
+        chats = [
+            [{"role": "user", "content": QUESTIONS[i % 8] + "?" * (i // 8)}] for i in range(count)
+        ]
         params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
         llm.chat(chats[:2], SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)  # warm-up
         before = llm.stats()
@@ -39,11 +41,15 @@ def worker() -> None:
 
 
 def speeds_of(choice: str) -> dict[str, float]:
-    environ = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
+    environ = {
+        name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")
+    }
     if CHOICES[choice] is not None:
         environ["OMP_NUM_THREADS"] = CHOICES[choice]
     command = [sys.executable, "-m", "tutorials.performance.threads"]
-    out = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=True).stdout
+    out = subprocess.run(
+        command, cwd=ROOT, env=environ, capture_output=True, text=True, check=True
+    ).stdout
     return json.loads(out.splitlines()[-1])
 
 
@@ -61,7 +67,10 @@ def measure(args) -> dict:
     """`bench.py threads`: prints the medians, and returns the report."""
     import torch
 
-    report = environment() | {"device": device_name(torch.device("cpu"), os.cpu_count()), "model": "tiny_qwen3"}
+    report = environment() | {
+        "device": device_name(torch.device("cpu"), os.cpu_count()),
+        "model": "tiny_qwen3",
+    }
     report |= {"versions": {name: installed(name) for name in ("torch",)}, "threads": {}}
     rows = {}
     for load in ("quiet", "busy"):
@@ -75,7 +84,10 @@ def measure(args) -> dict:
             rows[f"{load}, {choice}"] = {
                 f"{name}_{count}": value
                 for count, all_speeds in speeds.items()
-                for name, value in (("median", percentile(all_speeds, 50)), ("worst", min(all_speeds)))
+                for name, value in (
+                    ("median", percentile(all_speeds, 50)),
+                    ("worst", min(all_speeds)),
+                )
             }
     columns = [(f"{name}_{count}", ",.0f") for count in (8, 64) for name in ("median", "worst")]
     print(f"{report['model']}, {report['device']}: output tokens per second\n")

@@ -22,10 +22,18 @@ def run_engine(python: str, **job) -> dict:
     """What `measure` returns in a new process of the interpreter `python`, or {"error": why there is nothing}."""
     env = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     with tempfile.TemporaryDirectory() as folder:
-        job_file, result_file, log = (Path(folder) / name for name in ("job.json", "result.json", "log"))
+        job_file, result_file, log = (
+            Path(folder) / name for name in ("job.json", "result.json", "log")
+        )
         job_file.write_text(json.dumps(job | {"started": time.time()}))
         with log.open("w") as out:
-            command = [python, "-m", "tutorials.performance.worker", str(job_file), str(result_file)]
+            command = [
+                python,
+                "-m",
+                "tutorials.performance.worker",
+                str(job_file),
+                str(result_file),
+            ]
             status = subprocess.run(command, cwd=ROOT, stdout=out, stderr=out, env=env).returncode
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
         if result_file.exists():
@@ -59,7 +67,10 @@ def measure(job) -> dict:
         start = time.perf_counter()
         answers = engine.run(shifted(requests, i, job.vocab_size))
         run = {"seconds": time.perf_counter() - start, "answers": answers}
-        if any(len(answer.token_ids) != request.max_tokens for answer, request in zip(answers, requests)):
+        if any(
+            len(answer.token_ids) != request.max_tokens
+            for answer, request in zip(answers, requests)
+        ):
             raise RuntimeError("a request did not get as many tokens as it asked for")
         result["runs"].append(run)
         if watch:
@@ -91,8 +102,12 @@ class Watch:
         from nanovllm.roofline import shape_of
 
         self.engine, self.runner, self.all_steps = engine, engine.llm.runner, []
-        self.shape = shape_of(json.loads((Path(job.model) / "config.json").read_text()), self.runner.dtype.itemsize)
-        self.before_runs = before or this_machine(self.runner.device, self.runner.dtype, engine.threads)
+        self.shape = shape_of(
+            json.loads((Path(job.model) / "config.json").read_text()), self.runner.dtype.itemsize
+        )
+        self.before_runs = before or this_machine(
+            self.runner.device, self.runner.dtype, engine.threads
+        )
 
     def begin(self) -> None:
         """A run begins."""
@@ -102,7 +117,10 @@ class Watch:
     def end(self) -> dict:
         """A run has ended: what its requests did to the cache."""
         self.all_steps.append(self.engine.steps.copy())
-        return {name: n if name.startswith("kv") else n - self.before[name] for name, n in self.engine.stats().items()}
+        return {
+            name: n if name.startswith("kv") else n - self.before[name]
+            for name, n in self.engine.stats().items()
+        }
 
     def facts(self, runs: list[dict]) -> dict:
         """What the peers follow, and the ceilings, on a CPU the better of those before and after. Adds to each run."""
@@ -111,9 +129,14 @@ class Watch:
         device, dtype, llm = self.runner.device, self.runner.dtype, self.engine.llm
         hardware = self.before_runs
         if device.type == "cpu":
-            hardware = Hardware(*map(max, zip(hardware, this_machine(device, dtype, self.engine.threads))))
+            hardware = Hardware(
+                *map(max, zip(hardware, this_machine(device, dtype, self.engine.threads)))
+            )
         for run, steps in zip(runs, self.all_steps):
-            run |= {"roofline": roofline(self.shape, steps, hardware), "steps": binned(self.shape, steps)}
+            run |= {
+                "roofline": roofline(self.shape, steps, hardware),
+                "steps": binned(self.shape, steps),
+            }
         return {
             "dtype": str(dtype).removeprefix("torch."),
             "device": str(device),

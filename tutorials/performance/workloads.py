@@ -20,12 +20,19 @@ class Request(NamedTuple):
     arrival: float = 0.0  # seconds after the start
 
 
-def random_requests(count: int, low: int, high: int, seed: int, vocab_size: int, rate: float) -> list[Request]:
+def random_requests(
+    count: int, low: int, high: int, seed: int, vocab_size: int, rate: float
+) -> list[Request]:
     """Drawn in nano-vllm's order: all prompts, then all lengths. Arrivals are a Poisson process, `rate` per second."""
     rng = random.Random(seed)
-    prompts = [[rng.randint(0, 10000) % vocab_size for _ in range(rng.randint(low, high))] for _ in range(count)]
+    prompts = [
+        [rng.randint(0, 10000) % vocab_size for _ in range(rng.randint(low, high))]
+        for _ in range(count)
+    ]
     lengths = [rng.randint(low, high) for _ in range(count)]
-    arrivals = accumulate((rng.expovariate(rate) for _ in range(count - 1)), initial=0.0)  # gaps of 0 if it is inf
+    arrivals = accumulate(
+        (rng.expovariate(rate) for _ in range(count - 1)), initial=0.0
+    )  # gaps of 0 if it is inf
     return [Request(*request) for request in zip(prompts, lengths, arrivals)]
 
 
@@ -38,10 +45,14 @@ def read_trace(path: Path, count: int | None, rate: float | None) -> list[tuple[
     try:
         with path.open(newline="") as file:
             rows = list(islice(csv.DictReader(file), count))
-        times = [datetime.fromisoformat(row["TIMESTAMP"][:26]) for row in rows]  # to the microsecond
+        times = [
+            datetime.fromisoformat(row["TIMESTAMP"][:26]) for row in rows
+        ]  # to the microsecond
         lengths = [(int(row["ContextTokens"]), int(row["GeneratedTokens"])) for row in rows]
     except (OSError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is not a CSV of TIMESTAMP,ContextTokens,GeneratedTokens: {error!r}") from error
+        raise ValueError(
+            f"{path} is not a CSV of TIMESTAMP,ContextTokens,GeneratedTokens: {error!r}"
+        ) from error
     if len(rows) < (count or 1):
         raise ValueError(f"{path} has {len(rows)} requests, not {count or 'any'}")
     seconds = [(t - times[0]).total_seconds() for t in times]
@@ -60,7 +71,9 @@ def make_requests(args, vocab_size: int) -> list[Request]:
 def cut(request: Request, max_model_len: int) -> Request:
     """The request, shortened so that it fits into `max_model_len` tokens."""
     prompt = request.prompt[: max_model_len - 1]
-    return request._replace(prompt=prompt, max_tokens=min(request.max_tokens, max_model_len - len(prompt)))
+    return request._replace(
+        prompt=prompt, max_tokens=min(request.max_tokens, max_model_len - len(prompt))
+    )
 
 
 def shifted(requests: list[Request], by: int, vocab_size: int) -> list[Request]:

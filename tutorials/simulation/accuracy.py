@@ -59,7 +59,11 @@ from tutorials.simulation.workloads import (
 
 Options = dict[str, Any]  # fields of Config
 Build = Callable[[Arrivals, int], list[Job]]
-OPTIONS: Options = {"dtype": "float32", "max_num_batched_tokens": 1024, "num_blocks": 4000}  # unless a case has others
+OPTIONS: Options = {
+    "dtype": "float32",
+    "max_num_batched_tokens": 1024,
+    "num_blocks": 4000,
+}  # unless a case has others
 
 
 # --- the cost model ---
@@ -86,7 +90,9 @@ class Calibrated(Machine):
 
     def seconds(self, shape: Shape, schedule: Schedule, block_size: int) -> float:
         parts = zip(self.costs, amounts(shape, items_of(schedule), len(schedule.sampled_items)))
-        return sum(cost * amount for cost, amount in parts) + self.swap_seconds(shape, schedule, block_size)
+        return sum(cost * amount for cost, amount in parts) + self.swap_seconds(
+            shape, schedule, block_size
+        )
 
 
 def fit(rows: list[list[float]], seconds: list[float]) -> tuple[float, ...]:
@@ -118,7 +124,11 @@ def fit_larger(rows: list[list[float]], seconds: list[float]) -> tuple[float, ..
 
 def without_the_smaller(row: list[float], costs: tuple[float, ...]) -> list[float]:
     *others, num_bytes, flops = row
-    return [*others, num_bytes, 0.0] if num_bytes * costs[-2] > flops * costs[-1] else [*others, 0.0, flops]
+    return (
+        [*others, num_bytes, 0.0]
+        if num_bytes * costs[-2] > flops * costs[-1]
+        else [*others, 0.0, flops]
+    )
 
 
 def fit_error(rows: list[list[float]], seconds: list[float], costs: tuple[float, ...]) -> float:
@@ -129,7 +139,9 @@ def fit_error(rows: list[list[float]], seconds: list[float], costs: tuple[float,
 
 # --- calibration ---
 
-CELLS = [(batch, prompt) for batch in (1, 2, 4, 8, 16, 32, 64) for prompt in (16, 64, 200, 600, 1000)]
+CELLS = [
+    (batch, prompt) for batch in (1, 2, 4, 8, 16, 32, 64) for prompt in (16, 64, 200, 600, 1000)
+]
 
 
 class ProcessorTime:
@@ -173,9 +185,14 @@ def calibration_steps(seed: int, largest: int, watch: Watch) -> list[Step]:
     return steps
 
 
-def calibrated(shape: Shape, steps: list[Step], host_bytes_per_second: float) -> tuple[Calibrated, dict]:
+def calibrated(
+    shape: Shape, steps: list[Step], host_bytes_per_second: float
+) -> tuple[Calibrated, dict]:
     """The machine on which these steps ran, and how well it describes them."""
-    rows, seconds = [amounts(shape, step.items, step.sampled) for step in steps], [step.seconds for step in steps]
+    rows, seconds = (
+        [amounts(shape, step.items, step.sampled) for step in steps],
+        [step.seconds for step in steps],
+    )
     costs, larger = fit(rows, seconds), fit_larger(rows, seconds)
     chosen = [without_the_smaller(row, larger) for row in rows]
     report = {
@@ -213,7 +230,11 @@ class FairByTenant(Scheduler):
 
     def next_waiting(self) -> Request | None:
         running = Counter(request.params.extra_args["tenant"] for request in self.running)
-        return min(self.waiting, key=lambda r: (running[r.params.extra_args["tenant"]], r.arrival), default=None)
+        return min(
+            self.waiting,
+            key=lambda r: (running[r.params.extra_args["tenant"]], r.arrival),
+            default=None,
+        )
 
 
 def chats() -> Lengths:
@@ -225,7 +246,9 @@ def plain(lengths: Callable[[], Lengths]) -> Build:
 
 
 def conversations(arrivals: Arrivals, count: int) -> list[Job]:
-    return multi_turn(arrivals, lognormal(40, 40, max_model_len=500), count, think=0.5, max_model_len=1500)
+    return multi_turn(
+        arrivals, lognormal(40, 40, max_model_len=500), count, think=0.5, max_model_len=1500
+    )
 
 
 def documents(arrivals: Arrivals, count: int) -> list[Job]:
@@ -234,9 +257,13 @@ def documents(arrivals: Arrivals, count: int) -> list[Job]:
 
 def two_tenants(arrivals: Arrivals, count: int) -> list[Job]:
     times = list(islice(arrivals, count))
-    small, large = workload(times[::2], chats(), len(times[::2])), lognormal(300, 60, max_model_len=1000)
+    small, large = (
+        workload(times[::2], chats(), len(times[::2])),
+        lognormal(300, 60, max_model_len=1000),
+    )
     return merged(
-        labelled(small, tenant="small"), labelled(workload(times[1::2], large, len(times[1::2])), tenant="large")
+        labelled(small, tenant="small"),
+        labelled(workload(times[1::2], large, len(times[1::2])), tenant="large"),
     )
 
 
@@ -270,7 +297,9 @@ CASES = {
     "long outputs": Case(long_outputs, 0.6),
     "shared prefixes": Case(documents, 0.6),
     "conversations": Case(conversations, 0.6),
-    "two tenants, fair": Case(two_tenants, 0.85, options={"scheduler_cls": FairByTenant, "max_num_seqs": 16}),
+    "two tenants, fair": Case(
+        two_tenants, 0.85, options={"scheduler_cls": FairByTenant, "max_num_seqs": 16}
+    ),
     "shortest first": Case(
         lambda arrivals, count: predicted(workload(arrivals, chats(), count), sigma=0.5),
         0.85,
@@ -312,7 +341,12 @@ def measures(run: Run) -> dict[str, float | None]:
     """Total time, TTFT and TPOT, in seconds; and two counts."""
     first, later = distribution(map(ttft, run.requests)), distribution(map(tpot, run.requests))
     counts = {"steps": run.num_steps, "preemptions": run.num_preemptions}
-    times = {"ttft_p50": first["p50"], "ttft_p99": first["p99"], "tpot_p50": later["p50"], "tpot_p99": later["p99"]}
+    times = {
+        "ttft_p50": first["p50"],
+        "ttft_p99": first["p99"],
+        "tpot_p50": later["p50"],
+        "tpot_p99": later["p99"],
+    }
     return {"seconds": run.seconds, **times, **counts}
 
 
@@ -333,8 +367,13 @@ def noise(row: dict, metric: str) -> float | None:
 def totals(rows: dict[str, dict]) -> dict[str, dict]:
     """For each metric and for all: mean and worst |error| of the simulator, and the noise of reality."""
     errors = {metric: [abs(error(row, metric)) for row in rows.values()] for metric in METRICS}
-    noises = {metric: [n for row in rows.values() if (n := noise(row, metric)) is not None] for metric in METRICS}
-    errors["all"], noises["all"] = ([x for values in kind.values() for x in values] for kind in (errors, noises))
+    noises = {
+        metric: [n for row in rows.values() if (n := noise(row, metric)) is not None]
+        for metric in METRICS
+    }
+    errors["all"], noises["all"] = (
+        [x for values in kind.values() for x in values] for kind in (errors, noises)
+    )
     return {
         metric: {
             "mean_error": mean(errors[metric]),
@@ -374,21 +413,40 @@ def draw(rows: dict[str, dict], path: Path) -> None:
     axes = figure.add_subplot()
     for (metric, name), marker in zip(METRICS.items(), "so^D*"):
         real = [median(run[metric] for run in row["real"]) for row in rows.values()]
-        axes.scatter(real, [row["simulated"][metric] for row in rows.values()], marker=marker, s=22, label=name)
-    values = [run[metric] for row in rows.values() for run in (*row["real"], row["simulated"]) for metric in METRICS]
+        axes.scatter(
+            real,
+            [row["simulated"][metric] for row in rows.values()],
+            marker=marker,
+            s=22,
+            label=name,
+        )
+    values = [
+        run[metric]
+        for row in rows.values()
+        for run in (*row["real"], row["simulated"])
+        for metric in METRICS
+    ]
     ends = np.array([min(values) / 2, max(values) * 2])
     axes.plot(ends, ends, color="#999999", linewidth=1)
-    axes.fill_between(ends, 0.85 * ends, 1.15 * ends, color="#999999", alpha=0.25, linewidth=0, label="15 %")
-    axes.set(xscale="log", yscale="log", xlabel="measured (s)", ylabel="simulated (s)", aspect="equal")
+    axes.fill_between(
+        ends, 0.85 * ends, 1.15 * ends, color="#999999", alpha=0.25, linewidth=0, label="15 %"
+    )
+    axes.set(
+        xscale="log", yscale="log", xlabel="measured (s)", ylabel="simulated (s)", aspect="equal"
+    )
     axes.set(xlim=ends, ylim=ends)
     axes.legend(fontsize="small")
     figure.savefig(path, dpi=120)
 
 
-def compare(cases: dict[str, Case], seconds: float, repeat: int, largest: int, watch: Watch) -> dict:
+def compare(
+    cases: dict[str, Case], seconds: float, repeat: int, largest: int, watch: Watch
+) -> dict:
     """Calibrates and measures in turns, then simulates. What it prints is how far it is."""
     shape = shape_of(model_config(EMBEDDED_MODEL), itemsize=4)
-    play(workload(all_at_once(), fixed(50, 20), 20), {}, watch)  # the first steps of a process are slow
+    play(
+        workload(all_at_once(), fixed(50, 20), 20), {}, watch
+    )  # the first steps of a process are slow
     rate, steps = host_rate(), calibration_steps(0, largest, watch)
     first, _ = calibrated(shape, steps, rate)
     jobs = {name: jobs_of(case, first, seconds) for name, case in cases.items()}
@@ -413,17 +471,31 @@ def compare(cases: dict[str, Case], seconds: float, repeat: int, largest: int, w
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=12, help="how long each workload takes, about")
-    parser.add_argument("--repeat", type=int, default=3, help="how often each is played in real time")
-    parser.add_argument("--largest", type=int, default=20_000, help="tokens of the largest calibration run")
-    parser.add_argument("--processor-time", action="store_true", help="for a computer that others use meanwhile")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=12, help="how long each workload takes, about"
+    )
+    parser.add_argument(
+        "--repeat", type=int, default=3, help="how often each is played in real time"
+    )
+    parser.add_argument(
+        "--largest", type=int, default=20_000, help="tokens of the largest calibration run"
+    )
+    parser.add_argument(
+        "--processor-time", action="store_true", help="for a computer that others use meanwhile"
+    )
     parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument("--picture", type=Path, help="draw simulated over measured into this file")
     args = parser.parse_args()
     torch.set_num_threads(1)
     versions = {name: installed(name) for name in ("torch", "transformers")}
-    report = environment() | {"device": device_name(torch.device("cpu")), "versions": versions, "options": OPTIONS}
+    report = environment() | {
+        "device": device_name(torch.device("cpu")),
+        "versions": versions,
+        "options": OPTIONS,
+    }
     watch = ProcessorTime() if args.processor_time else TimeOfDay()
     report |= {"clock": type(watch).__name__, "seconds": args.seconds, "repeat": args.repeat}
     report |= compare(CASES, args.seconds, args.repeat, args.largest, watch)

@@ -35,13 +35,23 @@ from tutorials.performance.machine import environment
 from tutorials.performance.report import write_json
 from tutorials.simulation.metrics import summary
 from tutorials.simulation.plots import latency_over_rate
-from tutorials.simulation.workloads import all_at_once, azure, lognormal, poisson, shared_prefix, sharegpt, workload
+from tutorials.simulation.workloads import (
+    all_at_once,
+    azure,
+    lognormal,
+    poisson,
+    shared_prefix,
+    sharegpt,
+    workload,
+)
 
 BLOCK_SIZE = 16
 LIMITS = (1.0, 0.2)  # seconds per token: the paper's, and a stricter one
 # two products of 5120 x 20480 in each layer are as much as three of 5120 x 13653; a token takes 800 KB, as in the paper
 OPT_13B = ("opt", 5120, 13653, 40, 40, 40, 128, True, 50272, 2048)
-A100_40GB = Machine(Hardware("A100 40 GB", 1.555e12, 312e12, 40e9, "NVIDIA A100 Tensor Core GPU, data sheet"))
+A100_40GB = Machine(
+    Hardware("A100 40 GB", 1.555e12, 312e12, 40e9, "NVIDIA A100 Tensor Core GPU, data sheet")
+)
 A100_80GB = Machine(HARDWARE["a100"])
 PAPER = {  # sections 1 and 6.2: how many times the rate of each system vLLM sustains on ShareGPT, over three models
     "Orca (Oracle)": (1.7, 2.7),
@@ -84,17 +94,26 @@ def systems(max_model_len: int, num_slots: int) -> dict[str, Options]:
     may become as long as any.
     """
     contiguous = [
-        type(cls.__name__, (cls,), {"max_model_len": max_model_len}) for cls in (OrcaOracle, OrcaPow2, OrcaMax)
+        type(cls.__name__, (cls,), {"max_model_len": max_model_len})
+        for cls in (OrcaOracle, OrcaPow2, OrcaMax)
     ]
     return {
         "paged": {},
-        **dict(zip(("Orca (Oracle)", "Orca (Pow2)", "Orca (Max)"), ({"block_manager_cls": cls} for cls in contiguous))),
+        **dict(
+            zip(
+                ("Orca (Oracle)", "Orca (Pow2)", "Orca (Max)"),
+                ({"block_manager_cls": cls} for cls in contiguous),
+            )
+        ),
         "static batching": {
             "scheduler_cls": StaticBatching,
             "block_manager_cls": contiguous[-1],
             "max_num_seqs": num_slots // max_model_len,
         },
-        "paged, prompts first": {"scheduler_cls": PromptsFirst, "max_num_batched_tokens": 2 * max_model_len},
+        "paged, prompts first": {
+            "scheduler_cls": PromptsFirst,
+            "max_num_batched_tokens": 2 * max_model_len,
+        },
     }
 
 
@@ -115,12 +134,16 @@ class Load:
 
 
 def run(jobs: list[Job], machine: Machine, options: Options) -> Run:
-    return simulate([job._replace(max_tokens=job.num_outputs) for job in jobs], Config(**options), machine)
+    return simulate(
+        [job._replace(max_tokens=job.num_outputs) for job in jobs], Config(**options), machine
+    )
 
 
 def chats(model: Path, minutes: float) -> Load:
     (model / "config.json").write_text(json.dumps(dict(zip(FIELDS.split(), OPT_13B))))
-    options = dict(model=str(model), num_blocks=NUM_SLOTS // BLOCK_SIZE, max_num_batched_tokens=2048)
+    options = dict(
+        model=str(model), num_blocks=NUM_SLOTS // BLOCK_SIZE, max_num_batched_tokens=2048
+    )
 
     def jobs(rate: float) -> list[Job]:
         return workload(poisson(rate), sharegpt(), max(500, round(60 * minutes * rate)))
@@ -214,7 +237,10 @@ def ablation(load: Load, variants: dict[str, Options], rate: float) -> dict[str,
 def chunk_variants(longest: int) -> dict[str, Options]:
     whole = {"max_num_batched_tokens": longest}
     return {
-        **{f"chunks, {budget} tokens per step": {"max_num_batched_tokens": budget} for budget in (512, 2048, 8192)},
+        **{
+            f"chunks, {budget} tokens per step": {"max_num_batched_tokens": budget}
+            for budget in (512, 2048, 8192)
+        },
         "whole prompts beside decodes": whole | {"scheduler_cls": WholePrompts},
         "whole prompts, alone": whole | {"scheduler_cls": PromptsFirst},
     }
@@ -225,7 +251,11 @@ PREEMPTION = {
     "recompute": {},
     "recompute, prefix cache": {"enable_prefix_caching": True},
     "swap": {"preemption_mode": "swap", "swap_gib": 16},
-    "swap, prefix cache": {"preemption_mode": "swap", "swap_gib": 16, "enable_prefix_caching": True},
+    "swap, prefix cache": {
+        "preemption_mode": "swap",
+        "swap_gib": 16,
+        "enable_prefix_caching": True,
+    },
 }
 
 
@@ -236,7 +266,12 @@ def documents(minutes: float) -> Load:
         count = max(500, round(60 * minutes * rate))
         return shared_prefix(poisson(rate), sharegpt(max_model_len=1024), count, prefix_tokens=1024)
 
-    options = dict(model="qwen3-8b", max_model_len=4096, max_num_batched_tokens=2048, enable_prefix_caching=False)
+    options = dict(
+        model="qwen3-8b",
+        max_model_len=4096,
+        max_num_batched_tokens=2048,
+        enable_prefix_caching=False,
+    )
     return Load(jobs, A100_80GB, options, lowest=1.0)
 
 
@@ -245,7 +280,9 @@ def watermarks(load: Load, jobs: list[Job], with_cache: bool) -> dict[str, dict]
     rows = {}
     for watermark in (0.0, 0.01, 0.02, 0.05, 0.1):
         scheduler_cls = type("Scheduler", (Scheduler,), {"watermark": watermark})
-        system = dict(scheduler_cls=scheduler_cls, enable_prefix_caching=with_cache, max_num_seqs=1024)
+        system = dict(
+            scheduler_cls=scheduler_cls, enable_prefix_caching=with_cache, max_num_seqs=1024
+        )
         rows[f"{watermark:.0%}"] = measured(run(jobs, load.machine, load.options | system))
     return rows
 
@@ -259,7 +296,10 @@ def saturating(chat: Load, azure_load: Load | None) -> dict[str, tuple[Load, lis
         "long outputs, all at once": (chat, workload(all_at_once(), long, 600)),
     }
     if azure_load:
-        loads["Azure, all at once"] = azure_load, [job._replace(time=0.0) for job in azure_load.jobs(1e9)[:1500]]
+        loads["Azure, all at once"] = (
+            azure_load,
+            [job._replace(time=0.0) for job in azure_load.jobs(1e9)[:1500]],
+        )
     return loads
 
 
@@ -280,12 +320,22 @@ COLUMNS = (  # header, key, format
 
 def ablation_table(rows: dict[str, dict]) -> str:
     header = ["", *(name for name, _, _ in COLUMNS)]
-    return markdown([header, *([name, *(format(row[k], f) for _, k, f in COLUMNS)] for name, row in rows.items())])
+    return markdown(
+        [
+            header,
+            *([name, *(format(row[k], f) for _, k, f in COLUMNS)] for name, row in rows.items()),
+        ]
+    )
 
 
 def rates_table(results: dict[str, dict], paper: bool) -> str:
     """The rate that each system sustains, and how many times as much the paged engine sustains."""
-    header = ["", *(f"requests/s below {limit} s/token" for limit in LIMITS), "paged sustains", "in the paper"]
+    header = [
+        "",
+        *(f"requests/s below {limit} s/token" for limit in LIMITS),
+        "paged sustains",
+        "in the paper",
+    ]
     lines, best = [header[: 5 if paper else 4]], results["paged"]["sustained"]
     for name, result in results.items():
         rates = [result["sustained"][str(limit)] for limit in LIMITS]
@@ -301,7 +351,11 @@ def batch_table(results: dict[str, dict]) -> str:
     for name, paper in PAPER_BATCH.items():
         batches = {point["rate"]: point["batch"] for point in results[name]["points"]}
         lines.append(
-            [name, f"{batches[min(batches, key=lambda rate: abs(rate - 2))]:.1f}", f"{max(batches.values()):.1f}"]
+            [
+                name,
+                f"{batches[min(batches, key=lambda rate: abs(rate - 2))]:.1f}",
+                f"{max(batches.values()):.1f}",
+            ]
         )
         lines[-1].append(f"{paper:.1f}")
     return markdown(lines)
@@ -309,14 +363,18 @@ def batch_table(results: dict[str, dict]) -> str:
 
 def markdown(rows: list[list[str]]) -> str:
     first, *others = rows
-    return "\n".join("| " + " | ".join(row) + " |" for row in [first, ["---"] * len(first), *others])
+    return "\n".join(
+        "| " + " | ".join(row) + " |" for row in [first, ["---"] * len(first), *others]
+    )
 
 
 def draw(report: dict, path: Path) -> None:
     """One picture for each load, side by side, each curve up to its first point above 1 s/token."""
     loads = report["figure12"]
     figure = Figure(figsize=(5.2 * len(loads), 3.8), layout="constrained")
-    for axes, (name, results) in zip(figure.subplots(1, len(loads), squeeze=False)[0], loads.items()):
+    for axes, (name, results) in zip(
+        figure.subplots(1, len(loads), squeeze=False)[0], loads.items()
+    ):
         curves = {}
         for system, result in results.items():
             points = [(point["rate"], point["latency"]) for point in result["points"]]
@@ -345,7 +403,9 @@ def measure(trace: Path | None, minutes: float, model: Path) -> dict:
         print("Azure", flush=True)
         slots = int((0.9 * 80e9 - 16.4e9) / 147456)  # what the weights leave
         figures["Azure, Qwen3-8B on an A100 with 80 GB"] = figure(azure_load, systems(16384, slots))
-    ablations = {"prefix cache: 8 questions per second about 8 texts": ablation(documented, CACHE, 8.0)}
+    ablations = {
+        "prefix cache: 8 questions per second about 8 texts": ablation(documented, CACHE, 8.0)
+    }
     ablations["scarce memory: chats, 3.2 per second"] = ablation(chat, PREEMPTION, 3.2)
     ablations["chunks: chats, 2.5 per second"] = ablation(chat, chunk_variants(4096), 2.5)
     if azure_load:
@@ -359,9 +419,15 @@ def measure(trace: Path | None, minutes: float, model: Path) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trace", type=Path, help="CSV with TIMESTAMP, ContextTokens and GeneratedTokens")
-    parser.add_argument("--minutes", type=float, default=10, help="how long chats arrive; Azure's a quarter of it")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--trace", type=Path, help="CSV with TIMESTAMP, ContextTokens and GeneratedTokens"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=10, help="how long chats arrive; Azure's a quarter of it"
+    )
     parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument("--picture", type=Path, help="draw the figure into this file")
     args = parser.parse_args()

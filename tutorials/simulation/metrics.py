@@ -35,7 +35,11 @@ def ttft(request: Served) -> float | None:
 def tpot(request: Served) -> float | None:
     """Time per output token after the first; a request with one token has none."""
     times = request.token_times
-    return (times[-1] - times[0]) / (len(times) - 1) if is_finished(request) and len(times) > 1 else None
+    return (
+        (times[-1] - times[0]) / (len(times) - 1)
+        if is_finished(request) and len(times) > 1
+        else None
+    )
 
 
 def latency(request: Served) -> float | None:
@@ -53,12 +57,18 @@ def distribution(values: Iterable[float | None]) -> dict[str, float | None]:
     """Percentiles are interpolated linearly between the two nearest values."""
     present = sorted(value for value in values if value is not None)
     mean = ratio(fsum(present), len(present))
-    return {"mean": mean, **{f"p{q}": percentile(present, q) for q in (50, 90, 99)}, "max": percentile(present, 100)}
+    return {
+        "mean": mean,
+        **{f"p{q}": percentile(present, q) for q in (50, 90, 99)},
+        "max": percentile(present, 100),
+    }
 
 
 def between_tokens(requests: Iterable[Served]) -> Iterator[float]:
     """Seconds between a token and the next one of the same answer."""
-    return chain.from_iterable((b - a for a, b in pairwise(request.token_times)) for request in requests)
+    return chain.from_iterable(
+        (b - a for a, b in pairwise(request.token_times)) for request in requests
+    )
 
 
 def ratio(part: float, whole: float) -> float | None:
@@ -70,7 +80,11 @@ def ratio(part: float, whole: float) -> float | None:
 
 def meets(request: Served, slo: tuple[float, float]) -> bool:
     """Whether it is finished, and both its TTFT and its TPOT are within the objective. No TPOT is a good one."""
-    return is_finished(request) and (ttft(request) or 0.0) <= slo[0] and (tpot(request) or 0.0) <= slo[1]
+    return (
+        is_finished(request)
+        and (ttft(request) or 0.0) <= slo[0]
+        and (tpot(request) or 0.0) <= slo[1]
+    )
 
 
 def meets_deadline(request: Served) -> bool:
@@ -88,7 +102,11 @@ def jain(values: Iterable[float]) -> float | None:
     (R. Jain, D. Chiu, W. Hawe: A quantitative measure of fairness and discrimination, DEC-TR-301, 1984.)
     """
     numbers = list(values)
-    return ratio(sum(numbers) ** 2, len(numbers) * sum(x * x for x in numbers)) if len(numbers) > 1 else None
+    return (
+        ratio(sum(numbers) ** 2, len(numbers) * sum(x * x for x in numbers))
+        if len(numbers) > 1
+        else None
+    )
 
 
 def service(requests: list[Served]) -> Counter[float]:
@@ -107,7 +125,11 @@ def service(requests: list[Served]) -> Counter[float]:
 def backlog(requests: list[Served], end: float) -> list[tuple[float, float]]:
     """When at least one of the requests waited or ran, as intervals that do not touch. Unfinished ones do until `end`."""
     periods: list[tuple[float, float]] = []
-    ends = [(r.arrival, r.token_times[-1] if is_finished(r) else end) for r in requests if r.arrival < end]
+    ends = [
+        (r.arrival, r.token_times[-1] if is_finished(r) else end)
+        for r in requests
+        if r.arrival < end
+    ]
     for begin, until in sorted(ends):
         if periods and begin <= periods[-1][1]:
             begin, until = periods[-1][0], max(periods.pop()[1], until)
@@ -121,7 +143,9 @@ def service_rate(requests: list[Served], end: float) -> float:
     return ratio(service(requests).total(), seconds) or 0.0
 
 
-def overlaps(a: list[tuple[float, float]], b: list[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+def overlaps(
+    a: list[tuple[float, float]], b: list[tuple[float, float]]
+) -> Iterator[tuple[float, float]]:
     """The intervals that lie in an interval of each list."""
     a, b = a[::-1], b[::-1]
     while a and b:
@@ -171,7 +195,9 @@ def tokens_needed(request: Served) -> int:
     """Tokens to compute for what it has got. The last output token is never computed. (For a prompt whose first token
     never came this says 0.)"""
     received = len(request.token_times)
-    return request.job.num_prompt_tokens - request.num_cached_tokens + received - 1 if received else 0
+    return (
+        request.job.num_prompt_tokens - request.num_cached_tokens + received - 1 if received else 0
+    )
 
 
 def summary(run: Run, slo: tuple[float, float] | None = None) -> dict:
@@ -186,8 +212,12 @@ def summary(run: Run, slo: tuple[float, float] | None = None) -> dict:
     were not cached at first, and outputs need: the price of preemption. It falls below 0 if a request found more in the
     cache when it came back.
     """
-    if slo is not None and not (isinstance(slo, tuple | list) and len(slo) == 2 and all(is_number(x, 0) for x in slo)):
-        raise ValueError(f"slo={shown(slo)} is not allowed: it must be None or (TTFT, TPOT) in seconds")
+    if slo is not None and not (
+        isinstance(slo, tuple | list) and len(slo) == 2 and all(is_number(x, 0) for x in slo)
+    ):
+        raise ValueError(
+            f"slo={shown(slo)} is not allowed: it must be None or (TTFT, TPOT) in seconds"
+        )
     requests, finished = run.requests, [request for request in run.requests if is_finished(request)]
     good = None if slo is None else sum(meets(request, slo) for request in requests)
     with_deadline = [request for request in requests if "deadline" in request.job.extra_args]
@@ -204,7 +234,9 @@ def summary(run: Run, slo: tuple[float, float] | None = None) -> dict:
         "latency": distribution(map(latency, requests)),
         "normalized_latency": distribution(map(normalized_latency, requests)),
         "requests_per_second": ratio(len(finished), run.seconds),
-        "output_tokens_per_second": ratio(sum(len(request.token_times) for request in requests), run.seconds),
+        "output_tokens_per_second": ratio(
+            sum(len(request.token_times) for request in requests), run.seconds
+        ),
         "slo": None if slo is None else list(slo),
         "goodput": None if good is None else ratio(good, run.seconds),
         "goodput_share": None if good is None else ratio(good, len(requests)),
@@ -253,9 +285,14 @@ def table(summaries: dict[str, dict]) -> str:
         for key in path.split():
             values = [value[key] for value in values]
         if any(value is not None for value in values):
-            lines.append([label, *("-" if value is None else format(value, spec) for value in values)])
+            lines.append(
+                [label, *("-" if value is None else format(value, spec) for value in values)]
+            )
     first, *others = (max(map(len, column)) for column in zip(*lines))
-    return "\n".join("  ".join([name.ljust(first), *map(str.rjust, cells, others)]).rstrip() for name, *cells in lines)
+    return "\n".join(
+        "  ".join([name.ljust(first), *map(str.rjust, cells, others)]).rstrip()
+        for name, *cells in lines
+    )
 
 
 def save(path: str | Path, summaries: dict[str, dict], **about: object) -> None:
@@ -277,7 +314,10 @@ def states(run: Run) -> dict[int, str]:
     """
     if not run.steps:
         raise ValueError("the run has no steps: simulate with keep_steps=True")
-    rows = {i: [" "] * len(run.steps) for i in sorted(range(len(run.requests)), key=lambda i: run.requests[i].arrival)}
+    rows = {
+        i: [" "] * len(run.steps)
+        for i in sorted(range(len(run.requests)), key=lambda i: run.requests[i].arrival)
+    }
     for column, step in enumerate(run.steps):
         for i, num_tokens, is_prompt in step.items:
             rows[i][column] = "#" if is_prompt or num_tokens > 1 else "o"
@@ -296,6 +336,9 @@ def gantt_text(run: Run, width: int = 100) -> str:
     rows = states(run)
     shown_steps, margin = min(width, len(run.steps)), len(f"job {max(rows)}") + 2
     ruler = "".join(str(i).ljust(10) for i in range(0, shown_steps, 10))
-    lines = ["step".ljust(margin) + ruler, *(f"job {i}".ljust(margin) + row[:shown_steps] for i, row in rows.items())]
+    lines = [
+        "step".ljust(margin) + ruler,
+        *(f"job {i}".ljust(margin) + row[:shown_steps] for i, row in rows.items()),
+    ]
     more = f"; {len(run.steps) - shown_steps:,} more steps" if shown_steps < len(run.steps) else ""
     return "\n".join(line.rstrip() for line in [*lines, LEGEND + more])

@@ -21,7 +21,13 @@ STATES = {  # what `states` says: color, height in rows, name
     "x": ("#D55E00", 0.2, "preempted"),
     "-": ("#0072B2", 0.08, "no part in the step"),
 }
-LEGEND = {"ncol": len(STATES), "frameon": False, "fontsize": "small", "borderaxespad": 0.2, "columnspacing": 1.2}
+LEGEND = {
+    "ncol": len(STATES),
+    "frameon": False,
+    "fontsize": "small",
+    "borderaxespad": 0.2,
+    "columnspacing": 1.2,
+}
 
 
 def gantt(run: Run, target: Target, by: str = "steps", title: str = "") -> None:
@@ -32,14 +38,27 @@ def gantt(run: Run, target: Target, by: str = "steps", title: str = "") -> None:
     if by not in ("steps", "seconds"):
         raise ValueError(f"by={shown(by)} is not allowed: it must be steps or seconds")
     rows = states(run)
-    spans = [(i, 1.0) if by == "steps" else (step.start, step.end - step.start) for i, step in enumerate(run.steps)]
-    with canvas(target, width=max(6, 1 + 0.27 * min(len(run.steps), 80)), height=1.2 + 0.32 * len(rows)) as axes:
+    spans = [
+        (i, 1.0) if by == "steps" else (step.start, step.end - step.start)
+        for i, step in enumerate(run.steps)
+    ]
+    with canvas(
+        target, width=max(6, 1 + 0.27 * min(len(run.steps), 80)), height=1.2 + 0.32 * len(rows)
+    ) as axes:
         for y, (i, row) in enumerate(rows.items()):
             for state in set(row) - {" "}:
                 color, height, _ = STATES[state]
                 bars = [span for span, cell in zip(spans, row) if cell == state]
-                width = 0.8 if height > 0.5 else 0  # a white edge between steps, but not in thin lines
-                axes.broken_barh(bars, (y - height / 2, height), facecolor=color, edgecolor="white", linewidth=width)
+                width = (
+                    0.8 if height > 0.5 else 0
+                )  # a white edge between steps, but not in thin lines
+                axes.broken_barh(
+                    bars,
+                    (y - height / 2, height),
+                    facecolor=color,
+                    edgecolor="white",
+                    linewidth=width,
+                )
             for x, step in enumerate(run.steps if by == "steps" else []):
                 if row[x] == "#":
                     num_tokens = sum(n for j, n, _ in step.items if j == i)
@@ -50,8 +69,19 @@ def gantt(run: Run, target: Target, by: str = "steps", title: str = "") -> None:
         axes.set_xlabel("step" if by == "steps" else "time in seconds")
         axes.xaxis.get_major_locator().set_params(integer=by == "steps")  # there is no step 2.5
         seen = set().union(*rows.values())
-        patches = [Patch(color=color, label=name) for state, (color, _, name) in STATES.items() if state in seen]
-        axes.legend(handles=patches, title=title, loc="lower left", bbox_to_anchor=(0, 1), alignment="left", **LEGEND)
+        patches = [
+            Patch(color=color, label=name)
+            for state, (color, _, name) in STATES.items()
+            if state in seen
+        ]
+        axes.legend(
+            handles=patches,
+            title=title,
+            loc="lower left",
+            bbox_to_anchor=(0, 1),
+            alignment="left",
+            **LEGEND,
+        )
 
 
 def latency_over_rate(

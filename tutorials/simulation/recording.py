@@ -25,7 +25,9 @@ from nanovllm.simulator import Arrivals, Job, Machine, Run, Runs, Served, items_
 def token_ids(runs: Runs, vocab_size: int) -> list[int]:
     """A text for a prompt: at each place of a run stands a random token that only depends on the run's token id and the
     place. So of two runs with the same id, the shorter one is how the longer one begins."""
-    return [i for token, count in runs for i in random.Random(token).choices(range(vocab_size), k=count)]
+    return [
+        i for token, count in runs for i in random.Random(token).choices(range(vocab_size), k=count)
+    ]
 
 
 def record(
@@ -43,7 +45,10 @@ def record(
     """
     recorder = Recorder(llm, jobs)
     scheduler = llm.scheduler
-    scheduler.schedule, scheduler.preempt = recorder.schedule, recorder.preempt  # watched from outside
+    scheduler.schedule, scheduler.preempt = (
+        recorder.schedule,
+        recorder.preempt,
+    )  # watched from outside
     try:
         recorder.play(clock, sleep)
     finally:
@@ -58,7 +63,11 @@ class Recorder:
         self.llm, self.jobs, self.scheduler = llm, jobs, llm.scheduler
         self.run, self.steps = Run([Served(job) for job in jobs]), list[Step]()
         self.prompts = [token_ids(job.prompt, llm.runner.vocab_size) for job in jobs]
-        self.plan, self.preempt_it, self.before = self.scheduler.schedule, self.scheduler.preempt, counters(llm)
+        self.plan, self.preempt_it, self.before = (
+            self.scheduler.schedule,
+            self.scheduler.preempt,
+            counters(llm),
+        )
         self.arrivals = Arrivals(jobs)
 
     def play(self, clock: Callable[[], float], sleep: Callable[[float], None]) -> None:
@@ -76,7 +85,9 @@ class Recorder:
 
     def add(self, time: float, index: int) -> None:
         job, self.run.requests[index].arrival = self.jobs[index], time
-        params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=job.num_outputs, extra_args=job.extra_args)
+        params = SamplingParams(
+            temperature=0, ignore_eos=True, max_tokens=job.num_outputs, extra_args=job.extra_args
+        )
         self.llm.add_request(self.prompts[index], params, str(index))
 
     def schedule(self) -> Schedule:
@@ -147,7 +158,9 @@ class Recording(Machine):
             )
         recorded = [tuple(item) for item in self.steps[k].items], self.steps[k].sampled
         if planned != recorded:
-            raise ValueError(f"step {k} is another one: planned {describe(*planned)}, recorded {describe(*recorded)}")
+            raise ValueError(
+                f"step {k} is another one: planned {describe(*planned)}, recorded {describe(*recorded)}"
+            )
         return self.steps[k].seconds
 
     def save(self, path: str | Path) -> None:

@@ -43,7 +43,8 @@ class Watched(Machine):
         """Microseconds per sequence of a step, in each quarter of the steps."""
         ends = [(len(self.times) - 1) * i // 4 for i in range(5)]
         return [
-            1e6 * (self.times[end] - self.times[begin]) / sum(self.sizes[begin:end]) for begin, end in pairwise(ends)
+            1e6 * (self.times[end] - self.times[begin]) / sum(self.sizes[begin:end])
+            for begin, end in pairwise(ends)
         ]
 
 
@@ -56,7 +57,9 @@ def measure(trace: Path, count: int | None, arrivals: str) -> dict:
     machine = Watched()
     run = simulate(jobs, Config(model="qwen3-8b"), machine)
     seconds, processor_seconds = time.perf_counter() - start, time.process_time() - processor_start
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
     return {
         "requests": len(jobs),
         "simulated_seconds": run.seconds,
@@ -71,8 +74,15 @@ def measure(trace: Path, count: int | None, arrivals: str) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trace", type=Path, required=True, help="CSV with TIMESTAMP, ContextTokens, GeneratedTokens")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        required=True,
+        help="CSV with TIMESTAMP, ContextTokens, GeneratedTokens",
+    )
     parser.add_argument("--requests", type=int, help="only the first so many")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     args = parser.parse_args()

@@ -61,7 +61,9 @@ def gamma(rate: float, cv: float, seed: int = 0) -> Iterator[float]:
     bursts."""
     require_positive(rate=rate, cv=cv)
     rng, shape = generator("gamma", seed), cv**-2
-    return itertools.accumulate(rng.gammavariate(shape, 1 / (rate * shape)) for _ in itertools.repeat(None))
+    return itertools.accumulate(
+        rng.gammavariate(shape, 1 / (rate * shape)) for _ in itertools.repeat(None)
+    )
 
 
 def all_at_once() -> Iterator[float]:
@@ -84,9 +86,20 @@ def lognormal(
     """Lengths with these means, in tokens; `sigma` is the standard deviation of their logarithms. A request of more than
     `max_model_len` tokens is drawn again, which makes the means somewhat smaller."""
     require_positive(prompt=prompt, output=output, sigma=sigma)
-    require("max_model_len", max_model_len, is_int(max_model_len, prompt + output), "an integer, at least both means")
-    rng, means = generator("lengths", seed), [math.log(mean) - sigma**2 / 2 for mean in (prompt, output)]
-    draws = ([max(1, round(rng.lognormvariate(mean, sigma))) for mean in means] for _ in itertools.repeat(None))
+    require(
+        "max_model_len",
+        max_model_len,
+        is_int(max_model_len, prompt + output),
+        "an integer, at least both means",
+    )
+    rng, means = (
+        generator("lengths", seed),
+        [math.log(mean) - sigma**2 / 2 for mean in (prompt, output)],
+    )
+    draws = (
+        [max(1, round(rng.lognormvariate(mean, sigma))) for mean in means]
+        for _ in itertools.repeat(None)
+    )
     return ((n_in, n_out) for n_in, n_out in draws if n_in + n_out <= max_model_len)
 
 
@@ -114,7 +127,9 @@ def take(name: str, items: Iterable, count: int) -> list:
 
 def new_job(time: float, prompt: Runs, output: int, answer: int, **fields: Any) -> Job:
     """The client's `max_tokens` cuts no answer off."""
-    return Job(time, prompt, output, answer, max(output, Job._field_defaults["max_tokens"]), **fields)
+    return Job(
+        time, prompt, output, answer, max(output, Job._field_defaults["max_tokens"]), **fields
+    )
 
 
 def workload(
@@ -134,7 +149,9 @@ def workload(
     extras = [{}] * count if labels is None else take("labels", labels, count)
     return [
         new_job(time, (*prefix, (i, n_in)), n_out, i + 1, extra_args=dict(label))
-        for i, time, (n_in, n_out), prefix, label in zip(itertools.count(1, 2), times, pairs, starts, extras)
+        for i, time, (n_in, n_out), prefix, label in zip(
+            itertools.count(1, 2), times, pairs, starts, extras
+        )
     ]
 
 
@@ -144,7 +161,12 @@ def azure(path: str | Path, count: int | None = None, rate: float | None = None)
     `rate` scales the gaps to so many requests per second. None keeps the recorded times.
     """
     require("count", count, count is None or is_int(count, 1), "a positive integer or None")
-    require("rate", rate, rate is None or (is_number(rate, 0) and rate != 0), "a positive number or None")
+    require(
+        "rate",
+        rate,
+        rate is None or (is_number(rate, 0) and rate != 0),
+        "a positive number or None",
+    )
     rows = read_trace(Path(path), count, rate)
     return workload([time for *_, time in rows], [row[:2] for row in rows], len(rows))
 
@@ -169,7 +191,12 @@ def multi_turn(
     require("turns", turns, is_number(turns, 1), "a number, 1 or more")
     require("think", think, is_number(think, 0), "a number of seconds, 0 or more")
     require("system_tokens", system_tokens, is_int(system_tokens, 0), "an integer, 0 or more")
-    rng, ids, lengths, jobs = generator("turns", seed), itertools.count(2), iter(lengths), list[Job]()
+    rng, ids, lengths, jobs = (
+        generator("turns", seed),
+        itertools.count(2),
+        iter(lengths),
+        list[Job](),
+    )
     for start in sorted(take("arrivals", arrivals, count)):
         time, context, after = start, ((1, system_tokens),) * (system_tokens > 0), None
         while True:
@@ -177,7 +204,10 @@ def multi_turn(
             job = new_job(time, (*context, (next(ids), n_in)), n_out, next(ids), after=after)
             if (total := job.num_prompt_tokens + n_out) > max_model_len:
                 require(
-                    "max_model_len", max_model_len, after is not None, f"at least {total}: a first turn has so many"
+                    "max_model_len",
+                    max_model_len,
+                    after is not None,
+                    f"at least {total}: a first turn has so many",
                 )
                 break
             jobs.append(job)
@@ -199,8 +229,13 @@ def shared_prefix(
     """Questions about a few long documents. Zipf's law: the k-th is asked about in proportion to k^-`skew`."""
     require_counts(count=count, num_prefixes=num_prefixes, prefix_tokens=prefix_tokens)
     require("skew", skew, is_number(skew, 0), "a number, 0 or more")
-    weights, first = [k**-skew for k in range(1, num_prefixes + 1)], 2 * count + 1  # workload takes the ids below
-    chosen = generator("prefixes", seed).choices(range(first, first + num_prefixes), weights, k=count)
+    weights, first = (
+        [k**-skew for k in range(1, num_prefixes + 1)],
+        2 * count + 1,
+    )  # workload takes the ids below
+    chosen = generator("prefixes", seed).choices(
+        range(first, first + num_prefixes), weights, k=count
+    )
     return workload(arrivals, lengths, count, prefixes=[((i, prefix_tokens),) for i in chosen])
 
 
@@ -209,15 +244,30 @@ def tenants(rates: Mapping[str, float], lengths: Lengths, count: int, seed: int 
 
     extra_args["tenant"] says whose a request is. For tenants with different lengths, see `labelled` and `merged`.
     """
-    require("rates", rates, isinstance(rates, Mapping) and rates, "a rate for each of one or more tenants")
+    require(
+        "rates",
+        rates,
+        isinstance(rates, Mapping) and rates,
+        "a rate for each of one or more tenants",
+    )
     require_counts(count=count)
     require_positive(**{f"rates[{name!r}]": rate for name, rate in rates.items()})
     chosen = generator("tenants", seed).choices([*rates], [*rates.values()], k=count)
-    return workload(poisson(sum(rates.values()), seed), lengths, count, labels=[{"tenant": name} for name in chosen])
+    return workload(
+        poisson(sum(rates.values()), seed),
+        lengths,
+        count,
+        labels=[{"tenant": name} for name in chosen],
+    )
 
 
 def deadlines(
-    arrivals: Arrivals, count: int, share: float = 0.5, urgent: float = 2.0, patient: float = 60.0, seed: int = 0
+    arrivals: Arrivals,
+    count: int,
+    share: float = 0.5,
+    urgent: float = 2.0,
+    patient: float = 60.0,
+    seed: int = 0,
 ) -> list[Job]:
     """A `share` of urgent requests, as short as Alpaca's, among patient ones, as long as ShareGPT's.
 
@@ -233,7 +283,9 @@ def deadlines(
     )
     chosen = [rng.random() < share for _ in range(count)]
     labels = [{"deadline": kinds[is_urgent][1], "urgent": is_urgent} for is_urgent in chosen]
-    return workload(arrivals, (next(kinds[is_urgent][0]) for is_urgent in chosen), count, labels=labels)
+    return workload(
+        arrivals, (next(kinds[is_urgent][0]) for is_urgent in chosen), count, labels=labels
+    )
 
 
 # --- workloads out of others ---
@@ -250,7 +302,10 @@ def predicted(jobs: list[Job], sigma: float, seed: int = 0) -> list[Job]:
     require("sigma", sigma, is_number(sigma, 0, 100), "a number from 0 to 100")
     rng = generator("predictions", seed)
     guesses = [max(1, round(job.num_outputs * rng.lognormvariate(0, sigma))) for job in jobs]
-    return [job._replace(extra_args=job.extra_args | {"predicted_tokens": guess}) for job, guess in zip(jobs, guesses)]
+    return [
+        job._replace(extra_args=job.extra_args | {"predicted_tokens": guess})
+        for job, guess in zip(jobs, guesses)
+    ]
 
 
 def merged(*workloads: list[Job]) -> list[Job]:
@@ -260,10 +315,15 @@ def merged(*workloads: list[Job]) -> list[Job]:
         shift = top
         for job in workload:
             after = None if job.after is None else begin + job.after
-            prompt = tuple((token_id and token_id + shift, count) for token_id, count in job.prompt)  # STOP stays
+            prompt = tuple(
+                (token_id and token_id + shift, count) for token_id, count in job.prompt
+            )  # STOP stays
             jobs.append(job._replace(prompt=prompt, answer=job.answer + shift, after=after))
             starts.append(job.time if after is None else starts[after])
             top = max(top, jobs[-1].answer, *(token_id for token_id, _ in prompt))
     order = sorted(range(len(jobs)), key=starts.__getitem__)  # stable: turns stay in order
     place = {old: new for new, old in enumerate(order)}
-    return [job._replace(after=None if job.after is None else place[job.after]) for job in map(jobs.__getitem__, order)]
+    return [
+        job._replace(after=None if job.after is None else place[job.after])
+        for job in map(jobs.__getitem__, order)
+    ]

@@ -43,7 +43,9 @@ def join(numbers):
 
 def add(rng):
     a, b = number(rng), number(rng)
-    ask = rng.choice(["what is {} + {}?", "{} + {} = ?", "{} + {}", "add {} and {}", "how much is {} plus {}?"])
+    ask = rng.choice(
+        ["what is {} + {}?", "{} + {} = ?", "{} + {}", "add {} and {}", "how much is {} plus {}?"]
+    )
     return ask.format(a, b), f"{a} + {b} = {a + b}"
 
 
@@ -83,7 +85,9 @@ def primes(rng):
     found = join(n for n in range(low, high + 1) if is_prime(n)) or "There are none."
     if low:
         return f"list all prime numbers between {low} and {high}", found
-    return rng.choice(["list all prime numbers within {}", "list all primes up to {}"]).format(high), found
+    return rng.choice(["list all prime numbers within {}", "list all primes up to {}"]).format(
+        high
+    ), found
 
 
 def sort(rng):
@@ -112,7 +116,9 @@ def phone_book_turns(rng, entries, turns):
     numbers = [f"{rng.randrange(10000):04d}" for _ in names]
     text = "phone book:\n" + "".join(f"{name} {phone}\n" for name, phone in zip(names, numbers))
     for i in rng.choices(range(entries), k=turns):
-        ask = rng.choice(["what is the number of {}?", "what is {}'s number?", "how can I reach {}?"])
+        ask = rng.choice(
+            ["what is the number of {}?", "what is {}'s number?", "how can I reach {}?"]
+        )
         yield text + ask.format(names[i]), f"{names[i]} {numbers[i]}"
         text = ""
 
@@ -160,7 +166,9 @@ def introduce(rng):
 
 def thanks(rng):
     ask = rng.choice(["thank you", "thanks", "thank you!", "thanks a lot"])
-    return ask, rng.choice(["You are welcome!", "My pleasure.", "You are welcome. Ask me more!", "Any time!"])
+    return ask, rng.choice(
+        ["You are welcome!", "My pleasure.", "You are welcome. Ask me more!", "Any time!"]
+    )
 
 
 ANIMALS = "fox rabbit bear owl mouse cat dog frog hedgehog turtle squirrel duck horse crow".split()
@@ -176,7 +184,15 @@ PLACES = [
     "on a small island",
     "beside a slow river",
 ]
-THINGS = ["golden key", "blue scarf", "little bell", "red kite", "silver spoon", "paper map", "warm lantern"]
+THINGS = [
+    "golden key",
+    "blue scarf",
+    "little bell",
+    "red kite",
+    "silver spoon",
+    "paper map",
+    "warm lantern",
+]
 HIDES = [
     "under a pile of leaves",
     "in a hollow tree",
@@ -186,7 +202,10 @@ HIDES = [
 ]
 PLOTS = [
     [  # something lost
-        ["One morning {He} saw that {his} {thing} was gone.", "One windy day {He} lost {his} {thing}."],
+        [
+            "One morning {He} saw that {his} {thing} was gone.",
+            "One windy day {He} lost {his} {thing}.",
+        ],
         [
             "{He} looked in the house, on the path and by the well, but it was not there.",
             "{He} searched all day and found nothing but dust.",
@@ -213,7 +232,10 @@ PLOTS = [
             "So one day {He} packed some bread and a {thing}, and left.",
             "One morning {He} took {his} {thing} and walked away before anybody was awake.",
         ],
-        ["The road was long, and it rained for three days.", "The way was steep, and at night it was very cold."],
+        [
+            "The road was long, and it rained for three days.",
+            "The way was steep, and at night it was very cold.",
+        ],
         [
             'On the fourth day a {trait2} {friend} sat by the road. "Where are you going?" asked the {friend}. "To the end of the world," said {name}. "You have passed it already," said the {friend} and smiled.',
             'At the top lived a {trait2} {friend}. "I came to see the world," said {name}. "Then turn around," said the {friend}, and there it was, wide and bright.',
@@ -224,7 +246,10 @@ PLOTS = [
         ],
     ],
     [  # a storm
-        ["One night a great storm came and broke the bridge.", "In autumn a storm took the roof off {his} house."],
+        [
+            "One night a great storm came and broke the bridge.",
+            "In autumn a storm took the roof off {his} house.",
+        ],
         [
             '"I can mend it alone," said {name}, but the wood was too heavy for {him}.',
             "{He} tried to mend it, but every time it fell down again.",
@@ -296,7 +321,9 @@ def story(rng):
     kind = rng.random()
     if kind < 0.25:
         return rng.choice(["tell me a story", "write a short story", "tell a story"]), tell(rng)
-    ask = rng.choice(["tell me a story about a {}", "write a short story about a {}", "tell a story about a {}"])
+    ask = rng.choice(
+        ["tell me a story about a {}", "write a short story about a {}", "tell a story about a {}"]
+    )
     if kind < 0.65:
         return ask.format(animal), tell(rng, animal)
     return ask.format(f"{trait} {animal}"), tell(rng, animal, trait)
@@ -309,7 +336,16 @@ EASY = {
     add: 20, subtract: 24, count: 8, primes: 8, sort: 14, reverse: 6, repeat: 3, phone_book: 14,
     introduce: 2, thanks: 1, story: 5,
 }  # fmt: skip
-HARD = EASY | {add: 36, subtract: 64, sort: 18, primes: 20, reverse: 8, phone_book: 4, repeat: 1, story: 4}
+HARD = EASY | {
+    add: 36,
+    subtract: 64,
+    sort: 18,
+    primes: 20,
+    reverse: 8,
+    phone_book: 4,
+    repeat: 1,
+    story: 4,
+}
 TASKS = list(EASY)
 SYSTEM = ["You are a helpful assistant.", "You are Tiny, a small model.", "Answer the question."]
 
@@ -330,7 +366,9 @@ def turns(rng, level):
     arithmetic slowly.
     """
     weights = [EASY[task] + level * (HARD[task] - EASY[task]) for task in TASKS]
-    if rng.random() < 0.02 * level:  # up to about 1,400 tokens; several questions, since a long book is dear to read
+    if (
+        rng.random() < 0.02 * level
+    ):  # up to about 1,400 tokens; several questions, since a long book is dear to read
         yield from phone_book_turns(rng, rng.randint(20, len(NAMES)), 8)
         return
     for _ in range(rng.choice([1, 1, 2, 3])):
@@ -345,12 +383,23 @@ def turns(rng, level):
 def chat(rng, level=1.0):
     """One training document as [(text, is_learned)]."""
     if rng.random() < 0.04:  # plain text, for prompts without a chat template
-        return [(rng.choice([tell, lambda r: add(r)[1], lambda r: subtract(r)[1]])(rng) + "<|endoftext|>", True)]
+        return [
+            (
+                rng.choice([tell, lambda r: add(r)[1], lambda r: subtract(r)[1]])(rng)
+                + "<|endoftext|>",
+                True,
+            )
+        ]
     parts = []
     if rng.random() < 0.15:
         parts.append((f"<|im_start|>system\n{rng.choice(SYSTEM)}<|im_end|>\n", False))
     for question, answer in turns(rng, level):
-        parts.append((f"<|im_start|>user\n{as_typed(rng, question)}<|im_end|>\n<|im_start|>assistant\n", False))
+        parts.append(
+            (
+                f"<|im_start|>user\n{as_typed(rng, question)}<|im_end|>\n<|im_start|>assistant\n",
+                False,
+            )
+        )
         parts.append((f"{answer}<|im_end|>", True))
         parts.append(("\n", False))
     return parts

@@ -17,7 +17,9 @@ TASKS = CHECKED | {
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", help="default: the embedded model")
     parser.add_argument("--questions", type=int, default=200, help="for each task")
     parser.add_argument("--seed", type=int, default=1_000_000)
@@ -31,7 +33,9 @@ def main():
         pairs = [task(rng) for _ in range(args.questions)]
         chats = [[{"role": "user", "content": as_typed(rng, question)}] for question, _ in pairs]
         outputs = llm.chat(chats, SamplingParams(temperature=0, max_tokens=256), use_tqdm=False)
-        wrong = [(q, a, o.outputs[0].text) for (q, a), o in zip(pairs, outputs) if o.outputs[0].text != a]
+        wrong = [
+            (q, a, o.outputs[0].text) for (q, a), o in zip(pairs, outputs) if o.outputs[0].text != a
+        ]
         longest = max(len(output.prompt_token_ids) for output in outputs)
         print(f"| {name} | {1 - len(wrong) / len(pairs):.1%} | {longest} tokens |", flush=True)
         for question, answer, text in wrong[: args.show_wrong]:

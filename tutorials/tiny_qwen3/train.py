@@ -38,7 +38,9 @@ def train_tokenizer(rng, vocab_size=1536):
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - len(SPECIAL), initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=vocab_size - len(SPECIAL),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     texts = (text for _ in range(20_000) for text, _ in chat(rng))
     tokenizer.train_from_iterator((t.replace(s, "") for t in texts for s in SPECIAL), trainer)
@@ -58,7 +60,9 @@ def micro_batches(tokenizer, rng, level, tokens=2048):
         parts = chat(rng, level())
         pieces = tokenizer.encode_batch([text for text, _ in parts])
         ids = [i for piece in pieces for i in piece.ids][: LENGTHS[-1]]
-        learned = [learn for piece, (_, learn) in zip(pieces, parts) for _ in piece.ids][: LENGTHS[-1]]
+        learned = [learn for piece, (_, learn) in zip(pieces, parts) for _ in piece.ids][
+            : LENGTHS[-1]
+        ]
         length = next(length for length in LENGTHS if length >= len(ids))
         padding = length - len(ids)
         waiting[length].append((ids + [0] * padding, learned + [False] * padding))
@@ -72,7 +76,9 @@ def loss_of(model, ids, learned):
     """Summed cross-entropy of predicting the learned tokens from those before them."""
     hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
     targets = ids.masked_fill(~learned, -100)[:, 1:]
-    return F.cross_entropy(model.lm_head(hidden)[:, :-1].float().flatten(0, 1), targets.flatten(), reduction="sum")
+    return F.cross_entropy(
+        model.lm_head(hidden)[:, :-1].float().flatten(0, 1), targets.flatten(), reduction="sum"
+    )
 
 
 def save(model, tokenizer, out):
@@ -97,10 +103,17 @@ def save(model, tokenizer, out):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tokens", type=float, default=50e6)
-    parser.add_argument("--hours", type=float, default=float("inf"), help="end by then, with fewer tokens if need be")
+    parser.add_argument(
+        "--hours",
+        type=float,
+        default=float("inf"),
+        help="end by then, with fewer tokens if need be",
+    )
     parser.add_argument("--batch", type=int, default=4096, help="tokens per step, padding included")
     parser.add_argument("--lr", type=float, default=0.02, help="Muon's; AdamW takes a sixth of it")
     parser.add_argument("--init", type=Path, help="go on from this model, past the easy beginning")
@@ -109,7 +122,9 @@ def main():
 
     torch.manual_seed(args.seed)
     rng = random.Random(args.seed)
-    kept = args.out / "tokenizer.json"  # an earlier tokenizer is kept, so that token ids in tests and chapters stay
+    kept = (
+        args.out / "tokenizer.json"
+    )  # an earlier tokenizer is kept, so that token ids in tests and chapters stay
     tokenizer = Tokenizer.from_file(str(kept)) if kept.exists() else train_tokenizer(rng)
     config = Qwen3Config(
         vocab_size=tokenizer.get_vocab_size(), hidden_size=192, intermediate_size=512, num_hidden_layers=5,
@@ -117,8 +132,15 @@ def main():
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0}, tie_word_embeddings=True,
         bos_token_id=None, eos_token_id=tokenizer.token_to_id("<|im_end|>"), pad_token_id=tokenizer.token_to_id("<|endoftext|>"),
     )  # fmt: skip
-    model = Qwen3ForCausalLM.from_pretrained(args.init).float() if args.init else Qwen3ForCausalLM(config)
-    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {config.vocab_size} tokens", flush=True)
+    model = (
+        Qwen3ForCausalLM.from_pretrained(args.init).float()
+        if args.init
+        else Qwen3ForCausalLM(config)
+    )
+    print(
+        f"{sum(p.numel() for p in model.parameters()):,} parameters, {config.vocab_size} tokens",
+        flush=True,
+    )
 
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]

@@ -8,7 +8,15 @@ from tutorials.assignments.task import Goal, Part, Task
 from tutorials.simulation.metrics import ttft
 from tutorials.simulation.workloads import all_at_once, lognormal, poisson, shared_prefix, workload
 
-INVARIANTS = ("queues", "references", "budget", "seats", "missing", "writes", "moves")  # see README.md
+INVARIANTS = (
+    "queues",
+    "references",
+    "budget",
+    "seats",
+    "missing",
+    "writes",
+    "moves",
+)  # see README.md
 
 
 def little_memory(seed: int) -> list[Job]:
@@ -19,7 +27,9 @@ def little_memory(seed: int) -> list[Job]:
 def documents(seed: int) -> list[Job]:
     """Questions about eight documents of 512 tokens, which they share."""
     lengths = lognormal(40, 60, sigma=0.5, seed=seed)
-    return shared_prefix(poisson(rate=15, seed=seed), lengths, count=300, prefix_tokens=512, seed=seed)
+    return shared_prefix(
+        poisson(rate=15, seed=seed), lengths, count=300, prefix_tokens=512, seed=seed
+    )
 
 
 def many_at_once(seed: int) -> list[Job]:
@@ -40,16 +50,44 @@ TASK = Task(
         Part(
             "A",
             little_memory,
-            Config(model="qwen3-8b", num_blocks=600, max_num_seqs=128, max_num_batched_tokens=512, max_model_len=2048),
-            [Goal("mean time to first token / that of FCFS", ttft_share, none=1.0, full=0.97, points=8)],
+            Config(
+                model="qwen3-8b",
+                num_blocks=600,
+                max_num_seqs=128,
+                max_num_batched_tokens=512,
+                max_model_len=2048,
+            ),
+            [
+                Goal(
+                    "mean time to first token / that of FCFS",
+                    ttft_share,
+                    none=1.0,
+                    full=0.97,
+                    points=8,
+                )
+            ],
             points=15,
             scheduler="SchedulerA",
         ),
         Part(
             "B",
             documents,
-            Config(model="qwen3-8b", num_blocks=600, max_num_seqs=64, max_num_batched_tokens=512, max_model_len=2048),
-            [Goal("tokens from the cache / those of the base class", hits_share, none=0.5, full=0.8, points=8)],
+            Config(
+                model="qwen3-8b",
+                num_blocks=600,
+                max_num_seqs=64,
+                max_num_batched_tokens=512,
+                max_model_len=2048,
+            ),
+            [
+                Goal(
+                    "tokens from the cache / those of the base class",
+                    hits_share,
+                    none=0.5,
+                    full=0.8,
+                    points=8,
+                )
+            ],
             points=15,
             scheduler="Scheduler",
             block_manager="BlockManagerB",
@@ -57,7 +95,13 @@ TASK = Task(
         Part(
             "C",
             many_at_once,
-            Config(model="qwen3-8b", num_blocks=4000, max_num_seqs=400, max_num_batched_tokens=512, max_model_len=2048),
+            Config(
+                model="qwen3-8b",
+                num_blocks=4000,
+                max_num_seqs=400,
+                max_num_batched_tokens=512,
+                max_model_len=2048,
+            ),
             [],
             points=24,
             scheduler="SchedulerC",

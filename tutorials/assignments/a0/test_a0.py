@@ -17,7 +17,9 @@ MODULE = solution(Path(__file__).with_name("starter.py"))
 
 def test_answers_are_names_from_the_list():
     assert set(MODULE.ANSWERS) == {"A", "B", "C"}
-    assert set(MODULE.ANSWERS.values()) <= {*INVARIANTS, "?"}, f"choose from {', '.join(INVARIANTS)}"
+    assert set(MODULE.ANSWERS.values()) <= {*INVARIANTS, "?"}, (
+        f"choose from {', '.join(INVARIANTS)}"
+    )
 
 
 @pytest.mark.parametrize("part", load_task("a0").parts, ids=lambda part: part.name)
@@ -26,5 +28,7 @@ def test_what_is_still_broken(part):
         try:
             check_rules(part, MODULE, seed)
         except Exception as error:  # a bug may end in any of them
-            warnings.warn(f"{part.name} is broken, seed {seed}: {type(error).__name__}: {error}", stacklevel=1)
+            warnings.warn(
+                f"{part.name} is broken, seed {seed}: {type(error).__name__}: {error}", stacklevel=1
+            )
             return

@@ -26,4 +26,6 @@ def test_a_long_request_starts_while_short_ones_keep_coming():
     long = labelled(workload(repeat(5.0), fixed(50, 500), 1), predicted_tokens=500)
     run = simulate(merged(short, long), PART.config, PART.hardware, MODULE.MyScheduler)
     served = next(served for served in run.requests if served.job.num_outputs == 500)
-    assert served.token_times[0] < 40, f"the long request starts after {served.token_times[0]:.0f} s: it starves"
+    assert served.token_times[0] < 40, (
+        f"the long request starts after {served.token_times[0]:.0f} s: it starves"
+    )

@@ -39,10 +39,20 @@ TASK = Task(
             "questions and documents",
             questions_and_documents,
             Config(
-                model="qwen3-8b", num_blocks=4900, max_num_seqs=256, max_num_batched_tokens=2048, max_model_len=8192
+                model="qwen3-8b",
+                num_blocks=4900,
+                max_num_seqs=256,
+                max_num_batched_tokens=2048,
+                max_model_len=8192,
             ),
             [
-                Goal("mean time to first token / that of FCFS", ttft_share, none=1.0, full=0.75, points=30),
+                Goal(
+                    "mean time to first token / that of FCFS",
+                    ttft_share,
+                    none=1.0,
+                    full=0.75,
+                    points=30,
+                ),
                 Goal("time between tokens, p99 (ms)", p99_gap, none=40, full=18, points=20),
                 Goal("longest time between tokens (ms)", longest_gap, none=50, full=20, points=20),
             ],

@@ -9,7 +9,9 @@ from tutorials.simulation.workloads import labelled, lognormal, merged, poisson,
 SLOWER = 1.2  # seconds of the run / those of FCFS: what earns nothing
 
 
-def tenant(name: str, seed: int, rate: float, prompt: int, output: int, count: int, start: float = 0.0) -> list[Job]:
+def tenant(
+    name: str, seed: int, rate: float, prompt: int, output: int, count: int, start: float = 0.0
+) -> list[Job]:
     """`count` requests from second `start` on, `rate` per second, with these mean lengths in tokens."""
     lengths = lognormal(prompt, output, sigma=0.5, max_model_len=4096, seed=seed)
     jobs = workload(poisson(rate, seed=seed), lengths, count)
@@ -41,10 +43,24 @@ TASK = Task(
         Part(
             "three tenants",
             three_tenants,
-            Config(model="qwen3-8b", num_blocks=1200, max_num_seqs=24, max_num_batched_tokens=512, max_model_len=4096),
+            Config(
+                model="qwen3-8b",
+                num_blocks=1200,
+                max_num_seqs=24,
+                max_num_batched_tokens=512,
+                max_model_len=4096,
+            ),
             [
-                Goal("largest service gap / that of FCFS", gap_share, none=0.8, full=0.38, points=50),
-                Goal("seconds of the run / those of FCFS", duration_share, none=SLOWER, full=1.08, points=20),
+                Goal(
+                    "largest service gap / that of FCFS", gap_share, none=0.8, full=0.38, points=50
+                ),
+                Goal(
+                    "seconds of the run / those of FCFS",
+                    duration_share,
+                    none=SLOWER,
+                    full=1.08,
+                    points=20,
+                ),
             ],
             points=20,
         )

@@ -21,5 +21,9 @@ class TestRules(PublicTests):
 
 def test_a_tenant_that_is_alone_may_use_the_whole_server():
     jobs = labelled(PART.workload(1)[:200], tenant="A")
-    alone, fcfs = (simulate(jobs, PART.config, PART.hardware, cls) for cls in (MODULE.MyScheduler, None))
-    assert alone.seconds < 1.05 * fcfs.seconds, f"it takes {alone.seconds:.1f} s, and FCFS {fcfs.seconds:.1f} s"
+    alone, fcfs = (
+        simulate(jobs, PART.config, PART.hardware, cls) for cls in (MODULE.MyScheduler, None)
+    )
+    assert alone.seconds < 1.05 * fcfs.seconds, (
+        f"it takes {alone.seconds:.1f} s, and FCFS {fcfs.seconds:.1f} s"
+    )

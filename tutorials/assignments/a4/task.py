@@ -19,7 +19,9 @@ def growing(seed: int) -> list[Job]:
     stories = workload(poisson(100, seed), lognormal(30, 600, 0.4, 1800, seed), 200)
     articles = workload(poisson(15, seed + 1), lognormal(1800, 200, 0.4, 4500, seed + 1), 30)
     questions = lognormal(60, 500, 0.4, 1500, seed + 2)
-    documents = shared_prefix(poisson(60, seed + 2), questions, 120, 3, prefix_tokens=1600, skew=0.3, seed=seed)
+    documents = shared_prefix(
+        poisson(60, seed + 2), questions, 120, 3, prefix_tokens=1600, skew=0.3, seed=seed
+    )
     return merged(stories, articles, documents)
 
 
@@ -50,7 +52,15 @@ TASK = Task(
                 preemption_mode="swap",
                 swap_gib=1.0,
             ),
-            [Goal("time lost to preemption / that of FCFS", lost_share, none=0.75, full=0.3, points=70)],
+            [
+                Goal(
+                    "time lost to preemption / that of FCFS",
+                    lost_share,
+                    none=0.75,
+                    full=0.3,
+                    points=70,
+                )
+            ],
             points=20,
             hardware=MACHINE,
         )

@@ -4,25 +4,43 @@ from nanovllm.config import Config
 from nanovllm.simulator import Job, Run
 from tutorials.assignments.task import Goal, Part, Task, mean_latency
 from tutorials.simulation.metrics import ttft
-from tutorials.simulation.workloads import lognormal, merged, multi_turn, poisson, shared_prefix, workload
+from tutorials.simulation.workloads import (
+    lognormal,
+    merged,
+    multi_turn,
+    poisson,
+    shared_prefix,
+    workload,
+)
 
 
 def documents_and_chats(seed: int) -> list[Job]:
     """In about 13 s come 500 questions about 40 documents, 100 requests that share nothing, and the first turns of 50
     conversations. Memory has room for about 20 documents."""
     questions = lognormal(60, 90, 0.7, 600, seed)
-    documents = shared_prefix(poisson(40, seed), questions, 500, 40, prefix_tokens=1500, skew=0.3, seed=seed)
+    documents = shared_prefix(
+        poisson(40, seed), questions, 500, 40, prefix_tokens=1500, skew=0.3, seed=seed
+    )
     singles = workload(poisson(8, seed + 1), lognormal(400, 90, 0.7, 1500, seed + 1), 100)
     turns = lognormal(150, 90, 0.7, 600, seed + 2)
     chats = multi_turn(
-        poisson(4, seed + 2), turns, 50, turns=3, think=1, system_tokens=300, max_model_len=3000, seed=seed
+        poisson(4, seed + 2),
+        turns,
+        50,
+        turns=3,
+        think=1,
+        system_tokens=300,
+        max_model_len=3000,
+        seed=seed,
     )
     return merged(documents, singles, chats)
 
 
 def computed_share(run: Run, baseline: Run) -> float:
     """Prompt tokens that the prefix cache did not have when the request was first admitted, divided by FCFS's."""
-    computed, computed_by_fcfs = (r.num_prompt_tokens - r.num_cached_tokens for r in (run, baseline))
+    computed, computed_by_fcfs = (
+        r.num_prompt_tokens - r.num_cached_tokens for r in (run, baseline)
+    )
     return computed / computed_by_fcfs
 
 
@@ -41,11 +59,29 @@ TASK = Task(
         Part(
             "documents and chats",
             documents_and_chats,
-            Config(model="qwen3-8b", num_blocks=2000, max_num_seqs=24, max_num_batched_tokens=1024, max_model_len=4096),
+            Config(
+                model="qwen3-8b",
+                num_blocks=2000,
+                max_num_seqs=24,
+                max_num_batched_tokens=1024,
+                max_model_len=4096,
+            ),
             [
-                Goal("prompt tokens computed / those of FCFS", computed_share, none=0.95, full=0.65, points=30),
+                Goal(
+                    "prompt tokens computed / those of FCFS",
+                    computed_share,
+                    none=0.95,
+                    full=0.65,
+                    points=30,
+                ),
                 Goal("mean latency / that of FCFS", latency_share, none=0.98, full=0.84, points=10),
-                Goal("longest time to first token / that of FCFS", worst_wait_share, none=1.0, full=0.88, points=30),
+                Goal(
+                    "longest time to first token / that of FCFS",
+                    worst_wait_share,
+                    none=1.0,
+                    full=0.88,
+                    points=30,
+                ),
             ],
             points=20,
         )

@@ -24,7 +24,11 @@ def test_a_patient_request_is_answered_while_urgent_ones_keep_coming():
     """For 40 s, urgent requests keep half of the seats busy. There is room for a patient one."""
     urgent = workload(poisson(rate=55), fixed(50, 40), 2200)
     urgent = labelled(urgent, urgent=True, deadline=0.6, predicted_tokens=40)
-    patient = labelled(workload(repeat(5.0), fixed(50, 500), 1), urgent=False, deadline=10, predicted_tokens=500)
+    patient = labelled(
+        workload(repeat(5.0), fixed(50, 500), 1), urgent=False, deadline=10, predicted_tokens=500
+    )
     run = simulate(merged(urgent, patient), PART.config, PART.hardware, MODULE.MyScheduler)
     served = next(served for served in run.requests if served.job.num_outputs == 500)
-    assert served.token_times[-1] < 30, f"the patient request ends after {served.token_times[-1]:.0f} s: it starves"
+    assert served.token_times[-1] < 30, (
+        f"the patient request ends after {served.token_times[-1]:.0f} s: it starves"
+    )

@@ -23,19 +23,31 @@ GIVEN_UP = 30.0  # seconds until the first token: what earns nothing
 def documents(seed: int) -> list[Job]:
     """Questions about 24 documents of 3,000 tokens, in two waves."""
     lengths = lognormal(prompt=100, output=150, sigma=0.6, seed=3 * seed)
-    jobs = shared_prefix(poisson(14, 3 * seed), lengths, 240, num_prefixes=24, prefix_tokens=3000, skew=1.0, seed=seed)
+    jobs = shared_prefix(
+        poisson(14, 3 * seed),
+        lengths,
+        240,
+        num_prefixes=24,
+        prefix_tokens=3000,
+        skew=1.0,
+        seed=seed,
+    )
     return [job._replace(time=job.time + 5 + 10 * (i >= 120)) for i, job in enumerate(jobs)]
 
 
 def chats(seed: int) -> list[Job]:
     """Conversations of three turns on average: each prompt begins with the turns before it."""
     lengths = lognormal(prompt=150, output=200, sigma=0.9, seed=3 * seed + 1)
-    return multi_turn(poisson(4, 3 * seed + 1), lengths, 100, turns=3, think=3, system_tokens=200, seed=seed)
+    return multi_turn(
+        poisson(4, 3 * seed + 1), lengths, 100, turns=3, think=3, system_tokens=200, seed=seed
+    )
 
 
 def questions(seed: int) -> list[Job]:
     """Short ones, in bursts."""
-    return workload(gamma(10, 4, seed), lognormal(prompt=60, output=60, sigma=0.8, seed=3 * seed + 2), 300)
+    return workload(
+        gamma(10, 4, seed), lognormal(prompt=60, output=60, sigma=0.8, seed=3 * seed + 2), 300
+    )
 
 
 def mixture(seed: int) -> list[Job]:
@@ -73,11 +85,29 @@ TASK = Task(
         Part(
             "mixture",
             mixture,
-            Config(model="qwen3-8b", num_blocks=2500, max_num_seqs=24, max_num_batched_tokens=2048, max_model_len=8192),
+            Config(
+                model="qwen3-8b",
+                num_blocks=2500,
+                max_num_seqs=24,
+                max_num_batched_tokens=2048,
+                max_model_len=8192,
+            ),
             [
                 Goal("goodput (share within the SLO)", goodput, none=0.35, full=0.73, points=40),
-                Goal("goodput of the tenant who gets less", smaller_goodput, none=0.2, full=0.5, points=15),
-                Goal("longest time to first token (s)", longest_ttft, none=GIVEN_UP, full=16.0, points=15),
+                Goal(
+                    "goodput of the tenant who gets less",
+                    smaller_goodput,
+                    none=0.2,
+                    full=0.5,
+                    points=15,
+                ),
+                Goal(
+                    "longest time to first token (s)",
+                    longest_ttft,
+                    none=GIVEN_UP,
+                    full=16.0,
+                    points=15,
+                ),
             ],
             points=20,
         )
