@@ -1,19 +1,24 @@
 """The cost model: the bytes and FLOPs of a step, and the least time that a machine needs for them.
 
-Plain numbers; imports no torch. The benchmark and chapters 00 and 10 share it. The floor of a step is the larger of two
-times: its bytes divided by the memory bandwidth, and its FLOPs divided by the rate of arithmetic. Bytes are the weights
-once, the keys and values of every context once, and those of new tokens; FLOPs are those of the matrix products. The
-floor leaves out activations, softmax, sampling and kernel launches. It also ignores that small products do not reach
-the rate of large ones, and that reading and computing overlap imperfectly. A block that sequences share counts for each
-of them. Only data that fits into a processor's cache can beat the floor.
+Plain numbers; imports no torch. The benchmark, the simulator and chapters 00 and 10 share it. The
+floor of a step is the larger of two times: its bytes divided by the memory bandwidth, and its FLOPs
+divided by the rate of arithmetic. Bytes are the weights once, the keys and values of every context
+once, and those of new tokens; FLOPs are those of the matrix products. The floor leaves out
+activations, softmax, sampling and kernel launches. It also ignores that small products do not reach
+the rate of large ones, and that reading and computing overlap imperfectly. A block that sequences
+share counts for each of them. Only data that fits into a processor's cache can beat the floor.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
+Items = Sequence[tuple[int, int]]
+"""Per sequence of a step: tokens computed, and tokens in its context afterwards."""
+
 FIELDS = (  # as they are spelled in Hugging Face's config.json
-    "model_type hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
-    "tie_word_embeddings vocab_size max_position_embeddings"
+    "model_type hidden_size intermediate_size num_hidden_layers num_attention_heads "
+    "num_key_value_heads head_dim tie_word_embeddings vocab_size max_position_embeddings"
 )
 SHAPES = {  # of real models
     name: dict(zip(FIELDS.split(), values))
@@ -28,7 +33,7 @@ SHAPES = {  # of real models
 
 
 class Shape(NamedTuple):
-    """What the cost of a model depends on. All fields are counts, except `itemsize`, which is in bytes."""
+    """What the cost of a model depends on. All fields are counts, except `itemsize`: bytes."""
 
     layers: int
     hidden: int
@@ -53,23 +58,8 @@ class Shape(NamedTuple):
     @property
     def weight_bytes(self) -> int:
         """Bytes that all weights take in memory."""
-        return (self.body + (1 if self.tied else 2) * self.head) * self.itemsize
-
-
-class Step(NamedTuple):
-    """One step that the engine ran."""
-
-    items: list[
-        tuple[int, int]
-    ]  # per sequence: tokens computed, and tokens in its context afterwards
-    sampled: int  # number of sequences that drew a token
-    seconds: float = 0.0  # the whole step
-    host_seconds: float = 0.0  # the part of it that Python spent on preparing and delivering
-
-    @property
-    def kind(self) -> str:
-        """decode: every sequence computed one token. prefill: any other step."""
-        return "decode" if all(n == 1 for n, _ in self.items) else "prefill"
+        num_tables = 1 if self.tied else 2
+        return (self.body + num_tables * self.head) * self.itemsize
 
 
 class Work(NamedTuple):
@@ -108,7 +98,8 @@ class Hardware(NamedTuple):
         return max(work.bytes / self.bytes_per_second, work.flops / self.flops_per_second)
 
 
-# bfloat16 without sparsity: the data sheets of H100 and H200 give twice these FLOP/s, "with sparsity". 1 GB: 10^9 bytes
+# bfloat16 without sparsity: the data sheets of H100 and H200 give twice these FLOP/s, "with
+# sparsity". 1 GB: 10^9 bytes
 HARDWARE = {
     "h100": Hardware("H100 SXM", 3.35e12, 989e12, 80e9, "NVIDIA H100 Tensor Core GPU, data sheet"),
     "h200": Hardware("H200 SXM", 4.8e12, 989e12, 141e9, "NVIDIA H200 Tensor Core GPU, data sheet"),
@@ -120,30 +111,36 @@ HARDWARE = {
         "RTX 4090", 1.008e12, 165.2e12, 24e9, "NVIDIA Ada GPU Architecture, white paper, appendix A"
     ),
 }
+XEON = Hardware("Intel Xeon, one thread", 2.34e9, 70.7e9, 24e9)
+
+
+# --- the work of a step ---
 
 
 def shape_of(config, itemsize: int) -> Shape:
-    """The shape of a Qwen2 or Qwen3 model from its Hugging Face config, a dict or an object; `itemsize` in bytes."""
+    """The shape of a Qwen2 or Qwen3 model from its Hugging Face config, a dict or an object;
+    `itemsize` in bytes."""
     config = config if isinstance(config, Mapping) else config.to_dict()
-    hidden, heads, kv_heads = (
-        config[k] for k in ("hidden_size", "num_attention_heads", "num_key_value_heads")
-    )
-    head_dim, is_qwen3 = config.get("head_dim") or hidden // heads, config["model_type"] == "qwen3"
+    hidden = config["hidden_size"]
+    heads = config["num_attention_heads"]
+    kv_heads = config["num_key_value_heads"]
+    head_dim = config.get("head_dim") or hidden // heads
+    layers = config["num_hidden_layers"]
     qkv = (heads + 2 * kv_heads) * head_dim
-    layer = (
-        hidden * qkv
-        + heads * head_dim * hidden
-        + 3 * hidden * config["intermediate_size"]
-        + 2 * hidden
-    )
-    layer += 2 * head_dim if is_qwen3 else qkv  # the norms of q and k, or the biases
-    layers, vocab, tied = (
-        config["num_hidden_layers"],
-        config["vocab_size"],
-        config.get("tie_word_embeddings", False),
-    )
+    attention = hidden * qkv + heads * head_dim * hidden
+    attention += 2 * head_dim if config["model_type"] == "qwen3" else qkv  # norms, or biases
+    mlp = 3 * hidden * config["intermediate_size"]
+    norms = 2 * hidden
     return Shape(
-        layers, hidden, heads, kv_heads, head_dim, vocab, layers * layer + hidden, itemsize, tied
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab=config["vocab_size"],
+        body=layers * (attention + mlp + norms) + hidden,
+        itemsize=itemsize,
+        tied=config.get("tie_word_embeddings", False),
     )
 
 
@@ -152,52 +149,69 @@ def visible_keys(tokens: int, context: int) -> int:
     return tokens * (2 * context - tokens + 1) // 2
 
 
-def work_of(shape: Shape, items: list[tuple[int, int]], sampled: int) -> Work:
-    """The work of a step that computes `items` (see Step) and draws tokens for `sampled` sequences."""
-    tokens, contexts = sum(n for n, _ in items), sum(context for _, context in items)
-    weights = (
-        shape.body + tokens * shape.hidden + (shape.head if sampled else 0)
-    )  # only some rows of the embedding
-    attention = (
-        4 * shape.layers * shape.heads * shape.head_dim * sum(visible_keys(*item) for item in items)
-    )
-    flops = 2 * shape.body * tokens + 2 * shape.head * sampled + attention
+def work_of(shape: Shape, items: Items, sampled: int) -> Work:
+    """The work of a step that computes `items` and draws tokens for `sampled` sequences."""
+    tokens = sum(num_tokens for num_tokens, _ in items)
+    contexts = sum(context for _, context in items)
+    weights = shape.body + tokens * shape.hidden  # only some rows of the embedding
+    if sampled:
+        weights += shape.head
+    num_keys = sum(visible_keys(*item) for item in items)
+    attention = 4 * shape.layers * shape.heads * shape.head_dim * num_keys
     return Work(
-        weights * shape.itemsize, (contexts + tokens) * shape.kv_bytes, flops
-    )  # KV: read and written
+        weight_bytes=weights * shape.itemsize,
+        kv_bytes=(contexts + tokens) * shape.kv_bytes,  # read and written
+        flops=2 * shape.body * tokens + 2 * shape.head * sampled + attention,
+    )
 
 
-def roofline(shape: Shape, steps: list[Step], hardware: Hardware) -> dict[str, dict]:
-    """For decode steps and for prefill steps: the seconds they took, and the shares of the floor and of the host."""
-    report = {}
-    for kind in ("decode", "prefill"):
-        chosen = [step for step in steps if step.kind == kind]
-        floor = sum(hardware.floor(work_of(shape, step.items, step.sampled)) for step in chosen)
-        seconds, host = (
-            sum(step.seconds for step in chosen),
-            sum(step.host_seconds for step in chosen),
-        )
-        shares = {"floor_share": floor / seconds, "host_share": host / seconds} if chosen else {}
-        report[kind] = {"steps": len(chosen), "seconds": seconds, "floor_seconds": floor, **shares}
-    return report
+# --- the time of a step ---
 
 
-BIN = ("sequences", "steps", "tokens", "bytes", "flops", "seconds", "host_seconds")
+@dataclass(frozen=True)
+class Machine:
+    """Hardware as it is in use: kernels reach a part of each ceiling, and every step has work
+    beside them.
+
+    The default shares and overheads are assumptions. For a machine that you have, measure them.
+    """
+
+    hardware: Hardware
+    bandwidth_share: float = 0.8
+    flops_share: float = 0.6
+    seconds_per_step: float = 1e-3  # planning, launching, sampling
+    seconds_per_sequence: float = 0.0
+    host_bytes_per_second: float = 25e9  # to the host's memory and back: PCIe 4.0 with 16 lanes
+
+    def seconds(
+        self,
+        shape: Shape,
+        items: Items,
+        num_sampled: int,
+        num_copies: int,
+        num_swaps: int,
+        block_size: int,
+    ) -> float:
+        """What a step takes that computes `items`, draws `num_sampled` tokens, copies `num_copies`
+        blocks of `block_size` tokens, and swaps `num_swaps` of them out or in."""
+        work = work_of(shape, items, num_sampled)
+        copied = 2 * num_copies * block_size * shape.kv_bytes
+        reading = (work.bytes + copied) / (self.hardware.bytes_per_second * self.bandwidth_share)
+        computing = work.flops / (self.hardware.flops_per_second * self.flops_share)
+        overhead = self.seconds_per_step + self.seconds_per_sequence * len(items)
+        return max(reading, computing) + overhead + self.swap_seconds(shape, num_swaps, block_size)
+
+    def swap_seconds(self, shape: Shape, num_swaps: int, block_size: int) -> float:
+        return num_swaps * block_size * shape.kv_bytes / self.host_bytes_per_second
 
 
-def binned(shape: Shape, steps: list[Step]) -> dict[str, list[list]]:
-    """A summary of the steps of each kind: a row of `BIN` for each number of sequences, summed over its steps."""
-    bins: dict[str, dict[int, list]] = {"decode": {}, "prefill": {}}
-    for step in steps:
-        work = work_of(shape, step.items, step.sampled)
-        row = [
-            1,
-            sum(n for n, _ in step.items),
-            work.bytes,
-            work.flops,
-            step.seconds,
-            step.host_seconds,
-        ]
-        sums = bins[step.kind].setdefault(len(step.items), [0] * len(row))
-        sums[:] = map(sum, zip(sums, row))
-    return {kind: [[size, *rows[size]] for size in sorted(rows)] for kind, rows in bins.items()}
+MACHINES = {name: Machine(hardware) for name, hardware in HARDWARE.items()}
+# with the embedded model in float32, fitted to 1,580 steps: tutorials/results/simulator_error.json
+MACHINES["cpu"] = Machine(
+    XEON,
+    bandwidth_share=1.0,
+    flops_share=1.0,
+    seconds_per_step=2.5e-3,
+    seconds_per_sequence=6.3e-5,
+    host_bytes_per_second=4e9,
+)

@@ -10,9 +10,10 @@ import pytest
 
 from nanovllm import LLM
 from nanovllm.config import EMBEDDED_MODEL, Config
-from nanovllm.roofline import Hardware, Step, shape_of
+from nanovllm.roofline import Hardware, shape_of
 from nanovllm.scheduler import Scheduler
 from nanovllm.simulator import STOP, Job, Machine, model_config, simulate
+from tutorials.performance.steps import Step
 from tutorials.simulation import accuracy
 from tutorials.simulation.accuracy import (
     CASES,

@@ -23,12 +23,13 @@ import bench
 from nanovllm import LLM, SamplingParams
 from nanovllm import engine as engine_module
 from nanovllm.config import EMBEDDED_MODEL
-from nanovllm.roofline import BIN, Hardware
+from nanovllm.roofline import Hardware
 from nanovllm.stats import check_blocks
 from tutorials.performance import attention, host, preemption, tables
 from tutorials.performance.checkpoints import write_checkpoint
 from tutorials.performance.engines import Loop, Nanovllm
 from tutorials.performance.report import percentile, summary, write_json
+from tutorials.performance.steps import BIN
 from tutorials.performance.worker import run_engine
 from tutorials.performance.workloads import Request, cut, make_requests, read_trace
 

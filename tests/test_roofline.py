@@ -1,4 +1,5 @@
-"""The cost model against counts made by hand, against transformers, and against the data sheets.
+"""The cost model against counts made by hand, against transformers, and against the data sheets;
+and what a benchmark makes of an engine's steps.
 
 Run: pytest tests/test_roofline.py [-k qwen3]
 """
@@ -12,19 +13,18 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from nanovllm.config import EMBEDDED_MODEL
 from nanovllm.roofline import (
-    BIN,
     HARDWARE,
+    MACHINES,
     SHAPES,
     Hardware,
+    Machine,
     Shape,
-    Step,
     Work,
-    binned,
-    roofline,
     shape_of,
     visible_keys,
     work_of,
 )
+from tutorials.performance.steps import BIN, Step, binned, roofline
 
 SHAPE = Shape(layers=2, hidden=4, heads=2, kv_heads=1, head_dim=3, vocab=10, body=100, itemsize=2)
 
@@ -92,6 +92,35 @@ def test_hardware():
         "rtx4090": (1.008e12, 165.2e12, 24e9),
     }
     assert all("NVIDIA" in hardware.source for hardware in HARDWARE.values())
+
+
+def test_what_a_step_takes_on_a_machine():
+    """656 bytes and 1,184 FLOPs, as above, at shares of the ceilings; then moves of blocks."""
+    hardware = Hardware("a machine", 1000.0, 1000.0, 0)
+    machine = Machine(
+        hardware,
+        bandwidth_share=0.5,
+        flops_share=1.0,
+        seconds_per_step=0.25,
+        seconds_per_sequence=0.125,
+        host_bytes_per_second=96.0,
+    )
+    decode = [(1, 5), (1, 8)]
+    overhead = 0.25 + 2 * 0.125
+    assert machine.seconds(SHAPE, decode, 2, 0, 0, 4) == max(656 / 500, 1.184) + overhead
+    slow = Machine(hardware, 1.0, 0.5, 0.0)
+    assert slow.seconds(SHAPE, decode, 2, 0, 0, 4) == 1184 / 500
+    block = 4 * SHAPE.kv_bytes  # bytes of a block of 4 tokens
+    copied = machine.seconds(SHAPE, decode, 2, 3, 0, 4)
+    assert copied == (656 + 2 * 3 * block) / 500 + overhead
+    swapped = machine.seconds(SHAPE, decode, 2, 0, 5, 4)
+    assert swapped == 656 / 500 + overhead + 5 * block / 96
+    assert machine.swap_seconds(SHAPE, 5, 4) == 5 * block / 96
+
+
+def test_machines():
+    assert MACHINES.keys() == {*HARDWARE, "cpu"}
+    assert all(MACHINES[name].hardware == hardware for name, hardware in HARDWARE.items())
 
 
 def machine(bandwidth: float, flops_rate: float) -> Hardware:

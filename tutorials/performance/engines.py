@@ -103,8 +103,8 @@ class Nanovllm(Loop):
         ]
 
     def timed_run(self, schedule):
-        from nanovllm.roofline import Step
         from nanovllm.simulator import items_of
+        from tutorials.performance.steps import Step
 
         items, self.model_began = items_of(schedule), None
         result = self.run_model(schedule)

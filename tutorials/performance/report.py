@@ -5,7 +5,7 @@ import math
 import re
 from pathlib import Path
 
-from nanovllm.roofline import BIN
+from tutorials.performance.steps import BIN
 
 
 def percentile(values: list[float], q: float) -> float | None:

@@ -124,7 +124,8 @@ class Watch:
 
     def facts(self, runs: list[dict]) -> dict:
         """What the peers follow, and the ceilings, on a CPU the better of those before and after. Adds to each run."""
-        from nanovllm.roofline import Hardware, binned, roofline
+        from nanovllm.roofline import Hardware
+        from tutorials.performance.steps import binned, roofline
 
         device, dtype, llm = self.runner.device, self.runner.dtype, self.engine.llm
         hardware = self.before_runs

@@ -34,12 +34,13 @@ from matplotlib.figure import Figure
 
 from nanovllm import LLM
 from nanovllm.config import EMBEDDED_MODEL, Config
-from nanovllm.roofline import Hardware, Shape, Step, shape_of, work_of
+from nanovllm.roofline import Hardware, Shape, shape_of, work_of
 from nanovllm.scheduler import Schedule, Scheduler
 from nanovllm.sequence import Request
 from nanovllm.simulator import Job, Machine, Run, items_of, model_config, simulate
 from tutorials.performance.machine import device_name, environment, installed, seconds_of
 from tutorials.performance.report import write_json
+from tutorials.performance.steps import Step
 from tutorials.simulation.metrics import distribution, tpot, ttft
 from tutorials.simulation.recording import record
 from tutorials.simulation.workloads import (

@@ -16,10 +16,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.roofline import Hardware, Shape, Step
+from nanovllm.roofline import Hardware, Shape
 from nanovllm.scheduler import Schedule
 from nanovllm.sequence import Request
 from nanovllm.simulator import Arrivals, Job, Machine, Run, Runs, Served, items_of
+from tutorials.performance.steps import Step
 
 
 def token_ids(runs: Runs, vocab_size: int) -> list[int]:
