@@ -1,13 +1,20 @@
-"""Options: the base of Config, SamplingParams and BeamSearchParams; it refuses wrong values. Imports no torch."""
+"""Options: the base of Config, SamplingParams and BeamSearchParams. It refuses wrong values.
+
+Imports no torch.
+"""
 
 import sys
 from dataclasses import fields
 from difflib import get_close_matches
 from math import inf
+from typing import ClassVar
 
 
 class Options:
-    """Base of dataclasses in which an unknown keyword raises an error that suggests the nearest field."""
+    """Base of dataclasses that take only keywords, and say which are allowed."""
+
+    elsewhere: ClassVar[dict[str, str]] = {}
+    """For names of vLLM that are no fields here: what to use instead."""
 
     def __new__(cls, *args, **kwargs):
         if args:
@@ -15,36 +22,36 @@ class Options:
         names = [field.name for field in fields(cls)]
         for name in kwargs:
             if name not in names:
-                nearest = get_close_matches(name, names, n=1, cutoff=0.5)
-                hint = (
-                    f"did you mean {nearest[0]!r}?"
-                    if nearest
-                    else f"allowed are {', '.join(names)}"
-                )
-                raise ValueError(f"{cls.__name__} has no field {name!r}: {hint}")
+                raise ValueError(f"{cls.__name__} has no field {name!r}: {cls.hint(name, names)}")
         return super().__new__(cls)
+
+    @classmethod
+    def hint(cls, name: str, names: list[str]) -> str:
+        """What to write instead of a field that does not exist."""
+        if name in cls.elsewhere:
+            return cls.elsewhere[name]
+        allowed = f"allowed are {', '.join(names)}"
+        nearest = get_close_matches(name, names, n=1)
+        return f"did you mean {nearest[0]!r}? ({allowed})" if nearest else allowed
 
     def require(self, name: str, condition: object, allowed: str) -> None:
         """Raises a ValueError with the field's name, its value and what is allowed."""
         if not condition:
-            raise ValueError(
-                f"{name}={shown(getattr(self, name))} is not allowed: it must be {allowed}"
-            )
+            value = shown(getattr(self, name))
+            raise ValueError(f"{name}={value} is not allowed: it must be {allowed}")
 
 
-def shown(value: object, most_chars: int = 200) -> str:
+def shown(value: object, max_chars: int = 200) -> str:
     """The value as an error message shows it: on one line, and cut off if it is long."""
     try:
         text = repr(value)
-    except (
-        Exception
-    ):  # Python refuses to print integers of more than 4,300 digits, and other reprs may fail, too
-        return (
-            f"an integer of {value.bit_length()} bits"
-            if isinstance(value, int)
-            else f"a {type(value).__name__}"
-        )
-    return text if len(text) <= most_chars else f"{text[:most_chars]}... ({len(text):,} characters)"
+    except Exception:  # Python prints no integer of more than 4,300 digits; other reprs may fail
+        if isinstance(value, int):
+            return f"an integer of {value.bit_length()} bits"
+        return f"a {type(value).__name__}"
+    if len(text) <= max_chars:
+        return text
+    return f"{text[:max_chars]}... ({len(text):,} characters)"
 
 
 def is_int(value: object, low: float, high: float = inf) -> bool:

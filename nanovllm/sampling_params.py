@@ -1,6 +1,7 @@
 """SamplingParams: how the tokens of one request are drawn, and when it ends. Imports no torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from nanovllm.options import Options, is_int, is_number
 
@@ -17,7 +18,7 @@ class SamplingParams(Options):
     top_k: int = 0
     """Keep only the k most likely tokens; 0 or -1 keeps all."""
     top_p: float = 1.0
-    """Keep only the most likely tokens whose total probability reaches this value; at least one is kept."""
+    """Keep only the most likely tokens whose total probability reaches this value, at least one."""
     min_p: float = 0.0
     """Keep only tokens with at least this fraction of the most likely token's probability."""
     max_tokens: int = 256
@@ -31,52 +32,60 @@ class SamplingParams(Options):
     seed: int | None = None
     """The same request with the same seed gives the same tokens, whatever it is batched with."""
     logprobs: int | None = None
-    """Return the log-probability of each output token, and of the k most likely tokens at its position."""
-
+    """Return the log-probability of each output token, and of the k most likely tokens at its
+    position."""
     extra_args: dict | None = None
-    """For a scheduler of your own: a tenant, a deadline, a class of service. The engine does not look at it."""
+    """For a scheduler of your own: a tenant, a deadline, a class of service. The engine does not
+    look at it."""
+
+    elsewhere: ClassVar[dict[str, str]] = {
+        "best_of": "n is the number of outputs; LLM.beam_search finds the most likely ones",
+        "use_beam_search": "call LLM.beam_search(prompts, BeamSearchParams(...))",
+    }
 
     def __post_init__(self):
         self.require("n", is_int(self.n, 1), "a positive integer")
-        self.require(
-            "temperature",
-            is_number(self.temperature, 0, 1e6),
-            "0 (greedy) or a number up to 1,000,000",
-        )
+        self._check_filters()
+        allowed = "a positive integer; what does not fit into max_model_len is not generated"
+        self.require("max_tokens", is_int(self.max_tokens, 1), allowed)
+        self.max_tokens = min(self.max_tokens, LARGEST_COUNT)
+        self._check_stops()
+        for name, most in (("seed", 2**63 - 1), ("logprobs", 20)):
+            value = getattr(self, name)
+            is_allowed = value is None or is_int(value, 0, most)
+            self.require(name, is_allowed, f"None or an integer from 0 to {most}")
+        is_dict = self.extra_args is None or isinstance(self.extra_args, dict)
+        self.require("extra_args", is_dict, "None or a dict")
+        self.extra_args = {**(self.extra_args or {})}
+
+    def _check_filters(self) -> None:
+        """Of temperature, top_k, top_p and min_p."""
+        is_temperature = is_number(self.temperature, 0, 1e6)
+        self.require("temperature", is_temperature, "0 (greedy) or a number up to 1,000,000")
         if self.temperature < SMALLEST_FLOAT32:
             self.temperature = 0.0
-        self.require(
-            "top_k", is_int(self.top_k, -1), "a positive integer, or 0 or -1 for all tokens"
-        )
-        self.require(
-            "top_p", is_number(self.top_p, 0, 1) and self.top_p > 0, "above 0 and at most 1"
-        )
+        allowed = "a positive integer, or 0 or -1 for all tokens"
+        self.require("top_k", is_int(self.top_k, -1), allowed)
+        self.top_k = min(self.top_k, LARGEST_COUNT)
+        is_share = is_number(self.top_p, 0, 1) and self.top_p > 0
+        self.require("top_p", is_share, "above 0 and at most 1")
         self.require("min_p", is_number(self.min_p, 0, 1), "from 0 to 1")
-        self.require("max_tokens", is_int(self.max_tokens, 1), "a positive integer")
-        stop = [self.stop] if isinstance(self.stop, str) else [] if self.stop is None else self.stop
-        is_texts = isinstance(stop, list | tuple) and all(
-            isinstance(text, str) and text for text in stop
-        )
+
+    def _check_stops(self) -> None:
+        """Of stop, stop_token_ids, which are lists afterwards, and ignore_eos."""
+        stop = [] if self.stop is None else self.stop
+        if isinstance(stop, str):
+            stop = [stop]
+        is_list = isinstance(stop, list | tuple)
+        is_texts = is_list and all(isinstance(text, str) and text for text in stop)
         self.require("stop", is_texts, "a string or a list of strings, none of them empty")
+        self.stop = list(stop)
         ids = [] if self.stop_token_ids is None else self.stop_token_ids
         is_ids = isinstance(ids, list | tuple | set) and all(is_int(i, 0) for i in ids)
         self.require("stop_token_ids", is_ids, "a list of token ids")
+        self.stop_token_ids = list(ids)
         self.require("ignore_eos", isinstance(self.ignore_eos, bool), "True or False")
-        for name, most in (("seed", 2**63 - 1), ("logprobs", 20)):
-            value = getattr(self, name)
-            self.require(
-                name,
-                value is None or is_int(value, 0, most),
-                f"None or an integer from 0 to {most}",
-            )
-        self.stop, self.stop_token_ids = list(stop), list(ids)
-        self.require(
-            "extra_args",
-            self.extra_args is None or isinstance(self.extra_args, dict),
-            "None or a dict",
-        )
-        self.extra_args = {**(self.extra_args or {})}
-        self.top_k, self.max_tokens = (
-            min(self.top_k, LARGEST_COUNT),
-            min(self.max_tokens, LARGEST_COUNT),
-        )
+
+    def clone(self) -> "SamplingParams":
+        """A copy, checked again."""
+        return replace(self)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nanovllm import LLM
-from nanovllm.config import EMBEDDED_MODEL, Config, Limits
+from nanovllm.config import EMBEDDED_MODEL, TOKENS_PER_STEP, Config, Limits
 from nanovllm.model_runner import choose_dtype
 from nanovllm.sampling_params import SamplingParams
 
@@ -105,6 +105,12 @@ def test_config_names_the_field_the_value_and_what_is_allowed(field, value):
         (SamplingParams, "max_new_tokens", "did you mean 'max_tokens'?"),
         (Config, "block_sizes", "Config has no field 'block_sizes': did you mean 'block_size'?"),
         (SamplingParams, "zzz", "SamplingParams has no field 'zzz': allowed are n, temperature,"),
+        (SamplingParams, "presence_penalty", "no field 'presence_penalty': allowed are n, temper"),
+        (SamplingParams, "min_tokens", "did you mean 'max_tokens'? (allowed are n, temperature,"),
+        (SamplingParams, "use_beam_search", "call LLM.beam_search(prompts, BeamSearchParams(...))"),
+        (SamplingParams, "best_of", "n is the number of outputs; LLM.beam_search finds"),
+        (Config, "swap_space", "did you mean 'swap_gib', with preemption_mode='swap'?"),
+        (Config, "quantization", "Config has no field 'quantization': allowed are model, dtype,"),
     ],
 )
 def test_an_unknown_keyword_is_an_error_that_names_the_nearest(cls, wrong, message):
@@ -116,6 +122,36 @@ def test_an_unknown_keyword_is_an_error_that_names_the_nearest(cls, wrong, messa
 def test_positional_arguments_are_refused():
     with pytest.raises(ValueError, match=r"SamplingParams takes keyword arguments only, not 0.7"):
         SamplingParams(0.7)
+
+
+def test_what_a_vllm_field_becomes_exists():
+    """The hints for names of vLLM's name fields and methods that are there."""
+    for cls in (SamplingParams, Config):
+        names = {field.name for field in fields(cls)}
+        assert cls.elsewhere and not names & cls.elsewhere.keys()
+    assert callable(LLM.beam_search) and {"swap_gib", "max_num_batched_tokens"} <= names
+
+
+def test_max_tokens_says_how_to_get_as_many_as_fit():
+    with pytest.raises(ValueError, match="max_tokens=None is not .* does not fit into max_model_l"):
+        SamplingParams(max_tokens=None)
+    llm = LLM(max_model_len=16, num_blocks=4)
+    params = SamplingParams(max_tokens=10**12, temperature=0, ignore_eos=True)
+    (output,) = llm.generate([[5] * 6], params, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 10 and output.outputs[0].finish_reason == "length"
+
+
+def test_a_clone_is_a_copy_of_its_own():
+    params = SamplingParams(n=2, stop="x", stop_token_ids=[3], extra_args={"tenant": "a"})
+    copy = params.clone()
+    assert copy == params and copy is not params
+    copy.stop.append("y")
+    copy.stop_token_ids.append(4)
+    copy.extra_args["tenant"] = "b"
+    assert params == SamplingParams(n=2, stop="x", stop_token_ids=[3], extra_args={"tenant": "a"})
+    params.top_p = 2.0
+    with pytest.raises(ValueError, match=r"top_p=2.0 is not allowed"):
+        params.clone()
 
 
 def test_stop_is_a_list_afterwards():
@@ -165,6 +201,36 @@ def test_what_is_left_open_is_resolved_apart_from_the_config():
         ValueError, match="max_model_len=101 is not allowed: it must be at most 100, the model"
     ):
         Config(max_model_len=101).resolved(100, 64)
+
+
+LIMITS = Limits(max_model_len=100, max_num_seqs=3, max_num_batched_tokens=64)
+
+
+def test_more_blocks_than_the_sequences_can_fill_are_of_no_use():
+    assert LIMITS.num_useful_blocks(16) == 3 * 7 and LIMITS.num_useful_blocks(100) == 3
+    config = Config(block_size=16)
+    assert config.num_blocks_in(2199, 100, LIMITS) == 21
+    assert config.num_blocks_in(2099, 100, LIMITS) == 20
+    assert config.num_blocks_in(100, 100, LIMITS) == 1
+    with pytest.raises(ValueError, match="a KV block of 1,000 bytes: -5,000 bytes are available"):
+        config.num_blocks_in(-5000, 1000, LIMITS)
+
+
+def test_host_blocks():
+    """Only to swap, no more than are of use, and one at least."""
+    swap = {"preemption_mode": "swap", "block_size": 16}
+    block_bytes = 2**20
+    assert Config().num_host_blocks(block_bytes, LIMITS) == 0
+    assert Config(swap_gib=20 / 1024, **swap).num_host_blocks(block_bytes, LIMITS) == 20
+    assert Config(swap_gib=4, **swap).num_host_blocks(block_bytes, LIMITS) == 21
+    with pytest.raises(ValueError, match="swap_gib=0.0001 is not .* a KV block of 1,048,576 bytes"):
+        Config(swap_gib=0.0001, **swap).num_host_blocks(block_bytes, LIMITS)
+
+
+def test_the_default_budget_is_the_devices():
+    llm = LLM(device="cpu")
+    assert llm.limits.max_num_batched_tokens == TOKENS_PER_STEP["cpu"] == 2048
+    assert TOKENS_PER_STEP["cuda"] == 8192
 
 
 @pytest.mark.parametrize("field", ["dtype", "preemption_mode", "attention_backend"])
