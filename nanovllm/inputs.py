@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from copy import copy
 from typing import TYPE_CHECKING
 
-from nanovllm.beam_search import BeamSearch, BeamSearchParams
+from nanovllm.beam_search import BeamRequest, BeamSearch, BeamSearchParams
 from nanovllm.options import is_int, shown
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import Scheduler
@@ -84,10 +84,11 @@ class Inputs:
                 )
         if params.stop and self.tokenizer is None:
             raise ValueError(f"stop={shown(params.stop)} is not allowed: {self.no_tokenizer}")
-        request = Request(request_id or "", text, token_ids, params, self.eos_token_ids)
+        fields = (request_id or "", text, token_ids, params, self.eos_token_ids)
+        request = Request(*fields)
         if beams is not None:
             room = min(params.max_tokens, self.scheduler.max_model_len - len(token_ids))
-            request.search_with(BeamSearch(beams, request.stop_token_ids, room))
+            request = BeamRequest(*fields, search=BeamSearch(beams, request.stop_token_ids, room))
         self.scheduler.check(request)
         return request
 
