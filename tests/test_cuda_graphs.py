@@ -19,7 +19,7 @@ from nanovllm.layers import triton_attention, triton_ops
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.sampler import Sampling
 from nanovllm.model_runner import ModelRunner
-from nanovllm.scheduler import Schedule
+from nanovllm.schedule import Schedule
 from nanovllm.sequence import Request
 from nanovllm.stats import check_blocks
 from nanovllm.step import StepInputs, move

@@ -13,7 +13,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.layers import torch_attention, torch_ops
 from nanovllm.layers.batch import Batch
 from nanovllm.model_runner import ModelRunner
-from nanovllm.scheduler import Schedule
+from nanovllm.schedule import Schedule
 from nanovllm.sequence import Request
 
 

@@ -8,10 +8,9 @@ class MyScheduler(Scheduler):
     """Who finds most in the prefix cache comes first, of the oldest ones. Who has waited long needs to find less."""
 
     def score(self, request):
-        num_cached_tokens = self.block_manager.block_size * len(
-            self.block_manager.find_prefix(request.sequences[0])
-        )
-        return num_cached_tokens + TOKENS_PER_SECOND * (self.clock() - request.arrival_time)
+        found = self.block_manager.find_prefix(request.sequences[0])
+        waited = self.clock() - request.arrival_time
+        return self.block_manager.block_size * len(found) + TOKENS_PER_SECOND * waited
 
     def next_waiting(self):
         return max(self.waiting[:WINDOW], key=self.score, default=None)

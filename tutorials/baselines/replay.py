@@ -14,11 +14,12 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanovllm.beam_search import BeamSearch, BeamSearchParams
+from nanovllm.beam_search import BeamRequest, BeamSearch, BeamSearchParams
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import Limits
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.scheduler import Schedule, Scheduler
+from nanovllm.schedule import Schedule
+from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
 from nanovllm.stats import cache_usage
 from tutorials.baselines.contiguous import OrcaMax, OrcaOracle, OrcaPow2
@@ -66,7 +67,7 @@ class NoModel:
 
     def likeliest(self, request: Request) -> dict[int, float] | None:
         """The likeliest of many tokens whose logits are normally distributed, for beams."""
-        if request.beam_search is None:
+        if not isinstance(request, BeamRequest):
             return None
         weights = sorted((math.exp(self.rng.gauss(0, 3)) for _ in range(200)), reverse=True)
         total = sum(weights)
@@ -78,11 +79,10 @@ class NoModel:
 def new_request(i: int, prompt: int, output: int, n: int = 1, beam_width: int = 0) -> Request:
     params = SamplingParams(n=beam_width or n, max_tokens=output, ignore_eos=True)
     request = Request(str(i), None, [i] * prompt, params)
-    request.arrival = i
     if beam_width:
-        request.search_with(
-            BeamSearch(BeamSearchParams(beam_width=beam_width), frozenset(), output)
-        )
+        search = BeamSearch(BeamSearchParams(beam_width=beam_width), frozenset(), output)
+        request = BeamRequest(str(i), None, [i] * prompt, params, search=search)
+    request.arrival = i
     return request
 
 

@@ -48,7 +48,7 @@ class PushesOut(Scheduler):
                 max(self.running, key=self.priority),
             )
             if self.priority(urgent) < self.priority(last):
-                self.preempt(last, schedule)
+                self.preempt(last)
 
 
 class OneSecond(Machine):

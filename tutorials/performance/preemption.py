@@ -6,7 +6,7 @@ import time
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.scheduler import Schedule
+from nanovllm.schedule import Schedule
 from tutorials.performance.checkpoints import model_directory
 from tutorials.performance.machine import device_name, environment, installed
 from tutorials.performance.report import percentile, table

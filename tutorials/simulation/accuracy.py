@@ -35,7 +35,8 @@ from matplotlib.figure import Figure
 from nanovllm import LLM
 from nanovllm.config import EMBEDDED_MODEL, Config
 from nanovllm.roofline import Hardware, Shape, shape_of, work_of
-from nanovllm.scheduler import Schedule, Scheduler
+from nanovllm.schedule import Schedule
+from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
 from nanovllm.simulator import Job, Machine, Run, items_of, model_config, simulate
 from tutorials.performance.machine import device_name, environment, installed, seconds_of

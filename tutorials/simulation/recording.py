@@ -17,7 +17,7 @@ from pathlib import Path
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.roofline import Hardware, Shape
-from nanovllm.scheduler import Schedule
+from nanovllm.schedule import Schedule
 from nanovllm.sequence import Request
 from nanovllm.simulator import Arrivals, Job, Machine, Run, Runs, Served, items_of
 from tutorials.performance.steps import Step

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from nanovllm.config import Config
 from nanovllm.roofline import Shape
-from nanovllm.scheduler import Schedule
+from nanovllm.schedule import Schedule
 from nanovllm.simulator import MACHINES, Machine, simulate
 from tutorials.performance.machine import device_name, environment
 from tutorials.performance.report import write_json
