@@ -1,8 +1,8 @@
 """BlockManager: the page table of the KV cache (paper, sections 4.2 to 4.4). Imports no torch."""
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 
 from nanovllm.sequence import Request, Sequence
@@ -14,8 +14,9 @@ EMPTY_PREFIX = 0
 class Block:
     """`block_size` tokens of keys and values, for every layer.
 
-    `key` is (identity of the prefix before this block, the block's tokens); `prefix_id` is the identity of the prefix
-    that ends with this block. Both are set when the step that computes its last token is planned.
+    `key` is (identity of the prefix before this block, the block's tokens); `prefix_id` is the
+    identity of the prefix that ends with this block. Both are set when the step that computes its
+    last token is planned.
     """
 
     id: int
@@ -24,17 +25,27 @@ class Block:
     prefix_id: int = EMPTY_PREFIX
 
 
+@dataclass
+class Moves:
+    """What to do with blocks before a step computes: first all that goes out to the host, then what
+    comes in, then the copies. So the target of one may be the source of an earlier one."""
+
+    swaps_out: dict[int, int] = field(default_factory=dict)  # block -> host block
+    swaps_in: dict[int, int] = field(default_factory=dict)  # host block -> block
+    copies: list[tuple[int, int]] = field(default_factory=list)  # (from block, to block)
+
+    def __bool__(self) -> bool:
+        return bool(self.swaps_out or self.swaps_in or self.copies)
+
+
 class BlockManager:
-    """Hands out blocks on demand, shares blocks with equal prefixes, and keeps freed blocks findable until reused.
+    """Hands out blocks on demand, shares blocks with equal prefixes, and keeps freed blocks
+    findable until they are reused.
 
-    A prefix is found by its exact key, never by a hash alone, so two different prompts cannot share a block by accident
-    or by an attacker's design. Identities are never reused: when a block is evicted, the blocks that depend on its
-    identity can no longer be found.
+    A prefix is found by its exact key, never by a hash alone, so two different prompts cannot share
+    a block by accident or by an attacker's design. Identities are never reused: when a block is
+    evicted, the blocks that depend on its identity can no longer be found.
     """
-
-    num_stranded_blocks = (
-        0  # free blocks that the waiting request cannot use: any block can serve any sequence
-    )
 
     def __init__(
         self,
@@ -46,15 +57,11 @@ class BlockManager:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.blocks = [Block(i) for i in range(num_blocks)]
-        self.free_blocks = OrderedDict.fromkeys(
-            range(num_blocks)
-        )  # an ordered set; the first is reused next
+        self.free_blocks = OrderedDict.fromkeys(range(num_blocks))  # the first is reused next
         self.findable: dict[tuple[int, tuple[int, ...]], Block] = {}
         self.prefix_ids = count(EMPTY_PREFIX + 1)
-        self.unwritten: set[int] = set()  # findable blocks that the step being planned will compute
-        self.num_moves = (
-            0  # blocks that it has asked steps to copy or swap so far, see check_schedule
-        )
+        self.unwritten: set[int] = set()  # findable blocks that the step being planned computes
+        self.moves = Moves()  # that the next step has to make
         self.free_host_blocks = list(range(num_host_blocks))
         self.host_ref_counts = [0] * num_host_blocks
 
@@ -70,72 +77,89 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def max_blocks_needed(self, request: Request) -> int:
-        """Maximum blocks that the request can need at one time. The last token of a sequence is never fed back."""
+        """Maximum blocks that the request can need at one time. The last token of a sequence is
+        never fed back."""
         shared = len(request.prompt_token_ids) // self.block_size  # full blocks of the prompt
-        return shared + request.params.n * (self.num_blocks_for(request.max_len - 1) - shared)
+        own = self.num_blocks_for(request.max_len - 1) - shared
+        return shared + request.params.n * own
 
     # --- what the scheduler asks ---
 
-    def num_new_blocks(self, items: Iterable[tuple[Sequence, int]]) -> int:
-        """Blocks that these sequences lack to compute this many next tokens, copies included."""
-        missing, writers = 0, dict[int, int]()
-        for seq, num_tokens in items:
-            missing += max(
-                0, self.num_blocks_for(seq.num_computed_tokens + num_tokens) - len(seq.block_table)
-            )
-            i = seq.num_computed_tokens // self.block_size
-            for block_id in seq.block_table[i : i + 1]:  # the next token goes there
-                writers[block_id] = writers.get(block_id, 0) + 1
-        for (
-            block_id,
-            num_writers,
-        ) in writers.items():  # each copies it first, but the last owner needs no copy
+    def can_allocate(self, items: Iterable[tuple[Sequence, int, int]]) -> bool:
+        """Whether there are blocks for the items of a schedule: (sequence, start, num_tokens)."""
+        num_free = len(self.free_blocks)
+        upper_bound = 0
+        for _, _, num_tokens in items:
+            upper_bound += num_tokens + 1  # a block for each token, and a copy
+        return upper_bound <= num_free or self.num_new_blocks(items) <= num_free
+
+    def num_new_blocks(self, items: Iterable[tuple[Sequence, int, int]]) -> int:
+        """Blocks that the sequences of these items lack, copies included."""
+        missing = 0
+        writers: Counter[int] = Counter()  # of blocks that exist: how many sequences write next
+        for seq, start, num_tokens in items:
+            missing += max(0, self.num_blocks_for(start + num_tokens) - len(seq.block_table))
+            i = start // self.block_size
+            if i < len(seq.block_table):
+                writers[seq.block_table[i]] += 1
+        for block_id, num_writers in writers.items():
+            # each copies it first, but the last owner needs no copy
             missing += min(num_writers, self.blocks[block_id].ref_count - 1)
         return missing
 
-    def can_allocate(self, items: list[tuple[Sequence, int]]) -> bool:
-        num_free, most = len(self.free_blocks), 0
-        for _, num_tokens in items:
-            most += num_tokens + 1  # a block for each token, and a copy
-        return most <= num_free or self.num_new_blocks(items) <= num_free
-
     def can_admit(self, request: Request, num_reserved: int = 0) -> bool:
-        """Whether there are blocks for all tokens of a waiting request, besides `num_reserved` for others."""
+        """Whether there are blocks for all tokens of a waiting request, besides `num_reserved` for
+        others."""
         first, *others = request.unfinished
         needed = self.num_blocks_for(len(first.token_ids)) + num_reserved
         if others:
             needed += self.num_blocks_at_fork(request)
         lacking = needed - len(self.free_blocks)
-        return lacking <= 0 or lacking <= sum(
-            block.ref_count > 0 for block in self.find_prefix(first)
-        )
+        if lacking <= 0:
+            return True
+        if lacking > self.num_used_blocks:
+            return False
+        # what others use now need not be allocated again
+        return lacking <= sum(block.ref_count > 0 for block in self.find_prefix(first))
 
     def find_prefix(self, seq: Sequence) -> list[Block]:
         """The blocks of the longest prefix of its tokens that can be found; does not take them.
 
         At most len(seq) - 1 tokens: the last one is always computed, because its logits are needed.
         """
-        blocks: list[Block] = []
-        prefix_id = EMPTY_PREFIX
-        for end in range(self.block_size, len(seq.token_ids), self.block_size):
-            block = self.findable.get(
-                (prefix_id, tuple(seq.token_ids[end - self.block_size : end]))
-            )
+        blocks = self._still_findable(seq)
+        prefix_id = blocks[-1].prefix_id if blocks else EMPTY_PREFIX
+        begin = len(blocks) * self.block_size
+        while begin + self.block_size < len(seq.token_ids):
+            end = begin + self.block_size
+            block = self.findable.get((prefix_id, tuple(seq.token_ids[begin:end])))
             if block is None:
                 break
             blocks.append(block)
             prefix_id = block.prefix_id
+            begin = end
+        seq.found_blocks = [block.id for block in blocks]
+        seq.found_prefix_ids = [block.prefix_id for block in blocks]
+        return blocks
+
+    def _still_findable(self, seq: Sequence) -> list[Block]:
+        """What the last call has found, as far as it is still there. Identities are never reused,
+        so a block with its old identity holds what it held; its tokens need no second look. A
+        long prompt that waits is asked for in each step."""
+        blocks = [self.blocks[block_id] for block_id in seq.found_blocks]
+        for i, (block, prefix_id) in enumerate(zip(blocks, seq.found_prefix_ids)):
+            if block.prefix_id != prefix_id:
+                return blocks[:i]
         return blocks
 
     # --- what it tells us to do ---
 
     def take_prefix(self, seq: Sequence) -> None:
         """Gives a sequence the blocks that `find_prefix` finds beyond those it has, if any."""
-        has = len(seq.block_table)
-        assert seq.num_computed_tokens == has * self.block_size, (
-            f"{seq} has blocks: is its request queued twice?"
-        )
-        for block in self.find_prefix(seq)[has:]:
+        num_held = len(seq.block_table)
+        is_full = seq.num_computed_tokens == num_held * self.block_size
+        assert is_full, f"{seq} has blocks: is its request queued twice?"
+        for block in self.find_prefix(seq)[num_held:]:
             if block.ref_count == 0:
                 del self.free_blocks[block.id]
             block.ref_count += 1
@@ -143,52 +167,50 @@ class BlockManager:
             seq.prefix_ids.append(block.prefix_id)
         seq.num_computed_tokens = len(seq.block_table) * self.block_size
 
-    def allocate(self, seq: Sequence, num_tokens: int) -> list[tuple[int, int]]:
-        """Gives `seq` the blocks for its next `num_tokens` tokens; the caller must have checked that they are free.
-
-        The first write into a shared block needs a copy (copy-on-write, paper, section 4.4). Returns the copies to make
-        before the step as [(from block, to block)]: at most one, of the block that the next token goes to.
-        """
-        copies, i = [], seq.num_computed_tokens // self.block_size
-        if i < len(seq.block_table):
+    def allocate(self, seq: Sequence, num_tokens: int) -> None:
+        """Gives `seq` the blocks for its next `num_tokens` tokens; the caller must have checked that
+        they are free. The first write into a shared block copies it before the step
+        (copy-on-write, paper, section 4.4)."""
+        i = seq.num_computed_tokens // self.block_size
+        if i < len(seq.block_table):  # the next token goes into a block that it has
             block = self.blocks[seq.block_table[i]]
             if block.ref_count > 1:
-                copies.append((block.id, self._take().id))
-                seq.block_table[i] = copies[0][1]
-                self.num_moves += 1
+                seq.block_table[i] = self._take().id
+                self.moves.copies.append((block.id, seq.block_table[i]))
                 block.ref_count -= 1
-            elif block.key is not None:
-                self._evict(
-                    block
-                )  # its content will change: it was full when this sequence forked in the middle of it
-        while len(seq.block_table) * self.block_size < seq.num_computed_tokens + num_tokens:
+            elif block.key is not None:  # it was full when this sequence forked in the middle of it
+                self._evict(block)
+        num_blocks = self.num_blocks_for(seq.num_computed_tokens + num_tokens)
+        while len(seq.block_table) < num_blocks:
             seq.block_table.append(self._take().id)
-        return copies
 
-    def publish(self, seq: Sequence, num_tokens: int | None = None) -> None:
-        """Makes the full blocks of its first `num_tokens` tokens findable; by default, of the tokens computed so far.
+    def publish(self, seq: Sequence, num_tokens: int) -> None:
+        """Makes the full blocks of its first `num_tokens` tokens findable. Those that are not in the
+        cache yet must be computed by the step that is being planned.
 
-        The step being planned must compute the rest. Other sequences may share these blocks in the same step, because a
-        layer stores the keys and values of all tokens before any query reads them.
+        Other sequences may share these blocks in the same step, because a layer stores the keys and
+        values of all tokens before any query reads them.
         """
         if not self.enable_prefix_caching:
             return
-        num_tokens = seq.num_computed_tokens if num_tokens is None else num_tokens
         for i in range(len(seq.prefix_ids), num_tokens // self.block_size):
-            tokens = tuple(seq.token_ids[i * self.block_size : (i + 1) * self.block_size])
-            key = (seq.prefix_ids[-1] if seq.prefix_ids else EMPTY_PREFIX, tokens)
+            begin = i * self.block_size
+            end = begin + self.block_size
+            prefix_id = seq.prefix_ids[-1] if seq.prefix_ids else EMPTY_PREFIX
+            key = (prefix_id, tuple(seq.token_ids[begin:end]))
             block = self.findable.get(key)
-            if (
-                block is None
-            ):  # otherwise another sequence computed the same prefix, and its block stays the one found
-                block = self.findable[key] = self.blocks[seq.block_table[i]]
-                block.key, block.prefix_id = key, next(self.prefix_ids)
-                if (i + 1) * self.block_size > seq.num_computed_tokens:
+            if block is None:  # else another one computed the same prefix: its block stays findable
+                block = self.blocks[seq.block_table[i]]
+                block.key = key
+                block.prefix_id = next(self.prefix_ids)
+                self.findable[key] = block
+                if end > seq.num_computed_tokens:
                     self.unwritten.add(block.id)
             seq.prefix_ids.append(block.prefix_id)
 
     def free(self, seq: Sequence) -> None:
-        """Frees the blocks of `seq`, last one first, so that tails are reused before the prefixes they follow."""
+        """Frees the blocks of `seq`, last one first, so that tails are reused before the prefixes
+        they follow."""
         for block_id in reversed(seq.block_table):
             block = self.blocks[block_id]
             block.ref_count -= 1
@@ -196,13 +218,22 @@ class BlockManager:
                 self.free_blocks[block_id] = None
                 if block.key is None:  # it cannot be found: reuse it before any cached block
                     self.free_blocks.move_to_end(block_id, last=False)
-        seq.block_table, seq.prefix_ids, seq.num_computed_tokens = [], [], 0
+        seq.block_table = []
+        seq.prefix_ids = []
+        seq.num_computed_tokens = 0
+
+    def take_moves(self) -> Moves:
+        """All moves that were asked for since the last call, for the step that is being planned."""
+        moves = self.moves
+        self.moves = Moves()
+        return moves
 
     # --- inside ---
 
     def _take(self) -> Block:
         assert self.free_blocks, "there is no free block: ask can_allocate or can_admit first"
-        block = self.blocks[self.free_blocks.popitem(last=False)[0]]
+        block_id, _ = self.free_blocks.popitem(last=False)
+        block = self.blocks[block_id]
         if block.key is not None:
             self._evict(block)
         block.ref_count = 1
@@ -212,66 +243,64 @@ class BlockManager:
         """Removes the block from the prefix cache, which has it."""
         assert block.key is not None
         del self.findable[block.key]
-        block.key, block.prefix_id = None, EMPTY_PREFIX
+        block.key = None
+        block.prefix_id = EMPTY_PREFIX
 
     # --- second reading: several sequences of one request (paper, section 4.4) ---
 
     def num_blocks_at_fork(self, request: Request) -> int:
-        """Blocks that the other sequences will need in addition to those of the first, for the tokens they have now."""
+        """Blocks that the other sequences will need in addition to those of the first, for the
+        tokens they have now."""
         shared = len(request.prompt_token_ids) // self.block_size
         return sum(self.num_blocks_for(len(seq)) - shared for seq in request.unfinished[1:])
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int | None = None) -> None:
-        """Lets `child`, which has no blocks yet, share what `parent` has computed, or only its first `num_tokens`
-        tokens."""
-        assert not child.block_table and child.num_computed_tokens == 0, (
-            f"{child} already has blocks"
-        )
+        """Lets `child`, which has no blocks yet, share what `parent` has computed, or only its first
+        `num_tokens` tokens."""
+        is_new = not child.block_table and child.num_computed_tokens == 0
+        assert is_new, f"{child} already has blocks"
         num_tokens = parent.num_computed_tokens if num_tokens is None else num_tokens
-        last = parent.block_table[num_tokens // self.block_size :][:1]
-        if self.unwritten.intersection(
-            last
-        ):  # part of a block cannot be copied before the step that writes it
-            num_tokens -= num_tokens % self.block_size
+        num_full = num_tokens // self.block_size
+        has_part = num_tokens > num_full * self.block_size
+        if has_part and parent.block_table[num_full] in self.unwritten:
+            # part of a block cannot be copied before the step that writes it
+            num_tokens = num_full * self.block_size
         child.num_computed_tokens = num_tokens
         child.block_table = parent.block_table[: self.num_blocks_for(num_tokens)]
-        child.prefix_ids = parent.prefix_ids[: num_tokens // self.block_size]
+        child.prefix_ids = parent.prefix_ids[:num_full]
         for block_id in child.block_table:
             self.blocks[block_id].ref_count += 1
 
     # --- second reading: blocks that wait in host memory (paper, section 4.5) ---
 
-    def swap_out(self, seqs: list[Sequence], swaps_out: dict[int, int]) -> bool:
-        """Assigns host blocks to the sequences' blocks, only one for a shared block (paper, section 4.5).
-
-        Adds block -> host block to `swaps_out`, to be copied before the step. Without room for all, returns False and
-        changes nothing.
-        """
+    def swap_out(self, seqs: list[Sequence]) -> bool:
+        """Assigns host blocks to the sequences' blocks, only one for a shared block. They are copied
+        before the next step. Without room for all, returns False and changes nothing."""
+        swaps = self.moves.swaps_out
         tables = [seq.block_table[: self.num_blocks_for(seq.num_computed_tokens)] for seq in seqs]
-        blocks = {block_id for table in tables for block_id in table} - swaps_out.keys()
+        blocks = {block_id for table in tables for block_id in table} - swaps.keys()
         if len(blocks) > len(self.free_host_blocks):
             return False
-        swaps_out |= {block_id: self.free_host_blocks.pop() for block_id in blocks}
-        self.num_moves += len(blocks)
+        for block_id in blocks:
+            swaps[block_id] = self.free_host_blocks.pop()
         for seq, table in zip(seqs, tables):
-            seq.host_table = [swaps_out[block_id] for block_id in table]
+            seq.host_table = [swaps[block_id] for block_id in table]
             seq.num_host_tokens = seq.num_computed_tokens
             for host_id in seq.host_table:
                 self.host_ref_counts[host_id] += 1
         return True
 
-    def swap_in(self, seq: Sequence, swaps_in: dict[int, int]) -> None:
-        """Gives a sequence that has already taken its prefix blocks for the rest of what it has in host memory.
-
-        Adds host block -> block to `swaps_in`, to be copied before the step. The caller must have asked `can_admit`.
-        """
+    def swap_in(self, seq: Sequence) -> None:
+        """Gives a sequence that has already taken its prefix blocks for the rest of what it has in
+        host memory. They are copied before the step that is being planned. The caller must have
+        asked `can_admit`."""
+        swaps = self.moves.swaps_in
         for host_id in seq.host_table[len(seq.block_table) :]:
-            if host_id in swaps_in:
-                self.blocks[swaps_in[host_id]].ref_count += 1
+            if host_id in swaps:  # another sequence of the request has brought it in
+                self.blocks[swaps[host_id]].ref_count += 1
             else:
-                swaps_in[host_id] = self._take().id
-                self.num_moves += 1
-            seq.block_table.append(swaps_in[host_id])
+                swaps[host_id] = self._take().id
+            seq.block_table.append(swaps[host_id])
         seq.num_computed_tokens = max(seq.num_computed_tokens, seq.num_host_tokens)
 
     def free_host(self, seq: Sequence) -> None:
@@ -280,4 +309,5 @@ class BlockManager:
             self.host_ref_counts[host_id] -= 1
             if self.host_ref_counts[host_id] == 0:
                 self.free_host_blocks.append(host_id)
-        seq.host_table, seq.num_host_tokens = [], 0
+        seq.host_table = []
+        seq.num_host_tokens = 0

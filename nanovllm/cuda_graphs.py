@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.layers.batch import Batch
-from nanovllm.scheduler import Schedule
+from nanovllm.schedule import Schedule
 from nanovllm.step import StepInputs
 
 SIZES = [1, 2, 4, 8, *range(16, 513, 16)]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.beam_search import BeamSearch, BeamSearchParams
+from nanovllm.beam_search import BeamRequest, BeamSearch, BeamSearchParams
 from nanovllm.options import is_int, shown
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import Scheduler
@@ -75,10 +75,11 @@ class Inputs:
         self.check_ids("stop_token_ids", sampling.stop_token_ids or [])
         if sampling.stop and self.tokenizer is None:
             raise refusal("stop", sampling.stop, f"model={self.model!r} has no tokenizer")
-        request = Request(request_id or "", text, token_ids, sampling, self.eos_token_ids)
+        fields = (request_id or "", text, token_ids, sampling, self.eos_token_ids)
+        request = Request(*fields)
         if isinstance(params, BeamSearchParams):
             room = min(params.max_tokens, self.scheduler.max_model_len - len(token_ids))
-            request.search_with(BeamSearch(params, request.stop_token_ids, room))
+            request = BeamRequest(*fields, search=BeamSearch(params, request.stop_token_ids, room))
         self.scheduler.check(request)
         return request
 

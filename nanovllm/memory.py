@@ -13,7 +13,7 @@ import torch
 from nanovllm.config import Config
 from nanovllm.host_cache import STAGED_BYTES
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.scheduler import Schedule
+from nanovllm.schedule import Item, Schedule
 from nanovllm.sequence import Request
 
 if TYPE_CHECKING:
@@ -140,4 +140,8 @@ def run_dummy_step(
             num_computed,
             [0] * -(-length // runner.shape.block_size),
         )
-    runner.run(Schedule([(seq, length - num_computed) for seq in seqs], copies=[(0, 0)]))
+    schedule = Schedule()
+    for seq in seqs:
+        schedule.add(Item(seq, num_computed, length - num_computed))
+    schedule.moves.copies.append((0, 0))
+    runner.run(schedule)

@@ -24,7 +24,7 @@ from nanovllm.layers.sampler import Sampling, top_logprobs
 from nanovllm.loader import load_model
 from nanovllm.memory import CacheShape, keep_freed_memory, num_blocks_that_fit, warm_up
 from nanovllm.models.qwen import head_dim_of
-from nanovllm.scheduler import Schedule
+from nanovllm.schedule import Schedule
 from nanovllm.sequence import Sequence
 from nanovllm.step import StepInputs
 
@@ -150,7 +150,7 @@ class ModelRunner:
     def run(self, schedule: Schedule) -> tuple[list[int], list[LogProbs] | None]:
         """Computes a step. Returns a token for each of `schedule.sampled`, and its log-probabilities if requested."""
         with self.threads.of_step(schedule.num_tokens * self.weights_per_layer), self.on_device():
-            if schedule.copies or schedule.swaps_out or schedule.swaps_in:
+            if schedule.moves:
                 self.move_blocks(schedule)
             step = self._prepare(schedule)
             if self.graphs is not None and (size := self.graphs.size_for(schedule)):
@@ -158,7 +158,7 @@ class ModelRunner:
             else:
                 step = step if self.device.type == "cpu" else step.to(self.device)
                 hidden = self.model(step.input_ids, step.positions, step.batch)
-            if not schedule.sampled_items:
+            if not schedule.sampled:
                 return [], None
             logits = self.model.lm_head(hidden[step.sampled_rows])
             # max takes the first of equal logits, like argmax, which is four times as slow on a CPU
@@ -167,7 +167,7 @@ class ModelRunner:
                 if step.sampling is None
                 else self.ops.sample(logits, step.sampling)
             )
-            wanted = [seq.request.num_logprobs for _, seq in schedule.sampled_items]
+            wanted = [seq.request.num_logprobs for seq in schedule.sampled]
             logprobs = (
                 self._logprobs(logits, token_ids, wanted)
                 if any(k is not None for k in wanted)
@@ -178,10 +178,10 @@ class ModelRunner:
     def move_blocks(self, schedule: Schedule) -> None:
         """Moves blocks before the step computes: swaps first, then copies."""
         if self.host_cache is not None:
-            self.host_cache.swap_out(schedule.swaps_out)
-            self.host_cache.swap_in(schedule.swaps_in)
-        if schedule.copies:
-            self.ops.copy_blocks(self.kv_cache, schedule.copies)
+            self.host_cache.swap_out(schedule.moves.swaps_out)
+            self.host_cache.swap_in(schedule.moves.swaps_in)
+        if schedule.moves.copies:
+            self.ops.copy_blocks(self.kv_cache, schedule.moves.copies)
 
     def _prepare(self, schedule: Schedule) -> StepInputs:
         """One flat, ragged batch. For example, two sequences with blocks of 4 tokens, the first with 4 tokens in the
@@ -198,14 +198,14 @@ class ModelRunner:
             slots          [8, 20, 21, 22]  block 2, offset 0, then block 5
             sampled_rows   [0, 3]          where the last tokens are
         """
-        items, sampled, block_size = schedule.items, schedule.sampled_items, self.shape.block_size
-        rows, is_chunk = [i for i, _ in sampled], [num_tokens > 1 for _, num_tokens in items]
+        items, sampled, block_size = schedule.items, schedule.sampled, self.shape.block_size
+        rows, is_chunk = [*schedule.sampled_from], [num_tokens > 1 for _, _, num_tokens in items]
         if any(is_chunk) and not all(is_chunk):  # attention wants those with one token first
             order = sorted(range(len(items)), key=is_chunk.__getitem__)
             items, place = [items[i] for i in order], {i: row for row, i in enumerate(order)}
             rows = [place[i] for i in rows]
-        counts = integers([num_tokens for _, num_tokens in items])
-        starts = integers([seq.num_computed_tokens for seq, _ in items])
+        counts = integers([num_tokens for _, _, num_tokens in items])
+        starts = integers([start for _, start, _ in items])
         contexts, ends = starts + counts, counts.cumsum(0)
         token_ids, tables, table_ends, most = (
             array("q"),
@@ -213,8 +213,8 @@ class ModelRunner:
             array("i", [0]),
             self.max_blocks_per_seq,
         )
-        for seq, num_tokens in items:
-            begin, table = seq.num_computed_tokens, seq.block_table
+        for seq, begin, num_tokens in items:
+            table = seq.block_table
             token_ids.fromlist(seq.token_ids[begin : begin + num_tokens])
             tables.fromlist(table if len(table) <= most else table[:most])
             table_ends.append(len(tables))
@@ -240,8 +240,8 @@ class ModelRunner:
             longest,
         )
         sampling = None
-        if any(seq.request.params.temperature for _, seq in sampled):
-            sampling = self._sampling([seq for _, seq in sampled])
+        if any(seq.request.params.temperature for seq in sampled):
+            sampling = self._sampling([seq for seq in sampled])
         input_ids = torch.frombuffer(token_ids, dtype=torch.int64)
         return StepInputs(input_ids, positions, batch, (ends - 1)[integers(rows)], sampling)
 

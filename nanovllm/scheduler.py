@@ -1,87 +1,37 @@
 """Scheduler: who runs in the next step, and with how many tokens. Imports no torch.
 
-There is no prefill phase and no decode phase. Every sequence has tokens whose keys and values are not in the cache yet:
-all of them for a new prompt, one for a decoding sequence. A step computes as many as the budget and the blocks allow
-(iteration-level scheduling as in Orca, chunked prefill as in Sarathi-Serve).
+There is no prefill phase and no decode phase. Every sequence has tokens whose keys and values are
+not in the cache yet: all of them for a new prompt, one for a decoding sequence. A step computes as
+many as the budget and the blocks allow (iteration-level scheduling as in Orca, chunked prefill as
+in Sarathi-Serve).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from bisect import bisect_left, insort
+from collections.abc import Iterable
 
-from nanovllm.beam_search import Likeliest, take_beams
+from nanovllm.beam_search import BeamRequest
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import Limits
 from nanovllm.options import shown
-from nanovllm.sequence import Request, Sequence
-
-Logprobs = list[dict[int, float] | None]  # of each sampled sequence, if it wants any
-
-
-class ScheduleError(RuntimeError):
-    """A scheduler has planned a step that cannot be run. The message is one sentence for the scheduler's author."""
-
-    def __init__(self, scheduler: Scheduler, method: str, problem: str):
-        super().__init__(f"{type(scheduler).__name__}.{method}(): {problem}")
-
-
-@dataclass
-class Schedule:
-    """One step: its sequences, how many tokens to compute for each, and which blocks to move first.
-
-    Blocks are swapped out first, then in, then copied: the targets may be blocks that were swapped out.
-    """
-
-    items: list[tuple[Sequence, int]] = field(default_factory=list)
-    swaps_out: dict[int, int] = field(default_factory=dict)  # block -> host block
-    swaps_in: dict[int, int] = field(default_factory=dict)  # host block -> block
-    copies: list[tuple[int, int]] = field(
-        default_factory=list
-    )  # copy-on-write: from block, to block
-    tokens_left: int = 0  # while it is planned: how many more tokens may be added, ...
-    prompt_tokens_left: int = 0  # ... and how many of them for sequences that lack more than one
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(n for _, n in self.items)
-
-    def part_of(self, seq: Sequence, num_tokens: int) -> list[tuple[Sequence, int]]:
-        """The sequence, and how many of these tokens still fit. Called while there is room for one."""
-        if num_tokens > 1:
-            num_tokens = min(num_tokens, self.tokens_left, self.prompt_tokens_left)
-        return [(seq, num_tokens)] if num_tokens > 0 else []
-
-    @cached_property
-    def sampled_items(self) -> list[tuple[int, Sequence]]:
-        """(index of an item, sequence) for each sequence whose last token is computed in this step, so that its next
-        one is drawn. Valid once the schedule is complete. Before a request forks, all its sequences draw from the
-        logits of the first."""
-        return [
-            (i, member)
-            for i, (seq, num_tokens) in enumerate(self.items)
-            if seq.num_computed_tokens + num_tokens == len(seq.token_ids)
-            for member in ([seq] if seq.request.has_forked else seq.request.unfinished)
-        ]
-
-    @property
-    def sampled(self) -> list[Sequence]:
-        """The sequences that get a next token."""
-        return [seq for _, seq in self.sampled_items]
+from nanovllm.schedule import Item, Schedule, check_choice
+from nanovllm.sequence import Request, Sequence, TokenLogprobs
 
 
 class Scheduler:
     """First come, first served, within a budget of tokens and sequences (paper, section 4.5).
 
-    The first methods are the policy: each says what is to be done, in a line, and is there to be overridden. The others
-    do it. A policy may choose anybody and refuse anything; which block is whose and what fits is decided below.
+    The first methods are the policy: each says what is to be done, in a line, and is there to be
+    overridden. The others do it. A policy may choose anybody and refuse anything; which block is
+    whose and what fits is decided below.
     """
 
     watermark = (
         0.05  # part of the blocks that admission leaves free, so that those who run can grow
     )
+    priority_is_fixed = False  # a policy whose priorities never change may say so: less is sorted
 
     def __init__(self, limits: Limits, block_manager: BlockManager):
         self.max_num_batched_tokens = limits.max_num_batched_tokens
@@ -99,7 +49,8 @@ class Scheduler:
     # --- policy ---
 
     def priority(self, request: Request):
-        """Sort key: the waiting request with the smallest is admitted first. Asked for in each step that may admit."""
+        """Sort key: the waiting request with the smallest is admitted first. Asked for in each step
+        that may admit, unless `priority_is_fixed`."""
         return request.arrival
 
     def running_order(self, request: Request):
@@ -107,7 +58,8 @@ class Scheduler:
         return self.priority(request)
 
     def next_waiting(self) -> Request | None:
-        """Which request to admit next, if it fits; None for no more in this step. `waiting` is sorted by priority."""
+        """Which request to admit next, if it fits; None for no more in this step. `waiting` is
+        sorted by priority."""
         return self.waiting[0] if self.waiting else None
 
     def may_admit(self, request: Request, schedule: Schedule) -> bool:
@@ -115,8 +67,8 @@ class Scheduler:
         return True
 
     def step_budget(self) -> tuple[int, int]:
-        """Maximum tokens of the step, up to `max_num_batched_tokens`; and how many of them may go to sequences that
-        lack more than one: prompts, and what is recomputed."""
+        """Maximum tokens of the step, up to `max_num_batched_tokens`; and how many of them may go to
+        sequences that lack more than one: prompts, and what is recomputed."""
         return self.max_num_batched_tokens, self.max_num_batched_tokens
 
     def victim(self, candidates: list[Request]) -> Request:
@@ -124,104 +76,128 @@ class Scheduler:
         return candidates[-1]
 
     def should_swap(self, request: Request) -> bool:
-        """Whether a preempted request's blocks go to host memory, if there is room, rather than being computed again."""
+        """Whether a preempted request's blocks go to host memory, if there is room, rather than
+        being computed again."""
         return True
 
     def make_room(self, schedule: Schedule) -> None:
-        """Called before the step is planned. May `preempt` running requests for the sake of waiting ones."""
+        """Called before the step is planned. May `preempt` running requests for waiting ones."""
+
+    def reason_to_end(self, seq: Sequence) -> str | None:
+        """Why the sequence ends with its last token, or None. Stop strings are the engine's
+        business."""
+        request = seq.request
+        if seq.num_output_tokens > 0 and seq.token_ids[-1] in request.stop_token_ids:
+            return "stop"
+        return "length" if len(seq.token_ids) >= request.max_len else None
 
     # --- a request comes ---
 
     def add(self, request: Request) -> None:
         """Queues a request. The engine has checked it before; others may not have."""
         self.check(request)
-        self.waiting.append(request)
+        self.enqueue(request)
 
     def check(self, request: Request) -> None:
-        """Raises ValueError if the request could not finish even with the whole cache to itself. Sets its `max_len`."""
-        prompt, params, manager = len(request.prompt_token_ids), request.params, self.block_manager
-        name_of_n = "n" if request.beam_search is None else "beam_width"
-        if prompt + 1 > self.max_model_len:
-            room = f"max_model_len={self.max_model_len} leaves room for at most {self.max_model_len - 1}"
-            raise ValueError(f"the prompt has {prompt} tokens, but {room} and one new token")
+        """Raises ValueError if the request could not finish even with the whole cache to itself.
+        Sets its `max_len`."""
+        num_prompt = len(request.prompt_token_ids)
+        params = request.params
+        name_of_n = "beam_width" if isinstance(request, BeamRequest) else "n"
+        if num_prompt + 1 > self.max_model_len:
+            room = f"at most {self.max_model_len - 1} and one new token"
+            limit = f"max_model_len={self.max_model_len} leaves room for {room}"
+            raise ValueError(f"the prompt has {num_prompt} tokens, but {limit}")
         for name in ("max_num_seqs", "max_num_batched_tokens"):
-            if params.n > (limit := getattr(self, name)):
-                raise ValueError(
-                    f"{name_of_n}={shown(params.n)} is not allowed: it must be at most {name}={limit}"
-                )
-        request.max_len = min(prompt + params.max_tokens, self.max_model_len)
-        blocks, total = manager.max_blocks_needed(request), len(manager.blocks)
-        if blocks > total:
-            size = f"{manager.block_size} tokens (prompt of {prompt} tokens, max_tokens={params.max_tokens}"
-            need = f"{blocks} KV blocks of {size}, {name_of_n}={params.n})"
-            raise ValueError(f"the request may need {need}, but num_blocks={total}")
+            limit = getattr(self, name)
+            if params.n > limit:
+                allowed = f"it must be at most {name}={limit}"
+                raise ValueError(f"{name_of_n}={shown(params.n)} is not allowed: {allowed}")
+        request.max_len = min(num_prompt + params.max_tokens, self.max_model_len)
+        needed = self.block_manager.max_blocks_needed(request)
+        available = len(self.block_manager.blocks)
+        if needed > available:
+            what = f"prompt of {num_prompt} tokens, max_tokens={params.max_tokens}"
+            size = f"{self.block_manager.block_size} tokens ({what}, {name_of_n}={params.n})"
+            why = f"{needed} KV blocks of {size}, but num_blocks={available}"
+            raise ValueError(f"the request may need {why}")
 
     # --- a step is planned ---
 
     def schedule(self) -> Schedule:
-        """Plans a step: running requests first, then waiting ones. Everything in the plan has its blocks."""
-        schedule = Schedule()
-        schedule.tokens_left, schedule.prompt_tokens_left = self.step_budget()
+        """Plans a step: running requests first, then waiting ones. All that is in the plan has its
+        blocks."""
+        schedule = Schedule(*self.step_budget())
         self.make_room(schedule)
         num_preemptions = self.num_preemptions
-        self._schedule_running(schedule)
-        if (
-            self.waiting and self.num_preemptions == num_preemptions
-        ):  # otherwise there is no room for any
-            self._schedule_waiting(schedule)
-        self.num_swapped_blocks += len(schedule.swaps_out)
+        self.schedule_running(schedule)
+        if self.num_preemptions == num_preemptions:  # otherwise there is no room for anybody else
+            self.schedule_waiting(schedule)
+        schedule.moves = self.block_manager.take_moves()
+        schedule.num_used_blocks = self.block_manager.num_used_blocks
+        self.num_swapped_blocks += len(schedule.moves.swaps_out)
         return schedule
 
-    def _schedule_running(self, schedule: Schedule) -> None:
+    def schedule_running(self, schedule: Schedule) -> None:
+        """Gives those who run their missing tokens. If blocks are missing, others give way: never
+        one that has its tokens already, nor anybody before those behind it. So the first one
+        always gets ahead."""
         self.running.sort(key=self.running_order)
         i = 0
         while i < len(self.running) and schedule.tokens_left > 0:
             request = self.running[i]
-            items = self._tokens_to_compute(request, schedule)
-            while not self.block_manager.can_allocate(items) and i < len(self.running):
-                # never one that has its tokens, nor this one before those behind it: so the first always gets ahead
-                self.preempt(self.victim(self.running[i + 1 :] or [request]), schedule)
-            if i < len(self.running):  # otherwise it was itself the last one and was preempted
-                self._commit(items, schedule)
-                i += 1
+            items = self.tokens_to_compute(request, schedule)
+            while not self.block_manager.can_allocate(items):
+                behind = self.running[i + 1 :]
+                self.preempt(self.victim(behind) if behind else request)
+                if not behind:
+                    return  # nobody was left to give way
+            self.commit(items, schedule)
+            i += 1
 
-    def _schedule_waiting(self, schedule: Schedule) -> None:
-        manager, num_seqs = self.block_manager, sum(request.num_seats for request in self.running)
-        if num_seqs < self.max_num_seqs:
+    def schedule_waiting(self, schedule: Schedule) -> None:
+        """Admits those who wait, in the order of the policy, up to the first who does not fit."""
+        manager = self.block_manager
+        num_seats = sum(request.num_seats for request in self.running)
+        if num_seats >= self.max_num_seqs or not self.waiting:
+            return
+        if not self.keeps_order():
             self.waiting.sort(key=self.priority)
-        reserved = sum(
-            manager.num_blocks_at_fork(request)
-            for request in self.running
-            if not request.has_forked
-        )
-        while min(schedule.tokens_left, schedule.prompt_tokens_left) > 0 and (
-            request := self.next_waiting()
-        ):
-            num_seqs += request.num_seats
-            kept = int(self.watermark * len(manager.blocks)) if self.running else 0
-            fits = num_seqs <= self.max_num_seqs and manager.can_admit(request, reserved + kept)
-            if not (fits and self.may_admit(request, schedule)):
+        # blocks that nobody may take: those for the samples that will fork from one who runs
+        promised = sum(manager.num_blocks_at_fork(r) for r in self.running if not r.has_forked)
+        while schedule.tokens_left > 0 and schedule.prompt_tokens_left > 0:
+            request = self.next_waiting()
+            if request is None:
                 break
-            self._admit(request, schedule)
-            self._commit(self._tokens_to_compute(request, schedule), schedule)
+            num_seats += request.num_seats
+            spare = int(self.watermark * len(manager.blocks)) if self.running else 0
+            has_seats = num_seats <= self.max_num_seqs
+            if not (has_seats and manager.can_admit(request, promised + spare)):
+                break
+            if not self.may_admit(request, schedule):
+                break
+            self.admit(request)
+            self.commit(self.tokens_to_compute(request, schedule), schedule)
             if not request.has_forked:
-                reserved += manager.num_blocks_at_fork(request)
+                promised += manager.num_blocks_at_fork(request)
 
-    def _admit(self, request: Request, schedule: Schedule) -> None:
-        """Gives it blocks for all its tokens, even if they are computed in chunks; otherwise it would soon be preempted
-        in the middle of its prompt. Tokens that are still in the cache or on the host are not computed again."""
+    def admit(self, request: Request) -> None:
+        """Lets a waiting request run, and gives it blocks for all its tokens, even if they are
+        computed in chunks; otherwise it would soon be preempted in the middle of its prompt. Tokens
+        that are still in the cache or on the host are not computed again."""
         check_choice(self, "next_waiting", request, self.waiting)
-        self.waiting.remove(request)
+        self.dequeue(request)
         self.running.append(request)
-        manager, (first, *others) = self.block_manager, request.unfinished
+        manager = self.block_manager
+        first, *others = request.unfinished
         manager.take_prefix(first)
         if first.host_table:
-            manager.swap_in(first, schedule.swaps_in)
+            manager.swap_in(first)
         request.has_forked = not others
         if others:
             request.num_shared_tokens = common_length([seq.token_ids for seq in request.unfinished])
-            self._fork(request, schedule)
-        if request.num_cached_tokens is None:
+            self.fork(request)
+        if request.num_cached_tokens is None:  # it runs for the first time
             request.num_cached_tokens = first.num_computed_tokens
             self.num_cached_tokens += request.num_cached_tokens
             self.num_prompt_tokens += len(request.prompt_token_ids)
@@ -229,79 +205,83 @@ class Scheduler:
             if seq.host_table:
                 manager.free_host(seq)
         for seq in request.unfinished if request.has_forked else [first]:
-            schedule.copies += manager.allocate(seq, len(seq.token_ids) - seq.num_computed_tokens)
+            manager.allocate(seq, seq.num_missing_tokens)
 
-    def _tokens_to_compute(
-        self, request: Request, schedule: Schedule
-    ) -> list[tuple[Sequence, int]]:
-        """The request's sequences and how many of their missing tokens to compute, as far as the budgets go."""
+    def tokens_to_compute(self, request: Request, schedule: Schedule) -> list[Item]:
+        """Of each of the request's sequences, as many missing tokens as the budgets allow."""
+        # a running request with a single sequence has not finished it
         seqs = request.unfinished if request.params.n > 1 else request.sequences
         if len(seqs) > 1:
-            return self._tokens_of_group(request, schedule)
-        return schedule.part_of(seqs[0], len(seqs[0].token_ids) - seqs[0].num_computed_tokens)
+            return self.tokens_of_group(request, schedule)
+        return schedule.next_tokens(seqs[0], len(seqs[0].token_ids) - seqs[0].num_computed_tokens)
 
-    def _commit(self, items: list[tuple[Sequence, int]], schedule: Schedule) -> None:
-        """Gives each sequence its blocks and adds it to the schedule."""
+    def commit(self, items: list[Item], schedule: Schedule) -> None:
+        """Gives each item its blocks, and adds it to the schedule."""
         manager = self.block_manager
-        for seq, num_tokens in items:
-            end = seq.num_computed_tokens + num_tokens
-            schedule.copies += manager.allocate(seq, num_tokens)
-            if end // manager.block_size > len(seq.prefix_ids):  # a block becomes full
-                manager.publish(seq, end)
-            schedule.tokens_left -= num_tokens
-            if len(seq.token_ids) - seq.num_computed_tokens > 1:
-                schedule.prompt_tokens_left -= num_tokens
-        schedule.items += items
+        for item in items:
+            manager.allocate(item.seq, item.num_tokens)
+            if item.end // manager.block_size > len(item.seq.prefix_ids):  # a block becomes full
+                manager.publish(item.seq, item.end)
+            schedule.add(item)
 
-    def preempt(self, request: Request, schedule: Schedule) -> None:
-        """All or nothing: all sequences of the running request lose their blocks and wait. The host keeps the contents
-        if it has room; otherwise they are computed again."""
+    def preempt(self, request: Request) -> None:
+        """All or nothing: all sequences of the running request lose their blocks and wait. The host
+        keeps the contents if it has room; otherwise they are computed again."""
         check_choice(self, "preempt", request, self.running)
         self.running.remove(request)
         if self.should_swap(request):
-            self.block_manager.swap_out(request.unfinished, schedule.swaps_out)
+            self.block_manager.swap_out(request.unfinished)
         for seq in request.unfinished:
             self.block_manager.free(seq)
         request.has_forked = False
-        self.waiting.append(request)
+        self.enqueue(request)
         self.num_preemptions += 1
 
     # --- a step has run ---
 
     def update(
-        self, schedule: Schedule, token_ids: list[int], logprobs: Logprobs | None = None
+        self,
+        schedule: Schedule,
+        token_ids: list[int],
+        logprobs: list[TokenLogprobs | None] | None = None,
     ) -> None:
-        """Processes a step's result: a token for each of `schedule.sampled`, and its log-probabilities if requested."""
-        sampled, searches = schedule.sampled_items, dict[Request, Likeliest]()
+        """Processes a step's result: a token for each of `schedule.sampled`, and the likeliest ones
+        with their log-probabilities if the request wants any."""
+        self.advance(schedule)
+        self.receive(schedule, token_ids, logprobs)
+
+    def advance(self, schedule: Schedule) -> None:
+        """What follows from a step whatever it draws: these tokens are in the cache."""
         self.block_manager.unwritten.clear()
-        for seq, num_tokens in schedule.items:
-            seq.num_computed_tokens += num_tokens
+        for seq, start, num_tokens in schedule.items:
+            seq.num_computed_tokens = start + num_tokens
             if not seq.request.has_forked:
-                self._fork(seq.request, schedule)
-        logprobs = [None] * len(sampled) if logprobs is None else logprobs
-        for (_, seq), token_id, likeliest in zip(sampled, token_ids, logprobs, strict=True):
-            if seq.request.beam_search is not None:
+                self.fork(seq.request)
+
+    def receive(
+        self,
+        schedule: Schedule,
+        token_ids: list[int],
+        logprobs: list[TokenLogprobs | None] | None = None,
+    ) -> None:
+        """Takes the tokens that were drawn, and ends those who are done."""
+        if logprobs is None:
+            logprobs = [None] * len(token_ids)
+        searches: dict[BeamRequest, list[tuple[Sequence, TokenLogprobs]]] = {}
+        for seq, token_id, likeliest in zip(schedule.sampled, token_ids, logprobs, strict=True):
+            if isinstance(seq.request, BeamRequest):
                 searches.setdefault(seq.request, []).append((seq, likeliest or {}))
                 continue
             if seq.logprobs is not None:
                 seq.logprobs.append(likeliest or {})
             seq.token_ids.append(token_id)
-            if (reason := self.reason_to_end(seq)) is not None:
+            reason = self.reason_to_end(seq)
+            if reason is not None:
                 self.finish(seq, reason)
         for request, beams in searches.items():
-            take_beams(request, beams, self.block_manager)
-            if not request.unfinished:
+            request.receive(beams, self.block_manager)
+            if request.has_ended:
                 self.running.remove(request)
-
-    def reason_to_end(self, seq: Sequence) -> str | None:
-        """Why the sequence ends with its last token, or None. Stop strings are the engine's business."""
-        request, num_tokens = seq.request, len(seq.token_ids)
-        if (
-            num_tokens > len(request.prompt_token_ids)
-            and seq.token_ids[-1] in request.stop_token_ids
-        ):
-            return "stop"
-        return "length" if num_tokens >= request.max_len else None
 
     def finish(self, seq: Sequence, reason: str) -> None:
         """Ends one sequence. The request ends with its last sequence."""
@@ -309,9 +289,12 @@ class Scheduler:
         self.block_manager.free(seq)
         if seq.host_table:
             self.block_manager.free_host(seq)
-        for queue in (self.running, self.waiting):
-            if not seq.request.unfinished and seq.request in queue:
-                queue.remove(seq.request)
+        request = seq.request
+        if request.has_ended:
+            if request in self.running:
+                self.running.remove(request)
+            else:
+                self.dequeue(request)
 
     def abort(self, request: Request) -> None:
         """Ends all unfinished sequences of the request, whether it runs or waits."""
@@ -319,10 +302,11 @@ class Scheduler:
             self.finish(seq, seq.finish_reason or "abort")
 
     def restart(self, requests: Iterable[Request], block_manager: BlockManager) -> None:
-        """Starts over with these requests and an empty cache, after a step whose effects are unknown."""
-        self.waiting, self.running, self.block_manager = list(requests), [], block_manager
-        for request in self.waiting:
-            request.rewind()
+        """Starts over with these requests and an empty cache, after a step whose effects are
+        unknown. They have been rewound."""
+        self.waiting = sorted(requests, key=self.queue_order) if self.keeps_order() else [*requests]
+        self.running = []
+        self.block_manager = block_manager
 
     def unfinished(self) -> list[Request]:
         return [*self.running, *self.waiting]
@@ -330,138 +314,77 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         return bool(self.running or self.waiting)
 
+    # --- the queue: sorted as long as priorities cannot change, so that its length costs nothing ---
+
+    def keeps_order(self) -> bool:
+        own = getattr(self.priority, "__func__", None)
+        return self.priority_is_fixed or own is Scheduler.priority
+
+    def queue_order(self, request: Request):
+        return self.priority(request), request.arrival
+
+    def enqueue(self, request: Request) -> None:
+        if self.keeps_order():
+            insort(self.waiting, request, key=self.queue_order)
+        else:
+            self.waiting.append(request)
+
+    def dequeue(self, request: Request) -> None:
+        """Does nothing if it does not wait."""
+        if self.keeps_order():
+            i = bisect_left(self.waiting, self.queue_order(request), key=self.queue_order)
+            if i < len(self.waiting) and self.waiting[i] is request:
+                del self.waiting[i]
+                return
+        if request in self.waiting:
+            self.waiting.remove(request)
+
     # --- second reading: several sequences of one request ---
 
-    def _tokens_of_group(self, request: Request, schedule: Schedule) -> list[tuple[Sequence, int]]:
-        """They get their next tokens together or not at all, so their last tokens are computed in the same step."""
+    def tokens_of_group(self, request: Request, schedule: Schedule) -> list[Item]:
+        """They get their next tokens together or not at all, so their last tokens are computed in
+        the same step."""
         seqs = request.unfinished
         if not request.has_forked:
-            return schedule.part_of(
-                seqs[0], request.num_shared_tokens - seqs[0].num_computed_tokens
-            )
+            num_missing = request.num_shared_tokens - seqs[0].num_computed_tokens
+            return schedule.next_tokens(seqs[0], num_missing)
         missing = [seq.num_missing_tokens for seq in seqs]
         if max(missing) == 1:
-            return [(seq, 1) for seq in seqs] if len(seqs) <= schedule.tokens_left else []
-        items, budget = [], min(schedule.tokens_left, schedule.prompt_tokens_left)
-        for seq, num_tokens in zip(seqs, missing):
-            num_tokens = min(num_tokens - 1, budget)
+            if len(seqs) > schedule.tokens_left:
+                return []
+            return [Item(seq, seq.num_computed_tokens, 1) for seq in seqs]
+        items = []
+        budget = min(schedule.tokens_left, schedule.prompt_tokens_left)
+        for seq, num_missing in zip(seqs, missing):
+            num_tokens = min(num_missing - 1, budget)
             if num_tokens > 0:
-                items.append((seq, num_tokens))
+                items.append(Item(seq, seq.num_computed_tokens, num_tokens))
                 budget -= num_tokens
         return items
 
-    def _fork(self, request: Request, schedule: Schedule) -> None:
+    def fork(self, request: Request) -> None:
         """Once the first sequence has computed the tokens that all share, the others fork from it."""
-        manager, shared, (first, *others) = (
-            self.block_manager,
-            request.num_shared_tokens,
-            request.unfinished,
-        )
-        if first.num_computed_tokens < shared:
+        manager = self.block_manager
+        num_shared = request.num_shared_tokens
+        first, *others = request.unfinished
+        if first.num_computed_tokens < num_shared:
             return
         for seq in others:
-            if len(seq) > shared:  # it was preempted: its own blocks may still be in the cache
-                manager.fork(first, seq, shared // manager.block_size * manager.block_size)
+            if len(seq) > num_shared:  # it was preempted: its own blocks may still be in the cache
+                num_full = num_shared // manager.block_size
+                manager.fork(first, seq, num_full * manager.block_size)
                 manager.take_prefix(seq)
-                if seq.num_host_tokens >= shared:
-                    manager.swap_in(seq, schedule.swaps_in)
-            if seq.num_computed_tokens < shared:
+                if seq.num_host_tokens >= num_shared:
+                    manager.swap_in(seq)
+            if seq.num_computed_tokens < num_shared:
                 manager.free(seq)
-                manager.fork(first, seq, shared)
+                manager.fork(first, seq, num_shared)
         request.has_forked = True
 
 
 def common_length(sequences: list[list[int]]) -> int:
     """Length of the prefix that all of them share. They must be equally long."""
-    columns = enumerate(zip(*sequences))
-    return next((i for i, column in columns if len(set(column)) > 1), len(sequences[0]))
-
-
-# --- second reading: what can be wrong with a schedule ---
-
-
-def check_choice(
-    scheduler: Scheduler, method: str, request: Request, candidates: list[Request]
-) -> None:
-    """Raises ScheduleError if a policy has chosen somebody else than one of the candidates."""
-    if request not in candidates:
-        raise ScheduleError(
-            scheduler, method, f"{shown(request)} is not one of {shown(candidates)}"
-        )
-
-
-def check_schedule(
-    schedule: Schedule, scheduler: Scheduler, request_ids: Collection[str], moves_before: int
-) -> None:
-    """Raises ScheduleError if the schedule cannot be run. Before it was planned, the requests with these ids were
-    unfinished, and the block manager had asked for `moves_before` moves."""
-    manager, running = scheduler.block_manager, set(scheduler.running)
-    wrong = partial(ScheduleError, scheduler, "schedule")
-    if not isinstance(schedule, Schedule):
-        raise wrong(f"it returned {shown(schedule)}, and not a Schedule")
-    if not schedule.items:
-        lost = set(request_ids) - {request.request_id for request in scheduler.unfinished()}
-        why = (
-            f"neither waiting nor running: {shown(sorted(lost))}"
-            if lost
-            else "the policy serves nobody"
-        )
-        raise wrong(
-            f"it planned nothing, but there are unfinished requests: {shown([*request_ids])}; {why}"
-        )
-    size, blocks, unwritten, written = (
-        manager.block_size,
-        manager.blocks,
-        manager.unwritten,
-        set[int](),
-    )
-    seqs = set[Sequence]()
-    for seq, num_tokens in schedule.items:
-        begin, table = seq.num_computed_tokens, seq.block_table
-        end = begin + num_tokens
-        if seq in seqs:
-            raise wrong(f"{seq} is in the schedule twice")
-        seqs.add(seq)
-        if seq.request not in running or seq.finish_reason is not None:
-            raise wrong(
-                f"{seq} is in the schedule, but it has ended, or its request is not in scheduler.running"
-            )
-        if num_tokens < 1 or end > len(seq.token_ids):
-            raise wrong(
-                f"{seq} is to compute {num_tokens} tokens, but {seq.num_missing_tokens} are missing"
-            )
-        if end > len(table) * size:
-            raise wrong(
-                f"{seq} is to compute {num_tokens} tokens, but lacks blocks for them: allocate them first"
-            )
-        block_id = table[begin // size]
-        if blocks[block_id].ref_count > 1 and block_id not in unwritten:
-            raise wrong(
-                f"{seq} is to write into block {block_id}, which others read: allocate says what to copy first"
-            )
-        if unwritten:
-            written.update(table[begin // size : end // size])
-    sampled = {seq for _, seq in schedule.sampled_items}
-    for request in {seq.request for seq in sampled if seq.request.params.n > 1}:
-        drawn = sampled.intersection(unfinished := request.unfinished)
-        if len(drawn) < len(unfinished):
-            who = f"{len(drawn)} of {len(unfinished)} sequences of {request.request_id}"
-            raise wrong(f"{who} would get a token: it must be all or none")
-    for total, limit in (
-        (schedule.num_tokens, "max_num_batched_tokens"),
-        (len(seqs), "max_num_seqs"),
-    ):
-        if total > getattr(scheduler, limit):
-            raise wrong(
-                f"the schedule has {total} {limit.split('_')[-1]}, but {limit}={getattr(scheduler, limit)}"
-            )
-    lost_blocks = manager.unwritten - written
-    if lost_blocks:
-        raise wrong(
-            f"no sequence computes blocks {lost_blocks}, which can be found: keep all that _commit plans"
-        )
-    listed = len(schedule.copies) + len(schedule.swaps_out) + len(schedule.swaps_in)
-    asked = manager.num_moves - moves_before
-    if listed != asked:
-        why = f"the block manager asked for {asked}: all that it asks for belongs in the step's schedule"
-        raise wrong(f"the schedule lists {listed} blocks to copy and swap, but {why}")
+    for i, column in enumerate(zip(*sequences)):
+        if len(set(column)) > 1:
+            return i
+    return len(sequences[0])

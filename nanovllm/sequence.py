@@ -5,38 +5,37 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from nanovllm.sampling_params import SamplingParams
 
-if TYPE_CHECKING:
-    from nanovllm.beam_search import BeamSearch
+TokenLogprobs = dict[int, float]  # token id -> log-probability; the token drawn comes first
 
 
 @dataclass(eq=False, repr=False)
 class Sequence:
     """A prompt and one of its outputs.
 
-    `token_ids` are its tokens. The first `num_computed_tokens` of them have their keys and values in the KV cache, in
-    the blocks that `block_table` lists: token i is in block `block_table[i // block_size]` at offset `i % block_size`
-    (paper, section 4.3). A step computes some of the missing ones.
+    `token_ids` are its tokens. The first `num_computed_tokens` of them have their keys and values
+    in the KV cache, in the blocks that `block_table` lists: token i is in block
+    `block_table[i // block_size]` at offset `i % block_size` (paper, section 4.3). A step computes
+    some of the missing ones.
     """
 
     request: Request
     index: int
     token_ids: list[int]
-    logprobs: list[dict[int, float]] | None = None  # of each output token, if requested
+    logprobs: list[TokenLogprobs] | None = None  # of each output token, if requested
     cumulative_logprob: float = 0.0  # of a beam
     finish_reason: str | None = None  # "stop", "length", "abort" or "error"
     num_computed_tokens: int = 0
     block_table: list[int] = field(default_factory=list)
-    prefix_ids: list[int] = field(
+    prefix_ids: list[int] = field(default_factory=list)  # of each full block, see BlockManager
+    host_table: list[int] = field(default_factory=list)  # its blocks in host memory, if swapped out
+    num_host_tokens: int = 0  # tokens in them
+    found_blocks: list[int] = field(
         default_factory=list
-    )  # identity of each full block's prefix, see BlockManager
-    host_table: list[int] = field(
-        default_factory=list
-    )  # blocks in host memory while it is swapped out ...
-    num_host_tokens: int = 0  # ... and the number of tokens in them
+    )  # what BlockManager.find_prefix found last
+    found_prefix_ids: list[int] = field(default_factory=list)  # their identities then
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -58,8 +57,20 @@ class Sequence:
         """Each output of a request has its own random numbers."""
         return (self.request.seed + self.index * 0x9E3779B97F4A7C15) % 2**63
 
+    def forget_blocks(self) -> None:
+        """The cache that they were in is gone."""
+        self.num_computed_tokens = 0
+        self.block_table = []
+        self.prefix_ids = []
+        self.num_host_tokens = 0
+        self.host_table = []
+        self.found_blocks = []
+        self.found_prefix_ids = []
+
     def __repr__(self) -> str:
-        state = self.finish_reason or f"{self.num_computed_tokens} of {len(self)} tokens computed"
+        state = self.finish_reason
+        if state is None:
+            state = f"{self.num_computed_tokens} of {len(self)} tokens computed"
         return (
             f"Sequence({self.request.request_id}.{self.index}: {state}, blocks {self.block_table})"
         )
@@ -69,8 +80,8 @@ class Sequence:
 class Request:
     """One prompt with its parameters, and its `params.n` sequences.
 
-    They are scheduled, preempted and resumed together (paper, section 4.5). The first one computes the tokens that all
-    share (at the start, the prompt); then the others fork from it.
+    They are scheduled, preempted and resumed together (paper, section 4.5). The first one computes
+    the tokens that all share (at the start, the prompt); then the others fork from it.
     """
 
     request_id: str  # empty until it is submitted, unless the user has chosen one
@@ -81,39 +92,39 @@ class Request:
     max_len: int = 0  # maximum tokens per sequence, prompt included; set by Scheduler.check
     arrival: int = 0  # a counter, so that no two requests have the same
     arrival_time: float = 0.0  # in seconds, by the scheduler's clock
-    num_cached_tokens: int | None = (
-        None  # prompt tokens found in the prefix cache when it was first admitted
-    )
+    num_cached_tokens: int | None = None  # prompt tokens found in the cache at the first admission
     has_forked: bool = (
-        False  # whether each sequence has its own blocks; before, only the first one runs
+        False  # whether each sequence has blocks of its own; else only the first runs
     )
     num_shared_tokens: int = 0  # before the fork: the number of tokens that all sequences share
-    beam_search: BeamSearch | None = None  # if its sequences are beams
 
     def __post_init__(self):
         self.seed = self.params.seed or 0
-        self.num_logprobs = (
-            self.params.logprobs
-        )  # how many of the most likely tokens to return with each token
+        self.num_logprobs = self.params.logprobs  # how many of the likeliest tokens to return
         eos_token_ids = () if self.params.ignore_eos else self.eos_token_ids
         self.stop_token_ids = frozenset(self.params.stop_token_ids or ()).union(eos_token_ids)
 
     @cached_property
     def sequences(self) -> list[Sequence]:
-        """Created on first use, so a refused request has none."""
-        params, prompt = self.params, self.prompt_token_ids
+        """Created on first use, so a request that is refused, or that still waits, has none."""
+        has_logprobs = self.params.logprobs is not None
         return [
-            Sequence(self, i, [*prompt], None if params.logprobs is None else [])
-            for i in range(params.n)
+            Sequence(self, i, [*self.prompt_token_ids], [] if has_logprobs else None)
+            for i in range(self.params.n)
         ]
 
-    def search_with(self, beam_search: BeamSearch) -> None:
-        """Makes its sequences the beams of a search."""
-        self.beam_search, self.num_logprobs = beam_search, beam_search.num_candidates
+    @property
+    def is_new(self) -> bool:
+        """Whether it has only waited, so that nothing has been done for it yet."""
+        return "sequences" not in vars(self)
 
     @property
     def unfinished(self) -> list[Sequence]:
         return [seq for seq in self.sequences if seq.finish_reason is None]
+
+    @property
+    def has_ended(self) -> bool:
+        return all(seq.finish_reason is not None for seq in self.sequences)
 
     @property
     def num_output_tokens(self) -> int:
@@ -122,25 +133,28 @@ class Request:
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether it lacks more than its next token: its prompt, or what it lost when it was preempted."""
+        """Whether it lacks more than its next token: its prompt, or what it lost when preempted."""
         return any(seq.num_missing_tokens > 1 for seq in self.unfinished)
 
     @property
     def num_seats(self) -> int:
-        """Maximum sequences that it can have in a step from now on. A few beams can have many children."""
-        return len(self.unfinished) if self.beam_search is None else self.params.n
+        """Maximum sequences that it can have in a step from now on."""
+        return len(self.unfinished)
 
     def rewind(self) -> None:
-        """Forgets all but the tokens and their log-probabilities, after a step was interrupted or has failed. If only
-        some sequences have their next token, they lose it, and all draw it again together."""
-        self.has_forked, shortest = False, min((len(seq) for seq in self.unfinished), default=0)
+        """Forgets all but the tokens and their log-probabilities, after a step was interrupted or
+        has failed. If only some sequences have their next token, they lose it, and all draw it
+        again together."""
+        self.has_forked = False
+        if self.is_new:
+            return
+        shortest = min((len(seq) for seq in self.unfinished), default=0)
         for seq in self.sequences:
             if seq.finish_reason is None:
                 del seq.token_ids[shortest:]
             if seq.logprobs is not None:
                 del seq.logprobs[seq.num_output_tokens :]
-            seq.num_computed_tokens = seq.num_host_tokens = 0
-            seq.block_table, seq.prefix_ids, seq.host_table = [], [], []
+            seq.forget_blocks()
 
     def __repr__(self) -> str:
         return f"Request({self.request_id})"

@@ -1,7 +1,8 @@
 """Simulator: the real scheduler and block manager under a virtual clock. Imports no torch.
 
-The clock goes on by what the cost model (`roofline.py`) says of each step. No model runs, so tokens say nothing; only
-their number counts, and which prompts begin alike. Everything else is the code that serves real requests.
+The clock goes on by what the cost model (`roofline.py`) says of each step. No model runs, so tokens
+say nothing; only their number counts, and which prompts begin alike. Everything else is the code
+that serves real requests.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nanovllm.block_manager import BlockManager
-from nanovllm.config import Config
+from nanovllm.config import TOKENS_PER_STEP, Config
 from nanovllm.options import is_int, is_number, shown
-from nanovllm.roofline import HARDWARE, SHAPES, Hardware, Shape, shape_of, work_of
+from nanovllm.roofline import MACHINES, SHAPES, Items, Machine, shape_of
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.scheduler import Schedule, ScheduleError, Scheduler, check_schedule
+from nanovllm.schedule import CheckedScheduler, Schedule, ScheduleError
+from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
 from nanovllm.stats import check_blocks
 
@@ -34,10 +36,11 @@ Runs = tuple[tuple[int, int], ...]  # (token id, how many of it), ...
 
 
 class Job(NamedTuple):
-    """A request as its client knows it. The scheduler sees the prompt, `max_tokens` and `extra_args`, when it arrives.
+    """A request as its client knows it. The scheduler sees the prompt, `max_tokens` and `extra_args`,
+    when it arrives.
 
-    A prompt is given in runs of equal tokens. What matters is only which prompts begin alike: ((7, 500), (8, 20)) and
-    ((7, 500), (9, 30)) share 500 tokens. Token ids are above 0 (`STOP`).
+    A prompt is given in runs of equal tokens. What matters is only which prompts begin alike:
+    ((7, 500), (8, 20)) and ((7, 500), (9, 30)) share 500 tokens. Token ids are above 0 (`STOP`).
     """
 
     time: float  # seconds: when it arrives; with `after`, how long after the end of that job
@@ -107,59 +110,21 @@ class Run:
     steps: list[PlannedStep] = field(default_factory=list)  # empty unless they were asked for
 
 
-# --- what a step costs ---
-
-
-@dataclass(frozen=True)
-class Machine:
-    """Hardware as it is in use: kernels reach a part of each ceiling, and every step has work beside them.
-
-    The default shares and overheads are assumptions. For a machine that you have, measure them.
-    """
-
-    hardware: Hardware
-    bandwidth_share: float = 0.8
-    flops_share: float = 0.6
-    seconds_per_step: float = 1e-3  # planning, launching, sampling
-    seconds_per_sequence: float = 0.0
-    host_bytes_per_second: float = 25e9  # to the host's memory and back: PCIe 4.0 with 16 lanes
-
-    def seconds(self, shape: Shape, schedule: Schedule, block_size: int) -> float:
-        items = items_of(schedule)
-        work = work_of(shape, items, len(schedule.sampled_items))
-        copied = 2 * len(schedule.copies) * block_size * shape.kv_bytes
-        reading = (work.bytes + copied) / (self.hardware.bytes_per_second * self.bandwidth_share)
-        computing = work.flops / (self.hardware.flops_per_second * self.flops_share)
-        overhead = self.seconds_per_step + self.seconds_per_sequence * len(items)
-        return max(reading, computing) + overhead + self.swap_seconds(shape, schedule, block_size)
-
-    def swap_seconds(self, shape: Shape, schedule: Schedule, block_size: int) -> float:
-        num_swaps = len(schedule.swaps_out) + len(schedule.swaps_in)
-        return num_swaps * block_size * shape.kv_bytes / self.host_bytes_per_second
-
-
-def items_of(schedule: Schedule) -> list[tuple[int, int]]:
-    """Of each sequence: tokens to compute, and tokens in its context afterwards, as in `roofline.Step`. To be called
-    before the step has run."""
-    return [
-        (num_tokens, seq.num_computed_tokens + num_tokens) for seq, num_tokens in schedule.items
-    ]
-
-
-MACHINES = {name: Machine(hardware) for name, hardware in HARDWARE.items()}
-# one thread with the embedded model in float32, fitted to 1,580 steps: tutorials/results/simulator_error.json
-XEON = Hardware("Intel Xeon, one thread", 2.34e9, 70.7e9, 24e9)
-MACHINES["cpu"] = Machine(XEON, 1.0, 1.0, 2.5e-3, 6.3e-5, 4e9)
-
-
 def model_config(model: str) -> dict[str, Any]:
     """The Hugging Face config of a local directory, or of one of `SHAPES` by the end of its name."""
-    path, name = Path(model) / "config.json", model.rpartition("/")[2].lower()
-    if not path.exists() and name not in SHAPES:
-        raise ValueError(
-            f"model={shown(model)} is not allowed: it must be a directory or one of {', '.join(SHAPES)}"
-        )
-    return json.loads(path.read_text()) if path.exists() else SHAPES[name]
+    path = Path(model) / "config.json"
+    if path.exists():
+        return json.loads(path.read_text())
+    name = model.rpartition("/")[2].lower()
+    if name not in SHAPES:
+        allowed = f"it must be a directory or one of {', '.join(SHAPES)}"
+        raise ValueError(f"model={shown(model)} is not allowed: {allowed}")
+    return SHAPES[name]
+
+
+def items_of(schedule: Schedule) -> Items:
+    """Of each sequence: tokens to compute, and tokens in its context afterwards."""
+    return [(num_tokens, start + num_tokens) for _, start, num_tokens in schedule.items]
 
 
 # --- the simulation ---
@@ -175,42 +140,34 @@ def simulate(
 ) -> Run:
     """Serves the jobs, and says when each of their tokens came.
 
-    The model is `config.model`, by default Qwen3-8B; without `num_blocks`, blocks fill the memory of the hardware. With
-    `check`, each step is checked for lost requests and blocks. Raises ValueError for what cannot run at all, and
-    ScheduleError, with the number of the step, for a scheduler that has gone wrong.
+    The model is `config.model`, by default Qwen3-8B; without `num_blocks`, blocks fill the memory of
+    the hardware. With `check`, each step is checked for lost requests and blocks. Raises ValueError
+    for what cannot run at all, and ScheduleError, with the number of the step, for a scheduler that
+    has gone wrong.
     """
     if not isinstance(hardware, Machine) and hardware not in MACHINES:
-        raise ValueError(
-            f"hardware={shown(hardware)} is not allowed: it must be one of {', '.join(MACHINES)}"
-        )
-    config = Config(model="qwen3-8b") if config is None else config
+        allowed = f"it must be one of {', '.join(MACHINES)}"
+        raise ValueError(f"hardware={shown(hardware)} is not allowed: {allowed}")
     machine = MACHINES[hardware] if isinstance(hardware, str) else hardware
-    return Simulation(
-        jobs, config, machine, scheduler_cls or config.scheduler_cls or Scheduler, check
-    ).run(keep_steps)
+    config = Config(model="qwen3-8b") if config is None else config
+    scheduler_cls = scheduler_cls or config.scheduler_cls or Scheduler
+    return Simulation(jobs, config, machine, scheduler_cls, check).run(keep_steps)
 
 
 def check_job(index: int, job: Job, max_model_len: int) -> None:
     """Raises ValueError for a job that could not get all its tokens."""
-    most = min(job.max_tokens, max_model_len - job.num_prompt_tokens)
+    room = min(job.max_tokens, max_model_len - job.num_prompt_tokens)
+    outputs = f"from 1 to {room}, by max_tokens and {max_model_len=}"
+    is_earlier = job.after is None or is_int(job.after, 0, index - 1)
     for name, is_allowed, allowed in (
         ("time", is_number(job.time, 0), "a number of seconds, 0 or more"),
         ("prompt", job.num_prompt_tokens > 0, "at least one token"),
-        (
-            "num_outputs",
-            is_int(job.num_outputs, 1, most),
-            f"from 1 to {most}, by max_tokens and {max_model_len=}",
-        ),
-        (
-            "after",
-            job.after is None or is_int(job.after, 0, index - 1),
-            "None or the index of an earlier job",
-        ),
+        ("num_outputs", is_int(job.num_outputs, 1, room), outputs),
+        ("after", is_earlier, "None or the index of an earlier job"),
     ):
         if not is_allowed:
-            raise ValueError(
-                f"job {index}: {name}={shown(getattr(job, name))} is not allowed: it must be {allowed}"
-            )
+            value = shown(getattr(job, name))
+            raise ValueError(f"job {index}: {name}={value} is not allowed: it must be {allowed}")
 
 
 class Arrivals:
@@ -244,47 +201,40 @@ class Simulation:
     def __init__(
         self, jobs: Sequence[Job], config: Config, machine: Machine, scheduler_cls, check: bool
     ):
-        model, self.check, self.now = model_config(config.model), check, 0.0
-        self.machine, self.shape = (
-            machine,
-            shape_of(model, itemsize=4 if config.dtype == "float32" else 2),
-        )
-        limits = config.resolved(model["max_position_embeddings"], 8192)
-        num_useful_blocks = limits.max_num_seqs * -(-limits.max_model_len // config.block_size)
-        num_blocks = config.num_blocks or min(self._num_blocks_that_fit(config), num_useful_blocks)
-        num_host_blocks = 0
-        if config.preemption_mode == "swap":
-            num_host_blocks = int(
-                config.swap_gib * 2**30 / (config.block_size * self.shape.kv_bytes)
-            )
-        manager_cls = config.block_manager_cls or BlockManager
-        self.manager = manager_cls(
-            num_blocks, config.block_size, config.enable_prefix_caching, num_host_blocks
-        )
-        self.scheduler = scheduler_cls(limits, self.manager)
-        self.scheduler.clock = lambda: self.now
-        self.max_idle_steps, self.idle_steps = (
-            limits.max_model_len,
-            0,
-        )  # no prompt needs more, at a token per step
-        self.arrivals, self.result = Arrivals(jobs), Run([Served(job) for job in jobs])
-        self.unfinished: dict[Request, Served] = {}
-        self.arrived = count()
+        model = model_config(config.model)
+        limits = config.resolved(model["max_position_embeddings"], TOKENS_PER_STEP["cuda"])
         for i, job in enumerate(jobs):
             check_job(i, job, limits.max_model_len)
-
-    def _num_blocks_that_fit(self, config: Config) -> int:
-        """Leaves out activations, which no cost model knows."""
-        memory = self.machine.hardware.memory_bytes * config.gpu_memory_utilization
-        num_blocks = int(
-            (memory - self.shape.weight_bytes) // (config.block_size * self.shape.kv_bytes)
+        self.machine = machine
+        self.shape = shape_of(model, itemsize=4 if config.dtype == "float32" else 2)
+        block_bytes = config.block_size * self.shape.kv_bytes
+        num_blocks = config.num_blocks
+        if num_blocks is None:
+            num_blocks = config.num_blocks_in(self._memory_left(config), block_bytes, limits)
+        num_host_blocks = config.num_host_blocks(block_bytes, limits)
+        manager_cls = config.block_manager_cls or BlockManager
+        self.manager: BlockManager = manager_cls(
+            num_blocks, config.block_size, config.enable_prefix_caching, num_host_blocks
         )
-        if num_blocks < 1:
-            weights = f"the weights take {self.shape.weight_bytes:,} of {memory:,.0f} bytes"
-            raise ValueError(
-                f"model={config.model!r} does not fit on {self.machine.hardware.name}: {weights}"
-            )
-        return num_blocks
+        self.scheduler: Scheduler = scheduler_cls(limits, self.manager)
+        self.checked = CheckedScheduler(self.scheduler, limits, checks_items=check)
+        self.check = check
+        self.now = 0.0
+        self.scheduler.clock = lambda: self.now
+        self.arrivals = Arrivals(jobs)
+        self.num_arrived = count()
+        self.result = Run([Served(job) for job in jobs])
+        self.unfinished: dict[str, Request] = {}
+
+    def _memory_left(self, config: Config) -> int:
+        """Bytes for the KV cache. Leaves out activations, which no cost model knows."""
+        memory = self.machine.hardware.memory_bytes * config.gpu_memory_utilization
+        weights = self.shape.weight_bytes
+        if memory <= weights:
+            what = f"the weights take {weights:,} of {memory:,.0f} bytes"
+            where = self.machine.hardware.name
+            raise ValueError(f"model={config.model!r} does not fit on {where}: {what}")
+        return int(memory - weights)
 
     def run(self, keep_steps: bool) -> Run:
         while self.arrivals.coming or self.unfinished:
@@ -297,104 +247,112 @@ class Simulation:
             except ScheduleError as error:
                 error.args = (f"step {self.result.num_steps + 1}, at {self.now:.3f} s: {error}",)
                 raise
-        result, scheduler = self.result, self.scheduler
-        result.num_prompt_tokens, result.num_cached_tokens = (
-            scheduler.num_prompt_tokens,
-            scheduler.num_cached_tokens,
-        )
-        result.num_preemptions, result.num_swapped_blocks = (
-            scheduler.num_preemptions,
-            scheduler.num_swapped_blocks,
-        )
-        result.seconds, result.kv_use = (
-            self.now,
-            result.kv_use / (result.busy_seconds or 1) / len(self.manager.blocks),
-        )
+        result = self.result
+        result.seconds = self.now
+        result.kv_use /= (result.busy_seconds or 1) * len(self.manager.blocks)
+        for name in (
+            "num_prompt_tokens",
+            "num_cached_tokens",
+            "num_preemptions",
+            "num_swapped_blocks",
+        ):
+            setattr(result, name, getattr(self.scheduler, name))
         return result
 
     def _add(self, time: float, index: int) -> None:
         served = self.result.requests[index]
-        job, served.arrival = served.job, time
+        served.arrival = time
+        job = served.job
         params = SamplingParams(
             max_tokens=job.max_tokens, stop_token_ids=[STOP], extra_args=job.extra_args
         )
         request = Request(str(index), None, job.prompt_token_ids, params, arrival_time=time)
-        request.arrival = next(self.arrived)
+        request.arrival = next(self.num_arrived)
         try:
             self.scheduler.add(request)
         except ValueError as error:
             raise ValueError(f"job {index}: {error}") from error
-        self.unfinished[request] = served
+        self.unfinished[request.request_id] = request
 
     def _step(self, keep_steps: bool) -> None:
-        scheduler, result, moves = self.scheduler, self.result, self.manager.num_moves
-        before, num_preemptions = [*scheduler.running], scheduler.num_preemptions
-        schedule = scheduler.schedule()
-        sampled = schedule.sampled_items
-        if self.check or not schedule.items:
-            check_step(schedule, scheduler, self.unfinished, before, moves)
-        self.idle_steps = 0 if sampled else self.idle_steps + 1
-        if self.idle_steps > self.max_idle_steps:
-            raise ScheduleError(
-                scheduler, "schedule", f"nobody has got a token for {self.idle_steps} steps"
-            )
-        if scheduler.num_preemptions > num_preemptions:
-            for request in {*before}.difference(scheduler.running):
-                self.unfinished[request].num_preemptions += 1
-        start, seconds = (
-            self.now,
-            self.machine.seconds(self.shape, schedule, self.manager.block_size),
-        )
-        self.now += seconds
-        result.busy_seconds += seconds
-        result.num_steps += 1
-        result.num_computed_tokens += schedule.num_tokens
-        result.kv_use += self.manager.num_used_blocks * seconds
+        running = [*self.scheduler.running]
+        num_preemptions = self.scheduler.num_preemptions
+        schedule = self.checked.schedule(self.unfinished)
+        if self.check:
+            check_queues(self.scheduler, self.unfinished.values(), running)
+        if self.scheduler.num_preemptions > num_preemptions:
+            for request in {*running}.difference(self.scheduler.running):
+                self._served(request).num_preemptions += 1
+        start = self.now
+        self._go_on(schedule)
         if keep_steps:
-            items = [
-                (int(seq.request.request_id), n, seq.num_missing_tokens > 1)
-                for seq, n in schedule.items
-            ]
-            running = [int(request.request_id) for request in scheduler.running]
-            result.steps.append(PlannedStep(start, self.now, items, running))
-        scheduler.update(schedule, [self._token(seq.request) for _, seq in sampled])
-        for _, seq in sampled:
+            self.result.steps.append(self._planned_step(schedule, start))
+        self.checked.update(schedule, [self._token(seq.request) for seq in schedule.sampled])
+        for seq in schedule.sampled:
             if seq.finish_reason is not None:
                 self._end(seq.request)
 
+    def _go_on(self, schedule: Schedule) -> None:
+        """The clock, and what is counted."""
+        moves = schedule.moves
+        seconds = self.machine.seconds(
+            self.shape,
+            items_of(schedule),
+            num_sampled=len(schedule.sampled),
+            num_copies=len(moves.copies),
+            num_swaps=len(moves.swaps_out) + len(moves.swaps_in),
+            block_size=self.manager.block_size,
+        )
+        self.now += seconds
+        result = self.result
+        result.busy_seconds += seconds
+        result.num_steps += 1
+        result.num_computed_tokens += schedule.num_tokens
+        result.kv_use += schedule.num_used_blocks * seconds
+
+    def _planned_step(self, schedule: Schedule, start: float) -> PlannedStep:
+        items = [
+            (int(seq.request.request_id), num_tokens, len(seq) - begin > 1)
+            for seq, begin, num_tokens in schedule.items
+        ]
+        running = [int(request.request_id) for request in self.scheduler.running]
+        return PlannedStep(start, self.now, items, running)
+
+    def _served(self, request: Request) -> Served:
+        return self.result.requests[int(request.request_id)]
+
     def _token(self, request: Request) -> int:
         """The next token, which comes now."""
-        served = self.unfinished[request]
+        served = self._served(request)
         served.token_times.append(self.now)
         return STOP if len(served.token_times) == served.job.num_outputs else served.job.answer
 
     def _end(self, request: Request) -> None:
-        served = self.unfinished.pop(request)
-        served.num_cached_tokens = request.num_cached_tokens or 0
+        del self.unfinished[request.request_id]
+        self._served(request).num_cached_tokens = request.num_cached_tokens or 0
         self.arrivals.follow(int(request.request_id), self.now)
 
 
 # --- second reading: what can go wrong in the long run ---
 
 
-def check_step(
-    schedule: Schedule,
-    scheduler: Scheduler,
-    requests: Collection[Request],
-    running: list[Request],
-    moves: int,
+def check_queues(
+    scheduler: Scheduler, requests: Collection[Request], running: list[Request]
 ) -> None:
-    """Raises ScheduleError unless the step can be run, each unfinished request is queued once, and each block is free
-    or in use. Before it was planned, these were `running`, and the block manager had asked for so many moves."""
-    check_schedule(schedule, scheduler, [request.request_id for request in requests], moves)
+    """Raises ScheduleError unless each unfinished request is queued once, and each block is free or
+    in use. Before the step was planned, these were `running`."""
+    wrong = partial(ScheduleError, scheduler, "schedule")
     manager = scheduler.block_manager
-    queued, wrong = Counter(scheduler.unfinished()), partial(ScheduleError, scheduler, "schedule")
-    for request in queued.keys() | requests:
-        state = "has not ended" if request in requests else "has ended"
-        if queued[request] != (request in requests):
-            raise wrong(f"{request} {state}, but is {queued[request]} times in waiting and running")
+    queued = Counter(scheduler.unfinished())
+    unfinished = set(requests)
+    for request in queued.keys() | unfinished:
+        if queued[request] != (request in unfinished):
+            state = "has not ended" if request in unfinished else "has ended"
+            how = f"is {queued[request]} times in waiting and running"
+            raise wrong(f"{request} {state}, but {how}")
+    if running == scheduler.running and len(manager.blocks) >= 1000:
+        return  # nothing has changed that is worth the time
     try:
-        if running != scheduler.running or len(manager.blocks) < 1000:  # otherwise it takes long
-            check_blocks(manager, [seq for request in requests for seq in request.unfinished])
+        check_blocks(manager, [seq for request in requests for seq in request.unfinished])
     except AssertionError as error:
         raise wrong(str(error)) from None

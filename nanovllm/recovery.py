@@ -1,0 +1,174 @@
+"""Recovery: what comes and goes between two steps, and what to do when a step does not end well.
+
+What counts is each request and the tokens of its sequences. The cache, the queues, the outputs and
+their texts are made from them, so all of it can be made again, wherever a step has stopped.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from nanovllm.block_manager import BlockManager
+from nanovllm.outputs import Replies, Reply
+from nanovllm.schedule import CheckedScheduler, Schedule, ScheduleError
+from nanovllm.scheduler import Scheduler
+from nanovllm.sequence import Request
+
+logger = logging.getLogger(__name__)
+
+
+class Recovery:
+    """Keeps the scheduler and the replies true to the requests.
+
+    Anybody may append to `submitted` and `unwanted` at any time: a hook within a step, another
+    thread, Python's garbage collector. `settle` carries it out before the next step.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        checked: CheckedScheduler,
+        replies: Replies,
+        new_block_manager: Callable[[], BlockManager],
+    ):
+        self.scheduler = scheduler
+        self.checked = checked
+        self.replies = replies
+        self.new_block_manager = new_block_manager
+        self.is_changing = False  # while the state changes; still set if that was interrupted
+        self.submitted: deque[Request] = deque()  # they have a reply, but are not queued yet
+        self.unwanted: deque[Request] = deque()  # to be aborted
+        self.schedule: Schedule | None = None  # of the step that runs
+        self.suspects: list[
+            list[Request]
+        ] = []  # of a failed step: the last group runs, others wait
+        self.untested: set[Request] = set()  # those in that group that have got no token since
+        self.num_failed_steps = 0
+
+    def settle(self) -> None:
+        """Makes the state such that a step can begin."""
+        if self.is_changing:  # what came last was interrupted
+            self._start_over()
+        while self.unwanted:
+            self._end(self.unwanted[0])
+            self.unwanted.popleft()
+        if self.suspects and not any(request.unfinished for request in self.untested):
+            self.is_changing = True
+            self.suspects.pop()  # innocent, or gone: the next group runs
+            self._start_over()
+        while self.submitted and not self.suspects:
+            self._queue(self.submitted[0])
+
+    @contextmanager
+    def of_step(self) -> Iterator[None]:
+        """A step runs within. An exception ends at most the request that has caused it."""
+        self.is_changing = True
+        self.schedule = None
+        try:
+            yield
+            if self.suspects and self.schedule is not None:
+                self.untested.difference_update(seq.request for seq in self.schedule.sampled)
+            self.is_changing = False
+        except ScheduleError:  # not the fault of any request
+            raise
+        except Exception as error:
+            self._accuse(error)
+        finally:
+            if self.is_changing:
+                self._start_over()
+
+    # --- what comes and goes ---
+
+    def _queue(self, request: Request) -> None:
+        self.is_changing = True
+        try:
+            if self._reply_to(request) is not None:  # otherwise its submission was interrupted
+                self.scheduler.add(request)
+        except Exception as error:  # from a hook, perhaps after it has been queued
+            self._fail(request, error)
+            self.scheduler.dequeue(request)
+        self.submitted.popleft()
+        self.is_changing = False
+
+    def _end(self, request: Request) -> None:
+        """Aborts a request, unless it has ended by itself."""
+        reply = self._reply_to(request)
+        if reply is None:
+            return
+        self.is_changing = True
+        for seq in request.unfinished:
+            seq.finish_reason = "abort"
+        self.replies.report(reply)
+        try:
+            self.scheduler.abort(request)
+        except Exception as error:  # from a hook; the request has ended all the same
+            logger.warning("aborting %r failed: %r", request, error)
+            self._start_over()
+        self.is_changing = False
+
+    def _reply_to(self, request: Request) -> Reply | None:
+        reply = self.replies.unfinished.get(request.request_id)
+        return reply if reply is not None and reply.request is request else None
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        logger.warning("%r failed: %r", request, error)
+        reply = self._reply_to(request)
+        if reply is not None:  # otherwise it ended in the step that failed
+            self.replies.report(reply, error)
+
+    # --- after a step was interrupted or has failed ---
+
+    def _start_over(self) -> None:
+        """Begins anew with an empty cache, from the tokens of each sequence. May itself be
+        interrupted."""
+        self.is_changing = True
+        self.submitted.clear()  # all that have a reply are queued below
+        replies = [*self.replies.unfinished.values()]
+        for reply in replies:
+            self._renew(reply)
+        groups = [[r for r in group if not r.has_ended] for group in self.suspects]
+        self.suspects = [group for group in groups if group]
+        if self.suspects:
+            group = self.suspects[-1]
+        else:
+            group = [r.request for r in replies if not r.output.finished]
+        self.untested = set(group) if self.suspects else set()
+        self.checked.forget_idle_steps()
+        self.scheduler.restart(group, self.new_block_manager())
+        self.is_changing = False
+
+    def _renew(self, reply: Reply) -> None:
+        request = reply.request
+        request.rewind()
+        if request.is_new:
+            return
+        try:
+            for seq in request.sequences:
+                seq.finish_reason = self.scheduler.reason_to_end(seq)
+        except Exception as error:  # from a hook: its own fault, and nobody else's
+            reply.restart()
+            self._fail(request, error)
+            return
+        reply.restart()
+        self.replies.report(reply)
+
+    def _accuse(self, error: Exception) -> None:
+        """Halves the group of requests that may have made the step fail. One that fails alone ends
+        with the error."""
+        self.num_failed_steps += 1
+        logger.warning("a step failed: %r", error)
+        is_apart = bool(self.suspects) or len(self.replies.unfinished) == 1
+        if self.suspects:
+            group = self.suspects.pop()
+        elif self.schedule is not None:
+            group = [*dict.fromkeys(item.seq.request for item in self.schedule.items)]
+        else:
+            group = [reply.request for reply in self.replies.unfinished.values()]
+        if is_apart and len(group) == 1:
+            self._fail(group[0], error)
+        else:
+            half = len(group) // 2
+            self.suspects += [group[half:], group[:half]]
