@@ -25,13 +25,14 @@ from nanovllm import engine as engine_module
 from nanovllm.config import EMBEDDED_MODEL
 from nanovllm.roofline import Hardware
 from nanovllm.stats import check_blocks
-from tutorials.performance import attention, host, preemption, tables
+from tutorials.performance import attention, host, preemption
 from tutorials.performance.checkpoints import write_checkpoint
 from tutorials.performance.engines import Loop, Nanovllm
 from tutorials.performance.report import percentile, summary, write_json
 from tutorials.performance.steps import BIN
 from tutorials.performance.worker import run_engine
 from tutorials.performance.workloads import Request, cut, make_requests, read_trace
+from tutorials.results import tables
 
 ROOT = Path(__file__).parent.parent
 
@@ -390,7 +391,7 @@ def test_json_is_compact(tmp_path):
 def test_numbers_in_the_pages_are_those_of_the_files(page):
     text = page.read_text()
     assert len(tables.MARK.findall(text)) == text.count("<!-- table ") >= 1
-    assert tables.written(text, page) == text, "run python -m tutorials.performance.tables"
+    assert tables.written(text, page) == text, "run python -m tutorials.results.tables"
 
 
 def test_a_number_that_is_not_the_files_is_noticed():

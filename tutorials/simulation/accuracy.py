@@ -39,7 +39,7 @@ from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
 from nanovllm.simulator import Job, Run, model_config, simulate
 from tutorials.performance.machine import device_name, environment, installed, seconds_of
-from tutorials.performance.report import write_json
+from tutorials.performance.report import markdown, write_json
 from tutorials.performance.steps import Step
 from tutorials.simulation.metrics import distribution, tpot, ttft
 from tutorials.simulation.recording import record
@@ -396,7 +396,6 @@ def totals(rows: dict[str, dict]) -> dict[str, dict]:
 def table(rows: dict[str, dict]) -> str:
     """Markdown: real / simulated and the error, for each workload and metric; then the mean and the worst."""
     lines = [["", "requests", *(f"{name}: real, simulated (s)" for name in METRICS.values())]]
-    lines.append(["---"] * len(lines[0]))
     for name, row in rows.items():
         cells = [
             f"{median(r[m] for r in row['real']):.3g}, {row['simulated'][m]:.3g} ({error(row, m):+.0%})"
@@ -412,7 +411,7 @@ def table(rows: dict[str, dict]) -> str:
     ):
         values = [summary[metric][key] for metric in METRICS]
         lines.append([label, "", *("-" if value is None else f"{value:.1%}" for value in values)])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return markdown(lines)
 
 
 def draw(rows: dict[str, dict], path: Path) -> None:
