@@ -20,7 +20,6 @@ from transformers import AutoModelForCausalLM
 
 import bench
 from nanovllm import LLM, SamplingParams
-from nanovllm import engine as engine_module
 from nanovllm.config import EMBEDDED_MODEL
 from nanovllm.roofline import Hardware
 from nanovllm.stats import check_blocks
@@ -429,25 +428,25 @@ def test_options_are_json_or_text():
 
 
 @pytest.mark.filterwarnings("ignore:overflow|invalid:RuntimeWarning")
-def test_the_host_is_measured_in_phases(tmp_path, monkeypatch):
+def test_the_host_is_measured_in_phases(monkeypatch):
     """`bench.py host`, with little to do: each phase takes some of the step."""
     monkeypatch.setattr(host, "CONTEXT", 20)
     monkeypatch.setattr(host, "STEPS", 4)
     monkeypatch.setattr(host, "CASES", [(3, 64)])
-    monkeypatch.setattr(
-        engine_module, "check_schedule", engine_module.check_schedule
-    )  # is wrapped: put back afterwards
+    monkeypatch.setattr(host, "QUEUES", (3,))
+    monkeypatch.setattr(host.logging, "disable", lambda level: None)  # not for all other tests
     with redirect_stdout(StringIO()) as out:
         host.worker()
     report = json.loads(out.getvalue())
-    (phases,) = report.values()
-    assert set(phases) == {
-        "step",
-        "schedule",
-        "check_schedule",
-        "_prepare",
-        "run",
-        "update",
-        "_deliver",
-    }
+    (phases,) = report["host"].values()
+    assert set(phases) == {"step", "schedule", "prepare", "run", "update"}
     assert all(0 < seconds < 1 for seconds in phases.values())
+    ((name, row),) = report["queue"].items()
+    assert name == "3" and set(row) == {"step", "abort", "failed step"} and row["step"] > 0
+
+
+def test_medians_of_several_runs():
+    reports = [{"1, 64": {"step": seconds, "run": 1.0}} for seconds in (3.0, 1.0, 2.0)]
+    assert host.medians(reports) == {"1, 64": {"step": 2.0, "run": 1.0}}
+    lines = host.milliseconds("case", host.medians(reports)).splitlines()
+    assert lines[1].split() == ["1,", "64", "2000.000", "1000.000"]
