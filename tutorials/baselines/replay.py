@@ -12,6 +12,7 @@ import json
 import math
 import random
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from nanovllm.beam_search import BeamRequest, BeamSearch, BeamSearchParams
@@ -24,7 +25,7 @@ from nanovllm.sequence import Request
 from nanovllm.stats import cache_usage
 from tutorials.baselines.contiguous import OrcaMax, OrcaOracle, OrcaPow2
 from tutorials.performance.machine import environment
-from tutorials.performance.workloads import read_trace
+from tutorials.performance.workloads import lognormal_pairs, read_trace
 
 Lengths = list[tuple[int, int]]  # of prompts and outputs
 MEANS = {"ShareGPT": (161.31, 337.99), "Alpaca": (19.31, 58.45)}  # the paper's figure 11
@@ -43,14 +44,8 @@ class Setting:
 
 def lognormal_lengths(name: str, count: int, seed: int = 0) -> Lengths:
     """Lengths with the means that the paper gives for a data set. Their shape is our assumption, not the paper's."""
-    rng, lengths = random.Random(seed), []
-    while len(lengths) < count:
-        pair = [
-            max(1, round(rng.lognormvariate(math.log(mean) - 0.5, 1.0))) for mean in MEANS[name]
-        ]  # e^(-0.5): mean
-        if sum(pair) <= MAX_MODEL_LEN:
-            lengths.append(tuple(pair))
-    return lengths
+    pairs = lognormal_pairs(random.Random(seed), MEANS[name], 1.0, MAX_MODEL_LEN)
+    return list(islice(pairs, count))
 
 
 class NoModel:
