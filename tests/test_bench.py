@@ -192,7 +192,7 @@ def slowly(function):
     return slow
 
 
-HOST = ["scheduler.schedule", "runner._prepare", "runner._sampling", "scheduler.update", "_deliver"]
+HOST = ["scheduler.schedule", "runner.prepare", "runner._sampling", "scheduler.update", "_deliver"]
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_host_is_what_python_does_outside_of_the_model(name, monkeypatch):
     )
     engine.params = lambda n: SamplingParams(seed=0, max_tokens=n, ignore_eos=True, logprobs=0)
     run = engine.run_model  # also when there is nothing to move, blocks are moved
-    engine.run_model = lambda schedule: (engine.timed_move(schedule), run(schedule))[1]
+    engine.run_model = lambda schedule: (engine.timed_move(schedule.moves), run(schedule))[1]
     *path, last = name.split(".")
     owner = engine if name == "move_blocks" else engine.llm
     for part in path:
@@ -464,7 +464,7 @@ def test_the_host_is_measured_in_phases(tmp_path, monkeypatch):
         "step",
         "schedule",
         "check_schedule",
-        "_prepare",
+        "prepare",
         "run",
         "update",
         "_deliver",

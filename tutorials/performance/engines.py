@@ -126,9 +126,9 @@ class Nanovllm(Loop):
         self.begin_model()
         return graph()
 
-    def timed_move(self, schedule) -> None:
+    def timed_move(self, moves) -> None:
         start = time.perf_counter()
-        self.move_blocks(schedule)
+        self.move_blocks(moves)
         self.outside_host += time.perf_counter() - start
 
     def stats(self) -> dict:

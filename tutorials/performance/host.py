@@ -73,7 +73,7 @@ def seconds_per_phase(llm) -> dict[str, float]:
     from nanovllm import engine
 
     spent: Counter = Counter()
-    phases = [(llm.scheduler, "schedule"), (engine, "check_schedule"), (llm.runner, "_prepare")]
+    phases = [(llm.scheduler, "schedule"), (engine, "check_schedule"), (llm.runner, "prepare")]
     phases += [(llm.runner.graphs, "run"), (llm.scheduler, "update"), (llm, "_deliver")]
 
     def timed(owner, name):

@@ -6,7 +6,6 @@ import time
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.scheduler import Schedule
 from tutorials.performance.checkpoints import model_directory
 from tutorials.performance.machine import device_name, environment, installed
 from tutorials.performance.report import percentile, table
@@ -60,7 +59,8 @@ def recovery(llm, context: int, swap: bool) -> tuple[float, float]:
             llm.step()
         return time.perf_counter() - start
 
-    rng, scheduler, moves = random.Random(0), llm.scheduler, Schedule()
+    rng = random.Random(0)
+    scheduler = llm.scheduler
     prompt = [rng.randrange(llm.runner.vocab_size) for _ in range(context)]
     request_id = llm.add_request(
         prompt, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
@@ -68,7 +68,8 @@ def recovery(llm, context: int, swap: bool) -> tuple[float, float]:
     next_token()
     ordinary = percentile([next_token() for _ in range(5)], 50)
     (request,) = scheduler.running
-    scheduler.preempt(scheduler.running[-1], moves)
+    scheduler.preempt(request)
+    moves = llm.block_manager.take_moves()
     out, start = 0.0, time.perf_counter()
     if swap:
         llm.runner.move_blocks(moves)

@@ -144,7 +144,7 @@ class Watch:
             "device_name": hardware.name,
             "batch_tokens": llm.limits.max_num_batched_tokens,
             "kv_tokens": len(llm.block_manager.blocks) * llm.config.block_size,
-            "kv_bytes": self.runner.kv_cache.nbytes,
+            "kv_bytes": self.runner.kv_cache.tensor.nbytes,
             "ceilings": hardware._asdict(),
         }
 
