@@ -22,50 +22,58 @@ class HostCache:
     def __init__(self, kv_cache: KVCache, num_blocks: int):
         self.device_blocks = kv_cache.tensor.movedim(2, 0)
         block = self.device_blocks[0]
-        is_cuda = block.device.type == "cuda"
+        is_cuda = kv_cache.tensor.is_cuda
         num_staged = max(1, STAGED_BYTES // block.nbytes)
         self.staged = block.new_empty(num_staged, *block.shape)
         self.blocks: list[Tensor] = []
-        # in pieces: PyTorch rounds pinned memory up to a power of two
         while len(self.blocks) < num_blocks:
-            num = min(num_staged, num_blocks - len(self.blocks))
+            # in pieces: PyTorch rounds pinned memory up to a power of two
+            lacking = num_blocks - len(self.blocks)
+            num = min(num_staged, lacking)
             shape = (num, *block.shape)
-            piece = torch.empty(shape, dtype=block.dtype, pin_memory=is_cuda)
+            piece = torch.empty(
+                shape,
+                dtype=block.dtype,
+                pin_memory=is_cuda,
+            )
             self.blocks += piece.unbind()
         self.backend = torch.cuda if is_cuda else torch.cpu  # on a CPU, streams do nothing
         self.stream = self.backend.Stream()
 
-    def _pieces(self, swaps: dict[int, int]) -> Iterator[tuple[list[int], list[int]]]:
-        """(from, to), as many at a time as fit into the buffer."""
+    def _pieces(self, swaps: dict[int, int]) -> Iterator[dict[int, int]]:
+        """As many at a time as fit into the buffer."""
+        pairs = list(swaps.items())
         size = len(self.staged)
-        sources = list(swaps)
-        targets = list(swaps.values())
-        for i in range(0, len(swaps), size):
-            piece = slice(i, i + size)
-            yield sources[piece], targets[piece]
+        for begin in range(0, len(pairs), size):
+            end = begin + size
+            yield dict(pairs[begin:end])
 
     def swap_out(self, swaps: dict[int, int]) -> None:
         """Copies block -> host block. The caller may overwrite the blocks right away."""
         main = self.backend.current_stream()
-        for block_ids, host_ids in self._pieces(swaps):
-            staged = self.staged[: len(block_ids)]
-            indices = torch.tensor(block_ids, device=staged.device)
+        for piece in self._pieces(swaps):
+            staged = self.staged[: len(piece)]
+            ids = list(piece)
+            block_ids = torch.tensor(ids, device=staged.device)
             main.wait_stream(self.stream)  # the buffer may still be in use by a copy to the host
-            torch.index_select(self.device_blocks, 0, indices, out=staged)
+            torch.index_select(self.device_blocks, 0, block_ids, out=staged)
             self.stream.wait_stream(main)
             with self.backend.stream(self.stream):
-                for host_id, block in zip(host_ids, staged):
-                    self.blocks[host_id].copy_(block, non_blocking=True)
+                for host_id, block in zip(piece.values(), staged):
+                    host_block = self.blocks[host_id]
+                    host_block.copy_(block, non_blocking=True)
 
     def swap_in(self, swaps: dict[int, int]) -> None:
         """Copies host block -> block."""
         main = self.backend.current_stream()
-        for host_ids, block_ids in self._pieces(swaps):
-            staged = self.staged[: len(block_ids)]
-            indices = torch.tensor(block_ids, device=staged.device)
+        for piece in self._pieces(swaps):
+            staged = self.staged[: len(piece)]
+            ids = list(piece.values())
+            block_ids = torch.tensor(ids, device=staged.device)
             self.stream.wait_stream(main)  # the buffer's last contents may still be in use
             with self.backend.stream(self.stream):
-                for block, host_id in zip(staged, host_ids):
-                    block.copy_(self.blocks[host_id], non_blocking=True)
+                for host_id, block in zip(piece, staged):
+                    host_block = self.blocks[host_id]
+                    block.copy_(host_block, non_blocking=True)
             main.wait_stream(self.stream)
-            self.device_blocks.index_copy_(0, indices, staged)
+            self.device_blocks.index_copy_(0, block_ids, staged)

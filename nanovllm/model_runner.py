@@ -138,7 +138,11 @@ class ModelRunner:
             slots          [8, 20, 21, 22]  block 2, offset 0, then block 5
             sampled_rows   [0, 3]          where the last tokens are
         """
-        items, sampled_from, num_decodes = decodes_first(schedule.items, schedule.sampled_from)
+        items = schedule.items
+        sampled_from = schedule.sampled_from
+        num_decodes = sum(item.num_tokens == 1 for item in items)
+        if 0 < num_decodes < len(items):
+            items, sampled_from = decodes_first(items, sampled_from)
         token_ids = array("q")
         all_tables = array("i")
         table_ends = array("i", [0])
@@ -262,20 +266,18 @@ class ModelRunner:
         return logprobs
 
 
-def decodes_first(items: list[Item], rows: list[int]) -> tuple[list[Item], list[int], int]:
-    """Attention wants the items with one token first. Returns also how many they are.
+def decodes_first(
+    items: list[Item],
+    rows: list[int],
+) -> tuple[list[Item], list[int]]:
+    """The items with one token first, as attention wants them.
 
-    `rows` are items by number: of items with [5, 1, 3, 1] tokens, the rows [1, 2, 3] are the rows
-    [0, 3, 1] of items with [1, 1, 5, 3].
+    `rows` are items by number: of items with [5, 1, 3, 1] tokens, the rows [1, 2, 3] become the
+    rows [0, 3, 1] of items with [1, 1, 5, 3].
     """
-    is_chunk = [item.num_tokens > 1 for item in items]
-    num_decodes = len(items) - sum(is_chunk)
-    if 0 < num_decodes < len(items):
-        order = sorted(range(len(items)), key=is_chunk.__getitem__)
-        row_of = {i: row for row, i in enumerate(order)}
-        items = [items[i] for i in order]
-        rows = [row_of[i] for i in rows]
-    return items, rows, num_decodes
+    order = sorted(range(len(items)), key=lambda i: items[i].num_tokens > 1)
+    new_row = {i: row for row, i in enumerate(order)}
+    return [items[i] for i in order], [new_row[i] for i in rows]
 
 
 def integers(values: Iterable[int]) -> Tensor:

@@ -46,16 +46,17 @@ class Attention(nn.Module):
             "k_proj": kv_heads * self.head_dim,
             "v_proj": kv_heads * self.head_dim,
         }
-        is_qwen3 = config.model_type == "qwen3"
-        qkv_bias = config.attention_bias if is_qwen3 else True
-        o_bias = config.attention_bias if is_qwen3 else False
-        self.qkv_proj = Linear(config.hidden_size, parts, qkv_bias)
-        self.o_proj = Linear(parts["q_proj"], config.hidden_size, o_bias)
-        self.q_norm: nn.RMSNorm | None = None
-        self.k_norm: nn.RMSNorm | None = None
-        if is_qwen3:
+        qkv_bias = True
+        o_bias = False
+        self.q_norm = None
+        self.k_norm = None
+        if config.model_type == "qwen3":
+            qkv_bias = config.attention_bias
+            o_bias = config.attention_bias
             self.q_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps)
             self.k_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.qkv_proj = Linear(config.hidden_size, parts, qkv_bias)
+        self.o_proj = Linear(parts["q_proj"], config.hidden_size, o_bias)
 
     def forward(self, x: Tensor, cos_sin: Tensor, batch: Batch) -> Tensor:
         qkv = self.qkv_proj(x)
