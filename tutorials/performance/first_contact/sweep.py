@@ -2,8 +2,9 @@
 
 import random
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -77,15 +78,22 @@ def swept(section: Section, contexts: list[int], queries: int) -> Swept:
     return Swept(batch, randn(section, num_tokens, HEADS, HEAD_DIM), layers, kv_bytes)
 
 
-def tile_time(
-    section: Section, case: Swept, tile: Tile, splits: int, expected: torch.Tensor
-) -> dict:
-    """Microseconds of a tile, and how far off its result is. What cannot be launched raises."""
+@contextmanager
+def attention_with(case: Swept, tile: Tile, splits: int) -> Iterator[Callable]:
+    """A function of a layer. What cannot be launched raises when it is called."""
     from nanovllm.layers import triton_attention
 
     sizes = (lambda *_: tile) if tile else triton_attention.tile_sizes
     call = partial(triton_attention.paged_attention, case.q, case.batch, scale=SCALE, splits=splits)
     with mock.patch.object(triton_attention, "tile_sizes", sizes), torch.inference_mode():
+        yield call
+
+
+def tile_time(
+    section: Section, case: Swept, tile: Tile, splits: int, expected: torch.Tensor
+) -> dict:
+    """Microseconds of a tile, and how far off its result is."""
+    with attention_with(case, tile, splits) as call:
         checked = difference(call(layer=0), expected)
         return checked | {"us": 1e6 * seconds_per_layer(call, case.layers, section.device)}
 
@@ -128,8 +136,8 @@ def compile_tile(job: Job, folder: Path, tile: Tile, splits: int, queries: int) 
     """In another process: leaves the kernel in Triton's cache on disk."""
     section = Section(job, folder)
     case = swept(section, [64, 32], queries)
-    with suppress(Exception):  # it is reported by who measures it
-        tile_time(section, case, tile, splits, torch.zeros_like(case.q))
+    with suppress(Exception), attention_with(case, tile, splits) as call:
+        call(layer=0)  # what fails is reported by who measures it
 
 
 def compile_tiles(section: Section, decode: list, prefill: list) -> dict:
