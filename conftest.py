@@ -1,9 +1,12 @@
 """Settings for all tests; pytest reads this file first.
 
-pytest leaves out what is marked slow; pytest --slow runs everything, and with -n auto on all processors.
+What is marked slow is left out: `@pytest.mark.slow` leaves out a test, `@pytest.mark.slow(but_every=5)`
+all but every fifth of its variants. `pytest --slow` runs everything, and so does a SOLUTION, which is
+what students have their public tests look at.
 """
 
 import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -20,8 +23,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--slow"):
+    if config.getoption("--slow") or "SOLUTION" in os.environ:
         return
+    num_variants: Counter[str] = Counter()
     for item in items:
-        if item.get_closest_marker("slow"):
+        slow = item.get_closest_marker("slow")
+        if slow is None:
+            continue
+        name = item.nodeid.partition("[")[0]
+        but_every = slow.kwargs.get("but_every")
+        if but_every is None or num_variants[name] % but_every:
             item.add_marker(pytest.mark.skip(reason="slow: pytest --slow runs it"))
+        num_variants[name] += 1

@@ -30,7 +30,6 @@ class MyScheduler(Scheduler):
     def add(self, request):
         active, tenant = {tenant_of(other) for other in self.unfinished()}, tenant_of(request)
         if active and tenant not in active:  # what it did not ask for is lost
-            self.served[tenant] = max(
-                self.served[tenant], min(self.served[other] for other in active)
-            )
+            least = min(self.served[other] for other in active)
+            self.served[tenant] = max(self.served[tenant], least)
         super().add(request)

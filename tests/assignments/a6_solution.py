@@ -14,25 +14,18 @@ class MyScheduler(Scheduler):
     """Meets deadlines. The earliest first; last those that are lost. Urgent ones take the seats of patient ones."""
 
     def is_lost(self, request):
-        tokens_left = max(
-            1, request.params.extra_args["predicted_tokens"] - request.num_output_tokens
-        )
-        return self.clock() + 0.009 * tokens_left > deadline(
-            request
-        )  # a step, so a token, takes about 9 ms
+        predicted = request.params.extra_args["predicted_tokens"]
+        tokens_left = max(1, predicted - request.num_output_tokens)
+        return self.clock() + 0.009 * tokens_left > deadline(request)  # a token takes about 9 ms
 
     def priority(self, request):
         return self.is_lost(request), deadline(request)
 
     def make_room(self, schedule):
-        num_urgent = sum(
-            is_urgent(request) and not self.is_lost(request) for request in self.waiting
-        )
-        num_lacking = (
-            num_urgent - self.max_num_seqs + sum(request.num_seats for request in self.running)
-        )
-        patient = sorted(
-            (request for request in self.running if not is_urgent(request)), key=self.priority
-        )
+        urgent = [r for r in self.waiting if is_urgent(r) and not self.is_lost(r)]
+        seats_taken = sum(request.num_seats for request in self.running)
+        num_lacking = len(urgent) + seats_taken - self.max_num_seqs
+        patient = [request for request in self.running if not is_urgent(request)]
+        patient.sort(key=self.priority)
         for request in patient[::-1][: max(0, num_lacking)]:
             self.preempt(request, schedule)
