@@ -92,9 +92,8 @@ def test_answers_are_the_same_batched_and_one_by_one(llm, pytestconfig):
             swap_gib=0.1,
         )
         preempted[mode] = tight.chat([user(q) for q in questions], few, use_tqdm=False)
-        stats = tight.stats()
-        assert stats["preemptions"] > len(questions) // 12
-        assert (stats["swapped_blocks"] > 50) == (mode == "swap")
+        stats, many = tight.stats(), len(questions) // 12
+        assert stats["preemptions"] > many and (stats["swapped_blocks"] > many) == (mode == "swap")
     for question, together, scarce, swapped in zip(questions, batched, *preempted.values()):
         (alone,) = llm.chat(user(question), GREEDY, use_tqdm=False)
         assert alone.outputs[0].token_ids == together.outputs[0].token_ids
