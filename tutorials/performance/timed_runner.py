@@ -1,7 +1,8 @@
 """A runner that knows how long the model's part of a step took. Imports torch and the engine.
 
-That part begins when the tensors of the step are prepared, and ends when its tokens are on the host,
-so when the device is done. On CUDA, launches count as the model's: the device works meanwhile.
+That part begins when the tensors of the step are prepared, and ends when its tokens are on the
+host, so when the device is done. On CUDA, launches count as the model's: the device works
+meanwhile.
 """
 
 import time
