@@ -14,6 +14,7 @@ from tqdm import tqdm
 from nanovllm.beam_search import BeamRequest, BeamSearchParams
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import Config
+from nanovllm.device import choose_device
 from nanovllm.inputs import (
     AllParams,
     Conversations,
@@ -26,7 +27,7 @@ from nanovllm.inputs import (
 )
 from nanovllm.layers.rotary import longest_context
 from nanovllm.loader import find_model, load_config, load_generation_config, load_tokenizer
-from nanovllm.model_runner import ModelRunner, choose_device
+from nanovllm.model_runner import ModelRunner
 from nanovllm.models.qwen import check_supported
 from nanovllm.options import shown
 from nanovllm.outputs import Replies, Reply, RequestOutput

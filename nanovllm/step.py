@@ -1,56 +1,100 @@
 """StepInputs: what the device must know about a step."""
 
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from nanovllm.block_manager import Moves
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.sampler import Sampling
+
+Part = TypeVar("Part", Batch, Sampling)
 
 
 @dataclass
 class StepInputs:
-    """T tokens in one flat, ragged batch. S of them need logits, because a next token is drawn after them."""
+    """T tokens in one flat, ragged batch. S of them need logits, because a token is drawn after."""
 
     input_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
     batch: Batch
     sampled_rows: Tensor  # [S] int64, which of the T
     sampling: Sampling | None = None  # how the S tokens are drawn; None if all are greedy
+    moves: Moves = field(default_factory=Moves)  # of blocks, before the model runs
 
     @property
-    def model_inputs(self) -> list[Tensor]:
-        """Only the last one, the block tables, has a length that does not follow from the number of tokens and sequences."""
-        b = self.batch
-        per_query = [self.input_ids, self.positions, b.slot_mapping, b.cu_seqlens_q]
-        return [*per_query, b.context_lens, b.cu_blocks, b.block_tables]
+    def model_inputs(self) -> dict[str, Tensor]:
+        """What the model reads, by name.
+
+        Only the last one, the block tables, has a length that does not follow from the numbers of
+        tokens and sequences.
+        """
+        ids = {"input_ids": self.input_ids, "positions": self.positions}
+        return ids | tensors_of(self.batch)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All of them. The model's inputs come first, where a CUDA graph expects them."""
+        tensors = self.model_inputs
+        tensors["sampled_rows"] = self.sampled_rows
+        if self.sampling is not None:
+            tensors |= tensors_of(self.sampling)
+        return tensors
 
     def to(self, device: torch.device, buffer: Tensor | None = None) -> "StepInputs":
-        """The same step on a device, see `move`. The model's inputs come first, at the addresses a CUDA graph expects."""
-        options = [] if self.sampling is None else self.sampling.tensors
-        moved = move([*self.model_inputs, self.sampled_rows, *options], device, buffer)
-        input_ids, positions, slots, starts, contexts, cu_blocks, tables, rows, *options = moved
-        b = self.batch
-        batch = Batch(
-            b.kv_cache, slots, starts, contexts, cu_blocks, tables, b.num_decodes, b.max_context
-        )
+        """The same step on a device, see `move`."""
+        moved = move(self.tensors, device, buffer)
         return StepInputs(
-            input_ids, positions, batch, rows, self.sampling and self.sampling.with_tensors(options)
+            moved["input_ids"],
+            moved["positions"],
+            with_tensors(self.batch, moved),
+            moved["sampled_rows"],
+            self.sampling and with_tensors(self.sampling, moved),
+            self.moves,
         )
 
 
-def move(tensors: list[Tensor], device: torch.device, buffer: Tensor | None = None) -> list[Tensor]:
-    """Moves all tensors in one copy from pinned memory. Tensors of the same shapes get the same places in `buffer`.
+def tensors_of(part: Batch | Sampling) -> dict[str, Tensor]:
+    """By name. What it has besides, is the same on every device."""
+    return {name: value for name, value in vars(part).items() if isinstance(value, Tensor)}
 
-    Each starts at a multiple of 16 bytes, because Triton compiles another kernel for unaligned pointers.
+
+def with_tensors(part: Part, tensors: dict[str, Tensor]) -> Part:
+    """The same with those of `tensors` that have the names of its own."""
+    own: dict[str, Any] = {name: tensors[name] for name in tensors_of(part)}
+    return replace(part, **own)
+
+
+def places(tensors: dict[str, Tensor]) -> list[slice]:
+    """Where each is in a buffer of bytes, one after the other.
+
+    Each starts at a multiple of 16, because Triton compiles another kernel for unaligned pointers.
     """
-    ends = list(accumulate(-(-t.nbytes // 16) * 16 for t in tensors))
-    host = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
-    parts = [slice(begin, begin + t.nbytes) for begin, t in zip([0, *ends], tensors)]
-    for part, t in zip(parts, tensors):
+    parts = []
+    begin = 0
+    for t in tensors.values():
+        parts.append(slice(begin, begin + t.nbytes))
+        begin += -(-t.nbytes // 16) * 16
+    return parts
+
+
+def move(
+    tensors: dict[str, Tensor], device: torch.device, buffer: Tensor | None = None
+) -> dict[str, Tensor]:
+    """Moves all tensors in one copy from pinned memory.
+
+    Tensors of the same shapes get the same places in `buffer`.
+    """
+    parts = places(tensors)
+    host = torch.empty(parts[-1].stop, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    for part, t in zip(parts, tensors.values()):
         host[part].view(t.dtype).copy_(t.flatten())
-    buffer = torch.empty_like(host, device=device) if buffer is None else buffer
+    if buffer is None:
+        buffer = torch.empty_like(host, device=device)
     buffer[: len(host)].copy_(host, non_blocking=True)
-    return [buffer[part].view(t.dtype).view(t.shape) for part, t in zip(parts, tensors)]
+    moved = {}
+    for part, (name, t) in zip(parts, tensors.items()):
+        moved[name] = buffer[part].view(t.dtype).view(t.shape)
+    return moved

@@ -105,7 +105,7 @@ def main(capability=80, head_dim=128, group=2):
     small(
         "add_and_norm",
         triton_ops.add_and_norm_kernel,
-        ["out", "x", "residual", "weight"],
+        ["out", "x", "update", "weight"],
         {"eps": "fp32"},
         size,
         8,

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from nanovllm.layers import attention
 from nanovllm.layers.batch import Batch
+from nanovllm.layers.kv_cache import KVCache
 from nanovllm.layers.torch_attention import Layout, group_by_context
-from nanovllm.layers.torch_ops import paged_attention, store_kv
+from nanovllm.layers.torch_ops import layout, paged_attention, store_kv
 
 BORDERS = [1, 7, 8, 9, 16, 17, 40]
 
@@ -51,7 +52,7 @@ def random_batch(
         keys.append(kv)
     starts = torch.tensor([0, *(length for length, _ in sequences)]).cumsum(0)
     batch = Batch(
-        kv_cache=cache,
+        kv_cache=KVCache(cache),
         slot_mapping=torch.tensor(slots),
         cu_seqlens_q=starts.to(torch.int32),
         context_lens=torch.tensor([context for _, context in sequences], dtype=torch.int32),
@@ -73,9 +74,10 @@ def check(sequences, num_heads, num_kv_heads, head_dim, **kwargs):
     lengths = [length for length, _ in sequences]
     q = torch.randn(sum(lengths), num_heads, head_dim, generator=torch.Generator().manual_seed(1))
     new = torch.cat([kv[:, layer, -length:] for kv, length in zip(keys, lengths)], dim=1)
-    untouched = batch.kv_cache[:, 0].clone()
+    untouched = batch.kv_cache.tensor[:, 0].clone()
     store_kv(new[0], new[1], batch, layer)
-    assert batch.kv_cache[:, 0].nan_to_num().equal(untouched.nan_to_num())
+    batch.layout = layout(batch)
+    assert batch.kv_cache.tensor[:, 0].nan_to_num().equal(untouched.nan_to_num())
     expected = [dense_attention(x, *kv[:, layer], scale) for x, kv in zip(q.split(lengths), keys)]
     for out in (
         attention.paged_attention(q, batch, layer, scale),
@@ -129,7 +131,8 @@ def test_the_work_does_not_grow_with_the_capacity_of_the_cache():
     batch, _ = random_batch([(1, 9), (5, 12)], 2, 16, num_blocks=5000)
     q, new = torch.randn(6, 4, 16), torch.randn(2, 6, 2, 16)
     with torch.profiler.profile(profile_memory=True) as profile:
+        batch.layout = layout(batch)
         store_kv(new[0], new[1], batch, 0)
         paged_attention(q, batch, 0, 0.25)
     largest = max(event.cpu_memory_usage for event in profile.events())
-    assert 0 < largest <= 16_384 < batch.kv_cache.nbytes // 1000
+    assert 0 < largest <= 16_384 < batch.kv_cache.tensor.nbytes // 1000

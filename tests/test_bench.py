@@ -191,7 +191,7 @@ def slowly(function):
     return slow
 
 
-HOST = ["scheduler.schedule", "scheduler.update"]
+HOST = ["scheduler.schedule", "runner.prepare", "scheduler.update"]
 MODEL = ["runner.model.forward", "runner.model.lm_head.forward", "runner.ops.sample"]
 
 

@@ -27,15 +27,15 @@ def llm(monkeypatch):
     torch.set_num_threads(2)
     llm = LLM(num_blocks=1000)
     llm.runner.threads.defaults = {2}
-    llm.seen, prepare = [], llm.runner._prepare
+    llm.seen, prepare = [], llm.runner.prepare
 
     def noted(schedule):
         llm.seen.append((schedule.num_tokens, torch.get_num_threads()))
         return prepare(schedule)
 
-    monkeypatch.setattr(llm.runner, "_prepare", noted)
+    monkeypatch.setattr(llm.runner, "prepare", noted)
     llm.runner.threads.num_others = 0.0
-    llm.runner.threads.last_look = math.inf, 0.0, 0.0  # it never looks again
+    llm.runner.threads.last_look = cpu.Look(math.inf, 0.0, 0.0)  # it never looks again
     yield llm
     torch.set_num_threads(before)
 
@@ -53,7 +53,7 @@ def test_threads_leave_the_processors_that_others_need(llm, num_others, threads)
 
 
 def test_where_the_system_does_not_tell_small_steps_run_on_one(llm):
-    llm.runner.threads.last_look = 0.0, 0.0, None
+    llm.runner.threads.last_look = cpu.Look(0.0, 0.0, None)
     llm.generate([list(range(400)), [5] * 10], SHORT, use_tqdm=False)
     assert llm.seen == [(410, 2), (2, 1), (2, 1)] and torch.get_num_threads() == 2
 
@@ -85,7 +85,7 @@ def test_a_step_that_fails_gives_them_back(llm, monkeypatch):
     def failing(schedule):
         raise MemoryError
 
-    monkeypatch.setattr(llm.runner, "_prepare", failing)
+    monkeypatch.setattr(llm.runner, "prepare", failing)
     with pytest.raises(MemoryError):
         llm.generate([[1]], SHORT, use_tqdm=False)
     assert torch.get_num_threads() == 2

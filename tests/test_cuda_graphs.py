@@ -12,20 +12,19 @@ import pytest
 import torch
 from checkpoints import new_model, save
 
-from nanovllm import LLM, SamplingParams, memory, model_runner
-from nanovllm.block_manager import BlockManager
+from nanovllm import LLM, SamplingParams
+from nanovllm.block_manager import BlockManager, Moves
 from nanovllm.cuda_graphs import DecodeGraphs, graph_sizes, padding
 from nanovllm.layers import triton_attention, triton_ops
 from nanovllm.layers.batch import Batch
+from nanovllm.layers.kv_cache import KVCache
 from nanovllm.layers.sampler import Sampling
 from nanovllm.model_runner import ModelRunner
-from nanovllm.schedule import Schedule
-from nanovllm.sequence import Request
 from nanovllm.stats import check_blocks
 from nanovllm.step import StepInputs, move
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-CACHE = torch.zeros(2, 1, 1, 4, 1, 8, device=DEVICE)
+CACHE = KVCache(torch.zeros(2, 1, 1, 4, 1, 8, device=DEVICE))
 
 
 def test_sizes():
@@ -36,22 +35,25 @@ def test_sizes():
 
 
 def test_one_copy_and_always_the_same_places():
-    tensors = [
-        torch.arange(3),
-        torch.rand(2, 3).T,  # not contiguous
-        torch.zeros(0, dtype=torch.int64),
-        torch.tensor([True]),
-        torch.arange(5, dtype=torch.int32),
-    ]
+    tensors = {
+        "first": torch.arange(3),
+        "not contiguous": torch.rand(2, 3).T,
+        "empty": torch.zeros(0, dtype=torch.int64),
+        "bool": torch.tensor([True]),
+        "last": torch.arange(5, dtype=torch.int32),
+    }
     buffer = torch.zeros(200, dtype=torch.uint8, device=DEVICE)
     moved = move(tensors, DEVICE, buffer)
-    for there, here in zip(moved, tensors, strict=True):
-        assert torch.equal(there.cpu(), here) and there.dtype == here.dtype
-        assert there.data_ptr() % 16 == 0 or here.numel() == 0
-    move([tensor * 0 for tensor in tensors], DEVICE, buffer)
-    assert not any(tensor.any() for tensor in moved)  # the views of before show what was copied now
+    assert list(moved) == list(tensors)
+    for name, source in tensors.items():
+        target = moved[name]
+        assert torch.equal(target.cpu(), source) and target.dtype == source.dtype
+        assert target.data_ptr() % 16 == 0 or source.numel() == 0
+    move({name: tensor * 0 for name, tensor in tensors.items()}, DEVICE, buffer)
+    # the views of before show what was copied now
+    assert not any(tensor.any() for tensor in moved.values())
     with pytest.raises(RuntimeError):
-        move([torch.zeros(100)], DEVICE, buffer)
+        move({"too large": torch.zeros(100)}, DEVICE, buffer)
 
 
 def test_a_step_is_the_same_on_the_device():
@@ -74,12 +76,16 @@ def test_a_step_is_the_same_on_the_device():
         torch.arange(4).int(),
         torch.arange(12).int(),
     )
+    moves = Moves(copies=[(1, 2)])
     for sampling in (None, warm, replace(warm, top_k=numbers[3], min_p=numbers[5].float())):
-        step = StepInputs(numbers[3], numbers[4], batch, rows, sampling)
+        step = StepInputs(numbers[3], numbers[4], batch, rows, sampling, moves)
         moved = step.to(DEVICE)
-        for there, here in zip(moved.model_inputs, step.model_inputs, strict=True):
-            assert torch.equal(there.cpu(), here) and there.device.type == DEVICE.type
+        assert list(moved.model_inputs) == list(step.model_inputs)
+        for name, source in step.model_inputs.items():
+            target = moved.model_inputs[name]
+            assert torch.equal(target.cpu(), source) and target.device.type == DEVICE.type
         assert moved.batch.kv_cache is CACHE and torch.equal(moved.sampled_rows.cpu(), rows)
+        assert moved.moves is moves
         assert (moved.sampling is None) == (sampling is None)
         for name, here in vars(sampling).items() if sampling else ():
             there = getattr(moved.sampling, name)
@@ -88,39 +94,52 @@ def test_a_step_is_the_same_on_the_device():
             )
 
 
-def decode(rows: int) -> Schedule:
-    return Schedule(
-        [(Request(None, None, [1], SamplingParams()).sequences[0], 1) for _ in range(rows)]
-    )
+def new_graphs() -> DecodeGraphs:
+    return DecodeGraphs(torch.nn.Identity(), triton_ops, CACHE, max_num_seqs=20, max_model_len=12)
 
 
 def test_which_steps_have_a_graph():
-    graphs = DecodeGraphs(torch.nn.Identity(), max_num_seqs=20, max_model_len=12, kv_cache=CACHE)
-    assert [graphs.size_for(decode(rows)) for rows in (1, 2, 3, 9, 20, 32, 33)] == [
-        1,
-        2,
-        4,
-        16,
-        32,
-        32,
-        None,
-    ]
-    mixed = decode(2)
-    mixed.items.append((Request(None, None, [1, 2], SamplingParams()).sequences[0], 2))
+    graphs = new_graphs()
+    sizes = {rows: graphs.size_for(padding(rows, 12, CACHE)) for rows in (1, 2, 3, 9, 20, 32, 33)}
+    assert sizes == {1: 1, 2: 2, 3: 4, 9: 16, 20: 32, 32: 32, 33: None}
+    mixed = padding(4, 12, CACHE)
+    mixed.batch.num_decodes = 2  # and a chunk of two tokens
     assert graphs.size_for(mixed) is None
+    long = padding(4, 12, CACHE)  # the largest has 32 rows, and a sequence at most 3 blocks
+    long.batch.block_tables = torch.zeros(3 * 32, dtype=torch.int32)
+    assert graphs.size_for(long) == 4
+    long.batch.block_tables = torch.zeros(3 * 32 + 1, dtype=torch.int32)
+    assert graphs.size_for(long) is None
+
+
+@pytest.mark.parametrize("max_num_seqs, max_model_len", [(1, 1), (3, 12), (20, 1000), (600, 3)])
+def test_the_buffer_holds_every_decode(max_num_seqs, max_model_len):
+    """All rows, the longest tables, every option of sampling; and hardly more."""
+    graphs = DecodeGraphs(torch.nn.Identity(), triton_ops, CACHE, max_num_seqs, max_model_len)
+    rows = min(max_num_seqs, 512)
+    step = padding(rows, max_model_len, CACHE)
+    step.batch.block_tables = torch.zeros(rows * -(-max_model_len // 4), dtype=torch.int32)
+    step.sampled_rows = torch.zeros(max_num_seqs, dtype=torch.int64)
+    numbers = torch.ones(6, max_num_seqs)
+    step.sampling = Sampling(*numbers[:1], *numbers[1:4].long(), *numbers[4:])
+    size = graphs.size_for(step)
+    moved = graphs.padded(step, size).to(DEVICE, graphs.buffer)
+    assert moved.sampling.min_p.tolist() == [1.0] * max_num_seqs
+    needed = sum(tensor.nbytes for tensor in moved.tensors.values())
+    assert needed <= graphs.buffer.nbytes <= 2 * needed + 500
 
 
 def test_rows_that_are_not_needed_are_padding():
-    graphs = DecodeGraphs(torch.nn.Identity(), max_num_seqs=20, max_model_len=12, kv_cache=CACHE)
+    graphs = new_graphs()
     step = padding(3, 12, CACHE)
-    for tensor in step.model_inputs:
+    for tensor in step.model_inputs.values():
         tensor += 7
     step.batch.cu_seqlens_q, step.sampled_rows = torch.arange(4, dtype=torch.int32), torch.arange(3)
     step.batch.block_tables = torch.arange(5, dtype=torch.int32)
     padded = graphs.padded(step, 4)
-    assert [t.shape for t in padded.model_inputs[:-1]] == [
-        t.shape for t in padding(4, 12, CACHE).model_inputs[:-1]
-    ]
+    shapes = {name: tensor.shape for name, tensor in padded.model_inputs.items()}
+    expected = padding(4, 12, CACHE).model_inputs | {"block_tables": torch.zeros(5)}
+    assert shapes == {name: tensor.shape for name, tensor in expected.items()}
     assert torch.equal(padded.sampled_rows, step.sampled_rows)
     batch = padded.batch
     assert batch.slot_mapping.tolist() == [6, 6, 6, -1] and batch.context_lens.tolist() == [
@@ -179,18 +198,16 @@ def test_the_engine_gives_the_same_tokens_as_without(path):
 
 
 class Generous(BlockManager):
-    """Reserves far more blocks for a sequence than its tokens can fill, as contiguous allocators do."""
+    """Reserves far more blocks than a sequence can fill, as contiguous allocators do."""
 
     def allocate(self, seq, num_tokens):
-        copies = super().allocate(seq, num_tokens)
+        super().allocate(seq, num_tokens)
         while len(seq.block_table) < 40:
             seq.block_table.append(self._take().id)
-        return copies
 
 
 @pytest.mark.filterwarnings("ignore:overflow|invalid:RuntimeWarning")
-def test_tables_may_be_longer_than_those_of_the_recording(path):
-    """No context reaches the blocks beyond ceil(max_model_len / block_size)."""
+def test_a_step_whose_tables_are_too_long_for_the_recording_runs_without(path):
     answers = []
     for manager_cls in (None, Generous):
         llm = LLM(
@@ -204,7 +221,7 @@ def test_tables_may_be_longer_than_those_of_the_recording(path):
                 for o in llm.generate([[5] * 10, [6] * 3], params, use_tqdm=False)
             ]
         )
-        assert llm.runner.max_blocks_per_seq == 8 and llm.block_manager.num_used_blocks == 0
+        assert llm.block_manager.num_used_blocks == 0
     assert answers[0] == answers[1]
 
 
@@ -252,6 +269,10 @@ class MadeUpDevice:
         self.cached = 0
 
 
+def num_blocks_of_a_gpu(runner, config):
+    return runner._memory_left(config) // runner.shape.block_bytes
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="test_gpu.py does it with real memory")
 @pytest.mark.filterwarnings("ignore:overflow|invalid:RuntimeWarning")
 @pytest.mark.parametrize("backend", ["torch", "triton"])
@@ -260,8 +281,7 @@ def test_the_trials_that_size_the_cache_of_a_gpu_run(path, monkeypatch, backend,
     """The largest step, and the recordings, before there is a cache. What others hold, the step's peak and the graphs are
     taken off; what the allocator keeps for later is neither lost nor won."""
     device = MadeUpDevice(monkeypatch)
-    fit = lambda runner, config: memory.memory_left(runner, config) // runner.shape.block_bytes  # noqa: E731
-    monkeypatch.setattr(model_runner, "num_blocks_that_fit", fit)
+    monkeypatch.setattr(ModelRunner, "_num_blocks_that_fit", num_blocks_of_a_gpu)
     llm = LLM(
         path, dtype="float32", attention_backend=backend, max_num_seqs=2, max_num_batched_tokens=40, block_size=16,
         preemption_mode=mode, swap_gib=0.01,
@@ -275,7 +295,7 @@ def test_the_trials_that_size_the_cache_of_a_gpu_run(path, monkeypatch, backend,
         - (2**26 if mode == "swap" else 0)
     )
     num_blocks = left // llm.runner.shape.block_bytes
-    assert llm.runner.num_blocks == llm.runner.kv_cache.shape[2] == num_blocks > 0
+    assert llm.runner.num_blocks == llm.runner.kv_cache.num_blocks == num_blocks > 0
     assert device.sizes == ([2, 1, 2, 1] if backend == "triton" else [])
     assert (llm.runner.host_cache is not None) == (mode == "swap")
 
@@ -293,7 +313,7 @@ def test_an_engine_that_is_gone_takes_its_memory_along(path, eager):
         num_blocks=20,
     )
     llm.generate([[5] * 10], SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)
-    cache = weakref.ref(llm.runner.kv_cache)
+    cache = weakref.ref(llm.runner.kv_cache.tensor)
     gc.collect()
     gc.disable()
     try:
@@ -327,7 +347,7 @@ def test_serving_launches_nothing_that_is_not_warm(path, monkeypatch):
     )  # fmt: skip
     monkeypatch.setattr(triton_attention, "PART", 16)  # so that short contexts are cut into parts
     graphs, llm.runner.graphs = llm.runner.graphs, None  # on a GPU they are recorded after it
-    memory.warm_up(llm.runner)
+    llm.runner.warm_up()
     llm.runner.graphs = graphs
     warm, launched_now = set(launched), launched
     launched_now.clear()

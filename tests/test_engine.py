@@ -11,7 +11,7 @@ import torch
 from checkpoints import greedy, new_model, save
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.memory import run_largest_step
+from nanovllm.memory import largest_step
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Sequence
 from nanovllm.stats import check_blocks
@@ -326,12 +326,12 @@ def test_nan_in_the_cache_of_one_request_does_not_reach_another(llm, checkpoints
         llm.add_request(prompts[6], greedy_params()),
     )
     llm.step()
-    llm.runner.kv_cache[:, :, llm.requests[sick].sequences[0].block_table] = torch.nan
+    llm.runner.kv_cache.tensor[:, :, llm.requests[sick].sequences[0].block_table] = torch.nan
     outputs = {}
     while llm.has_unfinished():
         outputs |= {output.request_id: output.outputs[0].token_ids for output in llm.step()}
     assert outputs[short] == expected[6]
-    llm.runner.kv_cache.zero_()  # nor any later test of this module
+    llm.runner.kv_cache.tensor.zero_()  # nor any later test of this module
     llm.block_manager.findable.clear()
     for block in llm.block_manager.blocks:
         block.key = block.prefix_id = None
@@ -532,6 +532,6 @@ def test_the_profiling_step_of_the_gpu_path(llm):
             llm.runner.limits = replace(
                 llm.limits, max_num_batched_tokens=tokens, max_num_seqs=seqs
             )
-            run_largest_step(llm.runner)
+            llm.runner.run(largest_step(llm.runner.limits, llm.runner.shape.block_size))
     finally:
         llm.runner.kv_cache, llm.runner.limits = cache, llm.limits

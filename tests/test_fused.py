@@ -37,18 +37,19 @@ def assert_close(actual, expected):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1, 48, 64, 200])
 def test_add_and_norm(size, dtype):
-    layer, x, residual = (
-        norm(size, dtype),
-        randn(5, size, dtype=dtype),
-        3 * randn(5, size, dtype=dtype),
-    )
-    expected_residual, actual_residual = residual.clone(), residual.clone()
-    expected = torch_ops.add_and_norm(x, expected_residual, layer)
-    assert_close(triton_ops.add_and_norm(x, actual_residual, layer), expected)
-    assert_close(
-        actual_residual, expected_residual
-    )  # the interpreter cuts bfloat16 off where a GPU rounds
-    assert torch.equal(expected_residual, x + residual)
+    layer = norm(size, dtype)
+    update = randn(5, size, dtype=dtype)
+    x = 3 * randn(5, size, dtype=dtype)
+    added = x + update
+    for backend in (torch_ops, triton_ops):
+        in_place = x.clone()
+        total, normed = backend.add_and_norm(in_place, update, layer)
+        assert total is in_place
+        if backend is torch_ops:
+            expected = normed
+            assert torch.equal(total, added)
+        assert_close(total, added)  # the interpreter cuts bfloat16 off where a GPU rounds
+        assert_close(normed, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

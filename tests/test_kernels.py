@@ -15,34 +15,37 @@ from test_attention import BORDERS, random_batch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.layers import attention, torch_ops, triton_attention
+from nanovllm.layers.kv_cache import KVCache
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MIXTURE = [(1, 9), (5, 5), (3, 20), (1, 1), (1, 33), (17, 40)]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
-def check(sequences, heads, kv_heads, head_dim, dtype=torch.float32, splits=0, part=256, **kwargs):
-    """Both functions on the same random batch, whose unowned slots are NaN. Returns the kernel's output."""
+def check(sequences, heads, kv_heads, head_dim, dtype=torch.float32, splits=None, **kwargs):
+    """Both functions on the same random batch, whose unowned slots are NaN."""
     batch, keys = random_batch(sequences, kv_heads, head_dim, **kwargs)
     lengths, layer, scale = [length for length, _ in sequences], 1, head_dim**-0.5
     for name, value in vars(batch).items():
         if isinstance(value, torch.Tensor):
-            setattr(batch, name, value.to(DEVICE, dtype if value.is_floating_point() else None))
+            setattr(batch, name, value.to(DEVICE))
+    batch.kv_cache = KVCache(batch.kv_cache.tensor.to(DEVICE, dtype))
     q = torch.randn(sum(lengths), heads, head_dim, generator=torch.Generator().manual_seed(1)).to(
         DEVICE, dtype
     )
     kv = torch.cat([kv[:, layer, -length:] for kv, length in zip(keys, lengths)], dim=1).to(
         DEVICE, dtype
     )
-    expected_cache = batch.kv_cache.clone()
+    expected_cache = KVCache(batch.kv_cache.tensor.clone())
     torch_ops.store_kv(*kv, replace(batch, kv_cache=expected_cache), layer)
     qkv = torch.cat(
         [kv[0], kv[1]], dim=1
     )  # as in the model, keys and values are views of something larger
     triton_attention.store_kv(*qkv.split(kv_heads, dim=1), batch, layer)
-    assert torch.equal(batch.kv_cache.nan_to_num(), expected_cache.nan_to_num())
+    assert torch.equal(batch.kv_cache.tensor.nan_to_num(), expected_cache.tensor.nan_to_num())
     expected = attention.paged_attention(q, batch, layer, scale)
-    out = triton_attention.paged_attention(q, batch, layer, scale, splits, part)
+    batch.layout = splits or triton_attention.layout(batch)
+    out = triton_attention.paged_attention(q, batch, layer, scale)
     torch.testing.assert_close(out, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
@@ -71,32 +74,20 @@ def test_every_split_into_cached_and_new_at_block_borders(context):
 
 @pytest.mark.parametrize("splits", [1, 2, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_split_kv_of_decodes(splits, dtype):
+def test_split_kv_of_decodes(splits, dtype, monkeypatch):
     """Parts of one tile, of several and of none; and parts that are kept long."""
+    sequences = [(1, context) for context in (1, 15, 64, 65, 700)]
     for part in (1, 100, 256):
-        check(
-            [(1, context) for context in (1, 15, 64, 65, 700)],
-            6,
-            2,
-            32,
-            dtype,
-            splits,
-            part,
-            num_blocks=120,
-        )
+        monkeypatch.setattr(triton_attention, "PART", part)
+        check(sequences, 6, 2, 32, dtype, splits, num_blocks=120)
 
 
 @pytest.mark.parametrize("splits", [1, 4])
-def test_decodes_before_chunks(splits):
+def test_decodes_before_chunks(splits, monkeypatch):
     """As the runner sorts them: two launches."""
-    check(
-        [(1, 9), (1, 300), (1, 1), (5, 5), (1, 12), (33, 90), (17, 40)],
-        6,
-        2,
-        32,
-        splits=splits,
-        part=64,
-    )
+    monkeypatch.setattr(triton_attention, "PART", 64)
+    sequences = [(1, 9), (1, 300), (1, 1), (5, 5), (1, 12), (33, 90), (17, 40)]
+    check(sequences, 6, 2, 32, splits=splits)
 
 
 def test_tiles_of_a_long_prompt():
@@ -106,7 +97,7 @@ def test_tiles_of_a_long_prompt():
 def test_padding_rows_do_nothing():
     """A CUDA graph of 4 rows replayed for 2 sequences: no slot, no context, no output."""
     batch, _ = random_batch([(1, 9), (1, 20)], 2, 32)
-    batch.kv_cache = batch.kv_cache.nan_to_num(0.5).to(DEVICE)
+    batch.kv_cache = KVCache(batch.kv_cache.tensor.nan_to_num(0.5).to(DEVICE))
     batch.slot_mapping = torch.tensor([*batch.slot_mapping, -1, -1], device=DEVICE)
     batch.cu_seqlens_q = torch.arange(5, dtype=torch.int32, device=DEVICE)
     batch.context_lens = torch.tensor([9, 20, 0, 0], dtype=torch.int32, device=DEVICE)
@@ -114,12 +105,14 @@ def test_padding_rows_do_nothing():
         batch.cu_blocks, (0, 2), value=batch.cu_blocks[-1].item()
     ).to(DEVICE)
     batch.block_tables, batch.num_decodes = batch.block_tables.to(DEVICE), 4
-    before, kv = batch.kv_cache.clone(), torch.ones(4, 2, 32, device=DEVICE)
+    before, kv = batch.kv_cache.tensor.clone(), torch.ones(4, 2, 32, device=DEVICE)
     triton_attention.store_kv(kv, kv, batch, 0)
-    changed = (batch.kv_cache != before).any(-1).any(-1).sum().item()
+    changed = (batch.kv_cache.tensor != before).any(-1).any(-1).sum().item()
     assert changed == 4  # the keys and the values of two tokens
     q = torch.randn(4, 4, 32, device=DEVICE)
-    full = [triton_attention.paged_attention(q, batch, 0, 0.2, splits) for splits in (1, 4)]
+    full = []
+    for batch.layout in (1, 4):
+        full.append(triton_attention.paged_attention(q, batch, 0, 0.2))
     batch.cu_seqlens_q, batch.context_lens = batch.cu_seqlens_q[:3], batch.context_lens[:2]
     batch.cu_blocks, batch.num_decodes = batch.cu_blocks[:3], 2
     for out in full:
@@ -139,9 +132,9 @@ def test_copy_blocks(block_size, kv_heads, head_dim, dtype):
     for source, target in copies:
         expected[:, :, target] = cache[:, :, source]
     for backend in (torch_ops, triton_attention):
-        copied = cache.clone()
+        copied = KVCache(cache.clone())
         backend.copy_blocks(copied, copies)
-        assert torch.equal(copied, expected)
+        assert torch.equal(copied.tensor, expected)
 
 
 @pytest.mark.filterwarnings(

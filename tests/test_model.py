@@ -13,6 +13,7 @@ from transformers import AutoConfig
 
 from nanovllm.layers import torch_ops
 from nanovllm.layers.batch import Batch
+from nanovllm.layers.kv_cache import KVCache
 from nanovllm.layers.rotary import longest_context, rope_table
 from nanovllm.loader import load_config, load_model
 from nanovllm.models.qwen import check_supported, head_dim_of
@@ -51,7 +52,7 @@ def logits_of(
     for length in chunks:
         positions = torch.arange(start, start + length)
         batch = Batch(
-            kv_cache=cache,
+            kv_cache=KVCache(cache),
             slot_mapping=table[positions // block_size].long() * block_size
             + positions % block_size,
             cu_seqlens_q=torch.tensor([0, length], dtype=torch.int32),
@@ -59,6 +60,7 @@ def logits_of(
             cu_blocks=torch.tensor([0, num_blocks], dtype=torch.int32),
             block_tables=table,
         )
+        batch.layout = torch_ops.layout(batch)
         logits.append(
             model.lm_head(
                 model(torch.tensor(token_ids[start : start + length]), positions, batch)

@@ -1,4 +1,4 @@
-"""The runner's step: the example in `_prepare`'s docstring is true, and nothing of a step stays behind.
+"""The runner's step: the example in `prepare`'s docstring is true, and nothing of a step stays behind.
 
 Run: pytest tests/test_runner.py [-k example]
 """
@@ -13,7 +13,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.layers import torch_attention, torch_ops
 from nanovllm.layers.batch import Batch
 from nanovllm.model_runner import ModelRunner
-from nanovllm.schedule import Schedule
+from nanovllm.schedule import Item, Schedule
 from nanovllm.sequence import Request
 
 
@@ -29,10 +29,13 @@ def test_the_example_of_prepare_is_true(llm):
         for name, length in (("a", 5), ("b", 3))
     )
     first, second = first.sequences[0], second.sequences[0]
-    first.num_computed_tokens, first.block_table, second.block_table = 4, [7, 2], [5]
-    step = llm.runner._prepare(Schedule([(first, 1), (second, 3)]))
+    first.block_table, second.block_table = [7, 2], [5]
+    schedule = Schedule()
+    schedule.add(Item(first, 4, 1))
+    schedule.add(Item(second, 0, 3))
+    step = llm.runner.prepare(schedule)
     said = dict(
-        re.findall(r"^ +(\w+) +(\[.*?\](?=  |$))", ModelRunner._prepare.__doc__, re.MULTILINE)
+        re.findall(r"^ +(\w+) +(\[.*?\](?=  |$))", ModelRunner.prepare.__doc__, re.MULTILINE)
     )
     found = {
         "block_tables": step.batch.block_tables,
@@ -47,7 +50,7 @@ def test_the_example_of_prepare_is_true(llm):
         name: tensor.tolist() for name, tensor in found.items()
     }
     assert eval(said["counts"]) == step.batch.cu_seqlens_q.diff().tolist()
-    assert eval(said["starts"]) == [seq.num_computed_tokens for seq in (first, second)]
+    assert eval(said["starts"]) == [item.start for item in schedule.items]
     seq_of_token = [b for b, count in enumerate(eval(said["counts"])) for _ in range(count)]
     assert eval(said["seq_of_token"]) == seq_of_token and step.sampling is None
 
@@ -80,6 +83,7 @@ def test_the_layout_is_made_once_per_step(llm, monkeypatch):
             made.append(batch)
             super().__init__(batch)
 
+    monkeypatch.setattr(torch_ops, "Layout", Noted)
     monkeypatch.setattr(torch_attention, "Layout", Noted)
     steps = llm.stats()["steps"]
     llm.generate([[1] * 9, [2] * 3], SamplingParams(temperature=0, max_tokens=5), use_tqdm=False)

@@ -13,6 +13,7 @@ from checkpoints import new_model, save
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams, host_cache
 from nanovllm.host_cache import HostCache
+from nanovllm.layers.kv_cache import KVCache
 from nanovllm.stats import check_blocks
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -47,7 +48,7 @@ def test_blocks_go_out_and_come_back_elsewhere(monkeypatch, blocks_at_a_time):
     """[2, layers, blocks, block_size, heads, head_dim], 7 blocks out, 5 of them in again."""
     cache = torch.randn(2, 3, 20, 4, 2, 8, device=DEVICE)
     monkeypatch.setattr(host_cache, "STAGED_BYTES", blocks_at_a_time * cache[:, :, 0].nbytes)
-    host, before = HostCache(cache, num_blocks=9), cache.clone()
+    host, before = HostCache(KVCache(cache), num_blocks=9), cache.clone()
     assert len(host.staged) == blocks_at_a_time
     out = {3: 8, 19: 0, 0: 4, 7: 5, 11: 2, 12: 7, 5: 1}
     host.swap_out(out)
@@ -124,7 +125,7 @@ def test_whatever_order_the_streams_allow(monkeypatch):
     """Copies on a second stream run whenever it likes, but for wait_stream. No order may change what arrives."""
     cache = torch.randn(2, 2, 12, 2, 1, 4)
     monkeypatch.setattr(host_cache, "STAGED_BYTES", 2 * cache[:, :, 0].nbytes)
-    host, streams, seen = HostCache(cache, num_blocks=8), Streams(), []
+    host, streams, seen = HostCache(KVCache(cache), num_blocks=8), Streams(), []
     host.backend, host.stream = streams, streams.Stream()
     first, second = {1: 4, 2: 0, 3: 7, 5: 1, 8: 3}, {6: 2, 7: 5, 9: 6}
 
@@ -288,6 +289,6 @@ def test_the_hosts_memory_comes_in_pieces(monkeypatch):
     cache = torch.zeros(2, 3, 9, 4, 2, 8)  # keys and values, layers, blocks, ...
     block_bytes = cache[:, :, 0].nbytes
     monkeypatch.setattr(host_cache, "STAGED_BYTES", 4 * block_bytes)
-    host = HostCache(cache, 10)
+    host = HostCache(KVCache(cache), 10)
     pieces = [block.untyped_storage().nbytes() // block_bytes for block in host.blocks]
     assert pieces == [4] * 8 + [2] * 2

@@ -1,28 +1,41 @@
-"""Attention over the paged KV cache, written as plainly as possible. Every backend is tested against this."""
+"""Attention over the paged KV cache, written as plainly as possible.
+
+Every backend is tested against this.
+"""
 
 import torch
+from torch import Tensor
 
 from nanovllm.layers.batch import Batch
 
 
-def paged_attention(q: torch.Tensor, batch: Batch, layer: int, scale: float) -> torch.Tensor:
-    """Causal attention of q [T, num_heads, head_dim] over each sequence's context in the cache. Returns the same shape.
+def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float) -> Tensor:
+    """Causal attention of q [T, num_heads, head_dim] over each sequence's context in the cache.
 
-    Query head h reads KV head h // (num_heads / num_kv_heads).
+    Returns the same shape. Query head h reads KV head h // (num_heads / num_kv_heads).
     """
-    out, starts, blocks = torch.zeros_like(q), batch.cu_seqlens_q.tolist(), batch.cu_blocks.tolist()
-    block_size = batch.kv_cache.shape[3]
+    keys, values = batch.kv_cache.layers[layer]
+    block_size = batch.kv_cache.block_size
+    group = q.shape[1] // batch.kv_cache.num_kv_heads  # query heads that read the same KV head
+    starts = batch.cu_seqlens_q.tolist()
+    first_blocks = batch.cu_blocks.tolist()
+    out = torch.zeros_like(q)
     for b, context in enumerate(batch.context_lens.tolist()):
         tokens = slice(starts[b], starts[b + 1])
+        num_queries = starts[b + 1] - starts[b]
         position = torch.arange(context, device=q.device)
-        block_ids = batch.block_tables[blocks[b] + position // block_size].long()
-        k, v = batch.kv_cache[
-            :, layer, block_ids, position % block_size
-        ]  # [context, num_kv_heads, head_dim] each
-        group = q.shape[1] // k.shape[1]  # query heads that read the same KV head
-        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-        scores = torch.einsum("qhd,khd->hqk", q[tokens].float(), k.float()) * scale
-        is_future = position > position[starts[b] - starts[b + 1] :, None]
-        weights = scores.masked_fill(is_future, -torch.inf).softmax(-1)
-        out[tokens] = torch.einsum("hqk,khd->qhd", weights, v.float()).to(q.dtype)
+        index = first_blocks[b] + position // block_size
+        block_ids = batch.block_tables[index].long()
+        offset = position % block_size
+        k = keys[block_ids, offset].float()  # [context, num_kv_heads, head_dim]
+        v = values[block_ids, offset].float()
+        k = k.repeat_interleave(group, dim=1)  # [context, num_heads, head_dim]
+        v = v.repeat_interleave(group, dim=1)
+        queries = q[tokens].float()
+        scores = torch.einsum("qhd,khd->hqk", queries, k)
+        is_future = position > position[-num_queries:, None]
+        scores = (scores * scale).masked_fill(is_future, -torch.inf)
+        weights = scores.softmax(-1)
+        result = torch.einsum("hqk,khd->qhd", weights, v)
+        out[tokens] = result.to(q.dtype)
     return out

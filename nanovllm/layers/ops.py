@@ -1,6 +1,6 @@
-"""Ops: the functions of a backend. There are two backends, torch_ops and triton_ops, each a module.
+"""Ops: the functions of a backend. There are two of them, torch_ops and triton_ops, each a module.
 
-One of them is chosen when the model is built. The model's layers use nothing else that differs between them.
+One is chosen when the model is built. The layers use nothing else that differs between them.
 """
 
 from typing import Protocol
@@ -8,36 +8,56 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from nanovllm.layers.batch import Batch
+from nanovllm.layers.kv_cache import KVCache
 from nanovllm.layers.sampler import Sampling
 
 Norm = nn.RMSNorm | None
 
 
 class Ops(Protocol):
-    CAN_BE_RECORDED: (
-        bool  # whether shapes alone decide what it launches, so that a CUDA graph may replay it
-    )
+    # whether shapes alone decide what is launched, so that a CUDA graph may replay it
+    CAN_BE_RECORDED: bool
+
+    def layout(self, batch: Batch) -> object:
+        """What this backend's attention must know of a step, made once for all layers.
+
+        It becomes batch.layout before the model runs. It may not refer to the batch.
+        """
 
     def store_kv(self, k: Tensor, v: Tensor, batch: Batch, layer: int) -> None:
-        """Writes a step's keys and values [T, num_kv_heads, head_dim] into their slots (paper, section 5.1)."""
+        """Writes a step's keys and values into their slots (paper, section 5.1).
+
+        k and v [T, num_kv_heads, head_dim].
+        """
 
     def paged_attention(self, q: Tensor, batch: Batch, layer: int, scale: float) -> Tensor:
-        """What attention.paged_attention returns, for q [T, num_heads, head_dim]: the same shape."""
+        """What attention.paged_attention returns, for q [T, num_heads, head_dim]: its shape."""
 
-    def copy_blocks(self, kv_cache: Tensor, copies: list[tuple[int, int]]) -> None:
-        """Copies [(from block, to block)] in all layers at once (paper, section 5.1). No block is both."""
+    def copy_blocks(self, kv_cache: KVCache, copies: list[tuple[int, int]]) -> None:
+        """Copies [(from block, to block)] in all layers at once (paper, section 5.1).
 
-    def add_and_norm(self, x: Tensor, residual: Tensor, norm: nn.RMSNorm) -> Tensor:
-        """Adds x [T, size] to the residual stream, in place, and returns the norm of the sum."""
+        No block is both.
+        """
+
+    def add_and_norm(self, x: Tensor, update: Tensor, norm: nn.RMSNorm) -> tuple[Tensor, Tensor]:
+        """x + update, computed in place of x [T, size], and the norm of this sum."""
 
     def norm_and_rotate(
-        self, qkv: Tensor, q_norm: Norm, k_norm: Norm, cos_sin: Tensor, sizes: list[int]
+        self,
+        qkv: Tensor,
+        q_norm: Norm,
+        k_norm: Norm,
+        cos_sin: Tensor,
+        sizes: list[int],
     ) -> tuple[Tensor, ...]:
-        """Splits qkv [T, num_heads + 2 * num_kv_heads, head_dim] into q, k and v. Each head of q and k is normalized,
-        if the model does that, and rotated by the angles of cos_sin [T, head_dim]."""
+        """Splits qkv [T, num_heads + 2 * num_kv_heads, head_dim] into q, k and v.
+
+        Each head of q and k is normalized, if the model does that, and rotated by the angles of
+        cos_sin [T, head_dim]. `sizes` are the numbers of heads of q, k and v.
+        """
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
         """x [T, 2 d], gate and up side by side -> silu(gate) * up [T, d]."""
 
     def sample(self, logits: Tensor, sampling: Sampling) -> Tensor:
-        """What sampler.sample returns, for logits [B, vocab_size] in the model's dtype: token ids [B]."""
+        """What sampler.sample returns, for logits [B, vocab_size] in the model's dtype: ids [B]."""

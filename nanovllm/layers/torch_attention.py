@@ -1,115 +1,170 @@
 """Attention in PyTorch for a CPU: attention.py, fast. It runs on every device.
 
-PyTorch's attention does not read block tables, so keys and values are first copied into the layout that it expects.
-Sequences with one query are computed together, in groups of similar context length; the others, prompts and chunks of
-them, one by one.
+PyTorch's attention does not read block tables, so keys and values are first copied into the layout
+that it expects. Sequences with one query are computed together, in groups of similar context
+length; the others, prompts and chunks of them, one by one.
 """
 
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from nanovllm.layers.batch import Batch
 
-GATHERED_BYTES = (
-    4 * 2**20
-)  # per group, so that the copy is still in the processor's caches when it is read
+# per group, so that the copy is still in the processor's caches when it is read
+GATHERED_BYTES = 4 * 2**20
 
 
-Part = tuple[slice | torch.Tensor, torch.Tensor, torch.Tensor | None, bool]
+class Part(NamedTuple):
+    """Sequences that are computed together: a group of decodes, or one chunk of a prompt."""
+
+    tokens: slice | Tensor  # their rows of q
+    slots: Tensor  # of their keys, one sequence after the other, all padded to the longest
+    mask: Tensor | None  # which keys each query may see; None: it is simply causal
+    is_group: bool
 
 
 class Layout:
-    """Where each group or chunk of a step has its tokens and its slots, and which keys each query may see. It holds no
-    reference to the batch, which holds it: a cycle would keep `gathered` alive until Python collects garbage."""
+    """The parts of a step, and one buffer for the keys and values of each in turn.
+
+    It holds no reference to the batch, which holds it: a cycle would keep `gathered` alive until
+    Python collects garbage.
+    """
 
     def __init__(self, batch: Batch):
-        self.starts, self.contexts = batch.cu_seqlens_q.tolist(), batch.context_lens.tolist()
-        counts = [end - start for start, end in pairwise(self.starts)]
-        width = batch.kv_cache.shape[4:].numel()  # numbers per key
-        most_keys = GATHERED_BYTES // (2 * width * batch.kv_cache.dtype.itemsize)
-        decodes = [b for b, count in enumerate(counts) if count == 1]
-        groups = group_by_context(decodes, self.contexts, most_keys)
-        self.parts = [self.part(batch, seqs, 1) for seqs in groups]
-        self.parts += [self.part(batch, [b], count) for b, count in enumerate(counts) if count > 1]
-        self.gathered = batch.kv_cache.new_empty(
-            2, max(len(slots) for _, slots, _, _ in self.parts), width
-        )
+        cache = batch.kv_cache
+        self.starts = batch.cu_seqlens_q.tolist()
+        self.contexts = batch.context_lens.tolist()
+        decodes = []
+        chunks = []
+        for b, (start, end) in enumerate(pairwise(self.starts)):
+            if end - start == 1:
+                decodes.append(b)
+            elif end > start:
+                chunks.append(b)
+        width = cache.num_kv_heads * cache.head_dim  # numbers per key
+        key_bytes = 2 * width * cache.tensor.dtype.itemsize
+        max_keys = GATHERED_BYTES // key_bytes
+        groups = group_by_context(decodes, self.contexts, max_keys)
+        self.parts = [self.group(batch, seqs) for seqs in groups]
+        self.parts += [self.chunk(batch, b) for b in chunks]
+        max_slots = max(len(part.slots) for part in self.parts)
+        shape = (2, max_slots, cache.num_kv_heads, cache.head_dim)
+        self.gathered = cache.tensor.new_empty(shape)
 
-    def part(self, batch: Batch, seqs: list[int], count: int) -> Part:
-        """(tokens, slots, mask, is_group) for sequences with `count` queries each, padded to the longest."""
-        starts, cache = [self.starts[b] for b in seqs], batch.kv_cache
+    def group(self, batch: Batch, seqs: list[int]) -> Part:
+        """Decodes, padded to the longest context."""
+        device = batch.slot_mapping.device
+        longest = max(self.contexts[b] for b in seqs)
+        position = torch.arange(longest, device=device)
         last = batch.context_lens[seqs].unsqueeze(1) - 1
-        position, mask = (
-            torch.arange(max(self.contexts[b] for b in seqs), device=cache.device),
-            None,
-        )
-        if count == 1:
-            mask = torch.zeros(len(seqs), len(position), dtype=cache.dtype, device=cache.device)
-            mask = mask.masked_fill_(position > last, -torch.inf)[:, None, None]
-        elif count < len(
-            position
-        ):  # a chunk also sees everything before it; a whole prompt is simply causal
-            mask = position <= position[-count:].unsqueeze(1)
-        # past its end, a sequence reads its own last slot: masked values are still multiplied by zero, so a NaN left in
-        # another slot would spread
-        position = position.minimum(last)
-        block_ids = batch.block_tables[
-            batch.cu_blocks[seqs].unsqueeze(1) + position // cache.shape[3]
-        ].long()
-        slots = (block_ids * cache.shape[3] + position % cache.shape[3]).flatten()
-        if starts[-1] - starts[0] == len(seqs) - 1:  # neighbors: a view is enough
-            return slice(starts[0], starts[-1] + count), slots, mask, count == 1
-        return torch.tensor(starts, device=cache.device), slots, mask, True
+        dtype = batch.kv_cache.tensor.dtype
+        mask = torch.zeros(len(seqs), longest, dtype=dtype, device=device)
+        mask.masked_fill_(position > last, -torch.inf)
+        # past its end, a sequence reads its own last slot: masked values are still multiplied by
+        # zero, so a NaN left in another slot would spread
+        slots = slots_of(batch, seqs, position.minimum(last))
+        rows = [self.starts[b] for b in seqs]
+        tokens: slice | Tensor = slice(rows[0], rows[-1] + 1)
+        if rows[-1] - rows[0] != len(rows) - 1:  # not neighbors: a view is not enough
+            tokens = torch.tensor(rows, device=device)
+        return Part(tokens, slots, mask[:, None, None], is_group=True)
+
+    def chunk(self, batch: Batch, b: int) -> Part:
+        """A prompt, or the next part of one."""
+        device = batch.slot_mapping.device
+        tokens = slice(self.starts[b], self.starts[b + 1])
+        num_queries = tokens.stop - tokens.start
+        position = torch.arange(self.contexts[b], device=device)
+        slots = slots_of(batch, [b], position)
+        mask = None
+        if num_queries < len(position):  # it also sees everything before it
+            mask = position <= position[-num_queries:].unsqueeze(1)
+        return Part(tokens, slots, mask, is_group=False)
 
 
-def group_by_context(seqs: list[int], contexts: list[int], most_keys: int) -> list[list[int]]:
-    """Groups of sequences in which padding to the longest context is at most a third of the group, or only a few keys.
-    No group has more than `most_keys` keys, unless it is a single sequence."""
+def slots_of(batch: Batch, seqs: list[int], position: Tensor) -> Tensor:
+    """The slots of tokens at positions [tokens], or [sequences, tokens], of each sequence."""
+    block_size = batch.kv_cache.block_size
+    first_block = batch.cu_blocks[seqs].unsqueeze(1)
+    block_ids = batch.block_tables[first_block + position // block_size]
+    slots = batch.kv_cache.slots(block_ids, position % block_size)
+    return slots.flatten()
+
+
+def group_by_context(seqs: list[int], contexts: list[int], max_keys: int) -> list[list[int]]:
+    """Groups of sequences in which little is padding to the longest context.
+
+    At most a third of the group, or only a few keys. No group has more than `max_keys` keys, unless
+    it is a single sequence.
+    """
     groups: list[list[int]] = []
-    padding = keys = 0
+    padding = 0
+    keys = 0
     for b in sorted(seqs, key=lambda b: -contexts[b]):
         longest = contexts[groups[-1][0]] if groups else contexts[b]
-        padding, keys = padding + longest - contexts[b], keys + contexts[b]
-        if not groups or padding > max(512, keys // 2) or padding + keys > most_keys:
+        padding += longest - contexts[b]
+        keys += contexts[b]
+        is_wasteful = padding > max(512, keys // 2)
+        is_large = padding + keys > max_keys
+        if not groups or is_wasteful or is_large:
             groups.append([])
-            padding, keys = 0, contexts[b]
+            padding = 0
+            keys = contexts[b]
         groups[-1].append(b)
     return [sorted(group) for group in groups]
 
 
-def paged_attention(q: torch.Tensor, batch: Batch, layer: int, scale: float) -> torch.Tensor:
+def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float) -> Tensor:
     """Like attention.paged_attention. Keys and values are never repeated per query head."""
-    num_heads, head_dim = q.shape[1:]
-    if batch.layout is None:
-        batch.layout = Layout(batch)
-    layout, caches = batch.layout, batch.kv_cache[:, layer]
-    num_kv_heads = caches.shape[3]
+    layout = batch.layout
+    assert isinstance(layout, Layout), "batch.layout must be a Layout of this batch"
+    keys, values = batch.kv_cache.layers[layer]
     out = torch.empty_like(q)
     for tokens, slots, mask, is_group in layout.parts:
-        gathered = layout.gathered[
-            :, : len(slots)
-        ]  # reused, since getting new memory takes longer than the copy
-        for cache, copied in zip(caches.flatten(3).flatten(1, 2), gathered):
-            torch.index_select(cache, 0, slots, out=copied)
-        if is_group:  # the query heads of a KV head are the rows of one small matrix
-            k, v = gathered.view(2, len(mask), -1, num_kv_heads, head_dim).transpose(2, 3)
-            grouped = q[tokens].view(len(mask), num_kv_heads, -1, head_dim)
-            o = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale)
-            out[tokens] = o.reshape(-1, num_heads, head_dim)
-        else:
-            k, v = gathered.view(2, -1, num_kv_heads, head_dim).transpose(1, 2)
-            grouped = (
-                q[tokens]
-                .view(-1, num_kv_heads, num_heads // num_kv_heads, head_dim)
-                .permute(1, 2, 0, 3)
-            )
-            k, v = (
-                x.unsqueeze(1).expand(-1, grouped.shape[1], -1, -1) for x in (k, v)
-            )  # stride 0, not a copy
-            o = F.scaled_dot_product_attention(
-                grouped, k, v, attn_mask=mask, is_causal=mask is None, scale=scale
-            )
-            out[tokens] = o.permute(2, 0, 1, 3).reshape(-1, num_heads, head_dim)
+        kv = layout.gathered[:, : len(slots)]  # getting new memory takes longer than the copy
+        torch.index_select(keys.flatten(0, 1), 0, slots, out=kv[0])
+        torch.index_select(values.flatten(0, 1), 0, slots, out=kv[1])
+        attend = attend_group if is_group else attend_chunk
+        out[tokens] = attend(q[tokens], kv, mask, scale)
     return out
+
+
+def attend_group(q: Tensor, kv: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """The query heads of a KV head are the rows of one small matrix.
+
+    q [sequences, num_heads, head_dim], kv [2, sequences * keys, num_kv_heads, head_dim].
+    """
+    num_seqs, _, head_dim = q.shape
+    num_kv_heads = kv.shape[2]
+    grouped = q.view(num_seqs, num_kv_heads, -1, head_dim)
+    by_seq = kv.view(2, num_seqs, -1, num_kv_heads, head_dim)
+    k, v = by_seq.transpose(2, 3)
+    out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale)
+    return out.reshape(q.shape)
+
+
+def attend_chunk(q: Tensor, kv: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """The query heads of a KV head are a batch that reads the same keys.
+
+    q [tokens, num_heads, head_dim], kv [2, keys, num_kv_heads, head_dim].
+    """
+    num_tokens, _, head_dim = q.shape
+    num_kv_heads = kv.shape[2]
+    by_kv_head = q.view(num_tokens, num_kv_heads, -1, head_dim)
+    grouped = by_kv_head.permute(1, 2, 0, 3)
+    group = grouped.shape[1]
+    shared = kv.transpose(1, 2).unsqueeze(2)
+    k, v = shared.expand(-1, -1, group, -1, -1)  # stride 0, not a copy
+    out = F.scaled_dot_product_attention(
+        grouped,
+        k,
+        v,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+    )
+    return out.permute(2, 0, 1, 3).reshape(q.shape)

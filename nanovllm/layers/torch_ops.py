@@ -5,43 +5,64 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.layers.batch import Batch
+from nanovllm.layers.kv_cache import KVCache
 from nanovllm.layers.ops import Norm
 from nanovllm.layers.sampler import sample as sample
+from nanovllm.layers.torch_attention import Layout
 from nanovllm.layers.torch_attention import paged_attention as paged_attention
 
 CAN_BE_RECORDED = False  # attention reads lengths on the CPU
 
 
+def layout(batch: Batch) -> Layout:
+    return Layout(batch)
+
+
 def store_kv(k: Tensor, v: Tensor, batch: Batch, layer: int) -> None:
-    for cache, new in zip(batch.kv_cache[:, layer], (k, v)):
-        cache.flatten(0, 1).index_copy_(0, batch.slot_mapping, new)
+    keys, values = batch.kv_cache.layers[layer]
+    slots = batch.slot_mapping
+    keys.flatten(0, 1).index_copy_(0, slots, k)
+    values.flatten(0, 1).index_copy_(0, slots, v)
 
 
-def copy_blocks(kv_cache: Tensor, copies: list[tuple[int, int]]) -> None:
-    sources, targets = torch.tensor(copies, device=kv_cache.device).unbind(1)
-    kv_cache[:, :, targets] = kv_cache[:, :, sources]
+def copy_blocks(kv_cache: KVCache, copies: list[tuple[int, int]]) -> None:
+    blocks = kv_cache.tensor
+    pairs = torch.tensor(copies, device=blocks.device)
+    sources, targets = pairs.unbind(1)
+    blocks[:, :, targets] = blocks[:, :, sources]
 
 
-def add_and_norm(x: Tensor, residual: Tensor, norm: nn.RMSNorm) -> Tensor:
-    return F.rms_norm(residual.add_(x), norm.normalized_shape, norm.weight, norm.eps)
+def add_and_norm(x: Tensor, update: Tensor, norm: nn.RMSNorm) -> tuple[Tensor, Tensor]:
+    x.add_(update)
+    normed = F.rms_norm(x, norm.normalized_shape, norm.weight, norm.eps)
+    return x, normed
 
 
 def norm_and_rotate(
-    qkv: Tensor, q_norm: Norm, k_norm: Norm, cos_sin: Tensor, sizes: list[int]
+    qkv: Tensor,
+    q_norm: Norm,
+    k_norm: Norm,
+    cos_sin: Tensor,
+    sizes: list[int],
 ) -> tuple[Tensor, ...]:
     heads, kv_heads, _ = sizes
     qk, v = qkv.split([heads + kv_heads, kv_heads], dim=1)
     if q_norm is not None and k_norm is not None:
-        weights = torch.cat([q_norm.weight.expand(heads, -1), k_norm.weight.expand(kv_heads, -1)])
-        qk = F.rms_norm(qk, q_norm.normalized_shape, None, q_norm.eps) * weights
+        q_weight = q_norm.weight.expand(heads, -1)
+        k_weight = k_norm.weight.expand(kv_heads, -1)
+        normed = F.rms_norm(qk, q_norm.normalized_shape, None, q_norm.eps)
+        weight = torch.cat([q_weight, k_weight])
+        qk = normed * weight
+
+    # each number in the first half is rotated with one in the second
+    x1, x2 = qk.float().chunk(2, dim=-1)
     cos, sin = cos_sin.unsqueeze(1).chunk(2, dim=-1)
-    x1, x2 = qk.float().chunk(
-        2, dim=-1
-    )  # each number in the first half is rotated with one in the second
-    rotated = torch.cat(
-        [(x1 * cos).addcmul_(x2, sin, value=-1), (x2 * cos).addcmul_(x1, sin)], dim=-1
-    )
-    return *rotated.to(qk.dtype).split([heads, kv_heads], dim=1), v
+    first = (x1 * cos).addcmul_(x2, sin, value=-1)
+    second = (x2 * cos).addcmul_(x1, sin)
+    rotated = torch.cat([first, second], dim=-1)
+    rotated = rotated.to(qk.dtype)
+    q, k = rotated.split([heads, kv_heads], dim=1)
+    return q, k, v
 
 
 def silu_and_mul(x: Tensor) -> Tensor:

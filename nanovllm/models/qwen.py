@@ -1,6 +1,7 @@
 """Qwen2, Qwen2.5 and Qwen3 (dense): a decoder in which all tokens lie along one flat dimension T.
 
-The two families differ in two places: Qwen2 has biases on q, k and v; Qwen3 normalizes each head of q and k.
+The two families differ in two places: Qwen2 has biases on q, k and v; Qwen3 normalizes each head of
+q and k.
 """
 
 import torch
@@ -17,15 +18,13 @@ MODEL_TYPES = ("qwen2", "qwen3")
 def check_supported(config) -> None:
     """Raises ValueError for a Hugging Face config that is not supported here."""
     if config.model_type not in MODEL_TYPES:
-        raise ValueError(
-            f"model_type={config.model_type!r} is not supported, only {', '.join(MODEL_TYPES)}"
-        )
+        supported = ", ".join(MODEL_TYPES)
+        raise ValueError(f"model_type={config.model_type!r} is not supported, only {supported}")
     if config.hidden_act != "silu":
         raise ValueError(f"hidden_act={config.hidden_act!r} is not supported, only silu")
     if getattr(config, "use_sliding_window", False):
-        raise ValueError(
-            "use_sliding_window=True is not supported: here every layer attends to its whole context"
-        )
+        reason = "here every layer attends to its whole context"
+        raise ValueError(f"use_sliding_window=True is not supported: {reason}")
 
 
 def head_dim_of(config) -> int:
@@ -35,37 +34,50 @@ def head_dim_of(config) -> int:
 class Attention(nn.Module):
     def __init__(self, config, layer: int, ops: Ops):
         super().__init__()
-        self.layer, self.ops = layer, ops
+        self.layer = layer
+        self.ops = ops
         self.head_dim = head_dim_of(config)
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.sizes = [heads, kv_heads, kv_heads]  # of q, k and v
         self.scale = self.head_dim**-0.5
-        is_qwen3 = config.model_type == "qwen3"
-        bias = config.attention_bias if is_qwen3 else True
-        q_size, kv_size = heads * self.head_dim, kv_heads * self.head_dim
-        self.qkv_proj = Linear(
-            config.hidden_size, {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}, bias
-        )
-        self.o_proj = Linear(q_size, config.hidden_size, bias and is_qwen3)
-        self.q_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps) if is_qwen3 else None
-        self.k_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps) if is_qwen3 else None
+        heads = config.num_attention_heads
+        kv_heads = config.num_key_value_heads
+        self.sizes = [heads, kv_heads, kv_heads]  # of q, k and v
+        parts = {
+            "q_proj": heads * self.head_dim,
+            "k_proj": kv_heads * self.head_dim,
+            "v_proj": kv_heads * self.head_dim,
+        }
+        qkv_bias = True
+        o_bias = False
+        self.q_norm = None
+        self.k_norm = None
+        if config.model_type == "qwen3":
+            qkv_bias = config.attention_bias
+            o_bias = config.attention_bias
+            self.q_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps)
+            self.k_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.qkv_proj = Linear(config.hidden_size, parts, qkv_bias)
+        self.o_proj = Linear(parts["q_proj"], config.hidden_size, o_bias)
 
     def forward(self, x: Tensor, cos_sin: Tensor, batch: Batch) -> Tensor:
-        qkv = self.qkv_proj(x).view(len(x), -1, self.head_dim)
+        qkv = self.qkv_proj(x)
+        qkv = qkv.view(len(x), -1, self.head_dim)
         q, k, v = self.ops.norm_and_rotate(qkv, self.q_norm, self.k_norm, cos_sin, self.sizes)
         self.ops.store_kv(k, v, batch, self.layer)
-        return self.o_proj(self.ops.paged_attention(q, batch, self.layer, self.scale).flatten(1))
+        attended = self.ops.paged_attention(q, batch, self.layer, self.scale)
+        return self.o_proj(attended.flatten(1))
 
 
 class MLP(nn.Module):
     def __init__(self, config, ops: Ops):
         super().__init__()
-        self.ops, size = ops, config.intermediate_size
+        self.ops = ops
+        size = config.intermediate_size
         self.gate_up_proj = Linear(config.hidden_size, {"gate_proj": size, "up_proj": size})
         self.down_proj = Linear(size, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.ops.silu_and_mul(self.gate_up_proj(x)))
+        gate_up = self.gate_up_proj(x)
+        return self.down_proj(self.ops.silu_and_mul(gate_up))
 
 
 class DecoderLayer(nn.Module):
@@ -77,21 +89,27 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, residual: Tensor, cos_sin: Tensor, batch: Batch) -> Tensor:
-        """`residual` is the sum of all layer outputs so far except the latest, which is x. It is updated in place."""
-        x = self.self_attn(self.ops.add_and_norm(x, residual, self.input_layernorm), cos_sin, batch)
-        return self.mlp(self.ops.add_and_norm(x, residual, self.post_attention_layernorm))
+    def forward(
+        self, x: Tensor, update: Tensor, cos_sin: Tensor, batch: Batch
+    ) -> tuple[Tensor, Tensor]:
+        """x = x + attention(norm(x)), then x = x + mlp(norm(x)).
+
+        Each sum is computed together with the norm that follows it: so what the last layer adds
+        comes in as `update`, and what this one adds goes out as such.
+        """
+        x, normed = self.ops.add_and_norm(x, update, self.input_layernorm)
+        update = self.self_attn(normed, cos_sin, batch)
+        x, normed = self.ops.add_and_norm(x, update, self.post_attention_layernorm)
+        return x, self.mlp(normed)
 
 
 class Decoder(nn.Module):
     def __init__(self, config, ops: Ops):
         super().__init__()
-        self.embed_tokens = nn.Embedding.from_pretrained(
-            torch.empty(config.vocab_size, config.hidden_size)
-        )
-        self.layers = nn.ModuleList(
-            DecoderLayer(config, i, ops) for i in range(config.num_hidden_layers)
-        )
+        table = torch.empty(config.vocab_size, config.hidden_size)
+        self.embed_tokens = nn.Embedding.from_pretrained(table)
+        layers = [DecoderLayer(config, i, ops) for i in range(config.num_hidden_layers)]
+        self.layers = nn.ModuleList(layers)
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
@@ -110,8 +128,10 @@ class Qwen(nn.Module):
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
         """input_ids [T] int64, positions [T] int64 -> hidden states [T, hidden_size]."""
-        x, cos_sin = self.model.embed_tokens(input_ids), self.rope[positions]
-        residual = torch.zeros_like(x)
+        x = self.model.embed_tokens(input_ids)
+        update = torch.zeros_like(x)
+        cos_sin = self.rope[positions]
         for layer in self.model.layers:
-            x = layer(x, residual, cos_sin, batch)
-        return self.ops.add_and_norm(x, residual, self.model.norm)
+            x, update = layer(x, update, cos_sin, batch)
+        _, normed = self.ops.add_and_norm(x, update, self.model.norm)
+        return normed

@@ -12,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from nanovllm.layers import torch_ops
 from nanovllm.layers.batch import Batch
+from nanovllm.layers.kv_cache import KVCache
 from nanovllm.roofline import Hardware, Work, visible_keys
 from tutorials.performance.machine import (
     device_name,
@@ -66,7 +67,7 @@ def attention_case(case: Case, device, dtype, hardware: Hardware, block_size: in
         }
     shape = (2, layers, batch * width, block_size, kv_heads, head_dim)
     steps = Batch(
-        kv_cache=torch.empty(shape, dtype=dtype, device=device).normal_(),
+        kv_cache=KVCache(torch.empty(shape, dtype=dtype, device=device).normal_()),
         slot_mapping=torch.empty(0, dtype=torch.int64, device=device),  # nothing is stored
         cu_seqlens_q=torch.arange(
             0, (batch + 1) * queries, queries, dtype=torch.int32, device=device
@@ -81,6 +82,7 @@ def attention_case(case: Case, device, dtype, hardware: Hardware, block_size: in
     ops = torch_ops
     if is_cuda:
         from nanovllm.layers import triton_ops as ops
+    steps.layout = ops.layout(steps)
     ours = partial(ops.paged_attention, q, steps, scale=head_dim**-0.5)
     row["torch_function"], theirs = pytorch_attention(case, q, steps)
     row["max_difference"] = (ours(layer=0).float() - theirs(layer=0).float()).abs().max().item()
@@ -103,7 +105,7 @@ def pytorch_attention(case: Case, q, steps):
 
     @cache
     def copied(layer: int):
-        blocks = steps.kv_cache[:, layer].index_select(1, steps.block_tables.flatten())
+        blocks = steps.kv_cache.tensor[:, layer].index_select(1, steps.block_tables.flatten())
         return blocks.view(2, batch, -1, kv_heads, head_dim).transpose(2, 3).contiguous()
 
     def sdpa(layer: int):
@@ -120,7 +122,7 @@ def pytorch_attention(case: Case, q, steps):
         paging = dict(seqused_k=steps.context_lens, block_table=steps.block_tables.view(batch, -1))
         options = dict(window_size=(-1, 0), enable_gqa=True, **paging)
         return varlen_attn(
-            q, *steps.kv_cache[:, layer], steps.cu_seqlens_q, None, queries, context, **options
+            q, *steps.kv_cache.layers[layer], steps.cu_seqlens_q, None, queries, context, **options
         )
 
     with suppress(

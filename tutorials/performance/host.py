@@ -98,7 +98,7 @@ def seconds_per_phase(llm) -> dict[str, float]:
 
     for _ in range(STEPS):
         schedule = timed("schedule", llm.checked.schedule, llm.replies.unfinished)
-        timed("prepare", llm.runner._prepare, schedule)
+        timed("prepare", llm.runner.prepare, schedule)
         token_ids, logprobs = timed("run", llm.runner.run, schedule)
         timed("update", llm.checked.update, schedule, token_ids, logprobs)
     return {name: seconds / STEPS for name, seconds in spent.items()}

@@ -7,7 +7,6 @@ import time
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.schedule import Schedule
 from tutorials.performance.checkpoints import model_directory
 from tutorials.performance.machine import device_name, environment, installed
 from tutorials.performance.report import percentile, table
@@ -74,7 +73,7 @@ def recovery(llm, context: int, swap: bool) -> tuple[float, float]:
     out = 0.0
     if swap:
         start = time.perf_counter()
-        llm.runner.move_blocks(Schedule(moves=moves))
+        llm.runner.move_blocks(moves)
         if llm.runner.device.type == "cuda":
             torch.cuda.synchronize()  # a step that follows need not wait so long
         out = time.perf_counter() - start

@@ -11,9 +11,10 @@ import torch
 
 from nanovllm import LLM
 from nanovllm.config import TOKENS_PER_STEP, Config
+from nanovllm.device import choose_device
 from nanovllm.layers.rotary import longest_context
 from nanovllm.loader import find_model, load_config
-from nanovllm.model_runner import ModelRunner, choose_device
+from nanovllm.model_runner import ModelRunner
 from nanovllm.schedule import Schedule
 
 
@@ -27,8 +28,8 @@ class TimedRunner(ModelRunner):
         self.model_seconds = time.perf_counter() - self.model_began
         return result
 
-    def _prepare(self, schedule: Schedule):
-        inputs = super()._prepare(schedule)
+    def prepare(self, schedule: Schedule):
+        inputs = super().prepare(schedule)
         self.model_began = time.perf_counter()
         return inputs
 

@@ -1,0 +1,51 @@
+"""What suits this machine: a device, a dtype, and a backend for the layers."""
+
+import os
+from importlib.util import find_spec
+
+import torch
+
+from nanovllm.config import EMBEDDED_MODEL, Config
+from nanovllm.layers import torch_ops
+from nanovllm.layers.ops import Ops
+
+
+def choose_device(config: Config) -> torch.device:
+    if config.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(config.device)
+    found = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= found:
+        problem = f"PyTorch finds {found} CUDA devices"
+        raise ValueError(f"device={config.device!r} is not allowed: {problem}")
+    return device
+
+
+def choose_dtype(config: Config, hf_config, device: torch.device) -> torch.dtype:
+    if config.dtype != "auto":
+        return getattr(torch, config.dtype)
+    if device.type == "cuda":
+        own = getattr(hf_config, "dtype", None) or getattr(hf_config, "torch_dtype", None)
+        return torch.float16 if own == torch.float16 else torch.bfloat16
+    in_hardware = torch.cpu._is_avx512_bf16_supported()
+    if not in_hardware or config.model == EMBEDDED_MODEL or config.attention_backend == "triton":
+        return torch.float32
+    return torch.bfloat16
+
+
+def choose_ops(config: Config, device: torch.device, dtype: torch.dtype) -> Ops:
+    is_cuda = device.type == "cuda"
+    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    has_triton = find_spec("triton") is not None and (is_cuda or is_interpreted)
+    if config.attention_backend == "triton":
+        needs = "it needs a GPU, or TRITON_INTERPRET=1 on Linux"
+        if not has_triton:
+            raise ValueError(f"attention_backend='triton' is not allowed: {needs}")
+        allowed = "float32 or float16: Triton's interpreter multiplies bfloat16 wrongly"
+        config.require("dtype", is_cuda or dtype != torch.bfloat16, allowed)
+    elif config.attention_backend == "torch" or not is_cuda or not has_triton:
+        return torch_ops
+    # not at the top: Triton does not exist on macOS and Windows
+    from nanovllm.layers import triton_ops
+
+    return triton_ops

@@ -1,0 +1,49 @@
+"""KVCache: the keys and values of all tokens in all layers, in blocks."""
+
+import mmap
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class CacheShape(NamedTuple):
+    """The shape of a KV cache with any number of blocks."""
+
+    num_layers: int
+    block_size: int  # tokens
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block, with the keys and values of all layers."""
+        width = self.num_kv_heads * self.head_dim
+        return 2 * self.num_layers * self.block_size * width * self.dtype.itemsize
+
+    def new_cache(self, num_blocks: int, device: torch.device) -> "KVCache":
+        """Zeros: to read a slot that was never written gives the same wrong result each time."""
+        shape = (2, self.num_layers, num_blocks, *self[1:4])
+        if device.type == "cpu":
+            # anonymous pages are zero and take no memory until they are touched
+            pages = mmap.mmap(-1, num_blocks * self.block_bytes)
+            return KVCache(torch.frombuffer(pages, dtype=self.dtype).view(shape))
+        return KVCache(torch.zeros(shape, dtype=self.dtype, device=device))
+
+
+class KVCache:
+    """Owns the memory of all blocks.
+
+    tensor: keys, then values [2, num_layers, num_blocks, block_size, num_kv_heads, head_dim]
+    layers: of each, keys and values [num_blocks, block_size, num_kv_heads, head_dim]
+    """
+
+    def __init__(self, tensor: Tensor):
+        self.tensor = tensor
+        self.layers = list(zip(*tensor))
+        self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim = tensor.shape[2:]
+
+    def slots(self, block_ids: Tensor, offsets: Tensor) -> Tensor:
+        """int64: rows of a layer's keys, or values, seen as [slots, num_kv_heads, head_dim]."""
+        return block_ids.long() * self.block_size + offsets
