@@ -1,4 +1,5 @@
-"""`bench.py preemption`: seconds that it costs a request until its next token, by swap and by recompute."""
+"""`bench.py preemption`: seconds that it costs a request until its next token, by swap and by
+recompute."""
 
 import random
 import time
@@ -6,14 +7,14 @@ import time
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.schedule import Schedule
 from tutorials.performance.checkpoints import model_directory
 from tutorials.performance.machine import device_name, environment, installed
 from tutorials.performance.report import percentile, table
 
 
 def measure(args) -> dict:
-    """`bench.py preemption`: prints a line for each block size and context, and returns the report."""
+    """`bench.py preemption`: prints a line for each block size and context, and returns the
+    report."""
     path, rows, report, threads = model_directory(args), [], environment(), torch.get_num_threads()
     for block_size in (1, 4, 16, 64, 256):
         options = dict(dtype=args.dtype, max_model_len=args.max_model_len, max_num_seqs=1) | dict(
@@ -50,7 +51,8 @@ def measure(args) -> dict:
 
 
 def recovery(llm, context: int, swap: bool) -> tuple[float, float]:
-    """Seconds (to swap out, to be back where it was) of a request that is preempted and at once admitted again."""
+    """Seconds (to swap out, to be back where it was) of a request that is preempted and at once
+    admitted again."""
 
     def next_token() -> float:
         before = llm.counts.output_tokens
@@ -71,7 +73,7 @@ def recovery(llm, context: int, swap: bool) -> tuple[float, float]:
     out = 0.0
     if swap:
         start = time.perf_counter()
-        llm.runner.move_blocks(Schedule(moves=moves))
+        llm.runner.move_blocks(moves)
         if llm.runner.device.type == "cuda":
             torch.cuda.synchronize()  # a step that follows need not wait so long
         out = time.perf_counter() - start

@@ -1,7 +1,8 @@
 """A runner that knows how long the model's part of a step took. Imports torch and the engine.
 
-That part begins when the tensors of the step are prepared, and ends when its tokens are on the host,
-so when the device is done. On CUDA, launches count as the model's: the device works meanwhile.
+That part begins when the tensors of the step are prepared, and ends when its tokens are on the
+host, so when the device is done. On CUDA, launches count as the model's: the device works
+meanwhile.
 """
 
 import time
@@ -10,9 +11,10 @@ import torch
 
 from nanovllm import LLM
 from nanovllm.config import TOKENS_PER_STEP, Config
+from nanovllm.device import choose_device
 from nanovllm.layers.rotary import longest_context
 from nanovllm.loader import find_model, load_config
-from nanovllm.model_runner import ModelRunner, choose_device
+from nanovllm.model_runner import ModelRunner
 from nanovllm.schedule import Schedule
 
 
@@ -26,8 +28,8 @@ class TimedRunner(ModelRunner):
         self.model_seconds = time.perf_counter() - self.model_began
         return result
 
-    def _prepare(self, schedule: Schedule):
-        inputs = super()._prepare(schedule)
+    def prepare(self, schedule: Schedule):
+        inputs = super().prepare(schedule)
         self.model_began = time.perf_counter()
         return inputs
 
