@@ -127,8 +127,15 @@ class BlockManager:
 
         At most len(seq) - 1 tokens: the last one is always computed, because its logits are needed.
         """
-        blocks = self._still_findable(seq)
-        prefix_id = blocks[-1].prefix_id if blocks else EMPTY_PREFIX
+        blocks: list[Block] = []
+        prefix_id = EMPTY_PREFIX
+        # what was found last time needs no second look at its tokens: a long prompt may wait for
+        # many steps. Identities are never reused, so a block with its old one holds what it held
+        for block_id, old_prefix_id in seq.found_blocks:
+            if self.blocks[block_id].prefix_id != old_prefix_id:
+                break
+            blocks.append(self.blocks[block_id])
+            prefix_id = old_prefix_id
         begin = len(blocks) * self.block_size
         while begin + self.block_size < len(seq.token_ids):
             end = begin + self.block_size
@@ -138,18 +145,7 @@ class BlockManager:
             blocks.append(block)
             prefix_id = block.prefix_id
             begin = end
-        seq.found_blocks = [block.id for block in blocks]
-        seq.found_prefix_ids = [block.prefix_id for block in blocks]
-        return blocks
-
-    def _still_findable(self, seq: Sequence) -> list[Block]:
-        """What the last call has found, as far as it is still there. Identities are never reused,
-        so a block with its old identity holds what it held; its tokens need no second look. A
-        long prompt that waits is asked for in each step."""
-        blocks = [self.blocks[block_id] for block_id in seq.found_blocks]
-        for i, (block, prefix_id) in enumerate(zip(blocks, seq.found_prefix_ids)):
-            if block.prefix_id != prefix_id:
-                return blocks[:i]
+        seq.found_blocks = [(block.id, block.prefix_id) for block in blocks]
         return blocks
 
     # --- what it tells us to do ---
@@ -180,8 +176,8 @@ class BlockManager:
                 block.ref_count -= 1
             elif block.key is not None:  # it was full when this sequence forked in the middle of it
                 self._evict(block)
-        num_blocks = self.num_blocks_for(seq.num_computed_tokens + num_tokens)
-        while len(seq.block_table) < num_blocks:
+        end = seq.num_computed_tokens + num_tokens
+        while len(seq.block_table) * self.block_size < end:
             seq.block_table.append(self._take().id)
 
     def publish(self, seq: Sequence, num_tokens: int) -> None:

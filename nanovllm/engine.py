@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import count
 from typing import Protocol
 
@@ -13,7 +14,7 @@ from tqdm import tqdm
 
 from nanovllm.beam_search import BeamRequest, BeamSearchParams
 from nanovllm.block_manager import BlockManager
-from nanovllm.config import Config
+from nanovllm.config import TOKENS_PER_STEP, Config
 from nanovllm.device import choose_device
 from nanovllm.inputs import (
     AllParams,
@@ -65,18 +66,23 @@ class LLM:
         hf_config = load_config(path)
         check_supported(hf_config)
         device = choose_device(config)
-        num_batched_tokens = 8192 if device.type == "cuda" else 2048
-        self.limits = limits = config.resolved(longest_context(hf_config), num_batched_tokens)
+        tokens_per_step = TOKENS_PER_STEP[device.type]
+        self.limits = limits = config.resolved(longest_context(hf_config), tokens_per_step)
         self.tokenizer = load_tokenizer(path)
         self.runner = runner or ModelRunner(config, limits, hf_config, path, device)
 
+        new_block_manager = partial(
+            config.block_manager_cls or BlockManager,
+            self.runner.num_blocks,
+            config.block_size,
+            config.enable_prefix_caching,
+            self.runner.num_host_blocks,
+        )
         scheduler_cls = config.scheduler_cls or Scheduler
-        self.scheduler: Scheduler = scheduler_cls(limits, self._new_block_manager())
+        self.scheduler: Scheduler = scheduler_cls(limits, new_block_manager())
         self.checked = CheckedScheduler(self.scheduler, limits)
         self.replies = Replies()
-        self.recovery = Recovery(
-            self.scheduler, self.checked, self.replies, self._new_block_manager
-        )
+        self.recovery = Recovery(self.scheduler, self.checked, self.replies, new_block_manager)
         defaults = load_generation_config(path, hf_config)
         self.inputs = Inputs(
             config.model, self.scheduler, self.tokenizer, hf_config.vocab_size, defaults
@@ -221,28 +227,19 @@ class LLM:
 
     # --- inside ---
 
-    def _new_block_manager(self) -> BlockManager:
-        config = self.config
-        return (config.block_manager_cls or BlockManager)(
-            self.runner.num_blocks,
-            config.block_size,
-            config.enable_prefix_caching,
-            self.runner.num_host_blocks,
-        )
-
     def _submit(
         self, request: Request, is_reported: bool = True, is_watched: bool = False
     ) -> Reply:
         """Gives a checked request its arrival number, id and seed, and a reply."""
         with self.turn:
-            is_used = self.replies.is_used
-            if is_used(request.request_id):
+            used = (self.replies.unfinished, self.replies.unreported)
+            if any(request.request_id in ids for ids in used):
                 name = f"request_id={request.request_id!r} is not allowed"
                 raise ValueError(f"{name}: a request with this id is still in use")
             request.arrival = next(self.arrivals)
             request.arrival_time = self.scheduler.clock()
             if not request.request_id:
-                while is_used(str(request.arrival)):  # a user has chosen it
+                while any(str(request.arrival) in ids for ids in used):  # a user has chosen it
                     request.arrival = next(self.arrivals)
                 request.request_id = str(request.arrival)
             if request.params.seed is None:

@@ -251,9 +251,6 @@ class Replies:
         self.unfinished: dict[str, Reply] = {}  # by request id
         self.unreported: dict[str, RequestOutput] = {}
 
-    def is_used(self, request_id: str) -> bool:
-        return request_id in self.unfinished or request_id in self.unreported
-
     def report(self, reply: Reply, error: Exception | None = None) -> None:
         """Reports what is new about a request, or the error that ends it. Forgets the request once
         it has ended."""

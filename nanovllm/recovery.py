@@ -136,7 +136,8 @@ class Recovery:
         else:
             group = [r.request for r in replies if not r.output.finished]
         self.untested = set(group) if self.suspects else set()
-        self.checked.forget_idle_steps()
+        self.checked.num_idle_steps = 0
+        self.checked.num_idle_tokens = 0
         self.scheduler.restart(group, self.new_block_manager())
         self.is_changing = False
 

@@ -87,9 +87,11 @@ class Scheduler:
         """Why the sequence ends with its last token, or None. Stop strings are the engine's
         business."""
         request = seq.request
-        if seq.num_output_tokens > 0 and seq.token_ids[-1] in request.stop_token_ids:
+        num_tokens = len(seq.token_ids)
+        has_output = num_tokens > len(request.prompt_token_ids)
+        if has_output and seq.token_ids[-1] in request.stop_token_ids:
             return "stop"
-        return "length" if len(seq.token_ids) >= request.max_len else None
+        return "length" if num_tokens >= request.max_len else None
 
     # --- a request comes ---
 
@@ -157,9 +159,11 @@ class Scheduler:
 
     def schedule_waiting(self, schedule: Schedule) -> None:
         """Admits those who wait, in the order of the policy, up to the first who does not fit."""
+        if not self.waiting:
+            return
         manager = self.block_manager
         num_seats = sum(request.num_seats for request in self.running)
-        if num_seats >= self.max_num_seqs or not self.waiting:
+        if num_seats >= self.max_num_seqs:
             return
         if not self.keeps_order():
             self.waiting.sort(key=self.priority)
@@ -219,9 +223,11 @@ class Scheduler:
         """Gives each item its blocks, and adds it to the schedule."""
         manager = self.block_manager
         for item in items:
-            manager.allocate(item.seq, item.num_tokens)
-            if item.end // manager.block_size > len(item.seq.prefix_ids):  # a block becomes full
-                manager.publish(item.seq, item.end)
+            seq, start, num_tokens = item
+            manager.allocate(seq, num_tokens)
+            end = start + num_tokens
+            if end // manager.block_size > len(seq.prefix_ids):  # a block becomes full
+                manager.publish(seq, end)
             schedule.add(item)
 
     def preempt(self, request: Request) -> None:
