@@ -23,13 +23,14 @@ import os
 import shutil
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 
 from nanovllm.roofline import SHAPES
 from tutorials.performance.checkpoints import model_directory
-from tutorials.performance.engines import ENGINES
+from tutorials.performance.engines import ENGINES, Job
 from tutorials.performance.machine import environment
 from tutorials.performance.report import conditions, engines_table, summary, write_json
 from tutorials.performance.worker import run_engine
@@ -164,29 +165,31 @@ def compare(args) -> dict:
     check(args)
     path = model_directory(args)
     config = json.loads((path / "config.json").read_text())
-    longest, vocab_size = (
-        args.max_model_len or config["max_position_embeddings"],
-        config["vocab_size"],
-    )
-    wanted = make_requests(args, vocab_size)
+    longest = args.max_model_len or config["max_position_embeddings"]
+    wanted = make_requests(args, config["vocab_size"])
     requests = [cut(request, max(2, longest)) for request in wanted]
-    job = dict(
+    job = Job(
+        engine="nanovllm",
         model=str(path),
-        dtype=args.dtype,
-        max_model_len=longest,
-        vocab_size=vocab_size,
         requests=requests,
+        vocab_size=config["vocab_size"],
+        max_model_len=longest,
+        dtype=args.dtype,
+        temperature=args.temperature,
+        repeat=args.repeat,
+        options=dict(args.option),
     )
-    job |= dict(repeat=args.repeat, temperature=args.temperature, options=dict(args.option))
     results: dict[str, dict] = {}
     for name in dict.fromkeys(["nanovllm", *args.peer]):
         print(f"{name} ...", file=sys.stderr)
-        results[name] = run_engine(dict(args.python).get(name, sys.executable), engine=name, **job)
+        python = dict(args.python).get(name, sys.executable)
+        results[name] = run_engine(python, replace(job, engine=name))
         if "error" in results["nanovllm"]:
             raise ValueError(f"nanovllm: {results['nanovllm']['error']}")
-        followed = ("dtype", "device", "kv_tokens", "kv_bytes", "batch_tokens")
-        job |= {key: results["nanovllm"][key] for key in followed}  # by the peers
-    ours, output_tokens = results["nanovllm"], sum(request.max_tokens for request in requests)
+        followed = ("dtype", "device", "kv_tokens", "kv_bytes", "batch_tokens")  # by the peers
+        job = replace(job, **{key: results["nanovllm"][key] for key in followed})
+    ours = results["nanovllm"]
+    output_tokens = sum(request.max_tokens for request in requests)
     return environment() | {
         "device": ours["device_name"],
         "model": path.name,

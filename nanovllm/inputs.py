@@ -1,10 +1,13 @@
-"""Inputs: checks what a user asks for and turns it into a Request. Everything a user can get wrong is refused here."""
+"""Inputs: checks what a user asks for and turns it into a Request.
+
+Everything a user can get wrong is refused here.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.beam_search import BeamRequest, BeamSearch, BeamSearchParams
 from nanovllm.options import is_int, shown
@@ -15,15 +18,14 @@ from nanovllm.sequence import Request
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
-Conversation = list[dict[str, str]]
+Conversation = list[dict]  # {"role": ..., "content": ...}; content is text or a list of text parts
 Conversations = Conversation | list[Conversation]
-Prompt = str | list[int] | Conversation
+Prompt = str | list[int] | Conversation | dict
+"""Text, token ids, messages, or as vLLM writes it: {"prompt": ...} or {"prompt_token_ids": ...}"""
 Prompts = Prompt | Sequence[Prompt]
 Params = SamplingParams | BeamSearchParams
 AllParams = Params | list[Params] | None  # one for all prompts, or one for each
-Defaults = tuple[
-    SamplingParams, frozenset[int]
-]  # the model's own parameters, and its end-of-sequence tokens
+Defaults = tuple[SamplingParams, frozenset[int]]  # the model's, and its end-of-sequence tokens
 
 
 def is_conversation(prompt) -> TypeIs[Conversation]:
@@ -38,86 +40,112 @@ def is_one_prompt(prompts) -> TypeIs[Prompt]:
     return not is_list or is_conversation(prompts) or any(isinstance(x, int) for x in prompts[:1])
 
 
+def refusal(name: str, value: object, allowed: str) -> ValueError:
+    return ValueError(f"{name}={shown(value)} is not allowed: {allowed}")
+
+
 class Inputs:
-    """Turns prompts and parameters into requests, for a given tokenizer (or None) and vocabulary size."""
+    """Turns prompts and parameters into requests, for a tokenizer (or None) and vocabulary size."""
 
     def __init__(
         self, model: str, scheduler: Scheduler, tokenizer, vocab_size: int, defaults: Defaults
     ):
-        self.model, self.scheduler, self.tokenizer, self.vocab_size = (
-            model,
-            scheduler,
-            tokenizer,
-            vocab_size,
-        )
-        (self.default_params, self.eos_token_ids), self.no_tokenizer = (
-            defaults,
-            f"model={model!r} has no tokenizer",
-        )
+        self.model = model
+        self.scheduler = scheduler
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.default_params, self.eos_token_ids = defaults
 
     def request(
         self, prompt: Prompt, params: Params | None, request_id: str | None = None
     ) -> Request:
         """Raises ValueError with the name of the wrong argument, its value, and what is allowed."""
-        params, beams = self.default_params if params is None else params, None
+        params = self.default_params if params is None else params
         if not isinstance(params, Params):
-            raise ValueError(
-                f"params={shown(params)} is not allowed: it must be SamplingParams or BeamSearchParams"
-            )
-        params = copy(params)  # a copy of our own ...
-        params.__post_init__()  # ... checked again, since its fields may have been changed
-        if isinstance(params, BeamSearchParams):
-            beams, params = params, params.sampling_params()
-        if request_id is not None and not (isinstance(request_id, str) and request_id):
-            raise ValueError(
-                f"request_id={shown(request_id)} is not allowed: it must be a string, and not empty"
-            )
+            raise refusal("params", params, "it must be SamplingParams or BeamSearchParams")
+        params = replace(params)  # a copy, checked again
+        sampling = params.sampling_params() if isinstance(params, BeamSearchParams) else params
+        is_id = isinstance(request_id, str) and request_id
+        if request_id is not None and not is_id:
+            raise refusal("request_id", request_id, "it must be a string, and not empty")
         text, token_ids = self.encode(prompt)
         if not token_ids:
             raise ValueError(f"prompt={shown(prompt)} is empty: it must have at least one token")
-        for name, ids in (("prompt", token_ids), ("stop_token_ids", params.stop_token_ids or ())):
-            wrong = [i for i in ids if not is_int(i, 0, self.vocab_size - 1)]
-            if wrong:
-                limit = self.vocab_size - 1
-                raise ValueError(
-                    f"{name} has the token id {shown(wrong[0])}: ids must be integers from 0 to {limit}"
-                )
-        if params.stop and self.tokenizer is None:
-            raise ValueError(f"stop={shown(params.stop)} is not allowed: {self.no_tokenizer}")
-        fields = (request_id or "", text, token_ids, params, self.eos_token_ids)
+        self.check_ids("prompt", token_ids)
+        self.check_ids("stop_token_ids", sampling.stop_token_ids or [])
+        if sampling.stop and self.tokenizer is None:
+            raise refusal("stop", sampling.stop, f"model={self.model!r} has no tokenizer")
+        fields = (request_id or "", text, token_ids, sampling, self.eos_token_ids)
         request = Request(*fields)
-        if beams is not None:
+        if isinstance(params, BeamSearchParams):
             room = min(params.max_tokens, self.scheduler.max_model_len - len(token_ids))
-            request = BeamRequest(*fields, search=BeamSearch(beams, request.stop_token_ids, room))
+            request = BeamRequest(*fields, search=BeamSearch(params, request.stop_token_ids, room))
         self.scheduler.check(request)
         return request
 
+    def check_ids(self, name: str, token_ids: list[int]) -> None:
+        limit = self.vocab_size - 1
+        for i in token_ids:
+            if not is_int(i, 0, limit):
+                allowed = f"ids must be integers from 0 to {limit}"
+                raise ValueError(f"{name} has the token id {shown(i)}: {allowed}")
+
     def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        if isinstance(prompt, list | tuple) and not is_conversation(prompt):
-            return None, list(prompt)
-        if not isinstance(prompt, str | list | tuple):
-            raise ValueError(
-                f"prompt={shown(prompt)} is not allowed: it must be text, token ids or a list of messages"
-            )
-        is_text = isinstance(prompt, str)
+        """The text of a prompt, if it has one, and its token ids."""
+        content = without_dict(prompt)
+        if isinstance(content, list | tuple) and not is_conversation(content):
+            return None, list(content)
+        if not isinstance(content, str | list | tuple):
+            raise refusal("prompt", prompt, "it must be text, token ids or a list of messages")
         if self.tokenizer is None:
-            raise ValueError(
-                f"prompt={shown(prompt)} is not allowed: {self.no_tokenizer}, so pass token ids"
-            )
-        if not is_text and not self.tokenizer.chat_template:
-            raise ValueError(
-                f"model={self.model!r} has no chat template: pass the whole prompt to generate()"
-            )
+            no_tokenizer = f"model={self.model!r} has no tokenizer, so pass token ids"
+            raise refusal("prompt", prompt, no_tokenizer)
+        is_text = isinstance(content, str)
+        messages = [] if isinstance(content, str) else with_plain_text(content)
+        if messages and not self.tokenizer.chat_template:
+            no_template = "has no chat template: pass the whole prompt to generate()"
+            raise ValueError(f"model={self.model!r} {no_template}")
         try:
-            text = prompt
-            if not is_text:
-                text = self.tokenizer.apply_chat_template(
-                    prompt, tokenize=False, add_generation_prompt=True
-                )
+            text = content if is_text else self.from_template(messages)
             return str(text), self.tokenizer.encode(text, add_special_tokens=is_text)
-        except (
-            Exception
-        ) as error:  # half a surrogate pair, a message that the template rejects, ...
-            raise ValueError(
-                f"prompt={shown(prompt)} is not allowed: the tokenizer rejects it: {error}"
-            ) from error
+        except Exception as error:  # half a surrogate pair, a message that the template rejects ...
+            raise refusal("prompt", prompt, f"the tokenizer rejects it: {error}") from error
+
+    def from_template(self, messages: Conversation) -> str:
+        return self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+
+
+def without_dict(prompt) -> Any:
+    """The text or the token ids of a prompt in vLLM's form, and any other prompt as it is."""
+    if not isinstance(prompt, dict):
+        return prompt
+    for name, kind in (("prompt", str), ("prompt_token_ids", list)):
+        if prompt.keys() == {name} and isinstance(prompt[name], kind):
+            return prompt[name]
+    allowed = "a dict must be {'prompt': text} or {'prompt_token_ids': token ids}"
+    raise refusal("prompt", prompt, allowed)
+
+
+def with_plain_text(messages: Sequence[dict]) -> Conversation:
+    """Each message with its content as one text: parts are joined by line ends, as in vLLM."""
+    return [
+        {**message, "content": plain_text(message, f"messages[{i}]['content']")}
+        for i, message in enumerate(messages)
+    ]
+
+
+def plain_text(message: dict, place: str) -> str:
+    content = message["content"]
+    if content is None and message["role"] == "assistant":
+        return ""  # it only called tools
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list | tuple):
+        raise refusal(place, content, "it must be text, or a list of {'type': 'text', 'text': ...}")
+    for i, part in enumerate(content):
+        is_text = isinstance(part, dict) and part.get("type") == "text"
+        if not is_text or not isinstance(part.get("text"), str):
+            raise refusal(f"{place}[{i}]", part, "it must be {'type': 'text', 'text': ...}")
+    return "\n".join(part["text"] for part in content)

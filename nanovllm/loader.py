@@ -4,6 +4,9 @@ Tensors go straight to their final place, dtype and device, one at a time.
 """
 
 import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -13,27 +16,28 @@ from transformers import AutoConfig, AutoTokenizer
 
 from nanovllm.layers.linear import Linear
 from nanovllm.layers.ops import Ops
-from nanovllm.models.qwen import Qwen
+from nanovllm.layers.rotary import rope_table
+from nanovllm.models.qwen import Qwen, check_supported, head_dim_of
+from nanovllm.options import is_int, shown
 from nanovllm.sampling_params import SamplingParams
 
-FILES = [
-    "*.json",
-    "*.safetensors",
-    "*.txt",
-    "*.jinja",
-]  # weights, configs and tokenizer; no other formats
+logger = logging.getLogger(__name__)
+
+# weights, configs and tokenizer; no other formats
+FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
+SIZES = (  # of config.json
+    "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
+    "vocab_size max_position_embeddings"
+)
 
 
 def find_model(model: str) -> Path:
-    """The model's directory: a local one, or that of a hub id, downloaded once. Raises ValueError if there is none."""
+    """The model's directory: a local one, or that of a hub id, downloaded once. Raises ValueError
+    if there is none."""
     path = Path(model).expanduser()
     if not path.is_dir():
-        if (
-            path.exists()
-            or path.is_absolute()
-            or model.startswith((".", "~"))
-            or model.count("/") > 1
-        ):
+        is_hub_id = model.count("/") < 2 and not model.startswith((".", "~"))
+        if path.exists() or path.is_absolute() or not is_hub_id:
             raise ValueError(f"model={model!r} is not a directory")
         from huggingface_hub import snapshot_download
 
@@ -47,43 +51,103 @@ def find_model(model: str) -> Path:
     return path
 
 
-def load_config(path: Path):
-    """The Hugging Face config of a model directory."""
+# --- configs and tokenizer ---
+
+
+@contextmanager
+def reading(file: Path) -> Iterator[None]:
+    """Whatever goes wrong in here is the file's fault: it becomes a ValueError that names it."""
     try:
-        return AutoConfig.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{path / 'config.json'} cannot be read: {error}") from error
+        yield
+    except Exception as error:
+        reason = " ".join(str(error).split())  # on one line
+        raise ValueError(f"{file} cannot be read: {reason}") from error
+
+
+def read_json(file: Path) -> dict:
+    """The object in a JSON file; nothing if there is no such file."""
+    if not file.is_file():
+        return {}
+    with reading(file):
+        settings = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(settings, dict):
+            raise ValueError(f"it must be a JSON object, not {shown(settings)}")
+        return settings
+
+
+def load_config(path: Path):
+    """The Hugging Face config of a model directory. Raises ValueError if it is damaged, or of a
+    model that is not supported."""
+    file = path / "config.json"
+    read_json(file)  # its errors are clearer
+    with reading(file):
+        config = AutoConfig.from_pretrained(path)
+        check_supported(config)
+        for name in SIZES.split():
+            value = getattr(config, name)
+            if not is_int(value, 1):
+                raise ValueError(f"{name}={shown(value)} is not a positive integer")
+        rope_table(config, head_dim_of(config), max_model_len=1)  # are its settings all right?
+    return config
 
 
 def load_tokenizer(path: Path):
     """The model's tokenizer, or None if its directory has none."""
-    if any((path / name).is_file() for name in ("tokenizer.json", "vocab.json")):
-        return AutoTokenizer.from_pretrained(path)
+    for name in ("tokenizer.json", "vocab.json"):
+        if (path / name).is_file():
+            read_json(path / "tokenizer_config.json")
+            with reading(path / name):
+                return AutoTokenizer.from_pretrained(path)
     return None
 
 
 def load_generation_config(path: Path, config) -> tuple[SamplingParams, frozenset[int]]:
     """The model's default sampling parameters, and its end-of-sequence tokens."""
     file = path / "generation_config.json"
-    settings = json.loads(file.read_text()) if file.is_file() else {}
-    eos = settings.get("eos_token_id", getattr(config, "eos_token_id", None))
-    eos = [] if eos is None else [eos] if isinstance(eos, int) else eos
+    settings = read_json(file)
+    if "eos_token_id" in settings:
+        with reading(file):
+            eos_token_ids = as_token_ids(settings["eos_token_id"])
+    else:
+        with reading(path / "config.json"):
+            eos_token_ids = as_token_ids(getattr(config, "eos_token_id", None))
+    penalty = settings.get("repetition_penalty")
+    if penalty not in (None, 1):
+        logger.warning("%s: repetition_penalty=%s is ignored, it is not supported", file, penalty)
+    return default_params(file, settings), eos_token_ids
+
+
+def as_token_ids(eos_token_id: object) -> frozenset[int]:
+    """Of the field `eos_token_id`: a token id, a list of them, or None."""
+    ids = eos_token_id if isinstance(eos_token_id, list) else [eos_token_id]
+    if ids == [None]:
+        return frozenset()
+    if not all(is_int(i, 0) for i in ids):
+        allowed = "it must be a token id or a list of token ids"
+        raise ValueError(f"eos_token_id={shown(eos_token_id)} is not allowed: {allowed}")
+    return frozenset(ids)
+
+
+def default_params(file: Path, settings: dict) -> SamplingParams:
+    """What `settings`, those of generation_config.json, say of how tokens are drawn."""
     if not file.is_file():
-        return SamplingParams(), frozenset(eos)
+        return SamplingParams()
     if not settings.get("do_sample"):
-        return SamplingParams(temperature=0.0), frozenset(eos)
-    names = [
-        name
-        for name in ("temperature", "top_k", "top_p", "min_p")
-        if settings.get(name) is not None
-    ]
-    return SamplingParams(**{name: settings[name] for name in names}), frozenset(eos)
+        return SamplingParams(temperature=0.0)
+    names = ("temperature", "top_k", "top_p", "min_p")
+    values = {name: settings[name] for name in names if settings.get(name) is not None}
+    with reading(file):
+        return SamplingParams(**values)
+
+
+# --- weights ---
 
 
 def load_model(
     path: Path, config, max_model_len: int, dtype: torch.dtype, device: torch.device, ops: Ops
 ) -> Qwen:
-    """Builds the model and loads every parameter. Raises ValueError if the checkpoint does not match."""
+    """Builds the model and loads every parameter. Raises ValueError if the checkpoint does not
+    match."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)  # so that no parameter is ever created in another
     try:
@@ -91,7 +155,8 @@ def load_model(
             model = Qwen(config, max_model_len, ops).requires_grad_(False)
     finally:
         torch.set_default_dtype(before)
-    missing, unexpected = destinations(model), []
+    missing = destinations(model)
+    unexpected = []
     for file in weight_files(path):
         try:
             with safe_open(file, framework="pt") as tensors:
@@ -113,7 +178,8 @@ def load_model(
 
 def destinations(model: nn.Module) -> dict[str, Tensor]:
     """Where each tensor of the checkpoint goes: a parameter, or some rows of a merged one."""
-    table, seen = {}, set()
+    table = {}
+    seen = set()
     for prefix, module in model.named_modules():
         for kind, parameter in module.named_parameters(recurse=False):
             if parameter in seen:  # the head, if it is tied to the embedding
@@ -129,7 +195,8 @@ def destinations(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_into(place: Tensor, tensor: Tensor, name: str, file: Path) -> None:
-    found, expected = list(tensor.shape), list(place.shape)
+    found = list(tensor.shape)
+    expected = list(place.shape)
     if found != expected:
         raise ValueError(f"{file}: {name} has shape {found}, but config.json requires {expected}")
     place.copy_(tensor)
@@ -137,22 +204,23 @@ def load_into(place: Tensor, tensor: Tensor, name: str, file: Path) -> None:
 
 def ignorable(name: str, config) -> bool:
     """Some checkpoints repeat the tied head, or store the rotary frequencies, which we compute."""
-    return name.endswith("rotary_emb.inv_freq") or (
-        name == "lm_head.weight" and config.tie_word_embeddings
-    )
+    is_tied_head = name == "lm_head.weight" and config.tie_word_embeddings
+    return is_tied_head or name.endswith("rotary_emb.inv_freq")
 
 
 def weight_files(path: Path) -> list[Path]:
+    """model.safetensors, or those that its index lists. Raises ValueError if one is missing."""
     index = path / "model.safetensors.index.json"
-    is_sharded = index.is_file()
-    names = (
-        sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        if is_sharded
-        else ["model.safetensors"]
-    )
-    for name in names:
-        if not (path / name).is_file():
-            raise ValueError(
-                f"{path} has no {name}: only safetensors checkpoints are supported, whole or sharded"
-            )
-    return [path / name for name in names]
+    names = {"model.safetensors"}
+    if index.is_file():
+        weight_map = read_json(index).get("weight_map")
+        with reading(index):
+            if not isinstance(weight_map, dict):
+                raise ValueError(f"weight_map={shown(weight_map)} is not an object")
+            names = set(map(str, weight_map.values()))
+    files = [path / name for name in sorted(names)]
+    for file in files:
+        if not file.is_file():
+            supported = "only safetensors checkpoints are supported, whole or sharded"
+            raise ValueError(f"{path} has no {file.name}: {supported}")
+    return files

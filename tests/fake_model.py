@@ -24,18 +24,22 @@ def likeliest(prefix: tuple[int, ...], count: int, vocab_size: int) -> dict[int,
 
 
 class FakeRunner:
-    def __init__(self, block_size: int, vocab_size: int = 3):
+    """Also the runner of an engine: LLM(runner=FakeRunner(...))."""
+
+    def __init__(
+        self, block_size: int, vocab_size: int = 3, num_blocks: int = 0, num_host_blocks: int = 0
+    ):
         self.block_size, self.vocab_size = block_size, vocab_size
-        self.cache: dict[
-            tuple[int, int], tuple[int, ...]
-        ] = {}  # (block, offset) -> prefix that ends here
+        self.num_blocks, self.num_host_blocks = num_blocks, num_host_blocks
+        # (block, offset) -> prefix that ends here
+        self.cache: dict[tuple[int, int], tuple[int, ...]] = {}
         self.host: dict[int, list] = {}  # host block -> what it holds
 
     def slot(self, seq, i: int) -> tuple[int, int]:
         return seq.block_table[i // self.block_size], i % self.block_size
 
-    def write(self, seq, num_tokens: int) -> None:
-        for i in range(seq.num_computed_tokens, seq.num_computed_tokens + num_tokens):
+    def write(self, seq, start: int, num_tokens: int) -> None:
+        for i in range(start, start + num_tokens):
             self.cache[self.slot(seq, i)] = tuple(seq.token_ids[: i + 1])
 
     def read(self, block) -> list:
@@ -63,18 +67,15 @@ class FakeRunner:
 
     def run(self, schedule) -> tuple[list[int], list[dict[int, float] | None]]:
         """A token for each of `schedule.sampled`, and the likeliest ones for beams."""
-        self.swap(schedule.swaps_out, schedule.swaps_in)
-        self.copy(schedule.copies)
-        for (
-            seq,
-            num_tokens,
-        ) in schedule.items:  # as in a layer: all is written before anything is read
-            self.write(seq, num_tokens)
-        for seq, _ in schedule.items:
-            self.check(seq)
+        self.swap(schedule.moves.swaps_out, schedule.moves.swaps_in)
+        self.copy(schedule.moves.copies)
+        for item in schedule.items:  # as in a layer: all is written before anything is read
+            self.write(*item)
+        for item in schedule.items:
+            self.check(item.seq)
         prefixes = [
-            (seq, self.cache[self.slot(schedule.items[i][0], len(seq) - 1)])
-            for i, seq in schedule.sampled_items
+            (seq, self.cache[self.slot(schedule.items[i].seq, len(seq) - 1)])
+            for seq, i in zip(schedule.sampled, schedule.sampled_from)
         ]
         tokens = [next_token(prefix, seq.seed, self.vocab_size) for seq, prefix in prefixes]
         counts = [seq.request.num_logprobs for seq, _ in prefixes]

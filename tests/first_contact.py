@@ -43,7 +43,7 @@ from nanovllm.layers import attention, torch_ops
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.sampler import Sampling
 from nanovllm.roofline import FIELDS, visible_keys
-from nanovllm.scheduler import Schedule
+from nanovllm.schedule import Schedule
 from nanovllm.step import StepInputs
 from tests.test_attention import random_batch
 from tutorials.performance.attention import seconds_per_layer

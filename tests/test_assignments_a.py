@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm.scheduler import ScheduleError
+from nanovllm.schedule import ScheduleError
 from tutorials.assignments.public import check_rules, load
 from tutorials.assignments.task import load_task, measure
 

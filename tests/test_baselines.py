@@ -87,7 +87,8 @@ def test_external_fragmentation():
     two, four, eight = (new_request(prompt=n, max_tokens=n) for n in (1, 2, 4))
     assert not manager.can_admit(eight) and manager.num_stranded_blocks == 0  # there are not enough
     assert not manager.can_admit(four) and manager.num_stranded_blocks == 4
-    usage = slot_usage(manager, [(small[1], 1), (small[3], 1)])
+    owners = [(small[1], 1), (small[3], 1)]
+    usage = slot_usage(manager, owners, manager.num_stranded_blocks)
     assert usage["external_fragmentation"] == 4 and usage["free"] == 0
     assert manager.can_admit(two) and manager.num_stranded_blocks == 0
     manager.free(small[1])

@@ -12,7 +12,6 @@ import time
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,17 +20,17 @@ from transformers import AutoModelForCausalLM
 
 import bench
 from nanovllm import LLM, SamplingParams
-from nanovllm import engine as engine_module
 from nanovllm.config import EMBEDDED_MODEL
 from nanovllm.roofline import Hardware
 from nanovllm.stats import check_blocks
-from tutorials.performance import attention, host, preemption, tables
+from tutorials.performance import attention, host, preemption
 from tutorials.performance.checkpoints import write_checkpoint
-from tutorials.performance.engines import Loop, Nanovllm
+from tutorials.performance.engines import Job, Loop, Nanovllm
 from tutorials.performance.report import percentile, summary, write_json
 from tutorials.performance.steps import BIN
 from tutorials.performance.worker import run_engine
 from tutorials.performance.workloads import Request, cut, make_requests, read_trace
+from tutorials.results import tables
 
 ROOT = Path(__file__).parent.parent
 
@@ -192,47 +191,30 @@ def slowly(function):
     return slow
 
 
-HOST = ["scheduler.schedule", "runner.prepare", "runner._sampling", "scheduler.update", "_deliver"]
+HOST = ["scheduler.schedule", "scheduler.update"]
+MODEL = ["runner.model.forward", "runner.model.lm_head.forward", "runner.ops.sample"]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *HOST,
-        "runner.model.forward",
-        "runner.model.lm_head.forward",
-        "runner._logprobs",
-        "move_blocks",
-    ],
-)
+@pytest.mark.parametrize("name", [*HOST, *MODEL])
 def test_host_is_what_python_does_outside_of_the_model(name, monkeypatch):
-    engine = Nanovllm(
-        SimpleNamespace(
-            model=EMBEDDED_MODEL, dtype="auto", max_model_len=64, options={}, temperature=0
-        )
-    )
-    engine.params = lambda n: SamplingParams(seed=0, max_tokens=n, ignore_eos=True, logprobs=0)
-    run = engine.run_model  # also when there is nothing to move, blocks are moved
-    engine.run_model = lambda schedule: (engine.timed_move(schedule.moves), run(schedule))[1]
+    engine = Nanovllm(new_job(temperature=0.5))
     *path, last = name.split(".")
-    owner = engine if name == "move_blocks" else engine.llm
+    owner = engine.llm
     for part in path:
         owner = getattr(owner, part)
     monkeypatch.setattr(owner, last, slowly(getattr(owner, last)))
     engine.run([Request([1, 2, 3], 4), Request([5], 2)])
     assert [step.kind for step in engine.steps] == ["prefill", "decode", "decode", "decode"]
+    assert [step.sampled for step in engine.steps] == [2, 2, 1, 1]
+    assert engine.steps[1].items == [(1, 4), (1, 2)]
     for step in engine.steps:
         assert 0 < step.host_seconds < step.seconds
         assert (step.host_seconds if name in HOST else step.seconds - step.host_seconds) >= 0.01
 
 
-def test_a_replayed_graph_is_the_model():
-    engine = Nanovllm(
-        SimpleNamespace(
-            model=EMBEDDED_MODEL, dtype="auto", max_model_len=64, options={}, temperature=0
-        )
-    )
-    assert engine.replay(lambda: 7) == 7 and engine.model_began is not None
+def new_job(engine: str = "nanovllm", model: str = EMBEDDED_MODEL, **fields) -> Job:
+    requests = [Request([1, 2], 3)] * 2
+    return Job(engine, model, requests, vocab_size=9, max_model_len=64, **fields)
 
 
 FAKE_PEER = """
@@ -261,17 +243,15 @@ def fake_python(tmp_path):
     return str(python)
 
 
-JOB = dict(model="", max_model_len=64, vocab_size=9, requests=[([1, 2], 3, 0.0)] * 2, repeat=2)
-
-
 def test_a_peer_with_our_name_in_its_own_environment(fake_python):
-    result = run_engine(fake_python, engine="nanovllm-original", temperature=0.6, **JOB)
+    job = new_job("nanovllm-original", model="", temperature=0.6, repeat=2)
+    result = run_engine(fake_python, job)
     assert result["version"] == "0.2.0" and result["startup_seconds"] > 0
     assert [run["answers"] for run in result["runs"]] == [[[[1, 1, 1], None, None]] * 2] * 2
 
 
 def test_a_peer_that_crashes_is_reported_with_its_last_line(fake_python, capsys):
-    result = run_engine(fake_python, engine="nanovllm-original", temperature=0, **JOB)
+    result = run_engine(fake_python, new_job("nanovllm-original", model=""))
     assert result == {"error": "AssertionError: greedy is not permitted"}
     assert "Traceback" in capsys.readouterr().err
 
@@ -335,10 +315,10 @@ def test_preemption(monkeypatch, capsys):
     recovery = preemption.recovery
 
     def watched(llm, context, swap):
-        before = llm.num_computed_tokens
+        before = llm.counts.computed_tokens
         seconds = recovery(llm, context, swap)
         engines.append(llm)
-        computed.append((context, swap, llm.num_computed_tokens - before))
+        computed.append((context, swap, llm.counts.computed_tokens - before))
         return seconds
 
     monkeypatch.setattr(preemption, "recovery", watched)
@@ -390,7 +370,7 @@ def test_json_is_compact(tmp_path):
 def test_numbers_in_the_pages_are_those_of_the_files(page):
     text = page.read_text()
     assert len(tables.MARK.findall(text)) == text.count("<!-- table ") >= 1
-    assert tables.written(text, page) == text, "run python -m tutorials.performance.tables"
+    assert tables.written(text, page) == text, "run python -m tutorials.results.tables"
 
 
 def test_a_number_that_is_not_the_files_is_noticed():
@@ -448,25 +428,25 @@ def test_options_are_json_or_text():
 
 
 @pytest.mark.filterwarnings("ignore:overflow|invalid:RuntimeWarning")
-def test_the_host_is_measured_in_phases(tmp_path, monkeypatch):
+def test_the_host_is_measured_in_phases(monkeypatch):
     """`bench.py host`, with little to do: each phase takes some of the step."""
     monkeypatch.setattr(host, "CONTEXT", 20)
     monkeypatch.setattr(host, "STEPS", 4)
     monkeypatch.setattr(host, "CASES", [(3, 64)])
-    monkeypatch.setattr(
-        engine_module, "check_schedule", engine_module.check_schedule
-    )  # is wrapped: put back afterwards
+    monkeypatch.setattr(host, "QUEUES", (3,))
+    monkeypatch.setattr(host.logging, "disable", lambda level: None)  # not for all other tests
     with redirect_stdout(StringIO()) as out:
         host.worker()
     report = json.loads(out.getvalue())
-    (phases,) = report.values()
-    assert set(phases) == {
-        "step",
-        "schedule",
-        "check_schedule",
-        "prepare",
-        "run",
-        "update",
-        "_deliver",
-    }
+    (phases,) = report["host"].values()
+    assert set(phases) == {"step", "schedule", "prepare", "run", "update"}
     assert all(0 < seconds < 1 for seconds in phases.values())
+    ((name, row),) = report["queue"].items()
+    assert name == "3" and set(row) == {"step", "abort", "failed step"} and row["step"] > 0
+
+
+def test_medians_of_several_runs():
+    reports = [{"1, 64": {"step": seconds, "run": 1.0}} for seconds in (3.0, 1.0, 2.0)]
+    assert host.medians(reports) == {"1, 64": {"step": 2.0, "run": 1.0}}
+    lines = host.milliseconds("case", host.medians(reports)).splitlines()
+    assert lines[1].split() == ["1,", "64", "2000.000", "1000.000"]

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.schedule import Item
 from nanovllm.sequence import Request, Sequence
 from nanovllm.stats import check_blocks, slot_usage
 
@@ -19,12 +20,16 @@ def new_sequence(token_ids) -> Sequence:
     return Request("r", None, list(token_ids), SamplingParams()).sequences[0]
 
 
+def next_item(seq: Sequence) -> Item:
+    return Item(seq, seq.num_computed_tokens, 1)
+
+
 def compute(manager: BlockManager, seq: Sequence, num_tokens: int | None = None) -> None:
     """What a step does to one sequence."""
     num_tokens = seq.num_missing_tokens if num_tokens is None else num_tokens
     manager.allocate(seq, num_tokens)
     seq.num_computed_tokens += num_tokens
-    manager.publish(seq)
+    manager.publish(seq, seq.num_computed_tokens)
 
 
 def test_blocks_come_on_demand():
@@ -185,10 +190,12 @@ def test_the_first_write_into_a_shared_block_copies_it():
     family = [parent, *children]
     check_blocks(manager, family)
     assert (
-        manager.num_new_blocks([(seq, 1) for seq in family]) == 2
-        and manager.num_new_blocks([(parent, 1)]) == 1
+        manager.num_new_blocks([next_item(seq) for seq in family]) == 2
+        and manager.num_new_blocks([next_item(parent)]) == 1
     )
-    copies = [copy for seq in family for copy in manager.allocate(seq, 1)]
+    for seq in family:
+        manager.allocate(seq, 1)
+    copies = manager.take_moves().copies
     assert [source for source, _ in copies] == [partial, partial]  # the last owner keeps it
     assert [seq.block_table for seq in family] == [
         [full, copies[0][1]],
@@ -208,8 +215,9 @@ def test_writing_into_a_full_block_that_was_forked_in_its_middle(parent_stays):
     block = child.block_table[1]
     if not parent_stays:
         manager.free(parent)
-    assert manager.num_new_blocks([(child, 1)]) == parent_stays
-    copies = manager.allocate(child, 1)
+    assert manager.num_new_blocks([next_item(child)]) == parent_stays
+    manager.allocate(child, 1)
+    copies = manager.take_moves().copies
     assert copies == ([(block, child.block_table[1])] if parent_stays else [])
     assert (child.block_table[1] == block) != parent_stays
     again = new_sequence([*range(8), 0])
@@ -256,21 +264,24 @@ class RandomUse(RuleBasedStateMachine):
     def compute(self, data, at_most):
         """A step of one sequence or of several."""
         seqs = data.draw(st.lists(st.sampled_from(self.sequences), min_size=1, unique_by=id))
-        plan = [(seq, min(at_most, seq.num_missing_tokens)) for seq in seqs]
-        plan = [(seq, num_tokens) for seq, num_tokens in plan if num_tokens > 0]
-        missing, blocks = (
-            self.manager.num_new_blocks(plan),
-            sum(len(seq.block_table) for seq, _ in plan),
-        )
+        plan = [
+            Item(seq, seq.num_computed_tokens, min(at_most, seq.num_missing_tokens))
+            for seq in seqs
+            if seq.num_missing_tokens > 0
+        ]
+        missing = self.manager.num_new_blocks(plan)
+        blocks = sum(len(item.seq.block_table) for item in plan)
         if missing > self.manager.num_free_blocks:
             return
-        copies = [copy for item in plan for copy in self.manager.allocate(*item)]
-        assert missing == len(copies) + sum(len(seq.block_table) for seq, _ in plan) - blocks
+        for item in plan:
+            self.manager.allocate(item.seq, item.num_tokens)
+        copies = self.manager.take_moves().copies
+        assert missing == len(copies) + sum(len(item.seq.block_table) for item in plan) - blocks
         self.memory.copy(copies)
-        for seq, num_tokens in plan:
-            self.memory.write(seq, num_tokens)
+        for seq, start, num_tokens in plan:
+            self.memory.write(seq, start, num_tokens)
             seq.num_computed_tokens += num_tokens
-            self.manager.publish(seq)
+            self.manager.publish(seq, seq.num_computed_tokens)
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
@@ -308,8 +319,9 @@ class RandomUse(RuleBasedStateMachine):
         """Of any sequences, whether they share blocks or not. All or nothing."""
         group = data.draw(st.lists(st.sampled_from(self.sequences), min_size=1, unique_by=id))
         blocks = {block_id for seq in group for block_id in seq.block_table}
-        swaps, room = {}, len(self.manager.free_host_blocks)
-        assert self.manager.swap_out(group, swaps) == (len(blocks) <= room)
+        room = len(self.manager.free_host_blocks)
+        assert self.manager.swap_out(group) == (len(blocks) <= room)
+        swaps = self.manager.take_moves().swaps_out
         if len(blocks) > room:
             assert not swaps and len(self.manager.free_host_blocks) == room
             return
@@ -326,21 +338,20 @@ class RandomUse(RuleBasedStateMachine):
         group = data.draw(st.lists(st.sampled_from(self.away), min_size=1, unique_by=id))
         if sum(len(seq.host_table) for seq in group) > self.manager.num_free_blocks:
             return  # sequences of different lengths may find a shared block, or need it from the host, or both
-        swaps = {}
         for seq in group:
             num_tokens = seq.num_host_tokens
             self.manager.take_prefix(seq)
-            self.manager.swap_in(seq, swaps)
+            self.manager.swap_in(seq)
             assert (
                 num_tokens <= seq.num_computed_tokens < len(seq)
                 or num_tokens == seq.num_computed_tokens
             )
-        self.memory.swap({}, swaps)
+        self.memory.swap({}, self.manager.take_moves().swaps_in)
         for seq in group:
             self.manager.free_host(seq)
             self.away.remove(seq)
             self.sequences.append(seq)
-            self.manager.publish(seq)
+            self.manager.publish(seq, seq.num_computed_tokens)
 
     @precondition(lambda self: self.away)
     @rule(data=st.data())

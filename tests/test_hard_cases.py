@@ -16,7 +16,8 @@ from test_scheduler import new_request, new_scheduler, play, step
 from nanovllm import LLM, SamplingParams
 from nanovllm.block_manager import BlockManager
 from nanovllm.outputs import Reply
-from nanovllm.scheduler import Schedule, ScheduleError, Scheduler
+from nanovllm.schedule import ScheduleError
+from nanovllm.scheduler import Scheduler
 
 
 def answer(prompt, params) -> list:
@@ -43,7 +44,6 @@ def raise_at(owner, name, call, error=KeyboardInterrupt):
 def test_ctrl_c_when_only_some_samples_have_their_token(prompt, block_size, num_blocks, max_tokens):
     """The last token of the prompt is then computed by each of them, in a block of its own: more blocks than there are."""
     llm = new_llm(num_blocks=num_blocks, block_size=block_size, max_num_batched_tokens=12)
-    llm.runner.block_size = block_size
     params = SamplingParams(n=3, seed=1, max_tokens=max_tokens)
     expected = answer(list(range(prompt)), params)
     llm.add_request(list(range(prompt)), params, "a")
@@ -78,7 +78,7 @@ def test_the_suspect_that_runs_is_aborted():
     waiting = {
         name for name, request in llm.requests.items() if request not in llm.scheduler.waiting
     }
-    assert llm.apart and waiting
+    assert llm.recovery.suspects and waiting
     for name in llm.requests.keys() - waiting:
         llm.abort(name)
     outputs = go_on(llm, {})
@@ -90,10 +90,11 @@ def test_a_second_ctrl_c_while_a_call_is_left():
     """Nothing of the call stays behind, at the latest after the next step."""
     llm, prompt, params = new_llm(), [5] * 9, SamplingParams(seed=5, max_tokens=6)
     raise_at(llm.scheduler, "update", 3)
-    abort = llm._abort
-    llm._abort = lambda requests: (raise_at(llm, "_report", 2), abort(requests))
+    raise_at(llm.recovery, "_end", 2)
     with pytest.raises(KeyboardInterrupt):
         llm.generate([prompt] * 3, params, use_tqdm=False)
+    with pytest.raises(KeyboardInterrupt):
+        llm.step()
     llm.add_request(prompt, params, "next")
     llm.step()
     assert list(llm.requests) == ["next"]
@@ -169,7 +170,7 @@ def test_an_abandoned_stream_is_collected_within_a_step(owner, name):
     del cycle
     output = go_on(llm, {})["innocent"]
     assert output.error is None and result(output) == answer(prompt, params)
-    assert llm.num_failed_steps == 0
+    assert llm.stats()["failed_steps"] == 0
 
 
 def test_static_batching_after_a_failure_while_planning():
@@ -203,7 +204,7 @@ def samples_with_two_copies_of_their_prompt(**manager):
     samples = new_request(1, [*beginning, next_token(tuple(beginning), 0, 50)], max_tokens=8, n=2)
     scheduler.add(samples)
     step(scheduler, runner)
-    scheduler.preempt(scheduler.running[-1], Schedule())
+    scheduler.preempt(scheduler.running[-1])
     for seq in samples.sequences:
         scheduler.block_manager.free_host(seq)  # it had no room there
     forget_the_cache(scheduler)
@@ -234,9 +235,8 @@ def test_two_copies_do_not_come_back_from_the_host():
     scheduler, runner, samples = samples_with_two_copies_of_their_prompt(num_host_blocks=9)
     while len(samples.sequences[0]) < 13:
         step(scheduler, runner)
-    schedule = Schedule()
-    scheduler.preempt(scheduler.running[-1], schedule)
-    runner.swap(schedule.swaps_out, {})
+    scheduler.preempt(scheduler.running[-1])
+    runner.swap(scheduler.block_manager.take_moves().swaps_out, {})
     forget_the_cache(scheduler)
     while scheduler.has_unfinished():
         step(scheduler, runner)
@@ -254,7 +254,7 @@ def test_blocks_for_the_own_tokens_of_the_first_sample_are_kept_too():
     scheduler.add(samples)
     while samples.sequences[0].num_output_tokens < 15:
         step(scheduler, runner)
-    scheduler.preempt(scheduler.running[-1], Schedule())
+    scheduler.preempt(scheduler.running[-1])
     scheduler.add(new_request(1, [9] * 20, max_tokens=1))
     manager = scheduler.block_manager
     manager.free_blocks = type(manager.free_blocks).fromkeys(range(17))  # 6 + 2 x 4 are spoken for
@@ -271,7 +271,7 @@ class OnePromptAtATime(Scheduler):
 
     def schedule(self):
         schedule = super().schedule()
-        prompts = [item for item in schedule.items if item[1] > 1]
+        prompts = [item for item in schedule.items if item.num_tokens > 1]
         schedule.items = [item for item in schedule.items if item not in prompts[1:]]
         return schedule
 
@@ -279,7 +279,9 @@ class OnePromptAtATime(Scheduler):
 class SmallChunks(Scheduler):
     def schedule(self):
         schedule = super().schedule()
-        schedule.items = [(seq, min(n, 5)) for seq, n in schedule.items]
+        schedule.items = [
+            item._replace(num_tokens=min(item.num_tokens, 5)) for item in schedule.items
+        ]
         return schedule
 
 
@@ -290,8 +292,8 @@ class TakesBack(Scheduler):
         schedule = super().schedule()
         if len(self.running) > 2:
             victim = self.running[1]
-            self.preempt(victim, schedule)
-            schedule.items = [item for item in schedule.items if item[0].request is not victim]
+            self.preempt(victim)
+            schedule.items = [item for item in schedule.items if item.seq.request is not victim]
         return schedule
 
 
@@ -305,15 +307,15 @@ def test_what_is_findable_must_be_computed(cls):
 
 
 class SkipsWhoDoesNotFit(Scheduler):
-    def _schedule_waiting(self, schedule):
+    def schedule_waiting(self, schedule):
         for request in list(self.waiting):
             if schedule.tokens_left > 0 and self.block_manager.can_admit(request):
-                self._admit(request, schedule)
-                self._commit(self._tokens_to_compute(request, schedule), schedule)
+                self.admit(request)
+                self.commit(self.tokens_to_compute(request, schedule), schedule)
 
 
 def test_the_request_that_is_admitted_is_the_one_that_was_given():
-    """_admit pops waiting[0], whoever that is."""
+    """admit pops waiting[0], whoever that is."""
     llm = new_llm(scheduler_cls=SkipsWhoDoesNotFit, num_blocks=12)
     prompts = [[1] * 30, [2] * 30, [3] * 5]
     llm.generate(prompts, SamplingParams(seed=1, max_tokens=5), use_tqdm=False)
@@ -339,8 +341,8 @@ class NoBlockFree(BlockManager):
 def test_running_out_of_blocks_has_a_message():
     llm = new_llm(block_manager_cls=NoBlockFree, num_blocks=12)
     seen = []
-    real = llm._isolate
-    llm._isolate = lambda error, schedule: (seen.append(error), real(error, schedule))
+    real = llm.recovery._accuse
+    llm.recovery._accuse = lambda error: (seen.append(error), real(error))
     llm.generate(
         [[1] * 30, [2] * 30, [3] * 30], SamplingParams(seed=1, max_tokens=5), use_tqdm=False
     )
@@ -384,7 +386,7 @@ def test_adding_requests_copies_no_dictionaries():
             copies.append(len(self))
             return dict(self) | other
 
-    llm.replies = Counted()
+    llm.replies.unfinished = Counted()
     for _ in range(5):
         llm.add_request([1, 2])
     assert not copies
@@ -424,9 +426,9 @@ def test_an_interrupted_ending_is_forgotten_by_the_output():
     llm, prompt, params = new_llm(), [5] * 9, SamplingParams(seed=5, max_tokens=8)
     llm.add_request(prompt, params, "a")
     (output,) = llm.step()
-    reply = llm.replies["a"]
+    reply = llm.replies.unfinished["a"]
     reply.fail(RuntimeError("half done"))
-    llm.is_changing = True  # a Ctrl-C came
+    llm.recovery.is_changing = True  # a Ctrl-C came
     llm.step()
     assert not output.finished and output.error is None
     assert output.outputs[0].token_ids == answer(prompt, params)[0][0][:2]
@@ -446,7 +448,7 @@ def test_a_tokenizer_that_fails_while_somebody_reads(monkeypatch):
     llm, prompt, params = new_llm(), [5] * 9, SamplingParams(seed=5, max_tokens=6)
     llm.add_request(prompt, params, "sick")
     (output,) = llm.step()
-    (text,) = llm.replies["sick"].texts
+    (text,) = llm.replies.unfinished["sick"].texts
 
     def failing(token_id):
         raise RuntimeError("no such token")

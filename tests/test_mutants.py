@@ -11,7 +11,6 @@ from test_scheduler import drain, new_request, new_scheduler, step
 
 from nanovllm import SamplingParams
 from nanovllm.block_manager import BlockManager
-from nanovllm.scheduler import Schedule
 
 
 def check_tokens(request, vocab_size=50) -> None:
@@ -27,7 +26,7 @@ def test_blocks_that_one_has_to_spare_are_no_use_to_another():
     manager.allocate(decoding, 4)
     decoding.num_computed_tokens = 4
     decoding.token_ids.append(1)
-    assert manager.num_new_blocks([(chunked, 3), (decoding, 1)]) == 1
+    assert manager.num_new_blocks([(chunked, 0, 3), (decoding, 4, 1)]) == 1
 
 
 @pytest.mark.parametrize("admitted_first", [True, False])
@@ -43,7 +42,7 @@ def test_blocks_of_samples_that_have_not_forked_are_reserved(admitted_first):
     scheduler.add(samples)
     while samples.sequences[0].num_output_tokens < 15:
         step(scheduler, runner)
-    scheduler.preempt(scheduler.running[-1], Schedule())
+    scheduler.preempt(scheduler.running[-1])
     scheduler.add(filler)
     manager = scheduler.block_manager
     hidden, manager.free_blocks = manager.free_blocks, type(manager.free_blocks).fromkeys(range(14))
@@ -70,18 +69,17 @@ def test_what_is_shared_anyway_is_not_swapped_in():
     manager.free(second)
     manager.fork(first, second, 4)
     manager.allocate(second, 1)
-    runner.write(second, 1)
+    runner.write(second, second.num_computed_tokens, 1)
     second.num_computed_tokens += 1
-    schedule = Schedule()
-    scheduler.preempt(scheduler.running[-1], schedule)
-    runner.swap(schedule.swaps_out, {})
+    scheduler.preempt(scheduler.running[-1])
+    runner.swap(manager.take_moves().swaps_out, {})
     manager.findable.clear()
     for block in manager.blocks:
         block.key = block.prefix_id = None
     needed = list(first.host_table)
     schedule = scheduler.schedule()
     assert second.num_computed_tokens == request.num_shared_tokens == 7
-    assert list(schedule.swaps_in) == needed
+    assert list(schedule.moves.swaps_in) == needed
     scheduler.update(schedule, *runner.run(schedule))
     drain(scheduler, runner)
     check_tokens(request)
@@ -142,8 +140,8 @@ def test_who_comes_while_suspects_run_apart_waits(monkeypatch):
     real = llm.runner.run
 
     def run(schedule):
-        names = {seq.request.request_id for seq, _ in schedule.items}
-        steps.append((bool(llm.apart), names))
+        names = {seq.request.request_id for seq, _, _ in schedule.items}
+        steps.append((bool(llm.recovery.suspects), names))
         if "bad" in names:
             raise MemoryError
         return real(schedule)

@@ -11,11 +11,12 @@ from fake_model import FakeRunner, expected_beams, expected_output
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.beam_search import BeamSearch, BeamSearchParams
+from nanovllm.beam_search import BeamRequest, BeamSearch, BeamSearchParams
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import Limits
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.scheduler import Schedule, Scheduler
+from nanovllm.schedule import Schedule
+from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
 from nanovllm.stats import check_blocks
 
@@ -37,7 +38,7 @@ def new_request(arrival: int, prompt, max_tokens=4, n=1, eos=()) -> Request:
 def step(scheduler: Scheduler, runner: FakeRunner) -> list[tuple[str, int]]:
     """Runs a step; returns (request id, tokens computed) in the order of the batch."""
     schedule = scheduler.schedule()
-    plan = [(seq.request.request_id, n) for seq, n in schedule.items]
+    plan = [(seq.request.request_id, n) for seq, _, n in schedule.items]
     scheduler.update(schedule, *runner.run(schedule))
     return plan
 
@@ -169,7 +170,9 @@ def test_samples_share_the_blocks_of_the_prompt(prompt, shared, copies):
         len(s) == prompt + 1 for s in request.sequences
     )
     schedule = scheduler.schedule()
-    assert [n for _, n in schedule.items] == [1, 1, 1] and len(schedule.copies) == copies
+    assert [item.num_tokens for item in schedule.items] == [1, 1, 1] and len(
+        schedule.moves.copies
+    ) == copies
     assert scheduler.block_manager.num_used_blocks == prompt // 4 + 3
     scheduler.update(schedule, *runner.run(schedule))
     while scheduler.has_unfinished():
@@ -209,7 +212,7 @@ def test_samples_that_were_preempted_find_their_own_blocks():
     scheduler.add(request)
     for _ in range(18):
         step(scheduler, runner)
-    scheduler.preempt(scheduler.running[-1], Schedule())
+    scheduler.preempt(scheduler.running[-1])
     computed = sum(n for _, n in step(scheduler, runner)) + sum(
         n for _, n in step(scheduler, runner)
     )
@@ -228,23 +231,21 @@ def test_what_the_cache_still_has_is_not_swapped_in():
     request = new_request(0, range(18), max_tokens=9)
     scheduler.add(request)
     step(scheduler, runner)
-    schedule = Schedule()
-    scheduler.preempt(scheduler.running[-1], schedule)
-    assert len(schedule.swaps_out) == 5 and len(request.sequences[0].host_table) == 5
-    runner.swap(schedule.swaps_out, {})
-    filler = new_request(
-        1, [9] * 38, max_tokens=1
-    )  # overwrites the last two of the four full blocks
+    scheduler.preempt(scheduler.running[-1])
+    moves = scheduler.block_manager.take_moves()
+    assert len(moves.swaps_out) == 5 and len(request.sequences[0].host_table) == 5
+    runner.swap(moves.swaps_out, {})
+    # overwrites the last two of the four full blocks
+    filler = new_request(1, [9] * 38, max_tokens=1)
     filler.arrival = -1
     scheduler.add(filler)
     schedule = scheduler.schedule()
     (host_blocks,) = [seq.host_table for seq in request.sequences]
-    assert schedule.items == [(filler.sequences[0], 38)] and len(host_blocks) == 5
+    assert schedule.items == [(filler.sequences[0], 0, 38)] and len(host_blocks) == 5
     scheduler.update(schedule, *runner.run(schedule))
     schedule = scheduler.schedule()
-    assert list(schedule.swaps_in) == host_blocks[2:] and schedule.items == [
-        (request.sequences[0], 1)
-    ]
+    assert list(schedule.moves.swaps_in) == host_blocks[2:]
+    assert schedule.items == [(request.sequences[0], 18, 1)]
     assert len(scheduler.block_manager.free_host_blocks) == 12
     scheduler.update(schedule, *runner.run(schedule))
     while scheduler.has_unfinished():
@@ -260,17 +261,17 @@ def test_a_prefix_of_two_requests_is_swapped_once():
     second = new_request(1, [*range(12), 60], max_tokens=9)
     scheduler.add(second)
     step(scheduler, runner)
-    schedule = Schedule()
     while scheduler.running:
-        scheduler.preempt(scheduler.running[-1], schedule)
-    assert len(schedule.swaps_out) == 3 + 1 + 1
-    runner.swap(schedule.swaps_out, {})
+        scheduler.preempt(scheduler.running[-1])
+    moves = scheduler.block_manager.take_moves()
+    assert len(moves.swaps_out) == 3 + 1 + 1
+    runner.swap(moves.swaps_out, {})
     scheduler.block_manager.findable.clear()  # as if all had been overwritten
     for block in scheduler.block_manager.blocks:
         block.key = block.prefix_id = None
     runner.cache.clear()
     schedule = scheduler.schedule()
-    assert len(schedule.swaps_in) == 5 and scheduler.block_manager.num_used_blocks == 5
+    assert len(schedule.moves.swaps_in) == 5 and scheduler.block_manager.num_used_blocks == 5
     scheduler.update(schedule, *runner.run(schedule))
     while scheduler.has_unfinished():
         step(scheduler, runner)
@@ -374,10 +375,24 @@ def search_for(request: Request, width: int) -> BeamSearch:
     return BeamSearch(BeamSearchParams(beam_width=width), request.stop_token_ids, room)
 
 
+def with_beams(request: Request) -> BeamRequest:
+    """The same request, whose samples are beams."""
+    beams = BeamRequest(
+        request.request_id,
+        None,
+        request.prompt_token_ids,
+        request.params,
+        request.eos_token_ids,
+        search=search_for(request, request.params.n),
+    )
+    beams.arrival = beams.seed = request.arrival
+    return beams
+
+
 def check_results(request: Request) -> None:
-    if request.beam_search is not None:
+    if isinstance(request, BeamRequest):
         expected = expected_beams(request, search_for(request, request.params.n), VOCAB_SIZE)
-        found = [(beam.token_ids, beam.cumulative_logprob) for beam in request.beam_search.results]
+        found = [(beam.token_ids, beam.cumulative_logprob) for beam in request.search.results]
         assert found == expected or any(seq.finish_reason == "abort" for seq in request.sequences)
         return
     for seq in request.sequences:
@@ -391,7 +406,7 @@ def check_results(request: Request) -> None:
             )
 
 
-def check_schedule(scheduler: Scheduler, schedule: Schedule) -> None:
+def check_plan(scheduler: Scheduler, schedule: Schedule) -> None:
     manager = scheduler.block_manager
     assert (
         schedule.num_tokens <= scheduler.max_num_batched_tokens
@@ -399,10 +414,10 @@ def check_schedule(scheduler: Scheduler, schedule: Schedule) -> None:
     )
     if type(scheduler) is Scheduler:  # other policies may wait, and preempt one request for another
         assert bool(schedule.items) == scheduler.has_unfinished()
-        assert not (schedule.swaps_out and schedule.swaps_in)
+        assert not (schedule.moves.swaps_out and schedule.moves.swaps_in)
         running = [request.arrival for request in scheduler.running]
         assert running == sorted(running)
-    assert all(0 < n <= seq.num_missing_tokens for seq, n in schedule.items)
+    assert all(0 < n <= seq.num_missing_tokens for seq, _, n in schedule.items)
     for request in (
         scheduler.running
     ):  # all or nothing: sequences of a request have next tokens in the same step
@@ -411,8 +426,8 @@ def check_schedule(scheduler: Scheduler, schedule: Schedule) -> None:
             set(request.unfinished),
         )
     sources, targets = (
-        {source for source, _ in schedule.copies},
-        [target for _, target in schedule.copies],
+        {source for source, _ in schedule.moves.copies},
+        [target for _, target in schedule.moves.copies],
     )
     assert all(
         manager.blocks[i].ref_count > 0 for i in sources
@@ -420,11 +435,11 @@ def check_schedule(scheduler: Scheduler, schedule: Schedule) -> None:
     assert all(manager.blocks[i].ref_count > 0 for i in targets) and len(set(targets)) == len(
         targets
     )
-    assert not sources & set(targets) and not set(schedule.swaps_in.values()) & set(targets)
-    for swaps in (schedule.swaps_out, schedule.swaps_in):
+    assert not sources & set(targets) and not set(schedule.moves.swaps_in.values()) & set(targets)
+    for swaps in (schedule.moves.swaps_out, schedule.moves.swaps_in):
         assert len(set(swaps.values())) == len(swaps)
     assert all(
-        manager.blocks[block_id].ref_count > 0 for block_id in schedule.swaps_in.values()
+        manager.blocks[block_id].ref_count > 0 for block_id in schedule.moves.swaps_in.values()
     )  # none in vain
     assert not any(seq.host_table for request in scheduler.running for seq in request.unfinished)
     for request in scheduler.waiting:  # all or nothing
@@ -452,7 +467,7 @@ def play(
     for i, (wait, prompt, max_tokens, eos, n, is_beams, abort) in enumerate(arrivals):
         request = new_request(i, prompt, max_tokens, n, eos)
         if is_beams:
-            request.search_with(search_for(request, n))
+            request = with_beams(request)
         todo.append((request, wait, abort))
         all_requests.append(request)
     while todo or scheduler.has_unfinished():
@@ -467,11 +482,13 @@ def play(
             if when == clock:
                 scheduler.abort(request)
         schedule = scheduler.schedule()
-        check_schedule(scheduler, schedule)
+        check_plan(scheduler, schedule)
         count_events(events, scheduler, schedule)
         if clock in failures:  # before anything was moved or written
             manager = BlockManager(len(manager.blocks), block_size, **options)
-            scheduler.restart([*scheduler.unfinished()], manager)
+            for request in scheduler.unfinished():
+                request.rewind()
+            scheduler.restart(scheduler.unfinished(), manager)
         else:
             scheduler.update(schedule, *runner.run(schedule))
         check_blocks(
@@ -486,19 +503,19 @@ def play(
 
 def count_events(events: Counter, scheduler: Scheduler, schedule: Schedule) -> None:
     away = [seq for request in scheduler.waiting for seq in request.unfinished if seq.host_table]
-    arrived = set(schedule.swaps_in.values())
+    arrived = set(schedule.moves.swaps_in.values())
     back = [
         seq
         for request in scheduler.running
         for seq in request.unfinished
         if arrived & {*seq.block_table}
     ]
-    events["copied"] += len(schedule.copies)
-    events["swapped out"] += len(schedule.swaps_out)
+    events["copied"] += len(schedule.moves.copies)
+    events["swapped out"] += len(schedule.moves.swaps_out)
     events["swapped out samples"] += any(
-        len(s.request.sequences) > 1 and not s.request.beam_search for s in away
+        len(s.request.sequences) > 1 and not isinstance(s.request, BeamRequest) for s in away
     )
-    events["swapped out beams"] += any(s.request.beam_search is not None for s in away)
+    events["swapped out beams"] += any(isinstance(s.request, BeamRequest) for s in away)
     events["swapped in"] += len(arrived)
     events["swapped in and still shared"] += any(
         scheduler.block_manager.blocks[i].ref_count > 1 for i in arrived
@@ -547,7 +564,7 @@ class AnyPolicy(Scheduler):
 
     def make_room(self, schedule):
         if self.running and self.rng.random() < 0.1:
-            self.preempt(self.rng.choice(self.running), schedule)
+            self.preempt(self.rng.choice(self.running))
 
 
 @settings(max_examples=400, deadline=None)

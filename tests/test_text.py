@@ -8,7 +8,7 @@ from itertools import pairwise, zip_longest
 import pytest
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.outputs import CompletionOutput, TextStream
+from nanovllm.outputs import CompletionOutput, Text
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def greedy(**kwargs) -> SamplingParams:
 def feed(llm, text: str, stop=()) -> tuple[list[str], str, bool]:
     """What a stream shows after each token of `text`, the whole text, and whether a stop string ended it."""
     output, shown, pieces, stopped = CompletionOutput(0), 0, [], False
-    stream = TextStream(llm.tokenizer.backend_tokenizer, output, list(stop))
+    stream = Text(llm.tokenizer.backend_tokenizer, output, list(stop))
     for token_id in llm.tokenizer.encode(text):
         stopped = stream.add(token_id)
         pieces.append(output.text[shown : stream.num_safe_chars])
@@ -58,7 +58,7 @@ def test_no_half_character_is_ever_shown(llm, text):
 
 def test_a_character_cut_off_by_the_end_is_not_shown(llm):
     ids = llm.tokenizer.encode("a👍")
-    stream = TextStream(llm.tokenizer.backend_tokenizer, output := CompletionOutput(0), [])
+    stream = Text(llm.tokenizer.backend_tokenizer, output := CompletionOutput(0), [])
     for token_id in ids[:-1]:
         stream.add(token_id)
     assert len(ids) > 3 and output.text == "a"
@@ -135,6 +135,7 @@ def test_streams_beside_each_other_and_a_stream_left_early(llm):
     next(left)
     assert llm.has_unfinished()
     left.close()
+    assert llm.step() == []
     assert not llm.has_unfinished() and llm.stats()["kv_blocks_used"] == 0
 
 
@@ -149,7 +150,7 @@ def test_a_stream_goes_on_while_its_request_is_aborted(llm):
 def test_stream_refuses_before_it_is_iterated(llm):
     with pytest.raises(
         ValueError,
-        match=r"params=SamplingParams\(n=2, .* is not allowed: only a single answer can be streamed",
+        match=r"n=2 is not allowed: only one answer is streamed",
     ):
         llm.stream("x", SamplingParams(n=2))
     with pytest.raises(ValueError, match="prompt='' is empty"):
@@ -222,12 +223,12 @@ def test_text_is_made_when_somebody_reads_it(llm, monkeypatch):
     params, added, add = (
         SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
         [],
-        TextStream.add,
+        Text.add,
     )
     (expected,) = llm.generate(["Once upon a time"], params, use_tqdm=False)
     assert expected.reply is None  # it has ended, and keeps nothing of the engine
     monkeypatch.setattr(
-        TextStream, "add", lambda self, token_id: added.append(token_id) or add(self, token_id)
+        Text, "add", lambda self, token_id: added.append(token_id) or add(self, token_id)
     )
     llm.add_request("Once upon a time", params)
     for _ in range(5):

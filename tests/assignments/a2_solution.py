@@ -8,9 +8,7 @@ class MyScheduler(Scheduler):
         return len(request.prompt_token_ids), request.arrival
 
     def running_order(self, request):
-        return request.is_prefilling, self.priority(
-            request
-        )  # answers get their tokens before any prompt
+        return request.is_prefilling, self.priority(request)  # answers before any prompt
 
     def step_budget(self):
         return self.max_num_batched_tokens, 384  # tokens of prompts beside the answers

@@ -15,11 +15,7 @@ class MyScheduler(Scheduler):
         self.served = Counter()  # the virtual token counter of each tenant
 
     def next_waiting(self):
-        return min(
-            self.waiting,
-            key=lambda request: (self.served[tenant_of(request)], request.arrival),
-            default=None,
-        )
+        return min(self.waiting, key=lambda r: (self.served[tenant_of(r)], r.arrival), default=None)
 
     def update(self, schedule, *args):
         for seq in schedule.sampled:
@@ -30,7 +26,5 @@ class MyScheduler(Scheduler):
     def add(self, request):
         active, tenant = {tenant_of(other) for other in self.unfinished()}, tenant_of(request)
         if active and tenant not in active:  # what it did not ask for is lost
-            self.served[tenant] = max(
-                self.served[tenant], min(self.served[other] for other in active)
-            )
+            self.served[tenant] = max(self.served[tenant], min(self.served[t] for t in active))
         super().add(request)

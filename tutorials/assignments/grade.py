@@ -11,7 +11,8 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nanovllm.scheduler import ScheduleError, Scheduler
+from nanovllm.schedule import ScheduleError
+from nanovllm.scheduler import Scheduler
 from nanovllm.simulator import Run, simulate
 from tutorials.assignments.public import PROMPTS, SCARCE, answers_of, new_params
 from tutorials.assignments.referee import Broken, Process, referee_for

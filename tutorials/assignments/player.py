@@ -19,9 +19,10 @@ from typing import Any
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import Limits
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.scheduler import Schedule, ScheduleError, Scheduler
+from nanovllm.schedule import CheckedScheduler, Schedule, ScheduleError
+from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
-from nanovllm.simulator import STOP, check_step
+from nanovllm.simulator import STOP, check_queues
 
 
 class Logged:
@@ -36,19 +37,19 @@ class Logged:
         self.is_swapped = bool(super().should_swap(request))
         return self.is_swapped
 
-    def preempt(self, request, schedule):
+    def preempt(self, request):
         self.is_swapped = False
-        super().preempt(request, schedule)
+        super().preempt(request)
         self.events.append(["preempt", request.request_id, self.is_swapped])
 
-    def _admit(self, request, schedule):
-        super()._admit(request, schedule)
+    def admit(self, request):
+        super().admit(request)
         self.events.append(["admit", request.request_id])
 
-    def _commit(self, items, schedule):
-        super()._commit(items, schedule)
+    def commit(self, items, schedule):
+        super().commit(items, schedule)
         self.events += [
-            ["compute", seq.request.request_id, num_tokens] for seq, num_tokens in items
+            ["compute", seq.request.request_id, num_tokens] for seq, _, num_tokens in items
         ]
 
 
@@ -60,7 +61,9 @@ class Player:
         manager_cls = find_class(module, start["block_manager"] or "BlockManager", BlockManager)
         logged = type(scheduler_cls.__name__, (Logged, scheduler_cls), {})
         self.manager = manager_cls(*start["blocks"])
-        self.scheduler = logged(Limits(**start["limits"]), self.manager)
+        limits = Limits(**start["limits"])
+        self.scheduler = logged(limits, self.manager)
+        self.checked = CheckedScheduler(self.scheduler, limits)
         self.scheduler.clock = lambda: self.now
         self.now = 0.0
         self.requests: dict[str, Request] = {}
@@ -72,7 +75,7 @@ class Player:
             drawn = [
                 message["tokens"].get(seq.request.request_id, STOP) for seq in self.schedule.sampled
             ]
-            scheduler.update(self.schedule, drawn)
+            self.checked.update(self.schedule, drawn)
         for request_id in message["ended"]:
             request = self.requests.pop(request_id)
             if request.unfinished:
@@ -89,9 +92,9 @@ class Player:
             )
             scheduler.add(request)
             self.requests[request_id] = request
-        moves, before, scheduler.events = self.manager.num_moves, [*scheduler.running], []
-        self.schedule = scheduler.schedule()
-        check_step(self.schedule, scheduler, self.requests.values(), before, moves)
+        running, scheduler.events = [*scheduler.running], []
+        self.schedule = self.checked.schedule(self.requests)
+        check_queues(scheduler, self.requests.values(), running)
         return {"events": scheduler.events}
 
 

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.options import is_int, shown
-from nanovllm.scheduler import Schedule, ScheduleError, Scheduler, check_choice
+from nanovllm.schedule import Item, Schedule, ScheduleError, check_choice
+from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
 
 ROOT = Path(__file__).parents[2]
@@ -212,7 +213,9 @@ class Referee(Scheduler):
             raise Broken(
                 f"step {self.num_steps}: your process has sent what is no decision: {error}"
             ) from error
-        self.num_swapped_blocks += len(schedule.swaps_out)
+        schedule.moves = self.block_manager.take_moves()
+        schedule.num_used_blocks = self.block_manager.num_used_blocks
+        self.num_swapped_blocks += len(schedule.moves.swaps_out)
         return schedule
 
     def _carry_out(
@@ -222,22 +225,21 @@ class Referee(Scheduler):
         (seq,) = request.unfinished
         if kind == "preempt":
             self.is_swapped = value is True
-            self.preempt(request, schedule)
+            self.preempt(request)
         elif kind == "admit":
-            check_choice(self, "_admit", request, self.waiting)
+            check_choice(self, "admit", request, self.waiting)
             self._require_room(self.block_manager.can_admit(request), request, "admitted")
-            self._admit(request, schedule)
+            self.admit(request)
         elif kind == "compute":
-            check_choice(self, "_commit", request, self.running)
+            check_choice(self, "commit", request, self.running)
             if not is_int(value, 1, seq.num_missing_tokens):
                 missing = f"{seq.num_missing_tokens} are missing"
                 raise ScheduleError(
-                    self, "_commit", f"{request} is to compute {value} tokens, but {missing}"
+                    self, "commit", f"{request} is to compute {value} tokens, but {missing}"
                 )
-            self._require_room(
-                self.block_manager.can_allocate([(seq, value)]), request, "given tokens"
-            )
-            self._commit([(seq, value)], schedule)
+            items = [Item(seq, seq.num_computed_tokens, value)]
+            self._require_room(self.block_manager.can_allocate(items), request, "given tokens")
+            self.commit(items, schedule)
         else:
             raise ValueError(shown(kind))
 

@@ -13,8 +13,9 @@ from statistics import mean
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import Config
+from nanovllm.roofline import Machine
 from nanovllm.scheduler import Scheduler
-from nanovllm.simulator import Job, Machine, Run, simulate
+from nanovllm.simulator import Job, Run, simulate
 from tutorials.simulation.metrics import latency
 
 NAMES = ("a0", "a1", "a2", "a3", "a4", "a5", "a6", "a7")

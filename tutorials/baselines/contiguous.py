@@ -6,6 +6,7 @@ they reserve, on top of a buddy allocator (section 6.1). So do we. To try one in
     LLM(block_manager_cls=OrcaPow2, block_size=1)
 """
 
+from nanovllm.beam_search import BeamRequest
 from nanovllm.block_manager import BlockManager
 from nanovllm.sequence import Request, Sequence
 
@@ -55,7 +56,7 @@ class ContiguousBlockManager(BlockManager):
     # --- what the scheduler asks ---
 
     def max_blocks_needed(self, request: Request) -> int:
-        if request.beam_search is not None:
+        if isinstance(request, BeamRequest):
             raise ValueError(
                 f"beam search is not possible with {type(self).__name__}: use BlockManager"
             )
@@ -84,16 +85,14 @@ class ContiguousBlockManager(BlockManager):
 
     # --- what it tells us to do ---
 
-    def swap_out(self, seqs: list[Sequence], swaps_out: dict[int, int]) -> bool:
+    def swap_out(self, seqs: list[Sequence]) -> bool:
         return False
 
-    def allocate(self, seq: Sequence, num_tokens: int) -> list[tuple[int, int]]:
+    def allocate(self, seq: Sequence, num_tokens: int) -> None:
         if not seq.block_table:
             for member in seq.request.unfinished:
                 self._reserve(member)
-        copies = self.copies.pop(seq, [])
-        self.num_moves += len(copies)
-        return copies
+        self.moves.copies += self.copies.pop(seq, [])
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int | None = None) -> None:
         """Everything is copied, before the next step."""

@@ -12,18 +12,20 @@ import json
 import math
 import random
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
-from nanovllm.beam_search import BeamSearch, BeamSearchParams
+from nanovllm.beam_search import BeamRequest, BeamSearch, BeamSearchParams
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import Limits
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.scheduler import Schedule, Scheduler
+from nanovllm.schedule import Schedule
+from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
 from nanovllm.stats import cache_usage
 from tutorials.baselines.contiguous import OrcaMax, OrcaOracle, OrcaPow2
 from tutorials.performance.machine import environment
-from tutorials.performance.workloads import read_trace
+from tutorials.performance.workloads import lognormal_pairs, read_trace
 
 Lengths = list[tuple[int, int]]  # of prompts and outputs
 MEANS = {"ShareGPT": (161.31, 337.99), "Alpaca": (19.31, 58.45)}  # the paper's figure 11
@@ -42,14 +44,8 @@ class Setting:
 
 def lognormal_lengths(name: str, count: int, seed: int = 0) -> Lengths:
     """Lengths with the means that the paper gives for a data set. Their shape is our assumption, not the paper's."""
-    rng, lengths = random.Random(seed), []
-    while len(lengths) < count:
-        pair = [
-            max(1, round(rng.lognormvariate(math.log(mean) - 0.5, 1.0))) for mean in MEANS[name]
-        ]  # e^(-0.5): mean
-        if sum(pair) <= MAX_MODEL_LEN:
-            lengths.append(tuple(pair))
-    return lengths
+    pairs = lognormal_pairs(random.Random(seed), MEANS[name], 1.0, MAX_MODEL_LEN)
+    return list(islice(pairs, count))
 
 
 class NoModel:
@@ -66,7 +62,7 @@ class NoModel:
 
     def likeliest(self, request: Request) -> dict[int, float] | None:
         """The likeliest of many tokens whose logits are normally distributed, for beams."""
-        if request.beam_search is None:
+        if not isinstance(request, BeamRequest):
             return None
         weights = sorted((math.exp(self.rng.gauss(0, 3)) for _ in range(200)), reverse=True)
         total = sum(weights)
@@ -78,11 +74,10 @@ class NoModel:
 def new_request(i: int, prompt: int, output: int, n: int = 1, beam_width: int = 0) -> Request:
     params = SamplingParams(n=beam_width or n, max_tokens=output, ignore_eos=True)
     request = Request(str(i), None, [i] * prompt, params)
-    request.arrival = i
     if beam_width:
-        request.search_with(
-            BeamSearch(BeamSearchParams(beam_width=beam_width), frozenset(), output)
-        )
+        search = BeamSearch(BeamSearchParams(beam_width=beam_width), frozenset(), output)
+        request = BeamRequest(str(i), None, [i] * prompt, params, search=search)
+    request.arrival = i
     return request
 
 

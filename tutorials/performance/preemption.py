@@ -52,26 +52,24 @@ def recovery(llm, context: int, swap: bool) -> tuple[float, float]:
     """Seconds (to swap out, to be back where it was) of a request that is preempted and at once admitted again."""
 
     def next_token() -> float:
-        before, start = llm.num_output_tokens, time.perf_counter()
-        while (
-            llm.num_output_tokens == before
-        ):  # it ends with the token on the host: nothing is still under way
+        before = llm.counts.output_tokens
+        start = time.perf_counter()
+        while llm.counts.output_tokens == before:  # it ends with the token on the host
             llm.step()
         return time.perf_counter() - start
 
     rng = random.Random(0)
-    scheduler = llm.scheduler
     prompt = [rng.randrange(llm.runner.vocab_size) for _ in range(context)]
-    request_id = llm.add_request(
-        prompt, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-    )
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    request_id = llm.add_request(prompt, params)
     next_token()
     ordinary = percentile([next_token() for _ in range(5)], 50)
-    (request,) = scheduler.running
-    scheduler.preempt(request)
+    (request,) = llm.scheduler.running
+    llm.scheduler.preempt(request)
     moves = llm.block_manager.take_moves()
-    out, start = 0.0, time.perf_counter()
+    out = 0.0
     if swap:
+        start = time.perf_counter()
         llm.runner.move_blocks(moves)
         if llm.runner.device.type == "cuda":
             torch.cuda.synchronize()  # a step that follows need not wait so long

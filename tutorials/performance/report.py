@@ -83,23 +83,35 @@ def spread(engine: dict, separator: str) -> str:
     )
 
 
+# --- tables ---
+
+
+def aligned(rows: list[list[str]]) -> str:
+    """Columns for a terminal: the first one to the left, all others to the right."""
+    first, *others = (max(map(len, column)) for column in zip(*rows))
+    lines = [[name.ljust(first), *map(str.rjust, cells, others)] for name, *cells in rows]
+    return "\n".join("  ".join(line).rstrip() for line in lines)
+
+
+def markdown(rows: list[list[str]]) -> str:
+    """The first row is the header."""
+    header, *others = rows
+    lines = [header, ["---"] * len(header), *others]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def table(header: str, columns: list[tuple], records: dict[str, dict]) -> str:
     """A line for each record; a column is its key, how to format it, and a factor."""
 
     def shown(value, spec: str, factor: float = 1) -> str:
-        return (
-            "-" if value in (None, "") else format(value if factor == 1 else value * factor, spec)
-        )
+        if value in (None, ""):
+            return "-"
+        return format(value if factor == 1 else value * factor, spec)
 
-    rows = [
-        [name, *(shown(r.get(key), *how) for key, *how in columns)] for name, r in records.items()
-    ]
-    first, *others = [max(map(len, column)) for column in zip(header.split("|"), *rows)]
-    lines = [
-        [name.ljust(first), *map(str.rjust, cells, others)]
-        for name, *cells in (header.split("|"), *rows)
-    ]
-    return "\n".join("  ".join(line) for line in lines)
+    rows = [header.split("|")]
+    for name, record in records.items():
+        rows.append([name, *(shown(record.get(key), *how) for key, *how in columns)])
+    return aligned(rows)
 
 
 def ceiling_text(ceilings: dict) -> str:

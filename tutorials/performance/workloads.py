@@ -1,7 +1,9 @@
 """Requests for a benchmark: of random lengths, as nano-vllm's own benchmark draws them, or from a recorded trace."""
 
 import csv
+import math
 import random
+from collections.abc import Iterator
 from datetime import datetime
 from itertools import accumulate, islice
 from pathlib import Path
@@ -34,6 +36,18 @@ def random_requests(
         (rng.expovariate(rate) for _ in range(count - 1)), initial=0.0
     )  # gaps of 0 if it is inf
     return [Request(*request) for request in zip(prompts, lengths, arrivals)]
+
+
+def lognormal_pairs(
+    rng: random.Random, means: tuple[float, float], sigma: float, max_model_len: int
+) -> Iterator[tuple[int, int]]:
+    """Without end: tokens of a prompt and of its answer, with these means; `sigma` is the standard
+    deviation of their logarithms. Pairs of more than `max_model_len` tokens are drawn again."""
+    locations = [math.log(mean) - sigma**2 / 2 for mean in means]
+    while True:
+        prompt, output = (max(1, round(rng.lognormvariate(x, sigma))) for x in locations)
+        if prompt + output <= max_model_len:
+            yield prompt, output
 
 
 def read_trace(path: Path, count: int | None, rate: float | None) -> list[tuple[int, int, float]]:

@@ -34,12 +34,12 @@ from matplotlib.figure import Figure
 
 from nanovllm import LLM
 from nanovllm.config import EMBEDDED_MODEL, Config
-from nanovllm.roofline import Hardware, Shape, shape_of, work_of
-from nanovllm.scheduler import Schedule, Scheduler
+from nanovllm.roofline import Hardware, Items, Machine, Shape, shape_of, work_of
+from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
-from nanovllm.simulator import Job, Machine, Run, items_of, model_config, simulate
+from nanovllm.simulator import Job, Run, model_config, simulate
 from tutorials.performance.machine import device_name, environment, installed, seconds_of
-from tutorials.performance.report import write_json
+from tutorials.performance.report import markdown, write_json
 from tutorials.performance.steps import Step
 from tutorials.simulation.metrics import distribution, tpot, ttft
 from tutorials.simulation.recording import record
@@ -72,7 +72,7 @@ OPTIONS: Options = {
 TERMS = ("step", "sequence", "chunk", "byte", "flop")
 
 
-def amounts(shape: Shape, items: list[tuple[int, int]], sampled: int) -> list[float]:
+def amounts(shape: Shape, items: Items, sampled: int) -> list[float]:
     """How much of each of `TERMS` a step has. The weights are left out: each step reads them, so they are in "step"."""
     work, chunks = work_of(shape, items, sampled), sum(n > 1 for n, _ in items)
     return [1, len(items), chunks, work.kv_bytes, work.flops]
@@ -89,11 +89,18 @@ class Calibrated(Machine):
 
     costs: tuple[float, ...] = (0.0,) * len(TERMS)  # seconds per unit of each of `TERMS`
 
-    def seconds(self, shape: Shape, schedule: Schedule, block_size: int) -> float:
-        parts = zip(self.costs, amounts(shape, items_of(schedule), len(schedule.sampled_items)))
-        return sum(cost * amount for cost, amount in parts) + self.swap_seconds(
-            shape, schedule, block_size
-        )
+    def seconds(
+        self,
+        shape: Shape,
+        items: Items,
+        num_sampled: int,
+        num_copies: int,
+        num_swaps: int,
+        block_size: int,
+    ) -> float:
+        parts = zip(self.costs, amounts(shape, items, num_sampled))
+        seconds = sum(cost * amount for cost, amount in parts)
+        return seconds + self.swap_seconds(shape, num_swaps, block_size)
 
 
 def fit(rows: list[list[float]], seconds: list[float]) -> tuple[float, ...]:
@@ -389,7 +396,6 @@ def totals(rows: dict[str, dict]) -> dict[str, dict]:
 def table(rows: dict[str, dict]) -> str:
     """Markdown: real / simulated and the error, for each workload and metric; then the mean and the worst."""
     lines = [["", "requests", *(f"{name}: real, simulated (s)" for name in METRICS.values())]]
-    lines.append(["---"] * len(lines[0]))
     for name, row in rows.items():
         cells = [
             f"{median(r[m] for r in row['real']):.3g}, {row['simulated'][m]:.3g} ({error(row, m):+.0%})"
@@ -405,7 +411,7 @@ def table(rows: dict[str, dict]) -> str:
     ):
         values = [summary[metric][key] for metric in METRICS]
         lines.append([label, "", *("-" if value is None else f"{value:.1%}" for value in values)])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return markdown(lines)
 
 
 def draw(rows: dict[str, dict], path: Path) -> None:

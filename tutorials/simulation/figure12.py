@@ -24,15 +24,16 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from nanovllm.config import Config
-from nanovllm.roofline import FIELDS, HARDWARE, Hardware
-from nanovllm.scheduler import Schedule, Scheduler
+from nanovllm.roofline import FIELDS, HARDWARE, Hardware, Machine
+from nanovllm.schedule import Schedule
+from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
-from nanovllm.simulator import Job, Machine, Run, simulate
+from nanovllm.simulator import Job, Run, simulate
 from tutorials.baselines.contiguous import OrcaMax, OrcaOracle, OrcaPow2
 from tutorials.baselines.replay import NUM_SLOTS
 from tutorials.baselines.static_batching import StaticBatching
 from tutorials.performance.machine import environment
-from tutorials.performance.report import write_json
+from tutorials.performance.report import markdown, write_json
 from tutorials.simulation.metrics import summary
 from tutorials.simulation.plots import latency_over_rate
 from tutorials.simulation.workloads import (
@@ -79,7 +80,7 @@ class PromptsFirst(WholePrompts):
     """Whole prompts in steps of their own, while all others wait, as in vLLM before its V1."""
 
     def make_room(self, schedule: Schedule) -> None:
-        self._schedule_waiting(schedule)
+        self.schedule_waiting(schedule)
         if schedule.items:
             schedule.tokens_left = 0
 
@@ -359,13 +360,6 @@ def batch_table(results: dict[str, dict]) -> str:
         )
         lines[-1].append(f"{paper:.1f}")
     return markdown(lines)
-
-
-def markdown(rows: list[list[str]]) -> str:
-    first, *others = rows
-    return "\n".join(
-        "| " + " | ".join(row) + " |" for row in [first, ["---"] * len(first), *others]
-    )
 
 
 def draw(report: dict, path: Path) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from nanovllm.options import is_number, shown
 from nanovllm.simulator import Run, Served
-from tutorials.performance.report import percentile, write_json
+from tutorials.performance.report import aligned, percentile, write_json
 
 
 def is_finished(request: Served) -> bool:
@@ -288,11 +288,7 @@ def table(summaries: dict[str, dict]) -> str:
             lines.append(
                 [label, *("-" if value is None else format(value, spec) for value in values)]
             )
-    first, *others = (max(map(len, column)) for column in zip(*lines))
-    return "\n".join(
-        "  ".join([name.ljust(first), *map(str.rjust, cells, others)]).rstrip()
-        for name, *cells in lines
-    )
+    return aligned(lines)
 
 
 def save(path: str | Path, summaries: dict[str, dict], **about: object) -> None:

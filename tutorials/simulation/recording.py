@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.roofline import Hardware, Shape
-from nanovllm.scheduler import Schedule
+from nanovllm.roofline import Hardware, Items, Machine, Shape
+from nanovllm.schedule import Schedule
 from nanovllm.sequence import Request
-from nanovllm.simulator import Arrivals, Job, Machine, Run, Runs, Served, items_of
+from nanovllm.simulator import Arrivals, Job, Run, Runs, Served, items_of
 from tutorials.performance.steps import Step
 
 
@@ -45,15 +45,11 @@ def record(
     stand where the job has the run `answer`.
     """
     recorder = Recorder(llm, jobs)
-    scheduler = llm.scheduler
-    scheduler.schedule, scheduler.preempt = (
-        recorder.schedule,
-        recorder.preempt,
-    )  # watched from outside
+    llm.observers.append(recorder.observe)
     try:
         recorder.play(clock, sleep)
     finally:
-        del scheduler.schedule, scheduler.preempt
+        llm.observers.remove(recorder.observe)
     return recorder.result(), recorder.steps
 
 
@@ -61,18 +57,18 @@ class Recorder:
     """One run of `record`."""
 
     def __init__(self, llm: LLM, jobs: Sequence[Job]):
-        self.llm, self.jobs, self.scheduler = llm, jobs, llm.scheduler
-        self.run, self.steps = Run([Served(job) for job in jobs]), list[Step]()
+        self.llm = llm
+        self.jobs = jobs
+        self.run = Run([Served(job) for job in jobs])
+        self.steps: list[Step] = []
         self.prompts = [token_ids(job.prompt, llm.runner.vocab_size) for job in jobs]
-        self.plan, self.preempt_it, self.before = (
-            self.scheduler.schedule,
-            self.scheduler.preempt,
-            counters(llm),
-        )
+        self.before = counters(llm)
         self.arrivals = Arrivals(jobs)
+        self.running: list[Request] = []
 
     def play(self, clock: Callable[[], float], sleep: Callable[[float], None]) -> None:
-        start, now = clock(), 0.0
+        start = clock()
+        now = 0.0
         while self.arrivals.coming or self.llm.has_unfinished():
             if not self.llm.has_unfinished():
                 now = max(now, self.arrivals.coming[0][0])
@@ -84,50 +80,57 @@ class Recorder:
             now += seconds
             self.note(now, seconds)
 
+    def observe(self, schedule: Schedule, seconds: float) -> None:
+        """The engine tells what it has done, and how long it took by its own clock."""
+        self.schedule = schedule
+
     def add(self, time: float, index: int) -> None:
-        job, self.run.requests[index].arrival = self.jobs[index], time
+        job = self.jobs[index]
+        self.run.requests[index].arrival = time
         params = SamplingParams(
             temperature=0, ignore_eos=True, max_tokens=job.num_outputs, extra_args=job.extra_args
         )
         self.llm.add_request(self.prompts[index], params, str(index))
 
-    def schedule(self) -> Schedule:
-        """Between the planning of a step and its run."""
-        self.current = schedule = self.plan()
-        self.items = items_of(schedule)
-        self.num_used_blocks = self.llm.block_manager.num_used_blocks
-        return schedule
-
-    def preempt(self, request: Request, schedule: Schedule) -> None:
-        self.run.requests[int(request.request_id)].num_preemptions += 1
-        self.preempt_it(request, schedule)
-
     def note(self, now: float, seconds: float) -> None:
         """A step has ended `now`."""
-        sampled, run = self.current.sampled_items, self.run
-        self.steps.append(Step(self.items, len(sampled), seconds))
+        schedule = self.schedule
+        run = self.run
+        self.steps.append(Step(items_of(schedule), len(schedule.sampled), seconds))
         run.busy_seconds += seconds
-        run.kv_use += self.num_used_blocks * seconds
-        for _, seq in sampled:
-            served = run.requests[index := int(seq.request.request_id)]
+        run.kv_use += schedule.num_used_blocks * seconds
+        self.note_preemptions()
+        for seq in schedule.sampled:
+            index = int(seq.request.request_id)
+            served = run.requests[index]
             served.token_times.append(now)
             if seq.finish_reason is not None:
                 served.num_cached_tokens = seq.request.num_cached_tokens or 0
                 for follower in self.arrivals.follow(index, now):
                     self.continue_with(follower, seq.token_ids)
 
+    def note_preemptions(self) -> None:
+        """Who ran, does so no longer, and has not ended."""
+        running = [*self.llm.scheduler.running]
+        for request in set(self.running).difference(running):
+            if not request.has_ended:
+                self.run.requests[int(request.request_id)].num_preemptions += 1
+        self.running = running
+
     def continue_with(self, index: int, conversation: list[int]) -> None:
         """The prompt of the next turn begins with what was really said, if the job wants it to."""
-        job, last = self.jobs[index], self.jobs[self.jobs[index].after]
+        job = self.jobs[index]
+        last = self.jobs[job.after]
         if job.prompt[: len(last.conversation)] == last.conversation:
             self.prompts[index][: len(conversation)] = conversation
 
     def result(self) -> Run:
-        run, steps = self.run, self.steps
+        run = self.run
+        steps = self.steps
         run.seconds = max((served.token_times[-1] for served in run.requests), default=0.0)
         run.num_steps = len(steps)
         run.num_computed_tokens = sum(n for step in steps for n, _ in step.items)
-        run.kv_use = run.kv_use / (run.busy_seconds or 1) / len(self.llm.block_manager.blocks)
+        run.kv_use /= (run.busy_seconds or 1) * len(self.llm.block_manager.blocks)
         for name, count in counters(self.llm).items():
             setattr(run, name, count - self.before[name])
         return run
@@ -148,20 +151,19 @@ class Recording(Machine):
 
     def __init__(self, steps: list[Step]):
         super().__init__(Hardware("recorded", 1.0, 1.0, 0.0))
-        self.steps, self.num_replayed = steps, 0
+        self.steps = steps
+        self.num_replayed = 0
 
-    def seconds(self, shape: Shape, schedule: Schedule, block_size: int) -> float:
-        k, self.num_replayed = self.num_replayed, self.num_replayed + 1
-        planned = items_of(schedule), len(schedule.sampled_items)
+    def seconds(self, shape: Shape, items: Items, num_sampled: int, **moves: int) -> float:
+        k = self.num_replayed
+        self.num_replayed += 1
+        planned = describe(items, num_sampled)
         if k >= len(self.steps):
-            raise ValueError(
-                f"step {k} was not recorded, the recording has {len(self.steps)} steps: {describe(*planned)}"
-            )
-        recorded = [tuple(item) for item in self.steps[k].items], self.steps[k].sampled
+            there = f"the recording has {len(self.steps)} steps"
+            raise ValueError(f"step {k} was not recorded, {there}: {planned}")
+        recorded = describe(*self.steps[k][:2])
         if planned != recorded:
-            raise ValueError(
-                f"step {k} is another one: planned {describe(*planned)}, recorded {describe(*recorded)}"
-            )
+            raise ValueError(f"step {k} is another one: planned {planned}, recorded {recorded}")
         return self.steps[k].seconds
 
     def save(self, path: str | Path) -> None:
@@ -175,5 +177,6 @@ class Recording(Machine):
         return cls([Step([tuple(item) for item in items], *others) for items, *others in rows])
 
 
-def describe(items: list[tuple[int, int]], sampled: int) -> str:
-    return f"{items} (tokens, context of each sequence), {sampled} sampled"
+def describe(items: Items, num_sampled: int) -> str:
+    pairs = [tuple(item) for item in items]
+    return f"{pairs} (tokens, context of each sequence), {num_sampled} sampled"

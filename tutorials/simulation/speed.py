@@ -17,9 +17,8 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from nanovllm.config import Config
-from nanovllm.roofline import Shape
-from nanovllm.scheduler import Schedule
-from nanovllm.simulator import MACHINES, Machine, simulate
+from nanovllm.roofline import MACHINES, Items, Machine, Shape
+from nanovllm.simulator import simulate
 from tutorials.performance.machine import device_name, environment
 from tutorials.performance.report import write_json
 from tutorials.simulation.workloads import all_at_once, azure
@@ -34,10 +33,10 @@ class Watched(Machine):
         super().__init__(MACHINES["h100"].hardware)
         self.times, self.sizes = array("d"), array("l")
 
-    def seconds(self, shape: Shape, schedule: Schedule, block_size: int) -> float:
+    def seconds(self, shape: Shape, items: Items, **step: int) -> float:
         self.times.append(time.process_time())
-        self.sizes.append(len(schedule.items))
-        return super().seconds(shape, schedule, block_size)
+        self.sizes.append(len(items))
+        return super().seconds(shape, items, **step)
 
     def quarters(self) -> list[float]:
         """Microseconds per sequence of a step, in each quarter of the steps."""

@@ -9,7 +9,6 @@ on `seed`. Nothing is shared by accident: each prompt and each answer has a toke
 """
 
 import itertools
-import math
 import random
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 from nanovllm.options import is_int, is_number, shown
 from nanovllm.simulator import Job, Runs
 from tutorials.baselines.replay import MEANS
-from tutorials.performance.workloads import read_trace
+from tutorials.performance.workloads import lognormal_pairs, read_trace
 
 Arrivals = Iterable[float]  # seconds since the start, in order
 Lengths = Iterable[tuple[int, int]]  # tokens of a prompt and of its answer
@@ -92,15 +91,8 @@ def lognormal(
         is_int(max_model_len, prompt + output),
         "an integer, at least both means",
     )
-    rng, means = (
-        generator("lengths", seed),
-        [math.log(mean) - sigma**2 / 2 for mean in (prompt, output)],
-    )
-    draws = (
-        [max(1, round(rng.lognormvariate(mean, sigma))) for mean in means]
-        for _ in itertools.repeat(None)
-    )
-    return ((n_in, n_out) for n_in, n_out in draws if n_in + n_out <= max_model_len)
+    rng = generator("lengths", seed)
+    return lognormal_pairs(rng, (prompt, output), sigma, max_model_len)
 
 
 def sharegpt(max_model_len: int = 2048, seed: int = 0) -> Iterator[tuple[int, int]]:

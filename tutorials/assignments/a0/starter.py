@@ -16,8 +16,8 @@ class SchedulerA(Scheduler):
     def priority(self, request):
         return len(request.prompt_token_ids), request.arrival
 
-    def preempt(self, request, schedule):
-        super().preempt(request, schedule)
+    def preempt(self, request):
+        super().preempt(request)
         self.waiting.remove(request)
         self.preempted.append(request)
 

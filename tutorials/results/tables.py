@@ -1,6 +1,6 @@
-"""Writes the tables of README and chapters 10 and 12 from the files in tutorials/results, so that nobody types a number.
+"""Writes the tables of README and chapters 10 and 12 from the files beside it: nobody types a number.
 
-    python -m tutorials.performance.tables
+    python -m tutorials.results.tables
 
 A table stands between <!-- table NAME FILE... --> and <!-- end of table -->. A test compares it with the files.
 """
@@ -11,7 +11,13 @@ import re
 from pathlib import Path
 
 from tutorials.performance.machine import ROOT
-from tutorials.performance.report import conditions, engines_table, percentile, spread
+from tutorials.performance.report import (
+    conditions,
+    engines_table,
+    markdown,
+    percentile,
+    spread,
+)
 from tutorials.simulation import accuracy, figure12
 
 RESULTS = ROOT / "tutorials" / "results"
@@ -34,10 +40,6 @@ ENGINES = {
 MODELS = {"tiny_qwen3": "embedded model", "qwen3-0.6b-random": "Qwen3-0.6B"}
 
 
-def row(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
 def runs(report: dict) -> str:
     return f"the median of {report['repeat']} runs" if report["repeat"] > 1 else "one run"
 
@@ -55,14 +57,14 @@ def speed(reports: list[dict], links: list[str]) -> str:
     header = [""]
     for name in names:
         header += [f"{name}: tokens/s", "ready after"]
-    lines += ["", row(header), row(["---"] * len(header))]
+    rows = [header]
     first = reports[0]["engines"]
     for engine in sorted(first, key=lambda name: -first[name].get("output_tokens_per_second", 0)):
         cells = [ENGINES[engine].format(first[engine].get("version", ""))]
         for report in reports:
             cells += speed_cells(report["engines"].get(engine, {"error": "not run"}))
-        lines.append(row(cells))
-    return "\n".join(lines)
+        rows.append(cells)
+    return "\n".join([*lines, "", markdown(rows)])
 
 
 def speed_cells(engine: dict) -> list[str]:
@@ -87,7 +89,7 @@ def recovery(reports: list[dict], links: list[str]) -> str:
         name = MODELS.get(report["model"], report["model"])
         lines.append(f"- {name} in {report['dtype']}, {report['device']} ([all numbers]({link}))")
         header += [f"{name}: out", "in", "recompute"]
-    lines += ["", row(header), row(["---"] * len(header))]
+    rows = [header]
     chosen = [
         [measured for measured in report["preemption"] if measured["context"] == 1000]
         for report in reports
@@ -98,26 +100,24 @@ def recovery(reports: list[dict], links: list[str]) -> str:
             for m in together
             for way in ("swap_out", "swap_in", "recompute")
         ]
-        lines.append(
-            row([str(together[0]["block_size"]), *(f"{t:,.{0 if t >= 10 else 1}f}" for t in times)])
-        )
-    return "\n".join(lines)
+        cells = [f"{t:,.{0 if t >= 10 else 1}f}" for t in times]
+        rows.append([str(together[0]["block_size"]), *cells])
+    return "\n".join([*lines, "", markdown(rows)])
 
 
 def threads(reports: list[dict], links: list[str]) -> str:
     """For chapter 10: output tokens per second of the embedded model, quiet and busy."""
     (report,), (link,) = reports, links
-    lines = [
-        f"Embedded model, {report['device']}, commit {report['commit']} ([all numbers]({link})):",
-        "",
-    ]
-    lines += [row(["machine, threads", "8 requests", "64 requests"]), row(["---"] * 3)]
+    about = (
+        f"Embedded model, {report['device']}, commit {report['commit']} ([all numbers]({link})):"
+    )
+    rows = [["machine, threads", "8 requests", "64 requests"]]
     for setting, speeds in report["threads"].items():
         cells = [
             f"{percentile(s, 50):,.0f} ({min(s):,.0f} to {max(s):,.0f})" for s in speeds.values()
         ]
-        lines.append(row([setting, *cells]))
-    return "\n".join(lines)
+        rows.append([setting, *cells])
+    return f"{about}\n\n{markdown(rows)}"
 
 
 def host(reports: list[dict], links: list[str]) -> str:
@@ -125,19 +125,13 @@ def host(reports: list[dict], links: list[str]) -> str:
     (report,), (link,) = reports, links
     names = [name for name in report["host"] if name != "this"]
     phases = [phase for phase in next(iter(report["host"]["this"].values())) if phase != "step"]
-    lines = [
-        f"{report['device']}, commit {report['commit']}, ms per step ([all numbers]({link})):",
-        "",
-    ]
-    header = ["sequences, max_model_len", *names, "now", *(f"`{phase}`" for phase in phases)]
-    lines += [row(header), row(["---"] * len(header))]
+    about = f"{report['device']}, commit {report['commit']}, ms per step ([all numbers]({link})):"
+    rows = [["sequences, max_model_len", *names, "now", *(f"`{phase}`" for phase in phases)]]
     for case, now in report["host"]["this"].items():
-        times = [report["host"][name][case]["step"] for name in names] + [
-            now["step"],
-            *(now[p] for p in phases),
-        ]
-        lines.append(row([case, *(f"{1e3 * seconds:.2f}" for seconds in times)]))
-    return "\n".join(lines)
+        times = [report["host"][name][case]["step"] for name in names]
+        times += [now["step"], *(now[phase] for phase in phases)]
+        rows.append([case, *(f"{1e3 * seconds:.2f}" for seconds in times)])
+    return f"{about}\n\n{markdown(rows)}"
 
 
 def error(reports: list[dict], links: list[str]) -> str:
@@ -182,31 +176,28 @@ def ablations(reports: list[dict], links: list[str]) -> str:
 def simulator_speed(reports: list[dict], links: list[str]) -> str:
     """For chapter 12: how long the whole Azure trace takes."""
     (report,), (link,) = reports, links
-    header = [
-        "19,366 requests arrive",
-        "of the server",
-        "steps",
-        "sequences in a step",
-        "processor time",
-        "us per step",
+    about = f"{report['device']}, commit {report['commit']} ([all numbers]({link})):"
+    rows = [
+        [
+            "19,366 requests arrive",
+            "of the server",
+            "steps",
+            "sequences in a step",
+            "processor time",
+            "us per step",
+        ]
     ]
-    lines = [
-        f"{report['device']}, commit {report['commit']} ([all numbers]({link})):",
-        "",
-        row(header),
-    ]
-    lines.append(row(["---"] * len(header)))
     for name, run in report["runs"].items():
         seconds = run["processor_seconds"]
-        cells = [
+        rows.append([
+            name,
             f"{run['simulated_seconds']:,.0f} s",
             f"{run['steps']:,}",
             f"{run['sequences_in_a_step']:.0f}",
-        ]
-        lines.append(
-            row([name, *cells, f"{seconds:.0f} s", f"{seconds / run['steps'] * 1e6:,.0f}"])
-        )
-    return "\n".join(lines)
+            f"{seconds:.0f} s",
+            f"{seconds / run['steps'] * 1e6:,.0f}",
+        ])  # fmt: skip
+    return f"{about}\n\n{markdown(rows)}"
 
 
 TABLES = {
@@ -215,8 +206,6 @@ TABLES = {
     "recovery": recovery,
     "threads": threads,
     "host": host,
-}
-TABLES |= {
     "error": error,
     "sustained": sustained,
     "ablations": ablations,

@@ -1,0 +1,100 @@
+"""What a prompt may be: chats with content in parts, and the forms in which vLLM writes a prompt.
+
+Run: pytest tests/test_inputs.py [-k parts]
+"""
+
+import pytest
+
+from nanovllm import LLM, SamplingParams
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return LLM(device="cpu", num_blocks=200)
+
+
+def user(text: str) -> list[dict]:
+    return [{"role": "user", "content": text}]
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens)
+
+
+def part(text: str) -> dict:
+    return {"type": "text", "text": text}
+
+
+def test_parts_of_text_are_joined_by_line_ends(llm):
+    messages = [
+        {"role": "user", "content": [part("what is"), part("12 + 30?")]},
+        {"role": "assistant", "content": [part("42")]},
+        {"role": "user", "content": "thanks"},
+    ]
+    before = [dict(message) for message in messages]
+    plain = [*user("what is\n12 + 30?"), {"role": "assistant", "content": "42"}, *user("thanks")]
+    for ask in (llm.chat, llm.generate):
+        in_parts, in_one = (
+            ask(m, greedy(max_tokens=3), use_tqdm=False)[0] for m in (messages, plain)
+        )
+        assert in_parts.prompt == in_one.prompt and "what is\n12 + 30?<|im_end|>" in in_one.prompt
+        assert in_parts.outputs[0].token_ids == in_one.outputs[0].token_ids
+    assert messages == before
+
+
+def test_an_assistant_that_said_nothing(llm):
+    """A message that only called tools has the content None."""
+    messages = [*user("hello"), {"role": "assistant", "content": None}, *user("hello?")]
+    (output,) = llm.chat(messages, greedy(max_tokens=1), use_tqdm=False)
+    assert "None" not in output.prompt and "assistant\n<|im_end|>" in output.prompt
+
+
+@pytest.mark.parametrize(
+    "content, place, shown",
+    [
+        (5, "", "5"),
+        (None, "", "None"),
+        ({"type": "text", "text": "a"}, "", "{'type': 'text', 'text': 'a'}"),
+        ([part("a"), "b"], "[1]", "'b'"),
+        ([{"type": "image_url", "image_url": "x"}], "[0]", "{'type': 'image_url', "),
+        ([{"type": "text"}], "[0]", "{'type': 'text'}"),
+        ([part("a"), part("b"), part(7)], "[2]", "{'type': 'text', 'text': 7}"),
+        ([{"text": "a"}], "[0]", "{'text': 'a'}"),
+    ],
+)
+def test_other_content_is_refused(llm, content, place, shown):
+    messages = [*user("hello"), {"role": "user", "content": content}]
+    with pytest.raises(ValueError) as error:
+        llm.chat(messages, use_tqdm=False)
+    assert str(error.value).startswith(f"messages[1]['content']{place}={shown}")
+    assert "is not allowed: it must be " in str(error.value)
+    assert "{'type': 'text', 'text': ...}" in str(error.value) and not llm.has_unfinished()
+
+
+def test_vllms_forms_of_a_prompt(llm):
+    ids = llm.tokenizer.encode("Once upon a time")
+    plain = llm.generate(["Once upon a time", ids], greedy(max_tokens=3), use_tqdm=False)
+    forms = [{"prompt": "Once upon a time"}, {"prompt_token_ids": ids}]
+    for prompts, expected in ((forms, plain), (forms[0], plain[:1]), (forms[1], plain[1:])):
+        outputs = llm.generate(prompts, greedy(max_tokens=3), use_tqdm=False)
+        assert [o.prompt for o in outputs] == [o.prompt for o in expected]
+        assert [o.prompt_token_ids for o in outputs] == [o.prompt_token_ids for o in expected]
+        assert [o.outputs[0].text for o in outputs] == [o.outputs[0].text for o in expected]
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        {},
+        {"text": "a"},
+        {"prompt": [1]},
+        {"prompt_token_ids": "a"},
+        {"prompt": "a", "multi_modal_data": {"image": 1}},
+    ],
+)
+def test_other_dicts_are_no_prompts(llm, prompt):
+    for prompts in (prompt, [prompt]):
+        with pytest.raises(
+            ValueError, match=r"=\{.* is not .* a dict must be \{'prompt': text\} or"
+        ):
+            llm.generate(prompts, use_tqdm=False)

@@ -1,0 +1,45 @@
+"""A runner that knows how long the model's part of a step took. Imports torch and the engine.
+
+That part begins when the tensors of the step are prepared, and ends when its tokens are on the host,
+so when the device is done. On CUDA, launches count as the model's: the device works meanwhile.
+"""
+
+import time
+
+import torch
+
+from nanovllm import LLM
+from nanovllm.config import TOKENS_PER_STEP, Config
+from nanovllm.device import choose_device
+from nanovllm.layers.rotary import longest_context
+from nanovllm.loader import find_model, load_config
+from nanovllm.model_runner import ModelRunner
+from nanovllm.schedule import Schedule
+from nanovllm.step import StepInputs
+
+
+class TimedRunner(ModelRunner):
+    model_seconds = 0.0  # of the last step
+
+    def run(self, schedule: Schedule):
+        result = super().run(schedule)
+        if self.device.type == "cuda" and not schedule.sampled:  # else the tokens are here
+            torch.cuda.synchronize()
+        self.model_seconds = time.perf_counter() - self.model_began
+        return result
+
+    def prepare(self, schedule: Schedule) -> StepInputs:
+        inputs = super().prepare(schedule)
+        self.model_began = time.perf_counter()
+        return inputs
+
+
+def timed_engine(model: str, **options) -> LLM:
+    """An engine with such a runner; `options` are fields of Config."""
+    config = Config(model=model, **options)
+    path = find_model(config.model)
+    hf_config = load_config(path)
+    device = choose_device(config)
+    limits = config.resolved(longest_context(hf_config), TOKENS_PER_STEP[device.type])
+    runner = TimedRunner(config, limits, hf_config, path, device)
+    return LLM(model, runner=runner, **options)
