@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import count
 from typing import Protocol
 
@@ -48,6 +49,17 @@ class Runner(Protocol):
     def run(self, schedule: Schedule) -> tuple[list[int], list[TokenLogprobs | None] | None]: ...
 
 
+def new_block_manager(config: Config, runner: Runner) -> BlockManager:
+    """Not a method of LLM: whoever kept it would keep the engine, and its KV cache."""
+    manager_cls = config.block_manager_cls or BlockManager
+    return manager_cls(
+        runner.num_blocks,
+        config.block_size,
+        config.enable_prefix_caching,
+        runner.num_host_blocks,
+    )
+
+
 class LLM:
     """An inference engine for one model.
 
@@ -70,13 +82,12 @@ class LLM:
         self.tokenizer = load_tokenizer(path)
         self.runner = runner or ModelRunner(config, limits, hf_config, path, device)
 
+        new_manager = partial(new_block_manager, config, self.runner)
         scheduler_cls = config.scheduler_cls or Scheduler
-        self.scheduler: Scheduler = scheduler_cls(limits, self._new_block_manager())
+        self.scheduler: Scheduler = scheduler_cls(limits, new_manager())
         self.checked = CheckedScheduler(self.scheduler, limits)
         self.replies = Replies()
-        self.recovery = Recovery(
-            self.scheduler, self.checked, self.replies, self._new_block_manager
-        )
+        self.recovery = Recovery(self.scheduler, self.checked, self.replies, new_manager)
         defaults = load_generation_config(path, hf_config)
         self.inputs = Inputs(
             config.model, self.scheduler, self.tokenizer, hf_config.vocab_size, defaults
@@ -220,15 +231,6 @@ class LLM:
         return self.scheduler.block_manager
 
     # --- inside ---
-
-    def _new_block_manager(self) -> BlockManager:
-        config = self.config
-        return (config.block_manager_cls or BlockManager)(
-            self.runner.num_blocks,
-            config.block_size,
-            config.enable_prefix_caching,
-            self.runner.num_host_blocks,
-        )
 
     def _submit(
         self, request: Request, is_reported: bool = True, is_watched: bool = False

@@ -1,6 +1,8 @@
-"""The grader gives each reference solution all points, on seeds that no handout has shown, and it changes no answer.
+"""The reference solutions keep the rules and change no answer, and the grader gives them all points.
 
-Run: pytest tests/test_assignments.py [-k a1]
+The grading is on seeds that no handout has shown, and slow.
+
+Run: pytest tests/test_assignments.py [-k a1] [--slow]
 """
 
 from dataclasses import replace
@@ -9,12 +11,24 @@ from pathlib import Path
 import pytest
 
 from tutorials.assignments.grade import Grader, secret_seeds
-from tutorials.assignments.public import check_answers, load
+from tutorials.assignments.public import check_answers, check_rules, load
 from tutorials.assignments.task import NAMES, load_task
 
 SOLUTIONS = Path(__file__).parent / "assignments"
 
 
+NUM_JOBS = 60  # of a short load
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_reference_keeps_the_rules_in_a_short_load(name):
+    module = load(SOLUTIONS / f"{name}_solution.py")
+    for part in load_task(name).parts:
+        short = replace(part, workload=lambda seed, part=part: part.workload(seed)[:NUM_JOBS])
+        assert len(check_rules(short, module, seed=1).requests) == NUM_JOBS
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_the_reference_gets_all_points(name):
     task = replace(

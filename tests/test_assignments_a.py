@@ -46,12 +46,14 @@ def test_the_reference_changes_at_most_15_lines(name):
     assert 0 < len(changed) <= 15
 
 
+@pytest.mark.slow(but_every=3)
 @pytest.mark.parametrize("name", NAMES[1:])
 def test_the_starter_gets_no_points_for_goals(name):
     """That the reference gets all is in test_assignments.py."""
     assert goal_points(name, starter(name), seed=101) == 0
 
 
+@pytest.mark.slow
 def test_each_class_of_a0_is_broken_and_can_be_mended(seed=101):
     task, broken, mended = load_task("a0"), load(starter("a0")), load(reference("a0"))
     for part in task.parts:

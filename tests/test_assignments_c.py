@@ -5,6 +5,8 @@ Run: pytest tests/test_assignments_c.py
 
 from pathlib import Path
 
+import pytest
+
 from tutorials.assignments.public import load
 from tutorials.assignments.task import load_task, measure
 
@@ -31,6 +33,7 @@ def test_the_reference_is_short():
     assert len(REFERENCE.read_text().splitlines()) < 40
 
 
+@pytest.mark.slow
 def test_the_starter_gets_none_for_goals(seed=103):
     """That the reference gets all points is in test_assignments.py."""
     assert points(STARTER, seed) == [0] * len(PART.goals)

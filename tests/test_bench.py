@@ -366,6 +366,15 @@ def test_json_is_compact(tmp_path):
     assert "[1, 2.0, 1e-12]" in text
 
 
+def test_who_is_ended_while_writing_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "x.json"
+    write_json({"old": 1}, path)
+    monkeypatch.setattr(Path, "write_text", lambda file, text: file.write_bytes(b"{") and 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        write_json({"new": 2}, path)
+    assert json.loads(path.read_text()) == {"old": 1}
+
+
 @pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)
 def test_numbers_in_the_pages_are_those_of_the_files(page):
     text = page.read_text()

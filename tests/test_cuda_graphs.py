@@ -15,7 +15,7 @@ from checkpoints import new_model, save
 from nanovllm import LLM, SamplingParams
 from nanovllm.block_manager import BlockManager, Moves
 from nanovllm.cuda_graphs import DecodeGraphs, graph_sizes, padding
-from nanovllm.layers import triton_attention, triton_ops
+from nanovllm.layers import torch_ops, triton_attention, triton_ops
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import KVCache
 from nanovllm.layers.sampler import Sampling
@@ -160,13 +160,22 @@ def test_rows_that_are_not_needed_are_padding():
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    return save(new_model("qwen3", head_dim=32), tmp_path_factory.mktemp("qwen3"))
+    model = new_model("qwen3", head_dim=32, num_attention_heads=2, num_key_value_heads=1)
+    return save(model, tmp_path_factory.mktemp("qwen3"))
+
+
+@pytest.fixture
+def interpret_little(monkeypatch):
+    """Where there is no GPU, layers that know nothing of a graph's buffers do without Triton."""
+    for name in ("add_and_norm", "norm_and_rotate", "silu_and_mul"):
+        if DEVICE.type == "cpu":
+            monkeypatch.setattr(triton_ops, name, getattr(torch_ops, name))
 
 
 @pytest.mark.filterwarnings(
     "ignore:overflow|invalid:RuntimeWarning"
 )  # padding rows attend to nothing: any numbers
-def test_the_engine_gives_the_same_tokens_as_without(path):
+def test_the_engine_gives_the_same_tokens_as_without(interpret_little, path):
     """Greedy and with every option of sampling, while the batch grows, shrinks and is preempted."""
     prompts = [[i] * (5 * i + 1) for i in range(5)]
     params = [
@@ -207,14 +216,14 @@ class Generous(BlockManager):
 
 
 @pytest.mark.filterwarnings("ignore:overflow|invalid:RuntimeWarning")
-def test_a_step_whose_tables_are_too_long_for_the_recording_runs_without(path):
+def test_a_step_whose_tables_are_too_long_for_the_recording_runs_without(interpret_little, path):
     answers = []
     for manager_cls in (None, Generous):
         llm = LLM(
             path, dtype="float32", attention_backend="triton", max_num_seqs=2, max_model_len=30, block_size=4,
             num_blocks=80, block_manager_cls=manager_cls,
         )  # fmt: skip
-        params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
         answers.append(
             [
                 o.outputs[0].token_ids
@@ -277,7 +286,9 @@ def num_blocks_of_a_gpu(runner, config):
 @pytest.mark.filterwarnings("ignore:overflow|invalid:RuntimeWarning")
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_the_trials_that_size_the_cache_of_a_gpu_run(path, monkeypatch, backend, mode):
+def test_the_trials_that_size_the_cache_of_a_gpu_run(
+    interpret_little, path, monkeypatch, backend, mode
+):
     """The largest step, and the recordings, before there is a cache. What others hold, the step's peak and the graphs are
     taken off; what the allocator keeps for later is neither lost nor won."""
     device = MadeUpDevice(monkeypatch)
@@ -302,7 +313,7 @@ def test_the_trials_that_size_the_cache_of_a_gpu_run(path, monkeypatch, backend,
 
 @pytest.mark.filterwarnings("ignore:overflow|invalid:RuntimeWarning")
 @pytest.mark.parametrize("eager", [False, True])
-def test_an_engine_that_is_gone_takes_its_memory_along(path, eager):
+def test_an_engine_that_is_gone_takes_its_memory_along(interpret_little, path, eager):
     """No cycle keeps the KV cache, so that the next engine has room."""
     llm = LLM(
         path,
@@ -327,6 +338,8 @@ def test_an_engine_that_is_gone_takes_its_memory_along(path, eager):
 def test_serving_launches_nothing_that_is_not_warm(path, monkeypatch):
     """On a GPU of 40 multiprocessors: (kernel, constants that decide about its code) of the warm-up, then of a busy time."""
     launched = set()
+    monkeypatch.setattr(torch, "empty", torch.zeros)  # what a kernel does not write is zero
+    monkeypatch.setattr(torch, "empty_like", torch.zeros_like)
     real = triton_attention.num_splits
     fake = SimpleNamespace(type="cuda")
     monkeypatch.setattr(
@@ -359,7 +372,7 @@ def test_serving_launches_nothing_that_is_not_warm(path, monkeypatch):
 
 
 class Noted:
-    """A kernel that notes what would be compiled: its name and the constants it is launched with."""
+    """A kernel that does not run, but notes what would be compiled: its name and its constants."""
 
     def __init__(self, name, kernel, launched):
         self.name, self.kernel, self.launched = name, kernel, launched
@@ -373,6 +386,5 @@ class Noted:
                 options.items()
             )
             self.launched.add((self.name, str(constants)))
-            self.kernel[grid](*args, **options)
 
         return launch

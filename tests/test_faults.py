@@ -180,6 +180,7 @@ def inject(llm, monkeypatch, place: str, is_hit) -> None:
         )
 
 
+@pytest.mark.slow(but_every=11)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("culprit", ["plain", "samples", "beams", "long"])
 @pytest.mark.parametrize(
@@ -213,6 +214,7 @@ def test_only_the_culprit_ends(monkeypatch, expected, place, culprit, setting):
         check_clean(llm)
 
 
+@pytest.mark.slow(but_every=5)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("place", ["runner", "sampler", "plan", "update", "allocate", "preempt"])
 def test_a_fault_that_does_not_come_again_ends_nobody(monkeypatch, expected, place, setting):
@@ -441,20 +443,21 @@ def use(llm, expected) -> None:
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_ctrl_c_at_any_line(expected, setting):
+def test_ctrl_c_at_any_line(expected, setting, pytestconfig):
+    num_lines = 60 if pytestconfig.getoption("--slow") else 8
     llm = new_llm(**SETTINGS[setting])
     with Interrupter() as counter:
         use(llm, expected)
     check_clean(llm)
     rng, every = random.Random(len(setting)), os.environ.get("NANOVLLM_EVERY_LINE")
-    lines = range(counter.count) if every else sorted(rng.sample(range(counter.count), 60))
+    lines = range(counter.count) if every else sorted(rng.sample(range(counter.count), num_lines))
     places = set()
     for at in lines:  # each with an engine that the ones before have left
         with Interrupter(at) as interrupter:
             use(llm, expected)
         places.add(interrupter.place)
         check_clean(llm)
-    assert len(places) > 30  # a run after a recovery has not always as many lines
+    assert len(places) > num_lines // 2  # a run after a recovery has not always as many lines
 
 
 def test_ctrl_c_by_a_real_signal(expected):

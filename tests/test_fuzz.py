@@ -1,7 +1,7 @@
 """Random requests with parameters at the edges of what is allowed, and beyond: each is refused with a ValueError or
 runs to its end, no step fails, and a neighbor in the same batch gets its usual answer.
 
-Run: pytest tests/test_fuzz.py
+Run: pytest tests/test_fuzz.py; with --slow five times as many
 A longer run, 10,000 requests from seed 7 on: python tests/test_fuzz.py 10000 7
 """
 
@@ -221,9 +221,11 @@ class Fuzz:
 @pytest.mark.parametrize(
     "options", [dict(num_blocks=400), dict(num_blocks=110, preemption_mode="swap", seed=5)]
 )
-def test_whatever_is_accepted_runs(options):
-    counts = Fuzz(**options).run(250, seed=len(options))
-    assert counts["answered"] > 150 and counts["refused"] > 20 and counts["greedy"] > 30
+def test_whatever_is_accepted_runs(options, pytestconfig):
+    total = 250 if pytestconfig.getoption("--slow") else 50
+    counts = Fuzz(**options).run(total, seed=len(options))
+    assert counts["answered"] > 0.6 * total
+    assert counts["refused"] > 0.08 * total and counts["greedy"] > 0.12 * total
 
 
 if __name__ == "__main__":

@@ -60,10 +60,10 @@ PART = Part(
 TASK = Task("shortest first", [PART], engine_points=0)
 
 
-def graded(tmp_path, code: str, task: Task = TASK, **process):
+def graded(tmp_path, code: str, task: Task = TASK, seeds=(1,)):
     path = tmp_path / "solution.py"
     path.write_text(HEAD + code)
-    return Grader(task, path, [1, 2]).grade()
+    return Grader(task, path, list(seeds)).grade()
 
 
 def rules(report) -> tuple[float, str]:
@@ -79,7 +79,7 @@ class MyScheduler(Scheduler):
 
 
 def test_fcfs_keeps_the_rules_and_reaches_no_goal(tmp_path):
-    report = graded(tmp_path, FCFS)
+    report = graded(tmp_path, FCFS, seeds=(1, 2))
     assert [check.score for check in report.checks] == [30, 0]
     assert report.values == {
         "load, mean latency / FCFS": 1.0
@@ -216,7 +216,13 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("case", BROKEN)
+SLOW_CASES = ("hangs", "livelock")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW_CASES)) for case in BROKEN],
+)
 def test_what_is_broken_is_one_sentence_with_the_step(tmp_path, case):
     code, message = BROKEN[case]
     report = graded(tmp_path, code)
@@ -376,14 +382,15 @@ def test_questions(tmp_path):
     assert [check.score for check in report.checks] == [5, 0]
 
 
-def test_the_engine_gives_the_same_answers(tmp_path):
+@pytest.mark.slow(but_every=2)
+@pytest.mark.parametrize("code, score", [(SHORTEST_FIRST, 10), (STEALS, 0)], ids=["right", "wrong"])
+def test_the_engine_gives_the_same_answers(tmp_path, code, score):
     task = Task("answers", [PART], engine_points=10)
     path = tmp_path / "solution.py"
-    for code, score in ((SHORTEST_FIRST, 10), (STEALS, 0)):
-        path.write_text(HEAD + code)
-        grader = Grader(task, path, [1])
-        grader._grade_answers()
-        assert grader.report.score == score, grader.report.table()
+    path.write_text(HEAD + code)
+    grader = Grader(task, path, [1])
+    grader._grade_answers()
+    assert grader.report.score == score, grader.report.table()
 
 
 def test_results_for_gradescope(tmp_path):

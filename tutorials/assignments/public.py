@@ -9,6 +9,7 @@ Without SOLUTION, the tests look at the assignment's starter.py. Points are the 
 
 import os
 import sys
+from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -59,11 +60,17 @@ def check_answers(module: ModuleType, scheduler: str = "MyScheduler") -> None:
     os.environ.setdefault(
         "OMP_NUM_THREADS", "1"
     )  # before torch is imported; the model is too small for more
-    plenty, scarce = answers_of(Scheduler), answers_of(getattr(module, scheduler), **SCARCE)
-    for i, (expected, got) in enumerate(zip(plenty, scarce)):
+    scarce = answers_of(getattr(module, scheduler), **SCARCE)
+    for i, (expected, got) in enumerate(zip(expected_answers(), scarce)):
         assert got == expected, (
             f"the tokens of prompt {i} are not those of any other schedule: {got}"
         )
+
+
+@cache
+def expected_answers() -> list[list[list[int]]]:
+    """With FCFS and enough memory."""
+    return answers_of(Scheduler)
 
 
 def answers_of(scheduler_cls: type[Scheduler], **options) -> list[list[list[int]]]:

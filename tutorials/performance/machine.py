@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+PRODUCT_SECONDS = 0.5  # of one product at most, where a ceiling is measured
 # Neither torch nor anything of ours up here: the worker of any engine imports this file.
 
 
@@ -69,9 +70,9 @@ def memory_bytes(device) -> int:
 
 
 def this_machine(device, dtype, threads: int = 0):
-    """Its Hardware: the best of ten large copies (read and written), and the best of ten large matrix products.
+    """Its Hardware: the best of ten large copies (read and written), and of ten large matrix products.
 
-    With `threads` on a CPU; 0 are as many as PyTorch uses at this moment, which an engine may have changed.
+    With `threads` on a CPU; 0 are as many as PyTorch uses now, which an engine may have changed.
     """
     import torch
 
@@ -79,17 +80,35 @@ def this_machine(device, dtype, threads: int = 0):
 
     threads_now = torch.get_num_threads()
     torch.set_num_threads(threads or threads_now)
-    size, n = (2**30, 8192) if device.type == "cuda" else (2**27, 1024)
+    size = 2**30 if device.type == "cuda" else 2**27
     source = torch.ones(size // dtype.itemsize, dtype=dtype, device=device)
-    a = torch.randn(n, n, device=device).to(dtype)
-    copy, out = torch.empty_like(source), torch.empty_like(a)
+    copy = torch.empty_like(source)
     copying = min(seconds_of(lambda: copy.copy_(source), device) for _ in range(10))
-    multiplying = min(seconds_of(lambda: torch.mm(a, a, out=out), device) for _ in range(10))
-    hardware = Hardware(
-        device_name(device), 2 * size / copying, 2 * n**3 / multiplying, memory_bytes(device)
-    )
+    flops_per_second = best_product(device, dtype)
     torch.set_num_threads(threads_now)
-    return hardware
+    return Hardware(device_name(device), 2 * size / copying, flops_per_second, memory_bytes(device))
+
+
+def best_product(device, dtype) -> float:
+    """FLOP/s of the best of ten matrix products.
+
+    They are large, but not where one takes longer than PRODUCT_SECONDS: some CPUs multiply half
+    precision a thousand times slower than float32.
+    """
+    n = 256
+    most = 8192 if device.type == "cuda" else 1024
+    while n < most and 8 * min(product_seconds(n, device, dtype, 2)) < PRODUCT_SECONDS:
+        n *= 2
+    return 2 * n**3 / min(product_seconds(n, device, dtype, 10))
+
+
+def product_seconds(n: int, device, dtype, count: int) -> list[float]:
+    """Of `count` products of two [n, n] matrices; the first one may start a library."""
+    import torch
+
+    a = torch.randn(n, n, device=device).to(dtype)
+    out = torch.empty_like(a)
+    return [seconds_of(lambda: torch.mm(a, a, out=out), device) for _ in range(count)]
 
 
 def seconds_of(call, device) -> float:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 from pathlib import Path
 
@@ -123,8 +124,8 @@ def write_json(report: dict, path: Path) -> None:
     """Lists of numbers are on one line each, and no number has more than nine digits."""
     rounded = json.loads(json.dumps(report), parse_float=lambda x: float(f"{float(x):.9g}"))
     text = json.dumps(rounded, indent=2)
+    text = re.sub(r"\[\n([\d\s,.e+-]*)\]", lambda match: f"[{' '.join(match[1].split())}]", text)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(
-        re.sub(r"\[\n([\d\s,.e+-]*)\]", lambda match: f"[{' '.join(match[1].split())}]", text)
-        + "\n"
-    )
+    beside = path.with_name(path.name + ".part")  # who is ended here leaves no half file
+    beside.write_text(text + "\n")
+    os.replace(beside, path)

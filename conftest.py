@@ -1,0 +1,37 @@
+"""Settings for all tests; pytest reads this file first.
+
+What is marked slow is left out: `@pytest.mark.slow` leaves out a test, `@pytest.mark.slow(but_every=5)`
+all but every fifth of its variants. `pytest --slow` runs everything, and so does a SOLUTION, which is
+what students have their public tests look at.
+"""
+
+import os
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+# Two threads are hardly faster for models this small, and ten times slower on a busy machine.
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach for the network
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is: its kernels run on the CPU
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="run the tests that are marked slow, too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--slow") or "SOLUTION" in os.environ:
+        return
+    num_variants: Counter[str] = Counter()
+    for item in items:
+        slow = item.get_closest_marker("slow")
+        if slow is None:
+            continue
+        name = item.nodeid.partition("[")[0]
+        but_every = slow.kwargs.get("but_every")
+        if but_every is None or num_variants[name] % but_every:
+            item.add_marker(pytest.mark.skip(reason="slow: pytest --slow runs it"))
+        num_variants[name] += 1

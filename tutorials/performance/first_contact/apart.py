@@ -1,0 +1,100 @@
+"""A section in a process of its own, which the clock ends if it does not end in time itself."""
+
+import gc
+import json
+import pkgutil
+import signal
+import tempfile
+import time
+import traceback
+from multiprocessing import get_context
+from pathlib import Path
+from typing import NamedTuple
+
+from tutorials.performance.report import write_json
+
+# Neither torch nor the engine up here: only the process of a section needs them.
+GRACE = 30  # seconds after its deadline in which a section may end its last case
+AT_FIRST = "its start"
+PACKAGE = "tutorials.performance.first_contact"
+SECTIONS = {  # the module and its function, and its seconds of 8 minutes; the last has what is left
+    "machine": 20,
+    "kernels": 70,
+    "engine": 100,
+    "decode_step": 50,
+    "sweep": 100,
+    "benchmark": 90,
+    "tests": 50,
+}
+
+
+class Job(NamedTuple):
+    """What the process of a section must know."""
+
+    function: str  # "package.module:name"
+    path: Path  # of the results
+    deadline: float  # by time.time()
+    cpu: bool
+
+
+def job_of(name: str, folder: Path, deadline: float, cpu: bool) -> Job:
+    path = folder.absolute() / f"{number_of(name)}_{name}.json"
+    return Job(f"{PACKAGE}.{name}:{name}", path, deadline, cpu)
+
+
+def number_of(name: str) -> int:
+    return list(SECTIONS).index(name) + 1
+
+
+def run_section(job: Job) -> None:
+    """In a process of its own."""
+    from tutorials.performance.first_contact.section import Section
+
+    start = time.perf_counter()
+    function = pkgutil.resolve_name(job.function)
+    print(f"{function.__doc__}\n", flush=True)
+    gc.freeze()  # recording a graph collects garbage, and need not look at what was imported
+    with tempfile.TemporaryDirectory() as folder:
+        section = Section(job, Path(folder))
+        try:
+            function(section)
+        except Exception as error:
+            traceback.print_exc()
+            section.results["error"] = f"{type(error).__name__}: {error}"
+        del section.results["doing"]
+        section.results["seconds"] = time.perf_counter() - start
+        section.write()
+    gc.unfreeze()  # or Triton's bindings complain at the end
+
+
+def run_apart(job: Job, grace: float = GRACE) -> dict:
+    """Starts the section, and ends it `grace` seconds after its deadline. Returns its results."""
+    job.path.unlink(missing_ok=True)
+    start = time.time()
+    process = get_context("spawn").Process(target=run_section, args=(job,))
+    process.start()
+    process.join(max(0.0, job.deadline + grace - start))
+    is_late = process.is_alive()
+    if is_late:
+        process.kill()
+        process.join()
+    results = json.loads(job.path.read_text()) if job.path.exists() else {}
+    if process.exitcode != 0:
+        results["seconds"] = time.time() - start
+        how = f"by the clock after {results['seconds']:.0f} seconds"
+        if not is_late:
+            how = status(process.exitcode)
+        name = job.function.partition(":")[2]
+        doing = results.get("doing", AT_FIRST)
+        reasons = [f"section {name!r} was ended {how}, while it was at {doing!r}"]
+        reasons += [results["error"]] if "error" in results else []
+        results["error"] = "; ".join(reasons)
+        write_json(results, job.path)
+    return results
+
+
+def status(exit_code: int | None) -> str:
+    """How a process has ended, in words: exit codes below zero are signals."""
+    if exit_code is not None and exit_code < 0:
+        return f"by {signal.Signals(-exit_code).name}"
+    return f"with exit status {exit_code}"

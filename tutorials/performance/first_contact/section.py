@@ -1,0 +1,194 @@
+"""What the sections share: how much each does, its cases, and the file of its results."""
+
+import gc
+import os
+import shlex
+import signal
+import subprocess
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from nanovllm.config import Config
+from nanovllm.device import choose_dtype
+from nanovllm.roofline import FIELDS
+from tutorials.performance.checkpoints import random_model, write_checkpoint
+from tutorials.performance.first_contact.apart import AT_FIRST, Job
+from tutorials.performance.machine import ROOT
+from tutorials.performance.report import table, write_json
+
+MODEL = "qwen3-0.6b"  # its shapes, with random weights
+TINY = dict(zip(FIELDS.split(), ("qwen3", 64, 128, 1, 4, 2, 32, True, 300, 512)))  # with --cpu
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much the sections do."""
+
+    # kernels
+    decodes: dict[int, int]  # sequences -> longest context
+    splits: tuple[int, ...]  # 0 is the kernel's own choice
+    prompts: tuple[tuple[int, int], ...]  # (queries, context)
+    rows: int
+    vocab: int
+    swaps: int
+    swapped_layers: int
+    # engine and decode_step
+    greedy: tuple[int, int]  # prompts, tokens
+    batch: int  # whose memory and time are measured
+    context: int
+    steps: int
+    replays: tuple[int, ...]  # batches
+    options: dict[str, Any]  # of LLM
+    # sweep
+    swept: tuple[int, ...]  # sequences
+    contexts: tuple[int, ...]  # their means
+    swept_splits: tuple[int, ...]
+    tiles: int
+    prefill: tuple[int, int]  # prompts, tokens
+
+
+ON_GPU = Sizes(
+    decodes={1: 4000, 8: 4000, 33: 2500, 48: 2500, 256: 600},
+    splits=(0, 1, 2, 4, 8, 16, 32),
+    prompts=((1000, 1000), (17, 17), (513, 513), (2, 700), (64, 1500), (300, 301)),
+    rows=256,
+    vocab=151_936,
+    swaps=50,
+    swapped_layers=28,
+    greedy=(32, 48),
+    batch=256,
+    context=850,
+    steps=30,
+    replays=(1, 16, 64, 128, 256),
+    options={},
+    swept=(16, 48, 128, 256),
+    contexts=(850, 4096),
+    swept_splits=(1, 2, 4, 8),
+    tiles=7,
+    prefill=(8, 1024),
+)
+ON_CPU = Sizes(
+    decodes={2: 60},
+    splits=(0, 2),
+    prompts=((20, 20), (2, 30)),
+    rows=4,
+    vocab=1000,
+    swaps=2,
+    swapped_layers=1,
+    greedy=(2, 4),
+    batch=4,
+    context=20,
+    steps=2,
+    replays=(1, 4),
+    options={"kv_cache_gib": 0.01, "max_num_seqs": 4, "max_model_len": 256},
+    swept=(2,),
+    contexts=(40,),
+    swept_splits=(2,),
+    tiles=1,
+    prefill=(1, 20),
+)
+
+
+class Section:
+    """What a section's cases give. After its deadline it skips them; a failed one spares others."""
+
+    def __init__(self, job: Job, folder: Path):
+        self.job = job
+        self.cpu = job.cpu
+        self.folder = folder  # for what is needed only here
+        self.sizes = ON_CPU if job.cpu else ON_GPU
+        self.device = torch.device("cpu" if job.cpu else "cuda")
+        self.dtype = dtype_of_engine(self.device)
+        self.results: dict[str, Any] = {"doing": AT_FIRST, "cases": {}, "skipped": []}
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def cases(self) -> dict[str, dict]:
+        return self.results["cases"]
+
+    def seconds_left(self) -> float:
+        return self.job.deadline - time.time()
+
+    def case(self, name: str, call: Callable[[], dict]) -> None:
+        """Writes what the call returns; an "error" in it, or an exception, is the section's too."""
+        if self.seconds_left() < 0:
+            self.results["skipped"].append(name)
+            self.write()
+            return
+        self.results["doing"] = name
+        self.write()
+        try:
+            result = call()
+        except Exception as error:
+            traceback.print_exc()
+            result = {"error": f"{type(error).__name__}: {error}"}
+        self.cases[name] = result
+        if "error" in result:
+            self.results.setdefault("error", f"{name}: {result['error']}")
+        self.results["doing"] = f"what follows {name}"
+        self.write()
+        gc.collect()
+        if not self.cpu:
+            torch.cuda.empty_cache()
+
+    def write(self) -> None:
+        write_json(self.results, self.job.path)
+
+    def show(self, header: str, columns: list[tuple], records: dict | None = None) -> None:
+        print(table(header, columns, self.cases if records is None else records))
+        print("\n", flush=True)
+
+    def model(self) -> str:
+        """The directory of the model with random weights."""
+        if not self.cpu:
+            return str(random_model(MODEL, Path("~/.cache/nanovllm")))
+        if not (self.folder / "tiny").exists():
+            write_checkpoint(TINY, self.folder / "tiny")
+        return str(self.folder / "tiny")
+
+
+def dtype_of_engine(device: torch.device) -> torch.dtype:
+    """In which the engine runs its kernels on this device; every CPU can multiply that of CPUs."""
+    config = Config(model=MODEL, attention_backend="triton")
+    return choose_dtype(config, SimpleNamespace(dtype=torch.bfloat16), device)
+
+
+def run(command: list[str], seconds: float) -> dict:
+    """Status, seconds and last lines of a program; when its time is over, all it started ends."""
+    start = time.perf_counter()
+    by_clock = False
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=max(1, seconds))
+        except subprocess.TimeoutExpired:
+            by_clock = True
+            os.killpg(process.pid, signal.SIGKILL)
+            output, _ = process.communicate()
+    result = {
+        "status": process.returncode,
+        "seconds": time.perf_counter() - start,
+        "tail": output.splitlines()[-60:],
+    }
+    if by_clock:
+        what = shlex.join(command)
+        result["error"] = f"ended by the clock after {result['seconds']:.0f} seconds: {what}"
+    elif process.returncode != 0:
+        result["error"] = f"exit status {process.returncode}"
+    return result
