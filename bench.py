@@ -1,4 +1,5 @@
-"""A benchmark that tells the truth: the engine, its peers on the same requests, and what the machine could do.
+"""A benchmark that tells the truth: the engine, its peers on the same requests, and what the
+machine could do.
 
     python bench.py                                            # embedded model, seconds on a laptop
     python bench.py --peer hf hf-cb --json tutorials/results/cpu_embedded.json
@@ -10,10 +11,11 @@
     python bench.py threads                                    # one thread or all, on a quiet machine and a busy one
     python bench.py host                                       # what Python does between two launches of the model
 
-Prompts are random token ids and every request gets exactly as many tokens as it asks for, so all engines do the same
-work. Each engine runs in a process of its own, one after the other, as it comes (its own defaults) but with the same
-weights, dtype and sampling; run r adds r to every token id, so that no prefix cache knows a prompt from the run
-before. The median run counts. tutorials/10_performance.md explains every column; the parts are in tutorials/performance.
+Prompts are random token ids and every request gets exactly as many tokens as it asks for, so all
+engines do the same work. Each engine runs in a process of its own, one after the other, as it comes
+(its own defaults) but with the same weights, dtype and sampling; run r adds r to every token id, so
+that no prefix cache knows a prompt from the run before. The median run counts.
+tutorials/10_performance.md explains every column; the parts are in tutorials/performance.
 """
 
 import argparse
@@ -63,7 +65,8 @@ def json_or_text(text: str):
 
 
 def program(name: str) -> str | None:
-    """The absolute path of a program, if there is one of this name: workers run in another directory."""
+    """The absolute path of a program, if there is one of this name: workers run in another
+    directory."""
     found = shutil.which(os.path.expanduser(name))
     return found and os.path.abspath(found)
 

@@ -191,7 +191,7 @@ def slowly(function):
     return slow
 
 
-HOST = ["scheduler.schedule", "scheduler.update"]
+HOST = ["scheduler.schedule", "runner.prepare", "scheduler.update"]
 MODEL = ["runner.model.forward", "runner.model.lm_head.forward", "runner.ops.sample"]
 
 
@@ -310,7 +310,8 @@ def test_attention_case(batch, queries, context):
 
 
 def test_preemption(monkeypatch, capsys):
-    """What was swapped is not computed again, and everything is given back; the seconds are whatever they are."""
+    """What was swapped is not computed again, and everything is given back; the seconds are
+    whatever they are."""
     engines, computed = [], []
     recovery = preemption.recovery
 

@@ -1,4 +1,5 @@
-"""Every option is checked, a wrong one is named with what is allowed, and nobody changes what the user configured.
+"""Every option is checked, a wrong one is named with what is allowed, and nobody changes what the
+user configured.
 
 Run: pytest tests/test_config.py [-k nearest]
 """

@@ -1,4 +1,5 @@
-"""Figure 12: the systems come in the paper's order, at a small scale; what is whole stays whole; tables and picture.
+"""Figure 12: the systems come in the paper's order, at a small scale; what is whole stays whole;
+tables and picture.
 
 Run: pytest tests/test_figure12.py [-k order]
 """

@@ -1,4 +1,5 @@
-"""Damaged model directories: each is refused by a ValueError that names the file, and what is wrong.
+"""Damaged model directories: each is refused by a ValueError that names the file, and what is
+wrong.
 
 Run: pytest tests/test_loader.py [-k generation]
 """

@@ -139,7 +139,8 @@ def test_jain():
 
 
 def test_fairness_of_tenants_and_requests():
-    """a gets 12, 2, 2 at 1, 2, 3 seconds; b gets 6 at 2 and 2 at 4 seconds. Both have a backlog until 3 seconds."""
+    """a gets 12, 2, 2 at 1, 2, 3 seconds; b gets 6 at 2 and 2 at 4 seconds. Both have a backlog
+    until 3 seconds."""
     run = Run(
         [served(0, [1, 2, 3], tenant="a"), served(0, [2, 4], prompt=4, tenant="b"), served(0, [4])],
         seconds=4,
@@ -265,7 +266,8 @@ def test_save(tmp_path):
 
 
 def small_run():
-    """Two requests at once, one of them chunked and preempted; one that comes in the second step and is never done."""
+    """Two requests at once, one of them chunked and preempted; one that comes in the second step
+    and is never done."""
     steps = [
         [(0, 4, True), (1, 2, True)],
         [(0, 1, False), (1, 3, True)],

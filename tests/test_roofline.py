@@ -41,7 +41,8 @@ def test_visible_keys():
 
 def test_work_of_a_decode_step():
     work = work_of(SHAPE, [(1, 5), (1, 8)], sampled=2)
-    # weights, 2 embedding rows, the head; 13 keys and values read and 2 written, 2 layers x 3 numbers each
+    # weights, 2 embedding rows, the head; 13 keys and values read and 2 written, 2 layers x 3
+    # numbers each
     assert work.bytes == 2 * (100 + 2 * 4 + 40 + (13 + 2) * 2 * 2 * 3) == 656
     assert work.kv_bytes == 2 * (13 + 2) * 2 * 2 * 3 and work.weight_bytes == 2 * (100 + 2 * 4 + 40)
     assert work.flops == 2 * 100 * 2 + 2 * 40 * 2 + 4 * 2 * 2 * 3 * 13

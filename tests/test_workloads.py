@@ -1,4 +1,5 @@
-"""Workloads of the simulator: arrivals and lengths are as promised, what is shared is shared, and nothing else is.
+"""Workloads of the simulator: arrivals and lengths are as promised, what is shared is shared, and
+nothing else is.
 
 Run: pytest tests/test_workloads.py [-k merged]
 """

@@ -1,4 +1,5 @@
-"""What the public tests of all assignments share: they load the student's file, and check that it is correct.
+"""What the public tests of all assignments share: they load the student's file, and check that it
+is correct.
 
     SOLUTION=my_scheduler.py pytest tutorials/assignments/a1
     python -m tutorials.assignments.public a1 my_scheduler.py     # your scheduler beside FCFS, on the first public seed
@@ -36,7 +37,8 @@ def load(path: Path) -> ModuleType:
 
 
 def check_rules(part: Part, module: ModuleType, seed: int) -> Run:
-    """Serves the workload, and checks each step. Raises ScheduleError, or AssertionError if tokens are missing."""
+    """Serves the workload, and checks each step. Raises ScheduleError, or AssertionError if tokens
+    are missing."""
     manager_cls = part.block_manager and getattr(module, part.block_manager)
     run = serve(part, getattr(module, part.scheduler), seed, manager_cls)
     for i, served in enumerate(run.requests):
@@ -56,7 +58,8 @@ SCARCE = {"num_blocks": 14, "max_num_batched_tokens": 64, "max_num_seqs": 8}
 
 
 def check_answers(module: ModuleType, scheduler: str = "MyScheduler") -> None:
-    """The embedded model answers 12 prompts with little memory and a small budget: no schedule may change an answer."""
+    """The embedded model answers 12 prompts with little memory and a small budget: no schedule may
+    change an answer."""
     os.environ.setdefault(
         "OMP_NUM_THREADS", "1"
     )  # before torch is imported; the model is too small for more

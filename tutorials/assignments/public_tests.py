@@ -1,4 +1,5 @@
-"""The tests that the public tests of the assignments share. Apart from public.py, because the grader needs no pytest."""
+"""The tests that the public tests of the assignments share. Apart from public.py, because the
+grader needs no pytest."""
 
 from types import ModuleType
 

@@ -1,4 +1,5 @@
-"""What an assignment is: workloads, goals and points. The grader, the public tests and the handouts share it.
+"""What an assignment is: workloads, goals and points. The grader, the public tests and the handouts
+share it.
 
 from tutorials.assignments.task import load_task, measure
 
@@ -24,7 +25,8 @@ PUBLIC_SEEDS = (1, 2, 3)
 
 @dataclass
 class Goal:
-    """Something to be measured, and what it is worth. A value between `none` and `full` gets a part of the points."""
+    """Something to be measured, and what it is worth. A value between `none` and `full` gets a part
+    of the points."""
 
     name: str  # with its unit: "mean latency (s)"
     measure: Callable[
@@ -41,7 +43,8 @@ class Goal:
 
 @dataclass
 class Part:
-    """Workloads for one class of the student's file, and what is measured on them. The worst of all seeds counts."""
+    """Workloads for one class of the student's file, and what is measured on them. The worst of all
+    seeds counts."""
 
     name: str
     workload: Callable[[int], Sequence[Job]]  # of a seed
@@ -86,7 +89,8 @@ def measure(
     seed: int,
     manager_cls: type[BlockManager] | None = None,
 ) -> dict[str, float]:
-    """The value of each goal, for a scheduler in this process. Raises ScheduleError if it breaks a rule."""
+    """The value of each goal, for a scheduler in this process. Raises ScheduleError if it breaks a
+    rule."""
     run, baseline = serve(part, scheduler_cls, seed, manager_cls), serve_by_fcfs(part, seed)
     return {goal.name: goal.measure(run, baseline) for goal in part.goals}
 

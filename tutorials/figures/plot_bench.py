@@ -1,4 +1,5 @@
-"""Draws what bench.py measured: output tokens per second of every engine, the attention kernels, or preemption.
+"""Draws what bench.py measured: output tokens per second of every engine, the attention kernels, or
+preemption.
 
     python -m tutorials.figures.plot_bench                         # every file in tutorials/results
     python -m tutorials.figures.plot_bench tutorials/results/cpu_embedded.json
@@ -21,7 +22,8 @@ OURS, THEIRS = (
 
 
 def plot_engines(axes, report: dict) -> None:
-    """One bar per engine, with a line from its slowest run to its fastest; one that did not run says why."""
+    """One bar per engine, with a line from its slowest run to its fastest; one that did not run
+    says why."""
     names, engines = list(report["engines"]), report["engines"].values()
     speeds = [engine.get("output_tokens_per_second", 0) for engine in engines]
     ranges = [engine.get("output_tokens_per_second_range", (0, 0)) for engine in engines]
@@ -63,7 +65,8 @@ def plot_attention(axes, report: dict) -> None:
 
 
 def plot_preemption(axes, report: dict) -> None:
-    """Time until the next token over the block size, by swap (out and in) and by recompute (the paper's figure 19)."""
+    """Time until the next token over the block size, by swap (out and in) and by recompute (the
+    paper's figure 19)."""
     rows = report["preemption"]
     contexts = sorted({row["context"] for row in rows})
     for context, color in zip(contexts, ("#0072B2", "#E69F00", "#009E73", "#CC79A7")):

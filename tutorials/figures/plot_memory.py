@@ -1,4 +1,5 @@
-"""Draws what tutorials/baselines/replay.py counted, with the paper's numbers beside ours (its figures 2 and 15).
+"""Draws what tutorials/baselines/replay.py counted, with the paper's numbers beside ours (its
+figures 2 and 15).
 
     python -m tutorials.figures.plot_memory            # reads tutorials/results/memory.json
 

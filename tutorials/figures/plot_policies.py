@@ -1,8 +1,10 @@
-"""Draws simulated runs: one run by steps and by time, and one small workload under several policies.
+"""Draws simulated runs: one run by steps and by time, and one small workload under several
+policies.
 
     python -m tutorials.figures.plot_policies
 
-Writes policies_clock.png (chapter 12) and policies.png (chapter 13) next to this script. Needs matplotlib, no torch.
+Writes policies_clock.png (chapter 12) and policies.png (chapter 13) next to this script. Needs
+matplotlib, no torch.
 """
 
 import argparse

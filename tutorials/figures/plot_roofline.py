@@ -1,8 +1,10 @@
-"""Draws our steps under the roofline of the machine that ran them: what bench.py wrote for nanovllm.
+"""Draws our steps under the roofline of the machine that ran them: what bench.py wrote for
+nanovllm.
 
     python -m tutorials.figures.plot_roofline          # reads cpu_embedded and cpu_qwen3_0.6b in tutorials/results
 
-Writes cpu_roofline.png next to this script. A point is all steps of one kind with one number of sequences. Needs matplotlib.
+Writes cpu_roofline.png next to this script. A point is all steps of one kind with one number of
+sequences. Needs matplotlib.
 """
 
 import argparse

@@ -1,4 +1,5 @@
-"""`bench.py attention`: attention alone, ours against PyTorch's, over so many layers that no cache holds their keys."""
+"""`bench.py attention`: attention alone, ours against PyTorch's, over so many layers that no cache
+holds their keys."""
 
 import inspect
 from contextlib import suppress
@@ -54,7 +55,8 @@ def attention_cases(is_cuda: bool) -> list[Case]:
 
 
 def attention_case(case: Case, device, dtype, hardware: Hardware, block_size: int = 16) -> dict:
-    """Seconds per call, ours and PyTorch's, over so many layers that no cache holds all their keys and values."""
+    """Seconds per call, ours and PyTorch's, over so many layers that no cache holds all their keys
+    and values."""
     heads, kv_heads, head_dim, batch, queries, context = case
     row, is_cuda, width = case._asdict(), device.type == "cuda", -(-context // block_size)
     kv_bytes = 2 * batch * context * kv_heads * head_dim * dtype.itemsize
@@ -97,7 +99,8 @@ def attention_case(case: Case, device, dtype, hardware: Hardware, block_size: in
 
 
 def pytorch_attention(case: Case, q, steps):
-    """(name, function of a layer): varlen_attn through the block table where that runs, else SDPA on a copy."""
+    """(name, function of a layer): varlen_attn through the block table where that runs, else SDPA
+    on a copy."""
     heads, kv_heads, head_dim, batch, queries, context = case
 
     @cache
@@ -134,7 +137,8 @@ def pytorch_attention(case: Case, q, steps):
 
 
 def seconds_per_layer(call, layers: int, device) -> float:
-    """Median of a few sweeps over all layers; on CUDA as a graph, or we would time Python's launches."""
+    """Median of a few sweeps over all layers; on CUDA as a graph, or we would time Python's
+    launches."""
 
     def sweep():
         for layer in range(layers):

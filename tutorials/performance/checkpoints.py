@@ -1,4 +1,5 @@
-"""The model that is measured: the embedded one, one from the hub or a directory, or a real shape with random weights."""
+"""The model that is measured: the embedded one, one from the hub or a directory, or a real shape
+with random weights."""
 
 import json
 import sys

@@ -1,4 +1,5 @@
-"""The engine and its peers behind one method: `run` takes requests and returns an Answer for each."""
+"""The engine and its peers behind one method: `run` takes requests and returns an Answer for
+each."""
 
 import sys
 import time
@@ -11,7 +12,8 @@ from typing import NamedTuple
 from tutorials.performance.machine import ROOT
 from tutorials.performance.workloads import Request
 
-# Neither torch nor anything of ours up here: a worker imports this file in the environment of any engine.
+# Neither torch nor anything of ours up here: a worker imports this file in the environment of any
+# engine.
 
 
 @dataclass
@@ -45,8 +47,9 @@ class Answer(NamedTuple):
 
 
 class Loop:
-    """An engine with `add(i, request)` and `step()`, which returns what has finished: (i, token ids, time of the
-    first token, time of the last one); the times are None if the engine does not tell."""
+    """An engine with `add(i, request)` and `step()`, which returns what has finished: (i, token
+    ids, time of the first token, time of the last one); the times are None if the engine does not
+    tell."""
 
     def run(self, requests: list[Request]) -> list[Answer]:
         """Hands each request over when it arrives, and steps until all are answered."""
@@ -124,7 +127,8 @@ class Nanovllm(Loop):
 
 
 class Transformers:
-    """`generate` on one batch, padded on the left, as long as its longest request; only useful tokens count."""
+    """`generate` on one batch, padded on the left, as long as its longest request; only useful
+    tokens count."""
 
     packages = ("transformers",)
     has_arrivals = False
@@ -162,7 +166,8 @@ class Transformers:
 
 
 class TransformersContinuous(Loop):
-    """The engine under `generate_batch`, which itself would give all requests the same max_new_tokens."""
+    """The engine under `generate_batch`, which itself would give all requests the same
+    max_new_tokens."""
 
     packages = ("transformers",)
     has_arrivals = True
@@ -254,7 +259,8 @@ class Vllm(Loop):
 
 
 class NanovllmOriginal:
-    """nano-vllm, whose package has our name: it is found in its own environment only. It needs CUDA and flash-attn."""
+    """nano-vllm, whose package has our name: it is found in its own environment only. It needs CUDA
+    and flash-attn."""
 
     packages = ("nano-vllm",)
     has_arrivals = False

@@ -2,9 +2,9 @@
 
 The model is replaced by zeros, so all that remains is the host's work: the scheduler, the check of
 its plan, the step's tensors, their way into the buffer of a CUDA graph (here in the CPU's memory),
-the tokens on their way to the users. Then the same with more and more requests that wait: a step, an
-abort and a step that fails. With `--beside DIR ...`, other checkouts of this repository are measured
-in turns with this one.
+the tokens on their way to the users. Then the same with more and more requests that wait: a step,
+an abort and a step that fails. With `--beside DIR ...`, other checkouts of this repository are
+measured in turns with this one.
 """
 
 import json
@@ -40,7 +40,8 @@ SHAPE = dict(
 
 
 def engine(path: str, num_seqs: int, max_model_len: int):
-    """An engine that decodes `num_seqs` sequences through graphs, whose model and head are zeros."""
+    """An engine that decodes `num_seqs` sequences through graphs, whose model and head are
+    zeros."""
     import torch
 
     from nanovllm import LLM, SamplingParams
@@ -85,8 +86,8 @@ def seconds_per_step(llm) -> float:
 
 
 def seconds_per_phase(llm) -> dict[str, float]:
-    """What LLM.step does, phase by phase; nobody reads the tokens. `prepare` is a part of `run`, and
-    is done once more, to be timed."""
+    """What LLM.step does, phase by phase; nobody reads the tokens. `prepare` is a part of `run`,
+    and is done once more, to be timed."""
     spent: Counter = Counter()
 
     def timed(name, function, *args):

@@ -1,4 +1,5 @@
-"""The machine: what it is called, what is installed on it, and its two ceilings, measured here and now."""
+"""The machine: what it is called, what is installed on it, and its two ceilings, measured here and
+now."""
 
 import os
 import platform
@@ -43,7 +44,8 @@ def environment() -> dict:
 
 
 def device_name(device, threads: int = 0) -> str:
-    """What the machine calls itself; of a CPU with its threads, 0 are as many as PyTorch uses now."""
+    """What the machine calls itself; of a CPU with its threads, 0 are as many as PyTorch uses
+    now."""
     import torch
 
     if device.type == "cuda":
@@ -70,7 +72,8 @@ def memory_bytes(device) -> int:
 
 
 def this_machine(device, dtype, threads: int = 0):
-    """Its Hardware: the best of ten large copies (read and written), and of ten large matrix products.
+    """Its Hardware: the best of ten large copies (read and written), and of ten large matrix
+    products.
 
     With `threads` on a CPU; 0 are as many as PyTorch uses now, which an engine may have changed.
     """

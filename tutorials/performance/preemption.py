@@ -1,4 +1,5 @@
-"""`bench.py preemption`: seconds that it costs a request until its next token, by swap and by recompute."""
+"""`bench.py preemption`: seconds that it costs a request until its next token, by swap and by
+recompute."""
 
 import random
 import time
@@ -12,7 +13,8 @@ from tutorials.performance.report import percentile, table
 
 
 def measure(args) -> dict:
-    """`bench.py preemption`: prints a line for each block size and context, and returns the report."""
+    """`bench.py preemption`: prints a line for each block size and context, and returns the
+    report."""
     path, rows, report, threads = model_directory(args), [], environment(), torch.get_num_threads()
     for block_size in (1, 4, 16, 64, 256):
         options = dict(dtype=args.dtype, max_model_len=args.max_model_len, max_num_seqs=1) | dict(
@@ -49,7 +51,8 @@ def measure(args) -> dict:
 
 
 def recovery(llm, context: int, swap: bool) -> tuple[float, float]:
-    """Seconds (to swap out, to be back where it was) of a request that is preempted and at once admitted again."""
+    """Seconds (to swap out, to be back where it was) of a request that is preempted and at once
+    admitted again."""
 
     def next_token() -> float:
         before = llm.counts.output_tokens

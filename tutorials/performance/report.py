@@ -19,7 +19,8 @@ def percentile(values: list[float], q: float) -> float | None:
 
 
 def summary(result: dict, output_tokens: int, ours: dict | None) -> dict:
-    """An engine's median run, the seconds of all, and over all runs the share of requests with our tokens."""
+    """An engine's median run, the seconds of all, and over all runs the share of requests with our
+    tokens."""
     if "error" in result:
         return {"error": result["error"]}
     runs, keys = result["runs"], ("version", "versions", "startup_seconds", "ceilings")

@@ -1,7 +1,8 @@
-"""`bench.py threads`: tokens per second by the number of threads, on a quiet machine and on one that is busy.
+"""`bench.py threads`: tokens per second by the number of threads, on a quiet machine and on one
+that is busy.
 
-The embedded model, 8 requests as in example.py and 64 at once; every setting in a process of its own, in turns. Busy
-means one endless loop per processor beside the engine.
+The embedded model, 8 requests as in example.py and 64 at once; every setting in a process of its
+own, in turns. Busy means one endless loop per processor beside the engine.
 """
 
 import json

@@ -1,4 +1,5 @@
-"""One engine in a process of its own, with the Python of its own environment: -m tutorials.performance.worker JOB RESULT.
+"""One engine in a process of its own, with the Python of its own environment: -m
+tutorials.performance.worker JOB RESULT.
 
 JOB and RESULT are JSON files; `run_engine` writes the one, starts the process and reads the other.
 """

@@ -1,4 +1,5 @@
-"""Requests for a benchmark: of random lengths, as nano-vllm's own benchmark draws them, or from a recorded trace."""
+"""Requests for a benchmark: of random lengths, as nano-vllm's own benchmark draws them, or from a
+recorded trace."""
 
 import csv
 import math
@@ -25,7 +26,8 @@ class Request(NamedTuple):
 def random_requests(
     count: int, low: int, high: int, seed: int, vocab_size: int, rate: float
 ) -> list[Request]:
-    """Drawn in nano-vllm's order: all prompts, then all lengths. Arrivals are a Poisson process, `rate` per second."""
+    """Drawn in nano-vllm's order: all prompts, then all lengths. Arrivals are a Poisson process,
+    `rate` per second."""
     rng = random.Random(seed)
     prompts = [
         [rng.randint(0, 10000) % vocab_size for _ in range(rng.randint(low, high))]
@@ -51,8 +53,8 @@ def lognormal_pairs(
 
 
 def read_trace(path: Path, count: int | None, rate: float | None) -> list[tuple[int, int, float]]:
-    """(tokens in, tokens out, arrival in seconds) of the first requests; intervals are scaled to `rate` per second, or kept
-    if it is None.
+    """(tokens in, tokens out, arrival in seconds) of the first requests; intervals are scaled to
+    `rate` per second, or kept if it is None.
 
     Raises ValueError for a file that is no trace, or too short.
     """

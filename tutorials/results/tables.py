@@ -1,8 +1,10 @@
-"""Writes the tables of README and chapters 10 and 12 from the files beside it: nobody types a number.
+"""Writes the tables of README and chapters 10 and 12 from the files beside it: nobody types a
+number.
 
     python -m tutorials.results.tables
 
-A table stands between <!-- table NAME FILE... --> and <!-- end of table -->. A test compares it with the files.
+A table stands between <!-- table NAME FILE... --> and <!-- end of table -->. A test compares it
+with the files.
 """
 
 import json
@@ -45,7 +47,8 @@ def runs(report: dict) -> str:
 
 
 def speed(reports: list[dict], links: list[str]) -> str:
-    """For README: what was run, and a line for each engine, the fastest on the first model above."""
+    """For README: what was run, and a line for each engine, the fastest on the first model
+    above."""
     names = [MODELS.get(report["model"], report["model"]) for report in reports]
     lines = []
     for name, report, link in zip(names, reports, links):
@@ -68,7 +71,8 @@ def speed(reports: list[dict], links: list[str]) -> str:
 
 
 def speed_cells(engine: dict) -> list[str]:
-    """Output tokens per second with the slowest and the fastest run, and seconds until it can answer."""
+    """Output tokens per second with the slowest and the fastest run, and seconds until it can
+    answer."""
     if "error" in engine:
         return [engine["error"], "-"]
     middle = f"{engine['output_tokens_per_second']:,.0f}"
@@ -121,7 +125,8 @@ def threads(reports: list[dict], links: list[str]) -> str:
 
 
 def host(reports: list[dict], links: list[str]) -> str:
-    """For chapter 10: CPU time of the host's part of a decode step, by commit, and its phases now."""
+    """For chapter 10: CPU time of the host's part of a decode step, by commit, and its phases
+    now."""
     (report,), (link,) = reports, links
     names = [name for name in report["host"] if name != "this"]
     phases = [phase for phase in next(iter(report["host"]["this"].values())) if phase != "step"]
@@ -157,7 +162,8 @@ def sustained(reports: list[dict], links: list[str]) -> str:
 
 
 def ablations(reports: list[dict], links: list[str]) -> str:
-    """For chapter 12: what single parts of the scheduler are worth, on the loads on which it shows."""
+    """For chapter 12: what single parts of the scheduler are worth, on the loads on which it
+    shows."""
     (report,), (link,) = reports, links
     shown = (
         "prefix cache: ",

@@ -3,8 +3,9 @@
     OMP_NUM_THREADS=1 python -m tutorials.simulation.accuracy --json tutorials/results/simulator_error.json \
         --picture tutorials/figures/simulator_error.png
 
-The engine runs the embedded model in float32 on one thread of this CPU. The simulator runs the same scheduler and block
-manager; only the time of a step is a guess. So its error is the error of the cost model, and what follows from it.
+The engine runs the embedded model in float32 on one thread of this CPU. The simulator runs the same
+scheduler and block manager; only the time of a step is a guess. So its error is the error of the
+cost model, and what follows from it.
 
 1. Calibration: short runs of random requests, which are none of the workloads below, give the time of many steps. A
    cost model with five constants is fitted to them.
@@ -12,8 +13,9 @@ manager; only the time of a step is a guess. So its error is the error of the co
    is repeated in each turn, because a computer is not equally fast all day.
 3. The difference between the real runs themselves is the noise. No simulator can have a smaller error than that.
 
-Rates are chosen as a share of the capacity, which is the throughput if all requests are there from the start. Near 100 %
-the queue grows, and a small error of the time per step becomes a large one of the waiting time.
+Rates are chosen as a share of the capacity, which is the throughput if all requests are there from
+the start. Near 100 % the queue grows, and a small error of the time per step becomes a large one of
+the waiting time.
 """
 
 import argparse
@@ -73,7 +75,8 @@ TERMS = ("step", "sequence", "chunk", "byte", "flop")
 
 
 def amounts(shape: Shape, items: Items, sampled: int) -> list[float]:
-    """How much of each of `TERMS` a step has. The weights are left out: each step reads them, so they are in "step"."""
+    """How much of each of `TERMS` a step has. The weights are left out: each step reads them, so
+    they are in "step"."""
     work, chunks = work_of(shape, items, sampled), sum(n > 1 for n, _ in items)
     return [1, len(items), chunks, work.kv_bytes, work.flops]
 
@@ -82,9 +85,10 @@ def amounts(shape: Shape, items: Items, sampled: int) -> list[float]:
 class Calibrated(Machine):
     """A machine that does one thing after the other: its times add up.
 
-    `Machine` takes the larger one of reading and computing, because a GPU does both at the same time. One thread of a
-    CPU does not: attention, which reads the KV cache, and the products, which compute, are different operations.
-    A chunk is a sequence that computes more than one token. It costs more, since attention computes chunks one by one.
+    `Machine` takes the larger one of reading and computing, because a GPU does both at the same
+    time. One thread of a CPU does not: attention, which reads the KV cache, and the products, which
+    compute, are different operations. A chunk is a sequence that computes more than one token. It
+    costs more, since attention computes chunks one by one.
     """
 
     costs: tuple[float, ...] = (0.0,) * len(TERMS)  # seconds per unit of each of `TERMS`
@@ -104,10 +108,11 @@ class Calibrated(Machine):
 
 
 def fit(rows: list[list[float]], seconds: list[float]) -> tuple[float, ...]:
-    """Seconds per unit of each column, none of them below 0. It makes the mean of |relative error| as small as it can.
+    """Seconds per unit of each column, none of them below 0. It makes the mean of |relative error|
+    as small as it can.
 
-    Weighted least squares, again and again: what is far off counts less in the next round. Then a step in which the
-    computer did something else has little weight.
+    Weighted least squares, again and again: what is far off counts less in the next round. Then a
+    step in which the computer did something else has little weight.
     """
     table, target = np.array(rows, dtype=float), np.array(seconds)
     scale, used = table.max(axis=0).clip(min=1e-300), np.ones(table.shape[1], dtype=bool)
@@ -123,7 +128,8 @@ def fit(rows: list[list[float]], seconds: list[float]) -> tuple[float, ...]:
 
 
 def fit_larger(rows: list[list[float]], seconds: list[float]) -> tuple[float, ...]:
-    """The same for `Machine`, which counts only the larger one of the last two terms: bytes and FLOPs."""
+    """The same for `Machine`, which counts only the larger one of the last two terms: bytes and
+    FLOPs."""
     costs = fit(rows, seconds)
     for _ in range(20):
         costs = fit([without_the_smaller(row, costs) for row in rows], seconds)
@@ -153,7 +159,8 @@ CELLS = [
 
 
 class ProcessorTime:
-    """A clock that stands still while other programs run, and jumps over every pause: for a computer that is busy."""
+    """A clock that stands still while other programs run, and jumps over every pause: for a
+    computer that is busy."""
 
     def __init__(self):
         self.slept = 0.0
@@ -180,10 +187,12 @@ def play(jobs: list[Job], options: Options, watch: Watch) -> tuple[Run, list[Ste
 
 
 def calibration_steps(seed: int, largest: int, watch: Watch) -> list[Step]:
-    """Steps of short runs, one after the other in random order: for each of `CELLS`, up to about `largest` tokens, so
-    many requests come in the same moment, with prompts of one token to twice the mean and up to 12 tokens to answer.
+    """Steps of short runs, one after the other in random order: for each of `CELLS`, up to about
+    `largest` tokens, so many requests come in the same moment, with prompts of one token to twice
+    the mean and up to 12 tokens to answer.
 
-    Equal lengths would be too good to be true: attention pads the contexts that it computes together.
+    Equal lengths would be too good to be true: attention pads the contexts that it computes
+    together.
     """
     rng, steps = random.Random(seed), list[Step]()
     cells = [(batch, prompt) for batch, prompt in CELLS if batch * prompt <= largest]
@@ -215,7 +224,8 @@ def calibrated(
 
 
 def host_rate(num_blocks: int = 64) -> float:
-    """Bytes per second from the KV cache to where swapped blocks wait: the median of some copies."""
+    """Bytes per second from the KV cache to where swapped blocks wait: the median of some
+    copies."""
     runner = LLM(device="cpu", **OPTIONS | SWAP).runner
     swaps, cache = {i: i for i in range(num_blocks)}, runner.host_cache
     assert cache is not None
@@ -325,7 +335,8 @@ def simulated(jobs: list[Job], case: Case, machine: Machine) -> Run:
 
 
 def jobs_of(case: Case, machine: Machine, seconds: float) -> tuple[list[Job], float]:
-    """Jobs for about so many seconds, and how many arrive per second. The simulator says what the capacity is."""
+    """Jobs for about so many seconds, and how many arrive per second. The simulator says what the
+    capacity is."""
     sample = 200
     capacity = sample / simulated(case.build(all_at_once(), sample), case, machine).seconds
     rate = capacity * (case.load or 1.0)
@@ -373,7 +384,8 @@ def noise(row: dict, metric: str) -> float | None:
 
 
 def totals(rows: dict[str, dict]) -> dict[str, dict]:
-    """For each metric and for all: mean and worst |error| of the simulator, and the noise of reality."""
+    """For each metric and for all: mean and worst |error| of the simulator, and the noise of
+    reality."""
     errors = {metric: [abs(error(row, metric)) for row in rows.values()] for metric in METRICS}
     noises = {
         metric: [n for row in rows.values() if (n := noise(row, metric)) is not None]
@@ -394,7 +406,8 @@ def totals(rows: dict[str, dict]) -> dict[str, dict]:
 
 
 def table(rows: dict[str, dict]) -> str:
-    """Markdown: real / simulated and the error, for each workload and metric; then the mean and the worst."""
+    """Markdown: real / simulated and the error, for each workload and metric; then the mean and the
+    worst."""
     lines = [["", "requests", *(f"{name}: real, simulated (s)" for name in METRICS.values())]]
     for name, row in rows.items():
         cells = [
@@ -415,7 +428,8 @@ def table(rows: dict[str, dict]) -> str:
 
 
 def draw(rows: dict[str, dict], path: Path) -> None:
-    """Simulated over measured seconds, a dot for each workload and metric; the band is 15 % wide on each side."""
+    """Simulated over measured seconds, a dot for each workload and metric; the band is 15 % wide on
+    each side."""
     figure = Figure(figsize=(5, 5), layout="constrained")
     axes = figure.add_subplot()
     for (metric, name), marker in zip(METRICS.items(), "so^D*"):

@@ -1,16 +1,19 @@
-"""The main figure of the PagedAttention paper (figure 12), and what each part of this engine is worth: simulated.
+"""The main figure of the PagedAttention paper (figure 12), and what each part of this engine is
+worth: simulated.
 
     python -m tutorials.simulation.figure12 --trace AzureLLMInferenceTrace_conv.csv \
         --json tutorials/results/figure12.json --picture tutorials/figures/figure12.png
 
-How many requests per second can a system serve before its answers become slow? Each system runs on the same simulated
-GPU; they differ only in the scheduler and the block manager. The mean normalized latency is the time from arrival to
-end, divided by the tokens of the answer. Below 1 second per token, the paper says, a system sustains the load.
+How many requests per second can a system serve before its answers become slow? Each system runs on
+the same simulated GPU; they differ only in the scheduler and the block manager. The mean normalized
+latency is the time from arrival to end, divided by the tokens of the answer. Below 1 second per
+token, the paper says, a system sustains the load.
 
-There are two loads. Chats: OPT-13B on an A100 with 40 GB as in the paper, 15,700 slots in the KV cache (table 1), lengths
-with the means of ShareGPT (figure 11), 10 minutes of requests. Azure: a recorded load with longer prompts, Qwen3-8B on
-an A100 with 80 GB, contexts of up to 16,384 tokens; the gaps between its requests are scaled to the rate. It lasts a
-quarter of the time, since its rates are higher.
+There are two loads. Chats: OPT-13B on an A100 with 40 GB as in the paper, 15,700 slots in the KV
+cache (table 1), lengths with the means of ShareGPT (figure 11), 10 minutes of requests. Azure: a
+recorded load with longer prompts, Qwen3-8B on an A100 with 80 GB, contexts of up to 16,384 tokens;
+the gaps between its requests are scaled to the rate. It lasts a quarter of the time, since its
+rates are higher.
 """
 
 import argparse
@@ -48,7 +51,8 @@ from tutorials.simulation.workloads import (
 
 BLOCK_SIZE = 16
 LIMITS = (1.0, 0.2)  # seconds per token: the paper's, and a stricter one
-# two products of 5120 x 20480 in each layer are as much as three of 5120 x 13653; a token takes 800 KB, as in the paper
+# two products of 5120 x 20480 in each layer are as much as three of 5120 x 13653; a token takes 800
+# KB, as in the paper
 OPT_13B = ("opt", 5120, 13653, 40, 40, 40, 128, True, 50272, 2048)
 A100_40GB = Machine(
     Hardware("A100 40 GB", 1.555e12, 312e12, 40e9, "NVIDIA A100 Tensor Core GPU, data sheet")
@@ -91,8 +95,8 @@ Options = dict[str, object]  # fields of Config
 def systems(max_model_len: int, num_slots: int) -> dict[str, Options]:
     """How each system differs from the engine as it is. Orca's reserve up to `max_model_len`.
 
-    Static batching is FasterTransformer as in the paper: its batch is as large as the memory allows, if each request
-    may become as long as any.
+    Static batching is FasterTransformer as in the paper: its batch is as large as the memory
+    allows, if each request may become as long as any.
     """
     contiguous = [
         type(cls.__name__, (cls,), {"max_model_len": max_model_len})
@@ -167,7 +171,8 @@ def recorded(trace: Path, minutes: float) -> Load:
 
 @dataclass
 class Curve:
-    """The mean normalized latency of one system over the rate. Points are measured when they are needed."""
+    """The mean normalized latency of one system over the rate. Points are measured when they are
+    needed."""
 
     load: Load
     system: Options
@@ -184,8 +189,9 @@ class Curve:
         return self.points[rate]["latency"]
 
     def sustained(self, limit: float, tolerance: float = 0.1) -> float:
-        """The highest rate with a mean normalized latency below the limit. Between the last two points of the
-        bisection, the latency is taken as linear. Infinity, if there are too few requests for such a queue."""
+        """The highest rate with a mean normalized latency below the limit. Between the last two
+        points of the bisection, the latency is taken as linear. Infinity, if there are too few
+        requests for such a queue."""
         rate = self.load.lowest
         while self.latency(rate) < limit:
             rate *= 2
@@ -216,7 +222,8 @@ def figure(load: Load, all_systems: dict[str, Options]) -> dict[str, dict]:
 
 
 def measured(run: Run) -> dict:
-    """What the tables of ablations show. "again": tokens computed again after a preemption, as a share of all."""
+    """What the tables of ablations show. "again": tokens computed again after a preemption, as a
+    share of all."""
     report = summary(run)
     return {
         "seconds": report["seconds"],
@@ -277,7 +284,8 @@ def documents(minutes: float) -> Load:
 
 
 def watermarks(load: Load, jobs: list[Job], with_cache: bool) -> dict[str, dict]:
-    """The same jobs with different parts of the cache kept free by admission. Only memory limits how many run."""
+    """The same jobs with different parts of the cache kept free by admission. Only memory limits
+    how many run."""
     rows = {}
     for watermark in (0.0, 0.01, 0.02, 0.05, 0.1):
         scheduler_cls = type("Scheduler", (Scheduler,), {"watermark": watermark})
@@ -347,7 +355,8 @@ def rates_table(results: dict[str, dict], paper: bool) -> str:
 
 
 def batch_table(results: dict[str, dict]) -> str:
-    """How many requests are in a step at 2 per second, as in the paper's figure 13a, and when there are too many."""
+    """How many requests are in a step at 2 per second, as in the paper's figure 13a, and when there
+    are too many."""
     lines = [["", "requests in a step, 2 per s", "at most", "in the paper, 2 per s"]]
     for name, paper in PAPER_BATCH.items():
         batches = {point["rate"]: point["batch"] for point in results[name]["points"]}

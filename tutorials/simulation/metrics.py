@@ -1,11 +1,13 @@
-"""What a simulated run comes to: latency, throughput, fairness, memory; as a dict, as a table, as a picture in text.
+"""What a simulated run comes to: latency, throughput, fairness, memory; as a dict, as a table, as a
+picture in text.
 
     runs = {name: summary(simulate(jobs, scheduler_cls=cls), slo=(1.0, 0.05)) for name, cls in schedulers.items()}
     print(table(runs))
 
-Times are in seconds. A request is finished when it has `job.num_outputs` tokens; all others are unfinished. Each number
-says what it does with unfinished ones. Latencies leave most of them out, so look at their count first. A number that
-does not exist, such as the mean of nothing, is None. Imports no torch.
+Times are in seconds. A request is finished when it has `job.num_outputs` tokens; all others are
+unfinished. Each number says what it does with unfinished ones. Latencies leave most of them out, so
+look at their count first. A number that does not exist, such as the mean of nothing, is None.
+Imports no torch.
 """
 
 from bisect import bisect_right
@@ -79,7 +81,8 @@ def ratio(part: float, whole: float) -> float | None:
 
 
 def meets(request: Served, slo: tuple[float, float]) -> bool:
-    """Whether it is finished, and both its TTFT and its TPOT are within the objective. No TPOT is a good one."""
+    """Whether it is finished, and both its TTFT and its TPOT are within the objective. No TPOT is a
+    good one."""
     return (
         is_finished(request)
         and (ttft(request) or 0.0) <= slo[0]
@@ -99,7 +102,8 @@ def meets_deadline(request: Served) -> bool:
 def jain(values: Iterable[float]) -> float | None:
     """Jain's index: 1 if all are equal, 1/n if one of n has everything. It takes two to compare.
 
-    (R. Jain, D. Chiu, W. Hawe: A quantitative measure of fairness and discrimination, DEC-TR-301, 1984.)
+    (R. Jain, D. Chiu, W. Hawe: A quantitative measure of fairness and discrimination, DEC-TR-301,
+    1984.)
     """
     numbers = list(values)
     return (
@@ -110,10 +114,11 @@ def jain(values: Iterable[float]) -> float | None:
 
 
 def service(requests: list[Served]) -> Counter[float]:
-    """Service received at each point in time: 1 for each prompt token, cached ones too, and 2 for each output token.
+    """Service received at each point in time: 1 for each prompt token, cached ones too, and 2 for
+    each output token.
 
-    These are the weights of Sheng et al., Fairness in Serving Large Language Models, OSDI 2024. Service comes in lumps,
-    at the end of steps: the whole prompt with the first output token.
+    These are the weights of Sheng et al., Fairness in Serving Large Language Models, OSDI 2024.
+    Service comes in lumps, at the end of steps: the whole prompt with the first output token.
     """
     received: Counter[float] = Counter()
     for request in requests:
@@ -123,7 +128,8 @@ def service(requests: list[Served]) -> Counter[float]:
 
 
 def backlog(requests: list[Served], end: float) -> list[tuple[float, float]]:
-    """When at least one of the requests waited or ran, as intervals that do not touch. Unfinished ones do until `end`."""
+    """When at least one of the requests waited or ran, as intervals that do not touch. Unfinished
+    ones do until `end`."""
     periods: list[tuple[float, float]] = []
     ends = [
         (r.arrival, r.token_times[-1] if is_finished(r) else end)
@@ -156,11 +162,13 @@ def overlaps(
 
 
 def service_gap(a: list[Served], b: list[Served], end: float) -> int | None:
-    """The largest difference of the service that two tenants received in the same time, while both had a backlog.
+    """The largest difference of the service that two tenants received in the same time, while both
+    had a backlog.
 
-    It is the maximum over all intervals in which both had requests that waited or ran. In such a period, it is how far
-    the difference since its begin goes up and down, looked at after each step. It says most when both always want more:
-    a tenant that asks for little falls behind without being wronged.
+    It is the maximum over all intervals in which both had requests that waited or ran. In such a
+    period, it is how far the difference since its begin goes up and down, looked at after each
+    step. It says most when both always want more: a tenant that asks for little falls behind
+    without being wronged.
     """
     changes = service(a)
     changes.subtract(service(b))
@@ -192,8 +200,8 @@ def by_tenant(requests: list[Served]) -> dict[str, list[Served]]:
 
 
 def tokens_needed(request: Served) -> int:
-    """Tokens to compute for what it has got. The last output token is never computed. (For a prompt whose first token
-    never came this says 0.)"""
+    """Tokens to compute for what it has got. The last output token is never computed. (For a prompt
+    whose first token never came this says 0.)"""
     received = len(request.token_times)
     return (
         request.job.num_prompt_tokens - request.num_cached_tokens + received - 1 if received else 0
@@ -201,16 +209,17 @@ def tokens_needed(request: Served) -> int:
 
 
 def summary(run: Run, slo: tuple[float, float] | None = None) -> dict:
-    """Everything about a run, ready for JSON. `slo` is an objective for each request: (TTFT, TPOT), in seconds.
+    """Everything about a run, ready for JSON. `slo` is an objective for each request: (TTFT, TPOT),
+    in seconds.
 
-    Of unfinished requests count: their tokens for the output tokens per second and the time between tokens, and the
-    TTFT if there is one. They miss the objective and their deadline.
+    Of unfinished requests count: their tokens for the output tokens per second and the time between
+    tokens, and the TTFT if there is one. They miss the objective and their deadline.
 
-    `jain_requests` compares the output tokens per second of the finished requests, from arrival to end;
-    `jain_tenants` compares the service per second of backlog. Tenants that always want more should get the same; one
-    that seldom has requests may well get less. `tokens_computed_again` is more than what the prompts, as far as they
-    were not cached at first, and outputs need: the price of preemption. It falls below 0 if a request found more in the
-    cache when it came back.
+    `jain_requests` compares the output tokens per second of the finished requests, from arrival to
+    end; `jain_tenants` compares the service per second of backlog. Tenants that always want more
+    should get the same; one that seldom has requests may well get less. `tokens_computed_again` is
+    more than what the prompts, as far as they were not cached at first, and outputs need: the price
+    of preemption. It falls below 0 if a request found more in the cache when it came back.
     """
     if slo is not None and not (
         isinstance(slo, tuple | list) and len(slo) == 2 and all(is_number(x, 0) for x in slo)
@@ -292,7 +301,8 @@ def table(summaries: dict[str, dict]) -> str:
 
 
 def save(path: str | Path, summaries: dict[str, dict], **about: object) -> None:
-    """Writes JSON: what the runs are `about` (the workload, the hardware), and a summary for each of them."""
+    """Writes JSON: what the runs are `about` (the workload, the hardware), and a summary for each
+    of them."""
     write_json({**about, "runs": summaries}, Path(path))
 
 
@@ -303,10 +313,12 @@ LEGEND = "# prompt  o decode  . waits  x preempted  - no part"
 
 
 def states(run: Run) -> dict[int, str]:
-    """For each request by its index, in order of arrival: what became of it in each step, one character per step.
+    """For each request by its index, in order of arrival: what became of it in each step, one
+    character per step.
 
-    '#': computes a prompt, or again what it had before a preemption; 'o': decodes; '.': waits for its first step; 'x':
-    preempted, waits to come back; '-': runs, but has no part in this step; ' ': not there yet, or done.
+    '#': computes a prompt, or again what it had before a preemption; 'o': decodes; '.': waits for
+    its first step; 'x': preempted, waits to come back; '-': runs, but has no part in this step; '
+    ': not there yet, or done.
     """
     if not run.steps:
         raise ValueError("the run has no steps: simulate with keep_steps=True")
@@ -328,7 +340,8 @@ def states(run: Run) -> dict[int, str]:
 
 
 def gantt_text(run: Run, width: int = 100) -> str:
-    """A line for each request, a character for each of the first `width` steps; see `states` for their meaning."""
+    """A line for each request, a character for each of the first `width` steps; see `states` for
+    their meaning."""
     rows = states(run)
     shown_steps, margin = min(width, len(run.steps)), len(f"job {max(rows)}") + 2
     ruler = "".join(str(i).ljust(10) for i in range(0, shown_steps, 10))

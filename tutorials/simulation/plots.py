@@ -1,4 +1,5 @@
-"""Pictures of simulated runs, drawn into a file or into given axes. Needs matplotlib, but no display."""
+"""Pictures of simulated runs, drawn into a file or into given axes. Needs matplotlib, but no
+display."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,9 +32,11 @@ LEGEND = {
 
 
 def gantt(run: Run, target: Target, by: str = "steps", title: str = "") -> None:
-    """A row for each request in the order of arrival, against steps, or `by="seconds"` against time.
+    """A row for each request in the order of arrival, against steps, or `by="seconds"` against
+    time.
 
-    By steps, the bars of prompts say how many tokens a step computes. Meant for about 10 requests and 40 steps.
+    By steps, the bars of prompts say how many tokens a step computes. Meant for about 10 requests
+    and 40 steps.
     """
     if by not in ("steps", "seconds"):
         raise ValueError(f"by={shown(by)} is not allowed: it must be steps or seconds")
@@ -91,8 +94,8 @@ def latency_over_rate(
     log: bool = False,
     title: str = "",
 ) -> None:
-    """A line of (requests per second, normalized latency in seconds per token) for each system, as in figure 12 of the
-    PagedAttention paper. What is above `cap` is cut off."""
+    """A line of (requests per second, normalized latency in seconds per token) for each system, as
+    in figure 12 of the PagedAttention paper. What is above `cap` is cut off."""
     if not (is_number(cap, 0) and cap > 0):
         raise ValueError(f"cap={shown(cap)} is not allowed: it must be a positive number")
     with canvas(target, width=5, height=3.5) as axes:
@@ -112,8 +115,8 @@ def latency_over_rate(
 
 @contextmanager
 def canvas(target: Target, width: float, height: float) -> Iterator[Axes]:
-    """The given axes, or those of a new figure of this size in inches, which is then saved. Without pyplot, which might
-    want a display."""
+    """The given axes, or those of a new figure of this size in inches, which is then saved. Without
+    pyplot, which might want a display."""
     if isinstance(target, Axes):
         yield target
     else:

@@ -1,12 +1,14 @@
-"""The simulator's second mode: play jobs against a real engine, write each step down, and play them again without it.
+"""The simulator's second mode: play jobs against a real engine, write each step down, and play them
+again without it.
 
     run, steps = record(LLM(), jobs)                                # in real time, as long as the jobs take
     Recording(steps).save("steps.json")
     again = simulate(jobs, config, Recording.load("steps.json"))    # in an instant, at the recorded speed
 
-The loop has the simulator's rule: it looks at the clock once, at the end of a step, and adds all who have arrived until
-then. So a replay plans the same steps, and its tokens come at the same times. The config of the replay must say what
-the engine's limits are: `num_blocks`, `max_num_batched_tokens`.
+The loop has the simulator's rule: it looks at the clock once, at the end of a step, and adds all
+who have arrived until then. So a replay plans the same steps, and its tokens come at the same
+times. The config of the replay must say what the engine's limits are: `num_blocks`,
+`max_num_batched_tokens`.
 """
 
 import json
@@ -24,8 +26,9 @@ from tutorials.performance.steps import Step
 
 
 def token_ids(runs: Runs, vocab_size: int) -> list[int]:
-    """A text for a prompt: at each place of a run stands a random token that only depends on the run's token id and the
-    place. So of two runs with the same id, the shorter one is how the longer one begins."""
+    """A text for a prompt: at each place of a run stands a random token that only depends on the
+    run's token id and the place. So of two runs with the same id, the shorter one is how the longer
+    one begins."""
     return [
         i for token, count in runs for i in random.Random(token).choices(range(vocab_size), k=count)
     ]
@@ -37,12 +40,14 @@ def record(
     clock: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
 ) -> tuple[Run, list[Step]]:
-    """Serves the jobs in real time: when each of their tokens came, and the steps. The engine should be new.
+    """Serves the jobs in real time: when each of their tokens came, and the steps. The engine
+    should be new.
 
-    The seconds of a step are those from the end of the last one, or, after a pause, from the arrival that ended it.
-    So they also hold what adding the requests took. An answer ends by `max_tokens`, because a real model does not
-    stop where we want. The next turn of a conversation begins with the answer that the model really gave: its tokens
-    stand where the job has the run `answer`.
+    The seconds of a step are those from the end of the last one, or, after a pause, from the
+    arrival that ended it. So they also hold what adding the requests took. An answer ends by
+    `max_tokens`, because a real model does not stop where we want. The next turn of a conversation
+    begins with the answer that the model really gave: its tokens stand where the job has the run
+    `answer`.
     """
     recorder = Recorder(llm, jobs)
     llm.observers.append(recorder.observe)
@@ -145,8 +150,8 @@ def counters(llm: LLM) -> dict[str, int]:
 class Recording(Machine):
     """A machine for one simulation, on which the k-th step takes as long as it was recorded.
 
-    Another step than the recorded one is refused: nobody knows how long it would have taken. So this is for checking
-    that a scheduler still does the same, not for comparing schedulers.
+    Another step than the recorded one is refused: nobody knows how long it would have taken. So
+    this is for checking that a scheduler still does the same, not for comparing schedulers.
     """
 
     def __init__(self, steps: list[Step]):

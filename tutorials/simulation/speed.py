@@ -1,10 +1,12 @@
-"""How fast is the simulator itself? The whole of a recorded load, in a process of its own for each rate.
+"""How fast is the simulator itself? The whole of a recorded load, in a process of its own for each
+rate.
 
     python -m tutorials.simulation.speed --trace AzureLLMInferenceTrace_conv.csv \
         --json tutorials/results/simulator_speed.json
 
-Processor time is what counts: other programs do not disturb it. The time per sequence and step is shown for each quarter
-of the steps, because a step must not become slower the longer a simulation runs.
+Processor time is what counts: other programs do not disturb it. The time per sequence and step is
+shown for each quarter of the steps, because a step must not become slower the longer a simulation
+runs.
 """
 
 import argparse
@@ -48,7 +50,8 @@ class Watched(Machine):
 
 
 def measure(trace: Path, count: int | None, arrivals: str) -> dict:
-    """Seconds, steps, microseconds per step and per sequence of a step, and the most memory of the process."""
+    """Seconds, steps, microseconds per step and per sequence of a step, and the most memory of the
+    process."""
     start, processor_start = time.perf_counter(), time.process_time()
     jobs = azure(trace, count, rate=16 if arrivals == "16 per second" else None)
     if arrivals == "all at once":

@@ -1,11 +1,13 @@
-"""Jobs for the simulator: when they arrive, how long they are, what they share. Standard library only, no torch.
+"""Jobs for the simulator: when they arrive, how long they are, what they share. Standard library
+only, no torch.
 
     workload(poisson(rate=4), sharegpt(), 1000)                             # 1000 chats, 4 per second
     predicted(workload(gamma(4, cv=3), alpaca(), 1000), sigma=0.5)          # in bursts, with a guess of their lengths
     merged(multi_turn(all_at_once(), sharegpt(), 8), azure("trace.csv"))    # 8 users who talk, beside a recorded load
 
-Arrivals and lengths are iterators without end. A workload takes from them what it needs. All that is random depends only
-on `seed`. Nothing is shared by accident: each prompt and each answer has a token id of its own.
+Arrivals and lengths are iterators without end. A workload takes from them what it needs. All that
+is random depends only on `seed`. Nothing is shared by accident: each prompt and each answer has a
+token id of its own.
 """
 
 import itertools
@@ -40,7 +42,8 @@ def require_counts(**counts: object) -> None:
 
 
 def generator(name: str, seed: int) -> random.Random:
-    """Random numbers of its own for each name: otherwise long gaps and long prompts would come together."""
+    """Random numbers of its own for each name: otherwise long gaps and long prompts would come
+    together."""
     require("seed", seed, is_int(seed, 0), "an integer, 0 or more")
     return random.Random(f"{name} {seed}")
 
@@ -49,15 +52,16 @@ def generator(name: str, seed: int) -> random.Random:
 
 
 def poisson(rate: float, seed: int = 0) -> Iterator[float]:
-    """Independent arrivals, on average `rate` per second: the gaps are exponentially distributed."""
+    """Independent arrivals, on average `rate` per second: the gaps are exponentially
+    distributed."""
     require_positive(rate=rate)
     rng = generator("poisson", seed)
     return itertools.accumulate(rng.expovariate(rate) for _ in itertools.repeat(None))
 
 
 def gamma(rate: float, cv: float, seed: int = 0) -> Iterator[float]:
-    """Gaps with a coefficient of variation (standard deviation / mean) of `cv`. Below 1: regular. 1: Poisson. Above 1:
-    bursts."""
+    """Gaps with a coefficient of variation (standard deviation / mean) of `cv`. Below 1: regular.
+    1: Poisson. Above 1: bursts."""
     require_positive(rate=rate, cv=cv)
     rng, shape = generator("gamma", seed), cv**-2
     return itertools.accumulate(
@@ -82,8 +86,9 @@ def fixed(prompt: int, output: int) -> Iterator[tuple[int, int]]:
 def lognormal(
     prompt: float, output: float, sigma: float = 1.0, max_model_len: int = 2048, seed: int = 0
 ) -> Iterator[tuple[int, int]]:
-    """Lengths with these means, in tokens; `sigma` is the standard deviation of their logarithms. A request of more than
-    `max_model_len` tokens is drawn again, which makes the means somewhat smaller."""
+    """Lengths with these means, in tokens; `sigma` is the standard deviation of their logarithms. A
+    request of more than `max_model_len` tokens is drawn again, which makes the means somewhat
+    smaller."""
     require_positive(prompt=prompt, output=output, sigma=sigma)
     require(
         "max_model_len",
@@ -96,13 +101,14 @@ def lognormal(
 
 
 def sharegpt(max_model_len: int = 2048, seed: int = 0) -> Iterator[tuple[int, int]]:
-    """Chats: the mean lengths are those of ShareGPT in the PagedAttention paper. Log-normal is our assumption."""
+    """Chats: the mean lengths are those of ShareGPT in the PagedAttention paper. Log-normal is our
+    assumption."""
     return lognormal(*MEANS["ShareGPT"], max_model_len=max_model_len, seed=seed)
 
 
 def alpaca(max_model_len: int = 2048, seed: int = 0) -> Iterator[tuple[int, int]]:
-    """Short instructions: the mean lengths are those of Alpaca in the PagedAttention paper. Log-normal is our
-    assumption."""
+    """Short instructions: the mean lengths are those of Alpaca in the PagedAttention paper.
+    Log-normal is our assumption."""
     return lognormal(*MEANS["Alpaca"], max_model_len=max_model_len, seed=seed)
 
 
@@ -131,9 +137,11 @@ def workload(
     prefixes: Iterable[Runs] | None = None,
     labels: Iterable[dict[str, Any]] | None = None,
 ) -> list[Job]:
-    """`count` independent requests, with token ids from 1 to 2 * `count`. Each takes the next item of each iterable.
+    """`count` independent requests, with token ids from 1 to 2 * `count`. Each takes the next item
+    of each iterable.
 
-    `prefixes` are what prompts begin with, before the tokens that `lengths` says; `labels` become `extra_args`.
+    `prefixes` are what prompts begin with, before the tokens that `lengths` says; `labels` become
+    `extra_args`.
     """
     times, pairs = take("arrivals", arrivals, count), take("lengths", lengths, count)
     require("arrivals", times, times == sorted(times), "in order")
@@ -148,7 +156,8 @@ def workload(
 
 
 def azure(path: str | Path, count: int | None = None, rate: float | None = None) -> list[Job]:
-    """The first `count` requests of a recorded trace, a CSV of TIMESTAMP,ContextTokens,GeneratedTokens; None: all.
+    """The first `count` requests of a recorded trace, a CSV of
+    TIMESTAMP,ContextTokens,GeneratedTokens; None: all.
 
     `rate` scales the gaps to so many requests per second. None keeps the recorded times.
     """
@@ -173,12 +182,13 @@ def multi_turn(
     max_model_len: int = 8192,
     seed: int = 0,
 ) -> list[Job]:
-    """`count` conversations in a closed loop: who has read an answer, thinks, and then sends all so far and a question.
+    """`count` conversations in a closed loop: who has read an answer, thinks, and then sends all so
+    far and a question.
 
-    Each pair of `lengths` is a question and its answer. On average a conversation has `turns` turns (geometrically
-    distributed), unless the next one does not fit into `max_model_len` tokens. `think` is the mean number of seconds
-    from the end of an answer to the next turn (exponentially distributed). All prompts begin with the same
-    `system_tokens` tokens.
+    Each pair of `lengths` is a question and its answer. On average a conversation has `turns` turns
+    (geometrically distributed), unless the next one does not fit into `max_model_len` tokens.
+    `think` is the mean number of seconds from the end of an answer to the next turn (exponentially
+    distributed). All prompts begin with the same `system_tokens` tokens.
     """
     require("turns", turns, is_number(turns, 1), "a number, 1 or more")
     require("think", think, is_number(think, 0), "a number of seconds, 0 or more")
@@ -218,7 +228,8 @@ def shared_prefix(
     skew: float = 1.0,
     seed: int = 0,
 ) -> list[Job]:
-    """Questions about a few long documents. Zipf's law: the k-th is asked about in proportion to k^-`skew`."""
+    """Questions about a few long documents. Zipf's law: the k-th is asked about in proportion to
+    k^-`skew`."""
     require_counts(count=count, num_prefixes=num_prefixes, prefix_tokens=prefix_tokens)
     require("skew", skew, is_number(skew, 0), "a number, 0 or more")
     weights, first = (
@@ -232,9 +243,11 @@ def shared_prefix(
 
 
 def tenants(rates: Mapping[str, float], lengths: Lengths, count: int, seed: int = 0) -> list[Job]:
-    """`count` requests of several tenants. Each tenant's arrivals are a Poisson process of its own rate per second.
+    """`count` requests of several tenants. Each tenant's arrivals are a Poisson process of its own
+    rate per second.
 
-    extra_args["tenant"] says whose a request is. For tenants with different lengths, see `labelled` and `merged`.
+    extra_args["tenant"] says whose a request is. For tenants with different lengths, see `labelled`
+    and `merged`.
     """
     require(
         "rates",
@@ -261,10 +274,11 @@ def deadlines(
     patient: float = 60.0,
     seed: int = 0,
 ) -> list[Job]:
-    """A `share` of urgent requests, as short as Alpaca's, among patient ones, as long as ShareGPT's.
+    """A `share` of urgent requests, as short as Alpaca's, among patient ones, as long as
+    ShareGPT's.
 
-    extra_args["deadline"] says how many seconds after its arrival an answer must be complete: `urgent` or `patient`.
-    extra_args["urgent"] is True or False.
+    extra_args["deadline"] says how many seconds after its arrival an answer must be complete:
+    `urgent` or `patient`. extra_args["urgent"] is True or False.
     """
     require_counts(count=count)
     require("share", share, is_number(share, 0, 1), "from 0 to 1")
@@ -289,8 +303,9 @@ def labelled(jobs: list[Job], **extra_args: Any) -> list[Job]:
 
 
 def predicted(jobs: list[Job], sigma: float, seed: int = 0) -> list[Job]:
-    """With a guess of the answer's length in extra_args["predicted_tokens"]. Its error is a factor, log-normal with
-    median 1: two of three guesses are within a factor of e^`sigma`. With `sigma=0` an oracle makes them."""
+    """With a guess of the answer's length in extra_args["predicted_tokens"]. Its error is a factor,
+    log-normal with median 1: two of three guesses are within a factor of e^`sigma`. With `sigma=0`
+    an oracle makes them."""
     require("sigma", sigma, is_number(sigma, 0, 100), "a number from 0 to 100")
     rng = generator("predictions", seed)
     guesses = [max(1, round(job.num_outputs * rng.lognormvariate(0, sigma))) for job in jobs]
@@ -301,7 +316,8 @@ def predicted(jobs: list[Job], sigma: float, seed: int = 0) -> list[Job]:
 
 
 def merged(*workloads: list[Job]) -> list[Job]:
-    """All jobs, sorted by arrival; a conversation stands where its first turn belongs. No two workloads share tokens."""
+    """All jobs, sorted by arrival; a conversation stands where its first turn belongs. No two
+    workloads share tokens."""
     jobs, starts, top = list[Job](), list[float](), 0  # the largest token id so far
     for begin, workload in zip(itertools.accumulate(map(len, workloads), initial=0), workloads):
         shift = top
