@@ -97,10 +97,7 @@ class ModelRunner:
             raise ValueError(f"not enough memory for {device} and {host} of {size}") from error
 
     def _new_graphs(self) -> DecodeGraphs:
-        limits = self.limits
-        return DecodeGraphs(
-            self.model, self.ops, self.kv_cache, limits.max_num_seqs, limits.max_model_len
-        )
+        return DecodeGraphs(self.model, self.ops, self.kv_cache, self.limits)
 
     def warm_up(self) -> None:
         for schedule in warm_up_steps(self.limits, self.shape.block_size):
