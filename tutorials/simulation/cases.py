@@ -1,4 +1,4 @@
-"""The workloads on which the simulator is compared with the engine: loads, policies, scarce memory."""
+"""The workloads on which simulator and engine are compared: loads, policies, scarce memory."""
 
 from collections import Counter
 from collections.abc import Callable
