@@ -46,18 +46,10 @@ class Calibrated(Machine):
 
     costs: tuple[float, ...] = (0.0,) * len(TERMS)  # seconds per unit of each of `TERMS`
 
-    def seconds(
-        self,
-        shape: Shape,
-        items: Items,
-        num_sampled: int,
-        num_copies: int,
-        num_swaps: int,
-        block_size: int,
-    ) -> float:
+    def seconds(self, shape: Shape, items: Items, num_sampled: int, **moves: int) -> float:
         parts = zip(self.costs, amounts(shape, items, num_sampled))
-        seconds = sum(cost * amount for cost, amount in parts)
-        return seconds + self.swap_seconds(shape, num_swaps, block_size)
+        swapping = self.swap_seconds(shape, moves["num_swaps"], moves["block_size"])
+        return sum(cost * amount for cost, amount in parts) + swapping
 
 
 def fit(rows: list[list[float]], seconds: list[float]) -> tuple[float, ...]:
