@@ -215,7 +215,7 @@ def test_host_is_what_python_does_outside_of_the_model(name, monkeypatch):
 
 def new_job(engine: str = "nanovllm", model: str = EMBEDDED_MODEL, **fields) -> Job:
     requests = [Request([1, 2], 3)] * 2
-    return Job(engine, model, requests, vocab_size=9, max_model_len=64, **fields)
+    return Job(model, engine, requests, vocab_size=9, max_model_len=64, **fields)
 
 
 FAKE_PEER = """
