@@ -62,7 +62,8 @@ class Inputs:
         """Raises ValueError with the name of the wrong argument, its value, and what is allowed."""
         params = self.default_params if params is None else params
         if not isinstance(params, Params):
-            raise refusal("params", params, "it must be SamplingParams or BeamSearchParams")
+            allowed = "it must be SamplingParams or BeamSearchParams"
+            raise refusal("sampling_params", params, allowed)
         params = replace(params)  # a copy, checked again
         sampling = params.sampling_params() if isinstance(params, BeamSearchParams) else params
         is_id = isinstance(request_id, str) and request_id

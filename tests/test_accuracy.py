@@ -14,24 +14,18 @@ from nanovllm.roofline import Hardware, Machine, shape_of
 from nanovllm.scheduler import Scheduler
 from nanovllm.simulator import STOP, Job, model_config, simulate
 from tutorials.performance.steps import Step
-from tutorials.simulation import accuracy
-from tutorials.simulation.accuracy import (
-    CASES,
-    METRICS,
+from tutorials.simulation import accuracy, calibration
+from tutorials.simulation.accuracy import METRICS, draw, error, noise, table, totals
+from tutorials.simulation.calibration import (
     SWAP,
     TERMS,
     Calibrated,
     ProcessorTime,
     amounts,
     calibrated,
-    draw,
-    error,
     fit,
-    jobs_of,
-    noise,
-    table,
-    totals,
 )
+from tutorials.simulation.cases import CASES, jobs_of
 from tutorials.simulation.recording import Recording, record, token_ids
 from tutorials.simulation.workloads import (
     all_at_once,
@@ -266,7 +260,7 @@ def test_every_case_has_jobs():
 
 def test_all_of_it(monkeypatch):
     """Two small cases; what comes out has no meaning, but it is complete."""
-    monkeypatch.setattr(accuracy, "CELLS", [(1, 16), (4, 16), (2, 60)])
+    monkeypatch.setattr(calibration, "CELLS", [(1, 16), (4, 16), (2, 60)])
     report = accuracy.compare(
         {name: CASES[name] for name in ("busy", "64 tokens per step")}, 0.3, 1, 500, ProcessorTime()
     )

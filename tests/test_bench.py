@@ -3,6 +3,7 @@
 Run: pytest tests/test_bench.py [-k trace]
 """
 
+import ast
 import json
 import math
 import random
@@ -214,7 +215,7 @@ def test_host_is_what_python_does_outside_of_the_model(name, monkeypatch):
 
 def new_job(engine: str = "nanovllm", model: str = EMBEDDED_MODEL, **fields) -> Job:
     requests = [Request([1, 2], 3)] * 2
-    return Job(engine, model, requests, vocab_size=9, max_model_len=64, **fields)
+    return Job(model, engine, requests, vocab_size=9, max_model_len=64, **fields)
 
 
 FAKE_PEER = """
@@ -352,6 +353,25 @@ def test_share_of_requests_with_the_same_tokens():
     ours = {"runs": [run([1], [2]), run([3], [4])]}
     theirs = {"runs": [run([1], [9]), run([3], [4])], "version": "1"}
     assert summary(theirs, 2, ours)["same_tokens"] == 0.75
+
+
+@pytest.mark.parametrize(
+    "folder, may_import",
+    [
+        ("performance", []),
+        ("baselines", ["performance"]),
+        ("simulation", ["performance", "baselines"]),
+    ],
+)
+def test_imports_go_one_way(folder, may_import):
+    """performance, then baselines, then simulation; figures and the tables of pages above them."""
+    imported = {
+        node.module.split(".")[1]
+        for path in (ROOT / "tutorials" / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("tutorials.")
+    }
+    assert folder in imported and imported <= {folder, *may_import}
 
 
 # --- what is written ---

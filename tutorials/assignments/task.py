@@ -50,7 +50,7 @@ class Part:
     workload: Callable[[int], Sequence[Job]]  # of a seed
     config: Config
     goals: list[Goal]
-    points: float  # for keeping the rules: every request is answered, no block is lost, no budget exceeded
+    points: float  # for the rules: each request is answered, no block lost, no budget exceeded
     hardware: str | Machine = "h100"
     scheduler: str = "MyScheduler"  # names of classes in the student's file
     block_manager: str | None = None
