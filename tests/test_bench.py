@@ -275,6 +275,7 @@ def test_a_peer_that_crashes_is_reported_with_its_last_line(fake_python, capsys)
     assert "Traceback" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_whole_command(tmp_path):
     file = tmp_path / "results" / "out.json"
     options = (

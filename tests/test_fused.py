@@ -51,6 +51,7 @@ def test_add_and_norm(size, dtype):
     assert torch.equal(expected_residual, x + residual)
 
 
+@pytest.mark.slow(but_every=5)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [32, 80, 128])
 @pytest.mark.parametrize("has_norm", [True, False])
@@ -90,6 +91,7 @@ def test_sample(vocab_size):
     assert torch.equal(tokens[::5], logits[::5].argmax(-1))
 
 
+@pytest.mark.slow
 def test_sample_follows_the_distribution():
     probabilities = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05])
     rows = 600
