@@ -13,6 +13,7 @@ import pytest
 
 # Two threads are hardly faster for models this small, and ten times slower on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # who waits leaves the processor to others
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach for the network
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is: its kernels run on the CPU

@@ -251,6 +251,7 @@ def test_the_picture(tmp_path):
     assert (tmp_path / "error.png").stat().st_size > 5_000
 
 
+@pytest.mark.slow
 def test_every_case_has_jobs():
     for name, case in CASES.items():
         jobs, rate = jobs_of(case, machine_of(TRUE), 2.0)
@@ -258,6 +259,7 @@ def test_every_case_has_jobs():
         assert (jobs[-1].time == 0) == (case.load is None), name
 
 
+@pytest.mark.slow
 def test_all_of_it(monkeypatch):
     """Two small cases; what comes out has no meaning, but it is complete."""
     monkeypatch.setattr(calibration, "CELLS", [(1, 16), (4, 16), (2, 60)])

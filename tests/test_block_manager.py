@@ -5,7 +5,7 @@ Run: pytest tests/test_block_manager.py [-k copies]
 
 import pytest
 from fake_model import FakeRunner
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -389,4 +389,9 @@ class RandomUse(RuleBasedStateMachine):
 
 
 TestRandomUse = RandomUse.TestCase
-TestRandomUse.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestRandomUse.settings = settings(
+    max_examples=150,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)

@@ -41,6 +41,7 @@ def test_a_token_takes_as_much_memory_as_in_the_paper(load):
     assert shape.weight_bytes / 2 == pytest.approx(13e9, rel=0.02)
 
 
+@pytest.mark.slow
 def test_the_systems_come_in_the_papers_order(load):
     """60 requests never make a queue of a second per token, so the limit is a smaller one."""
     rates = {

@@ -382,7 +382,7 @@ def test_questions(tmp_path):
     assert [check.score for check in report.checks] == [5, 0]
 
 
-@pytest.mark.slow(but_every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("code, score", [(SHORTEST_FIRST, 10), (STEALS, 0)], ids=["right", "wrong"])
 def test_the_engine_gives_the_same_answers(tmp_path, code, score):
     task = Task("answers", [PART], engine_points=10)

@@ -1,9 +1,11 @@
-"""The house is in order: imports in one direction, no torch where none belongs, and a short way for a greedy prompt.
+"""The house is in order: imports in one direction, no torch where none belongs, and a short way for a greedy prompt;
+and nothing lies in the root that does not belong there.
 
 Run: pytest tests/test_house.py [-k circle]
 """
 
 import ast
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +14,8 @@ import pytest
 
 from nanovllm import LLM, SamplingParams
 
-PACKAGE = Path(__file__).parent.parent / "nanovllm"
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "nanovllm"
 NO_TORCH = (
     *(
         "options",
@@ -25,6 +28,24 @@ NO_TORCH = (
     ),
     *("roofline", "stats", "simulator"),
 )
+
+
+IN_THE_ROOT = {
+    ".ci",
+    ".gitignore",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "LICENSE",
+    "README.md",
+    "bench.py",
+    "conftest.py",
+    "example.py",
+    "nanovllm",
+    "pyproject.toml",
+    "scripts",
+    "tests",
+    "tutorials",
+}
 
 
 def name_of(path: Path) -> str:
@@ -118,3 +139,14 @@ def test_a_greedy_prompt_passes_few_files_and_functions(monkeypatch):
     finally:
         sys.setprofile(None)
     assert len({file for file, _, _ in passed}) <= 14 and 50 < len(passed) <= 70, sorted(passed)
+
+
+def test_the_root_holds_what_belongs_there():
+    """Of what git knows; a reader's own files may lie beside it."""
+    if not (ROOT / ".git").exists() or shutil.which("git") is None:
+        pytest.skip("this is no clone, or there is no git")
+    listing = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if listing.returncode != 0:
+        pytest.skip(f"git says: {listing.stderr}")
+    paths = listing.stdout.split("\0")
+    assert {path.partition("/")[0] for path in paths if path} == IN_THE_ROOT
