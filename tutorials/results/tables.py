@@ -140,6 +140,16 @@ def host(reports: list[dict], links: list[str]) -> str:
     return f"{about}\n\n{markdown(rows)}"
 
 
+def queue(reports: list[dict], links: list[str]) -> str:
+    """For chapter 10: what a step, an abort and a failed step take while requests wait."""
+    (report,), _ = reports, links
+    names = list(next(iter(report["queue"].values())))
+    rows = [["requests that wait", *names]]
+    for num_waiting, seconds in report["queue"].items():
+        rows.append([num_waiting, *(f"{1e3 * seconds[name]:,.2f}" for name in names)])
+    return markdown(rows)
+
+
 def error(reports: list[dict], links: list[str]) -> str:
     """For chapter 12: real runs and the simulator, side by side."""
     (report,), (link,) = reports, links
@@ -171,7 +181,6 @@ def ablations(reports: list[dict], links: list[str]) -> str:
         "scarce memory: ",
         "chunks: Azure",
         "watermark: chats, all at once, no",
-        "watermark: long outputs, all at once, no",
     )
     parts = [f"[All numbers]({link}), also of other loads and with a prefix cache."]
     for name, rows in report["ablations"].items():
@@ -213,6 +222,7 @@ TABLES = {
     "recovery": recovery,
     "threads": threads,
     "host": host,
+    "queue": queue,
     "error": error,
     "sustained": sustained,
     "ablations": ablations,
