@@ -25,6 +25,7 @@ CASES = [(n, longest) for longest in (4096, 40960) for n in (1, 64, 256)]
 QUEUES = (10, 1_000, 100_000)
 """Requests that wait while 64 run."""
 CONTEXT = 500
+WARM_UP = 20
 STEPS = 60
 SHAPE = dict(
     model_type="qwen3",
@@ -47,6 +48,7 @@ def engine(path: str, num_seqs: int, max_model_len: int):
     from nanovllm import LLM, SamplingParams
 
     num_tokens = num_seqs * (CONTEXT + 1)
+    num_outputs = WARM_UP + 10 * STEPS  # more than will be computed
     llm = LLM(
         path,
         device="cpu",
@@ -55,7 +57,7 @@ def engine(path: str, num_seqs: int, max_model_len: int):
         max_model_len=max_model_len,
         max_num_seqs=num_seqs,
         max_num_batched_tokens=num_tokens,
-        num_blocks=num_seqs * -(-(CONTEXT + 10 * STEPS) // 16),
+        num_blocks=num_seqs * -(-(CONTEXT + num_outputs) // 16),
     )
     runner = llm.runner
     hidden = torch.zeros(num_tokens, SHAPE["hidden_size"])
@@ -64,10 +66,10 @@ def engine(path: str, num_seqs: int, max_model_len: int):
     replays = getattr(runner.graphs, "replays", None) or runner.graphs.steps  # of older commits
     for size in replays:
         replays[size] = lambda size=size: hidden[:size]
-    params = SamplingParams(temperature=0, max_tokens=10 * STEPS, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=num_outputs, ignore_eos=True)
     for i in range(num_seqs):
         llm.add_request([i % 90] * CONTEXT, params)
-    for _ in range(20):
+    for _ in range(WARM_UP):
         llm.step()
     return llm
 
