@@ -6,47 +6,29 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from itertools import count
-from typing import Protocol
-
-from tqdm import tqdm
+from typing import Any
 
 from nanovllm.beam_search import BeamRequest, BeamSearchParams
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import TOKENS_PER_STEP, Config
 from nanovllm.device import choose_device
-from nanovllm.inputs import (
-    AllParams,
-    Conversations,
-    Inputs,
-    Params,
-    Prompt,
-    Prompts,
-    is_conversation,
-    is_one_prompt,
-)
+from nanovllm.inputs import AllParams, Conversations, Inputs, Params, Prompt, Prompts, is_one_prompt
 from nanovllm.layers.rotary import longest_context
 from nanovllm.loader import find_model, load_config, load_generation_config, load_tokenizer
+from nanovllm.messages import is_conversation
 from nanovllm.model_runner import ModelRunner
-from nanovllm.models.qwen import check_supported
 from nanovllm.options import shown
 from nanovllm.outputs import Replies, Reply, RequestOutput
+from nanovllm.progress import Progress
 from nanovllm.recovery import Recovery
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.schedule import CheckedScheduler, Schedule
 from nanovllm.scheduler import Scheduler
-from nanovllm.sequence import Request, TokenLogprobs
+from nanovllm.sequence import Request
 from nanovllm.stats import Counts, stats_of
-
-
-class Runner(Protocol):
-    """What runs the steps: a ModelRunner, or a test's."""
-
-    num_blocks: int
-    num_host_blocks: int
-
-    def run(self, schedule: Schedule) -> tuple[list[int], list[TokenLogprobs | None] | None]: ...
 
 
 class LLM:
@@ -57,14 +39,14 @@ class LLM:
     of `Config`. For input that cannot work, every method raises ValueError with the name and the
     value of what is wrong, before it has changed anything.
 
-    Threads may share an engine: their steps take turns. `runner` takes the place of the model.
+    Threads may share an engine: their steps take turns. `runner` takes the place of the model, as
+    in tests: it has `run`, `num_blocks` and `num_host_blocks`.
     """
 
-    def __init__(self, model: str | None = None, *, runner: Runner | None = None, **kwargs):
+    def __init__(self, model: str | None = None, *, runner: Any = None, **kwargs):
         self.config = config = Config(**kwargs) if model is None else Config(model=model, **kwargs)
         path = find_model(config.model)
         hf_config = load_config(path)
-        check_supported(hf_config)
         device = choose_device(config)
         tokens_per_step = TOKENS_PER_STEP[device.type]
         self.limits = limits = config.resolved(longest_context(hf_config), tokens_per_step)
@@ -162,7 +144,13 @@ class LLM:
         requests = [self.inputs.request(*pair) for pair in zip(prompts, all_params)]
         try:
             outputs = [self._submit(request, is_reported=False).output for request in requests]
-            self._finish(outputs, use_tqdm)
+            bar = Progress(outputs, self.scheduler, self.counts) if use_tqdm else nullcontext()
+            with bar as progress:
+                for output in outputs:
+                    while not output.finished:
+                        self.step(report=False)
+                        if progress is not None:
+                            progress.show()
         except BaseException:  # even Ctrl-C: nothing of this call is left behind
             self.recovery.unwanted.extend(requests)
             raise
@@ -275,31 +263,6 @@ class LLM:
         counts.peak_blocks = max(counts.peak_blocks, schedule.num_used_blocks)
         for observer in self.observers:
             observer(schedule, seconds)
-
-    def _finish(self, outputs: list[RequestOutput], use_tqdm: bool) -> None:
-        """Steps until all of these outputs have finished; shows how many have, and the speed."""
-        start = last_shown = time.perf_counter()
-        num_prompt = self.scheduler.num_prompt_tokens
-        num_output = self.counts.output_tokens
-
-        def show() -> None:
-            seconds = time.perf_counter() - start
-            prompt_speed = (self.scheduler.num_prompt_tokens - num_prompt) / seconds
-            output_speed = (self.counts.output_tokens - num_output) / seconds
-            bar.n = sum(output.finished for output in outputs)
-            bar.set_postfix_str(f"prompt {prompt_speed:.0f}, output {output_speed:.0f} tokens/s")
-
-        with tqdm(
-            total=len(outputs), desc="Prompts", disable=not use_tqdm, dynamic_ncols=True
-        ) as bar:
-            for output in outputs:
-                while not output.finished:
-                    self.step(report=False)
-                    if use_tqdm and time.perf_counter() > last_shown + 0.1:
-                        last_shown = time.perf_counter()
-                        show()
-            if use_tqdm:
-                show()
 
     def _stream(self, request: Request) -> Iterator[str]:
         try:

@@ -61,3 +61,7 @@ def is_int(value: object, low: float, high: float = inf) -> bool:
 def is_number(value: object, low: float, high: float = sys.float_info.max) -> bool:
     """Whether it is a number that fits into a float. NaN fails every comparison."""
     return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+
+
+def refusal(name: str, value: object, allowed: str) -> ValueError:
+    return ValueError(f"{name}={shown(value)} is not allowed: {allowed}")

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from nanovllm.block_manager import BlockManager, Moves
 from nanovllm.config import Limits
 from nanovllm.options import shown
 from nanovllm.sequence import Request, Sequence, TokenLogprobs
 
+AnyScheduler = Any  # a scheduler.Scheduler; that module imports this one
 Wrong = Callable[[str], "ScheduleError"]
 
 
@@ -74,24 +75,6 @@ class Schedule:
         self.tokens_left -= num_tokens
         if num_missing > 1:
             self.prompt_tokens_left -= num_tokens
-
-
-class AnyScheduler(Protocol):
-    """What is read of a scheduler to check it."""
-
-    block_manager: BlockManager
-    running: list[Request]
-
-    def schedule(self) -> Schedule: ...
-
-    def update(
-        self,
-        schedule: Schedule,
-        token_ids: list[int],
-        logprobs: list[TokenLogprobs | None] | None = None,
-    ) -> None: ...
-
-    def unfinished(self) -> list[Request]: ...
 
 
 class CheckedScheduler:

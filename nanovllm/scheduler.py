@@ -12,6 +12,7 @@ import time
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 
+from nanovllm import groups
 from nanovllm.beam_search import BeamRequest
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import Limits
@@ -199,8 +200,7 @@ class Scheduler:
             manager.swap_in(first)
         request.has_forked = not others
         if others:
-            request.num_shared_tokens = common_length([seq.token_ids for seq in request.unfinished])
-            self.fork(request)
+            groups.share(request, manager)
         if request.num_cached_tokens is None:  # it runs for the first time
             request.num_cached_tokens = first.num_computed_tokens
             self.num_cached_tokens += request.num_cached_tokens
@@ -216,7 +216,7 @@ class Scheduler:
         # a running request with a single sequence has not finished it
         seqs = request.unfinished if request.params.n > 1 else request.sequences
         if len(seqs) > 1:
-            return self.tokens_of_group(request, schedule)
+            return groups.tokens_to_compute(request, schedule)
         return schedule.next_tokens(seqs[0], len(seqs[0].token_ids) - seqs[0].num_computed_tokens)
 
     def commit(self, items: list[Item], schedule: Schedule) -> None:
@@ -262,7 +262,7 @@ class Scheduler:
         for seq, start, num_tokens in schedule.items:
             seq.num_computed_tokens = start + num_tokens
             if not seq.request.has_forked:
-                self.fork(seq.request)
+                groups.fork(seq.request, self.block_manager)
 
     def receive(
         self,
@@ -344,53 +344,3 @@ class Scheduler:
                 return
         if request in self.waiting:
             self.waiting.remove(request)
-
-    # --- second reading: several sequences of one request ---
-
-    def tokens_of_group(self, request: Request, schedule: Schedule) -> list[Item]:
-        """They get their next tokens together or not at all, so their last tokens are computed in
-        the same step."""
-        seqs = request.unfinished
-        if not request.has_forked:
-            num_missing = request.num_shared_tokens - seqs[0].num_computed_tokens
-            return schedule.next_tokens(seqs[0], num_missing)
-        missing = [seq.num_missing_tokens for seq in seqs]
-        if max(missing) == 1:
-            if len(seqs) > schedule.tokens_left:
-                return []
-            return [Item(seq, seq.num_computed_tokens, 1) for seq in seqs]
-        items = []
-        budget = min(schedule.tokens_left, schedule.prompt_tokens_left)
-        for seq, num_missing in zip(seqs, missing):
-            num_tokens = min(num_missing - 1, budget)
-            if num_tokens > 0:
-                items.append(Item(seq, seq.num_computed_tokens, num_tokens))
-                budget -= num_tokens
-        return items
-
-    def fork(self, request: Request) -> None:
-        """Once the first sequence has computed the tokens that all share, the others fork from it."""
-        manager = self.block_manager
-        num_shared = request.num_shared_tokens
-        first, *others = request.unfinished
-        if first.num_computed_tokens < num_shared:
-            return
-        for seq in others:
-            if len(seq) > num_shared:  # it was preempted: its own blocks may still be in the cache
-                num_full = num_shared // manager.block_size
-                manager.fork(first, seq, num_full * manager.block_size)
-                manager.take_prefix(seq)
-                if seq.num_host_tokens >= num_shared:
-                    manager.swap_in(seq)
-            if seq.num_computed_tokens < num_shared:
-                manager.free(seq)
-                manager.fork(first, seq, num_shared)
-        request.has_forked = True
-
-
-def common_length(sequences: list[list[int]]) -> int:
-    """Length of the prefix that all of them share. They must be equally long."""
-    for i, column in enumerate(zip(*sequences)):
-        if len(set(column)) > 1:
-            return i
-    return len(sequences[0])
