@@ -7,6 +7,7 @@ token that all of them share.
 from nanovllm.block_manager import BlockManager
 from nanovllm.schedule import Item, Schedule
 from nanovllm.sequence import Request
+from nanovllm.swapping import swap_in
 
 
 def share(request: Request, manager: BlockManager) -> None:
@@ -35,7 +36,7 @@ def fork(request: Request, manager: BlockManager) -> None:
             manager.fork(first, seq, num_full * manager.block_size)
             manager.take_prefix(seq)
             if seq.num_host_tokens >= num_shared:
-                manager.swap_in(seq)
+                swap_in(manager, seq)
         if seq.num_computed_tokens < num_shared:
             manager.free(seq)
             manager.fork(first, seq, num_shared)

@@ -19,6 +19,7 @@ from nanovllm.config import Limits
 from nanovllm.options import shown
 from nanovllm.schedule import Item, Schedule, check_choice
 from nanovllm.sequence import Request, Sequence, TokenLogprobs
+from nanovllm.swapping import free_host, swap_in, swap_out
 
 
 class Scheduler:
@@ -197,7 +198,7 @@ class Scheduler:
         first, *others = request.unfinished
         manager.take_prefix(first)
         if first.host_table:
-            manager.swap_in(first)
+            swap_in(manager, first)
         request.has_forked = not others
         if others:
             groups.share(request, manager)
@@ -207,7 +208,7 @@ class Scheduler:
             self.num_prompt_tokens += len(request.prompt_token_ids)
         for seq in request.unfinished:
             if seq.host_table:
-                manager.free_host(seq)
+                free_host(manager, seq)
         for seq in request.unfinished if request.has_forked else [first]:
             manager.allocate(seq, seq.num_missing_tokens)
 
@@ -236,7 +237,7 @@ class Scheduler:
         check_choice(self, "preempt", request, self.running)
         self.running.remove(request)
         if self.should_swap(request):
-            self.block_manager.swap_out(request.unfinished)
+            swap_out(self.block_manager, request.unfinished)
         for seq in request.unfinished:
             self.block_manager.free(seq)
         request.has_forked = False
@@ -294,7 +295,7 @@ class Scheduler:
         seq.finish_reason = reason
         self.block_manager.free(seq)
         if seq.host_table:
-            self.block_manager.free_host(seq)
+            free_host(self.block_manager, seq)
         request = seq.request
         if request.has_ended:
             if request in self.running:
