@@ -168,20 +168,21 @@ class ModelRunner:
             num_decodes=num_decodes,
             max_context=int(contexts.max()),
         )
+        sampling = None  # all are greedy
+        if any(seq.request.params.temperature for seq in schedule.sampled):
+            sampling = self._sampling(schedule.sampled)
         return StepInputs(
             input_ids=torch.frombuffer(token_ids, dtype=torch.int64),
             positions=positions,
             batch=batch,
             sampled_rows=(ends - 1)[integers(sampled_from)],
-            sampling=self._sampling(schedule.sampled),
+            sampling=sampling,
             moves=schedule.moves,
         )
 
-    def _sampling(self, seqs: list[Sequence]) -> Sampling | None:
-        """How each sequence draws its token. None if all are greedy."""
+    def _sampling(self, seqs: list[Sequence]) -> Sampling:
+        """How each sequence draws its token, of which at least one is not greedy."""
         params = [seq.request.params for seq in seqs]
-        if not any(p.temperature for p in params):
-            return None
         vocab_size = self.vocab_size
         temperature = floats([p.temperature for p in params])
         top_k = integers([p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params])
