@@ -389,10 +389,19 @@ class RandomUse(RuleBasedStateMachine):
         assert self.manager.num_free_blocks == self.num_blocks
 
 
-TestRandomUse = RandomUse.TestCase
-TestRandomUse.settings = settings(
-    max_examples=150,
-    stateful_step_count=40,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+def examples(count: int) -> settings:
+    return settings(
+        max_examples=count,
+        stateful_step_count=40,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+
+
+class TestRandomUse(RandomUse.TestCase):
+    settings = examples(50)
+
+
+@pytest.mark.slow
+class TestMuchRandomUse(RandomUse.TestCase):
+    settings = examples(150)
