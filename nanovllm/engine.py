@@ -20,10 +20,11 @@ from nanovllm.layers.rotary import longest_context
 from nanovllm.loader import find_model, load_config, load_generation_config, load_tokenizer
 from nanovllm.messages import is_conversation
 from nanovllm.model_runner import ModelRunner
-from nanovllm.options import shown
-from nanovllm.outputs import Replies, Reply, RequestOutput
+from nanovllm.options import refusal
+from nanovllm.outputs import RequestOutput
 from nanovllm.progress import Progress
 from nanovllm.recovery import Recovery
+from nanovllm.replies import Replies, Reply
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.schedule import CheckedScheduler, Schedule
 from nanovllm.scheduler import Scheduler
@@ -48,8 +49,8 @@ class LLM:
         path = find_model(config.model)
         hf_config = load_config(path)
         device = choose_device(config)
-        tokens_per_step = TOKENS_PER_STEP[device.type]
-        self.limits = limits = config.resolved(longest_context(hf_config), tokens_per_step)
+        longest = longest_context(hf_config)
+        self.limits = limits = config.resolved(longest, TOKENS_PER_STEP[device.type])
         self.tokenizer = load_tokenizer(path)
         self.runner = runner or ModelRunner(config, limits, hf_config, path, device)
 
@@ -132,14 +133,11 @@ class LLM:
         answered.
         """
         prompts = [prompts] if is_one_prompt(prompts) else prompts
-        all_params: list[Params | None]
-        if isinstance(sampling_params, list | tuple):
-            all_params = [*sampling_params]
-        else:
-            all_params = [sampling_params] * len(prompts)
+        given = sampling_params
+        all_params = list(given) if isinstance(given, list | tuple) else [given] * len(prompts)
         if len(all_params) != len(prompts):
-            given = f"{len(prompts)} prompts, but {len(all_params)} sampling params"
-            raise ValueError(f"{given}: give one, or as many as prompts")
+            counts = f"{len(prompts)} prompts, but {len(all_params)} sampling params"
+            raise ValueError(f"{counts}: give one, or as many as prompts")
         # all are checked before any is added
         requests = [self.inputs.request(*pair) for pair in zip(prompts, all_params)]
         try:
@@ -166,7 +164,7 @@ class LLM:
         chats = [messages] if is_conversation(messages) else messages
         if not isinstance(chats, list | tuple) or not all(map(is_conversation, chats)):
             allowed = "a list of {'role': ..., 'content': ...}, or a list of such lists"
-            raise ValueError(f"messages={shown(messages)} is not allowed: it must be {allowed}")
+            raise refusal("messages", messages, f"it must be {allowed}")
         return self.generate(chats, sampling_params, use_tqdm)
 
     def beam_search(
@@ -176,7 +174,7 @@ class LLM:
         BeamSearchParams, too."""
         params = BeamSearchParams() if params is None else params
         if not isinstance(params, BeamSearchParams):
-            raise ValueError(f"params={shown(params)} is not allowed: it must be BeamSearchParams")
+            raise refusal("params", params, "it must be BeamSearchParams")
         return self.generate(prompts, params, use_tqdm)
 
     def stream(
@@ -188,10 +186,9 @@ class LLM:
             raise ValueError(f"model={self.config.model!r} has no tokenizer: it cannot stream text")
         request = self.inputs.request(prompt, sampling_params)
         if isinstance(request, BeamRequest):
-            given = shown(sampling_params)
-            raise ValueError(f"sampling_params={given} is not allowed: beams cannot be streamed")
+            raise refusal("sampling_params", sampling_params, "beams cannot be streamed")
         if request.params.n != 1:
-            raise ValueError(f"n={request.params.n} is not allowed: only one answer is streamed")
+            raise refusal("n", request.params.n, "only one answer is streamed")
         return self._stream(request)
 
     def get_tokenizer(self):
@@ -222,8 +219,8 @@ class LLM:
         with self.turn:
             used = (self.replies.unfinished, self.replies.unreported)
             if any(request.request_id in ids for ids in used):
-                name = f"request_id={request.request_id!r} is not allowed"
-                raise ValueError(f"{name}: a request with this id is still in use")
+                in_use = "a request with this id is still in use"
+                raise refusal("request_id", request.request_id, in_use)
             request.arrival = next(self.arrivals)
             request.arrival_time = self.scheduler.clock()
             if not request.request_id:

@@ -24,7 +24,7 @@ from nanovllm.loader import load_model
 from nanovllm.memory import keep_freed_memory, largest_step, memory_left, warm_up_steps
 from nanovllm.models.qwen import head_dim_of
 from nanovllm.schedule import Item, Schedule
-from nanovllm.sequence import Sequence, TokenLogprobs
+from nanovllm.sequence import Sequence, StepLogprobs, TokenLogprobs
 from nanovllm.step import StepInputs
 
 
@@ -104,7 +104,7 @@ class ModelRunner:
             self.run(schedule)
 
     @torch.inference_mode()
-    def run(self, schedule: Schedule) -> tuple[list[int], list[TokenLogprobs | None] | None]:
+    def run(self, schedule: Schedule) -> tuple[list[int], StepLogprobs]:
         """Computes a step.
 
         Returns a token for each of `schedule.sampled`, and its log-probabilities if any of them
@@ -232,7 +232,7 @@ class ModelRunner:
 
     def sample(
         self, hidden: Tensor, inputs: StepInputs, seqs: list[Sequence]
-    ) -> tuple[list[int], list[TokenLogprobs | None] | None]:
+    ) -> tuple[list[int], StepLogprobs]:
         """A token for each sequence, and its log-probabilities if any of them wants some."""
         if not seqs:
             return [], None
@@ -264,10 +264,7 @@ class ModelRunner:
         return logprobs
 
 
-def decodes_first(
-    items: list[Item],
-    rows: list[int],
-) -> tuple[list[Item], list[int]]:
+def decodes_first(items: list[Item], rows: list[int]) -> tuple[list[Item], list[int]]:
     """The items with one token first, as attention wants them.
 
     `rows` are items by number: of items with [5, 1, 3, 1] tokens, the rows [1, 2, 3] become the

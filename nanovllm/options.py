@@ -37,8 +37,7 @@ class Options:
     def require(self, name: str, condition: object, allowed: str) -> None:
         """Raises a ValueError with the field's name, its value and what is allowed."""
         if not condition:
-            value = shown(getattr(self, name))
-            raise ValueError(f"{name}={value} is not allowed: it must be {allowed}")
+            raise refusal(name, getattr(self, name), f"it must be {allowed}")
 
 
 def shown(value: object, max_chars: int = 200) -> str:

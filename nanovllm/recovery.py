@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from nanovllm.block_manager import BlockManager
-from nanovllm.outputs import Replies, Reply
+from nanovllm.replies import Replies, Reply
 from nanovllm.schedule import CheckedScheduler, Schedule, ScheduleError
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
@@ -135,7 +135,7 @@ class Recovery:
             group = self.suspects[-1]
         else:
             group = [r.request for r in replies if not r.output.finished]
-        self.untested = set(group) if self.suspects else set()
+        self.untested = set(group)
         self.checked.num_idle_steps = 0
         self.checked.num_idle_tokens = 0
         self.scheduler.restart(group, self.new_block_manager())

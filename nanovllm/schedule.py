@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from nanovllm.block_manager import BlockManager, Moves
 from nanovllm.config import Limits
 from nanovllm.options import shown
-from nanovllm.sequence import Request, Sequence, TokenLogprobs
+from nanovllm.sequence import Request, Sequence, StepLogprobs
 
 AnyScheduler = Any  # a scheduler.Scheduler; that module imports this one
 Wrong = Callable[[str], "ScheduleError"]
@@ -108,10 +108,7 @@ class CheckedScheduler:
         return schedule
 
     def update(
-        self,
-        schedule: Schedule,
-        token_ids: list[int],
-        logprobs: list[TokenLogprobs | None] | None = None,
+        self, schedule: Schedule, token_ids: list[int], logprobs: StepLogprobs = None
     ) -> None:
         self.scheduler.update(schedule, token_ids, logprobs)
         seq, start, _ = schedule.items[0]

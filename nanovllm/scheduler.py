@@ -16,9 +16,9 @@ from nanovllm import groups
 from nanovllm.beam_search import BeamRequest
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import Limits
-from nanovllm.options import shown
+from nanovllm.options import refusal
 from nanovllm.schedule import Item, Schedule, check_choice
-from nanovllm.sequence import Request, Sequence, TokenLogprobs
+from nanovllm.sequence import Request, Sequence, StepLogprobs, TokenLogprobs
 from nanovllm.swapping import free_host, swap_in, swap_out
 
 
@@ -115,8 +115,7 @@ class Scheduler:
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             limit = getattr(self, name)
             if params.n > limit:
-                allowed = f"it must be at most {name}={limit}"
-                raise ValueError(f"{name_of_n}={shown(params.n)} is not allowed: {allowed}")
+                raise refusal(name_of_n, params.n, f"it must be at most {name}={limit}")
         request.max_len = min(num_prompt + params.max_tokens, self.max_model_len)
         needed = self.block_manager.max_blocks_needed(request)
         available = len(self.block_manager.blocks)
@@ -247,10 +246,7 @@ class Scheduler:
     # --- a step has run ---
 
     def update(
-        self,
-        schedule: Schedule,
-        token_ids: list[int],
-        logprobs: list[TokenLogprobs | None] | None = None,
+        self, schedule: Schedule, token_ids: list[int], logprobs: StepLogprobs = None
     ) -> None:
         """Processes a step's result: a token for each of `schedule.sampled`, and the likeliest ones
         with their log-probabilities if the request wants any."""
@@ -266,10 +262,7 @@ class Scheduler:
                 groups.fork(seq.request, self.block_manager)
 
     def receive(
-        self,
-        schedule: Schedule,
-        token_ids: list[int],
-        logprobs: list[TokenLogprobs | None] | None = None,
+        self, schedule: Schedule, token_ids: list[int], logprobs: StepLogprobs = None
     ) -> None:
         """Takes the tokens that were drawn, and ends those who are done."""
         if logprobs is None:

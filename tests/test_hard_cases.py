@@ -15,7 +15,7 @@ from test_scheduler import new_request, new_scheduler, play, step
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.block_manager import BlockManager
-from nanovllm.outputs import Reply
+from nanovllm.replies import Reply
 from nanovllm.schedule import ScheduleError
 from nanovllm.scheduler import Scheduler
 from nanovllm.swapping import free_host
