@@ -164,8 +164,8 @@ class BlockManager:
         seq.num_computed_tokens = len(seq.block_table) * self.block_size
 
     def allocate(self, seq: Sequence, num_tokens: int) -> None:
-        """Gives `seq` the blocks for its next `num_tokens` tokens; the caller must have checked that
-        they are free. The first write into a shared block copies it before the step
+        """Gives `seq` the blocks for its next `num_tokens` tokens; the caller must have checked
+        that they are free. The first write into a shared block copies it before the step
         (copy-on-write, paper, section 4.4)."""
         i = seq.num_computed_tokens // self.block_size
         if i < len(seq.block_table):  # the next token goes into a block that it has
@@ -181,8 +181,8 @@ class BlockManager:
             seq.block_table.append(self.take_block().id)
 
     def publish(self, seq: Sequence, num_tokens: int) -> None:
-        """Makes the full blocks of its first `num_tokens` tokens findable. Those that are not in the
-        cache yet must be computed by the step that is being planned.
+        """Makes the full blocks of its first `num_tokens` tokens findable. Those that are not in
+        the cache yet must be computed by the step that is being planned.
 
         Other sequences may share these blocks in the same step, because a layer stores the keys and
         values of all tokens before any query reads them.
@@ -252,8 +252,8 @@ class BlockManager:
         return sum(self.num_blocks_for(len(seq)) - shared for seq in request.unfinished[1:])
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int | None = None) -> None:
-        """Lets `child`, which has no blocks yet, share what `parent` has computed, or only its first
-        `num_tokens` tokens."""
+        """Lets `child`, which has no blocks yet, share what `parent` has computed, or only its
+        first `num_tokens` tokens."""
         is_new = not child.block_table and child.num_computed_tokens == 0
         assert is_new, f"{child} already has blocks"
         num_tokens = parent.num_computed_tokens if num_tokens is None else num_tokens

@@ -192,7 +192,7 @@ class Replies:
             self.unfinished.pop(output.request_id, None)
 
     def take(self) -> list[RequestOutput]:
-        """All that has not been reported. If a Ctrl-C comes in between, the next call returns it."""
+        """All that has not been reported. If a Ctrl-C comes in here, the next call returns it."""
         outputs = self.unreported
         try:
             self.unreported = {}

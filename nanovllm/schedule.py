@@ -39,8 +39,8 @@ class Item(NamedTuple):
 
 @dataclass
 class Schedule:
-    """One step: what to compute, who gets a next token, and which blocks to move first. It means the
-    same before, during and after the step."""
+    """One step: what to compute, who gets a next token, and which blocks to move first. It means
+    the same before, during and after the step."""
 
     tokens_left: int = 0  # while it is planned: how many more tokens may be added, ...
     prompt_tokens_left: int = 0  # ... and how many of them for sequences that lack more than one
@@ -78,8 +78,8 @@ class Schedule:
 
 
 class CheckedScheduler:
-    """A scheduler of whom nothing is believed: what it does wrong is a ScheduleError, which names the
-    method. `checks_items=False` trusts it that a step that is not empty can be run."""
+    """A scheduler of whom nothing is believed: what it does wrong is a ScheduleError, which names
+    the method. `checks_items=False` trusts it that a step that is not empty can be run."""
 
     def __init__(self, scheduler: AnyScheduler, limits: Limits, checks_items: bool = True):
         self.scheduler = scheduler

@@ -65,12 +65,12 @@ class Scheduler:
         return self.waiting[0] if self.waiting else None
 
     def may_admit(self, request: Request, schedule: Schedule) -> bool:
-        """Whether to admit the request, which fits. If not, nobody else is admitted in this step."""
+        """Whether to admit the request, which fits. If not, nobody else is, in this step."""
         return True
 
     def step_budget(self) -> tuple[int, int]:
-        """Maximum tokens of the step, up to `max_num_batched_tokens`; and how many of them may go to
-        sequences that lack more than one: prompts, and what is recomputed."""
+        """Maximum tokens of the step, up to `max_num_batched_tokens`; and how many of them may go
+        to sequences that lack more than one: prompts, and what is recomputed."""
         return self.max_num_batched_tokens, self.max_num_batched_tokens
 
     def victim(self, candidates: list[Request]) -> Request:
@@ -314,7 +314,7 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         return bool(self.running or self.waiting)
 
-    # --- the queue: sorted as long as priorities cannot change, so that its length costs nothing ---
+    # --- the queue: sorted if priorities cannot change, so that its length costs nothing ---
 
     def keeps_order(self) -> bool:
         own = getattr(self.priority, "__func__", None)

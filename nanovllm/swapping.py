@@ -1,6 +1,6 @@
 """Swapping: which blocks wait in host memory while their request is preempted (paper, section 4.5).
 
-The block manager counts the host's blocks, `host_cache.py` copies what is in them. Imports no torch.
+The block manager counts the host's blocks, `host_cache.py` copies what is in them. No torch here.
 """
 
 from nanovllm.block_manager import BlockManager

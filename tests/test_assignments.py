@@ -1,4 +1,4 @@
-"""The reference solutions keep the rules and change no answer, and the grader gives them all points.
+"""The reference solutions keep the rules, change no answer, and get all points from the grader.
 
 The grading is on seeds that no handout has shown, and slow.
 

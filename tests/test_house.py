@@ -1,5 +1,5 @@
-"""The house is in order: imports in one direction, no torch where none belongs, and a short way for a greedy prompt;
-and nothing lies in the root that does not belong there.
+"""The house is in order: imports in one direction, no torch where none belongs, a short way for a
+greedy prompt, and in the root only what belongs there.
 
 Run: pytest tests/test_house.py [-k circle]
 """
