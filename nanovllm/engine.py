@@ -67,9 +67,8 @@ class LLM:
         self.replies = Replies()
         self.recovery = Recovery(self.scheduler, self.checked, self.replies, new_block_manager)
         defaults = load_generation_config(path, hf_config)
-        self.inputs = Inputs(
-            config.model, self.scheduler, self.tokenizer, hf_config.vocab_size, defaults
-        )
+        model_args = (config.model, self.scheduler, self.tokenizer, hf_config.vocab_size)
+        self.inputs = Inputs(*model_args, *defaults)
         self.arrivals = count()
         self.counts = Counts()
         self.turn = threading.RLock()  # whoever holds it may change the engine

@@ -6,8 +6,8 @@ Everything a user can get wrong is refused here.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.beam_search import BeamRequest, BeamSearch, BeamSearchParams
 from nanovllm.messages import Conversation, is_conversation, with_plain_text
@@ -25,7 +25,6 @@ Prompt = str | list[int] | Conversation | dict
 Prompts = Prompt | Sequence[Prompt]
 Params = SamplingParams | BeamSearchParams
 AllParams = Params | list[Params] | None  # one for all prompts, or one for each
-Defaults = tuple[SamplingParams, frozenset[int]]  # the model's, and its end-of-sequence tokens
 
 
 def is_one_prompt(prompts) -> TypeIs[Prompt]:
@@ -44,17 +43,16 @@ def without_dict(prompt):
     raise refusal("prompt", prompt, allowed)
 
 
+@dataclass
 class Inputs:
     """Turns prompts and parameters into requests, for a tokenizer (or None) and vocabulary size."""
 
-    def __init__(
-        self, model: str, scheduler: Scheduler, tokenizer, vocab_size: int, defaults: Defaults
-    ):
-        self.model = model
-        self.scheduler = scheduler
-        self.tokenizer = tokenizer
-        self.vocab_size = vocab_size
-        self.default_params, self.eos_token_ids = defaults
+    model: str
+    scheduler: Scheduler
+    tokenizer: Any
+    vocab_size: int
+    default_params: SamplingParams
+    eos_token_ids: frozenset[int]
 
     def request(
         self, prompt: Prompt, params: Params | None, request_id: str | None = None

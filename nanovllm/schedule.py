@@ -77,16 +77,16 @@ class Schedule:
             self.prompt_tokens_left -= num_tokens
 
 
+@dataclass
 class CheckedScheduler:
     """A scheduler of whom nothing is believed: what it does wrong is a ScheduleError, which names
     the method. `checks_items=False` trusts it that a step that is not empty can be run."""
 
-    def __init__(self, scheduler: AnyScheduler, limits: Limits, checks_items: bool = True):
-        self.scheduler = scheduler
-        self.limits = limits
-        self.checks_items = checks_items
-        self.num_idle_steps = 0  # since somebody has got a token ...
-        self.num_idle_tokens = 0  # ... and the tokens that were computed in them
+    scheduler: AnyScheduler
+    limits: Limits
+    checks_items: bool = True
+    num_idle_steps: int = 0  # since somebody has got a token ...
+    num_idle_tokens: int = 0  # ... and the tokens that were computed in them
 
     def schedule(self, request_ids: Collection[str]) -> Schedule:
         """A step for the unfinished requests with these ids."""
