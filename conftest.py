@@ -1,8 +1,8 @@
 """Settings for all tests; pytest reads this file first.
 
-What is marked slow is left out: `@pytest.mark.slow` leaves out a test, `@pytest.mark.slow(but_every=5)`
-all but every fifth of its variants. `pytest --slow` runs everything, and so does a SOLUTION, which is
-what students have their public tests look at.
+What is marked slow is left out: by `@pytest.mark.slow` a test, by `@pytest.mark.slow(but_every=5)`
+all but every fifth of its variants. `pytest --slow` runs everything. So does the variable SOLUTION,
+with which students say what the public tests look at.
 """
 
 import os

@@ -13,7 +13,7 @@ from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import KVCache
 from nanovllm.layers.ops import Ops
 from nanovllm.layers.sampler import Sampling
-from nanovllm.step import StepInputs, places
+from nanovllm.step import StepInputs, buffer_slices
 
 SIZES = [1, 2, 4, 8, *range(16, 513, 16)]
 
@@ -62,7 +62,7 @@ class DecodeGraphs:
         numbers = torch.zeros(7, self.limits.max_num_seqs, dtype=torch.int64)
         step.sampled_rows = numbers[0]
         step.sampling = Sampling(*numbers[1:])
-        return places(step.tensors)[-1].stop
+        return buffer_slices(step.tensors)[-1].stop
 
     def padding(self, size: int) -> StepInputs:
         """A decode step of `size` rows of padding: no slot to write to, no context to read."""

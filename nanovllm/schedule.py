@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from nanovllm.block_manager import BlockManager, Moves
 from nanovllm.config import Limits
 from nanovllm.options import shown
-from nanovllm.sequence import Request, Sequence, TokenLogprobs
+from nanovllm.sequence import Request, Sequence, StepLogprobs
 
+AnyScheduler = Any  # a scheduler.Scheduler; that module imports this one
 Wrong = Callable[[str], "ScheduleError"]
 
 
@@ -38,8 +39,8 @@ class Item(NamedTuple):
 
 @dataclass
 class Schedule:
-    """One step: what to compute, who gets a next token, and which blocks to move first. It means the
-    same before, during and after the step."""
+    """One step: what to compute, who gets a next token, and which blocks to move first. It means
+    the same before, during and after the step."""
 
     tokens_left: int = 0  # while it is planned: how many more tokens may be added, ...
     prompt_tokens_left: int = 0  # ... and how many of them for sequences that lack more than one
@@ -76,34 +77,16 @@ class Schedule:
             self.prompt_tokens_left -= num_tokens
 
 
-class AnyScheduler(Protocol):
-    """What is read of a scheduler to check it."""
-
-    block_manager: BlockManager
-    running: list[Request]
-
-    def schedule(self) -> Schedule: ...
-
-    def update(
-        self,
-        schedule: Schedule,
-        token_ids: list[int],
-        logprobs: list[TokenLogprobs | None] | None = None,
-    ) -> None: ...
-
-    def unfinished(self) -> list[Request]: ...
-
-
+@dataclass
 class CheckedScheduler:
-    """A scheduler of whom nothing is believed: what it does wrong is a ScheduleError, which names the
-    method. `checks_items=False` trusts it that a step that is not empty can be run."""
+    """A scheduler of whom nothing is believed: what it does wrong is a ScheduleError, which names
+    the method. `checks_items=False` trusts it that a step that is not empty can be run."""
 
-    def __init__(self, scheduler: AnyScheduler, limits: Limits, checks_items: bool = True):
-        self.scheduler = scheduler
-        self.limits = limits
-        self.checks_items = checks_items
-        self.num_idle_steps = 0  # since somebody has got a token ...
-        self.num_idle_tokens = 0  # ... and the tokens that were computed in them
+    scheduler: AnyScheduler
+    limits: Limits
+    checks_items: bool = True
+    num_idle_steps: int = 0  # since somebody has got a token ...
+    num_idle_tokens: int = 0  # ... and the tokens that were computed in them
 
     def schedule(self, request_ids: Collection[str]) -> Schedule:
         """A step for the unfinished requests with these ids."""
@@ -125,10 +108,7 @@ class CheckedScheduler:
         return schedule
 
     def update(
-        self,
-        schedule: Schedule,
-        token_ids: list[int],
-        logprobs: list[TokenLogprobs | None] | None = None,
+        self, schedule: Schedule, token_ids: list[int], logprobs: StepLogprobs = None
     ) -> None:
         self.scheduler.update(schedule, token_ids, logprobs)
         seq, start, _ = schedule.items[0]

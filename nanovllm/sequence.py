@@ -9,6 +9,7 @@ from functools import cached_property
 from nanovllm.sampling_params import SamplingParams
 
 TokenLogprobs = dict[int, float]  # token id -> log-probability; the token drawn comes first
+StepLogprobs = list[TokenLogprobs | None] | None  # of each sampled sequence, if any wants some
 
 
 @dataclass(eq=False, repr=False)

@@ -61,7 +61,7 @@ def with_tensors(part: Any, tensors: dict[str, Tensor]) -> Any:
     return replace(part, **{name: tensors[name] for name in tensors_of(part)})
 
 
-def places(tensors: dict[str, Tensor]) -> list[slice]:
+def buffer_slices(tensors: dict[str, Tensor]) -> list[slice]:
     """Where each is in a buffer of bytes, one after the other.
 
     Each starts at a multiple of 16, because Triton compiles another kernel for unaligned pointers.
@@ -81,7 +81,7 @@ def move(
 
     Tensors of the same shapes get the same places in `buffer`.
     """
-    parts = places(tensors)
+    parts = buffer_slices(tensors)
     host = torch.empty(parts[-1].stop, dtype=torch.uint8, pin_memory=device.type == "cuda")
     for part, t in zip(parts, tensors.values()):
         host[part].view(t.dtype).copy_(t.flatten())

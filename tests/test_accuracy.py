@@ -96,6 +96,7 @@ WORKLOADS = {
 # --- recording and replay ---
 
 
+@pytest.mark.slow(but_every=2)
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_a_replay_is_exact(name):
     """The same times, arrivals, cache hits and preemptions, all of them equal to the last bit."""

@@ -212,18 +212,19 @@ def test_replay_of_sharing():
     assert 0.15 < samples["saved"] < 0.45 < beams["saved"] < 0.75  # 3/4 if all were shared
 
 
+@pytest.mark.slow
 def test_the_whole_command(monkeypatch, tmp_path, capsys):
     trace, file = tmp_path / "trace.csv", tmp_path / "memory.json"
     rng = random.Random(0)
     rows = [
         f"2023-11-16 18:15:46.6805900,{rng.randint(500, 9000)},{rng.randint(100, 900)}"
-        for _ in range(200)
+        for _ in range(400)
     ]
     trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "\n".join(rows))
     monkeypatch.setattr(replay, "SYSTEMS", {"paged": replay.BlockManager})
     monkeypatch.setattr(replay, "sharing", lambda name, count: {"samples": {}, "beams": {}})
     monkeypatch.setattr(
-        sys, "argv", ["replay.py", "--requests", "200", "--trace", str(trace), "--json", str(file)]
+        sys, "argv", ["replay.py", "--requests", "400", "--trace", str(trace), "--json", str(file)]
     )
     replay.main()
     report = json.loads(file.read_text())

@@ -216,7 +216,7 @@ class Generous(BlockManager):
     def allocate(self, seq, num_tokens):
         super().allocate(seq, num_tokens)
         while len(seq.block_table) < 40:
-            seq.block_table.append(self._take().id)
+            seq.block_table.append(self.take_block().id)
 
 
 @pytest.mark.filterwarnings("ignore:overflow|invalid:RuntimeWarning")

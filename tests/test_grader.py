@@ -208,7 +208,7 @@ BROKEN = {
     ),
     "does not load": (
         "import no_such_module\n",
-        r"^ModuleNotFoundError: No module named 'no_such_module' \(line 4 of your file",
+        r"^ModuleNotFoundError: No module named 'no_such_module' \(line 5 of your file",
     ),
     "no class": ("class Other(Scheduler):\n    pass\n", "your file has no class MyScheduler"),
     "exits at once": ("raise SystemExit(0)\n", "^SystemExit: 0"),

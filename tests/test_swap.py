@@ -227,7 +227,7 @@ def test_abort_while_swapped_out(path):
     assert len(llm.block_manager.free_host_blocks) == llm.runner.num_host_blocks
 
 
-@pytest.mark.slow(but_every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 def test_a_step_that_fails_harms_nobody(path, mode, monkeypatch):
     """Whatever it was about to move or write is computed again. Here it fails with blocks to copy, out, and in."""
