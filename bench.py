@@ -228,9 +228,8 @@ def main() -> None:
             report = compare(args)
             print(conditions(report), engines_table(report), sep="\n\n")
         else:
-            report = import_module(f"tutorials.performance.{args.what}").measure(
-                args
-            )  # only now: it imports torch
+            module = import_module(f"tutorials.performance.{args.what}")  # only now: torch
+            report = module.measure(args)
     except ValueError as error:
         arguments.error(str(error))
     if args.json:

@@ -29,10 +29,8 @@ QUESTIONS = [
 
 def main():
     llm = LLM(*sys.argv[1:2])
-    exact, free = (
-        SamplingParams(temperature=0, max_tokens=256),
-        SamplingParams(temperature=0.6, max_tokens=256, seed=0),
-    )
+    exact = SamplingParams(temperature=0, max_tokens=256)
+    free = SamplingParams(temperature=0.6, max_tokens=256, seed=0)
     params = [
         free if question in (QUESTIONS[0], QUESTIONS[-1]) else exact for question in QUESTIONS
     ]

@@ -46,9 +46,8 @@ def random_batch(
         cached = all_slots[: context - length]
         cache.flatten(2, 3)[:, :, cached] = kv[:, :, : len(cached)]
         slots += all_slots[len(cached) :]
-        tables.append(
-            table + rng.sample(range(num_blocks), rng.randrange(3))
-        )  # and blocks for tokens to come
+        to_come = rng.sample(range(num_blocks), rng.randrange(3))  # blocks for tokens to come
+        tables.append(table + to_come)
         keys.append(kv)
     starts = torch.tensor([0, *(length for length, _ in sequences)]).cumsum(0)
     batch = Batch(

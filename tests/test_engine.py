@@ -36,14 +36,8 @@ def checkpoints(tmp_path_factory):
         lengths = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33]
         prompts = [[rng.randrange(160) for _ in range(length)] for length in lengths]
         stem = [rng.randrange(160) for _ in range(4 * BLOCK)]
-        for shared in (
-            BLOCK - 1,
-            BLOCK,
-            BLOCK + 1,
-            2 * BLOCK,
-            4 * BLOCK - 1,
-            4 * BLOCK,
-        ):  # prefixes around borders
+        # prefixes around borders
+        for shared in (BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 4 * BLOCK - 1, 4 * BLOCK):
             prompts += [
                 stem[:shared],
                 stem[:shared] + [rng.randrange(160) for _ in range(rng.choice([1, 3, 4, 5]))],
@@ -181,10 +175,8 @@ def test_n_outputs_are_reproducible_and_differ(llm):
 
 def test_samples_share_their_prompt(checkpoints):
     """8 samples of 200 tokens: the prompt is computed once, and held once."""
-    prompt, params = (
-        [i % 160 for i in range(200)],
-        SamplingParams(n=8, max_tokens=6, ignore_eos=True),
-    )
+    prompt = [i % 160 for i in range(200)]
+    params = SamplingParams(n=8, max_tokens=6, ignore_eos=True)
     shared = LLM(
         checkpoints["qwen3"][0],
         dtype="float32",
@@ -208,12 +200,10 @@ def test_samples_share_their_prompt(checkpoints):
 
 
 def test_a_sample_does_not_depend_on_how_many_there_are(llm):
-    five = llm.generate([[1, 2, 3]], SamplingParams(n=5, seed=9, max_tokens=8), use_tqdm=False)[
-        0
-    ].outputs
-    two = llm.generate([[1, 2, 3]], SamplingParams(n=2, seed=9, max_tokens=8), use_tqdm=False)[
-        0
-    ].outputs
+    params = SamplingParams(n=5, seed=9, max_tokens=8)
+    five = llm.generate([[1, 2, 3]], params, use_tqdm=False)[0].outputs
+    params = SamplingParams(n=2, seed=9, max_tokens=8)
+    two = llm.generate([[1, 2, 3]], params, use_tqdm=False)[0].outputs
     assert [o.token_ids for o in five[:2]] == [o.token_ids for o in two]
 
 
@@ -223,9 +213,8 @@ def test_logprobs_are_those_of_the_model(llm, checkpoints):
     (output,) = llm.generate([prompt], greedy_params(4, logprobs=3), use_tqdm=False)
     completion = output.outputs[0]
     with torch.inference_mode():
-        logits = new_model("qwen3")(torch.tensor([prompt + completion.token_ids])).logits[
-            0, len(prompt) - 1 : -1
-        ]
+        logits = new_model("qwen3")(torch.tensor([prompt + completion.token_ids])).logits
+        logits = logits[0, len(prompt) - 1 : -1]
     for token, found, row in zip(completion.token_ids, completion.logprobs, logits.log_softmax(-1)):
         values, ids = row.topk(3)
         assert list(found) == ids.tolist() and token == ids[0]
@@ -323,10 +312,8 @@ def test_an_interrupted_generate_leaves_nothing_behind(llm, monkeypatch):
 
 def test_nan_in_the_cache_of_one_request_does_not_reach_another(llm, checkpoints):
     _, prompts, expected = checkpoints["qwen3"]
-    sick, short = (
-        llm.add_request([1] * 60, greedy_params(4)),
-        llm.add_request(prompts[6], greedy_params()),
-    )
+    sick = llm.add_request([1] * 60, greedy_params(4))
+    short = llm.add_request(prompts[6], greedy_params())
     llm.step()
     llm.runner.kv_cache.tensor[:, :, llm.requests[sick].sequences[0].block_table] = torch.nan
     outputs = {}
@@ -411,9 +398,8 @@ def test_bad_requests(llm, prompts, params, message):
     running = llm.add_request([1, 2, 3], greedy_params(3))
     with pytest.raises(ValueError, match=message):
         llm.generate(prompts, params, use_tqdm=False)
-    assert list(llm.requests) == [
-        running
-    ]  # nothing of a refused call was added, and the other request goes on
+    # nothing of a refused call was added, and the other request goes on
+    assert list(llm.requests) == [running]
     while llm.has_unfinished():
         outputs = llm.step()
     assert outputs[0].finished and len(outputs[0].outputs[0].token_ids) == 3

@@ -69,9 +69,8 @@ def test_latencies():
     )
     ttft = {"mean": 3.0, "p50": 4.0, "p90": 4.0, "p99": 4.0, "max": 4.0}  # of 1, 4 and 4 seconds
     assert result["ttft"] == ttft
-    assert set(result["tpot"].values()) == {
-        1.5
-    }  # (5 - 2) / 2: the others have one token, or are unfinished
+    # (5 - 2) / 2: the others have one token, or are unfinished
+    assert set(result["tpot"].values()) == {1.5}
     assert result["between_tokens"]["mean"] == pytest.approx(4 / 3)  # 1, 2; none; 1
     assert result["between_tokens"]["max"] == 2
     assert set(result["latency"].values()) == {4.0}
@@ -248,9 +247,8 @@ def test_table():
     assert lines[1] == "requests                                 3        0"
     assert "TTFT, p99 (s)                        4.000        -" in lines
     assert "within the SLO                       66.7%        -" in lines
-    assert not any(
-        "Jain" in line or "deadline" in line for line in lines
-    )  # nobody has tenants or deadlines
+    # nobody has tenants or deadlines
+    assert not any("Jain" in line or "deadline" in line for line in lines)
     assert len({len(line) for line in lines}) == 1 and len(lines) <= 20
 
 

@@ -102,9 +102,8 @@ def test_a_row_draws_the_same_whatever_is_beside_it():
         ("top_p", [1.0] * 7 + [0.01]),
         ("min_p", [0.0] * 7 + [1.0]),
     ):
-        filtered = sampling(
-            8, seed=11, position=position
-        )  # what a neighbour asks for filters only the neighbour
+        # what a neighbour asks for filters only the neighbour
+        filtered = sampling(8, seed=11, position=position)
         setattr(filtered, name, torch.tensor(values))
         assert sample(logits, filtered).tolist() == [*alone[:7], logits[7].argmax()]
 

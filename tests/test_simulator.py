@@ -133,9 +133,8 @@ def test_swapped_blocks_and_sequences_cost_time():
     )
     assert swap.num_computed_tokens < recompute.num_computed_tokens
     shape = shape_of(SHAPES["qwen3-0.6b"], itemsize=2)
-    bus = (
-        2 * swap.num_swapped_blocks * 16 * shape.kv_bytes / 25e9
-    )  # out and in; the prefix cache spares some of it
+    # out and in; the prefix cache spares some of it
+    bus = 2 * swap.num_swapped_blocks * 16 * shape.kv_bytes / 25e9
     assert 0.5 * bus < swap.busy_seconds - swap.num_steps <= bus * 1.001
     per_sequence = simulate(jobs, Config(**SMALL), replace(SECOND, seconds_per_sequence=0.25))
     assert (
@@ -150,9 +149,8 @@ def test_the_next_turn_of_a_conversation_comes_after_the_answer():
     second = Job(2.0, (*first.conversation, (7, 20)), 2, answer=9, max_tokens=10, after=0)
     run = simulate([first, second], Config(**SMALL), SECOND, check=True)
     assert times(run) == [[1, 2, 3, 4, 5, 6, 7, 8], [11, 12]] and run.requests[1].arrival == 10
-    assert (
-        run.requests[1].num_cached_tokens == 32 and run.num_cached_tokens == 32
-    )  # of 47; the last was never computed
+    # of 47; the last was never computed
+    assert run.requests[1].num_cached_tokens == 32 and run.num_cached_tokens == 32
 
 
 def test_preemptions_are_counted_per_request():

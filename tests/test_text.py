@@ -221,11 +221,9 @@ def test_default_params_are_the_models_own(llm):
 
 def test_text_is_made_when_somebody_reads_it(llm, monkeypatch):
     """Not after each token; and whoever reads often gets the same as who reads once."""
-    params, added, add = (
-        SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
-        [],
-        Text.add,
-    )
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    added = []
+    add = Text.add
     (expected,) = llm.generate(["Once upon a time"], params, use_tqdm=False)
     assert expected.reply is None  # it has ended, and keeps nothing of the engine
     monkeypatch.setattr(

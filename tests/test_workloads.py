@@ -170,9 +170,8 @@ def test_multi_turn_continues_what_was_said():
             thoughts.append(job.time)
     assert mean(thoughts) == pytest.approx(3, rel=0.15)
     assert common(jobs[0], next(job for job in jobs[1:] if job.after is None)) == 32
-    assert len({job.after for job in jobs if job.after is not None}) == len(
-        thoughts
-    )  # one next turn at most
+    followed = {job.after for job in jobs if job.after is not None}
+    assert len(followed) == len(thoughts)  # one next turn at most
     assert max(job.num_prompt_tokens + job.num_outputs for job in jobs) <= 200
     many = multi_turn(poisson(1), fixed(10, 5), 2000, turns=4)
     assert len(many) / 2000 == pytest.approx(4, rel=0.1)
@@ -211,9 +210,8 @@ def test_tenants_have_their_rates():
 def test_urgent_requests_are_short():
     jobs = deadlines(poisson(1), 2000, share=0.25, urgent=1.5, patient=30)
     check_jobs(jobs)
-    urgent, patient = (
-        [job for job in jobs if job.extra_args["urgent"] is kind] for kind in (True, False)
-    )
+    urgent = [job for job in jobs if job.extra_args["urgent"] is True]
+    patient = [job for job in jobs if job.extra_args["urgent"] is False]
     assert len(urgent) / 2000 == pytest.approx(0.25, abs=0.03)
     assert {job.extra_args["deadline"] for job in urgent} == {1.5}
     assert {job.extra_args["deadline"] for job in patient} == {30}

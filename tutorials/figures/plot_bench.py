@@ -15,10 +15,9 @@ import matplotlib.pyplot as plt
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "results"
-OURS, THEIRS = (
-    "#0072B2",
-    "#999999",
-)  # of Okabe and Ito's colors, which the color-blind can tell apart
+# of Okabe and Ito's colors, which the color-blind can tell apart
+OURS = "#0072B2"
+THEIRS = "#999999"
 
 
 def plot_engines(axes, report: dict) -> None:

@@ -22,10 +22,8 @@ class Snapshot:
 
     def __init__(self, llm: LLM, title: str):
         self.title, blocks = title, llm.block_manager.blocks
-        self.owners, self.findable = (
-            [block.ref_count for block in blocks],
-            [block.key is not None for block in blocks],
-        )
+        self.owners = [block.ref_count for block in blocks]
+        self.findable = [block.key is not None for block in blocks]
         self.tables, self.texts, self.host_texts = {}, {}, {}
         for seq in (seq for request in llm.scheduler.unfinished() for seq in request.unfinished):
             self.tables[f"{seq.request.request_id} {seq.index}"] = (

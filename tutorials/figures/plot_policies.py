@@ -45,10 +45,8 @@ class PushesOut(Scheduler):
 
     def make_room(self, schedule):
         if self.waiting and len(self.running) == self.max_num_seqs:
-            urgent, last = (
-                min(self.waiting, key=self.priority),
-                max(self.running, key=self.priority),
-            )
+            urgent = min(self.waiting, key=self.priority)
+            last = max(self.running, key=self.priority)
             if self.priority(urgent) < self.priority(last):
                 self.preempt(last)
 

@@ -38,11 +38,9 @@ def attention_cases(is_cuda: bool) -> list[Case]:
     contexts, batches, heads = (256, 1024), (1, 4, 16), [(16, 8, 128)]
     lengths = [(1, 256, 256), (1, 1024, 1024), (1, 128, 1024)]
     if is_cuda:
-        contexts, batches, heads = (
-            (1024, 4096, 32768),
-            (1, 4, 16, 64, 256),
-            [(16, 8, 128), (32, 8, 128)],
-        )
+        contexts = (1024, 4096, 32768)
+        batches = (1, 4, 16, 64, 256)
+        heads = [(16, 8, 128), (32, 8, 128)]
         lengths = [
             (1, 1024, 1024),
             (1, 4096, 4096),
@@ -125,9 +123,8 @@ def pytorch_attention(case: Case, q, steps):
             q, *steps.kv_cache.layers[layer], steps.cu_seqlens_q, None, queries, context, **options
         )
 
-    with suppress(
-        ImportError, RuntimeError, ValueError
-    ):  # not on every device, nor with every block size
+    # not on every device, nor with every block size
+    with suppress(ImportError, RuntimeError, ValueError):
         from torch.nn.attention.varlen import varlen_attn
 
         if "block_table" in inspect.signature(varlen_attn).parameters:

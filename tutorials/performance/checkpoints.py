@@ -27,9 +27,8 @@ def write_checkpoint(shape: dict, path: Path) -> None:
     shapes = {name: p.shape for name, p in model.named_parameters()}
     if config.tie_word_embeddings:
         shapes.pop("lm_head.weight", None)
-    part = path.with_name(
-        path.name + ".part"
-    )  # a run that is interrupted leaves no half model behind
+    # a run that is interrupted leaves no half model behind
+    part = path.with_name(path.name + ".part")
     part.mkdir(parents=True, exist_ok=True)
     device, files = "cuda" if torch.cuda.is_available() else "cpu", {}
     generator = torch.Generator(device).manual_seed(0)

@@ -180,9 +180,8 @@ class TransformersContinuous(Loop):
             eos_token_id=-1, pad_token_id=0, max_new_tokens=job.max_model_len, **hf.sampling
         )
         options = {}
-        if (
-            job.device == "cpu"
-        ):  # where it would fill most of the memory: room for all requests, if we have that much
+        # on a CPU it would fill most of the memory: room for all requests, if we have that much
+        if job.device == "cpu":
             from transformers import ContinuousBatchingConfig
 
             sizes = options["continuous_batching_config"] = ContinuousBatchingConfig()
@@ -268,15 +267,13 @@ class NanovllmOriginal:
     def __init__(self, job: Job):
         import transformers
 
-        sys.path.sort(
-            key=lambda entry: entry == str(ROOT)
-        )  # what is installed comes first, and ours last
+        # what is installed comes first, and ours last
+        sys.path.sort(key=lambda entry: entry == str(ROOT))
         from nanovllm import LLM, SamplingParams
 
         if not any((Path(job.model) / name).is_file() for name in ("tokenizer.json", "vocab.json")):
-            stand_in = SimpleNamespace(
-                eos_token_id=-1, decode=lambda ids: ""
-            )  # it insists on a tokenizer
+            # it insists on a tokenizer
+            stand_in = SimpleNamespace(eos_token_id=-1, decode=lambda ids: "")
             transformers.AutoTokenizer.from_pretrained = lambda *args, **kwargs: stand_in
         self.llm = LLM(job.model, enforce_eager=False, max_model_len=job.max_model_len)
         self.params = lambda n: SamplingParams(

@@ -14,11 +14,8 @@ from contextlib import ExitStack, contextmanager
 from tutorials.performance.machine import ROOT, device_name, environment, installed
 from tutorials.performance.report import percentile, table
 
-CHOICES = {
-    "as many as are free": None,
-    "one": "1",
-    "all": str(os.cpu_count()),
-}  # OMP_NUM_THREADS; engines before had "all"
+# OMP_NUM_THREADS; engines before had "all"
+CHOICES = {"as many as are free": None, "one": "1", "all": str(os.cpu_count())}
 
 
 def worker() -> None:

@@ -34,9 +34,8 @@ def random_requests(
         for _ in range(count)
     ]
     lengths = [rng.randint(low, high) for _ in range(count)]
-    arrivals = accumulate(
-        (rng.expovariate(rate) for _ in range(count - 1)), initial=0.0
-    )  # gaps of 0 if it is inf
+    gaps = (rng.expovariate(rate) for _ in range(count - 1))  # 0 if it is inf
+    arrivals = accumulate(gaps, initial=0.0)
     return [Request(*request) for request in zip(prompts, lengths, arrivals)]
 
 
@@ -61,9 +60,8 @@ def read_trace(path: Path, count: int | None, rate: float | None) -> list[tuple[
     try:
         with path.open(newline="") as file:
             rows = list(islice(csv.DictReader(file), count))
-        times = [
-            datetime.fromisoformat(row["TIMESTAMP"][:26]) for row in rows
-        ]  # to the microsecond
+        # to the microsecond
+        times = [datetime.fromisoformat(row["TIMESTAMP"][:26]) for row in rows]
         lengths = [(int(row["ContextTokens"]), int(row["GeneratedTokens"])) for row in rows]
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(

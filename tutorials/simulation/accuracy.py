@@ -165,9 +165,8 @@ def compare(
 ) -> dict:
     """Calibrates and measures in turns, then simulates. What it prints is how far it is."""
     shape = shape_of(model_config(EMBEDDED_MODEL), itemsize=4)
-    play(
-        workload(all_at_once(), fixed(50, 20), 20), {}, watch
-    )  # the first steps of a process are slow
+    # the first steps of a process are slow
+    play(workload(all_at_once(), fixed(50, 20), 20), {}, watch)
     rate, steps = host_rate(), calibration_steps(0, largest, watch)
     first, _ = calibrated(shape, steps, rate)
     jobs = {name: jobs_of(case, first, seconds) for name, case in cases.items()}

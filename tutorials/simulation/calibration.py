@@ -151,10 +151,8 @@ def calibrated(
     shape: Shape, steps: list[Step], host_bytes_per_second: float
 ) -> tuple[Calibrated, dict]:
     """The machine on which these steps ran, and how well it describes them."""
-    rows, seconds = (
-        [amounts(shape, step.items, step.sampled) for step in steps],
-        [step.seconds for step in steps],
-    )
+    rows = [amounts(shape, step.items, step.sampled) for step in steps]
+    seconds = [step.seconds for step in steps]
     costs, larger = fit(rows, seconds), fit_larger(rows, seconds)
     chosen = [without_the_smaller(row, larger) for row in rows]
     report = {

@@ -67,10 +67,8 @@ def documents(arrivals: Arrivals, count: int) -> list[Job]:
 
 def two_tenants(arrivals: Arrivals, count: int) -> list[Job]:
     times = list(islice(arrivals, count))
-    small, large = (
-        workload(times[::2], chats(), len(times[::2])),
-        lognormal(300, 60, max_model_len=1000),
-    )
+    small = workload(times[::2], chats(), len(times[::2]))
+    large = lognormal(300, 60, max_model_len=1000)
     return merged(
         labelled(small, tenant="small"),
         labelled(workload(times[1::2], large, len(times[1::2])), tenant="large"),

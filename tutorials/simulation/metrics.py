@@ -37,11 +37,9 @@ def ttft(request: Served) -> float | None:
 def tpot(request: Served) -> float | None:
     """Time per output token after the first; a request with one token has none."""
     times = request.token_times
-    return (
-        (times[-1] - times[0]) / (len(times) - 1)
-        if is_finished(request) and len(times) > 1
-        else None
-    )
+    if not is_finished(request) or len(times) < 2:
+        return None
+    return (times[-1] - times[0]) / (len(times) - 1)
 
 
 def latency(request: Served) -> float | None:
@@ -106,11 +104,9 @@ def jain(values: Iterable[float]) -> float | None:
     1984.)
     """
     numbers = list(values)
-    return (
-        ratio(sum(numbers) ** 2, len(numbers) * sum(x * x for x in numbers))
-        if len(numbers) > 1
-        else None
-    )
+    if len(numbers) < 2:
+        return None
+    return ratio(sum(numbers) ** 2, len(numbers) * sum(x * x for x in numbers))
 
 
 def service(requests: list[Served]) -> Counter[float]:
@@ -203,9 +199,9 @@ def tokens_needed(request: Served) -> int:
     """Tokens to compute for what it has got. The last output token is never computed. (For a prompt
     whose first token never came this says 0.)"""
     received = len(request.token_times)
-    return (
-        request.job.num_prompt_tokens - request.num_cached_tokens + received - 1 if received else 0
-    )
+    if not received:
+        return 0
+    return request.job.num_prompt_tokens - request.num_cached_tokens + received - 1
 
 
 def summary(run: Run, slo: tuple[float, float] | None = None) -> dict:

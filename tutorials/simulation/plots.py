@@ -52,9 +52,8 @@ def gantt(run: Run, target: Target, by: str = "steps", title: str = "") -> None:
             for state in set(row) - {" "}:
                 color, height, _ = STATES[state]
                 bars = [span for span, cell in zip(spans, row) if cell == state]
-                width = (
-                    0.8 if height > 0.5 else 0
-                )  # a white edge between steps, but not in thin lines
+                # a white edge between steps, but not in thin lines
+                width = 0.8 if height > 0.5 else 0
                 axes.broken_barh(
                     bars,
                     (y - height / 2, height),

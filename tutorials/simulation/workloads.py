@@ -193,12 +193,10 @@ def multi_turn(
     require("turns", turns, is_number(turns, 1), "a number, 1 or more")
     require("think", think, is_number(think, 0), "a number of seconds, 0 or more")
     require("system_tokens", system_tokens, is_int(system_tokens, 0), "an integer, 0 or more")
-    rng, ids, lengths, jobs = (
-        generator("turns", seed),
-        itertools.count(2),
-        iter(lengths),
-        list[Job](),
-    )
+    rng = generator("turns", seed)
+    ids = itertools.count(2)
+    lengths = iter(lengths)
+    jobs: list[Job] = []
     for start in sorted(take("arrivals", arrivals, count)):
         time, context, after = start, ((1, system_tokens),) * (system_tokens > 0), None
         while True:
@@ -232,10 +230,8 @@ def shared_prefix(
     k^-`skew`."""
     require_counts(count=count, num_prefixes=num_prefixes, prefix_tokens=prefix_tokens)
     require("skew", skew, is_number(skew, 0), "a number, 0 or more")
-    weights, first = (
-        [k**-skew for k in range(1, num_prefixes + 1)],
-        2 * count + 1,
-    )  # workload takes the ids below
+    weights = [k**-skew for k in range(1, num_prefixes + 1)]
+    first = 2 * count + 1  # workload takes the ids below
     chosen = generator("prefixes", seed).choices(
         range(first, first + num_prefixes), weights, k=count
     )
@@ -283,10 +279,8 @@ def deadlines(
     require_counts(count=count)
     require("share", share, is_number(share, 0, 1), "from 0 to 1")
     require_positive(urgent=urgent, patient=patient)
-    rng, kinds = (
-        generator("deadlines", seed),
-        {True: (alpaca(seed=seed), urgent), False: (sharegpt(seed=seed), patient)},
-    )
+    rng = generator("deadlines", seed)
+    kinds = {True: (alpaca(seed=seed), urgent), False: (sharegpt(seed=seed), patient)}
     chosen = [rng.random() < share for _ in range(count)]
     labels = [{"deadline": kinds[is_urgent][1], "urgent": is_urgent} for is_urgent in chosen]
     return workload(
@@ -323,9 +317,8 @@ def merged(*workloads: list[Job]) -> list[Job]:
         shift = top
         for job in workload:
             after = None if job.after is None else begin + job.after
-            prompt = tuple(
-                (token_id and token_id + shift, count) for token_id, count in job.prompt
-            )  # STOP stays
+            # STOP stays
+            prompt = tuple((token_id and token_id + shift, n) for token_id, n in job.prompt)
             jobs.append(job._replace(prompt=prompt, answer=job.answer + shift, after=after))
             starts.append(job.time if after is None else starts[after])
             top = max(top, jobs[-1].answer, *(token_id for token_id, _ in prompt))

@@ -366,9 +366,8 @@ def turns(rng, level):
     arithmetic slowly.
     """
     weights = [EASY[task] + level * (HARD[task] - EASY[task]) for task in TASKS]
-    if (
-        rng.random() < 0.02 * level
-    ):  # up to about 1,400 tokens; several questions, since a long book is dear to read
+    # up to about 1,400 tokens; several questions, since a long book is dear to read
+    if rng.random() < 0.02 * level:
         yield from phone_book_turns(rng, rng.randint(20, len(NAMES)), 8)
         return
     for _ in range(rng.choice([1, 1, 2, 3])):

@@ -60,9 +60,8 @@ def micro_batches(tokenizer, rng, level, tokens=2048):
         parts = chat(rng, level())
         pieces = tokenizer.encode_batch([text for text, _ in parts])
         ids = [i for piece in pieces for i in piece.ids][: LENGTHS[-1]]
-        learned = [learn for piece, (_, learn) in zip(pieces, parts) for _ in piece.ids][
-            : LENGTHS[-1]
-        ]
+        learned = [learn for piece, (_, learn) in zip(pieces, parts) for _ in piece.ids]
+        learned = learned[: LENGTHS[-1]]
         length = next(length for length in LENGTHS if length >= len(ids))
         padding = length - len(ids)
         waiting[length].append((ids + [0] * padding, learned + [False] * padding))
@@ -122,9 +121,8 @@ def main():
 
     torch.manual_seed(args.seed)
     rng = random.Random(args.seed)
-    kept = (
-        args.out / "tokenizer.json"
-    )  # an earlier tokenizer is kept, so that token ids in tests and chapters stay
+    # an earlier tokenizer is kept, so that token ids in tests and chapters stay
+    kept = args.out / "tokenizer.json"
     tokenizer = Tokenizer.from_file(str(kept)) if kept.exists() else train_tokenizer(rng)
     config = Qwen3Config(
         vocab_size=tokenizer.get_vocab_size(), hidden_size=192, intermediate_size=512, num_hidden_layers=5,
@@ -149,9 +147,8 @@ def main():
         torch.optim.AdamW(others, lr=args.lr / 6, betas=(0.9, 0.95), weight_decay=0.0),
     ]
     done = 0.0
-    stream = micro_batches(
-        tokenizer, rng, level=lambda: 1.0 if args.init else min(1.0, done / 0.2)
-    )  # from easy to hard
+    # from easy to hard
+    stream = micro_batches(tokenizer, rng, lambda: 1.0 if args.init else min(1.0, done / 0.2))
     steps = int(args.tokens / args.batch)
     start, average = time.time(), 0.0
     for step in range(steps):
