@@ -7,6 +7,7 @@ an abort and a step that fails. With `--beside DIR ...`, other checkouts of this
 measured in turns with this one.
 """
 
+import gc
 import json
 import logging
 import os
@@ -123,6 +124,7 @@ def seconds_by_queue(path: str, num_waiting: int) -> dict[str, float]:
     llm.recovery.settle()  # where the next step would do it
     abort = (time.thread_time() - begin) / len(some)
     fail(llm)
+    gc.collect()  # what was thrown away before
     begin = time.thread_time()
     llm.step()
     return {"step": step, "abort": abort, "failed step": time.thread_time() - begin}
