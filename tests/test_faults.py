@@ -110,9 +110,8 @@ def check_others(outputs, expected, culprit=None, error=Boom) -> None:
     for name, output in outputs.items():
         assert output.finished
         if name == culprit:
-            assert isinstance(output.error, error) and "error" in {
-                o.finish_reason for o in output.outputs
-            }
+            assert isinstance(output.error, error)
+            assert "error" in {o.finish_reason for o in output.outputs}
         else:
             assert output.error is None and result(output) == expected[name][2], name
 
@@ -338,11 +337,9 @@ def test_what_had_been_said_before_the_error_stays(expected, monkeypatch):
 
     monkeypatch.setattr(llm.runner, "run", run)
     output = go_on(llm, {})["plain"].outputs[0]
-    assert (
-        output.token_ids == answer[0][0][:4]
-        and answer[0][1].startswith(output.text)
-        and output.text
-    )
+    assert output.token_ids == answer[0][0][:4]
+    assert answer[0][1].startswith(output.text)
+    assert output.text
     assert output.finish_reason == "error"
 
 

@@ -204,10 +204,8 @@ class UrgentFirst(Scheduler):
 def samples_with_two_copies_of_their_prompt(**manager):
     """Preempted, they compute the last block of their prompt again, in chunks. Somebody else is a step faster: the first
     sample keeps its own block, and the second one finds the other."""
-    scheduler, runner = (
-        new_scheduler(num_blocks=6, tokens=8, cls=UrgentFirst, **manager),
-        FakeRunner(4, vocab_size=50),
-    )
+    scheduler = new_scheduler(num_blocks=6, tokens=8, cls=UrgentFirst, **manager)
+    runner = FakeRunner(4, vocab_size=50)
     beginning = list(range(1, 8))
     samples = new_request(1, [*beginning, next_token(tuple(beginning), 0, 50)], max_tokens=8, n=2)
     scheduler.add(samples)
@@ -254,10 +252,8 @@ def test_two_copies_do_not_come_back_from_the_host():
 
 def test_blocks_for_the_own_tokens_of_the_first_sample_are_kept_too():
     """Of preempted samples that share 8 tokens: the first holds 2 blocks, not the 6 that it needs."""
-    scheduler, runner = (
-        new_scheduler(num_blocks=40, tokens=10, enable_prefix_caching=False),
-        FakeRunner(4, vocab_size=50),
-    )
+    scheduler = new_scheduler(num_blocks=40, tokens=10, enable_prefix_caching=False)
+    runner = FakeRunner(4, vocab_size=50)
     samples = new_request(0, 8, max_tokens=20, n=3)
     scheduler.add(samples)
     while samples.sequences[0].num_output_tokens < 15:
@@ -368,10 +364,8 @@ def test_running_out_of_blocks_has_a_message():
         (dict(max_model_len=1), "max_model_len=1"),  # accepted, and then no request is
         (dict(device="cuda:99999999999999999999"), "device="),  # RuntimeError
         (dict(model="x" * 10000), "model="),  # OSError
-        (
-            dict(scheduler_cls=Scheduler.__new__(Scheduler)),
-            "scheduler_cls=",
-        ),  # an instance: TypeError
+        # an instance: TypeError
+        (dict(scheduler_cls=Scheduler.__new__(Scheduler)), "scheduler_cls="),
     ],
 )
 def test_what_is_refused_is_named(options, message):
@@ -467,9 +461,7 @@ def test_a_tokenizer_that_fails_while_somebody_reads(monkeypatch):
             output.outputs  # noqa: B018 (it is read)
     llm.add_request(prompt, params, "innocent")
     outputs = go_on(llm, {})
-    assert (
-        str(outputs["sick"].error) == "no such token"
-        and outputs["sick"].outputs[0].finish_reason == "error"
-    )
+    assert str(outputs["sick"].error) == "no such token"
+    assert outputs["sick"].outputs[0].finish_reason == "error"
     assert result(outputs["innocent"]) == answer(prompt, params)
     check_clean(llm)

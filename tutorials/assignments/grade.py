@@ -148,10 +148,8 @@ class Grader:
             self._grade_goal(part, goal, [] if problem else values[goal.name])
 
     def _grade_goal(self, part: Part, goal: Goal, values: list[float]) -> None:
-        name, wanted = (
-            f"{part.name}, {goal.name}",
-            f"full points at {goal.full:g}, none at {goal.none:g}",
-        )
+        name = f"{part.name}, {goal.name}"
+        wanted = f"full points at {goal.full:g}, none at {goal.none:g}"
         if not values:
             self._add(name, 0, goal.points, f"not measured, because a rule was broken; {wanted}")
             return

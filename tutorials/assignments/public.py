@@ -60,9 +60,8 @@ SCARCE = {"num_blocks": 14, "max_num_batched_tokens": 64, "max_num_seqs": 8}
 def check_answers(module: ModuleType, scheduler: str = "MyScheduler") -> None:
     """The embedded model answers 12 prompts with little memory and a small budget: no schedule may
     change an answer."""
-    os.environ.setdefault(
-        "OMP_NUM_THREADS", "1"
-    )  # before torch is imported; the model is too small for more
+    # before torch is imported; the model is too small for more
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     scarce = answers_of(getattr(module, scheduler), **SCARCE)
     for i, (expected, got) in enumerate(zip(expected_answers(), scarce)):
         assert got == expected, (
@@ -114,9 +113,8 @@ def compare(part: Part, module: ModuleType, seed: int) -> str:
     ]
     for goal in part.goals:
         value = goal.measure(run, baseline)
-        lines.append(
-            f"{goal.name}: {value:.3f}, {goal.score(value):.0f} of {goal.points:.0f} points (full from {goal.full})"
-        )
+        points = f"{goal.score(value):.0f} of {goal.points:.0f} points (full from {goal.full})"
+        lines.append(f"{goal.name}: {value:.3f}, {points}")
     return "\n".join(lines)
 
 

@@ -48,9 +48,8 @@ class Process:
         user: str | None = None,
     ):
         if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(
-                PR_SET_DUMPABLE, 0
-            )  # a process of the same user cannot read our memory
+            # a process of the same user cannot read our memory
+            ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0)
         self.seconds_per_call, self.deadline = seconds_per_call, time.monotonic() + seconds
         self.buffer, self.seconds = b"", seconds
         self.printed, name = tempfile.mkstemp()
@@ -173,10 +172,9 @@ class Referee(Scheduler):
 
     def __init__(self, limits, block_manager):
         super().__init__(limits, block_manager)
-        self.arrived, self.tokens = (
-            list[list](),
-            dict[str, int](),
-        )  # what the process has not been told yet
+        # what the process has not been told yet
+        self.arrived = list[list]()
+        self.tokens = dict[str, int]()
         self.requests = dict[str, Request]()  # unfinished
         self.num_steps, self.is_swapped = 0, False
         sizes = len(block_manager.blocks), block_manager.block_size

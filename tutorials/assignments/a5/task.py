@@ -38,9 +38,8 @@ def documents_and_chats(seed: int) -> list[Job]:
 
 def computed_share(run: Run, baseline: Run) -> float:
     """Prompt tokens that the prefix cache did not have when the request was first admitted, divided by FCFS's."""
-    computed, computed_by_fcfs = (
-        r.num_prompt_tokens - r.num_cached_tokens for r in (run, baseline)
-    )
+    computed = run.num_prompt_tokens - run.num_cached_tokens
+    computed_by_fcfs = baseline.num_prompt_tokens - baseline.num_cached_tokens
     return computed / computed_by_fcfs
 
 

@@ -53,10 +53,10 @@ def missed(which: Callable[[Served], bool]) -> Callable[[Run, Run], float]:
 
 
 def worst_latency(run: Run, baseline: Run) -> float:
-    """The longest time from the arrival of a patient request to its last token, divided by that of FCFS."""
-    worst, worst_under_fcfs = (
-        max(map(latency, filter(is_patient, r.requests))) for r in (run, baseline)
-    )
+    """The longest time from the arrival of a patient request to its last token, divided by that of
+    FCFS."""
+    worst = max(map(latency, filter(is_patient, run.requests)))
+    worst_under_fcfs = max(map(latency, filter(is_patient, baseline.requests)))
     return worst / worst_under_fcfs
 
 
