@@ -1,8 +1,8 @@
 """Settings for all tests; pytest reads this file first.
 
-What is marked slow is left out: `@pytest.mark.slow` leaves out a test, `@pytest.mark.slow(but_every=5)`
-all but every fifth of its variants. `pytest --slow` runs everything, and so does a SOLUTION, which is
-what students have their public tests look at.
+What is marked slow is left out: by `@pytest.mark.slow` a test, by `@pytest.mark.slow(but_every=5)`
+all but every fifth of its variants. `pytest --slow` runs everything. So does the variable SOLUTION,
+with which students say what the public tests look at.
 """
 
 import os
@@ -13,6 +13,7 @@ import pytest
 
 # Two threads are hardly faster for models this small, and ten times slower on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # who waits leaves the processor to others
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach for the network
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is: its kernels run on the CPU

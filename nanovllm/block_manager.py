@@ -127,8 +127,15 @@ class BlockManager:
 
         At most len(seq) - 1 tokens: the last one is always computed, because its logits are needed.
         """
-        blocks = self._still_findable(seq)
-        prefix_id = blocks[-1].prefix_id if blocks else EMPTY_PREFIX
+        blocks: list[Block] = []
+        prefix_id = EMPTY_PREFIX
+        # what was found last time needs no second look at its tokens: a long prompt may wait for
+        # many steps. Identities are never reused, so a block with its old one holds what it held
+        for block_id, old_prefix_id in seq.found_blocks:
+            if self.blocks[block_id].prefix_id != old_prefix_id:
+                break
+            blocks.append(self.blocks[block_id])
+            prefix_id = old_prefix_id
         begin = len(blocks) * self.block_size
         while begin + self.block_size < len(seq.token_ids):
             end = begin + self.block_size
@@ -138,18 +145,7 @@ class BlockManager:
             blocks.append(block)
             prefix_id = block.prefix_id
             begin = end
-        seq.found_blocks = [block.id for block in blocks]
-        seq.found_prefix_ids = [block.prefix_id for block in blocks]
-        return blocks
-
-    def _still_findable(self, seq: Sequence) -> list[Block]:
-        """What the last call has found, as far as it is still there. Identities are never reused,
-        so a block with its old identity holds what it held; its tokens need no second look. A
-        long prompt that waits is asked for in each step."""
-        blocks = [self.blocks[block_id] for block_id in seq.found_blocks]
-        for i, (block, prefix_id) in enumerate(zip(blocks, seq.found_prefix_ids)):
-            if block.prefix_id != prefix_id:
-                return blocks[:i]
+        seq.found_blocks = [(block.id, block.prefix_id) for block in blocks]
         return blocks
 
     # --- what it tells us to do ---
@@ -168,25 +164,25 @@ class BlockManager:
         seq.num_computed_tokens = len(seq.block_table) * self.block_size
 
     def allocate(self, seq: Sequence, num_tokens: int) -> None:
-        """Gives `seq` the blocks for its next `num_tokens` tokens; the caller must have checked that
-        they are free. The first write into a shared block copies it before the step
+        """Gives `seq` the blocks for its next `num_tokens` tokens; the caller must have checked
+        that they are free. The first write into a shared block copies it before the step
         (copy-on-write, paper, section 4.4)."""
         i = seq.num_computed_tokens // self.block_size
         if i < len(seq.block_table):  # the next token goes into a block that it has
             block = self.blocks[seq.block_table[i]]
             if block.ref_count > 1:
-                seq.block_table[i] = self._take().id
+                seq.block_table[i] = self.take_block().id
                 self.moves.copies.append((block.id, seq.block_table[i]))
                 block.ref_count -= 1
             elif block.key is not None:  # it was full when this sequence forked in the middle of it
                 self._evict(block)
-        num_blocks = self.num_blocks_for(seq.num_computed_tokens + num_tokens)
-        while len(seq.block_table) < num_blocks:
-            seq.block_table.append(self._take().id)
+        end = seq.num_computed_tokens + num_tokens
+        while len(seq.block_table) * self.block_size < end:
+            seq.block_table.append(self.take_block().id)
 
     def publish(self, seq: Sequence, num_tokens: int) -> None:
-        """Makes the full blocks of its first `num_tokens` tokens findable. Those that are not in the
-        cache yet must be computed by the step that is being planned.
+        """Makes the full blocks of its first `num_tokens` tokens findable. Those that are not in
+        the cache yet must be computed by the step that is being planned.
 
         Other sequences may share these blocks in the same step, because a layer stores the keys and
         values of all tokens before any query reads them.
@@ -230,7 +226,8 @@ class BlockManager:
 
     # --- inside ---
 
-    def _take(self) -> Block:
+    def take_block(self) -> Block:
+        """A free block, the one that was freed first."""
         assert self.free_blocks, "there is no free block: ask can_allocate or can_admit first"
         block_id, _ = self.free_blocks.popitem(last=False)
         block = self.blocks[block_id]
@@ -255,8 +252,8 @@ class BlockManager:
         return sum(self.num_blocks_for(len(seq)) - shared for seq in request.unfinished[1:])
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int | None = None) -> None:
-        """Lets `child`, which has no blocks yet, share what `parent` has computed, or only its first
-        `num_tokens` tokens."""
+        """Lets `child`, which has no blocks yet, share what `parent` has computed, or only its
+        first `num_tokens` tokens."""
         is_new = not child.block_table and child.num_computed_tokens == 0
         assert is_new, f"{child} already has blocks"
         num_tokens = parent.num_computed_tokens if num_tokens is None else num_tokens
@@ -270,44 +267,3 @@ class BlockManager:
         child.prefix_ids = parent.prefix_ids[:num_full]
         for block_id in child.block_table:
             self.blocks[block_id].ref_count += 1
-
-    # --- second reading: blocks that wait in host memory (paper, section 4.5) ---
-
-    def swap_out(self, seqs: list[Sequence]) -> bool:
-        """Assigns host blocks to the sequences' blocks, only one for a shared block. They are copied
-        before the next step. Without room for all, returns False and changes nothing."""
-        swaps = self.moves.swaps_out
-        tables = [seq.block_table[: self.num_blocks_for(seq.num_computed_tokens)] for seq in seqs]
-        blocks = {block_id for table in tables for block_id in table} - swaps.keys()
-        if len(blocks) > len(self.free_host_blocks):
-            return False
-        for block_id in blocks:
-            swaps[block_id] = self.free_host_blocks.pop()
-        for seq, table in zip(seqs, tables):
-            seq.host_table = [swaps[block_id] for block_id in table]
-            seq.num_host_tokens = seq.num_computed_tokens
-            for host_id in seq.host_table:
-                self.host_ref_counts[host_id] += 1
-        return True
-
-    def swap_in(self, seq: Sequence) -> None:
-        """Gives a sequence that has already taken its prefix blocks for the rest of what it has in
-        host memory. They are copied before the step that is being planned. The caller must have
-        asked `can_admit`."""
-        swaps = self.moves.swaps_in
-        for host_id in seq.host_table[len(seq.block_table) :]:
-            if host_id in swaps:  # another sequence of the request has brought it in
-                self.blocks[swaps[host_id]].ref_count += 1
-            else:
-                swaps[host_id] = self._take().id
-            seq.block_table.append(swaps[host_id])
-        seq.num_computed_tokens = max(seq.num_computed_tokens, seq.num_host_tokens)
-
-    def free_host(self, seq: Sequence) -> None:
-        """Frees the host blocks of `seq`."""
-        for host_id in seq.host_table:
-            self.host_ref_counts[host_id] -= 1
-            if self.host_ref_counts[host_id] == 0:
-                self.free_host_blocks.append(host_id)
-        seq.host_table = []
-        seq.num_host_tokens = 0

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nanovllm.config import Limits
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import KVCache
 from nanovllm.layers.ops import Ops
 from nanovllm.layers.sampler import Sampling
-from nanovllm.step import StepInputs, places
+from nanovllm.step import StepInputs, buffer_slices
 
 SIZES = [1, 2, 4, 8, *range(16, 513, 16)]
 
@@ -24,26 +25,6 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     """
     smaller = [0, *SIZES]
     return [size for size, before in zip(SIZES, smaller) if before < max_num_seqs]
-
-
-def padding(size: int, max_context: int, kv_cache: KVCache) -> StepInputs:
-    """A decode step of `size` padding rows: no slot to write to, no context to read, no block."""
-    batch = Batch(
-        kv_cache,
-        slot_mapping=torch.full((size,), -1),
-        cu_seqlens_q=torch.arange(size + 1, dtype=torch.int32),
-        context_lens=torch.zeros(size, dtype=torch.int32),
-        cu_blocks=torch.zeros(size + 1, dtype=torch.int32),
-        block_tables=torch.zeros(1, dtype=torch.int32),  # an empty tensor has no address to record
-        num_decodes=size,
-        max_context=max_context,
-    )
-    return StepInputs(
-        input_ids=torch.zeros(size, dtype=torch.int64),
-        positions=torch.zeros(size, dtype=torch.int64),
-        batch=batch,
-        sampled_rows=torch.zeros(0, dtype=torch.int64),
-    )
 
 
 class DecodeGraphs:
@@ -60,34 +41,53 @@ class DecodeGraphs:
         model: nn.Module,
         ops: Ops,
         kv_cache: KVCache,
-        max_num_seqs: int,
-        max_model_len: int,
+        limits: Limits,
     ):
         self.model = model
         self.ops = ops
         self.kv_cache = kv_cache
-        self.max_model_len = max_model_len
+        self.limits = limits
         self.device = kv_cache.tensor.device
-        self.sizes = graph_sizes(max_num_seqs)
-        self.max_table_blocks = self.sizes[-1] * -(-max_model_len // kv_cache.block_size)
-        num_bytes = self._max_bytes(max_num_seqs)
-        self.buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
+        self.sizes = graph_sizes(limits.max_num_seqs)
+        max_blocks_per_seq = -(-limits.max_model_len // kv_cache.block_size)
+        self.max_table_blocks = self.sizes[-1] * max_blocks_per_seq
+        self.buffer = torch.zeros(self._max_bytes(), dtype=torch.uint8, device=self.device)
         self.replays: dict[int, Callable[[], Tensor]] = {}
         self.pool: Any = None
 
-    def _max_bytes(self, max_num_seqs: int) -> int:
+    def _max_bytes(self) -> int:
         """What the inputs of any decode step take: the most rows and blocks, all of Sampling."""
-        step = padding(self.sizes[-1], self.max_model_len, self.kv_cache)
+        step = self.padding(self.sizes[-1])
         step.batch.block_tables = torch.zeros(self.max_table_blocks, dtype=torch.int32)
-        step.sampled_rows = torch.zeros(max_num_seqs, dtype=torch.int64)
-        step.sampling = Sampling(*torch.zeros(6, max_num_seqs, dtype=torch.int64))
-        return places(step.tensors)[-1].stop
+        numbers = torch.zeros(7, self.limits.max_num_seqs, dtype=torch.int64)
+        step.sampled_rows = numbers[0]
+        step.sampling = Sampling(*numbers[1:])
+        return buffer_slices(step.tensors)[-1].stop
+
+    def padding(self, size: int) -> StepInputs:
+        """A decode step of `size` rows of padding: no slot to write to, no context to read."""
+        no_block = torch.zeros(1, dtype=torch.int32)  # an empty tensor has no address to record
+        batch = Batch(
+            self.kv_cache,
+            slot_mapping=torch.full((size,), -1),
+            cu_seqlens_q=torch.arange(size + 1, dtype=torch.int32),
+            context_lens=torch.zeros(size, dtype=torch.int32),
+            cu_blocks=torch.zeros(size + 1, dtype=torch.int32),
+            block_tables=no_block,
+            num_decodes=size,
+            max_context=self.limits.max_model_len,
+        )
+        return StepInputs(
+            input_ids=torch.zeros(size, dtype=torch.int64),
+            positions=torch.zeros(size, dtype=torch.int64),
+            batch=batch,
+            sampled_rows=torch.zeros(0, dtype=torch.int64),
+        )
 
     @torch.inference_mode()
     def record(self, size: int) -> None:
         """Record the largest size first; the smaller ones then reuse its memory."""
-        step = padding(size, self.max_model_len, self.kv_cache)
-        step = step.to(self.device, self.buffer)
+        step = self.padding(size).to(self.device, self.buffer)
         step.batch.layout = self.ops.layout(step.batch)
         call: Callable[[], Tensor]
         call = partial(self.model, step.input_ids, step.positions, step.batch)
@@ -127,7 +127,7 @@ class DecodeGraphs:
 
     def padded(self, step: StepInputs, size: int) -> StepInputs:
         """A step in the shapes of a recording. What is not part of one is left unchanged."""
-        rows = padding(size, self.max_model_len, self.kv_cache)
+        rows = self.padding(size)
         inputs = step.model_inputs
         for name, whole in rows.model_inputs.items():
             if name != "block_tables":

@@ -6,46 +6,30 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
 from itertools import count
-from typing import Protocol
-
-from tqdm import tqdm
+from typing import Any
 
 from nanovllm.beam_search import BeamRequest, BeamSearchParams
 from nanovllm.block_manager import BlockManager
-from nanovllm.config import Config
+from nanovllm.config import TOKENS_PER_STEP, Config
 from nanovllm.device import choose_device
-from nanovllm.inputs import (
-    AllParams,
-    Conversations,
-    Inputs,
-    Params,
-    Prompt,
-    Prompts,
-    is_conversation,
-    is_one_prompt,
-)
+from nanovllm.inputs import AllParams, Conversations, Inputs, Params, Prompt, Prompts, is_one_prompt
 from nanovllm.layers.rotary import longest_context
 from nanovllm.loader import find_model, load_config, load_generation_config, load_tokenizer
+from nanovllm.messages import is_conversation
 from nanovllm.model_runner import ModelRunner
-from nanovllm.models.qwen import check_supported
-from nanovllm.options import shown
-from nanovllm.outputs import Replies, Reply, RequestOutput
+from nanovllm.options import refusal
+from nanovllm.outputs import RequestOutput
+from nanovllm.progress import Progress
 from nanovllm.recovery import Recovery
+from nanovllm.replies import Replies, Reply
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.schedule import CheckedScheduler, Schedule
 from nanovllm.scheduler import Scheduler
-from nanovllm.sequence import Request, TokenLogprobs
+from nanovllm.sequence import Request
 from nanovllm.stats import Counts, stats_of
-
-
-class Runner(Protocol):
-    """What runs the steps: a ModelRunner, or a test's."""
-
-    num_blocks: int
-    num_host_blocks: int
-
-    def run(self, schedule: Schedule) -> tuple[list[int], list[TokenLogprobs | None] | None]: ...
 
 
 class LLM:
@@ -56,31 +40,35 @@ class LLM:
     of `Config`. For input that cannot work, every method raises ValueError with the name and the
     value of what is wrong, before it has changed anything.
 
-    Threads may share an engine: their steps take turns. `runner` takes the place of the model.
+    Threads may share an engine: their steps take turns. `runner` takes the place of the model, as
+    in tests: it has `run`, `num_blocks` and `num_host_blocks`.
     """
 
-    def __init__(self, model: str | None = None, *, runner: Runner | None = None, **kwargs):
+    def __init__(self, model: str | None = None, *, runner: Any = None, **kwargs):
         self.config = config = Config(**kwargs) if model is None else Config(model=model, **kwargs)
         path = find_model(config.model)
         hf_config = load_config(path)
-        check_supported(hf_config)
         device = choose_device(config)
-        num_batched_tokens = 8192 if device.type == "cuda" else 2048
-        self.limits = limits = config.resolved(longest_context(hf_config), num_batched_tokens)
+        longest = longest_context(hf_config)
+        self.limits = limits = config.resolved(longest, TOKENS_PER_STEP[device.type])
         self.tokenizer = load_tokenizer(path)
         self.runner = runner or ModelRunner(config, limits, hf_config, path, device)
 
+        new_block_manager = partial(
+            config.block_manager_cls or BlockManager,
+            self.runner.num_blocks,
+            config.block_size,
+            config.enable_prefix_caching,
+            self.runner.num_host_blocks,
+        )
         scheduler_cls = config.scheduler_cls or Scheduler
-        self.scheduler: Scheduler = scheduler_cls(limits, self._new_block_manager())
+        self.scheduler: Scheduler = scheduler_cls(limits, new_block_manager())
         self.checked = CheckedScheduler(self.scheduler, limits)
         self.replies = Replies()
-        self.recovery = Recovery(
-            self.scheduler, self.checked, self.replies, self._new_block_manager
-        )
+        self.recovery = Recovery(self.scheduler, self.checked, self.replies, new_block_manager)
         defaults = load_generation_config(path, hf_config)
-        self.inputs = Inputs(
-            config.model, self.scheduler, self.tokenizer, hf_config.vocab_size, defaults
-        )
+        model_args = (config.model, self.scheduler, self.tokenizer, hf_config.vocab_size)
+        self.inputs = Inputs(*model_args, *defaults)
         self.arrivals = count()
         self.counts = Counts()
         self.turn = threading.RLock()  # whoever holds it may change the engine
@@ -144,19 +132,22 @@ class LLM:
         answered.
         """
         prompts = [prompts] if is_one_prompt(prompts) else prompts
-        all_params: list[Params | None]
-        if isinstance(sampling_params, list | tuple):
-            all_params = [*sampling_params]
-        else:
-            all_params = [sampling_params] * len(prompts)
+        given = sampling_params
+        all_params = list(given) if isinstance(given, list | tuple) else [given] * len(prompts)
         if len(all_params) != len(prompts):
-            given = f"{len(prompts)} prompts, but {len(all_params)} sampling params"
-            raise ValueError(f"{given}: give one, or as many as prompts")
+            counts = f"{len(prompts)} prompts, but {len(all_params)} sampling params"
+            raise ValueError(f"{counts}: give one, or as many as prompts")
         # all are checked before any is added
         requests = [self.inputs.request(*pair) for pair in zip(prompts, all_params)]
         try:
             outputs = [self._submit(request, is_reported=False).output for request in requests]
-            self._finish(outputs, use_tqdm)
+            bar = Progress(outputs, self.scheduler, self.counts) if use_tqdm else nullcontext()
+            with bar as progress:
+                for output in outputs:
+                    while not output.finished:
+                        self.step(report=False)
+                        if progress is not None:
+                            progress.show()
         except BaseException:  # even Ctrl-C: nothing of this call is left behind
             self.recovery.unwanted.extend(requests)
             raise
@@ -172,7 +163,7 @@ class LLM:
         chats = [messages] if is_conversation(messages) else messages
         if not isinstance(chats, list | tuple) or not all(map(is_conversation, chats)):
             allowed = "a list of {'role': ..., 'content': ...}, or a list of such lists"
-            raise ValueError(f"messages={shown(messages)} is not allowed: it must be {allowed}")
+            raise refusal("messages", messages, f"it must be {allowed}")
         return self.generate(chats, sampling_params, use_tqdm)
 
     def beam_search(
@@ -182,7 +173,7 @@ class LLM:
         BeamSearchParams, too."""
         params = BeamSearchParams() if params is None else params
         if not isinstance(params, BeamSearchParams):
-            raise ValueError(f"params={shown(params)} is not allowed: it must be BeamSearchParams")
+            raise refusal("params", params, "it must be BeamSearchParams")
         return self.generate(prompts, params, use_tqdm)
 
     def stream(
@@ -194,10 +185,9 @@ class LLM:
             raise ValueError(f"model={self.config.model!r} has no tokenizer: it cannot stream text")
         request = self.inputs.request(prompt, sampling_params)
         if isinstance(request, BeamRequest):
-            given = shown(sampling_params)
-            raise ValueError(f"sampling_params={given} is not allowed: beams cannot be streamed")
+            raise refusal("sampling_params", sampling_params, "beams cannot be streamed")
         if request.params.n != 1:
-            raise ValueError(f"n={request.params.n} is not allowed: only one answer is streamed")
+            raise refusal("n", request.params.n, "only one answer is streamed")
         return self._stream(request)
 
     def get_tokenizer(self):
@@ -221,28 +211,19 @@ class LLM:
 
     # --- inside ---
 
-    def _new_block_manager(self) -> BlockManager:
-        config = self.config
-        return (config.block_manager_cls or BlockManager)(
-            self.runner.num_blocks,
-            config.block_size,
-            config.enable_prefix_caching,
-            self.runner.num_host_blocks,
-        )
-
     def _submit(
         self, request: Request, is_reported: bool = True, is_watched: bool = False
     ) -> Reply:
         """Gives a checked request its arrival number, id and seed, and a reply."""
         with self.turn:
-            is_used = self.replies.is_used
-            if is_used(request.request_id):
-                name = f"request_id={request.request_id!r} is not allowed"
-                raise ValueError(f"{name}: a request with this id is still in use")
+            used = (self.replies.unfinished, self.replies.unreported)
+            if any(request.request_id in ids for ids in used):
+                in_use = "a request with this id is still in use"
+                raise refusal("request_id", request.request_id, in_use)
             request.arrival = next(self.arrivals)
             request.arrival_time = self.scheduler.clock()
             if not request.request_id:
-                while is_used(str(request.arrival)):  # a user has chosen it
+                while any(str(request.arrival) in ids for ids in used):  # a user has chosen it
                     request.arrival = next(self.arrivals)
                 request.request_id = str(request.arrival)
             if request.params.seed is None:
@@ -278,31 +259,6 @@ class LLM:
         counts.peak_blocks = max(counts.peak_blocks, schedule.num_used_blocks)
         for observer in self.observers:
             observer(schedule, seconds)
-
-    def _finish(self, outputs: list[RequestOutput], use_tqdm: bool) -> None:
-        """Steps until all of these outputs have finished; shows how many have, and the speed."""
-        start = last_shown = time.perf_counter()
-        num_prompt = self.scheduler.num_prompt_tokens
-        num_output = self.counts.output_tokens
-
-        def show() -> None:
-            seconds = time.perf_counter() - start
-            prompt_speed = (self.scheduler.num_prompt_tokens - num_prompt) / seconds
-            output_speed = (self.counts.output_tokens - num_output) / seconds
-            bar.n = sum(output.finished for output in outputs)
-            bar.set_postfix_str(f"prompt {prompt_speed:.0f}, output {output_speed:.0f} tokens/s")
-
-        with tqdm(
-            total=len(outputs), desc="Prompts", disable=not use_tqdm, dynamic_ncols=True
-        ) as bar:
-            for output in outputs:
-                while not output.finished:
-                    self.step(report=False)
-                    if use_tqdm and time.perf_counter() > last_shown + 0.1:
-                        last_shown = time.perf_counter()
-                        show()
-            if use_tqdm:
-                show()
 
     def _stream(self, request: Request) -> Iterator[str]:
         try:

@@ -6,11 +6,12 @@ Everything a user can get wrong is refused here.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.beam_search import BeamRequest, BeamSearch, BeamSearchParams
-from nanovllm.options import is_int, shown
+from nanovllm.messages import Conversation, is_conversation, with_plain_text
+from nanovllm.options import is_int, refusal, shown
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
@@ -18,21 +19,12 @@ from nanovllm.sequence import Request
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
-Conversation = list[dict]  # {"role": ..., "content": ...}; content is text or a list of text parts
 Conversations = Conversation | list[Conversation]
 Prompt = str | list[int] | Conversation | dict
 """Text, token ids, messages, or as vLLM writes it: {"prompt": ...} or {"prompt_token_ids": ...}"""
 Prompts = Prompt | Sequence[Prompt]
 Params = SamplingParams | BeamSearchParams
 AllParams = Params | list[Params] | None  # one for all prompts, or one for each
-Defaults = tuple[SamplingParams, frozenset[int]]  # the model's, and its end-of-sequence tokens
-
-
-def is_conversation(prompt) -> TypeIs[Conversation]:
-    is_list = isinstance(prompt, list | tuple) and len(prompt) > 0
-    return is_list and all(
-        isinstance(message, dict) and {"role", "content"} <= message.keys() for message in prompt
-    )
 
 
 def is_one_prompt(prompts) -> TypeIs[Prompt]:
@@ -40,21 +32,27 @@ def is_one_prompt(prompts) -> TypeIs[Prompt]:
     return not is_list or is_conversation(prompts) or any(isinstance(x, int) for x in prompts[:1])
 
 
-def refusal(name: str, value: object, allowed: str) -> ValueError:
-    return ValueError(f"{name}={shown(value)} is not allowed: {allowed}")
+def without_dict(prompt):
+    """The text or the token ids of a prompt in vLLM's form, and any other prompt as it is."""
+    if not isinstance(prompt, dict):
+        return prompt
+    for name, kind in (("prompt", str), ("prompt_token_ids", list)):
+        if prompt.keys() == {name} and isinstance(prompt[name], kind):
+            return prompt[name]
+    allowed = "a dict must be {'prompt': text} or {'prompt_token_ids': token ids}"
+    raise refusal("prompt", prompt, allowed)
 
 
+@dataclass
 class Inputs:
     """Turns prompts and parameters into requests, for a tokenizer (or None) and vocabulary size."""
 
-    def __init__(
-        self, model: str, scheduler: Scheduler, tokenizer, vocab_size: int, defaults: Defaults
-    ):
-        self.model = model
-        self.scheduler = scheduler
-        self.tokenizer = tokenizer
-        self.vocab_size = vocab_size
-        self.default_params, self.eos_token_ids = defaults
+    model: str
+    scheduler: Scheduler
+    tokenizer: Any
+    vocab_size: int
+    default_params: SamplingParams
+    eos_token_ids: frozenset[int]
 
     def request(
         self, prompt: Prompt, params: Params | None, request_id: str | None = None
@@ -62,7 +60,8 @@ class Inputs:
         """Raises ValueError with the name of the wrong argument, its value, and what is allowed."""
         params = self.default_params if params is None else params
         if not isinstance(params, Params):
-            raise refusal("params", params, "it must be SamplingParams or BeamSearchParams")
+            allowed = "it must be SamplingParams or BeamSearchParams"
+            raise refusal("sampling_params", params, allowed)
         params = replace(params)  # a copy, checked again
         sampling = params.sampling_params() if isinstance(params, BeamSearchParams) else params
         is_id = isinstance(request_id, str) and request_id
@@ -115,37 +114,3 @@ class Inputs:
         return self.tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True
         )
-
-
-def without_dict(prompt) -> Any:
-    """The text or the token ids of a prompt in vLLM's form, and any other prompt as it is."""
-    if not isinstance(prompt, dict):
-        return prompt
-    for name, kind in (("prompt", str), ("prompt_token_ids", list)):
-        if prompt.keys() == {name} and isinstance(prompt[name], kind):
-            return prompt[name]
-    allowed = "a dict must be {'prompt': text} or {'prompt_token_ids': token ids}"
-    raise refusal("prompt", prompt, allowed)
-
-
-def with_plain_text(messages: Sequence[dict]) -> Conversation:
-    """Each message with its content as one text: parts are joined by line ends, as in vLLM."""
-    return [
-        {**message, "content": plain_text(message, f"messages[{i}]['content']")}
-        for i, message in enumerate(messages)
-    ]
-
-
-def plain_text(message: dict, place: str) -> str:
-    content = message["content"]
-    if content is None and message["role"] == "assistant":
-        return ""  # it only called tools
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list | tuple):
-        raise refusal(place, content, "it must be text, or a list of {'type': 'text', 'text': ...}")
-    for i, part in enumerate(content):
-        is_text = isinstance(part, dict) and part.get("type") == "text"
-        if not is_text or not isinstance(part.get("text"), str):
-            raise refusal(f"{place}[{i}]", part, "it must be {'type': 'text', 'text': ...}")
-    return "\n".join(part["text"] for part in content)

@@ -105,12 +105,9 @@ def load_generation_config(path: Path, config) -> tuple[SamplingParams, frozense
     """The model's default sampling parameters, and its end-of-sequence tokens."""
     file = path / "generation_config.json"
     settings = read_json(file)
-    if "eos_token_id" in settings:
-        with reading(file):
-            eos_token_ids = as_token_ids(settings["eos_token_id"])
-    else:
-        with reading(path / "config.json"):
-            eos_token_ids = as_token_ids(getattr(config, "eos_token_id", None))
+    eos_token_id = settings.get("eos_token_id", getattr(config, "eos_token_id", None))
+    with reading(file if "eos_token_id" in settings else path / "config.json"):
+        eos_token_ids = as_token_ids(eos_token_id)
     penalty = settings.get("repetition_penalty")
     if penalty not in (None, 1):
         logger.warning("%s: repetition_penalty=%s is ignored, it is not supported", file, penalty)
@@ -130,10 +127,8 @@ def as_token_ids(eos_token_id: object) -> frozenset[int]:
 
 def default_params(file: Path, settings: dict) -> SamplingParams:
     """What `settings`, those of generation_config.json, say of how tokens are drawn."""
-    if not file.is_file():
-        return SamplingParams()
     if not settings.get("do_sample"):
-        return SamplingParams(temperature=0.0)
+        return SamplingParams(temperature=0.0) if file.is_file() else SamplingParams()
     names = ("temperature", "top_k", "top_p", "min_p")
     values = {name: settings[name] for name in names if settings.get(name) is not None}
     with reading(file):

@@ -24,7 +24,7 @@ from nanovllm.loader import load_model
 from nanovllm.memory import keep_freed_memory, largest_step, memory_left, warm_up_steps
 from nanovllm.models.qwen import head_dim_of
 from nanovllm.schedule import Item, Schedule
-from nanovllm.sequence import Sequence, TokenLogprobs
+from nanovllm.sequence import Sequence, StepLogprobs, TokenLogprobs
 from nanovllm.step import StepInputs
 
 
@@ -97,17 +97,14 @@ class ModelRunner:
             raise ValueError(f"not enough memory for {device} and {host} of {size}") from error
 
     def _new_graphs(self) -> DecodeGraphs:
-        limits = self.limits
-        return DecodeGraphs(
-            self.model, self.ops, self.kv_cache, limits.max_num_seqs, limits.max_model_len
-        )
+        return DecodeGraphs(self.model, self.ops, self.kv_cache, self.limits)
 
     def warm_up(self) -> None:
         for schedule in warm_up_steps(self.limits, self.shape.block_size):
             self.run(schedule)
 
     @torch.inference_mode()
-    def run(self, schedule: Schedule) -> tuple[list[int], list[TokenLogprobs | None] | None]:
+    def run(self, schedule: Schedule) -> tuple[list[int], StepLogprobs]:
         """Computes a step.
 
         Returns a token for each of `schedule.sampled`, and its log-probabilities if any of them
@@ -171,20 +168,21 @@ class ModelRunner:
             num_decodes=num_decodes,
             max_context=int(contexts.max()),
         )
+        sampling = None  # all are greedy
+        if any(seq.request.params.temperature for seq in schedule.sampled):
+            sampling = self._sampling(schedule.sampled)
         return StepInputs(
             input_ids=torch.frombuffer(token_ids, dtype=torch.int64),
             positions=positions,
             batch=batch,
             sampled_rows=(ends - 1)[integers(sampled_from)],
-            sampling=self._sampling(schedule.sampled),
+            sampling=sampling,
             moves=schedule.moves,
         )
 
-    def _sampling(self, seqs: list[Sequence]) -> Sampling | None:
-        """How each sequence draws its token. None if all are greedy."""
+    def _sampling(self, seqs: list[Sequence]) -> Sampling:
+        """How each sequence draws its token, of which at least one is not greedy."""
         params = [seq.request.params for seq in seqs]
-        if not any(p.temperature for p in params):
-            return None
         vocab_size = self.vocab_size
         temperature = floats([p.temperature for p in params])
         top_k = integers([p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params])
@@ -234,7 +232,7 @@ class ModelRunner:
 
     def sample(
         self, hidden: Tensor, inputs: StepInputs, seqs: list[Sequence]
-    ) -> tuple[list[int], list[TokenLogprobs | None] | None]:
+    ) -> tuple[list[int], StepLogprobs]:
         """A token for each sequence, and its log-probabilities if any of them wants some."""
         if not seqs:
             return [], None
@@ -266,10 +264,7 @@ class ModelRunner:
         return logprobs
 
 
-def decodes_first(
-    items: list[Item],
-    rows: list[int],
-) -> tuple[list[Item], list[int]]:
+def decodes_first(items: list[Item], rows: list[int]) -> tuple[list[Item], list[int]]:
     """The items with one token first, as attention wants them.
 
     `rows` are items by number: of items with [5, 1, 3, 1] tokens, the rows [1, 2, 3] become the

@@ -37,8 +37,7 @@ class Options:
     def require(self, name: str, condition: object, allowed: str) -> None:
         """Raises a ValueError with the field's name, its value and what is allowed."""
         if not condition:
-            value = shown(getattr(self, name))
-            raise ValueError(f"{name}={value} is not allowed: it must be {allowed}")
+            raise refusal(name, getattr(self, name), f"it must be {allowed}")
 
 
 def shown(value: object, max_chars: int = 200) -> str:
@@ -61,3 +60,7 @@ def is_int(value: object, low: float, high: float = inf) -> bool:
 def is_number(value: object, low: float, high: float = sys.float_info.max) -> bool:
     """Whether it is a number that fits into a float. NaN fails every comparison."""
     return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+
+
+def refusal(name: str, value: object, allowed: str) -> ValueError:
+    return ValueError(f"{name}={shown(value)} is not allowed: {allowed}")

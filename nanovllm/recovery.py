@@ -10,9 +10,10 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from nanovllm.block_manager import BlockManager
-from nanovllm.outputs import Replies, Reply
+from nanovllm.replies import Replies, Reply
 from nanovllm.schedule import CheckedScheduler, Schedule, ScheduleError
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
@@ -20,6 +21,7 @@ from nanovllm.sequence import Request
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False, repr=False)
 class Recovery:
     """Keeps the scheduler and the replies true to the requests.
 
@@ -27,26 +29,18 @@ class Recovery:
     thread, Python's garbage collector. `settle` carries it out before the next step.
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        checked: CheckedScheduler,
-        replies: Replies,
-        new_block_manager: Callable[[], BlockManager],
-    ):
-        self.scheduler = scheduler
-        self.checked = checked
-        self.replies = replies
-        self.new_block_manager = new_block_manager
-        self.is_changing = False  # while the state changes; still set if that was interrupted
-        self.submitted: deque[Request] = deque()  # they have a reply, but are not queued yet
-        self.unwanted: deque[Request] = deque()  # to be aborted
-        self.schedule: Schedule | None = None  # of the step that runs
-        self.suspects: list[
-            list[Request]
-        ] = []  # of a failed step: the last group runs, others wait
-        self.untested: set[Request] = set()  # those in that group that have got no token since
-        self.num_failed_steps = 0
+    scheduler: Scheduler
+    checked: CheckedScheduler
+    replies: Replies
+    new_block_manager: Callable[[], BlockManager]
+    is_changing: bool = False  # while the state changes; still set if that was interrupted
+    submitted: deque[Request] = field(default_factory=deque)  # with a reply, but not queued yet
+    unwanted: deque[Request] = field(default_factory=deque)  # to be aborted
+    schedule: Schedule | None = None  # of the step that runs
+    suspects: list[list[Request]] = field(default_factory=list)
+    """Groups of requests, one of which made a step fail: the last group runs, the others wait."""
+    untested: set[Request] = field(default_factory=set)  # those in that group without a new token
+    num_failed_steps: int = 0
 
     def settle(self) -> None:
         """Makes the state such that a step can begin."""
@@ -135,8 +129,9 @@ class Recovery:
             group = self.suspects[-1]
         else:
             group = [r.request for r in replies if not r.output.finished]
-        self.untested = set(group) if self.suspects else set()
-        self.checked.forget_idle_steps()
+        self.untested = set(group)
+        self.checked.num_idle_steps = 0
+        self.checked.num_idle_tokens = 0
         self.scheduler.restart(group, self.new_block_manager())
         self.is_changing = False
 

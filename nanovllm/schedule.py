@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from nanovllm.block_manager import BlockManager, Moves
 from nanovllm.config import Limits
 from nanovllm.options import shown
-from nanovllm.sequence import Request, Sequence, TokenLogprobs
+from nanovllm.sequence import Request, Sequence, StepLogprobs
 
+AnyScheduler = Any  # a scheduler.Scheduler; that module imports this one
 Wrong = Callable[[str], "ScheduleError"]
 
 
@@ -38,8 +39,8 @@ class Item(NamedTuple):
 
 @dataclass
 class Schedule:
-    """One step: what to compute, who gets a next token, and which blocks to move first. It means the
-    same before, during and after the step."""
+    """One step: what to compute, who gets a next token, and which blocks to move first. It means
+    the same before, during and after the step."""
 
     tokens_left: int = 0  # while it is planned: how many more tokens may be added, ...
     prompt_tokens_left: int = 0  # ... and how many of them for sequences that lack more than one
@@ -51,7 +52,7 @@ class Schedule:
 
     @property
     def num_tokens(self) -> int:
-        return sum(item.num_tokens for item in self.items)
+        return sum([num_tokens for _, _, num_tokens in self.items])
 
     def next_tokens(self, seq: Sequence, num_tokens: int) -> list[Item]:
         """As many of a sequence's next `num_tokens` tokens as the budgets allow, as an item, or
@@ -62,54 +63,30 @@ class Schedule:
 
     def add(self, item: Item) -> None:
         """Its sequence must have blocks for it."""
-        seq = item.seq
-        if item.end == len(seq.token_ids):
-            drawn = drawn_from(seq)
-            self.sampled += drawn
-            self.sampled_from += [len(self.items)] * len(drawn)
+        seq, start, num_tokens = item
+        num_missing = len(seq.token_ids) - start
+        if num_tokens == num_missing:
+            # before a request forks, all its sequences draw from the logits of the first
+            drawn = (seq,) if seq.request.has_forked else seq.request.unfinished
+            for member in drawn:
+                self.sampled.append(member)
+                self.sampled_from.append(len(self.items))
         self.items.append(item)
-        self.tokens_left -= item.num_tokens
-        if len(seq.token_ids) - item.start > 1:
-            self.prompt_tokens_left -= item.num_tokens
+        self.tokens_left -= num_tokens
+        if num_missing > 1:
+            self.prompt_tokens_left -= num_tokens
 
 
-def drawn_from(seq: Sequence) -> list[Sequence]:
-    """Who draws a next token from the logits after the last token of this sequence: before its
-    request forks, all of its sequences."""
-    return [seq] if seq.request.has_forked else seq.request.unfinished
-
-
-class AnyScheduler(Protocol):
-    """What is read of a scheduler to check it."""
-
-    block_manager: BlockManager
-    running: list[Request]
-
-    def schedule(self) -> Schedule: ...
-
-    def update(
-        self,
-        schedule: Schedule,
-        token_ids: list[int],
-        logprobs: list[TokenLogprobs | None] | None = None,
-    ) -> None: ...
-
-    def unfinished(self) -> list[Request]: ...
-
-
+@dataclass
 class CheckedScheduler:
-    """A scheduler of whom nothing is believed: what it does wrong is a ScheduleError, which names the
-    method. `checks_items=False` trusts it that a step that is not empty can be run."""
+    """A scheduler of whom nothing is believed: what it does wrong is a ScheduleError, which names
+    the method. `checks_items=False` trusts it that a step that is not empty can be run."""
 
-    def __init__(self, scheduler: AnyScheduler, limits: Limits, checks_items: bool = True):
-        self.scheduler = scheduler
-        self.limits = limits
-        self.checks_items = checks_items
-        self.forget_idle_steps()
-
-    def forget_idle_steps(self) -> None:
-        self.num_idle_steps = 0  # since somebody has got a token ...
-        self.num_idle_tokens = 0  # ... and the tokens that were computed in them
+    scheduler: AnyScheduler
+    limits: Limits
+    checks_items: bool = True
+    num_idle_steps: int = 0  # since somebody has got a token ...
+    num_idle_tokens: int = 0  # ... and the tokens that were computed in them
 
     def schedule(self, request_ids: Collection[str]) -> Schedule:
         """A step for the unfinished requests with these ids."""
@@ -121,14 +98,17 @@ class CheckedScheduler:
             self._explain_empty(request_ids)
         if self.checks_items:
             check_schedule(schedule, self.scheduler, self.limits)
-        self._check_progress(schedule)
+        self.num_idle_steps += 1
+        self.num_idle_tokens += schedule.num_tokens
+        if schedule.sampled:
+            self.num_idle_steps = 0
+            self.num_idle_tokens = 0
+        elif self.num_idle_steps > self.limits.max_model_len:
+            self._check_progress()
         return schedule
 
     def update(
-        self,
-        schedule: Schedule,
-        token_ids: list[int],
-        logprobs: list[TokenLogprobs | None] | None = None,
+        self, schedule: Schedule, token_ids: list[int], logprobs: StepLogprobs = None
     ) -> None:
         self.scheduler.update(schedule, token_ids, logprobs)
         seq, start, _ = schedule.items[0]
@@ -146,20 +126,14 @@ class CheckedScheduler:
         problem = f"it planned nothing, but {who}; {why}"
         raise ScheduleError(self.scheduler, "schedule", problem)
 
-    def _check_progress(self, schedule: Schedule) -> None:
-        """A scheduler may preempt so often that nobody ever gets a token. Those who run can take as
-        many steps without one as they have tokens, if a step computes only one."""
-        if schedule.sampled:
-            self.forget_idle_steps()
-            return
-        self.num_idle_steps += 1
-        self.num_idle_tokens += schedule.num_tokens
-        if self.num_idle_steps > self.limits.max_model_len:
-            running = self.scheduler.running
-            num_held = sum(len(seq) for request in running for seq in request.unfinished)
-            if self.num_idle_tokens > num_held:
-                problem = f"{self.num_idle_steps} steps without a new token"
-                raise ScheduleError(self.scheduler, "schedule", problem)
+    def _check_progress(self) -> None:
+        """A scheduler may preempt so often that nobody ever gets a token: then more tokens are
+        computed than those who run have."""
+        running = self.scheduler.running
+        num_held = sum(len(seq) for request in running for seq in request.unfinished)
+        if self.num_idle_tokens > num_held:
+            problem = f"{self.num_idle_steps} steps without a new token"
+            raise ScheduleError(self.scheduler, "schedule", problem)
 
 
 # --- second reading: what can be wrong with the items of a schedule ---
@@ -214,13 +188,10 @@ def check_schedule(schedule: Schedule, scheduler: AnyScheduler, limits: Limits) 
 def check_sampled(schedule: Schedule, wrong: Wrong) -> None:
     """Whether those get a next token whose last one is computed, and all samples of a request
     together."""
-    expected = [
-        (seq, i)
-        for i, (last, start, num_tokens) in enumerate(schedule.items)
-        if start + num_tokens == len(last.token_ids)
-        for seq in drawn_from(last)
-    ]
-    if expected != [*zip(schedule.sampled, schedule.sampled_from)]:
+    expected = Schedule()
+    for item in schedule.items:
+        expected.add(item)
+    if expected.sampled != schedule.sampled or expected.sampled_from != schedule.sampled_from:
         raise wrong("who gets a token does not follow from its items: only commit adds an item")
     sampled = set(schedule.sampled)
     for request in {seq.request for seq in sampled if seq.request.params.n > 1}:
@@ -236,9 +207,10 @@ def check_published(schedule: Schedule, manager: BlockManager, wrong: Wrong) -> 
     if not manager.unwritten:
         return
     written: set[int] = set()
-    for item in schedule.items:
-        first = item.start // manager.block_size
-        written.update(item.seq.block_table[first : item.end // manager.block_size])
+    for seq, start, num_tokens in schedule.items:
+        first = start // manager.block_size
+        last = (start + num_tokens) // manager.block_size
+        written.update(seq.block_table[first:last])
     lost = manager.unwritten - written
     if lost:
         raise wrong(

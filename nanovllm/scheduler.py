@@ -12,12 +12,14 @@ import time
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 
+from nanovllm import groups
 from nanovllm.beam_search import BeamRequest
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import Limits
-from nanovllm.options import shown
+from nanovllm.options import refusal
 from nanovllm.schedule import Item, Schedule, check_choice
-from nanovllm.sequence import Request, Sequence, TokenLogprobs
+from nanovllm.sequence import Request, Sequence, StepLogprobs, TokenLogprobs
+from nanovllm.swapping import free_host, swap_in, swap_out
 
 
 class Scheduler:
@@ -63,12 +65,12 @@ class Scheduler:
         return self.waiting[0] if self.waiting else None
 
     def may_admit(self, request: Request, schedule: Schedule) -> bool:
-        """Whether to admit the request, which fits. If not, nobody else is admitted in this step."""
+        """Whether to admit the request, which fits. If not, nobody else is, in this step."""
         return True
 
     def step_budget(self) -> tuple[int, int]:
-        """Maximum tokens of the step, up to `max_num_batched_tokens`; and how many of them may go to
-        sequences that lack more than one: prompts, and what is recomputed."""
+        """Maximum tokens of the step, up to `max_num_batched_tokens`; and how many of them may go
+        to sequences that lack more than one: prompts, and what is recomputed."""
         return self.max_num_batched_tokens, self.max_num_batched_tokens
 
     def victim(self, candidates: list[Request]) -> Request:
@@ -87,9 +89,11 @@ class Scheduler:
         """Why the sequence ends with its last token, or None. Stop strings are the engine's
         business."""
         request = seq.request
-        if seq.num_output_tokens > 0 and seq.token_ids[-1] in request.stop_token_ids:
+        num_tokens = len(seq.token_ids)
+        has_output = num_tokens > len(request.prompt_token_ids)
+        if has_output and seq.token_ids[-1] in request.stop_token_ids:
             return "stop"
-        return "length" if len(seq.token_ids) >= request.max_len else None
+        return "length" if num_tokens >= request.max_len else None
 
     # --- a request comes ---
 
@@ -111,8 +115,7 @@ class Scheduler:
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             limit = getattr(self, name)
             if params.n > limit:
-                allowed = f"it must be at most {name}={limit}"
-                raise ValueError(f"{name_of_n}={shown(params.n)} is not allowed: {allowed}")
+                raise refusal(name_of_n, params.n, f"it must be at most {name}={limit}")
         request.max_len = min(num_prompt + params.max_tokens, self.max_model_len)
         needed = self.block_manager.max_blocks_needed(request)
         available = len(self.block_manager.blocks)
@@ -157,9 +160,11 @@ class Scheduler:
 
     def schedule_waiting(self, schedule: Schedule) -> None:
         """Admits those who wait, in the order of the policy, up to the first who does not fit."""
+        if not self.waiting:
+            return
         manager = self.block_manager
         num_seats = sum(request.num_seats for request in self.running)
-        if num_seats >= self.max_num_seqs or not self.waiting:
+        if num_seats >= self.max_num_seqs:
             return
         if not self.keeps_order():
             self.waiting.sort(key=self.priority)
@@ -192,18 +197,17 @@ class Scheduler:
         first, *others = request.unfinished
         manager.take_prefix(first)
         if first.host_table:
-            manager.swap_in(first)
+            swap_in(manager, first)
         request.has_forked = not others
         if others:
-            request.num_shared_tokens = common_length([seq.token_ids for seq in request.unfinished])
-            self.fork(request)
+            groups.share(request, manager)
         if request.num_cached_tokens is None:  # it runs for the first time
             request.num_cached_tokens = first.num_computed_tokens
             self.num_cached_tokens += request.num_cached_tokens
             self.num_prompt_tokens += len(request.prompt_token_ids)
         for seq in request.unfinished:
             if seq.host_table:
-                manager.free_host(seq)
+                free_host(manager, seq)
         for seq in request.unfinished if request.has_forked else [first]:
             manager.allocate(seq, seq.num_missing_tokens)
 
@@ -212,16 +216,18 @@ class Scheduler:
         # a running request with a single sequence has not finished it
         seqs = request.unfinished if request.params.n > 1 else request.sequences
         if len(seqs) > 1:
-            return self.tokens_of_group(request, schedule)
+            return groups.tokens_to_compute(request, schedule)
         return schedule.next_tokens(seqs[0], len(seqs[0].token_ids) - seqs[0].num_computed_tokens)
 
     def commit(self, items: list[Item], schedule: Schedule) -> None:
         """Gives each item its blocks, and adds it to the schedule."""
         manager = self.block_manager
         for item in items:
-            manager.allocate(item.seq, item.num_tokens)
-            if item.end // manager.block_size > len(item.seq.prefix_ids):  # a block becomes full
-                manager.publish(item.seq, item.end)
+            seq, start, num_tokens = item
+            manager.allocate(seq, num_tokens)
+            end = start + num_tokens
+            if end // manager.block_size > len(seq.prefix_ids):  # a block becomes full
+                manager.publish(seq, end)
             schedule.add(item)
 
     def preempt(self, request: Request) -> None:
@@ -230,7 +236,7 @@ class Scheduler:
         check_choice(self, "preempt", request, self.running)
         self.running.remove(request)
         if self.should_swap(request):
-            self.block_manager.swap_out(request.unfinished)
+            swap_out(self.block_manager, request.unfinished)
         for seq in request.unfinished:
             self.block_manager.free(seq)
         request.has_forked = False
@@ -240,10 +246,7 @@ class Scheduler:
     # --- a step has run ---
 
     def update(
-        self,
-        schedule: Schedule,
-        token_ids: list[int],
-        logprobs: list[TokenLogprobs | None] | None = None,
+        self, schedule: Schedule, token_ids: list[int], logprobs: StepLogprobs = None
     ) -> None:
         """Processes a step's result: a token for each of `schedule.sampled`, and the likeliest ones
         with their log-probabilities if the request wants any."""
@@ -256,13 +259,10 @@ class Scheduler:
         for seq, start, num_tokens in schedule.items:
             seq.num_computed_tokens = start + num_tokens
             if not seq.request.has_forked:
-                self.fork(seq.request)
+                groups.fork(seq.request, self.block_manager)
 
     def receive(
-        self,
-        schedule: Schedule,
-        token_ids: list[int],
-        logprobs: list[TokenLogprobs | None] | None = None,
+        self, schedule: Schedule, token_ids: list[int], logprobs: StepLogprobs = None
     ) -> None:
         """Takes the tokens that were drawn, and ends those who are done."""
         if logprobs is None:
@@ -288,7 +288,7 @@ class Scheduler:
         seq.finish_reason = reason
         self.block_manager.free(seq)
         if seq.host_table:
-            self.block_manager.free_host(seq)
+            free_host(self.block_manager, seq)
         request = seq.request
         if request.has_ended:
             if request in self.running:
@@ -314,7 +314,7 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         return bool(self.running or self.waiting)
 
-    # --- the queue: sorted as long as priorities cannot change, so that its length costs nothing ---
+    # --- the queue: sorted if priorities cannot change, so that its length costs nothing ---
 
     def keeps_order(self) -> bool:
         own = getattr(self.priority, "__func__", None)
@@ -338,53 +338,3 @@ class Scheduler:
                 return
         if request in self.waiting:
             self.waiting.remove(request)
-
-    # --- second reading: several sequences of one request ---
-
-    def tokens_of_group(self, request: Request, schedule: Schedule) -> list[Item]:
-        """They get their next tokens together or not at all, so their last tokens are computed in
-        the same step."""
-        seqs = request.unfinished
-        if not request.has_forked:
-            num_missing = request.num_shared_tokens - seqs[0].num_computed_tokens
-            return schedule.next_tokens(seqs[0], num_missing)
-        missing = [seq.num_missing_tokens for seq in seqs]
-        if max(missing) == 1:
-            if len(seqs) > schedule.tokens_left:
-                return []
-            return [Item(seq, seq.num_computed_tokens, 1) for seq in seqs]
-        items = []
-        budget = min(schedule.tokens_left, schedule.prompt_tokens_left)
-        for seq, num_missing in zip(seqs, missing):
-            num_tokens = min(num_missing - 1, budget)
-            if num_tokens > 0:
-                items.append(Item(seq, seq.num_computed_tokens, num_tokens))
-                budget -= num_tokens
-        return items
-
-    def fork(self, request: Request) -> None:
-        """Once the first sequence has computed the tokens that all share, the others fork from it."""
-        manager = self.block_manager
-        num_shared = request.num_shared_tokens
-        first, *others = request.unfinished
-        if first.num_computed_tokens < num_shared:
-            return
-        for seq in others:
-            if len(seq) > num_shared:  # it was preempted: its own blocks may still be in the cache
-                num_full = num_shared // manager.block_size
-                manager.fork(first, seq, num_full * manager.block_size)
-                manager.take_prefix(seq)
-                if seq.num_host_tokens >= num_shared:
-                    manager.swap_in(seq)
-            if seq.num_computed_tokens < num_shared:
-                manager.free(seq)
-                manager.fork(first, seq, num_shared)
-        request.has_forked = True
-
-
-def common_length(sequences: list[list[int]]) -> int:
-    """Length of the prefix that all of them share. They must be equally long."""
-    for i, column in enumerate(zip(*sequences)):
-        if len(set(column)) > 1:
-            return i
-    return len(sequences[0])

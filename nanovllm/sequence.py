@@ -9,6 +9,7 @@ from functools import cached_property
 from nanovllm.sampling_params import SamplingParams
 
 TokenLogprobs = dict[int, float]  # token id -> log-probability; the token drawn comes first
+StepLogprobs = list[TokenLogprobs | None] | None  # of each sampled sequence, if any wants some
 
 
 @dataclass(eq=False, repr=False)
@@ -32,10 +33,8 @@ class Sequence:
     prefix_ids: list[int] = field(default_factory=list)  # of each full block, see BlockManager
     host_table: list[int] = field(default_factory=list)  # its blocks in host memory, if swapped out
     num_host_tokens: int = 0  # tokens in them
-    found_blocks: list[int] = field(
-        default_factory=list
-    )  # what BlockManager.find_prefix found last
-    found_prefix_ids: list[int] = field(default_factory=list)  # their identities then
+    # what BlockManager.find_prefix has found last: blocks and their identities
+    found_blocks: list[tuple[int, int]] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -65,7 +64,6 @@ class Sequence:
         self.num_host_tokens = 0
         self.host_table = []
         self.found_blocks = []
-        self.found_prefix_ids = []
 
     def __repr__(self) -> str:
         state = self.finish_reason

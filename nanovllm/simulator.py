@@ -36,8 +36,8 @@ Runs = tuple[tuple[int, int], ...]  # (token id, how many of it), ...
 
 
 class Job(NamedTuple):
-    """A request as its client knows it. The scheduler sees the prompt, `max_tokens` and `extra_args`,
-    when it arrives.
+    """A request as its client knows it. The scheduler sees the prompt, `max_tokens` and
+    `extra_args`, when it arrives.
 
     A prompt is given in runs of equal tokens. What matters is only which prompts begin alike:
     ((7, 500), (8, 20)) and ((7, 500), (9, 30)) share 500 tokens. Token ids are above 0 (`STOP`).
@@ -111,7 +111,7 @@ class Run:
 
 
 def model_config(model: str) -> dict[str, Any]:
-    """The Hugging Face config of a local directory, or of one of `SHAPES` by the end of its name."""
+    """The Hugging Face config of a local directory, or one of `SHAPES` by the end of its name."""
     path = Path(model) / "config.json"
     if path.exists():
         return json.loads(path.read_text())
@@ -140,10 +140,10 @@ def simulate(
 ) -> Run:
     """Serves the jobs, and says when each of their tokens came.
 
-    The model is `config.model`, by default Qwen3-8B; without `num_blocks`, blocks fill the memory of
-    the hardware. With `check`, each step is checked for lost requests and blocks. Raises ValueError
-    for what cannot run at all, and ScheduleError, with the number of the step, for a scheduler that
-    has gone wrong.
+    The model is `config.model`, by default Qwen3-8B; without `num_blocks`, blocks fill the memory
+    of the hardware. With `check`, each step is checked for lost requests and blocks. Raises
+    ValueError for what cannot run at all, and ScheduleError, with the number of the step, for a
+    scheduler that has gone wrong.
     """
     if not isinstance(hardware, Machine) and hardware not in MACHINES:
         allowed = f"it must be one of {', '.join(MACHINES)}"

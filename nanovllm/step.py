@@ -1,7 +1,7 @@
 """StepInputs: what the device must know about a step."""
 
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,8 +9,6 @@ from torch import Tensor
 from nanovllm.block_manager import Moves
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.sampler import Sampling
-
-Part = TypeVar("Part", Batch, Sampling)
 
 
 @dataclass
@@ -46,28 +44,24 @@ class StepInputs:
     def to(self, device: torch.device, buffer: Tensor | None = None) -> "StepInputs":
         """The same step on a device, see `move`."""
         moved = move(self.tensors, device, buffer)
-        return StepInputs(
-            moved["input_ids"],
-            moved["positions"],
-            with_tensors(self.batch, moved),
-            moved["sampled_rows"],
-            self.sampling and with_tensors(self.sampling, moved),
-            self.moves,
-        )
+        step = with_tensors(self, moved)
+        step.batch = with_tensors(self.batch, moved)
+        if self.sampling is not None:
+            step.sampling = with_tensors(self.sampling, moved)
+        return step
 
 
-def tensors_of(part: Batch | Sampling) -> dict[str, Tensor]:
-    """By name. What it has besides, is the same on every device."""
+def tensors_of(part: object) -> dict[str, Tensor]:
+    """By name. What it has besides is the same on every device."""
     return {name: value for name, value in vars(part).items() if isinstance(value, Tensor)}
 
 
-def with_tensors(part: Part, tensors: dict[str, Tensor]) -> Part:
+def with_tensors(part: Any, tensors: dict[str, Tensor]) -> Any:
     """The same with those of `tensors` that have the names of its own."""
-    own: dict[str, Any] = {name: tensors[name] for name in tensors_of(part)}
-    return replace(part, **own)
+    return replace(part, **{name: tensors[name] for name in tensors_of(part)})
 
 
-def places(tensors: dict[str, Tensor]) -> list[slice]:
+def buffer_slices(tensors: dict[str, Tensor]) -> list[slice]:
     """Where each is in a buffer of bytes, one after the other.
 
     Each starts at a multiple of 16, because Triton compiles another kernel for unaligned pointers.
@@ -87,7 +81,7 @@ def move(
 
     Tensors of the same shapes get the same places in `buffer`.
     """
-    parts = places(tensors)
+    parts = buffer_slices(tensors)
     host = torch.empty(parts[-1].stop, dtype=torch.uint8, pin_memory=device.type == "cuda")
     for part, t in zip(parts, tensors.values()):
         host[part].view(t.dtype).copy_(t.flatten())

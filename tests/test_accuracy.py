@@ -14,24 +14,18 @@ from nanovllm.roofline import Hardware, Machine, shape_of
 from nanovllm.scheduler import Scheduler
 from nanovllm.simulator import STOP, Job, model_config, simulate
 from tutorials.performance.steps import Step
-from tutorials.simulation import accuracy
-from tutorials.simulation.accuracy import (
-    CASES,
-    METRICS,
+from tutorials.simulation import accuracy, calibration
+from tutorials.simulation.accuracy import METRICS, draw, error, noise, table, totals
+from tutorials.simulation.calibration import (
     SWAP,
     TERMS,
     Calibrated,
     ProcessorTime,
     amounts,
     calibrated,
-    draw,
-    error,
     fit,
-    jobs_of,
-    noise,
-    table,
-    totals,
 )
+from tutorials.simulation.cases import CASES, jobs_of
 from tutorials.simulation.recording import Recording, record, token_ids
 from tutorials.simulation.workloads import (
     all_at_once,
@@ -102,6 +96,7 @@ WORKLOADS = {
 # --- recording and replay ---
 
 
+@pytest.mark.slow(but_every=2)
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_a_replay_is_exact(name):
     """The same times, arrivals, cache hits and preemptions, all of them equal to the last bit."""
@@ -257,6 +252,7 @@ def test_the_picture(tmp_path):
     assert (tmp_path / "error.png").stat().st_size > 5_000
 
 
+@pytest.mark.slow
 def test_every_case_has_jobs():
     for name, case in CASES.items():
         jobs, rate = jobs_of(case, machine_of(TRUE), 2.0)
@@ -264,9 +260,10 @@ def test_every_case_has_jobs():
         assert (jobs[-1].time == 0) == (case.load is None), name
 
 
+@pytest.mark.slow
 def test_all_of_it(monkeypatch):
     """Two small cases; what comes out has no meaning, but it is complete."""
-    monkeypatch.setattr(accuracy, "CELLS", [(1, 16), (4, 16), (2, 60)])
+    monkeypatch.setattr(calibration, "CELLS", [(1, 16), (4, 16), (2, 60)])
     report = accuracy.compare(
         {name: CASES[name] for name in ("busy", "64 tokens per step")}, 0.3, 1, 500, ProcessorTime()
     )

@@ -1,4 +1,4 @@
-"""The reference solutions keep the rules and change no answer, and the grader gives them all points.
+"""The reference solutions keep the rules, change no answer, and get all points from the grader.
 
 The grading is on seeds that no handout has shown, and slow.
 
@@ -15,14 +15,25 @@ from tutorials.assignments.public import check_answers, check_rules, load
 from tutorials.assignments.task import NAMES, load_task
 
 SOLUTIONS = Path(__file__).parent / "assignments"
+STARTERS = Path(__file__).parent.parent / "tutorials" / "assignments"
 
 
 NUM_JOBS = 60  # of a short load
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_reference_keeps_the_rules_in_a_short_load(name):
-    module = load(SOLUTIONS / f"{name}_solution.py")
+def path_of(kind: str, name: str) -> Path:
+    return (
+        STARTERS / name / "starter.py" if kind == "starter" else SOLUTIONS / f"{name}_solution.py"
+    )
+
+
+@pytest.mark.parametrize(
+    "kind, name",
+    [("reference", name) for name in NAMES] + [("starter", name) for name in NAMES[1:]],
+)
+def test_the_rules_are_kept_in_a_short_load(kind, name):
+    """The starter of a0 is broken."""
+    module = load(path_of(kind, name))
     for part in load_task(name).parts:
         short = replace(part, workload=lambda seed, part=part: part.workload(seed)[:NUM_JOBS])
         assert len(check_rules(short, module, seed=1).requests) == NUM_JOBS

@@ -46,7 +46,7 @@ def test_the_reference_changes_at_most_15_lines(name):
     assert 0 < len(changed) <= 15
 
 
-@pytest.mark.slow(but_every=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES[1:])
 def test_the_starter_gets_no_points_for_goals(name):
     """That the reference gets all is in test_assignments.py."""

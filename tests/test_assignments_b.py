@@ -44,7 +44,7 @@ def test_the_reference_changes_at_most_15_lines(name):
     assert 0 < len(changed) <= 15
 
 
-@pytest.mark.slow(but_every=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STARTERS)
 def test_the_starter_gets_what_its_handout_says(name):
     """That the reference gets all points is in test_assignments.py."""

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 from checkpoints import new_model, save
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
@@ -33,6 +33,7 @@ def path(tmp_path_factory):
     return save(new_model("qwen3"), tmp_path_factory.mktemp("qwen3"))
 
 
+@pytest.mark.slow(but_every=3)
 @pytest.mark.parametrize("manager", [Small, OrcaPow2, OrcaOracle, None])
 @pytest.mark.parametrize("scheduler", [StaticBatching, None])
 @pytest.mark.parametrize("block_size", [1, 4])
@@ -105,7 +106,7 @@ def test_beams_and_what_is_too_long_are_refused(path):
         llm.generate([[1, 2]], SamplingParams(n=3, max_tokens=20))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.integers(1, 100),
     st.lists(st.tuples(st.integers(1, 40), st.booleans(), st.randoms()), max_size=40),
@@ -201,6 +202,7 @@ def test_replay_counts_every_slot_once():
     )  # waste below 4 %
 
 
+@pytest.mark.slow
 def test_replay_of_sharing():
     lengths = [pair for pair in replay.lognormal_lengths("ShareGPT", 60) if sum(pair) < 800]
     small, paged = replay.Setting(num_slots=4000), replay.BlockManager
@@ -210,6 +212,7 @@ def test_replay_of_sharing():
     assert 0.15 < samples["saved"] < 0.45 < beams["saved"] < 0.75  # 3/4 if all were shared
 
 
+@pytest.mark.slow
 def test_the_whole_command(monkeypatch, tmp_path, capsys):
     trace, file = tmp_path / "trace.csv", tmp_path / "memory.json"
     rng = random.Random(0)

@@ -3,6 +3,7 @@
 Run: pytest tests/test_bench.py [-k trace]
 """
 
+import ast
 import json
 import math
 import random
@@ -23,7 +24,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.config import EMBEDDED_MODEL
 from nanovllm.roofline import Hardware
 from nanovllm.stats import check_blocks
-from tutorials.performance import attention, host, preemption
+from tutorials.performance import attention, engines, host, preemption
 from tutorials.performance.checkpoints import write_checkpoint
 from tutorials.performance.engines import Job, Loop, Nanovllm
 from tutorials.performance.report import percentile, summary, write_json
@@ -156,10 +157,25 @@ def test_random_weights(tmp_path, family, tied):
 # --- engines ---
 
 
+class Clock:
+    """Instead of the module `time`: each look takes a millisecond, and nobody really sleeps."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        self.now += 0.001
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
 class Clockwork(Loop):
     """Answers one request per step."""
 
-    def __init__(self):
+    def __init__(self, clock):
+        self.clock = clock
         self.queue, self.order = [], []
 
     def add(self, i, request):
@@ -168,12 +184,14 @@ class Clockwork(Loop):
 
     def step(self):
         i, request = self.queue.pop(0)
-        now = time.perf_counter()
+        now = self.clock.perf_counter()
         return [(i, [7] * request.max_tokens, now, now + request.max_tokens - 1)]
 
 
-def test_requests_are_handed_over_when_they_arrive():
-    engine = Clockwork()
+def test_requests_are_handed_over_when_they_arrive(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(engines, "time", clock)
+    engine = Clockwork(clock)
     answers = engine.run([Request([1], 3, 0.05), Request([1], 2), Request([1], 1, 0.02)])
     assert engine.order == [1, 2, 0]
     assert [len(answer.token_ids) for answer in answers] == [3, 2, 1]
@@ -214,7 +232,7 @@ def test_host_is_what_python_does_outside_of_the_model(name, monkeypatch):
 
 def new_job(engine: str = "nanovllm", model: str = EMBEDDED_MODEL, **fields) -> Job:
     requests = [Request([1, 2], 3)] * 2
-    return Job(engine, model, requests, vocab_size=9, max_model_len=64, **fields)
+    return Job(model, engine, requests, vocab_size=9, max_model_len=64, **fields)
 
 
 FAKE_PEER = """
@@ -256,6 +274,7 @@ def test_a_peer_that_crashes_is_reported_with_its_last_line(fake_python, capsys)
     assert "Traceback" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_whole_command(tmp_path):
     file = tmp_path / "results" / "out.json"
     options = (
@@ -352,6 +371,25 @@ def test_share_of_requests_with_the_same_tokens():
     ours = {"runs": [run([1], [2]), run([3], [4])]}
     theirs = {"runs": [run([1], [9]), run([3], [4])], "version": "1"}
     assert summary(theirs, 2, ours)["same_tokens"] == 0.75
+
+
+@pytest.mark.parametrize(
+    "folder, may_import",
+    [
+        ("performance", []),
+        ("baselines", ["performance"]),
+        ("simulation", ["performance", "baselines"]),
+    ],
+)
+def test_imports_go_one_way(folder, may_import):
+    """performance, then baselines, then simulation; figures and the tables of pages above them."""
+    imported = {
+        node.module.split(".")[1]
+        for path in (ROOT / "tutorials" / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("tutorials.")
+    }
+    assert folder in imported and imported <= {folder, *may_import}
 
 
 # --- what is written ---

@@ -5,7 +5,7 @@ Run: pytest tests/test_block_manager.py [-k copies]
 
 import pytest
 from fake_model import FakeRunner
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -14,6 +14,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.schedule import Item
 from nanovllm.sequence import Request, Sequence
 from nanovllm.stats import check_blocks, slot_usage
+from nanovllm.swapping import free_host, swap_in, swap_out
 
 
 def new_sequence(token_ids) -> Sequence:
@@ -312,7 +313,7 @@ class RandomUse(RuleBasedStateMachine):
         group = data.draw(st.lists(st.sampled_from(self.sequences), min_size=1, unique_by=id))
         blocks = {block_id for seq in group for block_id in seq.block_table}
         room = len(self.manager.free_host_blocks)
-        assert self.manager.swap_out(group) == (len(blocks) <= room)
+        assert swap_out(self.manager, group) == (len(blocks) <= room)
         swaps = self.manager.take_moves().swaps_out
         if len(blocks) > room:
             assert not swaps and len(self.manager.free_host_blocks) == room
@@ -333,14 +334,14 @@ class RandomUse(RuleBasedStateMachine):
         for seq in group:
             num_tokens = seq.num_host_tokens
             self.manager.take_prefix(seq)
-            self.manager.swap_in(seq)
+            swap_in(self.manager, seq)
             assert (
                 num_tokens <= seq.num_computed_tokens < len(seq)
                 or num_tokens == seq.num_computed_tokens
             )
         self.memory.swap({}, self.manager.take_moves().swaps_in)
         for seq in group:
-            self.manager.free_host(seq)
+            free_host(self.manager, seq)
             self.away.remove(seq)
             self.sequences.append(seq)
             self.manager.publish(seq, seq.num_computed_tokens)
@@ -350,7 +351,7 @@ class RandomUse(RuleBasedStateMachine):
     def abort_while_away(self, data):
         seq = data.draw(st.sampled_from(self.away))
         self.away.remove(seq)
-        self.manager.free_host(seq)
+        free_host(self.manager, seq)
 
     @invariant()
     def nothing_is_leaked_doubly_owned_or_stale(self):
@@ -375,10 +376,24 @@ class RandomUse(RuleBasedStateMachine):
         for seq in self.sequences:
             self.manager.free(seq)
         for seq in self.away:
-            self.manager.free_host(seq)
+            free_host(self.manager, seq)
         check_blocks(self.manager, [])
         assert self.manager.num_free_blocks == self.num_blocks
 
 
-TestRandomUse = RandomUse.TestCase
-TestRandomUse.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+def examples(count: int) -> settings:
+    return settings(
+        max_examples=count,
+        stateful_step_count=40,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+
+
+class TestRandomUse(RandomUse.TestCase):
+    settings = examples(50)
+
+
+@pytest.mark.slow
+class TestMuchRandomUse(RandomUse.TestCase):
+    settings = examples(150)

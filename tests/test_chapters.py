@@ -5,7 +5,7 @@ Output that differs between machines stands in a ```text block whose fence says 
 A ```py block is a quote from a source file: the same lines, comments too, moved to the left. A line of "..." stands for
 lines that are left out. A check that needs what the reader has written is fenced as ```python (exercise) and not run.
 
-Run: pytest tests/test_chapters.py [-k scheduler]
+Run: pytest tests/test_chapters.py [-k scheduler]; with --slow the solutions of the exercises, too
 To write the present output into the chapters, if it has changed and is right: python tests/test_chapters.py
 """
 
@@ -40,10 +40,18 @@ def pattern(expected: str) -> str:
     )
 
 
-def outputs(chapter: Path):
+def is_solution(match: re.Match) -> bool:
+    """Whether a block stands within <details>."""
+    before = match.string[: match.start()]
+    return before.count("<details>") > before.count("</details>")
+
+
+def outputs(chapter: Path, with_solutions: bool = True):
     """Runs the blocks in one namespace; yields the match, the number and the output of each."""
     namespace = {"__name__": "__main__"}
     for i, match in enumerate(BLOCK.finditer(chapter.read_text())):
+        if is_solution(match) and not with_solutions:
+            continue
         with contextlib.redirect_stdout(io.StringIO()) as out:
             exec(compile(match[1], f"{chapter.name}, block {i + 1}", "exec"), namespace)
         yield (
@@ -55,10 +63,10 @@ def outputs(chapter: Path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the chapters show what a CPU prints")
 @pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda path: path.stem)
-def test_code_blocks_run_and_print_what_the_chapter_says(chapter, monkeypatch):
+def test_code_blocks_run_and_print_what_the_chapter_says(chapter, monkeypatch, pytestconfig):
     monkeypatch.chdir(ROOT)
     monkeypatch.syspath_prepend(ROOT)  # as for whoever runs Python there
-    for match, i, printed in outputs(chapter):
+    for match, i, printed in outputs(chapter, with_solutions=pytestconfig.getoption("--slow")):
         if match[2] is not None and not re.fullmatch(pattern(match[2]), printed):
             pytest.fail(
                 f"{chapter.name}, block {i} prints\n{printed}\nbut the chapter says\n{match[2]}",

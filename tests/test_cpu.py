@@ -45,8 +45,8 @@ def llm(monkeypatch):
 )
 def test_threads_leave_the_processors_that_others_need(llm, num_others, threads):
     llm.runner.threads.num_others = num_others
-    llm.generate([list(range(400)), [5] * 10], SHORT, use_tqdm=False)
-    assert llm.seen == [(410, threads), (2, threads), (2, threads)] and torch.get_num_threads() == 2
+    llm.generate([list(range(40)), [5] * 10], SHORT, use_tqdm=False)
+    assert llm.seen == [(50, threads), (2, threads), (2, threads)] and torch.get_num_threads() == 2
     assert [
         llm.runner.threads.wanted(8, 0) for llm.runner.threads.num_others in (0.1, 1.1, 2.4, 9)
     ] == [8, 7, 5, 1]

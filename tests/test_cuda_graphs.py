@@ -14,7 +14,8 @@ from checkpoints import new_model, save
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.block_manager import BlockManager, Moves
-from nanovllm.cuda_graphs import DecodeGraphs, graph_sizes, padding
+from nanovllm.config import Limits
+from nanovllm.cuda_graphs import DecodeGraphs, graph_sizes
 from nanovllm.layers import torch_ops, triton_attention, triton_ops
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import KVCache
@@ -94,18 +95,21 @@ def test_a_step_is_the_same_on_the_device():
             )
 
 
-def new_graphs() -> DecodeGraphs:
-    return DecodeGraphs(torch.nn.Identity(), triton_ops, CACHE, max_num_seqs=20, max_model_len=12)
+def new_graphs(max_num_seqs=20, max_model_len=12) -> DecodeGraphs:
+    limits = Limits(
+        max_num_seqs=max_num_seqs, max_model_len=max_model_len, max_num_batched_tokens=8192
+    )
+    return DecodeGraphs(torch.nn.Identity(), triton_ops, CACHE, limits)
 
 
 def test_which_steps_have_a_graph():
     graphs = new_graphs()
-    sizes = {rows: graphs.size_for(padding(rows, 12, CACHE)) for rows in (1, 2, 3, 9, 20, 32, 33)}
+    sizes = {rows: graphs.size_for(graphs.padding(rows)) for rows in (1, 2, 3, 9, 20, 32, 33)}
     assert sizes == {1: 1, 2: 2, 3: 4, 9: 16, 20: 32, 32: 32, 33: None}
-    mixed = padding(4, 12, CACHE)
+    mixed = graphs.padding(4)
     mixed.batch.num_decodes = 2  # and a chunk of two tokens
     assert graphs.size_for(mixed) is None
-    long = padding(4, 12, CACHE)  # the largest has 32 rows, and a sequence at most 3 blocks
+    long = graphs.padding(4)  # the largest has 32 rows, and a sequence at most 3 blocks
     long.batch.block_tables = torch.zeros(3 * 32, dtype=torch.int32)
     assert graphs.size_for(long) == 4
     long.batch.block_tables = torch.zeros(3 * 32 + 1, dtype=torch.int32)
@@ -115,9 +119,9 @@ def test_which_steps_have_a_graph():
 @pytest.mark.parametrize("max_num_seqs, max_model_len", [(1, 1), (3, 12), (20, 1000), (600, 3)])
 def test_the_buffer_holds_every_decode(max_num_seqs, max_model_len):
     """All rows, the longest tables, every option of sampling; and hardly more."""
-    graphs = DecodeGraphs(torch.nn.Identity(), triton_ops, CACHE, max_num_seqs, max_model_len)
+    graphs = new_graphs(max_num_seqs, max_model_len)
     rows = min(max_num_seqs, 512)
-    step = padding(rows, max_model_len, CACHE)
+    step = graphs.padding(rows)
     step.batch.block_tables = torch.zeros(rows * -(-max_model_len // 4), dtype=torch.int32)
     step.sampled_rows = torch.zeros(max_num_seqs, dtype=torch.int64)
     numbers = torch.ones(6, max_num_seqs)
@@ -131,14 +135,14 @@ def test_the_buffer_holds_every_decode(max_num_seqs, max_model_len):
 
 def test_rows_that_are_not_needed_are_padding():
     graphs = new_graphs()
-    step = padding(3, 12, CACHE)
+    step = graphs.padding(3)
     for tensor in step.model_inputs.values():
         tensor += 7
     step.batch.cu_seqlens_q, step.sampled_rows = torch.arange(4, dtype=torch.int32), torch.arange(3)
     step.batch.block_tables = torch.arange(5, dtype=torch.int32)
     padded = graphs.padded(step, 4)
     shapes = {name: tensor.shape for name, tensor in padded.model_inputs.items()}
-    expected = padding(4, 12, CACHE).model_inputs | {"block_tables": torch.zeros(5)}
+    expected = graphs.padding(4).model_inputs | {"block_tables": torch.zeros(5)}
     assert shapes == {name: tensor.shape for name, tensor in expected.items()}
     assert torch.equal(padded.sampled_rows, step.sampled_rows)
     batch = padded.batch
@@ -212,7 +216,7 @@ class Generous(BlockManager):
     def allocate(self, seq, num_tokens):
         super().allocate(seq, num_tokens)
         while len(seq.block_table) < 40:
-            seq.block_table.append(self._take().id)
+            seq.block_table.append(self.take_block().id)
 
 
 @pytest.mark.filterwarnings("ignore:overflow|invalid:RuntimeWarning")

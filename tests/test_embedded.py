@@ -79,8 +79,9 @@ class Eager(Scheduler):
     watermark = 0
 
 
-def test_answers_are_the_same_batched_and_one_by_one(llm, pytestconfig):
-    questions = mixed_questions(64 if pytestconfig.getoption("--slow") else 32)
+@pytest.mark.slow
+def test_64_answers_are_the_same_batched_and_one_by_one(llm):
+    questions = mixed_questions(64)
     batched = llm.chat([user(q) for q in questions], GREEDY, use_tqdm=False)
     few, preempted = SamplingParams(temperature=0, max_tokens=200), {}
     for mode in ("recompute", "swap"):
@@ -92,8 +93,8 @@ def test_answers_are_the_same_batched_and_one_by_one(llm, pytestconfig):
             swap_gib=0.1,
         )
         preempted[mode] = tight.chat([user(q) for q in questions], few, use_tqdm=False)
-        stats, many = tight.stats(), len(questions) // 12
-        assert stats["preemptions"] > many and (stats["swapped_blocks"] > many) == (mode == "swap")
+        stats = tight.stats()
+        assert stats["preemptions"] > 5 and (stats["swapped_blocks"] > 50) == (mode == "swap")
     for question, together, scarce, swapped in zip(questions, batched, *preempted.values()):
         (alone,) = llm.chat(user(question), GREEDY, use_tqdm=False)
         assert alone.outputs[0].token_ids == together.outputs[0].token_ids

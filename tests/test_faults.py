@@ -20,7 +20,7 @@ from fake_model import FakeRunner
 import nanovllm
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.block_manager import BlockManager
-from nanovllm.outputs import Text
+from nanovllm.replies import Text
 from nanovllm.schedule import Item, Schedule, ScheduleError
 from nanovllm.scheduler import Scheduler
 from nanovllm.stats import check_blocks
@@ -350,7 +350,7 @@ def test_the_output_of_a_beam_search_that_fails_at_its_end(expected, monkeypatch
     def failing(*args):
         raise Boom
 
-    monkeypatch.setattr("nanovllm.outputs.results_of", failing)
+    monkeypatch.setattr("nanovllm.replies.results_of", failing)
     check_others(run_all(llm, expected), expected, "beams")
     check_clean(llm)
 

@@ -13,25 +13,16 @@ from nanovllm.roofline import shape_of
 from nanovllm.simulator import model_config, simulate
 from tutorials.baselines.replay import NUM_SLOTS
 from tutorials.simulation import speed
+from tutorials.simulation.ablations import CACHE, ablation, ablation_table, documents, watermarks
 from tutorials.simulation.figure12 import (
-    CACHE,
     LIMITS,
     PAPER_BATCH,
     Curve,
-    Load,
-    PromptsFirst,
-    WholePrompts,
-    ablation,
-    ablation_table,
     batch_table,
-    chats,
-    documents,
     draw,
     rates_table,
-    run,
-    systems,
-    watermarks,
 )
+from tutorials.simulation.loads import Load, PromptsFirst, WholePrompts, chats, run, systems
 from tutorials.simulation.workloads import all_at_once, fixed, poisson, sharegpt, workload
 
 
@@ -50,6 +41,7 @@ def test_a_token_takes_as_much_memory_as_in_the_paper(load):
     assert shape.weight_bytes / 2 == pytest.approx(13e9, rel=0.02)
 
 
+@pytest.mark.slow
 def test_the_systems_come_in_the_papers_order(load):
     """60 requests never make a queue of a second per token, so the limit is a smaller one."""
     rates = {

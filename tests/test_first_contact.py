@@ -1,4 +1,4 @@
-"""The program for the first minutes on a GPU runs without one: no typo is left for the day it matters.
+"""The program for the first minutes on a GPU runs without one, so that no typo waits for that day.
 
 Run: pytest tests/test_first_contact.py --slow
 """
@@ -32,7 +32,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def sections(*names: str) -> list[dict]:
-    """The results of the sections that the command has run with --cpu, with a thousand minutes of time."""
+    """What the command has written with --cpu, and a thousand minutes of time."""
     numbers = ",".join(str(number_of(name)) for name in names)
     with TemporaryDirectory() as folder:
         options = ["--cpu", "--sections", numbers, "--out", folder, "--minutes", "1000"]

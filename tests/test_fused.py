@@ -52,6 +52,7 @@ def test_add_and_norm(size, dtype):
         assert_close(normed, expected)
 
 
+@pytest.mark.slow(but_every=5)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [32, 80, 128])
 @pytest.mark.parametrize("has_norm", [True, False])
@@ -91,6 +92,7 @@ def test_sample(vocab_size):
     assert torch.equal(tokens[::5], logits[::5].argmax(-1))
 
 
+@pytest.mark.slow
 def test_sample_follows_the_distribution():
     probabilities = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05])
     rows = 600

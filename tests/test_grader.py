@@ -208,7 +208,7 @@ BROKEN = {
     ),
     "does not load": (
         "import no_such_module\n",
-        r"^ModuleNotFoundError: No module named 'no_such_module' \(line 4 of your file",
+        r"^ModuleNotFoundError: No module named 'no_such_module' \(line 5 of your file",
     ),
     "no class": ("class Other(Scheduler):\n    pass\n", "your file has no class MyScheduler"),
     "exits at once": ("raise SystemExit(0)\n", "^SystemExit: 0"),
@@ -382,7 +382,7 @@ def test_questions(tmp_path):
     assert [check.score for check in report.checks] == [5, 0]
 
 
-@pytest.mark.slow(but_every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("code, score", [(SHORTEST_FIRST, 10), (STEALS, 0)], ids=["right", "wrong"])
 def test_the_engine_gives_the_same_answers(tmp_path, code, score):
     task = Task("answers", [PART], engine_points=10)

@@ -15,9 +15,10 @@ from test_scheduler import new_request, new_scheduler, play, step
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.block_manager import BlockManager
-from nanovllm.outputs import Reply
+from nanovllm.replies import Reply
 from nanovllm.schedule import ScheduleError
 from nanovllm.scheduler import Scheduler
+from nanovllm.swapping import free_host
 
 
 def answer(prompt, params) -> list:
@@ -212,7 +213,7 @@ def samples_with_two_copies_of_their_prompt(**manager):
     step(scheduler, runner)
     scheduler.preempt(scheduler.running[-1])
     for seq in samples.sequences:
-        scheduler.block_manager.free_host(seq)  # it had no room there
+        free_host(scheduler.block_manager, seq)  # it had no room there
     forget_the_cache(scheduler)
     scheduler.add(new_request(0, beginning, max_tokens=2))
     assert step(scheduler, runner) == [("0", 7), ("1", 1)]

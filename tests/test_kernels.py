@@ -49,18 +49,21 @@ def check(sequences, heads, kv_heads, head_dim, dtype=torch.float32, splits=None
     torch.testing.assert_close(out, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
+@pytest.mark.slow(but_every=3)
 @pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_head_dims(head_dim, dtype):
     check(MIXTURE, 4, 2, head_dim, dtype)
 
 
+@pytest.mark.slow(but_every=3)
 @pytest.mark.parametrize("ratio", range(1, 9))
 def test_query_heads_per_kv_head(ratio):
     check(MIXTURE, 2 * ratio, 2, 32)
     check([(1, context) for context in BORDERS[:5]], ratio, 1, 32)
 
 
+@pytest.mark.slow(but_every=5)
 @pytest.mark.parametrize("block_size", [8, 16, 32, 64, 128, 256])
 def test_block_sizes(block_size):
     check([*MIXTURE, (1, 300), (2, 257)], 4, 2, 32, block_size=block_size, num_blocks=128)
@@ -72,11 +75,12 @@ def test_every_split_into_cached_and_new_at_block_borders(context):
         check([(length, context)], 4, 2, 32, seed=length)
 
 
+@pytest.mark.slow(but_every=5)
 @pytest.mark.parametrize("splits", [1, 2, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_split_kv_of_decodes(splits, dtype, monkeypatch):
     """Parts of one tile, of several and of none; and parts that are kept long."""
-    sequences = [(1, context) for context in (1, 15, 64, 65, 700)]
+    sequences = [(1, context) for context in (1, 15, 64, 65, 400)]
     for part in (1, 100, 256):
         monkeypatch.setattr(triton_attention, "PART", part)
         check(sequences, 6, 2, 32, dtype, splits, num_blocks=120)
@@ -91,7 +95,7 @@ def test_decodes_before_chunks(splits, monkeypatch):
 
 
 def test_tiles_of_a_long_prompt():
-    check([(150, 150), (1, 7), (70, 200)], 7, 1, 64)
+    check([(40, 40), (1, 7), (20, 90)], 7, 1, 64)
 
 
 def test_padding_rows_do_nothing():
@@ -141,13 +145,14 @@ def test_copy_blocks(block_size, kv_heads, head_dim, dtype):
     "ignore:overflow|invalid:RuntimeWarning"
 )  # padding rows attend to nothing: any numbers
 def test_the_engine_gives_the_same_tokens(tmp_path):
-    path = save(new_model("qwen3", head_dim=32), tmp_path)
+    model = new_model("qwen3", head_dim=32, num_attention_heads=2, num_key_value_heads=1)
+    path = save(model, tmp_path)
     prompts, params = (
-        [[i] * (5 * i + 1) for i in range(5)],
-        SamplingParams(temperature=0, max_tokens=6),
+        [[i] * (5 * i + 1) for i in range(1, 4)],
+        SamplingParams(temperature=0, max_tokens=4),
     )
     options = dict(dtype="float32", block_size=8, num_blocks=14, max_num_batched_tokens=24)
-    params = [params] * 4 + [SamplingParams(n=2, seed=1, max_tokens=6)]  # which copies blocks
+    params = [params] * 2 + [SamplingParams(n=2, seed=1, max_tokens=4)]  # which copies blocks
     outputs = [
         LLM(path, attention_backend=backend, **options).generate(prompts, params, use_tqdm=False)
         for backend in ("torch", "triton")
@@ -159,11 +164,12 @@ def test_the_engine_gives_the_same_tokens(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux")
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 86, 89, 90, 100])
 def test_compiled_ahead_of_time(capability):
     """For the heads of Qwen3-0.6B: fits into consumer cards, spills no registers, and a tile of keys and values is loaded
     while the one before is computed."""
-    env = os.environ | {"TRITON_INTERPRET": "0"}
+    env = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": os.getcwd()}
     script = os.path.join(os.path.dirname(__file__), "compile_kernels.py")
     done = subprocess.run(
         [sys.executable, script, str(capability)], env=env, capture_output=True, text=True

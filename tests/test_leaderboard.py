@@ -77,6 +77,7 @@ def test_the_best_is_first_and_a_name_has_one_line(page, capsys):
     assert "of  100  in all" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_only_the_secret_makes_a_line_verified(page):
     secret = page.with_name("secret.txt")
     secret.write_text("s3cret\n")

@@ -8,7 +8,8 @@ from itertools import pairwise, zip_longest
 import pytest
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.outputs import CompletionOutput, Text
+from nanovllm.outputs import CompletionOutput
+from nanovllm.replies import Text
 
 
 @pytest.fixture(scope="module")

@@ -61,7 +61,8 @@ def norm_and_rotate(
     second = (x2 * cos).addcmul_(x1, sin)
     rotated = torch.cat([first, second], dim=-1)
     rotated = rotated.to(qk.dtype)
-    q, k = rotated.split([heads, kv_heads], dim=1)
+    q = rotated[:, :heads]
+    k = rotated[:, heads:]
     return q, k, v
 
 

@@ -77,7 +77,8 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate_up = self.gate_up_proj(x)
-        return self.down_proj(self.ops.silu_and_mul(gate_up))
+        x = self.ops.silu_and_mul(gate_up)
+        return self.down_proj(x)
 
 
 class DecoderLayer(nn.Module):

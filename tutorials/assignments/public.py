@@ -5,7 +5,8 @@ is correct.
     python -m tutorials.assignments.public a1 my_scheduler.py     # your scheduler beside FCFS, on the first public seed
     python -m tutorials.assignments.public a1 my_scheduler.py 7   # on seed 7
 
-Without SOLUTION, the tests look at the assignment's starter.py. Points are the grader's business.
+Without SOLUTION, the tests look at the assignment's starter.py, and leave out what is slow. Points
+are the grader's business.
 """
 
 import os

@@ -43,7 +43,7 @@ class Process:
         path: Path,
         constants: tuple[str, ...] = (),
         megabytes: int = 2048,
-        seconds: int = 120,
+        seconds: int = 600,
         seconds_per_call: float = 5.0,
         user: str | None = None,
     ):
@@ -121,12 +121,12 @@ class Process:
 
     def _where_it_hangs(self, limit: float) -> str:
         os.kill(self.process.pid, signal.SIGUSR1)  # its handler prints the stack
-        time.sleep(0.2)
-        lines = [
-            line.strip()
-            for line in self.output().splitlines()
-            if "File" in line and "nanovllm" not in line
-        ]
+        until = time.monotonic() + 5
+        lines: list[str] = []
+        while not lines and self.process.poll() is None and time.monotonic() < until:
+            time.sleep(0.1)
+            printed = [line.strip() for line in self.output().splitlines()]
+            lines = [line for line in printed if "File" in line and "nanovllm" not in line]
         where = lines[0].removeprefix("File ") if lines else "an unknown place"
         if time.monotonic() >= self.deadline:
             return f"your scheduler has taken more than {self.seconds} s in all"

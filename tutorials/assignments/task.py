@@ -49,7 +49,7 @@ class Part:
     workload: Callable[[int], Sequence[Job]]  # of a seed
     config: Config
     goals: list[Goal]
-    points: float  # for the rules: every request answered, no block lost, no budget exceeded
+    points: float  # for the rules: each request is answered, no block lost, no budget exceeded
     hardware: str | Machine = "h100"
     scheduler: str = "MyScheduler"  # names of classes in the student's file
     block_manager: str | None = None

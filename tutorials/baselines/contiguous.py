@@ -85,9 +85,6 @@ class ContiguousBlockManager(BlockManager):
 
     # --- what it tells us to do ---
 
-    def swap_out(self, seqs: list[Sequence]) -> bool:
-        return False
-
     def allocate(self, seq: Sequence, num_tokens: int) -> None:
         if not seq.block_table:
             for member in seq.request.unfinished:

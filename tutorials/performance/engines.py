@@ -20,11 +20,11 @@ from tutorials.performance.workloads import Request
 class Job:
     """What one engine is to do in a process of its own. It travels there as JSON."""
 
-    engine: str  # one of ENGINES
     model: str  # a directory
-    requests: list[Request]
-    vocab_size: int
-    max_model_len: int
+    engine: str = "nanovllm"  # one of ENGINES
+    requests: list[Request] = field(default_factory=list)
+    vocab_size: int = 0
+    max_model_len: int | None = None  # None: the longest context that the model supports
     dtype: str = "auto"
     temperature: float = 0.0
     repeat: int = 1

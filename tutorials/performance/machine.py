@@ -72,8 +72,7 @@ def memory_bytes(device) -> int:
 
 
 def this_machine(device, dtype, threads: int = 0):
-    """Its Hardware: the best of ten large copies (read and written), and of ten large matrix
-    products.
+    """Its Hardware: the best of ten large copies (read and written), and of ten large products.
 
     With `threads` on a CPU; 0 are as many as PyTorch uses now, which an engine may have changed.
     """

@@ -7,6 +7,7 @@ import time
 import torch
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.swapping import free_host
 from tutorials.performance.checkpoints import model_directory
 from tutorials.performance.machine import device_name, environment, installed
 from tutorials.performance.report import percentile, table
@@ -78,7 +79,7 @@ def recovery(llm, context: int, swap: bool) -> tuple[float, float]:
             torch.cuda.synchronize()  # a step that follows need not wait so long
         out = time.perf_counter() - start
     else:
-        llm.block_manager.free_host(request.sequences[0])
+        free_host(llm.block_manager, request.sequences[0])
     back = next_token() - ordinary
     llm.abort(request_id)
     llm.step()

@@ -48,12 +48,11 @@ def summary(result: dict, output_tokens: int, ours: dict | None) -> dict:
 
 def conditions(report: dict) -> str:
     """On what, and with which requests, the engines were measured."""
-    arrivals = f"{report['rate']:g} per second" if report["rate"] else "all at the start"
-    return (
-        f"{report['requests']} requests ({report['workload']}, {arrivals}), {report['prompt_tokens']:,} tokens in, "
-        f"{report['output_tokens']:,} out; {report['cut_requests']} cut to {report['max_model_len']} tokens\n"
-        f"{report['model']} in {report['dtype']} on {report['device']}, temperature {report['temperature']:g}"
-    )
+    arrivals = "{rate:g} per second" if report["rate"] else "all at the start"
+    requests = "{requests} requests ({workload}, " + arrivals + "), {prompt_tokens:,} tokens in, "
+    lengths = "{output_tokens:,} out; {cut_requests} cut to {max_model_len} tokens\n"
+    setting = "{model} in {dtype} on {device}, temperature {temperature:g}"
+    return (requests + lengths + setting).format(**report)
 
 
 def engines_table(report: dict) -> str:

@@ -1,8 +1,7 @@
 """A runner that knows how long the model's part of a step took. Imports torch and the engine.
 
-That part begins when the tensors of the step are prepared, and ends when its tokens are on the
-host, so when the device is done. On CUDA, launches count as the model's: the device works
-meanwhile.
+That part begins when the tensors of the step are prepared, and ends when its tokens are on the host,
+so when the device is done. On CUDA, launches count as the model's: the device works meanwhile.
 """
 
 import time
@@ -16,6 +15,7 @@ from nanovllm.layers.rotary import longest_context
 from nanovllm.loader import find_model, load_config
 from nanovllm.model_runner import ModelRunner
 from nanovllm.schedule import Schedule
+from nanovllm.step import StepInputs
 
 
 class TimedRunner(ModelRunner):
@@ -28,7 +28,7 @@ class TimedRunner(ModelRunner):
         self.model_seconds = time.perf_counter() - self.model_began
         return result
 
-    def prepare(self, schedule: Schedule):
+    def prepare(self, schedule: Schedule) -> StepInputs:
         inputs = super().prepare(schedule)
         self.model_began = time.perf_counter()
         return inputs

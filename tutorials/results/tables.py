@@ -21,6 +21,7 @@ from tutorials.performance.report import (
     spread,
 )
 from tutorials.simulation import accuracy, figure12
+from tutorials.simulation.ablations import ablation_table
 
 RESULTS = ROOT / "tutorials" / "results"
 PAGES = [
@@ -175,7 +176,7 @@ def ablations(reports: list[dict], links: list[str]) -> str:
     parts = [f"[All numbers]({link}), also of other loads and with a prefix cache."]
     for name, rows in report["ablations"].items():
         if name.startswith(shown):
-            parts += [f"{name[0].upper()}{name[1:]}:", figure12.ablation_table(rows)]
+            parts += [f"{name[0].upper()}{name[1:]}:", ablation_table(rows)]
     return "\n\n".join(parts)
 
 

@@ -17,153 +17,39 @@ rates are higher.
 """
 
 import argparse
-import json
 import math
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from nanovllm.config import Config
-from nanovllm.roofline import FIELDS, HARDWARE, Hardware, Machine
-from nanovllm.schedule import Schedule
-from nanovllm.scheduler import Scheduler
-from nanovllm.sequence import Request
-from nanovllm.simulator import Job, Run, simulate
-from tutorials.baselines.contiguous import OrcaMax, OrcaOracle, OrcaPow2
 from tutorials.baselines.replay import NUM_SLOTS
-from tutorials.baselines.static_batching import StaticBatching
 from tutorials.performance.machine import environment
 from tutorials.performance.report import markdown, write_json
+from tutorials.simulation.ablations import (
+    CACHE,
+    PREEMPTION,
+    ablation,
+    ablation_table,
+    chunk_variants,
+    documents,
+    saturating,
+    watermarks,
+)
+from tutorials.simulation.loads import Load, Options, chats, recorded, systems
 from tutorials.simulation.metrics import summary
 from tutorials.simulation.plots import latency_over_rate
-from tutorials.simulation.workloads import (
-    all_at_once,
-    azure,
-    lognormal,
-    poisson,
-    shared_prefix,
-    sharegpt,
-    workload,
-)
 
-BLOCK_SIZE = 16
 LIMITS = (1.0, 0.2)  # seconds per token: the paper's, and a stricter one
-# two products of 5120 x 20480 in each layer are as much as three of 5120 x 13653; a token takes 800
-# KB, as in the paper
-OPT_13B = ("opt", 5120, 13653, 40, 40, 40, 128, True, 50272, 2048)
-A100_40GB = Machine(
-    Hardware("A100 40 GB", 1.555e12, 312e12, 40e9, "NVIDIA A100 Tensor Core GPU, data sheet")
-)
-A100_80GB = Machine(HARDWARE["a100"])
-PAPER = {  # sections 1 and 6.2: how many times the rate of each system vLLM sustains on ShareGPT, over three models
+# sections 1 and 6.2: how many times the rate of each system vLLM sustains on ShareGPT, over three
+# models
+PAPER = {
     "Orca (Oracle)": (1.7, 2.7),
     "Orca (Max)": (2.7, 8.0),
 }
-PAPER_BATCH = {
-    "Orca (Max)": 7.00,
-    "Orca (Pow2)": 9.81,
-    "Orca (Oracle)": 13.62,
-    "paged": 30.42,
-}  # figure 13a, at 2 per s
-
-
-# --- systems ---
-
-
-class WholePrompts(Scheduler):
-    """No chunks: a prompt is computed in one step, beside those who decode, as in Orca."""
-
-    def may_admit(self, request: Request, schedule: Schedule) -> bool:
-        return len(request.sequences[0]) <= schedule.tokens_left or not self.running
-
-
-class PromptsFirst(WholePrompts):
-    """Whole prompts in steps of their own, while all others wait, as in vLLM before its V1."""
-
-    def make_room(self, schedule: Schedule) -> None:
-        self.schedule_waiting(schedule)
-        if schedule.items:
-            schedule.tokens_left = 0
-
-
-Options = dict[str, object]  # fields of Config
-
-
-def systems(max_model_len: int, num_slots: int) -> dict[str, Options]:
-    """How each system differs from the engine as it is. Orca's reserve up to `max_model_len`.
-
-    Static batching is FasterTransformer as in the paper: its batch is as large as the memory
-    allows, if each request may become as long as any.
-    """
-    contiguous = [
-        type(cls.__name__, (cls,), {"max_model_len": max_model_len})
-        for cls in (OrcaOracle, OrcaPow2, OrcaMax)
-    ]
-    return {
-        "paged": {},
-        **dict(
-            zip(
-                ("Orca (Oracle)", "Orca (Pow2)", "Orca (Max)"),
-                ({"block_manager_cls": cls} for cls in contiguous),
-            )
-        ),
-        "static batching": {
-            "scheduler_cls": StaticBatching,
-            "block_manager_cls": contiguous[-1],
-            "max_num_seqs": num_slots // max_model_len,
-        },
-        "paged, prompts first": {
-            "scheduler_cls": PromptsFirst,
-            "max_num_batched_tokens": 2 * max_model_len,
-        },
-    }
-
-
-# --- loads ---
-
-
-@dataclass
-class Load:
-    """Requests at any rate, and what they are served by."""
-
-    jobs: Callable[[float], list[Job]]  # at so many per second
-    machine: Machine
-    options: Options
-    lowest: float  # a rate that every system sustains
-
-    def run(self, system: Options, rate: float) -> Run:
-        return run(self.jobs(rate), self.machine, self.options | system)
-
-
-def run(jobs: list[Job], machine: Machine, options: Options) -> Run:
-    return simulate(
-        [job._replace(max_tokens=job.num_outputs) for job in jobs], Config(**options), machine
-    )
-
-
-def chats(model: Path, minutes: float) -> Load:
-    (model / "config.json").write_text(json.dumps(dict(zip(FIELDS.split(), OPT_13B))))
-    options = dict(
-        model=str(model), num_blocks=NUM_SLOTS // BLOCK_SIZE, max_num_batched_tokens=2048
-    )
-
-    def jobs(rate: float) -> list[Job]:
-        return workload(poisson(rate), sharegpt(), max(500, round(60 * minutes * rate)))
-
-    return Load(jobs, A100_40GB, options | {"enable_prefix_caching": False}, lowest=0.25)
-
-
-def recorded(trace: Path, minutes: float) -> Load:
-    longest = len(azure(trace))
-    options = dict(model="qwen3-8b", max_model_len=16384, max_num_batched_tokens=2048)
-
-    def jobs(rate: float) -> list[Job]:
-        return azure(trace, min(longest, max(500, round(60 * minutes * rate))), rate)
-
-    return Load(jobs, A100_80GB, options | {"enable_prefix_caching": False}, lowest=1.0)
+# figure 13a, at 2 per s
+PAPER_BATCH = {"Orca (Max)": 7.00, "Orca (Pow2)": 9.81, "Orca (Oracle)": 13.62, "paged": 30.42}
 
 
 # --- the figure ---
@@ -218,123 +104,7 @@ def figure(load: Load, all_systems: dict[str, Options]) -> dict[str, dict]:
     return result
 
 
-# --- ablations ---
-
-
-def measured(run: Run) -> dict:
-    """What the tables of ablations show. "again": tokens computed again after a preemption, as a
-    share of all."""
-    report = summary(run)
-    return {
-        "seconds": report["seconds"],
-        "steps": report["steps"],
-        "latency": report["latency"]["mean"],
-        "normalized": report["normalized_latency"]["mean"],
-        "ttft_p50": report["ttft"]["p50"],
-        "ttft_p99": report["ttft"]["p99"],
-        "between_p99": report["between_tokens"]["p99"],
-        "preemptions": report["preemptions"],
-        "again": report["tokens_computed_again"] / run.num_computed_tokens,
-    }
-
-
-def ablation(load: Load, variants: dict[str, Options], rate: float) -> dict[str, dict]:
-    return {name: measured(load.run(variant, rate)) for name, variant in variants.items()}
-
-
-def chunk_variants(longest: int) -> dict[str, Options]:
-    whole = {"max_num_batched_tokens": longest}
-    return {
-        **{
-            f"chunks, {budget} tokens per step": {"max_num_batched_tokens": budget}
-            for budget in (512, 2048, 8192)
-        },
-        "whole prompts beside decodes": whole | {"scheduler_cls": WholePrompts},
-        "whole prompts, alone": whole | {"scheduler_cls": PromptsFirst},
-    }
-
-
-CACHE = {"prefix cache": {"enable_prefix_caching": True}, "no prefix cache": {}}
-PREEMPTION = {
-    "recompute": {},
-    "recompute, prefix cache": {"enable_prefix_caching": True},
-    "swap": {"preemption_mode": "swap", "swap_gib": 16},
-    "swap, prefix cache": {
-        "preemption_mode": "swap",
-        "swap_gib": 16,
-        "enable_prefix_caching": True,
-    },
-}
-
-
-def documents(minutes: float) -> Load:
-    """Questions about eight texts of 1,024 tokens, the popular ones more often."""
-
-    def jobs(rate: float) -> list[Job]:
-        count = max(500, round(60 * minutes * rate))
-        return shared_prefix(poisson(rate), sharegpt(max_model_len=1024), count, prefix_tokens=1024)
-
-    options = dict(
-        model="qwen3-8b",
-        max_model_len=4096,
-        max_num_batched_tokens=2048,
-        enable_prefix_caching=False,
-    )
-    return Load(jobs, A100_80GB, options, lowest=1.0)
-
-
-def watermarks(load: Load, jobs: list[Job], with_cache: bool) -> dict[str, dict]:
-    """The same jobs with different parts of the cache kept free by admission. Only memory limits
-    how many run."""
-    rows = {}
-    for watermark in (0.0, 0.01, 0.02, 0.05, 0.1):
-        scheduler_cls = type("Scheduler", (Scheduler,), {"watermark": watermark})
-        system = dict(
-            scheduler_cls=scheduler_cls, enable_prefix_caching=with_cache, max_num_seqs=1024
-        )
-        rows[f"{watermark:.0%}"] = measured(run(jobs, load.machine, load.options | system))
-    return rows
-
-
-def saturating(chat: Load, azure_load: Load | None) -> dict[str, tuple[Load, list[Job]]]:
-    """More requests than there is memory for."""
-    long = lognormal(100, 600, max_model_len=2048)
-    loads = {
-        "chats, all at once": (chat, workload(all_at_once(), sharegpt(), 1000)),
-        "chats, 3.2 per second": (chat, chat.jobs(3.2)),
-        "long outputs, all at once": (chat, workload(all_at_once(), long, 600)),
-    }
-    if azure_load:
-        loads["Azure, all at once"] = (
-            azure_load,
-            [job._replace(time=0.0) for job in azure_load.jobs(1e9)[:1500]],
-        )
-    return loads
-
-
 # --- what is shown ---
-
-COLUMNS = (  # header, key, format
-    ("total (s)", "seconds", ",.0f"),
-    ("steps", "steps", ",d"),
-    ("latency, mean (s)", "latency", ",.1f"),
-    ("s/token, mean", "normalized", ".3f"),
-    ("TTFT p50 (s)", "ttft_p50", ".2f"),
-    ("TTFT p99 (s)", "ttft_p99", ".2f"),
-    ("between tokens p99 (s)", "between_p99", ".3f"),
-    ("preempted", "preemptions", ",d"),
-    ("computed again", "again", ".1%"),
-)
-
-
-def ablation_table(rows: dict[str, dict]) -> str:
-    header = ["", *(name for name, _, _ in COLUMNS)]
-    return markdown(
-        [
-            header,
-            *([name, *(format(row[k], f) for _, k, f in COLUMNS)] for name, row in rows.items()),
-        ]
-    )
 
 
 def rates_table(results: dict[str, dict], paper: bool) -> str:

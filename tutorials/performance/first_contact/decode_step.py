@@ -9,9 +9,9 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-import nanovllm.engine
 from nanovllm import LLM, SamplingParams
-from nanovllm.scheduler import Schedule
+from nanovllm import schedule as plans
+from nanovllm.schedule import Schedule
 from nanovllm.step import StepInputs
 from tutorials.performance.first_contact.engine import new_llm, random_prompts, timed, watch
 from tutorials.performance.first_contact.section import Section
@@ -72,14 +72,14 @@ def wall_time(step: Callable, count: int) -> dict:
 def phases(llm: LLM, step: Callable, count: int) -> dict:
     """Median milliseconds per step of each.
 
-    `run` has those from `_prepare` to `sample` in it, and the wait for tokens.
+    `run` has those from `prepare` to `sample` in it, and the wait for tokens.
     """
     runner = llm.runner
     watched = {
         "schedule": (llm.scheduler, "schedule"),
-        "check_schedule": (nanovllm.engine, "check_schedule"),
+        "check_schedule": (plans, "check_schedule"),
         "run": (runner, "run"),
-        "_prepare": (runner, "_prepare"),
+        "prepare": (runner, "prepare"),
         "_sampling": (runner, "_sampling"),
         "graphs.run": (runner.graphs, "run"),
         "padded": (runner.graphs, "padded"),
@@ -132,7 +132,8 @@ def replays(section: Section, llm: LLM) -> dict:
     def replay_and_run(schedule: Schedule):
         for size in section.sizes.replays:
             if len(schedule.items) >= size:
-                runner.graphs.run(runner._prepare(Schedule(schedule.items[:size])), size)
+                first = Schedule(items=schedule.items[:size])
+                runner.graphs.run(runner.prepare(first), size)
                 medians[size] = median(size)
         return real(schedule)
 

@@ -12,7 +12,9 @@ from unittest import mock
 import torch
 
 from nanovllm import LLM, SamplingParams, memory, model_runner
+from nanovllm.config import Config
 from nanovllm.cuda_graphs import DecodeGraphs
+from nanovllm.model_runner import ModelRunner
 from tutorials.performance.first_contact.kernels import difference, worst
 from tutorials.performance.first_contact.section import Section
 
@@ -43,8 +45,8 @@ def watch(owner: Any, name: str, seconds: list[float]):
 
 
 def noting_terms(call: Callable, terms: dict[str, int]) -> Callable:
-    """num_blocks_that_fit, which also notes each term of its sum and of memory_left's."""
-    codes = [function.__code__ for function in (memory.num_blocks_that_fit, memory.memory_left)]
+    """A call that sizes the cache, which also notes each term of the sum."""
+    codes = [function.__code__ for function in (Config.num_blocks_in, memory.memory_left)]
 
     def at_return(frame, event, arg):
         if event == "return" and frame.f_code in codes:
@@ -64,19 +66,19 @@ def noting_terms(call: Callable, terms: dict[str, int]) -> Callable:
 def new_llm(section: Section, **options) -> tuple[LLM, dict]:
     """An engine, and what its start took: seconds, and the terms of the cache's memory in bytes."""
     log: dict[str, list[float]] = {"load_model": [], "warm_up": [], "record": []}
+    owners = (model_runner, ModelRunner, DecodeGraphs)
     terms: dict[str, int] = {}
     path = section.model()
-    fit = noting_terms(model_runner.num_blocks_that_fit, terms)
+    fit = noting_terms(ModelRunner._num_blocks_that_fit, terms)
     start = time.perf_counter()
     with ExitStack() as patches:
-        for name, seconds in log.items():
-            owner = DecodeGraphs if name == "record" else model_runner
+        for owner, (name, seconds) in zip(owners, log.items()):
             patches.enter_context(watch(owner, name, seconds))
-        patches.enter_context(mock.patch.object(model_runner, "num_blocks_that_fit", fit))
+        patches.enter_context(mock.patch.object(ModelRunner, "_num_blocks_that_fit", fit))
         llm = LLM(path, **(section.sizes.options | options))
     facts = {"start_seconds": time.perf_counter() - start, "recorded": len(log["record"])}
     facts |= {f"{name}_seconds": sum(seconds) for name, seconds in log.items()}
-    return llm, facts | {"terms": terms, "kv_bytes": llm.runner.kv_cache.nbytes}
+    return llm, facts | {"terms": terms, "kv_bytes": llm.runner.kv_cache.tensor.nbytes}
 
 
 def random_prompts(llm: LLM, count: int, longest: int) -> list[list[int]]:

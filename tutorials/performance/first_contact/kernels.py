@@ -11,6 +11,7 @@ import torch
 from nanovllm.host_cache import HostCache
 from nanovllm.layers import attention, torch_ops
 from nanovllm.layers.batch import Batch
+from nanovllm.layers.kv_cache import KVCache
 from nanovllm.layers.sampler import Sampling
 from tests.test_attention import random_batch
 from tutorials.performance.first_contact.section import Section
@@ -72,6 +73,7 @@ def batch_of(section: Section, sequences: list[tuple[int, int]]) -> tuple[Batch,
         if isinstance(value, torch.Tensor):
             dtype = section.dtype if value.is_floating_point() else None
             setattr(batch, field, value.to(section.device, dtype))
+    batch.kv_cache = KVCache(batch.kv_cache.tensor.to(section.device, section.dtype))
     new = torch.cat([kv[:, 0, -length:] for kv, (length, _) in zip(keys, sequences)], dim=1)
     return batch, new.to(section.device, section.dtype)
 
@@ -83,7 +85,7 @@ def check_attention(
     from nanovllm.layers import triton_attention
 
     batch, new = batch_of(section, sequences)
-    expected_cache = batch.kv_cache.clone()
+    expected_cache = KVCache(batch.kv_cache.tensor.clone())
     torch_ops.store_kv(*new, replace(batch, kv_cache=expected_cache), 0)
     q = randn(section, new.shape[1], HEADS, HEAD_DIM)
     expected = attention.paged_attention(q, replace(batch, kv_cache=expected_cache), 0, SCALE)
@@ -91,11 +93,13 @@ def check_attention(
     def stored() -> dict:
         views = torch.cat([new[0], new[1]], dim=1).split(KV_HEADS, dim=1)  # as in the model
         triton_attention.store_kv(*views, batch, 0)
-        return difference(batch.kv_cache.nan_to_num(99), expected_cache.nan_to_num(99), 0)
+        found = batch.kv_cache.tensor.nan_to_num(99)
+        return difference(found, expected_cache.tensor.nan_to_num(99), 0)
 
     def attended(splits: int) -> dict:
+        batch.layout = splits or triton_attention.layout(batch)
         with poisoned():
-            out = triton_attention.paged_attention(q, batch, 0, SCALE, splits)
+            out = triton_attention.paged_attention(q, batch, 0, SCALE)
         return difference(out, expected)
 
     section.case(f"{name}: store_kv", stored)
@@ -117,13 +121,12 @@ def check_norm(section: Section) -> dict:
     from nanovllm.layers import triton_ops
 
     x = randn(section, section.sizes.rows, 1024)
+    update = randn(section, section.sizes.rows, 1024)
     layer = norm(section, 1024)
-    residual = randn(section, section.sizes.rows, 1024)
-    expected_residual = residual.clone()
-    expected = torch_ops.add_and_norm(x, expected_residual, layer)
+    expected = torch_ops.add_and_norm(x.clone(), update, layer)
     with poisoned():
-        out = triton_ops.add_and_norm(x, residual, layer)
-    return worst(difference(out, expected), difference(residual, expected_residual))
+        found = triton_ops.add_and_norm(x, update, layer)
+    return worst(*map(difference, found, expected))
 
 
 def check_rotation(section: Section) -> dict:
@@ -177,7 +180,7 @@ def check_swaps(section: Section) -> dict:
     """
     rng = random.Random(0)
     cache = randn(section, 2, section.sizes.swapped_layers, 64, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
-    host = HostCache(cache, 50)
+    host = HostCache(KVCache(cache), 50)
     wrong = 0
     for _ in range(section.sizes.swaps):
         blocks, places, host_ids = (rng.sample(range(n), 48) for n in (64, 64, 50))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from nanovllm.config import Config
-from nanovllm.model_runner import choose_dtype
+from nanovllm.device import choose_dtype
 from nanovllm.roofline import FIELDS
 from tutorials.performance.checkpoints import random_model, write_checkpoint
 from tutorials.performance.first_contact.apart import AT_FIRST, Job

@@ -15,6 +15,7 @@ import torch
 
 from nanovllm.layers import attention
 from nanovllm.layers.batch import Batch
+from nanovllm.layers.kv_cache import KVCache
 from nanovllm.roofline import Hardware, visible_keys
 from tutorials.performance.attention import seconds_per_layer
 from tutorials.performance.first_contact.apart import Job
@@ -66,7 +67,7 @@ def swept(section: Section, contexts: list[int], queries: int) -> Swept:
     num_tokens = len(contexts) * queries
     shape = (2, layers, num_blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
     batch = Batch(
-        kv_cache=torch.empty(shape, dtype=section.dtype, device=device).normal_(),
+        kv_cache=KVCache(torch.empty(shape, dtype=section.dtype, device=device).normal_()),
         slot_mapping=torch.empty(0, dtype=torch.int64, device=device),  # nothing is stored
         cu_seqlens_q=torch.arange(0, num_tokens + 1, queries, dtype=torch.int32, device=device),
         context_lens=torch.tensor(contexts, dtype=torch.int32, device=device),
@@ -83,8 +84,11 @@ def attention_with(case: Swept, tile: Tile, splits: int) -> Iterator[Callable]:
     """A function of a layer. What cannot be launched raises when it is called."""
     from nanovllm.layers import triton_attention
 
-    sizes = (lambda *_: tile) if tile else triton_attention.tile_sizes
-    call = partial(triton_attention.paged_attention, case.q, case.batch, scale=SCALE, splits=splits)
+    sizes = triton_attention.tile_sizes
+    if tile:
+        sizes = lambda *_: triton_attention.Tile(*tile)  # noqa: E731
+    case.batch.layout = splits or triton_attention.layout(case.batch)
+    call = partial(triton_attention.paged_attention, case.q, case.batch, scale=SCALE)
     with mock.patch.object(triton_attention, "tile_sizes", sizes), torch.inference_mode():
         yield call
 

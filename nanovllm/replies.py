@@ -1,0 +1,202 @@
+"""Replies: how the tokens of a request become text and outputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from nanovllm.beam_search import BeamRequest
+from nanovllm.outputs import CompletionOutput, Delta, RequestOutput, results_of
+from nanovllm.sequence import Request
+
+
+@dataclass
+class Text:
+    """Turns the tokens of one output into text, and watches for stop strings.
+
+    Text is held back while it ends in an incomplete UTF-8 character (DecodeStream does that) or in
+    a possible beginning of a stop string.
+    """
+
+    tokenizer: Tokenizer
+    output: CompletionOutput
+    stop: list[str]
+    token_ids: list[int] = field(default_factory=list)  # those that are text
+    decoder: DecodeStream = field(default_factory=lambda: DecodeStream(skip_special_tokens=True))
+    is_incomplete: bool = False  # whether the last token's text is still to come
+    num_safe_chars: int = 0  # how much of output.text may be shown to the user
+
+    def add(self, token_id: int) -> bool:
+        """Appends a token's text. Returns True if it completes a stop string; the text is then cut
+        off before it."""
+        new = self.decoder.step(self.tokenizer, token_id)
+        self.token_ids.append(token_id)
+        self.is_incomplete = not new
+        return self._append(new) if new else False
+
+    def end(self) -> bool:
+        """No token follows: nothing is held back any longer. Of a character that was cut in the
+        middle, U+FFFD remains, as `decode` has it. Returns True if this completes a stop string."""
+        is_stop = False
+        if self.is_incomplete:
+            self.is_incomplete = False
+            text = self.tokenizer.decode(self.token_ids, skip_special_tokens=True)
+            if text.startswith(self.output.text):
+                is_stop = self._append(text[len(self.output.text) :])
+        self.num_safe_chars = len(self.output.text)
+        return is_stop
+
+    def _append(self, new: str) -> bool:
+        longest = max(map(len, self.stop), default=0)
+        begin = max(0, len(self.output.text) - longest + 1)
+        text = self.output.text + new
+        found = [text.find(stop, begin) for stop in self.stop]
+        found = [i for i in found if i >= 0]
+        if found:
+            text = text[: min(found)]
+            num_held_back = 0
+        else:
+            num_held_back = max((overlap(text, stop) for stop in self.stop), default=0)
+        self.output.text = text
+        self.num_safe_chars = len(text) - num_held_back
+        return bool(found)
+
+
+def overlap(text: str, stop: str) -> int:
+    """Number of characters at the end of the text that may be the beginning of the stop string."""
+    begin = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+    while begin >= 0 and not stop.startswith(text[begin:]):
+        begin = text.find(stop[0], begin + 1)
+    return len(text) - begin if begin >= 0 else 0
+
+
+class Reply:
+    """An unfinished request and what its user sees of it.
+
+    The tokens of the request's sequences are the truth; everything here can be rebuilt from them.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        tokenizer: Tokenizer | None,
+        is_reported: bool = True,
+        is_watched: bool = False,
+    ):
+        self.request = request
+        self.tokenizer = tokenizer
+        self.is_reported = is_reported  # by step(); otherwise the caller holds the output
+        # looked at after each token; otherwise the output is made when somebody reads it
+        has_stop = bool(request.params.stop)
+        self.is_watched = is_watched or has_stop or isinstance(request, BeamRequest)
+        self.completions = [CompletionOutput(i) for i in range(request.params.n)]
+        self.told = [(0, 0)] * request.params.n  # characters and tokens that news() has returned
+        self.output = RequestOutput(
+            request.request_id, request.prompt, request.prompt_token_ids, self, self.completions
+        )
+        self.restart()
+
+    def restart(self) -> None:
+        """Forgets all that was made from the tokens."""
+        request = self.request
+        for output in self.completions:
+            output.text = ""
+            output.token_ids.clear()
+            output.logprobs = None if request.params.logprobs is None else []
+        self.texts: list[Text] = []  # of each output
+        if self.tokenizer is not None and not isinstance(request, BeamRequest):
+            stop = list(request.params.stop or ())
+            self.texts = [Text(self.tokenizer, output, stop) for output in self.completions]
+        self.output.error = None
+        self.output.finished = False
+        self.output.reply = self
+
+    def update(self) -> None:
+        """Brings the output up to date. Ends a sequence whose text contains a stop string."""
+        request = self.request
+        if not isinstance(request, BeamRequest):  # a search has outputs only at its end
+            for i in range(len(self.completions)):
+                self._update_completion(i)
+        self.output.cached_tokens = request.num_cached_tokens or 0
+        if request.has_ended:
+            if isinstance(request, BeamRequest):
+                self.completions[:] = results_of(request, self.tokenizer)
+            self.output.finished = True
+            self.output.reply = None
+
+    def _update_completion(self, i: int) -> None:
+        output = self.completions[i]
+        seq = self.request.sequences[i]
+        begin = len(self.request.prompt_token_ids) + len(output.token_ids)
+        for token_id in seq.token_ids[begin:]:
+            is_text = bool(self.texts) and token_id not in self.request.stop_token_ids
+            if is_text and self.texts[i].add(token_id):  # if it raises, so does whoever reads next
+                seq.finish_reason = "stop"
+            output.token_ids.append(token_id)
+        if output.logprobs is not None and seq.logprobs is not None:
+            output.logprobs += seq.logprobs[len(output.logprobs) : len(output.token_ids)]
+        if seq.finish_reason is not None and self.texts and self.texts[i].end():
+            seq.finish_reason = "stop"
+        output.finish_reason = seq.finish_reason
+
+    def news(self) -> list[Delta]:
+        """What is new in each output since the last call: its text as far as it may be shown, its
+        tokens, and at the end the reason. To be called until the output has finished."""
+        if self.output.reply is not None:
+            self.update()
+        deltas = []
+        for i, output in enumerate(self.completions):
+            num_chars, num_tokens = self.told[i]
+            num_safe = self.texts[i].num_safe_chars if self.texts else len(output.text)
+            text = output.text[num_chars:num_safe]
+            token_ids = output.token_ids[num_tokens:]
+            logprobs = None if output.logprobs is None else output.logprobs[num_tokens:]
+            # after a fault an output is made anew, and may be shorter than what was told
+            self.told[i] = max(num_chars, num_safe), max(num_tokens, len(output.token_ids))
+            deltas.append(Delta(i, text, token_ids, logprobs, output.finish_reason))
+        return deltas
+
+    def fail(self, error: Exception) -> None:
+        """Ends the request, whatever its state."""
+        for seq in self.request.unfinished:
+            seq.finish_reason = "error"
+        for output in self.completions:
+            output.finish_reason = output.finish_reason or "error"
+        self.output.error = error
+        self.output.finished = True
+        self.output.reply = None
+
+
+class Replies:
+    """The replies to all unfinished requests, and what step() has not reported yet."""
+
+    def __init__(self) -> None:
+        self.unfinished: dict[str, Reply] = {}  # by request id
+        self.unreported: dict[str, RequestOutput] = {}
+
+    def report(self, reply: Reply, error: Exception | None = None) -> None:
+        """Reports what is new about a request, or the error that ends it. Forgets the request once
+        it has ended."""
+        try:
+            reply.update()
+        except Exception as failure:  # from the tokenizer: no other request is affected
+            error = error or failure
+        if error is not None:
+            reply.fail(error)
+        output = reply.output
+        if reply.is_reported:
+            self.unreported[output.request_id] = output
+        if output.finished:
+            self.unfinished.pop(output.request_id, None)
+
+    def take(self) -> list[RequestOutput]:
+        """All that has not been reported. If a Ctrl-C comes in here, the next call returns it."""
+        outputs = self.unreported
+        try:
+            self.unreported = {}
+            return [*outputs.values()]
+        except BaseException:
+            self.unreported = outputs | self.unreported
+            raise
