@@ -26,7 +26,7 @@ from nanovllm.progress import Progress
 from nanovllm.recovery import Recovery
 from nanovllm.replies import Replies, Reply
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.schedule import CheckedScheduler, Schedule
+from nanovllm.schedule import CheckedScheduler, Schedule, ScheduleError
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
 from nanovllm.stats import Counts, stats_of
@@ -67,11 +67,13 @@ class LLM:
         self.replies = Replies()
         self.recovery = Recovery(self.scheduler, self.checked, self.replies, new_block_manager)
         defaults = load_generation_config(path, hf_config)
-        model_args = (config.model, self.scheduler, self.tokenizer, hf_config.vocab_size)
-        self.inputs = Inputs(*model_args, *defaults)
+        self.inputs = Inputs(
+            config.model, self.scheduler, self.tokenizer, hf_config.vocab_size, *defaults
+        )
         self.arrivals = count()
         self.counts = Counts()
         self.turn = threading.RLock()  # whoever holds it may change the engine
+        self.is_stepping = threading.Lock()  # held by a step
         self.observers: list[Callable[[Schedule, float], None]] = []
         """Called after each step with its schedule and its seconds."""
 
@@ -93,27 +95,22 @@ class LLM:
         and `stream` hold their own outputs.
         """
         with self.turn:
-            self.recovery.settle()  # aborts, new requests, and what a fault has left
-            if self.replies.unfinished:
-                seconds = None
-                start = time.perf_counter()
-                with self.recovery.of_step():  # an exception ends at most whoever has caused it
-                    schedule = self.checked.schedule(self.replies.unfinished)
-                    self.recovery.schedule = schedule
-                    token_ids, logprobs = self.runner.run(schedule)
-                    self.checked.update(schedule, token_ids, logprobs)
-                    self._deliver(schedule)
-                    seconds = time.perf_counter() - start
-                if seconds is not None:  # it has not failed
-                    self._count(schedule, seconds)
+            if self.is_stepping.locked():
+                problem = "it waits for a step within a step: it may only add and abort requests"
+                raise ScheduleError(self.scheduler, "a hook", problem)
+            with self.is_stepping:
+                self.recovery.settle()  # aborts, new requests, and what a fault has left
+                if self.replies.unfinished:
+                    self._run_step()
         return self.replies.take() if report else []
 
     def abort(self, request_id: str) -> bool:
         """Ends a request and frees its blocks before the next step. Returns False if no unfinished
         request has this id."""
-        if not isinstance(request_id, str) or request_id not in self.replies.unfinished:
+        reply = self.replies.unfinished.get(request_id) if isinstance(request_id, str) else None
+        if reply is None:
             return False
-        self.recovery.unwanted.append(self.replies.unfinished[request_id].request)
+        self.recovery.unwanted.append(reply.request)
         return True
 
     def has_unfinished(self) -> bool:
@@ -196,9 +193,10 @@ class LLM:
 
     def stats(self) -> dict[str, float]:
         """Counters since the start, and the current state."""
-        num_unfinished = len(self.replies.unfinished)
-        num_failed_steps = self.recovery.num_failed_steps
-        return stats_of(self.scheduler, self.counts, num_unfinished, num_failed_steps)
+        with self.turn:
+            num_unfinished = len(self.replies.unfinished)
+            num_failed_steps = self.recovery.num_failed_steps
+            return stats_of(self.scheduler, self.counts, num_unfinished, num_failed_steps)
 
     @property
     def requests(self) -> dict[str, Request]:
@@ -233,6 +231,19 @@ class LLM:
             self.recovery.submitted.append(request)  # in this order: without a reply it is ignored
             self.replies.unfinished[request.request_id] = reply
         return reply
+
+    def _run_step(self) -> None:
+        seconds = None
+        start = time.perf_counter()
+        with self.recovery.of_step():  # an exception ends at most the request that has caused it
+            schedule = self.checked.schedule(self.replies.unfinished)
+            self.recovery.schedule = schedule
+            token_ids, logprobs = self.runner.run(schedule)
+            self.checked.update(schedule, token_ids, logprobs)
+            self._deliver(schedule)
+            seconds = time.perf_counter() - start
+        if seconds is not None:  # it has not failed
+            self._count(schedule, seconds)
 
     def _deliver(self, schedule: Schedule) -> None:
         """Reports the step's tokens."""

@@ -48,9 +48,8 @@ def shown(value: object, max_chars: int = 200) -> str:
         if isinstance(value, int):
             return f"an integer of {value.bit_length()} bits"
         return f"a {type(value).__name__}"
-    if len(text) <= max_chars:
-        return text
-    return f"{text[:max_chars]}... ({len(text):,} characters)"
+    is_short = len(text) <= max_chars
+    return text if is_short else f"{text[:max_chars]}... ({len(text):,} characters)"
 
 
 def is_int(value: object, low: float, high: float = inf) -> bool:

@@ -125,10 +125,8 @@ class Recovery:
             self._renew(reply)
         groups = [[r for r in group if not r.has_ended] for group in self.suspects]
         self.suspects = [group for group in groups if group]
-        if self.suspects:
-            group = self.suspects[-1]
-        else:
-            group = [r.request for r in replies if not r.output.finished]
+        everybody = [reply.request for reply in replies if not reply.output.finished]
+        group = self.suspects[-1] if self.suspects else everybody
         self.untested = set(group)
         self.checked.num_idle_steps = 0
         self.checked.num_idle_tokens = 0

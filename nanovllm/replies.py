@@ -193,10 +193,11 @@ class Replies:
 
     def take(self) -> list[RequestOutput]:
         """All that has not been reported. If a Ctrl-C comes in here, the next call returns it."""
-        outputs = self.unreported
+        taken = self.unreported.copy()  # another thread may add to it meanwhile
         try:
-            self.unreported = {}
-            return [*outputs.values()]
+            for request_id in taken:
+                self.unreported.pop(request_id, None)
+            return list(taken.values())
         except BaseException:
-            self.unreported = outputs | self.unreported
+            self.unreported |= taken
             raise
