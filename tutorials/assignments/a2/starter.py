@@ -2,9 +2,7 @@ from nanovllm.scheduler import Scheduler
 
 
 class MyScheduler(Scheduler):
-    """Short prompts first, and no answer stands still.
-
-    As it stands, this is first come, first served."""
+    """Short prompts first, and no answer stands still. So far: first come, first served."""
 
     def priority(self, request):
         # TODO: the smallest key is admitted first.

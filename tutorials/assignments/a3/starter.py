@@ -8,7 +8,7 @@ def tenant_of(request):
 
 
 class MyScheduler(Scheduler):
-    """The same service for all tenants. As it stands, this is first come, first served."""
+    """The same service for all tenants. So far: first come, first served."""
 
     def __init__(self, *args):
         super().__init__(*args)

@@ -2,9 +2,7 @@ from nanovllm.scheduler import Scheduler
 
 
 class MyScheduler(Scheduler):
-    """Who finds much in the prefix cache comes first.
-
-    As it stands, this is first come, first served."""
+    """Who finds much in the prefix cache comes first. So far: first come, first served."""
 
     def next_waiting(self):
         # TODO: `self.waiting` is sorted, the oldest first.

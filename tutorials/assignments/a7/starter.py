@@ -2,7 +2,7 @@ from nanovllm.scheduler import Scheduler
 
 
 class MyScheduler(Scheduler):
-    """As many as possible within the SLO. As it stands, this is first come, first served."""
+    """As many as possible within the SLO. So far: first come, first served."""
 
     def priority(self, request):
         # TODO: whom to admit first if not all can be served in time? And what about those who are
