@@ -189,12 +189,12 @@ def destinations(model: nn.Module) -> dict[str, Tensor]:
     return table
 
 
-def load_into(place: Tensor, tensor: Tensor, name: str, file: Path) -> None:
+def load_into(target: Tensor, tensor: Tensor, name: str, file: Path) -> None:
     found = list(tensor.shape)
-    expected = list(place.shape)
+    expected = list(target.shape)
     if found != expected:
         raise ValueError(f"{file}: {name} has shape {found}, but config.json requires {expected}")
-    place.copy_(tensor)
+    target.copy_(tensor)
 
 
 def ignorable(name: str, config) -> bool:

@@ -27,6 +27,8 @@ from nanovllm.schedule import Item, Schedule
 from nanovllm.sequence import Sequence, StepLogprobs, TokenLogprobs
 from nanovllm.step import StepInputs
 
+Rows = list[int]  # of the batch
+
 
 class ModelRunner:
     """`prepare`, `forward`, `sample`: a step is these three, see `run`."""
@@ -264,7 +266,7 @@ class ModelRunner:
         return logprobs
 
 
-def decodes_first(items: list[Item], rows: list[int]) -> tuple[list[Item], list[int]]:
+def decodes_first(items: list[Item], rows: Rows) -> tuple[list[Item], Rows]:
     """The items with one token first, as attention wants them.
 
     `rows` are items by number: of items with [5, 1, 3, 1] tokens, the rows [1, 2, 3] become the

@@ -50,10 +50,10 @@ class SamplingParams(Options):
         self.require("max_tokens", is_int(self.max_tokens, 1), allowed)
         self.max_tokens = min(self.max_tokens, LARGEST_COUNT)
         self._check_stops()
-        for name, most in (("seed", 2**63 - 1), ("logprobs", 20)):
+        for name, limit in (("seed", 2**63 - 1), ("logprobs", 20)):
             value = getattr(self, name)
-            is_allowed = value is None or is_int(value, 0, most)
-            self.require(name, is_allowed, f"None or an integer from 0 to {most}")
+            is_allowed = value is None or is_int(value, 0, limit)
+            self.require(name, is_allowed, f"None or an integer from 0 to {limit}")
         is_dict = self.extra_args is None or isinstance(self.extra_args, dict)
         self.require("extra_args", is_dict, "None or a dict")
         self.extra_args = {**(self.extra_args or {})}

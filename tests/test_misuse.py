@@ -353,8 +353,8 @@ def test_news_are_what_is_new_in_each_output(real_llm):
     """Together they are the whole, for any n; text that a stop string may begin with is held back."""
     params = SamplingParams(n=3, max_tokens=12, seed=1, stop=["e ", "th"], logprobs=1)
     (expected,) = real_llm.generate("Once upon a", params, use_tqdm=False)
-    request = real_llm.inputs.request("Once upon a", params)
-    reply = real_llm._submit(request, is_reported=False, is_watched=True)
+    request_id = real_llm.add_request("Once upon a", params)
+    reply = real_llm.replies.unfinished[request_id]
     deltas = {i: [] for i in range(3)}
     while True:
         is_last = reply.output.finished
