@@ -1,4 +1,5 @@
-"""A model without torch: its KV cache holds, in every slot, the whole prefix that a real key would depend on.
+"""A model without torch: its KV cache holds, in every slot, the whole prefix that a real key would
+depend on.
 
 Reading a wrong, stale or unwritten slot therefore gives a wrong prefix, and from it a wrong token.
 
@@ -16,7 +17,8 @@ def next_token(prefix: tuple[int, ...], seed: int, vocab_size: int) -> int:
 
 
 def likeliest(prefix: tuple[int, ...], count: int, vocab_size: int) -> dict[int, float]:
-    """The `count` likeliest next tokens with their log-probabilities; all different, so that there is one order."""
+    """The `count` likeliest next tokens with their log-probabilities; all different, so that there
+    is one order."""
     scores = {}
     for token in range(vocab_size):
         scores[token] = -zlib.crc32(repr((prefix, token)).encode()) / 2**30
@@ -100,7 +102,8 @@ def expected_output(request, index: int, max_model_len: int, vocab_size: int) ->
 
 
 def expected_beams(request, search, vocab_size: int) -> list[tuple[list[int], float]]:
-    """What a new `search` finds when nothing is batched, paged or cached: (output tokens, log-probability)."""
+    """What a new `search` finds when nothing is batched, paged or cached: (output tokens,
+    log-probability)."""
     beams = [Sequence(request, 0, list(request.prompt_token_ids))]
     while beams:
         candidates = []

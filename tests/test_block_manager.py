@@ -1,4 +1,5 @@
-"""Blocks are handed out, shared, copied, cached and freed as they should be; random use agrees with a simple model.
+"""Blocks are handed out, shared, copied, cached and freed as they should be; random use agrees with
+a simple model.
 
 Run: pytest tests/test_block_manager.py [-k copies]
 """
@@ -200,7 +201,8 @@ def test_the_first_write_into_a_shared_block_copies_it():
 
 @pytest.mark.parametrize("parent_stays", [True, False])
 def test_writing_into_a_full_block_that_was_forked_in_its_middle(parent_stays):
-    """It is copied if somebody else reads it. If not, it can no longer be found, since it will hold something else."""
+    """It is copied if somebody else reads it. If not, it can no longer be found, since it will hold
+    something else."""
     manager = BlockManager(num_blocks=8, block_size=4)
     parent, child = new_sequence(range(8)), new_sequence([0, 1, 2, 3, 4, 9])
     compute(manager, parent)
@@ -228,7 +230,8 @@ def test_without_prefix_caching_nothing_is_found():
 
 
 class RandomUse(RuleBasedStateMachine):
-    """Any order of add, compute, fork, append, free, preempt and swap, against a cache that knows what every slot holds."""
+    """Any order of add, compute, fork, append, free, preempt and swap, against a cache that knows
+    what every slot holds."""
 
     block_size, num_blocks, num_host_blocks = 2, 7, 9
 

@@ -1,5 +1,5 @@
-"""Each method of a scheduler's policy decides what it is said to decide. Whatever it decides, answers stay right: that is
-in test_scheduler.py.
+"""Each method of a scheduler's policy decides what it is said to decide. Whatever it decides,
+answers stay right: that is in test_scheduler.py.
 
 Run: pytest tests/test_policy.py [-k watermark]
 """
@@ -148,7 +148,8 @@ class Urgent(Scheduler):
 
 @pytest.mark.parametrize("num_host_blocks", [0, 9])
 def test_make_room_for_an_urgent_request(num_host_blocks):
-    """It takes the seat in the same step, and the blocks, which may be swapped out and in by one step."""
+    """It takes the seat in the same step, and the blocks, which may be swapped out and in by one
+    step."""
     scheduler, runner = playing(
         Urgent, [4, 4], seqs=2, num_blocks=6, num_host_blocks=num_host_blocks
     )

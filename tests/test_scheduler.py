@@ -1,4 +1,5 @@
-"""Who runs in a step and who is preempted; under random loads, every request still gets its own tokens.
+"""Who runs in a step and who is preempted; under random loads, every request still gets its own
+tokens.
 
 Run: pytest tests/test_scheduler.py [-k preempted]
 """
@@ -112,7 +113,8 @@ def drain(scheduler: Scheduler, runner: FakeRunner) -> tuple[int, int]:
 
 @pytest.mark.parametrize("tokens", [3, 5, 11, 64])
 def test_a_request_is_admitted_when_its_whole_prompt_fits(tokens):
-    """Looking at its first chunk only, each is preempted by the next chunk of another, and begins again."""
+    """Looking at its first chunk only, each is preempted by the next chunk of another, and begins
+    again."""
     scheduler = new_scheduler(num_blocks=11, tokens=tokens, enable_prefix_caching=False)
     for i in range(6):
         scheduler.add(new_request(i, [i] * 21, max_tokens=4))
@@ -122,7 +124,8 @@ def test_a_request_is_admitted_when_its_whole_prompt_fits(tokens):
 
 @pytest.mark.parametrize("tokens, computed, peak", [(400, 384, 32), (64, 384, None)])
 def test_equal_prefixes_share_within_a_step(tokens, computed, peak):
-    """One system prompt, 16 questions at once: it is computed once, also if it takes several steps."""
+    """One system prompt, 16 questions at once: it is computed once, also if it takes several
+    steps."""
     scheduler = new_scheduler(
         num_blocks=300, block_size=16, tokens=tokens, seqs=16, max_model_len=512
     )
@@ -151,7 +154,8 @@ def test_all_sequences_of_a_request_are_preempted_together():
 
 @pytest.mark.parametrize("prompt, shared, copies", [(8, 2, 0), (9, 3, 2), (3, 1, 2)])
 def test_samples_share_the_blocks_of_the_prompt(prompt, shared, copies):
-    """The prompt is computed once. A partly filled last block is copied by all but one: the last has it for itself."""
+    """The prompt is computed once. A partly filled last block is copied by all but one: the last
+    has it for itself."""
     scheduler, runner = new_scheduler(), FakeRunner(4)
     request = new_request(0, prompt, n=3)
     scheduler.add(request)
@@ -171,7 +175,8 @@ def test_samples_share_the_blocks_of_the_prompt(prompt, shared, copies):
 
 
 def test_samples_that_were_preempted_share_again():
-    """When they come back, the first sequence computes the prompt, and the others what is their own."""
+    """When they come back, the first sequence computes the prompt, and the others what is their
+    own."""
     scheduler = new_scheduler(num_blocks=12, tokens=32, enable_prefix_caching=False)
     runner = FakeRunner(4)
     scheduler.add(new_request(0, [1] * 4, max_tokens=24))
@@ -420,8 +425,8 @@ def check_plan(scheduler: Scheduler, schedule: Schedule) -> None:
 def play(
     arrivals, block_size, tokens, seqs, spare, caching, num_host_blocks, failures, cls=Scheduler
 ) -> Counter:
-    """Runs a scenario under scarce blocks, host blocks and budgets. The oracle is the fake model, asked for one request
-    alone. Counts what has happened."""
+    """Runs a scenario under scarce blocks, host blocks and budgets. The oracle is the fake model,
+    asked for one request alone. Counts what has happened."""
     longest = 0  # what the largest request needs when it has the cache for itself
     for _, prompt, max_tokens, _, n, _, _ in arrivals:
         shared = len(prompt) // block_size

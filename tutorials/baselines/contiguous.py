@@ -18,14 +18,13 @@ def log2_ceil(n: int) -> int:
 
 
 class ContiguousBlockManager(BlockManager):
-    """Runs of 2**k neighboring blocks from a buddy allocator, one for each sequence, reserved before
-    its first step.
+    """Runs of 2**k neighboring blocks from a buddy allocator, one for each sequence, reserved
+    before its first step.
 
     A run is cut in halves until it is just large enough; when both halves are free again they
-    become one. Nothing is shared: samples of a prompt hold it once each, and copy it when they fork.
-    No prefixes are found, nothing is swapped, and beams, which are new sequences after every token,
-    are refused.
-    """
+    become one. Nothing is shared: samples of a prompt hold it once each, and copy it when they
+    fork. No prefixes are found, nothing is swapped, and beams, which are new sequences after every
+    token, are refused."""
 
     max_model_len = 2048  # of the paper's OPT models; subclasses may have another
 

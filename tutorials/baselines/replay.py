@@ -1,11 +1,12 @@
-"""Thousands of requests through the real scheduler and block manager, without a model: what does the cache hold?
+"""Thousands of requests through the real scheduler and block manager, without a model: what does
+the cache hold?
 
     python -m tutorials.baselines.replay --trace AzureLLMInferenceTrace_conv.csv --json tutorials/results/memory.json
 
-prints the paper's figures 2 and 15 as tables (about five minutes); `tutorials.figures.plot_memory` draws them. All
-requests wait from the start, in the order of the trace, so that memory is what limits every system. What is averaged are
-the steps in which somebody waits only because memory lacks.
-"""
+prints the paper's figures 2 and 15 as tables (about five minutes); `tutorials.figures.plot_memory`
+draws them. All requests wait from the start, in the order of the trace, so that memory is what
+limits every system. What is averaged are the steps in which somebody waits only because memory
+lacks."""
 
 import argparse
 import json
@@ -43,13 +44,15 @@ class Setting:
 
 
 def lognormal_lengths(name: str, count: int, seed: int = 0) -> Lengths:
-    """Lengths with the means that the paper gives for a data set. Their shape is our assumption, not the paper's."""
+    """Lengths with the means that the paper gives for a data set. Their shape is our assumption,
+    not the paper's."""
     pairs = lognormal_pairs(random.Random(seed), MEANS[name], 1.0, MAX_MODEL_LEN)
     return list(islice(pairs, count))
 
 
 class NoModel:
-    """Draws tokens that say nothing, and other ones for every sequence, so that no two become equal by accident."""
+    """Draws tokens that say nothing, and other ones for every sequence, so that no two become equal
+    by accident."""
 
     def __init__(self, seed: int = 0):
         self.rng = random.Random(seed)
@@ -81,7 +84,8 @@ def new_request(i: int, prompt: int, output: int, n: int = 1, beam_width: int = 
 def replay(
     lengths: Lengths, manager_cls, block_size: int, setting: Setting, every: int = 20, **decoding
 ) -> dict:
-    """Mean part of the cache for each use, over the steps in which requests wait; and how many ran at a time.
+    """Mean part of the cache for each use, over the steps in which requests wait; and how many ran
+    at a time.
 
     Raises ValueError if there are no such steps.
     """

@@ -19,7 +19,8 @@ from tutorials.simulation.workloads import (
 
 
 def overload(seed: int) -> list[Job]:
-    """For 15 seconds, more than twice as many patient requests as the machine can serve, and bursts of urgent ones."""
+    """For 15 seconds, more than twice as many patient requests as the machine can serve, and bursts
+    of urgent ones."""
     urgent = workload(gamma(10, 3, seed), lognormal(60, 30, 0.5, 160, seed), 150)
     rng = generator("patience", seed)
     labels = ({"deadline": rng.uniform(3, 10), "urgent": False} for _ in range(400))
