@@ -1,4 +1,5 @@
-"""A model without torch: its KV cache holds, in every slot, the whole prefix that a real key would depend on.
+"""A model without torch: its KV cache holds, in every slot, the whole prefix that a real key would
+depend on.
 
 Reading a wrong, stale or unwritten slot therefore gives a wrong prefix, and from it a wrong token.
 
@@ -16,10 +17,11 @@ def next_token(prefix: tuple[int, ...], seed: int, vocab_size: int) -> int:
 
 
 def likeliest(prefix: tuple[int, ...], count: int, vocab_size: int) -> dict[int, float]:
-    """The `count` likeliest next tokens with their log-probabilities; all different, so that there is one order."""
-    scores = {
-        token: -zlib.crc32(repr((prefix, token)).encode()) / 2**30 for token in range(vocab_size)
-    }
+    """The `count` likeliest next tokens with their log-probabilities; all different, so that there
+    is one order."""
+    scores = {}
+    for token in range(vocab_size):
+        scores[token] = -zlib.crc32(repr((prefix, token)).encode()) / 2**30
     return dict(sorted(scores.items(), key=lambda item: -item[1])[:count])
 
 
@@ -77,21 +79,22 @@ class FakeRunner:
             (seq, self.cache[self.slot(schedule.items[i].seq, len(seq) - 1)])
             for seq, i in zip(schedule.sampled, schedule.sampled_from)
         ]
-        tokens = [next_token(prefix, seq.seed, self.vocab_size) for seq, prefix in prefixes]
-        counts = [seq.request.num_logprobs for seq, _ in prefixes]
-        return tokens, [
-            None if count is None else likeliest(prefix, count, self.vocab_size)
-            for count, (_, prefix) in zip(counts, prefixes)
-        ]
+        tokens = []
+        logprobs = []
+        for seq, prefix in prefixes:
+            tokens.append(next_token(prefix, seq.seed, self.vocab_size))
+            count = seq.request.num_logprobs
+            wants_some = count is not None
+            logprobs.append(likeliest(prefix, count, self.vocab_size) if wants_some else None)
+        return tokens, logprobs
 
 
 def expected_output(request, index: int, max_model_len: int, vocab_size: int) -> list[int]:
     """What the fake model says when nothing is batched, paged or cached."""
-    tokens, seed = list(request.prompt_token_ids), request.sequences[index].seed
-    while (
-        len(tokens) - len(request.prompt_token_ids) < request.params.max_tokens
-        and len(tokens) < max_model_len
-    ):
+    tokens = list(request.prompt_token_ids)
+    seed = request.sequences[index].seed
+    max_len = min(len(tokens) + request.params.max_tokens, max_model_len)
+    while len(tokens) < max_len:
         tokens.append(next_token(tuple(tokens), seed, vocab_size))
         if tokens[-1] in request.stop_token_ids:
             break
@@ -99,21 +102,19 @@ def expected_output(request, index: int, max_model_len: int, vocab_size: int) ->
 
 
 def expected_beams(request, search, vocab_size: int) -> list[tuple[list[int], float]]:
-    """What a new `search` finds when nothing is batched, paged or cached: (output tokens, log-probability)."""
+    """What a new `search` finds when nothing is batched, paged or cached: (output tokens,
+    log-probability)."""
     beams = [Sequence(request, 0, list(request.prompt_token_ids))]
     while beams:
-        candidates = [
-            Beam(beam, token, beam.cumulative_logprob + logprob)
-            for beam in beams
-            for token, logprob in likeliest(
-                tuple(beam.token_ids), search.num_candidates, vocab_size
-            ).items()
-        ]
+        candidates = []
+        for beam in beams:
+            next_tokens = likeliest(tuple(beam.token_ids), search.num_candidates, vocab_size)
+            for token, logprob in next_tokens.items():
+                candidates.append(Beam(beam, token, beam.cumulative_logprob + logprob))
         children = []
         for beam in search.advance(candidates):
             tokens = [*beam.parent.token_ids, beam.token_id]
-            children.append(
-                Sequence(request, 0, tokens, cumulative_logprob=beam.cumulative_logprob)
-            )
+            logprob = beam.cumulative_logprob
+            children.append(Sequence(request, 0, tokens, cumulative_logprob=logprob))
         beams = children
     return [(beam.token_ids, beam.cumulative_logprob) for beam in search.results]

@@ -187,7 +187,7 @@ def test_replay_counts_every_slot_once():
     used = {}
     for name, manager_cls in replay.SYSTEMS.items():
         lengths = replay.lognormal_lengths("ShareGPT", 150)
-        used[name] = replay.replay(lengths, manager_cls, 16, replay.Setting(), every=5)
+        used[name] = replay.replay(lengths, manager_cls, 16, replay.Setting(), every=25)
         parts = ("token_states", "reserved", "internal_fragmentation", "external_fragmentation")
         assert (
             sum(used[name][part] for part in parts) == pytest.approx(1)

@@ -1,4 +1,5 @@
-"""Blocks are handed out, shared, copied, cached and freed as they should be; random use agrees with a simple model.
+"""Blocks are handed out, shared, copied, cached and freed as they should be; random use agrees with
+a simple model.
 
 Run: pytest tests/test_block_manager.py [-k copies]
 """
@@ -78,11 +79,9 @@ def test_a_block_is_findable_only_when_computed_or_planned():
 
 def test_no_part_of_a_block_is_copied_before_the_step_that_writes_it():
     manager = BlockManager(num_blocks=8, block_size=4)
-    parent, early, late = (
-        new_sequence(range(9)),
-        new_sequence([0, 1, 2, 3, 4, 9]),
-        new_sequence([0, 1, 2, 3, 4, 9]),
-    )
+    parent = new_sequence(range(9))
+    early = new_sequence([0, 1, 2, 3, 4, 9])
+    late = new_sequence([0, 1, 2, 3, 4, 9])
     manager.allocate(parent, 9)
     manager.publish(parent, 8)
     parent.num_computed_tokens = 8  # as for somebody who has found them in the same step
@@ -101,9 +100,8 @@ def test_looking_a_prefix_up_takes_nothing():
     manager.free(seq)
     before = list(manager.free_blocks)
     assert [block.prefix_id for block in manager.find_prefix(new_sequence(range(9)))] == [1, 2]
-    assert list(manager.free_blocks) == before and all(
-        block.ref_count == 0 for block in manager.blocks
-    )
+    assert list(manager.free_blocks) == before
+    assert all(block.ref_count == 0 for block in manager.blocks)
 
 
 def test_freed_blocks_are_a_cache_until_they_are_handed_out():
@@ -153,10 +151,8 @@ def test_an_evicted_prefix_takes_its_descendants_out_of_reach():
     first, second = chain.block_table
     twin = new_sequence([1, 2])  # the same tokens in a block of its own, which stays unfindable
     compute(manager, twin)
-    assert (
-        twin.block_table[0] not in (first, second)
-        and manager.blocks[twin.block_table[0]].key is None
-    )
+    assert twin.block_table[0] not in (first, second)
+    assert manager.blocks[twin.block_table[0]].key is None
     assert twin.prefix_ids == chain.prefix_ids[:1]
     manager.free(chain)
     other = new_sequence([7] * 4)  # evicts both blocks of the chain
@@ -185,15 +181,12 @@ def test_the_first_write_into_a_shared_block_copies_it():
         manager.fork(parent, child)
         child.token_ids.append(7)
     parent.token_ids.append(7)
-    assert manager.num_used_blocks == 2 and [
-        manager.blocks[i].ref_count for i in (full, partial)
-    ] == [3, 3]
+    assert manager.num_used_blocks == 2
+    assert [manager.blocks[i].ref_count for i in (full, partial)] == [3, 3]
     family = [parent, *children]
     check_blocks(manager, family)
-    assert (
-        manager.num_new_blocks([next_item(seq) for seq in family]) == 2
-        and manager.num_new_blocks([next_item(parent)]) == 1
-    )
+    assert manager.num_new_blocks([next_item(seq) for seq in family]) == 2
+    assert manager.num_new_blocks([next_item(parent)]) == 1
     for seq in family:
         manager.allocate(seq, 1)
     copies = manager.take_moves().copies
@@ -208,7 +201,8 @@ def test_the_first_write_into_a_shared_block_copies_it():
 
 @pytest.mark.parametrize("parent_stays", [True, False])
 def test_writing_into_a_full_block_that_was_forked_in_its_middle(parent_stays):
-    """It is copied if somebody else reads it. If not, it can no longer be found, since it will hold something else."""
+    """It is copied if somebody else reads it. If not, it can no longer be found, since it will hold
+    something else."""
     manager = BlockManager(num_blocks=8, block_size=4)
     parent, child = new_sequence(range(8)), new_sequence([0, 1, 2, 3, 4, 9])
     compute(manager, parent)
@@ -236,7 +230,8 @@ def test_without_prefix_caching_nothing_is_found():
 
 
 class RandomUse(RuleBasedStateMachine):
-    """Any order of add, compute, fork, append, free, preempt and swap, against a cache that knows what every slot holds."""
+    """Any order of add, compute, fork, append, free, preempt and swap, against a cache that knows
+    what every slot holds."""
 
     block_size, num_blocks, num_host_blocks = 2, 7, 9
 

@@ -50,11 +50,15 @@ def docstring_lines(tree: ast.AST) -> set[int]:
 def size_of(source: str) -> Size:
     tree = ast.parse(source)
     unseen_lines = docstring_lines(tree)
-    tokens_of_line, lines = Counter(), set()
+    tokens_of_line, lines, num_open = Counter(), set(), 0
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        kind = tokenize.tok_name[token.type]
+        num_open -= kind == "FSTRING_END"
         if token.type not in UNSEEN and token.start[0] not in unseen_lines:
-            tokens_of_line[token.start[0]] += 1
             lines.update(range(token.start[0], token.end[0] + 1))
+            if num_open == 0 and kind != "FSTRING_END":  # an f-string is one token, as before 3.12
+                tokens_of_line[token.start[0]] += 1
+        num_open += kind == "FSTRING_START"
     crowded = [
         node.lineno
         for node in ast.walk(tree)
@@ -85,6 +89,7 @@ def total(names) -> tuple[int, int]:
 def test_the_counter_counts():
     source = '"""Doc\nstring."""\n\n# comment\nx = (1 +\n     2)  # why\n\ndef f():\n    "doc"\n    return """a\nb"""\n'
     assert size_of(source) == Size(lines=5, tokens=14, longest_line=5, widest_line=15, crowded=[])
+    assert size_of('x = f"{y} and {f(z)}"\n').tokens == 3
     assert size_of("a, b = 1, 2\na, b, c = f(x)\na, b, c = 1, 2, 3\n").crowded == [3]
 
 

@@ -1,6 +1,8 @@
-"""A step that fails ends at most the request that made it fail, and a Ctrl-C at any line loses nothing.
+"""A step that fails ends at most the request that made it fail, and a Ctrl-C at any line loses
+nothing.
 
-The model is the fake one of fake_model.py, so that a token that depends on a wrong slot is a wrong token.
+The model is the fake one of fake_model.py, so that a token that depends on a wrong slot is a wrong
+token.
 
 Run: pytest tests/test_faults.py [-k culprit]
 With a Ctrl-C at every line of the engine, not at some: NANOVLLM_EVERY_LINE=1 pytest tests/test_faults.py -k any_line
@@ -41,7 +43,8 @@ def new_llm(num_blocks=1000, num_host_blocks=0, **kwargs) -> LLM:
 
 
 def requests() -> dict:
-    """By id: prompts with equal beginnings; greedy, samples, beams, stop strings, log-probabilities."""
+    """By id: prompts with equal beginnings; greedy, samples, beams, stop strings,
+    log-probabilities."""
     stem = list(range(300, 321))
     return {
         "plain": ([5] * 9, SamplingParams(temperature=0, max_tokens=12, seed=1)),
@@ -59,7 +62,8 @@ def result(output) -> list:
 
 @pytest.fixture(scope="module")
 def expected() -> dict:
-    """Each request alone, with all the memory there is. A stop string is taken out of the middle of a text."""
+    """Each request alone, with all the memory there is. A stop string is taken out of the middle of
+    a text."""
     asked = requests()
     (output,) = new_llm().generate(
         [list(range(90))[:40]], SamplingParams(seed=6, max_tokens=20), use_tqdm=False
@@ -110,9 +114,8 @@ def check_others(outputs, expected, culprit=None, error=Boom) -> None:
     for name, output in outputs.items():
         assert output.finished
         if name == culprit:
-            assert isinstance(output.error, error) and "error" in {
-                o.finish_reason for o in output.outputs
-            }
+            assert isinstance(output.error, error)
+            assert "error" in {o.finish_reason for o in output.outputs}
         else:
             assert output.error is None and result(output) == expected[name][2], name
 
@@ -188,7 +191,8 @@ def inject(llm, monkeypatch, place: str, is_hit) -> None:
     ["runner", "sampler", "priority", "plan", "update", "take prefix", "allocate", "detokeniser"],
 )
 def test_only_the_culprit_ends(monkeypatch, expected, place, culprit, setting):
-    """The fault comes whenever this request is in the step, at the beginning or when it has a few tokens."""
+    """The fault comes whenever this request is in the step, at the beginning or when it has a few
+    tokens."""
     if (place, culprit) == ("detokeniser", "beams"):
         pytest.skip("beams have no text before they end")
     for num_tokens in (0, 3):
@@ -338,11 +342,9 @@ def test_what_had_been_said_before_the_error_stays(expected, monkeypatch):
 
     monkeypatch.setattr(llm.runner, "run", run)
     output = go_on(llm, {})["plain"].outputs[0]
-    assert (
-        output.token_ids == answer[0][0][:4]
-        and answer[0][1].startswith(output.text)
-        and output.text
-    )
+    assert output.token_ids == answer[0][0][:4]
+    assert answer[0][1].startswith(output.text)
+    assert output.text
     assert output.finish_reason == "error"
 
 

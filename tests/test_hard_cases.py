@@ -1,4 +1,5 @@
-"""What once broke the engine, or was answered with an obscure message: odd moments, odd schedulers, odd values.
+"""What once broke the engine, or was answered with an obscure message: odd moments, odd schedulers,
+odd values.
 
 Run: pytest tests/test_hard_cases.py [-k ctrl_c]
 """
@@ -43,7 +44,8 @@ def raise_at(owner, name, call, error=KeyboardInterrupt):
 
 @pytest.mark.parametrize("prompt, block_size, num_blocks, max_tokens", [(4, 4, 4, 4), (9, 3, 6, 3)])
 def test_ctrl_c_when_only_some_samples_have_their_token(prompt, block_size, num_blocks, max_tokens):
-    """The last token of the prompt is then computed by each of them, in a block of its own: more blocks than there are."""
+    """The last token of the prompt is then computed by each of them, in a block of its own: more
+    blocks than there are."""
     llm = new_llm(num_blocks=num_blocks, block_size=block_size, max_num_batched_tokens=12)
     params = SamplingParams(n=3, seed=1, max_tokens=max_tokens)
     expected = answer(list(range(prompt)), params)
@@ -55,7 +57,8 @@ def test_ctrl_c_when_only_some_samples_have_their_token(prompt, block_size, num_
 
 
 def test_a_second_ctrl_c_before_an_abort(monkeypatch):
-    """An abort looks up the replies, then the recovery ends the request, then its reply is reported again: KeyError."""
+    """An abort looks up the replies, then the recovery ends the request, then its reply is reported
+    again: KeyError."""
     llm = new_llm()
     llm.add_request([5] * 9, SamplingParams(seed=5, max_tokens=1), "a")
     raise_at(llm.scheduler, "finish", 1)
@@ -70,7 +73,8 @@ def test_a_second_ctrl_c_before_an_abort(monkeypatch):
 
 
 def test_the_suspect_that_runs_is_aborted():
-    """The others, who wait apart, are all that is left: no scheduler is to blame for planning nothing."""
+    """The others, who wait apart, are all that is left: no scheduler is to blame for planning
+    nothing."""
     llm, prompt, params = new_llm(), [5] * 9, SamplingParams(seed=5, max_tokens=6)
     for name in "abcd":
         llm.add_request(prompt, params, name)
@@ -158,7 +162,8 @@ def little_garbage():
     "owner, name", [("runner", "run"), ("scheduler", "schedule"), ("scheduler", "update")]
 )
 def test_an_abandoned_stream_is_collected_within_a_step(little_garbage, owner, name):
-    """A generator in a reference cycle, or in the traceback of an exception, is closed by whichever step allocates much."""
+    """A generator in a reference cycle, or in the traceback of an exception, is closed by whichever
+    step allocates much."""
     llm = new_llm()
     prompt, params = [5] * 9, SamplingParams(seed=5, max_tokens=15)
     stream = llm.stream([9] * 5, SamplingParams(seed=1, max_tokens=30))
@@ -203,12 +208,10 @@ class UrgentFirst(Scheduler):
 
 
 def samples_with_two_copies_of_their_prompt(**manager):
-    """Preempted, they compute the last block of their prompt again, in chunks. Somebody else is a step faster: the first
-    sample keeps its own block, and the second one finds the other."""
-    scheduler, runner = (
-        new_scheduler(num_blocks=6, tokens=8, cls=UrgentFirst, **manager),
-        FakeRunner(4, vocab_size=50),
-    )
+    """Preempted, they compute the last block of their prompt again, in chunks. Somebody else is a
+    step faster: the first sample keeps its own block, and the second one finds the other."""
+    scheduler = new_scheduler(num_blocks=6, tokens=8, cls=UrgentFirst, **manager)
+    runner = FakeRunner(4, vocab_size=50)
     beginning = list(range(1, 8))
     samples = new_request(1, [*beginning, next_token(tuple(beginning), 0, 50)], max_tokens=8, n=2)
     scheduler.add(samples)
@@ -254,11 +257,10 @@ def test_two_copies_do_not_come_back_from_the_host():
 
 
 def test_blocks_for_the_own_tokens_of_the_first_sample_are_kept_too():
-    """Of preempted samples that share 8 tokens: the first holds 2 blocks, not the 6 that it needs."""
-    scheduler, runner = (
-        new_scheduler(num_blocks=40, tokens=10, enable_prefix_caching=False),
-        FakeRunner(4, vocab_size=50),
-    )
+    """Of preempted samples that share 8 tokens: the first holds 2 blocks, not the 6 that it
+    needs."""
+    scheduler = new_scheduler(num_blocks=40, tokens=10, enable_prefix_caching=False)
+    runner = FakeRunner(4, vocab_size=50)
     samples = new_request(0, 8, max_tokens=20, n=3)
     scheduler.add(samples)
     while samples.sequences[0].num_output_tokens < 15:
@@ -308,7 +310,8 @@ class TakesBack(Scheduler):
 
 @pytest.mark.parametrize("cls", [OnePromptAtATime, SmallChunks, TakesBack])
 def test_what_is_findable_must_be_computed(cls):
-    """The blocks of what was taken out stay findable, and nobody has written them: wrong answers, in silence."""
+    """The blocks of what was taken out stay findable, and nobody has written them: wrong answers,
+    in silence."""
     llm = new_llm(scheduler_cls=cls, max_num_batched_tokens=100)
     prompts = [[1] * 30, [2] * 21, [2] * 21, [2] * 21]
     with pytest.raises(ScheduleError):
@@ -369,10 +372,8 @@ def test_running_out_of_blocks_has_a_message():
         (dict(max_model_len=1), "max_model_len=1"),  # accepted, and then no request is
         (dict(device="cuda:99999999999999999999"), "device="),  # RuntimeError
         (dict(model="x" * 10000), "model="),  # OSError
-        (
-            dict(scheduler_cls=Scheduler.__new__(Scheduler)),
-            "scheduler_cls=",
-        ),  # an instance: TypeError
+        # an instance: TypeError
+        (dict(scheduler_cls=Scheduler.__new__(Scheduler)), "scheduler_cls="),
     ],
 )
 def test_what_is_refused_is_named(options, message):
@@ -387,7 +388,8 @@ def test_abort_of_what_is_no_id():
 
 
 def test_adding_requests_copies_no_dictionaries():
-    """`self.replies | self.news` copies both for each request: 8,000 more beside 5,000 take 3.5 s, instead of 0.3 s."""
+    """`self.replies | self.news` copies both for each request: 8,000 more beside 5,000 take 3.5 s,
+    instead of 0.3 s."""
     llm, copies = new_llm(), []
 
     class Counted(dict):
@@ -402,7 +404,8 @@ def test_adding_requests_copies_no_dictionaries():
 
 
 def test_the_target_of_a_copy_may_be_shared_in_the_same_step():
-    """check_schedule of test_scheduler.py forbids it: one of 1,200 random scenarios, so its tests are flaky."""
+    """check_schedule of test_scheduler.py forbids it: one of 1,200 random scenarios, so its tests
+    are flaky."""
     rng = random.Random(742)
     arrivals = [
         (
@@ -431,7 +434,8 @@ def test_the_target_of_a_copy_may_be_shared_in_the_same_step():
 
 
 def test_an_interrupted_ending_is_forgotten_by_the_output():
-    """It was marked as finished, the request was not yet let go of, and then everything began anew: it can be read on."""
+    """It was marked as finished, the request was not yet let go of, and then everything began anew:
+    it can be read on."""
     llm, prompt, params = new_llm(), [5] * 9, SamplingParams(seed=5, max_tokens=8)
     llm.add_request(prompt, params, "a")
     (output,) = llm.step()
@@ -453,7 +457,8 @@ def test_a_reader_sees_what_the_cache_had_while_the_request_runs():
 
 
 def test_a_tokenizer_that_fails_while_somebody_reads(monkeypatch):
-    """The reader gets its error, nothing is left out of the text, and the request ends with the error, as before."""
+    """The reader gets its error, nothing is left out of the text, and the request ends with the
+    error, as before."""
     llm, prompt, params = new_llm(), [5] * 9, SamplingParams(seed=5, max_tokens=6)
     llm.add_request(prompt, params, "sick")
     (output,) = llm.step()
@@ -468,9 +473,7 @@ def test_a_tokenizer_that_fails_while_somebody_reads(monkeypatch):
             output.outputs  # noqa: B018 (it is read)
     llm.add_request(prompt, params, "innocent")
     outputs = go_on(llm, {})
-    assert (
-        str(outputs["sick"].error) == "no such token"
-        and outputs["sick"].outputs[0].finish_reason == "error"
-    )
+    assert str(outputs["sick"].error) == "no such token"
+    assert outputs["sick"].outputs[0].finish_reason == "error"
     assert result(outputs["innocent"]) == answer(prompt, params)
     check_clean(llm)

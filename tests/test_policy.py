@@ -1,5 +1,5 @@
-"""Each method of a scheduler's policy decides what it is said to decide. Whatever it decides, answers stay right: that is
-in test_scheduler.py.
+"""Each method of a scheduler's policy decides what it is said to decide. Whatever it decides,
+answers stay right: that is in test_scheduler.py.
 
 Run: pytest tests/test_policy.py [-k watermark]
 """
@@ -19,9 +19,8 @@ def playing(cls, prompts, max_tokens=4, **options):
     """A scheduler with these prompts, each of one length or list, and its model."""
     scheduler = new_scheduler(cls=cls, **options)
     for i, prompt in enumerate(prompts):
-        scheduler.add(
-            new_request(i, [i] * prompt if isinstance(prompt, int) else prompt, max_tokens)
-        )
+        token_ids = [i] * prompt if isinstance(prompt, int) else prompt
+        scheduler.add(new_request(i, token_ids, max_tokens))
     return scheduler, FakeRunner(4)
 
 
@@ -141,17 +140,16 @@ class Urgent(Scheduler):
         return not request.params.extra_args.get("urgent"), request.arrival
 
     def make_room(self, schedule):
-        if (
-            self.waiting
-            and self.running
-            and self.priority(self.waiting[-1]) < self.priority(self.running[0])
-        ):
+        if not self.waiting or not self.running:
+            return
+        if self.priority(self.waiting[-1]) < self.priority(self.running[0]):
             self.preempt(max(self.running, key=self.priority))
 
 
 @pytest.mark.parametrize("num_host_blocks", [0, 9])
 def test_make_room_for_an_urgent_request(num_host_blocks):
-    """It takes the seat in the same step, and the blocks, which may be swapped out and in by one step."""
+    """It takes the seat in the same step, and the blocks, which may be swapped out and in by one
+    step."""
     scheduler, runner = playing(
         Urgent, [4, 4], seqs=2, num_blocks=6, num_host_blocks=num_host_blocks
     )
@@ -187,20 +185,13 @@ def test_what_a_policy_can_know_of_a_request():
     class Looks(Scheduler):
         def make_room(self, schedule):
             for r in self.unfinished():
-                seen.append(
-                    (
-                        r.params.extra_args,
-                        r.num_output_tokens,
-                        r.is_prefilling,
-                        r.arrival_time <= self.clock(),
-                    )
-                )
+                has_come = r.arrival_time <= self.clock()
+                seen.append((r.params.extra_args, r.num_output_tokens, r.is_prefilling, has_come))
 
     start = time.monotonic()
     llm = LLM(num_blocks=20, scheduler_cls=Looks)
-    llm.add_request(
-        [5, 6, 7], SamplingParams(max_tokens=3, ignore_eos=True, n=2, extra_args={"tenant": "a"})
-    )
+    params = SamplingParams(max_tokens=3, ignore_eos=True, n=2, extra_args={"tenant": "a"})
+    llm.add_request([5, 6, 7], params)
     while llm.has_unfinished():
         llm.step()
     assert seen == [({"tenant": "a"}, n, n == 0, True) for n in (0, 2, 4)]

@@ -1,4 +1,5 @@
-"""Who runs in a step and who is preempted; under random loads, every request still gets its own tokens.
+"""Who runs in a step and who is preempted; under random loads, every request still gets its own
+tokens.
 
 Run: pytest tests/test_scheduler.py [-k preempted]
 """
@@ -77,11 +78,9 @@ def test_last_arrived_is_preempted_and_comes_back():
     scheduler.add(second)
     plans = [step(scheduler, runner) for _ in range(3)]
     assert plans == [[("0", 7), ("1", 7)], [("0", 1), ("1", 1)], [("0", 1)]]
-    assert (
-        scheduler.waiting == [second]
-        and scheduler.num_preemptions == 1
-        and second.sequences[0].block_table == []
-    )
+    assert scheduler.waiting == [second]
+    assert scheduler.num_preemptions == 1
+    assert second.sequences[0].block_table == []
     while scheduler.has_unfinished():
         step(scheduler, runner)
     for request in (first, second):
@@ -91,10 +90,8 @@ def test_last_arrived_is_preempted_and_comes_back():
 
 def test_nobody_is_admitted_in_a_step_that_preempts():
     """Else a smaller one would come into the blocks that were just taken from the victim."""
-    scheduler, runner = (
-        new_scheduler(num_blocks=5, tokens=8, enable_prefix_caching=False),
-        FakeRunner(4),
-    )
+    scheduler = new_scheduler(num_blocks=5, tokens=8, enable_prefix_caching=False)
+    runner = FakeRunner(4)
     scheduler.add(new_request(0, [1] * 8, max_tokens=8))
     scheduler.add(new_request(1, [2] * 7, max_tokens=8))
     scheduler.add(new_request(2, [3] * 3))
@@ -108,17 +105,16 @@ def drain(scheduler: Scheduler, runner: FakeRunner) -> tuple[int, int]:
     computed, peak = 0, 0
     while scheduler.has_unfinished():
         schedule = scheduler.schedule()
-        computed, peak = (
-            computed + schedule.num_tokens,
-            max(peak, scheduler.block_manager.num_used_blocks),
-        )
+        computed = computed + schedule.num_tokens
+        peak = max(peak, scheduler.block_manager.num_used_blocks)
         scheduler.update(schedule, *runner.run(schedule))
     return computed, peak
 
 
 @pytest.mark.parametrize("tokens", [3, 5, 11, 64])
 def test_a_request_is_admitted_when_its_whole_prompt_fits(tokens):
-    """Looking at its first chunk only, each is preempted by the next chunk of another, and begins again."""
+    """Looking at its first chunk only, each is preempted by the next chunk of another, and begins
+    again."""
     scheduler = new_scheduler(num_blocks=11, tokens=tokens, enable_prefix_caching=False)
     for i in range(6):
         scheduler.add(new_request(i, [i] * 21, max_tokens=4))
@@ -128,11 +124,12 @@ def test_a_request_is_admitted_when_its_whole_prompt_fits(tokens):
 
 @pytest.mark.parametrize("tokens, computed, peak", [(400, 384, 32), (64, 384, None)])
 def test_equal_prefixes_share_within_a_step(tokens, computed, peak):
-    """One system prompt, 16 questions at once: it is computed once, also if it takes several steps."""
-    scheduler, runner = (
-        new_scheduler(num_blocks=300, block_size=16, tokens=tokens, seqs=16, max_model_len=512),
-        FakeRunner(16),
+    """One system prompt, 16 questions at once: it is computed once, also if it takes several
+    steps."""
+    scheduler = new_scheduler(
+        num_blocks=300, block_size=16, tokens=tokens, seqs=16, max_model_len=512
     )
+    runner = FakeRunner(16)
     requests = [new_request(i, [*range(256), *[300 + i] * 8], max_tokens=1) for i in range(16)]
     for request in requests:
         scheduler.add(request)
@@ -143,14 +140,10 @@ def test_equal_prefixes_share_within_a_step(tokens, computed, peak):
 
 
 def test_all_sequences_of_a_request_are_preempted_together():
-    scheduler, runner = (
-        new_scheduler(num_blocks=6, block_size=2, enable_prefix_caching=False),
-        FakeRunner(2),
-    )
-    first, second = (
-        new_request(0, [1] * 3, max_tokens=8),
-        new_request(1, [2] * 3, max_tokens=3, n=2),
-    )
+    scheduler = new_scheduler(num_blocks=6, block_size=2, enable_prefix_caching=False)
+    runner = FakeRunner(2)
+    first = new_request(0, [1] * 3, max_tokens=8)
+    second = new_request(1, [2] * 3, max_tokens=3, n=2)
     scheduler.add(first)
     scheduler.add(second)
     while not scheduler.num_preemptions:
@@ -161,18 +154,17 @@ def test_all_sequences_of_a_request_are_preempted_together():
 
 @pytest.mark.parametrize("prompt, shared, copies", [(8, 2, 0), (9, 3, 2), (3, 1, 2)])
 def test_samples_share_the_blocks_of_the_prompt(prompt, shared, copies):
-    """The prompt is computed once. A partly filled last block is copied by all but one: the last has it for itself."""
+    """The prompt is computed once. A partly filled last block is copied by all but one: the last
+    has it for itself."""
     scheduler, runner = new_scheduler(), FakeRunner(4)
     request = new_request(0, prompt, n=3)
     scheduler.add(request)
     assert step(scheduler, runner) == [("0", prompt)]
-    assert scheduler.block_manager.num_used_blocks == shared and all(
-        len(s) == prompt + 1 for s in request.sequences
-    )
+    assert scheduler.block_manager.num_used_blocks == shared
+    assert all(len(s) == prompt + 1 for s in request.sequences)
     schedule = scheduler.schedule()
-    assert [item.num_tokens for item in schedule.items] == [1, 1, 1] and len(
-        schedule.moves.copies
-    ) == copies
+    assert [item.num_tokens for item in schedule.items] == [1, 1, 1]
+    assert len(schedule.moves.copies) == copies
     assert scheduler.block_manager.num_used_blocks == prompt // 4 + 3
     scheduler.update(schedule, *runner.run(schedule))
     while scheduler.has_unfinished():
@@ -183,11 +175,10 @@ def test_samples_share_the_blocks_of_the_prompt(prompt, shared, copies):
 
 
 def test_samples_that_were_preempted_share_again():
-    """When they come back, the first sequence computes the prompt, and the others what is their own."""
-    scheduler, runner = (
-        new_scheduler(num_blocks=12, tokens=32, enable_prefix_caching=False),
-        FakeRunner(4),
-    )
+    """When they come back, the first sequence computes the prompt, and the others what is their
+    own."""
+    scheduler = new_scheduler(num_blocks=12, tokens=32, enable_prefix_caching=False)
+    runner = FakeRunner(4)
     scheduler.add(new_request(0, [1] * 4, max_tokens=24))
     second = new_request(1, [*range(10), 1, 1, 1, 1], max_tokens=8, n=3)
     scheduler.add(second)
@@ -204,21 +195,17 @@ def test_samples_that_were_preempted_share_again():
 
 
 def test_samples_that_were_preempted_find_their_own_blocks():
-    scheduler, runner = (
-        new_scheduler(num_blocks=20, tokens=64, max_model_len=200),
-        FakeRunner(4, vocab_size=50),
-    )
+    scheduler = new_scheduler(num_blocks=20, tokens=64, max_model_len=200)
+    runner = FakeRunner(4, vocab_size=50)
     request = new_request(0, 8, max_tokens=24, n=3)
     scheduler.add(request)
     for _ in range(18):
         step(scheduler, runner)
     scheduler.preempt(scheduler.running[-1])
-    computed = sum(n for _, n in step(scheduler, runner)) + sum(
-        n for _, n in step(scheduler, runner)
-    )
-    assert (
-        all(len(seq) >= 26 for seq in request.sequences) and computed <= 3 * 4 + 3
-    )  # at most a block for each
+    plan = step(scheduler, runner) + step(scheduler, runner)
+    computed = sum(n for _, n in plan)
+    assert all(len(seq) >= 26 for seq in request.sequences)
+    assert computed <= 3 * 4 + 3  # at most a block for each
     while scheduler.has_unfinished():
         step(scheduler, runner)
     for seq in request.sequences:
@@ -288,10 +275,8 @@ def test_hits_are_counted_out_of_the_first_chunk(shared):
     scheduler.add(second)
     hit = min(shared, 11) // 4 * 4
     assert step(scheduler, runner) == [("1", 12 - hit)]
-    assert (
-        second.num_cached_tokens == scheduler.num_cached_tokens == hit
-        and scheduler.num_prompt_tokens == 24
-    )
+    assert second.num_cached_tokens == scheduler.num_cached_tokens == hit
+    assert scheduler.num_prompt_tokens == 24
 
 
 def test_a_preempted_request_finds_its_own_blocks_again():
@@ -355,9 +340,8 @@ def test_what_can_never_fit_is_refused(prompt, max_tokens, n, message):
 requests = st.lists(
     st.tuples(
         st.integers(0, 3),  # steps before the next arrival
-        st.lists(
-            st.integers(0, 2), min_size=1, max_size=13
-        ),  # prompt; few tokens, so that prefixes are shared
+        # the prompt; few different tokens, so that prefixes are shared
+        st.lists(st.integers(0, 2), min_size=1, max_size=13),
         st.sampled_from([15, 9, 4, 2, 1]),  # max_tokens
         st.sampled_from([(), (2,)]),  # tokens that end an output
         st.integers(1, 3),  # n
@@ -408,39 +392,29 @@ def check_results(request: Request) -> None:
 
 def check_plan(scheduler: Scheduler, schedule: Schedule) -> None:
     manager = scheduler.block_manager
-    assert (
-        schedule.num_tokens <= scheduler.max_num_batched_tokens
-        and len(schedule.items) <= scheduler.max_num_seqs
-    )
+    assert schedule.num_tokens <= scheduler.max_num_batched_tokens
+    assert len(schedule.items) <= scheduler.max_num_seqs
     if type(scheduler) is Scheduler:  # other policies may wait, and preempt one request for another
         assert bool(schedule.items) == scheduler.has_unfinished()
         assert not (schedule.moves.swaps_out and schedule.moves.swaps_in)
         running = [request.arrival for request in scheduler.running]
         assert running == sorted(running)
     assert all(0 < n <= seq.num_missing_tokens for seq, _, n in schedule.items)
-    for request in (
-        scheduler.running
-    ):  # all or nothing: sequences of a request have next tokens in the same step
-        assert {seq for seq in schedule.sampled if seq.request is request} in (
-            set(),
-            set(request.unfinished),
-        )
-    sources, targets = (
-        {source for source, _ in schedule.moves.copies},
-        [target for _, target in schedule.moves.copies],
-    )
-    assert all(
-        manager.blocks[i].ref_count > 0 for i in sources
-    )  # nothing is copied that nobody else owns
-    assert all(manager.blocks[i].ref_count > 0 for i in targets) and len(set(targets)) == len(
-        targets
-    )
+    for request in scheduler.running:
+        # all or nothing: sequences of a request have next tokens in the same step
+        sampled = {seq for seq in schedule.sampled if seq.request is request}
+        assert sampled in (set(), set(request.unfinished))
+    sources = {source for source, _ in schedule.moves.copies}
+    targets = [target for _, target in schedule.moves.copies]
+    # nothing is copied that nobody else owns
+    assert all(manager.blocks[i].ref_count > 0 for i in sources)
+    assert all(manager.blocks[i].ref_count > 0 for i in targets)
+    assert len(set(targets)) == len(targets)
     assert not sources & set(targets) and not set(schedule.moves.swaps_in.values()) & set(targets)
     for swaps in (schedule.moves.swaps_out, schedule.moves.swaps_in):
         assert len(set(swaps.values())) == len(swaps)
-    assert all(
-        manager.blocks[block_id].ref_count > 0 for block_id in schedule.moves.swaps_in.values()
-    )  # none in vain
+    swapped_in = schedule.moves.swaps_in.values()
+    assert all(manager.blocks[i].ref_count > 0 for i in swapped_in)  # none in vain
     assert not any(seq.host_table for request in scheduler.running for seq in request.unfinished)
     for request in scheduler.waiting:  # all or nothing
         assert all(
@@ -451,8 +425,8 @@ def check_plan(scheduler: Scheduler, schedule: Schedule) -> None:
 def play(
     arrivals, block_size, tokens, seqs, spare, caching, num_host_blocks, failures, cls=Scheduler
 ) -> Counter:
-    """Runs a scenario under scarce blocks, host blocks and budgets. The oracle is the fake model, asked for one request
-    alone. Counts what has happened."""
+    """Runs a scenario under scarce blocks, host blocks and budgets. The oracle is the fake model,
+    asked for one request alone. Counts what has happened."""
     longest = 0  # what the largest request needs when it has the cache for itself
     for _, prompt, max_tokens, _, n, _, _ in arrivals:
         shared = len(prompt) // block_size
@@ -552,9 +526,8 @@ class AnyPolicy(Scheduler):
         return self.rng.random() < 0.8
 
     def step_budget(self):
-        return self.rng.randint(1, self.max_num_batched_tokens), self.rng.randint(
-            1, self.max_num_batched_tokens
-        )
+        limit = self.max_num_batched_tokens
+        return self.rng.randint(1, limit), self.rng.randint(1, limit)
 
     def victim(self, candidates):
         return self.rng.choice(candidates)

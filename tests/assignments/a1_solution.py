@@ -4,7 +4,7 @@ PATIENCE = 15.0  # seconds
 
 
 class MyScheduler(Scheduler):
-    """Short answers first. Whoever has waited for `PATIENCE` comes before all others, the oldest first."""
+    """Short answers first. Whoever has waited for `PATIENCE` comes before all, the oldest first."""
 
     def priority(self, request):
         if self.clock() - request.arrival_time > PATIENCE:

@@ -6,7 +6,8 @@ def blocks_of(request):
 
 
 class MyScheduler(Scheduler):
-    """Preempts as cheaply as it can, and as seldom: who has least to lose; to the host only what nobody else holds."""
+    """Preempts as cheaply as it can, and as seldom: who has least to lose; to the host only what
+    nobody else holds."""
 
     watermark = 0.15  # so that those who run can grow
 

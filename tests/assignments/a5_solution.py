@@ -5,7 +5,8 @@ BLOCKS_PER_SECOND = 12.5  # what a second of waiting is worth
 
 
 class MyScheduler(Scheduler):
-    """Who finds most in the prefix cache comes first, of the oldest ones. Who has waited long needs to find less."""
+    """Who finds most in the prefix cache comes first, of the oldest ones. Who has waited long needs
+    to find less."""
 
     def score(self, request):
         num_found = len(self.block_manager.find_prefix(request.sequences[0]))

@@ -11,7 +11,8 @@ def is_urgent(request):
 
 
 class MyScheduler(Scheduler):
-    """Meets deadlines. The earliest first; last those that are lost. Urgent ones take the seats of patient ones."""
+    """Meets deadlines. The earliest first; last those that are lost. Urgent ones take the seats of
+    patient ones."""
 
     def is_lost(self, request):
         num_left = request.params.extra_args["predicted_tokens"] - request.num_output_tokens

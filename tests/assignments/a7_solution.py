@@ -8,7 +8,8 @@ FREE_TOKENS = 288  # of prompts per step: about as many as are computed while we
 
 
 class MyScheduler(Scheduler):
-    """The cheapest first that can be in time, then those that cannot; whoever has waited for `PATIENCE`, before all."""
+    """The cheapest first that can be in time, then those that cannot; whoever has waited for
+    `PATIENCE`, before all."""
 
     def __init__(self, *args):
         super().__init__(*args)

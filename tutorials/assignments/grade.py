@@ -1,8 +1,8 @@
 """Grades a student's file: python -m tutorials.assignments.grade a1 my_scheduler.py [--json results.json]
 
-Each check is a simulation or a run of the real engine. The student's file runs in a process of its own (`player.py`),
-the verdict is made here (`referee.py`). Needs Linux or macOS. `--json` writes what Gradescope reads.
-"""
+Each check is a simulation or a run of the real engine. The student's file runs in a process of its
+own (`player.py`), the verdict is made here (`referee.py`). Needs Linux or macOS. `--json` writes
+what Gradescope reads."""
 
 import argparse
 import hashlib
@@ -79,7 +79,8 @@ class Report:
 
 
 class Grader:
-    """Grades one file. Calls `report` after each check, so that nothing is lost if the machine stops."""
+    """Grades one file. Calls `report` after each check, so that nothing is lost if the machine
+    stops."""
 
     def __init__(
         self,
@@ -148,10 +149,8 @@ class Grader:
             self._grade_goal(part, goal, [] if problem else values[goal.name])
 
     def _grade_goal(self, part: Part, goal: Goal, values: list[float]) -> None:
-        name, wanted = (
-            f"{part.name}, {goal.name}",
-            f"full points at {goal.full:g}, none at {goal.none:g}",
-        )
+        name = f"{part.name}, {goal.name}"
+        wanted = f"full points at {goal.full:g}, none at {goal.none:g}"
         if not values:
             self._add(name, 0, goal.points, f"not measured, because a rule was broken; {wanted}")
             return

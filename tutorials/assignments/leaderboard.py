@@ -1,8 +1,7 @@
 """The leaderboard of assignment 7: python -m tutorials.assignments.leaderboard my_scheduler.py --name "Cheapest first"
 
-Grades the file, and writes or replaces the line of this name in a7/LEADERBOARD.md. With `--secret FILE`, the
-instructor's seeds are used, and the line is marked as verified.
-"""
+Grades the file, and writes or replaces the line of this name in a7/LEADERBOARD.md. With `--secret
+FILE`, the instructor's seeds are used, and the line is marked as verified."""
 
 import argparse
 from datetime import date

@@ -1,9 +1,10 @@
-"""The process in which a student's scheduler runs while it is graded. Nothing that it says is believed.
+"""The process in which a student's scheduler runs while it is graded. Nothing that it says is
+believed.
 
-It gets one JSON line per step: what arrived, which tokens were drawn, what time it is. It answers with one line: what
-its scheduler has decided. The clock, the true lengths, the cost of a step and the verdict are in the process that grades
-(`referee.py`). The checks here are those of `simulate(..., check=True)`: they are for those who made a mistake.
-"""
+It gets one JSON line per step: what arrived, which tokens were drawn, what time it is. It answers
+with one line: what its scheduler has decided. The clock, the true lengths, the cost of a step and
+the verdict are in the process that grades (`referee.py`). The checks here are those of
+`simulate(..., check=True)`: they are for those who made a mistake."""
 
 import faulthandler
 import json
@@ -26,7 +27,8 @@ from nanovllm.simulator import STOP, check_queues
 
 
 class Logged:
-    """Mixed into the student's class: notes each decision, in the order in which blocks change hands."""
+    """Mixed into the student's class: notes each decision, in the order in which blocks change
+    hands."""
 
     def __init__(self, *args) -> None:
         super().__init__(*args)
@@ -54,7 +56,8 @@ class Logged:
 
 
 class Player:
-    """Plays one simulation: has the student's scheduler, its own blocks, and requests without their true lengths."""
+    """Plays one simulation: has the student's scheduler, its own blocks, and requests without their
+    true lengths."""
 
     def __init__(self, module: ModuleType, start: dict[str, Any]):
         scheduler_cls = find_class(module, start["scheduler"], Scheduler)
@@ -115,7 +118,8 @@ def load(source: str, name: str) -> ModuleType:
 
 
 def run_engine(module: ModuleType, start: dict[str, Any]) -> list[list[list[int]]]:
-    """Answers the prompts with the real engine and the student's scheduler; for each prompt the tokens of each output."""
+    """Answers the prompts with the real engine and the student's scheduler; for each prompt the
+    tokens of each output."""
     from nanovllm import LLM
 
     llm = LLM(scheduler_cls=find_class(module, start["scheduler"], Scheduler), **start["options"])
@@ -156,7 +160,8 @@ def serve(ask: Callable[[], str], reply: Callable[[dict], None]) -> None:
 
 
 def main() -> None:
-    """Talks over what were standard input and output; what the student prints goes to standard error."""
+    """Talks over what were standard input and output; what the student prints goes to standard
+    error."""
     questions, answers = os.fdopen(os.dup(0), "r"), os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)

@@ -1,9 +1,9 @@
-"""The side of the grader that is believed: it asks a student's process for decisions, checks and carries them out.
+"""The side of the grader that is believed: it asks a student's process for decisions, checks and
+carries them out.
 
-A `Referee` is a scheduler like any other, so `simulate` runs it. What it is told to do, it does with the base class's
-own methods, its own block tables and its own limits. Whatever a process claims, it can only choose among what is
-allowed.
-"""
+A `Referee` is a scheduler like any other, so `simulate` runs it. What it is told to do, it does
+with the base class's own methods, its own block tables and its own limits. Whatever a process
+claims, it can only choose among what is allowed."""
 
 import ctypes
 import json
@@ -48,9 +48,8 @@ class Process:
         user: str | None = None,
     ):
         if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(
-                PR_SET_DUMPABLE, 0
-            )  # a process of the same user cannot read our memory
+            # a process of the same user cannot read our memory
+            ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0)
         self.seconds_per_call, self.deadline = seconds_per_call, time.monotonic() + seconds
         self.buffer, self.seconds = b"", seconds
         self.printed, name = tempfile.mkstemp()
@@ -84,7 +83,8 @@ class Process:
             raise
 
     def ask(self, message: dict[str, Any], seconds_per_call: float | None = None) -> dict[str, Any]:
-        """Sends one line and waits for one line. Raises Broken if the answer is an error, late, or none."""
+        """Sends one line and waits for one line. Raises Broken if the answer is an error, late, or
+        none."""
         self.send(message)
         return self.receive(seconds_per_call)
 
@@ -173,10 +173,9 @@ class Referee(Scheduler):
 
     def __init__(self, limits, block_manager):
         super().__init__(limits, block_manager)
-        self.arrived, self.tokens = (
-            list[list](),
-            dict[str, int](),
-        )  # what the process has not been told yet
+        # what the process has not been told yet
+        self.arrived = list[list]()
+        self.tokens = dict[str, int]()
         self.requests = dict[str, Request]()  # unfinished
         self.num_steps, self.is_swapped = 0, False
         sizes = len(block_manager.blocks), block_manager.block_size
@@ -265,6 +264,7 @@ class Referee(Scheduler):
 def referee_for(
     process: Process, scheduler: str, block_manager: str | None, max_steps: int
 ) -> type[Referee]:
-    """A class for `simulate`. It has the name of the student's class, which stands in the messages."""
+    """A class for `simulate`. It has the name of the student's class, which stands in the
+    messages."""
     fields = {"process": process, "block_manager_name": block_manager, "max_steps": max_steps}
     return type(scheduler, (Referee,), fields)

@@ -29,9 +29,8 @@ class Goal:
     of the points."""
 
     name: str  # with its unit: "mean latency (s)"
-    measure: Callable[
-        [Run, Run], float
-    ]  # of the student's run and of FCFS (`Scheduler`) on the same workload
+    # of the student's run and of FCFS (`Scheduler`) on the same workload
+    measure: Callable[[Run, Run], float]
     none: float  # no points at this value or a worse one: about what FCFS has
     full: float  # full points at this value or a better one
     points: float
@@ -64,9 +63,8 @@ class Task:
     title: str
     parts: list[Part]
     engine_points: float = 10  # for the same answers as any other schedule in the real engine
-    questions: dict[str, str] = field(
-        default_factory=dict
-    )  # name -> SHA-256 of the answer in lower case
+    # name -> SHA-256 of the answer in lower case
+    questions: dict[str, str] = field(default_factory=dict)
     question_points: float = 0  # for each
 
     @property

@@ -1,7 +1,9 @@
-"""What the PagedAttention paper compares with: every sequence gets one contiguous piece of the cache when it starts.
+"""What the PagedAttention paper compares with: every sequence gets one contiguous piece of the
+cache when it starts.
 
-Orca's authors did not publish their code, so the paper's authors wrote it again in three variants, which differ in how much
-they reserve, on top of a buddy allocator (section 6.1). So do we. To try one in the engine:
+Orca's authors did not publish their code, so the paper's authors wrote it again in three variants,
+which differ in how much they reserve, on top of a buddy allocator (section 6.1). So do we. To try
+one in the engine:
 
     LLM(block_manager_cls=OrcaPow2, block_size=1)
 """
@@ -16,12 +18,13 @@ def log2_ceil(n: int) -> int:
 
 
 class ContiguousBlockManager(BlockManager):
-    """Runs of 2**k neighboring blocks from a buddy allocator, one for each sequence, reserved before its first step.
+    """Runs of 2**k neighboring blocks from a buddy allocator, one for each sequence, reserved
+    before its first step.
 
-    A run is cut in halves until it is just large enough; when both halves are free again they become one. Nothing
-    is shared: samples of a prompt hold it once each, and copy it when they fork. No prefixes are found, nothing is
-    swapped, and beams, which are new sequences after every token, are refused.
-    """
+    A run is cut in halves until it is just large enough; when both halves are free again they
+    become one. Nothing is shared: samples of a prompt hold it once each, and copy it when they
+    fork. No prefixes are found, nothing is swapped, and beams, which are new sequences after every
+    token, are refused."""
 
     max_model_len = 2048  # of the paper's OPT models; subclasses may have another
 
@@ -33,13 +36,12 @@ class ContiguousBlockManager(BlockManager):
         num_host_blocks: int = 0,
     ):
         super().__init__(num_blocks, block_size, enable_prefix_caching=False)
-        self.free_runs: list[set[int]] = [
-            set() for _ in range(num_blocks.bit_length())
-        ]  # [k]: where 2**k blocks begin
+        num_sizes = num_blocks.bit_length()
+        self.free_runs = [set[int]() for _ in range(num_sizes)]  # [k]: where 2**k blocks begin
         self.copies: dict[Sequence, list[tuple[int, int]]] = {}  # what a fork has yet to copy
         self.refused = 0  # blocks of the request that was last refused, until one is accepted
         start = 0
-        for k in reversed(range(num_blocks.bit_length())):
+        for k in reversed(range(num_sizes)):
             if num_blocks >> k & 1:
                 self.free_runs[k].add(start)
                 start += 2**k
@@ -49,29 +51,26 @@ class ContiguousBlockManager(BlockManager):
 
     def size_for(self, request: Request) -> int:
         """k, for runs of 2**k blocks."""
-        return log2_ceil(
-            self.num_blocks_for(min(self.tokens_to_reserve(request), self.max_model_len))
-        )
+        num_tokens = min(self.tokens_to_reserve(request), self.max_model_len)
+        return log2_ceil(self.num_blocks_for(num_tokens))
 
     # --- what the scheduler asks ---
 
     def max_blocks_needed(self, request: Request) -> int:
         if isinstance(request, BeamRequest):
-            raise ValueError(
-                f"beam search is not possible with {type(self).__name__}: use BlockManager"
-            )
+            name = type(self).__name__
+            raise ValueError(f"beam search is not possible with {name}: use BlockManager")
         if request.max_len - 1 > self.max_model_len:
-            raise ValueError(
-                f"the request may cache {request.max_len - 1} tokens, but {type(self).__name__}.max_model_len={self.max_model_len}"
-            )
+            limit = f"{type(self).__name__}.max_model_len={self.max_model_len}"
+            raise ValueError(f"the request may cache {request.max_len - 1} tokens, but {limit}")
         return request.params.n * 2 ** self.size_for(request)
 
     def can_admit(self, request: Request, num_reserved: int = 0) -> bool:
         """It needs a run for each sequence. After that it has all that it will ever need."""
-        k, num_seqs = self.size_for(request), len(request.unfinished)
-        fits = (
-            sum(len(runs) << (i - k) for i, runs in enumerate(self.free_runs) if i >= k) >= num_seqs
-        )
+        k = self.size_for(request)
+        num_seqs = len(request.unfinished)
+        num_runs = sum(len(self.free_runs[i]) << (i - k) for i in range(k, len(self.free_runs)))
+        fits = num_runs >= num_seqs
         self.refused = 0 if fits else num_seqs * 2**k
         return fits
 
@@ -80,7 +79,7 @@ class ContiguousBlockManager(BlockManager):
 
     @property
     def num_stranded_blocks(self) -> int:
-        """All that is free, if it would be enough for the request that waits and yet is no use to it."""
+        """All that is free, if it would be enough for the request that waits, and yet is no use."""
         return self.num_free_blocks if 0 < self.refused <= self.num_free_blocks else 0
 
     # --- what it tells us to do ---
@@ -97,9 +96,8 @@ class ContiguousBlockManager(BlockManager):
         if not child.block_table:
             self._reserve(child)
         child.num_computed_tokens = num_tokens
-        self.copies[child] = list(
-            zip(parent.block_table[: self.num_blocks_for(num_tokens)], child.block_table)
-        )
+        source = parent.block_table[: self.num_blocks_for(num_tokens)]
+        self.copies[child] = list(zip(source, child.block_table))
 
     def free(self, seq: Sequence) -> None:
         self.copies.pop(seq, None)
@@ -127,9 +125,8 @@ class ContiguousBlockManager(BlockManager):
             self.free_blocks[block_id] = None
             self.blocks[block_id].ref_count = 0
         start, k = run[0], log2_ceil(len(run))
-        while (
-            start ^ 2**k in self.free_runs[k]
-        ):  # the other half, which differs in one bit, is free as well
+        # while the other half, which differs in one bit, is free as well
+        while start ^ 2**k in self.free_runs[k]:
             self.free_runs[k].remove(start ^ 2**k)
             start, k = start & ~(2**k), k + 1
         self.free_runs[k].add(start)

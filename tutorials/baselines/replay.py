@@ -1,11 +1,12 @@
-"""Thousands of requests through the real scheduler and block manager, without a model: what does the cache hold?
+"""Thousands of requests through the real scheduler and block manager, without a model: what does
+the cache hold?
 
     python -m tutorials.baselines.replay --trace AzureLLMInferenceTrace_conv.csv --json tutorials/results/memory.json
 
-prints the paper's figures 2 and 15 as tables (about five minutes); `tutorials.figures.plot_memory` draws them. All
-requests wait from the start, in the order of the trace, so that memory is what limits every system. What is averaged are
-the steps in which somebody waits only because memory lacks.
-"""
+prints the paper's figures 2 and 15 as tables (about five minutes); `tutorials.figures.plot_memory`
+draws them. All requests wait from the start, in the order of the trace, so that memory is what
+limits every system. What is averaged are the steps in which somebody waits only because memory
+lacks."""
 
 import argparse
 import json
@@ -43,22 +44,22 @@ class Setting:
 
 
 def lognormal_lengths(name: str, count: int, seed: int = 0) -> Lengths:
-    """Lengths with the means that the paper gives for a data set. Their shape is our assumption, not the paper's."""
+    """Lengths with the means that the paper gives for a data set. Their shape is our assumption,
+    not the paper's."""
     pairs = lognormal_pairs(random.Random(seed), MEANS[name], 1.0, MAX_MODEL_LEN)
     return list(islice(pairs, count))
 
 
 class NoModel:
-    """Draws tokens that say nothing, and other ones for every sequence, so that no two become equal by accident."""
+    """Draws tokens that say nothing, and other ones for every sequence, so that no two become equal
+    by accident."""
 
     def __init__(self, seed: int = 0):
         self.rng = random.Random(seed)
 
     def run(self, schedule: Schedule) -> tuple[list[int], list[dict[int, float] | None]]:
-        sampled = schedule.sampled
-        return [self.rng.getrandbits(30) for _ in sampled], [
-            self.likeliest(seq.request) for seq in sampled
-        ]
+        token_ids = [self.rng.getrandbits(30) for _ in schedule.sampled]
+        return token_ids, [self.likeliest(seq.request) for seq in schedule.sampled]
 
     def likeliest(self, request: Request) -> dict[int, float] | None:
         """The likeliest of many tokens whose logits are normally distributed, for beams."""
@@ -66,9 +67,8 @@ class NoModel:
             return None
         weights = sorted((math.exp(self.rng.gauss(0, 3)) for _ in range(200)), reverse=True)
         total = sum(weights)
-        return {
-            self.rng.getrandbits(30): math.log(w / total) for w in weights[: request.num_logprobs]
-        }
+        weights = weights[: request.num_logprobs]
+        return {self.rng.getrandbits(30): math.log(w / total) for w in weights}
 
 
 def new_request(i: int, prompt: int, output: int, n: int = 1, beam_width: int = 0) -> Request:
@@ -84,7 +84,8 @@ def new_request(i: int, prompt: int, output: int, n: int = 1, beam_width: int = 
 def replay(
     lengths: Lengths, manager_cls, block_size: int, setting: Setting, every: int = 20, **decoding
 ) -> dict:
-    """Mean part of the cache for each use, over the steps in which requests wait; and how many ran at a time.
+    """Mean part of the cache for each use, over the steps in which requests wait; and how many ran
+    at a time.
 
     Raises ValueError if there are no such steps.
     """
@@ -102,16 +103,13 @@ def replay(
     samples, num_running, num_steps = [], 0, 0
     while scheduler.waiting:
         schedule = scheduler.schedule()
-        is_full = (
-            scheduler.waiting and schedule.num_tokens < setting.max_num_batched_tokens
-        )  # it is memory that lacks
-        if is_full and num_steps % every == 0:
+        lacks_memory = schedule.num_tokens < setting.max_num_batched_tokens
+        if scheduler.waiting and lacks_memory and num_steps % every == 0:
             usage = cache_usage(scheduler)
             # free and not used by those who wait: lost, whatever the reason
             usage["external_fragmentation"] += usage.pop("free")
-            usage["saved"] = usage["shared"] / (
-                usage["shared"] + manager.num_used_blocks * block_size
-            )
+            shared = usage["shared"]
+            usage["saved"] = shared / (shared + manager.num_used_blocks * block_size)
             samples.append(usage)
             num_running += len(scheduler.running)
         scheduler.update(schedule, *model.run(schedule))
@@ -136,12 +134,12 @@ SYSTEMS = {
     "Orca (Oracle)": OrcaOracle,
     "paged": BlockManager,
 }
-PAPER_TOKEN_STATES = {
+PAPER_TOKEN_STATES = {  # figure 2
     "Orca (Max)": 0.204,
     "Orca (Pow2)": 0.268,
     "Orca (Oracle)": 0.382,
     "paged": 0.963,
-}  # figure 2
+}
 PAPER_SAVED = {  # from 2 sequences to 6: figure 15 and section 6.3
     ("Alpaca", "samples"): (0.061, 0.098),
     ("Alpaca", "beams"): (0.376, 0.552),

@@ -1,4 +1,5 @@
-"""Request-level batching, as in FasterTransformer and in every engine before Orca: LLM(scheduler_cls=StaticBatching)"""
+"""Request-level batching, as in FasterTransformer and in every engine before Orca:
+LLM(scheduler_cls=StaticBatching)"""
 
 from nanovllm.schedule import Schedule
 from nanovllm.scheduler import Scheduler
@@ -8,8 +9,8 @@ from nanovllm.sequence import Request
 class StaticBatching(Scheduler):
     """A batch starts together, and the next one starts when the last of it has ended.
 
-    `max_num_seqs` is the size of the batch. Its prompts may take several steps. Requests that are done leave their
-    seats empty.
+    `max_num_seqs` is the size of the batch. Its prompts may take several steps. Requests that are
+    done leave their seats empty.
     """
 
     def __init__(self, *args):

@@ -8,15 +8,8 @@ from tutorials.assignments.task import Goal, Part, Task
 from tutorials.simulation.metrics import ttft
 from tutorials.simulation.workloads import all_at_once, lognormal, poisson, shared_prefix, workload
 
-INVARIANTS = (
-    "queues",
-    "references",
-    "budget",
-    "seats",
-    "missing",
-    "writes",
-    "moves",
-)  # see README.md
+# see README.md
+INVARIANTS = ("queues", "references", "budget", "seats", "missing", "writes", "moves")
 
 
 def little_memory(seed: int) -> list[Job]:

@@ -1,4 +1,5 @@
-"""Public tests of assignment 0: they pass from the start, and warn of each class that is still broken.
+"""Public tests of assignment 0: they pass from the start, and warn of each class that is still
+broken.
 
 Run: SOLUTION=my_scheduler.py pytest tutorials/assignments/a0
 """

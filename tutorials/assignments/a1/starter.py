@@ -2,7 +2,7 @@ from nanovllm.scheduler import Scheduler
 
 
 class MyScheduler(Scheduler):
-    """Short answers first, but nobody waits forever. As it stands, this is first come, first served."""
+    """Short answers first, but nobody waits forever. So far: first come, first served."""
 
     def priority(self, request):
         # TODO: the smallest key is admitted first. The guessed length of the answer, in tokens, is

@@ -10,7 +10,8 @@ STARVED = 28.0  # seconds until the first token: what earns nothing
 
 
 def chats(seed: int) -> list[Job]:
-    """800 requests in about 27 s, half as many again as 16 seats can serve, each with a guess of its answer's length."""
+    """800 requests in about 27 s, half as many again as 16 seats can serve, each with a guess of
+    its answer's length."""
     lengths = lognormal(prompt=120, output=120, sigma=1.0, seed=seed)
     return predicted(
         workload(poisson(rate=30, seed=seed), lengths, count=800), sigma=0.5, seed=seed

@@ -11,7 +11,8 @@ from tutorials.simulation.workloads import gamma, lognormal, workload
 
 
 def questions_and_documents(seed: int) -> list[Job]:
-    """600 requests in bursts, 30 per second. Most prompts are short, the longest have some thousand tokens."""
+    """600 requests in bursts, 30 per second. Most prompts are short, the longest have some thousand
+    tokens."""
     lengths = lognormal(prompt=600, output=200, sigma=1.2, max_model_len=8192, seed=seed)
     return workload(gamma(rate=30, cv=3, seed=seed), lengths, count=600)
 

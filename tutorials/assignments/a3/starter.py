@@ -8,7 +8,7 @@ def tenant_of(request):
 
 
 class MyScheduler(Scheduler):
-    """The same service for all tenants. As it stands, this is first come, first served."""
+    """The same service for all tenants. So far: first come, first served."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -19,7 +19,9 @@ class MyScheduler(Scheduler):
         return super().next_waiting()
 
     def update(self, schedule, *args):
-        # TODO: count what each tenant has received. schedule.sampled has the sequences that get a token in this step.
+        # TODO: count what each tenant has received. schedule.sampled has the sequences that get a
+        # token in this step.
         super().update(schedule, *args)
 
-    # TODO: a tenant that had nothing to do for a while must not catch up. `add` is called when a request comes.
+    # TODO: a tenant that had nothing to do for a while must not catch up. `add` is called when a
+    # request comes.

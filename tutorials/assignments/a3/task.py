@@ -12,15 +12,16 @@ SLOWER = 1.2  # seconds of the run / those of FCFS: what earns nothing
 def tenant(
     name: str, seed: int, rate: float, prompt: int, output: int, count: int, start: float = 0.0
 ) -> list[Job]:
-    """`count` requests from second `start` on, `rate` per second, with these mean lengths in tokens."""
+    """`count` requests from second `start` on, `rate` per second, with these mean lengths in
+    tokens."""
     lengths = lognormal(prompt, output, sigma=0.5, max_model_len=4096, seed=seed)
     jobs = workload(poisson(rate, seed=seed), lengths, count)
     return labelled([job._replace(time=job.time + start) for job in jobs], tenant=name)
 
 
 def three_tenants(seed: int) -> list[Job]:
-    """Each has more to do than a third of the server: A has many short requests, B long ones, C comes later with long
-    prompts."""
+    """Each has more to do than a third of the server: A has many short requests, B long ones, C
+    comes later with long prompts."""
     return merged(
         tenant("A", 3 * seed, rate=50, prompt=60, output=60, count=360),
         tenant("B", 3 * seed + 1, rate=25, prompt=200, output=200, count=290),

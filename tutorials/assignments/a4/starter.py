@@ -2,7 +2,7 @@ from nanovllm.scheduler import Scheduler
 
 
 class MyScheduler(Scheduler):
-    """Preempts as cheaply as it can, and as seldom. As it stands, this is first come, first served."""
+    """Preempts as cheaply as it can, and as seldom. So far: first come, first served."""
 
     watermark = 0.05  # TODO: the part of the blocks that admission leaves free
 

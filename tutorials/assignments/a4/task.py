@@ -14,8 +14,8 @@ SLOW = 1.1  # times the mean latency of FCFS
 
 
 def growing(seed: int) -> list[Job]:
-    """Within 2 s come 200 requests with short prompts and long answers, 30 with long prompts, and 120 questions about
-    three documents. All answers grow together, until the memory is full."""
+    """Within 2 s come 200 requests with short prompts and long answers, 30 with long prompts, and
+    120 questions about three documents. All answers grow together, until the memory is full."""
     stories = workload(poisson(100, seed), lognormal(30, 600, 0.4, 1800, seed), 200)
     articles = workload(poisson(15, seed + 1), lognormal(1800, 200, 0.4, 4500, seed + 1), 30)
     questions = lognormal(60, 500, 0.4, 1500, seed + 2)
@@ -32,7 +32,8 @@ def seconds_lost(run: Run) -> float:
 
 
 def lost_share(run: Run, baseline: Run) -> float:
-    """Counts only if the mean latency is about that of FCFS: who runs one request at a time preempts nobody."""
+    """Counts only if the mean latency is about that of FCFS: who runs one request at a time
+    preempts nobody."""
     is_slow = mean_latency(run) > SLOW * mean_latency(baseline)
     return 1.0 if is_slow else seconds_lost(run) / seconds_lost(baseline)
 

@@ -25,11 +25,10 @@ class TestRules(PublicTests):
 
 @pytest.mark.parametrize("mode", ("swap", "recompute"))
 def test_a_request_as_large_as_the_memory_is_answered_too(mode):
-    """It needs 297 of 300 blocks: no part of them can be left free. Others come before and after it."""
-    others, large = (
-        workload(poisson(rate=20), fixed(50, 400), 40),
-        workload(repeat(1.0), fixed(4500, 240), 1),
-    )
+    """It needs 297 of 300 blocks: no part of them can be left free. Others come before and after
+    it."""
+    others = workload(poisson(rate=20), fixed(50, 400), 40)
+    large = workload(repeat(1.0), fixed(4500, 240), 1)
     config = Config(
         model="qwen3-8b", num_blocks=300, max_model_len=4752, preemption_mode=mode, swap_gib=0.2
     )

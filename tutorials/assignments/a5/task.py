@@ -15,8 +15,8 @@ from tutorials.simulation.workloads import (
 
 
 def documents_and_chats(seed: int) -> list[Job]:
-    """In about 13 s come 500 questions about 40 documents, 100 requests that share nothing, and the first turns of 50
-    conversations. Memory has room for about 20 documents."""
+    """In about 13 s come 500 questions about 40 documents, 100 requests that share nothing, and the
+    first turns of 50 conversations. Memory has room for about 20 documents."""
     questions = lognormal(60, 90, 0.7, 600, seed)
     documents = shared_prefix(
         poisson(40, seed), questions, 500, 40, prefix_tokens=1500, skew=0.3, seed=seed
@@ -37,10 +37,10 @@ def documents_and_chats(seed: int) -> list[Job]:
 
 
 def computed_share(run: Run, baseline: Run) -> float:
-    """Prompt tokens that the prefix cache did not have when the request was first admitted, divided by FCFS's."""
-    computed, computed_by_fcfs = (
-        r.num_prompt_tokens - r.num_cached_tokens for r in (run, baseline)
-    )
+    """Prompt tokens that the prefix cache did not have when the request was first admitted, divided
+    by FCFS's."""
+    computed = run.num_prompt_tokens - run.num_cached_tokens
+    computed_by_fcfs = baseline.num_prompt_tokens - baseline.num_cached_tokens
     return computed / computed_by_fcfs
 
 

@@ -21,7 +21,8 @@ class TestRules(PublicTests):
 
 
 def test_a_request_without_a_prefix_starts_while_others_that_have_one_keep_coming():
-    """For 12 s, more questions about one document come than can be served. One that shares nothing comes after 5 s."""
+    """For 12 s, more questions about one document come than can be served. One that shares nothing
+    comes after 5 s."""
     questions = shared_prefix(
         poisson(rate=50), fixed(50, 100), 600, num_prefixes=1, prefix_tokens=500
     )

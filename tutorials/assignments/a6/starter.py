@@ -11,7 +11,7 @@ def is_urgent(request):
 
 
 class MyScheduler(Scheduler):
-    """Meets deadlines. As it stands, this is first come, first served."""
+    """Meets deadlines. So far: first come, first served."""
 
     def priority(self, request):
         # TODO: who comes first? And who last, because it is lost anyway?

@@ -19,7 +19,8 @@ from tutorials.simulation.workloads import (
 
 
 def overload(seed: int) -> list[Job]:
-    """For 15 seconds, more than twice as many patient requests as the machine can serve, and bursts of urgent ones."""
+    """For 15 seconds, more than twice as many patient requests as the machine can serve, and bursts
+    of urgent ones."""
     urgent = workload(gamma(10, 3, seed), lognormal(60, 30, 0.5, 160, seed), 150)
     rng = generator("patience", seed)
     labels = ({"deadline": rng.uniform(3, 10), "urgent": False} for _ in range(400))
@@ -53,10 +54,10 @@ def missed(which: Callable[[Served], bool]) -> Callable[[Run, Run], float]:
 
 
 def worst_latency(run: Run, baseline: Run) -> float:
-    """The longest time from the arrival of a patient request to its last token, divided by that of FCFS."""
-    worst, worst_under_fcfs = (
-        max(map(latency, filter(is_patient, r.requests))) for r in (run, baseline)
-    )
+    """The longest time from the arrival of a patient request to its last token, divided by that of
+    FCFS."""
+    worst = max(map(latency, filter(is_patient, run.requests)))
+    worst_under_fcfs = max(map(latency, filter(is_patient, baseline.requests)))
     return worst / worst_under_fcfs
 
 

@@ -1,4 +1,5 @@
-"""Assignment 7: as many requests as possible within an SLO. What is served, and what is measured."""
+"""Assignment 7: as many requests as possible within an SLO. What is served, and what is
+measured."""
 
 from nanovllm.config import Config
 from nanovllm.simulator import Job, Run, Served
@@ -51,7 +52,8 @@ def questions(seed: int) -> list[Job]:
 
 
 def mixture(seed: int) -> list[Job]:
-    """About 800 requests, most of them in the first 30 s. Every one has a tenant and a guess of its answer's length."""
+    """About 800 requests, most of them in the first 30 s. Every one has a tenant and a guess of its
+    answer's length."""
     jobs = merged(
         labelled(documents(seed), tenant="A"),
         labelled(chats(seed), tenant="B"),
@@ -65,7 +67,8 @@ def share_within_slo(requests: list[Served]) -> float:
 
 
 def goodput(run: Run, baseline: Run) -> float:
-    """Of all requests. Their number is the same for every scheduler, and so is the time in which they come."""
+    """Of all requests. Their number is the same for every scheduler, and so is the time in which
+    they come."""
     return share_within_slo(run.requests)
 
 
