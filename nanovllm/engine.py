@@ -233,6 +233,7 @@ class LLM:
         return reply
 
     def _run_step(self) -> None:
+        """Of all requests that have not finished; there must be one."""
         seconds = None
         start = time.perf_counter()
         with self.recovery.of_step():  # an exception ends at most the request that has caused it

@@ -30,9 +30,7 @@ class Scheduler:
     whose and what fits is decided below.
     """
 
-    watermark = (
-        0.05  # part of the blocks that admission leaves free, so that those who run can grow
-    )
+    watermark = 0.05  # part of the blocks that admission leaves free, so that who runs can grow
     priority_is_fixed = False  # a policy whose priorities never change may say so: less is sorted
 
     def __init__(self, limits: Limits, block_manager: BlockManager):
@@ -152,9 +150,12 @@ class Scheduler:
             items = self.tokens_to_compute(request, schedule)
             while not self.block_manager.can_allocate(items):
                 behind = self.running[i + 1 :]
-                self.preempt(self.victim(behind) if behind else request)
                 if not behind:
+                    self.preempt(request)
                     return  # nobody was left to give way
+                victim = self.victim(behind)
+                check_choice(self, "victim", victim, behind)
+                self.preempt(victim)
             self.commit(items, schedule)
             i += 1
 

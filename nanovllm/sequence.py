@@ -91,9 +91,7 @@ class Request:
     arrival: int = 0  # a counter, so that no two requests have the same
     arrival_time: float = 0.0  # in seconds, by the scheduler's clock
     num_cached_tokens: int | None = None  # prompt tokens found in the cache at the first admission
-    has_forked: bool = (
-        False  # whether each sequence has blocks of its own; else only the first runs
-    )
+    has_forked: bool = False  # whether each sequence has its own blocks; else only the first runs
     num_shared_tokens: int = 0  # before the fork: the number of tokens that all sequences share
 
     def __post_init__(self):

@@ -49,9 +49,7 @@ class Job(NamedTuple):
     answer: int = 1  # the token id of all others
     max_tokens: int = 2048  # what the client allows; the cache must have room for so many
     extra_args: dict[str, Any] = NO_ARGS
-    after: int | None = (
-        None  # index of the job that this one follows, as the next turn of a conversation
-    )
+    after: int | None = None  # index of the job that this one follows, in a conversation
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -73,9 +71,8 @@ class Served:
 
     job: Job
     arrival: float = math.inf  # while it has not arrived
-    token_times: array[float] = field(
-        default_factory=lambda: array("d")
-    )  # when each output token came
+    # when each output token came
+    token_times: array[float] = field(default_factory=lambda: array("d"))
     num_cached_tokens: int = 0  # of its prompt, when it was first admitted
     num_preemptions: int = 0
 
@@ -85,9 +82,8 @@ class PlannedStep(NamedTuple):
 
     start: float
     end: float
-    items: list[
-        tuple[int, int, bool]
-    ]  # (index of the job, tokens computed, whether they belong to a prompt)
+    # (index of the job, tokens computed, whether they belong to a prompt)
+    items: list[tuple[int, int, bool]]
     running: list[int]  # indices of all that run, also of those without a part in this step
 
 
@@ -104,9 +100,7 @@ class Run:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     num_swapped_blocks: int = 0
-    kv_use: float = (
-        0.0  # mean part of the KV blocks in use while steps ran, weighted by their seconds
-    )
+    kv_use: float = 0.0  # mean part of the KV blocks in use in a step, weighted by its seconds
     steps: list[PlannedStep] = field(default_factory=list)  # empty unless they were asked for
 
 

@@ -217,6 +217,7 @@ NOT_RUNNING = type("NotRunning", (Scheduler,), {"victim": lambda self, candidate
 NOT_WAITING = type(
     "NotWaiting", (Scheduler,), {"next_waiting": lambda self: (self.running + self.waiting)[0]}
 )
+SERVED = type("Served", (Scheduler,), {"victim": lambda self, candidates: self.running[0]})
 NOBODY = type("Nobody", (Scheduler,), {"victim": lambda self, candidates: None})
 
 
@@ -225,13 +226,14 @@ NOBODY = type("Nobody", (Scheduler,), {"victim": lambda self, candidates: None})
     [
         (
             NOT_RUNNING,
-            r"NotRunning.preempt\(\): Request\(2\) is not one of \[Request\(0\), Request\(1\)\]",
+            r"NotRunning.victim\(\): Request\(2\) is not one of \[Request\(1\)\]",
         ),
         (
             NOT_WAITING,
             r"NotWaiting.next_waiting\(\): Request\(0\) is not one of \[Request\(1\), Request\(2\)\]",
         ),
-        (NOBODY, r"Nobody.preempt\(\): None is not one of "),
+        (NOBODY, r"Nobody.victim\(\): None is not one of "),
+        (SERVED, r"Served.victim\(\): Request\(0\) is not one of \[Request\(1\)\]"),
     ],
 )
 def test_who_cannot_be_chosen(cls, message):
