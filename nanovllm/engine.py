@@ -63,7 +63,8 @@ class LLM:
         )
         scheduler_cls = config.scheduler_cls or Scheduler
         self.scheduler: Scheduler = scheduler_cls(limits, new_block_manager())
-        self.checked = CheckedScheduler(self.scheduler, limits)
+        is_ours = config.scheduler_cls is None and config.block_manager_cls is None
+        self.checked = CheckedScheduler(self.scheduler, limits, checks_items=not is_ours)
         self.replies = Replies()
         self.recovery = Recovery(self.scheduler, self.checked, self.replies, new_block_manager)
         defaults = load_generation_config(path, hf_config)

@@ -39,7 +39,9 @@ def new_llm(num_blocks=1000, num_host_blocks=0, **kwargs) -> LLM:
     mode = "swap" if num_host_blocks else "recompute"
     options = dict(block_size=4, max_num_batched_tokens=40, preemption_mode=mode) | kwargs
     runner = FakeRunner(options["block_size"], VOCAB_SIZE, num_blocks, num_host_blocks)
-    return LLM(runner=runner, max_num_seqs=12, max_model_len=100, num_blocks=num_blocks, **options)
+    llm = LLM(runner=runner, max_num_seqs=12, max_model_len=100, num_blocks=num_blocks, **options)
+    llm.checked.checks_items = True  # also our own scheduler
+    return llm
 
 
 def requests() -> dict:
