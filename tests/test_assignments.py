@@ -42,9 +42,8 @@ def test_the_rules_are_kept_in_a_short_load(kind, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_the_reference_gets_all_points(name):
-    task = replace(
-        load_task(name), engine_points=0
-    )  # all engines in one process, below: it is faster
+    # all engines in one process, below: it is faster
+    task = replace(load_task(name), engine_points=0)
     report = Grader(
         task, SOLUTIONS / f"{name}_solution.py", secret_seeds("for tests", name, 1)
     ).grade()

@@ -176,9 +176,8 @@ def test_a_static_batch_has_as_many_as_there_are_seats(path):
         done += [output.request_id for output in llm.step() if output.finished]
         sizes.append(len(llm.scheduler.running))
     assert max(sizes) == 4 and done == ["0", "1", "2", "3", "4", "5"]
-    assert sizes.index(2, sizes.index(4)) > sizes.index(
-        4
-    )  # the last two wait until the four are done
+    # the last two wait until the four are done
+    assert sizes.index(2, sizes.index(4)) > sizes.index(4)
     late = sizes[sizes.index(0) :]
     assert max(late) == 2
 
@@ -197,9 +196,8 @@ def test_replay_counts_every_slot_once():
         round(used[name]["running"]) for name in used
     )
     assert used["Orca (Max)"]["running"] == 7  # pieces of 2,048 in 15,700 slots
-    assert (
-        used["Orca (Oracle)"]["token_states"] < 0.5 and used["paged"]["token_states"] > 0.96
-    )  # waste below 4 %
+    # waste below 4 %
+    assert used["Orca (Oracle)"]["token_states"] < 0.5 and used["paged"]["token_states"] > 0.96
 
 
 @pytest.mark.slow

@@ -163,9 +163,8 @@ def test_no_more_blocks_and_copies_than_the_tree_needs(models):
         prefixes = {
             tuple(seq.token_ids[: end + 4]) for seq in beams for end in range(0, len(seq), 4)
         }
-        assert llm.block_manager.num_used_blocks == len(
-            prefixes
-        )  # a block for every different prefix
+        # a block for every different prefix
+        assert llm.block_manager.num_used_blocks == len(prefixes)
         return planned
 
     llm.scheduler.schedule = watched

@@ -95,12 +95,13 @@ def test_trace(trace):
     """Its own intervals, scaled so that the mean rate is the one that was asked for."""
     trace.write_text(trace.read_text().replace("54.68059,", "55.6805900,"))
     rows = read_trace(trace, None, rate=2)
+    # a request has one token at least
     assert [row[:2] for row in rows] == [
         (374, 44),
         (396, 109),
         (7, 1),
         (9, 9),
-    ]  # a request has one token at least
+    ]
     assert [row[2] for row in rows] == pytest.approx([0, 0.5, 1.125, 1.5])
     assert [row[2] for row in read_trace(trace, 2, math.inf)] == [0, 0]
     args = parse("--trace", str(trace), "--requests", "3", "--rate", "1")
@@ -195,9 +196,8 @@ def test_requests_are_handed_over_when_they_arrive(monkeypatch):
     answers = engine.run([Request([1], 3, 0.05), Request([1], 2), Request([1], 1, 0.02)])
     assert engine.order == [1, 2, 0]
     assert [len(answer.token_ids) for answer in answers] == [3, 2, 1]
-    assert all(
-        0 <= answer.ttft < 0.05 for answer in answers
-    )  # counted from the arrival, not from the start
+    # counted from the arrival, not from the start
+    assert all(0 <= answer.ttft < 0.05 for answer in answers)
     assert [answer.tpot for answer in answers] == [pytest.approx(1), pytest.approx(1), None]
 
 

@@ -175,9 +175,8 @@ def test_auto_on_a_gpu_is_the_checkpoints_own_16_bits_or_bfloat16(checkpoint, ch
     hf_config, cuda = SimpleNamespace(**{name: checkpoint}), torch.device("cuda")
     for model in ("Qwen/Qwen3-0.6B", EMBEDDED_MODEL):
         assert choose_dtype(Config(model=model), hf_config, cuda) == chosen
-    assert (
-        choose_dtype(Config(dtype="float32"), hf_config, cuda) == torch.float32
-    )  # who asks for it gets it
+    # who asks for it gets it
+    assert choose_dtype(Config(dtype="float32"), hf_config, cuda) == torch.float32
 
 
 @pytest.mark.parametrize("in_hardware", [True, False])

@@ -176,9 +176,8 @@ def interpret_little(monkeypatch):
             monkeypatch.setattr(triton_ops, name, getattr(torch_ops, name))
 
 
-@pytest.mark.filterwarnings(
-    "ignore:overflow|invalid:RuntimeWarning"
-)  # padding rows attend to nothing: any numbers
+# padding rows attend to nothing: any numbers
+@pytest.mark.filterwarnings("ignore:overflow|invalid:RuntimeWarning")
 def test_the_engine_gives_the_same_tokens_as_without(interpret_little, path):
     """Greedy and with every option of sampling, while the batch grows, shrinks and is preempted."""
     prompts = [[i] * (5 * i + 1) for i in range(5)]
@@ -264,15 +263,13 @@ class MadeUpDevice:
         def recorded(graphs, size):
             self.empty_cache()
             self.sizes.append(size)
-            self.recorded += (
-                2**24 if self.recorded == 0 else 2**20
-            )  # the largest has the activations
+            # the largest has the activations
+            self.recorded += 2**24 if self.recorded == 0 else 2**20
             record(graphs, size)
 
         def ran(runner, schedule):
-            self.cached = (
-                2**28
-            )  # sorting 256 x 151,936 logits takes much more than the step's graph
+            # sorting 256 x 151,936 logits takes much more than the step's graph
+            self.cached = 2**28
             return run(runner, schedule)
 
         monkeypatch.setattr(DecodeGraphs, "record", recorded)

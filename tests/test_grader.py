@@ -81,9 +81,8 @@ class MyScheduler(Scheduler):
 def test_fcfs_keeps_the_rules_and_reaches_no_goal(tmp_path):
     report = graded(tmp_path, FCFS, seeds=(1, 2))
     assert [check.score for check in report.checks] == [30, 0]
-    assert report.values == {
-        "load, mean latency / FCFS": 1.0
-    }  # the same run as in this process, to the last digit
+    # the same run as in this process, to the last digit
+    assert report.values == {"load, mean latency / FCFS": 1.0}
 
 
 def test_shortest_first_gets_all(tmp_path):

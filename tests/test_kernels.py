@@ -38,9 +38,8 @@ def check(sequences, heads, kv_heads, head_dim, dtype=torch.float32, splits=None
     )
     expected_cache = KVCache(batch.kv_cache.tensor.clone())
     torch_ops.store_kv(*kv, replace(batch, kv_cache=expected_cache), layer)
-    qkv = torch.cat(
-        [kv[0], kv[1]], dim=1
-    )  # as in the model, keys and values are views of something larger
+    # as in the model, keys and values are views of something larger
+    qkv = torch.cat([kv[0], kv[1]], dim=1)
     triton_attention.store_kv(*qkv.split(kv_heads, dim=1), batch, layer)
     assert torch.equal(batch.kv_cache.tensor.nan_to_num(), expected_cache.tensor.nan_to_num())
     expected = attention.paged_attention(q, batch, layer, scale)
@@ -141,9 +140,8 @@ def test_copy_blocks(block_size, kv_heads, head_dim, dtype):
         assert torch.equal(copied.tensor, expected)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:overflow|invalid:RuntimeWarning"
-)  # padding rows attend to nothing: any numbers
+# padding rows attend to nothing: any numbers
+@pytest.mark.filterwarnings("ignore:overflow|invalid:RuntimeWarning")
 def test_the_engine_gives_the_same_tokens(tmp_path):
     model = new_model("qwen3", head_dim=32, num_attention_heads=2, num_key_value_heads=1)
     path = save(model, tmp_path)

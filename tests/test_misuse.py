@@ -233,9 +233,8 @@ def test_a_ctrl_c_at_any_instruction_of_a_report_loses_no_output():
                 return None
             frame.f_trace_opcodes = True
             opcode = dis.opname[frame.f_code.co_code[frame.f_lasti]]
-            if (
-                event == "opcode" and opcode != "RETURN_VALUE"
-            ):  # no signal comes between it and the caller
+            # no signal comes between it and the caller
+            if event == "opcode" and opcode != "RETURN_VALUE":
                 count += 1
                 if count == at:
                     places[frame.f_lasti] += 1
@@ -440,9 +439,8 @@ def test_a_step_and_an_abort_cost_the_same_with_any_queue(seats, cls):
         llm.abort("7")
         costs.append((step, counting(llm, llm.step)))
     (step, with_abort), (step_long, with_abort_long) = costs
-    assert (
-        step_long <= step + 10 and with_abort_long <= with_abort + 60
-    )  # a search in a sorted list
+    # a search in a sorted list
+    assert step_long <= step + 10 and with_abort_long <= with_abort + 60
 
 
 def test_a_recovery_is_linear_in_the_queue():

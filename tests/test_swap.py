@@ -71,10 +71,11 @@ class Streams:
 
     class Stream:
         def __init__(self):
+            # waits: before the i-th piece of work, so much of others must be done
             self.work, self.waits = (
                 [],
                 {},
-            )  # waits: before the i-th piece of work, so much of others must be done
+            )
 
         def wait_stream(self, other):
             self.waits.setdefault(len(self.work), []).append((other, len(other.work)))
