@@ -193,7 +193,7 @@ BROKEN = {
     ),
     "wrong victim": (
         WRONG_VICTIM,
-        r"step \d+: MyScheduler.preempt\(\): None is not one of \[Request",
+        r"step \d+: MyScheduler.victim\(\): None is not one of \[Request",
     ),
     "never ends": (
         NEVER_ENDS,
