@@ -13,6 +13,7 @@ from typing import Any
 
 from nanovllm.beam_search import BeamRequest, BeamSearchParams
 from nanovllm.block_manager import BlockManager
+from nanovllm.checks import check_schedule
 from nanovllm.config import TOKENS_PER_STEP, Config
 from nanovllm.device import choose_device
 from nanovllm.inputs import AllParams, Conversations, Inputs, Params, Prompt, Prompts, is_one_prompt
@@ -52,7 +53,9 @@ class LLM:
         longest = longest_context(hf_config)
         self.limits = limits = config.resolved(longest, TOKENS_PER_STEP[device.type])
         self.tokenizer = load_tokenizer(path)
-        self.runner = runner or ModelRunner(config, limits, hf_config, path, device)
+        self.runner = runner
+        if runner is None:
+            self.runner = ModelRunner(config, limits, hf_config, path, device)
 
         new_block_manager = partial(
             config.block_manager_cls or BlockManager,
@@ -64,7 +67,8 @@ class LLM:
         scheduler_cls = config.scheduler_cls or Scheduler
         self.scheduler: Scheduler = scheduler_cls(limits, new_block_manager())
         is_ours = config.scheduler_cls is None and config.block_manager_cls is None
-        self.checked = CheckedScheduler(self.scheduler, limits, checks_items=not is_ours)
+        check = None if is_ours else check_schedule
+        self.checked = CheckedScheduler(self.scheduler, limits, check)
         self.replies = Replies()
         self.recovery = Recovery(self.scheduler, self.checked, self.replies, new_block_manager)
         defaults = load_generation_config(path, hf_config)
@@ -74,6 +78,7 @@ class LLM:
         self.arrivals = count()
         self.counts = Counts()
         self.turn = threading.RLock()  # whoever holds it may change the engine
+        self.in_line: dict[int, bool] = {}  # threads that wait for it
         self.is_stepping = threading.Lock()  # held by a step
         self.observers: list[Callable[[Schedule, float], None]] = []
         """Called after each step with its schedule and its seconds."""
@@ -95,7 +100,9 @@ class LLM:
         growing. Without `report`, it returns nothing and keeps all for the next call: `generate`
         and `stream` hold their own outputs.
         """
+        self._line_up()
         with self.turn:
+            self.in_line.pop(threading.get_ident(), None)
             if self.is_stepping.locked():
                 problem = "it waits for a step within a step: it may only add and abort requests"
                 raise ScheduleError(self.scheduler, "a hook", problem)
@@ -194,10 +201,9 @@ class LLM:
 
     def stats(self) -> dict[str, float]:
         """Counters since the start, and the current state."""
-        with self.turn:
-            num_unfinished = len(self.replies.unfinished)
-            num_failed_steps = self.recovery.num_failed_steps
-            return stats_of(self.scheduler, self.counts, num_unfinished, num_failed_steps)
+        num_unfinished = len(self.replies.unfinished)
+        num_failed_steps = self.recovery.num_failed_steps
+        return stats_of(self.scheduler, self.counts, num_unfinished, num_failed_steps)
 
     @property
     def requests(self) -> dict[str, Request]:
@@ -214,7 +220,9 @@ class LLM:
         self, request: Request, is_reported: bool = True, is_watched: bool = False
     ) -> Reply:
         """Gives a checked request its arrival number, id and seed, and a reply."""
+        self._line_up()
         with self.turn:
+            self.in_line.pop(threading.get_ident(), None)
             used = (self.replies.unfinished, self.replies.unreported)
             if any(request.request_id in ids for ids in used):
                 in_use = "a request with this id is still in use"
@@ -232,6 +240,13 @@ class LLM:
             self.recovery.submitted.append(request)  # in this order: without a reply it is ignored
             self.replies.unfinished[request.request_id] = reply
         return reply
+
+    def _line_up(self) -> None:
+        """A lock is not fair: a thread in a loop of steps would be the first one each time."""
+        me = threading.get_ident()
+        if self.in_line.keys() - {me}:
+            time.sleep(1e-4)
+        self.in_line[me] = True
 
     def _run_step(self) -> None:
         """Of all requests that have not finished; there must be one."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from nanovllm.beam_search import BeamRequest
 from nanovllm.block_manager import BlockManager
 from nanovllm.replies import Replies, Reply
 from nanovllm.schedule import CheckedScheduler, Schedule, ScheduleError
@@ -66,13 +67,12 @@ class Recovery:
             if self.suspects and self.schedule is not None:
                 self.untested.difference_update(seq.request for seq in self.schedule.sampled)
             self.is_changing = False
-        except ScheduleError:  # not the fault of any request
+        except (ScheduleError, KeyboardInterrupt):  # not the fault of any request
+            self._start_over()
             raise
         except Exception as error:
             self._accuse(error)
-        finally:
-            if self.is_changing:
-                self._start_over()
+            self._start_over()
 
     # --- what comes and goes ---
 
@@ -83,8 +83,10 @@ class Recovery:
                 self.scheduler.add(request)
         except Exception as error:  # from a hook, perhaps after it has been queued
             self._fail(request, error)
-            self.scheduler.dequeue(request)
+            if request in self.scheduler.waiting:
+                self.scheduler.waiting.remove(request)
         self.submitted.popleft()
+        self.checked.forget_idle_steps()
         self.is_changing = False
 
     def _end(self, request: Request) -> None:
@@ -101,6 +103,7 @@ class Recovery:
         except Exception as error:  # from a hook; the request has ended all the same
             logger.warning("aborting %r failed: %r", request, error)
             self._start_over()
+        self.checked.forget_idle_steps()
         self.is_changing = False
 
     def _reply_to(self, request: Request) -> Reply | None:
@@ -128,9 +131,18 @@ class Recovery:
         everybody = [reply.request for reply in replies if not reply.output.finished]
         group = self.suspects[-1] if self.suspects else everybody
         self.untested = set(group)
-        self.checked.num_idle_steps = 0
-        self.checked.num_idle_tokens = 0
-        self.scheduler.restart(group, self.new_block_manager())
+        self.checked.forget_idle_steps()
+        manager = self.new_block_manager()
+        try:
+            self.scheduler.restart(manager)
+        except Exception as error:  # from a hook; what is ours begins anew all the same
+            logger.warning("restart failed: %r", error)
+            Scheduler.restart(self.scheduler, manager)
+        for request in group:
+            try:
+                self.scheduler.enqueue(request)
+            except Exception as error:  # from a hook
+                self._fail(request, error)
         self.is_changing = False
 
     def _renew(self, reply: Reply) -> None:
@@ -140,7 +152,9 @@ class Recovery:
             return
         try:
             for seq in request.sequences:
-                seq.finish_reason = self.scheduler.reason_to_end(seq)
+                seq.finish_reason = None
+                if not isinstance(request, BeamRequest):  # a search ends in its own way
+                    seq.finish_reason = self.scheduler.reason_to_end(seq)
         except Exception as error:  # from a hook: its own fault, and nobody else's
             reply.restart()
             self._fail(request, error)

@@ -100,6 +100,7 @@ class Reply:
 
     def restart(self) -> None:
         """Forgets all that was made from the tokens."""
+        self.is_updating = False
         request = self.request
         for output in self.completions:
             output.text = ""
@@ -115,6 +116,9 @@ class Reply:
 
     def update(self) -> None:
         """Brings the output up to date. Ends a sequence whose text contains a stop string."""
+        if self.is_updating:  # the last update was interrupted: all is made again
+            self.restart()
+        self.is_updating = True
         request = self.request
         if not isinstance(request, BeamRequest):  # a search has outputs only at its end
             for i in range(len(self.completions)):
@@ -125,6 +129,7 @@ class Reply:
                 self.completions[:] = results_of(request, self.tokenizer)
             self.output.finished = True
             self.output.reply = None
+        self.is_updating = False
 
     def _update_completion(self, i: int) -> None:
         output = self.completions[i]

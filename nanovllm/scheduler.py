@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from operator import attrgetter
 
 from nanovllm import groups
 from nanovllm.beam_search import BeamRequest
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import Limits
-from nanovllm.options import refusal
-from nanovllm.schedule import Item, Schedule, check_choice
+from nanovllm.options import refusal, shown
+from nanovllm.schedule import Item, Schedule, ScheduleError, check_choice
 from nanovllm.sequence import Request, Sequence, StepLogprobs, TokenLogprobs
 from nanovllm.swapping import free_host, swap_in, swap_out
+
+queue_key = attrgetter("queue_key")
 
 
 class Scheduler:
@@ -156,6 +158,8 @@ class Scheduler:
                 victim = self.victim(behind)
                 check_choice(self, "victim", victim, behind)
                 self.preempt(victim)
+                if victim in self.running:
+                    raise ScheduleError(self, "preempt", f"{victim} is still running")
             self.commit(items, schedule)
             i += 1
 
@@ -277,8 +281,12 @@ class Scheduler:
                 seq.logprobs.append(likeliest or {})
             seq.token_ids.append(token_id)
             reason = self.reason_to_end(seq)
-            if reason is not None:
-                self.finish(seq, reason)
+            if reason is None and len(seq.token_ids) < seq.request.max_len:
+                continue
+            if not isinstance(reason, str | None):
+                problem = f"it returned {shown(reason)}, and not a text or None"
+                raise ScheduleError(self, "reason_to_end", problem)
+            self.finish(seq, reason or "length")
         for request, beams in searches.items():
             request.receive(beams, self.block_manager)
             if request.has_ended:
@@ -302,10 +310,10 @@ class Scheduler:
         for seq in request.sequences:
             self.finish(seq, seq.finish_reason or "abort")
 
-    def restart(self, requests: Iterable[Request], block_manager: BlockManager) -> None:
-        """Starts over with these requests and an empty cache, after a step whose effects are
-        unknown. They have been rewound."""
-        self.waiting = sorted(requests, key=self.queue_order) if self.keeps_order() else [*requests]
+    def restart(self, block_manager: BlockManager) -> None:
+        """Forgets all requests, and begins with an empty cache, after a step whose effects are
+        unknown. Those that go on are queued again."""
+        self.waiting = []
         self.running = []
         self.block_manager = block_manager
 
@@ -321,19 +329,17 @@ class Scheduler:
         own = getattr(self.priority, "__func__", None)
         return self.priority_is_fixed or own is Scheduler.priority
 
-    def queue_order(self, request: Request):
-        return self.priority(request), request.arrival
-
     def enqueue(self, request: Request) -> None:
-        if self.keeps_order():
-            insort(self.waiting, request, key=self.queue_order)
-        else:
+        if not self.keeps_order():
             self.waiting.append(request)
+            return
+        request.queue_key = (self.priority(request), request.arrival)
+        insort(self.waiting, request, key=queue_key)
 
     def dequeue(self, request: Request) -> None:
         """Does nothing if it does not wait."""
         if self.keeps_order():
-            i = bisect_left(self.waiting, self.queue_order(request), key=self.queue_order)
+            i = bisect_left(self.waiting, request.queue_key, key=queue_key)
             if i < len(self.waiting) and self.waiting[i] is request:
                 del self.waiting[i]
                 return

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nanovllm.block_manager import BlockManager
+from nanovllm.checks import check_schedule
 from nanovllm.config import TOKENS_PER_STEP, Config
 from nanovllm.options import is_int, is_number, shown
 from nanovllm.roofline import MACHINES, SHAPES, Items, Machine, shape_of
@@ -211,7 +212,7 @@ class Simulation:
             num_blocks, config.block_size, config.enable_prefix_caching, num_host_blocks
         )
         self.scheduler: Scheduler = scheduler_cls(limits, self.manager)
-        self.checked = CheckedScheduler(self.scheduler, limits, checks_items=check)
+        self.checked = CheckedScheduler(self.scheduler, limits, check_schedule if check else None)
         self.check = check
         self.now = 0.0
         self.scheduler.clock = lambda: self.now

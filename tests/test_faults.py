@@ -22,6 +22,7 @@ from fake_model import FakeRunner
 import nanovllm
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.block_manager import BlockManager
+from nanovllm.checks import check_schedule
 from nanovllm.replies import Text
 from nanovllm.schedule import Item, Schedule, ScheduleError
 from nanovllm.scheduler import Scheduler
@@ -40,7 +41,7 @@ def new_llm(num_blocks=1000, num_host_blocks=0, **kwargs) -> LLM:
     options = dict(block_size=4, max_num_batched_tokens=40, preemption_mode=mode) | kwargs
     runner = FakeRunner(options["block_size"], VOCAB_SIZE, num_blocks, num_host_blocks)
     llm = LLM(runner=runner, max_num_seqs=12, max_model_len=100, num_blocks=num_blocks, **options)
-    llm.checked.checks_items = True  # also our own scheduler
+    llm.checked.check = check_schedule  # also our own scheduler
     return llm
 
 

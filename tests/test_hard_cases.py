@@ -16,7 +16,7 @@ from test_scheduler import new_request, new_scheduler, play, step
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.block_manager import BlockManager
-from nanovllm.replies import Reply
+from nanovllm.replies import Reply, Text
 from nanovllm.schedule import ScheduleError
 from nanovllm.scheduler import Scheduler
 from nanovllm.swapping import free_host
@@ -462,12 +462,14 @@ def test_a_tokenizer_that_fails_while_somebody_reads(monkeypatch):
     llm, prompt, params = new_llm(), [5] * 9, SamplingParams(seed=5, max_tokens=6)
     llm.add_request(prompt, params, "sick")
     (output,) = llm.step()
-    (text,) = llm.replies.unfinished["sick"].texts
+    sick, add = output.completions[0], Text.add
 
-    def failing(token_id):
-        raise RuntimeError("no such token")
+    def failing(text, token_id):
+        if text.output is sick:
+            raise RuntimeError("no such token")
+        return add(text, token_id)
 
-    monkeypatch.setattr(text, "add", failing)
+    monkeypatch.setattr(Text, "add", failing)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="no such token"):
             output.outputs  # noqa: B018 (it is read)

@@ -16,7 +16,7 @@ import pytest
 from fake_model import FakeRunner
 from test_faults import VOCAB_SIZE, check_clean, go_on, new_llm, result
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.schedule import ScheduleError
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
@@ -74,6 +74,114 @@ def test_a_hook_that_raises_while_a_request_is_aborted():
     outputs = go_on(llm, {})
     assert outputs["a"].outputs[0].finish_reason == "abort"
     assert outputs["b"].error is None and len(outputs["b"].outputs[0].token_ids) == 9
+    check_clean(llm)
+
+
+class Tenants(Scheduler):
+    """Its keys are computed once, and may not be comparable."""
+
+    priority_is_fixed = True
+    is_broken = False
+
+    def priority(self, request):
+        if self.is_broken and request.request_id == "bad":
+            raise KeyError("priority")
+        return request.params.extra_args["tenant"]
+
+
+@pytest.mark.parametrize("bad", [{}, {"tenant": None}])
+def test_a_fixed_priority_that_raises_for_a_new_request_harms_no_other(bad):
+    llm = new_llm(scheduler_cls=Tenants)
+    llm.add_request([7, 8], SamplingParams(max_tokens=3, seed=1, extra_args={"tenant": 1}), "good")
+    llm.step()
+    llm.scheduler.max_num_seqs = 1
+    params = SamplingParams(max_tokens=3, seed=1, extra_args={"tenant": 2})
+    llm.add_request([7, 8], params, "waits")
+    llm.add_request([7, 8], SamplingParams(max_tokens=3, extra_args=bad), "bad")
+    assert len(llm.generate([5], params, use_tqdm=False)[0].outputs[0].token_ids) == 3
+    outputs = go_on(llm, {})
+    assert isinstance(outputs["bad"].error, KeyError | TypeError)
+    assert outputs["good"].error is None and outputs["waits"].error is None
+    check_clean(llm)
+
+
+def test_a_fixed_priority_that_raises_after_a_fault():
+    """The recovery queues everybody again: each attempt raised, and nobody could go on."""
+    llm = new_llm(scheduler_cls=Tenants)
+    for name in ("a", "bad", "c"):
+        params = SamplingParams(max_tokens=6, seed=1, extra_args={"tenant": 1})
+        llm.add_request([5] * 9, params, name)
+    llm.step()
+    llm.scheduler.is_broken = True
+    llm.recovery.is_changing = True  # a Ctrl-C came
+    outputs = go_on(llm, {})
+    assert isinstance(outputs["bad"].error, KeyError)
+    assert all(len(outputs[name].outputs[0].token_ids) == 6 for name in "ac")
+    check_clean(llm)
+
+
+def test_a_restart_that_raises():
+    class Restarts(Scheduler):
+        def restart(self, block_manager):
+            raise RuntimeError("no")
+
+    llm = new_llm(scheduler_cls=Restarts)
+    llm.add_request([5] * 9, SamplingParams(max_tokens=6, seed=1), "a")
+    llm.step()
+    llm.recovery.is_changing = True  # a Ctrl-C came
+    assert len(go_on(llm, {})["a"].outputs[0].token_ids) == 6
+    check_clean(llm)
+
+
+def test_a_search_is_not_ended_by_a_policy_that_it_does_not_ask():
+    class Short(Scheduler):
+        def reason_to_end(self, seq):
+            return "length" if seq.num_output_tokens >= 3 else super().reason_to_end(seq)
+
+    llm = new_llm(scheduler_cls=Short)
+    params = BeamSearchParams(beam_width=2, max_tokens=8, ignore_eos=True)
+    expected = result(llm.beam_search([[5] * 9], params, use_tqdm=False)[0])
+    llm.add_request([5] * 9, params, "beams")
+    for _ in range(5):
+        llm.step()
+    llm.recovery.is_changing = True  # a Ctrl-C came
+    assert result(go_on(llm, {})["beams"]) == expected
+    check_clean(llm)
+
+
+def test_a_preempt_that_refuses_is_told_so():
+    """The step looked for room for ever."""
+
+    class Protects(Scheduler):
+        def preempt(self, request):
+            if request.request_id == "vip":
+                return
+            super().preempt(request)
+
+    llm = new_llm(num_blocks=8, scheduler_cls=Protects)
+    for name in ("a", "vip"):
+        llm.add_request([5, len(name)] * 6, SamplingParams(max_tokens=18, seed=1), name)
+    with pytest.raises(
+        ScheduleError, match=r"Protects.preempt\(\): Request\(vip\) is still running"
+    ):
+        go_on(llm, {})
+    llm.abort("vip")
+    assert len(go_on(llm, {})["a"].outputs[0].token_ids) == 18
+    check_clean(llm)
+
+
+@pytest.mark.parametrize(
+    "reason, message", [(False, "it returned False, and not a text or None"), (None, None)]
+)
+def test_a_reason_to_end_that_is_none(reason, message):
+    """A forgotten return value: the sequence ends by its length all the same."""
+    llm = new_llm(scheduler_cls=type("Odd", (Scheduler,), {"reason_to_end": lambda *_: reason}))
+    if message is not None:
+        with pytest.raises(ScheduleError, match=message):
+            llm.generate([5], SamplingParams(max_tokens=3), use_tqdm=False)
+    else:
+        (output,) = llm.generate([5], SamplingParams(max_tokens=3), use_tqdm=False)[0].outputs
+        assert (len(output.token_ids), output.finish_reason) == (3, "length")
     check_clean(llm)
 
 
@@ -215,7 +323,98 @@ def test_a_stream_that_another_thread_collects_in_the_middle_of_a_step():
     check_clean(llm)
 
 
-# --- Ctrl-C while a step reports ---
+def test_who_is_in_line_is_served_soon():
+    """A lock is not fair: whoever is in a loop of steps was first each time, until the end."""
+    llm, steps_of_others = new_llm(), []
+    one = SamplingParams(max_tokens=90, seed=1, ignore_eos=True)
+    began = threading.Event()
+    llm.observers.append(lambda schedule, seconds: began.set())
+
+    def long():
+        for _ in range(30):
+            llm.generate([[5] * 3], one, use_tqdm=False)
+
+    def short():
+        began.wait()
+        for _ in range(5):
+            before = llm.counts.steps
+            llm.generate([[6] * 3], SamplingParams(max_tokens=3, seed=1), use_tqdm=False)
+            steps_of_others.append(llm.counts.steps - before)
+
+    in_threads(long, short)
+    assert max(steps_of_others) < 1000  # of 2,700
+    check_clean(llm)
+
+
+# --- Ctrl-C ---
+
+
+@pytest.mark.parametrize("hook", ["update", "commit", "finish"])
+def test_a_ctrl_c_on_the_way_into_a_step_changes_no_later_one(hook):
+    """It left a suspended generator behind. When Python let go of it, in the middle of a later step, it began anew."""
+    params = SamplingParams(n=2, max_tokens=8, seed=2)
+    expected = result(new_llm().generate([7] * 6, params, use_tqdm=False)[0])
+    held = []
+
+    def dropping(scheduler, *_):
+        held.clear()
+
+    llm = new_llm(scheduler_cls=hooked(hook, dropping))
+    llm.add_request([7] * 6, params, "a")
+
+    def trace(frame, event, arg):
+        is_enter = frame.f_code.co_name == "__enter__" and "contextlib" in frame.f_code.co_filename
+        if not is_enter:
+            return None
+        if event == "return":
+            raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        llm.step()
+    except KeyboardInterrupt as error:
+        held.append(error)
+    finally:
+        sys.settrace(None)
+    assert held
+    output = go_on(llm, {})["a"]
+    assert output.error is None and result(output) == expected
+    check_clean(llm)
+
+
+def test_a_ctrl_c_while_an_output_is_read_changes_no_text():
+    """The text had got the token, the output had not: it got its text twice."""
+    prompt, params = [5] * 9, SamplingParams(seed=5, max_tokens=12)
+    expected = result(new_llm().generate(prompt, params, use_tqdm=False)[0])
+    places = 0
+    for at in range(200):
+        llm = new_llm()
+        llm.add_request(prompt, params, "a")
+        for _ in range(5):
+            (output,) = llm.step()
+        lines = 0
+
+        def trace(frame, event, arg, at=at):
+            nonlocal lines
+            if "nanovllm" not in frame.f_code.co_filename:
+                return None
+            lines += event == "line"
+            if event == "line" and lines == at:
+                raise KeyboardInterrupt
+            return trace
+
+        sys.settrace(trace)
+        try:
+            output.outputs  # noqa: B018 (it is read)
+        except KeyboardInterrupt:
+            places += 1
+        finally:
+            sys.settrace(None)
+        assert result(go_on(llm, {})["a"]) == expected
+        if lines < at:
+            break
+    assert lines < at and places > 30
 
 
 def test_a_ctrl_c_at_any_instruction_of_a_report_loses_no_output():
@@ -282,6 +481,17 @@ def test_many_steps_without_a_token_are_right_if_many_tokens_are_missing():
     llm.runner.run = once
     outputs = llm.generate([[5] * 10, [6] * 10], params, use_tqdm=False)
     assert [result(output) for output in outputs] == expected
+
+
+def test_who_cancels_again_and_again_is_no_livelock():
+    """What was computed for those who have left was counted, and what they held was not."""
+    llm = new_llm(max_num_batched_tokens=2)
+    for i in range(8):
+        request_id = llm.add_request([i] * 90)
+        for _ in range(40):
+            llm.step()
+        llm.abort(request_id)
+    check_clean(llm)
 
 
 def test_a_scheduler_that_never_gets_ahead_is_told_so():

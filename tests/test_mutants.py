@@ -94,7 +94,8 @@ def test_only_some_samples_had_their_token(lengths):
     for seq, length in zip(request.sequences, lengths):
         seq.token_ids += expected_output(request, seq.index, 64, 1)[:length]
     request.rewind()
-    scheduler.restart([request], BlockManager(40, 4))
+    scheduler.restart(BlockManager(40, 4))
+    scheduler.enqueue(request)
     for _ in range(10):
         if scheduler.has_unfinished():
             step(scheduler, runner)

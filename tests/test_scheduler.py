@@ -460,9 +460,11 @@ def play(
         count_events(events, scheduler, schedule)
         if clock in failures:  # before anything was moved or written
             manager = BlockManager(len(manager.blocks), block_size, **options)
-            for request in scheduler.unfinished():
+            unfinished = scheduler.unfinished()
+            scheduler.restart(manager)
+            for request in unfinished:
                 request.rewind()
-            scheduler.restart(scheduler.unfinished(), manager)
+                scheduler.enqueue(request)
         else:
             scheduler.update(schedule, *runner.run(schedule))
         check_blocks(

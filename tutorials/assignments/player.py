@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from nanovllm.block_manager import BlockManager
+from nanovllm.checks import check_schedule
 from nanovllm.config import Limits
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.schedule import CheckedScheduler, Schedule, ScheduleError
@@ -66,7 +67,7 @@ class Player:
         self.manager = manager_cls(*start["blocks"])
         limits = Limits(**start["limits"])
         self.scheduler = logged(limits, self.manager)
-        self.checked = CheckedScheduler(self.scheduler, limits)
+        self.checked = CheckedScheduler(self.scheduler, limits, check_schedule)
         self.scheduler.clock = lambda: self.now
         self.now = 0.0
         self.requests: dict[str, Request] = {}

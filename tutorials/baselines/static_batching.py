@@ -17,9 +17,9 @@ class StaticBatching(Scheduler):
         super().__init__(*args)
         self.batch: set[Request] = set()
 
-    def restart(self, requests, block_manager) -> None:
+    def restart(self, block_manager) -> None:
         """After a step that failed: who runs then may be others."""
-        super().restart(requests, block_manager)
+        super().restart(block_manager)
         self.batch = set()
 
     def schedule_waiting(self, schedule: Schedule) -> None:
