@@ -10,7 +10,6 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from nanovllm import LLM, SamplingParams
-from nanovllm import schedule as plans
 from nanovllm.schedule import Schedule
 from nanovllm.step import StepInputs
 from tutorials.performance.first_contact.engine import new_llm, random_prompts, timed, watch
@@ -77,7 +76,6 @@ def phases(llm: LLM, step: Callable, count: int) -> dict:
     runner = llm.runner
     watched = {
         "schedule": (llm.scheduler, "schedule"),
-        "check_schedule": (plans, "check_schedule"),
         "run": (runner, "run"),
         "prepare": (runner, "prepare"),
         "_sampling": (runner, "_sampling"),
