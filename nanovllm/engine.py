@@ -79,7 +79,7 @@ class LLM:
         self.counts = Counts()
         self.turn = threading.RLock()  # whoever holds it may change the engine
         self.in_line: dict[int, bool] = {}  # threads that wait for it
-        self.is_stepping = threading.Lock()  # held by a step
+        self.is_stepping = False
         self.observers: list[Callable[[Schedule, float], None]] = []
         """Called after each step with its schedule and its seconds."""
 
@@ -103,13 +103,18 @@ class LLM:
         self._line_up()
         with self.turn:
             self.in_line.pop(threading.get_ident(), None)
-            if self.is_stepping.locked():
+            if self.is_stepping:
                 problem = "it waits for a step within a step: it may only add and abort requests"
                 raise ScheduleError(self.scheduler, "a hook", problem)
-            with self.is_stepping:
+            try:
+                self.is_stepping = True
                 self.recovery.settle()  # aborts, new requests, and what a fault has left
                 if self.replies.unfinished:
                     self._run_step()
+                self.is_stepping = False
+            except BaseException:  # even Ctrl-C, at any line
+                self.is_stepping = False
+                raise
         return self.replies.take() if report else []
 
     def abort(self, request_id: str) -> bool:
