@@ -30,10 +30,6 @@ class Item(NamedTuple):
     start: int
     num_tokens: int
 
-    @property
-    def end(self) -> int:
-        return self.start + self.num_tokens
-
 
 @dataclass
 class Schedule:
