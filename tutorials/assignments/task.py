@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from statistics import mean
+from typing import Any
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import Config
@@ -54,6 +55,10 @@ class Part:
     scheduler: str = "MyScheduler"  # names of classes in the student's file
     block_manager: str | None = None
     num_seeds: int = 3
+    keep_steps: bool = False  # whether a goal looks at `Run.steps`
+    # a class for the grader's own block manager, and what the student's must count as it does
+    counting: type[BlockManager] | None = None
+    counts: tuple[str, ...] = ()
 
 
 @dataclass
@@ -63,8 +68,8 @@ class Task:
     title: str
     parts: list[Part]
     engine_points: float = 10  # for the same answers as any other schedule in the real engine
-    # name -> SHA-256 of the answer in lower case
-    questions: dict[str, str] = field(default_factory=dict)
+    # name -> what is wrong with an answer, which is what JSON can hold; None: it is right
+    questions: dict[str, Callable[[Any], str | None]] = field(default_factory=dict)
     question_points: float = 0  # for each
 
     @property
@@ -98,14 +103,17 @@ def serve(
     scheduler_cls: type[Scheduler],
     seed: int,
     manager_cls: type[BlockManager] | None = None,
+    check: bool = True,
 ) -> Run:
-    """Each step is checked."""
+    """With `check`, each step is looked at; that takes longer than the run itself."""
     config = replace(part.config, block_manager_cls=manager_cls)
-    return simulate(part.workload(seed), config, part.hardware, scheduler_cls, check=True)
+    return simulate(
+        part.workload(seed), config, part.hardware, scheduler_cls, check, part.keep_steps
+    )
 
 
 def serve_by_fcfs(part: Part, seed: int) -> Run:
-    return simulate(part.workload(seed), part.config, part.hardware)
+    return simulate(part.workload(seed), part.config, part.hardware, keep_steps=part.keep_steps)
 
 
 def mean_latency(run: Run) -> float:

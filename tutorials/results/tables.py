@@ -1,5 +1,5 @@
-"""Writes the tables of README and chapters 10 and 12 from the files beside it: nobody types a
-number.
+"""Writes the tables of README, chapters 10 and 12 and the handouts from the files beside it: nobody
+types a number.
 
     python -m tutorials.results.tables
 
@@ -12,6 +12,7 @@ import os
 import re
 from pathlib import Path
 
+from tutorials.assignments.seeds import handout_table
 from tutorials.performance.machine import ROOT
 from tutorials.performance.report import (
     conditions,
@@ -28,6 +29,7 @@ PAGES = [
     ROOT / "README.md",
     ROOT / "tutorials" / "10_performance.md",
     ROOT / "tutorials" / "12_simulator.md",
+    *sorted((ROOT / "tutorials" / "assignments").glob("a*/README.md")),
 ]
 MARK = re.compile(
     r"(<!-- table (?P<name>\w+)(?P<files>[^>]*) -->\n)(?P<table>.*?)(<!-- end of table -->)",
@@ -216,6 +218,11 @@ def simulator_speed(reports: list[dict], links: list[str]) -> str:
     return f"{about}\n\n{markdown(rows)}"
 
 
+def tried(reports: list[dict], links: list[str]) -> str:
+    """For a handout: what was tried for the assignment, on many seeds."""
+    return handout_table(*reports)
+
+
 TABLES = {
     "speed": speed,
     "engines": engines,
@@ -227,6 +234,7 @@ TABLES = {
     "sustained": sustained,
     "ablations": ablations,
     "simulator_speed": simulator_speed,
+    "tried": tried,
 }
 
 

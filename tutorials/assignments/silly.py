@@ -1,0 +1,48 @@
+"""Policies that know nothing of any subject: no assignment may give them half of its goal points.
+
+An author tries a new load with them (`seeds.py`). What else is silly for one assignment stands in a
+file of its own, as a subclass of `Silly`. The first line of a docstring is the name in a table.
+"""
+
+from random import Random
+
+from nanovllm.scheduler import Scheduler
+
+
+class Silly(Scheduler):
+    is_silly = True
+
+
+class LastFirst(Silly):
+    """last first"""
+
+    def priority(self, request):
+        return -request.arrival
+
+
+class InRandomOrder(Silly):
+    """in random order"""
+
+    def priority(self, request):
+        return Random(request.arrival).random()
+
+
+class ShortestPrompt(Silly):
+    """shortest prompt first"""
+
+    def priority(self, request):
+        return len(request.prompt_token_ids), request.arrival
+
+
+class Constant(Silly):
+    """all alike"""
+
+    def priority(self, request):
+        return 0
+
+
+class TinyBudget(Silly):
+    """at most 64 tokens per step"""
+
+    def step_budget(self):
+        return min(64, self.max_num_batched_tokens), 64
