@@ -180,7 +180,7 @@ class Grader:
 
     def _grade_answers(self) -> None:
         name, points = "the real engine", self.task.engine_points
-        prompts, fields = PROMPTS, [vars(new_params(i)) for i in range(len(PROMPTS))]
+        prompts, fields = PROMPTS, [vars(params) for params in new_params(self.task.parts[0])]
         start = {
             "scheduler": self.task.parts[0].scheduler,
             "options": SCARCE,

@@ -1,73 +1,148 @@
-"""Many seeds and policies as one table, for whoever makes or changes an assignment.
+"""Many seeds and policies as one table, for whoever makes, changes or grades an assignment.
 
     python -m tutorials.assignments.seeds a1 my_scheduler.py            # beside FCFS, on 20 seeds
-    python -m tutorials.assignments.seeds a1 --silly tried.py --count 5 --json a1.json
+    python -m tutorials.assignments.seeds a1 submissions/*.py --count 5 --check
+    python -m tutorials.assignments.seeds a1 --silly tried.py --json a1.json
 
 A file with the class that the assignment asks for is one row. From any other file, each scheduler
 in it is one. `--silly` adds those of silly.py. A row shows for each goal the best and the worst
-seed, and the goal points of the seeds with most and with least.
+seed, and the goal points of the seeds with most and with least. A policy that breaks gets no points
+on this seed, and the row says so.
+
+The files run in this process, without the grader's walls: look at a file before. The rules are
+checked only with --check, which takes longer.
 """
 
 import argparse
 import json
 import os
+import sys
+import traceback
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from nanovllm.schedule import ScheduleError
 from nanovllm.scheduler import Scheduler
 from nanovllm.simulator import Run
-from tutorials.assignments.public import load
-from tutorials.assignments.task import NAMES, Task, load_task, serve, serve_by_fcfs
+from tutorials.assignments.public import check_rules, classes_of, load
+from tutorials.assignments.task import NAMES, Task, load_task, serve_by_fcfs
 from tutorials.performance.report import aligned, markdown
 
 FCFS = "FCFS"
 SILLY = Path(__file__).with_name("silly.py")
 Values = dict[str, float]  # of each goal, by its name in a report
 Rows = dict[str, list[Values | str]]  # name of a policy -> for each seed: values, or what it broke
+KINDS = ("silly", "tried", "solution")  # in the order of a table
+
+# --- policies ---
 
 
-def rows_of(task: Task, path: Path) -> Iterator[tuple[str, Any]]:
-    """Name, and what has the classes that the assignment asks for."""
-    module = load(path)
-    if all(hasattr(module, part.scheduler) for part in task.parts):
-        yield path.stem, module
+class Policy(NamedTuple):
+    """A row of the table."""
+
+    name: str
+    kind: str  # one of KINDS
+    path: Path
+    module: Any  # has the classes that the assignment asks for
+    problem: str | None = None  # why it has none
+
+
+def policies_of(task: Task, paths: Sequence[Path]) -> list[Policy]:
+    """Of all files, in the order of the table. No two have the same name."""
+    files = list(dict.fromkeys(paths))
+    stems = Counter(path.stem for path in files)
+    found, names = list[Policy](), {FCFS}
+    for path in files:
+        name = path.stem if stems[path.stem] == 1 else str(path)
+        for policy in policies_in(task, path, name):
+            policy = policy._replace(name=unused(policy.name, names))
+            names.add(policy.name)
+            found.append(policy)
+    return sorted(found, key=lambda policy: KINDS.index(policy.kind))
+
+
+def unused(name: str, names: set[str]) -> str:
+    number, free = 1, name
+    while free in names:
+        number += 1
+        free = f"{name} {number}"
+    return free
+
+
+def policies_in(task: Task, path: Path, name: str) -> Iterator[Policy]:
+    """One for a file with a class that the assignment asks for; otherwise one for each scheduler."""
+    try:
+        module = load(path)
+    except (Exception, SystemExit) as error:
+        yield Policy(name, "solution", path, None, explained(error, path))
         return
-    for value in vars(module).values():
-        is_class = isinstance(value, type) and issubclass(value, Scheduler)
-        if is_class and value.__module__ == module.__name__ and value.__name__ != "Silly":
-            name = (value.__doc__ or value.__name__).splitlines()[0].rstrip(".")
-            classes = {part.scheduler: value for part in task.parts}
-            yield name, SimpleNamespace(**classes, is_silly=getattr(value, "is_silly", False))
+    own = [cls for cls in vars(module).values() if is_policy(cls, module.__name__)]
+    asked = {part.scheduler for part in task.parts}
+    if asked & vars(module).keys() or not own:
+        try:
+            for part in task.parts:
+                classes_of(part, module)
+        except ValueError as error:
+            yield Policy(name, "solution", path, module, str(error))
+        else:
+            yield Policy(name, "solution", path, module)
+        return
+    for cls in own:
+        doc = (cls.__doc__ or cls.__name__).splitlines()[0].rstrip(".")
+        kind = "silly" if getattr(cls, "is_silly", False) else "tried"
+        yield Policy(doc, kind, path, SimpleNamespace(**dict.fromkeys(asked, cls)))
 
 
-def measure_seed(task: Task, paths: Sequence[Path], seed: int) -> dict[str, Values | str]:
+def is_policy(value: Any, module: str) -> bool:
+    is_class = isinstance(value, type) and issubclass(value, Scheduler)
+    return is_class and value.__module__ == module and value.__name__ != "Silly"
+
+
+def explained(error: BaseException, path: Path) -> str:
+    """A sentence: what is wrong, and where in the file."""
+    text = str(error)
+    if not isinstance(error, ScheduleError):
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [
+            frame.lineno for frame in frames if Path(frame.filename).absolute() == path.absolute()
+        ]
+        where = f" (line {lines[-1]} of the file)" if lines else ""
+        text = f"{type(error).__name__}: {text}{where}"
+    return " ".join(text.split())[:300]
+
+
+# --- runs ---
+
+
+def measure_seed(
+    task: Task, paths: Sequence[Path], check: bool, seed: int
+) -> dict[str, Values | str]:
     """Of each policy on one seed."""
     baselines = [serve_by_fcfs(part, seed) for part in task.parts]
     found: dict[str, Values | str] = {FCFS: values_of(task, baselines, baselines)}
-    for path in paths:
-        for name, module in rows_of(task, path):
-            try:
-                runs = [serve_part(part, module, seed) for part in task.parts]
-            except (ScheduleError, AssertionError) as error:
-                found[name] = str(error)
-            else:
-                found[name] = values_of(task, runs, baselines)
+    with redirect_stdout(sys.stderr):  # what files print is no part of the table
+        for policy in policies_of(task, paths):
+            found[policy.name] = measure_policy(task, policy, baselines, check, seed)
     return found
 
 
-def serve_part(part, module: Any, seed: int) -> Run:
-    """Without the checks of each step, which take longer than the run. What is not served at all is
-    noticed."""
-    manager_cls = getattr(module, part.block_manager) if part.block_manager else None
-    run = serve(part, getattr(module, part.scheduler), seed, manager_cls, check=False)
-    for i, served in enumerate(run.requests):
-        assert len(served.token_times) == served.job.num_outputs, f"request {i} lacks tokens"
-    return run
+def measure_policy(
+    task: Task, policy: Policy, baselines: list[Run], check: bool, seed: int
+) -> Values | str:
+    if policy.problem is not None:
+        return policy.problem
+    try:
+        runs = [check_rules(part, policy.module, seed, check) for part in task.parts]
+        return values_of(task, runs, baselines)
+    except (Exception, SystemExit) as error:
+        return explained(error, policy.path)
 
 
 def values_of(task: Task, runs: list[Run], baselines: list[Run]) -> Values:
@@ -78,10 +153,12 @@ def values_of(task: Task, runs: list[Run], baselines: list[Run]) -> Values:
     }
 
 
-def measure_seeds(task: Task, paths: Sequence[Path], seeds: Sequence[int]) -> Rows:
+def measure_seeds(
+    task: Task, paths: Sequence[Path], seeds: Sequence[int], check: bool = False
+) -> Rows:
     """In as many processes as there are processors."""
     with ProcessPoolExecutor(os.cpu_count()) as pool:
-        measured = list(pool.map(partial(measure_seed, task, paths), seeds))
+        measured = list(pool.map(partial(measure_seed, task, paths, check), seeds))
     return {name: [of_seed[name] for of_seed in measured] for name in measured[0]}
 
 
@@ -112,9 +189,11 @@ def table(task: Task, rows: Rows) -> list[list[str]]:
         cells = []
         for name, goal in goals.items():
             values = sorted((v[name] for v in measured), reverse=goal.full > goal.none)
-            cells.append(span(values[0], values[-1], ".3g") if values else "-")
+            cells.append(span(values[0], values[-1], ".3g") if values else "broken")
         points = sorted((points_of(task, values) for values in of_seeds), reverse=True)
-        lines.append([policy, *cells, span(points[0], points[-1], ".0f")])
+        num_broken = len(of_seeds) - len(measured)
+        note = f" (broken on {num_broken} of {len(of_seeds)} seeds)" if num_broken else ""
+        lines.append([policy, *cells, span(points[0], points[-1], ".0f") + note])
     return lines
 
 
@@ -123,48 +202,69 @@ def span(first: float, last: float, form: str) -> str:
     return first_text if first_text == last_text else f"{first_text} to {last_text}"
 
 
+def what_broke(rows: Rows, seeds: Sequence[int]) -> Iterator[str]:
+    """For each policy that broke, what it says on the first such seed."""
+    for name, of_seeds in rows.items():
+        for seed, values in zip(seeds, of_seeds):
+            if isinstance(values, str):
+                yield f"{name}, seed {seed}: {values}"
+                break
+
+
 def handout_table(report: dict) -> str:
     """For a handout, from the JSON file."""
-    lines = table(load_task(report["task"]), report["rows"])
-    seeds = report["seeds"]
+    names = sorted(report["rows"], key=lambda name: name not in report["silly"])  # stable
+    rows, seeds = {name: report["rows"][name] for name in names}, report["seeds"]
+    lines = table(load_task(report["task"]), rows)
     about = f"On seeds {seeds[0]} to {seeds[-1]}, the best and the worst one:"
     return f"{about}\n\n{markdown(lines)}"
 
 
-def main() -> None:
+# --- the command ---
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not allowed: it must be an integer, 1 or more"
+        )
+    return int(text)
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("task", choices=NAMES)
     parser.add_argument("paths", type=Path, nargs="*", metavar="FILE")
     parser.add_argument("--silly", action="store_true", help="also the policies of silly.py")
-    parser.add_argument("--count", type=int, default=20, help="how many seeds (default: 20)")
-    parser.add_argument("--first", type=int, default=1, help="the first of them (default: 1)")
+    parser.add_argument("--count", type=positive, default=20, help="how many seeds (default: 20)")
+    parser.add_argument("--first", type=positive, default=1, help="the first (default: 1)")
+    parser.add_argument("--check", action="store_true", help="check the rules in each step, too")
     parser.add_argument("--json", type=Path, help="write all values to this file")
-    args = parser.parse_intermixed_args()
+    args = parser.parse_intermixed_args(argv)
     for path in args.paths:
         if not path.is_file():
-            parser.error(f"path={str(path)!r} is not allowed: there is no such file")
-    for option in ("count", "first"):
-        value = getattr(args, option)
-        if value < 1:
-            parser.error(f"--{option} {value} is not allowed: it must be 1 or more")
+            parser.error(f"{path}: there is no such file")
+    if args.json is not None and not args.json.parent.is_dir():
+        parser.error(f"--json {args.json}: there is no such folder")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse_args(argv)
     task, paths = load_task(args.task), [SILLY] * args.silly + args.paths
     seeds = range(args.first, args.first + args.count)
-    rows = measure_seeds(task, paths, seeds)
-    print(aligned(table(task, rows)))
-    for name, of_seeds in rows.items():
-        for seed, values in zip(seeds, of_seeds):
-            if isinstance(values, str):
-                print(f"{name}, seed {seed}: {values}")
+    try:
+        rows = measure_seeds(task, paths, seeds, args.check)
+    except BrokenProcessPool:
+        sys.exit("One of the files has ended its process: leave files out until you know which.")
+    print("\n".join([aligned(table(task, rows)), *what_broke(rows, seeds)]))
     if args.json:
-        silly = [
-            name
-            for path in paths
-            for name, module in rows_of(task, path)
-            if getattr(module, "is_silly", False)
-        ]
-        report = {"task": args.task, "seeds": [*seeds], "silly": [FCFS, *silly], "rows": rows}
+        with redirect_stdout(sys.stderr):
+            policies = policies_of(task, paths)
+        silly = [FCFS, *(policy.name for policy in policies if policy.kind == "silly")]
+        report = {"task": args.task, "seeds": [*seeds], "silly": silly, "rows": rows}
         args.json.write_text(json.dumps(report, indent=1) + "\n")
 
 

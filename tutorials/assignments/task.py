@@ -10,6 +10,7 @@ print(measure(part, MyScheduler, seed=1))
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
@@ -20,7 +21,13 @@ from nanovllm.scheduler import Scheduler
 from nanovllm.simulator import Job, Run, simulate
 from tutorials.simulation.metrics import latency
 
-NAMES = ("a0", "a1", "a2", "a3", "a4", "a5", "a6", "a7")
+# each folder with a task.py: "a0", "a1", ..., "template"
+NAMES = tuple(
+    sorted(
+        (path.parent.name for path in Path(__file__).parent.glob("*/task.py")),
+        key=lambda name: (len(name), name),
+    )
+)
 PUBLIC_SEEDS = (1, 2, 3)
 
 

@@ -29,7 +29,7 @@ PAGES = [
     ROOT / "README.md",
     ROOT / "tutorials" / "10_performance.md",
     ROOT / "tutorials" / "12_simulator.md",
-    *sorted((ROOT / "tutorials" / "assignments").glob("a*/README.md")),
+    *sorted((ROOT / "tutorials" / "assignments").glob("*/README.md")),
 ]
 MARK = re.compile(
     r"(<!-- table (?P<name>\w+)(?P<files>[^>]*) -->\n)(?P<table>.*?)(<!-- end of table -->)",

@@ -1,0 +1,72 @@
+"""Who waits and who runs: a picture of two runs of the same load, of hundreds of requests and
+thousands of steps. Needs matplotlib, but no display.
+
+A picture of single steps is in tutorials/simulation/plots.py.
+"""
+
+from collections.abc import Iterator, Mapping
+from itertools import groupby
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from nanovllm.simulator import Run
+from tutorials.simulation.metrics import states
+from tutorials.simulation.plots import LEGEND, STATES
+
+
+def chosen(indices: list[int], which: slice) -> list[int]:
+    """`which` has a begin: these places. Otherwise so many of all, evenly spread."""
+    if which.start is not None:
+        return indices[which]
+    count = min(which.stop, len(indices))
+    return [indices[i * len(indices) // count] for i in range(count)]
+
+
+def spans(row: str, run: Run) -> Iterator[tuple[str, tuple[float, float]]]:
+    """State, begin and duration in seconds. Steps with the same state are one span."""
+    column = 0
+    for state, cells in groupby(row):
+        first, column = column, column + len(list(cells))
+        if state != " ":
+            begin = run.steps[first].start
+            yield state, (begin, run.steps[column - 1].end - begin)
+
+
+def draw(runs: Mapping[str, Run], path: Path, which: slice, title: str) -> None:
+    """The runs side by side, with the same requests in the same rows, in the order of arrival."""
+    rows = {name: states(run) for name, run in runs.items()}
+    indices = chosen([*next(iter(rows.values()))], which)
+    figure = Figure(figsize=(13, 1.4 + 0.16 * len(indices)), layout="constrained")
+    all_axes = figure.subplots(1, len(runs), sharex=True, sharey=True)
+    for axes, (name, run) in zip(all_axes, runs.items()):
+        for y, i in enumerate(indices):
+            draw_row(axes, y, rows[name][i], run)
+        axes.set_title(name, fontsize="medium")
+        axes.set_xlabel("time in seconds")
+    first = all_axes[0]
+    first.set_yticks(range(len(indices)), map(str, indices), fontsize=7)
+    first.set_ylim(len(indices) - 0.4, -0.6)  # the first one at the top
+    first.set_ylabel("request")
+    seen = {state for of_run in rows.values() for i in indices for state in of_run[i]}
+    figure.legend(
+        handles=[Patch(color=STATES[s][0], label=STATES[s][2]) for s in STATES if s in seen],
+        title=title,
+        loc="outside upper left",
+        alignment="left",
+        **LEGEND,
+    )
+    figure.savefig(path, dpi=120)
+
+
+def draw_row(axes: Axes, y: int, row: str, run: Run) -> None:
+    of_state: dict[str, list[tuple[float, float]]] = {state: [] for state in reversed(STATES)}
+    for state, span in spans(row, run):
+        of_state[state].append(span)
+    for state, bars in of_state.items():  # prompts last: they are short, and would be hidden
+        color, height, _ = STATES[state]
+        axes.broken_barh(
+            bars, (y - height / 2, height), facecolor=color, edgecolor=color, linewidth=0.6
+        )
