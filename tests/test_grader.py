@@ -472,7 +472,7 @@ def test_a_secret_that_is_none(tmp_path, text, mode, sentence):
 
 def test_the_command_of_the_guide_makes_a_secret(tmp_path):
     guide = (ROOT / "tutorials/assignments/README.md").read_text()
-    (command,) = re.findall(r"^.*> secret.txt$", guide, re.MULTILINE)
+    (command,) = re.findall(r"^.*> secret.txt\)$", guide, re.MULTILINE)
     subprocess.run(["bash", "-c", command], cwd=tmp_path, check=True)
     assert len(read_secret(tmp_path / "secret.txt")) == 64
 

@@ -51,16 +51,13 @@ LONG = Task(
 )
 
 
-def temporary_files() -> set[str]:
-    folders = {tempfile.gettempdir(), "/tmp", "/dev/shm"}
-    ours = ("pytest", "bash_jobs", "nanovllm")
-    return {
-        entry.path
-        for folder in folders
-        if os.path.isdir(folder)
-        for entry in os.scandir(folder)
-        if entry.name.startswith("tmp") and not entry.name.startswith(ours)
-    }
+@pytest.fixture
+def temporary(tmp_path, monkeypatch) -> Path:
+    """A folder of our own for temporary files."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
 
 
 @pytest.fixture
@@ -282,12 +279,11 @@ def few(part: Part) -> Part:
     return replace(part, workload=lambda seed: workload(all_at_once(), fixed(20, 10), 2))
 
 
-def test_its_folder_may_become_anything(graded, tmp_path):
+def test_its_folder_may_become_anything(graded, tmp_path, temporary):
     """What a link points to is not touched."""
     kept = tmp_path / "kept"
     kept.mkdir()
     (kept / "file").write_text("important")
-    before = temporary_files()
     for code in (
         f"import os\nhere = os.getcwd()\nos.rmdir(here)\nos.symlink({str(kept)!r}, here)\n",
         "import os\nos.makedirs('a/b')\nopen('a/b/c', 'w')\nos.chmod('a', 0)\n",
@@ -295,7 +291,7 @@ def test_its_folder_may_become_anything(graded, tmp_path):
     ):
         assert graded(code + FCFS)["score"] == 30
     assert (kept / "file").read_text() == "important"
-    assert temporary_files() == before
+    assert not [*temporary.iterdir()]
 
 
 def test_solutions_are_not_imported(graded):
@@ -436,7 +432,7 @@ def test_an_account_with_other_processes_is_refused(account, monkeypatch):
 
 
 @pytest.mark.slow
-def test_two_hundred_files_in_a_row_leave_nothing(tmp_path, capsys):
+def test_two_hundred_files_in_a_row_leave_nothing(tmp_path, temporary):
     """Good ones and bad ones, in any order: no process, no file, and the repository as it was."""
     files = {"fcfs": FCFS.encode(), "leak": LEAK["prints"].encode()}
     quick = [case for case in PROTOCOL if case not in (*SLOW, "ends after an answer")]
@@ -444,7 +440,7 @@ def test_two_hundred_files_in_a_row_leave_nothing(tmp_path, capsys):
     files |= {case: code for case, (code, _) in TEXTS.items()}
     files["daemon"] = (DAEMON + "leave(sleep)\n" + FCFS).encode()
     rng, names = random.Random(7), sorted(files)
-    state = repository(), temporary_files(), children()
+    state = repository(), children()
     grader = Grader(TASK, [1], limit=60)
     scores = {}
     for i in range(200):
@@ -458,8 +454,8 @@ def test_two_hundred_files_in_a_row_leave_nothing(tmp_path, capsys):
         path.unlink()
         target.unlink()
     assert scores["fcfs"] == 30 and sum(score == 0 for score in scores.values()) > 10
-    assert (repository(), temporary_files(), children()) == state
-    assert not [*tmp_path.iterdir()]
+    assert (repository(), children()) == state
+    assert [*tmp_path.iterdir()] == [temporary] and not [*temporary.iterdir()]
 
 
 def repository() -> dict[str, float]:
