@@ -179,6 +179,7 @@ class Scheduler:
             request = self.next_waiting()
             if request is None:
                 break
+            check_choice(self, "next_waiting", request, self.waiting)
             num_seats += request.num_seats
             spare = int(self.watermark * len(manager.blocks)) if self.running else 0
             has_seats = num_seats <= self.max_num_seqs

@@ -28,6 +28,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.schedule import CheckedScheduler, Schedule, ScheduleError
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
+from nanovllm.sequence import Sequence as TokenSequence
 from nanovllm.stats import check_blocks
 
 STOP = 0  # the token that ends each answer
@@ -136,9 +137,9 @@ def simulate(
     """Serves the jobs, and says when each of their tokens came.
 
     The model is `config.model`, by default Qwen3-8B; without `num_blocks`, blocks fill the memory
-    of the hardware. With `check`, each step is checked for lost requests and blocks. Raises
-    ValueError for what cannot run at all, and ScheduleError, with the number of the step, for a
-    scheduler that has gone wrong.
+    of the hardware. With `check`, each step is checked: for lost requests and blocks, for more
+    than the limits, for answers that end too early or too late. Raises ValueError for what cannot
+    run at all, and ScheduleError, with the number of the step, for a scheduler that has gone wrong.
     """
     if not isinstance(hardware, Machine) and hardware not in MACHINES:
         allowed = f"it must be one of {', '.join(MACHINES)}"
@@ -284,8 +285,21 @@ class Simulation:
             self.result.steps.append(self._planned_step(schedule, start))
         self.checked.update(schedule, [self._token(seq.request) for seq in schedule.sampled])
         for seq in schedule.sampled:
+            if self.check:
+                self._check_length(seq)
             if seq.finish_reason is not None:
                 self._end(seq.request)
+
+    def _check_length(self, seq: TokenSequence) -> None:
+        """Whether it has ended with its last token, and not before."""
+        served = self._served(seq.request)
+        num_tokens = len(served.token_times)
+        num_outputs = served.job.num_outputs
+        has_ended = seq.finish_reason is not None
+        if has_ended != (num_tokens == num_outputs):
+            what = "has ended" if has_ended else "has not ended"
+            problem = f"{seq.request} {what} after {num_tokens} of {num_outputs} tokens"
+            raise ScheduleError(self.scheduler, "update", problem)
 
     def _go_on(self, schedule: Schedule) -> None:
         """The clock, and what is counted."""

@@ -4,7 +4,7 @@ accounted for. No step runs this code."""
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, repeat
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.scheduler import Scheduler
@@ -93,9 +93,9 @@ def check_blocks(manager: BlockManager, sequences: Iterable[Sequence]) -> None:
     check_owners("block", (seq.block_table for seq in sequences), ref_counts, manager.free_blocks)
     host_tables = (seq.host_table for seq in sequences)
     check_owners("host block", host_tables, manager.host_ref_counts, manager.free_host_blocks)
-    for key, block in manager.findable.items():
-        assert block.key == key, f"{block} can be found by another prefix: {key}"
-    num_keys = sum(block.key is not None for block in manager.blocks)
+    others = [b for key, b in manager.findable.items() if b.key is not key and b.key != key]
+    assert not others, f"these blocks can be found by another prefix: {others}"
+    num_keys = len(manager.blocks) - [block.key for block in manager.blocks].count(None)
     num_findable = len(manager.findable)
     assert num_keys == num_findable, f"{num_keys} blocks have a key, {num_findable} can be found"
 
@@ -104,10 +104,11 @@ def check_owners(
     name: str, tables: Iterable[list[int]], ref_counts: list[int], free: Iterable[int]
 ) -> None:
     owners = Counter(chain.from_iterable(tables))
-    for i, ref_count in enumerate(ref_counts):
-        if ref_count or i in owners:
-            where = f"{name} {i} is in {owners[i]} tables"
-            assert ref_count == owners[i], f"{where}, but its ref_count is {ref_count}"
+    listed = [*map(owners.get, range(len(ref_counts)), repeat(0))]
+    if ref_counts != listed:
+        i = next(i for i, pair in enumerate(zip(ref_counts, listed)) if pair[0] != pair[1])
+        where = f"{name} {i} is in {listed[i]} tables"
+        raise AssertionError(f"{where}, but its ref_count is {ref_counts[i]}")
     both = owners.keys() & free
     assert not both, f"these {name}s are free and in use: {both}"
     num_lost = len(ref_counts) - len(owners.keys() | free)

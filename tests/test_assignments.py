@@ -117,7 +117,7 @@ def test_each_class_of_a0_is_broken_and_can_be_mended(seed=101):
 def test_the_reference_gets_all_points(name):
     # all engines in one process, above: it is faster
     task = replace(load_task(name), engine_points=0)
-    report = Grader(task, reference(name), secret_seeds("for tests", name, 1)).grade()
+    report = Grader(task, secret_seeds("for tests", name, 1)).grade(reference(name))
     assert report.score == report.max_score == task.points, report.table()
 
 

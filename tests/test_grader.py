@@ -4,18 +4,19 @@ Run: pytest tests/test_grader.py [-k cheat]
 """
 
 import json
+import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from nanovllm.block_manager import BlockManager
 from nanovllm.config import Config
 from nanovllm.simulator import Run
-from tutorials.assignments import grade
-from tutorials.assignments.grade import Grader, secret_seeds
-from tutorials.assignments.referee import Broken, Process
+from tutorials.assignments.grade import Grader, read_secret, secret_seeds
 from tutorials.assignments.task import Goal, Part, Task, mean_latency
 from tutorials.simulation.workloads import (
     all_at_once,
@@ -60,10 +61,10 @@ PART = Part(
 TASK = Task("shortest first", [PART], engine_points=0)
 
 
-def graded(tmp_path, code: str, task: Task = TASK, seeds=(1,)):
+def graded(tmp_path, code: str, task: Task = TASK, seeds=(1,), **options):
     path = tmp_path / "solution.py"
     path.write_text(HEAD + code)
-    return Grader(task, path, list(seeds)).grade()
+    return Grader(task, list(seeds), **options).grade(path)
 
 
 def rules(report) -> tuple[float, str]:
@@ -243,8 +244,8 @@ class MyScheduler(Scheduler):
 """
 PATCHED_CHECKS = """
 import sys
-player = sys.modules["tutorials.assignments.player"]
-player.check_step = lambda *args, **kwargs: None
+player = sys.modules["player"]
+player.check_schedule = player.check_queues = lambda *args, **kwargs: None
 """
 MORE_BLOCKS = (
     PATCHED_CHECKS
@@ -291,7 +292,7 @@ FORGES = (
 import json, os
 for fd in range(3, 20):
     try:
-        os.write(fd, b'{"constants": {"ANSWERS": null}, "score": 100, "events": []}\\n' * 3)
+        os.write(fd, b'{"constants": {"ANSWERS": null}, "score": 100, "events": [], "counts": []}\\n' * 3)
     except OSError:
         continue
 """
@@ -340,13 +341,9 @@ def test_a_file_that_writes_a_report_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setenv("SECRET", "s3cret")
     report = graded(tmp_path, code + FCFS)
     assert report.score == 0 and "File too large" in rules(report)[1]
-    path = tmp_path / "prints.py"
-    path.write_text(code.splitlines()[0] + "\n" + code.splitlines()[1])
-    with Process(path) as process:
-        assert (
-            process.output().startswith("[] ['HF_HUB_OFFLINE', 'HOME', ")
-            and "SECRET" not in process.output()
-        )
+    report = graded(tmp_path, "\n".join(code.splitlines()[:2]) + "\n" + FCFS)
+    assert report.printed.startswith("[] ['HF_HUB_OFFLINE', 'HOME', "), report.printed
+    assert "SECRET" not in report.printed
 
 
 # --- what else the report says ---
@@ -370,35 +367,49 @@ def test_one_part_that_breaks_leaves_the_other(tmp_path):
 
 
 def test_questions(tmp_path):
+    def is_even(answer) -> str | None:
+        return None if answer in (2, 4) else f"{answer!r} is not 2 or 4"
+
     task = Task(
-        "quiz",
-        [],
-        engine_points=0,
-        questions={"A": grade.hashlib.sha256(b"leak").hexdigest(), "B": "x"},
-        question_points=5,
+        "quiz", [], engine_points=0, questions={"A": is_even, "B": is_even}, question_points=5
     )
-    report = graded(tmp_path, "ANSWERS = {'A': ' Leak'}\n", task)
+    report = graded(tmp_path, "ANSWERS = {'A': 4}\n", task)
     assert [check.score for check in report.checks] == [5, 0]
+    assert report.checks[1].output == "None is not 2 or 4"
+
+
+def test_what_a_block_manager_must_count(tmp_path):
+    class Counting(BlockManager):
+        num_freed = 0
+
+        def free(self, seq):
+            self.num_freed += len(seq.block_table)
+            super().free(seq)
+
+    part = replace(PART, block_manager="Counts", counting=Counting, counts=("num_freed",))
+    head = "class Counts(BlockManager):\n    num_freed = 0\n    def free(self, seq):\n        "
+    count = "self.num_freed += len(seq.block_table)\n        "
+    task = Task("count", [part], engine_points=0)
+    right = graded(tmp_path, SHORTEST_FIRST + head + count + "super().free(seq)\n", task)
+    assert right.score == 90, right.table()
+    wrong = graded(tmp_path, SHORTEST_FIRST + head + "super().free(seq)\n", task)
+    assert wrong.score == 0
+    assert re.search(r"step \d+.*Counts.num_freed is 0, not \d+", rules(wrong)[1])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("code, score", [(SHORTEST_FIRST, 10), (STEALS, 0)], ids=["right", "wrong"])
 def test_the_engine_gives_the_same_answers(tmp_path, code, score):
-    task = Task("answers", [PART], engine_points=10)
-    path = tmp_path / "solution.py"
-    path.write_text(HEAD + code)
-    grader = Grader(task, path, [1])
-    grader._grade_answers()
-    assert grader.report.score == score, grader.report.table()
+    nothing = replace(PART, workload=lambda seed: jobs(seed)[:1])
+    report = graded(tmp_path, code, Task("answers", [nothing], engine_points=10))
+    assert report.checks[-1].name == "the real engine"
+    assert report.checks[-1].score == score, report.table()
 
 
 def test_results_for_gradescope(tmp_path):
     written = []
-    path = tmp_path / "solution.py"
-    path.write_text(HEAD + SHORTEST_FIRST)
-    Grader(
-        TASK, path, [1], report=lambda report: written.append(json.dumps(report.results()))
-    ).grade()
+    code = SHORTEST_FIRST
+    graded(tmp_path, code, on_check=lambda report: written.append(json.dumps(report.results())))
     assert len(written) == 2  # after each check, and the last is whole
     results = json.loads(written[-1])
     assert results["score"] == 90 and [test["max_score"] for test in results["tests"]] == [30, 60]
@@ -406,22 +417,102 @@ def test_results_for_gradescope(tmp_path):
 
 
 def test_secret_seeds():
-    assert (
-        secret_seeds("a", "a1")
-        == secret_seeds("a", "a1")
-        != secret_seeds("b", "a1")
-        != secret_seeds("b", "a2")
-    )
+    seeds = secret_seeds("a", "a1")
+    assert seeds == secret_seeds("a", "a1") != secret_seeds("b", "a1") != secret_seeds("b", "a2")
+    assert all(2**100 < seed < 2**128 for seed in seeds)
 
 
-def test_a_process_that_takes_too_long_in_all(tmp_path):
+def test_seeds_side_by_side_are_those_one_after_the_other(tmp_path):
+    """FCFS's runs are made once, and used for all files."""
     path = tmp_path / "solution.py"
-    path.write_text("import time\ntime.sleep(60)\n")
-    with pytest.raises(Broken, match="more than 1 s in all"):
-        Process(path, seconds=1)
+    path.write_text(HEAD + SHORTEST_FIRST)
+    grader = Grader(TASK, [1, 2, 3])
+    first = grader.grade(path)
+    assert len(grader.shared.baselines) == 3
+    again = grader.grade(path)
+    single = [graded(tmp_path, SHORTEST_FIRST, seeds=[seed]) for seed in (1, 2, 3)]
+    worst = max(value for report in single for value in report.values.values())
+    assert [*first.values.values()] == [*again.values.values()] == [worst]
 
 
-def test_the_command_line():
-    command = [sys.executable, "-m", "tutorials.assignments.grade", "a1", "no_such_file.py"]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+# --- the command line ---
+
+
+def run(*arguments: str, module: str = "grade") -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", f"tutorials.assignments.{module}", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+
+
+def test_a_file_that_does_not_exist():
+    result = run("a1", "no_such_file.py")
     assert result.returncode == 2 and "no such file" in result.stderr
+
+
+def secret_file(tmp_path, text="a long enough secret", mode=0o600) -> Path:
+    path = tmp_path / "secret.txt"
+    path.write_text(text)
+    path.chmod(mode)
+    return path
+
+
+@pytest.mark.parametrize(
+    "text, mode, sentence",
+    [
+        ("a long enough secret", 0o644, "others can read it: chmod 600"),
+        ("a long enough secret", 0o640, "others can read it: chmod 600"),
+        ("1234", 0o600, "fewer than 16 characters"),
+        (None, 0o600, "there is no such file"),
+    ],
+)
+def test_a_secret_that_is_none(tmp_path, text, mode, sentence):
+    path = tmp_path / "secret.txt" if text is None else secret_file(tmp_path, text, mode)
+    result = run("a1", str(Path(__file__)), "--secret", str(path), "--as-root")
+    assert result.returncode == 2 and sentence in result.stderr
+
+
+def test_the_command_of_the_guide_makes_a_secret(tmp_path):
+    guide = (ROOT / "tutorials/assignments/README.md").read_text()
+    (command,) = re.findall(r"^.*> secret.txt\)$", guide, re.MULTILINE)
+    subprocess.run(["bash", "-c", command], cwd=tmp_path, check=True)
+    assert len(read_secret(tmp_path / "secret.txt")) == 64
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="for root")
+@pytest.mark.parametrize(
+    "options, sentence",
+    [
+        ([], "as root, a student's file could change everything: add --user NAME"),
+        (["--user", "no_such_user"], "--user no_such_user is not allowed: there is no such user"),
+        (["--user", "root"], "--user root is not allowed: it is root"),
+        (["--limit", "0", "--as-root"], "--limit 0 is not allowed"),
+    ],
+)
+def test_options_that_are_refused(options, sentence):
+    for module, first in (("grade", ["a1"]), ("leaderboard", ["--name", "x"])):
+        result = run(*first, str(Path(__file__)), *options, module=module)
+        assert result.returncode == 2 and sentence in result.stderr, result.stderr
+
+
+def test_two_files_with_one_name(tmp_path):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "x.py").write_text("")
+    files = [str(tmp_path / folder / "x.py") for folder in ("a", "b")]
+    result = run("a1", *files, "--json", str(tmp_path / "results"), "--as-root")
+    assert result.returncode == 2 and "the same name" in result.stderr
+
+
+def test_several_files(tmp_path):
+    """Each has results of its own, also those that do not load."""
+    names = ("one", "two")
+    for name in names:
+        (tmp_path / f"{name}.py").write_text(f"raise ValueError('this is {name}')\n")
+    files = [str(tmp_path / f"{name}.py") for name in names]
+    result = run("a1", *files, "--json", str(tmp_path / "results"), "--as-root")
+    assert result.returncode == 0, result.stderr
+    for name in names:
+        results = json.loads((tmp_path / "results" / f"{name}.json").read_text())
+        assert results["score"] == 0
+        assert results["tests"][0]["output"] == (
+            f"ValueError: this is {name} (line 1 of your file, in <module>)"
+        )

@@ -314,3 +314,48 @@ def test_a_request_that_is_lost_beside_others_that_run():
         match=r"step 2, .*Request\(3\) has not ended, but is 0 times in waiting and runn",
     ):
         simulate(jobs, Config(**SMALL), SECOND, Loses, check=True)
+
+
+class EndsEarly(Scheduler):
+    def reason_to_end(self, seq):
+        return super().reason_to_end(seq) or ("stop" if seq.num_output_tokens > 2 else None)
+
+
+class Mutates(Scheduler):
+    def add(self, request):
+        super().add(request)
+        request.max_len = len(request.prompt_token_ids) + 2
+
+
+class EndsLate(Scheduler):
+    def reason_to_end(self, seq):
+        return None
+
+
+class ReturnsNothing(Scheduler):
+    def schedule(self):
+        super().schedule()
+
+
+class HasLargerLimits(Scheduler):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.max_num_batched_tokens = self.max_num_seqs = 10_000
+
+
+@pytest.mark.parametrize(
+    "scheduler, message",
+    [
+        (EndsEarly, r"update\(\): Request\(\d\) has ended after 3 of 9 tokens"),
+        (Mutates, r"update\(\): Request\(\d\) has ended after 2 of 9 tokens"),
+        (EndsLate, r"update\(\): Request\(\d\) has not ended after 9 of 9 tokens"),
+        (ReturnsNothing, r"schedule\(\): it returned None, and not a Schedule"),
+        (HasLargerLimits, r"schedule\(\): the schedule has \d+ (tokens|seqs), but max_num_"),
+    ],
+)
+def test_answers_and_limits_are_those_that_were_given(scheduler, message):
+    """Not those that the scheduler says."""
+    jobs = [Job(0.0, ((i, 30),), 9) for i in range(1, 9)]
+    config = Config(**{**SMALL, "num_blocks": 64, "max_num_batched_tokens": 64, "max_num_seqs": 4})
+    with pytest.raises(ScheduleError, match=f"^step .*{message}"):
+        simulate(jobs, config, SECOND, scheduler, check=True)

@@ -1,21 +1,39 @@
-"""Grades a student's file: python -m tutorials.assignments.grade a1 my_scheduler.py [--json results.json]
+"""Grades students' files: python -m tutorials.assignments.grade a1 my_scheduler.py [--json results.json]
 
-Each check is a simulation or a run of the real engine. The student's file runs in a process of its
-own (`player.py`), the verdict is made here (`referee.py`). Needs Linux or macOS. `--json` writes
-what Gradescope reads."""
+Each check is a simulation or a run of the real engine. A student's file runs in processes of its
+own (`process.py`, `player.py`); the verdict is made here and in `referee.py`. Needs Linux or macOS.
+`--json` writes what Gradescope reads; with several files it is a folder.
+"""
 
 import argparse
 import hashlib
-import json
+import os
+import re
 import sys
-from dataclasses import dataclass, field
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from nanovllm.schedule import ScheduleError
 from nanovllm.scheduler import Scheduler
 from nanovllm.simulator import Run, simulate
+from tutorials.assignments.accounts import Account
+from tutorials.assignments.jobs import JobFailed, in_order
+from tutorials.assignments.process import (
+    Broken,
+    Descendants,
+    Process,
+    Submission,
+    copy_library,
+    read_source,
+)
 from tutorials.assignments.public import PROMPTS, SCARCE, answers_of, new_params
-from tutorials.assignments.referee import Broken, Process, referee_for
+from tutorials.assignments.referee import referee_for
+from tutorials.assignments.report import Report, plain_lines
 from tutorials.assignments.task import (
     NAMES,
     PUBLIC_SEEDS,
@@ -26,243 +44,329 @@ from tutorials.assignments.task import (
     serve_by_fcfs,
 )
 
-
-@dataclass
-class Check:
-    name: str
-    score: float
-    max_score: float
-    output: str  # what was measured, what full points need, or what is wrong
+LIMIT = 300.0  # seconds for a file
+SECONDS_TO_STOP = 20.0  # after the limit, until a job that has not noticed it is ended
+HIDDEN = "what it says on secret seeds is not shown, try the public ones"
 
 
 @dataclass
-class Report:
-    checks: list[Check] = field(default_factory=list)
-    values: dict[str, float] = field(default_factory=dict)  # of each goal: the worst of all seeds
-    printed: str = ""  # by the student's file
+class Played:
+    """What became of a simulation, or of a run of the engine."""
 
-    @property
-    def score(self) -> float:
-        return sum(check.score for check in self.checks)
-
-    @property
-    def max_score(self) -> float:
-        return sum(check.max_score for check in self.checks)
-
-    def table(self) -> str:
-        lines = [
-            f"{check.score:6.1f} of {check.max_score:4.0f}  {check.name}: {check.output}"
-            for check in self.checks
-        ]
-        return "\n".join([*lines, f"{self.score:6.1f} of {self.max_score:4.0f}  in all"])
-
-    def results(self) -> dict:
-        """For Gradescope. Everything is visible: the checks are public, only the seeds are not."""
-        tests = [
-            {
-                "number": str(i),
-                "name": c.name,
-                "score": c.score,
-                "max_score": c.max_score,
-                "output": c.output,
-            }
-            for i, c in enumerate(self.checks, start=1)
-        ]
-        board = [{"name": name, "value": round(value, 4)} for name, value in self.values.items()]
-        return {
-            "score": self.score,
-            "tests": tests,
-            "leaderboard": board,
-            "output": self.printed,
-            "visibility": "visible",
-        }
+    baseline: Run | None = None
+    values: dict[str, float] = field(default_factory=dict)  # of each goal
+    num_steps: int = 0
+    tokens: Any = None  # of the engine
+    problem: str = ""  # a sentence for the student, if the file has failed ...
+    outline: str = ""  # ... and as much of it as says nothing of the load
+    printed: str = ""
 
 
+@dataclass
+class Shared:
+    """What is the same for all files: FCFS's runs and answers."""
+
+    baselines: dict[tuple[str, int], Run] = field(default_factory=dict)
+    answers: Any = None
+
+
+@dataclass
 class Grader:
-    """Grades one file. Calls `report` after each check, so that nothing is lost if the machine
-    stops."""
+    """Grades files of one assignment. Calls `on_check` after each check, so that nothing is lost if
+    the machine stops."""
 
-    def __init__(
-        self,
-        task: Task,
-        path: Path,
-        seeds: list[int],
-        user: str | None = None,
-        report=lambda report: None,
-    ):
-        self.task, self.path, self.seeds, self.user = task, path, seeds, user
-        self.report, self.on_check = Report(), report
+    task: Task
+    seeds: list[int]
+    account: Account | None = None
+    limit: float = LIMIT  # seconds for a file
+    is_secret: bool = False  # nothing is shown that the file may have learned from the load
+    on_check: Callable[[Report], None] = lambda report: None
+    shared: Shared = field(default_factory=Shared)
 
-    def grade(self) -> Report:
-        if self._loads():
-            for part in self.task.parts:
-                self._grade_part(part)
-            if self.task.engine_points:
-                self._grade_answers()
-        return self.report
-
-    def _add(self, name: str, score: float, max_score: float, output: str) -> None:
-        self.report.checks.append(Check(name, round(score, 2), max_score, output))
-        self.on_check(self.report)
-
-    def _process(self, **options) -> Process:
-        return Process(self.path, user=self.user, **options)
-
-    def _loads(self) -> bool:
-        """Whether the file can be loaded; and grades the answers to questions in it."""
-        questions = self.task.questions
-        try:
-            with self._process(constants=("ANSWERS",)) as process:
-                answers = process.constants["ANSWERS"]
-        except Broken as error:
-            self._add("your file", 0, self.task.points, str(error))
-            return False
-        for name, digest in questions.items():
-            answer = answers.get(name) if isinstance(answers, dict) else None
-            is_right = hashlib.sha256(str(answer).strip().lower().encode()).hexdigest() == digest
-            points = self.task.question_points
-            self._add(
-                f"question {name}",
-                points * is_right,
-                points,
-                f"{str(answer)[:80]!r} is {'right' if is_right else 'wrong'}",
+    def grade(self, path: Path) -> Report:
+        report = Report()
+        deadline = time.monotonic() + self.limit
+        with tempfile.TemporaryDirectory() as library, Descendants():
+            copy_library(Path(library))
+            try:
+                source = read_source(path)
+            except Broken as error:
+                self._add(report, "your file", 0, self.task.points, str(error))
+                return report
+            submission = Submission(
+                source, path.name, Path(library), deadline, self.limit, self.account
             )
+            try:
+                self._grade(report, submission)
+            finally:
+                if self.account is not None:
+                    self.account.clean()
+        return report
+
+    def _grade(self, report: Report, submission: Submission) -> None:
+        stop = submission.deadline + SECONDS_TO_STOP
+        (loaded,) = in_order([partial(load, self.task, submission)], stop)
+        if not self._grade_load(report, loaded):
+            return
+        plays = [
+            (part, seed, self.shared.baselines.get((part.name, seed)))
+            for part in self.task.parts
+            for seed in self.seeds[: part.num_seeds]
+        ]
+        works: list[Callable[[], Any]] = [partial(play, submission, *each) for each in plays]
+        if self.task.engine_points:
+            works.append(partial(play_engine, self.task, submission))
+            if self.shared.answers is None:
+                works.append(partial(answers_of, Scheduler))
+        results = in_order(works, stop)
+        for part in self.task.parts:
+            seeds = self.seeds[: part.num_seeds]
+            played = [self._result(next(results)) for _ in seeds]
+            for seed, each in zip(seeds, played):
+                if each.baseline is not None:
+                    self.shared.baselines[part.name, seed] = each.baseline
+            self._grade_part(report, part, played)
+        if self.task.engine_points:
+            own = self._result(next(results))
+            if self.shared.answers is None:
+                self.shared.answers = next(results)()
+            self._grade_answers(report, own)
+
+    def _add(self, report: Report, name: str, score: float, max_score: float, output: str) -> None:
+        report.add(name, score, max_score, output)
+        self.on_check(report)
+
+    def _result(self, result: Callable[[], Played]) -> Played:
+        try:
+            return result()
+        except JobFailed as error:
+            return Played(problem=str(error), outline=str(error))
+
+    def _sentence(self, played: Played) -> str:
+        if not self.is_secret:
+            return played.problem
+        return f"{played.outline}; {HIDDEN}"
+
+    # --- checks ---
+
+    def _grade_load(self, report: Report, loaded: Callable[[], Any]) -> bool:
+        """Whether the file can be loaded; and the answers to questions in it."""
+        try:
+            problem, verdicts = loaded()
+        except JobFailed as error:
+            problem, verdicts = str(error), {}
+        if problem:
+            self._add(report, "your file", 0, self.task.points, problem)
+            return False
+        points = self.task.question_points
+        for name, wrong in verdicts.items():
+            score = 0 if wrong else points
+            self._add(report, f"question {name}", score, points, wrong or "right")
         return True
 
-    # --- simulations ---
-
-    def _grade_part(self, part: Part) -> None:
-        values: dict[str, list[float]] = {goal.name: [] for goal in part.goals}
-        problem, num_steps = None, 0
-        for seed in self.seeds[: part.num_seeds]:
-            try:
-                run, baseline = self._simulate(part, seed)
-            except (Broken, ScheduleError) as error:
-                problem = str(error)
-                break
-            num_steps += run.num_steps
-            for goal in part.goals:
-                values[goal.name].append(goal.measure(run, baseline))
-        rules = problem or f"all kept, in {num_steps:,} steps"
-        self._add(f"{part.name}, rules", 0 if problem else part.points, part.points, rules)
+    def _grade_part(self, report: Report, part: Part, played: list[Played]) -> None:
+        broken = next((each for each in played if each.problem), None)
+        rules = f"all kept, in {sum(each.num_steps for each in played):,} steps"
+        if broken is not None:
+            rules = self._sentence(broken)
+        if not self.is_secret:
+            report.printed = plain_lines(played[-1].printed if broken is None else broken.printed)
+        self._add(report, f"{part.name}, rules", 0 if broken else part.points, part.points, rules)
         for goal in part.goals:
-            self._grade_goal(part, goal, [] if problem else values[goal.name])
+            values = [] if broken else [each.values[goal.name] for each in played]
+            self._grade_goal(report, part, goal, values)
 
-    def _grade_goal(self, part: Part, goal: Goal, values: list[float]) -> None:
+    def _grade_goal(self, report: Report, part: Part, goal: Goal, values: list[float]) -> None:
         name = f"{part.name}, {goal.name}"
         wanted = f"full points at {goal.full:g}, none at {goal.none:g}"
         if not values:
-            self._add(name, 0, goal.points, f"not measured, because a rule was broken; {wanted}")
+            why = f"not measured, because a rule was broken; {wanted}"
+            self._add(report, name, 0, goal.points, why)
             return
         worst = min(values) if goal.full > goal.none else max(values)
-        self.report.values[name] = worst
-        self._add(
-            name,
-            goal.score(worst),
-            goal.points,
-            f"{worst:.4g}, the worst of {len(values)}; {wanted}",
-        )
+        report.values[name] = worst
+        measured = f"{worst:.4g}, the worst of {len(values)}; {wanted}"
+        self._add(report, name, goal.score(worst), goal.points, measured)
 
-    def _simulate(self, part: Part, seed: int) -> tuple[Run, Run]:
-        """The student's run and that of FCFS."""
+    def _grade_answers(self, report: Report, played: Played) -> None:
+        name, points, expected = "the real engine", self.task.engine_points, self.shared.answers
+        if played.problem:
+            self._add(report, name, 0, points, played.problem)
+        elif played.tokens == expected:
+            same = "have the same answers as with FCFS and enough memory"
+            self._add(report, name, points, points, f"{len(PROMPTS)} prompts {same}")
+        else:
+            tokens = played.tokens
+            is_list = isinstance(tokens, list) and len(tokens) == len(expected)
+            wrong = [i for i, right in enumerate(expected) if not is_list or tokens[i] != right]
+            other = "other answers than with FCFS and enough memory"
+            self._add(report, name, 0, points, f"{other} for the prompts {wrong}")
+
+
+# --- jobs: what is done side by side ---
+
+
+def load(task: Task, submission: Submission) -> tuple[str, dict[str, str | None]]:
+    """What is wrong with the file, or nothing; and with each answer to a question."""
+    try:
+        with Process(submission, constants=("ANSWERS",)) as process:
+            constants = process.constants
+    except Broken as error:
+        return str(error), {}
+    answers = constants.get("ANSWERS") if isinstance(constants, dict) else None
+    if not isinstance(answers, dict):
+        answers = {}
+    return "", {name: check(answers.get(name)) for name, check in task.questions.items()}
+
+
+def play(submission: Submission, part: Part, seed: int, baseline: Run | None) -> Played:
+    """The student's run beside FCFS's, and what each goal measures."""
+    if baseline is None:
         baseline = serve_by_fcfs(part, seed)
-        max_steps = 20 * baseline.num_steps + 10_000
-        with self._process() as process:
+    max_steps = 20 * baseline.num_steps + 10_000
+    config = replace(part.config, block_manager_cls=part.counting)
+    played = Played(baseline)
+    try:
+        with Process(submission) as process:
             try:
-                referee = referee_for(process, part.scheduler, part.block_manager, max_steps)
-                return simulate(
-                    part.workload(seed), part.config, part.hardware, referee, check=True
-                ), baseline
+                referee = referee_for(process, part, max_steps)
+                jobs, keep_steps = part.workload(seed), part.keep_steps
+                run = simulate(jobs, config, part.hardware, referee, keep_steps=keep_steps)
             finally:
-                self.report.printed = process.output()
+                played.printed = process.output()
+    except (Broken, ScheduleError) as error:
+        played.problem = str(error)
+        played.outline = outline_of(error)
+        return played
+    played.num_steps = run.num_steps
+    played.values = {goal.name: goal.measure(run, baseline) for goal in part.goals}
+    return played
 
-    # --- the real engine ---
 
-    def _grade_answers(self) -> None:
-        name, points = "the real engine", self.task.engine_points
-        prompts, fields = PROMPTS, [vars(params) for params in new_params(self.task.parts[0])]
-        start = {
-            "scheduler": self.task.parts[0].scheduler,
-            "options": SCARCE,
-            "prompts": prompts,
-            "params": fields,
-        }
-        try:
-            with self._process(megabytes=16_384, seconds_per_call=120) as process:
-                process.send(start)
-                expected = answers_of(Scheduler)  # meanwhile
-                answers = process.receive().get("tokens")
-        except Broken as error:
-            self._add(name, 0, points, str(error))
-            return
-        if answers == expected:
-            self._add(
-                name,
-                points,
-                points,
-                f"{len(prompts)} prompts have the same answers as with FCFS and enough memory",
-            )
-            return
-        is_list = isinstance(answers, list) and len(answers) == len(expected)
-        wrong = [i for i, tokens in enumerate(expected) if not is_list or answers[i] != tokens]
-        self._add(
-            name,
-            0,
-            points,
-            f"other answers than with FCFS and enough memory for the prompts {wrong}",
-        )
+def outline_of(error: Broken | ScheduleError) -> str:
+    if isinstance(error, Broken):
+        return error.outline
+    step = re.match(r"step \d+", str(error))
+    return f"{step[0]}: a rule is broken" if step else "a rule is broken"
+
+
+def play_engine(task: Task, submission: Submission) -> Played:
+    """The real engine's answers to a few prompts, with the student's scheduler and scarce
+    memory."""
+    fields = [vars(params) for params in new_params(task.parts[0])]
+    start = {
+        "scheduler": task.parts[0].scheduler,
+        "options": SCARCE,
+        "prompts": PROMPTS,
+        "params": fields,
+    }
+    try:
+        with Process(submission, megabytes=16_384, seconds_per_call=120) as process:
+            return Played(tokens=process.ask(start).get("tokens"))
+    except Broken as error:
+        return Played(problem=str(error))
+
+
+# --- the command ---
 
 
 def secret_seeds(secret: str, name: str, count: int = 3) -> list[int]:
-    """Seeds that only those can know who have the secret. Change it, and all workloads are new."""
-    return [
-        int(hashlib.sha256(f"{secret}/{name}/{i}".encode()).hexdigest()[:7], 16)
-        for i in range(count)
-    ]
+    """Seeds of 128 bits that only those can know who have the secret. Change it, and all loads are
+    new."""
+    digests = [hashlib.sha256(f"{secret}/{name}/{i}".encode()).hexdigest() for i in range(count)]
+    return [int(digest[:32], 16) for digest in digests]
 
 
-def grade(name: str, path: Path, seeds: list[int], **options) -> Report:
-    return Grader(load_task(name), path, seeds, **options).grade()
+def read_secret(path: Path) -> str:
+    """Raises ValueError for a secret that is none."""
+    if not path.is_file():
+        raise ValueError("there is no such file")
+    if path.stat().st_mode & 0o077:
+        raise ValueError(f"others can read it: chmod 600 {path}")
+    secret = path.read_text().strip()
+    if len(secret) < 16:
+        raise ValueError("it has fewer than 16 characters: somebody could guess it")
+    return secret
 
 
-def main() -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Those that leaderboard.py has, too."""
+    parser.add_argument("--secret", type=Path, help="a file with a secret, which gives the seeds")
+    parser.add_argument("--user", help="run the students' files as this user (needs root)")
+    parser.add_argument(
+        "--as-root",
+        action="store_true",
+        help="as root without --user: the file may read and change everything, and I know it",
+    )
+    help = f"seconds for a file (default: {LIMIT:g})"
+    parser.add_argument("--limit", type=float, default=LIMIT, help=help)
+
+
+def new_grader(parser: argparse.ArgumentParser, args: argparse.Namespace, name: str) -> Grader:
+    """Ends the program with a sentence if the options do not allow a grading."""
+    grader = Grader(load_task(name), list(PUBLIC_SEEDS), limit=args.limit)
+    if not 1 <= args.limit <= 86_400:
+        parser.error(f"--limit {args.limit:g} is not allowed: it must be from 1 to 86400 seconds")
+    if args.secret is not None:
+        try:
+            grader.seeds = secret_seeds(read_secret(args.secret), name)
+        except (ValueError, OSError) as error:
+            parser.error(f"--secret {args.secret} is not allowed: {error}")
+        grader.is_secret = True
+    if args.user is not None:
+        try:
+            grader.account = Account.named(args.user)
+        except ValueError as error:
+            parser.error(f"--user {args.user} is not allowed: {error}")
+    elif os.getuid() == 0 and not args.as_root:
+        own = "for a file of your own, --as-root"
+        parser.error(f"as root, a student's file could change everything: add --user NAME; {own}")
+    return grader
+
+
+def check_path(parser: argparse.ArgumentParser, path: Path) -> None:
+    if not path.is_file():
+        parser.error(f"path={str(path)!r} is not allowed: there is no such file")
+
+
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("task", choices=NAMES)
-    parser.add_argument("path", type=Path, help="the student's file")
-    parser.add_argument("--json", type=Path, help="write Gradescope's results.json to this file")
-    parser.add_argument(
-        "--secret",
-        type=Path,
-        help="a file with a secret, which gives other seeds than the public ones",
-    )
-    parser.add_argument("--user", help="run the student's file as this user (needs root)")
-    args = parser.parse_args()
-    if not args.path.is_file():
-        parser.error(f"path={str(args.path)!r} is not allowed: there is no such file")
-    seeds = (
-        secret_seeds(args.secret.read_text().strip(), args.task)
-        if args.secret
-        else list(PUBLIC_SEEDS)
-    )
+    parser.add_argument("paths", type=Path, nargs="+", metavar="FILE", help="students' files")
+    parser.add_argument("--json", type=Path, help="write results.json here, or into this folder")
+    add_options(parser)
+    args = parser.parse_intermixed_args(arguments)
+    for path in args.paths:
+        check_path(parser, path)
+    targets: list[Path | None] = [args.json]
+    if len(args.paths) > 1 and args.json is not None:
+        targets = [args.json / f"{path.stem}.json" for path in args.paths]
+        if len({*targets}) < len(targets):
+            parser.error("two of these files have the same name, and so would their results")
+        args.json.mkdir(parents=True, exist_ok=True)
+    sys.stdout.reconfigure(errors="backslashreplace")  # whatever a file is called or says
+    grader = new_grader(parser, args, args.task)
+    for path, target in zip(args.paths, targets * len(args.paths)):
+        if len(args.paths) > 1:
+            print(f"--- {path}", flush=True)
+        grade_file(grader, path, target)
 
-    def report(report: Report) -> None:
-        print(report.table().splitlines()[-2], flush=True)
-        if args.json:
-            args.json.write_text(json.dumps(report.results(), indent=1) + "\n")
 
-    try:
-        result = grade(args.task, args.path, seeds, user=args.user, report=report)
-    except (LookupError, PermissionError) as error:
-        if args.user is None:
-            raise
-        parser.error(
-            f"--user {args.user} is not allowed: this user cannot run {sys.executable}: {error}"
-        )
-    print(result.table().splitlines()[-1])
-    if result.printed:
-        print(f"--- what your file has printed last ---\n{result.printed}", file=sys.stderr)
+def grade_file(grader: Grader, path: Path, target: Path | None) -> None:
+    def on_check(report: Report) -> None:
+        print(report.lines()[-1], flush=True)
+        if target is not None:
+            report.write(target)
+
+    if target is not None:
+        Report().write(target)
+    grader.on_check = on_check
+    report = grader.grade(path)
+    print(report.last_line(), flush=True)
+    if report.printed:
+        print(f"--- what your file has printed last ---\n{report.printed}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,16 @@
 """The leaderboard of assignment 7: python -m tutorials.assignments.leaderboard my_scheduler.py --name "Cheapest first"
 
 Grades the file, and writes or replaces the line of this name in a7/LEADERBOARD.md. With `--secret
-FILE`, the instructor's seeds are used, and the line is marked as verified."""
+FILE`, the instructor's seeds are used, and the line is marked as verified. The other options are
+those of grade.py."""
 
 import argparse
 from datetime import date
 from pathlib import Path
 
-from tutorials.assignments.grade import Grader, Report, secret_seeds
-from tutorials.assignments.task import PUBLIC_SEEDS, Goal, Task, load_task
+from tutorials.assignments.grade import add_options, check_path, new_grader
+from tutorials.assignments.report import Report
+from tutorials.assignments.task import Goal, Task
 
 PAGE = Path(__file__).with_name("a7") / "LEADERBOARD.md"
 HEAD = """# Leaderboard of assignment 7
@@ -67,27 +69,21 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("path", type=Path, help="the file with MyScheduler")
     parser.add_argument("--name", required=True, help="what stands in the table")
-    parser.add_argument(
-        "--secret", type=Path, help="a file with the instructor's secret, which gives the seeds"
-    )
+    add_options(parser)
     args = parser.parse_args(arguments)
-    if not args.path.is_file():
-        parser.error(f"path={str(args.path)!r} is not allowed: there is no such file")
+    check_path(parser, args.path)
     name = args.name.strip()
     if not name or not name.isprintable() or "|" in name:
         parser.error(
             f"--name {name!r} is not allowed: it must be one line, not empty and without |"
         )
-    task = load_task("a7")
-    seeds = (
-        secret_seeds(args.secret.read_text().strip(), "a7") if args.secret else list(PUBLIC_SEEDS)
-    )
-    report = Grader(task, args.path, seeds).grade()
+    grader = new_grader(parser, args, "a7")
+    task, report = grader.task, grader.grade(args.path)
     print(report.table())
     if problem := problem_of(report):
         raise SystemExit(f"{name!r} gets no line, because not all rules were kept. {problem}")
     rows = read_rows(PAGE.read_text()) if PAGE.exists() else {}
-    rows[name] = new_row(task, report, args.secret is not None)
+    rows[name] = new_row(task, report, grader.is_secret)
     PAGE.write_text(new_page(task, rows))
 
 

@@ -6,7 +6,9 @@ with one line: what its scheduler has decided. The clock, the true lengths, the 
 the verdict are in the process that grades (`referee.py`). The checks here are those of
 `simulate(..., check=True)`: they are for those who made a mistake."""
 
+import ctypes
 import faulthandler
+import io
 import json
 import os
 import resource
@@ -14,6 +16,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from types import ModuleType
 from typing import Any
 
@@ -25,6 +28,11 @@ from nanovllm.schedule import CheckedScheduler, Schedule, ScheduleError
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
 from nanovllm.simulator import STOP, check_queues
+
+PR_SET_PDEATHSIG = 1
+PR_SET_NO_NEW_PRIVS = 38
+LONGEST = 2000  # characters of an error
+LONGEST_PRINTED = 2**18
 
 
 class Logged:
@@ -56,6 +64,18 @@ class Logged:
         ]
 
 
+class Printed(io.TextIOWrapper):
+    """What the student prints. Of much of it, the last part is kept."""
+
+    def write(self, text: str) -> int:
+        if os.fstat(self.fileno()).st_size > LONGEST_PRINTED:
+            self.flush()
+            os.ftruncate(self.fileno(), 0)
+            os.lseek(self.fileno(), 0, os.SEEK_SET)
+        super().write(text[-LONGEST_PRINTED:])
+        return len(text)
+
+
 class Player:
     """Plays one simulation: has the student's scheduler, its own blocks, and requests without their
     true lengths."""
@@ -65,6 +85,7 @@ class Player:
         manager_cls = find_class(module, start["block_manager"] or "BlockManager", BlockManager)
         logged = type(scheduler_cls.__name__, (Logged, scheduler_cls), {})
         self.manager = manager_cls(*start["blocks"])
+        self.counts = start["counts"]
         limits = Limits(**start["limits"])
         self.scheduler = logged(limits, self.manager)
         self.checked = CheckedScheduler(self.scheduler, limits, check_schedule)
@@ -99,7 +120,8 @@ class Player:
         running, scheduler.events = [*scheduler.running], []
         self.schedule = self.checked.schedule(self.requests)
         check_queues(scheduler, self.requests.values(), running)
-        return {"events": scheduler.events}
+        counts = [getattr(self.manager, name, None) for name in self.counts]
+        return {"events": scheduler.events, "counts": counts}
 
 
 def find_class(module: ModuleType, name: str, base: type) -> type:
@@ -129,13 +151,23 @@ def run_engine(module: ModuleType, start: dict[str, Any]) -> list[list[list[int]
     return [[completion.token_ids for completion in output.outputs] for output in outputs]
 
 
-def explained(error: BaseException, name: str) -> str:
-    """What is wrong, and where in the student's file."""
-    frames = [
-        frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == name
-    ]
-    where = f" (line {frames[-1].lineno} of your file, in {frames[-1].name})" if frames else ""
-    return f"{type(error).__name__}: {error}{where}"
+def explained(error: BaseException, name: str) -> dict[str, Any]:
+    """What is wrong, and where in the student's file; or, if the error is about what a method of
+    it has returned, where in the scheduler."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename == name]
+    ours = [frame for frame in frames if frame.filename.endswith("scheduler.py")]
+    where, line = "", None
+    if own:
+        line = own[-1].lineno
+        where = f" (line {line} of your file, in {own[-1].name})"
+    elif ours:
+        where = f" (in {ours[-1].name} of scheduler.py: {ours[-1].line})"
+    text = str(error)[:LONGEST]
+    kind = type(error).__name__
+    if isinstance(error, ScheduleError):
+        return {"error": text, "kind": kind}
+    return {"error": f"{kind}: {text}{where}", "kind": kind, "line": line}
 
 
 def serve(ask: Callable[[], str], reply: Callable[[dict], None]) -> None:
@@ -154,10 +186,24 @@ def serve(ask: Callable[[], str], reply: Callable[[dict], None]) -> None:
                 reply({})
             else:
                 reply(player.step(message))
-    except ScheduleError as error:
-        reply({"error": str(error)})
     except BaseException as error:  # also SystemExit
-        reply({"error": explained(error, name)})
+        reply(explained(error, name))
+
+
+def set_limits(megabytes: int, seconds: int) -> None:
+    for limit, value in (
+        (resource.RLIMIT_AS, megabytes * 2**20),
+        (resource.RLIMIT_CPU, seconds),
+        (resource.RLIMIT_FSIZE, 2**20),  # what it prints is a file, too
+        (resource.RLIMIT_CORE, 0),
+    ):
+        # macOS refuses a limit of the address space
+        with suppress(ValueError) if sys.platform == "darwin" else nullcontext():
+            resource.setrlimit(limit, (value, value))
+    if sys.platform == "linux":
+        prctl = ctypes.CDLL(None).prctl
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # it ends with the process that grades
+        prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)  # no program can make it another user
 
 
 def main() -> None:
@@ -166,16 +212,11 @@ def main() -> None:
     questions, answers = os.fdopen(os.dup(0), "r"), os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    sys.stdout.reconfigure(line_buffering=True)
-    faulthandler.register(signal.SIGUSR1)  # prints where it hangs
-    megabytes, seconds = map(int, sys.argv[1:3])
-    for limit, value in (
-        (resource.RLIMIT_AS, megabytes * 2**20),
-        (resource.RLIMIT_CPU, seconds),
-        (resource.RLIMIT_FSIZE, 2**20),  # what it prints is a file, too
-        (resource.RLIMIT_CORE, 0),
-    ):
-        resource.setrlimit(limit, (value, value))
+    for name in ("stdout", "stderr"):
+        file = os.fdopen(os.dup(2), "wb")
+        setattr(sys, name, Printed(file, errors="backslashreplace", line_buffering=True))
+    faulthandler.register(signal.SIGUSR1, file=2)  # prints where it hangs
+    set_limits(*map(int, sys.argv[1:3]))
 
     def reply(message: dict) -> None:
         answers.write(json.dumps(message) + "\n")
