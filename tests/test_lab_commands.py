@@ -80,6 +80,15 @@ def test_silly_ones_stand_above_those_that_were_tried_and_the_solution_below(wri
     assert [policy.kind for policy in policies] == ["silly"] * 6 + ["tried"] * 2 + ["solution"]
 
 
+def test_a_whole_file_may_say_that_it_is_silly(write):
+    paths = [write(FCFS, "right.py"), write(f"is_silly = True\n{FCFS}", "wrong.py")]
+    policies = seeds.policies_of(TASK, paths)
+    assert [(policy.name, policy.kind) for policy in policies] == [
+        ("wrong", "silly"),
+        ("right", "solution"),
+    ]
+
+
 def test_each_file_has_a_row_of_its_own(write):
     paths = [write(FCFS, name) for name in ("x/my_scheduler.py", "y/my_scheduler.py", "FCFS.py")]
     names = [policy.name for policy in seeds.policies_of(TASK, [*paths, paths[0]])]

@@ -92,12 +92,17 @@ def policies_in(task: Task, path: Path, name: str) -> Iterator[Policy]:
         except ValueError as error:
             yield Policy(name, "solution", path, module, str(error))
         else:
-            yield Policy(name, "solution", path, module)
+            yield Policy(name, "silly" if is_silly(module) else "solution", path, module)
         return
     for cls in own:
         doc = (cls.__doc__ or cls.__name__).splitlines()[0].rstrip(".")
-        kind = "silly" if getattr(cls, "is_silly", False) else "tried"
-        yield Policy(doc, kind, path, SimpleNamespace(**dict.fromkeys(asked, cls)))
+        classes = SimpleNamespace(**dict.fromkeys(asked, cls))
+        yield Policy(doc, "silly" if is_silly(cls) else "tried", path, classes)
+
+
+def is_silly(said_by: Any) -> bool:
+    """A class, or a whole file."""
+    return getattr(said_by, "is_silly", False) is True
 
 
 def is_policy(value: Any, module: str) -> bool:
