@@ -14,6 +14,7 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -417,8 +418,8 @@ def test_what_another_user_cannot_do(graded, account, tmp_path):
 
 
 @for_root
-def test_an_account_with_other_processes_is_refused(account, monkeypatch):
-    entry = type("Entry", (), {"pw_uid": UID, "pw_gid": UID})
+def test_accounts_that_are_refused(account, monkeypatch, tmp_path):
+    entry = SimpleNamespace(pw_uid=UID, pw_gid=UID, pw_dir="/nonexistent")
     monkeypatch.setattr("pwd.getpwnam", lambda name: entry)
     assert Account.named("student") == account
     sleeper = subprocess.Popen(["sleep", "60"], user=UID, group=UID, cwd="/")
@@ -426,6 +427,25 @@ def test_an_account_with_other_processes_is_refused(account, monkeypatch):
         Account.named("student")
     account.clean()
     assert sleeper.wait() == -9
+    entry.pw_dir = str(tmp_path)
+    os.chown(tmp_path, UID, UID)
+    with pytest.raises(ValueError, match="files could stay in its home"):
+        Account.named("student")
+    entry.pw_dir = "/nonexistent"
+    python = tmp_path / "python"
+    python.symlink_to(sys.executable)
+    tmp_path.chmod(0)
+    monkeypatch.setattr(process.sys, "executable", str(python))
+    with pytest.raises(ValueError, match="this user cannot run"):
+        Account.named("student")
+
+
+def test_a_system_without_accounts():
+    """Windows, as far as it can be played here."""
+    code = "import sys; sys.modules['pwd'] = None; import tutorials.assignments.grade"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 1
+    assert result.stderr == "the grader needs Linux or macOS: on Windows, run it in WSL\n"
 
 
 # --- all of it ---

@@ -51,8 +51,9 @@ HIDDEN = "what it says on secret seeds is not shown, try the public ones"
 
 @dataclass
 class Played:
-    """What became of a simulation, or of a run of the engine."""
+    """What became of a file that was loaded, a simulation, or a run of the engine."""
 
+    verdicts: dict[str, str | None] = field(default_factory=dict)  # what is wrong with an answer
     baseline: Run | None = None
     values: dict[str, float] = field(default_factory=dict)  # of each goal
     num_steps: int = 0
@@ -151,15 +152,12 @@ class Grader:
 
     def _grade_load(self, report: Report, loaded: Callable[[], Any]) -> bool:
         """Whether the file can be loaded; and the answers to questions in it."""
-        try:
-            problem, verdicts = loaded()
-        except JobFailed as error:
-            problem, verdicts = str(error), {}
-        if problem:
-            self._add(report, "your file", 0, self.task.points, problem)
+        played = self._result(loaded)
+        if played.problem:
+            self._add(report, "your file", 0, self.task.points, self._sentence(played))
             return False
         points = self.task.question_points
-        for name, wrong in verdicts.items():
+        for name, wrong in played.verdicts.items():
             score = 0 if wrong else points
             self._add(report, f"question {name}", score, points, wrong or "right")
         return True
@@ -191,7 +189,7 @@ class Grader:
     def _grade_answers(self, report: Report, played: Played) -> None:
         name, points, expected = "the real engine", self.task.engine_points, self.shared.answers
         if played.problem:
-            self._add(report, name, 0, points, played.problem)
+            self._add(report, name, 0, points, self._sentence(played))
         elif played.tokens == expected:
             same = "have the same answers as with FCFS and enough memory"
             self._add(report, name, points, points, f"{len(PROMPTS)} prompts {same}")
@@ -206,17 +204,18 @@ class Grader:
 # --- jobs: what is done side by side ---
 
 
-def load(task: Task, submission: Submission) -> tuple[str, dict[str, str | None]]:
-    """What is wrong with the file, or nothing; and with each answer to a question."""
+def load(task: Task, submission: Submission) -> Played:
+    """Whether the file can be loaded, and its answers to questions."""
     try:
         with Process(submission, constants=("ANSWERS",)) as process:
             constants = process.constants
     except Broken as error:
-        return str(error), {}
+        return failed(error)
     answers = constants.get("ANSWERS") if isinstance(constants, dict) else None
     if not isinstance(answers, dict):
         answers = {}
-    return "", {name: check(answers.get(name)) for name, check in task.questions.items()}
+    verdicts = {name: check(answers.get(name)) for name, check in task.questions.items()}
+    return Played(verdicts)
 
 
 def play(submission: Submission, part: Part, seed: int, baseline: Run | None) -> Played:
@@ -225,7 +224,7 @@ def play(submission: Submission, part: Part, seed: int, baseline: Run | None) ->
         baseline = serve_by_fcfs(part, seed)
     max_steps = 20 * baseline.num_steps + 10_000
     config = replace(part.config, block_manager_cls=part.counting)
-    played = Played(baseline)
+    played = Played(baseline=baseline)
     try:
         with Process(submission) as process:
             try:
@@ -235,12 +234,14 @@ def play(submission: Submission, part: Part, seed: int, baseline: Run | None) ->
             finally:
                 played.printed = process.output()
     except (Broken, ScheduleError) as error:
-        played.problem = str(error)
-        played.outline = outline_of(error)
-        return played
+        return replace(played, problem=str(error), outline=outline_of(error))
     played.num_steps = run.num_steps
     played.values = {goal.name: goal.measure(run, baseline) for goal in part.goals}
     return played
+
+
+def failed(error: Broken) -> Played:
+    return Played(problem=str(error), outline=error.outline)
 
 
 def outline_of(error: Broken | ScheduleError) -> str:
@@ -264,7 +265,7 @@ def play_engine(task: Task, submission: Submission) -> Played:
         with Process(submission, megabytes=16_384, seconds_per_call=120) as process:
             return Played(tokens=process.ask(start).get("tokens"))
     except Broken as error:
-        return Played(problem=str(error))
+        return failed(error)
 
 
 # --- the command ---
