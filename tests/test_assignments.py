@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tutorials.assignments.grade import Grader, secret_seeds
+from tutorials.assignments.grade import secret_seeds
+from tutorials.assignments.grader import Grader
 from tutorials.assignments.public import check_answers, check_rules, load
 from tutorials.assignments.task import NAMES, load_task
 
@@ -44,9 +45,8 @@ def test_the_rules_are_kept_in_a_short_load(kind, name):
 def test_the_reference_gets_all_points(name):
     # all engines in one process, below: it is faster
     task = replace(load_task(name), engine_points=0)
-    report = Grader(
-        task, SOLUTIONS / f"{name}_solution.py", secret_seeds("for tests", name, 1)
-    ).grade()
+    grader = Grader(task, secret_seeds("for tests", name, 1))
+    report = grader.grade(SOLUTIONS / f"{name}_solution.py")
     assert report.score == report.max_score == task.points, report.table()
 
 

@@ -19,9 +19,10 @@ from types import SimpleNamespace
 import pytest
 
 from nanovllm.config import Config
-from tutorials.assignments import grade, process
+from tutorials.assignments import grader, process
 from tutorials.assignments.accounts import Account
-from tutorials.assignments.grade import Grader, grade_file
+from tutorials.assignments.grade import grade_file
+from tutorials.assignments.grader import Grader
 from tutorials.assignments.process import children
 from tutorials.assignments.task import Goal, Part, Task
 from tutorials.simulation.workloads import all_at_once, fixed, sharegpt, workload
@@ -69,10 +70,10 @@ def graded(tmp_path, capsys):
         path, target = tmp_path / "my_scheduler.py", tmp_path / "results.json"
         path.write_bytes(code if isinstance(code, bytes) else code.encode())
         processes = children()
-        grader = Grader(task, [1], limit=limit, **options)
+        graded_by = Grader(task, [1], limit=limit, **options)
         start = time.monotonic()
-        grade_file(grader, path, target)
-        assert time.monotonic() - start < limit + grade.SECONDS_TO_STOP + 10
+        grade_file(graded_by, path, target)
+        assert time.monotonic() - start < limit + grader.SECONDS_TO_STOP + 10
         assert children() == processes
         results = json.loads(target.read_text())
         for check in results["tests"]:
@@ -177,7 +178,7 @@ SLOW = ("never reads", "stops itself", "stops the grader", "a slow one", "an err
 )
 def test_the_protocol(graded, case, monkeypatch):
     code, expected = PROTOCOL[case]
-    monkeypatch.setattr(grade, "SECONDS_TO_STOP", 3)
+    monkeypatch.setattr(grader, "SECONDS_TO_STOP", 3)
     results = graded(code, LONG, limit=15 if case in SLOW else 60)
     if case == "ends after an answer" and results["score"]:
         pytest.skip("it was done before it ended")
@@ -461,14 +462,14 @@ def test_two_hundred_files_in_a_row_leave_nothing(tmp_path, temporary):
     files["daemon"] = (DAEMON + "leave(sleep)\n" + FCFS).encode()
     rng, names = random.Random(7), sorted(files)
     state = repository(), children()
-    grader = Grader(TASK, [1], limit=60)
+    graded_by = Grader(TASK, [1], limit=60)
     scores = {}
     for i in range(200):
         name = rng.choice(names)
         path = tmp_path / f"{i}.py"
         path.write_bytes(files[name])
         target = tmp_path / f"{i}.json"
-        grade_file(grader, path, target)
+        grade_file(graded_by, path, target)
         score = json.loads(target.read_text())["score"]
         assert scores.setdefault(name, score) == score, name
         path.unlink()
