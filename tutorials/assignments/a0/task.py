@@ -3,13 +3,15 @@
 from collections.abc import Iterable
 from math import inf
 from statistics import mean
+from typing import NamedTuple
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import Config
+from nanovllm.options import shown
+from nanovllm.scheduler import Scheduler
 from nanovllm.simulator import Job, Run
 from tutorials.assignments.a0.questions import QUESTIONS
 from tutorials.assignments.task import Goal, Part, Task, serve
-from tutorials.simulation.metrics import ttft
 from tutorials.simulation.workloads import all_at_once, lognormal, poisson, shared_prefix, workload
 
 MOST_TOKENS = 384  # of a step, in C
@@ -40,33 +42,52 @@ def many_at_once(seed: int) -> list[Job]:
 # --- A ---
 
 
-def ttft_share(run: Run, baseline: Run) -> float:
-    return mean(map(ttft, run.requests)) / mean(map(ttft, baseline.requests))
+class Admission(NamedTuple):
+    request: int
+    step: int
+    preempted: float  # in which step it was, before; infinity for a newcomer
 
 
-def admissions(run: Run) -> list[tuple[int, float]]:
-    """Of each admission: the step, and the step at which the request was preempted before. That is
-    infinity for a newcomer."""
-    found: list[tuple[int, float]] = []
+def admissions(run: Run) -> list[Admission]:
+    found: list[Admission] = []
     left: dict[int, int] = {}
     before: set[int] = set()
     for i, step in enumerate(run.steps):
         running = set(step.running)
         left.update((request, i) for request in before - running)
-        found += [(i, left.get(request, inf)) for request in running - before]
+        found += [Admission(request, i, left.get(request, inf)) for request in running - before]
         before = running
     return found
+
+
+def short_first(run: Run, baseline: Run) -> float:
+    """How many of the newcomers had been overtaken by no newcomer with a longer prompt."""
+    newcomers = [
+        (run.requests[admission.request], admission.step)
+        for admission in admissions(run)
+        if admission.preempted == inf
+    ]
+    starts = [step.start for step in run.steps]
+    were_overtaken = [
+        any(
+            served.arrival <= starts[other] and other < step
+            for longer, other in newcomers
+            if longer.job.num_prompt_tokens > served.job.num_prompt_tokens
+        )
+        for served, step in newcomers
+    ]
+    return 1 - mean(were_overtaken)
 
 
 def in_turn(run: Run, baseline: Run) -> float:
     """How many of those who came back had been overtaken by nobody: no newcomer, and none who was
     preempted later. Counts only if short prompts are first: in FCFS order it is no art."""
-    if ttft_share(run, baseline) > 0.97:
+    if short_first(run, baseline) < 0.9:
         return 0.0
     admitted = admissions(run)
     were_overtaken = [
-        any(preempted < step < back and later > preempted for step, later in admitted)
-        for back, preempted in admitted
+        any(preempted < other < step and later > preempted for _, other, later in admitted)
+        for _, step, preempted in admitted
         if preempted < inf
     ]
     return 1 - mean(were_overtaken or [1])
@@ -95,21 +116,26 @@ class Counting(BlockManager):
         return super().take_block()
 
 
-def counts(part: Part, module, manager_cls: type[BlockManager], seed: int) -> list:
+def counts(part: Part, manager_cls: type[BlockManager], seed: int) -> list[list]:
     """What a block manager has counted, after each step was planned."""
-    found = []
+    found: list[list] = []
 
     def take_moves(self):
         found.append([getattr(self, name, "missing") for name in part.counts])
         return manager_cls.take_moves(self)
 
     watched = type(manager_cls.__name__, (manager_cls,), {"take_moves": take_moves})
-    serve(part, getattr(module, part.scheduler), seed, watched, check=False)
+    serve(part, Scheduler, seed, watched, check=False)
     return found
 
 
-def hits_share(run: Run, baseline: Run) -> float:
-    return run.num_cached_tokens / baseline.num_cached_tokens
+def check_counts(part: Part, manager_cls: type[BlockManager], seed: int) -> None:
+    """Raises AssertionError unless it counts in each step what the grader counts."""
+    steps = zip(counts(part, manager_cls, seed), counts(part, part.counting, seed))
+    for i, (values, wanted) in enumerate(steps, start=1):
+        for name, value, right in zip(part.counts, values, wanted):
+            what = f"{manager_cls.__name__}.{name} is {shown(value)}, but should be {right}"
+            assert value == right, f"step {i}: {what}"
 
 
 # --- C ---
@@ -154,9 +180,9 @@ TASK = Task(
             ),
             [
                 Goal(
-                    "mean time to first token / that of FCFS",
-                    ttft_share,
-                    none=1.0,
+                    "newcomers whom no longer prompt overtook",
+                    short_first,
+                    none=0.6,
                     full=0.95,
                     points=10,
                 ),
@@ -182,16 +208,8 @@ TASK = Task(
                 max_num_batched_tokens=512,
                 max_model_len=2048,
             ),
-            [
-                Goal(
-                    "tokens from the cache / those of the base class",
-                    hits_share,
-                    none=0.5,
-                    full=0.8,
-                    points=8,
-                )
-            ],
-            points=14,
+            [],  # a block manager that does not share is not in step with that of the grader
+            points=22,
             scheduler="Scheduler",
             block_manager="BlockManagerB",
             counting=Counting,
