@@ -151,7 +151,7 @@ QUESTIONS = {
         "budget",
         small_config(num_blocks=64, max_num_batched_tokens=260),
         max_requests=6,
-        max_tokens=300,
+        max_tokens=280,
         why_not=how_full_was_it,
         scheduler=starter.SchedulerC,
     ),
