@@ -40,7 +40,7 @@ class BlockManagerB(BlockManager):
 
     def free(self, seq):
         self.num_freed += sum(self.blocks[block_id].ref_count == 1 for block_id in seq.block_table)
-        super().free(seq)  # it counts the references
+        super().free(seq)
 
 
 class SchedulerC(Scheduler):
