@@ -121,7 +121,7 @@ def counts(part: Part, manager_cls: type[BlockManager], seed: int) -> list[list]
     found: list[list] = []
 
     def take_moves(self):
-        found.append([getattr(self, name, "missing") for name in part.counts])
+        found.append([getattr(self, name, None) for name in part.counts])
         return manager_cls.take_moves(self)
 
     watched = type(manager_cls.__name__, (manager_cls,), {"take_moves": take_moves})
@@ -134,8 +134,8 @@ def check_counts(part: Part, manager_cls: type[BlockManager], seed: int) -> None
     steps = zip(counts(part, manager_cls, seed), counts(part, part.counting, seed))
     for i, (values, wanted) in enumerate(steps, start=1):
         for name, value, right in zip(part.counts, values, wanted):
-            what = f"{manager_cls.__name__}.{name} is {shown(value)}, but should be {right}"
-            assert value == right, f"step {i}: {what}"
+            wrong = f"{manager_cls.__name__}.{name} is {shown(value)}, not {right}"
+            assert value == right, f"step {i}: {wrong}"
 
 
 # --- C ---
