@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from nanovllm.schedule import ScheduleError
-from tutorials.assignments.grade import Grader, secret_seeds
+from tutorials.assignments.grade import secret_seeds
+from tutorials.assignments.grader import Grader
 from tutorials.assignments.public import check_answers, check_rules, classes_of, load
 from tutorials.assignments.seeds import goals_of
 from tutorials.assignments.task import NAMES, load_task, measure

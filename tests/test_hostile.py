@@ -14,13 +14,15 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from nanovllm.config import Config
-from tutorials.assignments import grade, process
+from tutorials.assignments import grader, process
 from tutorials.assignments.accounts import Account
-from tutorials.assignments.grade import Grader, grade_file
+from tutorials.assignments.grade import grade_file
+from tutorials.assignments.grader import Grader
 from tutorials.assignments.process import children
 from tutorials.assignments.task import Goal, Part, Task
 from tutorials.simulation.workloads import all_at_once, fixed, sharegpt, workload
@@ -68,10 +70,10 @@ def graded(tmp_path, capsys):
         path, target = tmp_path / "my_scheduler.py", tmp_path / "results.json"
         path.write_bytes(code if isinstance(code, bytes) else code.encode())
         processes = children()
-        grader = Grader(task, [1], limit=limit, **options)
+        graded_by = Grader(task, [1], limit=limit, **options)
         start = time.monotonic()
-        grade_file(grader, path, target)
-        assert time.monotonic() - start < limit + grade.SECONDS_TO_STOP + 10
+        grade_file(graded_by, path, target)
+        assert time.monotonic() - start < limit + grader.SECONDS_TO_STOP + 10
         assert children() == processes
         results = json.loads(target.read_text())
         for check in results["tests"]:
@@ -176,7 +178,7 @@ SLOW = ("never reads", "stops itself", "stops the grader", "a slow one", "an err
 )
 def test_the_protocol(graded, case, monkeypatch):
     code, expected = PROTOCOL[case]
-    monkeypatch.setattr(grade, "SECONDS_TO_STOP", 3)
+    monkeypatch.setattr(grader, "SECONDS_TO_STOP", 3)
     results = graded(code, LONG, limit=15 if case in SLOW else 60)
     if case == "ends after an answer" and results["score"]:
         pytest.skip("it was done before it ended")
@@ -417,8 +419,8 @@ def test_what_another_user_cannot_do(graded, account, tmp_path):
 
 
 @for_root
-def test_an_account_with_other_processes_is_refused(account, monkeypatch):
-    entry = type("Entry", (), {"pw_uid": UID, "pw_gid": UID})
+def test_accounts_that_are_refused(account, monkeypatch, tmp_path):
+    entry = SimpleNamespace(pw_uid=UID, pw_gid=UID, pw_dir="/nonexistent")
     monkeypatch.setattr("pwd.getpwnam", lambda name: entry)
     assert Account.named("student") == account
     sleeper = subprocess.Popen(["sleep", "60"], user=UID, group=UID, cwd="/")
@@ -426,6 +428,25 @@ def test_an_account_with_other_processes_is_refused(account, monkeypatch):
         Account.named("student")
     account.clean()
     assert sleeper.wait() == -9
+    entry.pw_dir = str(tmp_path)
+    os.chown(tmp_path, UID, UID)
+    with pytest.raises(ValueError, match="files could stay in its home"):
+        Account.named("student")
+    entry.pw_dir = "/nonexistent"
+    python = tmp_path / "python"
+    python.symlink_to(sys.executable)
+    tmp_path.chmod(0)
+    monkeypatch.setattr(process.sys, "executable", str(python))
+    with pytest.raises(ValueError, match="this user cannot run"):
+        Account.named("student")
+
+
+def test_a_system_without_accounts():
+    """Windows, as far as it can be played here."""
+    code = "import sys; sys.modules['pwd'] = None; import tutorials.assignments.grade"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 1
+    assert result.stderr == "the grader needs Linux or macOS: on Windows, run it in WSL\n"
 
 
 # --- all of it ---
@@ -441,14 +462,14 @@ def test_two_hundred_files_in_a_row_leave_nothing(tmp_path, temporary):
     files["daemon"] = (DAEMON + "leave(sleep)\n" + FCFS).encode()
     rng, names = random.Random(7), sorted(files)
     state = repository(), children()
-    grader = Grader(TASK, [1], limit=60)
+    graded_by = Grader(TASK, [1], limit=60)
     scores = {}
     for i in range(200):
         name = rng.choice(names)
         path = tmp_path / f"{i}.py"
         path.write_bytes(files[name])
         target = tmp_path / f"{i}.json"
-        grade_file(grader, path, target)
+        grade_file(graded_by, path, target)
         score = json.loads(target.read_text())["score"]
         assert scores.setdefault(name, score) == score, name
         path.unlink()

@@ -1,13 +1,18 @@
-"""Three classes, each with one bug. Say which invariant it breaks, and mend it."""
+"""Three classes, each with one bug. Show which invariant it breaks, and mend it."""
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.scheduler import Scheduler
 
-ANSWERS = {"A": "queues", "B": "references", "C": "budget"}
+ANSWERS = {
+    "A": {"breaks": "queues", "load": [[0.0, 16, 2], [0.0, 32, 2], [0.0, 48, 2]]},
+    "B": {"breaks": "references", "load": [[0.0, 17, 1, 16], [0.0, 17, 2, 16]]},
+    "C": {"breaks": "budget", "load": [[0.0, 1, 2]] * 5 + [[0.001, 256, 1]]},
+}
 
 
 class SchedulerA(Scheduler):
-    """Short prompts first. Whoever was preempted comes back before all others."""
+    """Short prompts first. Whoever was preempted comes back before all others; of several, first who
+    was preempted first."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -21,8 +26,11 @@ class SchedulerA(Scheduler):
         self.preempted.append(request)  # it stays in `waiting`, too
 
     def next_waiting(self):
-        back = [request for request in self.preempted if request in self.waiting]
-        return back[0] if back else super().next_waiting()
+        return self.preempted[0] if self.preempted else super().next_waiting()
+
+    def admit(self, request):
+        super().admit(request)
+        self.preempted = [other for other in self.preempted if other is not request]
 
 
 class BlockManagerB(BlockManager):
@@ -32,7 +40,7 @@ class BlockManagerB(BlockManager):
 
     def free(self, seq):
         self.num_freed += sum(self.blocks[block_id].ref_count == 1 for block_id in seq.block_table)
-        super().free(seq)  # it counts the references
+        super().free(seq)
 
 
 class SchedulerC(Scheduler):

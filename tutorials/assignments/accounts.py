@@ -2,15 +2,20 @@
 after a submission."""
 
 import os
-import pwd
 import shutil
 import signal
 import stat
+import subprocess
 import sys
 import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+try:
+    import pwd
+except ModuleNotFoundError:
+    raise SystemExit("the grader needs Linux or macOS: on Windows, run it in WSL") from None
 
 SHARED = ("/tmp", "/var/tmp", "/dev/shm")  # where everybody may write
 
@@ -23,7 +28,9 @@ class Account:
 
     @staticmethod
     def named(name: str) -> "Account":
-        """Raises ValueError if no file can be run as this user."""
+        """Raises ValueError if no student's file can be run as this user."""
+        if sys.platform != "linux":
+            raise ValueError("it needs Linux, which says whose a process is")
         if os.getuid() != 0:
             raise ValueError("only root can run a process as another user")
         try:
@@ -33,10 +40,20 @@ class Account:
         if entry.pw_uid == 0:
             raise ValueError("it is root, who can read and change everything")
         account = Account(name, entry.pw_uid, entry.pw_gid)
-        if found := account.processes():
+        account.check(Path(entry.pw_dir))
+        return account
+
+    def check(self, home: Path) -> None:
+        if home.is_dir() and home.stat().st_uid == self.uid:
+            raise ValueError(f"files could stay in its home, {home}: useradd --no-create-home")
+        if found := self.processes():
             why = "choose an account that is for grading only, or end what an earlier grading left"
             raise ValueError(f"this user has other processes, such as {min(found)}: {why}")
-        return account
+        python = [sys.executable, "-I", "-c", "pass"]
+        try:
+            subprocess.run(python, user=self.uid, group=self.gid, cwd="/", check=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise ValueError(f"this user cannot run {sys.executable}: {error}") from None
 
     def processes(self) -> set[int]:
         """Where the system says whose a process is."""
@@ -77,9 +94,3 @@ class Account:
                 shutil.rmtree(entry.path)
             else:
                 os.unlink(entry.path)
-
-
-def reads(path: Path, what: str) -> None:
-    """Raises ValueError if others than its owner can read the file."""
-    if sys.platform != "win32" and path.stat().st_mode & 0o077:
-        raise ValueError(f"others can read {what}: chmod 600 {path}")

@@ -6,7 +6,6 @@ descendants are found, also those that have left their process group. Elsewhere 
 """
 
 import builtins
-import compileall
 import ctypes
 import importlib.util
 import json
@@ -78,10 +77,10 @@ def read_source(path: Path) -> str:
 
 
 def copy_library(directory: Path) -> None:
-    """All of the repository that a student's process imports: nanovllm and the player."""
+    """All of the repository that a student's process imports: nanovllm and the player. With what
+    Python has compiled of it."""
     shutil.copytree(ROOT / "nanovllm", directory / "nanovllm")
     shutil.copy2(PLAYER, directory)
-    compileall.compile_dir(directory, quiet=2)
     for path in (directory, *directory.rglob("*")):
         path.chmod(0o755 if path.is_dir() else 0o644)
 

@@ -1,13 +1,19 @@
-"""Three classes, each with one bug. Say which invariant it breaks, and mend it."""
+"""Three classes, each with one bug. Show which invariant it breaks, and mend it."""
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.scheduler import Scheduler
 
-ANSWERS = {"A": "?", "B": "?", "C": "?"}  # TODO: names from the list in README.md
+# TODO: the name of an invariant, and a small load that breaks it, see README.md
+ANSWERS = {
+    "A": {"breaks": "?", "load": [[0.0, 20, 5]]},  # seconds, prompt tokens, output tokens
+    "B": {"breaks": "?", "load": [[0.0, 20, 5, 0]]},  # the last one: shared tokens
+    "C": {"breaks": "?", "load": [[0.0, 20, 5]]},
+}
 
 
 class SchedulerA(Scheduler):
-    """Short prompts first. Whoever was preempted comes back before all others."""
+    """Short prompts first. Whoever was preempted comes back before all others; of several, first who
+    was preempted first."""
 
     def __init__(self, *args):
         super().__init__(*args)

@@ -1,0 +1,254 @@
+"""The grader of one assignment: which simulations there are, and what they are worth.
+
+A student's file runs in processes of its own (`process.py`, `player.py`). What it decides is carried
+out and measured here and in `referee.py`."""
+
+import re
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from nanovllm.schedule import ScheduleError
+from nanovllm.scheduler import Scheduler
+from nanovllm.simulator import Run, simulate
+from tutorials.assignments.accounts import Account
+from tutorials.assignments.jobs import JobFailed, in_order
+from tutorials.assignments.process import (
+    Broken,
+    Descendants,
+    Process,
+    Submission,
+    copy_library,
+    read_source,
+)
+from tutorials.assignments.public import PROMPTS, SCARCE, answers_of, new_params
+from tutorials.assignments.referee import referee_for
+from tutorials.assignments.report import Report, plain_lines
+from tutorials.assignments.task import Goal, Part, Task, serve_by_fcfs
+
+LIMIT = 300.0  # seconds for a file
+SECONDS_TO_STOP = 20.0  # after the limit, until a job that has not noticed it is ended
+HIDDEN = "what it says on secret seeds is not shown, try the public ones"
+
+
+@dataclass
+class Played:
+    """What became of a file that was loaded, a simulation, or a run of the engine."""
+
+    verdicts: dict[str, str | None] = field(default_factory=dict)  # what is wrong with an answer
+    baseline: Run | None = None
+    values: dict[str, float] = field(default_factory=dict)  # of each goal
+    num_steps: int = 0
+    tokens: Any = None  # of the engine
+    problem: str = ""  # a sentence for the student, if the file has failed ...
+    outline: str = ""  # ... and as much of it as says nothing of the load
+    printed: str = ""
+
+
+@dataclass
+class Shared:
+    """What is the same for all files: FCFS's runs and answers."""
+
+    baselines: dict[tuple[str, int], Run] = field(default_factory=dict)
+    answers: Any = None
+
+
+@dataclass
+class Grader:
+    """Grades files of one assignment. Calls `on_check` after each check, so that nothing is lost if
+    the machine stops."""
+
+    task: Task
+    seeds: list[int]
+    account: Account | None = None
+    limit: float = LIMIT  # seconds for a file
+    is_secret: bool = False  # nothing is shown that the file may have learned from the load
+    on_check: Callable[[Report], None] = lambda report: None
+    shared: Shared = field(default_factory=Shared)
+
+    def grade(self, path: Path) -> Report:
+        report = Report()
+        deadline = time.monotonic() + self.limit
+        with tempfile.TemporaryDirectory() as library, Descendants():
+            copy_library(Path(library))
+            try:
+                source = read_source(path)
+            except Broken as error:
+                self._add(report, "your file", 0, self.task.points, str(error))
+                return report
+            submission = Submission(
+                source, path.name, Path(library), deadline, self.limit, self.account
+            )
+            try:
+                self._grade(report, submission)
+            finally:
+                if self.account is not None:
+                    self.account.clean()
+        return report
+
+    def _grade(self, report: Report, submission: Submission) -> None:
+        stop = submission.deadline + SECONDS_TO_STOP
+        (loaded,) = in_order([partial(load, self.task, submission)], stop)
+        if not self._grade_load(report, loaded):
+            return
+        plays = [
+            (part, seed, self.shared.baselines.get((part.name, seed)))
+            for part in self.task.parts
+            for seed in self.seeds[: part.num_seeds]
+        ]
+        works: list[Callable[[], Any]] = [partial(play, submission, *each) for each in plays]
+        if self.task.engine_points:
+            works.append(partial(play_engine, self.task, submission))
+            if self.shared.answers is None:
+                works.append(partial(answers_of, Scheduler))
+        results = in_order(works, stop)
+        for part in self.task.parts:
+            seeds = self.seeds[: part.num_seeds]
+            played = [self._result(next(results)) for _ in seeds]
+            for seed, each in zip(seeds, played):
+                if each.baseline is not None:
+                    self.shared.baselines[part.name, seed] = each.baseline
+            self._grade_part(report, part, played)
+        if self.task.engine_points:
+            own = self._result(next(results))
+            if self.shared.answers is None:
+                self.shared.answers = next(results)()
+            self._grade_answers(report, own)
+
+    def _add(self, report: Report, name: str, score: float, max_score: float, output: str) -> None:
+        report.add(name, score, max_score, output)
+        self.on_check(report)
+
+    def _result(self, result: Callable[[], Played]) -> Played:
+        try:
+            return result()
+        except JobFailed as error:
+            return Played(problem=str(error), outline=str(error))
+
+    def _sentence(self, played: Played) -> str:
+        if not self.is_secret:
+            return played.problem
+        return f"{played.outline}; {HIDDEN}"
+
+    # --- checks ---
+
+    def _grade_load(self, report: Report, loaded: Callable[[], Any]) -> bool:
+        """Whether the file can be loaded; and the answers to questions in it."""
+        played = self._result(loaded)
+        if played.problem:
+            self._add(report, "your file", 0, self.task.points, self._sentence(played))
+            return False
+        points = self.task.question_points
+        for name, wrong in played.verdicts.items():
+            score = 0 if wrong else points
+            self._add(report, f"question {name}", score, points, wrong or "right")
+        return True
+
+    def _grade_part(self, report: Report, part: Part, played: list[Played]) -> None:
+        broken = next((each for each in played if each.problem), None)
+        rules = f"all kept, in {sum(each.num_steps for each in played):,} steps"
+        if broken is not None:
+            rules = self._sentence(broken)
+        if not self.is_secret:
+            report.printed = plain_lines(played[-1].printed if broken is None else broken.printed)
+        self._add(report, f"{part.name}, rules", 0 if broken else part.points, part.points, rules)
+        for goal in part.goals:
+            values = [] if broken else [each.values[goal.name] for each in played]
+            self._grade_goal(report, part, goal, values)
+
+    def _grade_goal(self, report: Report, part: Part, goal: Goal, values: list[float]) -> None:
+        name = f"{part.name}, {goal.name}"
+        wanted = f"full points at {goal.full:g}, none at {goal.none:g}"
+        if not values:
+            why = f"not measured, because a rule was broken; {wanted}"
+            self._add(report, name, 0, goal.points, why)
+            return
+        worst = min(values) if goal.full > goal.none else max(values)
+        report.values[name] = worst
+        measured = f"{worst:.4g}, the worst of {len(values)}; {wanted}"
+        self._add(report, name, goal.score(worst), goal.points, measured)
+
+    def _grade_answers(self, report: Report, played: Played) -> None:
+        name, points, expected = "the real engine", self.task.engine_points, self.shared.answers
+        if played.problem:
+            self._add(report, name, 0, points, self._sentence(played))
+        elif played.tokens == expected:
+            same = "have the same answers as with FCFS and enough memory"
+            self._add(report, name, points, points, f"{len(PROMPTS)} prompts {same}")
+        else:
+            tokens = played.tokens
+            is_list = isinstance(tokens, list) and len(tokens) == len(expected)
+            wrong = [i for i, right in enumerate(expected) if not is_list or tokens[i] != right]
+            other = "other answers than with FCFS and enough memory"
+            self._add(report, name, 0, points, f"{other} for the prompts {wrong}")
+
+
+# --- jobs: what is done side by side ---
+
+
+def load(task: Task, submission: Submission) -> Played:
+    """Whether the file can be loaded, and its answers to questions."""
+    try:
+        with Process(submission, constants=("ANSWERS",)) as process:
+            constants = process.constants
+    except Broken as error:
+        return failed(error)
+    answers = constants.get("ANSWERS") if isinstance(constants, dict) else None
+    if not isinstance(answers, dict):
+        answers = {}
+    verdicts = {name: check(answers.get(name)) for name, check in task.questions.items()}
+    return Played(verdicts)
+
+
+def play(submission: Submission, part: Part, seed: int, baseline: Run | None) -> Played:
+    """The student's run beside FCFS's, and what each goal measures."""
+    if baseline is None:
+        baseline = serve_by_fcfs(part, seed)
+    max_steps = 20 * baseline.num_steps + 10_000
+    config = replace(part.config, block_manager_cls=part.counting)
+    played = Played(baseline=baseline)
+    try:
+        with Process(submission) as process:
+            try:
+                referee = referee_for(process, part, max_steps)
+                jobs, keep_steps = part.workload(seed), part.keep_steps
+                run = simulate(jobs, config, part.hardware, referee, keep_steps=keep_steps)
+            finally:
+                played.printed = process.output()
+    except (Broken, ScheduleError) as error:
+        return replace(played, problem=str(error), outline=outline_of(error))
+    played.num_steps = run.num_steps
+    played.values = {goal.name: goal.measure(run, baseline) for goal in part.goals}
+    return played
+
+
+def failed(error: Broken) -> Played:
+    return Played(problem=str(error), outline=error.outline)
+
+
+def outline_of(error: Broken | ScheduleError) -> str:
+    if isinstance(error, Broken):
+        return error.outline
+    step = re.match(r"step \d+", str(error))
+    return f"{step[0]}: a rule is broken" if step else "a rule is broken"
+
+
+def play_engine(task: Task, submission: Submission) -> Played:
+    """The real engine's answers to a few prompts, with the student's scheduler and scarce
+    memory."""
+    fields = [vars(params) for params in new_params(task.parts[0])]
+    start = {
+        "scheduler": task.parts[0].scheduler,
+        "options": SCARCE,
+        "prompts": PROMPTS,
+        "params": fields,
+    }
+    try:
+        with Process(submission, megabytes=16_384, seconds_per_call=120) as process:
+            return Played(tokens=process.ask(start).get("tokens"))
+    except Broken as error:
+        return failed(error)
