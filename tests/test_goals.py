@@ -28,10 +28,12 @@ RESULTS = ROOT / "tutorials" / "results" / "assignments"
 SOLUTIONS = ROOT / "tests" / "assignments"
 NUM_SEEDS = 20
 MARGIN = 0.05  # of |none - full|
-POLICIES = tuple(name for name in NAMES if name != "a0")  # in a0 bugs are to be found
 
 
 def paths_of(name: str) -> list[Path]:
+    """In a0 there is no policy to be found: three classes are to be mended, and may not be empty."""
+    if name == "a0":
+        return [SOLUTIONS / "a0_empty.py", SOLUTIONS / "a0_solution.py"]
     return [SILLY, SOLUTIONS / f"{name}_tried.py", SOLUTIONS / f"{name}_solution.py"]
 
 
@@ -39,10 +41,9 @@ def paths_of(name: str) -> list[Path]:
 def report_of(name: str) -> dict:
     path = RESULTS / f"{name}.json"
     if not path.is_file():
-        files = " ".join(f"tests/assignments/{name}_{kind}.py" for kind in ("tried", "solution"))
-        command = f"python -m tutorials.assignments.seeds {name} --silly {files}"
-        relative = path.relative_to(ROOT)
-        pytest.fail(f"{relative} is missing: {command} --json {relative}", pytrace=False)
+        command = ["python -m tutorials.assignments.seeds", name, *paths_of(name), "--json", path]
+        text = " ".join(map(str, command)).replace(f"{ROOT}/", "")
+        pytest.fail(f"{path.name} is missing: {text}", pytrace=False)
     return json.loads(path.read_text())
 
 
@@ -61,10 +62,10 @@ def assert_same_again(name: str, paths: list[Path], seed: int) -> None:
 
 
 def test_there_are_assignments():
-    assert {f"a{i}" for i in range(1, 8)} <= set(POLICIES)
+    assert {f"a{i}" for i in range(8)} <= set(NAMES)
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", NAMES)
 def test_all_goals_are_measured_on_20_seeds(name):
     report, goals = report_of(name), goals_of(load_task(name))
     assert report["task"] == name
@@ -76,7 +77,7 @@ def test_all_goals_are_measured_on_20_seeds(name):
             assert values.keys() == goals.keys(), f"{policy}, seed {seed}"
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_rows_are_those_of_the_files(name):
     policies, report = policies_of(load_task(name), paths_of(name)), report_of(name)
     assert report["rows"].keys() == {FCFS, *(policy.name for policy in policies)}
@@ -85,7 +86,7 @@ def test_the_rows_are_those_of_the_files(name):
     assert f"{name}_solution" in report["rows"]
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", NAMES)
 def test_what_does_not_address_the_subject_gets_less_than_half_of_the_points(name):
     task, report = load_task(name), report_of(name)
     half = sum(goal.points for goal in goals_of(task).values()) / 2
@@ -94,23 +95,25 @@ def test_what_does_not_address_the_subject_gets_less_than_half_of_the_points(nam
             assert points_of(task, values) < half, f"{policy}, seed {seed}: {values}"
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_reference_gets_all_points_with_a_margin(name):
+    """In a0 what is right has just the value for full points."""
+    least = 0.0 if name == "a0" else MARGIN
     report, goals = report_of(name), goals_of(load_task(name))
     for seed, values in zip(report["seeds"], report["rows"][f"{name}_solution"]):
         for goal_name, goal in goals.items():
             value = values[goal_name]
-            assert margin(goal, value) >= MARGIN, f"seed {seed}: {goal_name} is {value}"
+            assert margin(goal, value) >= least, f"seed {seed}: {goal_name} is {value}"
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_reference_is_measured_again(name):
     """On a seed that differs from one assignment to the next."""
-    assert_same_again(name, paths_of(name)[-1:], seed=2 + POLICIES.index(name))
+    assert_same_again(name, paths_of(name)[-1:], seed=1 + NAMES.index(name))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("seed", [1, NUM_SEEDS])
 def test_every_policy_is_measured_again(name, seed):
     assert_same_again(name, paths_of(name), seed)
