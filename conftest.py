@@ -7,7 +7,6 @@ with which students say what the public tests look at.
 
 import os
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
@@ -15,8 +14,11 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # who waits leaves the processor to others
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach for the network
-if not Path("/dev/nvidiactl").exists():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is: its kernels run on the CPU
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported: on the CPU
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -54,6 +54,10 @@ class DecodeGraphs:
         self.buffer = torch.zeros(self._max_bytes(), dtype=torch.uint8, device=self.device)
         self.replays: dict[int, Callable[[], Tensor]] = {}
         self.pool: Any = None
+        self.stream: Any = None
+        if self.device.type != "cpu":
+            # one for all recordings: memory and cuBLAS' workspaces are reused within a stream
+            self.stream = torch.cuda.Stream(self.device)
 
     def _max_bytes(self) -> int:
         """What the inputs of any decode step take: the most rows and blocks, all of Sampling."""
@@ -98,9 +102,11 @@ class DecodeGraphs:
     def _captured(self, call: Callable[[], Tensor]) -> Callable[[], Tensor]:
         call()  # compiles what is not compiled yet, which is impossible during a recording
         graph = torch.cuda.CUDAGraph()
-        # a stream of its own: PyTorch's for recordings belongs to whichever device recorded first
-        stream = torch.cuda.Stream(self.device)
-        with torch.cuda.graph(graph, pool=self.pool, stream=stream):
+        # what other threads allocate meanwhile is their business
+        recording = torch.cuda.graph(
+            graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"
+        )
+        with recording:
             hidden = call()
         self.pool = graph.pool()
 

@@ -11,14 +11,19 @@ from nanovllm.layers.ops import Ops
 
 
 def choose_device(config: Config) -> torch.device:
-    if config.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(config.device)
+    """A GPU by its number: without one, it would be another one in each thread."""
+    name = config.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cpu":
+        return device
     found = torch.cuda.device_count()
-    if device.type == "cuda" and (device.index or 0) >= found:
+    if (device.index or 0) >= found:
         problem = f"PyTorch finds {found} CUDA devices"
         raise ValueError(f"device={config.device!r} is not allowed: {problem}")
-    return device
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.device("cuda", index)
 
 
 def choose_dtype(config: Config, hf_config, device: torch.device) -> torch.dtype:

@@ -31,18 +31,20 @@ def keep_freed_memory() -> None:
 def memory_left(
     device: torch.device,
     config: Config,
+    block_bytes: int,
     run_largest_step: Callable[[], object],
     new_graphs: Callable[[], DecodeGraphs] | None,
 ) -> int:
     """Bytes of GPU memory that are left for the KV cache."""
+    free_memory(device)
     torch.cuda.reset_peak_memory_stats(device)
     run_largest_step()
-    peak = torch.cuda.max_memory_allocated(device)
+    peak = torch.cuda.max_memory_reserved(device)  # what is taken, with what is lost in between
     _, total = torch.cuda.mem_get_info(device)
     # other processes, CUDA's own context
     others = total - free_memory(device) - torch.cuda.memory_reserved(device)
     graphs = graph_memory(device, new_graphs()) if new_graphs is not None else 0
-    staged = STAGED_BYTES if config.preemption_mode == "swap" else 0
+    staged = max(STAGED_BYTES, block_bytes) if config.preemption_mode == "swap" else 0
     granted = int(total * config.gpu_memory_utilization)
     return granted - others - peak - graphs - staged
 
@@ -50,12 +52,13 @@ def memory_left(
 def graph_memory(device: torch.device, graphs: DecodeGraphs) -> int:
     """Bytes that the CUDA graphs will take.
 
-    The largest has the activations, the others about the same small amount.
+    The largest has the activations, which the others reuse. Each of these takes at most as much as
+    the second largest.
     """
     before = free_memory(device)
     graphs.record(graphs.sizes[-1])
     after_largest = free_memory(device)
-    graphs.record(graphs.sizes[0])
+    graphs.record(graphs.sizes[-2:][0])
     another = after_largest - free_memory(device)
     return before - after_largest + another * (len(graphs.sizes) - 1)
 

@@ -82,7 +82,9 @@ class ModelRunner:
         self.kv_cache = self.shape.new_cache(1, self.device)
         largest = largest_step(self.limits, self.shape.block_size)
         new_graphs = self._new_graphs if self.has_graphs else None
-        available = memory_left(self.device, config, partial(self.run, largest), new_graphs)
+        run_largest = partial(self.run, largest)
+        block_bytes = self.shape.block_bytes
+        available = memory_left(self.device, config, block_bytes, run_largest, new_graphs)
         del self.kv_cache
         return available
 

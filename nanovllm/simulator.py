@@ -28,7 +28,6 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.schedule import CheckedScheduler, Schedule, ScheduleError
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
-from nanovllm.sequence import Sequence as TokenSequence
 from nanovllm.stats import check_blocks
 
 STOP = 0  # the token that ends each answer
@@ -286,19 +285,19 @@ class Simulation:
         self.checked.update(schedule, [self._token(seq.request) for seq in schedule.sampled])
         for seq in schedule.sampled:
             if self.check:
-                self._check_length(seq)
+                self._check_length(seq.request)
             if seq.finish_reason is not None:
                 self._end(seq.request)
 
-    def _check_length(self, seq: TokenSequence) -> None:
+    def _check_length(self, request: Request) -> None:
         """Whether it has ended with its last token, and not before."""
-        served = self._served(seq.request)
+        served = self._served(request)
         num_tokens = len(served.token_times)
         num_outputs = served.job.num_outputs
-        has_ended = seq.finish_reason is not None
-        if has_ended != (num_tokens == num_outputs):
-            what = "has ended" if has_ended else "has not ended"
-            problem = f"{seq.request} {what} after {num_tokens} of {num_outputs} tokens"
+        is_complete = num_tokens == num_outputs
+        if is_complete != request.has_ended:
+            state = "has not ended" if is_complete else "has ended"
+            problem = f"{request} {state} after {num_tokens} of {num_outputs} tokens"
             raise ScheduleError(self.scheduler, "update", problem)
 
     def _go_on(self, schedule: Schedule) -> None:

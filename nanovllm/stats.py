@@ -105,10 +105,10 @@ def check_owners(
 ) -> None:
     owners = Counter(chain.from_iterable(tables))
     listed = [*map(owners.get, range(len(ref_counts)), repeat(0))]
-    if ref_counts != listed:
-        i = next(i for i, pair in enumerate(zip(ref_counts, listed)) if pair[0] != pair[1])
-        where = f"{name} {i} is in {listed[i]} tables"
-        raise AssertionError(f"{where}, but its ref_count is {ref_counts[i]}")
+    for i, (ref_count, num_tables) in enumerate(zip(ref_counts, listed)):
+        assert ref_count == num_tables, (
+            f"{name} {i} is in {num_tables} tables, but its ref_count is {ref_count}"
+        )
     both = owners.keys() & free
     assert not both, f"these {name}s are free and in use: {both}"
     num_lost = len(ref_counts) - len(owners.keys() | free)

@@ -7,18 +7,19 @@ import gc
 import weakref
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
 from checkpoints import new_model, save
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, SamplingParams, memory
 from nanovllm.block_manager import BlockManager, Moves
 from nanovllm.config import Limits
 from nanovllm.cuda_graphs import DecodeGraphs, graph_sizes
 from nanovllm.layers import torch_ops, triton_attention, triton_ops
 from nanovllm.layers.batch import Batch
-from nanovllm.layers.kv_cache import KVCache
+from nanovllm.layers.kv_cache import CacheShape, KVCache
 from nanovllm.layers.sampler import Sampling
 from nanovllm.model_runner import ModelRunner
 from nanovllm.stats import check_blocks
@@ -251,7 +252,7 @@ class MadeUpDevice:
                 self.total,
             ),
             "memory_reserved": lambda: self.cached + self.recorded,
-            "max_memory_allocated": lambda: self.peak,
+            "max_memory_reserved": lambda: self.peak,
             "empty_cache": self.empty_cache,
             "synchronize": lambda: None,
             "reset_peak_memory_stats": lambda: None,
@@ -277,6 +278,77 @@ class MadeUpDevice:
 
     def empty_cache(self):
         self.cached = 0
+
+
+class MadeUpRecording:
+    """`torch.cuda.graph`: notes what it was asked for."""
+
+    def __init__(self, graph, pool=None, stream=None, capture_error_mode="global"):
+        self.pool, self.stream, self.mode = pool, stream, capture_error_mode
+        graph.recording = self
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        return None
+
+
+class MadeUpGraph:
+    made: ClassVar[list["MadeUpGraph"]] = []
+
+    def __init__(self):
+        self.made.append(self)
+
+    def pool(self):
+        return self.recording.pool or self
+
+    def replay(self):
+        return None
+
+
+def test_all_recordings_of_an_engine_share_a_stream_and_a_pool(monkeypatch):
+    """PyTorch reuses memory within a stream only, and cuBLAS has a workspace for each. Two engines share none: on PyTorch
+    2.13, the end of a recording takes the workspace of its stream along."""
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: object())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", MadeUpGraph)
+    monkeypatch.setattr(torch.cuda, "graph", MadeUpRecording)
+    monkeypatch.setattr(MadeUpGraph, "made", [])
+    shape = CacheShape(1, 4, 1, 16, torch.float16)
+    ops = SimpleNamespace(layout=lambda batch: None)
+    limits = Limits(max_num_seqs=20, max_model_len=12, max_num_batched_tokens=64)
+    streams = []
+    for _ in range(2):
+        cache = shape.new_cache(3, torch.device("meta"))  # a device that is not a CPU
+        graphs = DecodeGraphs(lambda ids, *_: ids, ops, cache, limits)
+        MadeUpGraph.made.clear()
+        for size in reversed(graphs.sizes):
+            graphs.record(size)
+        recordings = [graph.recording for graph in MadeUpGraph.made]
+        assert len(recordings) == len(graphs.sizes) == 6
+        assert {recording.stream for recording in recordings} == {graphs.stream}
+        assert {recording.pool for recording in recordings[1:]} == {MadeUpGraph.made[0]}
+        assert {recording.mode for recording in recordings} == {"thread_local"}
+        streams.append(graphs.stream)
+    assert streams[0] is not streams[1]
+
+
+@pytest.mark.parametrize("max_num_seqs, tried", [(1, [1, 1]), (2, [2, 1]), (20, [32, 16])])
+def test_what_the_graphs_take_is_estimated_from_large_ones(monkeypatch, max_num_seqs, tried):
+    """The largest takes the activations, the next one what all others take at most."""
+    taken, recorded = {32: 500, 2: 500, 1: 30, 16: 70}, []
+
+    def record(graphs, size):
+        recorded.append(size)
+
+    monkeypatch.setattr(DecodeGraphs, "record", record)
+    monkeypatch.setattr(
+        memory, "free_memory", lambda device: 10_000 - sum(taken[size] for size in {*recorded})
+    )
+    graphs = new_graphs(max_num_seqs)
+    expected = {1: 30, 2: 500 + 30, 20: 500 + 70 * 5}[max_num_seqs]
+    assert memory.graph_memory(torch.device("cuda"), graphs) == expected
+    assert recorded == tried
 
 
 def num_blocks_of_a_gpu(runner, config):

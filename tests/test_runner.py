@@ -8,10 +8,14 @@ import re
 import weakref
 
 import pytest
+import torch
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.config import Config
+from nanovllm.device import choose_device
 from nanovllm.layers import torch_attention, torch_ops
 from nanovllm.layers.batch import Batch
+from nanovllm.memory import memory_left
 from nanovllm.model_runner import ModelRunner
 from nanovllm.schedule import Item, Schedule
 from nanovllm.sequence import Request
@@ -88,3 +92,26 @@ def test_the_layout_is_made_once_per_step(llm, monkeypatch):
     steps = llm.stats()["steps"]
     llm.generate([[1] * 9, [2] * 3], SamplingParams(temperature=0, max_tokens=5), use_tqdm=False)
     assert len(made) == llm.stats()["steps"] - steps > 0 and llm.runner.ops is torch_ops
+
+
+@pytest.mark.parametrize("asked, chosen", [("auto", 1), ("cuda", 1), ("cuda:0", 0), ("cuda:1", 1)])
+def test_a_gpu_has_a_number(monkeypatch, asked, chosen):
+    """Without one it would be another one in a thread with another current device."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert choose_device(Config(device=asked)) == torch.device("cuda", chosen)
+
+
+def test_room_for_a_block_that_is_larger_than_the_buffer_of_swaps(monkeypatch):
+    """A block of 72B with 256 tokens has 84 MB."""
+    said = {"mem_get_info": (2**30, 2**31), "memory_reserved": 0, "max_memory_reserved": 0}
+    said |= {"empty_cache": None, "synchronize": None, "reset_peak_memory_stats": None}
+    for name, answer in said.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *args, answer=answer: answer)
+    config = Config(preemption_mode="swap", gpu_memory_utilization=1.0)
+    left = [
+        memory_left(torch.device("cuda"), config, block_bytes, lambda: None, None)
+        for block_bytes in (2**20, 2**28)
+    ]
+    assert left == [2**30 - 2**26, 2**30 - 2**28]
