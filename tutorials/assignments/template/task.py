@@ -12,14 +12,14 @@ TOO_LONG = 2.2  # times the longest wait under FCFS: what earns nothing
 
 
 def stream(seed: int, rate: float, count: int) -> list[Job]:
-    return workload(poisson(rate, seed), lognormal(100, 60, 0.7, 1000, seed), count)
+    return workload(poisson(rate, seed), lognormal(60, 30, 0.7, 600, seed), count)
 
 
 def people_and_batch(seed: int) -> list[Job]:
-    """In about 13 s come 150 requests of people and 220 of a batch job, half as many again as 8
+    """In about 7 s come 150 requests of people and 220 of a batch job, half as many again as 8
     seats can serve."""
-    people = stream(2 * seed, rate=12, count=150)
-    batch = stream(2 * seed + 1, rate=18, count=220)
+    people = stream(2 * seed, rate=24, count=150)
+    batch = stream(2 * seed + 1, rate=36, count=220)
     return merged(labelled(people, batch=False), labelled(batch, batch=True))
 
 
