@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -141,23 +141,21 @@ class Process:
         self.submission = submission
         self.seconds_per_call = seconds_per_call
         self.buffer = b""
-        self.printed, name = tempfile.mkstemp()
-        os.unlink(name)
-        # what the process works in is inside, so that it can be removed whatever has become of it
-        self.directory = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-        self.descendants = Descendants()
-        self.descendants.__enter__()
-        self.process = self._start(megabytes)
-        start = {"source": submission.source, "name": submission.name, "constants": constants}
-        try:
+        with ExitStack() as ends:  # if anything fails, all before it is undone
+            self.printed = ends.enter_context(tempfile.TemporaryFile())
+            # what the process works in is inside, so it can be removed whatever has become of it
+            directory = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+            self.directory = ends.enter_context(directory)
+            ends.enter_context(Descendants())
+            self.process = self._start(megabytes)
+            ends.callback(self._end)
+            start = {"source": submission.source, "name": submission.name, "constants": constants}
             self.constants = self.ask(start, SECONDS_TO_START).get("constants")
-        except BaseException:
-            self.close()
-            raise
+            self.close = ends.pop_all().close
 
     def _start(self, megabytes: int) -> subprocess.Popen:
-        os.chmod(self.directory.name, 0o755)
-        home = Path(self.directory.name, "work")
+        os.chmod(self.directory, 0o755)
+        home = Path(self.directory, "work")
         home.mkdir()
         account = self.submission.account
         owner: dict[str, Any] = {}
@@ -281,18 +279,16 @@ class Process:
 
     def output(self) -> str:
         """What the student's file has printed, at most the last 4,000 bytes."""
-        size = os.fstat(self.printed).st_size
-        return os.pread(self.printed, 4000, max(0, size - 4000)).decode(errors="replace")
+        file = self.printed.fileno()
+        size = os.fstat(file).st_size
+        return os.pread(file, 4000, max(0, size - 4000)).decode(errors="replace")
 
-    def close(self) -> None:
+    def _end(self) -> None:
         with suppress(ProcessLookupError):  # it has ended
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        self.descendants.__exit__()
         self.process.stdin.close()
         self.process.stdout.close()
-        os.close(self.printed)
-        self.directory.cleanup()
 
     def __enter__(self):
         return self
