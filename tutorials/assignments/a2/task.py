@@ -13,8 +13,8 @@ LATE = 30.0  # ms on top of a time between tokens, if first tokens take twice as
 
 
 def questions_and_documents(seed: int) -> list[Job]:
-    """For about 16 s: 40 questions of about 100 tokens per second, and 9 documents of about 2,500. Each
-    answer has about 100."""
+    """Per second come 40 questions of about 100 tokens and 9 documents of about 2,500, for 16 s.
+    Each answer has about 100."""
     questions = lognormal(prompt=100, output=100, sigma=0.3, seed=seed)
     documents = lognormal(prompt=2500, output=100, sigma=0.3, max_model_len=8192, seed=seed + 1)
     return merged(
