@@ -1,19 +1,11 @@
 from nanovllm.scheduler import Scheduler
 
 
-def blocks_of(request):
-    return [block_id for seq in request.unfinished for block_id in seq.block_table]
-
-
 class MyScheduler(Scheduler):
-    """Preempts as cheaply as it can, and as seldom: who has least to lose; to the host only what
-    nobody else holds."""
+    """To the host goes only what would have to be computed again."""
 
-    watermark = 0.15  # so that those who run can grow
-
-    def victim(self, candidates):
-        return min(reversed(candidates), key=lambda request: len(blocks_of(request)))
+    watermark = 0.1  # so that those who run can grow
 
     def should_swap(self, request):
-        blocks = [self.block_manager.blocks[block_id] for block_id in blocks_of(request)]
+        blocks = [self.block_manager.blocks[i] for s in request.unfinished for i in s.block_table]
         return sum(block.ref_count == 1 for block in blocks) > 0.5 * len(blocks)
