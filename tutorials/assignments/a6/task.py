@@ -1,13 +1,13 @@
 """Assignment 6: deadlines. What is served, and what is measured."""
 
 from collections.abc import Callable
+from functools import partial
 
 from nanovllm.config import Config
 from nanovllm.simulator import Job, Run, Served
 from tutorials.assignments.task import Goal, Part, Task
 from tutorials.simulation.metrics import latency, meets_deadline
 from tutorials.simulation.workloads import (
-    gamma,
     generator,
     labelled,
     lognormal,
@@ -19,16 +19,18 @@ from tutorials.simulation.workloads import (
 
 
 def overload(seed: int) -> list[Job]:
-    """For 15 seconds, more than twice as many patient requests as the machine can serve, and bursts
-    of urgent ones."""
-    urgent = workload(gamma(10, 3, seed), lognormal(60, 30, 0.5, 160, seed), 150)
+    """For 16 seconds, half as much again as 12 seats can serve: patient requests, and in each
+    second 8 urgent ones at once. The prompts of both are alike."""
+    rng = generator("bursts", seed)
+    bursts = sorted([second + rng.random() for second in range(16)] * 8)
+    urgent = workload(bursts, lognormal(100, 75, 0.25, 200, seed), len(bursts))
     rng = generator("patience", seed)
-    labels = ({"deadline": rng.uniform(3, 10), "urgent": False} for _ in range(400))
+    labels = ({"deadline": rng.uniform(4, 10), "urgent": False} for _ in range(245))
     patient = workload(
-        poisson(27, seed), lognormal(200, 300, 0.8, 1200, seed + 1000), 400, labels=labels
+        poisson(15, seed), lognormal(100, 150, 0.6, 1000, seed + 1000), 245, labels=labels
     )
     return predicted(
-        merged(labelled(urgent, deadline=0.6, urgent=True), patient), sigma=0.3, seed=seed
+        merged(labelled(urgent, deadline=0.85, urgent=True), patient), sigma=0.2, seed=seed
     )
 
 
@@ -41,16 +43,16 @@ def is_patient(served: Served) -> bool:
 
 
 def is_long(served: Served) -> bool:
-    return is_patient(served) and served.job.num_outputs > 300
+    return is_patient(served) and served.job.num_outputs > 150
 
 
-def missed(which: Callable[[Served], bool]) -> Callable[[Run, Run], float]:
+def missed(which: Callable[[Served], bool], run: Run, baseline: Run) -> float:
     """How many of these requests miss their deadline, divided by how many do under FCFS."""
-
-    def count(run: Run) -> int:
-        return sum(which(served) and not meets_deadline(served) for served in run.requests)
-
-    return lambda run, baseline: count(run) / count(baseline)
+    count, count_of_fcfs = (
+        sum(which(served) and not meets_deadline(served) for served in r.requests)
+        for r in (run, baseline)
+    )
+    return count / count_of_fcfs
 
 
 def worst_latency(run: Run, baseline: Run) -> float:
@@ -70,31 +72,37 @@ TASK = Task(
             Config(
                 model="qwen3-8b",
                 num_blocks=2000,
-                max_num_seqs=32,
+                max_num_seqs=12,
                 max_num_batched_tokens=1024,
                 max_model_len=2048,
             ),
             [
                 Goal(
                     "missed urgent deadlines / those of FCFS",
-                    missed(is_urgent),
-                    none=0.6,
+                    partial(missed, is_urgent),
+                    none=0.65,
                     full=0.13,
                     points=25,
                 ),
                 Goal(
                     "missed patient deadlines / those of FCFS",
-                    missed(is_patient),
-                    none=0.6,
-                    full=0.38,
+                    partial(missed, is_patient),
+                    none=0.55,
+                    full=0.42,
                     points=25,
                 ),
-                Goal("the same for long answers", missed(is_long), none=1.0, full=0.9, points=10),
+                Goal(
+                    "the same for long answers",
+                    partial(missed, is_long),
+                    none=1.0,
+                    full=0.85,
+                    points=10,
+                ),
                 Goal(
                     "longest latency of patient ones / that of FCFS",
                     worst_latency,
-                    none=2.6,
-                    full=2.1,
+                    none=3.0,
+                    full=2.5,
                     points=5,
                 ),
             ],
