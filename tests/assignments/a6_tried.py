@@ -25,6 +25,20 @@ class ShortestGuess(Silly):
         return guess(request)
 
 
+class ShortestRemaining(Silly):
+    """shortest rest first, and it pushes out"""
+
+    def priority(self, request):
+        return guess(request) - request.num_output_tokens
+
+    def make_room(self, schedule):
+        """The best of all, in as many seats as there are."""
+        everybody = sorted([*self.running, *self.waiting], key=self.priority)
+        for request in everybody[self.max_num_seqs :]:
+            if request in self.running:
+                self.preempt(request)
+
+
 class EDF(Scheduler):
     """EDF"""
 
@@ -35,15 +49,11 @@ class EDF(Scheduler):
         return self.is_lost(request), deadline(request)
 
 
-class UrgentFirst(EDF):
-    """urgent ones first"""
+class UrgentPush(EDF):
+    """urgent ones first, and they push out"""
 
     def priority(self, request):
         return not is_urgent(request), request.arrival
-
-
-class UrgentPush(UrgentFirst):
-    """urgent ones first, and they push out"""
 
     def make_room(self, schedule):
         num_urgent = sum(is_urgent(r) and not self.is_lost(r) for r in self.waiting)
@@ -51,19 +61,6 @@ class UrgentPush(UrgentFirst):
         num_missing = num_urgent + len(self.running) - self.max_num_seqs
         for request in patient[::-1][: max(0, num_missing)]:
             self.preempt(request)
-
-
-class UrgentPushShortest(UrgentPush):
-    """the same, and the shortest guess first of the patient ones"""
-
-    def priority(self, request):
-        return not is_urgent(request), guess(request)
-
-
-class EDFPush(EDF):
-    """EDF, urgent ones push out"""
-
-    make_room = UrgentPush.make_room
 
 
 class LostLast(EDF):
@@ -74,8 +71,10 @@ class LostLast(EDF):
         return self.clock() + STEP * num_left > deadline(request)
 
 
-class Passed(EDFPush):
+class Passed(EDF):
     """EDF, lost ones last, pushes out; "lost" if the deadline has passed"""
 
     def is_lost(self, request):
         return self.clock() > deadline(request)
+
+    make_room = UrgentPush.make_room
