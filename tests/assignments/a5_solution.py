@@ -1,7 +1,7 @@
 from nanovllm.scheduler import Scheduler
 
-WINDOW = 64  # requests that are looked up: that takes time
-BLOCKS_PER_SECOND = 12.5  # what a second of waiting is worth
+WINDOW = 128  # requests that are looked up: that takes time
+BLOCKS_PER_SECOND = 25  # what a second of waiting is worth
 
 
 class MyScheduler(Scheduler):

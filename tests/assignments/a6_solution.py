@@ -16,7 +16,7 @@ class MyScheduler(Scheduler):
 
     def is_lost(self, request):
         num_left = request.params.extra_args["predicted_tokens"] - request.num_output_tokens
-        return self.clock() + 0.009 * max(1, num_left) > deadline(request)  # a step takes 9 ms
+        return self.clock() + 0.007 * max(1, num_left) > deadline(request)  # a step takes 7 ms
 
     def priority(self, request):
         return self.is_lost(request), deadline(request)

@@ -22,8 +22,8 @@ class TestRules(PublicTests):
 
 def test_a_patient_request_is_answered_while_urgent_ones_keep_coming():
     """For 40 s, urgent requests keep half of the seats busy. There is room for a patient one."""
-    urgent = workload(poisson(rate=55), fixed(50, 40), 2200)
-    urgent = labelled(urgent, urgent=True, deadline=0.6, predicted_tokens=40)
+    urgent = workload(poisson(rate=22), fixed(50, 40), 880)
+    urgent = labelled(urgent, urgent=True, deadline=0.85, predicted_tokens=40)
     patient = labelled(
         workload(repeat(5.0), fixed(50, 500), 1), urgent=False, deadline=10, predicted_tokens=500
     )
