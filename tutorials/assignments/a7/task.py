@@ -4,7 +4,7 @@ measured."""
 from nanovllm.config import Config
 from nanovllm.simulator import Job, Run, Served
 from tutorials.assignments.task import Goal, Part, Task
-from tutorials.simulation.metrics import by_tenant, meets, ttft
+from tutorials.simulation.metrics import between_tokens, by_tenant, meets, ttft
 from tutorials.simulation.workloads import (
     gamma,
     labelled,
@@ -18,7 +18,9 @@ from tutorials.simulation.workloads import (
 )
 
 SLO = (1.0, 0.012)  # seconds: to the first token, and per output token after it
-GIVEN_UP = 30.0  # seconds until the first token: what earns nothing
+PATIENCE = 15.0  # seconds: if anybody waits longer, all goodput counts less
+GIVEN_UP = 26.0  # seconds: whose wait earns nothing
+PAUSE = 0.5  # seconds: who gets no token for longer waits again
 
 
 def documents(seed: int) -> list[Job]:
@@ -33,7 +35,7 @@ def documents(seed: int) -> list[Job]:
         skew=1.0,
         seed=seed,
     )
-    return [job._replace(time=job.time + 5 + 10 * (i >= 120)) for i, job in enumerate(jobs)]
+    return [job._replace(time=job.time + 5 + 5 * (i >= 120)) for i, job in enumerate(jobs)]
 
 
 def chats(seed: int) -> list[Job]:
@@ -47,7 +49,7 @@ def chats(seed: int) -> list[Job]:
 def questions(seed: int) -> list[Job]:
     """Short ones, in bursts."""
     return workload(
-        gamma(10, 4, seed), lognormal(prompt=60, output=60, sigma=0.8, seed=3 * seed + 2), 300
+        gamma(10, 2, seed), lognormal(prompt=60, output=60, sigma=0.8, seed=3 * seed + 2), 300
     )
 
 
@@ -66,10 +68,20 @@ def share_within_slo(requests: list[Served]) -> float:
     return sum(meets(request, SLO) for request in requests) / len(requests)
 
 
+def wait(request: Served) -> float:
+    """Seconds to the first token, and all long pauses after it: who gets one token and is then
+    preempted still waits."""
+    return ttft(request) + sum(pause for pause in between_tokens([request]) if pause > PAUSE)
+
+
+def longest_wait(run: Run) -> float:
+    return max(map(wait, run.requests))
+
+
 def goodput(run: Run, baseline: Run) -> float:
     """Of all requests. Their number is the same for every scheduler, and so is the time in which
-    they come."""
-    return share_within_slo(run.requests)
+    they come. It is cut in proportion if somebody is given up."""
+    return share_within_slo(run.requests) * min(1.0, PATIENCE / longest_wait(run))
 
 
 def smaller_goodput(run: Run, baseline: Run) -> float:
@@ -77,9 +89,10 @@ def smaller_goodput(run: Run, baseline: Run) -> float:
     return min(map(share_within_slo, by_tenant(run.requests).values()))
 
 
-def longest_ttft(run: Run, baseline: Run) -> float:
-    """Counts only if the goodput is clearly better than that of FCFS, which gives nobody up."""
-    return max(map(ttft, run.requests)) if goodput(run, baseline) > 0.5 else GIVEN_UP
+def patience(run: Run, baseline: Run) -> float:
+    """The longest wait. Counts only if both tenants get clearly more than from FCFS, which gives
+    nobody up."""
+    return longest_wait(run) if smaller_goodput(run, baseline) > 0.3 else GIVEN_UP
 
 
 TASK = Task(
@@ -96,21 +109,21 @@ TASK = Task(
                 max_model_len=8192,
             ),
             [
-                Goal("goodput (share within the SLO)", goodput, none=0.35, full=0.73, points=40),
+                Goal(
+                    f"goodput, cut if a wait is above {PATIENCE:g} s",
+                    goodput,
+                    none=0.45,
+                    full=0.75,
+                    points=30,
+                ),
                 Goal(
                     "goodput of the tenant who gets less",
                     smaller_goodput,
-                    none=0.2,
+                    none=0.3,
                     full=0.5,
-                    points=15,
+                    points=20,
                 ),
-                Goal(
-                    "longest time to first token (s)",
-                    longest_ttft,
-                    none=GIVEN_UP,
-                    full=16.0,
-                    points=15,
-                ),
+                Goal("longest wait (s)", patience, none=GIVEN_UP, full=PATIENCE, points=20),
             ],
             points=20,
         )
