@@ -4,7 +4,7 @@ measured."""
 from nanovllm.config import Config
 from nanovllm.simulator import Job, Run, Served
 from tutorials.assignments.task import Goal, Part, Task
-from tutorials.simulation.metrics import between_tokens, by_tenant, meets, ttft
+from tutorials.simulation.metrics import by_tenant, latency, meets
 from tutorials.simulation.workloads import (
     gamma,
     labelled,
@@ -18,9 +18,8 @@ from tutorials.simulation.workloads import (
 )
 
 SLO = (1.0, 0.012)  # seconds: to the first token, and per output token after it
-PATIENCE = 15.0  # seconds: if anybody waits longer, all goodput counts less
-GIVEN_UP = 26.0  # seconds: whose wait earns nothing
-PAUSE = 0.5  # seconds: who gets no token for longer waits again
+PATIENCE = 13.0  # seconds: a longer delay of anybody makes all goodput count less
+GIVEN_UP = 22.0  # seconds: a delay that earns nothing
 
 
 def documents(seed: int) -> list[Job]:
@@ -54,7 +53,7 @@ def questions(seed: int) -> list[Job]:
 
 
 def mixture(seed: int) -> list[Job]:
-    """About 800 requests, most of them in the first 30 s. Every one has a tenant and a guess of its
+    """About 800 requests, most of them in the first 35 s. Every one has a tenant and a guess of its
     answer's length."""
     jobs = merged(
         labelled(documents(seed), tenant="A"),
@@ -68,20 +67,20 @@ def share_within_slo(requests: list[Served]) -> float:
     return sum(meets(request, SLO) for request in requests) / len(requests)
 
 
-def wait(request: Served) -> float:
-    """Seconds to the first token, and all long pauses after it: who gets one token and is then
-    preempted still waits."""
-    return ttft(request) + sum(pause for pause in between_tokens([request]) if pause > PAUSE)
+def delay(request: Served) -> float:
+    """How many seconds later than the SLO allows its last token came. So who gets one token soon
+    and the others late is late, too."""
+    return latency(request) - SLO[0] - SLO[1] * (len(request.token_times) - 1)
 
 
-def longest_wait(run: Run) -> float:
-    return max(map(wait, run.requests))
+def longest_delay(run: Run) -> float:
+    return max(map(delay, run.requests))
 
 
 def goodput(run: Run, baseline: Run) -> float:
     """Of all requests. Their number is the same for every scheduler, and so is the time in which
     they come. It is cut in proportion if somebody is given up."""
-    return share_within_slo(run.requests) * min(1.0, PATIENCE / longest_wait(run))
+    return share_within_slo(run.requests) * PATIENCE / max(PATIENCE, longest_delay(run))
 
 
 def smaller_goodput(run: Run, baseline: Run) -> float:
@@ -89,10 +88,9 @@ def smaller_goodput(run: Run, baseline: Run) -> float:
     return min(map(share_within_slo, by_tenant(run.requests).values()))
 
 
-def patience(run: Run, baseline: Run) -> float:
-    """The longest wait. Counts only if both tenants get clearly more than from FCFS, which gives
-    nobody up."""
-    return longest_wait(run) if smaller_goodput(run, baseline) > 0.3 else GIVEN_UP
+def worst_delay(run: Run, baseline: Run) -> float:
+    """Counts only if both tenants get clearly more than from FCFS, which gives nobody up."""
+    return longest_delay(run) if smaller_goodput(run, baseline) > 0.3 else GIVEN_UP
 
 
 TASK = Task(
@@ -110,7 +108,7 @@ TASK = Task(
             ),
             [
                 Goal(
-                    f"goodput, cut if a wait is above {PATIENCE:g} s",
+                    f"goodput, cut if a delay is above {PATIENCE:g} s",
                     goodput,
                     none=0.45,
                     full=0.75,
@@ -123,7 +121,7 @@ TASK = Task(
                     full=0.5,
                     points=20,
                 ),
-                Goal("longest wait (s)", patience, none=GIVEN_UP, full=PATIENCE, points=20),
+                Goal("longest delay (s)", worst_delay, none=GIVEN_UP, full=PATIENCE, points=20),
             ],
             points=20,
         )
