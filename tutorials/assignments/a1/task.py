@@ -6,7 +6,7 @@ from tutorials.assignments.task import Goal, Part, Task, mean_latency
 from tutorials.simulation.metrics import latency
 from tutorials.simulation.workloads import lognormal, poisson, predicted, workload
 
-STARVED = 16.0  # seconds: a wait that earns nothing
+STARVED = 15.0  # seconds: a wait that earns nothing
 TOKEN = 0.007  # seconds: what each token of an answer takes if nothing stands in its way
 
 
