@@ -18,7 +18,7 @@ from tutorials.simulation.workloads import (
 )
 
 SLO = (1.0, 0.012)  # seconds: to the first token, and per output token after it
-PATIENCE = 13.0  # seconds: a longer delay of anybody makes all goodput count less
+PATIENCE = 14.0  # seconds: a longer delay of anybody makes all goodput count less
 GIVEN_UP = 22.0  # seconds: a delay that earns nothing
 
 
@@ -38,22 +38,24 @@ def documents(seed: int) -> list[Job]:
 
 
 def chats(seed: int) -> list[Job]:
-    """Conversations of three turns on average: each prompt begins with the turns before it."""
-    lengths = lognormal(prompt=150, output=200, sigma=0.9, seed=3 * seed + 1)
-    return multi_turn(
-        poisson(4, 3 * seed + 1), lengths, 100, turns=3, think=3, system_tokens=200, seed=seed
+    """Conversations of three turns on average: each prompt begins with the turns before it. As many
+    turns with each seed."""
+    lengths = lognormal(prompt=150, output=200, sigma=0.6, seed=3 * seed + 1)
+    jobs = multi_turn(
+        poisson(4, 3 * seed + 1), lengths, 120, turns=3, think=3, system_tokens=200, seed=seed
     )
+    return jobs[:260]
 
 
 def questions(seed: int) -> list[Job]:
     """Short ones, in bursts."""
     return workload(
-        gamma(10, 2, seed), lognormal(prompt=60, output=60, sigma=0.8, seed=3 * seed + 2), 300
+        gamma(10, 1.5, seed), lognormal(prompt=60, output=60, sigma=0.8, seed=3 * seed + 2), 300
     )
 
 
 def mixture(seed: int) -> list[Job]:
-    """About 800 requests, most of them in the first 35 s. Every one has a tenant and a guess of its
+    """800 requests, most of them in the first 35 s. Every one has a tenant and a guess of its
     answer's length."""
     jobs = merged(
         labelled(documents(seed), tenant="A"),
@@ -111,14 +113,14 @@ TASK = Task(
                     f"goodput, cut if a delay is above {PATIENCE:g} s",
                     goodput,
                     none=0.45,
-                    full=0.75,
+                    full=0.7,
                     points=30,
                 ),
                 Goal(
                     "goodput of the tenant who gets less",
                     smaller_goodput,
                     none=0.3,
-                    full=0.5,
+                    full=0.45,
                     points=20,
                 ),
                 Goal("longest delay (s)", worst_delay, none=GIVEN_UP, full=PATIENCE, points=20),
