@@ -1,6 +1,6 @@
 from nanovllm.scheduler import Scheduler
 
-PATIENCE = 15.0  # seconds
+PATIENCE = 10.0  # seconds
 
 
 class MyScheduler(Scheduler):

@@ -3,7 +3,7 @@ from weakref import WeakKeyDictionary
 from nanovllm.scheduler import Scheduler
 
 HOPELESS = 0.9  # seconds without a first token: it will not come in time
-PATIENCE = 12.0  # seconds: then even a hopeless one comes first
+PATIENCE = 11.0  # seconds: then even a hopeless one comes first
 FREE_TOKENS = 288  # of prompts per step: about as many as are computed while weights are read
 
 

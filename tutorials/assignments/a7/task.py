@@ -4,7 +4,7 @@ measured."""
 from nanovllm.config import Config
 from nanovllm.simulator import Job, Run, Served
 from tutorials.assignments.task import Goal, Part, Task
-from tutorials.simulation.metrics import by_tenant, meets, ttft
+from tutorials.simulation.metrics import by_tenant, latency, meets
 from tutorials.simulation.workloads import (
     gamma,
     labelled,
@@ -18,7 +18,8 @@ from tutorials.simulation.workloads import (
 )
 
 SLO = (1.0, 0.012)  # seconds: to the first token, and per output token after it
-GIVEN_UP = 30.0  # seconds until the first token: what earns nothing
+PATIENCE = 14.0  # seconds: a longer delay of anybody makes all goodput count less
+GIVEN_UP = 22.0  # seconds: a delay that earns nothing
 
 
 def documents(seed: int) -> list[Job]:
@@ -33,26 +34,28 @@ def documents(seed: int) -> list[Job]:
         skew=1.0,
         seed=seed,
     )
-    return [job._replace(time=job.time + 5 + 10 * (i >= 120)) for i, job in enumerate(jobs)]
+    return [job._replace(time=job.time + 5 + 5 * (i >= 120)) for i, job in enumerate(jobs)]
 
 
 def chats(seed: int) -> list[Job]:
-    """Conversations of three turns on average: each prompt begins with the turns before it."""
-    lengths = lognormal(prompt=150, output=200, sigma=0.9, seed=3 * seed + 1)
-    return multi_turn(
-        poisson(4, 3 * seed + 1), lengths, 100, turns=3, think=3, system_tokens=200, seed=seed
+    """Conversations of three turns on average: each prompt begins with the turns before it. As many
+    turns with each seed."""
+    lengths = lognormal(prompt=150, output=200, sigma=0.6, seed=3 * seed + 1)
+    jobs = multi_turn(
+        poisson(4, 3 * seed + 1), lengths, 120, turns=3, think=3, system_tokens=200, seed=seed
     )
+    return jobs[:260]
 
 
 def questions(seed: int) -> list[Job]:
     """Short ones, in bursts."""
     return workload(
-        gamma(10, 4, seed), lognormal(prompt=60, output=60, sigma=0.8, seed=3 * seed + 2), 300
+        gamma(10, 1.5, seed), lognormal(prompt=60, output=60, sigma=0.8, seed=3 * seed + 2), 300
     )
 
 
 def mixture(seed: int) -> list[Job]:
-    """About 800 requests, most of them in the first 30 s. Every one has a tenant and a guess of its
+    """800 requests, most of them in the first 35 s. Every one has a tenant and a guess of its
     answer's length."""
     jobs = merged(
         labelled(documents(seed), tenant="A"),
@@ -66,10 +69,20 @@ def share_within_slo(requests: list[Served]) -> float:
     return sum(meets(request, SLO) for request in requests) / len(requests)
 
 
+def delay(request: Served) -> float:
+    """How many seconds later than the SLO allows its last token came. So who gets one token soon
+    and the others late is late, too."""
+    return latency(request) - SLO[0] - SLO[1] * (len(request.token_times) - 1)
+
+
+def longest_delay(run: Run) -> float:
+    return max(map(delay, run.requests))
+
+
 def goodput(run: Run, baseline: Run) -> float:
     """Of all requests. Their number is the same for every scheduler, and so is the time in which
-    they come."""
-    return share_within_slo(run.requests)
+    they come. It is cut in proportion if somebody is given up."""
+    return share_within_slo(run.requests) * PATIENCE / max(PATIENCE, longest_delay(run))
 
 
 def smaller_goodput(run: Run, baseline: Run) -> float:
@@ -77,9 +90,9 @@ def smaller_goodput(run: Run, baseline: Run) -> float:
     return min(map(share_within_slo, by_tenant(run.requests).values()))
 
 
-def longest_ttft(run: Run, baseline: Run) -> float:
-    """Counts only if the goodput is clearly better than that of FCFS, which gives nobody up."""
-    return max(map(ttft, run.requests)) if goodput(run, baseline) > 0.5 else GIVEN_UP
+def worst_delay(run: Run, baseline: Run) -> float:
+    """Counts only if both tenants get clearly more than from FCFS, which gives nobody up."""
+    return longest_delay(run) if smaller_goodput(run, baseline) > 0.3 else GIVEN_UP
 
 
 TASK = Task(
@@ -96,21 +109,21 @@ TASK = Task(
                 max_model_len=8192,
             ),
             [
-                Goal("goodput (share within the SLO)", goodput, none=0.35, full=0.73, points=40),
+                Goal(
+                    f"goodput, cut if a delay is above {PATIENCE:g} s",
+                    goodput,
+                    none=0.45,
+                    full=0.7,
+                    points=30,
+                ),
                 Goal(
                     "goodput of the tenant who gets less",
                     smaller_goodput,
-                    none=0.2,
-                    full=0.5,
-                    points=15,
+                    none=0.3,
+                    full=0.45,
+                    points=20,
                 ),
-                Goal(
-                    "longest time to first token (s)",
-                    longest_ttft,
-                    none=GIVEN_UP,
-                    full=16.0,
-                    points=15,
-                ),
+                Goal("longest delay (s)", worst_delay, none=GIVEN_UP, full=PATIENCE, points=20),
             ],
             points=20,
         )
