@@ -13,6 +13,7 @@ from tutorials.simulation.workloads import lognormal, merged, poisson, shared_pr
 # ones it fills steps that wait for memory anyway.
 P100 = Hardware("P100 SXM2", 732e9, 21.2e12, 16e9, "NVIDIA Tesla P100, data sheet")
 MACHINE = Machine(P100, host_bytes_per_second=16e9)  # PCIe 3.0 with 16 lanes
+NO_SOONER = 1.0  # what earns nothing
 LATE = 0.1  # on top of each measure, if first tokens take twice as long as with FCFS
 
 
@@ -46,6 +47,9 @@ def latency_share(run: Run, baseline: Run) -> float:
 
 
 def seconds_share(run: Run, baseline: Run) -> float:
+    """Counts only if the mean latency is clearly shorter: when the last answer ends is luck, too."""
+    if latency_share(run, baseline) > 0.95:
+        return NO_SOONER
     return run.seconds / baseline.seconds + surcharge(run, baseline)
 
 
@@ -69,8 +73,8 @@ TASK = Task(
                 Goal(
                     "seconds of the run / those of FCFS",
                     seconds_share,
-                    none=0.98,
-                    full=0.955,
+                    none=0.985,
+                    full=0.96,
                     points=35,
                 ),
             ],
