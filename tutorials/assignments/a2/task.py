@@ -59,7 +59,7 @@ TASK = Task(
                     "mean time to first token / that of FCFS",
                     ttft_share,
                     none=1.0,
-                    full=0.85,
+                    full=0.92,
                     points=34,
                 ),
                 Goal("time between tokens, p99 (ms)", p99_gap, none=40, full=18, points=18),
