@@ -423,6 +423,7 @@ def test_secret_seeds():
     assert all(2**100 < seed < 2**128 for seed in seeds)
 
 
+@pytest.mark.slow
 def test_seeds_side_by_side_are_those_one_after_the_other(tmp_path):
     """FCFS's runs are made once, and used for all files."""
     path = tmp_path / "solution.py"

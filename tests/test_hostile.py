@@ -392,6 +392,7 @@ leave(sabotage)
 
 
 @for_root
+@pytest.mark.slow
 def test_nobody_hurts_the_next_one(graded, account):
     """A row of submissions of one user. In the first, a daemon waits for whoever comes."""
     assert graded(SABOTAGE + FCFS, account=account)["score"] == 30

@@ -227,7 +227,7 @@ def test_public_takes_the_first_public_seed_if_none_is_given(write):
         (["a1", "good.py", "--requests", "0"], "'0' is not allowed: it must be like 40 or 100:140"),
         (["a1", "good.py", "--requests", "9:9"], "'9:9' is not allowed"),
         (["a1", "good.py", "--requests", ":9"], "':9' is not allowed"),
-        (["a1", "good.py", "--gantt", "x.png", "--requests", "900:905"], "only 800 requests"),
+        (["a1", "good.py", "--gantt", "x.png", "--requests", "900:905"], "only 500 requests"),
         (["a1", "good.py", "--gantt", "run.doc"], "must be a .png in a folder"),
         (["a1", "good.py", "--gantt", "no/such/run.png"], "must be a .png in a folder"),
     ],

@@ -1,6 +1,6 @@
 """The guide's commands make a new assignment out of the template, and its tests pass.
 
-Run: pytest tests/test_template.py --slow
+Run: pytest tests/test_new_assignment.py --slow
 """
 
 import os

@@ -1,6 +1,6 @@
 """Assignment 0 cannot be gamed: empty classes, wrong repairs and hostile answers.
 
-Run: pytest tests/test_a0.py [-k answer] [--slow]
+Run: pytest tests/test_find_the_bug.py [-k answer] [--slow]
 """
 
 import json
