@@ -122,13 +122,17 @@ def serve(section: Section) -> dict:
     facts["used_bytes"] = memory_used(section)
     facts["granted_bytes"] = facts["terms"].get("granted", 0)
     facts["graphs_bytes"] = int(2**20 * sum(row["mib"] for row in facts["recordings"]))
+    return facts | complaints(facts["used_bytes"] - facts["granted_bytes"], compiled)
+
+
+def complaints(over: int, compiled: list[str] | None) -> dict:
+    """An error if serving took more memory than was granted, or compiled kernels."""
     problems = []
-    over = facts["used_bytes"] - facts["granted_bytes"]
-    if over > ALLOWED_OVER and not section.cpu:
+    if over > ALLOWED_OVER:
         problems.append(f"{over / 2**30:.2f} GiB more than granted")
     if compiled:
         problems.append(f"{len(compiled)} kernels were compiled while serving: {compiled[0]}")
-    return facts | ({"error": "; ".join(problems)} if problems else {})
+    return {"error": "; ".join(problems)} if problems else {}
 
 
 def sorting(section: Section, llm: LLM) -> tuple[list, SamplingParams]:
