@@ -28,6 +28,7 @@ from tutorials.performance.first_contact.apart import (
     PACKAGE,
     SECTIONS,
     Job,
+    interpreter_problem,
     job_of,
     number_of,
     run_apart,
@@ -38,6 +39,7 @@ from tutorials.performance.first_contact.section import DeviceLostError, Section
 from tutorials.performance.first_contact.section import run as run_program
 
 ROOT = Path(__file__).parent.parent
+PROBLEM = interpreter_problem(machine.installed("triton"), machine.installed("numpy"))
 
 
 def sections(*names: str) -> list[dict]:
@@ -58,6 +60,7 @@ def check(results: dict) -> None:
     assert not {"error", "doing"} & results.keys()
 
 
+@pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
 def test_the_machine_is_measured_on_a_cpu():
     (results,) = sections("machine")
     check(results)
@@ -65,6 +68,7 @@ def test_the_machine_is_measured_on_a_cpu():
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton's interpreter runs on Linux")
 @pytest.mark.parametrize("name", list(SECTIONS)[1:])
 def test_a_section_runs_on_a_cpu(name):
@@ -79,6 +83,14 @@ def test_every_section_says_what_it_is():
 
 def test_the_sections_share_eight_minutes():
     assert sum(SECTIONS.values()) == 8 * 60
+
+
+def test_which_numpy_the_interpreter_needs():
+    told = "the interpreter of Triton 3.6.0 needs numpy < 2.4, and this is 2.4.6"
+    assert interpreter_problem("3.6.0", "2.4.6") == told
+    for versions in (("3.6.0", "2.3.5"), ("3.7.0", "2.4.6"), ("3.9.0", "2.10.0rc1")):
+        assert interpreter_problem(*versions) is None
+    assert interpreter_problem(None, "2.4.6") is None
 
 
 def endless(section: Section) -> None:

@@ -16,9 +16,13 @@ from test_attention import BORDERS, random_batch
 from nanovllm import LLM, SamplingParams
 from nanovllm.layers import attention, torch_ops, triton_attention
 from nanovllm.layers.kv_cache import KVCache
+from tutorials.performance.first_contact.apart import interpreter_problem
 from tutorials.performance.first_contact.kernels import moved_away
+from tutorials.performance.machine import installed
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PROBLEM = interpreter_problem(installed("triton"), installed("numpy"))
+pytestmark = pytest.mark.skipif(DEVICE == "cpu" and PROBLEM is not None, reason=str(PROBLEM))
 MIXTURE = [(1, 9), (5, 5), (3, 20), (1, 1), (1, 33), (17, 40)]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 

@@ -14,7 +14,13 @@ import sys
 import time
 from pathlib import Path
 
-from tutorials.performance.first_contact.apart import SECTIONS, job_of, run_apart
+from tutorials.performance.first_contact.apart import (
+    SECTIONS,
+    interpreter_problem,
+    job_of,
+    run_apart,
+)
+from tutorials.performance.machine import installed
 
 
 def arguments() -> argparse.Namespace:
@@ -46,6 +52,9 @@ def report(results: dict) -> None:
 
 def main() -> None:
     args = arguments()
+    problem = interpreter_problem(installed("triton"), installed("numpy"))
+    if args.cpu and problem:
+        sys.exit(f"--cpu needs Triton's interpreter: {problem}")
     args.out.mkdir(parents=True, exist_ok=True)
     os.environ["HF_HUB_OFFLINE"] = "1"
     if args.cpu:

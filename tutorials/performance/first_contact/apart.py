@@ -108,6 +108,20 @@ def end_group(process: BaseProcess) -> None:
     process.join()
 
 
+def interpreter_problem(triton: str | None, numpy: str | None) -> str | None:
+    """Why Triton's interpreter cannot run with these versions, or None."""
+    if triton is None or numpy is None:
+        return None  # that there is none is told by who needs it
+    if numbers(triton) < (3, 7) and numbers(numpy) >= (2, 4):
+        return f"the interpreter of Triton {triton} needs numpy < 2.4, and this is {numpy}"
+    return None
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    major, minor, *_ = version.split(".")
+    return int(major), int(minor)
+
+
 def status(exit_code: int | None) -> str:
     """How a process has ended, in words: exit codes below zero are signals."""
     if exit_code is not None and exit_code < 0:
