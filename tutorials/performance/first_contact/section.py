@@ -166,12 +166,18 @@ class Section:
 
     def check_device(self, name: str) -> None:
         """After an illegal access everything fails in this process, with the same words."""
+        reason = self.why_lost()
+        if reason is not None:
+            lost = f"the device has been lost in {name!r} ({reason}): nothing was tried after it"
+            raise DeviceLostError(lost)
+
+    def why_lost(self) -> str | None:
+        """What the device says to everything from now on, if it has been lost."""
         try:
             self.synchronize()
         except Exception as error:
-            reason = str(error).partition("\n")[0]
-            lost = f"the device has been lost in {name!r} ({reason}): nothing was tried after it"
-            raise DeviceLostError(lost) from None
+            return str(error).partition("\n")[0]
+        return None
 
     def write(self) -> None:
         write_json(self.results, self.job.path)

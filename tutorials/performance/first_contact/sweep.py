@@ -117,6 +117,8 @@ def all_times(
         except Exception as error:  # more registers or shared memory than there are, for example
             row["failed"] = f"{type(error).__name__}: {error}"
         rows.append(row)
+        if "failed" in row and section.why_lost():
+            break
     rows.sort(key=lambda row: row.get("us", float("inf")))
     result: dict = {"rows": rows, "left_out": len(tiles) - len(rows)}
     wrong = [row for row in rows if "error" in row or "failed" in row]
