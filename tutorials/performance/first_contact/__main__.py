@@ -10,6 +10,7 @@ With --cpu the same code runs without a GPU, in Triton's interpreter with tiny s
 
 import argparse
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -61,6 +62,7 @@ def main() -> None:
         os.environ |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     end = time.time() + 60 * args.minutes
     errors = 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and the section ends, too
     for number in map(int, args.sections.split(",")):
         name = list(SECTIONS)[number - 1]
         share = SECTIONS[name] * args.minutes / 8
