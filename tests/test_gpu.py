@@ -5,6 +5,7 @@ test_kernels.py, test_fused.py, test_cuda_graphs.py and test_sampler.py also run
 Run: pytest tests/test_gpu.py [-k replayed]
 """
 
+import gc
 import random
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,6 +16,7 @@ from checkpoints import greedy, new_model, save
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.layers import triton_ops
 from nanovllm.stats import check_blocks
+from tutorials.performance.first_contact.engine import compilations
 
 pytestmark = [
     pytest.mark.gpu,
@@ -171,3 +173,32 @@ def test_another_thread_launches_on_the_right_device(checkpoint):
     with ThreadPoolExecutor(1) as pool:
         outputs = pool.submit(llm.generate, prompts, GREEDY, use_tqdm=False).result()
     assert token_ids(outputs) == expected
+
+
+def test_an_engine_outlives_another(checkpoint):
+    """Graphs of two engines share no memory: not even when that of the first is overwritten."""
+    path, prompts, expected = checkpoint
+    options = {"dtype": "float32", "num_blocks": 500, "max_num_seqs": 24}
+    first = LLM(path, **options)
+    assert token_ids(first.generate(prompts, GREEDY, use_tqdm=False)) == expected
+    second = LLM(path, **options)
+    assert token_ids(second.generate(prompts, GREEDY, use_tqdm=False)) == expected
+    del first
+    gc.collect()
+    torch.cuda.empty_cache()
+    rubbish = torch.full((2**28,), torch.nan, device="cuda")
+    assert token_ids(second.generate(prompts, GREEDY, use_tqdm=False)) == expected
+    del rubbish
+
+
+def test_nothing_is_compiled_while_serving(tmp_path):
+    """Heads and sizes as in no other test: what another one has compiled does not count."""
+    model = new_model("qwen3", hidden_size=88, intermediate_size=104, head_dim=24, vocab_size=170)
+    llm = LLM(save(model, tmp_path), num_blocks=500, max_num_batched_tokens=100, max_num_seqs=24)
+    rng = random.Random(0)
+    kinds = [GREEDY, SamplingParams(max_tokens=9), SamplingParams(n=3, max_tokens=20)]
+    prompts = [[rng.randrange(160) for _ in range(rng.randint(1, 200))] for _ in range(30)]
+    with compilations() as compiled:
+        for count in (1, 30):
+            llm.generate(prompts[:count], (kinds * 10)[:count], use_tqdm=False)
+    assert compiled == []

@@ -16,8 +16,13 @@ from test_attention import BORDERS, random_batch
 from nanovllm import LLM, SamplingParams
 from nanovllm.layers import attention, torch_ops, triton_attention
 from nanovllm.layers.kv_cache import KVCache
+from tutorials.performance.first_contact.apart import interpreter_problem
+from tutorials.performance.first_contact.kernels import moved_away
+from tutorials.performance.machine import installed
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PROBLEM = interpreter_problem(installed("triton"), installed("numpy"))
+pytestmark = pytest.mark.skipif(DEVICE == "cpu" and PROBLEM is not None, reason=str(PROBLEM))
 MIXTURE = [(1, 9), (5, 5), (3, 20), (1, 1), (1, 33), (17, 40)]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
@@ -122,6 +127,33 @@ def test_padding_rows_do_nothing():
         torch.testing.assert_close(
             out[:2], attention.paged_attention(q[:2], batch, 0, 0.2), atol=1e-5, rtol=1e-5
         )
+
+
+def test_places_that_take_more_than_32_bits(monkeypatch):
+    """Blocks at the end of a large cache give what the same ones give at the beginning."""
+    if DEVICE == "cuda" and torch.cuda.mem_get_info()[0] < 2**34:  # on a CPU, only addresses
+        pytest.skip("needs 16 GiB of GPU memory")
+    monkeypatch.setattr(triton_attention, "PART", 16)
+    near, _ = random_batch([(1, 40), (1, 7), (9, 30)], 1, 64, block_size=16, num_layers=1)
+    near.kv_cache = KVCache(near.kv_cache.tensor.to(DEVICE, torch.float16))
+    for name in ("slot_mapping", "cu_seqlens_q", "context_lens", "cu_blocks", "block_tables"):
+        setattr(near, name, getattr(near, name).to(DEVICE))
+    far, first = moved_away(near)
+    caches = [batch.kv_cache.tensor[:, :, start:] for batch, start in ((near, 0), (far, first))]
+    assert first * caches[0][0, 0, 0].numel() > 2**31
+    kv = torch.randn(2, 11, 1, 64, device=DEVICE, dtype=torch.float16)
+    for batch in (near, far):
+        triton_attention.store_kv(*kv, batch, 0)
+    assert torch.equal(*(cache.nan_to_num(99) for cache in caches))
+    q = torch.randn(11, 2, 64, device=DEVICE, dtype=torch.float16)
+    for near.layout in (1, 2):
+        far.layout = near.layout
+        outs = [triton_attention.paged_attention(q, batch, 0, 0.1) for batch in (near, far)]
+        assert torch.equal(*outs) and not outs[0].isnan().any()
+    for batch, start in ((near, 0), (far, first)):
+        triton_attention.copy_blocks(batch.kv_cache, [(start + 3, start + 5), (start + 2, 0)])
+    assert torch.equal(*(cache[:, :, 1:].nan_to_num(99) for cache in caches))
+    assert torch.equal(*(batch.kv_cache.tensor[:, :, 0].nan_to_num(99) for batch in (near, far)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -10,11 +10,18 @@ With --cpu the same code runs without a GPU, in Triton's interpreter with tiny s
 
 import argparse
 import os
+import signal
 import sys
 import time
 from pathlib import Path
 
-from tutorials.performance.first_contact.apart import SECTIONS, job_of, run_apart
+from tutorials.performance.first_contact.apart import (
+    SECTIONS,
+    interpreter_problem,
+    job_of,
+    run_apart,
+)
+from tutorials.performance.machine import installed
 
 
 def arguments() -> argparse.Namespace:
@@ -46,12 +53,16 @@ def report(results: dict) -> None:
 
 def main() -> None:
     args = arguments()
+    problem = interpreter_problem(installed("triton"), installed("numpy"))
+    if args.cpu and problem:
+        sys.exit(f"--cpu needs Triton's interpreter: {problem}")
     args.out.mkdir(parents=True, exist_ok=True)
     os.environ["HF_HUB_OFFLINE"] = "1"
     if args.cpu:
         os.environ |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     end = time.time() + 60 * args.minutes
     errors = 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and the section ends, too
     for number in map(int, args.sections.split(",")):
         name = list(SECTIONS)[number - 1]
         share = SECTIONS[name] * args.minutes / 8

@@ -2,12 +2,16 @@
 
 import gc
 import json
+import os
 import pkgutil
 import signal
 import tempfile
 import time
 import traceback
+from contextlib import suppress
 from multiprocessing import get_context
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,9 +25,9 @@ SECTIONS = {  # the module and its function, and its seconds of 8 minutes; the l
     "machine": 20,
     "kernels": 70,
     "engine": 100,
-    "decode_step": 50,
-    "sweep": 100,
-    "benchmark": 90,
+    "decode_step": 80,
+    "sweep": 80,
+    "benchmark": 80,
     "tests": 50,
 }
 
@@ -48,7 +52,8 @@ def number_of(name: str) -> int:
 
 def run_section(job: Job) -> None:
     """In a process of its own."""
-    from tutorials.performance.first_contact.section import Section
+    os.setpgid(0, 0)  # what it starts can be ended with it
+    from tutorials.performance.first_contact.section import DeviceLostError, Section
 
     start = time.perf_counter()
     function = pkgutil.resolve_name(job.function)
@@ -58,6 +63,8 @@ def run_section(job: Job) -> None:
         section = Section(job, Path(folder))
         try:
             function(section)
+        except DeviceLostError as error:
+            section.results["error"] = str(error)
         except Exception as error:
             traceback.print_exc()
             section.results["error"] = f"{type(error).__name__}: {error}"
@@ -73,11 +80,11 @@ def run_apart(job: Job, grace: float = GRACE) -> dict:
     start = time.time()
     process = get_context("spawn").Process(target=run_section, args=(job,))
     process.start()
-    process.join(max(0.0, job.deadline + grace - start))
-    is_late = process.is_alive()
-    if is_late:
-        process.kill()
-        process.join()
+    is_late = False
+    try:
+        is_late = not wait([process.sentinel], max(0.0, job.deadline + grace - start))
+    finally:
+        end_group(process)
     results = json.loads(job.path.read_text()) if job.path.exists() else {}
     if process.exitcode != 0:
         results["seconds"] = time.time() - start
@@ -91,6 +98,28 @@ def run_apart(job: Job, grace: float = GRACE) -> dict:
         results["error"] = "; ".join(reasons)
         write_json(results, job.path)
     return results
+
+
+def end_group(process: BaseProcess) -> None:
+    """Ends a section and what it has started, also what it has left behind: that holds memory."""
+    with suppress(ProcessLookupError):  # there is no group before the section's first line
+        os.killpg(process.ident, signal.SIGKILL)
+    process.kill()
+    process.join()
+
+
+def interpreter_problem(triton: str | None, numpy: str | None) -> str | None:
+    """Why Triton's interpreter cannot run with these versions, or None."""
+    if triton is None or numpy is None:
+        return None  # that there is none is told by who needs it
+    if numbers(triton) < (3, 7) and numbers(numpy) >= (2, 4):
+        return f"the interpreter of Triton {triton} needs numpy < 2.4, and this is {numpy}"
+    return None
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    major, minor, *_ = version.split(".")
+    return int(major), int(minor)
 
 
 def status(exit_code: int | None) -> str:

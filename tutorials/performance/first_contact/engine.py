@@ -1,23 +1,22 @@
 """Section 3: the engine's answers, and the memory that it takes."""
 
-import random
-import sys
+import gc
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 
-from nanovllm import LLM, SamplingParams, memory, model_runner
-from nanovllm.config import Config
-from nanovllm.cuda_graphs import DecodeGraphs
-from nanovllm.model_runner import ModelRunner
+from nanovllm import LLM, SamplingParams
 from tutorials.performance.first_contact.kernels import difference, worst
 from tutorials.performance.first_contact.section import Section
+from tutorials.performance.first_contact.start import new_llm, random_prompts
 
+ALLOWED_OVER = 2**29  # bytes: modules that are loaded later, and what lies between allocations
 Logits = list[torch.Tensor]  # of each step, [rows, vocab] in fp32
 BACKENDS: dict[str, dict[str, Any]] = {
     "torch": {"attention_backend": "torch"},
@@ -26,88 +25,36 @@ BACKENDS: dict[str, dict[str, Any]] = {
 }
 
 
-def timed(call: Callable, seconds: list[float]) -> Callable:
-    """The function, which also notes how long each call takes."""
-
-    def noted(*args, **kwargs):
-        start = time.perf_counter()
-        try:
-            return call(*args, **kwargs)
-        finally:
-            seconds.append(time.perf_counter() - start)
-
-    return noted
-
-
-def watch(owner: Any, name: str, seconds: list[float]):
-    """A patch that notes how long each call takes."""
-    return mock.patch.object(owner, name, timed(getattr(owner, name), seconds))
-
-
-def noting_terms(call: Callable, terms: dict[str, int]) -> Callable:
-    """A call that sizes the cache, which also notes each term of the sum."""
-    codes = [function.__code__ for function in (Config.num_blocks_in, memory.memory_left)]
-
-    def at_return(frame, event, arg):
-        if event == "return" and frame.f_code in codes:
-            values = frame.f_locals.items()
-            terms.update((name, value) for name, value in values if type(value) is int)
-
-    def noted(*args):
-        sys.setprofile(at_return)
-        try:
-            return call(*args)
-        finally:
-            sys.setprofile(None)
-
-    return noted
-
-
-def new_llm(section: Section, **options) -> tuple[LLM, dict]:
-    """An engine, and what its start took: seconds, and the terms of the cache's memory in bytes."""
-    log: dict[str, list[float]] = {"load_model": [], "warm_up": [], "record": []}
-    owners = (model_runner, ModelRunner, DecodeGraphs)
-    terms: dict[str, int] = {}
-    path = section.model()
-    fit = noting_terms(ModelRunner._num_blocks_that_fit, terms)
-    start = time.perf_counter()
-    with ExitStack() as patches:
-        for owner, (name, seconds) in zip(owners, log.items()):
-            patches.enter_context(watch(owner, name, seconds))
-        patches.enter_context(mock.patch.object(ModelRunner, "_num_blocks_that_fit", fit))
-        llm = LLM(path, **(section.sizes.options | options))
-    facts = {"start_seconds": time.perf_counter() - start, "recorded": len(log["record"])}
-    facts |= {f"{name}_seconds": sum(seconds) for name, seconds in log.items()}
-    return llm, facts | {"terms": terms, "kv_bytes": llm.runner.kv_cache.tensor.nbytes}
-
-
-def random_prompts(llm: LLM, count: int, longest: int) -> list[list[int]]:
-    """The longest prompt is three times as long as the shortest."""
-    rng = random.Random(0)
-    vocab = llm.runner.vocab_size
-    lengths = (rng.randint(longest // 3 + 1, longest) for _ in range(count))
-    return [[rng.randrange(vocab) for _ in range(length)] for length in lengths]
-
-
 def engine(section: Section) -> None:
-    """All backends: greedy tokens in fp32, logits in the engine's dtype; the memory and its use."""
+    """All backends: logits in the engine's dtype, its memory, tokens in fp32, and two engines."""
     tokens: dict[str, list] = {}
     logits: dict[str, Logits] = {}
-    for name in BACKENDS:
-        section.case(f"tokens: {name}", partial(ask_for_tokens, section, name, tokens))
-    for name in BACKENDS:
-        section.case(f"logits: {name}", partial(ask_for_logits, section, name, logits))
-    section.case("top-p", partial(check_memory, section))
+    ask_logits = partial(ask_for_logits, section, all_logits=logits)
+    ask_tokens = partial(ask_for_tokens, section, answers=tokens)
+    # first what users get: the clock may end what is last, and in this process nothing is compiled
+    section.case("serving", partial(serve, section))
+    section.case("logits: torch", partial(ask_logits, "torch"))
+    section.case("logits: graphs", partial(ask_logits, "graphs"))
+    section.case("two engines", partial(check_two_engines, section))
+    section.case("logits: eager", partial(ask_logits, "eager"))
+    for name in ("torch", "graphs", "eager"):
+        section.case(f"tokens: {name}", partial(ask_tokens, name))
+    show(section)
+
+
+def show(section: Section) -> None:
     names = ("start", "load_model", "warm_up", "record", "generate")
     columns = [(f"{name}_seconds", ",.2f") for name in names]
     columns += [("same", ""), ("difference", ".1e")]
     section.show("engine|start s|load|warm up|record|generate|same tokens|logits", columns)
-    facts = section.cases.get("top-p", {})
+    facts = section.cases.get("serving", {})
     sizes = {name: value for name, value in facts.items() if name.endswith("_bytes")}
     sizes |= facts.get("terms", {})
     sizes.pop("num_blocks", None)
     gib = {name: {"gib": value / 2**30} for name, value in sizes.items()}
     section.show("memory|GiB", [("gib", ",.3f")], gib)
+    graphs = {str(row["size"]): row for row in facts.get("recordings", [])}
+    section.show("graph of|s|MiB", [("seconds", ",.2f"), ("mib", ",.1f")], graphs)
 
 
 def generate(section: Section, llm: LLM, facts: dict, max_tokens: int) -> list:
@@ -125,7 +72,7 @@ def ask_for_tokens(section: Section, name: str, answers: dict[str, list]) -> dic
     """In fp32 the tokens are PyTorch's, unless two of them are equally likely."""
     llm, facts = new_llm(section, dtype="float32", **BACKENDS[name])
     outputs = generate(section, llm, facts, section.sizes.greedy[1])
-    answers[name] = [output.token_ids for output in outputs]
+    answers[name] = token_ids(outputs)
     if name == "torch" or "torch" not in answers:
         return facts
     pairs = list(zip(outputs, answers["torch"]))
@@ -164,6 +111,100 @@ def ask_for_logits(section: Section, name: str, all_logits: dict[str, Logits]) -
     )
 
 
+def serve(section: Section) -> dict:
+    """Batches of all kinds: they stay within the memory that was granted, and compile nothing."""
+    llm, facts = new_llm(section, dtype=section.dtype_name, attention_backend="triton")
+    facts["used_at_start_bytes"] = memory_used(section)
+    with compilations() as compiled:
+        llm.generate(*sorting(section, llm), use_tqdm=False)
+        llm.generate(*mixture(section, llm), use_tqdm=False)
+    facts["compiled"] = compiled
+    facts["used_bytes"] = memory_used(section)
+    facts["granted_bytes"] = facts["terms"].get("granted", 0)
+    facts["graphs_bytes"] = int(2**20 * sum(row["mib"] for row in facts["recordings"]))
+    return facts | complaints(facts["used_bytes"] - facts["granted_bytes"], compiled)
+
+
+def complaints(over: int, compiled: list[str] | None) -> dict:
+    """An error if serving took more memory than was granted, or compiled kernels."""
+    problems = []
+    if over > ALLOWED_OVER:
+        problems.append(f"{over / 2**30:.2f} GiB more than granted")
+    if compiled:
+        problems.append(f"{len(compiled)} kernels were compiled while serving: {compiled[0]}")
+    return {"error": "; ".join(problems)} if problems else {}
+
+
+def sorting(section: Section, llm: LLM) -> tuple[list, SamplingParams]:
+    """A batch that sorts all its logits, which is what takes the most memory."""
+    params = SamplingParams(top_p=0.9, max_tokens=2, ignore_eos=True)
+    return random_prompts(llm, section.sizes.batch, 32), params
+
+
+def mixture(section: Section, llm: LLM) -> tuple[list, list]:
+    """Chunks beside decodes, some of them greedy, drawn, filtered, or with copied blocks."""
+    count, length = section.sizes.greedy
+    kinds = [{"temperature": 0}, {}, {"top_k": 20}, {"n": 2}]
+    prompts = random_prompts(llm, count + 2, 8 * length)
+    params = []
+    for i in range(len(prompts)):
+        kind = kinds[i % len(kinds)]
+        params.append(SamplingParams(max_tokens=2 + i % length, ignore_eos=True, **kind))
+    return prompts, params
+
+
+@contextmanager
+def compilations() -> Iterator[list[str] | None]:
+    """The kernels that Triton compiles meanwhile, or finds compiled on the disk; None: unknown."""
+    import triton
+
+    compiled: list[str] = []
+
+    def hook(*, repr: str, **_) -> None:
+        compiled.append(repr)
+
+    if not hasattr(triton.knobs.runtime, "jit_post_compile_hook"):
+        yield None
+        return
+    with mock.patch.object(triton.knobs.runtime, "jit_post_compile_hook", hook):
+        yield compiled
+
+
+def check_two_engines(section: Section) -> dict:
+    """The second one still gives the same tokens when the first is gone, with all that it held."""
+    options = {
+        "dtype": section.dtype_name,
+        "attention_backend": "triton",
+        "enable_prefix_caching": False,  # or its second answer would compute other chunks
+        "max_num_seqs": section.sizes.greedy[0],
+        "num_blocks": 1000,
+    }
+    first, facts = new_llm(section, **options)
+    answers = [token_ids(generate(section, first, facts, 4))]
+    second, _ = new_llm(section, **options)
+    answers.append(token_ids(generate(section, second, facts, 4)))
+    gone = weakref.ref(first.runner)
+    del first
+    gc.collect()
+    rubbish = None
+    if not section.cpu:
+        torch.cuda.empty_cache()
+        rubbish = torch.full((2**30,), torch.nan, device=section.device)  # where it was
+    answers.append(token_ids(generate(section, second, facts, 4)))
+    del rubbish
+    same = [answer == answers[0] for answer in answers]
+    facts["same"] = f"{sum(same)} of {len(same)}"
+    if gone() is not None:
+        facts["error"] = "the first engine is still there"
+    elif not all(same):
+        facts["error"] = f"other tokens: {same}"
+    return facts
+
+
+def token_ids(outputs: list) -> list[list[int]]:
+    return [output.token_ids for output in outputs]
+
+
 def memory_used(section: Section) -> int:
     """Bytes that are taken on the GPU, by whomever; 0 with --cpu."""
     if section.cpu:
@@ -171,15 +212,3 @@ def memory_used(section: Section) -> int:
     torch.cuda.synchronize()
     free, total = torch.cuda.mem_get_info()
     return total - free
-
-
-def check_memory(section: Section) -> dict:
-    """A batch that sorts all its logits, which is what takes the most memory."""
-    llm, facts = new_llm(section, dtype=section.dtype_name, attention_backend="triton")
-    facts["used_at_start_bytes"] = memory_used(section)
-    params = SamplingParams(top_p=0.9, max_tokens=2, ignore_eos=True)
-    llm.generate(random_prompts(llm, section.sizes.batch, 32), params, use_tqdm=False)
-    facts["used_bytes"] = memory_used(section)
-    facts["granted_bytes"] = int(facts["terms"].get("total", 0) * llm.config.gpu_memory_utilization)
-    over = facts["used_bytes"] - facts["granted_bytes"]
-    return facts if over <= 0 else facts | {"error": f"{over / 2**30:.2f} GiB more than granted"}

@@ -1,5 +1,7 @@
 """Section 2: every Triton kernel against PyTorch."""
 
+import math
+import mmap
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,6 +10,7 @@ from functools import partial
 
 import torch
 
+from nanovllm import memory
 from nanovllm.host_cache import HostCache
 from nanovllm.layers import attention, torch_ops
 from nanovllm.layers.batch import Batch
@@ -21,6 +24,7 @@ KV_HEADS = 8
 HEAD_DIM = 128
 BLOCK_SIZE = 16
 SCALE = HEAD_DIM**-0.5
+MAP_NORESERVE = 0x4000  # Linux; Python names it from 3.11 on
 
 
 @contextmanager
@@ -49,6 +53,11 @@ def worst(*results: dict) -> dict:
 def kernels(section: Section) -> None:
     """All Triton kernels against PyTorch; outputs are NaN before, and so is what nobody owns."""
     sizes = section.sizes
+    section.case("add_and_norm", partial(check_norm, section))
+    section.case("norm_and_rotate", partial(check_rotation, section))
+    section.case("silu_and_mul", partial(check_silu, section))
+    section.case("sample", partial(check_sample, section))
+    section.case(f"{sizes.swaps} swaps", partial(check_swaps, section))
     rng = random.Random(0)
     for count, longest in sizes.decodes.items():
         contexts = [longest, *(rng.randint(1, longest) for _ in range(count - 1))]
@@ -57,11 +66,7 @@ def kernels(section: Section) -> None:
     check_attention(section, "prefill", list(sizes.prompts), (0,))
     mixture = [(1, 1), (1, sizes.prompts[0][1]), (1, 17), *sizes.prompts]
     check_attention(section, "decodes, then chunks", mixture, sizes.splits[:3])
-    section.case("add_and_norm", partial(check_norm, section))
-    section.case("norm_and_rotate", partial(check_rotation, section))
-    section.case("silu_and_mul", partial(check_silu, section))
-    section.case("sample", partial(check_sample, section))
-    section.case(f"{sizes.swaps} swaps", partial(check_swaps, section))
+    section.case("far blocks", partial(check_far_blocks, section))
     section.show("kernel|largest error|of numbers up to", [("difference", ".1e"), ("of", ",.1f")])
 
 
@@ -84,27 +89,93 @@ def check_attention(
     """Keys and values are stored, and read by kernels with several numbers of splits."""
     from nanovllm.layers import triton_attention
 
-    batch, new = batch_of(section, sequences)
-    expected_cache = KVCache(batch.kv_cache.tensor.clone())
-    torch_ops.store_kv(*new, replace(batch, kv_cache=expected_cache), 0)
-    q = randn(section, new.shape[1], HEADS, HEAD_DIM)
-    expected = attention.paged_attention(q, replace(batch, kv_cache=expected_cache), 0, SCALE)
+    prepared: list[tuple] = []  # queries, the batch, and what they attend to
 
     def stored() -> dict:
-        views = torch.cat([new[0], new[1]], dim=1).split(KV_HEADS, dim=1)  # as in the model
-        triton_attention.store_kv(*views, batch, 0)
+        batch, new = batch_of(section, sequences)
+        expected_cache = KVCache(batch.kv_cache.tensor.clone())
+        torch_ops.store_kv(*new, replace(batch, kv_cache=expected_cache), 0)
+        triton_attention.store_kv(*views_of(new), batch, 0)
+        q = randn(section, new.shape[1], HEADS, HEAD_DIM)
+        expected_batch = replace(batch, kv_cache=expected_cache)
+        prepared.append((q, batch, attention.paged_attention(q, expected_batch, 0, SCALE)))
         found = batch.kv_cache.tensor.nan_to_num(99)
         return difference(found, expected_cache.tensor.nan_to_num(99), 0)
 
     def attended(splits: int) -> dict:
+        ((q, batch, expected),) = prepared
         batch.layout = splits or triton_attention.layout(batch)
         with poisoned():
             out = triton_attention.paged_attention(q, batch, 0, SCALE)
         return difference(out, expected)
 
     section.case(f"{name}: store_kv", stored)
+    if not prepared:
+        return  # it has failed, or there was no time
     for splits in all_splits:
         section.case(f"{name}: {splits or 'default'} splits", partial(attended, splits))
+
+
+def views_of(new: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Keys and values as in the model, where they are views of something larger."""
+    return torch.cat([new[0], new[1]], dim=1).split(new.shape[2], dim=1)
+
+
+def check_far_blocks(section: Section) -> dict:
+    """Blocks whose numbers are more than 2**31 away from the first give what near ones give."""
+    from nanovllm.layers import triton_attention
+
+    near, new = batch_of(section, [(1, 40), (1, 7), (9, 30)])
+    if not section.cpu and memory.free_memory(section.device) < 2**34:
+        return {"left_out": "it needs 16 GiB"}
+    far, first = moved_away(near)
+    q = randn(section, new.shape[1], HEADS, HEAD_DIM)
+    results = []
+    for batch in (near, far):
+        triton_attention.store_kv(*views_of(new), batch, 0)
+    found = far.kv_cache.tensor[:, :, first:].nan_to_num(99)
+    results.append(difference(found, near.kv_cache.tensor.nan_to_num(99), 0))
+    for splits in (1, 2):
+        near.layout = far.layout = splits
+        expected = triton_attention.paged_attention(q, near, 0, SCALE)
+        results.append(difference(triton_attention.paged_attention(q, far, 0, SCALE), expected, 0))
+    blocks = far.kv_cache.tensor
+    triton_attention.copy_blocks(far.kv_cache, [(first, 0), (first + 1, first + 2)])
+    for source, target in ((first, 0), (first + 1, first + 2)):
+        pair = (blocks[:, :, i].nan_to_num(99) for i in (target, source))
+        results.append(difference(*pair, 0))
+    return worst(*results)
+
+
+def moved_away(batch: Batch) -> tuple[Batch, int]:
+    """The same batch in a cache with so many blocks before its own that 32 bits cannot count their
+    numbers, and the first of its own.
+
+    Before the cache is memory, too: where a kernel reads whose addresses wrap around.
+    """
+    near = batch.kv_cache.tensor
+    first = 2**31 // near[0, 0, 0].numel() + 1
+    num_blocks = first + near.shape[2]
+    shape = (2, near.shape[1], num_blocks, *near.shape[3:])
+    numbers = untouched(2**31 + math.prod(shape), near)
+    far = numbers[2**31 :].view(shape)
+    far[:, :, first:] = near
+    moved = replace(
+        batch,
+        kv_cache=KVCache(far),
+        slot_mapping=batch.slot_mapping + first * near.shape[3],
+        block_tables=batch.block_tables + first,
+    )
+    return moved, first
+
+
+def untouched(size: int, like: torch.Tensor) -> torch.Tensor:
+    """On a CPU only addresses: what is never written takes no memory, and is 0."""
+    if like.is_cuda:
+        return like.new_empty(size)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    pages = mmap.mmap(-1, size * like.itemsize, flags=flags)
+    return torch.frombuffer(pages, dtype=like.dtype)
 
 
 def randn(section: Section, *shape: int) -> torch.Tensor:

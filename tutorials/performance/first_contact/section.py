@@ -1,6 +1,7 @@
 """What the sections share: how much each does, its cases, and the file of its results."""
 
 import gc
+import json
 import os
 import shlex
 import signal
@@ -17,7 +18,7 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.device import choose_dtype
-from nanovllm.roofline import FIELDS
+from nanovllm.roofline import FIELDS, SHAPES
 from tutorials.performance.checkpoints import random_model, write_checkpoint
 from tutorials.performance.first_contact.apart import AT_FIRST, Job
 from tutorials.performance.machine import ROOT
@@ -45,6 +46,9 @@ class Sizes:
     context: int
     steps: int
     replays: tuple[int, ...]  # batches
+    in_a_row: int  # replays that are timed together
+    chunk: int  # tokens of a prompt that is computed beside decodes
+    larger: dict[str, Any]  # shape of a larger model, of which one step is measured
     options: dict[str, Any]  # of LLM
     # sweep
     swept: tuple[int, ...]  # sequences
@@ -67,6 +71,9 @@ ON_GPU = Sizes(
     context=850,
     steps=30,
     replays=(1, 16, 64, 128, 256),
+    in_a_row=10,
+    chunk=512,
+    larger=SHAPES["qwen3-8b"],
     options={},
     swept=(16, 48, 128, 256),
     contexts=(850, 4096),
@@ -82,18 +89,25 @@ ON_CPU = Sizes(
     vocab=1000,
     swaps=2,
     swapped_layers=1,
-    greedy=(2, 4),
-    batch=4,
+    greedy=(2, 3),
+    batch=2,
     context=20,
     steps=2,
-    replays=(1, 4),
+    replays=(1, 2),
+    in_a_row=2,
+    chunk=8,
+    larger=TINY,
     options={"kv_cache_gib": 0.01, "max_num_seqs": 4, "max_model_len": 256},
-    swept=(2,),
-    contexts=(40,),
+    swept=(1,),
+    contexts=(16,),
     swept_splits=(2,),
     tiles=1,
-    prefill=(1, 20),
+    prefill=(1, 8),
 )
+
+
+class DeviceLostError(Exception):
+    """Nothing more can run in this process."""
 
 
 class Section:
@@ -129,6 +143,8 @@ class Section:
         self.write()
         try:
             result = call()
+            json.dumps(result)  # or all that follows could not be written, either
+            self.synchronize()
         except Exception as error:
             traceback.print_exc()
             result = {"error": f"{type(error).__name__}: {error}"}
@@ -137,9 +153,31 @@ class Section:
             self.results.setdefault("error", f"{name}: {result['error']}")
         self.results["doing"] = f"what follows {name}"
         self.write()
+        if "error" in result:
+            self.check_device(name)
         gc.collect()
         if not self.cpu:
             torch.cuda.empty_cache()
+
+    def synchronize(self) -> None:
+        """Waits for the GPU; what has gone wrong there since is raised here."""
+        if not self.cpu:
+            torch.cuda.synchronize()
+
+    def check_device(self, name: str) -> None:
+        """After an illegal access everything fails in this process, with the same words."""
+        reason = self.why_lost()
+        if reason is not None:
+            lost = f"the device has been lost in {name!r} ({reason}): nothing was tried after it"
+            raise DeviceLostError(lost)
+
+    def why_lost(self) -> str | None:
+        """What the device says to everything from now on, if it has been lost."""
+        try:
+            self.synchronize()
+        except Exception as error:
+            return str(error).partition("\n")[0]
+        return None
 
     def write(self) -> None:
         write_json(self.results, self.job.path)

@@ -3,7 +3,6 @@
 import random
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing import get_context
@@ -118,6 +117,8 @@ def all_times(
         except Exception as error:  # more registers or shared memory than there are, for example
             row["failed"] = f"{type(error).__name__}: {error}"
         rows.append(row)
+        if "failed" in row and section.why_lost():
+            break
     rows.sort(key=lambda row: row.get("us", float("inf")))
     result: dict = {"rows": rows, "left_out": len(tiles) - len(rows)}
     wrong = [row for row in rows if "error" in row or "failed" in row]
@@ -145,12 +146,12 @@ def compile_tile(job: Job, folder: Path, tile: Tile, splits: int, queries: int) 
 
 
 def compile_tiles(section: Section, decode: list, prefill: list) -> dict:
+    """Who hangs is ended after half of the time: then tiles are compiled when they are measured."""
     kinds = [(*tile, 1) for tile in decode] + [(*tile, 8) for tile in prefill]
+    compiled = partial(compile_tile, section.job, section.folder)
     start = time.perf_counter()
-    with ProcessPoolExecutor(1 if section.cpu else 8, get_context("spawn")) as pool:
-        compiled = partial(pool.submit, compile_tile, section.job, section.folder)
-        for future in [compiled(*kind) for kind in kinds]:
-            future.result()
+    with get_context("spawn").Pool(1 if section.cpu else 8) as pool:  # whose end ends all workers
+        pool.starmap_async(compiled, kinds, chunksize=1).get(section.seconds_left() / 2)
     return {"seconds": time.perf_counter() - start, "kernels": len(kinds)}
 
 
@@ -159,7 +160,11 @@ def sweep(section: Section) -> None:
     sizes = section.sizes
     decode, prefill = tiles_of(section)
     section.case("compile", partial(compile_tiles, section, decode, prefill))
-    hardware = this_machine(section.device, section.dtype)
+    measured = lambda: this_machine(section.device, section.dtype)._asdict()  # noqa: E731
+    section.case("ceilings", measured)
+    if "name" not in section.cases.get("ceilings", {}):
+        return  # it has failed, or there was no time
+    hardware = Hardware(**section.cases["ceilings"])
     prompts, length = sizes.prefill
     run = partial(swept_case, section, hardware)
     run("prompts", [length] * prompts, length, prefill)
