@@ -125,6 +125,7 @@ def main(capability=80, head_dim=128, group=2):
     )
     pointers = dict.fromkeys(["out", "seed", "position"], "*i64") | {
         "logits": "*bf16",
+        "lowest": "*bf16",
         "temperature": "*fp32",
     }
     constants = dict(VOCAB=151936, TILE=8192)

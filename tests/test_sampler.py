@@ -1,4 +1,5 @@
-"""What is drawn has the right frequencies, and a row draws the same token whatever is beside it.
+"""What is drawn has the right frequencies, and a row draws the same token whatever is beside it. That it is enough to
+look at a row's highest logits, and what if not.
 
 Run: pytest tests/test_sampler.py [-k greedy]
 """
@@ -7,9 +8,11 @@ import pytest
 import torch
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from nanovllm.layers import torch_ops, triton_ops
 from nanovllm.layers.sampler import Sampling, sample, top_logprobs, uniform
 
 VOCAB = 50
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def sampling(
@@ -127,3 +130,111 @@ def test_top_logprobs():
     values, ids = top_logprobs(logits, torch.tensor([0]), 2)
     assert ids.tolist() == [[0, 1, 3]]
     torch.testing.assert_close(values[0], logits.log_softmax(-1)[0, [0, 1, 3]])
+
+
+# --- few logits are looked at ---
+
+KEEP_ALL = 3000
+FILTERS = [  # temperature, top_k, top_p, min_p: of one row each
+    (0.6, 20, 0.95, 0.0),  # Qwen's
+    (0.6, KEEP_ALL, 0.9, 0.0),  # Llama's
+    (1.0, KEEP_ALL, 1.0, 0.0),
+    (1.0, 50, 1.0, 0.0),
+    (1.5, KEEP_ALL, 1.0, 0.1),
+    (0.0, KEEP_ALL, 1.0, 0.0),
+    (2.0, 1500, 0.9, 0.0),  # more than are looked at first
+    (2.0, 1, 1.0, 0.0),
+    (1.0, 30, 0.8, 0.05),
+    (9.0, KEEP_ALL, 0.99, 0.0),  # almost flat: top_p keeps most
+]
+
+
+def row_logits(dtype, ties: bool) -> torch.Tensor:
+    logits = torch.randn(20, KEEP_ALL, generator=torch.Generator().manual_seed(8)) * 3
+    return (logits.round() if ties else logits).to(DEVICE, dtype)
+
+
+def requested(rows: list[int]) -> Sampling:
+    """As ModelRunner makes it: row i wants FILTERS[i % 10]; what no row wants is None."""
+    wanted = torch.tensor([FILTERS[row % len(FILTERS)] for row in rows], device=DEVICE)
+    numbers = torch.tensor(rows, device=DEVICE)
+    temperature, top_k, top_p, min_p = wanted.T.contiguous()
+    top_k, is_drawn = top_k.long(), temperature > 0
+    bound = max(top_k[is_drawn].tolist(), default=KEEP_ALL)
+    return Sampling(
+        temperature,
+        seed=numbers * 12345,
+        position=numbers + 7,
+        top_k=top_k if (top_k[is_drawn] < KEEP_ALL).any() else None,
+        top_p=top_p if (top_p[is_drawn] < 1).any() else None,
+        min_p=min_p if (min_p[is_drawn] > 0).any() else None,
+        max_top_k=bound if bound < KEEP_ALL else None,
+    )
+
+
+def drawn_plainly(logits: torch.Tensor, sampling: Sampling) -> list[int]:
+    """The definition, row by row, in float64, all of the vocabulary sorted."""
+    tokens = []
+    for i, row in enumerate(logits.double()):
+        kinds = (sampling.top_k, sampling.top_p, sampling.min_p)
+        top_k, top_p, min_p = (None if kind is None else kind[i].item() for kind in kinds)
+        temperature = sampling.temperature[i].item()
+        if temperature == 0:
+            tokens.append(row.argmax().item())
+            continue
+        weights = ((row - row.max()) / temperature).exp()
+        weights[weights < (min_p or 0)] = 0
+        top = weights.sort(descending=True).values[:top_k]
+        if top_p is not None and top_p < 1:
+            top = top[top.cumsum(0) - top < top_p * top.sum()]
+        weights[weights < top[-1]] = 0
+        u = uniform(sampling.seed[i : i + 1], sampling.position[i : i + 1]).double()
+        tokens.append((weights.cumsum(0) > u * weights.sum()).int().argmax().item())
+    return tokens
+
+
+@pytest.mark.parametrize("backend", [torch_ops, triton_ops])
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_draws_the_same_whatever_filters_are_beside_it(dtype, ties, backend):
+    """The neighbors decide how many logits are looked at, and whether in a second attempt."""
+    logits = row_logits(dtype, ties)
+
+    def drawn(rows):
+        return backend.sample(logits[rows], requested(rows)).tolist()
+
+    alone = [drawn([row])[0] for row in range(20)]
+    assert alone == drawn_plainly(logits, requested(range(20)))
+    for kinds in ([0, 3], [0, 2], [0, 9], [1, 9], [4, 2], [6, 0], [6, 1], [5, 7], range(10)):
+        rows = [row for row in range(20) if row % 10 in kinds]
+        assert drawn(rows) == [alone[row] for row in rows], kinds
+
+
+@pytest.mark.parametrize("width", [3, 100])
+def test_tokens_that_equal_the_last_one_kept_are_kept(width):
+    """Also if there are more of them than are looked at; but top_p counts only top_k of them."""
+    logits = torch.full((1, KEEP_ALL), -5.0)
+    logits[:, 5:12] = 3.0
+    logits[:, 1000 : 1000 + width] = 2.0
+    draws = 2000
+    for filters in (dict(top_k=8), dict(top_k=9, top_p=0.99)):
+        tokens = sample(logits.expand(draws, -1), sampling(draws, **filters))
+        assert tokens[:99].tolist() == drawn_plainly(logits.expand(99, -1), sampling(99, **filters))
+        assert len(tokens.unique()) == 7 + width
+    narrow = sample(logits.expand(draws, -1), sampling(draws, top_k=9, top_p=0.5))
+    assert set(narrow.tolist()) == set(range(5, 12))
+
+
+def test_few_of_the_vocabulary_are_sorted(monkeypatch):
+    """Unless they are not enough."""
+    looked_at = []
+    topk = torch.Tensor.topk
+    monkeypatch.setattr(torch.Tensor, "topk", lambda x, k, *_: looked_at.append(k) or topk(x, k))
+    logits = row_logits(torch.float32, ties=False)
+    for row, expected in ((0, [28]), (1, [1032]), (2, []), (3, [58]), (4, [1032])):
+        looked_at.clear()
+        sample(logits[:1], requested([row]))
+        assert looked_at == expected
+    looked_at.clear()
+    sample(logits[:1], requested([9]))
+    assert looked_at == [1032, KEEP_ALL]

@@ -30,8 +30,7 @@ def uniform(seed: Tensor, position: Tensor) -> Tensor:
     """
 
     def shifted(x, bits):  # logical right shift; int64 has only the arithmetic one
-        mask = (1 << (64 - bits)) - 1
-        return (x >> bits) & mask
+        return (x >> bits) & (2 ** (64 - bits) - 1)
 
     def mixed(x):
         x = x ^ shifted(x, 30)
@@ -40,8 +39,7 @@ def uniform(seed: Tensor, position: Tensor) -> Tensor:
         x = x * -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB
         return x ^ shifted(x, 31)
 
-    step = position * -0x61C8864680B583EB  # 0x9E3779B97F4A7C15
-    x = mixed(mixed(seed) + step)
+    x = mixed(mixed(seed) + position * -0x61C8864680B583EB)  # 0x9E3779B97F4A7C15
     return shifted(x, 41).float() / 2**23  # 23 bits: u * total < total holds exactly in fp32
 
 
@@ -49,51 +47,68 @@ def sample(logits: Tensor, sampling: Sampling) -> Tensor:
     """logits [B, vocab_size] -> token ids [B].
 
     Temperature is applied first, then the filters min_p, top_k and top_p, in the same order as in
-    vLLM. The token is the one at which the cumulative probability passes a uniform random number
+    vLLM. The token is the first at which the cumulative weight passes a uniform random number
     (inverse transform sampling). The sum follows the order of the vocabulary, never a sorted order,
     so that a row's token does not depend on its neighbors.
     """
-    logits = logits.float()
-    is_greedy = sampling.temperature == 0
-    temperature = torch.where(is_greedy, 1.0, sampling.temperature)
-    # subtracting the maximum first keeps the result finite at tiny temperatures
-    below = logits - logits.amax(-1, keepdim=True)
-    probs = torch.softmax(below / temperature.unsqueeze(1), dim=-1)
-    if sampling.min_p is not None:
-        highest = probs.amax(-1, keepdim=True)
-        lowest = sampling.min_p.unsqueeze(1) * highest
-        probs = probs.where(probs >= lowest, 0.0)
-    if sampling.top_k is not None or sampling.top_p is not None:
-        probs = probs.where(probs >= cutoff(probs, sampling), 0.0)
-
-    cumulative = probs.cumsum(-1)
-    number = uniform(sampling.seed, sampling.position)
+    lowest, ids = cutoff(logits, sampling)
+    if ids is not None and (logits.gather(1, ids[:, -1:]) >= lowest).any():
+        ids = None  # others may be kept, too
+    if ids is not None:
+        ids = ids.sort().values
+        logits = logits.gather(1, ids)
+    weights = softmax_weights(logits, sampling)
+    weights.masked_fill_(logits < lowest, 0)
+    cumulative = weights.cumsum(-1)
+    # a greedy row takes the first of its highest logits
+    number = uniform(sampling.seed, sampling.position) * (sampling.temperature > 0)
     threshold = number.unsqueeze(1) * cumulative[:, -1:]
-    chosen = (cumulative <= threshold).sum(-1, keepdim=True)
-    chosen.clamp_(max=probs.shape[-1] - 1)
-    # a parallel cumsum may decrease, by rounding, where probs is 0: never choose such a token
-    likeliest = probs.argmax(-1, keepdim=True)
-    chosen = torch.where(probs.gather(1, chosen) > 0, chosen, likeliest)
-    return torch.where(is_greedy, logits.argmax(-1), chosen.squeeze(1))
+    # a parallel cumsum may pass it, by rounding, where a weight is 0
+    is_behind = (cumulative > threshold) & (weights > 0)
+    chosen = is_behind.max(-1, True).indices
+    if ids is not None:
+        chosen = ids.gather(1, chosen)
+    return chosen.squeeze(1)
 
 
-def cutoff(probs: Tensor, sampling: Sampling) -> Tensor:
-    """The smallest probability [B, 1] that top_k and top_p keep in each row. Ties are kept, too."""
-    vocab_size = probs.shape[-1]
-    k = min(sampling.max_top_k or vocab_size, vocab_size)
-    top = probs.topk(k, dim=-1).values  # sorted, largest first
-    is_kept = torch.ones_like(top, dtype=torch.bool)
-    if sampling.top_k is not None:
-        rank = torch.arange(k, device=top.device)
-        is_kept = rank < sampling.top_k.unsqueeze(1)
-    if sampling.top_p is not None:  # a token is kept if those before it have not reached top_p
-        top_p = sampling.top_p.unsqueeze(1)
-        cumulative = top.where(is_kept, 0.0).cumsum(-1)
-        before = cumulative - top
-        is_needed = before < top_p * cumulative[:, -1:]
-        is_kept = is_kept & (is_needed | (top_p >= 1))
-        is_kept[:, 0] = True  # a tiny top_p may round to 0 in fp32
-    return top.where(is_kept, torch.inf).amin(-1, keepdim=True)
+def cutoff(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | None]:
+    """The lowest logit [B, 1] that each row keeps. Tokens whose logits are equal are kept together.
+
+    Also the ids [B, k] of the highest logits, sorted by them, if it was enough to look at few.
+    """
+    if sampling.min_p is sampling.top_k is sampling.top_p is None:
+        return torch.full_like(logits[:, :1], -torch.inf), None
+    vocab_size = logits.shape[1]
+    for k in (sampling.max_top_k or 1024, vocab_size):
+        top, ids = logits.topk(min(k + 8, vocab_size))
+        weights = softmax_weights(top, sampling)
+        if sampling.top_k is not None:
+            rank = torch.ones_like(ids).cumsum(-1)
+            weights *= rank <= sampling.top_k.unsqueeze(1)
+        if sampling.top_p is not None:  # a token is kept if those before have not reached top_p
+            top_p = sampling.top_p.clamp(min=2e-38).unsqueeze(1)
+            cumulative = weights.cumsum(-1, dtype=torch.float64)
+            total = cumulative[:, -1:]
+            if sampling.top_k is None:
+                everything = softmax_weights(logits, sampling)
+                total = everything.sum(-1, True, dtype=torch.float64)
+            is_needed = cumulative - weights < top_p * total
+            weights *= is_needed | (top_p >= 1)
+        lowest = top.where(weights > 0, torch.inf).amin(-1, True)
+        if sampling.max_top_k or (sampling.top_k is None and (top[:, -1:] < lowest).all()):
+            return lowest, ids
+    return lowest, None
+
+
+def softmax_weights(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Probabilities as multiples of the highest one, without those that min_p removes."""
+    # subtracting the maximum first keeps the result finite at tiny temperatures
+    below = logits.float() - logits.amax(-1, True)
+    temperature = sampling.temperature.clamp(min=2e-38)  # a greedy row: only the highest remain
+    weights = below.div_(temperature.unsqueeze(1)).exp_()
+    if sampling.min_p is not None:
+        weights *= weights >= sampling.min_p.unsqueeze(1)
+    return weights
 
 
 def top_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -101,10 +116,6 @@ def top_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Ten
 
     logits [B, vocab_size], token_ids [B] -> (values, ids), both [B, 1 + k].
     """
-    logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
-    top_values, top_ids = logprobs.topk(k, dim=-1)
-    chosen_ids = token_ids.unsqueeze(1)
-    chosen_values = logprobs.gather(1, chosen_ids)
-    values = torch.cat([chosen_values, top_values], dim=1)
-    ids = torch.cat([chosen_ids, top_ids], dim=1)
-    return values, ids
+    logprobs = logits.log_softmax(-1, torch.float32)
+    ids = torch.cat([token_ids.unsqueeze(1), logprobs.topk(k).indices], 1)
+    return logprobs.gather(1, ids), ids

@@ -111,6 +111,7 @@ def mixed(x):
 def sample_kernel(
     out,
     logits,  # [B, VOCAB], the others [B]
+    lowest,
     temperature,
     seed,
     position,
@@ -124,40 +125,38 @@ def sample_kernel(
     b = tl.program_id(0).to(tl.int64)
     row = logits + b * VOCAB
     i = tl.arange(0, TILE)
+    smallest = tl.load(lowest + b)
     t = tl.load(temperature + b)
-    scale = 1.4426950408889634 / tl.where(t == 0, 1.0, t)  # exp(x) is exp2(x / ln 2)
+    scale = 1.4426950408889634 / (t + (t == 0))  # exp(x) is exp2(x / ln 2)
     maximum = float("-inf")
     total = 0.0
     likeliest = 0
     for begin in range(0, VOCAB, TILE):
-        is_token = begin + i < VOCAB
-        x = tl.load(row + begin + i, mask=is_token, other=float("-inf")).to(tl.float32)
+        token = begin + i
+        x = tl.load(row + token, mask=token < VOCAB, other=float("-inf")).to(tl.float32)
         highest = tl.max(x, 0)
-        likeliest = tl.where(highest > maximum, begin + tl.argmax(x, 0), likeliest)
-        new_maximum = tl.maximum(highest, maximum)
-        shrink = tl.exp2((maximum - new_maximum) * scale)
-        total = total * shrink + tl.sum(tl.exp2((x - new_maximum) * scale), 0)
-        maximum = new_maximum
+        if highest > maximum:
+            total *= tl.exp2((maximum - highest) * scale)
+            maximum = highest
+            likeliest = begin + tl.argmax(x, 0)
+        weights = tl.exp2((x - maximum) * scale) * (x >= smallest)
+        total += tl.sum(weights, 0)
 
-    chosen = likeliest
+    first = VOCAB  # the first token with which the sum passes the threshold
     if t > 0:
         steps = tl.load(position + b).to(tl.uint64) * 0x9E3779B97F4A7C15
         bits = mixed(mixed(tl.load(seed + b).to(tl.uint64)) + steps) >> 41
-        threshold = bits.to(tl.int32).to(tl.float32) / 8388608 * total  # 23 bits
+        threshold = bits.to(tl.float32) / 8388608 * total  # 23 bits
         passed = 0.0  # the sum of all tiles before
-        count = 0  # tokens up to which the sum has not passed the threshold
         for begin in range(0, VOCAB, TILE):
-            is_token = begin + i < VOCAB
-            x = tl.load(row + begin + i, mask=is_token, other=float("-inf")).to(tl.float32)
-            weights = tl.exp2((x - maximum) * scale)
-            is_below = passed + tl.cumsum(weights, 0) <= threshold
-            count += tl.sum((is_below & is_token).to(tl.int32), 0)
+            token = begin + i
+            x = tl.load(row + token, mask=token < VOCAB, other=float("-inf")).to(tl.float32)
+            weights = tl.exp2((x - maximum) * scale) * (x >= smallest)
+            # by rounding, the sum may also pass it where a weight is 0
+            is_behind = (passed + tl.cumsum(weights, 0) > threshold) & (weights > 0)
+            first = tl.minimum(first, tl.min(tl.where(is_behind, token, VOCAB), 0))
             passed += tl.sum(weights, 0)
-        last = tl.load(row + tl.minimum(count, VOCAB - 1)).to(tl.float32)
-        weight = tl.exp2((last - maximum) * scale)
-        # rounding may lead to a token of weight 0
-        chosen = tl.where((count < VOCAB) & (weight > 0), count, likeliest)
-    tl.store(out + b, chosen)
+    tl.store(out + b, tl.where(first < VOCAB, first, likeliest))
 
 
 def add_and_norm(x: Tensor, update: Tensor, norm: nn.RMSNorm) -> tuple[Tensor, Tensor]:
@@ -199,14 +198,12 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 
 def sample(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Leaves filters to PyTorch."""
-    if not (sampling.min_p is sampling.top_k is sampling.top_p is None):
-        return sampler.sample(logits, sampling)
-    num_rows, vocab_size = logits.shape
+    lowest, _ = sampler.cutoff(logits, sampling)
+    vocab_size = logits.shape[1]
     tile = min(8192, triton.next_power_of_2(vocab_size))
-    out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-    sample_kernel[(num_rows,)](
-        out, logits, sampling.temperature, sampling.seed, sampling.position, vocab_size, tile,
-        num_warps=8,
+    out = torch.empty_like(sampling.seed)
+    sample_kernel[(len(logits),)](
+        out, logits, lowest, sampling.temperature, sampling.seed, sampling.position,
+        vocab_size, tile, num_warps=8,
     )  # fmt: skip
     return out
