@@ -82,7 +82,7 @@ def largest_step(limits: Limits, block_size: int) -> Schedule:
     num_tokens = limits.max_num_batched_tokens
     fewest_seqs = -(-num_tokens // limits.max_model_len)
     num_seqs = max(min(limits.max_num_seqs, num_tokens), fewest_seqs)
-    params = SamplingParams(top_p=0.9)
+    params = SamplingParams(top_p=0.9999999)  # sorts the whole vocabulary
     return dummy_step(num_seqs, 0, num_tokens // num_seqs, block_size, params)
 
 
