@@ -82,6 +82,7 @@ def test_the_reference_is_short(name):
 # --- correct ---
 
 
+@pytest.mark.slow(but_every=2)
 @pytest.mark.parametrize(
     "path", [*map(reference, NAMES), *map(starter, POLICIES)], ids=lambda path: str(path)[-16:-3]
 )
@@ -94,6 +95,7 @@ def test_the_rules_are_kept_in_a_short_load(path):
         assert len(check_rules(short, module, seed=1).requests) == NUM_JOBS
 
 
+@pytest.mark.slow(but_every=3)
 @pytest.mark.parametrize("name", POLICIES)
 def test_the_reference_changes_no_answer(name):
     for part in load_task(name).parts:

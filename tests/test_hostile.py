@@ -140,11 +140,11 @@ PROTOCOL = {
     "an error of 100 MB": (method("raise ValueError('x' * 10**8)"), "step 1: ValueError: xxx"),
     "closes everything in a step": (method(CLOSES), "closed the pipe"),
     "closes everything at the start": (CLOSES, "closed the pipe"),
-    "ends after an answer": (
+    "ends in a step": (
         method(
-            "import os, threading\nthreading.Timer(0.2, os._exit, [3]).start()\nreturn super().schedule()"
+            "import os\nself.calls = getattr(self, 'calls', 0) + 1\nif self.calls > 9:\n    os._exit(3)\nreturn super().schedule()"
         ),
-        "ended by itself: exit status 3|Broken",
+        "step 10: your process has ended by itself: exit status 3",
     ),
     "json patched": (
         "import json\njson.dumps = lambda *args: '{}'\n" + FCFS,
@@ -170,18 +170,17 @@ PROTOCOL = {
         "more than 15 s",
     ),
 }
+FAST = ("nested brackets", "closes everything in a step", "ends in a step", "ends the grader")
 SLOW = ("never reads", "stops itself", "stops the grader", "a slow one", "an error of 100 MB")
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in PROTOCOL]
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case not in FAST)) for case in PROTOCOL]
 )
 def test_the_protocol(graded, case, monkeypatch):
     code, expected = PROTOCOL[case]
     monkeypatch.setattr(grader, "SECONDS_TO_STOP", 3)
     results = graded(code, LONG, limit=15 if case in SLOW else 60)
-    if case == "ends after an answer" and results["score"]:
-        pytest.skip("it was done before it ended")
     assert any(part in sentence(results) for part in expected.split("|")), results
 
 
@@ -209,6 +208,7 @@ TEXTS = {
 }
 
 
+@pytest.mark.slow(but_every=2)
 @pytest.mark.parametrize("case", TEXTS)
 def test_texts(graded, case):
     code, expected = TEXTS[case]
@@ -457,7 +457,7 @@ def test_a_system_without_accounts():
 def test_two_hundred_files_in_a_row_leave_nothing(tmp_path, temporary):
     """Good ones and bad ones, in any order: no process, no file, and the repository as it was."""
     files = {"fcfs": FCFS.encode(), "leak": LEAK["prints"].encode()}
-    quick = [case for case in PROTOCOL if case not in (*SLOW, "ends after an answer")]
+    quick = [case for case in PROTOCOL if case not in SLOW]
     files |= {case: PROTOCOL[case][0].encode() for case in quick}
     files |= {case: code for case, (code, _) in TEXTS.items()}
     files["daemon"] = (DAEMON + "leave(sleep)\n" + FCFS).encode()
