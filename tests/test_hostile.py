@@ -468,8 +468,8 @@ def test_many_files_in_a_row_leave_nothing(tmp_path, temporary):
     state = repository(), children()
     graded_by = Grader(TASK, [1], limit=60)
     scores = {}
-    for i in range(NUM_FILES):
-        name = rng.choice(names)
+    row = [*names, *rng.choices(names, k=NUM_FILES - len(names))]
+    for i, name in enumerate(rng.sample(row, k=NUM_FILES)):
         path = tmp_path / f"{i}.py"
         path.write_bytes(files[name])
         target = tmp_path / f"{i}.json"
