@@ -53,7 +53,7 @@ TASK = Task(
             ),
             [
                 Goal(
-                    "largest service gap / that of FCFS", gap_share, none=0.8, full=0.5, points=50
+                    "largest service gap / that of FCFS", gap_share, none=0.8, full=0.65, points=50
                 ),
                 Goal(
                     "seconds of the run / those of FCFS",
