@@ -177,11 +177,12 @@ SLOW = ("never reads", "stops itself", "stops the grader", "a slow one", "an err
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[pytest.mark.slow] * (case not in FAST)) for case in PROTOCOL]
 )
-def test_the_protocol(graded, case, monkeypatch):
+def test_the_protocol(graded, case, monkeypatch, temporary):
     code, expected = PROTOCOL[case]
     monkeypatch.setattr(grader, "SECONDS_TO_STOP", 3)
     results = graded(code, LONG, limit=15 if case in SLOW else 60)
     assert any(part in sentence(results) for part in expected.split("|")), results
+    assert not [*temporary.iterdir()]
 
 
 # --- texts ---

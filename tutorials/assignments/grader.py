@@ -73,16 +73,17 @@ class Grader:
     def grade(self, path: Path) -> Report:
         report = Report()
         deadline = time.monotonic() + self.limit
-        with tempfile.TemporaryDirectory() as library, Descendants():
-            copy_library(Path(library))
+        # the folder is removed here: a job that the file has killed cannot
+        directory = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        with directory as name, Descendants():
+            folder = Path(name)
+            copy_library(folder)
             try:
                 source = read_source(path)
             except Broken as error:
                 self._add(report, "your file", 0, self.task.points, str(error))
                 return report
-            submission = Submission(
-                source, path.name, Path(library), deadline, self.limit, self.account
-            )
+            submission = Submission(source, path.name, folder, deadline, self.limit, self.account)
             try:
                 self._grade(report, submission)
             finally:

@@ -50,10 +50,15 @@ class Broken(Exception):
 class Submission:
     source: str
     name: str  # of the file, for its messages
-    library: Path  # see copy_library
+    folder: Path  # of the submission: removed at its end, whatever has become of what is inside
     deadline: float  # for everything, by time.monotonic()
     limit: float  # the same as the number of seconds that there were
     account: Account | None  # whom its processes run as
+
+    @property
+    def library(self) -> Path:
+        """See copy_library."""
+        return self.folder / "library"
 
     def seconds_left(self) -> float:
         return self.deadline - time.monotonic()
@@ -76,12 +81,13 @@ def read_source(path: Path) -> str:
         raise Broken("your file has an encoding that Python does not know", f": {error}") from None
 
 
-def copy_library(directory: Path) -> None:
-    """All of the repository that a student's process imports: nanovllm and the player. With what
-    Python has compiled of it."""
-    shutil.copytree(ROOT / "nanovllm", directory / "nanovllm")
-    shutil.copy2(PLAYER, directory)
-    for path in (directory, *directory.rglob("*")):
+def copy_library(folder: Path) -> None:
+    """All of the repository that a student's process imports, in folder/library: nanovllm and the
+    player. With what Python has compiled of it."""
+    library = folder / "library"
+    shutil.copytree(ROOT / "nanovllm", library / "nanovllm")
+    shutil.copy2(PLAYER, library)
+    for path in (folder, *folder.rglob("*")):
         path.chmod(0o755 if path.is_dir() else 0o644)
 
 
@@ -144,7 +150,9 @@ class Process:
         with ExitStack() as ends:  # if anything fails, all before it is undone
             self.printed = ends.enter_context(tempfile.TemporaryFile())
             # what the process works in is inside, so it can be removed whatever has become of it
-            directory = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+            directory = tempfile.TemporaryDirectory(
+                dir=submission.folder, ignore_cleanup_errors=True
+            )
             self.directory = ends.enter_context(directory)
             ends.enter_context(Descendants())
             self.process = self._start(megabytes)
