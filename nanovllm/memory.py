@@ -90,15 +90,13 @@ def warm_up_steps(limits: Limits, block_size: int) -> Iterator[Schedule]:
     """They launch each kernel in every variant that serving can need.
 
     So none is compiled while requests wait: a chunk of a prompt, tokens that are drawn, copied
-    blocks, and a decode with contexts of many lengths, which decide into how many parts they are
-    cut. More sequences mean fewer parts.
+    blocks, and decodes with a context that is computed in one part, and in several.
     """
     params = SamplingParams()
     yield dummy_step(1, 0, 2, block_size, params)
-    longest = min(limits.max_model_len, 8192)
-    lengths = [2**i for i in range(14) if 2**i < longest]
-    for length in [*lengths, longest]:
-        yield dummy_step(1, length - 1, length, block_size, params)
+    yield dummy_step(1, 0, 1, block_size, params)
+    longest = min(limits.max_model_len, 1024)
+    yield dummy_step(1, longest - 1, longest, block_size, params)
 
 
 def dummy_step(

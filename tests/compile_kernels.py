@@ -53,18 +53,23 @@ def main(capability=80, head_dim=128, group=2):
         tokens, rows, keys, warps, stages = triton_attention.tile_sizes(
             dim, group, 2, name == "decode"
         )
-        splits = 8 if name == "decode" else 1
-        result = "*fp32" if splits > 1 else "*bf16"
+        result = "*fp32" if name == "decode" else "*bf16"
         pointers = dict.fromkeys(["q", "k_cache", "v_cache"], "*bf16") | dict.fromkeys(
             ["out", "maxima", "sums"], result
         )
         pointers |= dict.fromkeys(
             ["cu_seqlens_q", "context_lens", "cu_blocks", "block_tables"], "*i32"
         )
-        scalars = {"scale": "fp32", "q_stride": "i32", "first_seq": "i32", "num_seqs": "i32"}
+        scalars = {
+            "scale": "fp32",
+            "q_stride": "i32",
+            "first_seq": "i32",
+            "num_seqs": "i32",
+            "num_splits": "i32",
+        }
         constants = dict(
             HEADS=8 * group, KV_HEADS=8, HEAD_DIM=head_dim, BLOCK_SIZE=16, DIM=dim, PART=triton_attention.PART,
-            TOKENS=tokens, ROWS=rows, KEYS=keys, SPLITS=splits,
+            TOKENS=tokens, ROWS=rows, KEYS=keys, IS_SPLIT=name == "decode",
         )  # fmt: skip
         kernel = triton_attention.attention_kernel
         compile_kernel(name, kernel, pointers, scalars, constants, capability, warps, stages)
@@ -75,8 +80,10 @@ def main(capability=80, head_dim=128, group=2):
         "sums": "*fp32",
         "context_lens": "*i32",
     }
-    constants = dict(HEAD_DIM=head_dim, DIM=dim, SPLITS=8)
-    compile_kernel("combine", triton_attention.combine_kernel, pointers, {}, constants, capability)
+    constants = dict(HEAD_DIM=head_dim, DIM=dim, PADDED=triton_attention.MAX_SPLITS)
+    scalars = {"num_splits": "i32"}
+    combine = triton_attention.combine_kernel
+    compile_kernel("combine", combine, pointers, scalars, constants, capability)
     pointers = dict.fromkeys(["k", "v", "k_cache", "v_cache"], "*bf16") | {"slots": "*i64"}
     scalars = {"k_stride": "i32", "v_stride": "i32"}
     constants = dict(WIDTH=8 * head_dim, PADDED=8 * dim)

@@ -88,22 +88,23 @@ def tile_of(cu_seqlens_q, tile, num_seqs, TOKENS: tl.constexpr):
     return seq, (tile - first_tile) * TOKENS
 
 
-@triton.jit(do_not_specialize=["first_seq", "num_seqs"])  # each value would be compiled for
+# each value of these would be compiled for
+@triton.jit(do_not_specialize=["first_seq", "num_seqs", "num_splits"])
 def attention_kernel(
     out, maxima, sums,
     q, k_cache, v_cache,
     cu_seqlens_q, context_lens, cu_blocks, block_tables,
-    scale, q_stride, first_seq, num_seqs,
+    scale, q_stride, first_seq, num_seqs, num_splits,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr,
-    SPLITS: tl.constexpr, PART: tl.constexpr,
+    PART: tl.constexpr, IS_SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, kv_head, split): TOKENS tokens x query heads, over one part of the context.
 
     For `num_seqs` sequences, starting with `first_seq`. A part has at least PART tokens.
 
     ROWS >= TOKENS * HEADS / KV_HEADS and DIM >= HEAD_DIM are padded to powers of two. With
-    SPLITS > 1, the result is not normalized: `out` is [T, HEADS, SPLITS, HEAD_DIM] fp32, and
+    IS_SPLIT, the result is not normalized: `out` is [T, HEADS, num_splits, HEAD_DIM] fp32, and
     `maxima` and `sums` are those of each part.
     """
     tile = tl.program_id(0)
@@ -131,7 +132,7 @@ def attention_kernel(
         # the keys: this split's part of what the tile's last token may see
         position = context - (end - start) + token
         visible = tl.minimum(context - (end - start) + first + TOKENS, context)
-        part = tl.maximum(tl.cdiv(visible, SPLITS), PART)
+        part = tl.maximum(tl.cdiv(visible, num_splits), PART)
         part = tl.cdiv(part, KEYS) * KEYS
         first_key = split * part
         end_key = tl.minimum(split * part + part, visible)
@@ -169,42 +170,44 @@ def attention_kernel(
             result = result * shrink[:, None]
             result += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
 
-        row_at = (index * HEADS + head) * SPLITS + split
-        if SPLITS == 1:
-            result = result / total[:, None]
-        else:
+        row_at = (index * HEADS + head) * num_splits + split
+        if IS_SPLIT:
             tl.store(maxima + row_at, maximum, mask=is_row)
             tl.store(sums + row_at, total, mask=is_row)
+        else:
+            result = result / total[:, None]
         if first_key < end_key:  # a part without keys has nothing to add
             out_at = out + row_at[:, None] * HEAD_DIM + dim
             tl.store(out_at, result, mask=is_row[:, None] & is_dim)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def combine_kernel(
     out,
     parts,
     maxima,
     sums,
     context_lens,
+    num_splits,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
-    SPLITS: tl.constexpr,
+    PADDED: tl.constexpr,  # >= num_splits
 ):
     """Program (t, head): combines the parts of one decoded token's context."""
     t = tl.program_id(0).to(tl.int64)
     heads = tl.num_programs(1)
     if tl.load(context_lens + t) > 0:
         row = t * heads + tl.program_id(1)
-        split = tl.arange(0, SPLITS)
+        split = tl.arange(0, PADDED)
+        is_split = split < num_splits
         dim = tl.arange(0, DIM)
         is_dim = dim < HEAD_DIM
-        split_at = row * SPLITS + split
-        maximum = tl.load(maxima + split_at)
+        split_at = row * num_splits + split
+        maximum = tl.load(maxima + split_at, mask=is_split, other=float("-inf"))
         weight = tl.exp2(maximum - tl.max(maximum, 0))  # 0 for a part without keys
         part_at = parts + split_at[:, None] * HEAD_DIM + dim
         part = tl.load(part_at, mask=(weight[:, None] > 0) & is_dim, other=0.0)
-        total = tl.sum(tl.load(sums + split_at) * weight, 0)
+        total = tl.sum(tl.load(sums + split_at, mask=is_split, other=0.0) * weight, 0)
         result = tl.sum(part * weight[:, None], 0) / total
         tl.store(out + row * HEAD_DIM + dim, result, mask=is_dim)
 
@@ -264,14 +267,12 @@ def layout(batch: Batch) -> int:
 def num_splits(programs: int, max_context: int, device: torch.device) -> int:
     """Enough to keep all multiprocessors busy to the end, although contexts differ.
 
-    But at most one per PART tokens; a power of two. A context shorter than the longest has empty
-    parts.
+    But at most one per PART tokens. A context shorter than the longest has empty parts.
     """
     wanted = 1
     if device.type == "cuda":
         wanted = 16 * torch.cuda.get_device_properties(device).multi_processor_count
-    splits = min(triton.cdiv(wanted, programs), triton.cdiv(max_context, PART), MAX_SPLITS)
-    return triton.next_power_of_2(splits)
+    return min(triton.cdiv(wanted, programs), triton.cdiv(max_context, PART), MAX_SPLITS)
 
 
 def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float) -> Tensor:
@@ -297,7 +298,7 @@ def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float) -> Tensor
         launch(parts, maxima, sums, q, batch, layer, scale, 0, num_decodes, splits)
         dim = triton.next_power_of_2(head_dim)
         combine_kernel[(num_decodes, heads)](
-            out, parts, maxima, sums, batch.context_lens, head_dim, dim, splits
+            out, parts, maxima, sums, batch.context_lens, splits, head_dim, dim, MAX_SPLITS
         )
     return out
 
@@ -319,8 +320,8 @@ def launch(
     attention_kernel[(num_tiles, cache.num_kv_heads, splits)](
         out, maxima, sums, q, keys, values,
         batch.cu_seqlens_q, batch.context_lens, batch.cu_blocks, batch.block_tables,
-        scale * LOG2_E, q.stride(0), first_seq, num_seqs,
+        scale * LOG2_E, q.stride(0), first_seq, num_seqs, splits,
         heads, cache.num_kv_heads, head_dim, cache.block_size,
-        tile.tokens, tile.rows, tile.keys, dim, splits, PART,
+        tile.tokens, tile.rows, tile.keys, dim, PART, splits > 1,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

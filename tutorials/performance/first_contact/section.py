@@ -78,7 +78,7 @@ ON_GPU = Sizes(
     swept=(16, 48, 128, 256),
     contexts=(850, 4096),
     swept_splits=(1, 2, 4, 8),
-    tiles=7,
+    tiles=8,
     prefill=(8, 1024),
 )
 ON_CPU = Sizes(
