@@ -42,7 +42,7 @@ class LLM:
     value of what is wrong, before it has changed anything.
 
     Threads may share an engine: their steps take turns. `runner` takes the place of the model, as
-    in tests: it has `run`, `num_blocks` and `num_host_blocks`.
+    in tests: it has `launch`, `num_blocks` and `num_host_blocks`.
     """
 
     def __init__(self, model: str | None = None, *, runner: Any = None, **kwargs):
@@ -53,9 +53,7 @@ class LLM:
         longest = longest_context(hf_config)
         self.limits = limits = config.resolved(longest, TOKENS_PER_STEP[device.type])
         self.tokenizer = load_tokenizer(path)
-        self.runner = runner
-        if runner is None:
-            self.runner = ModelRunner(config, limits, hf_config, path, device)
+        self.runner = runner or ModelRunner(config, limits, hf_config, path, device)
 
         new_block_manager = partial(
             config.block_manager_cls or BlockManager,
@@ -158,6 +156,7 @@ class LLM:
                         self.step(report=False)
                         if progress is not None:
                             progress.show()
+            self._catch_up()
         except BaseException:  # even Ctrl-C: nothing of this call is left behind
             self.recovery.unwanted.extend(requests)
             raise
@@ -253,6 +252,13 @@ class LLM:
             time.sleep(1e-4)
         self.in_line[me] = True
 
+    def _catch_up(self) -> None:
+        """Makes the texts of those who ended in the last step."""
+        self._line_up()
+        with self.turn:
+            self.in_line.pop(threading.get_ident(), None)
+            self.replies.catch_up()
+
     def _run_step(self) -> None:
         """Of all requests that have not finished; there must be one."""
         seconds = None
@@ -260,7 +266,9 @@ class LLM:
         with self.recovery.of_step():  # an exception ends at most the request that has caused it
             schedule = self.checked.schedule(self.replies.unfinished)
             self.recovery.schedule = schedule
-            token_ids, logprobs = self.runner.run(schedule)
+            collect = self.runner.launch(schedule)
+            self.replies.catch_up()  # while the device computes
+            token_ids, logprobs = collect()
             self.checked.update(schedule, token_ids, logprobs)
             self._deliver(schedule)
             seconds = time.perf_counter() - start
@@ -269,16 +277,15 @@ class LLM:
 
     def _deliver(self, schedule: Schedule) -> None:
         """Reports the step's tokens."""
-        replies = self.replies
         news: dict[Reply, None] = {}  # an ordered set
         for seq in schedule.sampled:
-            reply = replies.unfinished[seq.request.request_id]
+            reply = self.replies.unfinished[seq.request.request_id]
             if reply.is_watched or seq.finish_reason is not None:
                 news[reply] = None
             elif reply.is_reported:  # its output is made when somebody reads it
-                replies.unreported[reply.output.request_id] = reply.output
+                self.replies.unreported[reply.output.request_id] = reply.output
         for reply in news:
-            replies.report(reply)
+            self.replies.report(reply)
             for seq in reply.request.sequences:
                 if seq.finish_reason is not None and seq.block_table:  # ended by its text
                     self.scheduler.finish(seq, seq.finish_reason)

@@ -1,7 +1,7 @@
 """ModelRunner: a schedule in, sampled tokens out. It owns the model and the KV cache."""
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
 from itertools import islice
@@ -28,10 +28,11 @@ from nanovllm.sequence import Sequence, StepLogprobs, TokenLogprobs
 from nanovllm.step import StepInputs
 
 Rows = list[int]  # of the batch
+Drawn = tuple[list[int], StepLogprobs]  # what a step brings
 
 
 class ModelRunner:
-    """`prepare`, `forward`, `sample`: a step is these three, see `run`."""
+    """`prepare`, `forward`, `sample`: a step is these three, see `launch`."""
 
     def __init__(self, config: Config, limits: Limits, hf_config, path: Path, device: torch.device):
         self.device = device
@@ -80,9 +81,8 @@ class ModelRunner:
     def _memory_left(self, config: Config) -> int:
         """Bytes of GPU memory for the KV cache, tried out with a cache of one block."""
         self.kv_cache = self.shape.new_cache(1, self.device)
-        largest = largest_step(self.limits, self.shape.block_size)
         new_graphs = self._new_graphs if self.has_graphs else None
-        run_largest = partial(self.run, largest)
+        run_largest = partial(self.run, largest_step(self.limits, self.shape.block_size))
         block_bytes = self.shape.block_bytes
         available = memory_left(self.device, config, block_bytes, run_largest, new_graphs)
         del self.kv_cache
@@ -108,17 +108,21 @@ class ModelRunner:
             self.run(schedule)
 
     @torch.inference_mode()
-    def run(self, schedule: Schedule) -> tuple[list[int], StepLogprobs]:
-        """Computes a step.
+    def launch(self, schedule: Schedule) -> Callable[[], Drawn]:
+        """Begins a step, and does not wait for the device.
 
-        Returns a token for each of `schedule.sampled`, and its log-probabilities if any of them
-        wants some.
+        The function that it returns does. It gives a token for each of `schedule.sampled`, and its
+        log-probabilities if any of them wants some.
         """
         work = schedule.num_tokens * self.weights_per_layer
         with self.threads.of_step(work), self.on_device():
             inputs = self.prepare(schedule)
             hidden, inputs = self.forward(inputs)
             return self.sample(hidden, inputs, schedule.sampled)
+
+    def run(self, schedule: Schedule) -> Drawn:
+        """A step from its begin to its end."""
+        return self.launch(schedule)()
 
     # --- a schedule becomes tensors, on the host ---
 
@@ -236,36 +240,35 @@ class ModelRunner:
 
     def sample(
         self, hidden: Tensor, inputs: StepInputs, seqs: list[Sequence]
-    ) -> tuple[list[int], StepLogprobs]:
-        """A token for each sequence, and its log-probabilities if any of them wants some."""
+    ) -> Callable[[], Drawn]:
+        """Draws a token for each sequence. See `launch`."""
         if not seqs:
-            return [], None
+            return lambda: ([], None)
         logits = self.model.lm_head(hidden[inputs.sampled_rows])
         if inputs.sampling is None:
             # the first of equal logits, like argmax, which is four times as slow on a CPU
             token_ids = logits.max(-1).indices
         else:
             token_ids = self.ops.sample(logits, inputs.sampling)
+        results = [token_ids]
         wanted = [seq.request.num_logprobs for seq in seqs]
-        logprobs = None
-        if any(k is not None for k in wanted):
-            logprobs = self._logprobs(logits, token_ids, wanted)
-        return token_ids.tolist(), logprobs
+        max_wanted = max((k for k in wanted if k is not None), default=None)
+        if max_wanted is not None:
+            values, ids = top_logprobs(logits, token_ids, min(max_wanted, self.vocab_size))
+            results += [ids, values]
+        return partial(collect, results, wanted)
 
-    def _logprobs(
-        self, logits: Tensor, token_ids: Tensor, wanted: list[int | None]
-    ) -> list[TokenLogprobs | None]:
-        """Of the chosen tokens, and of as many of the most likely ones as each sequence wants."""
-        max_wanted = max(k for k in wanted if k is not None)
-        values, ids = top_logprobs(logits, token_ids, min(max_wanted, self.vocab_size))
-        logprobs: list[TokenLogprobs | None] = []
-        for k, row_ids, row_values in zip(wanted, ids.tolist(), values.tolist()):
-            if k is None:
-                logprobs.append(None)
-                continue
-            of_row = zip(row_ids, row_values)
-            logprobs.append(dict(islice(of_row, k + 1)))
-        return logprobs
+
+def collect(results: list[Tensor], wanted: list[int | None]) -> Drawn:
+    """Waits for the results of `sample`. Each sequence gets the log-probabilities of its token and
+    of as many of the most likely ones as it wants."""
+    token_ids, *likeliest = [tensor.tolist() for tensor in results]
+    if not likeliest:
+        return token_ids, None
+    logprobs: list[TokenLogprobs | None] = []
+    for k, *row in zip(wanted, *likeliest):
+        logprobs.append(None if k is None else dict(islice(zip(*row), k + 1)))
+    return token_ids, logprobs
 
 
 def decodes_first(items: list[Item], rows: Rows) -> tuple[list[Item], Rows]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
 from tokenizers import Tokenizer
@@ -91,6 +92,7 @@ class Reply:
         # looked at after each token; otherwise the output is made when somebody reads it
         has_stop = bool(request.params.stop)
         self.is_watched = is_watched or has_stop or isinstance(request, BeamRequest)
+        self.may_be_late = not self.is_reported and not self.is_watched
         self.completions = [CompletionOutput(i) for i in range(request.params.n)]
         self.told = [(0, 0)] * request.params.n  # characters and tokens that news() has returned
         self.output = RequestOutput(
@@ -163,6 +165,15 @@ class Reply:
             deltas.append(Delta(i, text, token_ids, logprobs, output.finish_reason))
         return deltas
 
+    def catch_up(self, error: Exception | None = None) -> None:
+        """Brings the output up to date, or ends it with the error."""
+        try:
+            self.update()
+        except Exception as failure:  # from the tokenizer: no other request is affected
+            error = error or failure
+        if error is not None:
+            self.fail(error)
+
     def fail(self, error: Exception) -> None:
         """Ends the request, whatever its state."""
         for seq in self.request.unfinished:
@@ -180,21 +191,27 @@ class Replies:
     def __init__(self) -> None:
         self.unfinished: dict[str, Reply] = {}  # by request id
         self.unreported: dict[str, RequestOutput] = {}
+        self.late: deque[Reply] = deque()  # ended, and their outputs are still to be made
 
     def report(self, reply: Reply, error: Exception | None = None) -> None:
         """Reports what is new about a request, or the error that ends it. Forgets the request once
         it has ended."""
-        try:
-            reply.update()
-        except Exception as failure:  # from the tokenizer: no other request is affected
-            error = error or failure
-        if error is not None:
-            reply.fail(error)
         output = reply.output
+        if reply.may_be_late and reply.request.has_ended and error is None:
+            self.late.append(reply)
+            output.finished = True
+        else:
+            reply.catch_up(error)
         if reply.is_reported:
             self.unreported[output.request_id] = output
         if output.finished:
             self.unfinished.pop(output.request_id, None)
+
+    def catch_up(self) -> None:
+        """Makes the outputs that may be late: whoever waits for them reads them at the end."""
+        while self.late:
+            self.late[0].catch_up()
+            self.late.popleft()
 
     def take(self) -> list[RequestOutput]:
         """All that has not been reported. If a Ctrl-C comes in here, the next call returns it."""

@@ -66,12 +66,9 @@ class Sequence:
         self.found_blocks = []
 
     def __repr__(self) -> str:
-        state = self.finish_reason
-        if state is None:
-            state = f"{self.num_computed_tokens} of {len(self)} tokens computed"
-        return (
-            f"Sequence({self.request.request_id}.{self.index}: {state}, blocks {self.block_table})"
-        )
+        computed = f"{self.num_computed_tokens} of {len(self)} tokens computed"
+        name = f"{self.request.request_id}.{self.index}"
+        return f"Sequence({name}: {self.finish_reason or computed}, blocks {self.block_table})"
 
 
 @dataclass(eq=False, repr=False)

@@ -7,6 +7,7 @@ Tests import this file. An example that does: pytest tests/test_scheduler.py
 """
 
 import zlib
+from functools import partial
 
 from nanovllm.beam_search import Beam
 from nanovllm.sequence import Sequence
@@ -66,6 +67,9 @@ class FakeRunner:
         """Every computed token of the sequence is in the cache, and is its own."""
         for i in range(seq.num_computed_tokens):
             assert self.cache[self.slot(seq, i)] == tuple(seq.token_ids[: i + 1])
+
+    def launch(self, schedule):
+        return partial(self.run, schedule)
 
     def run(self, schedule) -> tuple[list[int], list[dict[int, float] | None]]:
         """A token for each of `schedule.sampled`, and the likeliest ones for beams."""

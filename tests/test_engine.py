@@ -296,7 +296,7 @@ def test_generate_beside_requests_of_the_loop(llm, checkpoints):
 
 
 def test_an_interrupted_generate_leaves_nothing_behind(llm, monkeypatch):
-    real, calls = llm.runner.run, []
+    real, calls = llm.runner.launch, []
 
     def run(schedule):
         calls.append(1)
@@ -304,7 +304,7 @@ def test_an_interrupted_generate_leaves_nothing_behind(llm, monkeypatch):
             raise KeyboardInterrupt
         return real(schedule)
 
-    monkeypatch.setattr(llm.runner, "run", run)
+    monkeypatch.setattr(llm.runner, "launch", run)
     with pytest.raises(KeyboardInterrupt):
         llm.generate([[1, 2, 3], [4, 5]], greedy_params(), use_tqdm=False)
     assert llm.step() == [] and not llm.has_unfinished()

@@ -157,9 +157,9 @@ def inject(llm, monkeypatch, place: str, is_hit) -> None:
         return [seq.request]
 
     if place == "runner":
-        failing(llm.runner, "run", in_step)
+        failing(llm.runner, "launch", in_step)
     elif place == "sampler":  # the step has been computed
-        failing(llm.runner, "run", sampled, after=True)
+        failing(llm.runner, "launch", sampled, after=True)
     elif place == "priority":
         failing(llm.scheduler, "priority", lambda request: [request])
     elif place == "plan":
@@ -241,14 +241,14 @@ def test_a_fault_that_does_not_come_again_ends_nobody(monkeypatch, expected, pla
 def test_two_that_fail_only_together(expected, monkeypatch):
     """Nobody is to blame: both get their tokens, one after the other."""
     llm = new_llm()
-    real = llm.runner.run
+    real = llm.runner.launch
 
     def run(schedule):
         if {"plain", "samples"} <= {seq.request.request_id for seq, _, _ in schedule.items}:
             raise MemoryError
         return real(schedule)
 
-    monkeypatch.setattr(llm.runner, "run", run)
+    monkeypatch.setattr(llm.runner, "launch", run)
     check_others(run_all(llm, expected), expected)
     assert llm.stats()["failed_steps"] > 5
     check_clean(llm)
@@ -256,7 +256,7 @@ def test_two_that_fail_only_together(expected, monkeypatch):
 
 def test_several_culprits_and_requests_that_come_meanwhile(expected, monkeypatch):
     llm, outputs = new_llm(), {}
-    real, failed = llm.runner.run, []
+    real, failed = llm.runner.launch, []
 
     def run(schedule):
         names = {seq.request.request_id for seq, _, _ in schedule.items}
@@ -265,7 +265,7 @@ def test_several_culprits_and_requests_that_come_meanwhile(expected, monkeypatch
             raise Boom
         return real(schedule)
 
-    monkeypatch.setattr(llm.runner, "run", run)
+    monkeypatch.setattr(llm.runner, "launch", run)
     todo = list(expected)
     while todo or llm.has_unfinished():
         if todo:
@@ -284,7 +284,7 @@ def test_several_culprits_and_requests_that_come_meanwhile(expected, monkeypatch
 
 def test_suspects_may_be_aborted(expected, monkeypatch):
     llm = new_llm()
-    real = llm.runner.run
+    real = llm.runner.launch
     for name, (prompt, params, _) in expected.items():
         llm.add_request(prompt, params, name)
 
@@ -293,7 +293,7 @@ def test_suspects_may_be_aborted(expected, monkeypatch):
             raise Boom
         return real(schedule)
 
-    monkeypatch.setattr(llm.runner, "run", run)
+    monkeypatch.setattr(llm.runner, "launch", run)
     llm.step()
     assert llm.recovery.suspects
     for name in ("plain", "beams", "shared"):
@@ -312,7 +312,7 @@ def test_generate_raises_the_error_once_the_others_are_done(expected, monkeypatc
     prompts, params, answers = zip(*expected.values())
     done, update = [], Scheduler.finish
 
-    def run(schedule, real=llm.runner.run):
+    def run(schedule, real=llm.runner.launch):
         if any(seq.request.prompt_token_ids[0] == 5 for seq, _, _ in schedule.items):
             raise Boom("the fifth")
         return real(schedule)
@@ -321,7 +321,7 @@ def test_generate_raises_the_error_once_the_others_are_done(expected, monkeypatc
         done.append(seq.request.request_id)
         update(scheduler, seq, reason)
 
-    monkeypatch.setattr(llm.runner, "run", run)
+    monkeypatch.setattr(llm.runner, "launch", run)
     monkeypatch.setattr(Scheduler, "finish", finish)
     with pytest.raises(Boom, match="the fifth"):
         llm.generate(list(prompts), list(params), use_tqdm=False)
@@ -338,12 +338,12 @@ def test_what_had_been_said_before_the_error_stays(expected, monkeypatch):
     prompt, params, answer = expected["plain"]
     llm.add_request(prompt, params, "plain")
 
-    def run(schedule, real=llm.runner.run):
+    def run(schedule, real=llm.runner.launch):
         if schedule.items[0].seq.num_output_tokens == 4:
             raise Boom
         return real(schedule)
 
-    monkeypatch.setattr(llm.runner, "run", run)
+    monkeypatch.setattr(llm.runner, "launch", run)
     output = go_on(llm, {})["plain"].outputs[0]
     assert output.token_ids == answer[0][0][:4]
     assert answer[0][1].startswith(output.text)
@@ -449,7 +449,7 @@ def use(llm, expected) -> None:
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_ctrl_c_at_any_line(expected, setting, pytestconfig):
-    num_lines = 60 if pytestconfig.getoption("--slow") else 8
+    num_lines = 30 if pytestconfig.getoption("--slow") else 5
     llm = new_llm(**SETTINGS[setting])
     with Interrupter() as counter:
         use(llm, expected)

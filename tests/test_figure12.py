@@ -61,6 +61,7 @@ def test_more_requests_run_together_in_the_papers_order(load):
     assert steps["Orca (Max)"] > steps["Orca (Pow2)"] > steps["Orca (Oracle)"] > steps["paged"]
 
 
+@pytest.mark.slow
 def test_what_is_sustained_lies_between_two_points(load):
     curve = Curve(load, {})
     rate = curve.sustained(0.03)

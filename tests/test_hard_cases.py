@@ -78,7 +78,7 @@ def test_the_suspect_that_runs_is_aborted():
     llm, prompt, params = new_llm(), [5] * 9, SamplingParams(seed=5, max_tokens=6)
     for name in "abcd":
         llm.add_request(prompt, params, name)
-    raise_at(llm.runner, "run", 1, error=RuntimeError)
+    raise_at(llm.runner, "launch", 1, error=RuntimeError)
     llm.step()
     waiting = {
         name for name, request in llm.requests.items() if request not in llm.scheduler.waiting
@@ -113,9 +113,9 @@ def test_a_stream_of_one_engine_is_collected_within_a_step_of_another():
     stream = one.stream([9] * 5, SamplingParams(seed=1, max_tokens=30))
     next(stream)
     other.add_request([5] * 9, SamplingParams(seed=5, max_tokens=3), "innocent")
-    run, streams = other.runner.run, [stream]
+    run, streams = other.runner.launch, [stream]
     del stream
-    other.runner.run = lambda schedule: (streams.clear(), run(schedule))[1]
+    other.runner.launch = lambda schedule: (streams.clear(), run(schedule))[1]
     other.step()
     check_clean(one)
 
@@ -159,7 +159,7 @@ def little_garbage():
 
 
 @pytest.mark.parametrize(
-    "owner, name", [("runner", "run"), ("scheduler", "schedule"), ("scheduler", "update")]
+    "owner, name", [("runner", "launch"), ("scheduler", "schedule"), ("scheduler", "update")]
 )
 def test_an_abandoned_stream_is_collected_within_a_step(little_garbage, owner, name):
     """A generator in a reference cycle, or in the traceback of an exception, is closed by whichever

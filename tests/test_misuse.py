@@ -308,7 +308,7 @@ def test_a_stream_that_another_thread_collects_in_the_middle_of_a_step():
     cycle.append(cycle)
     del stream
     llm.add_request([5] * 9, SamplingParams(seed=5, max_tokens=15), "innocent")
-    run = llm.runner.run
+    run = llm.runner.launch
 
     def collecting(schedule):
         if cycle:
@@ -316,7 +316,7 @@ def test_a_stream_that_another_thread_collects_in_the_middle_of_a_step():
             in_threads(gc.collect)
         return run(schedule)
 
-    llm.runner.run = collecting
+    llm.runner.launch = collecting
     output = go_on(llm, {})["innocent"]
     assert output.error is None and len(output.outputs[0].token_ids) == 15
     assert llm.stats()["failed_steps"] == 0
@@ -470,7 +470,7 @@ def test_many_steps_without_a_token_are_right_if_many_tokens_are_missing():
     expected = [
         result(output) for output in llm.generate([[5] * 10, [6] * 10], params, use_tqdm=False)
     ]
-    run, calls = llm.runner.run, []
+    run, calls = llm.runner.launch, []
 
     def once(schedule):
         calls.append(1)
@@ -478,7 +478,7 @@ def test_many_steps_without_a_token_are_right_if_many_tokens_are_missing():
             raise RuntimeError("transient")
         return run(schedule)
 
-    llm.runner.run = once
+    llm.runner.launch = once
     outputs = llm.generate([[5] * 10, [6] * 10], params, use_tqdm=False)
     assert [result(output) for output in outputs] == expected
 
@@ -521,10 +521,9 @@ def test_a_text_that_ends_within_a_character_is_not_cut_short(
     real_llm, monkeypatch, stop, text, reason
 ):
     """The last token is "Jos" and half a character; its whole text was held back."""
-    run = real_llm.runner.run
     tokens = [14, 1001]  # "/" and "Jos\xc3"
     monkeypatch.setattr(
-        real_llm.runner, "run", lambda s: ([tokens[len(s.sampled[0]) - 1]], run(s)[1])
+        real_llm.runner, "launch", lambda s: lambda: ([tokens[len(s.sampled[0]) - 1]], None)
     )
     params = SamplingParams(max_tokens=2, temperature=0, stop=stop)
     (output,) = real_llm.generate([[5]], params, use_tqdm=False)[0].outputs

@@ -138,7 +138,7 @@ def test_a_prefix_that_others_use_needs_no_free_blocks():
 
 def test_who_comes_while_suspects_run_apart_waits(monkeypatch):
     llm, steps = new_llm(), []
-    real = llm.runner.run
+    real = llm.runner.launch
 
     def run(schedule):
         names = {seq.request.request_id for seq, _, _ in schedule.items}
@@ -147,7 +147,7 @@ def test_who_comes_while_suspects_run_apart_waits(monkeypatch):
             raise MemoryError
         return real(schedule)
 
-    monkeypatch.setattr(llm.runner, "run", run)
+    monkeypatch.setattr(llm.runner, "launch", run)
     for i, name in enumerate(["good", "bad", "better"]):
         llm.add_request([i + 1] * 9, SamplingParams(seed=i, max_tokens=4), name)
     llm.step()

@@ -238,7 +238,7 @@ def test_a_step_that_fails_harms_nobody(path, mode, monkeypatch):
     llm, kinds = new_llm(path, 140, mode), set()
     ids = [llm.add_request(prompt, SamplingParams(n=2, seed=3)) for prompt in prompts(8)]
     outputs = {request_id: reply.output for request_id, reply in llm.replies.unfinished.items()}
-    run = llm.runner.run
+    run = llm.runner.launch
 
     def failing(schedule):
         for kind, moves in vars(schedule.moves).items():
@@ -247,7 +247,7 @@ def test_a_step_that_fails_harms_nobody(path, mode, monkeypatch):
                 raise KeyboardInterrupt
         return run(schedule)
 
-    monkeypatch.setattr(llm.runner, "run", failing)
+    monkeypatch.setattr(llm.runner, "launch", failing)
     while llm.has_unfinished():
         try:
             llm.step()

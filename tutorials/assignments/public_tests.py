@@ -1,12 +1,16 @@
 """The tests that the public tests of the assignments share. Apart from public.py, because the
 grader needs no pytest."""
 
+import os
 from types import ModuleType
 
 import pytest
 
 from tutorials.assignments.public import check_answers, check_rules
 from tutorials.assignments.task import PUBLIC_SEEDS, Part
+
+# a starter, which is there if nothing else is named, is right on all of them
+SEEDS = PUBLIC_SEEDS if "SOLUTION" in os.environ else PUBLIC_SEEDS[:1]
 
 
 class PublicTests:
@@ -16,7 +20,7 @@ class PublicTests:
     module: ModuleType  # the student's file
 
     @pytest.mark.slow  # but not for a student: see conftest.py
-    @pytest.mark.parametrize("seed", PUBLIC_SEEDS)
+    @pytest.mark.parametrize("seed", SEEDS)
     def test_every_request_is_answered_and_every_step_keeps_the_rules(self, seed):
         check_rules(self.part, self.module, seed)
 

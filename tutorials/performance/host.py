@@ -136,7 +136,7 @@ def fail(llm) -> None:
     def failing(*args):
         raise RuntimeError("a fault, to see how long it takes to start over")
 
-    llm.runner.run = failing
+    llm.runner.launch = failing
 
 
 def worker(has_phases: bool = True) -> None:

@@ -21,12 +21,17 @@ from nanovllm.step import StepInputs
 class TimedRunner(ModelRunner):
     model_seconds = 0.0  # of the last step
 
-    def run(self, schedule: Schedule):
-        result = super().run(schedule)
-        if self.device.type == "cuda" and not schedule.sampled:  # else the tokens are here
-            torch.cuda.synchronize()
-        self.model_seconds = time.perf_counter() - self.model_began
-        return result
+    def launch(self, schedule: Schedule):
+        collect = super().launch(schedule)
+
+        def collect_and_look():
+            result = collect()
+            if self.device.type == "cuda" and not schedule.sampled:  # else the tokens are here
+                torch.cuda.synchronize()
+            self.model_seconds = time.perf_counter() - self.model_began
+            return result
+
+        return collect_and_look
 
     def prepare(self, schedule: Schedule) -> StepInputs:
         inputs = super().prepare(schedule)

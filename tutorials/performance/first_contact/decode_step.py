@@ -12,7 +12,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, SamplingParams, model_runner
 from nanovllm.layers.sampler import Sampling
 from nanovllm.schedule import Schedule
 from nanovllm.step import StepInputs
@@ -166,18 +166,19 @@ def percentiles(seconds: list[float]) -> dict:
 def phases(llm: LLM, step: Callable, count: int) -> dict:
     """Median milliseconds per step of each.
 
-    `run` has those from `prepare` to `sample` in it, and the wait for tokens.
+    `launch` has those from `prepare` to `sample` in it; `collect` waits for the tokens.
     """
     runner = llm.runner
     watched = {
         "schedule": (llm.scheduler, "schedule"),
-        "run": (runner, "run"),
+        "launch": (runner, "launch"),
         "prepare": (runner, "prepare"),
         "_sampling": (runner, "_sampling"),
         "graphs.run": (runner.graphs, "run"),
         "padded": (runner.graphs, "padded"),
         "to": (StepInputs, "to"),
         "sample": (runner.ops, "sample"),
+        "collect": (model_runner, "collect"),
         "update": (llm.scheduler, "update"),
         "_deliver": (llm, "_deliver"),
     }
@@ -217,7 +218,7 @@ def replays(section: Section, llm: LLM) -> dict:
     """
     runner = llm.runner
     count = section.sizes.in_a_row
-    real = runner.run
+    real = runner.launch
     medians: dict[int, float] = {}
 
     def median(size: int) -> float:
@@ -231,7 +232,7 @@ def replays(section: Section, llm: LLM) -> dict:
         return 1000 * (percentile(times, 50) or 0) / count
 
     @torch.inference_mode()
-    def replay_and_run(schedule: Schedule):
+    def replay_and_launch(schedule: Schedule):
         for size in section.sizes.replays:
             if len(schedule.items) >= size:
                 first = Schedule(items=schedule.items[:size])
@@ -239,6 +240,6 @@ def replays(section: Section, llm: LLM) -> dict:
                 medians[size] = median(size)
         return real(schedule)
 
-    with mock.patch.object(runner, "run", replay_and_run):
+    with mock.patch.object(runner, "launch", replay_and_launch):
         llm.step(report=False)
     return medians
