@@ -88,5 +88,7 @@ def move(
     if buffer is None:
         buffer = torch.empty_like(host, device=device)
     buffer[: len(host)].copy_(host, non_blocking=True)
-    places = zip(tensors.items(), parts)
-    return {name: buffer[part].view(t.dtype).view(t.shape) for (name, t), part in places}
+    moved = {}
+    for part, (name, t) in zip(parts, tensors.items()):
+        moved[name] = buffer[part].view(t.dtype).view(t.shape)
+    return moved
