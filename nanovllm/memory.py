@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from nanovllm.config import Config, Limits
-from nanovllm.cuda_graphs import DecodeGraphs
+from nanovllm.cuda_graphs import StepGraphs
 from nanovllm.host_cache import STAGED_BYTES
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.schedule import Item, Schedule
@@ -33,7 +33,7 @@ def memory_left(
     config: Config,
     block_bytes: int,
     run_largest_step: Callable[[], object],
-    new_graphs: Callable[[], DecodeGraphs] | None,
+    new_graphs: Callable[[], StepGraphs] | None,
 ) -> int:
     """Bytes of GPU memory that are left for the KV cache."""
     free_memory(device)
@@ -49,7 +49,7 @@ def memory_left(
     return granted - others - peak - graphs - staged
 
 
-def graph_memory(device: torch.device, graphs: DecodeGraphs) -> int:
+def graph_memory(device: torch.device, graphs: StepGraphs) -> int:
     """Bytes that the CUDA graphs will take.
 
     The largest has the activations, which the others reuse. Each of these takes at most as much as

@@ -14,7 +14,7 @@ from torch import Tensor
 from nanovllm.block_manager import Moves
 from nanovllm.config import Config, Limits
 from nanovllm.cpu import Threads
-from nanovllm.cuda_graphs import DecodeGraphs
+from nanovllm.cuda_graphs import StepGraphs
 from nanovllm.device import choose_dtype, choose_ops
 from nanovllm.host_cache import HostCache
 from nanovllm.layers.batch import Batch
@@ -58,7 +58,7 @@ class ModelRunner:
             self.dtype,
         )
         self.has_graphs = self.ops.CAN_BE_RECORDED and not config.enforce_eager
-        self.graphs: DecodeGraphs | None = None
+        self.graphs: StepGraphs | None = None
         self.host_cache: HostCache | None = None
         self.num_host_blocks = config.num_host_blocks(self.shape.block_bytes, limits)
         with self.on_device():
@@ -100,8 +100,8 @@ class ModelRunner:
             size = f"{self.shape.block_bytes:,} bytes each"
             raise ValueError(f"not enough memory for {device} and {host} of {size}") from error
 
-    def _new_graphs(self) -> DecodeGraphs:
-        return DecodeGraphs(self.model, self.ops, self.kv_cache, self.limits)
+    def _new_graphs(self) -> StepGraphs:
+        return StepGraphs(self.model, self.ops, self.kv_cache, self.limits)
 
     def warm_up(self) -> None:
         for schedule in warm_up_steps(self.limits, self.shape.block_size):

@@ -16,7 +16,7 @@ from checkpoints import new_model, save
 from nanovllm import LLM, SamplingParams, memory
 from nanovllm.block_manager import BlockManager, Moves
 from nanovllm.config import Limits
-from nanovllm.cuda_graphs import DecodeGraphs, graph_sizes
+from nanovllm.cuda_graphs import MAX_CHUNKS, Size, StepGraphs, graph_sizes
 from nanovllm.layers import torch_ops, triton_attention, triton_ops
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import CacheShape, KVCache
@@ -29,11 +29,37 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CACHE = KVCache(torch.zeros(2, 1, 1, 4, 1, 8, device=DEVICE))
 
 
-def test_sizes():
-    assert graph_sizes(1) == [1]
-    assert graph_sizes(5) == graph_sizes(8) == [1, 2, 4, 8]
-    assert graph_sizes(256) == [1, 2, 4, 8, *range(16, 257, 16)]
-    assert graph_sizes(257)[-1] == 272 and graph_sizes(10_000)[-1] == 512
+def limits_of(max_num_seqs, max_num_batched_tokens=8192, max_model_len=12) -> Limits:
+    return Limits(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len,
+    )
+
+
+@pytest.mark.parametrize(
+    "max_num_seqs, expected",
+    [
+        (1, [1]),
+        (5, [1, 2, 4, 8]),
+        (8, [1, 2, 4, 8]),
+        (256, [1, 2, 4, 8, *range(16, 257, 16)]),
+        (257, [1, 2, 4, 8, *range(16, 273, 16)]),
+        (10_000, [1, 2, 4, 8, *range(16, 513, 16)]),
+    ],
+)
+def test_sizes_of_decodes(max_num_seqs, expected):
+    sizes = graph_sizes(limits_of(max_num_seqs))
+    assert [size.decodes for size in sizes if size.tokens == 0] == expected
+    assert sizes == sorted(sizes, key=sum)
+
+
+def test_sizes_with_prompts():
+    """So many that all that is smaller than the largest one fits into one."""
+    sizes = [size for size in graph_sizes(limits_of(20, 100)) if size.tokens]
+    assert sizes == [Size(8, 64), Size(32, 64), Size(8, 128), Size(32, 128)]
+    assert graph_sizes(limits_of(10_000))[-1] == Size(512, 1024)
+    assert len(graph_sizes(limits_of(256))) == 20 + 5 * 5
 
 
 def test_one_copy_and_always_the_same_places():
@@ -96,34 +122,68 @@ def test_a_step_is_the_same_on_the_device():
             )
 
 
-def new_graphs(max_num_seqs=20, max_model_len=12) -> DecodeGraphs:
-    limits = Limits(
-        max_num_seqs=max_num_seqs, max_model_len=max_model_len, max_num_batched_tokens=8192
+def new_graphs(max_num_seqs=20, max_model_len=12) -> StepGraphs:
+    limits = limits_of(max_num_seqs, max_model_len=max_model_len)
+    return StepGraphs(torch.nn.Identity(), triton_ops, CACHE, limits)
+
+
+def step_of(num_decodes: int, chunks: list[int]) -> StepInputs:
+    """Each token, and each sequence, is a number that can be recognized."""
+    counts = torch.tensor([1] * num_decodes + chunks)
+    num_tokens, num_seqs = int(counts.sum()), len(counts)
+    batch = Batch(
+        CACHE,
+        slot_mapping=100 + torch.arange(num_tokens),
+        cu_seqlens_q=torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int(),
+        context_lens=50 + torch.arange(num_seqs, dtype=torch.int32),
+        cu_blocks=torch.arange(num_seqs + 1, dtype=torch.int32),
+        block_tables=torch.arange(num_seqs, dtype=torch.int32),
+        num_decodes=num_decodes,
     )
-    return DecodeGraphs(torch.nn.Identity(), triton_ops, CACHE, limits)
+    ids = torch.arange(num_tokens)
+    return StepInputs(1 + ids, 300 + ids, batch, batch.cu_seqlens_q[1:].long() - 1)
 
 
 def test_which_steps_have_a_graph():
     graphs = new_graphs()
-    sizes = {rows: graphs.size_for(graphs.padding(rows)) for rows in (1, 2, 3, 9, 20, 32, 33)}
-    assert sizes == {1: 1, 2: 2, 3: 4, 9: 16, 20: 32, 32: 32, 33: None}
-    mixed = graphs.padding(4)
-    mixed.batch.num_decodes = 2  # and a chunk of two tokens
-    assert graphs.size_for(mixed) is None
-    long = graphs.padding(4)  # the largest has 32 rows, and a sequence at most 3 blocks
-    long.batch.block_tables = torch.zeros(3 * 32, dtype=torch.int32)
-    assert graphs.size_for(long) == 4
-    long.batch.block_tables = torch.zeros(3 * 32 + 1, dtype=torch.int32)
+    sizes = {rows: graphs.size_for(step_of(rows, [])) for rows in (1, 2, 3, 9, 20, 32, 33)}
+    assert sizes == {
+        1: (1, 0),
+        2: (2, 0),
+        3: (4, 0),
+        9: (16, 0),
+        20: (32, 0),
+        32: (32, 0),
+        33: None,
+    }
+    for num_decodes, chunks, expected in (
+        (0, [1], (8, 64)),
+        (0, [2, 62], (8, 64)),
+        (8, [65], (8, 128)),
+        (9, [2], (32, 64)),
+        (32, [512], (32, 512)),
+        (32, [513], (32, 1024)),
+        (32, [1025], None),
+        (33, [2], None),
+        (3, [2] * MAX_CHUNKS, (8, 64)),
+        (3, [2] * (MAX_CHUNKS + 1), None),
+    ):
+        assert graphs.size_for(step_of(num_decodes, chunks)) == expected, (num_decodes, chunks)
+    long = step_of(4, [])  # the largest has 32 + 8 sequences, each with at most 3 blocks
+    long.batch.block_tables = torch.zeros(3 * 40, dtype=torch.int32)
+    assert graphs.size_for(long) == (4, 0)
+    long.batch.block_tables = torch.zeros(3 * 40 + 1, dtype=torch.int32)
     assert graphs.size_for(long) is None
 
 
 @pytest.mark.parametrize("max_num_seqs, max_model_len", [(1, 1), (3, 12), (20, 1000), (600, 3)])
-def test_the_buffer_holds_every_decode(max_num_seqs, max_model_len):
+def test_the_buffer_holds_every_step(max_num_seqs, max_model_len):
     """All rows, the longest tables, every option of sampling; and hardly more."""
     graphs = new_graphs(max_num_seqs, max_model_len)
     rows = min(max_num_seqs, 512)
-    step = graphs.padding(rows)
-    step.batch.block_tables = torch.zeros(rows * -(-max_model_len // 4), dtype=torch.int32)
+    num_tables = graphs.sizes[-1].decodes + MAX_CHUNKS
+    step = step_of(rows, [64] * MAX_CHUNKS)
+    step.batch.block_tables = torch.zeros(num_tables * -(-max_model_len // 4), dtype=torch.int32)
     step.sampled_rows = torch.zeros(max_num_seqs, dtype=torch.int64)
     numbers = torch.ones(6, max_num_seqs)
     step.sampling = Sampling(*numbers[:1], *numbers[1:4].long(), *numbers[4:])
@@ -135,32 +195,61 @@ def test_the_buffer_holds_every_decode(max_num_seqs, max_model_len):
 
 
 def test_rows_that_are_not_needed_are_padding():
-    graphs = new_graphs()
-    step = graphs.padding(3)
-    for tensor in step.model_inputs.values():
-        tensor += 7
-    step.batch.cu_seqlens_q, step.sampled_rows = torch.arange(4, dtype=torch.int32), torch.arange(3)
-    step.batch.block_tables = torch.arange(5, dtype=torch.int32)
-    padded = graphs.padded(step, 4)
-    shapes = {name: tensor.shape for name, tensor in padded.model_inputs.items()}
-    expected = graphs.padding(4).model_inputs | {"block_tables": torch.zeros(5)}
-    assert shapes == {name: tensor.shape for name, tensor in expected.items()}
-    assert torch.equal(padded.sampled_rows, step.sampled_rows)
+    graphs, step = new_graphs(), step_of(3, [])
+    padded = graphs.padded(step, Size(4))
     batch = padded.batch
-    assert batch.slot_mapping.tolist() == [6, 6, 6, -1] and batch.context_lens.tolist() == [
-        7,
-        7,
-        7,
-        0,
-    ]
-    assert batch.cu_seqlens_q.tolist() == [0, 1, 2, 3, 4] and batch.num_decodes == 4
-    assert batch.cu_blocks.tolist() == [7, 7, 7, 7, 0] and batch.block_tables.tolist() == [
-        0,
-        1,
-        2,
-        3,
-        4,
-    ]
+    assert batch.num_decodes == 4 and batch.block_tables is step.batch.block_tables
+    assert padded.sampled_rows.tolist() == [0, 1, 2]
+    assert padded.input_ids.tolist() == [1, 2, 3, 0]
+    assert batch.slot_mapping.tolist() == [100, 101, 102, -1]
+    assert batch.context_lens.tolist() == [50, 51, 52, 0]
+    assert batch.cu_seqlens_q.tolist() == [0, 1, 2, 3, 4]
+    assert batch.cu_blocks[:3].tolist() == [0, 1, 2]
+
+
+def test_chunks_come_behind_the_padding_of_decodes(monkeypatch):
+    monkeypatch.setattr("nanovllm.cuda_graphs.MAX_CHUNKS", 3)
+    graphs, step = new_graphs(), step_of(2, [3, 2])
+    padded = graphs.padded(step, Size(4, 6))
+    batch = padded.batch
+    assert padded.input_ids.tolist() == [1, 2, 0, 0, 3, 4, 5, 6, 7, 0]
+    assert padded.positions.tolist() == [300, 301, 0, 0, 302, 303, 304, 305, 306, 0]
+    assert batch.slot_mapping.tolist() == [100, 101, -1, -1, 102, 103, 104, 105, 106, -1]
+    assert batch.num_decodes == 4
+    assert batch.context_lens.tolist() == [50, 51, 0, 0, 52, 53, 0]
+    assert batch.cu_seqlens_q.tolist() == [0, 1, 2, 3, 4, 7, 9, 9]  # the third chunk has no token
+    assert batch.cu_blocks.tolist()[:2] + batch.cu_blocks.tolist()[4:6] == [0, 1, 2, 3]
+    assert padded.sampled_rows.tolist() == [0, 1, 6, 8]  # still the last tokens
+
+
+@pytest.mark.parametrize("num_decodes", [0, 1, 8, 20])
+@pytest.mark.parametrize("chunks", [[], [1], [5, 1, 40], [64], [2] * MAX_CHUNKS])
+def test_every_sequence_is_where_its_recording_looks_for_it(num_decodes, chunks):
+    """By brute force: each sequence's tokens, context and blocks, in both forms of the step."""
+    if not num_decodes and not chunks:
+        return
+    graphs, step = new_graphs(), step_of(num_decodes, chunks)
+    size = graphs.size_for(step)
+    padded = graphs.padded(step, size)
+    shapes = {name: (t.shape, t.dtype) for name, t in graphs.padding(size).model_inputs.items()}
+    for name, tensor in padded.model_inputs.items():
+        assert name == "block_tables" or (tensor.shape, tensor.dtype) == shapes[name]
+    places = [*range(num_decodes), *(size.decodes + i for i in range(len(chunks)))]
+    seen = [of_sequence(padded, place) for place in places]
+    assert seen == [of_sequence(step, i) for i in range(num_decodes + len(chunks))]
+    others = {*range(len(padded.batch.context_lens))} - {*places}
+    assert all(padded.batch.context_lens[i] == 0 for i in others)
+    num_real = len(step.input_ids)
+    assert (padded.batch.slot_mapping >= 0).sum() == num_real
+    sampled = padded.input_ids[padded.sampled_rows]
+    assert torch.equal(sampled, step.input_ids[step.sampled_rows])
+
+
+def of_sequence(step: StepInputs, b: int) -> tuple:
+    start, end = step.batch.cu_seqlens_q[b : b + 2].tolist()
+    tokens = [t[start:end].tolist() for t in (step.input_ids, step.positions)]
+    slots = step.batch.slot_mapping[start:end].tolist()
+    return tokens, slots, int(step.batch.context_lens[b]), int(step.batch.cu_blocks[b])
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +296,7 @@ def test_the_engine_gives_the_same_tokens_as_without(interpret_little, path):
         check_blocks(llm.block_manager, [])
     for with_graphs, without in zip(*answers):
         assert with_graphs.token_ids == without.token_ids
-    assert {1, 2, 4} <= set(replayed)
+    assert {Size(1), Size(2), Size(4), Size(8, 64)} <= set(replayed)
 
 
 class Generous(BlockManager):
@@ -259,7 +348,7 @@ class MadeUpDevice:
         }
         for name, answer in said.items():
             monkeypatch.setattr(torch.cuda, name, lambda device=None, answer=answer: answer())
-        record, run = DecodeGraphs.record, ModelRunner.run
+        record, run = StepGraphs.record, ModelRunner.run
 
         def recorded(graphs, size):
             self.empty_cache()
@@ -273,7 +362,7 @@ class MadeUpDevice:
             self.cached = 2**28
             return run(runner, schedule)
 
-        monkeypatch.setattr(DecodeGraphs, "record", recorded)
+        monkeypatch.setattr(StepGraphs, "record", recorded)
         monkeypatch.setattr(ModelRunner, "run", ran)
 
     def empty_cache(self):
@@ -316,16 +405,16 @@ def test_all_recordings_of_an_engine_share_a_stream_and_a_pool(monkeypatch):
     monkeypatch.setattr(MadeUpGraph, "made", [])
     shape = CacheShape(1, 4, 1, 16, torch.float16)
     ops = SimpleNamespace(layout=lambda batch: None)
-    limits = Limits(max_num_seqs=20, max_model_len=12, max_num_batched_tokens=64)
+    limits = limits_of(20, 64)
     streams = []
     for _ in range(2):
         cache = shape.new_cache(3, torch.device("meta"))  # a device that is not a CPU
-        graphs = DecodeGraphs(lambda ids, *_: ids, ops, cache, limits)
+        graphs = StepGraphs(lambda ids, *_: ids, ops, cache, limits)
         MadeUpGraph.made.clear()
         for size in reversed(graphs.sizes):
             graphs.record(size)
         recordings = [graph.recording for graph in MadeUpGraph.made]
-        assert len(recordings) == len(graphs.sizes) == 6
+        assert len(recordings) == len(graphs.sizes) == 6 + 2
         assert {recording.stream for recording in recordings} == {graphs.stream}
         assert {recording.pool for recording in recordings[1:]} == {MadeUpGraph.made[0]}
         assert {recording.mode for recording in recordings} == {"thread_local"}
@@ -336,12 +425,13 @@ def test_all_recordings_of_an_engine_share_a_stream_and_a_pool(monkeypatch):
 @pytest.mark.parametrize("max_num_seqs, tried", [(1, [1, 1]), (2, [2, 1]), (20, [32, 16])])
 def test_what_the_graphs_take_is_estimated_from_large_ones(monkeypatch, max_num_seqs, tried):
     """The largest takes the activations, the next one what all others take at most."""
+    monkeypatch.setattr("nanovllm.cuda_graphs.CHUNK_TOKENS", [])  # only decodes
     taken, recorded = {32: 500, 2: 500, 1: 30, 16: 70}, []
 
     def record(graphs, size):
-        recorded.append(size)
+        recorded.append(size.decodes)
 
-    monkeypatch.setattr(DecodeGraphs, "record", record)
+    monkeypatch.setattr(StepGraphs, "record", record)
     monkeypatch.setattr(
         memory, "free_memory", lambda device: 10_000 - sum(taken[size] for size in {*recorded})
     )
@@ -370,7 +460,7 @@ def test_the_trials_that_size_the_cache_of_a_gpu_run(
         path, dtype="float32", attention_backend=backend, max_num_seqs=2, max_num_batched_tokens=40, block_size=16,
         preemption_mode=mode, swap_gib=0.01,
     )  # fmt: skip
-    graphs = 2**24 + 2**20 if backend == "triton" else 0
+    graphs = 2**24 + 2 * 2**20 if backend == "triton" else 0
     left = (
         int(device.total * 0.9)
         - device.others
@@ -380,7 +470,9 @@ def test_the_trials_that_size_the_cache_of_a_gpu_run(
     )
     num_blocks = left // llm.runner.shape.block_bytes
     assert llm.runner.num_blocks == llm.runner.kv_cache.num_blocks == num_blocks > 0
-    assert device.sizes == ([2, 1, 2, 1] if backend == "triton" else [])
+    largest, *others = Size(8, 64), Size(2), Size(1)
+    sizes = [largest, others[0], largest, *others]  # two are tried, then all are recorded
+    assert device.sizes == (sizes if backend == "triton" else [])
     assert (llm.runner.host_cache is not None) == (mode == "swap")
 
 

@@ -186,18 +186,25 @@ def inject(llm, monkeypatch, place: str, is_hit) -> None:
         )
 
 
-@pytest.mark.slow(but_every=11)
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("culprit", ["plain", "samples", "beams", "long"])
-@pytest.mark.parametrize(
-    "place",
-    ["runner", "sampler", "priority", "plan", "update", "take prefix", "allocate", "detokeniser"],
-)
+CULPRITS = ["plain", "samples", "beams", "long"]
+PLACES = [
+    "runner", "sampler", "priority", "plan", "update", "take prefix", "allocate", "detokeniser",
+]  # fmt: skip
+CASES = [
+    (place, culprit, setting)
+    for i, place in enumerate(PLACES)
+    for j, culprit in enumerate(CULPRITS)
+    for k, setting in enumerate(SETTINGS)
+    if (i + j + k) % 2 == 0  # half of them: every pair of two is among them
+    and (place, culprit) != ("detokeniser", "beams")  # beams have no text before they end
+]
+
+
+@pytest.mark.slow(but_every=7)
+@pytest.mark.parametrize("place, culprit, setting", CASES)
 def test_only_the_culprit_ends(monkeypatch, expected, place, culprit, setting):
     """The fault comes whenever this request is in the step, at the beginning or when it has a few
     tokens."""
-    if (place, culprit) == ("detokeniser", "beams"):
-        pytest.skip("beams have no text before they end")
     for num_tokens in (0, 3):
         llm = new_llm(**SETTINGS[setting])
         for name, (prompt, params, _) in expected.items():
@@ -449,7 +456,7 @@ def use(llm, expected) -> None:
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_ctrl_c_at_any_line(expected, setting, pytestconfig):
-    num_lines = 30 if pytestconfig.getoption("--slow") else 5
+    num_lines = 20 if pytestconfig.getoption("--slow") else 5
     llm = new_llm(**SETTINGS[setting])
     with Interrupter() as counter:
         use(llm, expected)

@@ -114,8 +114,8 @@ def test_the_reference_is_measured_again(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES[::2])
 def test_other_policies_are_measured_again(name):
-    """The silly ones of one assignment, what was tried for the next."""
-    file = NAMES.index(name) % 2
+    """What was tried for one assignment, the silly ones of the next."""
+    file = NAMES.index(name) % 4 == 0
     assert_same_again(name, paths_of(name)[file : file + 1], seed=NUM_SEEDS)

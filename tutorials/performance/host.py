@@ -66,7 +66,8 @@ def engine(path: str, num_seqs: int, max_model_len: int):
     runner.model.lm_head.forward = lambda hidden: torch.zeros(len(hidden), 1)
     replays = getattr(runner.graphs, "replays", None) or runner.graphs.steps  # of older commits
     for size in replays:
-        replays[size] = lambda size=size: hidden[:size]
+        num_rows = sum(size) if isinstance(size, tuple) else size
+        replays[size] = lambda num_rows=num_rows: hidden[:num_rows]
     params = SamplingParams(temperature=0, max_tokens=num_outputs, ignore_eos=True)
     for i in range(num_seqs):
         llm.add_request([i % 90] * CONTEXT, params)

@@ -13,6 +13,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from nanovllm import LLM, SamplingParams, model_runner
+from nanovllm.cuda_graphs import Size
 from nanovllm.layers.sampler import Sampling
 from nanovllm.schedule import Schedule
 from nanovllm.step import StepInputs
@@ -53,6 +54,8 @@ def steps_of_engine(section: Section) -> None:
     leave(llm, len(sequences) - 1)
     section.case("mixed wall", partial(mixed_wall_time, mixed, sizes.steps))
     section.case("mixed kernels", partial(profiled, section, mixed))
+    with mock.patch.object(llm.runner, "graphs", None):
+        section.case("mixed wall, launched", partial(mixed_wall_time, mixed, sizes.steps))
     leave(llm, 1)
     section.case("wall of one", partial(wall_time, step, sizes.steps))
     section.case("kernels of one", partial(profiled, section, step))
@@ -69,6 +72,7 @@ def show(section: Section) -> None:
     for name, wall, kernels in (
         ("all decode", "wall", "kernels"),
         ("all but one decode, and a chunk", "mixed wall", "mixed kernels"),
+        ("the same without a recording", "mixed wall, launched", "mixed kernels"),
         ("one decodes", "wall of one", "kernels of one"),
     ):
         wall_ms = section.cases.get(wall, {}).get("ms_p50")
@@ -222,7 +226,7 @@ def replays(section: Section, llm: LLM) -> dict:
     medians: dict[int, float] = {}
 
     def median(size: int) -> float:
-        graph = runner.graphs.replays[size]
+        graph = runner.graphs.replays[Size(size)]
 
         def in_a_row() -> None:
             for _ in range(count):
@@ -236,7 +240,7 @@ def replays(section: Section, llm: LLM) -> dict:
         for size in section.sizes.replays:
             if len(schedule.items) >= size:
                 first = Schedule(items=schedule.items[:size])
-                runner.graphs.run(runner.prepare(first), size)
+                runner.graphs.run(runner.prepare(first), Size(size))
                 medians[size] = median(size)
         return real(schedule)
 

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import AutoConfig
 
 from nanovllm import LLM, SamplingParams, cuda_graphs, memory, model_runner
+from nanovllm.cuda_graphs import Size
 from nanovllm.model_runner import ModelRunner
 from nanovllm.models.qwen import Qwen
 from nanovllm.roofline import shape_of, work_of
@@ -36,7 +37,7 @@ def larger_step(section: Section) -> dict:
     schedule = decodes(sizes.batch, sizes.context, blocks_each)
     runner.run(schedule)
     wall = [seconds_of_run(runner, schedule) for _ in range(sizes.steps)]
-    graph = runner.graphs.replays[sizes.batch]
+    graph = runner.graphs.replays[Size(sizes.batch)]
     replays = [seconds_of(graph, section.device) for _ in range(sizes.steps)]
     median = percentile(replays, 50) or 0.0
     work = work_of(shape, items, sampled=0)
@@ -61,10 +62,10 @@ def only_runner(section: Section, num_blocks: int) -> ModelRunner:
     """With one graph: that of the whole batch."""
     folder = section.folder / "larger"
     AutoConfig.for_model(**COMMON | section.sizes.larger).save_pretrained(folder)
-    sizes = [section.sizes.batch]
+    sizes = [Size(section.sizes.batch)]
     with (
         mock.patch.object(model_runner, "load_model", random_model),
-        mock.patch.object(cuda_graphs, "graph_sizes", lambda max_num_seqs: sizes),
+        mock.patch.object(cuda_graphs, "graph_sizes", lambda limits: sizes),
     ):
         llm = LLM(
             str(folder),

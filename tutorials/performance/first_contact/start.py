@@ -10,7 +10,7 @@ from unittest import mock
 
 from nanovllm import LLM, memory, model_runner
 from nanovllm.config import Config
-from nanovllm.cuda_graphs import DecodeGraphs
+from nanovllm.cuda_graphs import StepGraphs
 from nanovllm.model_runner import ModelRunner
 from tutorials.performance.first_contact.section import Section
 
@@ -73,10 +73,10 @@ def noting_terms(call: Callable, terms: dict[str, int]) -> Callable:
 
 
 def noting_recordings(section: Section, recordings: list[dict]) -> Callable:
-    """`DecodeGraphs.record`, which also notes the seconds and the memory of each graph."""
-    record = DecodeGraphs.record
+    """`StepGraphs.record`, which also notes the seconds and the memory of each graph."""
+    record = StepGraphs.record
 
-    def noted(graphs: DecodeGraphs, size: int) -> None:
+    def noted(graphs: StepGraphs, size: int) -> None:
         free = free_bytes(section)
         start = time.perf_counter()
         record(graphs, size)
@@ -101,7 +101,7 @@ def new_llm(section: Section, **options) -> tuple[LLM, dict]:
     patches = (
         watch(model_runner, "load_model", load),
         watch(ModelRunner, "warm_up", warm_up),
-        mock.patch.object(DecodeGraphs, "record", noting_recordings(section, recordings)),
+        mock.patch.object(StepGraphs, "record", noting_recordings(section, recordings)),
         mock.patch.object(
             ModelRunner,
             "_num_blocks_that_fit",
