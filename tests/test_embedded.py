@@ -80,8 +80,8 @@ class Eager(Scheduler):
 
 
 @pytest.mark.slow
-def test_32_answers_are_the_same_batched_and_one_by_one(llm):
-    questions = mixed_questions(32)
+def test_64_answers_are_the_same_batched_and_one_by_one(llm):
+    questions = mixed_questions(64)
     batched = llm.chat([user(q) for q in questions], GREEDY, use_tqdm=False)
     few, preempted = SamplingParams(temperature=0, max_tokens=200), {}
     for mode in ("recompute", "swap"):
@@ -94,7 +94,7 @@ def test_32_answers_are_the_same_batched_and_one_by_one(llm):
         )
         preempted[mode] = tight.chat([user(q) for q in questions], few, use_tqdm=False)
         stats = tight.stats()
-        assert stats["preemptions"] > 2 and (stats["swapped_blocks"] > 20) == (mode == "swap")
+        assert stats["preemptions"] > 5 and (stats["swapped_blocks"] > 50) == (mode == "swap")
     for question, together, scarce, swapped in zip(questions, batched, *preempted.values()):
         (alone,) = llm.chat(user(question), GREEDY, use_tqdm=False)
         assert alone.outputs[0].token_ids == together.outputs[0].token_ids
