@@ -18,7 +18,7 @@ from nanovllm.step import StepInputs, buffer_slices
 DECODES = [1, 2, 4, 8, *range(16, 513, 16)]
 # with prompts, every size is recorded with each number of tokens
 DECODES_BESIDE_CHUNKS = [8, 32, 64, 128, 256, 512]
-CHUNK_TOKENS = [64, 128, 256, 512, 1024]
+CHUNK_TOKENS = [16, 64, 128, 256, 512, 1024]
 MAX_CHUNKS = 8
 
 

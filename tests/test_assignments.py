@@ -16,7 +16,6 @@ from nanovllm.schedule import ScheduleError
 from tutorials.assignments.grade import secret_seeds
 from tutorials.assignments.grader import Grader
 from tutorials.assignments.public import check_answers, check_rules, classes_of, load
-from tutorials.assignments.seeds import goals_of
 from tutorials.assignments.task import NAMES, load_task, measure
 
 SOLUTIONS = Path(__file__).parent / "assignments"
@@ -45,7 +44,7 @@ def goal_points(name: str, path: Path, seed: int) -> float:
 
 
 def max_goal_points(name: str) -> float:
-    return sum(goal.points for goal in goals_of(load_task(name)).values())
+    return sum(goal.points for goal in load_task(name).goals.values())
 
 
 def test_no_assignment_is_left_out():

@@ -16,7 +16,6 @@ import pytest
 from tutorials.assignments.seeds import (
     FCFS,
     SILLY,
-    goals_of,
     measure_seed,
     points_of,
     policies_of,
@@ -67,7 +66,7 @@ def test_there_are_assignments():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_all_goals_are_measured_on_20_seeds(name):
-    report, goals = report_of(name), goals_of(load_task(name))
+    report, goals = report_of(name), load_task(name).goals
     assert report["task"] == name
     assert report["seeds"] == list(range(1, NUM_SEEDS + 1))
     for policy, of_seeds in report["rows"].items():
@@ -89,7 +88,7 @@ def test_the_rows_are_those_of_the_files(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_what_does_not_address_the_subject_gets_less_than_half_of_the_points(name):
     task, report = load_task(name), report_of(name)
-    half = sum(goal.points for goal in goals_of(task).values()) / 2
+    half = sum(goal.points for goal in task.goals.values()) / 2
     for policy in report["silly"]:
         for seed, values in zip(report["seeds"], report["rows"][policy]):
             assert points_of(task, values) < half, f"{policy}, seed {seed}: {values}"
@@ -99,7 +98,7 @@ def test_what_does_not_address_the_subject_gets_less_than_half_of_the_points(nam
 def test_the_reference_gets_all_points_with_a_margin(name):
     """In a0 what is right has just the value for full points."""
     least = 0.0 if name == "a0" else MARGIN
-    report, goals = report_of(name), goals_of(load_task(name))
+    report, goals = report_of(name), load_task(name).goals
     for seed, values in zip(report["seeds"], report["rows"][f"{name}_solution"]):
         for goal_name, goal in goals.items():
             value = values[goal_name]

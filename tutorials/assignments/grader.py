@@ -28,7 +28,7 @@ from tutorials.assignments.process import (
 from tutorials.assignments.public import PROMPTS, SCARCE, answers_of, new_params
 from tutorials.assignments.referee import referee_for
 from tutorials.assignments.report import Report, plain_lines
-from tutorials.assignments.task import Goal, Part, Task, serve_by_fcfs
+from tutorials.assignments.task import Goal, Part, Task, name_in_report, serve_by_fcfs
 
 LIMIT = 300.0  # seconds for a file
 SECONDS_TO_STOP = 20.0  # after the limit, until a job that has not noticed it is ended
@@ -162,7 +162,7 @@ class Grader:
             self._grade_goal(report, part, goal, values)
 
     def _grade_goal(self, report: Report, part: Part, goal: Goal, values: list[float]) -> None:
-        name = f"{part.name}, {goal.name}"
+        name = name_in_report(part, goal)
         wanted = f"full points at {goal.full:g}, none at {goal.none:g}"
         if not values:
             why = f"not measured, because a rule was broken; {wanted}"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tutorials.assignments.grade import add_options, check_path, new_grader
 from tutorials.assignments.report import Report
-from tutorials.assignments.task import Goal, Task
+from tutorials.assignments.task import Task
 
 PAGE = Path(__file__).with_name("a7") / "LEADERBOARD.md"
 HEAD = """# Leaderboard of assignment 7
@@ -27,11 +27,6 @@ python -m tutorials.assignments.leaderboard my_scheduler.py --name "Your name"
 Rows = dict[str, list[str]]  # name -> the values of the goals, date, verified
 
 
-def goals_of(task: Task) -> dict[str, Goal]:
-    """By their names in a report."""
-    return {f"{part.name}, {goal.name}": goal for part in task.parts for goal in part.goals}
-
-
 def read_rows(page: str) -> Rows:
     """The lines of the table, without its two headings and without the ranks."""
     lines = [line for line in page.splitlines() if line.startswith("|")][2:]
@@ -46,13 +41,13 @@ def problem_of(report: Report) -> str | None:
 
 
 def new_row(task: Task, report: Report, is_verified: bool) -> list[str]:
-    values = [f"{report.values[name]:.4g}" for name in goals_of(task)]
+    values = [f"{report.values[name]:.4g}" for name in task.goals]
     return [*values, date.today().isoformat(), "yes" if is_verified else "public seeds"]
 
 
 def new_page(task: Task, rows: Rows) -> str:
     """The best first; of two that are equal, the one that was there first."""
-    goals = [*goals_of(task).values()]
+    goals = [*task.goals.values()]
     is_more_better = goals[0].full > goals[0].none
     ranked = sorted(rows.items(), key=lambda row: float(row[1][0]), reverse=is_more_better)
     titles = ["rank", "name", *(goal.name for goal in goals), "date", "verified"]

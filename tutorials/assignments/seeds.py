@@ -32,7 +32,7 @@ from nanovllm.schedule import ScheduleError
 from nanovllm.scheduler import Scheduler
 from nanovllm.simulator import Run
 from tutorials.assignments.public import check_rules, classes_of, load
-from tutorials.assignments.task import NAMES, Task, load_task, serve_by_fcfs
+from tutorials.assignments.task import NAMES, Task, load_task, name_in_report, serve_by_fcfs
 from tutorials.performance.report import aligned, markdown
 
 FCFS = "FCFS"
@@ -152,7 +152,7 @@ def measure_policy(
 
 def values_of(task: Task, runs: list[Run], baselines: list[Run]) -> Values:
     return {
-        f"{part.name}, {goal.name}": goal.measure(run, baseline)
+        name_in_report(part, goal): goal.measure(run, baseline)
         for part, run, baseline in zip(task.parts, runs, baselines)
         for goal in part.goals
     }
@@ -170,21 +170,17 @@ def measure_seeds(
 # --- tables ---
 
 
-def goals_of(task: Task) -> dict:
-    return {f"{part.name}, {goal.name}": goal for part in task.parts for goal in part.goals}
-
-
 def points_of(task: Task, values: Values | str) -> float:
     """For goals alone."""
     if isinstance(values, str):
         return 0.0
-    return sum(goal.score(values[name]) for name, goal in goals_of(task).items())
+    return sum(goal.score(values[name]) for name, goal in task.goals.items())
 
 
 def table(task: Task, rows: Rows) -> list[list[str]]:
     """Of each policy: for each goal the best and the worst seed, and the points of the seeds with
     most and least."""
-    goals = goals_of(task)
+    goals = task.goals
     total = sum(goal.points for goal in goals.values())
     single = len(task.parts) == 1
     names = [name.partition(", ")[2] if single else name for name in goals]

@@ -68,6 +68,10 @@ class Part:
     counts: tuple[str, ...] = ()
 
 
+def name_in_report(part: Part, goal: Goal) -> str:
+    return f"{part.name}, {goal.name}"
+
+
 @dataclass
 class Task:
     """One assignment."""
@@ -78,6 +82,11 @@ class Task:
     # name -> what is wrong with an answer, which is what JSON can hold; None: it is right
     questions: dict[str, Callable[[Any], str | None]] = field(default_factory=dict)
     question_points: float = 0  # for each
+
+    @property
+    def goals(self) -> dict[str, Goal]:
+        """By their names in a report."""
+        return {name_in_report(part, goal): goal for part in self.parts for goal in part.goals}
 
     @property
     def points(self) -> float:
