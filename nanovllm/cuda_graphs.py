@@ -159,7 +159,7 @@ class StepGraphs:
     def padded(self, step: StepInputs, size: Size) -> StepInputs:
         """A step in the shapes of a recording: decodes, padding, chunks, padding.
 
-        What is not part of a recording is left unchanged, but rows of chunks are others.
+        The rows to sample from move with their chunks; how they are sampled is not recorded.
         """
         rows = self.padding(size)
         first = step.batch.num_decodes  # of the chunks

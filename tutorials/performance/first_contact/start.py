@@ -10,7 +10,7 @@ from unittest import mock
 
 from nanovllm import LLM, memory, model_runner
 from nanovllm.config import Config
-from nanovllm.cuda_graphs import StepGraphs
+from nanovllm.cuda_graphs import Size, StepGraphs
 from nanovllm.model_runner import ModelRunner
 from tutorials.performance.first_contact.section import Section
 
@@ -76,13 +76,15 @@ def noting_recordings(section: Section, recordings: list[dict]) -> Callable:
     """`StepGraphs.record`, which also notes the seconds and the memory of each graph."""
     record = StepGraphs.record
 
-    def noted(graphs: StepGraphs, size: int) -> None:
+    def noted(graphs: StepGraphs, size: Size) -> None:
         free = free_bytes(section)
         start = time.perf_counter()
         record(graphs, size)
         seconds = time.perf_counter() - start
         mib = (free - free_bytes(section)) / 2**20
-        recordings.append({"size": size, "seconds": seconds, "mib": mib})
+        recordings.append(
+            {"size": f"{size.decodes} + {size.tokens}", "seconds": seconds, "mib": mib}
+        )
 
     return noted
 
