@@ -166,16 +166,25 @@ class StepGraphs:
         inputs = step.model_inputs
         for name, whole in rows.model_inputs.items():
             if name != "block_tables":
-                given = inputs[name]
-                whole[:first] = given[:first]
-                end = size.decodes + len(given) - first
-                whole[size.decodes : end] = given[first:]
+                whole[:first] = inputs[name][:first]
         rows.batch.block_tables = step.batch.block_tables
-
-        moved_by = size.decodes - first
-        ends = rows.batch.cu_seqlens_q[size.decodes :]
-        num_chunks = len(step.batch.context_lens) - first
-        ends[num_chunks:] = ends[num_chunks]
-        ends += moved_by
-        sampled_rows = step.sampled_rows + moved_by * (step.sampled_rows >= first)
+        sampled_rows = step.sampled_rows
+        if size.tokens:
+            place_chunks(step, rows)
+            sampled_rows = sampled_rows + (size.decodes - first) * (sampled_rows >= first)
         return replace(rows, sampled_rows=sampled_rows, sampling=step.sampling)
+
+
+def place_chunks(step: StepInputs, rows: StepInputs) -> None:
+    """Lays the tokens and sequences of a step behind its decodes over those of the padding."""
+    first = step.batch.num_decodes
+    place = rows.batch.num_decodes
+    inputs = step.model_inputs
+    for name, whole in rows.model_inputs.items():
+        if name != "block_tables":
+            chunks = inputs[name][first:]
+            whole[place : place + len(chunks)] = chunks
+    ends = rows.batch.cu_seqlens_q[place:]
+    num_chunks = len(step.batch.context_lens) - first
+    ends[num_chunks:] = ends[num_chunks]  # the others have no tokens
+    ends += place - first

@@ -61,7 +61,7 @@ def engine(path: str, num_seqs: int, max_model_len: int):
         num_blocks=num_seqs * -(-(CONTEXT + num_outputs) // 16),
     )
     runner = llm.runner
-    hidden = torch.zeros(num_tokens, SHAPE["hidden_size"])
+    hidden = torch.zeros(num_tokens + 2048, SHAPE["hidden_size"])  # and padding
     runner.model.forward = lambda input_ids, positions, batch: hidden[: len(input_ids)]
     runner.model.lm_head.forward = lambda hidden: torch.zeros(len(hidden), 1)
     replays = getattr(runner.graphs, "replays", None) or runner.graphs.steps  # of older commits
