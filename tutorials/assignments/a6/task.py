@@ -103,8 +103,8 @@ TASK = Task(
                 Goal(
                     "longest latency of patient ones / that of FCFS",
                     worst_latency,
-                    none=3.0,
-                    full=2.5,
+                    none=4.2,
+                    full=3.2,
                     points=5,
                 ),
             ],
