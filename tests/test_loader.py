@@ -52,9 +52,12 @@ def rope(**settings) -> dict:
     "changes, reason",
     [
         ({"hidden_size": "32"}, "hidden_size.*32"),
-        ({"head_dim": None}, "head_dim.*None"),
+        ({"head_dim": None}, "head_dim.*None|k_norm.*has shape"),
         ({"max_position_embeddings": None}, "max_position_embeddings.*None"),
-        ({"num_hidden_layers": 1}, "num_hidden_layers.* 1|num_hidden_layers.*layer_types"),
+        (
+            {"num_hidden_layers": 1},
+            "num_hidden_layers.* 1|num_hidden_layers.*layer_types|does not match its config.json",
+        ),
         ({"hidden_size": -1}, "hidden_size=-1 is not a positive integer"),
         ({"vocab_size": 0}, "vocab_size=0 is not a positive integer"),
         ({"num_key_value_heads": 0}, "num_key_value_heads|modulo|zero"),
