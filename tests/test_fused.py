@@ -95,7 +95,7 @@ def test_sample(vocab_size):
 @pytest.mark.slow
 def test_sample_follows_the_distribution():
     probabilities = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05])
-    rows = 300
+    rows = 600
     zeros = torch.zeros(rows, dtype=torch.int64, device=DEVICE)
     options = Sampling(
         torch.ones(rows, device=DEVICE),
@@ -104,7 +104,7 @@ def test_sample_follows_the_distribution():
     )
     tokens = triton_ops.sample(probabilities.log().expand(rows, 5).contiguous().to(DEVICE), options)
     counts = tokens.bincount(minlength=5).cpu() / rows
-    assert counts[1] == 0 and (counts - probabilities).abs().max() < 0.08
+    assert counts[1] == 0 and (counts - probabilities).abs().max() < 0.05
 
 
 def test_rows_with_filters_are_pytorchs():
