@@ -10,8 +10,11 @@ from __future__ import annotations
 from copy import copy
 from dataclasses import dataclass, field
 
+from tokenizers import Tokenizer
+
 from nanovllm.block_manager import BlockManager
 from nanovllm.options import Options, is_int, is_number
+from nanovllm.outputs import CompletionOutput
 from nanovllm.sampling_params import LARGEST_COUNT, SamplingParams
 from nanovllm.sequence import Request, Sequence, TokenLogprobs
 
@@ -159,3 +162,22 @@ class BeamRequest(Request):
             block_manager.free(seq)
         # in one statement: a Ctrl-C changes both or neither
         self.sequences, self.search = children, search
+
+
+def results_of(request: BeamRequest, tokenizer: Tokenizer | None) -> list[CompletionOutput]:
+    """The results of a beam search, best first."""
+    outputs = []
+    for i, beam in enumerate(request.search.best_so_far(request.sequences)):
+        output = CompletionOutput(i, token_ids=beam.token_ids)
+        output.cumulative_logprob = beam.cumulative_logprob
+        text_ids = beam.token_ids
+        output.finish_reason = "length"
+        if beam.token_id in request.stop_token_ids:
+            output.finish_reason = "stop"
+            text_ids = text_ids[:-1]
+        elif beam.token_id is None:  # the search was cut short
+            output.finish_reason = beam.parent.finish_reason
+        if tokenizer is not None:
+            output.text = tokenizer.decode(text_ids, skip_special_tokens=True)
+        outputs.append(output)
+    return outputs

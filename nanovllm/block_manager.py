@@ -128,6 +128,8 @@ class BlockManager:
         At most len(seq) - 1 tokens: the last one is always computed, because its logits are needed.
         """
         blocks: list[Block] = []
+        if seq.request.lacks_prompt_logprobs:
+            return blocks
         prefix_id = EMPTY_PREFIX
         # what was found last time needs no second look at its tokens: a long prompt may wait for
         # many steps. Identities are never reused, so a block with its old one holds what it held
@@ -217,6 +219,12 @@ class BlockManager:
         seq.block_table = []
         seq.prefix_ids = []
         seq.num_computed_tokens = 0
+
+    def forget_prefixes(self) -> None:
+        """Empties the prefix cache. Blocks in use stay with those who use them."""
+        for block in [*self.findable.values()]:
+            if block.id not in self.unwritten:
+                self._evict(block)
 
     def take_moves(self) -> Moves:
         """All moves that were asked for since the last call, for the step that is being planned."""

@@ -16,10 +16,18 @@ from nanovllm.block_manager import BlockManager
 from nanovllm.checks import check_schedule
 from nanovllm.config import TOKENS_PER_STEP, Config
 from nanovllm.device import choose_device
-from nanovllm.inputs import AllParams, Conversations, Inputs, Params, Prompt, Prompts, is_one_prompt
+from nanovllm.inputs import (
+    AllParams,
+    Conversations,
+    Inputs,
+    Params,
+    Prompts,
+    for_each,
+    is_one_prompt,
+)
 from nanovllm.layers.rotary import longest_context
 from nanovllm.loader import find_model, load_config, load_generation_config, load_tokenizer
-from nanovllm.messages import is_conversation
+from nanovllm.messages import Prompt, is_conversation
 from nanovllm.model_runner import ModelRunner
 from nanovllm.options import refusal
 from nanovllm.outputs import RequestOutput
@@ -31,6 +39,7 @@ from nanovllm.schedule import CheckedScheduler, Schedule, ScheduleError
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
 from nanovllm.stats import Counts, stats_of
+from nanovllm.streaming import stream
 
 
 class LLM:
@@ -84,11 +93,15 @@ class LLM:
     # --- the loop ---
 
     def add_request(
-        self, prompt: Prompt, params: Params | None = None, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        params: Params | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
     ) -> str:
         """Queues a request for the next step and returns its id. `params=None` means those of the
-        model's generation_config.json."""
-        request = self.inputs.request(prompt, params, request_id)
+        model's generation_config.json. The smallest priority is served first."""
+        request = self.inputs.request(prompt, params, priority, request_id)
         return self._submit(request).output.request_id
 
     def step(self, report: bool = True) -> list[RequestOutput]:
@@ -131,22 +144,24 @@ class LLM:
     # --- what most people use ---
 
     def generate(
-        self, prompts: Prompts, sampling_params: AllParams = None, use_tqdm: bool = True
+        self,
+        prompts: Prompts,
+        sampling_params: AllParams = None,
+        use_tqdm: bool = True,
+        priority: int | list[int] = 0,
     ) -> list[RequestOutput]:
         """Answers all prompts; the outputs are in the same order. `sampling_params` is one for all,
-        or a list with one for each.
+        or a list with one for each. So is `priority`: the smallest is served first.
 
         If a request makes the engine fail, its exception is raised after the others have been
         answered.
         """
         prompts = [prompts] if is_one_prompt(prompts) else prompts
-        given = sampling_params
-        all_params = list(given) if isinstance(given, list | tuple) else [given] * len(prompts)
-        if len(all_params) != len(prompts):
-            counts = f"{len(prompts)} prompts, but {len(all_params)} sampling params"
-            raise ValueError(f"{counts}: give one, or as many as prompts")
+        all_params = for_each("sampling params", sampling_params, prompts)
+        priorities = for_each("priorities", priority, prompts)
+        together = zip(prompts, all_params, priorities)
         # all are checked before any is added
-        requests = [self.inputs.request(*pair) for pair in zip(prompts, all_params)]
+        requests = [self.inputs.request(*one) for one in together]
         try:
             outputs = [self._submit(request, is_reported=False).output for request in requests]
             bar = Progress(outputs, self.scheduler, self.counts) if use_tqdm else nullcontext()
@@ -166,14 +181,20 @@ class LLM:
         return outputs
 
     def chat(
-        self, messages: Conversations, sampling_params: AllParams = None, use_tqdm: bool = True
+        self,
+        messages: Conversations,
+        sampling_params: AllParams = None,
+        use_tqdm: bool = True,
+        **template: Any,
     ) -> list[RequestOutput]:
-        """Answers one conversation or several, formatted with the model's chat template."""
+        """Answers one conversation or several, formatted with the model's chat template. What else
+        it gets are the other fields of `messages.Chat`, such as `tools`."""
         chats = [messages] if is_conversation(messages) else messages
         if not isinstance(chats, list | tuple) or not all(map(is_conversation, chats)):
             allowed = "a list of {'role': ..., 'content': ...}, or a list of such lists"
             raise refusal("messages", messages, f"it must be {allowed}")
-        return self.generate(chats, sampling_params, use_tqdm)
+        prompts = [{"messages": chat, **template} for chat in chats]
+        return self.generate(prompts, sampling_params, use_tqdm)
 
     def beam_search(
         self, prompts: Prompts, params: BeamSearchParams | None = None, use_tqdm: bool = True
@@ -197,11 +218,17 @@ class LLM:
             raise refusal("sampling_params", sampling_params, "beams cannot be streamed")
         if request.params.n != 1:
             raise refusal("n", request.params.n, "only one answer is streamed")
-        return self._stream(request)
+        return stream(self, request)
 
     def get_tokenizer(self):
         """The model's tokenizer, or None."""
         return self.tokenizer
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets what is cached for later requests. Those that run keep their blocks."""
+        with self.turn:
+            self.block_manager.forget_prefixes()
+        return True
 
     def stats(self) -> dict[str, float]:
         """Counters since the start, and the current state."""
@@ -299,20 +326,3 @@ class LLM:
         counts.peak_blocks = max(counts.peak_blocks, schedule.num_used_blocks)
         for observer in self.observers:
             observer(schedule, seconds)
-
-    def _stream(self, request: Request) -> Iterator[str]:
-        try:
-            reply = self._submit(request, is_reported=False, is_watched=True)
-            is_last = False
-            while not is_last:
-                is_last = reply.output.finished
-                with self.turn:
-                    (delta,) = reply.news()
-                if delta.text:
-                    yield delta.text
-                elif not is_last:  # no other caller's step has brought text meanwhile
-                    self.step(report=False)
-        finally:  # perhaps in the garbage collector, in any thread
-            self.recovery.unwanted.append(request)
-        if reply.output.error is not None:
-            raise reply.output.error

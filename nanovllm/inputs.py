@@ -5,14 +5,14 @@ Everything a user can get wrong is refused here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.beam_search import BeamRequest, BeamSearch, BeamSearchParams
-from nanovllm.messages import Conversation, is_conversation, with_plain_text
+from nanovllm.messages import Conversation, Prompt, is_conversation, unwrapped
 from nanovllm.options import is_int, refusal, shown
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import LARGEST_COUNT, SamplingParams
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
 
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
 Conversations = Conversation | list[Conversation]
-Prompt = str | list[int] | Conversation | dict
-"""Text, token ids, messages, or as vLLM writes it: {"prompt": ...} or {"prompt_token_ids": ...}"""
 Prompts = Prompt | Sequence[Prompt]
 Params = SamplingParams | BeamSearchParams
 AllParams = Params | list[Params] | None  # one for all prompts, or one for each
@@ -32,15 +30,13 @@ def is_one_prompt(prompts) -> TypeIs[Prompt]:
     return not is_list or is_conversation(prompts) or any(isinstance(x, int) for x in prompts[:1])
 
 
-def without_dict(prompt):
-    """The text or the token ids of a prompt in vLLM's form, and any other prompt as it is."""
-    if not isinstance(prompt, dict):
-        return prompt
-    for name, kind in (("prompt", str), ("prompt_token_ids", list)):
-        if prompt.keys() == {name} and isinstance(prompt[name], kind):
-            return prompt[name]
-    allowed = "a dict must be {'prompt': text} or {'prompt_token_ids': token ids}"
-    raise refusal("prompt", prompt, allowed)
+def for_each(name: str, given: Any, prompts: Sized) -> list:
+    """One for all prompts, or a list with one for each, as a list with one for each."""
+    values = list(given) if isinstance(given, list | tuple) else [given] * len(prompts)
+    if len(values) != len(prompts):
+        counts = f"{len(prompts)} prompts, but {len(values)} {name}"
+        raise ValueError(f"{counts}: give one, or as many as prompts")
+    return values
 
 
 @dataclass
@@ -55,7 +51,11 @@ class Inputs:
     eos_token_ids: frozenset[int]
 
     def request(
-        self, prompt: Prompt, params: Params | None, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        params: Params | None,
+        priority: int = 0,
+        request_id: str | None = None,
     ) -> Request:
         """Raises ValueError with the name of the wrong argument, its value, and what is allowed."""
         params = self.default_params if params is None else params
@@ -67,11 +67,14 @@ class Inputs:
         is_id = isinstance(request_id, str) and request_id
         if request_id is not None and not is_id:
             raise refusal("request_id", request_id, "it must be a string, and not empty")
+        if not is_int(priority, -LARGEST_COUNT, LARGEST_COUNT):
+            raise refusal("priority", priority, "it must be an integer; the smallest goes first")
         text, token_ids = self.encode(prompt)
         if not token_ids:
             raise ValueError(f"prompt={shown(prompt)} is empty: it must have at least one token")
         self.check_ids("prompt", token_ids)
         self.check_ids("stop_token_ids", sampling.stop_token_ids or [])
+        self.check_ids("logit_bias", sampling.logit_bias or {})
         if sampling.stop and self.tokenizer is None:
             raise refusal("stop", sampling.stop, f"model={self.model!r} has no tokenizer")
         fields = (request_id or "", text, token_ids, sampling, self.eos_token_ids)
@@ -79,10 +82,11 @@ class Inputs:
         if isinstance(params, BeamSearchParams):
             room = min(params.max_tokens, self.scheduler.max_model_len - len(token_ids))
             request = BeamRequest(*fields, search=BeamSearch(params, request.stop_token_ids, room))
+        request.user_priority = priority
         self.scheduler.check(request)
         return request
 
-    def check_ids(self, name: str, token_ids: list[int]) -> None:
+    def check_ids(self, name: str, token_ids: Iterable[int]) -> None:
         limit = self.vocab_size - 1
         for i in token_ids:
             if not is_int(i, 0, limit):
@@ -91,26 +95,16 @@ class Inputs:
 
     def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """The text of a prompt, if it has one, and its token ids."""
-        content = without_dict(prompt)
-        if isinstance(content, list | tuple) and not is_conversation(content):
-            return None, list(content)
-        if not isinstance(content, str | list | tuple):
-            raise refusal("prompt", prompt, "it must be text, token ids or a list of messages")
+        content = prompt if isinstance(prompt, str) else unwrapped(prompt)
+        if isinstance(content, list):
+            return None, content
         if self.tokenizer is None:
             no_tokenizer = f"model={self.model!r} has no tokenizer, so pass token ids"
             raise refusal("prompt", prompt, no_tokenizer)
-        is_text = isinstance(content, str)
-        messages = [] if isinstance(content, str) else with_plain_text(content)
-        if messages and not self.tokenizer.chat_template:
-            no_template = "has no chat template: pass the whole prompt to generate()"
-            raise ValueError(f"model={self.model!r} {no_template}")
         try:
-            text = content if is_text else self.from_template(messages)
-            return str(text), self.tokenizer.encode(text, add_special_tokens=is_text)
+            if isinstance(content, str):
+                return content, self.tokenizer.encode(content)
+            text = content.text(self.tokenizer)
+            return text, self.tokenizer.encode(text, add_special_tokens=False)
         except Exception as error:  # half a surrogate pair, a message that the template rejects ...
             raise refusal("prompt", prompt, f"the tokenizer rejects it: {error}") from error
-
-    def from_template(self, messages: Conversation) -> str:
-        return self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True
-        )

@@ -4,7 +4,6 @@ Tensors go straight to their final place, dtype and device, one at a time.
 """
 
 import json
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,8 +19,6 @@ from nanovllm.layers.rotary import rope_table
 from nanovllm.models.qwen import Qwen, check_supported, head_dim_of
 from nanovllm.options import is_int, shown
 from nanovllm.sampling_params import SamplingParams
-
-logger = logging.getLogger(__name__)
 
 # weights, configs and tokenizer; no other formats
 FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
@@ -108,9 +105,6 @@ def load_generation_config(path: Path, config) -> tuple[SamplingParams, frozense
     eos_token_id = settings.get("eos_token_id", getattr(config, "eos_token_id", None))
     with reading(file if "eos_token_id" in settings else path / "config.json"):
         eos_token_ids = as_token_ids(eos_token_id)
-    penalty = settings.get("repetition_penalty")
-    if penalty not in (None, 1):
-        logger.warning("%s: repetition_penalty=%s is ignored, it is not supported", file, penalty)
     return default_params(file, settings), eos_token_ids
 
 
@@ -127,10 +121,11 @@ def as_token_ids(eos_token_id: object) -> frozenset[int]:
 
 def default_params(file: Path, settings: dict) -> SamplingParams:
     """What `settings`, those of generation_config.json, say of how tokens are drawn."""
-    if not settings.get("do_sample"):
-        return SamplingParams(temperature=0.0) if file.is_file() else SamplingParams()
-    names = ("temperature", "top_k", "top_p", "min_p")
+    names = ["temperature", "top_k", "top_p", "min_p", "repetition_penalty"]
     values = {name: settings[name] for name in names if settings.get(name) is not None}
+    if not settings.get("do_sample"):
+        greedy = {"temperature": 0.0} if file.is_file() else {}
+        values = {name: values[name] for name in values if name == "repetition_penalty"} | greedy
     with reading(file):
         return SamplingParams(**values)
 

@@ -90,11 +90,13 @@ def warm_up_steps(limits: Limits, block_size: int) -> Iterator[Schedule]:
     """They launch each kernel in every variant that serving can need.
 
     So none is compiled while requests wait: a chunk of a prompt, tokens that are drawn, copied
-    blocks, and decodes with a context that is computed in one part, and in several.
+    blocks, penalties, and decodes with a context that is computed in one part, and in several.
     """
     params = SamplingParams()
     yield dummy_step(1, 0, 2, block_size, params)
     yield dummy_step(1, 0, 1, block_size, params)
+    penalized = SamplingParams(presence_penalty=1.0)  # logits in fp32
+    yield dummy_step(1, 0, 1, block_size, penalized)
     longest = min(limits.max_model_len, 1024)
     yield dummy_step(1, longest - 1, longest, block_size, params)
 

@@ -1,23 +1,98 @@
-"""Messages: what a conversation may look like. Imports no torch."""
+"""Messages: what a conversation may look like, and how it becomes text. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from nanovllm.options import refusal
+from nanovllm.options import Options, refusal
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
 Conversation = list[dict]  # {"role": ..., "content": ...}; content is text or a list of text parts
+Prompt = str | list[int] | Conversation | dict
+"""Text, token ids, messages, or as vLLM writes it: {"prompt": ...} or {"prompt_token_ids": ...}; or
+the fields of Chat: {"messages": ..., "tools": ...}"""
+
+
+@dataclass(kw_only=True)
+class Chat(Options):
+    """A conversation, and how the model's chat template is to write it."""
+
+    messages: Conversation
+    add_generation_prompt: bool = True
+    """End with the words that open the assistant's answer."""
+    continue_final_message: bool = False
+    """Leave the last message open: the answer is its rest."""
+    tools: list[dict] | None = None
+    """Functions that the model may call, as JSON schemas."""
+    chat_template: str | None = None
+    """Instead of the model's own, in Jinja."""
+    chat_template_kwargs: dict | None = None
+    """More names for the template, such as `enable_thinking`."""
+
+    def __post_init__(self):
+        allowed = "a list of {'role': ..., 'content': ...}"
+        self.require("messages", is_conversation(self.messages), allowed)
+        self.messages = with_plain_text(self.messages)
+        for name in ("add_generation_prompt", "continue_final_message"):
+            self.require(name, isinstance(getattr(self, name), bool), "True or False")
+        is_both = self.add_generation_prompt and self.continue_final_message
+        allowed = "False with add_generation_prompt=True: an answer is begun or continued"
+        self.require("continue_final_message", not is_both, allowed)
+        tools = [] if self.tools is None else self.tools
+        is_tools = isinstance(tools, list | tuple) and all(isinstance(tool, dict) for tool in tools)
+        self.require("tools", is_tools, "a list of dicts")
+        template = self.chat_template
+        self.require("chat_template", template is None or isinstance(template, str), "text")
+        names = {} if self.chat_template_kwargs is None else self.chat_template_kwargs
+        is_names = isinstance(names, dict) and all(isinstance(name, str) for name in names)
+        self.require("chat_template_kwargs", is_names, "a dict with names as keys")
+
+    def text(self, tokenizer: Any) -> str:
+        if not (self.chat_template or tokenizer.chat_template):
+            raise ValueError("the model has no chat template: pass the whole prompt to generate()")
+        options = {
+            "add_generation_prompt": self.add_generation_prompt,
+            "continue_final_message": self.continue_final_message,
+            "tools": self.tools or None,
+            "chat_template": self.chat_template,
+        }
+        names = {**(self.chat_template_kwargs or {}), **options, "tokenize": False}
+        return str(tokenizer.apply_chat_template(self.messages, **names))
+
+
+def unwrapped(prompt: Prompt) -> str | list[int] | Chat:
+    """What a prompt is, whatever its form."""
+    if isinstance(prompt, str):
+        return prompt
+    if is_conversation(prompt):
+        return Chat(messages=prompt)
+    if isinstance(prompt, list | tuple):
+        return [*prompt]
+    if not isinstance(prompt, dict):
+        raise refusal("prompt", prompt, "it must be text, token ids or a list of messages")
+    if "messages" in prompt:
+        return Chat(**prompt)
+    for name, kind in (("prompt", str), ("prompt_token_ids", list)):
+        if prompt.keys() == {name} and isinstance(prompt[name], kind):
+            return prompt[name]
+    forms = "{'prompt': text}, {'prompt_token_ids': token ids} or {'messages': messages}"
+    raise refusal("prompt", prompt, f"a dict must be {forms}")
 
 
 def is_conversation(prompt) -> TypeIs[Conversation]:
     is_list = isinstance(prompt, list | tuple) and len(prompt) > 0
-    return is_list and all(
-        isinstance(message, dict) and {"role", "content"} <= message.keys() for message in prompt
-    )
+    return is_list and all(map(is_message, prompt))
+
+
+def is_message(message: object) -> bool:
+    """Calls of tools may stand for the content."""
+    if not isinstance(message, dict) or "role" not in message:
+        return False
+    return "content" in message or "tool_calls" in message
 
 
 def with_plain_text(messages: Sequence[dict]) -> Conversation:
@@ -29,7 +104,7 @@ def with_plain_text(messages: Sequence[dict]) -> Conversation:
 
 
 def plain_text(message: dict, place: str) -> str:
-    content = message["content"]
+    content = message.get("content")
     if content is None and message["role"] == "assistant":
         return ""  # it only called tools
     if isinstance(content, str):

@@ -23,6 +23,8 @@ from nanovllm.layers.sampler import Sampling, top_logprobs
 from nanovllm.loader import load_model
 from nanovllm.memory import keep_freed_memory, largest_step, memory_left, warm_up_steps
 from nanovllm.models.qwen import head_dim_of
+from nanovllm.prompt_logprobs import PromptScores, rows_to_score
+from nanovllm.sampling import adjusted_logits, sampling_of
 from nanovllm.schedule import Item, Schedule
 from nanovllm.sequence import Sequence, StepLogprobs, TokenLogprobs
 from nanovllm.step import StepInputs
@@ -118,7 +120,7 @@ class ModelRunner:
         with self.threads.of_step(work), self.on_device():
             inputs = self.prepare(schedule)
             hidden, inputs = self.forward(inputs)
-            return self.sample(hidden, inputs, schedule.sampled)
+            return self.sample(hidden, inputs, schedule)
 
     def run(self, schedule: Schedule) -> Drawn:
         """A step from its begin to its end."""
@@ -176,36 +178,19 @@ class ModelRunner:
             num_decodes=num_decodes,
             max_context=int(contexts.max()),
         )
-        sampling = None  # all are greedy
-        if any(seq.request.params.temperature for seq in schedule.sampled):
-            sampling = self._sampling(schedule.sampled)
+        sampling = None
+        if not all(seq.request.is_plain for seq in schedule.sampled):
+            sampling = sampling_of(schedule.sampled, self.vocab_size)
+        sampled_rows = (ends - 1)[integers(sampled_from)]
+        if schedule.scored:
+            sampled_rows = torch.cat([sampled_rows, rows_to_score(schedule.scored, items, ends)])
         return StepInputs(
             input_ids=torch.frombuffer(token_ids, dtype=torch.int64),
             positions=positions,
             batch=batch,
-            sampled_rows=(ends - 1)[integers(sampled_from)],
+            sampled_rows=sampled_rows,
             sampling=sampling,
             moves=schedule.moves,
-        )
-
-    def _sampling(self, seqs: list[Sequence]) -> Sampling:
-        """How each sequence draws its token, of which at least one is not greedy."""
-        params = [seq.request.params for seq in seqs]
-        vocab_size = self.vocab_size
-        temperature = floats([p.temperature for p in params])
-        top_k = integers([p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params])
-        top_p = floats([p.top_p for p in params])
-        min_p = floats([p.min_p for p in params])
-        is_drawn = temperature > 0
-        max_top_k = int(top_k[is_drawn].max())
-        return Sampling(
-            temperature=temperature,
-            seed=integers([seq.seed for seq in seqs]),
-            position=integers([len(seq) for seq in seqs]),
-            top_k=top_k if (top_k[is_drawn] < vocab_size).any() else None,
-            top_p=top_p if (top_p[is_drawn] < 1).any() else None,
-            min_p=min_p if (min_p[is_drawn] > 0).any() else None,
-            max_top_k=max_top_k if max_top_k < vocab_size else None,
         )
 
     # --- tensors become hidden states, on the device ---
@@ -238,30 +223,47 @@ class ModelRunner:
 
     # --- hidden states become tokens ---
 
-    def sample(
-        self, hidden: Tensor, inputs: StepInputs, seqs: list[Sequence]
-    ) -> Callable[[], Drawn]:
-        """Draws a token for each sequence. See `launch`."""
-        if not seqs:
-            return lambda: ([], None)
-        logits = self.model.lm_head(hidden[inputs.sampled_rows])
-        if inputs.sampling is None:
+    def sample(self, hidden: Tensor, inputs: StepInputs, schedule: Schedule) -> Callable[[], Drawn]:
+        """Draws a token for each of `schedule.sampled`. See `launch`."""
+        seqs = schedule.sampled
+        hidden = hidden[inputs.sampled_rows]
+        results: list[Tensor] = []
+        wanted = [seq.request.num_logprobs for seq in seqs]
+        if seqs:
+            results = self._draw(hidden[: len(seqs)], inputs.sampling, seqs, wanted)
+        scores = None
+        if schedule.scored:
+            scores = PromptScores(schedule.scored, hidden[len(seqs) :], self.model.lm_head)
+        return partial(collect, results, wanted, scores)
+
+    def _draw(
+        self,
+        hidden: Tensor,
+        sampling: Sampling | None,
+        seqs: list[Sequence],
+        wanted: list[int | None],
+    ) -> list[Tensor]:
+        """The token ids; with the likeliest and their log-probabilities, if any are wanted."""
+        logits = self.model.lm_head(hidden)
+        if sampling is None:
             # the first of equal logits, like argmax, which is four times as slow on a CPU
             token_ids = logits.max(-1).indices
         else:
-            token_ids = self.ops.sample(logits, inputs.sampling)
-        results = [token_ids]
-        wanted = [seq.request.num_logprobs for seq in seqs]
+            token_ids = self.ops.sample(adjusted_logits(logits, seqs), sampling)
         max_wanted = max((k for k in wanted if k is not None), default=None)
-        if max_wanted is not None:
-            values, ids = top_logprobs(logits, token_ids, min(max_wanted, self.vocab_size))
-            results += [ids, values]
-        return partial(collect, results, wanted)
+        if max_wanted is None:
+            return [token_ids]
+        values, ids = top_logprobs(logits, token_ids, min(max_wanted, self.vocab_size))
+        return [token_ids, ids, values]
 
 
-def collect(results: list[Tensor], wanted: list[int | None]) -> Drawn:
+def collect(results: list[Tensor], wanted: list[int | None], scores: PromptScores | None) -> Drawn:
     """Waits for the results of `sample`. Each sequence gets the log-probabilities of its token and
     of as many of the most likely ones as it wants."""
+    if scores is not None:
+        scores.deliver()
+    if not results:
+        return [], None
     token_ids, *likeliest = [tensor.tolist() for tensor in results]
     if not likeliest:
         return token_ids, None
@@ -288,8 +290,3 @@ def integers(values: Iterable[int]) -> Tensor:
     if not numbers:
         return torch.zeros(0, dtype=torch.int64)
     return torch.frombuffer(numbers, dtype=torch.int64)
-
-
-def floats(values: Iterable[float]) -> Tensor:
-    """[n] fp32, n > 0."""
-    return torch.frombuffer(array("f", values), dtype=torch.float32)

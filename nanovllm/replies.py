@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from nanovllm.beam_search import BeamRequest
-from nanovllm.outputs import CompletionOutput, Delta, RequestOutput, results_of
+from nanovllm.beam_search import BeamRequest, results_of
+from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import Request
 
 
@@ -23,15 +25,18 @@ class Text:
 
     tokenizer: Tokenizer
     output: CompletionOutput
-    stop: list[str]
+    params: SamplingParams
     token_ids: list[int] = field(default_factory=list)  # those that are text
-    decoder: DecodeStream = field(default_factory=lambda: DecodeStream(skip_special_tokens=True))
     is_incomplete: bool = False  # whether the last token's text is still to come
     num_safe_chars: int = 0  # how much of output.text may be shown to the user
 
+    def __post_init__(self):
+        self.decoder = DecodeStream(skip_special_tokens=self.params.skip_special_tokens)
+        self.stop = list(self.params.stop or ())
+
     def add(self, token_id: int) -> bool:
-        """Appends a token's text. Returns True if it completes a stop string; the text is then cut
-        off before it."""
+        """Appends a token's text. Returns True if it completes a stop string, which ends the
+        text."""
         new = self.decoder.step(self.tokenizer, token_id)
         self.token_ids.append(token_id)
         self.is_incomplete = not new
@@ -43,21 +48,28 @@ class Text:
         is_stop = False
         if self.is_incomplete:
             self.is_incomplete = False
-            text = self.tokenizer.decode(self.token_ids, skip_special_tokens=True)
+            skip = self.params.skip_special_tokens
+            text = self.tokenizer.decode(self.token_ids, skip_special_tokens=skip)
             if text.startswith(self.output.text):
                 is_stop = self._append(text[len(self.output.text) :])
         self.num_safe_chars = len(self.output.text)
         return is_stop
 
     def _append(self, new: str) -> bool:
-        longest = max(map(len, self.stop), default=0)
-        begin = max(0, len(self.output.text) - longest + 1)
+        before = len(self.output.text)
         text = self.output.text + new
-        found = [text.find(stop, begin) for stop in self.stop]
-        found = [i for i in found if i >= 0]
+        found = []
+        if len(self.token_ids) > self.params.min_tokens:
+            for stop in self.stop:
+                begin = text.find(stop, max(0, before - len(stop) + 1))
+                if begin >= 0:
+                    found.append((begin, stop))
+        num_held_back = 0
         if found:
-            text = text[: min(found)]
-            num_held_back = 0
+            begin, stop = min(found, key=itemgetter(0))
+            self.output.stop_reason = stop
+            is_kept = self.params.include_stop_str_in_output
+            text = text[: begin + len(stop) if is_kept else begin]
         else:
             num_held_back = max((overlap(text, stop) for stop in self.stop), default=0)
         self.output.text = text
@@ -94,7 +106,6 @@ class Reply:
         self.is_watched = is_watched or has_stop or isinstance(request, BeamRequest)
         self.may_be_late = not self.is_reported and not self.is_watched
         self.completions = [CompletionOutput(i) for i in range(request.params.n)]
-        self.told = [(0, 0)] * request.params.n  # characters and tokens that news() has returned
         self.output = RequestOutput(
             request.request_id, request.prompt, request.prompt_token_ids, self, self.completions
         )
@@ -107,11 +118,14 @@ class Reply:
         for output in self.completions:
             output.text = ""
             output.token_ids.clear()
-            output.logprobs = None if request.params.logprobs is None else []
+            output.stop_reason = None
+            output.cumulative_logprob = None
+            if request.params.logprobs is not None:
+                output.logprobs = []
         self.texts: list[Text] = []  # of each output
-        if self.tokenizer is not None and not isinstance(request, BeamRequest):
-            stop = list(request.params.stop or ())
-            self.texts = [Text(self.tokenizer, output, stop) for output in self.completions]
+        tokenizer = self.tokenizer
+        if tokenizer is not None and not isinstance(request, BeamRequest):
+            self.texts = [Text(tokenizer, output, request.params) for output in self.completions]
         self.output.error = None
         self.output.finished = False
         self.output.reply = self
@@ -126,6 +140,8 @@ class Reply:
             for i in range(len(self.completions)):
                 self._update_completion(i)
         self.output.cached_tokens = request.num_cached_tokens or 0
+        if request.params.prompt_logprobs is not None:
+            self.output.prompt_logprobs = request.prompt_logprobs
         if request.has_ended:
             if isinstance(request, BeamRequest):
                 self.completions[:] = results_of(request, self.tokenizer)
@@ -135,35 +151,25 @@ class Reply:
 
     def _update_completion(self, i: int) -> None:
         output = self.completions[i]
-        seq = self.request.sequences[i]
-        begin = len(self.request.prompt_token_ids) + len(output.token_ids)
+        request = self.request
+        seq = request.sequences[i]
+        begin = len(request.prompt_token_ids) + len(output.token_ids)
+        stops = () if request.params.include_stop_str_in_output else request.stop_token_ids
         for token_id in seq.token_ids[begin:]:
-            is_text = bool(self.texts) and token_id not in self.request.stop_token_ids
+            is_text = bool(self.texts) and token_id not in stops
             if is_text and self.texts[i].add(token_id):  # if it raises, so does whoever reads next
                 seq.finish_reason = "stop"
             output.token_ids.append(token_id)
         if output.logprobs is not None and seq.logprobs is not None:
-            output.logprobs += seq.logprobs[len(output.logprobs) : len(output.token_ids)]
+            new = seq.logprobs[len(output.logprobs) : len(output.token_ids)]
+            output.logprobs += new
+            first = [next(iter(likeliest.values())) for likeliest in new]
+            output.cumulative_logprob = (output.cumulative_logprob or 0.0) + sum(first)
         if seq.finish_reason is not None and self.texts and self.texts[i].end():
             seq.finish_reason = "stop"
         output.finish_reason = seq.finish_reason
-
-    def news(self) -> list[Delta]:
-        """What is new in each output since the last call: its text as far as it may be shown, its
-        tokens, and at the end the reason. To be called until the output has finished."""
-        if self.output.reply is not None:
-            self.update()
-        deltas = []
-        for i, output in enumerate(self.completions):
-            num_chars, num_tokens = self.told[i]
-            num_safe = self.texts[i].num_safe_chars if self.texts else len(output.text)
-            text = output.text[num_chars:num_safe]
-            token_ids = output.token_ids[num_tokens:]
-            logprobs = None if output.logprobs is None else output.logprobs[num_tokens:]
-            # after a fault an output is made anew, and may be shorter than what was told
-            self.told[i] = max(num_chars, num_safe), max(num_tokens, len(output.token_ids))
-            deltas.append(Delta(i, text, token_ids, logprobs, output.finish_reason))
-        return deltas
+        if seq.finish_reason == "stop" and output.token_ids[-1] in request.own_stop_token_ids:
+            output.stop_reason = output.stop_reason or output.token_ids[-1]
 
     def catch_up(self, error: Exception | None = None) -> None:
         """Brings the output up to date, or ends it with the error."""
@@ -192,6 +198,11 @@ class Replies:
         self.unfinished: dict[str, Reply] = {}  # by request id
         self.unreported: dict[str, RequestOutput] = {}
         self.late: deque[Reply] = deque()  # ended, and their outputs are still to be made
+
+    def to(self, request: Request) -> Reply | None:
+        """The reply to this request, unless it has ended."""
+        reply = self.unfinished.get(request.request_id)
+        return reply if reply is not None and reply.request is request else None
 
     def report(self, reply: Reply, error: Exception | None = None) -> None:
         """Reports what is new about a request, or the error that ends it. Forgets the request once

@@ -21,19 +21,36 @@ class SamplingParams(Options):
     """Keep only the most likely tokens whose total probability reaches this value, at least one."""
     min_p: float = 0.0
     """Keep only tokens with at least this fraction of the most likely token's probability."""
-    max_tokens: int = 256
-    """Maximum tokens to generate."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of all tokens that the output has already; below 0 favors them."""
+    frequency_penalty: float = 0.0
+    """The same, times how often the output has the token."""
+    repetition_penalty: float = 1.0
+    """Above 1, tokens of the prompt and the output become less likely: their logits are divided by
+    it, or multiplied if below 0."""
+    logit_bias: dict[int, float] | None = None
+    """Added to the logits of these token ids."""
+    max_tokens: int | None = 256
+    """Maximum tokens to generate; None is as many as fit."""
+    min_tokens: int = 0
+    """No stop token is drawn and no stop string is looked for before so many tokens."""
     stop: str | list[str] | None = None
     """Strings that end the output. The text is cut off before them."""
     stop_token_ids: list[int] | None = None
     """Tokens that end the output, in addition to the model's end-of-sequence tokens."""
     ignore_eos: bool = False
     """Continue past the model's end-of-sequence tokens."""
+    include_stop_str_in_output: bool = False
+    """Leave the stop string, or the text of the stop token, in the text."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
     seed: int | None = None
     """The same request with the same seed gives the same tokens, whatever it is batched with."""
     logprobs: int | None = None
     """Return the log-probability of each output token, and of the k most likely tokens at its
     position."""
+    prompt_logprobs: int | None = None
+    """The same for the prompt's tokens. Its keys and values are then computed, even if cached."""
     extra_args: dict | None = None
     """For a scheduler of your own: a tenant, a deadline, a class of service. The engine does not
     look at it."""
@@ -46,11 +63,10 @@ class SamplingParams(Options):
     def __post_init__(self):
         self.require("n", is_int(self.n, 1), "a positive integer")
         self._check_filters()
-        allowed = "a positive integer; what does not fit into max_model_len is not generated"
-        self.require("max_tokens", is_int(self.max_tokens, 1), allowed)
-        self.max_tokens = min(self.max_tokens, LARGEST_COUNT)
+        self._check_penalties()
+        self._check_lengths()
         self._check_stops()
-        for name, limit in (("seed", 2**63 - 1), ("logprobs", 20)):
+        for name, limit in (("seed", 2**63 - 1), ("logprobs", 20), ("prompt_logprobs", 20)):
             value = getattr(self, name)
             is_allowed = value is None or is_int(value, 0, limit)
             self.require(name, is_allowed, f"None or an integer from 0 to {limit}")
@@ -71,8 +87,33 @@ class SamplingParams(Options):
         self.require("top_p", is_share, "above 0 and at most 1")
         self.require("min_p", is_number(self.min_p, 0, 1), "from 0 to 1")
 
+    def _check_penalties(self) -> None:
+        for name, low, high in (
+            ("presence_penalty", -2, 2),
+            ("frequency_penalty", -2, 2),
+            ("repetition_penalty", 0.01, 100),
+        ):
+            is_allowed = is_number(getattr(self, name), low, high)
+            self.require(name, is_allowed, f"from {low} to {high}")
+        bias = {} if self.logit_bias is None else self.logit_bias
+        is_bias = isinstance(bias, dict) and all(
+            is_int(i, 0) and is_number(value, -100, 100) for i, value in bias.items()
+        )
+        self.require("logit_bias", is_bias, "a dict of token ids with numbers from -100 to 100")
+        self.logit_bias = {**bias}
+
+    def _check_lengths(self) -> None:
+        """Of max_tokens, an integer afterwards, and min_tokens."""
+        if self.max_tokens is None:
+            self.max_tokens = LARGEST_COUNT
+        allowed = "a positive integer, or None; what does not fit is not generated"
+        self.require("max_tokens", is_int(self.max_tokens, 1), allowed)
+        self.max_tokens = min(self.max_tokens, LARGEST_COUNT)
+        allowed = f"an integer from 0 to max_tokens={self.max_tokens}"
+        self.require("min_tokens", is_int(self.min_tokens, 0, self.max_tokens), allowed)
+
     def _check_stops(self) -> None:
-        """Of stop, stop_token_ids, which are lists afterwards, and ignore_eos."""
+        """Of stop, stop_token_ids, which are lists afterwards, and what goes with them."""
         stop = [] if self.stop is None else self.stop
         if isinstance(stop, str):
             stop = [stop]
@@ -84,7 +125,15 @@ class SamplingParams(Options):
         is_ids = isinstance(ids, list | tuple | set) and all(is_int(i, 0) for i in ids)
         self.require("stop_token_ids", is_ids, "a list of token ids")
         self.stop_token_ids = list(ids)
-        self.require("ignore_eos", isinstance(self.ignore_eos, bool), "True or False")
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            self.require(name, isinstance(getattr(self, name), bool), "True or False")
+
+    @property
+    def adjusts_logits(self) -> bool:
+        has_penalty = self.presence_penalty or self.frequency_penalty
+        return bool(
+            has_penalty or self.repetition_penalty != 1 or self.logit_bias or self.min_tokens
+        )
 
     def clone(self) -> "SamplingParams":
         """A copy, checked again."""

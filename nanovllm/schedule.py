@@ -41,6 +41,7 @@ class Schedule:
     items: list[Item] = field(default_factory=list)
     sampled: list[Sequence] = field(default_factory=list)  # those that get a next token
     sampled_from: list[int] = field(default_factory=list)  # after the last token of which item
+    scored: list[Item] = field(default_factory=list)  # whose prompts' log-probabilities are wanted
     moves: Moves = field(default_factory=Moves)
     num_used_blocks: int = 0  # of the KV cache, while the step runs
 
@@ -68,6 +69,8 @@ class Schedule:
         self.tokens_left -= num_tokens
         if num_missing > 1:
             self.prompt_tokens_left -= num_tokens
+            if seq.request.lacks_prompt_logprobs:
+                self.scored.append(item)
 
 
 def check_choice(

@@ -17,6 +17,7 @@ from nanovllm.beam_search import BeamRequest
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import Limits
 from nanovllm.options import refusal, shown
+from nanovllm.sampling_params import LARGEST_COUNT
 from nanovllm.schedule import Item, Schedule, ScheduleError, check_choice
 from nanovllm.sequence import Request, Sequence, StepLogprobs, TokenLogprobs
 from nanovllm.swapping import free_host, swap_in, swap_out
@@ -53,7 +54,7 @@ class Scheduler:
     def priority(self, request: Request):
         """Sort key: the waiting request with the smallest is admitted first. Asked for in each step
         that may admit, unless `priority_is_fixed`."""
-        return request.arrival
+        return request.user_priority, request.arrival
 
     def running_order(self, request: Request):
         """Sort key: the running request with the smallest is given tokens first."""
@@ -116,12 +117,17 @@ class Scheduler:
             limit = getattr(self, name)
             if params.n > limit:
                 raise refusal(name_of_n, params.n, f"it must be at most {name}={limit}")
-        request.max_len = min(num_prompt + params.max_tokens, self.max_model_len)
+        max_tokens = None if params.max_tokens == LARGEST_COUNT else params.max_tokens
+        request.max_len = min(num_prompt + (max_tokens or LARGEST_COUNT), self.max_model_len)
         needed = self.block_manager.max_blocks_needed(request)
         available = len(self.block_manager.blocks)
+        block_size = self.block_manager.block_size
+        while max_tokens is None and needed > available and request.max_len > num_prompt + 1:
+            request.max_len = max(num_prompt + 1, request.max_len - block_size)
+            needed = self.block_manager.max_blocks_needed(request)
         if needed > available:
-            what = f"prompt of {num_prompt} tokens, max_tokens={params.max_tokens}"
-            size = f"{self.block_manager.block_size} tokens ({what}, {name_of_n}={params.n})"
+            what = f"prompt of {num_prompt} tokens, {max_tokens=}"
+            size = f"{block_size} tokens ({what}, {name_of_n}={params.n})"
             why = f"{needed} KV blocks of {size}, but num_blocks={available}"
             raise ValueError(f"the request may need {why}")
 

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from nanovllm.sampling_params import SamplingParams
 
-TokenLogprobs = dict[int, float]  # token id -> log-probability; the token drawn comes first
+TokenLogprobs = dict[int, float]  # token id -> log-probability; the token itself comes first
 StepLogprobs = list[TokenLogprobs | None] | None  # of each sampled sequence, if any wants some
 
 
@@ -91,12 +91,19 @@ class Request:
     num_cached_tokens: int | None = None  # prompt tokens found in the cache at the first admission
     has_forked: bool = False  # whether each sequence has its own blocks; else only the first runs
     num_shared_tokens: int = 0  # before the fork: the number of tokens that all sequences share
+    user_priority: int = 0  # the smallest is served first
+    # of the prompt's tokens, as far as computed, if requested; the first one has none
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
 
     def __post_init__(self):
         self.seed = self.params.seed or 0
         self.num_logprobs = self.params.logprobs  # how many of the likeliest tokens to return
+        self.is_adjusted = self.params.adjusts_logits
+        # whether its tokens are just the likeliest ones
+        self.is_plain = self.params.temperature == 0 and not self.is_adjusted
         eos_token_ids = () if self.params.ignore_eos else self.eos_token_ids
         self.stop_token_ids = frozenset(self.params.stop_token_ids or ()).union(eos_token_ids)
+        self.own_stop_token_ids = self.stop_token_ids.difference(eos_token_ids)
 
     @cached_property
     def sequences(self) -> list[Sequence]:
@@ -129,6 +136,13 @@ class Request:
     def is_prefilling(self) -> bool:
         """Whether it lacks more than its next token: its prompt, or what it lost when preempted."""
         return any(seq.num_missing_tokens > 1 for seq in self.unfinished)
+
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """Whether it wants those of its prompt's tokens: these are to be computed, not found in the
+        cache."""
+        is_wanted = self.params.prompt_logprobs is not None
+        return is_wanted and len(self.prompt_logprobs) < len(self.prompt_token_ids)
 
     @property
     def num_seats(self) -> int:

@@ -13,13 +13,13 @@ from nanovllm.layers.sampler import Sampling
 
 @dataclass
 class StepInputs:
-    """T tokens in one flat, ragged batch. S of them need logits, because a token is drawn after."""
+    """T tokens in one flat, ragged batch. S of them need logits."""
 
     input_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
     batch: Batch
-    sampled_rows: Tensor  # [S] int64, which of the T
-    sampling: Sampling | None = None  # how the S tokens are drawn; None if all are greedy
+    sampled_rows: Tensor  # [S] int64, which of the T: first those that draw, then those of prompts
+    sampling: Sampling | None = None  # how tokens are drawn; None if each is just the likeliest
     moves: Moves = field(default_factory=Moves)  # of blocks, before the model runs
 
     @property

@@ -39,7 +39,21 @@ NAN = math.nan
         ("min_p", 1.1),
         ("max_tokens", 0),
         ("max_tokens", -1),
-        ("max_tokens", None),
+        ("min_tokens", -1),
+        ("min_tokens", 257),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", NAN),
+        ("frequency_penalty", "1"),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", True),
+        ("logit_bias", {"5": 1.0}),
+        ("logit_bias", {5: 101}),
+        ("logit_bias", {-1: 1}),
+        ("logit_bias", [5]),
+        ("prompt_logprobs", 21),
+        ("prompt_logprobs", True),
+        ("skip_special_tokens", 1),
+        ("include_stop_str_in_output", None),
         ("stop", ""),
         ("stop", ["a", ""]),
         ("stop", [1]),
@@ -106,8 +120,11 @@ def test_config_names_the_field_the_value_and_what_is_allowed(field, value):
         (SamplingParams, "max_new_tokens", "did you mean 'max_tokens'?"),
         (Config, "block_sizes", "Config has no field 'block_sizes': did you mean 'block_size'?"),
         (SamplingParams, "zzz", "SamplingParams has no field 'zzz': allowed are n, temperature,"),
-        (SamplingParams, "presence_penalty", "no field 'presence_penalty': allowed are n, temper"),
-        (SamplingParams, "min_tokens", "did you mean 'max_tokens'? (allowed are n, temperature,"),
+        (
+            SamplingParams,
+            "presence_penality",
+            "did you mean 'presence_penalty'? (allowed are n, te",
+        ),
         (SamplingParams, "use_beam_search", "call LLM.beam_search(prompts, BeamSearchParams(...))"),
         (SamplingParams, "best_of", "n is the number of outputs; LLM.beam_search finds"),
         (Config, "swap_space", "did you mean 'swap_gib', with preemption_mode='swap'?"),
@@ -133,9 +150,7 @@ def test_what_a_vllm_field_becomes_exists():
     assert callable(LLM.beam_search) and {"swap_gib", "max_num_batched_tokens"} <= names
 
 
-def test_max_tokens_says_how_to_get_as_many_as_fit():
-    with pytest.raises(ValueError, match="max_tokens=None is not .* does not fit into max_model_l"):
-        SamplingParams(max_tokens=None)
+def test_what_does_not_fit_is_not_generated():
     llm = LLM(max_model_len=16, num_blocks=4)
     params = SamplingParams(max_tokens=10**12, temperature=0, ignore_eos=True)
     (output,) = llm.generate([[5] * 6], params, use_tqdm=False)

@@ -185,7 +185,8 @@ def test_the_buffer_holds_every_step(max_num_seqs, max_model_len):
     num_tables = graphs.sizes[-1].decodes + MAX_CHUNKS
     step = step_of(rows, [64] * MAX_CHUNKS)
     step.batch.block_tables = torch.zeros(num_tables * -(-max_model_len // 4), dtype=torch.int32)
-    step.sampled_rows = torch.zeros(max_num_seqs, dtype=torch.int64)
+    num_sampled = max_num_seqs + graphs.limits.max_num_batched_tokens  # a whole prompt is scored
+    step.sampled_rows = torch.zeros(num_sampled, dtype=torch.int64)
     numbers = torch.ones(6, max_num_seqs)
     step.sampling = Sampling(*numbers[:1], *numbers[1:4].long(), *numbers[4:])
     size = graphs.size_for(step)

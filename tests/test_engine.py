@@ -523,3 +523,94 @@ def test_the_profiling_step_of_the_gpu_path(llm):
             llm.runner.run(largest_step(llm.runner.limits, llm.runner.shape.block_size))
     finally:
         llm.runner.kv_cache, llm.runner.limits = cache, llm.limits
+
+
+# --- as many as fit, who is first, and an empty cache ---
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("num_blocks", [5, 8, 11, 64])
+def test_as_many_tokens_as_fit(checkpoints, n, num_blocks):
+    """Into max_model_len, and into the cache."""
+    llm = LLM(
+        checkpoints["qwen3"][0],
+        dtype="float32",
+        block_size=BLOCK,
+        num_blocks=num_blocks,
+        max_model_len=50,
+    )
+    params = SamplingParams(n=n, seed=1, max_tokens=None)
+    (output,) = llm.generate([[5] * 6], params, use_tqdm=False)
+    lengths = {len(answer.token_ids) for answer in output.outputs}
+    (length,) = lengths
+    room = (
+        (num_blocks - 1) // n if n > 1 else num_blocks - 1
+    )  # blocks, beside the prompt's full one
+    most = min(44, (1 + room) * BLOCK + 1 - 6)
+    assert most - BLOCK < length <= most and (length == 44 or num_blocks < 64)
+    check_blocks(llm.block_manager, [])
+    with pytest.raises(
+        ValueError, match="may need .* max_tokens=None, n=" if num_blocks == 5 else "at most 49"
+    ):
+        llm.generate([[5] * (30 if num_blocks == 5 else 50)], params, use_tqdm=False)
+
+
+def test_the_smallest_priority_is_served_first(checkpoints):
+    path, prompts, _ = checkpoints["qwen3"]
+    llm = LLM(path, dtype="float32", block_size=BLOCK, num_blocks=200, max_num_seqs=1)
+    for priorities in ([0, 0, 0], [2, 1, 0], [5, -5, 5]):
+        ids = [
+            llm.add_request(prompt, greedy_params(3), priority=priority)
+            for prompt, priority in zip(prompts, priorities)
+        ]
+        ended = []
+        while llm.has_unfinished():
+            ended += [output.request_id for output in llm.step() if output.finished]
+        assert ended == sorted(ids, key=lambda name: (priorities[ids.index(name)], int(name)))
+    both = llm.generate(prompts[:2], greedy_params(3), use_tqdm=False, priority=[1, 0])
+    assert [output.prompt_token_ids for output in both] == prompts[:2]
+    with pytest.raises(ValueError, match="priority='high' is not allowed: it must be an integer"):
+        llm.add_request(prompts[0], priority="high")
+    with pytest.raises(ValueError, match="2 prompts, but 1 priorities: give one, or as many"):
+        llm.generate(prompts[:2], greedy_params(3), use_tqdm=False, priority=[1])
+
+
+def test_the_prefix_cache_can_be_emptied(checkpoints):
+    """Also while others run; then nothing of it is found, and they are not disturbed."""
+    path, prompts, expected = checkpoints["qwen3"]
+    llm = LLM(path, dtype="float32", block_size=BLOCK, num_blocks=200)
+    prompt = prompts[-1]
+
+    def hits() -> int:
+        (output,) = llm.generate([prompt], greedy_params(), use_tqdm=False)
+        assert output.outputs[0].token_ids == expected[-1]
+        return output.num_cached_tokens
+
+    assert hits() == 0 and hits() >= BLOCK
+    assert llm.reset_prefix_cache()
+    assert hits() == 0
+    request_id = llm.add_request(prompt, greedy_params())
+    for _ in range(4):
+        llm.step()
+    request = llm.requests[request_id]
+    assert llm.reset_prefix_cache() and not llm.block_manager.findable
+    check_blocks(llm.block_manager, request.sequences)
+    assert hits() == 0
+    while llm.has_unfinished():
+        llm.step()
+    assert request.sequences[0].output_token_ids == expected[-1]
+    check_blocks(llm.block_manager, [])
+
+
+def test_a_hook_may_empty_the_prefix_cache_in_the_middle_of_a_plan(checkpoints):
+    path, prompts, expected = checkpoints["qwen3"]
+
+    class Forgetful(Scheduler):
+        def commit(self, items, schedule):
+            super().commit(items, schedule)
+            self.block_manager.forget_prefixes()
+
+    llm = LLM(path, dtype="float32", block_size=BLOCK, num_blocks=60, scheduler_cls=Forgetful)
+    outputs = llm.generate(prompts, greedy_params(), use_tqdm=False)
+    assert token_ids(outputs) == expected
+    check_blocks(llm.block_manager, [])

@@ -95,7 +95,7 @@ def test_vllms_forms_of_a_prompt(llm):
 def test_other_dicts_are_no_prompts(llm, prompt):
     for prompts in (prompt, [prompt]):
         with pytest.raises(
-            ValueError, match=r"=\{.* is not .* a dict must be \{'prompt': text\} or"
+            ValueError, match=r"=\{.* is not .* a dict must be \{'prompt': text\}, "
         ):
             llm.generate(prompts, use_tqdm=False)
 
@@ -106,3 +106,60 @@ def test_vllms_keyword_for_the_parameters(llm):
     assert one.outputs[0].token_ids == other.outputs[0].token_ids
     (answer,) = llm.chat(user("12 + 7"), sampling_params=greedy(3), use_tqdm=False)
     assert len(answer.outputs[0].token_ids) <= 3
+
+
+# --- what the chat template gets ---
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+SHOWS_ALL = (
+    "{{ tools | tojson }} {{ enable_thinking }} {{ add_generation_prompt }}"
+    "{% for message in messages %} {{ message['content'] }}{% endfor %}"
+)
+
+
+def test_options_of_the_template(llm):
+    chat = [*user("say 12"), {"role": "assistant", "content": "12 is"}]
+    params = greedy(max_tokens=3)
+    usual = llm.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    (output,) = llm.chat(chat, params, use_tqdm=False)
+    assert output.prompt == usual
+    (output,) = llm.chat(chat, params, use_tqdm=False, add_generation_prompt=False)
+    assert output.prompt == usual.removesuffix("<|im_start|>assistant\n")
+    (output,) = llm.chat(
+        chat, params, False, add_generation_prompt=False, continue_final_message=True
+    )
+    assert output.prompt.endswith("<|im_start|>assistant\n12 is")
+    options = {"chat_template": SHOWS_ALL, "chat_template_kwargs": {"enable_thinking": False}}
+    (output,) = llm.chat(chat, params, use_tqdm=False, tools=TOOLS, **options)
+    assert output.prompt.endswith(" False True say 12 12 is") and '"name": "add"' in output.prompt
+    request_id = llm.add_request({"messages": chat, "tools": TOOLS, **options}, params)
+    assert llm.requests[request_id].prompt == output.prompt
+    assert llm.abort(request_id)
+    llm.step()
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"enable_thinking": False}, "Chat has no field 'enable_thinking'"),
+        ({"tool": TOOLS}, "Chat has no field 'tool': did you mean 'tools'"),
+        ({"tools": "add"}, "tools='add' is not allowed: it must be a list of dicts"),
+        ({"tools": [1]}, r"tools=\[1\] is not allowed"),
+        ({"continue_final_message": True}, "continue_final_message=True .* begun or continued"),
+        ({"add_generation_prompt": 1}, "add_generation_prompt=1 .* True or False"),
+        ({"chat_template_kwargs": {1: 2}}, "chat_template_kwargs={1: 2} .* names as keys"),
+        ({"chat_template": 5}, "chat_template=5 .* it must be text"),
+        ({"chat_template": "{{ nothing.at.all }}"}, "the tokenizer rejects it"),
+    ],
+)
+def test_other_options_of_the_template_are_refused(llm, options, message):
+    with pytest.raises(ValueError, match=message):
+        llm.chat(user("hello"), greedy(max_tokens=1), use_tqdm=False, **options)
+    assert not llm.has_unfinished()
+
+
+def test_a_call_of_a_tool_needs_no_content(llm):
+    call = {"type": "function", "function": {"name": "add", "arguments": "{}"}}
+    chat = [*user("hello"), {"role": "assistant", "tool_calls": [call]}, *user("and?")]
+    (output,) = llm.chat(chat, greedy(max_tokens=1), use_tqdm=False)
+    assert "assistant\n<|im_end|>" in output.prompt

@@ -5,7 +5,6 @@ Run: pytest tests/test_loader.py [-k generation]
 """
 
 import json
-import logging
 import shutil
 from pathlib import Path
 
@@ -155,14 +154,13 @@ def test_end_of_sequence_tokens(eos_token_id, expected, directory):
     assert load_generation_config(directory, config) == (SamplingParams(temperature=0), {3})
 
 
-@pytest.mark.parametrize("penalty, is_said", [(1.05, True), (1.0, False), (None, False)])
-def test_a_repetition_penalty_is_not_ignored_in_silence(penalty, is_said, embedded, caplog):
-    file = embedded / "generation_config.json"
-    change(file, repetition_penalty=penalty)
-    with caplog.at_level(logging.WARNING, logger="nanovllm"):
-        LLM(embedded, device="cpu", num_blocks=8)
-    said = [record.getMessage() for record in caplog.records if "penalty" in record.getMessage()]
-    assert said == [f"{file}: repetition_penalty=1.05 is ignored, it is not supported"] * is_said
+@pytest.mark.parametrize("do_sample", [True, False])
+@pytest.mark.parametrize("penalty, expected", [(1.05, 1.05), (1.0, 1.0), (None, 1.0)])
+def test_a_repetition_penalty_is_a_default(penalty, expected, do_sample, embedded):
+    """As in transformers, also if it draws nothing at random."""
+    change(embedded / "generation_config.json", repetition_penalty=penalty, do_sample=do_sample)
+    defaults = LLM(embedded, device="cpu", num_blocks=8).inputs.default_params
+    assert defaults.repetition_penalty == expected
 
 
 def test_a_directory_without_a_tokenizer(directory):

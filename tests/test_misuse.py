@@ -20,6 +20,7 @@ from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.schedule import ScheduleError
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
+from nanovllm.streaming import Reader
 
 HOOKS = ("add", "priority", "running_order", "next_waiting", "may_admit", "step_budget", "make_room", "reason_to_end",
          "finish", "advance", "receive", "update", "schedule", "commit", "admit", "tokens_to_compute")  # fmt: skip
@@ -563,10 +564,11 @@ def test_news_are_what_is_new_in_each_output(real_llm):
     (expected,) = real_llm.generate("Once upon a", params, use_tqdm=False)
     request_id = real_llm.add_request("Once upon a", params)
     reply = real_llm.replies.unfinished[request_id]
+    reader = Reader(reply)
     deltas = {i: [] for i in range(3)}
     while True:
         is_last = reply.output.finished
-        for delta in reply.news():
+        for delta in reader.news():
             deltas[delta.index].append(delta)
         if is_last:
             break

@@ -28,7 +28,7 @@ def greedy(**kwargs) -> SamplingParams:
 def feed(llm, text: str, stop=()) -> tuple[list[str], str, bool]:
     """What a stream shows after each token of `text`, the whole text, and whether a stop string ended it."""
     output, shown, pieces, stopped = CompletionOutput(0), 0, [], False
-    stream = Text(llm.tokenizer.backend_tokenizer, output, list(stop))
+    stream = Text(llm.tokenizer.backend_tokenizer, output, SamplingParams(stop=list(stop)))
     for token_id in llm.tokenizer.encode(text):
         stopped = stream.add(token_id)
         pieces.append(output.text[shown : stream.num_safe_chars])
@@ -59,7 +59,8 @@ def test_no_half_character_is_ever_shown(llm, text):
 
 def test_a_character_cut_off_by_the_end_is_not_shown(llm):
     ids = llm.tokenizer.encode("a👍")
-    stream = Text(llm.tokenizer.backend_tokenizer, output := CompletionOutput(0), [])
+    output = CompletionOutput(0)
+    stream = Text(llm.tokenizer.backend_tokenizer, output, SamplingParams())
     for token_id in ids[:-1]:
         stream.add(token_id)
     assert len(ids) > 3 and output.text == "a"
@@ -240,3 +241,78 @@ def test_text_is_made_when_somebody_reads_it(llm, monkeypatch):
         texts.append(output.outputs[0].text)
     assert texts[-1] == expected.outputs[0].text and added == expected.outputs[0].token_ids
     assert all(longer.startswith(shorter) for shorter, longer in pairwise(texts))
+
+
+# --- why it has stopped, and what of it is shown ---
+
+
+def test_the_reason_to_stop(llm):
+    """The stop string or stop token of the parameters; none for the model's own end, or a length."""
+    chat = user("what is 12 + 30?")
+    (plain,) = llm.chat(chat, greedy(max_tokens=60), use_tqdm=False)
+    (answer,) = plain.outputs
+    assert answer.finish_reason == "stop" and answer.stop_reason is None
+    end = answer.token_ids[-1]
+    third = answer.token_ids[2]
+    assert third not in answer.token_ids[:2]
+
+    def stopped(**options):
+        (output,) = llm.chat(chat, greedy(**{"max_tokens": 60, **options}), use_tqdm=False)
+        return output.outputs[0].finish_reason, output.outputs[0].stop_reason
+
+    assert stopped(stop_token_ids=[third]) == ("stop", third)
+    assert stopped(stop_token_ids=[end]) == ("stop", None)
+    assert stopped(stop_token_ids=[end], ignore_eos=True) == ("stop", end)
+    assert stopped(stop=["zzz", answer.text[-2:]]) == ("stop", answer.text[-2:])
+    assert stopped(max_tokens=2) == ("length", None)
+
+
+def test_what_ended_the_text_may_stay_in_it(llm):
+    chat = user("what is 12 + 30?")
+    (plain,) = llm.chat(chat, greedy(max_tokens=60), use_tqdm=False)
+    text = plain.outputs[0].text
+    special = llm.tokenizer.decode(plain.outputs[0].token_ids[-1:])
+    assert special == "<|im_end|>"
+
+    def shown(**options):
+        (output,) = llm.chat(chat, greedy(max_tokens=60, **options), use_tqdm=False)
+        return output.outputs[0].text
+
+    assert shown(stop=text[2:4]) == text[:2]
+    assert shown(stop=text[2:4], include_stop_str_in_output=True) == text[:4]
+    assert shown(skip_special_tokens=False) == text
+    assert shown(skip_special_tokens=False, include_stop_str_in_output=True) == text + special
+    assert shown(include_stop_str_in_output=True) == text
+    past = shown(ignore_eos=True, skip_special_tokens=False)
+    assert past.startswith(text + special) and special not in shown(ignore_eos=True)
+    stream = llm.stream(
+        chat_text(llm, chat), greedy(max_tokens=60, stop=text[2:4], include_stop_str_in_output=True)
+    )
+    assert "".join(stream) == text[:4]
+
+
+def chat_text(llm, messages) -> str:
+    return llm.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+
+@pytest.mark.parametrize("min_tokens", range(1, 8))
+def test_no_stop_string_ends_within_the_first_tokens(llm, min_tokens):
+    """Also not one that began there and is shorter than another."""
+    (plain,) = llm.generate("12 + 437 =", greedy(max_tokens=24, ignore_eos=True), use_tqdm=False)
+    ids = plain.outputs[0].token_ids
+    for stops in (["4", "49"], ["449"], ["9", "zzzzzzzzz"], [" "], ["="]):
+        params = greedy(max_tokens=24, min_tokens=min_tokens, stop=stops, ignore_eos=True)
+        (output,) = llm.generate("12 + 437 =", params, use_tqdm=False)
+        assert output.outputs[0].text == cut_at(llm.tokenizer, ids, stops, min_tokens)
+
+
+def cut_at(tokenizer, ids: list[int], stops: list[str], min_tokens: int) -> str:
+    """The text of the tokens, cut off before a stop string that ends in a later token than the first ones."""
+    before = ""
+    for i in range(1, len(ids) + 1):
+        text = tokenizer.decode(ids[:i], skip_special_tokens=True)
+        found = [text.find(stop, max(0, len(before) - len(stop) + 1)) for stop in stops]
+        if i > min_tokens and max(found) >= 0:
+            return text[: min(place for place in found if place >= 0)]
+        before = text
+    return before

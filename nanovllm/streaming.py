@@ -1,0 +1,65 @@
+"""Streaming: what is new in an output, as it comes."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from nanovllm.replies import Reply
+from nanovllm.sequence import Request, TokenLogprobs
+
+
+@dataclass
+class Delta:
+    """What is new in one output."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None
+    finish_reason: str | None  # in the last one
+
+
+class Reader:
+    """Reads a reply that is watched, each part of it once."""
+
+    def __init__(self, reply: Reply):
+        self.reply = reply
+        self.num_read = [(0, 0)] * len(reply.completions)  # characters and tokens
+
+    def news(self) -> list[Delta]:
+        """What is new in each output since the last call: its text as far as it may be shown, its
+        tokens, and at the end the reason. To be called until the output has finished."""
+        reply = self.reply
+        if reply.output.reply is not None:
+            reply.update()
+        deltas = []
+        for i, output in enumerate(reply.completions):
+            num_chars, num_tokens = self.num_read[i]
+            num_safe = reply.texts[i].num_safe_chars if reply.texts else len(output.text)
+            text = output.text[num_chars:num_safe]
+            token_ids = output.token_ids[num_tokens:]
+            logprobs = None if output.logprobs is None else output.logprobs[num_tokens:]
+            # after a fault an output is made anew, and may be shorter than what was read
+            self.num_read[i] = max(num_chars, num_safe), max(num_tokens, len(output.token_ids))
+            deltas.append(Delta(i, text, token_ids, logprobs, output.finish_reason))
+        return deltas
+
+
+def stream(llm: Any, request: Request) -> Iterator[str]:
+    """What LLM.stream returns, for a checked request."""
+    try:
+        reply = llm._submit(request, is_reported=False, is_watched=True)
+        reader = Reader(reply)
+        is_last = False
+        while not is_last:
+            is_last = reply.output.finished
+            with llm.turn:
+                (delta,) = reader.news()
+            if delta.text:
+                yield delta.text
+            elif not is_last:  # no other caller's step has brought text meanwhile
+                llm.step(report=False)
+    finally:  # perhaps in the garbage collector, in any thread
+        llm.recovery.unwanted.append(request)
+    if reply.output.error is not None:
+        raise reply.output.error
