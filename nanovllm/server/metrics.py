@@ -52,7 +52,8 @@ class Metrics:
         stats = self.stats
         for name, (key, text) in GAUGES.items():
             yield GaugeMetricFamily(f"nanovllm:{name}", text, stats.get(key, 0))
-        used = stats.get("kv_blocks_used", 0) / max(1, stats.get("kv_blocks", 0))
+        num_used = stats.get("kv_blocks_used", 0)
+        used = num_used / max(1, stats.get("kv_blocks", 0))
         yield GaugeMetricFamily("nanovllm:kv_cache_usage_perc", "Used KV blocks, 1 is all.", used)
         for name, (key, text) in COUNTERS.items():
             yield CounterMetricFamily(f"nanovllm:{name}", text, stats.get(key, 0))

@@ -17,7 +17,6 @@ from nanovllm.options import shown
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import Request
 
-
 # fields with the names and meanings of SamplingParams
 SAME = {field.name for field in fields(SamplingParams)} - {"max_tokens", "logprobs", "logit_bias"}
 
