@@ -107,7 +107,7 @@ def beam_search(file: Path) -> None:
         "what they have in common stays shared, and a dropped beam's own blocks are free at once."
     )
     beams = BeamSearchParams(beam_width=4, max_tokens=36, ignore_eos=True)
-    llm = LLM(block_size=BLOCK_SIZE, num_blocks=32, enable_prefix_caching=False)
+    llm = LLM(block_size=BLOCK_SIZE, num_blocks=44, enable_prefix_caching=False)
     record(llm, [("Once upon a time there was", beams, 0)], file, title, explanation)
 
 
