@@ -151,9 +151,12 @@ class LiveView:
     def flush(self) -> None:
         """Sends what is now. For an engine that becomes idle: what has ended is gone, and what was
         held back is not lost. Also for a new reader, who has seen nothing yet."""
-        if self.is_watching:
-            with self.llm.turn:
+        if not self.is_watching:
+            return
+        with self.llm.turn:
+            if self.schedules:
                 self._send()
+            self._send()
 
     def _observe(self, schedule: Schedule, seconds: float) -> None:
         self.schedules.append(schedule)

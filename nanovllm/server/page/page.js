@@ -19,6 +19,7 @@ const chat = { messages: [], controller: null };
 
 function startChat() {
   chat.controller?.abort();
+  chat.controller = null;
   chat.messages = [];
   $("log").replaceChildren($("welcome"));
   $("welcome").hidden = false;
@@ -368,26 +369,30 @@ function showCell(cell, i) {
 
 function drawCanvas() {
   const style = getComputedStyle(document.documentElement);
-  const color = (name) => style.getPropertyValue(`--${name}`);
+  const names = ["ink", "accent", "ground", "line", "hatch"];
+  for (let i = 0; i < NUM_COLORS; i++) names.push(`owner-${i}`);
+  const colors = Object.fromEntries(names.map((name) => [name, style.getPropertyValue(`--${name}`)]));
   const context = view.canvas.getContext("2d");
-  const inner = view.size - (view.size > 4 ? 1 : 0.5);
   context.setTransform(devicePixelRatio, 0, 0, devicePixelRatio, 0, 0);
   context.clearRect(0, 0, view.canvas.width, view.canvas.height);
-  view.blocks.forEach((run, i) => {
-    const x = (i % view.columns) * view.size;
-    const y = Math.floor(i / view.columns) * view.size;
-    context.fillStyle = color(typeof run[1] === "string" ? "line" : `owner-${ownerOf(run).color}`);
-    if (run[1] === "cached") context.fillStyle = color("hatch");
-    context.fillRect(x, y, inner, inner);
-    if (run[2] > 1) {
-      context.fillStyle = color("ground");
-      context.fillRect(x + inner / 3, y + inner / 3, inner / 3, inner / 3);
-    }
-    if (i === view.cursor || view.marks.get(i)?.isNew) {
-      context.strokeStyle = color(i === view.cursor ? "ink" : "accent");
-      context.strokeRect(x - 0.5, y - 0.5, inner + 1, inner + 1);
-    }
-  });
+  view.blocks.forEach((run, i) => drawBlock(context, colors, run, i));
+}
+
+function drawBlock(context, colors, run, i) {
+  const inner = view.size - (view.size > 4 ? 1 : 0.5);
+  const x = (i % view.columns) * view.size;
+  const y = Math.floor(i / view.columns) * view.size;
+  const names = { empty: "line", cached: "hatch" };
+  context.fillStyle = colors[names[run[1]] ?? `owner-${ownerOf(run).color}`];
+  context.fillRect(x, y, inner, inner);
+  if (run[2] > 1) {
+    context.fillStyle = colors.ground;
+    context.fillRect(x + inner / 3, y + inner / 3, inner / 3, inner / 3);
+  }
+  if (i === view.cursor || view.marks.get(i)?.isNew) {
+    context.strokeStyle = i === view.cursor ? colors.ink : colors.accent;
+    context.strokeRect(x - 0.5, y - 0.5, inner + 1, inner + 1);
+  }
 }
 
 function sayBlock(i) {
@@ -486,23 +491,27 @@ function queue(title, requests, scale) {
 function row(request, scale) {
   const { letter, color } = owners.get(request.id);
   const made = element("div", `request owner-${color}`);
-  const isRunning = request.state === "running";
-  const all = request.prompt + request.output;
   const track = element("div", "track");
+  const all = request.prompt + request.output;
   for (const [name, tokens] of [["all", all], ["done", request.computed], ["prompt", request.prompt]]) {
     const part = element("div", name);
     part.style.width = `${(100 * tokens) / scale}%`;
     track.append(part);
   }
-  const where = request.state === "swapped" ? "on the host, " : "";
-  const several = request.sequences > 1 ? `${request.sequences} sequences, ` : "";
-  const count = `${request.prompt} + ${request.output}`;
-  made.title = `${request.id}: ${request.prompt} prompt tokens, ${request.output} output tokens, ${request.computed} computed`;
-  if (player.run?.prompts?.[request.id]) made.title += `\n${player.run.prompts[request.id]}`;
-  made.append(element("span", isRunning ? "tag owned" : "tag idle", letter), track);
-  made.append(element("span", "count", request.sequences > 1 ? `${request.sequences} \u00d7, ${count}` : where + count));
-  made.setAttribute("aria-label", `request ${letter}: ${several}${where}${made.title}`);
+  const prefix = request.state === "swapped" ? "on host, " : request.sequences > 1 ? `${request.sequences} \u00d7, ` : "";
+  const count = element("span", "count", `${prefix}${request.prompt} + ${request.output}`);
+  made.title = wordsOfRequest(request);
+  made.append(element("span", request.state === "running" ? "tag owned" : "tag idle", letter), track, count);
+  made.append(element("span", "unseen", made.title));
   return made;
+}
+
+function wordsOfRequest(request) {
+  const parts = [plural(request.prompt, "prompt token"), plural(request.output, "output token")];
+  parts.push(`${grouped.format(request.computed)} computed`);
+  if (request.sequences > 1) parts.push(plural(request.sequences, "sequence"));
+  const prompt = player.run?.prompts?.[request.id];
+  return `${request.id}: ${parts.join(", ")}${prompt ? `\n${prompt}` : ""}`;
 }
 
 // --- numbers and charts ---
@@ -515,9 +524,9 @@ function showNumbers(frame, speed) {
     $(id).textContent = value;
     if (unit) $(id).append(element("small", "", unit));
   };
-  const percent = Math.round((100 * frame.kv_blocks_used) / frame.kv_blocks);
+  const percent = (100 * frame.kv_blocks_used) / frame.kv_blocks;
   number("speed", speed === null ? "\u2013" : grouped.format(Math.round(speed)));
-  number("use", `${percent}%`, `${grouped.format(frame.kv_blocks_used)} blocks`);
+  number("use", `${percent.toFixed(percent > 0 && percent < 1 ? 1 : 0)}%`, `${grouped.format(frame.kv_blocks_used)} blocks`);
   number("hits", grouped.format(frame.prefix_cache_hit_tokens), `of ${grouped.format(frame.prompt_tokens)}`);
   const onHost = frame.host_blocks_used ? `${frame.host_blocks_used} on host` : "";
   number("preemptions", grouped.format(frame.preemptions), onHost);
@@ -657,6 +666,8 @@ async function listRuns() {
   if (location.protocol === "file:") {
     explain("A page that was opened as a file may not read others: open one of the files in its folder \u201cruns\u201d.");
     $("run").hidden = true;
+    $("controls").hidden = true;
+    $("file").parentElement.classList.replace("quiet", "main");
     return;
   }
   try {
@@ -705,6 +716,7 @@ function openRun(run) {
   });
   player.uses = run.frames.map((frame) => frame.kv_blocks_used / frame.kv_blocks);
   view.blocks = [];
+  $("controls").hidden = false;
   $("slider").max = run.frames.length - 1;
   explain(run.explanation ?? "");
   goTo(0);
