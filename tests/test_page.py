@@ -63,8 +63,10 @@ def answer_to(browser: Browser, question: str) -> str:
 def choose_run(browser: Browser, name: str) -> None:
     browser.click("input[value=recorded]")
     browser.wait("player.run !== null")
-    browser.value(f"$('run').value = '{name}.json'; $('run').dispatchEvent(new Event('change'))")
-    browser.wait(f"player.run.title === {json.dumps(run_named(name)['title'])}")
+    browser.value(
+        f"player.run = null; $('run').value = '{name}.json'; $('run').dispatchEvent(new Event('change'))"
+    )
+    browser.wait(f"player.run?.title === {json.dumps(run_named(name)['title'])}")
 
 
 # --- chat ---
@@ -368,6 +370,19 @@ def test_nothing_overflows_on_a_telephone(browser, server, scheme):
         browser.value("goTo(player.run.frames.length / 2 | 0)")
         assert has_no_overflow(browser, 360)
     assert browser.errors == []
+
+
+def test_a_large_screen_scrolls_only_within_the_columns(browser, server):
+    server.last_frame = run_named("static_batching")["frames"][3]
+    browser.open(server.url, height=600)
+    browser.wait(IS_LIVE)
+    for _ in range(8):
+        answer_to(browser, "hello")
+    assert browser.value("document.documentElement.scrollHeight") <= 600
+    assert browser.value("$('log').scrollHeight > $('log').clientHeight")
+    assert browser.value(
+        "Math.abs($('log').scrollTop + $('log').clientHeight - $('log').scrollHeight) < 2"
+    )
 
 
 def test_everything_can_be_reached_with_the_keyboard_and_has_a_name(browser, server):

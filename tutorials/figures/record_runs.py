@@ -87,8 +87,8 @@ def preemption_swap(file: Path) -> None:
 def shared_prefix(file: Path) -> None:
     title = "A shared prefix, and copy-on-write"
     explanation = (
-        "Three answers to one prompt share its blocks; the first write into a shared block copies "
-        "it. The second request begins like the first, and finds the full blocks of that prompt."
+        "Three answers share the blocks of their prompt, and a write into a shared block copies it "
+        "first; the second request begins like the first, and finds the full blocks of its prompt."
     )
     start = "Once upon a time there was a shy fox named Luna who lived on a green hill."
     sampled = fixed_length(14, n=3, temperature=1.0, seed=4)
