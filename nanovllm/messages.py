@@ -74,7 +74,7 @@ def unwrapped(prompt: Prompt) -> str | list[int] | Chat:
         return [*prompt]
     if not isinstance(prompt, dict):
         raise refusal("prompt", prompt, "it must be text, token ids or a list of messages")
-    if "messages" in prompt:
+    if "messages" in prompt and all(isinstance(name, str) for name in prompt):
         return Chat(**prompt)
     for name, kind in (("prompt", str), ("prompt_token_ids", list)):
         if prompt.keys() == {name} and isinstance(prompt[name], kind):

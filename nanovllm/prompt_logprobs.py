@@ -9,6 +9,7 @@ from torch import Tensor
 from nanovllm.layers.sampler import top_logprobs
 from nanovllm.schedule import Item
 from nanovllm.sequence import Request
+from nanovllm.step import move
 
 ROWS_AT_A_TIME = 256  # the logits of a whole chunk might not fit into memory
 
@@ -45,7 +46,7 @@ class PromptScores:
             begin = item.start + 1
             end = begin + num_scored(item)
             next_ids += item.seq.token_ids[begin:end]
-        ids = torch.tensor(next_ids, dtype=torch.int64, device=hidden.device)
+        ids = move({"ids": torch.tensor(next_ids, dtype=torch.int64)}, hidden.device)["ids"]
         most = max(num_wanted(item.seq.request) for item in scored)
         self.parts: list[tuple[Tensor, Tensor]] = []  # on the device
         for begin in range(0, len(ids), ROWS_AT_A_TIME):

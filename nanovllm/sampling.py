@@ -1,13 +1,15 @@
 """Sampling: from the parameters of a step's requests to the tensors that draw their tokens."""
 
 from array import array
-from collections.abc import Collection, Iterable
+from collections import Counter
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from nanovllm.layers.penalties import Adjustments, adjusted
 from nanovllm.layers.sampler import Sampling
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import Sequence
 from nanovllm.step import move, tensors_of, with_tensors
 
@@ -51,11 +53,11 @@ class Entries:
         self.ids = array("q")
         self.values = array("f")
 
-    def add(self, row: int, token_ids: Collection[int], value: float) -> None:
-        """Several tokens of a row with one value."""
-        self.ids.extend(token_ids)
-        self.rows.extend([row] * len(token_ids))
-        self.values.extend([value] * len(token_ids))
+    def add(self, row: int, values: dict[int, float]) -> None:
+        """Of one row: token ids with their values."""
+        self.rows.extend([row] * len(values))
+        self.ids.extend(values)
+        self.values.extend(values.values())
 
     def __add__(self, other: "Entries") -> "Entries":
         both = Entries()
@@ -74,17 +76,14 @@ def adjustments_of(seqs: list[Sequence]) -> Adjustments | None:
         if not seq.request.is_adjusted:
             continue
         params = seq.request.params
-        for token_id, bias in (params.logit_bias or {}).items():
-            biases.add(row, [token_id], bias)
+        biases.add(row, params.logit_bias or {})
         if seq.num_output_tokens < params.min_tokens:
-            biases.add(row, seq.request.stop_token_ids, -torch.inf)
+            biases.add(row, dict.fromkeys(seq.request.stop_token_ids, -torch.inf))
         if params.repetition_penalty != 1:
-            factors.add(row, seq.token_ids, params.repetition_penalty)
-        drawn = seq.output_token_ids
-        if params.frequency_penalty:
-            penalties.add(row, drawn, -params.frequency_penalty)
-        if params.presence_penalty:
-            penalties.add(row, set(drawn), -params.presence_penalty)
+            factors.add(row, dict.fromkeys(seq.token_ids, params.repetition_penalty))
+        if params.frequency_penalty or params.presence_penalty:
+            counts = Counter(seq.output_token_ids)
+            penalties.add(row, {i: -penalty(params, count) for i, count in counts.items()})
     entries = biases + factors + penalties
     if not entries.ids:  # not yet, or no longer
         return None
@@ -95,6 +94,11 @@ def adjustments_of(seqs: list[Sequence]) -> Adjustments | None:
         num_biases=len(biases.ids),
         num_factors=len(factors.ids),
     )
+
+
+def penalty(params: SamplingParams, count: int) -> float:
+    """For a token that the output has so often."""
+    return params.frequency_penalty * count + params.presence_penalty
 
 
 def integers(values: Iterable[int]) -> Tensor:

@@ -89,6 +89,7 @@ def test_vllms_forms_of_a_prompt(llm):
         {"text": "a"},
         {"prompt": [1]},
         {"prompt_token_ids": "a"},
+        {"messages": [{"role": "user", "content": "a"}], 1: 2},
         {"prompt": "a", "multi_modal_data": {"image": 1}},
     ],
 )

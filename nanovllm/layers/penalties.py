@@ -11,8 +11,7 @@ class Adjustments:
     """N changes, each of one logit: tensors [N] on the logits' device.
 
     First biases, which are added; then factors, which make a token of the text so far less likely;
-    then penalties, which are added again. A token may be there several times: as a factor it counts
-    once.
+    then penalties, which are added again. No place is twice among factors, or among penalties.
     """
 
     rows: Tensor  # int64
@@ -36,7 +35,6 @@ def adjusted(logits: Tensor, changes: Adjustments) -> Tensor:
     biases, factors, penalties = changes.values.split(sizes)
     flat.index_add_(0, biased, biases)
     before = flat[repeated]
-    # equal places get equal values
     flat[repeated] = torch.where(before > 0, before / factors, before * factors)
     flat.index_add_(0, penalized, penalties)
     return logits

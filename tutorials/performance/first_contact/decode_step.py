@@ -177,7 +177,7 @@ def phases(llm: LLM, step: Callable, count: int) -> dict:
         "schedule": (llm.scheduler, "schedule"),
         "launch": (runner, "launch"),
         "prepare": (runner, "prepare"),
-        "_sampling": (runner, "_sampling"),
+        "sampling_of": (model_runner, "sampling_of"),
         "graphs.run": (runner.graphs, "run"),
         "padded": (runner.graphs, "padded"),
         "to": (StepInputs, "to"),

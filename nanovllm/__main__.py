@@ -1,0 +1,5 @@
+"""python -m nanovllm"""
+
+from nanovllm.cli import main
+
+main()

@@ -1,0 +1,178 @@
+"""Commands: what `nanovllm serve`, `chat`, `complete` and `record` do."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from argparse import Namespace
+from collections.abc import Generator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.cli import given
+from nanovllm.config import EMBEDDED_MODEL, Config
+
+HELP = "/reset forgets the conversation, /exit ends; Ctrl-C ends an answer"
+
+
+def new_llm(args: Namespace) -> LLM:
+    return LLM(**given(args, Config))
+
+
+def params_of(args: Namespace, defaults: SamplingParams) -> SamplingParams:
+    return replace(defaults, **given(args, SamplingParams))
+
+
+def serve(args: Namespace) -> None:
+    try:
+        from nanovllm.server import serve as server
+        from nanovllm.server.app import ServerOptions
+    except ImportError as error:
+        raise ImportError(f"{error}. The server needs: pip install 'nanovllm[server]'") from error
+    model = args.model or EMBEDDED_MODEL
+    options = ServerOptions(
+        model_name=args.served_model_name or name_of(model),
+        api_key=args.api_key,
+    )
+    names = ("max_waiting", "max_body_bytes", "max_tokens_per_call", "drain_seconds")
+    limits = {name: getattr(args, name) for name in (*names, "allowed_origins")}
+    options = replace(options, **{name: x for name, x in limits.items() if x is not None})
+    sock = server.bind(args.host, args.port)  # before a model is loaded in vain
+    server.serve(new_llm(args), options, sock)
+
+
+def name_of(model: str) -> str:
+    """A hub id as it is; of a directory only its name."""
+    is_directory = Path(model).expanduser().is_dir()
+    return Path(model).expanduser().resolve().name if is_directory else model
+
+
+def complete(args: Namespace) -> None:
+    llm = new_llm(args)
+    params = params_of(args, llm.inputs.default_params)
+    for text in llm.stream(args.text, params):
+        print(text, end="", flush=True)
+    print()
+
+
+def record(args: Namespace) -> None:
+    from nanovllm.server.live import record as write
+
+    llm = new_llm(args)
+    write(llm, args.prompts, params_of(args, llm.inputs.default_params), Path(args.file))
+
+
+def chat(args: Namespace) -> None:
+    side = Remote(args) if args.url else Local(args)
+    print(HELP)
+    history: list[dict] = []
+    while True:
+        try:
+            text = input("\n> ").strip()
+        except EOFError:
+            return
+        if text == "/exit":
+            return
+        if text == "/reset":
+            history = []
+        elif text.startswith("/"):
+            print(HELP)
+        elif text:
+            history.append({"role": "user", "content": text})
+            answer = show(side, history)
+            history.append({"role": "assistant", "content": answer})
+
+
+def show(side: Local | Remote, history: list[dict]) -> str:
+    """Prints an answer as it comes, and returns it as far as it has come."""
+    answer = ""
+    try:
+        with closing(side.answer(history)) as parts:
+            for part in parts:
+                print(part, end="", flush=True)
+                answer += part
+        print(f"\n[{side.usage}]")
+    except KeyboardInterrupt:
+        print("\n[stopped]")
+    except ValueError as error:
+        print(f"\n[{error}]")
+    return answer
+
+
+class Local:
+    """A model in this process."""
+
+    def __init__(self, args: Namespace):
+        self.llm = new_llm(args)
+        defaults = replace(self.llm.inputs.default_params, max_tokens=None)
+        self.params = params_of(args, defaults)
+        self.usage = ""
+
+    def answer(self, history: list[dict]) -> Generator[str, None, None]:
+        before = self.llm.stats()
+        yield from self.llm.stream(history, self.params)
+        after = self.llm.stats()
+        names = ("prompt_tokens", "prefix_cache_hit_tokens", "output_tokens")
+        self.usage = usage_text(*(int(after[name] - before[name]) for name in names))
+
+
+class Remote:
+    """A server."""
+
+    def __init__(self, args: Namespace):
+        self.url = args.url.rstrip("/").removesuffix("/v1")
+        self.headers = {"Content-Type": "application/json"}
+        if args.api_key:
+            self.headers["Authorization"] = f"Bearer {args.api_key}"
+        self.body = given(args, SamplingParams)
+        self.usage = ""
+        self.body["model"] = args.model or self.first_model()
+
+    def first_model(self) -> str:
+        with self.opened("/v1/models") as response:
+            return json.load(response)["data"][0]["id"]
+
+    def opened(self, path: str, body: dict | None = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, self.headers)
+        try:
+            return urllib.request.urlopen(request)
+        except urllib.error.HTTPError as error:
+            raise ValueError(message_of(error.read())) from error
+        except (urllib.error.URLError, ValueError) as error:
+            raise ValueError(f"url={self.url!r} does not answer: {error}") from error
+
+    def answer(self, history: list[dict]) -> Generator[str, None, None]:
+        stream = {"stream": True, "stream_options": {"include_usage": True}}
+        body = {"messages": history, **self.body, **stream}
+        with self.opened("/v1/chat/completions", body) as lines:
+            for line in lines:
+                event = line.removeprefix(b"data: ").strip()
+                if event in (b"", b"[DONE]"):
+                    continue
+                news = json.loads(event)
+                if "error" in news:
+                    raise ValueError(news["error"]["message"])
+                for choice in news["choices"]:
+                    yield choice["delta"].get("content") or ""
+                usage = news.get("usage")
+                if usage:
+                    cached = usage["prompt_tokens_details"]["cached_tokens"]
+                    counts = (usage["prompt_tokens"], cached, usage["completion_tokens"])
+                    self.usage = usage_text(*counts)
+
+
+def message_of(body: bytes) -> str:
+    """The sentence in a server's error."""
+    try:
+        return json.loads(body)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        return body[:200].decode(errors="replace")
+
+
+def usage_text(num_prompt: int, num_cached: int, num_output: int) -> str:
+    return f"prompt {num_prompt} tokens, {num_cached} of them cached; answer {num_output} tokens"

@@ -1,0 +1,251 @@
+"""Answers: what a call returns, whole or as a stream of events, in OpenAI's words."""
+
+from __future__ import annotations
+
+import json
+import time
+from abc import ABC, abstractmethod
+from functools import lru_cache
+from typing import Any
+from uuid import uuid4
+
+from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.sequence import Request, TokenLogprobs
+from nanovllm.server.parsing import Parser, Parts
+from nanovllm.server.protocol import Body, ChatBody, CompletionBody
+from nanovllm.streaming import Delta
+
+DONE = "data: [DONE]\n\n"
+Rows = list[TokenLogprobs | None]
+REASONS = {"abort": "stop", "error": "stop"}  # others are called as we do
+
+
+def usage_of(outputs: list[RequestOutput]) -> dict:
+    num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    num_completion = sum(len(one.token_ids) for output in outputs for one in output.outputs)
+    num_cached = sum(output.num_cached_tokens for output in outputs)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_completion,
+        "total_tokens": num_prompt + num_completion,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
+    }
+
+
+class TokenTexts:
+    """The text of single tokens, with a tokenizer of the event loop's thread."""
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+        self.of = lru_cache(100_000)(self._of)
+
+    def _of(self, token_id: int) -> str:
+        if self.tokenizer is None:
+            return f"token_id:{token_id}"
+        return self.tokenizer.decode([token_id])
+
+
+class Answers(ABC):
+    """Of one call: several requests, each with n outputs, which it calls choices."""
+
+    kind: str
+    prefix: str
+
+    def __init__(self, body: Body, requests: list[Request], model: str, texts: TokenTexts):
+        self.id = f"{self.prefix}-{uuid4().hex}"
+        self.requests = requests
+        self.texts = texts
+        self.frame = {
+            "id": self.id,
+            "object": self.kind,
+            "created": int(time.time()),
+            "model": model,
+        }
+        for i, request in enumerate(requests):
+            request.request_id = f"{self.id}-{i}"
+
+    def index_of(self, request_index: int, output_index: int) -> int:
+        """Choices are numbered prompt by prompt."""
+        return request_index * self.requests[request_index].params.n + output_index
+
+    def whole(self, outputs: list[RequestOutput]) -> dict:
+        choices = [
+            self.choice(i, output, one)
+            for i, output in enumerate(outputs)
+            for one in output.outputs
+        ]
+        return {**self.frame, "choices": choices, "usage": usage_of(outputs)}
+
+    def event(self, *choices: dict, usage: dict | None = None) -> str:
+        """A line of a stream."""
+        frame = {**self.frame, "choices": choices}
+        if usage is not None:
+            frame["usage"] = usage
+        return f"data: {json.dumps(frame, ensure_ascii=False)}\n\n"
+
+    @abstractmethod
+    def choice(self, i: int, output: RequestOutput, one: CompletionOutput) -> dict:
+        """A whole output of request i."""
+
+    @abstractmethod
+    def part(self, i: int, delta: Delta, one: CompletionOutput) -> dict:
+        """What is new in an output of request i."""
+
+
+class Completions(Answers):
+    kind = "text_completion"
+    prefix = "cmpl"
+
+    def __init__(self, body: CompletionBody, requests: list[Request], *args):
+        super().__init__(body, requests, *args)
+        self.has_echo = bool(body.echo)
+        self.is_prompt_only = self.has_echo and body.max_tokens == 0
+        self.begun: set[int] = set()  # choices whose prompt has been echoed
+
+    def echo(self, i: int) -> str:
+        request = self.requests[i]
+        if request.prompt is not None:
+            return request.prompt
+        return "".join(map(self.texts.of, request.prompt_token_ids))
+
+    def choice(self, i: int, output: RequestOutput, one: CompletionOutput) -> dict:
+        text = one.text
+        token_ids = one.token_ids
+        rows: Rows = [*(one.logprobs or [])]
+        if self.is_prompt_only:
+            text = ""
+            token_ids = []
+            rows = []
+        if self.has_echo:
+            text = self.echo(i) + text
+            token_ids = output.prompt_token_ids + token_ids
+            rows = (output.prompt_logprobs or []) + rows
+        logprobs = None if one.logprobs is None else self.logprobs(token_ids, rows)
+        return {
+            "index": self.index_of(i, one.index),
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": REASONS.get(str(one.finish_reason), one.finish_reason),
+            "stop_reason": one.stop_reason,
+            "prompt_logprobs": output.prompt_logprobs if not self.has_echo else None,
+        }
+
+    def part(self, i: int, delta: Delta, one: CompletionOutput) -> dict:
+        index = self.index_of(i, delta.index)
+        text = "" if self.is_prompt_only else delta.text
+        if self.has_echo and index not in self.begun:
+            self.begun.add(index)
+            text = self.echo(i) + text
+        logprobs = None
+        if delta.logprobs is not None:
+            logprobs = self.logprobs(delta.token_ids, [*delta.logprobs])
+        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}
+        if delta.finish_reason is not None:
+            choice["finish_reason"] = REASONS.get(delta.finish_reason, delta.finish_reason)
+            choice["stop_reason"] = one.stop_reason
+        return choice
+
+    def logprobs(self, token_ids: list[int], rows: Rows) -> dict:
+        texts = [*map(self.texts.of, token_ids)]
+        offsets = [0]
+        for text in texts:
+            offsets.append(offsets[-1] + len(text))
+        of_token: list[float | None] = []
+        top: list[dict[str, float] | None] = []
+        for token_id, row in zip(token_ids, rows):
+            of_token.append(None if row is None else row[token_id])
+            top.append(None if row is None else {self.texts.of(j): p for j, p in row.items()})
+        return {
+            "tokens": texts,
+            "token_logprobs": of_token,
+            "top_logprobs": top,
+            "text_offset": offsets[:-1],
+        }
+
+
+class ChatCompletions(Answers):
+    kind = "chat.completion"
+    prefix = "chatcmpl"
+
+    def __init__(self, body: ChatBody, requests: list[Request], *args):
+        super().__init__(body, requests, *args)
+        (request,) = requests
+        n = request.params.n
+        self.parsers = [Parser(request.prompt, body.has_tools) for _ in range(n)]
+        self.begun: set[int] = set()
+        if body.stream:
+            self.frame["object"] = "chat.completion.chunk"
+
+    def reason(self, i: int, reason: str | None) -> str | None:
+        if reason == "stop" and self.parsers[i].num_calls:
+            return "tool_calls"
+        return REASONS.get(str(reason), reason)
+
+    def choice(self, i: int, output: RequestOutput, one: CompletionOutput) -> dict:
+        parser = self.parsers[one.index]
+        parts = parser.add(one.text) + parser.end()
+        message: dict[str, Any] = {"role": "assistant", **words(parts)}
+        message["content"] = parts.content or (None if parts.tool_calls else "")
+        message["tool_calls"] = [
+            {name: value for name, value in call.items() if name != "index"}
+            for call in parts.tool_calls
+        ]
+        if not message["tool_calls"]:
+            del message["tool_calls"]
+        return {
+            "index": one.index,
+            "message": message,
+            "logprobs": self.logprobs(one.token_ids, one.logprobs),
+            "finish_reason": self.reason(one.index, one.finish_reason),
+            "stop_reason": one.stop_reason,
+        }
+
+    def part(self, i: int, delta: Delta, one: CompletionOutput) -> dict:
+        parser = self.parsers[delta.index]
+        parts = parser.add(delta.text)
+        is_last = delta.finish_reason is not None
+        if is_last:
+            parts += parser.end()
+        new: dict[str, Any] = words(parts)
+        if delta.index not in self.begun:
+            self.begun.add(delta.index)
+            new["role"] = "assistant"
+        choice = {
+            "index": delta.index,
+            "delta": new,
+            "logprobs": self.logprobs(delta.token_ids, delta.logprobs),
+            "finish_reason": None,
+        }
+        if is_last:
+            choice["finish_reason"] = self.reason(delta.index, delta.finish_reason)
+            choice["stop_reason"] = one.stop_reason
+        return choice
+
+    def logprobs(
+        self, token_ids: list[int], rows: list[TokenLogprobs] | None
+    ) -> dict[str, list] | None:
+        if rows is None:
+            return None
+        content = []
+        for token_id, row in zip(token_ids, rows):
+            entry: dict[str, Any] = self._entry(token_id, row[token_id])
+            likeliest = sorted(row.items(), key=lambda item: -item[1])
+            num_wanted = self.requests[0].params.logprobs
+            entry["top_logprobs"] = [self._entry(*item) for item in likeliest[:num_wanted]]
+            content.append(entry)
+        return {"content": content}
+
+    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+        text = self.texts.of(token_id)
+        return {"token": text, "logprob": logprob, "bytes": [*text.encode()]}
+
+
+def words(parts: Parts) -> dict[str, Any]:
+    """The fields of a message. Some clients know reasoning by its older name."""
+    fields: dict[str, Any] = {"content": parts.content}
+    if parts.reasoning:
+        fields["reasoning"] = parts.reasoning
+        fields["reasoning_content"] = parts.reasoning
+    if parts.tool_calls:
+        fields["tool_calls"] = parts.tool_calls
+    return fields

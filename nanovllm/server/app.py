@@ -1,0 +1,231 @@
+"""App: the routes of the server, who may use them, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.openapi.utils import get_openapi
+from fastapi.responses import Response
+from pydantic import BaseModel, RootModel
+from starlette.middleware.cors import CORSMiddleware
+
+from nanovllm.engine import LLM
+from nanovllm.server.answers import ChatCompletions, Completions, TokenTexts
+from nanovllm.server.async_llm import AsyncLLM
+from nanovllm.server.gate import Gate
+from nanovllm.server.metrics import Metrics
+from nanovllm.server.protocol import (
+    BadRequest,
+    Body,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    TokenizeChatBody,
+    parsed,
+)
+from nanovllm.server.responses import HANDLERS, Answer
+
+
+class TokenizeBodies(RootModel):
+    root: TokenizeBody | TokenizeChatBody
+
+
+BODIES: dict[str, type[BaseModel]] = {
+    "/v1/completions": CompletionBody,
+    "/v1/chat/completions": ChatBody,
+    "/tokenize": TokenizeBodies,
+    "/detokenize": DetokenizeBody,
+}
+
+
+@dataclass(kw_only=True)
+class ServerOptions:
+    model_name: str
+    api_key: str | None = None
+    max_waiting: int = 256
+    max_body_bytes: int = 4 * 2**20
+    max_tokens_per_call: int = 2**20
+    drain_seconds: float = 30.0
+    allowed_origins: list[str] = field(default_factory=list)
+
+
+class Server:
+    """What the routes share."""
+
+    def __init__(self, llm: LLM, options: ServerOptions):
+        self.llm = llm
+        self.options = options
+        self.metrics = Metrics()
+        self.texts = TokenTexts(None)
+        self.started = int(time.time())
+        self.engine: AsyncLLM
+
+    @asynccontextmanager
+    async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
+        self.engine = AsyncLLM(self.llm, self.options.max_waiting)
+        self.texts = TokenTexts(self.engine.tokenizer)
+        try:
+            yield
+        finally:
+            self.engine.close()
+            await asyncio.to_thread(self.engine.thread.join, 10)
+
+    # --- bodies become requests ---
+
+    async def read(self, request: Request, kind: type[BaseModel]) -> Any:
+        """The body of a request. Raises BadRequest."""
+        content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if content_type != "application/json":
+            raise BadRequest("the content type must be application/json", status=415)
+        parts = []
+        num_bytes = 0
+        async for part in request.stream():
+            num_bytes += len(part)
+            if num_bytes > self.options.max_body_bytes:
+                allowed = f"at most {self.options.max_body_bytes:,} bytes"
+                raise BadRequest(f"the body is too long: {allowed} are allowed", status=413)
+            parts.append(part)
+        body = await self.engine.prepare(parsed, kind, b"".join(parts))
+        name = getattr(body, "model", None)
+        if name not in (None, self.options.model_name):
+            raise BadRequest(f"the model {name[:100]!r} does not exist", "model", 404)
+        return body
+
+    async def answer(self, request: Request, kind: type[Body], answers: type) -> Answer:
+        body = await self.read(request, kind)
+        requests = await self.prepare(body.requests, self.engine.inputs)
+        num_tokens = sum(
+            request.params.n * (request.max_len - len(request.prompt_token_ids))
+            for request in requests
+        )
+        most = self.options.max_tokens_per_call
+        if num_tokens > most:
+            asked = f"prompts * n * max_tokens is {num_tokens:,}"
+            raise BadRequest(f"{asked}, at most {most:,} are allowed in one call", "max_tokens")
+        made = answers(body, requests, self.options.model_name, self.texts)
+        return Answer(self.engine, self.metrics, made, body)
+
+    async def prepare(self, function: Callable, *args) -> Any:
+        """What a function makes of a body, in the thread that tokenizes. Raises BadRequest."""
+        try:
+            return await self.engine.prepare(function, *args)
+        except ValueError as error:
+            message = str(error)
+            name = message.partition("=")[0]
+            param = name if name.isidentifier() else None
+            raise BadRequest(message[:1000], param) from error
+
+    # --- routes ---
+
+    async def completions(self, request: Request) -> Response:
+        return await self.answer(request, CompletionBody, Completions)
+
+    async def chat_completions(self, request: Request) -> Response:
+        return await self.answer(request, ChatBody, ChatCompletions)
+
+    async def models(self) -> dict:
+        return {"object": "list", "data": [self.model()]}
+
+    async def one_model(self, name: str) -> dict:
+        if name != self.options.model_name:
+            raise BadRequest(f"the model {name[:100]!r} does not exist", "model", 404)
+        return self.model()
+
+    def model(self) -> dict:
+        return {
+            "id": self.options.model_name,
+            "object": "model",
+            "created": self.started,
+            "owned_by": "nanovllm",
+            "root": self.options.model_name,
+            "parent": None,
+            "max_model_len": self.llm.limits.max_model_len,
+        }
+
+    async def tokenize(self, request: Request) -> dict:
+        body = await self.read(request, TokenizeBodies)
+        token_ids = await self.prepare(self.token_ids_of, body.root)
+        longest = self.llm.limits.max_model_len
+        return {"count": len(token_ids), "max_model_len": longest, "tokens": token_ids}
+
+    def token_ids_of(self, body: TokenizeBody | TokenizeChatBody) -> list[int]:
+        inputs = self.engine.inputs
+        if isinstance(body, TokenizeChatBody):
+            return inputs.encode(body.prompt())[1]
+        if inputs.tokenizer is None:
+            raise BadRequest("the model has no tokenizer", status=501)
+        return inputs.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
+
+    async def detokenize(self, request: Request) -> dict:
+        body = await self.read(request, DetokenizeBody)
+        return {"prompt": await self.prepare(self.text_of, body.tokens)}
+
+    def text_of(self, token_ids: list[int]) -> str:
+        inputs = self.engine.inputs
+        if inputs.tokenizer is None:
+            raise BadRequest("the model has no tokenizer", status=501)
+        inputs.check_ids("tokens", token_ids)
+        return inputs.tokenizer.decode(token_ids)
+
+    async def health(self) -> Response:
+        self.engine.check_open()
+        return Response(status_code=200)
+
+    async def version(self) -> dict:
+        return {"version": version("nanovllm")}
+
+    async def show_metrics(self) -> Response:
+        stats = await self.engine.ask(self.llm.stats)
+        return Response(self.metrics.text(stats), media_type="text/plain; version=0.0.4")
+
+
+def new_app(llm: LLM, options: ServerOptions) -> FastAPI:
+    server = Server(llm, options)
+    app = FastAPI(title="nanovllm", version=version("nanovllm"), lifespan=server.lifespan)
+    app.state.server = server
+    routes: dict[str, Callable] = {
+        "/v1/completions": server.completions,
+        "/v1/chat/completions": server.chat_completions,
+        "/tokenize": server.tokenize,
+        "/detokenize": server.detokenize,
+        "/v1/models": server.models,
+        "/v1/models/{name:path}": server.one_model,
+        "/health": server.health,
+        "/version": server.version,
+        "/metrics": server.show_metrics,
+    }
+    for path, route in routes.items():
+        method = "POST" if path in BODIES else "GET"
+        app.add_api_route(path, route, methods=[method], response_model=None)
+    app.openapi = lambda: schema_of(app)  # type: ignore[method-assign]
+    for kind, handler in HANDLERS.items():
+        app.add_exception_handler(kind, handler)
+    if options.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=options.allowed_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+        )
+    app.add_middleware(Gate, api_key=options.api_key)
+    return app
+
+
+def schema_of(app: FastAPI) -> dict:
+    """OpenAPI's description of the app, with the bodies, which the routes read themselves."""
+    schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    components = schema.setdefault("components", {}).setdefault("schemas", {})
+    for path, kind in BODIES.items():
+        body = kind.model_json_schema(ref_template="#/components/schemas/{model}")
+        components |= body.pop("$defs", {})
+        content = {"application/json": {"schema": body}}
+        schema["paths"][path]["post"]["requestBody"] = {"content": content, "required": True}
+    return schema

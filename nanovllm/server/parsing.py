@@ -1,0 +1,143 @@
+"""Parsing: an answer's text, as it comes, is split into reasoning, content and calls of tools."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from uuid import uuid4
+
+from nanovllm.replies import overlap
+
+THINK = "<think>"
+END_OF_THINK = "</think>"
+TOOL = "<tool_call>"
+END_OF_TOOL = "</tool_call>"
+
+
+@dataclass
+class Parts:
+    """What a piece of text adds to each."""
+
+    reasoning: str = ""
+    content: str = ""
+    tool_calls: list[dict] = field(default_factory=list)
+
+    def __add__(self, other: Parts) -> Parts:
+        return Parts(
+            self.reasoning + other.reasoning,
+            self.content + other.content,
+            self.tool_calls + other.tool_calls,
+        )
+
+
+class Parser:
+    """Of one answer. Tags may fall apart: what may become one is held back.
+
+    Where the template itself has opened the tag, the answer begins with the reasoning.
+    """
+
+    def __init__(self, prompt: str | None, has_tools: bool):
+        self.text = ""  # that belongs to nothing yet
+        self.has_tools = has_tools
+        self.num_calls = 0
+        is_open = (prompt or "").rstrip().endswith(THINK)
+        self.state = "reasoning" if is_open else "start"
+        self.skips_newlines = is_open  # those behind a tag
+
+    def add(self, new: str) -> Parts:
+        self.text += new
+        parts = Parts()
+        while self._step(parts):
+            pass
+        return parts
+
+    def end(self) -> Parts:
+        """No text follows: nothing is held back any longer."""
+        parts = self.add("")
+        if self.state == "tool":  # it is no call
+            parts.content += TOOL
+        if self.state == "reasoning":
+            parts.reasoning += self.text
+        else:
+            parts.content += self.text
+        self.text = ""
+        return parts
+
+    def _step(self, parts: Parts) -> bool:
+        """Moves the first part of the text to where it belongs. False: more must come first."""
+        if self.skips_newlines:
+            self.text = self.text.lstrip("\n")
+            self.skips_newlines = not self.text
+        if not self.text:
+            return False
+        if self.state == "start":
+            return self._begin()
+        if self.state == "tool":
+            return self._call(parts)
+        if self.state == "reasoning":
+            found, is_over = self._until(END_OF_THINK, "content")
+            parts.reasoning += found
+            return is_over
+        if self.has_tools:
+            found, is_over = self._until(TOOL, "tool")
+            parts.content += found
+            return is_over
+        parts.content += self.text
+        self.text = ""
+        return False
+
+    def _begin(self) -> bool:
+        """Whether it is known if the answer begins with its reasoning."""
+        text = self.text.lstrip()
+        if text != THINK and THINK.startswith(text):
+            return False
+        self.state = "content"
+        if text.startswith(THINK):
+            self.text = text[len(THINK) :]
+            self.state = "reasoning"
+            self.skips_newlines = True
+        return True
+
+    def _until(self, tag: str, next_state: str) -> tuple[str, bool]:
+        """Takes what comes before a tag. Also says whether the tag has come."""
+        found, has_tag, rest = self.text.partition(tag)
+        if has_tag:
+            self.text = rest
+            self.state = next_state
+            self.skips_newlines = True
+            return found, True
+        end = len(self.text) - overlap(self.text, tag)
+        found = self.text[:end]
+        self.text = self.text[end:]
+        return found, False
+
+    def _call(self, parts: Parts) -> bool:
+        inner, has_tag, rest = self.text.partition(END_OF_TOOL)
+        if not has_tag:
+            return False
+        self.text = rest
+        self.state = "content"
+        self.skips_newlines = True
+        call = call_of(inner, self.num_calls)
+        if call is None:
+            parts.content += TOOL + inner + END_OF_TOOL
+        else:
+            parts.tool_calls.append(call)
+            self.num_calls += 1
+        return True
+
+
+def call_of(text: str, index: int) -> dict | None:
+    """A call as OpenAI writes it; None if the text is none."""
+    try:
+        call = json.loads(text)
+        name = call["name"]
+        arguments = call.get("arguments", {})
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+    if not isinstance(name, str):
+        return None
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    function = {"name": name, "arguments": arguments}
+    return {"index": index, "id": f"call_{uuid4().hex}", "type": "function", "function": function}

@@ -1,0 +1,77 @@
+"""Serve: from a model and a port to a server that ends in an orderly way."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from types import FrameType
+
+import uvicorn
+
+from nanovllm.engine import LLM
+from nanovllm.options import refusal
+from nanovllm.server.app import Server, ServerOptions, new_app
+
+logger = logging.getLogger("uvicorn.error")
+
+
+class DrainingServer(uvicorn.Server):
+    """The first signal lets the requests that run end, and refuses others; the second does not
+    wait."""
+
+    def __init__(self, config: uvicorn.Config, server: Server):
+        super().__init__(config)
+        self.server = server
+        self.draining: asyncio.Future | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.draining is None and self.started:
+            loop = self.server.engine.loop
+            self.draining = loop.create_future()
+            loop.call_soon_threadsafe(self.begin_to_drain)
+            return
+        self.should_exit = True
+        self.force_exit = True
+
+    def begin_to_drain(self) -> None:
+        self.draining = asyncio.ensure_future(self.drain())
+
+    async def drain(self) -> None:
+        seconds = self.server.options.drain_seconds
+        engine = self.server.engine
+        logger.info("Shutting down: %d requests have %g s to end", len(engine.open), seconds)
+        await engine.drain(seconds)
+        engine.close()  # what is left ends with an error
+        await asyncio.sleep(0.1)  # which is sent
+        self.should_exit = True
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket for this address, which does not listen yet. Raises ValueError if it cannot."""
+    if not 0 <= port < 2**16:
+        raise refusal("port", port, "it must be from 0 (any free one) to 65535")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        sock = socket.socket(family, kind, protocol)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except OSError as error:
+        raise ValueError(f"host={host!r}, port={port}: {error.strerror}") from error
+    return sock
+
+
+def serve(llm: LLM, options: ServerOptions, sock: socket.socket) -> None:
+    """Until a signal comes."""
+    app = new_app(llm, options)
+    config = uvicorn.Config(
+        app,
+        access_log=False,
+        log_level="info",
+        timeout_graceful_shutdown=5,
+        # bytes of headers; bodies have a limit of their own
+        h11_max_incomplete_event_size=64 * 2**10,
+    )
+    DrainingServer(config, app.state.server).run(sockets=[sock])
