@@ -50,7 +50,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.path == "/v1/models":
             self._send(
-                200, "application/json", json.dumps({"data": [{"id": "tiny-fake"}]}).encode()
+                200, "application/json", json.dumps({"data": [{"id": "tiny-qwen3"}]}).encode()
             )
         elif self.path == "/live":
             self._live()

@@ -2,7 +2,7 @@
 are slow; they need a Chromium.
 
 Run: pytest tests/test_page.py --slow [-k stop]
-To see it: SHOTS=some/folder pytest tests/test_page.py --slow -k looks
+To see it: SHOTS=some/folder pytest tests/test_page.py --slow -k pictures
 """
 
 import json
@@ -75,10 +75,10 @@ def choose_run(browser: Browser, name: str) -> None:
 def test_a_question_is_answered(browser, server):
     server.answer = [{"content": "347 + 285"}, {"content": " = 632"}]
     browser.open(server.url)
-    browser.wait("document.querySelector('#model').textContent === 'tiny-fake'")
+    browser.wait("document.querySelector('#model').textContent === 'tiny-qwen3'")
     assert answer_to(browser, "what is 347 + 285?") == "347 + 285 = 632"
     (body,) = server.bodies
-    assert body["model"] == "tiny-fake" and body["stream"] is True
+    assert body["model"] == "tiny-qwen3" and body["stream"] is True
     assert body["stream_options"] == {"include_usage": True}
     question = {"role": "user", "content": "what is 347 + 285?"}
     assert body["messages"] == [question]
@@ -400,10 +400,9 @@ def test_everything_can_be_reached_with_the_keyboard_and_has_a_name(browser, ser
     assert expected | {"slider", "blocks"} <= reached
 
 
-@pytest.mark.skipif("SHOTS" not in os.environ, reason="SHOTS says where to put pictures")
-def test_how_it_looks(browser, server):
-    """No test: it takes pictures. tutorials/figures has page_live and page_recorded."""
-    folder = Path(os.environ["SHOTS"])
+def test_pictures_can_be_taken(browser, server, tmp_path):
+    """For people to look at, light and dark; the recorded one is in tutorials/figures, too."""
+    folder = Path(os.environ.get("SHOTS", tmp_path))
     server.answer = [
         {"content": "Once upon a time there was a shy fox named Luna who lived on a green hill."}
     ]
@@ -416,10 +415,9 @@ def test_how_it_looks(browser, server):
         for frame in run_named("shared_prefix")["frames"][:13]:
             server.send_frame(frame)
             browser.wait(f"view.frame?.step === {frame['step']}")
-        browser.value("new Promise((done) => setTimeout(done, 1100))")
         browser.screenshot(folder / f"page_live_{scheme}.png")
         server.last_frame = None
-        browser.open(server.url, height=900, scheme=scheme)
+        browser.open(server.url, height=950, scheme=scheme)
         choose_run(browser, "preemption_recompute")
         browser.value("goTo(29); document.querySelector('.view').scrollTop = 0")
         browser.screenshot(folder / f"page_recorded_{scheme}.png")
@@ -427,3 +425,9 @@ def test_how_it_looks(browser, server):
         choose_run(browser, "continuous_batching")
         browser.value("goTo(20); document.querySelector('.view').scrollIntoView()")
         browser.screenshot(folder / f"page_360_{scheme}.png")
+    names = {
+        f"page_{what}_{scheme}.png"
+        for what in ("live", "recorded", "360")
+        for scheme in ("light", "dark")
+    }
+    assert names <= {path.name for path in folder.glob("*.png")}

@@ -483,8 +483,8 @@ function queue(title, requests, scale) {
   const heading = element("h3", "", title);
   heading.append(element("small", "", requests.length));
   box.append(heading, ...requests.slice(0, MOST_ROWS).map((request) => row(request, scale)));
-  const num_left = requests.length - MOST_ROWS;
-  if (num_left > 0) box.append(element("p", "more", `and ${grouped.format(num_left)} more`));
+  const rest = requests.length - MOST_ROWS;
+  if (rest > 0) box.append(element("p", "more", `and ${grouped.format(rest)} more`));
   return box;
 }
 
@@ -517,7 +517,7 @@ function wordsOfRequest(request) {
 // --- numbers and charts ---
 
 const SECONDS = 60;
-const live = { source: null, points: [], isKnown: false };
+const live = { source: null, points: [], speed: 0 };
 
 function showNumbers(frame, speed) {
   const number = (id, value, unit) => {
@@ -592,7 +592,8 @@ function showLastMinute() {
   nameCharts("Output tokens per second, last minute", "Cache in use, last minute", top);
   drawChart("speed-chart", speeds, top);
   drawChart("use-chart", times.map(useAt), 1);
-  showNumbers(view.frame, speeds.at(-1));
+  live.speed = speeds.at(-1);
+  showNumbers(view.frame, live.speed);
 }
 
 // --- a frame, from wherever it comes ---
@@ -647,6 +648,7 @@ function receive(frame) {
   if (frame.output_tokens < (live.points.at(-1)?.tokens ?? 0)) live.points = [];
   live.points.push({ time, tokens: frame.output_tokens, use });
   show(frame);
+  showNumbers(frame, live.speed);
   if (live.points.length === 1) showLastMinute();
 }
 
