@@ -19,7 +19,7 @@ from nanovllm.options import Options
 HELP = "/reset forgets the conversation, /exit ends; Ctrl-C ends an answer"
 
 
-def given(args: argparse.Namespace, kind: type[Options]) -> dict[str, Any]:
+def given(args: Namespace, kind: type[Options]) -> dict[str, Any]:
     """The fields of this class that have been given."""
     names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
     values = {name: value for name, value in vars(args).items() if name in names}

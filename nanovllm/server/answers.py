@@ -157,8 +157,12 @@ class Completions(Answers):
         of_token: list[float | None] = []
         top: list[dict[str, float] | None] = []
         for token_id, row in zip(token_ids, rows):
-            of_token.append(None if row is None else row[token_id])
-            top.append(None if row is None else {self.texts.of(j): p for j, p in row.items()})
+            if row is None:  # the first token of a prompt has none
+                of_token.append(None)
+                top.append(None)
+                continue
+            of_token.append(row[token_id])
+            top.append({self.texts.of(j): logprob for j, logprob in row.items()})
         return {
             "tokens": texts,
             "token_logprobs": of_token,

@@ -21,6 +21,7 @@ from nanovllm.server.answers import ChatCompletions, Completions, TokenTexts
 from nanovllm.server.async_llm import AsyncLLM
 from nanovllm.server.gate import Gate
 from nanovllm.server.metrics import Metrics
+from nanovllm.server.page import Live, add_page
 from nanovllm.server.protocol import (
     BadRequest,
     Body,
@@ -67,11 +68,13 @@ class Server:
         self.texts = TokenTexts(None)
         self.started = int(time.time())
         self.engine: AsyncLLM
+        self.live: Live
 
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
         self.engine = AsyncLLM(self.llm, self.options.max_waiting)
         self.texts = TokenTexts(self.engine.tokenizer)
+        self.live = Live(self.engine)
         try:
             yield
         finally:
@@ -205,6 +208,7 @@ def new_app(llm: LLM, options: ServerOptions) -> FastAPI:
     for path, route in routes.items():
         method = "POST" if path in BODIES else "GET"
         app.add_api_route(path, route, methods=[method], response_model=None)
+    add_page(app, lambda: server.live)
     app.openapi = lambda: schema_of(app)  # type: ignore[method-assign]
     for kind, handler in HANDLERS.items():
         app.add_exception_handler(kind, handler)

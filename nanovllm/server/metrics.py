@@ -79,7 +79,8 @@ class Metrics:
             yield GaugeMetricFamily(f"nanovllm:{name}", text, stats.get(key, 0))
         num_used = stats.get("kv_blocks_used", 0)
         used = num_used / max(1, stats.get("kv_blocks", 0))
-        yield GaugeMetricFamily("nanovllm:kv_cache_usage_perc", "Used KV blocks, 1 is all.", used)
+        text = "Used KV blocks, 1 is all."
+        yield GaugeMetricFamily("nanovllm:kv_cache_usage_perc", text, used)
         for name, (key, text) in COUNTERS.items():
             yield CounterMetricFamily(f"nanovllm:{name}", text, stats.get(key, 0))
         for histogram in (self.first_token, self.between_tokens, self.whole):

@@ -25,6 +25,13 @@ class DrainingServer(uvicorn.Server):
         self.server = server
         self.draining: asyncio.Future | None = None
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for sock in sockets or []:
+            host, port = sock.getsockname()[:2]
+            name = self.server.options.model_name
+            logger.info("%s is served at http://%s:%d", name, host, port)
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.draining is None and self.started:
             loop = self.server.engine.loop
@@ -41,6 +48,7 @@ class DrainingServer(uvicorn.Server):
         seconds = self.server.options.drain_seconds
         engine = self.server.engine
         logger.info("Shutting down: %d requests have %g s to end", len(engine.open), seconds)
+        self.server.live.close()
         await engine.drain(seconds)
         engine.close()  # what is left ends with an error
         await asyncio.sleep(0.1)  # which is sent
