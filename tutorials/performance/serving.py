@@ -3,19 +3,21 @@
     python -m tutorials.performance.serving --json tutorials/results/cpu_serving.json
     python -m tutorials.performance.serving --url vllm=http://127.0.0.1:8001
 
-Four experiments, all with real sockets, the clients in this process and each server in one of its
+Five experiments, all with real sockets, the clients in this process and each server in one of its
 own; in every round all take turns.
 
 - eight: eight clients at the same time.
 - together: 64 streams at once beside `LLM.generate` with the same prompts.
 - load: Poisson arrivals at rising rates; a server that has fallen behind is not asked for more.
 - overload: more requests than can be answered, with a bound for those that wait and without.
+- collector: the server as it is, and one whose objects Python's garbage collector leaves alone.
 
 Of our server also: the longest time that its event loop was late.
 """
 
 import argparse
 import asyncio
+import gc
 import json
 import os
 import socket
@@ -84,9 +86,9 @@ def wait_for(url: str, seconds: float = 120) -> None:
     raise ValueError(f"{url} does not listen")
 
 
-def our_server(max_waiting: int = 256, num_seqs: int = 256) -> Process:
+def our_server(max_waiting: int = 256, num_seqs: int = 256, is_frozen: bool = False) -> Process:
     port = free_port()
-    numbers = map(str, (port, max_waiting, num_seqs))
+    numbers = map(str, (port, max_waiting, num_seqs, int(is_frozen)))
     return Process("tutorials.performance.serving", "worker", "serve", *numbers, port=port)
 
 
@@ -118,7 +120,7 @@ def work_as_engine() -> None:
         print(time.perf_counter() - begin, flush=True)
 
 
-def work_as_server(port: int, max_waiting: int, num_seqs: int) -> None:
+def work_as_server(port: int, max_waiting: int, num_seqs: int, is_frozen: int) -> None:
     """Our server, and a task in its loop that sleeps 1 ms again and again, and looks how late it
     is. POST /late gives the longest time since it was last asked."""
     import uvicorn
@@ -146,6 +148,9 @@ def work_as_server(port: int, max_waiting: int, num_seqs: int) -> None:
         return {"seconds": longest}
 
     app.add_api_route("/late", late, methods=["POST"])
+    if is_frozen:
+        gc.collect()
+        gc.freeze()
     config = uvicorn.Config(app, access_log=False, log_level="warning")
     DrainingServer(config, app.state.server).run(sockets=[bind("127.0.0.1", port)])
 
@@ -232,6 +237,7 @@ def together(targets: dict[str, Target], ours: Process, engine: Process, args) -
 
 
 def load(targets: dict[str, Target], ours: Process, args) -> dict:
+    """Without the rates that a server did not reach in every round."""
     runs: dict[str, dict[float, list[dict]]] = {name: {} for name in targets}
     for i in range(args.repeat):
         behind: set[str] = set()
@@ -249,7 +255,11 @@ def load(targets: dict[str, Target], ours: Process, args) -> dict:
                     behind.add(name)
                 print(line_of(name, rate, numbers), flush=True)
     return {
-        name: [{"rate": rate, "runs": len(some), **median(some)} for rate, some in by_rate.items()]
+        name: [
+            {"rate": rate, **median(some)}
+            for rate, some in by_rate.items()
+            if len(some) == args.repeat
+        ]
         for name, by_rate in runs.items()
     }
 
@@ -268,6 +278,24 @@ def overload(args) -> dict:
             runs.setdefault(name, []).append(numbers_of(answers))
             print(line_of(name, rate, runs[name][-1]), flush=True)
     return {"rate": rate, **OVERLOAD, "runs": {name: median(some) for name, some in runs.items()}}
+
+
+def collector(args) -> dict:
+    """At half of the highest rate of `load`."""
+    rate = args.rates[-1] / 2
+    runs: dict[str, list[dict]] = {}
+    for i in range(args.repeat):
+        for name in ("as it is", "frozen"):
+            with our_server(is_frozen=name == "frozen") as server:
+                wait_for(server.url)
+                target = Target(server.url, first_model(server.url))
+                asyncio.run(ask(target, prompt_of(0), args.tokens))
+                longest_delay(server)
+                answers = asyncio.run(at_rate(target, rate, args.seconds, args.tokens, seed=i))
+                numbers = numbers_of(answers) | {"loop_late": longest_delay(server)}
+            runs.setdefault(name, []).append(numbers)
+            print(line_of(name, rate, numbers), flush=True)
+    return {"rate": rate, "runs": {name: median(some) for name, some in runs.items()}}
 
 
 def line_of(name: str, rate: float, numbers: dict) -> str:
@@ -318,6 +346,7 @@ def measure(args) -> dict:
         print(aligned(rows))
         report["load"] = load(targets, ours, args)
     report["overload"] = overload(args)
+    report["collector"] = collector(args)
     return report
 
 

@@ -20,6 +20,7 @@ class NaiveServer(HTTPServer):
 
 class Handler(BaseHTTPRequestHandler):
     server: NaiveServer
+    wbufsize = -1  # an answer is written at once
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
