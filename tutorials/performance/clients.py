@@ -74,7 +74,7 @@ async def ask(target: Target, text: str, num_tokens: int, begin: float | None = 
         body |= {"stream": True, "stream_options": {"include_usage": True}}
     try:
         await asyncio.wait_for(_read(target, body, answer), PATIENCE)
-    except (OSError, asyncio.TimeoutError, asyncio.IncompleteReadError):
+    except (OSError, EOFError, ValueError, IndexError, asyncio.TimeoutError):
         answer.status = 0
     answer.end = time.perf_counter()
     return answer
