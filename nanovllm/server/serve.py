@@ -29,7 +29,7 @@ class DrainingServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         gc.collect()
-        gc.freeze()  # the model's objects stay: to look at them all again takes a tenth of a second
+        gc.freeze()  # the model's objects stay: to look at them all again takes a quarter of a second
         for sock in sockets or []:
             host, port = sock.getsockname()[:2]
             name = self.server.options.model_name
