@@ -21,18 +21,6 @@ Rows = list[TokenLogprobs | None]
 REASONS = {"abort": "stop", "error": "stop"}  # others are called as we do
 
 
-def usage_of(outputs: list[RequestOutput]) -> dict:
-    num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
-    num_completion = sum(len(one.token_ids) for output in outputs for one in output.outputs)
-    num_cached = sum(output.num_cached_tokens for output in outputs)
-    return {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_completion,
-        "total_tokens": num_prompt + num_completion,
-        "prompt_tokens_details": {"cached_tokens": num_cached},
-    }
-
-
 class TokenTexts:
     """The text of single tokens, with a tokenizer of the event loop's thread."""
 
@@ -51,6 +39,7 @@ class Answers(ABC):
 
     kind: str
     prefix: str
+    is_prompt_only = False  # whether nothing but the prompt is wanted
 
     def __init__(self, body: Body, requests: list[Request], model: str, texts: TokenTexts):
         self.id = f"{self.prefix}-{uuid4().hex}"
@@ -80,7 +69,20 @@ class Answers(ABC):
             for i, output in enumerate(outputs)
             for one in output.outputs
         ]
-        return {**self.frame, "choices": choices, "usage": usage_of(outputs)}
+        return {**self.frame, "choices": choices, "usage": self.usage(outputs)}
+
+    def usage(self, outputs: list[RequestOutput]) -> dict:
+        num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
+        num_completion = sum(len(one.token_ids) for output in outputs for one in output.outputs)
+        if self.is_prompt_only:
+            num_completion = 0
+        num_cached = sum(output.num_cached_tokens for output in outputs)
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_completion,
+            "total_tokens": num_prompt + num_completion,
+            "prompt_tokens_details": {"cached_tokens": num_cached},
+        }
 
     def event(self, *choices: dict, usage: dict | None = None) -> str:
         """A line of a stream."""

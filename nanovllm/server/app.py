@@ -73,6 +73,7 @@ class Server:
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
         self.engine = AsyncLLM(self.llm, self.options.max_waiting)
+        self.engine.inputs.model = self.options.model_name  # errors name no paths
         self.texts = TokenTexts(self.engine.tokenizer)
         self.live = Live(self.engine)
         try:
@@ -192,7 +193,13 @@ class Server:
 
 def new_app(llm: LLM, options: ServerOptions) -> FastAPI:
     server = Server(llm, options)
-    app = FastAPI(title="nanovllm", version=version("nanovllm"), lifespan=server.lifespan)
+    app = FastAPI(
+        title="nanovllm",
+        version=version("nanovllm"),
+        lifespan=server.lifespan,
+        docs_url=None,  # its page would come from the network
+        redoc_url=None,
+    )
     app.state.server = server
     routes: dict[str, Callable] = {
         "/v1/completions": server.completions,
