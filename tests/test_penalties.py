@@ -22,8 +22,8 @@ from nanovllm.layers import torch_ops, triton_ops
 from nanovllm.stats import check_blocks
 
 STOP = 98
-PROMPTS = [[5, 9, 5, 30], [5, 9, 5, 30, 77, 4, 8, 5], [11], list(range(20, 33)), [5, 9, 5, 30, 77]]
-MAX_TOKENS = 24
+PROMPTS = [[5, 9, 5, 30], [5, 9, 5, 30, 77, 4, 8, 5], [11], list(range(20, 33))]
+MAX_TOKENS = 16
 OPTIONS = [
     {},
     {"presence_penalty": 1.5},
@@ -34,7 +34,7 @@ OPTIONS = [
     {"logit_bias": {3: 5.5, 150: -100, 61: 2}},
     {"min_tokens": 6},
     {"min_tokens": 4, "logit_bias": {STOP: 100}},
-    {"repetition_penalty": 1.3, "frequency_penalty": 0.7, "logit_bias": {5: 4.0}, "min_tokens": 24},
+    {"repetition_penalty": 1.3, "frequency_penalty": 0.7, "logit_bias": {5: 4.0}, "min_tokens": 16},
 ]
 
 
@@ -257,13 +257,13 @@ def test_prompts_are_scored(path, model, monkeypatch, backend, recorded, tokens,
     wanted = SamplingParams(temperature=0, max_tokens=max_tokens, prompt_logprobs=3)
     few = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     several = SamplingParams(n=3, seed=1, max_tokens=3, prompt_logprobs=3, logprobs=1)
-    params = [plain, wanted, few, wanted, several]
+    params = [plain, several, few, wanted]
     llm.generate(PROMPTS, plain, use_tqdm=False)  # now their blocks can be found
     outputs = llm.generate(PROMPTS, params, use_tqdm=False)
     expected = [expected_scores(model, prompt) for prompt in PROMPTS]
     assert outputs[0].prompt_logprobs is None
     assert outputs[2].prompt_logprobs == [None]
-    for i in (1, 3, 4):
+    for i in (1, 3):
         assert outputs[i].prompt_logprobs[0] is None
         assert len(outputs[i].prompt_logprobs) == len(PROMPTS[i])
         for found, row in zip(outputs[i].prompt_logprobs[1:], expected[i][1:]):

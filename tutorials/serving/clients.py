@@ -19,8 +19,10 @@ from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
 
+import torch
+
 from nanovllm.config import EMBEDDED_MODEL
-from tutorials.performance.machine import environment, installed
+from tutorials.performance.machine import device_name, environment, installed
 
 TASKS = Path(__file__).parent / "lm_eval_tasks"
 ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
@@ -148,6 +150,7 @@ def main() -> None:
     args = parser.parse_args()
     report = environment()  # but the command: where the programs are is this machine's business
     report["command"] = "python -m tutorials.serving.clients --vllm ... --lm-eval ..."
+    report["device"] = device_name(torch.device("cpu"))
     report["versions"] = {name: installed(name) for name in ("torch", "fastapi", "uvicorn")}
     with tempfile.TemporaryDirectory() as name, server() as url:
         folder = Path(name)
