@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from nanovllm.outputs import RequestOutput
 from nanovllm.schedule import ScheduleError
-from nanovllm.server.answers import DONE, Answers, usage_of
+from nanovllm.server.answers import DONE, Answers
 from nanovllm.server.async_llm import AsyncLLM, Busy, Call, News, Unavailable
 from nanovllm.server.metrics import Clock, Metrics
 from nanovllm.server.protocol import BadRequest, Body
@@ -119,7 +119,7 @@ class Answer(Response):
             if error is not None:
                 events.append(f"data: {json.dumps(error_of(*status_of(error)))}\n\n")
             elif not call.num_open and self.usage_is_streamed:
-                events.append(self.answers.event(usage=usage_of(self.ended)))
+                events.append(self.answers.event(usage=self.answers.usage(self.ended)))
             if error is not None or not call.num_open:
                 events.append(DONE)
             if not events:
