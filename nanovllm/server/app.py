@@ -191,14 +191,14 @@ def new_app(llm: LLM, options: ServerOptions) -> FastAPI:
     app.openapi = lambda: schema_of(app)  # type: ignore[method-assign]
     for kind, handler in HANDLERS.items():
         app.add_exception_handler(kind, handler)
-    if options.allowed_origins:
+    app.add_middleware(Gate, api_key=options.api_key)
+    if options.allowed_origins:  # outside of the gate: browsers ask first, without the key
         app.add_middleware(
             CORSMiddleware,
             allow_origins=options.allowed_origins,
             allow_methods=["*"],
             allow_headers=["*"],
         )
-    app.add_middleware(Gate, api_key=options.api_key)
     return app
 
 
