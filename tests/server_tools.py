@@ -4,6 +4,7 @@ Tests import this file. An example that does: pytest tests/test_server.py
 """
 
 import asyncio
+import itertools
 import json
 import logging
 import random
@@ -14,6 +15,7 @@ from contextlib import contextmanager
 from threading import Semaphore, Thread
 
 import httpx
+from fake_model import FakeRunner
 
 from nanovllm import LLM
 from nanovllm.server.app import ServerOptions
@@ -121,6 +123,11 @@ def left_idle(server: Running):
     server.check_idle()
 
 
+def is_busy(connection) -> bool:
+    """Whether one of uvicorn's connections has a request."""
+    return connection.cycle is not None and not connection.cycle.response_complete
+
+
 def events_in(text: str) -> list[dict]:
     *events, done, rest = text.split("\n\n")
     assert done == "data: [DONE]" and rest == ""
@@ -158,28 +165,51 @@ def request_bytes(path: str, body: dict, *headers: str) -> bytes:
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + data
 
 
-class Paced:
-    """Of a runner: steps wait for permits, once `is_paced`."""
+class PacedRunner(FakeRunner):
+    """Its steps wait for permits while it `is_paced`, and it keeps a record of them."""
 
-    def __init__(self):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.reset()
+
+    def reset(self) -> None:
         self.is_paced = False
         self.permits = Semaphore(0)
-        self.num_waiting = 0  # steps that wait for a permit
+        self.num_begun = 0  # steps
+        self.holders: list[set] = []  # of each step: the requests with blocks
+        self.scheduler = None
+        self.before_run = lambda schedule: None
 
-    def wait(self) -> None:
+    def launch(self, schedule):
+        self.num_begun += 1
+        if self.scheduler is not None:
+            self.holders.append({*self.scheduler.running})
         if self.is_paced:
-            self.num_waiting += 1
             assert self.permits.acquire(timeout=60)
-            self.num_waiting -= 1
+        self.before_run(schedule)
+        for seq, start, num_tokens in schedule.scored:
+            request = seq.request
+            new = seq.token_ids[start + 1 : start + num_tokens + 1]
+            request.prompt_logprobs += [{i: -1.0} for i in new]
+            del request.prompt_logprobs[len(request.prompt_token_ids) :]
+        return super().launch(schedule)
+
+    def run(self, schedule):
+        """The token itself is the first of its log-probabilities."""
+        tokens, rows = super().run(schedule)
+        return tokens, [None if row is None else {i: -9.0} | row for i, row in zip(tokens, rows)]
+
+    def step(self, count: int = 1) -> None:
+        """Lets so many steps end, and waits until the next one begins."""
+        for _ in range(count):
+            num_begun = self.num_begun
+            self.permits.release()
+            wait_for(lambda before=num_begun: self.num_begun > before)
 
     def free(self) -> None:
         """No step waits any longer."""
         self.is_paced = False
         self.permits.release(1000)
-
-    def pace(self) -> None:
-        self.permits = Semaphore(0)
-        self.is_paced = True
 
 
 class Parrot:
@@ -204,7 +234,7 @@ class Parrot:
             if request.params.seed is not None:
                 rng = random.Random(request.params.seed)
                 cuts = [0, *sorted(rng.choices(range(len(text) + 1), k=len(text))), len(text)]
-                pieces = [text[i:j] for i, j in zip(cuts, cuts[1:])]
+                pieces = [text[i:j] for i, j in itertools.pairwise(cuts)]
             ids = [i for piece in pieces for i in self.tokenizer.encode(piece)]
             self.answers[request] = [*ids, EOS]
         return self.answers[request]

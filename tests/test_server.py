@@ -6,6 +6,7 @@ Run: pytest tests/test_server.py [-k echo]
 
 import asyncio
 import base64
+import itertools
 import json
 import math
 
@@ -257,9 +258,11 @@ def test_api_key(monkeypatch, running):
     for bad in ("Bearer", "Bearer s3cret", "s3cret:ü".encode(), basic("s3cret"), "Basic",
                 "Basic !", "Basic é".encode(), "Digest x", "", basic(":"), b"Basic \xff"):  # fmt: skip
         assert status("GET", "/version", bad) == 401, bad
-    with openai.OpenAI(base_url=running.url + "/v1", api_key="wrong", max_retries=0) as client:
-        with pytest.raises(openai.AuthenticationError, match="the API key is missing or wrong"):
-            client.models.list()
+    with (
+        openai.OpenAI(base_url=running.url + "/v1", api_key="wrong", max_retries=0) as client,
+        pytest.raises(openai.AuthenticationError, match="the API key is missing or wrong"),
+    ):
+        client.models.list()
 
 
 def test_pages_of_others_may_ask_if_they_are_allowed():
@@ -295,7 +298,7 @@ def joined(events: list[dict]) -> dict[int, dict]:
             old |= {name: value for name, value in new.items() if name not in ("text", "logprobs")}
             if new["logprobs"] is not None:
                 names = new["logprobs"].keys()
-                before = old["logprobs"] or dict.fromkeys(names, [])
+                before = old["logprobs"] or {key: [] for key in names}
                 old["logprobs"] = {name: before[name] + new["logprobs"][name] for name in names}
     return choices
 
@@ -956,7 +959,7 @@ def parsed(text: str, cuts: list[int], prompt: str | None, has_tools: bool) -> P
     parser = Parser(prompt, has_tools)
     parts = Parts()
     ends = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    for begin, end in zip(ends, ends[1:]):
+    for begin, end in itertools.pairwise(ends):
         parts += parser.add(text[begin:end])
     parts += parser.end()
     for call in parts.tool_calls:
