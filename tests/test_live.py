@@ -271,6 +271,7 @@ def test_recorded_runs_show_what_they_say():
     assert any(said[1] == 4 for said in blocks_of(frames["beam_search"][9]) if len(said) == 2)
 
 
+@pytest.mark.slow
 def test_the_package_alone_imports_nothing_of_it():
     code = "import nanovllm, sys; nanovllm.LLM; assert not [m for m in sys.modules if m.startswith('nanovllm.server')]"
     subprocess.run([sys.executable, "-c", code], check=True)

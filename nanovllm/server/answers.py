@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from functools import cached_property, lru_cache
 from typing import Any
 from uuid import uuid4
@@ -21,18 +22,6 @@ Rows = list[TokenLogprobs | None]
 REASONS = {"abort": "stop", "error": "stop"}  # others are called as we do
 
 
-def usage_of(outputs: list[RequestOutput]) -> dict:
-    num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
-    num_completion = sum(len(one.token_ids) for output in outputs for one in output.outputs)
-    num_cached = sum(output.num_cached_tokens for output in outputs)
-    return {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_completion,
-        "total_tokens": num_prompt + num_completion,
-        "prompt_tokens_details": {"cached_tokens": num_cached},
-    }
-
-
 class TokenTexts:
     """The text of single tokens, with a tokenizer of the event loop's thread."""
 
@@ -45,12 +34,19 @@ class TokenTexts:
             return f"token_id:{token_id}"
         return self.tokenizer.decode([token_id])
 
+    def of_all(self, token_ids: list[int]) -> str:
+        """A character may have several tokens."""
+        if self.tokenizer is None:
+            return "".join(map(self.of, token_ids))
+        return self.tokenizer.decode(token_ids)
+
 
 class Answers(ABC):
     """Of one call: several requests, each with n outputs, which it calls choices."""
 
     kind: str
     prefix: str
+    is_prompt_only = False  # a token is drawn, because the engine draws one, but not shown
 
     def __init__(self, body: Body, requests: list[Request], model: str, texts: TokenTexts):
         self.id = f"{self.prefix}-{uuid4().hex}"
@@ -80,7 +76,20 @@ class Answers(ABC):
             for i, output in enumerate(outputs)
             for one in output.outputs
         ]
-        return {**self.frame, "choices": choices, "usage": usage_of(outputs)}
+        return {**self.frame, "choices": choices, "usage": self.usage(outputs)}
+
+    def usage(self, outputs: list[RequestOutput]) -> dict:
+        num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
+        num_completion = sum(len(one.token_ids) for output in outputs for one in output.outputs)
+        if self.is_prompt_only:
+            num_completion = 0
+        num_cached = sum(output.num_cached_tokens for output in outputs)
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_completion,
+            "total_tokens": num_prompt + num_completion,
+            "prompt_tokens_details": {"cached_tokens": num_cached},
+        }
 
     def event(self, *choices: dict, usage: dict | None = None) -> str:
         """A line of a stream."""
@@ -105,12 +114,13 @@ class Completions(Answers):
         self.has_echo = bool(body.echo)
         self.is_prompt_only = self.has_echo and body.max_tokens == 0
         self.begun: set[int] = set()  # choices whose prompt has been echoed
+        self.num_chars: Counter[int] = Counter()  # of the tokens streamed, by choice
 
     def echo(self, i: int) -> str:
         request = self.requests[i]
         if request.prompt is not None:
             return request.prompt
-        return "".join(map(self.texts.of, request.prompt_token_ids))
+        return self.texts.of_all(request.prompt_token_ids)
 
     def choice(self, i: int, output: RequestOutput, one: CompletionOutput) -> dict:
         text = one.text
@@ -142,16 +152,17 @@ class Completions(Answers):
             text = self.echo(i) + text
         logprobs = None
         if delta.logprobs is not None:
-            logprobs = self.logprobs(delta.token_ids, [*delta.logprobs])
+            logprobs = self.logprobs(delta.token_ids, [*delta.logprobs], self.num_chars[index])
+            self.num_chars[index] += sum(map(len, logprobs["tokens"]))
         choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}
         if delta.finish_reason is not None:
             choice["finish_reason"] = REASONS.get(delta.finish_reason, delta.finish_reason)
             choice["stop_reason"] = one.stop_reason
         return choice
 
-    def logprobs(self, token_ids: list[int], rows: Rows) -> dict:
+    def logprobs(self, token_ids: list[int], rows: Rows, offset: int = 0) -> dict:
         texts = [*map(self.texts.of, token_ids)]
-        offsets = [0]
+        offsets = [offset]
         for text in texts:
             offsets.append(offsets[-1] + len(text))
         of_token: list[float | None] = []
@@ -183,6 +194,9 @@ class ChatCompletions(Answers):
         self.begun: set[int] = set()
         if body.stream:
             self.frame["object"] = "chat.completion.chunk"
+
+    def whole(self, outputs: list[RequestOutput]) -> dict:
+        return {**super().whole(outputs), "prompt_logprobs": outputs[0].prompt_logprobs}
 
     def reason(self, i: int, reason: str | None) -> str | None:
         if reason == "stop" and self.parsers[i].num_calls:

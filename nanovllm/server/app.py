@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -13,10 +14,11 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import Response
-from pydantic import BaseModel, RootModel
+from pydantic import BaseModel
 from starlette.middleware.cors import CORSMiddleware
 
 from nanovllm.engine import LLM
+from nanovllm.options import shown
 from nanovllm.server.answers import ChatCompletions, Completions, TokenTexts
 from nanovllm.server.async_llm import AsyncLLM
 from nanovllm.server.gate import Gate
@@ -29,20 +31,14 @@ from nanovllm.server.protocol import (
     CompletionBody,
     DetokenizeBody,
     TokenizeBody,
-    TokenizeChatBody,
     parsed,
 )
 from nanovllm.server.responses import HANDLERS, Answer
 
-
-class TokenizeBodies(RootModel):
-    root: TokenizeBody | TokenizeChatBody
-
-
 BODIES: dict[str, type[BaseModel]] = {
     "/v1/completions": CompletionBody,
     "/v1/chat/completions": ChatBody,
-    "/tokenize": TokenizeBodies,
+    "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
 }
 
@@ -73,6 +69,7 @@ class Server:
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
         self.engine = AsyncLLM(self.llm, self.options.max_waiting)
+        self.engine.inputs.model = self.options.model_name  # errors name no paths
         self.texts = TokenTexts(self.engine.tokenizer)
         self.live = Live(self.engine)
         try:
@@ -97,14 +94,16 @@ class Server:
                 raise BadRequest(f"the body is too long: {allowed} are allowed", status=413)
             parts.append(part)
         body = await self.engine.prepare(parsed, kind, b"".join(parts))
-        name = getattr(body, "model", None)
-        if name not in (None, self.options.model_name):
-            raise BadRequest(f"the model {name[:100]!r} does not exist", "model", 404)
+        self.check_model(body.model)
         return body
+
+    def check_model(self, name: str | None) -> None:
+        if name not in (None, self.options.model_name):
+            raise BadRequest(f"the model {shown(name)} does not exist", "model", 404)
 
     async def answer(self, request: Request, kind: type[Body], answers: type) -> Answer:
         body = await self.read(request, kind)
-        requests = await self.prepare(body.requests, self.engine.inputs)
+        requests = await self.prepare(body, body.requests)
         num_tokens = sum(
             request.params.n * (request.max_len - len(request.prompt_token_ids))
             for request in requests
@@ -116,15 +115,16 @@ class Server:
         made = answers(body, requests, self.options.model_name, self.texts)
         return Answer(self.engine, self.metrics, made, body)
 
-    async def prepare(self, function: Callable, *args) -> Any:
-        """What a function makes of a body, in the thread that tokenizes. Raises BadRequest."""
+    async def prepare(self, body: BaseModel, function: Callable) -> Any:
+        """What a method of the body makes of it, in the thread that tokenizes. Raises
+        BadRequest."""
         try:
-            return await self.engine.prepare(function, *args)
+            return await self.engine.prepare(function, self.engine.inputs)
         except ValueError as error:
-            message = str(error)
-            name = message.partition("=")[0]
-            param = name if name.isidentifier() else None
-            raise BadRequest(message[:1000], param) from error
+            message = str(error)[:1000]
+            fields = type(body).model_fields  # sentences begin with the one that is wrong
+            names = [name for name in re.findall(r"\w+", message) if name in fields]
+            raise BadRequest(message, names[0] if names else None) from error
 
     # --- routes ---
 
@@ -138,8 +138,7 @@ class Server:
         return {"object": "list", "data": [self.model()]}
 
     async def one_model(self, name: str) -> dict:
-        if name != self.options.model_name:
-            raise BadRequest(f"the model {name[:100]!r} does not exist", "model", 404)
+        self.check_model(name)
         return self.model()
 
     def model(self) -> dict:
@@ -154,29 +153,14 @@ class Server:
         }
 
     async def tokenize(self, request: Request) -> dict:
-        body = await self.read(request, TokenizeBodies)
-        token_ids = await self.prepare(self.token_ids_of, body.root)
+        body = await self.read(request, TokenizeBody)
+        token_ids = await self.prepare(body, body.token_ids)
         longest = self.llm.limits.max_model_len
         return {"count": len(token_ids), "max_model_len": longest, "tokens": token_ids}
 
-    def token_ids_of(self, body: TokenizeBody | TokenizeChatBody) -> list[int]:
-        inputs = self.engine.inputs
-        if isinstance(body, TokenizeChatBody):
-            return inputs.encode(body.prompt())[1]
-        if inputs.tokenizer is None:
-            raise BadRequest("the model has no tokenizer", status=501)
-        return inputs.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
-
     async def detokenize(self, request: Request) -> dict:
         body = await self.read(request, DetokenizeBody)
-        return {"prompt": await self.prepare(self.text_of, body.tokens)}
-
-    def text_of(self, token_ids: list[int]) -> str:
-        inputs = self.engine.inputs
-        if inputs.tokenizer is None:
-            raise BadRequest("the model has no tokenizer", status=501)
-        inputs.check_ids("tokens", token_ids)
-        return inputs.tokenizer.decode(token_ids)
+        return {"prompt": await self.prepare(body, body.text)}
 
     async def health(self) -> Response:
         self.engine.check_open()
@@ -192,7 +176,13 @@ class Server:
 
 def new_app(llm: LLM, options: ServerOptions) -> FastAPI:
     server = Server(llm, options)
-    app = FastAPI(title="nanovllm", version=version("nanovllm"), lifespan=server.lifespan)
+    app = FastAPI(
+        title="nanovllm",
+        version=version("nanovllm"),
+        lifespan=server.lifespan,
+        docs_url=None,  # its page would come from the network
+        redoc_url=None,
+    )
     app.state.server = server
     routes: dict[str, Callable] = {
         "/v1/completions": server.completions,
@@ -212,14 +202,14 @@ def new_app(llm: LLM, options: ServerOptions) -> FastAPI:
     app.openapi = lambda: schema_of(app)  # type: ignore[method-assign]
     for kind, handler in HANDLERS.items():
         app.add_exception_handler(kind, handler)
-    if options.allowed_origins:
+    app.add_middleware(Gate, api_key=options.api_key)
+    if options.allowed_origins:  # outside of the gate: browsers ask first, without the key
         app.add_middleware(
             CORSMiddleware,
             allow_origins=options.allowed_origins,
             allow_methods=["*"],
             allow_headers=["*"],
         )
-    app.add_middleware(Gate, api_key=options.api_key)
     return app
 
 

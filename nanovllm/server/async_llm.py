@@ -73,6 +73,11 @@ class Call:
         if news.output is not None or news.error is not None:
             self.num_open -= 1
 
+    @property
+    def is_over(self) -> bool:
+        """All has come, and has been taken."""
+        return not (self.num_open or self.news)
+
     async def take(self) -> list[News]:
         """All that has come since the last time; waits for something."""
         await self.has_news.wait()
@@ -91,7 +96,8 @@ class AsyncLLM:
         self.loop = asyncio.get_running_loop()
         self.open: set[Ticket] = set()  # those that have not ended
         self.is_draining = False
-        self.error: BaseException | None = None  # what the engine's thread has died of
+        self.questions: set[asyncio.Future] = set()  # without an answer
+        self.end = ""  # why nobody answers any longer
         self.inbox: SimpleQueue[Callable[[], object]] = SimpleQueue()
         # a tokenizer cannot be shared by threads
         self.inputs = replace(llm.inputs, tokenizer=deepcopy(llm.tokenizer))
@@ -107,8 +113,13 @@ class AsyncLLM:
         self.thread.start()
 
     async def prepare(self, function: Callable[..., T], *args) -> T:
-        """Calls a function in the thread that may use `inputs`."""
-        return await self.loop.run_in_executor(self.preparing, function, *args)
+        """Calls a function in the thread that may use `inputs`. Raises Unavailable."""
+        self.check_open()
+        try:
+            return await self.loop.run_in_executor(self.preparing, function, *args)
+        except asyncio.CancelledError:
+            self.check_alive()  # by `close`
+            raise
 
     def check_open(self) -> None:
         """Raises Unavailable."""
@@ -138,9 +149,12 @@ class AsyncLLM:
             self.inbox.put(lambda: self._abort(left))
 
     async def ask(self, question: Callable[[], T]) -> T:
-        """The answer of a function that must be called in the engine's thread."""
+        """The answer of a function that must be called in the engine's thread. Raises
+        Unavailable."""
         self.check_alive()
         future: asyncio.Future[T] = self.loop.create_future()
+        self.questions.add(future)
+        future.add_done_callback(self.questions.discard)
 
         def answer() -> None:
             try:
@@ -152,8 +166,8 @@ class AsyncLLM:
         return await future
 
     def check_alive(self) -> None:
-        if self.error is not None:
-            raise Unavailable(f"the engine has stopped: {self.error}")
+        if self.end:
+            raise Unavailable(self.end)
 
     async def drain(self, seconds: float) -> None:
         """Takes no more requests, and gives those that run some time to end."""
@@ -164,9 +178,7 @@ class AsyncLLM:
 
     def close(self) -> None:
         """Ends all that is open, then the threads."""
-        self.is_draining = True
-        for ticket in [*self.open]:
-            self._hear([(ticket, News(ticket.index, error=Unavailable("the server shuts down")))])
+        self._end("the server is shutting down")
         self.inbox.put(self._stop)
         self.preparing.shutdown(cancel_futures=True)
 
@@ -179,10 +191,13 @@ class AsyncLLM:
                 self.open.remove(ticket)
             ticket.call.put(news)
 
-    def _hear_of_death(self, error: BaseException) -> None:
-        self.error = error
-        reason = Unavailable(f"the engine has stopped: {error}")
-        self._hear([(t, News(t.index, error=reason)) for t in [*self.open]])
+    def _end(self, reason: str) -> None:
+        """All who wait for something hear the reason."""
+        self.end = self.end or reason
+        error = Unavailable(self.end)
+        self._hear([(ticket, News(ticket.index, error=error)) for ticket in self.open])
+        for future in [*self.questions]:
+            settle(future, None, error)
 
     # --- in the engine's thread ---
 
@@ -194,7 +209,8 @@ class AsyncLLM:
                     self._step()
         except BaseException as error:
             logger.exception("the engine's thread has died")
-            self._tell(self._hear_of_death, error)
+            name = type(error).__name__
+            self._tell(self._end, f"the engine has stopped ({name}); the server's log says more")
         finally:
             self.llm.observers.remove(self._observe)
 

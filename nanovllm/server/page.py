@@ -6,13 +6,12 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from nanovllm.server.async_llm import AsyncLLM
 from nanovllm.server.live import LiveView
-from nanovllm.server.protocol import BadRequest
 from nanovllm.server.responses import STREAM, while_connected
 
 FOLDER = Path(__file__).parent / "page"
@@ -26,13 +25,6 @@ HEADERS = {
     "Cache-Control": "no-cache",
 }
 MOST_FRAMES = 50  # that wait for a slow reader; then it misses the oldest
-
-
-async def show(name: str = "index.html") -> Response:
-    """A file of the page."""
-    if name not in FILES:
-        raise BadRequest(f"there is no {name[:100]!r} here", status=404)
-    return FileResponse(FILES[name], headers=HEADERS)
 
 
 class Live:
@@ -94,10 +86,15 @@ class LiveResponse(Response):
 
 
 def add_page(app: FastAPI, live: Callable[[], Live]) -> None:
-    """Its routes come last: its files are in the root."""
+    """Its files are in the root, each with a route of its own."""
 
     async def watch() -> Response:
         return LiveResponse(live())
 
-    for path, route in (("/live", watch), ("/", show), ("/{name:path}", show)):
-        app.add_api_route(path, route, response_model=None, include_in_schema=False)
+    async def show(request: Request) -> Response:
+        name = request.url.path.lstrip("/") or "index.html"
+        return FileResponse(FILES[name], headers=HEADERS)
+
+    app.add_api_route("/live", watch, response_model=None, include_in_schema=False)
+    for name in ("", *FILES):
+        app.add_api_route(f"/{name}", show, response_model=None, include_in_schema=False)

@@ -76,6 +76,7 @@ class Parser:
             return self._call(parts)
         if self.state == "reasoning":
             found, is_over = self._until(END_OF_THINK, "content")
+            self.skips_newlines = is_over
             parts.reasoning += found
             return is_over
         if self.has_tools:
@@ -104,7 +105,6 @@ class Parser:
         if has_tag:
             self.text = rest
             self.state = next_state
-            self.skips_newlines = True
             return found, True
         end = len(self.text) - overlap(self.text, tag)
         found = self.text[:end]
@@ -117,8 +117,8 @@ class Parser:
             return False
         self.text = rest
         self.state = "content"
-        self.skips_newlines = True
         call = call_of(inner, self.num_calls)
+        self.skips_newlines = call is not None
         if call is None:
             parts.content += TOOL + inner + END_OF_TOOL
         else:
@@ -133,11 +133,10 @@ def call_of(text: str, index: int) -> dict | None:
         call = json.loads(text)
         name = call["name"]
         arguments = call.get("arguments", {})
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        (name + arguments).encode()  # half a surrogate pair cannot be sent
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
-    if not isinstance(name, str):
-        return None
-    if not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
     function = {"name": name, "arguments": arguments}
     return {"index": index, "id": f"call_{uuid4().hex}", "type": "function", "function": function}

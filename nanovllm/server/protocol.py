@@ -13,10 +13,11 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from nanovllm.inputs import Inputs
-from nanovllm.options import shown
+from nanovllm.options import is_int, shown
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import Request
 
+MOST_CHOICES = 1024  # of one call
 # fields with the names and meanings of SamplingParams
 SAME = {field.name for field in fields(SamplingParams)} - {"max_tokens", "logprobs", "logit_bias"}
 
@@ -32,7 +33,7 @@ class BadRequest(Exception):
 
 class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
-    include_usage: bool = False
+    include_usage: bool | None = None
     include_obfuscation: bool | None = None  # we add none
 
 
@@ -73,7 +74,7 @@ class Body(BaseModel):
 
     @property
     def usage_is_streamed(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def check(self) -> None:
         if self.stream_options is not None and not self.stream:
@@ -121,8 +122,10 @@ class CompletionBody(Body):
         if self.echo and self.max_tokens == 0:
             more["max_tokens"] = 1
         params = self.params(inputs.default_params, **more)
-        if not self.prompts:
-            raise BadRequest("prompt is an empty list", "prompt")
+        num_choices = len(self.prompts) * params.n
+        if not 0 < num_choices <= MOST_CHOICES:
+            asked = f"{len(self.prompts):,} prompts with n={shown(params.n)}"
+            raise BadRequest(f"{asked}: it must be 1 to {MOST_CHOICES:,} outputs", "prompt")
         priority = self.priority or 0
         return [inputs.request(prompt, params, priority) for prompt in self.prompts]
 
@@ -142,27 +145,27 @@ class Message(BaseModel):
 
 
 class ChatFields(BaseModel):
-    """What makes the prompt of a chat."""
+    """What makes the prompt of a chat, with its messages."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
-    messages: list[Message] = Field(min_length=1)
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
+    add_generation_prompt: bool | None = None  # if not given, it is True
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[dict] | None = None
 
-    def prompt(self) -> dict:
+    def chat(self, messages: list[Message]) -> dict:
         """In the form of messages.Chat."""
         return {
-            "messages": [for_template(message) for message in self.messages],
-            "add_generation_prompt": self.add_generation_prompt,
-            "continue_final_message": self.continue_final_message,
+            "messages": [for_template(message) for message in messages],
+            "add_generation_prompt": self.add_generation_prompt is not False,
+            "continue_final_message": bool(self.continue_final_message),
             "chat_template_kwargs": self.chat_template_kwargs,
             "tools": self.tools,
         }
 
 
 class ChatBody(ChatFields, Body):
+    messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -176,6 +179,9 @@ class ChatBody(ChatFields, Body):
         super().check()
         if self.top_logprobs is not None and not self.logprobs:
             raise BadRequest("top_logprobs is allowed with logprobs=true only", "top_logprobs")
+        if self.top_logprobs is not None and not is_int(self.top_logprobs, 0, 20):
+            value = shown(self.top_logprobs)
+            raise BadRequest(f"top_logprobs={value}: it must be from 0 to 20", "top_logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens):
             both = "max_tokens and max_completion_tokens mean the same: give one"
             raise BadRequest(both, "max_completion_tokens")
@@ -187,7 +193,7 @@ class ChatBody(ChatFields, Body):
         most = self.max_tokens if most is None else most  # None: as many as fit
         num_logprobs = (self.top_logprobs or 0) if self.logprobs else None
         params = self.params(inputs.default_params, max_tokens=most, logprobs=num_logprobs)
-        prompt = self.prompt()
+        prompt = self.chat(self.messages)
         if self.enable_thinking is not None:
             names = {"enable_thinking": self.enable_thinking}
             prompt["chat_template_kwargs"] = names | (self.chat_template_kwargs or {})
@@ -200,21 +206,37 @@ class ChatBody(ChatFields, Body):
         return bool(self.tools) and self.tool_choice != "none"
 
 
-class TokenizeBody(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-    model: str | None = None
-    prompt: str
-    add_special_tokens: bool = True
+class TokenizeBody(ChatFields):
+    """A text, or a chat."""
 
-
-class TokenizeChatBody(ChatFields):
     model: str | None = None
+    prompt: str | None = None
+    add_special_tokens: bool | None = None  # if not given, it is True; in a chat they are there
+    messages: list[Message] | None = Field(None, min_length=1)
+
+    def token_ids(self, inputs: Inputs) -> list[int]:
+        """Raises ValueError."""
+        if (self.prompt is None) == (self.messages is None):
+            raise BadRequest("give either prompt or messages", "prompt")
+        if inputs.tokenizer is None:
+            raise BadRequest("the model has no tokenizer", status=501)
+        if self.messages is not None:
+            return inputs.encode(self.chat(self.messages))[1]
+        is_special = self.add_special_tokens is not False
+        return inputs.tokenizer.encode(self.prompt, add_special_tokens=is_special)
 
 
 class DetokenizeBody(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
     model: str | None = None
     tokens: list[int]
+
+    def text(self, inputs: Inputs) -> str:
+        """Raises ValueError."""
+        if inputs.tokenizer is None:
+            raise BadRequest("the model has no tokenizer", status=501)
+        inputs.check_ids("tokens", self.tokens)
+        return inputs.tokenizer.decode(self.tokens)
 
 
 def for_template(message: Message) -> dict:
@@ -233,7 +255,7 @@ def with_arguments(call: dict) -> dict:
         return call
     try:
         arguments = json.loads(function["arguments"] or "{}")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadRequest("arguments of a tool call are no JSON", "messages") from error
     return {**call, "function": {**function, "arguments": arguments}}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -14,11 +15,12 @@ from starlette.types import Receive, Scope, Send
 
 from nanovllm.outputs import RequestOutput
 from nanovllm.schedule import ScheduleError
-from nanovllm.server.answers import DONE, Answers, usage_of
+from nanovllm.server.answers import DONE, Answers
 from nanovllm.server.async_llm import AsyncLLM, Busy, Call, News, Unavailable
 from nanovllm.server.metrics import Clock, Metrics
 from nanovllm.server.protocol import BadRequest, Body
 
+logger = logging.getLogger("uvicorn.error")
 T = TypeVar("T")
 
 TYPES = {
@@ -51,6 +53,7 @@ def status_of(error: Exception) -> tuple[int, str]:
         return 429, str(error)
     if isinstance(error, Unavailable):
         return 503, str(error)
+    logger.error("a request failed", exc_info=error)
     if isinstance(error, ScheduleError):  # a sentence for the scheduler's author
         return 500, str(error)
     name = type(error).__name__
@@ -59,14 +62,14 @@ def status_of(error: Exception) -> tuple[int, str]:
 
 async def answer_error(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):  # of a route that does not exist
-        return error_response(error.status_code, str(error.detail).lower())
+        response = error_response(error.status_code, str(error.detail).lower())
+        response.headers.update(error.headers or {})
+        return response
     status, message = status_of(error)
     return error_response(status, message, getattr(error, "param", None))
 
 
-HANDLERS = {
-    kind: answer_error for kind in (BadRequest, Busy, Unavailable, HTTPException, Exception)
-}
+HANDLERS = {kind: answer_error for kind in (BadRequest, Busy, Unavailable, HTTPException)}
 
 
 class Answer(Response):
@@ -95,7 +98,7 @@ class Answer(Response):
 
     async def whole(self, call: Call) -> dict:
         outputs: dict[int, RequestOutput] = {}
-        while call.num_open:
+        while not call.is_over:
             for news in await call.take():
                 if news.error is not None:
                     raise news.error
@@ -109,18 +112,19 @@ class Answer(Response):
         one."""
         has_begun = False
         error: Exception | None = None
-        while call.num_open and error is None:
+        while error is None and not call.is_over:
             events: list[str] = []
             for news in await call.take():
-                events += self.events_of(news, call)
                 error = error or news.error
+                if news.error is None:
+                    events += self.events_of(news, call)
             if error is not None and not has_begun:
                 raise error
             if error is not None:
                 events.append(f"data: {json.dumps(error_of(*status_of(error)))}\n\n")
-            elif not call.num_open and self.usage_is_streamed:
-                events.append(self.answers.event(usage=usage_of(self.ended)))
-            if error is not None or not call.num_open:
+            elif call.is_over and self.usage_is_streamed:
+                events.append(self.answers.event(usage=self.answers.usage(self.ended)))
+            if error is not None or call.is_over:
                 events.append(DONE)
             if not events:
                 continue

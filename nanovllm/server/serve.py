@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import socket
 from types import FrameType
@@ -27,10 +28,13 @@ class DrainingServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        for sock in sockets or []:
+        gc.collect()
+        gc.freeze()  # the model stays: a look at all its objects takes a quarter of a second
+        for sock in sockets or ():
             host, port = sock.getsockname()[:2]
-            name = self.server.options.model_name
-            logger.info("%s is served at http://%s:%d", name, host, port)
+            name = f"[{host}]" if ":" in host else host
+            model = self.server.options.model_name
+            logger.info("Serving %s at http://%s:%d (Ctrl-C ends it)", model, name, port)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.draining is None and self.started:
@@ -71,8 +75,7 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
-def serve(llm: LLM, options: ServerOptions, sock: socket.socket) -> None:
-    """Until a signal comes."""
+def new_server(llm: LLM, options: ServerOptions) -> DrainingServer:
     app = new_app(llm, options)
     config = uvicorn.Config(
         app,
@@ -82,4 +85,9 @@ def serve(llm: LLM, options: ServerOptions, sock: socket.socket) -> None:
         # bytes of headers; bodies have a limit of their own
         h11_max_incomplete_event_size=64 * 2**10,
     )
-    DrainingServer(config, app.state.server).run(sockets=[sock])
+    return DrainingServer(config, app.state.server)
+
+
+def serve(llm: LLM, options: ServerOptions, sock: socket.socket) -> None:
+    """Until a signal comes."""
+    new_server(llm, options).run(sockets=[sock])
