@@ -6,15 +6,16 @@ import json
 import urllib.error
 import urllib.request
 from argparse import Namespace
-from collections.abc import Generator
-from contextlib import closing
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import fields, replace
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import EMBEDDED_MODEL, Config
-from nanovllm.options import Options
+from nanovllm.options import Options, refusal
 
 HELP = "/reset forgets the conversation, /exit ends; Ctrl-C ends an answer"
 
@@ -75,7 +76,7 @@ def record(args: Namespace) -> None:
 
 
 def chat(args: Namespace) -> None:
-    side = Remote(args) if args.url else Local(args)
+    side = Local(args) if args.url is None else Remote(args)
     print(HELP)
     history: list[dict] = []
     while True:
@@ -92,7 +93,10 @@ def chat(args: Namespace) -> None:
         elif text:
             history.append({"role": "user", "content": text})
             answer = show(side, history)
-            history.append({"role": "assistant", "content": answer})
+            if answer:
+                history.append({"role": "assistant", "content": answer})
+            else:  # refused, perhaps: as if it had not been asked
+                history.pop()
 
 
 def show(side: Local | Remote, history: list[dict]) -> str:
@@ -101,8 +105,8 @@ def show(side: Local | Remote, history: list[dict]) -> str:
     try:
         with closing(side.answer(history)) as parts:
             for part in parts:
-                print(part, end="", flush=True)
                 answer += part
+                print(part, end="", flush=True)
         print(f"\n[{side.usage}]")
     except KeyboardInterrupt:
         print("\n[stopped]")
@@ -132,6 +136,8 @@ class Remote:
     """A server."""
 
     def __init__(self, args: Namespace):
+        if not args.url.startswith(("http://", "https://")):
+            raise refusal("url", args.url, "it must begin with http:// or https://")
         self.url = args.url.rstrip("/").removesuffix("/v1")
         self.headers = {"Content-Type": "application/json"}
         if args.api_key:
@@ -144,15 +150,20 @@ class Remote:
         with self.opened("/v1/models") as response:
             return json.load(response)["data"][0]["id"]
 
-    def opened(self, path: str, body: dict | None = None) -> Any:
+    @contextmanager
+    def opened(self, path: str, body: dict | None = None) -> Iterator[Any]:
+        """What is wrong with the server, also while its answer is read, becomes a ValueError."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, self.headers)
         try:
-            return urllib.request.urlopen(request)
+            with urllib.request.urlopen(request) as response:
+                yield response
         except urllib.error.HTTPError as error:
             raise ValueError(message_of(error.read())) from error
-        except (urllib.error.URLError, ValueError) as error:
-            raise ValueError(f"url={self.url!r} does not answer: {error}") from error
+        except (OSError, HTTPException) as error:
+            raise ValueError(f"url={self.url!r} does not answer: {str(error)[:200]}") from error
+        except (json.JSONDecodeError, LookupError, TypeError, AttributeError) as error:
+            raise ValueError(f"url={self.url!r} answers as no server of this API does") from error
 
     def answer(self, history: list[dict]) -> Generator[str, None, None]:
         stream = {"stream": True, "stream_options": {"include_usage": True}}
@@ -169,7 +180,7 @@ class Remote:
                     yield choice["delta"].get("content") or ""
                 usage = news.get("usage")
                 if usage:
-                    cached = usage["prompt_tokens_details"]["cached_tokens"]
+                    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
                     counts = (usage["prompt_tokens"], cached, usage["completion_tokens"])
                     self.usage = usage_text(*counts)
 

@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from starlette.middleware.cors import CORSMiddleware
 
 from nanovllm.engine import LLM
-from nanovllm.options import shown
+from nanovllm.options import Options, is_int, is_number, shown
 from nanovllm.server.answers import ChatCompletions, Completions, TokenTexts
 from nanovllm.server.async_llm import AsyncLLM
 from nanovllm.server.gate import Gate
@@ -44,7 +44,7 @@ BODIES: dict[str, type[BaseModel]] = {
 
 
 @dataclass(kw_only=True)
-class ServerOptions:
+class ServerOptions(Options):
     model_name: str
     api_key: str | None = None
     max_waiting: int = 256
@@ -52,6 +52,15 @@ class ServerOptions:
     max_tokens_per_call: int = 2**20
     drain_seconds: float = 30.0
     allowed_origins: list[str] = field(default_factory=list)
+
+    def __post_init__(self):
+        self.require("api_key", self.api_key != "", "None, or not empty")
+        names = ("max_waiting", "max_body_bytes", "max_tokens_per_call")
+        for name, low in zip(names, (0, 1, 1)):
+            is_allowed = is_int(getattr(self, name), low)
+            self.require(name, is_allowed, f"an integer from {low} on")
+        is_time = is_number(self.drain_seconds, 0)
+        self.require("drain_seconds", is_time, "a number from 0 on")
 
 
 class Server:

@@ -18,13 +18,14 @@ logger = logging.getLogger("uvicorn.error")
 
 
 class DrainingServer(uvicorn.Server):
-    """The first signal lets the requests that run end, and refuses others; the second does not
-    wait."""
+    """The first signal lets the requests that run end, and refuses others; the second ends them;
+    the third does not wait for clients either."""
 
     def __init__(self, config: uvicorn.Config, server: Server):
         super().__init__(config)
         self.server = server
         self.draining: asyncio.Future | None = None
+        self.num_signals = 0
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -37,13 +38,14 @@ class DrainingServer(uvicorn.Server):
             logger.info("Serving %s at http://%s:%d (Ctrl-C ends it)", model, name, port)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.draining is None and self.started:
-            loop = self.server.engine.loop
-            self.draining = loop.create_future()
-            loop.call_soon_threadsafe(self.begin_to_drain)
+        self.num_signals += 1
+        if not self.started or self.num_signals > 2:
+            self.should_exit = True
+            self.force_exit = True
             return
-        self.should_exit = True
-        self.force_exit = True
+        engine = self.server.engine
+        action = self.begin_to_drain if self.num_signals == 1 else engine.close
+        engine.loop.call_soon_threadsafe(action)
 
     def begin_to_drain(self) -> None:
         self.draining = asyncio.ensure_future(self.drain())
