@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import dataclass, field
-
-from tokenizers import Tokenizer
+from typing import TYPE_CHECKING
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.options import Options, is_int, is_number
 from nanovllm.outputs import CompletionOutput
 from nanovllm.sampling_params import LARGEST_COUNT, SamplingParams
 from nanovllm.sequence import Request, Sequence, TokenLogprobs
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 
 @dataclass(kw_only=True)

@@ -65,7 +65,7 @@ def new_parser() -> Parser:
 
     record = commands.add_parser("record", help="write a run for the page, as JSON")
     record.add_argument("file")
-    record.add_argument("prompts", nargs="*", help="default: a few that fit the embedded model")
+    record.add_argument("prompts", nargs="+", help="texts that the model continues together")
     record.add_argument("--model", help="hub id or directory; default: the embedded one")
 
     for command in commands.choices.values():
@@ -124,13 +124,6 @@ def imported(name: str) -> type:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise argparse.ArgumentTypeError(f"{name} is not module:Class: {error}") from error
-
-
-def given(args: argparse.Namespace, kind: type[Options]) -> dict[str, Any]:
-    """The fields of this class that have been given."""
-    names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
-    values = {name: value for name, value in vars(args).items() if name in names}
-    return {name: value for name, value in values.items() if value is not None}
 
 
 def main(args: Sequence[str] | None = None) -> None:

@@ -8,17 +8,23 @@ import urllib.request
 from argparse import Namespace
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.cli import given
 from nanovllm.config import EMBEDDED_MODEL, Config
-from nanovllm.options import refusal
+from nanovllm.options import Options, refusal
 
 HELP = "/reset forgets the conversation, /exit ends; Ctrl-C ends an answer"
+
+
+def given(args: Namespace, kind: type[Options]) -> dict[str, Any]:
+    """The fields of this class that have been given."""
+    names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
+    values = {name: value for name, value in vars(args).items() if name in names}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def new_llm(args: Namespace) -> LLM:
@@ -62,10 +68,11 @@ def complete(args: Namespace) -> None:
 
 
 def record(args: Namespace) -> None:
-    from nanovllm.server.live import record as write
+    from nanovllm.server import recording
 
     llm = new_llm(args)
-    write(llm, args.prompts, params_of(args, llm.inputs.default_params), Path(args.file))
+    params = params_of(args, llm.inputs.default_params)
+    recording.record(llm, [(prompt, params, 0) for prompt in args.prompts], args.file)
 
 
 def chat(args: Namespace) -> None:

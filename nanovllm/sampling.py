@@ -83,7 +83,8 @@ def adjustments_of(seqs: list[Sequence]) -> Adjustments | None:
             factors.add(row, dict.fromkeys(seq.token_ids, params.repetition_penalty))
         if params.frequency_penalty or params.presence_penalty:
             counts = Counter(seq.output_token_ids)
-            penalties.add(row, {i: -penalty(params, count) for i, count in counts.items()})
+            amounts = {i: -penalty(params, count) for i, count in counts.items()}
+            penalties.add(row, amounts)
     entries = biases + factors + penalties
     if not entries.ids:  # not yet, or no longer
         return None

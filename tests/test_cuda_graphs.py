@@ -310,6 +310,7 @@ class Generous(BlockManager):
             seq.block_table.append(self.take_block().id)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:overflow|invalid:RuntimeWarning")
 def test_a_step_whose_tables_are_too_long_for_the_recording_runs_without(interpret_little, path):
     answers = []

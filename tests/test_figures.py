@@ -28,7 +28,15 @@ def test_pictures_and_chapters_belong_together():
 
 @pytest.mark.slow(but_every=3)
 @pytest.mark.parametrize(
-    "name", ["plot_blocks", "plot_memory", "plot_bench", "plot_roofline", "plot_policies"]
+    "name",
+    [
+        "plot_blocks",
+        "plot_memory",
+        "plot_bench",
+        "plot_roofline",
+        "plot_policies",
+        "plot_serving",
+    ],
 )
 def test_scripts_draw_what_is_committed(name, monkeypatch, tmp_path):
     module = importlib.import_module(f"tutorials.figures.{name}")

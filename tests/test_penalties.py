@@ -22,8 +22,8 @@ from nanovllm.layers import torch_ops, triton_ops
 from nanovllm.stats import check_blocks
 
 STOP = 98
-PROMPTS = [[5, 9, 5, 30], [5, 9, 5, 30, 77, 4, 8, 5], [11], list(range(20, 33)), [5, 9, 5, 30, 77]]
-MAX_TOKENS = 24
+PROMPTS = [[5, 9, 5, 30], [5, 9, 5, 30, 77, 4, 8, 5], [11], list(range(20, 33))]
+MAX_TOKENS = 16
 OPTIONS = [
     {},
     {"presence_penalty": 1.5},
@@ -34,7 +34,7 @@ OPTIONS = [
     {"logit_bias": {3: 5.5, 150: -100, 61: 2}},
     {"min_tokens": 6},
     {"min_tokens": 4, "logit_bias": {STOP: 100}},
-    {"repetition_penalty": 1.3, "frequency_penalty": 0.7, "logit_bias": {5: 4.0}, "min_tokens": 24},
+    {"repetition_penalty": 1.3, "frequency_penalty": 0.7, "logit_bias": {5: 4.0}, "min_tokens": 16},
 ]
 
 
@@ -116,10 +116,17 @@ def test_the_options_matter(requests):
     assert any(tokens[-1] == STOP for _, _, tokens in requests)
 
 
-@pytest.mark.slow(but_every=9)
-@pytest.mark.parametrize("tokens", [37, 20, 2048])
-@pytest.mark.parametrize("num_blocks, mode", [(24, "recompute"), (24, "swap"), (500, "recompute")])
-@pytest.mark.parametrize("backend", ["torch", "triton"])
+SCHEDULES = [
+    ("torch", tokens, num_blocks, mode)
+    for tokens in (37, 20, 2048)
+    for num_blocks, mode in ((24, "recompute"), (24, "swap"), (500, "recompute"))
+]
+
+
+@pytest.mark.slow(but_every=5)
+@pytest.mark.parametrize(
+    "backend, tokens, num_blocks, mode", [*SCHEDULES, ("triton", 37, 24, "swap")]
+)
 @pytest.mark.usefixtures("interpret_little")
 def test_tokens_are_those_of_transformers(path, requests, tokens, num_blocks, mode, backend):
     """A token may be anywhere in the batch, computed in chunks, preempted and computed again."""
@@ -134,7 +141,7 @@ def test_tokens_are_those_of_transformers(path, requests, tokens, num_blocks, mo
         max_num_batched_tokens=tokens,
         attention_backend=backend,
     )
-    check(llm, requests if backend == "torch" else requests[::7])
+    check(llm, requests if backend == "torch" else requests[3::17])
     if num_blocks == 24 and backend == "torch":
         assert llm.scheduler.num_preemptions > 0
 
@@ -157,7 +164,7 @@ def test_tokens_through_recorded_steps(interpret_little, path, requests, monkeyp
         attention_backend="triton",
     )
     assert llm.runner.graphs is not None
-    check(llm, requests[::7])
+    check(llm, requests[3::17])
 
 
 def test_samples_are_penalized_one_by_one(path, model):
@@ -216,10 +223,16 @@ def expected_scores(model, prompt: list[int]) -> list[dict[int, float] | None]:
     return rows
 
 
-@pytest.mark.slow(but_every=9)
-@pytest.mark.parametrize("tokens, num_blocks", [(8, 14), (9, 500), (2048, 500)])
+@pytest.mark.slow(but_every=2)
 @pytest.mark.parametrize(
-    "backend, recorded", [("torch", False), ("triton", False), ("triton", True)]
+    "backend, recorded, tokens, num_blocks",
+    [
+        ("torch", False, 8, 14),
+        ("triton", False, 9, 500),
+        ("torch", False, 9, 500),
+        ("triton", True, 8, 14),
+        ("torch", False, 2048, 500),
+    ],
 )
 @pytest.mark.filterwarnings("ignore:overflow|invalid:RuntimeWarning")
 @pytest.mark.usefixtures("interpret_little")
@@ -239,17 +252,18 @@ def test_prompts_are_scored(path, model, monkeypatch, backend, recorded, tokens,
         max_num_batched_tokens=tokens,
         attention_backend=backend,
     )
-    plain = SamplingParams(temperature=0, max_tokens=8)
-    wanted = SamplingParams(temperature=0, max_tokens=8, prompt_logprobs=3)
+    max_tokens = 8 if backend == "torch" else 2  # Triton's interpreter is slow
+    plain = SamplingParams(temperature=0, max_tokens=max_tokens)
+    wanted = SamplingParams(temperature=0, max_tokens=max_tokens, prompt_logprobs=3)
     few = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     several = SamplingParams(n=3, seed=1, max_tokens=3, prompt_logprobs=3, logprobs=1)
-    params = [plain, wanted, few, wanted, several]
+    params = [plain, several, few, wanted]
     llm.generate(PROMPTS, plain, use_tqdm=False)  # now their blocks can be found
     outputs = llm.generate(PROMPTS, params, use_tqdm=False)
     expected = [expected_scores(model, prompt) for prompt in PROMPTS]
     assert outputs[0].prompt_logprobs is None
     assert outputs[2].prompt_logprobs == [None]
-    for i in (1, 3, 4):
+    for i in (1, 3):
         assert outputs[i].prompt_logprobs[0] is None
         assert len(outputs[i].prompt_logprobs) == len(PROMPTS[i])
         for found, row in zip(outputs[i].prompt_logprobs[1:], expected[i][1:]):

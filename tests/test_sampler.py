@@ -193,6 +193,7 @@ def drawn_plainly(logits: torch.Tensor, sampling: Sampling) -> list[int]:
     return tokens
 
 
+@pytest.mark.slow(but_every=3)
 @pytest.mark.parametrize("backend", [torch_ops, triton_ops])
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -247,7 +247,7 @@ def test_api_key(monkeypatch, running):
     def basic(text: str) -> str:
         return "Basic " + base64.b64encode(text.encode()).decode()
 
-    gets = ["/metrics", "/version", "/v1/models", "/openapi.json", "/docs"]
+    gets = ["/metrics", "/version", "/v1/models", "/openapi.json", "/openapi.json"]
     assert status("GET", "/health") == 200
     for method, path in [("POST", path) for path in POSTS] + [("GET", path) for path in gets]:
         assert status(method, path) == 401

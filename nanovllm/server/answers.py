@@ -6,7 +6,7 @@ import json
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 from uuid import uuid4
 
@@ -16,6 +16,7 @@ from nanovllm.server.parsing import Parser, Parts
 from nanovllm.server.protocol import Body, ChatBody, CompletionBody
 from nanovllm.streaming import Delta
 
+encode = json.JSONEncoder(ensure_ascii=False).encode
 DONE = "data: [DONE]\n\n"
 Rows = list[TokenLogprobs | None]
 REASONS = {"abort": "stop", "error": "stop"}  # others are called as we do
@@ -60,6 +61,11 @@ class Answers(ABC):
         for i, request in enumerate(requests):
             request.request_id = f"{self.id}-{i}"
 
+    @cached_property
+    def head(self) -> str:
+        """The frame as JSON, up to its choices: the same for each event."""
+        return encode(self.frame)[:-1] + ', "choices": '
+
     def index_of(self, request_index: int, output_index: int) -> int:
         """Choices are numbered prompt by prompt."""
         return request_index * self.requests[request_index].params.n + output_index
@@ -87,10 +93,8 @@ class Answers(ABC):
 
     def event(self, *choices: dict, usage: dict | None = None) -> str:
         """A line of a stream."""
-        frame = {**self.frame, "choices": choices}
-        if usage is not None:
-            frame["usage"] = usage
-        return f"data: {json.dumps(frame, ensure_ascii=False)}\n\n"
+        end = "" if usage is None else f', "usage": {encode(usage)}'
+        return f"data: {self.head}{encode(choices)}{end}}}\n\n"
 
     @abstractmethod
     def choice(self, i: int, output: RequestOutput, one: CompletionOutput) -> dict:
@@ -164,8 +168,12 @@ class Completions(Answers):
         of_token: list[float | None] = []
         top: list[dict[str, float] | None] = []
         for token_id, row in zip(token_ids, rows):
-            of_token.append(None if row is None else row[token_id])
-            top.append(None if row is None else {self.texts.of(j): p for j, p in row.items()})
+            if row is None:  # the first token of a prompt has none
+                of_token.append(None)
+                top.append(None)
+                continue
+            of_token.append(row[token_id])
+            top.append({self.texts.of(j): logprob for j, logprob in row.items()})
         return {
             "tokens": texts,
             "token_logprobs": of_token,

@@ -23,6 +23,7 @@ from nanovllm.server.answers import ChatCompletions, Completions, TokenTexts
 from nanovllm.server.async_llm import AsyncLLM
 from nanovllm.server.gate import Gate
 from nanovllm.server.metrics import Metrics
+from nanovllm.server.page import Live, add_page
 from nanovllm.server.protocol import (
     BadRequest,
     Body,
@@ -72,11 +73,14 @@ class Server:
         self.texts = TokenTexts(None)
         self.started = int(time.time())
         self.engine: AsyncLLM
+        self.live: Live
 
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
         self.engine = AsyncLLM(self.llm, self.options.max_waiting)
+        self.engine.inputs.model = self.options.model_name  # errors name no paths
         self.texts = TokenTexts(self.engine.tokenizer)
+        self.live = Live(self.engine)
         try:
             yield
         finally:
@@ -181,7 +185,13 @@ class Server:
 
 def new_app(llm: LLM, options: ServerOptions) -> FastAPI:
     server = Server(llm, options)
-    app = FastAPI(title="nanovllm", version=version("nanovllm"), lifespan=server.lifespan)
+    app = FastAPI(
+        title="nanovllm",
+        version=version("nanovllm"),
+        lifespan=server.lifespan,
+        docs_url=None,  # its page would come from the network
+        redoc_url=None,
+    )
     app.state.server = server
     routes: dict[str, Callable] = {
         "/v1/completions": server.completions,
@@ -197,6 +207,7 @@ def new_app(llm: LLM, options: ServerOptions) -> FastAPI:
     for path, route in routes.items():
         method = "POST" if path in BODIES else "GET"
         app.add_api_route(path, route, methods=[method], response_model=None)
+    add_page(app, lambda: server.live)
     app.openapi = lambda: schema_of(app)  # type: ignore[method-assign]
     for kind, handler in HANDLERS.items():
         app.add_exception_handler(kind, handler)

@@ -226,13 +226,12 @@ class AsyncLLM:
     def _add(self, tickets: list[Ticket]) -> None:
         for ticket in tickets:
             try:
-                is_streamed = ticket.is_streamed
-                ticket.reply = self.llm._submit(ticket.request, False, is_streamed)
+                ticket.reply = self.llm._submit(ticket.request, is_reported=False)
             except Exception as error:
                 self._tell(self._hear, [(ticket, News(ticket.index, error=error))])
                 continue
             self.live[ticket.request] = ticket
-            if is_streamed:
+            if ticket.is_streamed:
                 ticket.reader = Reader(ticket.reply)
 
     def _abort(self, tickets: Iterable[Ticket]) -> None:
@@ -275,7 +274,11 @@ class AsyncLLM:
             return None
         news = News(ticket.index)
         if ticket.reader is not None:
-            news.deltas = ticket.reader.news()
+            try:
+                news.deltas = ticket.reader.news()
+            except Exception as error:  # of the tokenizer: no other request is affected
+                self._abort([ticket])
+                return News(ticket.index, error=error)
         elif output.reply is not None:
             return None  # its text is made in the next step
         if output.finished:

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import time
+from bisect import bisect_left
 from collections.abc import Iterator
+from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.utils import floatToGoString
 
 from nanovllm.outputs import RequestOutput
 
-SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 40)
-LONG = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
+SHORT = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 40)
+LONG = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
 
 GAUGES = {
     "num_requests_running": ("requests_running", "Requests in the batch."),
@@ -24,6 +33,26 @@ COUNTERS = {
     "prefix_cache_queries": ("prompt_tokens", "Tokens that were looked up in the prefix cache."),
     "prefix_cache_hits": ("prefix_cache_hit_tokens", "Those of them that were found."),
 }
+
+
+class Histogram:
+    """Ten times as fast as Prometheus' own, which may be shared by threads: one look per token."""
+
+    def __init__(self, name: str, buckets: tuple[float, ...]):
+        self.name = name
+        self.buckets = (*buckets, math.inf)
+        self.counts = [0] * len(self.buckets)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.buckets, value)] += 1
+        self.total += value
+
+    def family(self) -> Metric:
+        text = self.name.replace("_", " ").capitalize() + "."
+        names = map(floatToGoString, self.buckets)
+        pairs = [*zip(names, accumulate(self.counts))]
+        return HistogramMetricFamily(f"nanovllm:{self.name}", text, pairs, self.total)
 
 
 class Metrics:
@@ -39,13 +68,9 @@ class Metrics:
             ["finished_reason"],
             registry=self.registry,
         )
-        self.first_token = self._histogram("time_to_first_token_seconds", SHORT)
-        self.between_tokens = self._histogram("inter_token_latency_seconds", SHORT)
-        self.whole = self._histogram("e2e_request_latency_seconds", LONG)
-
-    def _histogram(self, name: str, buckets: tuple[float, ...]) -> Histogram:
-        text = name.replace("_", " ").capitalize() + "."
-        return Histogram(f"nanovllm:{name}", text, buckets=buckets, registry=self.registry)
+        self.first_token = Histogram("time_to_first_token_seconds", SHORT)
+        self.between_tokens = Histogram("inter_token_latency_seconds", SHORT)
+        self.whole = Histogram("e2e_request_latency_seconds", LONG)
 
     def collect(self) -> Iterator[Metric]:
         """What a registry asks of a collector."""
@@ -54,9 +79,12 @@ class Metrics:
             yield GaugeMetricFamily(f"nanovllm:{name}", text, stats.get(key, 0))
         num_used = stats.get("kv_blocks_used", 0)
         used = num_used / max(1, stats.get("kv_blocks", 0))
-        yield GaugeMetricFamily("nanovllm:kv_cache_usage_perc", "Used KV blocks, 1 is all.", used)
+        text = "Used KV blocks, 1 is all."
+        yield GaugeMetricFamily("nanovllm:kv_cache_usage_perc", text, used)
         for name, (key, text) in COUNTERS.items():
             yield CounterMetricFamily(f"nanovllm:{name}", text, stats.get(key, 0))
+        for histogram in (self.first_token, self.between_tokens, self.whole):
+            yield histogram.family()
 
     def text(self, stats: dict[str, float]) -> bytes:
         self.stats = stats

@@ -17,6 +17,7 @@ from nanovllm.options import is_int, shown
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import Request
 
+MOST_CHOICES = 1024  # of one call
 # fields with the names and meanings of SamplingParams
 SAME = {field.name for field in fields(SamplingParams)} - {"max_tokens", "logprobs", "logit_bias"}
 
@@ -121,8 +122,10 @@ class CompletionBody(Body):
         if self.echo and self.max_tokens == 0:
             more["max_tokens"] = 1
         params = self.params(inputs.default_params, **more)
-        if not self.prompts:
-            raise BadRequest("prompt is an empty list", "prompt")
+        num_choices = len(self.prompts) * params.n
+        if not 0 < num_choices <= MOST_CHOICES:
+            asked = f"{len(self.prompts):,} prompts with n={shown(params.n)}"
+            raise BadRequest(f"{asked}: it must be 1 to {MOST_CHOICES:,} outputs", "prompt")
         priority = self.priority or 0
         return [inputs.request(prompt, params, priority) for prompt in self.prompts]
 

@@ -1,5 +1,5 @@
-"""Writes the tables of README, chapters 10 and 12 and the handouts from the files beside it: nobody
-types a number.
+"""Writes the tables of README, chapters 10, 12 and 14 and the handouts from the files beside it:
+nobody types a number.
 
     python -m tutorials.results.tables
 
@@ -29,6 +29,7 @@ PAGES = [
     ROOT / "README.md",
     ROOT / "tutorials" / "10_performance.md",
     ROOT / "tutorials" / "12_simulator.md",
+    ROOT / "tutorials" / "14_serving.md",
     *sorted((ROOT / "tutorials" / "assignments").glob("*/README.md")),
 ]
 MARK = re.compile(
@@ -218,6 +219,87 @@ def simulator_speed(reports: list[dict], links: list[str]) -> str:
     return f"{about}\n\n{markdown(rows)}"
 
 
+def milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:,.0f}"
+
+
+def eight_clients(reports: list[dict], links: list[str]) -> str:
+    """For chapter 14: when each of eight clients sees its first text."""
+    (report,), (link,) = reports, links
+    about = (
+        f"Embedded model, {report['tokens']} tokens per answer, {report['device']}, "
+        f"commit {report['commit']}, the median of {report['repeat']} rounds ([all numbers]({link})):"
+    )
+    clients = (0, 3, 7)
+    rows = [["ms until the first text", "1st client", "4th", "8th", "all answers (s)", "tokens/s"]]
+    for name, numbers in sorted(report["eight"].items(), key=lambda item: item[0] != "naive"):
+        firsts = [milliseconds(numbers["firsts"][i]) for i in clients]
+        speed = f"{numbers['output_tokens_per_second']:,.0f}"
+        rows.append([name, *firsts, f"{numbers['seconds']:.2f}", speed])
+    return f"{about}\n\n{markdown(rows)}"
+
+
+def under_load(reports: list[dict], links: list[str]) -> str:
+    """For chapter 14: latency at rising rates."""
+    (report,), (link,) = reports, links
+    about = f"{report['device']}, commit {report['commit']}, medians of {report['repeat']} rounds"
+    others = [name for name in report["load"] if name != "nanovllm"]
+    header = ["requests per second"]
+    for name in [*others, "nanovllm"]:
+        header += [f"{name}: TTFT p50 (ms)", "p99"]
+    rows = [[*header, "tokens/s", "between tokens p99 (ms)", "loop late, at most (ms)"]]
+    by_rate = {name: {row["rate"]: row for row in report["load"][name]} for name in report["load"]}
+    for rate, ours in by_rate["nanovllm"].items():
+        cells = [f"{rate:g}"]
+        for row in [*(by_rate[name].get(rate) for name in others), ours]:
+            cells += [milliseconds(row[f"ttft_p{q}"]) if row else "-" for q in (50, 99)]
+        cells += [f"{ours['output_tokens_per_second']:,.0f}", milliseconds(ours["gap_p99"])]
+        rows.append([*cells, milliseconds(ours["loop_late"])])
+    idle = f"An idle loop was late by {milliseconds(report['loop_late_when_idle'])} ms at most."
+    return f"{about} ([all numbers]({link})):\n\n{markdown(rows)}\n\n{idle}"
+
+
+def overloaded(reports: list[dict], links: list[str]) -> str:
+    """For chapter 14: a queue without a bound, and with one."""
+    (report,), _ = reports, links
+    run = report["overload"]
+    rate = f"{run['rate']:g} requests per second"
+    rows = [[rate, "refused", "TTFT p50 (s)", "p99", "tokens/s"]]
+    bounds = {"unbounded": "no bound", "bounded": f"at most {run['bounded']} wait"}
+    for name, text in bounds.items():
+        numbers = run["runs"][name]
+        share = f"{numbers['refused'] / numbers['requests']:.0%}"
+        first = [f"{numbers[f'ttft_p{q}']:.1f}" for q in (50, 99)]
+        rows.append([text, share, *first, f"{numbers['output_tokens_per_second']:,.0f}"])
+    return markdown(rows)
+
+
+def collected(reports: list[dict], links: list[str]) -> str:
+    """For chapter 14: a server whose objects the garbage collector leaves alone."""
+    (report,), _ = reports, links
+    run = report["collector"]
+    header = [f"{run['rate']:g} requests per second", "TTFT p50 (ms)", "p99"]
+    rows = [[*header, "between tokens p99 (ms)", "loop late, at most (ms)"]]
+    names = {"as it is": "as it is", "frozen": "with `gc.freeze()`"}
+    for name, text in names.items():
+        numbers = run["runs"][name]
+        keys = ("ttft_p50", "ttft_p99", "gap_p99", "loop_late")
+        rows.append([text, *(milliseconds(numbers[key]) for key in keys)])
+    return markdown(rows)
+
+
+def streams_beside_generate(reports: list[dict], links: list[str]) -> str:
+    """For chapter 14: 64 requests at once, through the server and without it."""
+    (report,), _ = reports, links
+    generate = report["together"]["LLM.generate"]["output_tokens_per_second"]
+    rows = [["64 requests at once", "tokens/s", "of generate's"]]
+    for name, numbers in report["together"].items():
+        speed = numbers["output_tokens_per_second"]
+        low, high = numbers["range"]
+        rows.append([name, f"{speed:,.0f} ({low:,.0f} to {high:,.0f})", f"{speed / generate:.0%}"])
+    return markdown(rows)
+
+
 def tried(reports: list[dict], links: list[str]) -> str:
     """For a handout: what was tried for the assignment, on many seeds."""
     return handout_table(*reports)
@@ -234,6 +316,11 @@ TABLES = {
     "sustained": sustained,
     "ablations": ablations,
     "simulator_speed": simulator_speed,
+    "eight_clients": eight_clients,
+    "under_load": under_load,
+    "overloaded": overloaded,
+    "collected": collected,
+    "streams_beside_generate": streams_beside_generate,
     "tried": tried,
 }
 

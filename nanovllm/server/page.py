@@ -1,0 +1,100 @@
+"""The page at /, and the live view's frames on their way to those who watch."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+from fastapi import FastAPI, Request
+from fastapi.responses import FileResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from nanovllm.server.async_llm import AsyncLLM
+from nanovllm.server.live import LiveView
+from nanovllm.server.responses import STREAM, while_connected
+
+FOLDER = Path(__file__).parent / "page"
+FILES = {path.relative_to(FOLDER).as_posix(): path for path in FOLDER.rglob("*.*")}
+HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'self'; style-src 'self'; script-src 'self'; connect-src 'self'; "
+        "img-src 'self' data:; base-uri 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-cache",
+}
+MOST_FRAMES = 50  # that wait for a slow reader; then it misses the oldest
+
+
+class Live:
+    """Frames of the engine's thread for all who watch. It makes none while nobody does."""
+
+    def __init__(self, engine: AsyncLLM):
+        self.engine = engine
+        self.view = LiveView(engine.llm, self._from_engine)
+        self.readers: set[asyncio.Queue[str | None]] = set()
+        engine.on_idle.append(self.view.flush)
+
+    def _from_engine(self, frame: str) -> None:
+        self.engine.loop.call_soon_threadsafe(self._pass_on, frame)
+
+    def _pass_on(self, frame: str | None) -> None:
+        for reader in self.readers:
+            if reader.full():
+                reader.get_nowait()
+            reader.put_nowait(frame)
+
+    def enter(self) -> asyncio.Queue[str | None]:
+        self.engine.check_open()
+        reader: asyncio.Queue[str | None] = asyncio.Queue(MOST_FRAMES)
+        self.readers.add(reader)
+        self.engine.inbox.put(self.view.start)
+        return reader
+
+    def leave(self, reader: asyncio.Queue[str | None]) -> None:
+        self.readers.discard(reader)
+        if not self.readers:
+            self.engine.inbox.put(self.view.stop)
+
+    def close(self) -> None:
+        self._pass_on(None)
+
+
+class LiveResponse(Response):
+    """A stream of frames, until its reader leaves or the server ends."""
+
+    def __init__(self, live: Live):
+        super().__init__()
+        self.live = live
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        reader = self.live.enter()
+        try:
+            await while_connected(receive, self.pass_on(reader, send))
+        finally:
+            self.live.leave(reader)
+
+    async def pass_on(self, reader: asyncio.Queue[str | None], send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": STREAM})
+        frame = await reader.get()
+        while frame is not None:
+            data = f"data: {frame}\n\n".encode()
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+            frame = await reader.get()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def add_page(app: FastAPI, live: Callable[[], Live]) -> None:
+    """Its files are in the root, each with a route of its own."""
+
+    async def watch() -> Response:
+        return LiveResponse(live())
+
+    async def show(request: Request) -> Response:
+        name = request.url.path.lstrip("/") or "index.html"
+        return FileResponse(FILES[name], headers=HEADERS)
+
+    app.add_api_route("/live", watch, response_model=None, include_in_schema=False)
+    for name in ("", *FILES):
+        app.add_api_route(f"/{name}", show, response_model=None, include_in_schema=False)

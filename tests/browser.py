@@ -1,0 +1,156 @@
+"""A headless Chromium, through its DevTools protocol over a pipe. Needs nothing but the browser.
+
+It reads messages from file descriptor 3 and writes them to 4; each ends with a zero byte.
+"""
+
+import base64
+import json
+import shutil
+import subprocess
+import threading
+import time
+from itertools import count
+from pathlib import Path
+from queue import Queue
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
+PATIENCE = 60  # seconds until something that has not come is an error
+
+
+class Browser:
+    """One page. `errors` are what its console and its network have complained of."""
+
+    def __init__(self, profile: Path):
+        options = f"--headless --no-sandbox --disable-gpu --no-first-run --remote-debugging-pipe --user-data-dir={profile}"
+        self.process = subprocess.Popen(
+            [
+                "sh",
+                "-c",
+                'exec "$0" "$@" 3<&0 4>&1 </dev/null >/dev/null',
+                CHROMIUM,
+                *options.split(),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        self.ids = count(1)
+        self.answers: dict[int, Queue] = {}
+        self.errors: list[str] = []
+        self.session = None
+        threading.Thread(target=self._read, daemon=True).start()
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
+        self.session = attached["sessionId"]
+        for domain in ("Page", "Runtime", "Log"):
+            self.call(f"{domain}.enable")
+
+    def close(self) -> None:
+        self.process.stdin.close()
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    def call(self, method: str, **params) -> dict:
+        message = {"id": next(self.ids), "method": method, "params": params}
+        if self.session is not None:
+            message["sessionId"] = self.session
+        queue = self.answers[message["id"]] = Queue()
+        self.process.stdin.write(json.dumps(message).encode() + b"\0")
+        self.process.stdin.flush()
+        answer = queue.get(timeout=PATIENCE)
+        assert "error" not in answer, (method, answer["error"])
+        return answer["result"]
+
+    def _read(self) -> None:
+        rest = b""
+        while chunk := self.process.stdout.read1():
+            *messages, rest = (rest + chunk).split(b"\0")
+            for message in map(json.loads, messages):
+                if "id" in message:
+                    self.answers.pop(message["id"]).put(message)
+                else:
+                    self._hear(message["method"], message["params"])
+
+    def _hear(self, method: str, params: dict) -> None:
+        is_error = method == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning")
+        is_call = method == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning")
+        if is_error or is_call or method == "Runtime.exceptionThrown":
+            self.errors.append(json.dumps(params)[:500])
+
+    # --- what a test does ---
+
+    def open(self, url: str, width: int = 1280, height: int = 860, scheme: str = "light") -> None:
+        self.resize(width, height)
+        feature = {"name": "prefers-color-scheme", "value": scheme}
+        self.call("Emulation.setEmulatedMedia", features=[feature])
+        self.call("Page.navigate", url=url)
+        self.wait(
+            f"location.href.startsWith({json.dumps(url)}) && document.readyState === 'complete'"
+        )
+
+    def resize(self, width: int, height: int) -> None:
+        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self.call("Emulation.setDeviceMetricsOverride", **metrics)
+
+    def value(self, expression: str):
+        """Of JavaScript, in the page."""
+        options = {"returnByValue": True, "awaitPromise": True}
+        result = self.call("Runtime.evaluate", expression=expression, **options)
+        assert "exceptionDetails" not in result, result["exceptionDetails"]
+        return result["result"].get("value")
+
+    def wait(self, expression: str):
+        """Until it is true."""
+        end = time.monotonic() + PATIENCE
+        while not (value := self.value(expression)):
+            assert time.monotonic() < end, f"it never became true: {expression}"
+            time.sleep(0.02)
+        return value
+
+    def text(self, selector: str) -> str:
+        return self.value(f"document.querySelector({json.dumps(selector)}).textContent")
+
+    def click(self, selector: str) -> None:
+        """With the mouse, in the middle of it."""
+        where = f"document.querySelector({json.dumps(selector)})"
+        self.value(f"{where}.scrollIntoView({{block: 'center'}})")
+        box = self.value(
+            f"(({{x, y, width, height}}) => [x + width / 2, y + height / 2])({where}.getBoundingClientRect())"
+        )
+        for kind in ("mousePressed", "mouseReleased"):
+            self.call(
+                "Input.dispatchMouseEvent",
+                type=kind,
+                x=box[0],
+                y=box[1],
+                button="left",
+                clickCount=1,
+            )
+
+    def hover(self, selector: str) -> None:
+        where = f"document.querySelector({json.dumps(selector)})"
+        self.value(f"{where}.scrollIntoView({{block: 'center'}})")
+        box = self.value(
+            f"(({{x, y, width, height}}) => [x + width / 2, y + height / 2])({where}.getBoundingClientRect())"
+        )
+        self.call("Input.dispatchMouseEvent", type="mouseMoved", x=box[0], y=box[1])
+
+    def write(self, text: str) -> None:
+        self.call("Input.insertText", text=text)
+
+    def press(self, key: str) -> None:
+        codes = {"Enter": 13, "ArrowLeft": 37, "ArrowRight": 39, "Tab": 9, "End": 35}
+        key_event = {"key": key, "code": key, "windowsVirtualKeyCode": codes[key]}
+        if key == "Enter":
+            key_event["text"] = "\r"
+        self.call("Input.dispatchKeyEvent", type="keyDown", **key_event)
+        self.call("Input.dispatchKeyEvent", type="keyUp", **key_event)
+
+    def screenshot(self, file: Path) -> None:
+        png = self.call("Page.captureScreenshot", format="png")["data"]
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(base64.b64decode(png))

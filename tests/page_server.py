@@ -1,0 +1,117 @@
+"""What the page needs of a server, without an engine: its files, canned answers, frames when told."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from queue import Queue
+
+import nanovllm
+
+PAGE = Path(nanovllm.__file__).parent / "server" / "page"
+TYPES = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".json": "application/json",
+}
+POLICY = "default-src 'self'; style-src 'self'; script-src 'self'; connect-src 'self'; img-src 'self' data:; base-uri 'none'; frame-ancestors 'none'"
+
+
+class FakeServer(ThreadingHTTPServer):
+    """`answer` is a list of deltas, or an error's (status, message). Without `is_endless`, the answer ends."""
+
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.answer = [{"content": "Hello"}]
+        self.is_endless = False
+        self.bodies: list[dict] = []
+        self.has_left = threading.Event()  # the reader of an endless answer
+        self.readers: list[Queue] = []  # of /live
+        self.last_frame: dict | None = None
+        self.url = f"http://127.0.0.1:{self.server_address[1]}/"
+        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
+
+    def send_frame(self, frame: dict) -> None:
+        self.last_frame = frame
+        for queue in [*self.readers]:
+            queue.put(frame)
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: FakeServer
+
+    def log_message(self, *args) -> None:
+        """Says nothing."""
+
+    def do_GET(self) -> None:
+        if self.path == "/v1/models":
+            self._send(
+                200, "application/json", json.dumps({"data": [{"id": "tiny-qwen3"}]}).encode()
+            )
+        elif self.path == "/live":
+            self._live()
+        else:
+            self._file(PAGE / ("index.html" if self.path == "/" else self.path[1:]))
+
+    def _file(self, path: Path) -> None:
+        if path.is_file():
+            self._send(200, TYPES[path.suffix], path.read_bytes())
+        else:
+            self._send(404, "text/plain", b"not here")
+
+    def _send(self, status: int, kind: str, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Content-Security-Policy", POLICY)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _begin_events(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+
+    def _event(self, data: str) -> None:
+        self.wfile.write(f"data: {data}\n\n".encode())
+        self.wfile.flush()
+
+    def _live(self) -> None:
+        queue: Queue = Queue()
+        if self.server.last_frame is not None:
+            queue.put(self.server.last_frame)
+        self.server.readers.append(queue)
+        try:
+            self._begin_events()
+            while True:
+                self._event(json.dumps(queue.get()))
+        except OSError:
+            self.server.readers.remove(queue)
+
+    def do_POST(self) -> None:
+        self.server.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        answer = self.server.answer
+        if isinstance(answer, tuple):
+            status, message = answer
+            body = json.dumps({"error": {"message": message}}).encode()
+            self._send(status, "application/json", body)
+            return
+        self._begin_events()
+        try:
+            for delta in answer:
+                self._event(json.dumps({"choices": [{"index": 0, "delta": delta}]}))
+            while self.server.is_endless:
+                self._event(json.dumps({"choices": [{"index": 0, "delta": {"content": " more"}}]}))
+                threading.Event().wait(0.01)
+        except OSError:
+            self.server.has_left.set()
+            return
+        self._event(json.dumps({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}))
+        details = {"cached_tokens": 16}
+        usage = {"prompt_tokens": 21, "completion_tokens": 8, "prompt_tokens_details": details}
+        self._event(json.dumps({"choices": [], "usage": usage}))
+        self._event("[DONE]")

@@ -1,0 +1,382 @@
+"""Servers under load: ours, the naive one of chapter 14, and any that has OpenAI's API.
+
+    python -m tutorials.performance.serving --json tutorials/results/cpu_serving.json
+    python -m tutorials.performance.serving --url vllm=http://127.0.0.1:8001
+
+Five experiments, all with real sockets, the clients in this process and each server in one of its
+own; in every round all take turns.
+
+- eight: eight clients at the same time.
+- together: 64 streams at once beside `LLM.generate` with the same prompts.
+- load: Poisson arrivals at rising rates; a server that has fallen behind is not asked for more.
+- overload: more requests than can be answered, with a bound for those that wait and without.
+- collector: the server as it is, and one whose objects Python's garbage collector leaves alone.
+
+Of our server also: the longest time that its event loop was late.
+"""
+
+import argparse
+import asyncio
+import gc
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from contextlib import ExitStack
+from pathlib import Path
+
+from tutorials.performance.clients import Answer, Target, ask, at_once, at_rate, first_model
+from tutorials.performance.clients import prompt as prompt_of
+from tutorials.performance.machine import ROOT, device_name, environment, installed
+from tutorials.performance.report import aligned, percentile, write_json
+
+TOGETHER = 64
+BEHIND = 2.0  # seconds until the first token of half of the requests: too much to go on
+OVERLOAD = {"num_seqs": 32, "bounded": 32, "unbounded": 10**6}
+
+
+class Process:
+    """A worker of this file, or the naive server, until `close`."""
+
+    def __init__(self, *command: str, port: int = 0):
+        environ = os.environ | {"PYTHONPATH": str(ROOT)}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", *command],
+            cwd=ROOT,
+            env=environ,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.url = f"http://127.0.0.1:{port}"
+
+    def ask(self, line: str) -> str:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+        return self.process.stdout.readline()
+
+    def __enter__(self) -> "Process":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.process.terminate()
+        self.process.communicate()
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def wait_for(url: str, seconds: float = 120) -> None:
+    """Until a server listens."""
+    port = int(url.rpartition(":")[2])
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            socket.create_connection(("127.0.0.1", port), 1).close()
+            return
+        except OSError:
+            time.sleep(0.1)
+    raise ValueError(f"{url} does not listen")
+
+
+def our_server(max_waiting: int = 256, num_seqs: int = 256, is_frozen: bool = False) -> Process:
+    port = free_port()
+    numbers = map(str, (port, max_waiting, num_seqs, int(is_frozen)))
+    return Process("tutorials.performance.serving", "worker", "serve", *numbers, port=port)
+
+
+def naive_server() -> Process:
+    port = free_port()
+    return Process("tutorials.serving.naive_server", str(port), port=port)
+
+
+# --- in the workers' processes ---
+
+
+def work(args: list[str]) -> None:
+    if args[0] == "serve":
+        work_as_server(*map(int, args[1:]))
+    else:
+        work_as_engine()
+
+
+def work_as_engine() -> None:
+    """Answers each line "clients tokens" with the seconds that `generate` took."""
+    from nanovllm import LLM, SamplingParams
+
+    llm = LLM()
+    for line in sys.stdin:
+        num_clients, num_tokens = map(int, line.split())
+        params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+        begin = time.perf_counter()
+        llm.generate([prompt_of(i) for i in range(num_clients)], params, use_tqdm=False)
+        print(time.perf_counter() - begin, flush=True)
+
+
+def work_as_server(port: int, max_waiting: int, num_seqs: int, is_frozen: int) -> None:
+    """Our server, and a task in its loop that sleeps 1 ms again and again, and looks how late it
+    is. POST /late gives the longest time since it was last asked."""
+    import uvicorn
+
+    from nanovllm import LLM
+    from nanovllm.server.app import ServerOptions, new_app
+    from nanovllm.server.serve import DrainingServer, bind
+
+    options = ServerOptions(model_name="embedded", max_waiting=max_waiting, drain_seconds=0)
+    app = new_app(LLM(max_num_seqs=num_seqs), options)
+    seen: list[float] = [0.0]
+    tasks: list[asyncio.Task] = []
+
+    async def look() -> None:
+        while True:
+            before = time.perf_counter()
+            await asyncio.sleep(0.001)
+            seen.append(time.perf_counter() - before - 0.001)
+
+    async def late() -> dict:
+        if not tasks:
+            tasks.append(asyncio.create_task(look()))
+        longest = max(seen)
+        seen[:] = [0.0]
+        return {"seconds": longest}
+
+    app.add_api_route("/late", late, methods=["POST"])
+    if is_frozen:
+        gc.collect()
+        gc.freeze()
+    config = uvicorn.Config(app, access_log=False, log_level="warning")
+    DrainingServer(config, app.state.server).run(sockets=[bind("127.0.0.1", port)])
+
+
+# --- here ---
+
+
+def longest_delay(server: Process) -> float:
+    request = urllib.request.Request(f"{server.url}/late", b"", method="POST")
+    with urllib.request.urlopen(request) as response:
+        return json.load(response)["seconds"]
+
+
+def numbers_of(answers: list[Answer]) -> dict:
+    good = [answer for answer in answers if answer.status == 200 and answer.times]
+    numbers = {
+        "requests": len(answers),
+        "refused": sum(answer.status == 429 for answer in answers),
+        "failed": sum(answer.status not in (200, 429) for answer in answers),
+    }
+    if not good:
+        return numbers
+    begin = min(answer.begin for answer in good)
+    seconds = max(answer.end for answer in good) - begin
+    numbers["seconds"] = seconds
+    numbers["output_tokens_per_second"] = sum(answer.num_tokens for answer in good) / seconds
+    lists = {
+        "ttft": [answer.ttft for answer in good],
+        "latency": [answer.end - answer.begin for answer in good],
+        "gap": [gap for answer in good for gap in answer.gaps],
+    }
+    for name, values in lists.items():
+        if values:
+            numbers |= {f"{name}_p{q}": percentile(values, q) for q in (50, 99)}
+    return numbers
+
+
+def median(runs: list[dict]) -> dict:
+    """Number by number."""
+    return {name: percentile([run[name] for run in runs], 50) for name in runs[0]}
+
+
+def spread(runs: list[dict], name: str) -> list[float]:
+    values = [run[name] for run in runs]
+    return [min(values), max(values)]
+
+
+def eight(targets: dict[str, Target], args) -> dict:
+    """Also when each client saw its first text, the one that waited least first."""
+    runs: dict[str, list[dict]] = {name: [] for name in targets}
+    for _ in range(args.repeat):
+        for name, target in targets.items():
+            answers = asyncio.run(at_once(target, 8, args.tokens))
+            firsts = sorted(answer.ttft for answer in answers)
+            places = {f"first_{i}": first for i, first in enumerate(firsts)}
+            runs[name].append(numbers_of(answers) | places)
+    medians = {name: median(some) for name, some in runs.items()}
+    for numbers in medians.values():
+        numbers["firsts"] = [numbers.pop(f"first_{i}") for i in range(8)]
+    return medians
+
+
+def together(targets: dict[str, Target], ours: Process, engine: Process, args) -> dict:
+    """64 at once: streams of each server, answers of ours that are not streamed, and generate."""
+    plain = Target(targets["nanovllm"].url, targets["nanovllm"].model, is_streamed=False)
+    kinds = {f"{name}, streams": target for name, target in targets.items() if target.is_streamed}
+    kinds["nanovllm, no streams"] = plain
+    runs: dict[str, list[dict]] = {name: [] for name in ["LLM.generate", *kinds]}
+    num_tokens = 2 * args.tokens
+    for i in range(args.repeat + 1):  # the first round is to warm up
+        seconds = float(engine.ask(f"{TOGETHER} {num_tokens}"))
+        speed = TOGETHER * num_tokens / seconds
+        runs["LLM.generate"].append({"seconds": seconds, "output_tokens_per_second": speed})
+        for name, target in kinds.items():
+            longest_delay(ours)
+            numbers = numbers_of(asyncio.run(at_once(target, TOGETHER, num_tokens)))
+            if name == "nanovllm, streams":
+                numbers["loop_late"] = longest_delay(ours)
+            runs[name].append(numbers)
+        if i == 0:
+            runs = {name: [] for name in runs}
+    speed = "output_tokens_per_second"
+    return {name: median(some) | {"range": spread(some, speed)} for name, some in runs.items()}
+
+
+def load(targets: dict[str, Target], ours: Process, args) -> dict:
+    """Without the rates that a server did not reach in every round."""
+    runs: dict[str, dict[float, list[dict]]] = {name: {} for name in targets}
+    for i in range(args.repeat):
+        behind: set[str] = set()
+        for rate in args.rates:
+            for name, target in targets.items():
+                if name in behind:
+                    continue
+                longest_delay(ours)
+                answers = asyncio.run(at_rate(target, rate, args.seconds, args.tokens, seed=i))
+                numbers = numbers_of(answers)
+                if name == "nanovllm":
+                    numbers["loop_late"] = longest_delay(ours)
+                runs[name].setdefault(rate, []).append(numbers)
+                if numbers.get("ttft_p50", BEHIND) >= BEHIND:
+                    behind.add(name)
+                print(line_of(name, rate, numbers), flush=True)
+    return {
+        name: [
+            {"rate": rate, **median(some)}
+            for rate, some in by_rate.items()
+            if len(some) == args.repeat
+        ]
+        for name, by_rate in runs.items()
+    }
+
+
+def overload(args) -> dict:
+    """Requests come at the highest rate of `load`; a server has few seats."""
+    rate = args.rates[-1]
+    runs: dict[str, list[dict]] = {}
+    for i in range(args.repeat):
+        for name in ("unbounded", "bounded"):
+            with our_server(OVERLOAD[name], OVERLOAD["num_seqs"]) as server:
+                wait_for(server.url)
+                target = Target(server.url, first_model(server.url))
+                asyncio.run(ask(target, prompt_of(0), args.tokens))
+                answers = asyncio.run(at_rate(target, rate, args.seconds, args.tokens, seed=i))
+            runs.setdefault(name, []).append(numbers_of(answers))
+            print(line_of(name, rate, runs[name][-1]), flush=True)
+    return {"rate": rate, **OVERLOAD, "runs": {name: median(some) for name, some in runs.items()}}
+
+
+def collector(args) -> dict:
+    """At half of the highest rate of `load`."""
+    rate = args.rates[-1] / 2
+    runs: dict[str, list[dict]] = {}
+    for i in range(args.repeat):
+        for name in ("as it is", "frozen"):
+            with our_server(is_frozen=name == "frozen") as server:
+                wait_for(server.url)
+                target = Target(server.url, first_model(server.url))
+                asyncio.run(ask(target, prompt_of(0), args.tokens))
+                longest_delay(server)
+                answers = asyncio.run(at_rate(target, rate, args.seconds, args.tokens, seed=i))
+                numbers = numbers_of(answers) | {"loop_late": longest_delay(server)}
+            runs.setdefault(name, []).append(numbers)
+            print(line_of(name, rate, numbers), flush=True)
+    return {"rate": rate, "runs": {name: median(some) for name, some in runs.items()}}
+
+
+def line_of(name: str, rate: float, numbers: dict) -> str:
+    cells = [
+        name,
+        f"{rate:g}/s",
+        f"{numbers['requests']} requests",
+        f"{numbers['refused']} refused",
+    ]
+    if "ttft_p50" in numbers:
+        cells.append(
+            f"TTFT {1e3 * numbers['ttft_p50']:,.0f} ms, p99 {1e3 * numbers['ttft_p99']:,.0f}"
+        )
+        cells.append(f"{numbers['output_tokens_per_second']:,.0f} tokens/s")
+    return ", ".join(cells)
+
+
+def measure(args) -> dict:
+    import torch
+
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)  # of all workers
+    report = environment() | {"device": device_name(torch.device("cpu"), args.threads)}
+    names = ("torch", "fastapi", "uvicorn", "httptools")
+    report["versions"] = {name: installed(name) for name in names}
+    report |= {"tokens": args.tokens, "seconds": args.seconds, "repeat": args.repeat}
+    with ExitStack() as stack:
+        ours = stack.enter_context(our_server())
+        naive = stack.enter_context(naive_server())
+        engine = stack.enter_context(Process("tutorials.performance.serving", "worker", "engine"))
+        for server in (ours, naive):
+            wait_for(server.url)
+        targets = {"nanovllm": Target(ours.url, first_model(ours.url))}
+        for name, url in args.url:
+            url = url.rstrip("/").removesuffix("/v1")
+            targets[name] = Target(url, first_model(url))
+        targets["naive"] = Target(naive.url, is_streamed=False)
+        for target in targets.values():  # to warm up
+            asyncio.run(ask(target, prompt_of(0), args.tokens))
+        longest_delay(ours)
+        time.sleep(2)
+        report["loop_late_when_idle"] = longest_delay(ours)
+        report["eight"] = eight(targets, args)
+        report["together"] = together(targets, ours, engine, args)
+        rows = [
+            [name, f"{numbers['output_tokens_per_second']:,.0f} tokens/s"]
+            for name, numbers in report["together"].items()
+        ]
+        print(aligned(rows))
+        report["load"] = load(targets, ours, args)
+    report["overload"] = overload(args)
+    report["collector"] = collector(args)
+    return report
+
+
+def named_url(text: str) -> tuple[str, str]:
+    name, sign, url = text.partition("=")
+    if not sign or not url.startswith("http"):
+        raise argparse.ArgumentTypeError(f"{text!r} must be NAME=http://HOST:PORT")
+    return name, url
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["worker"]:
+        work(sys.argv[2:])
+        return
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--url", type=named_url, action="append", default=[], metavar="NAME=URL")
+    parser.add_argument("--rates", type=float, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--seconds", type=float, default=8, help="of arrivals, per rate")
+    parser.add_argument("--tokens", type=int, default=64, help="of each answer")
+    parser.add_argument("--repeat", type=int, default=3, help="rounds; the median counts")
+    parser.add_argument("--threads", type=int, default=1, help="that compute, per server")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    report = measure(args)
+    if args.json:
+        write_json(report, args.json)
+        print(args.json)
+
+
+if __name__ == "__main__":
+    main()
