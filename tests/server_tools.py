@@ -111,8 +111,14 @@ class Running:
 
     def check_idle(self) -> None:
         """Waits until nothing is open, and looks whether all blocks are free."""
-        wait_for(lambda: not self.engine.open and not self.llm.requests)
-        self.in_engine(lambda: check_blocks(self.llm.block_manager, []))
+
+        def is_idle() -> bool:
+            if self.llm.requests:  # even of a client that has left: its body was on its way
+                return False
+            check_blocks(self.llm.block_manager, [])
+            return True
+
+        wait_for(lambda: not self.engine.open and self.in_engine(is_idle))
         assert not self.engine.live and not self.llm.recovery.suspects
 
 

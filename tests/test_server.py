@@ -203,10 +203,10 @@ def test_a_field_that_is_null_means_nothing(server, path):
 @pytest.mark.parametrize("path", POSTS)
 def test_a_megabyte_in_a_field_is_not_in_the_message(server, path):
     long = "x" * 2**20
-    some = long[: 2**15]
+    some = long[: 2**13]
     bodies: list = [{**POSTS[path], long: 1}, {**POSTS[path], "model": long}]
     for name in schema_fields(server, path):
-        values = (some, [some], {some: some}, [{some: some}], {"type": some}, int("9" * 4000))
+        values = (some, [{some: some}], {some: [some]}, int("9" * 4000))
         bodies += [{**POSTS[path], name: value} for value in values]
     bodies += [{name: {"a": long}} for name in POSTS[path]]
     for body in bodies:
@@ -454,7 +454,7 @@ def test_logprobs_of_the_prompt(server):
     ],
 )
 def test_a_stream_joined_is_the_whole_answer(server, more):
-    body = {"prompt": PROMPT, "max_tokens": 24, "seed": 3, **more}
+    body = {"prompt": PROMPT, "max_tokens": 14, "seed": 3, **more}
     whole = server.complete(**body)
     *events, last = server.events(
         "/v1/completions", {**body, "stream_options": {"include_usage": True}}
@@ -549,12 +549,12 @@ def test_what_only_other_servers_have(server):
 def test_one_call_may_not_ask_for_too_much(running):
     options = running.uvicorn.server.options
     before = options.max_tokens_per_call
-    options.max_tokens_per_call = 100
+    options.max_tokens_per_call = 20
     try:
         body = {"prompt": [PROMPT] * 5, "n": 3, "max_tokens": 10}
         error = running.refused("/v1/completions", body)
-        assert "150" in error["message"] and "100" in error["message"]
-        running.complete(prompt=PROMPT, max_tokens=100)
+        assert "150" in error["message"] and "20" in error["message"]
+        running.complete(prompt=PROMPT, max_tokens=20)
     finally:
         options.max_tokens_per_call = before
 
@@ -620,10 +620,10 @@ def test_many_answers_at_a_time_for_the_asynchronous_client(server):
 
     async def ask_all():
         async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="any") as client:
-            return await asyncio.gather(*[ask(client, i) for i in range(10, 22)])
+            return await asyncio.gather(*[ask(client, i) for i in range(10, 18)])
 
     answers = asyncio.run(ask_all())
-    assert sum(str(i + 40) in answer for i, answer in enumerate(answers)) >= 10
+    assert sum(str(i + 40) in answer for i, answer in enumerate(answers)) >= 6
 
 
 def test_the_length_of_an_answer(server):

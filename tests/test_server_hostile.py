@@ -576,14 +576,14 @@ class Process:
 
 def check_drains(sig: int) -> None:
     with Process() as server:
-        streams = [server.stream(150) for _ in range(3)]
+        streams = [server.stream(100) for _ in range(2)]
         server.process.send_signal(sig)
-        server.read_until("Shutting down: 3 requests")
+        server.read_until("Shutting down: 2 requests")
         checked_error(server.http.post(COMPLETIONS, json=NEIGHBOUR), 503)
         checked_error(server.http.get("/health"), 503)
         for begin, rest in streams:
             events = events_in(begin + "".join(rest))
-            assert len(events) == 150 and events[-1]["choices"][0]["finish_reason"] == "length"
+            assert len(events) == 100 and events[-1]["choices"][0]["finish_reason"] == "length"
         assert server.end() == 0 and "Traceback" not in server.log, server.log
 
 
@@ -640,9 +640,9 @@ def test_a_third_signal_waits_for_no_client():
         }
         sock.sendall(request_bytes(COMPLETIONS, body))
         read_until(sock, b"data: ")
-        for _ in range(3):
+        for line in ("Shutting down: 1 requests", r"Shutting down$", "Finished"):
             server.process.send_signal(signal.SIGTERM)
-            wait_for(lambda: server.process.poll() is None)
+            server.read_until(line)
         server.end()
 
 
@@ -805,5 +805,5 @@ def test_no_body_whatsoever_breaks_the_server(expected, pytestconfig):
 
         check()
         server.check_idle()
-    assert all(counts[path, kind] > 0 for path in bodies for kind in (2, 4)), counts
-    assert counts[COMPLETIONS, 2] > 20 and counts["/v1/chat/completions", 2] > 20
+    assert all(counts[path, 2] > 0 for path in bodies), counts
+    assert all(counts[path, kind] > 8 for path in often[:2] for kind in (2, 4)), counts
