@@ -377,7 +377,7 @@ def answering(monkeypatch, capsys, *replies: bytes) -> list[str]:
             for reply in replies:
                 sock, _ = listening.accept()
                 with sock:
-                    sock.recv(65536)
+                    read_request(sock)  # what is not read when it closes would reset the connection
                     sock.sendall(reply)
 
         thread = threading.Thread(target=answer, daemon=True)
@@ -387,6 +387,16 @@ def answering(monkeypatch, capsys, *replies: bytes) -> list[str]:
             return chat(monkeypatch, capsys, ["one"] * (len(replies) - 1), "--url", url)
         finally:
             thread.join(60)
+
+
+def read_request(sock: socket.socket) -> None:
+    data = b""
+    while b"\r\n\r\n" not in data:
+        data += sock.recv(65536)
+    head, _, body = data.partition(b"\r\n\r\n")
+    length = re.search(rb"content-length: (\d+)", head.lower())
+    while length is not None and len(body) < int(length[1]):
+        body += sock.recv(65536)
 
 
 MODELS = b'HTTP/1.0 200 OK\r\n\r\n{"data": [{"id": "m"}]}'
