@@ -10,7 +10,7 @@ own; in every round all take turns.
 - together: 64 streams at once beside `LLM.generate` with the same prompts.
 - load: Poisson arrivals at rising rates; a server that has fallen behind is not asked for more.
 - overload: more requests than can be answered, with a bound for those that wait and without.
-- collector: the server as it is, and one whose objects Python's garbage collector leaves alone.
+- collector: the server as it is, and one whose objects Python's garbage collector looks at.
 
 Of our server also: the longest time that its event loop was late.
 """
@@ -19,6 +19,7 @@ import argparse
 import asyncio
 import gc
 import json
+import logging
 import os
 import socket
 import subprocess
@@ -86,7 +87,7 @@ def wait_for(url: str, seconds: float = 120) -> None:
     raise ValueError(f"{url} does not listen")
 
 
-def our_server(max_waiting: int = 256, num_seqs: int = 256, is_frozen: bool = False) -> Process:
+def our_server(max_waiting: int = 256, num_seqs: int = 256, is_frozen: bool = True) -> Process:
     port = free_port()
     numbers = map(str, (port, max_waiting, num_seqs, int(is_frozen)))
     return Process("tutorials.performance.serving", "worker", "serve", *numbers, port=port)
@@ -123,14 +124,13 @@ def work_as_engine() -> None:
 def work_as_server(port: int, max_waiting: int, num_seqs: int, is_frozen: int) -> None:
     """Our server, and a task in its loop that sleeps 1 ms again and again, and looks how late it
     is. POST /late gives the longest time since it was last asked."""
-    import uvicorn
-
     from nanovllm import LLM
-    from nanovllm.server.app import ServerOptions, new_app
-    from nanovllm.server.serve import DrainingServer, bind
+    from nanovllm.server.app import ServerOptions
+    from nanovllm.server.serve import bind, new_server
 
     options = ServerOptions(model_name="embedded", max_waiting=max_waiting, drain_seconds=0)
-    app = new_app(LLM(max_num_seqs=num_seqs), options)
+    server = new_server(LLM(max_num_seqs=num_seqs), options)
+    logging.disable(logging.INFO)
     seen: list[float] = [0.0]
     tasks: list[asyncio.Task] = []
 
@@ -143,16 +143,14 @@ def work_as_server(port: int, max_waiting: int, num_seqs: int, is_frozen: int) -
     async def late() -> dict:
         if not tasks:
             tasks.append(asyncio.create_task(look()))
+            if not is_frozen:
+                gc.unfreeze()
         longest = max(seen)
         seen[:] = [0.0]
         return {"seconds": longest}
 
-    app.add_api_route("/late", late, methods=["POST"])
-    if is_frozen:
-        gc.collect()
-        gc.freeze()
-    config = uvicorn.Config(app, access_log=False, log_level="warning")
-    DrainingServer(config, app.state.server).run(sockets=[bind("127.0.0.1", port)])
+    server.config.app.add_api_route("/late", late, methods=["POST"])
+    server.run(sockets=[bind("127.0.0.1", port)])
 
 
 # --- here ---
@@ -285,7 +283,7 @@ def collector(args) -> dict:
     rate = args.rates[-1] / 2
     runs: dict[str, list[dict]] = {}
     for i in range(args.repeat):
-        for name in ("as it is", "frozen"):
+        for name in ("unfrozen", "frozen"):
             with our_server(is_frozen=name == "frozen") as server:
                 wait_for(server.url)
                 target = Target(server.url, first_model(server.url))

@@ -280,7 +280,7 @@ def collected(reports: list[dict], links: list[str]) -> str:
     run = report["collector"]
     header = [f"{run['rate']:g} requests per second", "TTFT p50 (ms)", "p99"]
     rows = [[*header, "between tokens p99 (ms)", "loop late, at most (ms)"]]
-    names = {"as it is": "as it is", "frozen": "with `gc.freeze()`"}
+    names = {"unfrozen": "without `gc.freeze()`", "frozen": "with it"}
     for name, text in names.items():
         numbers = run["runs"][name]
         keys = ("ttft_p50", "ttft_p99", "gap_p99", "loop_late")
