@@ -90,7 +90,7 @@ def test_each_field_is_an_option_with_its_text(command, kinds, capsys):
 def test_what_is_not_given_keeps_its_default():
     for command in (["serve"], ["chat"], ["complete", "a"]):
         args = cli.new_parser().parse_args(command)
-        assert cli.given(args, Config) == {} and cli.given(args, SamplingParams) == {}
+        assert commands.given(args, Config) == {} and commands.given(args, SamplingParams) == {}
 
 
 def test_values_have_the_types_of_their_fields():
@@ -122,14 +122,14 @@ def test_values_have_the_types_of_their_fields():
             *("--ignore-eos", "--model", "x"),
         ]
     )
-    assert cli.given(args, Config) == {
+    assert commands.given(args, Config) == {
         "model": "x", "max_model_len": 64, "kv_cache_gib": 0.5, "dtype": "float32", "enable_prefix_caching": False,
         "enforce_eager": True, "scheduler_cls": Own, "seed": 3,
     }  # fmt: skip
-    assert cli.given(args, SamplingParams) == {
+    assert commands.given(args, SamplingParams) == {
         "stop": ["a", "b"], "stop_token_ids": [5, 6], "temperature": 0.0, "seed": 3, "ignore_eos": True,
     }  # fmt: skip
-    Config(**cli.given(args, Config)), SamplingParams(**cli.given(args, SamplingParams))
+    Config(**commands.given(args, Config)), SamplingParams(**commands.given(args, SamplingParams))
 
 
 @pytest.mark.parametrize(
