@@ -109,7 +109,7 @@ def test_what_a_greedy_prompt_passes_is_two_thousand_lines():
 def test_the_package_is_small():
     """Without the server and the command line, which nobody needs who reads the engine."""
     lines, tokens = total(name for name in SIZES if name not in SERVER)
-    assert lines <= 4440 and tokens <= 39_900
+    assert lines <= 4450 and tokens <= 40_000
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -125,7 +125,7 @@ def test_a_file_is_short_and_has_air(name):
 
 def test_the_server_is_small():
     lines, tokens = total(SERVER)
-    assert lines <= 1650 and tokens <= 15_000
+    assert lines <= 1830 and tokens <= 16_100
 
 
 def test_the_benchmark_is_short():

@@ -587,6 +587,7 @@ def check_drains(sig: int) -> None:
         assert server.end() == 0 and "Traceback" not in server.log, server.log
 
 
+@pytest.mark.slow
 def test_sigterm_lets_streams_finish():
     check_drains(signal.SIGTERM)
 
