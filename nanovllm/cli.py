@@ -10,7 +10,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from difflib import get_close_matches
-from functools import cache
 from textwrap import dedent
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
@@ -96,7 +95,6 @@ def add_options(parser: argparse.ArgumentParser, kind: type[Options]) -> None:
             group.add_argument(option, type=reader_of(field.type), help=text)
 
 
-@cache
 def texts_of_fields(kind: type) -> dict[str, str]:
     """The string below each field, which says what it means."""
     (definition,) = ast.parse(dedent(inspect.getsource(kind))).body
