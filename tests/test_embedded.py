@@ -124,7 +124,8 @@ def test_recorded_results_say_where_they_come_from():
             continue  # counted or simulated, without torch
         records = (
             [result]
-            if {"attention", "preemption", "threads", "host", "workloads"} & result.keys()
+            if {"attention", "preemption", "threads", "host", "workloads", "versions"}
+            & result.keys()
             else [e for e in result["engines"].values() if "error" not in e]
         )
         assert all("torch" in record["versions"] for record in records), file.name
