@@ -113,13 +113,13 @@ class Running:
         """Waits until nothing is open, and looks whether all blocks are free."""
 
         def is_idle() -> bool:
-            if self.llm.requests:  # even of a client that has left: its body was on its way
+            if self.llm.requests or self.engine.live:  # of a client that left in a hurry, too
                 return False
             check_blocks(self.llm.block_manager, [])
+            assert not self.llm.recovery.suspects
             return True
 
         wait_for(lambda: not self.engine.open and self.in_engine(is_idle))
-        assert not self.engine.live and not self.llm.recovery.suspects
 
 
 @contextmanager
