@@ -6,6 +6,7 @@ import argparse
 import ast
 import importlib
 import inspect
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
@@ -133,5 +134,7 @@ def main(args: Sequence[str] | None = None) -> None:
         getattr(commands, options.command)(options)
     except KeyboardInterrupt:
         sys.exit(130)
+    except BrokenPipeError:  # whoever reads has enough, such as `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, ImportError) as error:
         parser.exit(2, f"nanovllm: {error}\n")

@@ -84,8 +84,6 @@ def new_server(llm: LLM, options: ServerOptions) -> DrainingServer:
         access_log=False,
         log_level="info",
         timeout_graceful_shutdown=5,
-        # bytes of headers; bodies have a limit of their own
-        h11_max_incomplete_event_size=64 * 2**10,
     )
     return DrainingServer(config, app.state.server)
 
