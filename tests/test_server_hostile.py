@@ -765,7 +765,9 @@ def check_answer(response: httpx.Response, path: str, counts: Counter) -> None:
 
 
 def test_no_body_whatsoever_breaks_the_server(expected, pytestconfig):
-    """Bodies from the schema that the server itself hands out, and from around it."""
+    """Bodies from the schema that the server itself hands out, and from around it. For more of them:
+    BODIES=10000 pytest tests/test_server_hostile.py -k no_body"""
+    is_slow = pytestconfig.getoption("--slow")
     runner = PacedRunner(BLOCK_SIZE, VOCAB_SIZE, NUM_BLOCKS)
     runner.vocab_size = 100
     counts: Counter = Counter()
@@ -787,7 +789,7 @@ def test_no_body_whatsoever_breaks_the_server(expected, pytestconfig):
         cases = st.sampled_from(often).flatmap(lambda path: st.tuples(st.just(path), bodies[path]))
 
         @settings(
-            max_examples=10_000 if pytestconfig.getoption("--slow") else 300,
+            max_examples=int(os.environ.get("BODIES", 1000 if is_slow else 200)),
             deadline=None,
             database=None,
             derandomize=True,
