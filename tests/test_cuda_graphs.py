@@ -269,6 +269,7 @@ def interpret_little(monkeypatch):
 
 
 # padding rows attend to nothing: any numbers
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:overflow|invalid:RuntimeWarning")
 def test_the_engine_gives_the_same_tokens_as_without(interpret_little, path):
     """Greedy and with every option of sampling, while the batch grows, shrinks and is preempted."""

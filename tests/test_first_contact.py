@@ -60,6 +60,7 @@ def check(results: dict) -> None:
     assert not {"error", "doing"} & results.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
 def test_the_machine_is_measured_on_a_cpu():
     (results,) = sections("machine")

@@ -173,6 +173,7 @@ def test_copy_blocks(block_size, kv_heads, head_dim, dtype):
 
 
 # padding rows attend to nothing: any numbers
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:overflow|invalid:RuntimeWarning")
 def test_the_engine_gives_the_same_tokens(tmp_path):
     model = new_model("qwen3", head_dim=32, num_attention_heads=2, num_key_value_heads=1)

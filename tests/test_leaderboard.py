@@ -64,6 +64,7 @@ def enter(page, name: str, code: str, *options: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
+@pytest.mark.slow
 def test_the_best_is_first_and_a_name_has_one_line(page, capsys):
     enter(page, "FCFS", FCFS)
     enter(page, "Maya", LONGEST_FIRST)

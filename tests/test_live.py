@@ -244,6 +244,7 @@ def without_times(run: dict) -> dict:
     return run | {"frames": frames}
 
 
+@pytest.mark.slow
 def test_recorded_runs_are_those_that_the_script_makes(tmp_path, monkeypatch):
     script = importlib.import_module("tutorials.figures.record_runs")
     committed = script.HERE

@@ -162,6 +162,7 @@ def test_whatever_order_the_streams_allow(monkeypatch):
         )
 
 
+@pytest.mark.slow(but_every=4)
 @pytest.mark.parametrize("tokens", [2048, 16])
 @pytest.mark.parametrize("caching", [True, False])
 def test_the_same_tokens_with_plenty_of_memory_and_under_both_modes(path, tokens, caching):
