@@ -3,21 +3,19 @@
     python -m tutorials.performance.serving --json tutorials/results/cpu_serving.json
     python -m tutorials.performance.serving --url vllm=http://127.0.0.1:8001
 
-Five experiments, all with real sockets, the clients in this process and each server in one of its
+Four experiments, all with real sockets, the clients in this process and each server in one of its
 own; in every round all take turns.
 
 - eight: eight clients at the same time.
 - together: 64 streams at once beside `LLM.generate` with the same prompts.
 - load: Poisson arrivals at rising rates; a server that has fallen behind is not asked for more.
 - overload: more requests than can be answered, with a bound for those that wait and without.
-- collector: the server as it is, and one whose objects Python's garbage collector looks at.
 
 Of our server also: the longest time that its event loop was late.
 """
 
 import argparse
 import asyncio
-import gc
 import json
 import logging
 import os
@@ -87,9 +85,9 @@ def wait_for(url: str, seconds: float = 120) -> None:
     raise ValueError(f"{url} does not listen")
 
 
-def our_server(max_waiting: int = 256, num_seqs: int = 256, is_frozen: bool = True) -> Process:
+def our_server(max_waiting: int = 256, num_seqs: int = 256) -> Process:
     port = free_port()
-    numbers = map(str, (port, max_waiting, num_seqs, int(is_frozen)))
+    numbers = map(str, (port, max_waiting, num_seqs))
     return Process("tutorials.performance.serving", "worker", "serve", *numbers, port=port)
 
 
@@ -121,7 +119,7 @@ def work_as_engine() -> None:
         print(time.perf_counter() - begin, flush=True)
 
 
-def work_as_server(port: int, max_waiting: int, num_seqs: int, is_frozen: int) -> None:
+def work_as_server(port: int, max_waiting: int, num_seqs: int) -> None:
     """Our server, and a task in its loop that sleeps 1 ms again and again, and looks how late it
     is. POST /late gives the longest time since it was last asked."""
     from nanovllm import LLM
@@ -143,8 +141,6 @@ def work_as_server(port: int, max_waiting: int, num_seqs: int, is_frozen: int) -
     async def late() -> dict:
         if not tasks:
             tasks.append(asyncio.create_task(look()))
-            if not is_frozen:
-                gc.unfreeze()
         longest = max(seen)
         seen[:] = [0.0]
         return {"seconds": longest}
@@ -278,24 +274,6 @@ def overload(args) -> dict:
     return {"rate": rate, **OVERLOAD, "runs": {name: median(some) for name, some in runs.items()}}
 
 
-def collector(args) -> dict:
-    """At half of the highest rate of `load`."""
-    rate = args.rates[-1] / 2
-    runs: dict[str, list[dict]] = {}
-    for i in range(args.repeat):
-        for name in ("unfrozen", "frozen"):
-            with our_server(is_frozen=name == "frozen") as server:
-                wait_for(server.url)
-                target = Target(server.url, first_model(server.url))
-                asyncio.run(ask(target, prompt_of(0), args.tokens))
-                longest_delay(server)
-                answers = asyncio.run(at_rate(target, rate, args.seconds, args.tokens, seed=i))
-                numbers = numbers_of(answers) | {"loop_late": longest_delay(server)}
-            runs.setdefault(name, []).append(numbers)
-            print(line_of(name, rate, numbers), flush=True)
-    return {"rate": rate, "runs": {name: median(some) for name, some in runs.items()}}
-
-
 def line_of(name: str, rate: float, numbers: dict) -> str:
     cells = [
         name,
@@ -344,7 +322,6 @@ def measure(args) -> dict:
         print(aligned(rows))
         report["load"] = load(targets, ours, args)
     report["overload"] = overload(args)
-    report["collector"] = collector(args)
     return report
 
 

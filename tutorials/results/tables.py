@@ -274,20 +274,6 @@ def overloaded(reports: list[dict], links: list[str]) -> str:
     return markdown(rows)
 
 
-def collected(reports: list[dict], links: list[str]) -> str:
-    """For chapter 14: a server whose objects the garbage collector leaves alone."""
-    (report,), _ = reports, links
-    run = report["collector"]
-    header = [f"{run['rate']:g} requests per second", "TTFT p50 (ms)", "p99"]
-    rows = [[*header, "between tokens p99 (ms)", "loop late, at most (ms)"]]
-    names = {"unfrozen": "without `gc.freeze()`", "frozen": "with it"}
-    for name, text in names.items():
-        numbers = run["runs"][name]
-        keys = ("ttft_p50", "ttft_p99", "gap_p99", "loop_late")
-        rows.append([text, *(milliseconds(numbers[key]) for key in keys)])
-    return markdown(rows)
-
-
 def streams_beside_generate(reports: list[dict], links: list[str]) -> str:
     """For chapter 14: 64 requests at once, through the server and without it."""
     (report,), _ = reports, links
@@ -319,7 +305,6 @@ TABLES = {
     "eight_clients": eight_clients,
     "under_load": under_load,
     "overloaded": overloaded,
-    "collected": collected,
     "streams_beside_generate": streams_beside_generate,
     "tried": tried,
 }
