@@ -42,13 +42,8 @@ def serve(args: Namespace) -> None:
     except ImportError as error:
         raise ImportError(f"{error}. The server needs: pip install 'nanovllm[server]'") from error
     model = args.model or EMBEDDED_MODEL
-    options = ServerOptions(
-        model_name=args.served_model_name or name_of(model),
-        api_key=args.api_key,
-    )
-    names = ("max_waiting", "max_body_bytes", "max_tokens_per_call", "drain_seconds")
-    limits = {name: getattr(args, name) for name in (*names, "allowed_origins")}
-    options = replace(options, **{name: x for name, x in limits.items() if x is not None})
+    name = args.served_model_name or name_of(model)
+    options = ServerOptions(model_name=name, **given(args, ServerOptions))
     sock = server.bind(args.host, args.port)  # before a model is loaded in vain
     server.serve(new_llm(args), options, sock)
 

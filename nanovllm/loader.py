@@ -121,11 +121,13 @@ def as_token_ids(eos_token_id: object) -> frozenset[int]:
 
 def default_params(file: Path, settings: dict) -> SamplingParams:
     """What `settings`, those of generation_config.json, say of how tokens are drawn."""
-    names = ["temperature", "top_k", "top_p", "min_p", "repetition_penalty"]
+    is_drawn = settings.get("do_sample")
+    names = ["repetition_penalty"]
+    if is_drawn:
+        names += ["temperature", "top_k", "top_p", "min_p"]
     values = {name: settings[name] for name in names if settings.get(name) is not None}
-    if not settings.get("do_sample"):
-        greedy = {"temperature": 0.0} if file.is_file() else {}
-        values = {name: values[name] for name in values if name == "repetition_penalty"} | greedy
+    if not is_drawn and file.is_file():
+        values["temperature"] = 0.0
     with reading(file):
         return SamplingParams(**values)
 
