@@ -50,8 +50,8 @@ def serve(args: Namespace) -> None:
 
 def name_of(model: str) -> str:
     """A hub id as it is; of a directory only its name."""
-    is_directory = Path(model).expanduser().is_dir()
-    return Path(model).expanduser().resolve().name if is_directory else model
+    path = Path(model).expanduser()
+    return path.resolve().name if path.is_dir() else model
 
 
 def complete(args: Namespace) -> None:
@@ -86,12 +86,10 @@ def chat(args: Namespace) -> None:
         elif text.startswith("/"):
             print(HELP)
         elif text:
-            history.append({"role": "user", "content": text})
-            answer = show(side, history)
-            if answer:
-                history.append({"role": "assistant", "content": answer})
-            else:  # refused, perhaps: as if it had not been asked
-                history.pop()
+            question = {"role": "user", "content": text}
+            answer = show(side, [*history, question])
+            if answer:  # else it has been refused, perhaps: as if it had not been asked
+                history += [question, {"role": "assistant", "content": answer}]
 
 
 def show(side: Local | Remote, history: list[dict]) -> str:
@@ -133,6 +131,9 @@ class Remote:
     def __init__(self, args: Namespace):
         if not args.url.startswith(("http://", "https://")):
             raise refusal("url", args.url, "it must begin with http:// or https://")
+        for name, value in given(args, Config).items():
+            if name != "model":
+                raise refusal(name, value, "with --url it is for the server to say")
         self.url = args.url.rstrip("/").removesuffix("/v1")
         self.headers = {"Content-Type": "application/json"}
         if args.api_key:

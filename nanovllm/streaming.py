@@ -17,6 +17,7 @@ class Delta:
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None
     finish_reason: str | None  # in the last one
+    stop_reason: int | str | None
 
 
 class Reader:
@@ -41,7 +42,8 @@ class Reader:
             logprobs = None if output.logprobs is None else output.logprobs[num_tokens:]
             # after a fault an output is made anew, and may be shorter than what was read
             self.num_read[i] = max(num_chars, num_safe), max(num_tokens, len(output.token_ids))
-            deltas.append(Delta(i, text, token_ids, logprobs, output.finish_reason))
+            reasons = (output.finish_reason, output.stop_reason)
+            deltas.append(Delta(i, text, token_ids, logprobs, *reasons))
         return deltas
 
 

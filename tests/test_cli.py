@@ -175,6 +175,7 @@ def test_a_wrong_option_names_the_nearest(args, hint, capsys):
         (["chat", "--url", "http://127.0.0.1:1"], "127.0.0.1:1"),
         (["chat", "--url", "no url"], "url='no url'"),
         (["chat", "--url", ""], "url"),
+        (["chat", "--url", "http://x", "--block-size", "4"], "block_size=4 is not allowed: with --url"),
         (["nothing"], "nothing"),
         ([], "COMMAND"),
     ],

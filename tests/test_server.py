@@ -542,7 +542,8 @@ def test_a_stop_token_says_so(parrot):
 
 def test_what_only_other_servers_have(server):
     assert server.refused("/v1/completions", {**SMALL, "best_of": 2})["param"] == "best_of"
-    assert server.refused("/v1/completions", {**SMALL, "suffix": "x"})["param"] == "suffix"
+    error = server.refused("/v1/completions", {**SMALL, "suffix": "x"})
+    assert (error["param"], error["message"]) == ("suffix", "suffix is not supported: leave it out")
     server.complete(**SMALL, best_of=1, suffix=None, user="me", metadata={"a": "b"}, store=True)
 
 

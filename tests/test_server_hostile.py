@@ -41,6 +41,7 @@ from server_tools import (
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.scheduler import Scheduler
+from nanovllm.server.async_llm import AT_A_TIME, AsyncLLM, Call, News, Ticket
 
 BLOCK_SIZE, VOCAB_SIZE, NUM_BLOCKS = 4, 1536, 400
 COMPLETIONS = "/v1/completions"
@@ -655,6 +656,31 @@ def test_a_signal_while_nobody_is_there():
 
 
 # --- many ---
+
+
+def test_many_streams_leave_the_loop_time_between_them():
+    """What a step brings to forty streams is dealt out over several turns of the loop, in order."""
+
+    async def turns() -> None:
+        engine = AsyncLLM(LLM(num_blocks=8))
+        calls = [Call() for _ in range(40)]
+        tickets = [Ticket(None, 0, call, True) for call in calls]
+        engine.open.update(tickets)
+        steps = [[(ticket, News(step)) for ticket in tickets] for step in range(2)]
+        engine._hear(steps[0])
+        num_told = []
+        while sum(num_told) < 80:
+            num_told.append(sum(len(call.news) for call in calls) - sum(num_told))
+            if len(num_told) == 3:
+                engine._hear(steps[1])  # while the first is on its way
+            await asyncio.sleep(0)
+        assert max(num_told) <= AT_A_TIME
+        assert all([news.index for news in call.news] == [0, 1] for call in calls)
+        engine.open.clear()
+        engine.close()
+        engine.thread.join()
+
+    asyncio.run(turns())
 
 
 def test_sixteen_threads_tokenize_while_others_stream(server, pool, expected):

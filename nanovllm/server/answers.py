@@ -19,11 +19,10 @@ from nanovllm.streaming import Delta
 encode = json.JSONEncoder(ensure_ascii=False).encode
 DONE = "data: [DONE]\n\n"
 Rows = list[TokenLogprobs | None]
-REASONS = {"abort": "stop", "error": "stop"}  # others are called as we do
 
 
 class TokenTexts:
-    """The text of single tokens, with a tokenizer of the event loop's thread."""
+    """The text of tokens, with a tokenizer that only the event loop's thread uses."""
 
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
@@ -101,8 +100,12 @@ class Answers(ABC):
         """A whole output of request i."""
 
     @abstractmethod
-    def part(self, i: int, delta: Delta, one: CompletionOutput) -> dict:
+    def part(self, i: int, delta: Delta) -> dict:
         """What is new in an output of request i."""
+
+    def reason(self, index: int, reason: str | None) -> str | None:
+        """Why a choice has ended, in words that clients know."""
+        return {"abort": "stop", "error": "stop"}.get(str(reason), reason)
 
 
 class Completions(Answers):
@@ -135,16 +138,17 @@ class Completions(Answers):
             token_ids = output.prompt_token_ids + token_ids
             rows = (output.prompt_logprobs or []) + rows
         logprobs = None if one.logprobs is None else self.logprobs(token_ids, rows)
+        index = self.index_of(i, one.index)
         return {
-            "index": self.index_of(i, one.index),
+            "index": index,
             "text": text,
             "logprobs": logprobs,
-            "finish_reason": REASONS.get(str(one.finish_reason), one.finish_reason),
+            "finish_reason": self.reason(index, one.finish_reason),
             "stop_reason": one.stop_reason,
             "prompt_logprobs": output.prompt_logprobs if not self.has_echo else None,
         }
 
-    def part(self, i: int, delta: Delta, one: CompletionOutput) -> dict:
+    def part(self, i: int, delta: Delta) -> dict:
         index = self.index_of(i, delta.index)
         text = "" if self.is_prompt_only else delta.text
         if self.has_echo and index not in self.begun:
@@ -154,11 +158,13 @@ class Completions(Answers):
         if delta.logprobs is not None:
             logprobs = self.logprobs(delta.token_ids, [*delta.logprobs], self.num_chars[index])
             self.num_chars[index] += sum(map(len, logprobs["tokens"]))
-        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}
-        if delta.finish_reason is not None:
-            choice["finish_reason"] = REASONS.get(delta.finish_reason, delta.finish_reason)
-            choice["stop_reason"] = one.stop_reason
-        return choice
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": self.reason(index, delta.finish_reason),
+            "stop_reason": delta.stop_reason,
+        }
 
     def logprobs(self, token_ids: list[int], rows: Rows, offset: int = 0) -> dict:
         texts = [*map(self.texts.of, token_ids)]
@@ -198,10 +204,10 @@ class ChatCompletions(Answers):
     def whole(self, outputs: list[RequestOutput]) -> dict:
         return {**super().whole(outputs), "prompt_logprobs": outputs[0].prompt_logprobs}
 
-    def reason(self, i: int, reason: str | None) -> str | None:
-        if reason == "stop" and self.parsers[i].num_calls:
+    def reason(self, index: int, reason: str | None) -> str | None:
+        if reason == "stop" and self.parsers[index].num_calls:
             return "tool_calls"
-        return REASONS.get(str(reason), reason)
+        return super().reason(index, reason)
 
     def choice(self, i: int, output: RequestOutput, one: CompletionOutput) -> dict:
         parser = self.parsers[one.index]
@@ -222,26 +228,22 @@ class ChatCompletions(Answers):
             "stop_reason": one.stop_reason,
         }
 
-    def part(self, i: int, delta: Delta, one: CompletionOutput) -> dict:
+    def part(self, i: int, delta: Delta) -> dict:
         parser = self.parsers[delta.index]
         parts = parser.add(delta.text)
-        is_last = delta.finish_reason is not None
-        if is_last:
+        if delta.finish_reason is not None:
             parts += parser.end()
         new: dict[str, Any] = words(parts)
         if delta.index not in self.begun:
             self.begun.add(delta.index)
             new["role"] = "assistant"
-        choice = {
+        return {
             "index": delta.index,
             "delta": new,
             "logprobs": self.logprobs(delta.token_ids, delta.logprobs),
-            "finish_reason": None,
+            "finish_reason": self.reason(delta.index, delta.finish_reason),
+            "stop_reason": delta.stop_reason,
         }
-        if is_last:
-            choice["finish_reason"] = self.reason(delta.index, delta.finish_reason)
-            choice["stop_reason"] = one.stop_reason
-        return choice
 
     def logprobs(
         self, token_ids: list[int], rows: list[TokenLogprobs] | None

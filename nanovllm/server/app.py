@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
@@ -55,8 +56,8 @@ class ServerOptions(Options):
 
     def __post_init__(self):
         self.require("api_key", self.api_key != "", "None, or not empty")
-        names = ("max_waiting", "max_body_bytes", "max_tokens_per_call")
-        for name, low in zip(names, (0, 1, 1)):
+        leasts = {"max_waiting": 0, "max_body_bytes": 1, "max_tokens_per_call": 1}
+        for name, low in leasts.items():
             is_allowed = is_int(getattr(self, name), low)
             self.require(name, is_allowed, f"an integer from {low} on")
         is_time = is_number(self.drain_seconds, 0)
@@ -70,7 +71,7 @@ class Server:
         self.llm = llm
         self.options = options
         self.metrics = Metrics()
-        self.texts = TokenTexts(None)
+        self.texts = TokenTexts(deepcopy(llm.tokenizer))
         self.started = int(time.time())
         self.engine: AsyncLLM
         self.live: Live
@@ -79,7 +80,6 @@ class Server:
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
         self.engine = AsyncLLM(self.llm, self.options.max_waiting)
         self.engine.inputs.model = self.options.model_name  # errors name no paths
-        self.texts = TokenTexts(self.engine.tokenizer)
         self.live = Live(self.engine)
         try:
             yield

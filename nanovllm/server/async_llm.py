@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
@@ -26,6 +27,7 @@ from nanovllm.streaming import Delta, Reader
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+AT_A_TIME = 4  # streams that write before the loop looks for something else
 
 
 class Busy(Exception):
@@ -98,10 +100,10 @@ class AsyncLLM:
         self.is_draining = False
         self.questions: set[asyncio.Future] = set()  # without an answer
         self.end = ""  # why nobody answers any longer
+        self.heard: deque[tuple[Ticket, News]] = deque()  # not yet dealt out
         self.inbox: SimpleQueue[Callable[[], object]] = SimpleQueue()
         # a tokenizer cannot be shared by threads
         self.inputs = replace(llm.inputs, tokenizer=deepcopy(llm.tokenizer))
-        self.tokenizer = deepcopy(llm.tokenizer)  # the loop's own
         self.preparing = ThreadPoolExecutor(1, "prepare")
         # of the engine's thread
         self.live: dict[Request, Ticket] = {}
@@ -184,12 +186,21 @@ class AsyncLLM:
 
     def _hear(self, batch: list[tuple[Ticket, News]]) -> None:
         """What the engine's thread has told."""
-        for ticket, news in batch:
+        self.heard.extend(batch)
+        if len(self.heard) == len(batch):  # else it is being dealt out already
+            self._deal_out()
+
+    def _deal_out(self) -> None:
+        """To a few calls at a time: between them the loop does what else there is."""
+        for _ in range(min(AT_A_TIME, len(self.heard))):
+            ticket, news = self.heard.popleft()
             if ticket not in self.open:
                 continue  # its client has left
             if news.output is not None or news.error is not None:
                 self.open.remove(ticket)
             ticket.call.put(news)
+        if self.heard:
+            self.loop.call_soon(self._deal_out)
 
     def _end(self, reason: str) -> None:
         """All who wait for something hear the reason."""

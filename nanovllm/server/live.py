@@ -166,8 +166,7 @@ class LiveView:
 
     def _send(self) -> None:
         self.last = self.clock()
-        now = self.last - self.begin
-        frame = frame_of(self.llm, self.schedules, self.seconds, now)
+        frame = frame_of(self.llm, self.schedules, self.seconds, self.last - self.begin)
         self._forget()
         self.send(json.dumps(frame, separators=(",", ":")))
 

@@ -262,9 +262,8 @@ def with_arguments(call: dict) -> dict:
 
 def token_id(key: str) -> int:
     if not key.isascii() or not key.isdigit() or len(key) > 10:
-        raise BadRequest(
-            f"logit_bias has the key {shown(key)}: it must be a token id", "logit_bias"
-        )
+        problem = f"logit_bias has the key {shown(key)}: it must be a token id"
+        raise BadRequest(problem, "logit_bias")
     return int(key)
 
 
@@ -278,7 +277,7 @@ def parsed(model: type[BaseModel], data: bytes) -> Any:
     path = [str(part) for part in first["loc"]]
     field = path[0][:100] if path else None
     reason = first["msg"][:200]
-    if first["type"] == "extra_forbidden":
+    if first["type"] in ("extra_forbidden", "none_required"):
         place = ".".join(path)[:200]
         raise BadRequest(f"{place} is not supported: leave it out", field)
     raise BadRequest(f"{field or 'the body'}: {reason}", field)

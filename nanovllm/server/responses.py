@@ -117,7 +117,7 @@ class Answer(Response):
             for news in await call.take():
                 error = error or news.error
                 if news.error is None:
-                    events += self.events_of(news, call)
+                    events += self.events_of(news)
             if error is not None and not has_begun:
                 raise error
             if error is not None:
@@ -135,18 +135,15 @@ class Answer(Response):
             await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    def events_of(self, news: News, call: Call) -> list[str]:
+    def events_of(self, news: News) -> list[str]:
         """One for each output that has a new token, or has ended."""
         events = []
-        reply = call.tickets[news.index].reply
-        assert reply is not None
         for delta in news.deltas:
             choice = self.answers.index_of(news.index, delta.index)
             if not delta.token_ids and not delta.text and choice in self.clock.ended:
                 continue
             self.clock.token(choice, is_last=delta.finish_reason is not None)
-            part = self.answers.part(news.index, delta, reply.completions[delta.index])
-            events.append(self.answers.event(part))
+            events.append(self.answers.event(self.answers.part(news.index, delta)))
         if news.output is not None:
             self.ended.append(news.output)
             self.clock.end(news.output)

@@ -81,7 +81,7 @@ def recorded() -> list[Span]:
     engine = app.state.server.engine
     engine.llm.step = timed("step", engine.llm.step)
     engine._step = timed("text", engine._step)  # the step is a part of it
-    engine._hear = timed("hear", engine._hear)
+    engine._deal_out = timed("hear", engine._deal_out)
     events_of = Answer.events_of
     Answer.events_of = timed("event", events_of)
     url = f"http://127.0.0.1:{sock.getsockname()[1]}"
