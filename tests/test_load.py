@@ -39,7 +39,7 @@ def asked(answer: bytes, is_streamed: bool = True) -> Answer:
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         async with server:
             port = server.sockets[0].getsockname()[1]
-            return await clients.ask(Target(f"http://127.0.0.1:{port}", "m", is_streamed), "hi", 2)
+            return await clients.ask(Target(f"http://127.0.0.1:{port}", "m", is_streamed), 0, 2)
 
     return asyncio.run(ask())
 
@@ -64,7 +64,7 @@ def test_who_is_refused_and_who_gets_nothing():
         cut = asked(CHUNKED + chunks(EVENTS, 40)[:end])
         assert cut.status == 0
     assert asked(b"").status == 0
-    nobody = asyncio.run(clients.ask(Target("http://127.0.0.1:1"), "hi", 2))
+    nobody = asyncio.run(clients.ask(Target("http://127.0.0.1:1"), 0, 2))
     assert nobody.status == 0
     numbers = serving.numbers_of([refused, cut, nobody])
     assert numbers == {"requests": 3, "refused": 1, "failed": 2}
@@ -83,6 +83,8 @@ def test_numbers_of_answers():
 
 def test_prompts_differ():
     assert len({clients.prompt(i) for i in range(80)}) == 80
+    without_tokenizer = Target("", has_tokenizer=False)
+    assert len({tuple(without_tokenizer.prompt(i)) for i in range(80)}) == 80
 
 
 def test_an_url_has_a_name():

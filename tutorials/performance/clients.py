@@ -28,6 +28,11 @@ class Target:
     url: str
     model: str | None = None
     is_streamed: bool = True
+    has_tokenizer: bool = True
+
+    def prompt(self, i: int) -> str | list[int]:
+        """All of about one length, and no two of the first eighty alike."""
+        return prompt(i) if self.has_tokenizer else [1 + i] * 16
 
 
 @dataclass
@@ -59,15 +64,15 @@ def first_model(url: str) -> str | None:
 
 
 def prompt(i: int) -> str:
-    """All of about one length, and no two of the first eighty alike."""
     place = PLACES[i // len(ANIMALS) % len(PLACES)]
     return f"Once upon a time there was a {ANIMALS[i % len(ANIMALS)]} who lived near a {place}"
 
 
-async def ask(target: Target, text: str, num_tokens: int, begin: float | None = None) -> Answer:
-    """Exactly so many tokens after this text. `begin` is when the client wanted to ask."""
+async def ask(target: Target, i: int, num_tokens: int, begin: float | None = None) -> Answer:
+    """Exactly so many tokens after prompt i. `begin` is when the client wanted to ask."""
     answer = Answer(time.perf_counter() if begin is None else begin)
-    body = {"prompt": text, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
+    body = {"prompt": target.prompt(i), "max_tokens": num_tokens}
+    body |= {"temperature": 0, "ignore_eos": True}
     if target.model is not None:
         body["model"] = target.model
     if target.is_streamed:
@@ -127,7 +132,7 @@ def _take(event: dict, answer: Answer) -> None:
 
 async def at_once(target: Target, num_clients: int, num_tokens: int) -> list[Answer]:
     begin = time.perf_counter()
-    asked = [ask(target, prompt(i), num_tokens, begin) for i in range(num_clients)]
+    asked = [ask(target, i, num_tokens, begin) for i in range(num_clients)]
     return await asyncio.gather(*asked)
 
 
@@ -140,7 +145,7 @@ async def at_rate(
 
     async def later(i: int, when: float) -> Answer:
         await asyncio.sleep(begin + when - time.perf_counter())
-        return await ask(target, prompt(i), num_tokens, begin + when)
+        return await ask(target, i, num_tokens, begin + when)
 
     arrivals = []
     when = random_.expovariate(rate)

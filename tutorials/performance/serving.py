@@ -2,6 +2,7 @@
 
     python -m tutorials.performance.serving --json tutorials/results/cpu_serving.json
     python -m tutorials.performance.serving --url vllm=http://127.0.0.1:8001
+    python -m tutorials.performance.serving --experiments together --random-weights qwen3-0.6b
 
 Four experiments, all with real sockets, the clients in this process and each server in one of its
 own; in every round all take turns.
@@ -11,7 +12,8 @@ own; in every round all take turns.
 - load: Poisson arrivals at rising rates; a server that has fallen behind is not asked for more.
 - overload: more requests than can be answered, with a bound for those that wait and without.
 
-Of our server also: the longest time that its event loop was late.
+Of our server also: how late its event loop was, and how long it computed without a pause. Beside
+it a process that does nothing is as late as the operating system lets it be.
 """
 
 import argparse
@@ -23,18 +25,52 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
+from nanovllm.config import EMBEDDED_MODEL
+from nanovllm.roofline import SHAPES
+from tutorials.performance.checkpoints import model_directory
 from tutorials.performance.clients import Answer, Target, ask, at_once, at_rate, first_model
-from tutorials.performance.clients import prompt as prompt_of
 from tutorials.performance.machine import ROOT, device_name, environment, installed
 from tutorials.performance.report import aligned, percentile, write_json
 
 TOGETHER = 64
 BEHIND = 2.0  # seconds until the first token of half of the requests: too much to go on
 OVERLOAD = {"num_seqs": 32, "bounded": 32, "unbounded": 10**6}
+EXPERIMENTS = ("eight", "together", "load", "overload")
+WORKER = ("tutorials.performance.serving", "worker")
+
+
+class Watch:
+    """A task of an event loop that sleeps for a millisecond, again and again. How late does it wake
+    up, and how long has its thread computed meanwhile?"""
+
+    def __init__(self) -> None:
+        self.task: asyncio.Task | None = None
+        self.late: list[float] = []
+        self.busy: list[float] = []
+
+    async def look(self) -> None:
+        while True:
+            before = time.perf_counter()
+            computed = time.thread_time()
+            await asyncio.sleep(0.001)
+            self.busy.append(time.thread_time() - computed)
+            self.late.append(time.perf_counter() - before - 0.001)
+
+    def numbers(self) -> dict:
+        """Since the last call, in seconds."""
+        if self.task is None:
+            self.task = asyncio.create_task(self.look())
+        lists = {"late": self.late or [0.0], "busy": self.busy or [0.0]}
+        self.late = []
+        self.busy = []
+        numbers = {f"{name}_p99": percentile(values, 99) for name, values in lists.items()}
+        return numbers | {f"{name}_most": max(values) for name, values in lists.items()}
 
 
 class Process:
@@ -85,10 +121,10 @@ def wait_for(url: str, seconds: float = 120) -> None:
     raise ValueError(f"{url} does not listen")
 
 
-def our_server(max_waiting: int = 256, num_seqs: int = 256) -> Process:
+def our_server(model: str, max_waiting: int = 256, num_seqs: int = 256) -> Process:
     port = free_port()
-    numbers = map(str, (port, max_waiting, num_seqs))
-    return Process("tutorials.performance.serving", "worker", "serve", *numbers, port=port)
+    options = map(str, (model, port, max_waiting, num_seqs))
+    return Process(*WORKER, "serve", *options, port=port)
 
 
 def naive_server() -> Process:
@@ -99,63 +135,75 @@ def naive_server() -> Process:
 # --- in the workers' processes ---
 
 
-def work(args: list[str]) -> None:
-    if args[0] == "serve":
-        work_as_server(*map(int, args[1:]))
+def work(kind: str, *args: str) -> None:
+    if kind == "serve":
+        model, *numbers = args
+        work_as_server(model, *map(int, numbers))
+    elif kind == "engine":
+        work_as_engine(*args)
     else:
-        work_as_engine()
+        asyncio.run(work_as_idler())
 
 
-def work_as_engine() -> None:
+def work_as_engine(model: str) -> None:
     """Answers each line "clients tokens" with the seconds that `generate` took."""
     from nanovllm import LLM, SamplingParams
 
-    llm = LLM()
+    llm = LLM(model)
+    target = Target("", has_tokenizer=llm.tokenizer is not None)
     for line in sys.stdin:
         num_clients, num_tokens = map(int, line.split())
         params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+        prompts = [target.prompt(i) for i in range(num_clients)]
         begin = time.perf_counter()
-        llm.generate([prompt_of(i) for i in range(num_clients)], params, use_tqdm=False)
+        llm.generate(prompts, params, use_tqdm=False)
         print(time.perf_counter() - begin, flush=True)
 
 
-def work_as_server(port: int, max_waiting: int, num_seqs: int) -> None:
-    """Our server, and a task in its loop that sleeps 1 ms again and again, and looks how late it
-    is. POST /late gives the longest time since it was last asked."""
+def work_as_server(model: str, port: int, max_waiting: int, num_seqs: int) -> None:
+    """Our server, with a watch in its loop that POST /watch asks."""
     from nanovllm import LLM
     from nanovllm.server.app import ServerOptions
     from nanovllm.server.serve import bind, new_server
 
-    options = ServerOptions(model_name="embedded", max_waiting=max_waiting, drain_seconds=0)
-    server = new_server(LLM(max_num_seqs=num_seqs), options)
+    options = ServerOptions(model_name="measured", max_waiting=max_waiting, drain_seconds=0)
+    server = new_server(LLM(model, max_num_seqs=num_seqs), options)
     logging.disable(logging.INFO)
-    seen: list[float] = [0.0]
-    tasks: list[asyncio.Task] = []
+    watch = Watch()
 
-    async def look() -> None:
-        while True:
-            before = time.perf_counter()
-            await asyncio.sleep(0.001)
-            seen.append(time.perf_counter() - before - 0.001)
+    async def ask_watch() -> dict:
+        return watch.numbers()
 
-    async def late() -> dict:
-        if not tasks:
-            tasks.append(asyncio.create_task(look()))
-        longest = max(seen)
-        seen[:] = [0.0]
-        return {"seconds": longest}
-
-    server.config.app.add_api_route("/late", late, methods=["POST"])
+    server.config.app.add_api_route("/watch", ask_watch, methods=["POST"])
     server.run(sockets=[bind("127.0.0.1", port)])
+
+
+async def work_as_idler() -> None:
+    """A loop with a watch and nothing else."""
+    watch = Watch()
+    loop = asyncio.get_running_loop()
+    while await loop.run_in_executor(None, sys.stdin.readline):
+        print(json.dumps(watch.numbers()), flush=True)
 
 
 # --- here ---
 
 
-def longest_delay(server: Process) -> float:
-    request = urllib.request.Request(f"{server.url}/late", b"", method="POST")
-    with urllib.request.urlopen(request) as response:
-        return json.load(response)["seconds"]
+class Watches:
+    """Those of our server's loop and of the process that does nothing."""
+
+    def __init__(self, ours: Process, idler: Process):
+        self.ours = ours
+        self.idler = idler
+
+    def numbers(self) -> dict:
+        """Since the last call: how late and how busy our loop was, and how late the other one."""
+        request = urllib.request.Request(f"{self.ours.url}/watch", b"", method="POST")
+        with urllib.request.urlopen(request) as response:
+            numbers = json.load(response)
+        others = json.loads(self.idler.ask(""))
+        numbers |= {f"idler_{name}": others[name] for name in ("late_p99", "late_most")}
+        return {f"loop_{name}": number for name, number in numbers.items()}
 
 
 def numbers_of(answers: list[Answer]) -> dict:
@@ -207,9 +255,9 @@ def eight(targets: dict[str, Target], args) -> dict:
     return medians
 
 
-def together(targets: dict[str, Target], ours: Process, engine: Process, args) -> dict:
+def together(targets: dict[str, Target], watches: Watches, engine: Process, args) -> dict:
     """64 at once: streams of each server, answers of ours that are not streamed, and generate."""
-    plain = Target(targets["nanovllm"].url, targets["nanovllm"].model, is_streamed=False)
+    plain = replace(targets["nanovllm"], is_streamed=False)
     kinds = {f"{name}, streams": target for name, target in targets.items() if target.is_streamed}
     kinds["nanovllm, no streams"] = plain
     runs: dict[str, list[dict]] = {name: [] for name in ["LLM.generate", *kinds]}
@@ -217,20 +265,24 @@ def together(targets: dict[str, Target], ours: Process, engine: Process, args) -
     for i in range(args.repeat + 1):  # the first round is to warm up
         seconds = float(engine.ask(f"{TOGETHER} {num_tokens}"))
         speed = TOGETHER * num_tokens / seconds
-        runs["LLM.generate"].append({"seconds": seconds, "output_tokens_per_second": speed})
+        numbers = {"seconds": seconds, "output_tokens_per_second": speed, "of_generate": 1.0}
+        runs["LLM.generate"].append(numbers)
         for name, target in kinds.items():
-            longest_delay(ours)
+            watches.numbers()
             numbers = numbers_of(asyncio.run(at_once(target, TOGETHER, num_tokens)))
             if name == "nanovllm, streams":
-                numbers["loop_late"] = longest_delay(ours)
+                numbers |= watches.numbers()
+            numbers["of_generate"] = numbers["output_tokens_per_second"] / speed
             runs[name].append(numbers)
         if i == 0:
             runs = {name: [] for name in runs}
-    speed = "output_tokens_per_second"
-    return {name: median(some) | {"range": spread(some, speed)} for name, some in runs.items()}
+    return {
+        name: median(some) | {"range": spread(some, "output_tokens_per_second")}
+        for name, some in runs.items()
+    }
 
 
-def load(targets: dict[str, Target], ours: Process, args) -> dict:
+def load(targets: dict[str, Target], watches: Watches, args) -> dict:
     """Without the rates that a server did not reach in every round."""
     runs: dict[str, dict[float, list[dict]]] = {name: {} for name in targets}
     for i in range(args.repeat):
@@ -239,11 +291,11 @@ def load(targets: dict[str, Target], ours: Process, args) -> dict:
             for name, target in targets.items():
                 if name in behind:
                     continue
-                longest_delay(ours)
+                watches.numbers()
                 answers = asyncio.run(at_rate(target, rate, args.seconds, args.tokens, seed=i))
                 numbers = numbers_of(answers)
                 if name == "nanovllm":
-                    numbers["loop_late"] = longest_delay(ours)
+                    numbers |= watches.numbers()
                 runs[name].setdefault(rate, []).append(numbers)
                 if numbers.get("ttft_p50", BEHIND) >= BEHIND:
                     behind.add(name)
@@ -258,16 +310,16 @@ def load(targets: dict[str, Target], ours: Process, args) -> dict:
     }
 
 
-def overload(args) -> dict:
+def overload(model: str, args) -> dict:
     """Requests come at the highest rate of `load`; a server has few seats."""
     rate = args.rates[-1]
     runs: dict[str, list[dict]] = {}
     for i in range(args.repeat):
         for name in ("unbounded", "bounded"):
-            with our_server(OVERLOAD[name], OVERLOAD["num_seqs"]) as server:
+            with our_server(model, OVERLOAD[name], OVERLOAD["num_seqs"]) as server:
                 wait_for(server.url)
                 target = Target(server.url, first_model(server.url))
-                asyncio.run(ask(target, prompt_of(0), args.tokens))
+                asyncio.run(ask(target, 0, args.tokens))
                 answers = asyncio.run(at_rate(target, rate, args.seconds, args.tokens, seed=i))
             runs.setdefault(name, []).append(numbers_of(answers))
             print(line_of(name, rate, runs[name][-1]), flush=True)
@@ -297,32 +349,56 @@ def measure(args) -> dict:
     names = ("torch", "fastapi", "uvicorn", "httptools")
     report["versions"] = {name: installed(name) for name in names}
     report |= {"tokens": args.tokens, "seconds": args.seconds, "repeat": args.repeat}
+    directory = model_directory(args)
+    model = str(directory)
+    has_tokenizer = (directory / "tokenizer.json").exists()
+    report["model"] = directory.name
     with ExitStack() as stack:
-        ours = stack.enter_context(our_server())
-        naive = stack.enter_context(naive_server())
-        engine = stack.enter_context(Process("tutorials.performance.serving", "worker", "engine"))
-        for server in (ours, naive):
-            wait_for(server.url)
-        targets = {"nanovllm": Target(ours.url, first_model(ours.url))}
+        ours = stack.enter_context(our_server(model))
+        wait_for(ours.url)
+        targets = {"nanovllm": Target(ours.url, first_model(ours.url), True, has_tokenizer)}
         for name, url in args.url:
             url = url.rstrip("/").removesuffix("/v1")
-            targets[name] = Target(url, first_model(url))
-        targets["naive"] = Target(naive.url, is_streamed=False)
+            targets[name] = Target(url, first_model(url), True, has_tokenizer)
+        if model == EMBEDDED_MODEL:
+            naive = stack.enter_context(naive_server())
+            wait_for(naive.url)
+            targets["naive"] = Target(naive.url, is_streamed=False)
+        report["servers"] = {name: version_of(target.url) for name, target in targets.items()}
         for target in targets.values():  # to warm up
-            asyncio.run(ask(target, prompt_of(0), args.tokens))
-        longest_delay(ours)
+            asyncio.run(ask(target, 0, args.tokens))
+        watches = Watches(ours, stack.enter_context(Process(*WORKER, "idle")))
+        watches.numbers()
         time.sleep(2)
-        report["loop_late_when_idle"] = longest_delay(ours)
-        report["eight"] = eight(targets, args)
-        report["together"] = together(targets, ours, engine, args)
-        rows = [
-            [name, f"{numbers['output_tokens_per_second']:,.0f} tokens/s"]
-            for name, numbers in report["together"].items()
-        ]
-        print(aligned(rows))
-        report["load"] = load(targets, ours, args)
-    report["overload"] = overload(args)
+        report["idle"] = watches.numbers()
+        if "eight" in args.experiments:
+            report["eight"] = eight(targets, args)
+        if "together" in args.experiments:
+            engine = stack.enter_context(Process(*WORKER, "engine", model))
+            report["together"] = together(targets, watches, engine, args)
+            rows = [
+                [
+                    name,
+                    f"{numbers['output_tokens_per_second']:,.0f} tokens/s",
+                    f"{numbers['of_generate']:.0%} of generate's",
+                ]
+                for name, numbers in report["together"].items()
+            ]
+            print(aligned(rows))
+        if "load" in args.experiments:
+            report["load"] = load(targets, watches, args)
+    if "overload" in args.experiments:
+        report["overload"] = overload(model, args)
     return report
+
+
+def version_of(url: str) -> str | None:
+    """None for a server that does not tell."""
+    try:
+        with urllib.request.urlopen(f"{url}/version", timeout=10) as response:
+            return json.load(response)["version"]
+    except urllib.error.HTTPError:
+        return None
 
 
 def named_url(text: str) -> tuple[str, str]:
@@ -334,11 +410,15 @@ def named_url(text: str) -> tuple[str, str]:
 
 def main() -> None:
     if sys.argv[1:2] == ["worker"]:
-        work(sys.argv[2:])
+        work(*sys.argv[2:])
         return
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--model", help="hub id or directory; default: the embedded one")
+    parser.add_argument("--random-weights", choices=SHAPES, help="a real shape")
+    parser.add_argument("--weights-dir", type=Path, default=Path("~/.cache/nanovllm-bench"))
+    parser.add_argument("--experiments", nargs="+", choices=EXPERIMENTS, default=EXPERIMENTS)
     parser.add_argument("--url", type=named_url, action="append", default=[], metavar="NAME=URL")
     parser.add_argument("--rates", type=float, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--seconds", type=float, default=8, help="of arrivals, per rate")
