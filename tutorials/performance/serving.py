@@ -4,16 +4,15 @@
     python -m tutorials.performance.serving --url vllm=http://127.0.0.1:8001
     python -m tutorials.performance.serving --experiments together --random-weights qwen3-0.6b
 
-Four experiments, all with real sockets, the clients in this process and each server in one of its
+Five experiments, all with real sockets, the clients in this process and each server in one of its
 own; in every round all take turns.
 
 - eight: eight clients at the same time.
 - together: 64 streams at once beside `LLM.generate` with the same prompts.
 - load: Poisson arrivals at rising rates; a server that has fallen behind is not asked for more.
+- loop: how late the event loop of our server is at these rates, and how long it computes without a
+  pause. A process that does nothing is as late as the operating system lets it be.
 - overload: more requests than can be answered, with a bound for those that wait and without.
-
-Of our server also: how late its event loop was, and how long it computed without a pause. Beside
-it a process that does nothing is as late as the operating system lets it be.
 """
 
 import argparse
@@ -27,9 +26,12 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from nanovllm.config import EMBEDDED_MODEL
 from nanovllm.roofline import SHAPES
@@ -37,40 +39,13 @@ from tutorials.performance.checkpoints import model_directory
 from tutorials.performance.clients import Answer, Target, ask, at_once, at_rate, first_model
 from tutorials.performance.machine import ROOT, device_name, environment, installed
 from tutorials.performance.report import aligned, percentile, write_json
+from tutorials.performance.watch import serve_watch
 
 TOGETHER = 64
 BEHIND = 2.0  # seconds until the first token of half of the requests: too much to go on
 OVERLOAD = {"num_seqs": 32, "bounded": 32, "unbounded": 10**6}
-EXPERIMENTS = ("eight", "together", "load", "overload")
+EXPERIMENTS = ("eight", "together", "load", "loop", "overload")
 WORKER = ("tutorials.performance.serving", "worker")
-
-
-class Watch:
-    """A task of an event loop that sleeps for a millisecond, again and again. How late does it wake
-    up, and how long has its thread computed meanwhile?"""
-
-    def __init__(self) -> None:
-        self.task: asyncio.Task | None = None
-        self.late: list[float] = []
-        self.busy: list[float] = []
-
-    async def look(self) -> None:
-        while True:
-            before = time.perf_counter()
-            computed = time.thread_time()
-            await asyncio.sleep(0.001)
-            self.busy.append(time.thread_time() - computed)
-            self.late.append(time.perf_counter() - before - 0.001)
-
-    def numbers(self) -> dict:
-        """Since the last call, in seconds."""
-        if self.task is None:
-            self.task = asyncio.create_task(self.look())
-        lists = {"late": self.late or [0.0], "busy": self.busy or [0.0]}
-        self.late = []
-        self.busy = []
-        numbers = {f"{name}_p99": percentile(values, 99) for name, values in lists.items()}
-        return numbers | {f"{name}_most": max(values) for name, values in lists.items()}
 
 
 class Process:
@@ -142,7 +117,7 @@ def work(kind: str, *args: str) -> None:
     elif kind == "engine":
         work_as_engine(*args)
     else:
-        asyncio.run(work_as_idler())
+        asyncio.run(serve_watch())
 
 
 def work_as_engine(model: str) -> None:
@@ -161,49 +136,37 @@ def work_as_engine(model: str) -> None:
 
 
 def work_as_server(model: str, port: int, max_waiting: int, num_seqs: int) -> None:
-    """Our server, with a watch in its loop that POST /watch asks."""
+    """Our server, with a watch in its loop."""
     from nanovllm import LLM
     from nanovllm.server.app import ServerOptions
     from nanovllm.server.serve import bind, new_server
 
     options = ServerOptions(model_name="measured", max_waiting=max_waiting, drain_seconds=0)
     server = new_server(LLM(model, max_num_seqs=num_seqs), options)
+    startup = server.startup
+    tasks = []  # the loop itself would forget them
+
+    async def start(sockets=None) -> None:
+        await startup(sockets)
+        tasks.append(asyncio.create_task(serve_watch()))
+
+    server.startup = start  # type: ignore[method-assign]
     logging.disable(logging.INFO)
-    watch = Watch()
 
-    async def ask_watch() -> dict:
-        return watch.numbers()
-
-    server.config.app.add_api_route("/watch", ask_watch, methods=["POST"])
     server.run(sockets=[bind("127.0.0.1", port)])
-
-
-async def work_as_idler() -> None:
-    """A loop with a watch and nothing else."""
-    watch = Watch()
-    loop = asyncio.get_running_loop()
-    while await loop.run_in_executor(None, sys.stdin.readline):
-        print(json.dumps(watch.numbers()), flush=True)
 
 
 # --- here ---
 
 
-class Watches:
-    """Those of our server's loop and of the process that does nothing."""
-
-    def __init__(self, ours: Process, idler: Process):
-        self.ours = ours
-        self.idler = idler
-
-    def numbers(self) -> dict:
-        """Since the last call: how late and how busy our loop was, and how late the other one."""
-        request = urllib.request.Request(f"{self.ours.url}/watch", b"", method="POST")
-        with urllib.request.urlopen(request) as response:
-            numbers = json.load(response)
-        others = json.loads(self.idler.ask(""))
-        numbers |= {f"idler_{name}": others[name] for name in ("late_p99", "late_most")}
-        return {f"loop_{name}": number for name, number in numbers.items()}
+def watched(ours: Process, idler: Process, work: Callable[[], object]) -> dict:
+    """Of our loop and of the idle process, while something is done."""
+    for process in (ours, idler):
+        process.ask("begin")
+    work()
+    numbers = json.loads(ours.ask("end"))
+    idle = json.loads(idler.ask("end"))
+    return numbers | {f"idler_{name}": idle[name] for name in ("late_p99", "late_most")}
 
 
 def numbers_of(answers: list[Answer]) -> dict:
@@ -255,7 +218,7 @@ def eight(targets: dict[str, Target], args) -> dict:
     return medians
 
 
-def together(targets: dict[str, Target], watches: Watches, engine: Process, args) -> dict:
+def together(targets: dict[str, Target], engine: Process, args) -> dict:
     """64 at once: streams of each server, answers of ours that are not streamed, and generate."""
     plain = replace(targets["nanovllm"], is_streamed=False)
     kinds = {f"{name}, streams": target for name, target in targets.items() if target.is_streamed}
@@ -268,10 +231,7 @@ def together(targets: dict[str, Target], watches: Watches, engine: Process, args
         numbers = {"seconds": seconds, "output_tokens_per_second": speed, "of_generate": 1.0}
         runs["LLM.generate"].append(numbers)
         for name, target in kinds.items():
-            watches.numbers()
             numbers = numbers_of(asyncio.run(at_once(target, TOGETHER, num_tokens)))
-            if name == "nanovllm, streams":
-                numbers |= watches.numbers()
             numbers["of_generate"] = numbers["output_tokens_per_second"] / speed
             runs[name].append(numbers)
         if i == 0:
@@ -282,7 +242,7 @@ def together(targets: dict[str, Target], watches: Watches, engine: Process, args
     }
 
 
-def load(targets: dict[str, Target], watches: Watches, args) -> dict:
+def load(targets: dict[str, Target], args) -> dict:
     """Without the rates that a server did not reach in every round."""
     runs: dict[str, dict[float, list[dict]]] = {name: {} for name in targets}
     for i in range(args.repeat):
@@ -291,11 +251,8 @@ def load(targets: dict[str, Target], watches: Watches, args) -> dict:
             for name, target in targets.items():
                 if name in behind:
                     continue
-                watches.numbers()
                 answers = asyncio.run(at_rate(target, rate, args.seconds, args.tokens, seed=i))
                 numbers = numbers_of(answers)
-                if name == "nanovllm":
-                    numbers |= watches.numbers()
                 runs[name].setdefault(rate, []).append(numbers)
                 if numbers.get("ttft_p50", BEHIND) >= BEHIND:
                     behind.add(name)
@@ -308,6 +265,25 @@ def load(targets: dict[str, Target], watches: Watches, args) -> dict:
         ]
         for name, by_rate in runs.items()
     }
+
+
+def event_loop(target: Target, ours: Process, args) -> dict:
+    """Without load, at each rate, and with 64 at once."""
+    works: dict[str, Callable[[], object]] = {"0": lambda: time.sleep(args.seconds)}
+    for rate in args.rates:
+        asked = (target, rate, args.seconds, args.tokens, 0)
+        works[f"{rate:g}"] = partial(run_async, at_rate, *asked)
+    works[f"{TOGETHER} at once"] = partial(run_async, at_once, target, TOGETHER, 2 * args.tokens)
+    runs: dict[str, list[dict]] = {name: [] for name in works}
+    with Process(*WORKER, "idle") as idler:
+        for _ in range(args.repeat):
+            for name, work in works.items():
+                runs[name].append(watched(ours, idler, work))
+    return {name: median(some) for name, some in runs.items()}
+
+
+def run_async(function: Callable[..., Any], *args) -> object:
+    return asyncio.run(function(*args))
 
 
 def overload(model: str, args) -> dict:
@@ -367,15 +343,11 @@ def measure(args) -> dict:
         report["servers"] = {name: version_of(target.url) for name, target in targets.items()}
         for target in targets.values():  # to warm up
             asyncio.run(ask(target, 0, args.tokens))
-        watches = Watches(ours, stack.enter_context(Process(*WORKER, "idle")))
-        watches.numbers()
-        time.sleep(2)
-        report["idle"] = watches.numbers()
         if "eight" in args.experiments:
             report["eight"] = eight(targets, args)
         if "together" in args.experiments:
             engine = stack.enter_context(Process(*WORKER, "engine", model))
-            report["together"] = together(targets, watches, engine, args)
+            report["together"] = together(targets, engine, args)
             rows = [
                 [
                     name,
@@ -386,7 +358,9 @@ def measure(args) -> dict:
             ]
             print(aligned(rows))
         if "load" in args.experiments:
-            report["load"] = load(targets, watches, args)
+            report["load"] = load(targets, args)
+        if "loop" in args.experiments:
+            report["loop"] = event_loop(targets["nanovllm"], ours, args)
     if "overload" in args.experiments:
         report["overload"] = overload(model, args)
     return report

@@ -264,12 +264,9 @@ def event_loop(reports: list[dict], links: list[str]) -> str:
     (report,), _ = reports, links
     header = ["requests per second", "loop late: p99 (ms)", "most"]
     rows = [[*header, "idle process late: p99", "most", "loop busy: p99", "most"]]
-    runs = {"0": report["idle"]}
-    runs |= {f"{row['rate']:g}": row for row in report["load"]["nanovllm"]}
-    runs["64 at once"] = report["together"]["nanovllm, streams"]
-    for name, numbers in runs.items():
+    for name, numbers in report["loop"].items():
         cells = [
-            f"{1e3 * numbers[f'loop_{kind}_{which}']:.1f}"
+            f"{1e3 * numbers[f'{kind}_{which}']:.1f}"
             for kind in ("late", "idler_late", "busy")
             for which in ("p99", "most")
         ]
