@@ -64,6 +64,8 @@ class Config(Options):
     attention_backend: Literal["auto", "torch", "triton"] = "auto"
     """What computes attention and the small layers. Triton needs CUDA, or TRITON_INTERPRET=1 on any
     device; "auto" uses Triton on CUDA."""
+    tensor_parallel_size: int = 1
+    """Over how many ranks each layer is split: processes with a device each, see chapter 15."""
     enforce_eager: bool = False
     """Launch every kernel of a decode step from Python instead of replaying a CUDA graph."""
     scheduler_cls: type | None = None
@@ -101,7 +103,7 @@ class Config(Options):
             self.require(name, isinstance(getattr(self, name), bool), "True or False")
 
     def _check_counts(self) -> None:
-        for name in ("max_num_seqs", "block_size"):
+        for name in ("max_num_seqs", "block_size", "tensor_parallel_size"):
             is_count = is_int(getattr(self, name), 1, LARGEST)
             self.require(name, is_count, "an integer from 1 to 2**31 - 1")
         for name, low in (("max_model_len", 2), ("max_num_batched_tokens", 1), ("num_blocks", 1)):

@@ -28,12 +28,12 @@ from nanovllm.inputs import (
 from nanovllm.layers.rotary import longest_context
 from nanovllm.loader import find_model, load_config, load_generation_config, load_tokenizer
 from nanovllm.messages import Prompt, is_conversation
-from nanovllm.model_runner import ModelRunner
 from nanovllm.options import refusal
 from nanovllm.outputs import RequestOutput
 from nanovllm.progress import Progress
 from nanovllm.recovery import Recovery
 from nanovllm.replies import Replies, Reply
+from nanovllm.runners import new_runner
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.schedule import CheckedScheduler, Schedule, ScheduleError
 from nanovllm.scheduler import Scheduler
@@ -62,7 +62,7 @@ class LLM:
         longest = longest_context(hf_config)
         self.limits = limits = config.resolved(longest, TOKENS_PER_STEP[device.type])
         self.tokenizer = load_tokenizer(path)
-        self.runner = runner or ModelRunner(config, limits, hf_config, path, device)
+        self.runner = runner or new_runner(config, limits, hf_config, path, device)
 
         new_block_manager = partial(
             config.block_manager_cls or BlockManager,

@@ -4,9 +4,10 @@ Tensors go straight to their final place, dtype and device, one at a time.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -136,10 +137,16 @@ def default_params(file: Path, settings: dict) -> SamplingParams:
 
 
 def load_model(
-    path: Path, config, max_model_len: int, dtype: torch.dtype, device: torch.device, ops: Ops
+    path: Path,
+    config,
+    max_model_len: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    ops: Ops,
+    read: Callable[[Any, str], Tensor] = safe_open.get_tensor,
 ) -> Qwen:
-    """Builds the model and loads every parameter. Raises ValueError if the checkpoint does not
-    match."""
+    """Builds the model and loads every parameter, each as `read` gives it from an open file. Raises
+    ValueError if the checkpoint does not match."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)  # so that no parameter is ever created in another
     try:
@@ -154,7 +161,7 @@ def load_model(
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 (safe_open is no dict)
                     if name in missing:
-                        load_into(missing.pop(name), tensors.get_tensor(name), name, file)
+                        load_into(missing.pop(name), read(tensors, name), name, file)
                     elif not ignorable(name, config):
                         unexpected.append(name)
         except SafetensorError as error:

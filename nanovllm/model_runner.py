@@ -22,7 +22,7 @@ from nanovllm.layers.kv_cache import CacheShape
 from nanovllm.layers.sampler import Sampling, top_logprobs
 from nanovllm.loader import load_model
 from nanovllm.memory import keep_freed_memory, largest_step, memory_left, warm_up_steps
-from nanovllm.models.qwen import head_dim_of
+from nanovllm.models.qwen import Qwen, head_dim_of
 from nanovllm.prompt_logprobs import PromptScores, rows_to_score
 from nanovllm.sampling import adjusted_logits, sampling_of
 from nanovllm.schedule import Item, Schedule
@@ -49,13 +49,13 @@ class ModelRunner:
         self.dtype = choose_dtype(config, hf_config, device)
         self.ops = choose_ops(config, device, self.dtype)
         self.vocab_size = hf_config.vocab_size
-        self.model = load_model(path, hf_config, limits.max_model_len, self.dtype, device, self.ops)
+        self.model = self.load(path, hf_config)
         layer = self.model.model.layers[0]
         self.weights_per_layer = sum(weight.numel() for weight in layer.parameters())
         self.shape = CacheShape(
             hf_config.num_hidden_layers,
             config.block_size,
-            hf_config.num_key_value_heads,
+            self.model.num_kv_heads,
             head_dim_of(hf_config),
             self.dtype,
         )
@@ -73,11 +73,13 @@ class ModelRunner:
                 for size in reversed(self.graphs.sizes):
                     self.graphs.record(size)
 
+    def load(self, path: Path, hf_config) -> Qwen:
+        longest = self.limits.max_model_len
+        return load_model(path, hf_config, longest, self.dtype, self.device, self.ops)
+
     def _num_blocks_that_fit(self, config: Config) -> int:
-        if self.device.type == "cuda":
-            available = self._memory_left(config)
-        else:
-            available = int(config.kv_cache_gib * 2**30)
+        of_host = int(config.kv_cache_gib * 2**30)
+        available = self._memory_left(config) if self.device.type == "cuda" else of_host
         return config.num_blocks_in(available, self.shape.block_bytes, self.limits)
 
     def _memory_left(self, config: Config) -> int:

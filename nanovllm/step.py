@@ -88,7 +88,13 @@ def move(
     if buffer is None:
         buffer = torch.empty_like(host, device=device)
     buffer[: len(host)].copy_(host, non_blocking=True)
-    moved = {}
+    return views(tensors, buffer)
+
+
+def views(tensors: dict[str, Tensor], buffer: Tensor) -> dict[str, Tensor]:
+    """The tensors that `move` has put into a buffer; of these, only dtypes and shapes count."""
+    parts = buffer_slices(tensors)
+    found = {}
     for part, (name, t) in zip(parts, tensors.items()):
-        moved[name] = buffer[part].view(t.dtype).view(t.shape)
-    return moved
+        found[name] = buffer[part].view(t.dtype).view(t.shape)
+    return found

@@ -121,6 +121,7 @@ class Qwen(nn.Module):
         super().__init__()
         check_supported(config)
         self.ops = ops
+        self.num_kv_heads = config.num_key_value_heads
         self.rope = rope_table(config, head_dim_of(config), max_model_len)
         self.model = Decoder(config, ops)
         self.lm_head = Linear(config.hidden_size, config.vocab_size)

@@ -1,0 +1,300 @@
+"""Tensor parallelism: a model runner whose layers are split over several ranks.
+
+Rank 0 is the engine as it is. It tells the others each step in one message (vLLM paper, section
+4.6); all of them run the model; rank 0 samples.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nanovllm.block_manager import Moves
+from nanovllm.config import Config, Limits
+from nanovllm.layers.batch import Batch
+from nanovllm.layers.kv_cache import KVCache
+from nanovllm.loader import load_config, load_model
+from nanovllm.model_runner import Drawn, ModelRunner
+from nanovllm.models.qwen import Qwen
+from nanovllm.options import refusal
+from nanovllm.prompt_logprobs import ROWS_AT_A_TIME
+from nanovllm.ranks import LOST, Group, RankError, start, started, started_by_torchrun
+from nanovllm.schedule import Schedule
+from nanovllm.shards import Shard
+from nanovllm.step import StepInputs, buffer_slices, move, views, with_tensors
+
+FIRST_BYTES = 2**14  # of a step, in one message; what is longer needs a second one
+
+
+# --- a step, packed ---
+
+
+class Head(NamedTuple):
+    """The numbers at the beginning of a message, int64."""
+
+    num_bytes: int = 0  # of the whole message; 0 means that there are no more steps
+    num_tokens: int = 0
+    num_seqs: int = 0
+    num_blocks: int = 0  # in all block tables
+    num_rows: int = 0  # that are sampled from
+    num_drawn: int = 0  # of these, those that draw a token; the others are of prompts to score
+    num_decodes: int = 0
+    max_context: int = 0
+    num_out: int = 0  # of the moves of blocks, those to the host ...
+    num_in: int = 0  # ... and from it
+    num_moves: int = 0
+
+    @classmethod
+    def of(cls, message: Tensor) -> Head:
+        return cls(*message[: 8 * len(cls._fields)].view(torch.int64).tolist())
+
+
+def tensors_of(head: Head, step: StepInputs, moves: Tensor) -> dict[str, Tensor]:
+    """What a message is made of, in this order."""
+    rest = {"sampled_rows": step.sampled_rows, "moves": moves}
+    return {"head": torch.tensor(head), **step.model_inputs, **rest}
+
+
+def packed(step: StepInputs, num_drawn: int) -> Tensor:
+    """All that other ranks need for a step: uint8 [at least FIRST_BYTES]."""
+    batch = step.batch
+    moves = step.moves
+    pairs = [*moves.swaps_out.items(), *moves.swaps_in.items(), *moves.copies]
+    pair_tensor = torch.tensor(pairs, dtype=torch.int64).view(-1, 2)
+    head = Head(
+        num_tokens=len(step.input_ids),
+        num_seqs=len(batch.context_lens),
+        num_blocks=len(batch.block_tables),
+        num_rows=len(step.sampled_rows),
+        num_drawn=num_drawn,
+        num_decodes=batch.num_decodes,
+        max_context=batch.max_context,
+        num_out=len(moves.swaps_out),
+        num_in=len(moves.swaps_in),
+        num_moves=len(pairs),
+    )
+    parts = buffer_slices(tensors_of(head, step, pair_tensor))
+    head = head._replace(num_bytes=max(FIRST_BYTES, parts[-1].stop))
+    message = torch.empty(head.num_bytes, dtype=torch.uint8)
+    move(tensors_of(head, step, pair_tensor), message.device, message)
+    return message
+
+
+def unpacked(message: Tensor, kv_cache: KVCache) -> StepInputs:
+    head = Head.of(message)
+    longs = partial(torch.empty, dtype=torch.int64, device="meta")
+    ints = partial(torch.empty, dtype=torch.int32, device="meta")
+    batch = Batch(
+        kv_cache,
+        slot_mapping=longs(head.num_tokens),
+        cu_seqlens_q=ints(head.num_seqs + 1),
+        context_lens=ints(head.num_seqs),
+        cu_blocks=ints(head.num_seqs + 1),
+        block_tables=ints(head.num_blocks),
+        num_decodes=head.num_decodes,
+        max_context=head.max_context,
+    )
+    rows = longs(head.num_rows)
+    step = StepInputs(longs(head.num_tokens), longs(head.num_tokens), batch, rows)
+    told = views(tensors_of(head, step, longs(head.num_moves, 2)), message)
+    step = with_tensors(step, told)
+    step.batch = with_tensors(batch, told)
+    pairs = [(source, target) for source, target in told["moves"].tolist()]
+    end_of_in = head.num_out + head.num_in
+    swaps_in = dict(pairs[head.num_out : end_of_in])
+    step.moves = Moves(dict(pairs[: head.num_out]), swaps_in, pairs[end_of_in:])
+    return step
+
+
+# --- runners ---
+
+
+class RankRunner(ModelRunner):
+    """The model runner of any rank, with its shard of the model."""
+
+    def __init__(self, group: Group, *args):
+        self.group = group
+        super().__init__(*args)
+        group.meet("ready")
+
+    def load(self, path: Path, hf_config) -> Qwen:
+        shard = Shard(hf_config, self.group.rank, self.group.size)
+        length = self.limits.max_model_len
+        model = load_model(
+            path, shard.config, length, self.dtype, self.device, self.ops, shard.read
+        )
+        shard.join(model, self.group, hf_config.vocab_size)
+        self.group.meet("loaded")
+        return model
+
+    def _num_blocks_that_fit(self, config: Config) -> int:
+        return self.group.least(super()._num_blocks_that_fit(config))
+
+
+class Leader(RankRunner):
+    """Rank 0: tells the others each step, and samples."""
+
+    is_ready = False  # until then, all ranks run the same steps by themselves
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.is_ready = True
+
+    def launch(self, schedule: Schedule) -> Callable[[], Drawn]:
+        self.num_drawn = len(schedule.sampled)
+        with interrupts_wait():
+            return super().launch(schedule)
+
+    def forward(self, inputs: StepInputs) -> tuple[Tensor, StepInputs]:
+        if not self.is_ready:
+            return super().forward(inputs)
+        message = packed(inputs, self.num_drawn)
+        self.group.tell(message[:FIRST_BYTES])
+        if len(message) > FIRST_BYTES:
+            self.group.tell(message[FIRST_BYTES:])
+        try:
+            return super().forward(inputs)
+        except BaseException as error:  # the others are somewhere in the middle of the step
+            self.group.end = self.group.end or f"rank 0 has failed within a step: {error!r}"
+            raise
+
+    def sample(self, hidden: Tensor, inputs: StepInputs, schedule: Schedule) -> Callable[[], Drawn]:
+        before = self.group.num_gathered
+        try:
+            return super().sample(hidden, inputs, schedule)
+        except BaseException:  # the others are at their logits: the next step finds them ready
+            parts = rows_of_logits(hidden[inputs.sampled_rows], len(schedule.sampled))
+            for rows in parts[self.group.num_gathered - before :]:
+                self.model.lm_head(rows)
+            raise
+
+
+class Follower(RankRunner):
+    """Any other rank."""
+
+    def sample(self, hidden: Tensor, inputs: StepInputs, schedule: Schedule) -> Callable[[], Drawn]:
+        """Of the steps before the first request."""
+        self.give_logits(hidden, inputs, len(schedule.sampled))
+        return lambda: ([], None)
+
+    def give_logits(self, hidden: Tensor, inputs: StepInputs, num_drawn: int) -> None:
+        for rows in rows_of_logits(hidden[inputs.sampled_rows], num_drawn):
+            self.model.lm_head(rows)
+
+    @torch.inference_mode()
+    def follow(self) -> None:
+        """Computes what rank 0 tells, until it says that this is all."""
+        while True:
+            message = torch.empty(FIRST_BYTES, dtype=torch.uint8)
+            self.group.tell(message)
+            head = Head.of(message)
+            if head.num_bytes == 0:
+                return
+            if head.num_bytes > FIRST_BYTES:
+                rest = torch.empty(head.num_bytes - FIRST_BYTES, dtype=torch.uint8)
+                self.group.tell(rest)
+                message = torch.cat([message, rest])
+            with self.on_device():
+                hidden, step = self.forward(unpacked(message, self.kv_cache))
+                self.give_logits(hidden, step, head.num_drawn)
+
+
+def end_steps(group: Group) -> None:
+    """Lets the others return from `follow`."""
+    group.tell(torch.zeros(FIRST_BYTES, dtype=torch.uint8))
+
+
+def rows_of_logits(hidden: Tensor, num_drawn: int) -> list[Tensor]:
+    """As ModelRunner.sample gives them to the head: those that draw, then those to score."""
+    parts = [hidden[:num_drawn], *hidden[num_drawn:].split(ROWS_AT_A_TIME)]
+    return [part for part in parts if len(part)]
+
+
+@contextmanager
+def interrupts_wait() -> Iterator[None]:
+    """Ctrl-C waits for the end: within a step it would leave the ranks at different places."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread is ever interrupted
+        return
+    seen: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if seen:
+            signal.raise_signal(signal.SIGINT)
+
+
+# --- from a config to the ranks ---
+
+
+def new_runner(
+    config: Config, limits: Limits, hf_config, path: Path, device: torch.device
+) -> ModelRunner:
+    """That of rank 0. In the process of another one, which torchrun has started, it follows rank 0
+    and then ends the process."""
+    size = config.tensor_parallel_size
+    Shard(hf_config, 0, size)  # can it be divided?
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        group = started_by_torchrun(size)
+        device = device_of(config, device, int(os.environ.get("LOCAL_RANK", 0)), 1)
+    else:
+        device = device_of(config, device, 0, size)
+        fields = asdict(config) | {"model": str(path), "scheduler_cls": None}
+        fields |= {"block_manager_cls": None, "device": device.type}
+        group = start({"config": fields, "limits": asdict(limits)}, size)
+    arguments = (config, limits, hf_config, path, device)
+    if group.rank:
+        follow(group, *arguments)
+        sys.exit(0)
+    group.connect(device)
+    return Leader(group, *arguments)
+
+
+def device_of(config: Config, device: torch.device, local_rank: int, size: int) -> torch.device:
+    """One GPU for each rank of a machine. Raises ValueError if there are too few."""
+    if device.type == "cpu":
+        return device
+    problem = f"PyTorch finds {torch.cuda.device_count()} CUDA devices, and each rank needs one"
+    if local_rank + size > torch.cuda.device_count():
+        raise refusal("tensor_parallel_size", config.tensor_parallel_size, problem)
+    if ":" in config.device:
+        raise refusal("device", config.device, "with tensor parallelism leave the number out")
+    return torch.device("cuda", local_rank)
+
+
+def follow(group: Group, *arguments) -> None:
+    """A whole life as another rank."""
+    try:
+        group.connect(arguments[-1])
+        Follower(group, *arguments).follow()
+    except RankError:
+        os._exit(LOST)  # rank 0 finds the reason
+    except BaseException:
+        group.store.set(f"died/{group.rank}", traceback.format_exc(limit=-2)[-1000:])
+        raise
+
+
+def main() -> None:
+    """The process of a rank that rank 0 has started."""
+    settings = json.loads(sys.stdin.readline())
+    group = started(settings)
+    config = Config(**settings["config"])
+    path = Path(config.model)
+    device = torch.device("cpu") if config.device == "cpu" else torch.device("cuda", group.rank)
+    follow(group, config, Limits(**settings["limits"]), load_config(path), path, device)
+    os._exit(0)

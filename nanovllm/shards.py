@@ -1,0 +1,122 @@
+"""Shards: each rank's part of a model, as in Megatron-LM (Shoeybi et al., 2019, section 3).
+
+A rank has its share of the heads, of the MLP's middle, and of the vocabulary. A projection into
+such a middle has its W [out, in] split by rows, the one out of it by columns. So what a rank
+computes is a summand of the result, and one all-reduce adds the summands up.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanovllm.models.qwen import Qwen, head_dim_of
+from nanovllm.options import refusal
+from nanovllm.ranks import Group
+
+
+class Part:
+    """Which of `length` rows a rank has: the part with this index, of `count` equal ones."""
+
+    def __init__(self, length: int, index: int, count: int):
+        self.length = length
+        self.size = -(-length // count)
+        self.begin = min(index * self.size, length)
+        self.end = min(self.begin + self.size, length)
+        self.padding = self.size - (self.end - self.begin)
+
+    def check(self, name: str, found: int) -> None:
+        if found != self.length:
+            problem = f"has a side of {found}, but config.json requires {self.length}"
+            raise ValueError(f"{name} {problem}")
+
+
+class Shard:
+    """What one rank has of a model.
+
+    If there are fewer KV heads than ranks, several ranks have the same one. The MLP's middle and
+    the vocabulary are rounded up: the last ranks have zeros there.
+    """
+
+    def __init__(self, config, rank: int, size: int):
+        self.rank = rank
+        heads = config.num_attention_heads
+        kv_heads = config.num_key_value_heads
+        if heads % size or (kv_heads % size and size % kv_heads):
+            problem = f"{heads} query heads and {kv_heads} KV heads cannot be divided by it"
+            raise refusal("tensor_parallel_size", size, problem)
+        head_dim = head_dim_of(config)
+        kv_parts = min(size, kv_heads)
+        mine = Part(heads * head_dim, rank, size)
+        kv = Part(kv_heads * head_dim, rank * kv_parts // size, kv_parts)
+        middle = Part(config.intermediate_size, rank, size)
+        words = Part(config.vocab_size, rank, size)
+        self.rows = {  # of W [out, in]
+            "q_proj": mine,
+            "k_proj": kv,
+            "v_proj": kv,
+            "gate_proj": middle,
+            "up_proj": middle,
+            "embed_tokens": words,
+            "lm_head": words,
+        }
+        self.columns = {"o_proj": mine, "down_proj": middle}
+        self.config = deepcopy(config)  # of a model that is as large as the shard
+        self.config.head_dim = head_dim
+        self.config.num_attention_heads = heads // size
+        self.config.num_key_value_heads = kv_heads // kv_parts
+        self.config.intermediate_size = middle.size
+        self.config.vocab_size = words.size
+
+    def read(self, tensors: Any, name: str) -> Tensor:
+        """This rank's part of a tensor in a safetensors file; nothing else is read."""
+        *_, layer, kind = name.split(".")
+        whole = tensors.get_slice(name)
+        shape = whole.get_shape()
+        if layer in self.rows:
+            part = self.rows[layer]
+            part.check(name, shape[0])
+            rows = whole[part.begin : part.end]
+            return F.pad(rows, [0, 0] * (len(shape) - 1) + [0, part.padding])
+        if layer in self.columns and kind == "weight":
+            part = self.columns[layer]
+            part.check(name, shape[-1])
+            columns = whole[:, part.begin : part.end]
+            return F.pad(columns, [0, part.padding])
+        if layer in self.columns and self.rank > 0:
+            return torch.zeros(shape)  # a bias is added once
+        return tensors.get_tensor(name)
+
+    def join(self, model: Qwen, group: Group, vocab_size: int) -> None:
+        """From now on the layers' outputs are those of the whole model."""
+
+        def add_up(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+            return group.add_up(output)
+
+        def gather(module: nn.Module, args: tuple, logits: Tensor) -> Tensor:
+            parts = group.gather(logits)
+            return torch.cat(parts, -1)[:, :vocab_size] if parts else logits
+
+        model.model.embed_tokens = Embedding(model.model.embed_tokens.weight, group)  # type: ignore
+        for name, module in model.named_modules():
+            if name.endswith(("o_proj", "down_proj")):
+                module.register_forward_hook(add_up)
+        model.lm_head.register_forward_hook(gather)
+
+
+class Embedding(nn.Module):
+    """This rank's rows of the table. It has zeros for the tokens of others."""
+
+    def __init__(self, weight: nn.Parameter, group: Group):
+        super().__init__()
+        self.weight = weight
+        self.group = group
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        rows = token_ids - self.group.rank * len(self.weight)
+        is_mine = (rows >= 0) & (rows < len(self.weight))
+        return self.group.add_up(F.embedding(rows * is_mine, self.weight) * is_mine[:, None])
