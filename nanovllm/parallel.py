@@ -15,11 +15,12 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.block_manager import Moves
@@ -34,7 +35,7 @@ from nanovllm.prompt_logprobs import ROWS_AT_A_TIME
 from nanovllm.ranks import LOST, Group, RankError, start, started, started_by_torchrun
 from nanovllm.schedule import Schedule
 from nanovllm.shards import Shard
-from nanovllm.step import StepInputs, buffer_slices, move, views, with_tensors
+from nanovllm.step import StepInputs
 
 FIRST_BYTES = 2**14  # of a step, in one message; what is longer needs a second one
 
@@ -45,8 +46,7 @@ FIRST_BYTES = 2**14  # of a step, in one message; what is longer needs a second 
 class Head(NamedTuple):
     """The numbers at the beginning of a message, int64."""
 
-    num_bytes: int = 0  # of the whole message; 0 means that there are no more steps
-    num_tokens: int = 0
+    num_tokens: int = 0  # 0 means that there are no more steps
     num_seqs: int = 0
     num_blocks: int = 0  # in all block tables
     num_rows: int = 0  # that are sampled from
@@ -61,11 +61,20 @@ class Head(NamedTuple):
     def of(cls, message: Tensor) -> Head:
         return cls(*message[: 8 * len(cls._fields)].view(torch.int64).tolist())
 
+    @property
+    def longs(self) -> list[int]:
+        """The lengths of what comes first, int64: this, ids, positions, slots, rows, moves."""
+        of_tokens = [self.num_tokens] * 3
+        return [len(self), *of_tokens, self.num_rows, 2 * self.num_moves]
 
-def tensors_of(head: Head, step: StepInputs, moves: Tensor) -> dict[str, Tensor]:
-    """What a message is made of, in this order."""
-    rest = {"sampled_rows": step.sampled_rows, "moves": moves}
-    return {"head": torch.tensor(head), **step.model_inputs, **rest}
+    @property
+    def ints(self) -> list[int]:
+        """The lengths of what comes then, int32: the batch's other tensors."""
+        return [self.num_seqs + 1, self.num_seqs, self.num_seqs + 1, self.num_blocks]
+
+    @property
+    def num_bytes(self) -> int:
+        return max(FIRST_BYTES, 8 * sum(self.longs) + 4 * sum(self.ints))
 
 
 def packed(step: StepInputs, num_drawn: int) -> Tensor:
@@ -73,7 +82,6 @@ def packed(step: StepInputs, num_drawn: int) -> Tensor:
     batch = step.batch
     moves = step.moves
     pairs = [*moves.swaps_out.items(), *moves.swaps_in.items(), *moves.copies]
-    pair_tensor = torch.tensor(pairs, dtype=torch.int64).view(-1, 2)
     head = Head(
         num_tokens=len(step.input_ids),
         num_seqs=len(batch.context_lens),
@@ -86,37 +94,40 @@ def packed(step: StepInputs, num_drawn: int) -> Tensor:
         num_in=len(moves.swaps_in),
         num_moves=len(pairs),
     )
-    parts = buffer_slices(tensors_of(head, step, pair_tensor))
-    head = head._replace(num_bytes=max(FIRST_BYTES, parts[-1].stop))
-    message = torch.empty(head.num_bytes, dtype=torch.uint8)
-    move(tensors_of(head, step, pair_tensor), message.device, message)
-    return message
+    of_tokens = (step.input_ids, step.positions, batch.slot_mapping)
+    numbers = torch.tensor([*chain(*pairs)], dtype=torch.int64)
+    longs = torch.cat([torch.tensor(head), *of_tokens, step.sampled_rows, numbers])
+    tables = (batch.cu_blocks, batch.block_tables)
+    ints = torch.cat([batch.cu_seqlens_q, batch.context_lens, *tables])
+    message = torch.cat([longs.view(torch.uint8), ints.view(torch.uint8)])
+    return F.pad(message, [0, head.num_bytes - len(message)])
 
 
-def unpacked(message: Tensor, kv_cache: KVCache) -> StepInputs:
-    head = Head.of(message)
-    longs = partial(torch.empty, dtype=torch.int64, device="meta")
-    ints = partial(torch.empty, dtype=torch.int32, device="meta")
+def unpacked(message: Tensor, head: Head, kv_cache: KVCache) -> StepInputs:
+    end_of_longs = 8 * sum(head.longs)
+    end_of_ints = end_of_longs + 4 * sum(head.ints)
+    longs = message[:end_of_longs].view(torch.int64).split(head.longs)
+    ints = message[end_of_longs:end_of_ints].view(torch.int32).split(head.ints)
+    _, input_ids, positions, slot_mapping, sampled_rows, numbers = longs
+    cu_seqlens_q, context_lens, cu_blocks, block_tables = ints
     batch = Batch(
         kv_cache,
-        slot_mapping=longs(head.num_tokens),
-        cu_seqlens_q=ints(head.num_seqs + 1),
-        context_lens=ints(head.num_seqs),
-        cu_blocks=ints(head.num_seqs + 1),
-        block_tables=ints(head.num_blocks),
-        num_decodes=head.num_decodes,
-        max_context=head.max_context,
+        slot_mapping,
+        cu_seqlens_q,
+        context_lens,
+        cu_blocks,
+        block_tables,
+        head.num_decodes,
+        head.max_context,
     )
-    rows = longs(head.num_rows)
-    step = StepInputs(longs(head.num_tokens), longs(head.num_tokens), batch, rows)
-    told = views(tensors_of(head, step, longs(head.num_moves, 2)), message)
-    step = with_tensors(step, told)
-    step.batch = with_tensors(batch, told)
-    pairs = [(source, target) for source, target in told["moves"].tolist()]
+    pairs = [(source, target) for source, target in numbers.view(-1, 2).tolist()]
     end_of_in = head.num_out + head.num_in
-    swaps_in = dict(pairs[head.num_out : end_of_in])
-    step.moves = Moves(dict(pairs[: head.num_out]), swaps_in, pairs[end_of_in:])
-    return step
+    moves = Moves(
+        swaps_out=dict(pairs[: head.num_out]),
+        swaps_in=dict(pairs[head.num_out : end_of_in]),
+        copies=pairs[end_of_in:],
+    )
+    return StepInputs(input_ids, positions, batch, sampled_rows, moves=moves)
 
 
 # --- runners ---
@@ -201,14 +212,14 @@ class Follower(RankRunner):
             message = torch.empty(FIRST_BYTES, dtype=torch.uint8)
             self.group.tell(message)
             head = Head.of(message)
-            if head.num_bytes == 0:
+            if head.num_tokens == 0:
                 return
             if head.num_bytes > FIRST_BYTES:
                 rest = torch.empty(head.num_bytes - FIRST_BYTES, dtype=torch.uint8)
                 self.group.tell(rest)
                 message = torch.cat([message, rest])
             with self.on_device():
-                hidden, step = self.forward(unpacked(message, self.kv_cache))
+                hidden, step = self.forward(unpacked(message, head, self.kv_cache))
                 self.give_logits(hidden, step, head.num_drawn)
 
 

@@ -88,13 +88,7 @@ def move(
     if buffer is None:
         buffer = torch.empty_like(host, device=device)
     buffer[: len(host)].copy_(host, non_blocking=True)
-    return views(tensors, buffer)
-
-
-def views(tensors: dict[str, Tensor], buffer: Tensor) -> dict[str, Tensor]:
-    """The tensors that `move` has put into a buffer; of these, only dtypes and shapes count."""
-    parts = buffer_slices(tensors)
-    found = {}
+    moved = {}
     for part, (name, t) in zip(parts, tensors.items()):
-        found[name] = buffer[part].view(t.dtype).view(t.shape)
-    return found
+        moved[name] = buffer[part].view(t.dtype).view(t.shape)
+    return moved
