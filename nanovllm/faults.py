@@ -21,6 +21,10 @@ from nanovllm.sequence import Request
 logger = logging.getLogger(__name__)
 
 
+class RankError(ConnectionError):
+    """A rank has died, of those that compute together: no step is possible any longer."""
+
+
 @dataclass(eq=False, repr=False)
 class Faults:
     """Finds the request that made a step fail, and begins anew with the others."""

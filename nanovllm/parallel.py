@@ -25,6 +25,7 @@ from torch import Tensor
 
 from nanovllm.block_manager import Moves
 from nanovllm.config import Config, Limits
+from nanovllm.faults import RankError
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import KVCache
 from nanovllm.loader import load_config, load_model
@@ -32,7 +33,7 @@ from nanovllm.model_runner import Drawn, ModelRunner
 from nanovllm.models.qwen import Qwen
 from nanovllm.options import refusal
 from nanovllm.prompt_logprobs import ROWS_AT_A_TIME
-from nanovllm.ranks import LOST, Group, RankError, start, started, started_by_torchrun
+from nanovllm.ranks import LOST, Group, start, started, started_by_torchrun
 from nanovllm.schedule import Schedule
 from nanovllm.shards import Shard
 from nanovllm.step import StepInputs

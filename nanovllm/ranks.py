@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nanovllm.faults import RankError
 from nanovllm.options import refusal
 
 PATIENCE = timedelta(seconds=60)  # with a rank that lives and does not answer
@@ -31,10 +32,6 @@ FOREVER = timedelta(days=3650)  # until the next step comes
 GRACE = 5.0  # seconds for ranks to end
 ENGINES = count()  # of this process
 LOST = 3  # the exit code of a rank that has lost another one
-
-
-class RankError(ConnectionError):
-    """A rank has died: no step is possible any longer."""
 
 
 class Group:

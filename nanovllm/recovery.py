@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from nanovllm.faults import Faults
+from nanovllm.faults import Faults, RankError
 from nanovllm.schedule import ScheduleError
 from nanovllm.sequence import Request
 
@@ -49,7 +49,7 @@ class Recovery(Faults):
             if self.suspects and self.schedule is not None:
                 self.untested.difference_update(seq.request for seq in self.schedule.sampled)
             self.is_changing = False
-        except (ScheduleError, KeyboardInterrupt):  # not the fault of any request
+        except (ScheduleError, RankError, KeyboardInterrupt):  # not the fault of any request
             self._start_over()
             raise
         except Exception as error:
