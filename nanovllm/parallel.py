@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -226,7 +227,8 @@ class Follower(RankRunner):
 
 def end_steps(group: Group) -> None:
     """Lets the others return from `follow`."""
-    group.tell(torch.zeros(FIRST_BYTES, dtype=torch.uint8))
+    if not group.end:
+        group.tell(torch.zeros(FIRST_BYTES, dtype=torch.uint8))
 
 
 def rows_of_logits(hidden: Tensor, num_drawn: int) -> list[Tensor]:
@@ -274,7 +276,9 @@ def new_runner(
         follow(group, *arguments)
         sys.exit(0)
     group.connect(device)
-    return Leader(group, *arguments)
+    leader = Leader(group, *arguments)
+    weakref.finalize(leader, end_steps, group)
+    return leader
 
 
 def device_of(config: Config, device: torch.device, local_rank: int, size: int) -> torch.device:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -37,11 +38,11 @@ LOST = 3  # the exit code of a rank that has lost another one
 class Group:
     """All ranks, as one of them sees them. What waits for others raises RankError."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, hostname: str = ""):
+    def __init__(self, store: dist.Store, rank: int, size: int, address: str):
         self.store = store
         self.rank = rank
         self.size = size
-        self.hostname = hostname
+        self.address = address  # of this machine, for the others
         self.children: list[Child] = []  # of rank 0
         self.num_gathered = 0  # calls of `gather`
         self.end = ""  # why it is over
@@ -60,7 +61,7 @@ class Group:
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._timeout = timeout
-        options._devices = [gloo.create_device(hostname=self.hostname)]
+        options._devices = [gloo.create_device(hostname=self.address)]
         store = dist.PrefixStore(name, self.store)
         return gloo(store, self.rank, self.size, options)
 
@@ -208,8 +209,16 @@ def started_by_torchrun(size: int) -> Group:
     if num_ranks != size:
         raise refusal("tensor_parallel_size", size, f"torchrun has started {num_ranks} processes")
     store, rank, _ = next(dist.rendezvous("env://"))
-    group = Group(dist.PrefixStore(f"nanovllm/{next(ENGINES)}", store), rank, size)
-    return group
+    store = dist.PrefixStore(f"nanovllm/{next(ENGINES)}", store)
+    return Group(store, rank, size, address_towards(os.environ["MASTER_ADDR"]))
+
+
+def address_towards(host: str) -> str:
+    """Of the interface through which this machine reaches a host. Nothing is sent."""
+    family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as sock:
+        sock.connect(address)
+        return sock.getsockname()[0]
 
 
 def end_with_rank_0() -> None:
