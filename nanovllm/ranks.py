@@ -123,7 +123,7 @@ class Group:
             if cause:
                 return cause
             time.sleep(0.01)
-        return f"rank {self.rank} waits for another one in vain: {str(error)[:300]}"
+        return f"rank {self.rank} has lost another one: {str(error)[:300]}"
 
     def cause_of_death(self) -> str:
         """Of the first rank that has died; empty while all live, as far as is known."""
