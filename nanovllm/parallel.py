@@ -141,6 +141,7 @@ class RankRunner(ModelRunner):
     def __init__(self, group: Group, *args):
         self.group = group
         super().__init__(*args)
+        self.threads.can_change = False  # the other ranks are no strangers
         group.meet("ready")
 
     def load(self, path: Path, hf_config) -> Qwen:
