@@ -86,9 +86,8 @@ class ModelRunner:
         """Bytes of GPU memory for the KV cache, tried out with a cache of one block."""
         self.kv_cache = self.shape.new_cache(1, self.device)
         new_graphs = self._new_graphs if self.has_graphs else None
-        run_largest = partial(self.run, largest_step(self.limits, self.shape.block_size))
-        block_bytes = self.shape.block_bytes
-        available = memory_left(self.device, config, block_bytes, run_largest, new_graphs)
+        largest = partial(self.run, largest_step(self.limits, self.shape.block_size))
+        available = memory_left(self.device, config, self.shape.block_bytes, largest, new_graphs)
         del self.kv_cache
         return available
 

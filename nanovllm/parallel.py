@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
-import threading
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
@@ -32,9 +29,16 @@ from nanovllm.layers.kv_cache import KVCache
 from nanovllm.loader import load_config, load_model
 from nanovllm.model_runner import Drawn, ModelRunner
 from nanovllm.models.qwen import Qwen
-from nanovllm.options import refusal
 from nanovllm.prompt_logprobs import ROWS_AT_A_TIME
-from nanovllm.ranks import LOST, Group, start, started, started_by_torchrun
+from nanovllm.ranks import (
+    LOST,
+    Group,
+    device_of,
+    interrupts_wait,
+    start,
+    started,
+    started_by_torchrun,
+)
 from nanovllm.schedule import Schedule
 from nanovllm.shards import Shard
 from nanovllm.step import StepInputs
@@ -238,22 +242,6 @@ def rows_of_logits(hidden: Tensor, num_drawn: int) -> list[Tensor]:
     return [part for part in parts if len(part)]
 
 
-@contextmanager
-def interrupts_wait() -> Iterator[None]:
-    """Ctrl-C waits for the end: within a step it would leave the ranks at different places."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread is ever interrupted
-        return
-    seen: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if seen:
-            signal.raise_signal(signal.SIGINT)
-
-
 # --- from a config to the ranks ---
 
 
@@ -280,18 +268,6 @@ def new_runner(
     leader = Leader(group, *arguments)
     weakref.finalize(leader, end_steps, group)
     return leader
-
-
-def device_of(config: Config, device: torch.device, local_rank: int, size: int) -> torch.device:
-    """One GPU for each rank of a machine. Raises ValueError if there are too few."""
-    if device.type == "cpu":
-        return device
-    problem = f"PyTorch finds {torch.cuda.device_count()} CUDA devices, and each rank needs one"
-    if local_rank + size > torch.cuda.device_count():
-        raise refusal("tensor_parallel_size", config.tensor_parallel_size, problem)
-    if ":" in config.device:
-        raise refusal("device", config.device, "with tensor parallelism leave the number out")
-    return torch.device("cuda", local_rank)
 
 
 def follow(group: Group, *arguments) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -15,7 +16,8 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
@@ -25,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nanovllm.config import Config
 from nanovllm.faults import RankError
 from nanovllm.options import refusal
 
@@ -224,3 +227,31 @@ def address_towards(host: str) -> str:
 def end_with_rank_0() -> None:
     sys.stdin.read()
     os._exit(0)  # wherever the main thread may wait
+
+
+def device_of(config: Config, device: torch.device, local_rank: int, size: int) -> torch.device:
+    """One GPU for each rank of a machine. Raises ValueError if there are too few."""
+    if device.type == "cpu":
+        return device
+    problem = f"PyTorch finds {torch.cuda.device_count()} CUDA devices, and each rank needs one"
+    if local_rank + size > torch.cuda.device_count():
+        raise refusal("tensor_parallel_size", config.tensor_parallel_size, problem)
+    if ":" in config.device:
+        raise refusal("device", config.device, "with tensor parallelism leave the number out")
+    return torch.device("cuda", local_rank)
+
+
+@contextmanager
+def interrupts_wait() -> Iterator[None]:
+    """Ctrl-C waits for the end: within a step it would leave the ranks at different places."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread is ever interrupted
+        return
+    seen: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if seen:
+            signal.raise_signal(signal.SIGINT)

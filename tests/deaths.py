@@ -18,6 +18,9 @@ ROOT = Path(__file__).parent.parent
 SECONDS = 10
 SCRIPT = """
 import os
+import signal
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 from nanovllm import LLM, SamplingParams
 
 print(os.getpid(), flush=True)

@@ -86,6 +86,9 @@ SERVER = {
 }
 
 
+PARALLEL = {"parallel.py", "ranks.py", "shards.py", "runners.py"}
+
+
 def total(names) -> tuple[int, int]:
     """Lines and tokens of these files."""
     sizes = [SIZES[name] for name in names]
@@ -107,9 +110,15 @@ def test_what_a_greedy_prompt_passes_is_two_thousand_lines():
 
 
 def test_the_package_is_small():
-    """Without the server and the command line, which nobody needs who reads the engine."""
-    lines, tokens = total(name for name in SIZES if name not in SERVER)
-    assert lines <= 4450 and tokens <= 40_000
+    """Without the server, the command line and tensor parallelism, which nobody needs who reads the
+    engine."""
+    lines, tokens = total(name for name in SIZES if name not in SERVER | PARALLEL)
+    assert lines <= 4460 and tokens <= 40_100
+
+
+def test_tensor_parallelism_is_small():
+    lines, tokens = total(PARALLEL)
+    assert lines <= 520 and tokens <= 4_800
 
 
 @pytest.mark.parametrize("name", SIZES)

@@ -65,18 +65,20 @@ def test_two_engines_at_a_time(expected):
 @pytest.mark.slow
 def test_ctrl_c_ends_the_call_and_not_the_ranks(expected):
     llm = LLM(tensor_parallel_size=2, num_blocks=64)
-    to_go = 0
+    steps: list[int] = []  # those to go until the signal
 
     def count_down(*_) -> None:
-        nonlocal to_go
-        to_go -= 1
-        if to_go == 0:
-            interrupt()
+        if steps:
+            steps.pop()
+            if not steps:
+                interrupt()
 
-    llm.observers.append(count_down)
-    for to_go in (1, 2, 3, 10):
+    for num_steps in (1, 2, 3, 10):
+        steps += [0] * num_steps
+        llm.observers.append(count_down)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(PROMPTS, LONG, use_tqdm=False)
+        llm.observers.clear()
         assert texts(llm) == expected
         assert llm.stats()["kv_blocks_used"] == 0
 
