@@ -12,6 +12,7 @@ import sys
 import traceback
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
@@ -148,6 +149,9 @@ class RankRunner(ModelRunner):
         self.threads.can_change = False  # the other ranks are no strangers
         group.meet("ready")
 
+    def __del__(self) -> None:
+        self.graphs = None  # before the process group, which might wait for them
+
     def load(self, path: Path, hf_config) -> Qwen:
         shard = Shard(hf_config, self.group.rank, self.group.size)
         length = self.limits.max_model_len
@@ -232,7 +236,7 @@ class Follower(RankRunner):
 
 def end_steps(group: Group) -> None:
     """Lets the others return from `follow`."""
-    if not group.end:
+    with suppress(RankError):  # they have ended already
         group.tell(torch.zeros(FIRST_BYTES, dtype=torch.uint8))
 
 

@@ -244,8 +244,9 @@ def device_of(config: Config, device: torch.device, local_rank: int, size: int) 
 @contextmanager
 def interrupts_wait() -> Iterator[None]:
     """Ctrl-C waits for the end: within a step it would leave the ranks at different places."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread is ever interrupted
+    is_main = threading.current_thread() is threading.main_thread()  # no other is interrupted
+    if not is_main or signal.getsignal(signal.SIGINT) is None:  # None: not a handler of Python's
+        yield
         return
     seen: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
