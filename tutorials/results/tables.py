@@ -30,6 +30,7 @@ PAGES = [
     ROOT / "tutorials" / "10_performance.md",
     ROOT / "tutorials" / "12_simulator.md",
     ROOT / "tutorials" / "14_serving.md",
+    ROOT / "tutorials" / "15_parallel.md",
     *sorted((ROOT / "tutorials" / "assignments").glob("*/README.md")),
 ]
 MARK = re.compile(
@@ -301,6 +302,35 @@ def streams_beside_generate(reports: list[dict], links: list[str]) -> str:
     return markdown(rows)
 
 
+def ranks(reports: list[dict], links: list[str]) -> str:
+    """For chapter 15: two ranks beside one, and what they say to each other."""
+    (report,), (link,) = reports, links
+    about = (
+        f"Embedded model, prompts of {report['prompt']} tokens, {report['tokens']} tokens per answer, "
+        f"{report['device'].split(',')[0]}, commit {report['commit']}, medians of "
+        f"{report['repeat']} runs ([all numbers]({link})):"
+    )
+    one, two = report["runs"].values()
+    counts = [name for name in two if name.isdigit()]
+    rows = [["", *(f"{count} requests" for count in counts)]]
+    for name, run in report["runs"].items():
+        rows.append([f"{name}: tokens/s", *(f"{run[i]['tokens_per_second']:,.0f}" for i in counts)])
+    words = {
+        "pack": "to pack a step",
+        "tell": "to tell it",
+        "add_up": "an all-reduce, 11 in a step",
+        "gather": "to gather the logits",
+    }
+    for name, text in words.items():
+        rows.append([f"{text} (ms)", *(f"{two[i][f'{name}_us'] / 1e3:.2f}" for i in counts)])
+    floor = {name: f"{value / 1e3:.2f}" for name, value in two["floor"].items()}
+    alone = (
+        f"Gloo alone, between two processes that do nothing else: {floor['tell_us']} ms to tell, "
+        f"{floor['add_up_1_us']} and {floor['add_up_256_us']} ms for an all-reduce of 1 and of 256 rows."
+    )
+    return f"{about}\n\n{markdown(rows)}\n\n{alone}"
+
+
 def tried(reports: list[dict], links: list[str]) -> str:
     """For a handout: what was tried for the assignment, on many seeds."""
     return handout_table(*reports)
@@ -322,6 +352,7 @@ TABLES = {
     "event_loop": event_loop,
     "overloaded": overloaded,
     "streams_beside_generate": streams_beside_generate,
+    "ranks": ranks,
     "tried": tried,
 }
 
