@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
+from checkpoints import new_model, save
+from server_tools import Running
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.faults import RankError
@@ -50,6 +52,7 @@ def expected() -> list[str]:
     return texts(LLM(num_blocks=64))
 
 
+@pytest.mark.slow
 def test_two_engines_at_a_time(expected):
     with_two = LLM(tensor_parallel_size=2, num_blocks=64)
     another = LLM(tensor_parallel_size=2, num_blocks=64)
@@ -60,6 +63,33 @@ def test_two_engines_at_a_time(expected):
     assert texts(another) == expected
     del another
     wait_until_gone(processes)
+
+
+@pytest.mark.slow
+def test_four_ranks_and_two_kv_heads(tmp_path):
+    path = save(new_model(num_attention_heads=8, vocab_size=101, intermediate_size=50), tmp_path)
+    ids = [[3, 1, 4, 1, 5, 9], [100, 0, 50], [*range(40)]]
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+
+    def tokens(size: int) -> list[list[int]]:
+        llm = LLM(path, tensor_parallel_size=size, num_blocks=32, max_num_batched_tokens=16)
+        outputs = llm.generate(ids, params, use_tqdm=False)
+        return [output.outputs[0].token_ids for output in outputs]
+
+    assert tokens(4) == tokens(1)
+
+
+@pytest.mark.slow
+def test_a_server_whose_rank_dies_says_so():
+    llm = LLM(tensor_parallel_size=2, num_blocks=64)
+    with Running(llm) as server:
+        body = {"prompt": "17 + 25 =", "max_tokens": 4, "temperature": 0}
+        answer = server.http.post("/v1/completions", json=body).json()
+        assert answer["choices"][0]["text"] == " 42"
+        os.kill(pids(llm)[0], signal.SIGKILL)
+        refused = server.http.post("/v1/completions", json=body)
+        assert refused.status_code == 503 and "RankError" in refused.text
+        assert server.http.get("/health").status_code == 503
 
 
 @pytest.mark.slow

@@ -1,43 +1,32 @@
 """Shards without processes: their parts of the files, and engines whose ranks are threads, against the
 whole model.
 
-Run: pytest tests/test_shards.py
+Run: pytest tests/test_shards.py --slow
 """
 
 import pytest
 import torch
+from checkpoints import new_model, save
 from safetensors import safe_open
 from thread_group import Threads
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.config import EMBEDDED_MODEL
 from nanovllm.loader import load_config
 from nanovllm.shards import Shard
 
-SMALL = {
+EIGHT_HEADS = {
     "hidden_size": 32,
     "intermediate_size": 50,  # divides by neither 3 nor 4
-    "num_hidden_layers": 2,
     "num_attention_heads": 8,
-    "num_key_value_heads": 2,
     "vocab_size": 101,
-    "max_position_embeddings": 128,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "initializer_range": 0.3,  # so that the likeliest tokens differ by much
 }
 SHAPES = {
-    "qwen3": {"model_type": "qwen3", "head_dim": 8},
-    "qwen3_bias": {"model_type": "qwen3", "head_dim": 16, "attention_bias": True},
-    "qwen3_tied": {"model_type": "qwen3", "head_dim": 8, "tie_word_embeddings": True},
-    "qwen2": {"model_type": "qwen2"},
-    "qwen2_12_heads": {
-        "model_type": "qwen2",
-        "num_attention_heads": 12,
-        "num_key_value_heads": 6,
-        "hidden_size": 48,
-    },
+    "qwen3": {"head_dim": 8, **EIGHT_HEADS},
+    "qwen3_bias": {"attention_bias": True, **EIGHT_HEADS},
+    "qwen3_tied": {"head_dim": 8, "tie_word_embeddings": True, **EIGHT_HEADS},
+    "qwen2": {"family": "qwen2", **EIGHT_HEADS},
+    "qwen2_12_heads": {"family": "qwen2", "num_attention_heads": 12, "num_key_value_heads": 6},
 }
 IDS = [[3, 1, 4, 1, 5, 9, 2, 6], [100, 0, 50], list(range(30))]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=3)
@@ -45,21 +34,13 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
-    """Where a model of this shape is, with random weights, biases and norms."""
+    """Where a model of this shape is."""
     folder = tmp_path_factory.mktemp("models")
 
     def path_of(shape: str):
         path = folder / shape
         if not path.exists():
-            torch.manual_seed(1)
-            settings = SMALL | SHAPES[shape]
-            model = AutoModelForCausalLM.from_config(
-                AutoConfig.for_model(settings.pop("model_type"), **settings)
-            )
-            for name, parameter in model.named_parameters():
-                if name.endswith("bias") or "norm" in name:
-                    torch.nn.init.uniform_(parameter, 0.5, 1.5)
-            model.save_pretrained(path)
+            save(new_model(**SHAPES[shape]), path)
         return path
 
     return path_of
@@ -76,7 +57,7 @@ def same(outputs, expected) -> None:
                     assert abs(logprob - other[token_id]) < 1e-3
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("shape", [name for name in SHAPES if "12" not in name])
 def test_the_summands_add_up_to_the_whole(models, shape, size):
     path = models(shape)
@@ -84,12 +65,11 @@ def test_the_summands_add_up_to_the_whole(models, shape, size):
     ranks = Threads(path, size, num_blocks=32)
     with ranks as llm:
         same(llm.generate(IDS, GREEDY, use_tqdm=False), expected)
-    steps = llm.counts.steps
-    num_layers = SMALL["num_hidden_layers"]
-    assert ranks.leader.group.num_added == steps * (1 + 2 * num_layers)  # two per layer
+    num_layers = len(ranks.leader.model.model.layers)
+    assert ranks.leader.group.num_added == llm.counts.steps * (1 + 2 * num_layers)  # two per layer
 
 
-@pytest.mark.parametrize("size", [3, 6, 12])
+@pytest.mark.parametrize("size", [3, pytest.param(6, marks=pytest.mark.slow), 12])
 def test_ranks_that_divide_other_numbers(models, size):
     path = models("qwen2_12_heads")
     expected = LLM(str(path), num_blocks=32).generate(IDS, GREEDY, use_tqdm=False)
@@ -156,7 +136,7 @@ SCARCE = {"num_blocks": 24, "block_size": 4, "max_num_batched_tokens": 16}
 PROMPTS = ["Once upon a time", "Tell me a story about a duck.", "17 + 25 =", "Once upon a time"] * 3
 
 
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("mode", ["recompute", pytest.param("swap", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "params",
     [
