@@ -6,8 +6,12 @@ Run: pytest tests/test_gpu.py [-k replayed]
 """
 
 import gc
+import os
 import random
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -204,3 +208,24 @@ def test_nothing_is_compiled_while_serving(tmp_path):
         for count in (1, 30):
             llm.generate(prompts[:count], (kinds * 10)[:count], use_tqdm=False)
     assert compiled == []
+
+
+def test_one_rank_through_nccl():
+    """Its collectives are recorded, too, and nothing hangs at the end: so in a process of its own."""
+    code = """
+from thread_group import one_rank
+from nanovllm import LLM, SamplingParams
+
+params = SamplingParams(temperature=0, max_tokens=12)
+prompts = ["Once upon a time", "17 + 25 ="]
+expected = LLM(device="cuda:0").generate(prompts, params, use_tqdm=False)
+llm = one_rank("cuda:0")
+outputs = llm.generate(prompts, params, use_tqdm=False)
+for output, one in zip(outputs, expected, strict=True):
+    assert output.outputs[0].token_ids == one.outputs[0].token_ids
+assert llm.runner.graphs is not None
+del llm
+"""
+    root = Path(__file__).parent
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), str(root.parent)])}
+    subprocess.run([sys.executable, "-c", code], env=environ, check=True, timeout=180)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from checkpoints import new_model, save
 from safetensors import safe_open
-from thread_group import Threads
+from thread_group import Threads, one_rank
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.config import EMBEDDED_MODEL
@@ -75,6 +75,14 @@ def test_ranks_that_divide_other_numbers(models, size):
     expected = LLM(str(path), num_blocks=32).generate(IDS, GREEDY, use_tqdm=False)
     with Threads(path, size, num_blocks=32) as llm:
         same(llm.generate(IDS, GREEDY, use_tqdm=False), expected)
+
+
+def test_one_rank_that_talks_to_nobody(models):
+    path = str(models("qwen3_tied"))
+    expected = LLM(path, num_blocks=32).generate(IDS, GREEDY, use_tqdm=False)
+    llm = one_rank("cpu", model=path, num_blocks=32)
+    same(llm.generate(IDS, GREEDY, use_tqdm=False), expected)
+    assert llm.runner.group.num_gathered == llm.counts.steps
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -1,4 +1,5 @@
-"""Ranks as threads of one process: tensor parallelism without a network.
+"""Ranks as threads of one process: tensor parallelism without a network. And a single rank with a
+network, which has nobody to talk to.
 
 Tests import this file. An example that does: pytest tests/test_shards.py
 """
@@ -7,12 +8,14 @@ from pathlib import Path
 from threading import Barrier, Thread
 
 import torch
+import torch.distributed as dist
 
 from nanovllm import LLM
 from nanovllm.config import TOKENS_PER_STEP, Config
 from nanovllm.layers.rotary import longest_context
 from nanovllm.loader import load_config
 from nanovllm.parallel import Follower, Leader, end_steps
+from nanovllm.ranks import Group
 
 
 class Shared:
@@ -59,17 +62,32 @@ class ThreadGroup:
         message.copy_(self._exchange(message)[0])
 
 
+def arguments_of(device: torch.device, **options) -> tuple:
+    """Those of a model runner."""
+    config = Config(device=str(device), **options)
+    path = Path(config.model)
+    hf_config = load_config(path)
+    limits = config.resolved(longest_context(hf_config), TOKENS_PER_STEP[device.type])
+    return config, limits, hf_config, path, device
+
+
+def one_rank(device: str, **options) -> LLM:
+    """All collectives are called, also while steps are recorded, with one rank."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    group = Group(store, 0, 1, "127.0.0.1")
+    group.connect(torch.device(device))
+    leader = Leader(group, *arguments_of(torch.device(device), **options))
+    return LLM(runner=leader, device=device, **options)
+
+
 class Threads:
     """For a `with` block: an engine whose other ranks are threads."""
 
     def __init__(self, path, size: int, **options):
-        path = Path(path)
         self.shared = Shared(size)
-        config = Config(model=str(path), tensor_parallel_size=size, **options)
-        hf_config = load_config(path)
-        limits = config.resolved(longest_context(hf_config), TOKENS_PER_STEP["cpu"])
-        self.arguments = (config, limits, hf_config, path, torch.device("cpu"))
         self.options = options | {"model": str(path)}
+        parallel = {"tensor_parallel_size": size, **self.options}
+        self.arguments = arguments_of(torch.device("cpu"), **parallel)
         self.others = [Thread(target=self._follow, args=(i,)) for i in range(1, size)]
         self.followers: dict[int, Follower] = {}
 
