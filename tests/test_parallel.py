@@ -213,9 +213,17 @@ def test_a_script_runs_and_leaves_nothing(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("rest", [GENERATE, "import time; time.sleep(100)"], ids=["busy", "idle"])
+@pytest.mark.parametrize(
+    ("rest", "number"),
+    [
+        (GENERATE, signal.SIGKILL),
+        (GENERATE, signal.SIGINT),
+        ("import time; time.sleep(100)", signal.SIGTERM),
+    ],
+    ids=["busy, killed", "busy, interrupted", "idle, stopped"],
+)
 def test_the_process_of_rank_0_is_ended(tmp_path, rest, number):
+    """deaths.py does this at random moments."""
     process = script(tmp_path, rest)
     pid = int(process.stdout.readline())
     time.sleep(0.3)
