@@ -144,7 +144,8 @@ SCARCE = {"num_blocks": 24, "block_size": 4, "max_num_batched_tokens": 16}
 PROMPTS = ["Once upon a time", "Tell me a story about a duck.", "17 + 25 =", "Once upon a time"] * 3
 
 
-@pytest.mark.parametrize("mode", ["recompute", pytest.param("swap", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
 @pytest.mark.parametrize(
     "params",
     [
