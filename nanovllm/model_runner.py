@@ -73,9 +73,9 @@ class ModelRunner:
                 for size in reversed(self.graphs.sizes):
                     self.graphs.record(size)
 
-    def load(self, path: Path, hf_config) -> Qwen:
+    def load(self, path: Path, hf_config, **options) -> Qwen:
         longest = self.limits.max_model_len
-        return load_model(path, hf_config, longest, self.dtype, self.device, self.ops)
+        return load_model(path, hf_config, longest, self.dtype, self.device, self.ops, **options)
 
     def _num_blocks_that_fit(self, config: Config) -> int:
         of_host = int(config.kv_cache_gib * 2**30)

@@ -27,7 +27,7 @@ from nanovllm.config import Config, Limits
 from nanovllm.faults import RankError
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import KVCache
-from nanovllm.loader import load_config, load_model
+from nanovllm.loader import load_config
 from nanovllm.model_runner import Drawn, ModelRunner
 from nanovllm.models.qwen import Qwen
 from nanovllm.prompt_logprobs import ROWS_AT_A_TIME
@@ -152,12 +152,9 @@ class RankRunner(ModelRunner):
     def __del__(self) -> None:
         self.graphs = None  # before the process group, which might wait for them
 
-    def load(self, path: Path, hf_config) -> Qwen:
+    def load(self, path: Path, hf_config, **options) -> Qwen:
         shard = Shard(hf_config, self.group.rank, self.group.size)
-        length = self.limits.max_model_len
-        model = load_model(
-            path, shard.config, length, self.dtype, self.device, self.ops, shard.read
-        )
+        model = super().load(path, shard.config, read=shard.read)
         shard.join(model, self.group, hf_config.vocab_size)
         self.group.meet("loaded")
         return model

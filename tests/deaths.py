@@ -15,7 +15,7 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-SECONDS = 10
+SECONDS = 10  # within which a death is noticed
 SCRIPT = """
 import os
 import signal

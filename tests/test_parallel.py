@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import new_model, save
+from deaths import SECONDS, is_alive
 from server_tools import Running
 
 from nanovllm import LLM, SamplingParams
@@ -22,7 +23,6 @@ ROOT = Path(__file__).parent.parent
 PROMPTS = ["Once upon a time", "17 + 25 =", "Tell me a story about a duck."]
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
-SECONDS = 10  # within which a death is noticed
 
 
 def texts(llm: LLM) -> list[str]:
@@ -31,13 +31,6 @@ def texts(llm: LLM) -> list[str]:
 
 def pids(llm: LLM) -> list[int]:
     return [child.process.pid for child in llm.runner.group.children]
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def wait_until_gone(processes: list[int]) -> None:

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from tutorials.performance.machine import ROOT, device_name, environment, installed
-from tutorials.performance.report import aligned, percentile, write_json
+from tutorials.performance.report import aligned, median, percentile, write_json
 
 COUNTS = (1, 64, 256)  # requests
 PROMPT = 40  # tokens
@@ -129,14 +129,6 @@ def run(size: int, num_threads: int, num_tokens: int) -> dict:
     return json.loads(output)
 
 
-def medians(runs: list[dict]) -> dict:
-    """Number by number, at any depth."""
-    first = runs[0]
-    if isinstance(first, dict):
-        return {name: medians([run[name] for run in runs]) for name in first}
-    return percentile(runs, 50)
-
-
 def measure(args) -> dict:
     import torch
 
@@ -147,7 +139,7 @@ def measure(args) -> dict:
     for _ in range(args.repeat):
         for name, (size, num_threads) in SETTINGS.items():
             runs[name].append(run(size, num_threads, args.tokens))
-    report["runs"] = {name: medians(some) for name, some in runs.items()}
+    report["runs"] = {name: median(some) for name, some in runs.items()}
     return report
 
 

@@ -5,6 +5,7 @@ import math
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 from tutorials.performance.steps import BIN
 
@@ -129,3 +130,10 @@ def write_json(report: dict, path: Path) -> None:
     beside = path.with_name(path.name + ".part")  # who is ended here leaves no half file
     beside.write_text(text + "\n")
     os.replace(beside, path)
+
+
+def median(runs: list) -> Any:
+    """Of runs with the same numbers, number by number: each run is one, or a dict of such."""
+    if isinstance(runs[0], dict):
+        return {name: median([run[name] for run in runs]) for name in runs[0]}
+    return percentile(runs, 50)

@@ -38,7 +38,7 @@ from nanovllm.roofline import SHAPES
 from tutorials.performance.checkpoints import model_directory
 from tutorials.performance.clients import Answer, Target, ask, at_once, at_rate, first_model
 from tutorials.performance.machine import ROOT, device_name, environment, installed
-from tutorials.performance.report import aligned, percentile, write_json
+from tutorials.performance.report import aligned, median, percentile, write_json
 from tutorials.performance.watch import serve_watch
 
 TOGETHER = 64
@@ -191,11 +191,6 @@ def numbers_of(answers: list[Answer]) -> dict:
         if values:
             numbers |= {f"{name}_p{q}": percentile(values, q) for q in (50, 99)}
     return numbers
-
-
-def median(runs: list[dict]) -> dict:
-    """Number by number."""
-    return {name: percentile([run[name] for run in runs], 50) for name in runs[0]}
 
 
 def spread(runs: list[dict], name: str) -> list[float]:
