@@ -9,9 +9,13 @@ the rate of large ones, and that reading and computing overlap imperfectly. A bl
 share counts for each of them. Only data that fits into a processor's cache can beat the floor.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from nanovllm.options import refusal
 
 Items = Sequence[tuple[int, int]]
 """Per sequence of a step: tokens computed, and tokens in its context afterwards."""
@@ -27,6 +31,8 @@ SHAPES = {  # of real models
         ("qwen3-1.7b", "qwen3", 2048, 6144, 28, 16, 8, 128, True, 151936, 40960),
         ("qwen3-4b", "qwen3", 2560, 9728, 36, 32, 8, 128, True, 151936, 40960),
         ("qwen3-8b", "qwen3", 4096, 12288, 36, 32, 8, 128, False, 151936, 40960),
+        ("qwen3-14b", "qwen3", 5120, 17408, 40, 40, 8, 128, False, 151936, 40960),
+        ("qwen3-32b", "qwen3", 5120, 25600, 64, 64, 8, 128, False, 151936, 40960),
         ("qwen2.5-7b", "qwen2", 3584, 18944, 28, 28, 4, 128, False, 152064, 32768),
     )
 }
@@ -60,6 +66,23 @@ class Shape(NamedTuple):
         """Bytes that all weights take in memory."""
         num_tables = 1 if self.tied else 2
         return (self.body + num_tables * self.head) * self.itemsize
+
+    def shard(self, num_ranks: int) -> Shape:
+        """What one of several ranks has, in tensor parallelism. Raises ValueError."""
+        check_heads(num_ranks, self.heads, self.kv_heads)
+        return self._replace(
+            heads=self.heads // num_ranks,
+            kv_heads=max(1, self.kv_heads // num_ranks),
+            vocab=-(-self.vocab // num_ranks),
+            body=-(-self.body // num_ranks),
+        )
+
+
+def check_heads(num_ranks: int, heads: int, kv_heads: int) -> None:
+    """Raises ValueError if so many ranks cannot share them. One KV head may be on several."""
+    if heads % num_ranks or (kv_heads % num_ranks and num_ranks % kv_heads):
+        problem = f"{heads} query heads and {kv_heads} KV heads cannot be divided by it"
+        raise refusal("tensor_parallel_size", num_ranks, problem)
 
 
 class Work(NamedTuple):
@@ -110,6 +133,31 @@ HARDWARE = {
     "rtx4090": Hardware(
         "RTX 4090", 1.008e12, 165.2e12, 24e9, "NVIDIA Ada GPU Architecture, white paper, appendix A"
     ),
+}
+
+
+class Link(NamedTuple):
+    """What connects the devices of tensor parallelism: each sends to the next one in a ring."""
+
+    name: str
+    bytes_per_second: float  # in one direction
+    seconds_per_hop: float
+    source: str
+    seconds_per_call: float = 6.6e-6
+
+    def all_reduce(self, num_bytes: float, num_ranks: int) -> float:
+        """Seconds until all have the sum. Each part of it goes around twice: once to be added up,
+        once to be known."""
+        num_hops = 2 * (num_ranks - 1)
+        sending = num_hops / num_ranks * num_bytes / self.bytes_per_second
+        return self.seconds_per_call + num_hops * self.seconds_per_hop + sending
+
+
+# the latencies are those by which NCCL plans (src/graph/tuning.cc: ring, protocol LL)
+LINKS = {
+    "nvlink": Link("NVLink 4", 450e9, 0.6e-6, "NVIDIA H100 Tensor Core GPU, data sheet"),
+    "pcie": Link("PCIe 5.0 x16", 64e9, 1.0e-6, "NVIDIA H100 Tensor Core GPU, data sheet"),
+    "network": Link("400 Gb/s network", 50e9, 2.7e-6, "NVIDIA ConnectX-7, data sheet"),
 }
 XEON = Hardware("Intel Xeon, one thread", 2.34e9, 70.7e9, 24e9)
 
@@ -182,6 +230,7 @@ class Machine:
     seconds_per_step: float = 1e-3  # planning, launching, sampling
     seconds_per_sequence: float = 0.0
     host_bytes_per_second: float = 25e9  # to the host's memory and back: PCIe 4.0 with 16 lanes
+    link: Link = LINKS["nvlink"]  # to the other devices of a replica
 
     def seconds(
         self,
@@ -191,15 +240,25 @@ class Machine:
         num_copies: int,
         num_swaps: int,
         block_size: int,
+        num_ranks: int = 1,
     ) -> float:
         """What a step takes that computes `items`, draws `num_sampled` tokens, copies `num_copies`
-        blocks of `block_size` tokens, and swaps `num_swaps` of them out or in."""
+        blocks of `block_size` tokens, and swaps `num_swaps` of them out or in. The shape is that of
+        one of `num_ranks`."""
         work = work_of(shape, items, num_sampled)
         copied = 2 * num_copies * block_size * shape.kv_bytes
         reading = (work.bytes + copied) / (self.hardware.bytes_per_second * self.bandwidth_share)
         computing = work.flops / (self.hardware.flops_per_second * self.flops_share)
         overhead = self.seconds_per_step + self.seconds_per_sequence * len(items)
-        return max(reading, computing) + overhead + self.swap_seconds(shape, num_swaps, block_size)
+        overhead += self.swap_seconds(shape, num_swaps, block_size)
+        return max(reading, computing) + overhead + self.link_seconds(shape, items, num_ranks)
+
+    def link_seconds(self, shape: Shape, items: Items, num_ranks: int) -> float:
+        """Two all-reduces per layer, of a number per token and hidden size (chapter 15)."""
+        if num_ranks == 1:
+            return 0.0
+        num_bytes = sum(num_tokens for num_tokens, _ in items) * shape.hidden * shape.itemsize
+        return 2 * shape.layers * self.link.all_reduce(num_bytes, num_ranks)
 
     def swap_seconds(self, shape: Shape, num_swaps: int, block_size: int) -> float:
         return num_swaps * block_size * shape.kv_bytes / self.host_bytes_per_second

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from nanovllm.block_manager import Moves
 from nanovllm.config import Limits
 from nanovllm.options import shown
-from nanovllm.sequence import Request, Sequence, StepLogprobs
+from nanovllm.sequence import Sequence, StepLogprobs
 
 AnyScheduler = Any  # a scheduler.Scheduler; that module imports this one
 
@@ -74,11 +74,11 @@ class Schedule:
 
 
 def check_choice(
-    scheduler: object, method: str, request: Request, candidates: list[Request]
+    scheduler: object, method: str, choice: object, candidates: Collection[object]
 ) -> None:
-    """Raises ScheduleError if a policy has chosen somebody else than one of the candidates."""
-    if request not in candidates:
-        problem = f"{shown(request)} is not one of {shown(candidates)}"
+    """Raises ScheduleError if a policy has chosen something else than one of the candidates."""
+    if choice not in candidates:
+        problem = f"{shown(choice)} is not one of {shown(candidates)}"
         raise ScheduleError(scheduler, method, problem)
 
 

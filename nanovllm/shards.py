@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.models.qwen import Qwen, head_dim_of
-from nanovllm.options import refusal
 from nanovllm.ranks import Group
+from nanovllm.roofline import check_heads
 
 
 class Part:
@@ -46,9 +46,7 @@ class Shard:
         self.rank = rank
         heads = config.num_attention_heads
         kv_heads = config.num_key_value_heads
-        if heads % size or (kv_heads % size and size % kv_heads):
-            problem = f"{heads} query heads and {kv_heads} KV heads cannot be divided by it"
-            raise refusal("tensor_parallel_size", size, problem)
+        check_heads(size, heads, kv_heads)
         head_dim = head_dim_of(config)
         kv_parts = min(size, kv_heads)
         mine = Part(heads * head_dim, rank, size)

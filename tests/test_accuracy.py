@@ -10,9 +10,11 @@ import pytest
 
 from nanovllm import LLM
 from nanovllm.config import EMBEDDED_MODEL, Config
+from nanovllm.jobs import STOP, Job
+from nanovllm.replica import model_config
 from nanovllm.roofline import Hardware, Machine, shape_of
 from nanovllm.scheduler import Scheduler
-from nanovllm.simulator import STOP, Job, model_config, simulate
+from nanovllm.simulator import simulate
 from tutorials.performance.steps import Step
 from tutorials.simulation import accuracy, calibration
 from tutorials.simulation.accuracy import METRICS, draw, error, noise, table, totals

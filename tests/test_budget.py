@@ -87,6 +87,7 @@ SERVER = {
 
 
 PARALLEL = {"parallel.py", "ranks.py", "shards.py", "runners.py"}
+SIMULATOR = {"simulator.py", "replica.py", "jobs.py", "roofline.py", "router.py"}
 
 
 def total(names) -> tuple[int, int]:
@@ -110,15 +111,21 @@ def test_what_a_greedy_prompt_passes_is_two_thousand_lines():
 
 
 def test_the_package_is_small():
-    """Without the server, the command line and tensor parallelism, which nobody needs who reads the
-    engine."""
-    lines, tokens = total(name for name in SIZES if name not in SERVER | PARALLEL)
-    assert lines <= 4460 and tokens <= 40_100
+    """Without the server, the command line, tensor parallelism and the simulator, which nobody needs
+    who reads the engine."""
+    lines, tokens = total(SIZES.keys() - SERVER - PARALLEL - SIMULATOR)
+    assert lines <= 4050 and tokens <= 36_700
 
 
 def test_tensor_parallelism_is_small():
     lines, tokens = total(PARALLEL)
     assert lines <= 520 and tokens <= 4_800
+
+
+def test_the_simulator_is_small():
+    """With its cost model, and the routers, which the server uses, too."""
+    lines, tokens = total(SIMULATOR)
+    assert lines <= 630 and tokens <= 5_400
 
 
 @pytest.mark.parametrize("name", SIZES)

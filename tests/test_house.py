@@ -21,7 +21,7 @@ PACKAGE = ROOT / "nanovllm"
 NO_TORCH = (
     *("options", "config", "sampling_params", "sequence", "block_manager", "beam_search"),
     *("schedule", "scheduler", "groups", "swapping", "messages"),
-    *("roofline", "stats", "simulator"),
+    *("roofline", "stats", "router", "jobs", "replica", "simulator"),
 )
 
 IN_THE_ROOT = {

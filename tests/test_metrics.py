@@ -10,7 +10,7 @@ from array import array
 
 import pytest
 
-from nanovllm.simulator import Job, PlannedStep, Run, Served
+from nanovllm.jobs import Job, PlannedStep, Run, Served
 from tutorials.simulation.metrics import (
     backlog,
     by_tenant,

@@ -23,11 +23,12 @@ from typing import Any
 from nanovllm.block_manager import BlockManager
 from nanovllm.checks import check_schedule
 from nanovllm.config import Limits
+from nanovllm.jobs import STOP
+from nanovllm.replica import check_queues
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.schedule import CheckedScheduler, Schedule, ScheduleError
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
-from nanovllm.simulator import STOP, check_queues
 
 PR_SET_PDEATHSIG = 1
 PR_SET_NO_NEW_PRIVS = 38

@@ -114,7 +114,7 @@ class Nanovllm(Loop):
         ]
 
     def observe(self, schedule, seconds: float) -> None:
-        from nanovllm.simulator import items_of
+        from nanovllm.replica import items_of
         from tutorials.performance.steps import Step
 
         host_seconds = seconds - self.llm.runner.model_seconds

@@ -15,13 +15,15 @@ import json
 import random
 import time
 from collections.abc import Callable, Sequence
+from heapq import heappop
 from pathlib import Path
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.jobs import Arrivals, Job, Run, Runs, Served
+from nanovllm.replica import items_of
 from nanovllm.roofline import Hardware, Items, Machine, Shape
 from nanovllm.schedule import Schedule
 from nanovllm.sequence import Request
-from nanovllm.simulator import Arrivals, Job, Run, Runs, Served, items_of
 from tutorials.performance.steps import Step
 
 
@@ -78,8 +80,8 @@ class Recorder:
             if not self.llm.has_unfinished():
                 now = max(now, self.arrivals.coming[0][0])
                 sleep(max(0.0, start + now - clock()))
-            for when, index in self.arrivals.until(now):
-                self.add(when, index)
+            while self.arrivals.coming and self.arrivals.coming[0][0] <= now:
+                self.add(*heappop(self.arrivals.coming))
             self.llm.step()
             seconds = clock() - start - now
             now += seconds
