@@ -41,7 +41,8 @@ from server_tools import (
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.scheduler import Scheduler
-from nanovllm.server.async_llm import AT_A_TIME, AsyncLLM, Call, News, Ticket
+from nanovllm.server.async_llm import AT_A_TIME, AsyncLLM
+from nanovllm.server.calls import Call, News
 
 BLOCK_SIZE, VOCAB_SIZE, NUM_BLOCKS = 4, 1536, 400
 COMPLETIONS = "/v1/completions"
@@ -663,8 +664,8 @@ def test_many_streams_leave_the_loop_time_between_them():
 
     async def turns() -> None:
         engine = AsyncLLM(LLM(num_blocks=8))
-        calls = [Call() for _ in range(40)]
-        tickets = [Ticket(None, 0, call, True) for call in calls]
+        calls = [Call([None], is_streamed=True) for _ in range(40)]
+        tickets = [call.tickets[0] for call in calls]
         engine.open.update(tickets)
         steps = [[(ticket, News(step)) for ticket in tickets] for step in range(2)]
         engine._hear(steps[0])

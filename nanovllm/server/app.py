@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -22,6 +23,7 @@ from nanovllm.engine import LLM
 from nanovllm.options import Options, is_int, is_number, shown
 from nanovllm.server.answers import ChatCompletions, Completions, TokenTexts
 from nanovllm.server.async_llm import AsyncLLM
+from nanovllm.server.calls import Backend
 from nanovllm.server.gate import Gate
 from nanovllm.server.metrics import Metrics
 from nanovllm.server.page import Live, add_page
@@ -67,25 +69,33 @@ class ServerOptions(Options):
 class Server:
     """What the routes share."""
 
-    def __init__(self, llm: LLM, options: ServerOptions):
-        self.llm = llm
+    def __init__(self, new_engine: Callable[[], Backend], options: ServerOptions):
+        self.new_engine = new_engine
         self.options = options
         self.metrics = Metrics()
-        self.texts = TokenTexts(deepcopy(llm.tokenizer))
         self.started = int(time.time())
-        self.engine: AsyncLLM
-        self.live: Live
+        # for one event loop, which does not run yet
+        self.engine: Backend
+        self.texts: TokenTexts
+        self.live: Live  # if the engine is in this process
 
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
-        self.engine = AsyncLLM(self.llm, self.options.max_waiting)
+        self.engine = self.new_engine()
         self.engine.inputs.model = self.options.model_name  # errors name no paths
-        self.live = Live(self.engine)
+        self.texts = TokenTexts(deepcopy(self.engine.inputs.tokenizer))
+        if isinstance(self.engine, AsyncLLM):
+            self.live = Live(self.engine)
         try:
             yield
         finally:
             self.engine.close()
-            await asyncio.to_thread(self.engine.thread.join, 10)
+            if isinstance(self.engine, AsyncLLM):
+                await asyncio.to_thread(self.engine.thread.join, 10)
+
+    @property
+    def max_model_len(self) -> int:
+        return self.engine.inputs.scheduler.max_model_len
 
     # --- bodies become requests ---
 
@@ -158,13 +168,13 @@ class Server:
             "owned_by": "nanovllm",
             "root": self.options.model_name,
             "parent": None,
-            "max_model_len": self.llm.limits.max_model_len,
+            "max_model_len": self.max_model_len,
         }
 
     async def tokenize(self, request: Request) -> dict:
         body = await self.read(request, TokenizeBody)
         token_ids = await self.prepare(body, body.token_ids)
-        longest = self.llm.limits.max_model_len
+        longest = self.max_model_len
         return {"count": len(token_ids), "max_model_len": longest, "tokens": token_ids}
 
     async def detokenize(self, request: Request) -> dict:
@@ -179,12 +189,19 @@ class Server:
         return {"version": version("nanovllm")}
 
     async def show_metrics(self) -> Response:
-        stats = await self.engine.ask(self.llm.stats)
+        stats = await self.engine.stats()
         return Response(self.metrics.text(stats), media_type="text/plain; version=0.0.4")
 
 
 def new_app(llm: LLM, options: ServerOptions) -> FastAPI:
-    server = Server(llm, options)
+    """Of a server whose engine is in this process, with its page."""
+    server = Server(partial(AsyncLLM, llm, options.max_waiting), options)
+    app = app_of(server)
+    add_page(app, lambda: server.live)
+    return app
+
+
+def app_of(server: Server) -> FastAPI:
     app = FastAPI(
         title="nanovllm",
         version=version("nanovllm"),
@@ -207,10 +224,10 @@ def new_app(llm: LLM, options: ServerOptions) -> FastAPI:
     for path, route in routes.items():
         method = "POST" if path in BODIES else "GET"
         app.add_api_route(path, route, methods=[method], response_model=None)
-    add_page(app, lambda: server.live)
     app.openapi = lambda: schema_of(app)  # type: ignore[method-assign]
     for kind, handler in HANDLERS.items():
         app.add_exception_handler(kind, handler)
+    options = server.options
     app.add_middleware(Gate, api_key=options.api_key)
     if options.allowed_origins:  # outside of the gate: browsers ask first, without the key
         app.add_middleware(

@@ -1,8 +1,7 @@
 """AsyncLLM: an engine in a thread of its own, for a web server's event loop.
 
 The thread owns the LLM. What the loop wants goes in through one queue; what is new comes out with
-one call per step. A second thread turns bodies into requests: tokenizing may take longer than a
-stream can wait.
+one call per step.
 """
 
 from __future__ import annotations
@@ -12,99 +11,30 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from copy import deepcopy
-from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from nanovllm.engine import LLM
-from nanovllm.outputs import RequestOutput
-from nanovllm.replies import Reply
 from nanovllm.schedule import Schedule, ScheduleError
 from nanovllm.sequence import Request
-from nanovllm.streaming import Delta, Reader
+from nanovllm.server.calls import Backend, Busy, Call, News, Ticket, Unavailable
+from nanovllm.streaming import Reader
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 AT_A_TIME = 4  # streams that write before the loop looks for something else
 
 
-class Busy(Exception):
-    """Too many requests wait already."""
-
-
-class Unavailable(Exception):
-    """The engine takes no requests: it ends, or it has died."""
-
-
-@dataclass(eq=False)
-class Ticket:
-    """One request of the engine. `index` says which of its call."""
-
-    request: Request
-    index: int
-    call: Call
-    is_streamed: bool
-    reply: Reply | None = None
-    reader: Reader | None = None
-
-
-@dataclass
-class News:
-    """Of one request: what is new, or in the end the whole output or an error."""
-
-    index: int
-    deltas: list[Delta] = field(default_factory=list)
-    output: RequestOutput | None = None  # has finished
-    error: Exception | None = None
-
-
-class Call:
-    """The requests of one HTTP call, and what has come for them."""
-
-    def __init__(self) -> None:
-        self.tickets: list[Ticket] = []
-        self.num_open = 0  # requests without an end
-        self.news: list[News] = []
-        self.has_news = asyncio.Event()
-
-    def put(self, news: News) -> None:
-        self.news.append(news)
-        self.has_news.set()
-        if news.output is not None or news.error is not None:
-            self.num_open -= 1
-
-    @property
-    def is_over(self) -> bool:
-        """All has come, and has been taken."""
-        return not (self.num_open or self.news)
-
-    async def take(self) -> list[News]:
-        """All that has come since the last time; waits for something."""
-        await self.has_news.wait()
-        self.has_news.clear()
-        taken = self.news
-        self.news = []
-        return taken
-
-
-class AsyncLLM:
-    """For one event loop, whose thread calls all methods up to "in the engine's thread"."""
+class AsyncLLM(Backend):
+    """All methods up to "in the engine's thread" belong to the thread of the event loop."""
 
     def __init__(self, llm: LLM, max_waiting: int = 256):
+        super().__init__(llm.inputs)
         self.llm = llm
         self.max_waiting = max_waiting
-        self.loop = asyncio.get_running_loop()
-        self.open: set[Ticket] = set()  # those that have not ended
-        self.is_draining = False
         self.questions: set[asyncio.Future] = set()  # without an answer
-        self.end = ""  # why nobody answers any longer
         self.heard: deque[tuple[Ticket, News]] = deque()  # not yet dealt out
         self.inbox: SimpleQueue[Callable[[], object]] = SimpleQueue()
-        # a tokenizer cannot be shared by threads
-        self.inputs = replace(llm.inputs, tokenizer=deepcopy(llm.tokenizer))
-        self.preparing = ThreadPoolExecutor(1, "prepare")
         # of the engine's thread
         self.live: dict[Request, Ticket] = {}
         self.sampled: set[Request] = set()
@@ -114,37 +44,17 @@ class AsyncLLM:
         self.thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.thread.start()
 
-    async def prepare(self, function: Callable[..., T], *args) -> T:
-        """Calls a function in the thread that may use `inputs`. Raises Unavailable."""
-        self.check_open()
-        try:
-            return await self.loop.run_in_executor(self.preparing, function, *args)
-        except asyncio.CancelledError:
-            self.check_alive()  # by `close`
-            raise
-
-    def check_open(self) -> None:
-        """Raises Unavailable."""
-        self.check_alive()
-        if self.is_draining:
-            raise Unavailable("the server is shutting down")
-
     def submit(self, requests: list[Request], is_streamed: bool) -> Call:
-        """Raises Unavailable or Busy. Whoever submits must also `leave`."""
         self.check_open()
         num_waiting = len(self.open) - len(self.llm.scheduler.running)
         if num_waiting + len(requests) > max(self.max_waiting, len(requests)):
             raise Busy(f"{num_waiting} requests wait already, at most {self.max_waiting} may")
-        call = Call()
-        for index, request in enumerate(requests):
-            call.tickets.append(Ticket(request, index, call, is_streamed))
-        call.num_open = len(requests)
+        call = Call(requests, is_streamed)
         self.open.update(call.tickets)
         self.inbox.put(lambda: self._add(call.tickets))
         return call
 
     def leave(self, call: Call) -> None:
-        """Nobody reads this call any longer: what it has not got ends."""
         left = self.open.intersection(call.tickets)
         if left:
             self.open -= left
@@ -167,22 +77,13 @@ class AsyncLLM:
         self.inbox.put(answer)
         return await future
 
-    def check_alive(self) -> None:
-        if self.end:
-            raise Unavailable(self.end)
-
-    async def drain(self, seconds: float) -> None:
-        """Takes no more requests, and gives those that run some time to end."""
-        self.is_draining = True
-        end = self.loop.time() + seconds
-        while self.open and self.loop.time() < end:
-            await asyncio.sleep(0.05)
+    async def stats(self) -> dict[str, float]:
+        return await self.ask(self.llm.stats)
 
     def close(self) -> None:
-        """Ends all that is open, then the threads."""
         self._end("the server is shutting down")
         self.inbox.put(self._stop)
-        self.preparing.shutdown(cancel_futures=True)
+        super().close()
 
     def _hear(self, batch: list[tuple[Ticket, News]]) -> None:
         """What the engine's thread has told."""
@@ -196,7 +97,7 @@ class AsyncLLM:
             ticket, news = self.heard.popleft()
             if ticket not in self.open:
                 continue  # its client has left
-            if news.output is not None or news.error is not None:
+            if news.is_last:
                 self.open.remove(ticket)
             ticket.call.put(news)
         if self.heard:

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from nanovllm.outputs import RequestOutput
 from nanovllm.schedule import ScheduleError
 from nanovllm.server.answers import DONE, Answers
-from nanovllm.server.async_llm import AsyncLLM, Busy, Call, News, Unavailable
+from nanovllm.server.calls import Backend, Busy, Call, News, Unavailable
 from nanovllm.server.metrics import Clock, Metrics
 from nanovllm.server.protocol import BadRequest, Body
 
@@ -75,7 +75,7 @@ HANDLERS = {kind: answer_error for kind in (BadRequest, Busy, Unavailable, HTTPE
 class Answer(Response):
     """Submits the requests of a call and sends what comes."""
 
-    def __init__(self, engine: AsyncLLM, metrics: Metrics, answers: Answers, body: Body):
+    def __init__(self, engine: Backend, metrics: Metrics, answers: Answers, body: Body):
         super().__init__()
         self.engine = engine
         self.clock = Clock(metrics)

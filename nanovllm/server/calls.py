@@ -1,0 +1,141 @@
+"""Calls: what a web server asks of an engine, and what comes back; wherever the engine is."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from nanovllm.inputs import Inputs
+from nanovllm.outputs import RequestOutput
+from nanovllm.replies import Reply
+from nanovllm.sequence import Request
+from nanovllm.streaming import Delta, Reader
+
+T = TypeVar("T")
+
+
+class Busy(Exception):
+    """Too many requests wait already."""
+
+
+class Unavailable(Exception):
+    """The engine takes no requests: it ends, or it has died."""
+
+
+@dataclass(eq=False)
+class Ticket:
+    """One request of an engine. `index` says which of its call."""
+
+    request: Request
+    index: int
+    call: Call
+    is_streamed: bool
+    reply: Reply | None = None
+    reader: Reader | None = None
+
+
+@dataclass
+class News:
+    """Of one request: what is new, or in the end the whole output or an error."""
+
+    index: int
+    deltas: list[Delta] = field(default_factory=list)
+    output: RequestOutput | None = None  # has finished
+    error: Exception | None = None
+
+    @property
+    def is_last(self) -> bool:
+        return self.output is not None or self.error is not None
+
+
+class Call:
+    """The requests of one HTTP call, and what has come for them."""
+
+    def __init__(self, requests: list[Request], is_streamed: bool):
+        self.tickets = [Ticket(one, i, self, is_streamed) for i, one in enumerate(requests)]
+        self.num_open = len(requests)  # those without an end
+        self.news: list[News] = []
+        self.has_news = asyncio.Event()
+
+    def put(self, news: News) -> None:
+        self.news.append(news)
+        self.has_news.set()
+        if news.is_last:
+            self.num_open -= 1
+
+    @property
+    def is_over(self) -> bool:
+        """All has come, and has been taken."""
+        return not (self.num_open or self.news)
+
+    async def take(self) -> list[News]:
+        """All that has come since the last time; waits for something."""
+        await self.has_news.wait()
+        self.has_news.clear()
+        taken = self.news
+        self.news = []
+        return taken
+
+
+class Backend(ABC):
+    """Serves calls, for one event loop: in a thread of its own (AsyncLLM) or in other processes
+    (Replicas).
+
+    A second thread turns bodies into requests: tokenizing may take longer than a stream can wait.
+    """
+
+    def __init__(self, inputs: Inputs):
+        self.loop = asyncio.get_running_loop()
+        # a tokenizer cannot be shared by threads
+        self.inputs = replace(inputs, tokenizer=deepcopy(inputs.tokenizer))
+        self.preparing = ThreadPoolExecutor(1, "prepare")
+        self.open: set[Ticket] = set()  # those that have not ended
+        self.is_draining = False
+        self.end = ""  # why nobody answers any longer
+
+    @abstractmethod
+    def submit(self, requests: list[Request], is_streamed: bool) -> Call:
+        """Raises Unavailable or Busy. Whoever submits must also `leave`."""
+
+    @abstractmethod
+    def leave(self, call: Call) -> None:
+        """Nobody reads this call any longer: what it has not got ends."""
+
+    @abstractmethod
+    async def stats(self) -> dict[str, float]:
+        """As `LLM.stats`. Raises Unavailable."""
+
+    async def prepare(self, function: Callable[..., T], *args) -> T:
+        """Calls a function in the thread that may use `inputs`. Raises Unavailable."""
+        self.check_open()
+        try:
+            return await self.loop.run_in_executor(self.preparing, function, *args)
+        except asyncio.CancelledError:
+            self.check_alive()  # by `close`
+            raise
+
+    def check_open(self) -> None:
+        """Raises Unavailable."""
+        self.check_alive()
+        if self.is_draining:
+            raise Unavailable("the server is shutting down")
+
+    def check_alive(self) -> None:
+        if self.end:
+            raise Unavailable(self.end)
+
+    async def drain(self, seconds: float) -> None:
+        """Takes no more requests, and gives those that run some time to end."""
+        self.is_draining = True
+        end = self.loop.time() + seconds
+        while self.open and self.loop.time() < end:
+            await asyncio.sleep(0.05)
+
+    def close(self) -> None:
+        """Ends all that is open, then the threads."""
+        self.preparing.shutdown(cancel_futures=True)
