@@ -53,6 +53,11 @@ def new_parser() -> Parser:
     serve.add_argument("--max-tokens-per-call", type=int, help="prompts * n * max_tokens")
     serve.add_argument("--drain-seconds", type=float, help="for running requests, at the end")
     serve.add_argument("--allowed-origins", nargs="*", help="of pages of others (CORS)")
+    serve.add_argument("--replicas", type=int, help="so many engines, by Ray Serve")
+    serve.add_argument("--max-replicas", type=int, help="more of them under load, up to so many")
+    serve.add_argument("--target-requests", type=float, help="of a replica: with more it is loaded")
+    serve.add_argument("--router-cls", type=imported, help="who serves a request: module:Class")
+    serve.add_argument("--cpus-per-rank", type=float, help="what Ray reserves")
 
     chat = commands.add_parser("chat", help="talk to a model, or to a server")
     chat.add_argument("model", nargs="?", help="hub id or directory; default: the embedded one")

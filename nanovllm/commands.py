@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import urllib.error
 import urllib.request
 from argparse import Namespace
@@ -11,11 +12,14 @@ from contextlib import closing, contextmanager
 from dataclasses import fields, replace
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import EMBEDDED_MODEL, Config
 from nanovllm.options import Options, refusal
+
+if TYPE_CHECKING:
+    from nanovllm.server.app import ServerOptions
 
 HELP = "/reset forgets the conversation, /exit ends; Ctrl-C ends an answer"
 
@@ -38,14 +42,34 @@ def params_of(args: Namespace, defaults: SamplingParams) -> SamplingParams:
 def serve(args: Namespace) -> None:
     try:
         from nanovllm.server import serve as server
-        from nanovllm.server.app import ServerOptions
+        from nanovllm.server.app import new_app
     except ImportError as error:
         raise ImportError(f"{error}. The server needs: pip install 'nanovllm[server]'") from error
-    model = args.model or EMBEDDED_MODEL
-    name = args.served_model_name or name_of(model)
-    options = ServerOptions(model_name=name, **given(args, ServerOptions))
+    if args.replicas is not None:
+        serve_replicas(args)
+        return
+    for name in ("max_replicas", "target_requests", "router_cls", "cpus_per_rank"):
+        if getattr(args, name) is not None:
+            raise refusal(name, getattr(args, name), "it is for --replicas")
+    options = server_options(args)
     sock = server.bind(args.host, args.port)  # before a model is loaded in vain
-    server.serve(new_llm(args), options, sock)
+    server.serve(new_app(new_llm(args), options), sock)
+
+
+def serve_replicas(args: Namespace) -> None:
+    os.environ.setdefault("RAY_SERVE_THROUGHPUT_OPTIMIZED", "1")  # read when Ray is imported
+    try:
+        from nanovllm.server import ray
+    except ImportError as error:
+        raise ImportError(f"{error}. Replicas need: pip install 'nanovllm[ray]'") from error
+    ray.run(args)
+
+
+def server_options(args: Namespace) -> ServerOptions:
+    from nanovllm.server.app import ServerOptions
+
+    name = args.served_model_name or name_of(args.model or EMBEDDED_MODEL)
+    return ServerOptions(model_name=name, **given(args, ServerOptions))
 
 
 def name_of(model: str) -> str:

@@ -18,7 +18,7 @@ import httpx
 from fake_model import FakeRunner
 
 from nanovllm import LLM
-from nanovllm.server.app import ServerOptions
+from nanovllm.server.app import ServerOptions, new_app
 from nanovllm.server.serve import bind, new_server
 from nanovllm.stats import check_blocks
 
@@ -44,7 +44,9 @@ class Running:
         self.sock = bind("127.0.0.1", 0)
         self.address = self.sock.getsockname()
         self.url = "http://{}:{}".format(*self.address)
-        self.uvicorn = new_server(llm, ServerOptions(**{"model_name": "org/tiny"} | options))
+        self.uvicorn = new_server(
+            new_app(llm, ServerOptions(**{"model_name": "org/tiny"} | options))
+        )
         logging.getLogger("uvicorn").setLevel("CRITICAL")
         self.thread = Thread(target=self.uvicorn.run, args=([self.sock],), daemon=True)
         self.http = httpx.Client(base_url=self.url, timeout=60)

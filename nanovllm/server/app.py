@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
-from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -69,7 +68,7 @@ class ServerOptions(Options):
 class Server:
     """What the routes share."""
 
-    def __init__(self, new_engine: Callable[[], Backend], options: ServerOptions):
+    def __init__(self, new_engine: Callable[[], Awaitable[Backend]], options: ServerOptions):
         self.new_engine = new_engine
         self.options = options
         self.metrics = Metrics()
@@ -81,7 +80,7 @@ class Server:
 
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
-        self.engine = self.new_engine()
+        self.engine = await self.new_engine()
         self.engine.inputs.model = self.options.model_name  # errors name no paths
         self.texts = TokenTexts(deepcopy(self.engine.inputs.tokenizer))
         if isinstance(self.engine, AsyncLLM):
@@ -96,6 +95,11 @@ class Server:
     @property
     def max_model_len(self) -> int:
         return self.engine.inputs.scheduler.max_model_len
+
+    def close_views(self) -> None:
+        """Those who watch are no requests: they would never end."""
+        if isinstance(self.engine, AsyncLLM):
+            self.live.close()
 
     # --- bodies become requests ---
 
@@ -195,7 +199,11 @@ class Server:
 
 def new_app(llm: LLM, options: ServerOptions) -> FastAPI:
     """Of a server whose engine is in this process, with its page."""
-    server = Server(partial(AsyncLLM, llm, options.max_waiting), options)
+
+    async def new_engine() -> Backend:
+        return AsyncLLM(llm, options.max_waiting)
+
+    server = Server(new_engine, options)
     app = app_of(server)
     add_page(app, lambda: server.live)
     return app

@@ -9,10 +9,10 @@ import socket
 from types import FrameType
 
 import uvicorn
+from fastapi import FastAPI
 
-from nanovllm.engine import LLM
 from nanovllm.options import refusal
-from nanovllm.server.app import Server, ServerOptions, new_app
+from nanovllm.server.app import Server
 
 logger = logging.getLogger("uvicorn.error")
 
@@ -54,7 +54,7 @@ class DrainingServer(uvicorn.Server):
         seconds = self.server.options.drain_seconds
         engine = self.server.engine
         logger.info("Shutting down: %d requests have %g s to end", len(engine.open), seconds)
-        self.server.live.close()
+        self.server.close_views()
         await engine.drain(seconds)
         engine.close()  # what is left ends with an error
         await asyncio.sleep(0.1)  # which is sent
@@ -77,8 +77,7 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
-def new_server(llm: LLM, options: ServerOptions) -> DrainingServer:
-    app = new_app(llm, options)
+def new_server(app: FastAPI) -> DrainingServer:
     config = uvicorn.Config(
         app,
         access_log=False,
@@ -88,6 +87,6 @@ def new_server(llm: LLM, options: ServerOptions) -> DrainingServer:
     return DrainingServer(config, app.state.server)
 
 
-def serve(llm: LLM, options: ServerOptions, sock: socket.socket) -> None:
+def serve(app: FastAPI, sock: socket.socket) -> None:
     """Until a signal comes."""
-    new_server(llm, options).run(sockets=[sock])
+    new_server(app).run(sockets=[sock])
