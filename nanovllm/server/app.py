@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -89,8 +88,7 @@ class Server:
             yield
         finally:
             self.engine.close()
-            if isinstance(self.engine, AsyncLLM):
-                await asyncio.to_thread(self.engine.thread.join, 10)
+            await self.engine.ended()
 
     @property
     def max_model_len(self) -> int:

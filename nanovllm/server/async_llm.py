@@ -85,6 +85,9 @@ class AsyncLLM(Backend):
         self.inbox.put(self._stop)
         super().close()
 
+    async def ended(self) -> None:
+        await asyncio.to_thread(self.thread.join, 10)
+
     def _hear(self, batch: list[tuple[Ticket, News]]) -> None:
         """What the engine's thread has told."""
         self.heard.extend(batch)

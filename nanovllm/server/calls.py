@@ -110,6 +110,10 @@ class Backend(ABC):
     async def stats(self) -> dict[str, float]:
         """As `LLM.stats`. Raises Unavailable."""
 
+    @abstractmethod
+    async def ended(self) -> None:
+        """Waits, after `close`, until nothing of it runs."""
+
     async def prepare(self, function: Callable[..., T], *args) -> T:
         """Calls a function in the thread that may use `inputs`. Raises Unavailable."""
         self.check_open()

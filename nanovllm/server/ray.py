@@ -1,116 +1,34 @@
-"""Ray: starts replicas on this machine, or describes them for a cluster.
+"""Ray: the application for a cluster that runs already.
 
-nanovllm serve MODEL --replicas 2
-serve run nanovllm.server.ray:app model=MODEL replicas=2
+    serve run nanovllm.server.ray:app model=MODEL replicas=2
+
+The server is a deployment there, too: Ray's proxies on each machine pass on to it what they get.
 """
 
 from __future__ import annotations
 
 import io
-import os
 from argparse import Namespace
 from contextlib import redirect_stderr
-from dataclasses import dataclass
-from functools import partial
-from math import ceil
 from typing import Any
 
-import ray
 from ray import serve
 from ray.serve import Application
-from ray.serve.config import RequestRouterConfig
 
 from nanovllm.cli import new_parser
-from nanovllm.commands import given, server_options
-from nanovllm.config import Config
-from nanovllm.options import Options, is_int, is_number, refusal
-from nanovllm.router import PrefixAffinity, Router
-from nanovllm.server.app import Server, ServerOptions, app_of
-from nanovllm.server.replicas import Engine, Ingress, Replicas
-from nanovllm.server.serve import bind, new_server
-
-MOST_REPLICAS = 4096
-NO_LIMIT = 10**6  # of requests: an engine itself says when it has too many
-
-
-@dataclass(kw_only=True)
-class ReplicaOptions(Options):
-    replicas: int = 1
-    max_replicas: int | None = None
-    target_requests: float = 32.0
-    router_cls: type = PrefixAffinity
-    cpus_per_rank: float = 0.5
-
-    def __post_init__(self):
-        is_count = is_int(self.replicas, 1, MOST_REPLICAS)
-        self.require("replicas", is_count, f"an integer from 1 to {MOST_REPLICAS}")
-        most = self.max_replicas
-        is_most = most is None or is_int(most, self.replicas, MOST_REPLICAS)
-        allowed = f"None or an integer from replicas={self.replicas} to {MOST_REPLICAS}"
-        self.require("max_replicas", is_most, allowed)
-        for name in ("target_requests", "cpus_per_rank"):
-            value = getattr(self, name)
-            self.require(name, is_number(value, 0) and value > 0, "a positive number")
-        is_router = isinstance(self.router_cls, type) and issubclass(self.router_cls, Router)
-        self.require("router_cls", is_router, "a subclass of nanovllm.router.Router")
-
-    def resources(self, config: Config, has_gpus: bool) -> dict[str, float]:
-        """What Ray reserves for a replica: the ranks of one are on one machine."""
-        num_ranks = config.tensor_parallel_size
-        num_gpus = num_ranks if has_gpus and config.device != "cpu" else 0
-        return {"CPU": self.cpus_per_rank * num_ranks, "GPU": num_gpus}
-
-
-def engines(config: Config, server: ServerOptions, options: ReplicaOptions) -> Application:
-    """The replicas, for a cluster that runs already. Raises ValueError if it has no room."""
-    machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    has_gpus = any(machine.get("GPU") for machine in machines)
-    needed = options.resources(config, has_gpus)
-    check_room(machines, needed, options.replicas)
-    scaling: dict[str, Any] = {"num_replicas": options.replicas}
-    if options.max_replicas is not None:
-        limits = {
-            "min_replicas": options.replicas,
-            "max_replicas": options.max_replicas,
-            "target_ongoing_requests": options.target_requests,
-        }
-        scaling = {"autoscaling_config": limits}
-    router = options.router_cls
-    deployment = serve.deployment(
-        Engine,
-        name="engine",
-        max_ongoing_requests=NO_LIMIT,
-        ray_actor_options={"num_cpus": needed["CPU"], "num_gpus": needed["GPU"]},
-        request_router_config=RequestRouterConfig(
-            request_router_class="nanovllm.server.replicas:RayRouter",
-            request_router_kwargs={"router": f"{router.__module__}:{router.__qualname__}"},
-        ),
-        health_check_period_s=1,
-        graceful_shutdown_timeout_s=server.drain_seconds,
-        **scaling,
-    )
-    return deployment.bind(vars(config), server.max_waiting)
-
-
-def check_room(machines: list[dict], needed: dict[str, float], num_replicas: int) -> None:
-    """Ray would wait for more machines, and say so in its logs only."""
-    num_places = 0
-    for machine in machines:
-        places = [machine.get(name, 0) // count for name, count in needed.items() if count]
-        num_places += int(min(places))
-    if num_places < num_replicas:
-        each = " and ".join(f"{count:g} {name}" for name, count in needed.items() if count)
-        problem = f"each needs {each}, so Ray's machines have room for {num_places}"
-        raise refusal("replicas", num_replicas, problem)
+from nanovllm.commands import replica_options
+from nanovllm.options import refusal
+from nanovllm.server.replicas import Ingress
+from nanovllm.server.scaling import NO_LIMIT, engines
 
 
 def app(args: dict[str, Any]) -> Application:
-    """What `serve run` and its config files call, with the options of `nanovllm serve`. The server
-    is a deployment, too: Ray's proxies pass on to it what they get."""
+    """What `serve run` and its config files call, with the options of `nanovllm serve`. Raises
+    ValueError."""
     for name in ("host", "port"):
         if name in args:
             raise refusal(name, args[name], "Ray says where it listens: http_options")
-    config, server, options = options_of(parsed(args))
+    config, server, options = replica_options(parsed(args))
     ingress = serve.deployment(
         Ingress,
         name="ingress",
@@ -140,42 +58,3 @@ def parsed(args: dict[str, Any]) -> Namespace:
             return new_parser().parse_args(words)
     except SystemExit:
         raise ValueError(problem.getvalue().strip().rpartition("error: ")[2]) from None
-
-
-def options_of(args: Namespace) -> tuple[Config, ServerOptions, ReplicaOptions]:
-    """Raises ValueError."""
-    config = Config(**given(args, Config))
-    return config, server_options(args), ReplicaOptions(**given(args, ReplicaOptions))
-
-
-def run(args: Namespace) -> None:
-    """Starts Ray here, unless RAY_ADDRESS names a cluster, and serves until a signal comes. This
-    process is the server: it needs no proxy, and ends as it does with one engine."""
-    config, server, options = options_of(args)
-    sock = bind(args.host, args.port)
-    most = options.max_replicas or options.replicas
-    start_ray(most * options.resources(config, has_gpus=False)["CPU"])
-    try:
-        application = engines(config, server, options)
-        serve.start(proxy_location="Disabled")
-        handle = serve.run(application, name="nanovllm", route_prefix=None)
-        new_engine = partial(Replicas.connect, handle)
-        new_server(app_of(Server(new_engine, server))).run(sockets=[sock])
-        serve.shutdown()
-    finally:
-        ray.shutdown()
-
-
-def start_ray(num_cpus: float) -> None:
-    """A part of a core is not what a process is limited to, only how Ray counts: so there may be
-    more replicas than cores."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent to anybody
-    if os.environ.get("RAY_ADDRESS"):
-        ray.init()
-        return
-    ray.init(
-        address="local",
-        num_cpus=max(os.cpu_count() or 1, ceil(num_cpus)),
-        object_store_memory=200 * 2**20,  # nothing large is ever in it
-        include_dashboard=False,
-    )

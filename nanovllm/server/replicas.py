@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator
 from contextvars import Context
 from dataclasses import dataclass
 from functools import partial
+from pydoc import locate
 from typing import Any
 
 from fastapi import FastAPI
@@ -21,7 +22,6 @@ from ray.exceptions import RayError
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from nanovllm.cli import imported
 from nanovllm.engine import LLM
 from nanovllm.inputs import Inputs
 from nanovllm.options import shown
@@ -133,6 +133,9 @@ class Replicas(Backend):
             self.tasks[ticket].cancel()
         super().close()
 
+    async def ended(self) -> None:
+        await self.engines.shutdown_async()
+
     async def _serve(self, ticket: Ticket) -> None:
         try:
             for pause in PAUSES:
@@ -184,7 +187,7 @@ class RayRouter(RequestRouter):
     """Asks a Router. Ray makes one for each ingress."""
 
     def initialize_state(self, **kwargs) -> None:
-        self.router_cls = imported(kwargs["router"])
+        self.router_cls: Any = locate(kwargs["router"])
         self.router: Router | None = None
         self.loads: Counter[ReplicaID] = Counter()
 
