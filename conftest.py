@@ -5,10 +5,18 @@ all but every fifth of its variants. `pytest --slow` runs everything. So does th
 with which students say what the public tests look at.
 """
 
+import gc
 import os
+import sys
 from collections import Counter
 
 import pytest
+
+gc.disable()  # what is imported stays: until the tests begin, there is no garbage to look for
+
+# Otherwise each of the hundreds of processes that tests start compiles the package again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # Two threads are hardly faster for models this small, and ten times slower on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
@@ -23,6 +31,16 @@ if not torch.cuda.is_available():
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests that are marked slow, too")
+
+
+def pytest_collection_finish() -> None:
+    """Who looks for garbage needs not look at what was imported: half a second each time."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or Triton's bindings complain at the end
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
