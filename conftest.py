@@ -12,12 +12,6 @@ from collections import Counter
 
 import pytest
 
-gc.disable()  # what is imported stays: until the tests begin, there is no garbage to look for
-
-# Otherwise each of the hundreds of processes that tests start compiles the package again.
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-sys.dont_write_bytecode = False
-
 # Two threads are hardly faster for models this small, and ten times slower on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # who waits leaves the processor to others
@@ -25,6 +19,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach for the networ
 
 import torch
 
+gc.disable()  # what is imported stays: until the tests begin, there is no garbage to look for
+# Or each of the hundreds of processes that the tests start would compile the package again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported: on the CPU
 
