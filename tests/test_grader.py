@@ -41,9 +41,7 @@ def latency_ratio(run: Run, baseline: Run) -> float:
 
 
 def jobs(seed: int):
-    return predicted(
-        workload(all_at_once(), sharegpt(max_model_len=1024, seed=seed), 40), sigma=0.0
-    )
+    return predicted(workload(all_at_once(), sharegpt(max_model_len=512, seed=seed), 40), sigma=0.0)
 
 
 PART = Part(

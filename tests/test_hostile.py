@@ -37,7 +37,7 @@ TASK = Task(
     [
         Part(
             "load",
-            lambda seed: workload(all_at_once(), sharegpt(512, seed), 20),
+            lambda seed: workload(all_at_once(), sharegpt(512, seed), 6),
             CONFIG,
             [GOAL],
             30,
@@ -398,7 +398,7 @@ def test_nobody_hurts_the_next_one(graded, account):
     """A row of submissions of one user. In the first, a daemon waits for whoever comes."""
     assert graded(SABOTAGE + FCFS, account=account)["score"] == 30
     for _ in range(2):
-        slow = method("import time\ntime.sleep(0.01)\nreturn super().schedule()")
+        slow = method("import time\ntime.sleep(0.03)\nreturn super().schedule()")
         assert graded(slow, account=account)["score"] == 30
     assert not account.processes()
     assert not os.path.exists("/tmp/left by a student")

@@ -25,8 +25,8 @@ def commands() -> list[str]:
 
 def test_the_guide_has_commands_for_a_new_assignment():
     making, measuring = commands()
-    assert "cp -r tutorials/assignments/template tutorials/assignments/a8" in making
-    assert "seeds a8" in measuring and "pytest" in measuring
+    assert "cp -r tutorials/assignments/template tutorials/assignments/a9" in making
+    assert "seeds a9" in measuring and "pytest" in measuring
 
 
 @pytest.mark.slow
@@ -47,8 +47,8 @@ def test_the_commands_of_the_guide_make_a_new_assignment(tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
     passed = re.findall(r"^(\d+) passed(?!.*(?:failed|skipped))", done.stdout, re.MULTILINE)
     assert len(passed) == 2 and min(map(int, passed)) >= 5, done.stdout
-    folder = tmp_path / "tutorials" / "assignments" / "a8"
+    folder = tmp_path / "tutorials" / "assignments" / "a9"
     names = sorted(file.name for file in folder.iterdir() if file.is_file())
-    assert names == ["README.md", "starter.py", "task.py", "test_a8.py"]
+    assert names == ["README.md", "starter.py", "task.py", "test_a9.py"]
     handout = (folder / "README.md").read_text()
-    assert "template" not in handout and "| a8_solution |" in handout
+    assert "template" not in handout and "| a9_solution |" in handout
