@@ -7,7 +7,6 @@ with which students say what the public tests look at.
 
 import gc
 import os
-import sys
 from collections import Counter
 
 import pytest
@@ -20,9 +19,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach for the networ
 import torch
 
 gc.disable()  # what is imported stays: until the tests begin, there is no garbage to look for
-# Or each of the hundreds of processes that the tests start would compile the package again.
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-sys.dont_write_bytecode = False
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported: on the CPU
 
