@@ -81,8 +81,8 @@ def ranks() -> dict:
 
 def shapes(trace: Path) -> dict:
     found = {}
-    for rate in (2, 8, 16, 24):
-        jobs = azure(trace, 1500, rate=rate)
+    for rate, count in ((8, 1500), (64, 3000), (160, 6000)):
+        jobs = azure(trace, count, rate=rate)
         for num_ranks in (1, 2, 4, 8):
             config = Config(model="qwen3-32b", tensor_parallel_size=num_ranks)
             run = simulate(jobs, config, replicas=16 // num_ranks, router_cls=LeastLoaded)
