@@ -453,3 +453,25 @@ def test_arguments_of_a_config_file():
         parsed({"replicas": "two"})
     with pytest.raises(ValueError, match="port=8000 .* http_options"):
         app({"port": 8000})
+
+
+def test_replicas_that_cannot_be_made(monkeypatch):
+    """What Ray says is long, and where the reason is, changes. The user gets the reason."""
+    from nanovllm.server import scaling
+
+    message = "The deployment failed 2 times\n  File x, line 3\nValueError: no memory is left\n\n"
+    status = SimpleNamespace(
+        applications={
+            "nanovllm": SimpleNamespace(deployments={"engine": SimpleNamespace(message=message)})
+        }
+    )
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("Deploying application nanovllm failed")
+
+    monkeypatch.setattr(scaling.serve, "run", fail)
+    monkeypatch.setattr(scaling.serve, "status", lambda: status)
+    with pytest.raises(
+        ValueError, match="the replicas do not start: ValueError: no memory is left"
+    ):
+        scaling.start(None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from functools import partial
 from math import ceil
@@ -79,6 +80,7 @@ def engines(config: Config, server: ServerOptions, options: ReplicaOptions) -> A
             request_router_kwargs={"router": f"{router.__module__}.{router.__qualname__}"},
         ),
         health_check_period_s=1,
+        max_constructor_retry_count=2,
         graceful_shutdown_timeout_s=server.drain_seconds,
         **scaling,
     )
@@ -108,13 +110,23 @@ def run(
     try:
         application = engines(config, server, options)
         serve.start(proxy_location="Disabled")
-        serve.run(application, name=NAME, route_prefix=None)
+        start(application)
         # a handle belongs to an event loop: what serve.run returns would end after it
         new_engine = partial(Replicas.connect, DeploymentHandle("engine", NAME))
         new_server(app_of(Server(new_engine, server))).run(sockets=[sock])
         serve.shutdown()
     finally:
         ray.shutdown()
+
+
+def start(application: Application) -> None:
+    """Waits for the replicas. Raises ValueError with what is wrong if they cannot be made."""
+    try:
+        serve.run(application, name=NAME, route_prefix=None)
+    except RuntimeError as error:
+        message = serve.status().applications[NAME].deployments["engine"].message
+        lines = [line for line in message.splitlines() if re.match(r"[\w.]*Error: ", line)]
+        raise ValueError(f"the replicas do not start: {(lines or [message])[-1]}") from error
 
 
 def start_ray(num_cpus: float) -> None:
