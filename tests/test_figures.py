@@ -36,6 +36,7 @@ def test_pictures_and_chapters_belong_together():
         "plot_roofline",
         "plot_policies",
         "plot_serving",
+        "plot_replicas",
     ],
 )
 def test_scripts_draw_what_is_committed(name, monkeypatch, tmp_path):

@@ -1,4 +1,4 @@
-"""Writes the tables of README, chapters 10, 12 and 14 and the handouts from the files beside it:
+"""Writes the tables of README, chapters 10, 12 and 14 to 16 and the handouts from the files beside it:
 nobody types a number.
 
     python -m tutorials.results.tables
@@ -31,6 +31,7 @@ PAGES = [
     ROOT / "tutorials" / "12_simulator.md",
     ROOT / "tutorials" / "14_serving.md",
     ROOT / "tutorials" / "15_parallel.md",
+    ROOT / "tutorials" / "16_beyond.md",
     *sorted((ROOT / "tutorials" / "assignments").glob("*/README.md")),
 ]
 MARK = re.compile(
@@ -331,6 +332,74 @@ def ranks(reports: list[dict], links: list[str]) -> str:
     return f"{about}\n\n{markdown(rows)}\n\n{alone}"
 
 
+TPOT = ("per token p50 (ms)", "p99")
+LINK_NAMES = {"nvlink": "NVLink", "pcie": "PCIe", "network": "network"}
+
+
+def split(reports: list[dict], links: list[str]) -> str:
+    """For chapter 16: Qwen3-32B on one to eight devices, one user alone and as many as possible."""
+    (report,), (link,) = reports, links
+    rows = [["H100s", "link", "alone: TTFT (ms)", "per token", "full: tokens/s", "of each H100"]]
+    for name, one in report["ranks"].items():
+        num_ranks, wire = name.split()
+        alone = [f"{one['ttft_ms']:.0f}", f"{one['tpot_ms']:.1f}"]
+        speeds = [f"{one[key]:,.0f}" for key in ("tokens_per_second", "per_device")]
+        rows.append([num_ranks, "-" if num_ranks == "1" else LINK_NAMES[wire], *alone, *speeds])
+    return f"Simulated, commit {report['commit']} ([all numbers]({link})):\n\n{markdown(rows)}"
+
+
+def copies(reports: list[dict], links: list[str]) -> str:
+    """For chapter 16: sixteen devices as many small replicas or few large ones."""
+    (report,), _ = reports, links
+    rows = [["requests/s", "replicas", "H100s of each", "TTFT p50 (ms)", "p99", *TPOT]]
+    for name, one in report["shapes"].items():
+        rate, count = name.split()
+        rows.append([rate, count, str(16 // int(count)), *first_and_later(one)])
+    return markdown(rows)
+
+
+def first_and_later(one: dict) -> list[str]:
+    """Milliseconds: TTFT of half of all and of 99 in 100, then those per token."""
+    first = [f"{one['ttft_ms'][q]:,.0f}" for q in ("p50", "p99")]
+    return first + [f"{one['tpot_ms'][q]:.1f}" for q in ("p50", "p99")]
+
+
+def routed(reports: list[dict], links: list[str]) -> str:
+    """For chapter 16: three loads and three routers, on four simulated replicas."""
+    (report,), (link,) = reports, links
+    rows = [["load, router", "hits", "TTFT p50 (ms)", "p99", *TPOT]]
+    for name, one in report["routers"].items():
+        rows.append([name, f"{one['hit_rate']:.0%}", *first_and_later(one)])
+    return f"Simulated, commit {report['commit']} ([all numbers]({link})):\n\n{markdown(rows)}"
+
+
+def bounds(reports: list[dict], links: list[str]) -> str:
+    """For chapter 16: how far a replica may be ahead of the others."""
+    (report,), _ = reports, links
+    rows = [["load, `most_ahead`", "hits", "TTFT p50 (ms)", "p99", "busiest of 4 serves"]]
+    for name, one in report["bounds"].items():
+        load, most = name.split()
+        times = [f"{one['ttft_ms'][q]:,.0f}" for q in ("p50", "p99")]
+        most = "no bound" if int(most) >= 10**9 else most
+        share = f"{one['most_requests'] / 4:.0%}"
+        rows.append([f"{load}, {most}", f"{one['hit_rate']:.0%}", *times, share])
+    return markdown(rows)
+
+
+def real_replicas(reports: list[dict], links: list[str]) -> str:
+    """For chapter 16: two real replicas on a CPU."""
+    (report,), (link,) = reports, links
+    about = (
+        f"Embedded model, two replicas, {report['users']} users with {report['turns']} turns each, "
+        f"{report['device']}, commit {report['commit']} ([all numbers]({link})):"
+    )
+    rows = [["router", "hits", "TTFT p50 (ms)", "p90", "p99", "turns/s"]]
+    for name, run in report["runs"].items():
+        times = [f"{run['ttft_ms'][q]:,.0f}" for q in ("p50", "p90", "p99")]
+        rows.append([name, f"{run['hit_rate']:.0%}", *times, f"{run['turns_per_second']:.1f}"])
+    return f"{about}\n\n{markdown(rows)}"
+
+
 def tried(reports: list[dict], links: list[str]) -> str:
     """For a handout: what was tried for the assignment, on many seeds."""
     return handout_table(*reports)
@@ -353,6 +422,11 @@ TABLES = {
     "overloaded": overloaded,
     "streams_beside_generate": streams_beside_generate,
     "ranks": ranks,
+    "split": split,
+    "copies": copies,
+    "routed": routed,
+    "bounds": bounds,
+    "real_replicas": real_replicas,
     "tried": tried,
 }
 

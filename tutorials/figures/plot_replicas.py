@@ -1,0 +1,111 @@
+"""Draws the replicas of chapter 16: what splitting a model wins and costs, what routers find, and how
+far a router should follow a prefix.
+
+    python -m tutorials.figures.plot_replicas          # reads tutorials/results/replicas.json
+
+Writes replicas_ranks.png, replicas_routers.png and replicas_bounds.png next to this script. Needs
+matplotlib.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE.parent / "results" / "replicas.json"
+# of Okabe and Ito's colors, which the color-blind can tell apart
+ROUTERS = {"round robin": "#999999", "least loaded": "#E69F00", "prefix affinity": "#0072B2"}
+LINKS = {
+    "nvlink": ("NVLink", "#0072B2"),
+    "pcie": ("PCIe", "#E69F00"),
+    "network": ("network", "#009E73"),
+}
+LOADS = {"conversations": "#0072B2", "documents": "#D55E00"}
+NO_BOUND = 10**9
+
+
+def draw_ranks(ranks: dict) -> None:
+    """A line for each link: what a user waits for a token, and what a device is used for."""
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.subplots()
+    for link, (label, color) in LINKS.items():
+        points = {int(name.split()[0]): one for name, one in ranks.items() if name.endswith(link)}
+        x = [one["tpot_ms"] for one in points.values()]
+        y = [one["per_device"] for one in points.values()]
+        axes.plot(x, y, "o-", color=color, label=label)
+        for num_ranks, place in zip(points, zip(x, y)):
+            axes.annotate(str(num_ranks), place, (5, 4), textcoords="offset points", color=color)
+    axes.set_xlim(0)
+    axes.set_ylim(0)
+    axes.set_xlabel("ms per token, for a user who is alone")
+    axes.set_ylabel("tokens/s of each H100, with many users")
+    axes.set_title("Qwen3-32B, simulated; the number is that of the H100s", fontsize="medium")
+    axes.grid(alpha=0.3)
+    axes.legend(title="between them", frameon=False)
+    figure.savefig(HERE / "replicas_ranks.png", dpi=120)
+
+
+def draw_routers(routers: dict) -> None:
+    loads = list(dict.fromkeys(name.partition(", ")[0] for name in routers))
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    hits, times = figure.subplots(1, 2)
+    for i, (router, color) in enumerate(ROUTERS.items()):
+        ones = [routers[f"{load}, {router}"] for load in loads]
+        x = [place + 0.27 * (i - 1) for place in range(len(loads))]
+        hits.bar(x, [100 * one["hit_rate"] for one in ones], 0.25, color=color, label=router)
+        times.bar(x, [one["ttft_ms"]["p50"] for one in ones], 0.25, color=color)
+        tails = [one["ttft_ms"]["p99"] for one in ones]
+        times.plot(x, tails, "_", color=color, markersize=14, markeredgewidth=3)
+    hits.set_ylabel("% of prompt tokens found in a cache")
+    times.set_ylabel("ms to the first token")
+    times.set_title("bar: half of all; dash: 99 in 100", fontsize="small")
+    for axes in (hits, times):
+        axes.set_xticks(range(len(loads)), loads)
+        axes.grid(axis="y", alpha=0.3)
+    figure.legend(
+        *hits.get_legend_handles_labels(), loc="outside upper center", ncols=3, frameon=False
+    )
+    figure.savefig(HERE / "replicas_routers.png", dpi=120)
+
+
+def draw_bounds(bounds: dict) -> None:
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    hits, times = figure.subplots(1, 2)
+    for load, color in LOADS.items():
+        ones = {int(name.split()[1]): one for name, one in bounds.items() if name.startswith(load)}
+        x = range(len(ones))
+        hits.plot(
+            x, [100 * one["hit_rate"] for one in ones.values()], "o-", color=color, label=load
+        )
+        for q, style in (("p50", "o-"), ("p99", "x--")):
+            label = f"{load}, {'half of all' if q == 'p50' else '99 in 100'}"
+            times.plot(
+                x, [one["ttft_ms"][q] for one in ones.values()], style, color=color, label=label
+            )
+        for axes in (hits, times):
+            axes.set_xticks(x, ["none" if most == NO_BOUND else str(most) for most in ones])
+    hits.set_ylabel("% of prompt tokens found in a cache")
+    hits.set_ylim(0, 100)
+    times.set_ylabel("ms to the first token")
+    times.set_yscale("log")
+    for axes in (hits, times):
+        axes.set_xlabel("most_ahead")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="small")
+    figure.savefig(HERE / "replicas_bounds.png", dpi=120)
+
+
+def main() -> None:
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
+    report = json.loads(RESULTS.read_text())
+    draw_ranks(report["ranks"])
+    draw_routers(report["routers"])
+    draw_bounds(report["bounds"])
+
+
+if __name__ == "__main__":
+    main()
