@@ -113,7 +113,7 @@ class Simulation:
             return 0
         loads = self.loads.copy()
         name = self.router.choose(request, loads)
-        check_choice(self.router, "choose", name, self.loads)
+        check_choice(self.router, "choose", name, [*self.loads])
         return name
 
     def _step(self, keep_steps: bool) -> None:

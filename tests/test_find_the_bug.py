@@ -16,7 +16,7 @@ from nanovllm.simulator import simulate
 from tutorials.assignments.a0.questions import INVARIANTS, QUESTIONS, Question
 from tutorials.assignments.a0.task import Counting, check_counts
 from tutorials.assignments.public import check_rules, load
-from tutorials.assignments.task import Part, load_task, serve_by_fcfs
+from tutorials.assignments.task import Part, load_task, serve_baseline
 
 FILES = Path(__file__).parent / "assignments"
 STARTER = Path(__file__).parent.parent / "tutorials" / "assignments" / "a0" / "starter.py"
@@ -41,7 +41,7 @@ def part_points(part: Part, module) -> float:
             check_counts(part, getattr(module, part.block_manager), SEED)
     except Exception:  # a bug may end in any of them
         return 0
-    baseline = serve_by_fcfs(part, SEED)
+    baseline = serve_baseline(part, SEED)
     return part.points + sum(goal.score(goal.measure(run, baseline)) for goal in part.goals)
 
 

@@ -191,7 +191,7 @@ BROKEN = {
     "crashes": (CRASHES, r"step \d+: ZeroDivisionError: .* \(line \d+ of your file, in priority\)"),
     "hangs": (
         HANGS,
-        r"step \d+: your scheduler has not answered for 5 s: it was in .*solution.py.*next_waiting",
+        r"step \d+: your file has not answered for 5 s: it was in .*solution.py.*next_waiting",
     ),
     "wrong victim": (
         WRONG_VICTIM,
