@@ -144,7 +144,7 @@ class RouterReferee(Router):
         where = f"request {request.request_id}"
         question = {"request": packed(request), "loads": [*loads.items()]}
         choice = ask(self.process, question, where).get("replica")
-        if not is_int(choice) or choice not in loads:
+        if not is_int(choice, 0) or choice not in loads:
             outline = f"{where}: your process has chosen what is no replica"
             raise Broken(outline, f": {shown(choice)}")
         return choice

@@ -46,7 +46,7 @@ def chats(seed: int) -> list[Job]:
 
 
 def agents(seed: int) -> list[Job]:
-    """24 programs. Each begins with 3,000 to 12,000 tokens of its own, and asks about eight times,
+    """24 programs. Each begins with 3,000 to 12,000 tokens of its own, and asks about nine times,
     soon after the last answer."""
     lengths = lognormal(250, 80, 0.6, 2000, 4 * seed + 3)
     jobs = multi_turn(
