@@ -18,7 +18,7 @@ from nanovllm.config import Config
 from nanovllm.simulator import Run
 from tutorials.assignments.grade import read_secret, secret_seeds
 from tutorials.assignments.grader import Grader
-from tutorials.assignments.task import Goal, Part, Task, mean_latency
+from tutorials.assignments.task import Goal, Part, Task, mean_latency, measure
 from tutorials.simulation.workloads import (
     all_at_once,
     poisson,
@@ -363,15 +363,17 @@ def router(body: str, head: str = "") -> str:
 
 
 def test_a_router_is_graded(tmp_path):
-    """The same runs as in this process: one after the other is as good as itself."""
+    """The same runs as in this process, to the last digit."""
     report = graded(tmp_path, IN_TURN, ROUTERS, seeds=(1, 2))
     assert [check.score for check in report.checks] == [30, 0]
     assert report.values == {"load, mean latency / FCFS": 1.0}
-    by_length = "self.sums = getattr(self, 'sums', dict.fromkeys(loads, 0))\nname = min(loads, key=self.sums.get)\n"
-    by_length += "self.sums[name] += request.params.extra_args['predicted_tokens']\nreturn name"
-    report = graded(tmp_path, router(by_length), ROUTERS)
-    (value,) = report.values.values()
-    assert value < 0.99 and report.checks[0].score == 30, report.table()
+    code = router("return [*loads][len(request.prompt_token_ids) % len(loads)]")
+    report = graded(tmp_path, code, ROUTERS)
+    namespace: dict = {}
+    exec(code, namespace)
+    expected = measure(ROUTERS.parts[0], namespace["MyRouter"], seed=1)
+    assert [*report.values.values()] == [*expected.values()] != [1.0]
+    assert report.checks[0].score == 30, report.table()
 
 
 BROKEN_ROUTERS = {
