@@ -25,7 +25,7 @@ class TestRules(RuleTests):
 
 
 def test_a_hot_document_does_not_make_one_replica_the_bottleneck():
-    """60 questions per second about one document: a replica has seats for about 10 per second."""
+    """30 questions per second about one document: a replica has seats for about 10 per second."""
     jobs = shared_prefix(poisson(rate=30), fixed(60, 100), 300, num_prefixes=1, prefix_tokens=2500)
     run = serve(replace(PART, workload=lambda seed: labelled(jobs, user=0)), MyRouter, seed=1)
     most = max(Counter(served.replica for served in run.requests).values())
