@@ -111,10 +111,10 @@ class Simulation:
             self.loads[name] -= 1
         if len(self.replicas) == 1:
             return 0
-        loads = self.loads.copy()
-        name = self.router.choose(request, loads)
-        check_choice(self.router, "choose", name, self.loads)
-        return name
+        names = [*self.loads]
+        chosen = self.router.choose(request, self.loads.copy())
+        check_choice(self.router, "choose", chosen, names)
+        return names.index(chosen)  # 1.0 is taken for 1
 
     def _step(self, keep_steps: bool) -> None:
         """Of the replica whose clock is behind: so nobody comes to it from its past."""

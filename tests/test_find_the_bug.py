@@ -17,7 +17,7 @@ from nanovllm.simulator import Run, simulate
 from tutorials.assignments.a0.questions import INVARIANTS, QUESTIONS, Question
 from tutorials.assignments.a0.task import Counting, check_counts
 from tutorials.assignments.public import check_rules, load
-from tutorials.assignments.task import Part, load_task, serve_by_fcfs
+from tutorials.assignments.task import Part, load_task, serve_baseline
 
 FILES = Path(__file__).parent / "assignments"
 STARTER = Path(__file__).parent.parent / "tutorials" / "assignments" / "a0" / "starter.py"
@@ -43,14 +43,14 @@ def part_points(part: Part, module) -> float:
     except Exception:  # a bug may end in any of them
         return 0
     is_whole = part is PARTS[part.name]
-    baseline = baseline_of(part.name) if is_whole else serve_by_fcfs(part, SEED)
+    baseline = baseline_of(part.name) if is_whole else serve_baseline(part, SEED)
     return part.points + sum(goal.score(goal.measure(run, baseline)) for goal in part.goals)
 
 
 @cache
 def baseline_of(name: str) -> Run:
     """The same for all repairs."""
-    return serve_by_fcfs(PARTS[name], SEED)
+    return serve_baseline(PARTS[name], SEED)
 
 
 def full_points(part: Part) -> float:

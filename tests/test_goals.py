@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from tutorials.assignments.seeds import (
-    FCFS,
     SILLY,
+    baseline_of,
     measure_seed,
     points_of,
     policies_of,
@@ -52,7 +52,7 @@ def margin(goal, value: float) -> float:
 
 
 def assert_same_again(name: str, paths: list[Path], seed: int) -> None:
-    """For each policy of the files, and FCFS."""
+    """For each policy of the files, and the baseline."""
     report = report_of(name)
     measured = measure_seed(load_task(name), paths, check=False, seed=seed)
     for policy, values in measured.items():
@@ -61,7 +61,7 @@ def assert_same_again(name: str, paths: list[Path], seed: int) -> None:
 
 
 def test_there_are_assignments():
-    assert {f"a{i}" for i in range(8)} <= set(NAMES)
+    assert {f"a{i}" for i in range(9)} <= set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -78,9 +78,10 @@ def test_all_goals_are_measured_on_20_seeds(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_rows_are_those_of_the_files(name):
-    policies, report = policies_of(load_task(name), paths_of(name)), report_of(name)
-    assert report["rows"].keys() == {FCFS, *(policy.name for policy in policies)}
-    silly = {FCFS, *(policy.name for policy in policies if policy.kind == "silly")}
+    task, report = load_task(name), report_of(name)
+    policies, baseline = policies_of(task, paths_of(name)), baseline_of(task)
+    assert report["rows"].keys() == {baseline, *(policy.name for policy in policies)}
+    silly = {baseline, *(policy.name for policy in policies if policy.kind == "silly")}
     assert set(report["silly"]) == silly
     assert f"{name}_solution" in report["rows"]
 

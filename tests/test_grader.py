@@ -18,7 +18,7 @@ from nanovllm.config import Config
 from nanovllm.simulator import Run
 from tutorials.assignments.grade import read_secret, secret_seeds
 from tutorials.assignments.grader import Grader
-from tutorials.assignments.task import Goal, Part, Task, mean_latency
+from tutorials.assignments.task import Goal, Part, Task, mean_latency, measure
 from tutorials.simulation.workloads import (
     all_at_once,
     poisson,
@@ -189,7 +189,7 @@ BROKEN = {
     "crashes": (CRASHES, r"step \d+: ZeroDivisionError: .* \(line \d+ of your file, in priority\)"),
     "hangs": (
         HANGS,
-        r"step \d+: your scheduler has not answered for 5 s: it was in .*solution.py.*next_waiting",
+        r"step \d+: your file has not answered for 5 s: it was in .*solution.py.*next_waiting",
     ),
     "wrong victim": (
         WRONG_VICTIM,
@@ -343,6 +343,121 @@ def test_a_file_that_writes_a_report_of_its_own(tmp_path, monkeypatch):
     report = graded(tmp_path, "\n".join(code.splitlines()[:2]) + "\n" + FCFS)
     assert report.printed.startswith("[] ['HF_HUB_OFFLINE', 'HOME', "), report.printed
     assert "SECRET" not in report.printed
+
+
+# --- routers ---
+
+ROUTERS = Task("least loaded", [replace(PART, router="MyRouter", replicas=3)], engine_points=0)
+ROUTER_HEAD = "from nanovllm.router import LeastLoaded, Router, RoundRobin\n"
+IN_TURN = ROUTER_HEAD + "class MyRouter(RoundRobin):\n    pass\n"
+
+
+def router(body: str, head: str = "") -> str:
+    """Its `choose` has these lines; `in_turn` is what the baseline does."""
+    lines = "".join(
+        f"        {line}\n" for line in ["in_turn = super().choose", *body.splitlines()]
+    )
+    return f"{ROUTER_HEAD}{head}class MyRouter(RoundRobin):\n    def choose(self, request, loads):\n{lines}"
+
+
+def test_a_router_is_graded(tmp_path):
+    """The same runs as in this process, to the last digit."""
+    report = graded(tmp_path, IN_TURN, ROUTERS, seeds=(1, 2))
+    assert [check.score for check in report.checks] == [30, 0]
+    assert report.values == {"load, mean latency / FCFS": 1.0}
+    code = router("return [*loads][len(request.prompt_token_ids) % len(loads)]")
+    report = graded(tmp_path, code, ROUTERS)
+    namespace: dict = {}
+    exec(code, namespace)
+    expected = measure(ROUTERS.parts[0], namespace["MyRouter"], seed=1)
+    assert [*report.values.values()] == [*expected.values()] != [1.0]
+    assert report.checks[0].score == 30, report.table()
+
+
+BROKEN_ROUTERS = {
+    "no such replica": (
+        router("return 7"),
+        r"request 0: MyRouter.choose\(\): 7 is not one of \[0, 1, 2\]",
+    ),
+    "all replicas": (
+        router("return [*loads]"),
+        r"request 0: .*\[0, 1, 2\] is not one of \[0, 1, 2\]",
+    ),
+    "none": (router("pass"), r"request 0: MyRouter.choose\(\): None is not one of"),
+    "crashes": (
+        router("return in_turn(request, loads) // (loads[0] < 3)"),
+        r"request \d+: ZeroDivisionError: .* \(line \d+ of your file, in choose\)",
+    ),
+    "hangs": (
+        router("while loads[0] > 3:\n    pass\nreturn in_turn(request, loads)"),
+        r"request \d+: your file has not answered for 5 s: it was in .*solution.py.*choose",
+    ),
+    "exits": (
+        router("import os\nos._exit(0)"),
+        r"request 0: your process has ended by itself: exit status 0",
+    ),
+    "no class": (FCFS, "your file has no class MyRouter that is a subclass of Router"),
+    "no choose": (
+        ROUTER_HEAD + "class MyRouter(Router):\n    pass\n",
+        "request 0: NotImplementedError",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.slow] * (case == "hangs")) for case in BROKEN_ROUTERS],
+)
+def test_a_router_that_is_broken_is_one_sentence_with_the_request(tmp_path, case):
+    code, message = BROKEN_ROUTERS[case]
+    report = graded(tmp_path, code, ROUTERS)
+    assert report.score == 0
+    assert re.search(message, rules(report)[1]) and "\n" not in rules(report)[1], rules(report)[1]
+
+
+UNCHECKED = "import sys\nsys.modules['player'].check_choice = lambda *args: None\n"
+SPOILS = """
+name = in_turn(request, loads)
+loads.clear()
+request.prompt_token_ids.clear()
+request.params.max_tokens = 1
+return name
+""".strip()
+LOOKS = """
+import gc, sys
+frame = sys._getframe()
+kinds = ("Job", "Run", "Simulation", "Replica", "Served")
+while frame is not None:
+    assert not any(type(value).__name__ in kinds for value in frame.f_locals.values())
+    frame = frame.f_back
+assert not any(type(thing).__name__ in kinds for thing in gc.get_objects())
+return in_turn(request, loads)
+""".strip()
+ROUTER_CHEATS = {
+    "patches the cost and the clock": (PATCHED_COST.partition("class")[0] + IN_TURN, None),
+    "spoils what it gets": (router(SPOILS), None),
+    "looks for the true lengths": (router(LOOKS), None),
+    "a replica of its own": (
+        router("return 99", UNCHECKED),
+        "request 0: your process has chosen what is no replica: 99",
+    ),
+    "true": (router("return True", UNCHECKED), "request 0: .* what is no replica: True"),
+    "a text": (router("return '0'", UNCHECKED), "request 0: .* what is no replica: '0'"),
+    "a fraction": (router("return 1e400", UNCHECKED), "request 0: .* what is no replica: inf"),
+    "a list": (router("return [0]", UNCHECKED), r"request 0: .* what is no replica: \[0\]"),
+}
+
+
+@pytest.mark.parametrize("cheat", ROUTER_CHEATS)
+def test_a_router_that_cheats_wins_nothing(tmp_path, cheat):
+    """It is refused with a sentence, or is as good as one after the other."""
+    code, message = ROUTER_CHEATS[cheat]
+    report = graded(tmp_path, code, ROUTERS)
+    if message is None:
+        assert [check.score for check in report.checks] == [30, 0], report.table()
+        assert [*report.values.values()] == [1.0]
+    else:
+        assert report.score == 0 and re.search(message, rules(report)[1]), rules(report)[1]
 
 
 # --- what else the report says ---

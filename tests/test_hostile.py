@@ -185,6 +185,55 @@ def test_the_protocol(graded, case, monkeypatch, temporary):
     assert not [*temporary.iterdir()]
 
 
+# --- routers: the same process, another question ---
+
+ROUTERS = replace(TASK, parts=[replace(TASK.parts[0], router="MyRouter", replicas=2)])
+
+
+def choose(body: str) -> str:
+    """A router that does this before it chooses."""
+    lines = "".join(f"        {line}\n" for line in [*body.splitlines(), "return min(loads)"])
+    head = "from nanovllm.router import Router\nclass MyRouter(Router):\n"
+    return f"{head}    def choose(self, request, loads):\n{lines}"
+
+
+HOSTILE_ROUTERS = {
+    "closes everything": (
+        choose("import os, time\nos.closerange(0, 100)\ntime.sleep(1000)"),
+        "closed the pipe",
+    ),
+    "a segmentation fault": (choose("import ctypes\nctypes.string_at(0)"), "exit status -11"),
+    "ends the grader": (
+        choose("import os, signal, time\nos.kill(os.getppid(), signal.SIGKILL)\ntime.sleep(1000)"),
+        "the process that grades was ended",
+    ),
+    "a long line": (
+        ANSWERS + choose("answers().write('[' * 2**22)\nanswers().flush()"),
+        "more than 1 MiB",
+    ),
+    "another answer": (
+        ANSWERS + choose("answers().write('{\"events\": []}\\n')\nanswers().flush()"),
+        "request 0: your process has chosen what is no replica: None",
+    ),
+    "a slow one": (choose("import time\ntime.sleep(1)"), "more than 8 s in all"),
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.slow] * (case == "a slow one"))
+        for case in HOSTILE_ROUTERS
+    ],
+)
+def test_a_hostile_router(graded, case, monkeypatch, temporary):
+    code, expected = HOSTILE_ROUTERS[case]
+    monkeypatch.setattr(grader, "SECONDS_TO_STOP", 3)
+    results = graded(code, ROUTERS, limit=8 if case == "a slow one" else 60)
+    assert expected in sentence(results)
+    assert not [*temporary.iterdir()]
+
+
 # --- texts ---
 
 UMLAUT = "# J\u00fcrgen\n"
@@ -333,18 +382,27 @@ LEAK = {
 }
 
 
+LEAKING_ROUTERS = {
+    "a router prints": choose("print('the load', [len(request.prompt_token_ids)])"),
+    "a router's error": choose("raise ValueError([len(request.prompt_token_ids)])"),
+    "a router's choice": choose("return 'lengths 1234'"),
+}
+LEAK |= LEAKING_ROUTERS
+
+
 @pytest.mark.parametrize(
     "case",
     [pytest.param(case, marks=[pytest.mark.slow] * (case == "where it hangs")) for case in LEAK],
 )
 def test_nothing_of_a_secret_load_is_shown(graded, case):
     """The same file says it on a public seed."""
-    public = json.dumps(graded(LEAK[case]))
-    secret = json.dumps(graded(LEAK[case], is_secret=True))
+    task = ROUTERS if case in LEAKING_ROUTERS else TASK
+    public = json.dumps(graded(LEAK[case], task))
+    secret = json.dumps(graded(LEAK[case], task, is_secret=True))
     tell = ("1234", "ValueError: [", "the load [")
     assert any(text in public for text in tell), public
     assert not any(text in secret for text in tell), secret
-    if case != "prints":
+    if not case.endswith("prints"):
         assert "try the public ones" in secret
 
 

@@ -76,7 +76,8 @@ class Engine:
         try:
             while not call.is_over:
                 yield [sendable(news) for news in await call.take()]
-                await asyncio.sleep(SECONDS_BETWEEN)
+                if not call.is_over:
+                    await asyncio.sleep(SECONDS_BETWEEN)
         finally:  # also if Ray cancels this, because nobody reads it any longer
             self.engine.leave(call)
 

@@ -110,11 +110,13 @@ def run(
     try:
         application = engines(config, server, options)
         serve.start(proxy_location="Disabled")
-        start(application)
-        # a handle belongs to an event loop: what serve.run returns would end after it
-        new_engine = partial(Replicas.connect, DeploymentHandle("engine", NAME))
-        new_server(app_of(Server(new_engine, server))).run(sockets=[sock])
-        serve.shutdown()
+        try:
+            start(application)
+            # a handle belongs to an event loop: what serve.run returns would end after it
+            new_engine = partial(Replicas.connect, DeploymentHandle("engine", NAME))
+            new_server(app_of(Server(new_engine, server))).run(sockets=[sock])
+        finally:
+            serve.delete(NAME)  # others may use the same cluster
     finally:
         ray.shutdown()
 

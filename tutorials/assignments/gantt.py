@@ -35,22 +35,35 @@ def spans(row: str, run: Run) -> Iterator[tuple[str, tuple[float, float]]]:
             yield state, (begin, run.steps[column - 1].end - begin)
 
 
+def rows_of(run: Run) -> dict[int, tuple[str, Run]]:
+    """For each request, in the order of arrival: its states, and the run whose steps they are. That
+    is the run of its replica, if there are several."""
+    parts = run.replicas or [run]
+    rows = {
+        i: (row, part)
+        for name, part in enumerate(parts)
+        for i, row in states(part).items()
+        if run.requests[i].replica == name
+    }
+    return {i: rows[i] for i in sorted(rows, key=lambda i: run.requests[i].arrival)}
+
+
 def draw(runs: Mapping[str, Run], path: Path, which: slice, title: str) -> None:
     """The runs side by side, with the same requests in the same rows, in the order of arrival."""
-    rows = {name: states(run) for name, run in runs.items()}
+    rows = {name: rows_of(run) for name, run in runs.items()}
     indices = chosen([*next(iter(rows.values()))], which)
     figure = Figure(figsize=(13, 1.4 + 0.16 * len(indices)), layout="constrained")
     all_axes = figure.subplots(1, len(runs), sharex=True, sharey=True)
-    for axes, (name, run) in zip(all_axes, runs.items()):
+    for axes, name in zip(all_axes, runs):
         for y, i in enumerate(indices):
-            draw_row(axes, y, rows[name][i], run)
+            draw_row(axes, y, *rows[name][i])
         axes.set_title(name, fontsize="medium")
         axes.set_xlabel("time in seconds")
     first = all_axes[0]
     first.set_yticks(range(len(indices)), map(str, indices), fontsize=7)
     first.set_ylim(len(indices) - 0.4, -0.6)  # the first one at the top
     first.set_ylabel("request")
-    seen = {state for of_run in rows.values() for i in indices for state in of_run[i]}
+    seen = {state for of_run in rows.values() for i in indices for state in of_run[i][0]}
     figure.legend(
         handles=[Patch(color=STATES[s][0], label=STATES[s][2]) for s in STATES if s in seen],
         title=title,

@@ -14,7 +14,7 @@ from typing import Any
 
 from nanovllm.schedule import ScheduleError
 from nanovllm.scheduler import Scheduler
-from nanovllm.simulator import Run, simulate
+from nanovllm.simulator import Run
 from tutorials.assignments.accounts import Account
 from tutorials.assignments.jobs import JobFailed, in_order
 from tutorials.assignments.process import (
@@ -26,9 +26,9 @@ from tutorials.assignments.process import (
     read_source,
 )
 from tutorials.assignments.public import PROMPTS, SCARCE, answers_of, new_params
-from tutorials.assignments.referee import referee_for
+from tutorials.assignments.referee import new_referee
 from tutorials.assignments.report import Report, plain_lines
-from tutorials.assignments.task import Goal, Part, Task, name_in_report, serve_by_fcfs
+from tutorials.assignments.task import Goal, Part, Task, name_in_report, serve, serve_baseline
 
 LIMIT = 300.0  # seconds for a file
 SECONDS_TO_STOP = 20.0  # after the limit, until a job that has not noticed it is ended
@@ -51,7 +51,7 @@ class Played:
 
 @dataclass
 class Shared:
-    """What is the same for all files: FCFS's runs and answers."""
+    """What is the same for all files: the baseline's runs, and FCFS's answers."""
 
     baselines: dict[tuple[str, int], Run] = field(default_factory=dict)
     answers: Any = None
@@ -206,18 +206,16 @@ def load(task: Task, submission: Submission) -> Played:
 
 
 def play(submission: Submission, part: Part, seed: int, baseline: Run | None) -> Played:
-    """The student's run beside FCFS's, and what each goal measures."""
+    """The student's run beside the baseline's, and what each goal measures."""
     if baseline is None:
-        baseline = serve_by_fcfs(part, seed)
+        baseline = serve_baseline(part, seed)
     max_steps = 20 * baseline.num_steps + 10_000
-    config = replace(part.config, block_manager_cls=part.counting)
     played = Played(baseline=baseline)
     try:
         with Process(submission) as process:
             try:
-                referee = referee_for(process, part, max_steps)
-                jobs, keep_steps = part.workload(seed), part.keep_steps
-                run = simulate(jobs, config, part.hardware, referee, keep_steps=keep_steps)
+                referee = new_referee(process, part, max_steps)
+                run = serve(part, referee, seed, part.counting, check=False)
             finally:
                 played.printed = process.output()
     except (Broken, ScheduleError) as error:
@@ -234,8 +232,8 @@ def failed(error: Broken) -> Played:
 def outline_of(error: Broken | ScheduleError) -> str:
     if isinstance(error, Broken):
         return error.outline
-    step = re.match(r"step \d+", str(error))
-    return f"{step[0]}: a rule is broken" if step else "a rule is broken"
+    where = re.match(r"(step|request) \d+", str(error))
+    return f"{where[0]}: a rule is broken" if where else "a rule is broken"
 
 
 def play_engine(task: Task, submission: Submission) -> Played:

@@ -1,10 +1,11 @@
-"""The process in which a student's scheduler runs while it is graded. Nothing that it says is
-believed.
+"""The process in which a student's scheduler or router runs while it is graded. Nothing that it
+says is believed.
 
-It gets one JSON line per step: what arrived, which tokens were drawn, what time it is. It answers
-with one line: what its scheduler has decided. The clock, the true lengths, the cost of a step and
-the verdict are in the process that grades (`referee.py`). The checks here are those of
-`simulate(..., check=True)`: they are for those who made a mistake."""
+For a scheduler it gets one JSON line per step: what arrived, which tokens were drawn, what time it
+is. It answers with one line: what has been decided. For a router it gets a line per request, and
+answers with a replica. The clock, the true lengths, the cost of a step and the verdict are in the
+process that grades (`referee.py`). The checks here are those of `simulate(..., check=True)`: they
+are for those who made a mistake."""
 
 import ctypes
 import faulthandler
@@ -25,8 +26,9 @@ from nanovllm.checks import check_schedule
 from nanovllm.config import Limits
 from nanovllm.jobs import STOP
 from nanovllm.replica import check_queues
+from nanovllm.router import Router
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.schedule import CheckedScheduler, Schedule, ScheduleError
+from nanovllm.schedule import CheckedScheduler, Schedule, ScheduleError, check_choice
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
 
@@ -108,21 +110,39 @@ class Player:
                 raise ScheduleError(
                     scheduler, "update", f"{request} has drawn its last token, but has not ended"
                 )
-        for request_id, arrival, time, prompt, max_tokens, extra_args in message["arrived"]:
-            params = SamplingParams(
-                max_tokens=max_tokens, stop_token_ids=[STOP], extra_args=extra_args
-            )
-            token_ids = [token for token, count in prompt for _ in range(count)]
-            request = Request(
-                request_id, None, token_ids, params, arrival=arrival, arrival_time=time
-            )
+        for packed in message["arrived"]:
+            request = unpacked(*packed)
             scheduler.add(request)
-            self.requests[request_id] = request
+            self.requests[request.request_id] = request
         running, scheduler.events = [*scheduler.running], []
         self.schedule = self.checked.schedule(self.requests)
         check_queues(scheduler, self.requests.values(), running)
         counts = [getattr(self.manager, name, None) for name in self.counts]
         return {"events": scheduler.events, "counts": counts}
+
+
+class RouterPlayer:
+    """Has the student's router, and no replicas: it is told how many requests each of them has."""
+
+    def __init__(self, module: ModuleType, start: dict[str, Any]):
+        router_cls = find_class(module, start["router"], Router)
+        self.router = router_cls(*start["blocks"])
+
+    def step(self, message: dict[str, Any]) -> dict[str, Any]:
+        loads = dict(message["loads"])
+        replicas = [*loads]
+        choice = self.router.choose(unpacked(*message["request"]), loads)
+        check_choice(self.router, "choose", choice, replicas)
+        return {"replica": choice}
+
+
+def unpacked(
+    request_id: str, arrival: int, time: float, prompt: list, max_tokens: int, extra_args: dict
+) -> Request:
+    """What `packed` in referee.py has made a list of."""
+    params = SamplingParams(max_tokens=max_tokens, stop_token_ids=[STOP], extra_args=extra_args)
+    token_ids = [token for token, count in prompt for _ in range(count)]
+    return Request(request_id, None, token_ids, params, arrival=arrival, arrival_time=time)
 
 
 def find_class(module: ModuleType, name: str, base: type) -> type:
@@ -183,7 +203,8 @@ def serve(ask: Callable[[], str], reply: Callable[[dict], None]) -> None:
             if "prompts" in message:
                 reply({"tokens": run_engine(module, message)})
             elif player is None:
-                player = Player(module, message)
+                player_cls = RouterPlayer if "router" in message else Player
+                player = player_cls(module, message)
                 reply({})
             else:
                 reply(player.step(message))

@@ -260,7 +260,7 @@ class Process:
         if self.submission.seconds_left() <= 0:
             return self.submission.too_late()
         where = self._where_it_hangs()
-        return Broken(f"your scheduler has not answered for {limit:g} s", f": it was in {where}")
+        return Broken(f"your file has not answered for {limit:g} s", f": it was in {where}")
 
     def _where_it_hangs(self) -> str:
         with suppress(ProcessLookupError):

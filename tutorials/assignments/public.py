@@ -1,4 +1,4 @@
-"""Your scheduler beside FCFS, before the grader sees it.
+"""Your scheduler beside FCFS, or your router beside RoundRobin, before the grader sees it.
 
     python -m tutorials.assignments.public a1 my_scheduler.py      # on the first public seed
     python -m tutorials.assignments.public a1 my_scheduler.py 7    # on seed 7
@@ -34,7 +34,7 @@ from tutorials.assignments.task import (
     Task,
     load_task,
     serve,
-    serve_by_fcfs,
+    serve_baseline,
 )
 from tutorials.simulation.metrics import summary, table
 
@@ -64,11 +64,11 @@ def class_of(module: Any, name: str, base: type) -> type:
     return cls
 
 
-def classes_of(part: Part, module: Any) -> tuple[type[Scheduler], type[BlockManager] | None]:
-    """The scheduler, and the block manager if the part asks for one. Raises ValueError if one is
-    missing."""
+def classes_of(part: Part, module: Any) -> tuple[type, type[BlockManager] | None]:
+    """The scheduler or the router, and the block manager if the part asks for one. Raises
+    ValueError if one is missing."""
     manager_cls = part.block_manager and class_of(module, part.block_manager, BlockManager)
-    return class_of(module, part.scheduler, Scheduler), manager_cls or None
+    return class_of(module, *part.policy), manager_cls or None
 
 
 # --- in the simulator ---
@@ -77,8 +77,8 @@ def classes_of(part: Part, module: Any) -> tuple[type[Scheduler], type[BlockMana
 def check_rules(part: Part, module: Any, seed: int, check: bool = True) -> Run:
     """Serves the workload, and checks each step. Raises ScheduleError, or AssertionError if tokens
     are missing. Without `check`, only this is noticed."""
-    scheduler_cls, manager_cls = classes_of(part, module)
-    run = serve(part, scheduler_cls, seed, manager_cls, check)
+    policy_cls, manager_cls = classes_of(part, module)
+    run = serve(part, policy_cls, seed, manager_cls, check)
     for i, served in enumerate(run.requests):
         got, wanted = len(served.token_times), served.job.num_outputs
         assert got == wanted, f"request {i} has got {got} of {wanted} tokens"
@@ -150,12 +150,13 @@ def new_params(part: Part | None = None) -> list[SamplingParams]:
 
 
 def serve_both(part: Part, module: Any, seed: int) -> dict[str, Run]:
-    """FCFS first."""
-    return {"FCFS": serve_by_fcfs(part, seed), part.scheduler: check_rules(part, module, seed)}
+    """The baseline first."""
+    baseline, run = serve_baseline(part, seed), check_rules(part, module, seed)
+    return {part.baseline: baseline, part.policy[0]: run}
 
 
 def compare(part: Part, runs: dict[str, Run], seed: int) -> str:
-    """What FCFS and the student's scheduler reach, and the value of each goal."""
+    """What the baseline and the student's policy reach, and the value of each goal."""
     baseline, run = runs.values()
     summaries = {name: summary(run) for name, run in runs.items()}
     lines = [f"{part.name}, seed {seed}", table(summaries), ""]
@@ -192,7 +193,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("task", choices=NAMES)
-    parser.add_argument("path", type=Path, metavar="FILE", help="your scheduler")
+    parser.add_argument("path", type=Path, metavar="FILE", help="your file")
     parser.add_argument(
         "seed", type=seed, nargs="?", default=PUBLIC_SEEDS[0], help="of the load (default: 1)"
     )

@@ -13,7 +13,7 @@ from tutorials.assignments.task import PUBLIC_SEEDS, Part
 SEEDS = PUBLIC_SEEDS if "SOLUTION" in os.environ else PUBLIC_SEEDS[:1]
 
 
-class PublicTests:
+class RuleTests:
     """A test file derives a class from it, and says what is tested."""
 
     part: Part
@@ -23,6 +23,10 @@ class PublicTests:
     @pytest.mark.parametrize("seed", SEEDS)
     def test_every_request_is_answered_and_every_step_keeps_the_rules(self, seed):
         check_rules(self.part, self.module, seed)
+
+
+class PublicTests(RuleTests):
+    """For a scheduler, which the real engine can have, too."""
 
     def test_the_real_engine_gives_the_same_answers(self):
         check_answers(self.part, self.module)

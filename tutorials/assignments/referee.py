@@ -3,12 +3,14 @@ carries them out.
 
 A `Referee` is a scheduler like any other, so `simulate` runs it. What it is told to do, it does
 with the base class's own methods, its own block tables and its own limits. Whatever a process
-claims, it can only choose among what is allowed."""
+claims, it can only choose among what is allowed. A `RouterReferee` is a router in the same way."""
 
 from itertools import groupby
+from typing import Any
 
 from nanovllm.checks import check_schedule
 from nanovllm.options import is_int, shown
+from nanovllm.router import Loads, Router
 from nanovllm.schedule import Item, Schedule, ScheduleError, check_choice
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
@@ -46,9 +48,7 @@ class Referee(Scheduler):
     def add(self, request: Request) -> None:
         super().add(request)
         self.requests[request.request_id] = request
-        runs = [[token, len(list(group))] for token, group in groupby(request.prompt_token_ids)]
-        when, params = [request.arrival, request.arrival_time], request.params
-        self.arrived.append([request.request_id, *when, runs, params.max_tokens, params.extra_args])
+        self.arrived.append(packed(request))
 
     def schedule(self) -> Schedule:
         """Raises ScheduleError for a rule that is broken, and Broken for a process that fails."""
@@ -62,12 +62,7 @@ class Referee(Scheduler):
         self.num_steps += 1
         if self.num_steps > self.max_steps:
             raise self._broken(f"{len(self.requests)} requests are still waiting for tokens")
-        try:
-            answer = self.process.ask(news)
-        except Broken as error:
-            error.args = (f"step {self.num_steps}: {error}",)
-            error.outline = f"step {self.num_steps}: {error.outline}"
-            raise
+        answer = ask(self.process, news, f"step {self.num_steps}")
         try:
             for event in answer["events"]:
                 self._carry_out(schedule, *event)
@@ -132,6 +127,51 @@ class Referee(Scheduler):
 
     def should_swap(self, request: Request) -> bool:
         return self.is_swapped
+
+
+class RouterReferee(Router):
+    """Sends each request where a student's process says, if there is such a replica. The replicas
+    have schedulers of ours, so nothing else can go wrong."""
+
+    process: Process  # set by `new_referee`
+
+    def __init__(self, block_size: int, num_blocks: int):
+        super().__init__(block_size, num_blocks)
+        self.process.ask({"router": type(self).__name__, "blocks": [block_size, num_blocks]})
+
+    def choose(self, request: Request, loads: Loads) -> int:
+        """Raises Broken for a process that fails, or that has chosen no replica."""
+        where = f"request {request.request_id}"
+        question = {"request": packed(request), "loads": [*loads.items()]}
+        choice = ask(self.process, question, where).get("replica")
+        if not is_int(choice, 0) or choice not in loads:
+            outline = f"{where}: your process has chosen what is no replica"
+            raise Broken(outline, f": {shown(choice)}")
+        return choice
+
+
+def packed(request: Request) -> list[Any]:
+    """What a process is told of it, for JSON. The player makes a request of it again."""
+    runs = [[token, len(list(group))] for token, group in groupby(request.prompt_token_ids)]
+    when, params = [request.arrival, request.arrival_time], request.params
+    return [request.request_id, *when, runs, params.max_tokens, params.extra_args]
+
+
+def ask(process: Process, question: dict[str, Any], where: str) -> dict[str, Any]:
+    """Its answer. If it fails, the sentence says where."""
+    try:
+        return process.ask(question)
+    except Broken as error:
+        error.args = (f"{where}: {error}",)
+        error.outline = f"{where}: {error.outline}"
+        raise
+
+
+def new_referee(process: Process, part: Part, max_steps: int) -> type:
+    """A class for `simulate`: a scheduler or a router, as the part asks for."""
+    if part.router is not None:
+        return type(part.router, (RouterReferee,), {"process": process})
+    return referee_for(process, part, max_steps)
 
 
 def referee_for(process: Process, part: Part, max_steps: int) -> type[Referee]:

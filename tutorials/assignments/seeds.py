@@ -5,7 +5,7 @@
     python -m tutorials.assignments.seeds a1 --silly tried.py --json a1.json
 
 A file with the class that the assignment asks for is one row. From any other file, each scheduler
-in it is one. `--silly` adds those of silly.py. A row shows for each goal the best and the worst
+in it is one, and for an assignment about routers, each router. `--silly` adds those of silly.py. A row shows for each goal the best and the worst
 seed, and the goal points of the seeds with most and with least. A policy that breaks gets no points
 on this seed, and the row says so.
 
@@ -29,16 +29,15 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from nanovllm.schedule import ScheduleError
-from nanovllm.scheduler import Scheduler
 from nanovllm.simulator import Run
 from tutorials.assignments.public import check_rules, classes_of, load
-from tutorials.assignments.task import NAMES, Task, load_task, name_in_report, serve_by_fcfs
+from tutorials.assignments.task import NAMES, Task, load_task, name_in_report, serve_baseline
 from tutorials.performance.report import aligned, markdown
 
-FCFS = "FCFS"
 SILLY = Path(__file__).with_name("silly.py")
 Values = dict[str, float]  # of each goal, by its name in a report
 Rows = dict[str, list[Values | str]]  # name of a policy -> for each seed: values, or what it broke
+BASES = ("Silly", "SillyRouter")  # of policies, and none themselves
 KINDS = ("silly", "tried", "solution")  # in the order of a table
 
 # --- policies ---
@@ -58,7 +57,7 @@ def policies_of(task: Task, paths: Sequence[Path]) -> list[Policy]:
     """Of all files, in the order of the table. No two have the same name."""
     files = list(dict.fromkeys(paths))
     stems = Counter(path.stem for path in files)
-    found, names = list[Policy](), {FCFS}
+    found, names = list[Policy](), {baseline_of(task)}
     for path in files:
         name = path.stem if stems[path.stem] == 1 else str(path)
         for policy in policies_in(task, path, name):
@@ -66,6 +65,11 @@ def policies_of(task: Task, paths: Sequence[Path]) -> list[Policy]:
             names.add(policy.name)
             found.append(policy)
     return sorted(found, key=lambda policy: KINDS.index(policy.kind))
+
+
+def baseline_of(task: Task) -> str:
+    """The name of the first row."""
+    return task.parts[0].baseline
 
 
 def unused(name: str, names: set[str]) -> str:
@@ -77,15 +81,17 @@ def unused(name: str, names: set[str]) -> str:
 
 
 def policies_in(task: Task, path: Path, name: str) -> Iterator[Policy]:
-    """One for a file with a class that the assignment asks for; otherwise one for each scheduler."""
+    """One for a file with a class that the assignment asks for; otherwise one for each scheduler or
+    router."""
     try:
         module = load(path)
     except (Exception, SystemExit) as error:
         yield Policy(name, "solution", path, None, explained(error, path))
         return
-    own = [cls for cls in vars(module).values() if is_policy(cls, module.__name__)]
-    asked = {part.scheduler for part in task.parts}
-    if asked & vars(module).keys() or not own:
+    asked = dict(part.policy for part in task.parts)
+    bases = tuple(asked.values())
+    own = [cls for cls in vars(module).values() if is_policy(cls, bases, module.__name__)]
+    if asked.keys() & vars(module).keys() or not own:
         try:
             for part in task.parts:
                 classes_of(part, module)
@@ -105,9 +111,9 @@ def is_silly(said_by: Any) -> bool:
     return getattr(said_by, "is_silly", False) is True
 
 
-def is_policy(value: Any, module: str) -> bool:
-    is_class = isinstance(value, type) and issubclass(value, Scheduler)
-    return is_class and value.__module__ == module and value.__name__ != "Silly"
+def is_policy(value: Any, bases: tuple[type, ...], module: str) -> bool:
+    is_class = isinstance(value, type) and issubclass(value, bases)
+    return is_class and value.__module__ == module and value.__name__ not in BASES
 
 
 def explained(error: BaseException, path: Path) -> str:
@@ -130,8 +136,8 @@ def measure_seed(
     task: Task, paths: Sequence[Path], check: bool, seed: int
 ) -> dict[str, Values | str]:
     """Of each policy on one seed."""
-    baselines = [serve_by_fcfs(part, seed) for part in task.parts]
-    found: dict[str, Values | str] = {FCFS: values_of(task, baselines, baselines)}
+    baselines = [serve_baseline(part, seed) for part in task.parts]
+    found: dict[str, Values | str] = {baseline_of(task): values_of(task, baselines, baselines)}
     with redirect_stdout(sys.stderr):  # what files print is no part of the table
         for policy in policies_of(task, paths):
             found[policy.name] = measure_policy(task, policy, baselines, check, seed)
@@ -184,7 +190,8 @@ def table(task: Task, rows: Rows) -> list[list[str]]:
     total = sum(goal.points for goal in goals.values())
     single = len(task.parts) == 1
     names = [name.partition(", ")[2] if single else name for name in goals]
-    lines = [["Scheduler", *names, f"goals, of {total:g}"]]
+    head = "Scheduler" if task.parts[0].router is None else "Router"
+    lines = [[head, *names, f"goals, of {total:g}"]]
     for policy, of_seeds in rows.items():
         measured = [values for values in of_seeds if not isinstance(values, str)]
         cells = []
@@ -264,7 +271,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.json:
         with redirect_stdout(sys.stderr):
             policies = policies_of(task, paths)
-        silly = [FCFS, *(policy.name for policy in policies if policy.kind == "silly")]
+        silly = [baseline_of(task), *(policy.name for policy in policies if policy.kind == "silly")]
         report = {"task": args.task, "seeds": [*seeds], "silly": silly, "rows": rows}
         args.json.write_text(json.dumps(report, indent=1) + "\n")
 

@@ -6,6 +6,7 @@ file of its own, as a subclass of `Silly`. The first line of a docstring is the 
 
 from random import Random
 
+from nanovllm.router import Router
 from nanovllm.scheduler import Scheduler
 
 
@@ -46,3 +47,29 @@ class TinyBudget(Silly):
 
     def step_budget(self):
         return min(64, self.max_num_batched_tokens), 64
+
+
+class SillyRouter(Router):
+    is_silly = True
+
+
+class OnlyOne(SillyRouter):
+    """all to one replica"""
+
+    def choose(self, request, loads):
+        return min(loads)
+
+
+class AtRandom(SillyRouter):
+    """at random"""
+
+    def choose(self, request, loads):
+        return Random(request.request_id).choice([*loads])
+
+
+class ByTheBegin(SillyRouter):
+    """by the prompt's first 512 tokens"""
+
+    def choose(self, request, loads):
+        begin = tuple(request.prompt_token_ids[:512])
+        return [*loads][hash(begin) % len(loads)]

@@ -17,6 +17,7 @@ from typing import Any
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import Config
 from nanovllm.roofline import Machine
+from nanovllm.router import RoundRobin, Router
 from nanovllm.scheduler import Scheduler
 from nanovllm.simulator import Job, Run, simulate
 from tutorials.simulation.metrics import latency
@@ -37,9 +38,9 @@ class Goal:
     of the points."""
 
     name: str  # with its unit: "mean latency (s)"
-    # of the student's run and of FCFS (`Scheduler`) on the same workload
+    # of the student's run and of the baseline (`serve_baseline`) on the same workload
     measure: Callable[[Run, Run], float]
-    none: float  # no points at this value or a worse one: about what FCFS has
+    none: float  # no points at this value or a worse one: about what the baseline has
     full: float  # full points at this value or a better one
     points: float
 
@@ -61,11 +62,27 @@ class Part:
     hardware: str | Machine = "h100"
     scheduler: str = "MyScheduler"  # names of classes in the student's file
     block_manager: str | None = None
+    # instead of a scheduler: a class for which of the `replicas` serves a request. They have
+    # schedulers of ours
+    router: str | None = None
+    replicas: int = 1
     num_seeds: int = 3
     keep_steps: bool = False  # whether a goal looks at `Run.steps`
     # a class for the grader's own block manager, and what the student's must count as it does
     counting: type[BlockManager] | None = None
     counts: tuple[str, ...] = ()
+
+    @property
+    def policy(self) -> tuple[str, type]:
+        """The name of the class that decides, and what it is a subclass of."""
+        if self.router is not None:
+            return self.router, Router
+        return self.scheduler, Scheduler
+
+    @property
+    def baseline(self) -> str:
+        """What a student's policy is compared with."""
+        return "FCFS" if self.router is None else "RoundRobin"
 
 
 def name_in_report(part: Part, goal: Goal) -> str:
@@ -104,32 +121,40 @@ def load_task(name: str) -> Task:
 
 def measure(
     part: Part,
-    scheduler_cls: type[Scheduler],
+    policy_cls: type,
     seed: int,
     manager_cls: type[BlockManager] | None = None,
 ) -> dict[str, float]:
-    """The value of each goal, for a scheduler in this process. Raises ScheduleError if it breaks a
-    rule."""
-    run, baseline = serve(part, scheduler_cls, seed, manager_cls), serve_by_fcfs(part, seed)
+    """The value of each goal, for a scheduler or a router in this process. Raises ScheduleError if
+    it breaks a rule."""
+    run, baseline = serve(part, policy_cls, seed, manager_cls), serve_baseline(part, seed)
     return {goal.name: goal.measure(run, baseline) for goal in part.goals}
 
 
 def serve(
     part: Part,
-    scheduler_cls: type[Scheduler],
+    policy_cls: type,
     seed: int,
     manager_cls: type[BlockManager] | None = None,
     check: bool = True,
 ) -> Run:
     """With `check`, each step is looked at; that takes longer than the run itself."""
-    config = replace(part.config, block_manager_cls=manager_cls)
+    kind = "scheduler_cls" if part.router is None else "router_cls"
     return simulate(
-        part.workload(seed), config, part.hardware, scheduler_cls, check, part.keep_steps
+        part.workload(seed),
+        replace(part.config, block_manager_cls=manager_cls),
+        part.hardware,
+        check=check,
+        keep_steps=part.keep_steps,
+        replicas=part.replicas,
+        **{kind: policy_cls},
     )
 
 
-def serve_by_fcfs(part: Part, seed: int) -> Run:
-    return simulate(part.workload(seed), part.config, part.hardware, keep_steps=part.keep_steps)
+def serve_baseline(part: Part, seed: int) -> Run:
+    """First come, first served; on several replicas, one after the other."""
+    policy_cls = Scheduler if part.router is None else RoundRobin
+    return serve(part, policy_cls, seed, check=False)
 
 
 def mean_latency(run: Run) -> float:

@@ -8,9 +8,12 @@
 - shapes: sixteen H100 as 16, 8, 4 or 2 replicas, at rising rates.
 - routers: conversations, documents that many ask about, and the recorded trace.
 - bounds: PrefixAffinity with other values of `most_ahead`.
+- day: how long a day of a million requests takes here (only with --day, a quarter of an hour).
 """
 
 import argparse
+import resource
+import time
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -26,6 +29,7 @@ from tutorials.simulation.metrics import distribution, tpot, ttft
 from tutorials.simulation.workloads import (
     all_at_once,
     azure,
+    fixed,
     lognormal,
     multi_turn,
     poisson,
@@ -125,6 +129,24 @@ def bounds() -> dict:
     return found
 
 
+def day(count: int) -> dict:
+    """How long the simulator needs for a day of requests on 64 replicas. They are as those of a
+    service for programmers (medians of Splitwise, ISCA 2024, figure 3): long prompts, short
+    answers. With answers of 129 tokens, as in chats, there are ten times as many steps."""
+    jobs = workload(poisson(count / 86_400), fixed(1500, 13), count)
+    begin = time.process_time()
+    run = simulate(jobs, Config(model="qwen3-8b"), replicas=64)
+    seconds = time.process_time() - begin
+    return {
+        "requests": count,
+        "simulated_hours": run.seconds / 3600,
+        "steps": run.num_steps,
+        "processor_seconds": seconds,
+        "us_per_step": 1e6 * seconds / run.num_steps,
+        "peak_gigabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,
+    }
+
+
 def show(title: str, found: dict) -> None:
     columns = [*next(iter(found.values()))]
     rows = [[title, *columns]]
@@ -144,15 +166,20 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--trace", type=Path, required=True, help="the conversations of Azure 2023")
+    parser.add_argument("--day", action="store_true", help="this one only")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     args = parser.parse_args()
     report = environment()
-    for name, study in (
+    if args.day:
+        report["day"] = day(10**6)
+        print(report["day"])
+    studies = (
         ("ranks", ranks),
         ("shapes", lambda: shapes(args.trace)),
         ("routers", lambda: routers(args.trace)),
         ("bounds", bounds),
-    ):
+    )
+    for name, study in () if args.day else studies:
         report[name] = study()
         show(name, report[name])
     if args.json:
