@@ -31,14 +31,15 @@ def draw_ranks(ranks: dict) -> None:
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
     for link, (label, color) in LINKS.items():
-        points = {int(name.split()[0]): one for name, one in ranks.items() if name.endswith(link)}
+        points = {1: ranks["1 nvlink"]}  # which needs no link
+        points |= {int(name.split()[0]): one for name, one in ranks.items() if name.endswith(link)}
         x = [one["tpot_ms"] for one in points.values()]
         y = [one["per_device"] for one in points.values()]
         axes.plot(x, y, "o-", color=color, label=label)
         for num_ranks, place in zip(points, zip(x, y)):
-            axes.annotate(str(num_ranks), place, (5, 4), textcoords="offset points", color=color)
+            axes.annotate(str(num_ranks), place, (-3, 7), textcoords="offset points", color=color)
     axes.set_xlim(0)
-    axes.set_ylim(0)
+    axes.set_ylim(0, 1.1 * max(one["per_device"] for one in ranks.values()))
     axes.set_xlabel("ms per token, for a user who is alone")
     axes.set_ylabel("tokens/s of each H100, with many users")
     axes.set_title("Qwen3-32B, simulated; the number is that of the H100s", fontsize="medium")

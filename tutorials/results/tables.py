@@ -339,12 +339,23 @@ LINK_NAMES = {"nvlink": "NVLink", "pcie": "PCIe", "network": "network"}
 def split(reports: list[dict], links: list[str]) -> str:
     """For chapter 16: Qwen3-32B on one to eight devices, one user alone and as many as possible."""
     (report,), (link,) = reports, links
-    rows = [["H100s", "link", "alone: TTFT (ms)", "per token", "full: tokens/s", "of each H100"]]
+    rows = [
+        [
+            "H100s",
+            "link",
+            "alone: TTFT (ms)",
+            "per token",
+            "full: tokens/s",
+            "of each H100",
+            "preempted",
+        ]
+    ]
     for name, one in report["ranks"].items():
         num_ranks, wire = name.split()
         alone = [f"{one['ttft_ms']:.0f}", f"{one['tpot_ms']:.1f}"]
         speeds = [f"{one[key]:,.0f}" for key in ("tokens_per_second", "per_device")]
-        rows.append([num_ranks, "-" if num_ranks == "1" else LINK_NAMES[wire], *alone, *speeds])
+        wire = "-" if num_ranks == "1" else LINK_NAMES[wire]
+        rows.append([num_ranks, wire, *alone, *speeds, str(one["preemptions"])])
     return f"Simulated, commit {report['commit']} ([all numbers]({link})):\n\n{markdown(rows)}"
 
 
