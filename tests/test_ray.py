@@ -357,6 +357,60 @@ def test_ray_asks_the_router():
     assert routed(router, "ab", "a question")[0] == [["a", "b"]]
 
 
+class OneStream:
+    """Plays a handle whose replica says nothing."""
+
+    def __init__(self):
+        self.generate = self
+        self.num_streams = 0
+        self.num_cancelled = 0
+
+    def remote(self, work):
+        self.num_streams += 1
+        return self
+
+    def __aiter__(self):
+        return self
+
+    async def __anext__(self):
+        await asyncio.Event().wait()
+
+    def cancel(self):
+        self.num_cancelled += 1
+
+
+@pytest.mark.parametrize("turns", [0, 1, 3])
+def test_who_leaves_is_forgotten(turns):
+    """Also before anything has been sent, and when the server ends."""
+    from nanovllm.server.calls import Unavailable
+    from nanovllm.server.replicas import Replicas
+
+    async def leave():
+        handle = OneStream()
+        manager = SimpleNamespace(block_size=4, blocks=[None] * 9)
+        inputs = LLM(num_blocks=8).inputs
+        inputs.scheduler = SimpleNamespace(block_manager=manager)
+        replicas = Replicas(handle, inputs)
+        requests = [Request("", None, [1], SamplingParams()) for _ in range(3)]
+        left, kept = replicas.submit(requests, True), replicas.submit(requests, True)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        replicas.leave(left)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert replicas.open == set(kept.tickets) == replicas.tasks.keys()
+        replicas.close()
+        assert [type(news.error) for news in await kept.take()] == [Unavailable] * 3
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert not replicas.open and not replicas.tasks
+        assert handle.num_cancelled == handle.num_streams
+        with pytest.raises(Unavailable):
+            replicas.submit(requests, True)
+
+    asyncio.run(leave())
+
+
 class Elsewhere(Router):
     def choose(self, request, loads):
         return "z"

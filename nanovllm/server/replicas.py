@@ -111,8 +111,14 @@ class Replicas(Backend):
         self.open.update(call.tickets)
         for ticket in call.tickets:
             # in our context, Ray would take all requests of a call for the same one
-            self.tasks[ticket] = Context().run(asyncio.ensure_future, self._serve(ticket))
+            task = Context().run(asyncio.ensure_future, self._serve(ticket))
+            task.add_done_callback(partial(self._forget, ticket))
+            self.tasks[ticket] = task
         return call
+
+    def _forget(self, ticket: Ticket, task: asyncio.Future[None]) -> None:
+        self.open.discard(ticket)
+        del self.tasks[ticket]
 
     def leave(self, call: Call) -> None:
         for ticket in self.open.intersection(call.tickets):
@@ -146,9 +152,6 @@ class Replicas(Backend):
             raise Unavailable("no replica answers")
         except Exception as error:  # perhaps of the router
             ticket.call.put(News(ticket.index, error=error))
-        finally:
-            self.open.discard(ticket)
-            del self.tasks[ticket]
 
     async def _is_served(self, ticket: Ticket) -> bool:
         """By a replica. False: none of its news has come, so another one may try."""
