@@ -88,7 +88,11 @@ def shapes(trace: Path) -> dict:
     for rate, count in ((8, 1500), (64, 3000), (160, 6000)):
         jobs = azure(trace, count, rate=rate)
         for num_ranks in (1, 2, 4, 8):
-            config = Config(model="qwen3-32b", tensor_parallel_size=num_ranks)
+            config = Config(
+                model="qwen3-32b",
+                tensor_parallel_size=num_ranks,
+                max_num_seqs=1024,  # so that nobody waits for a seat
+            )
             run = simulate(jobs, config, replicas=16 // num_ranks, router_cls=LeastLoaded)
             found[f"{rate} {16 // num_ranks}"] = numbers(run)
     return found
