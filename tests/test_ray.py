@@ -31,7 +31,7 @@ pytest.importorskip("ray", reason="pip install 'nanovllm[ray]'")
 
 ROOT = Path(__file__).parent.parent
 MARK = "NANOVLLM_TEST_OF_REPLICAS"  # in the environment of all that this file starts
-SECONDS = 90  # for everything that waits
+SECONDS = 240  # for everything that waits
 
 
 def processes() -> dict[int, str]:
