@@ -215,7 +215,7 @@ HOSTILE_ROUTERS = {
         ANSWERS + choose("answers().write('{\"events\": []}\\n')\nanswers().flush()"),
         "request 0: your process has chosen what is no replica: None",
     ),
-    "a slow one": (choose("import time\ntime.sleep(1)"), "more than 8 s in all"),
+    "a slow one": (choose("import time\ntime.sleep(3)"), "more than 8 s in all"),
 }
 
 

@@ -23,7 +23,7 @@ from nanovllm.jobs import Job, Run
 from nanovllm.roofline import LINKS, MACHINES
 from nanovllm.router import LeastLoaded, PrefixAffinity, RoundRobin, Router
 from nanovllm.simulator import simulate
-from tutorials.performance.machine import environment
+from tutorials.performance.machine import device_name, environment
 from tutorials.performance.report import aligned, write_json
 from tutorials.simulation.metrics import distribution, tpot, ttft
 from tutorials.simulation.workloads import (
@@ -173,7 +173,9 @@ def main() -> None:
     parser.add_argument("--day", action="store_true", help="this one only")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     args = parser.parse_args()
-    report = environment()
+    import torch  # only here: the simulator itself needs none of its memory
+
+    report = environment() | {"device": device_name(torch.device("cpu"), threads=1)}
     if args.day:
         report["day"] = day(10**6)
         print(report["day"])
