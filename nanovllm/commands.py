@@ -61,7 +61,7 @@ def serve(args: Namespace) -> None:
             raise refusal(name, getattr(args, name), "it is for --replicas")
     options = server_options(args)
     sock = server.bind(args.host, args.port)  # before a model is loaded in vain
-    server.serve(new_app(new_llm(args), options), sock)
+    server.serve_app(new_app(new_llm(args), options), sock)
 
 
 def serve_replicas(args: Namespace) -> None:

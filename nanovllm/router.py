@@ -12,6 +12,7 @@ from typing import Any
 from nanovllm.block_manager import EMPTY_PREFIX
 from nanovllm.sequence import Request
 
+MOST_REPLICAS = 4096
 Replica = Any  # its name
 Loads = Mapping[Replica, int]
 """How many requests of each replica have not ended. The replicas may change at any time."""

@@ -15,13 +15,11 @@ from nanovllm.jobs import STOP, Arrivals, Job, Run, Served, check_job, total_of
 from nanovllm.options import is_int, refusal
 from nanovllm.replica import Replica
 from nanovllm.roofline import MACHINES, Machine
-from nanovllm.router import PrefixAffinity, Router
+from nanovllm.router import MOST_REPLICAS, PrefixAffinity, Router
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.schedule import check_choice
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
-
-MOST_REPLICAS = 4096
 
 
 def simulate(

@@ -17,12 +17,11 @@ from ray.serve.handle import DeploymentHandle
 
 from nanovllm.config import Config
 from nanovllm.options import Options, is_int, is_number, refusal
-from nanovllm.router import PrefixAffinity, Router
+from nanovllm.router import MOST_REPLICAS, PrefixAffinity, Router
 from nanovllm.server.app import Server, ServerOptions, app_of
 from nanovllm.server.replicas import Engine, Replicas
-from nanovllm.server.serve import bind, new_server
+from nanovllm.server.serve import bind, serve_app
 
-MOST_REPLICAS = 4096
 NAME = "nanovllm"  # of the application
 NO_LIMIT = 10**6  # of requests: an engine itself says when it has too many
 
@@ -114,7 +113,7 @@ def run(
             start(application)
             # a handle belongs to an event loop: what serve.run returns would end after it
             new_engine = partial(Replicas.connect, DeploymentHandle("engine", NAME))
-            new_server(app_of(Server(new_engine, server))).run(sockets=[sock])
+            serve_app(app_of(Server(new_engine, server)), sock)
         finally:
             serve.delete(NAME)  # others may use the same cluster
     finally:

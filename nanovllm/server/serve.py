@@ -87,6 +87,6 @@ def new_server(app: FastAPI) -> DrainingServer:
     return DrainingServer(config, app.state.server)
 
 
-def serve(app: FastAPI, sock: socket.socket) -> None:
+def serve_app(app: FastAPI, sock: socket.socket) -> None:
     """Until a signal comes."""
     new_server(app).run(sockets=[sock])
