@@ -227,5 +227,5 @@ class RayRouter(RequestRouter):
         by_id = {replica.replica_id: replica for replica in replicas}
         loads = {replica_id: self.loads[replica_id] for replica_id in by_id}
         chosen = self.router.choose(work.request, loads)
-        check_choice(self.router, "choose", chosen, by_id)
+        check_choice(self.router, "choose", chosen, [*by_id])
         return by_id[chosen]
