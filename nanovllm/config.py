@@ -61,9 +61,10 @@ class Config(Options):
     4.5). What does not fit there is recomputed."""
     swap_gib: float = 4.0
     """Host memory for `preemption_mode="swap"`, in GiB."""
-    attention_backend: Literal["auto", "torch", "triton"] = "auto"
+    attention_backend: Literal["auto", "torch", "triton", "vattention"] = "auto"
     """What computes attention and the small layers. Triton needs CUDA, or TRITON_INTERPRET=1 on any
-    device; "auto" uses Triton on CUDA."""
+    device; "auto" uses Triton on CUDA. With "vattention", memory is mapped so that attention needs
+    no block tables (chapter 17); it needs Linux."""
     tensor_parallel_size: int = 1
     """Over how many ranks each layer is split: processes with a device each, see chapter 15."""
     enforce_eager: bool = False

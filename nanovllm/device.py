@@ -5,9 +5,14 @@ from importlib.util import find_spec
 
 import torch
 
-from nanovllm.config import EMBEDDED_MODEL, Config
+from nanovllm import vattention
+from nanovllm.config import EMBEDDED_MODEL, Config, Limits
 from nanovllm.layers import torch_ops
+from nanovllm.layers.kv_cache import CacheShape
 from nanovllm.layers.ops import Ops
+from nanovllm.options import refusal
+from nanovllm.virtual_cache import VirtualShape
+from nanovllm.virtual_memory import system_of
 
 
 def choose_device(config: Config) -> torch.device:
@@ -20,8 +25,7 @@ def choose_device(config: Config) -> torch.device:
         return device
     found = torch.cuda.device_count()
     if (device.index or 0) >= found:
-        problem = f"PyTorch finds {found} CUDA devices"
-        raise ValueError(f"device={config.device!r} is not allowed: {problem}")
+        raise refusal("device", config.device, f"PyTorch finds {found} CUDA devices")
     index = torch.cuda.current_device() if device.index is None else device.index
     return torch.device("cuda", index)
 
@@ -40,17 +44,27 @@ def choose_dtype(config: Config, hf_config, device: torch.device) -> torch.dtype
 
 def choose_ops(config: Config, device: torch.device, dtype: torch.dtype) -> Ops:
     is_cuda = device.type == "cuda"
-    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    has_triton = find_spec("triton") is not None and (is_cuda or is_interpreted)
+    has_target = is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
+    has_triton = find_spec("triton") is not None and has_target
     if config.attention_backend == "triton":
-        needs = "it needs a GPU, or TRITON_INTERPRET=1 on Linux"
         if not has_triton:
-            raise ValueError(f"attention_backend='triton' is not allowed: {needs}")
+            needs = "it needs a GPU, or TRITON_INTERPRET=1 on Linux"
+            raise refusal("attention_backend", config.attention_backend, needs)
         allowed = "float32 or float16: Triton's interpreter multiplies bfloat16 wrongly"
         config.require("dtype", is_cuda or dtype != torch.bfloat16, allowed)
+    elif config.attention_backend == "vattention":
+        return vattention
     elif config.attention_backend == "torch" or not is_cuda or not has_triton:
         return torch_ops
     # not at the top: Triton does not exist on macOS and Windows
     from nanovllm.layers import triton_ops
 
     return triton_ops
+
+
+def choose_cache(
+    config: Config, limits: Limits, device: torch.device, shape: CacheShape
+) -> CacheShape | VirtualShape:
+    if config.attention_backend == "vattention":
+        return VirtualShape(shape, limits, system_of(device))
+    return shape

@@ -18,7 +18,7 @@ from nanovllm.layers.linear import Linear
 from nanovllm.layers.ops import Ops
 from nanovllm.layers.rotary import rope_table
 from nanovllm.models.qwen import Qwen, check_supported, head_dim_of
-from nanovllm.options import is_int, shown
+from nanovllm.options import is_int, refusal, shown
 from nanovllm.sampling_params import SamplingParams
 
 # weights, configs and tokenizer; no other formats
@@ -116,7 +116,7 @@ def as_token_ids(eos_token_id: object) -> frozenset[int]:
         return frozenset()
     if not all(is_int(i, 0) for i in ids):
         allowed = "it must be a token id or a list of token ids"
-        raise ValueError(f"eos_token_id={shown(eos_token_id)} is not allowed: {allowed}")
+        raise refusal("eos_token_id", eos_token_id, allowed)
     return frozenset(ids)
 
 

@@ -15,7 +15,7 @@ from nanovllm.block_manager import Moves
 from nanovllm.config import Config, Limits
 from nanovllm.cpu import Threads
 from nanovllm.cuda_graphs import StepGraphs
-from nanovllm.device import choose_dtype, choose_ops
+from nanovllm.device import choose_cache, choose_dtype, choose_ops
 from nanovllm.host_cache import HostCache
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import CacheShape
@@ -52,13 +52,9 @@ class ModelRunner:
         self.model = self.load(path, hf_config)
         layer = self.model.model.layers[0]
         self.weights_per_layer = sum(weight.numel() for weight in layer.parameters())
-        self.shape = CacheShape(
-            hf_config.num_hidden_layers,
-            config.block_size,
-            self.model.num_kv_heads,
-            head_dim_of(hf_config),
-            self.dtype,
-        )
+        heads = (self.model.num_kv_heads, head_dim_of(hf_config))
+        shape = CacheShape(hf_config.num_hidden_layers, config.block_size, *heads, self.dtype)
+        self.shape = choose_cache(config, limits, device, shape)
         self.has_graphs = self.ops.CAN_BE_RECORDED and not config.enforce_eager
         self.graphs: StepGraphs | None = None
         self.host_cache: HostCache | None = None

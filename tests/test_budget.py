@@ -88,6 +88,7 @@ SERVER = {
 
 
 PARALLEL = {"parallel.py", "ranks.py", "shards.py", "runners.py"}
+VIRTUAL = {"virtual_memory.py", "virtual_cache.py", "vattention.py"}
 SIMULATOR = {"simulator.py", "replica.py", "jobs.py", "roofline.py", "router.py"}
 
 
@@ -112,15 +113,20 @@ def test_what_a_greedy_prompt_passes_is_two_thousand_lines():
 
 
 def test_the_package_is_small():
-    """Without the server, the command line, tensor parallelism and the simulator, which nobody needs
-    who reads the engine."""
-    lines, tokens = total(SIZES.keys() - SERVER - RAY - PARALLEL - SIMULATOR)
-    assert lines <= 4050 and tokens <= 36_700
+    """Without the server, the command line, tensor parallelism, vAttention and the simulator, which
+    nobody needs who reads the engine."""
+    lines, tokens = total(SIZES.keys() - SERVER - RAY - PARALLEL - VIRTUAL - SIMULATOR)
+    assert lines <= 4060 and tokens <= 36_800
 
 
 def test_tensor_parallelism_is_small():
     lines, tokens = total(PARALLEL)
     assert lines <= 520 and tokens <= 4_800
+
+
+def test_vattention_is_small():
+    lines, tokens = total(VIRTUAL)
+    assert lines <= 400 and tokens <= 4_000
 
 
 def test_the_simulator_is_small():

@@ -6,7 +6,7 @@ length; the others, prompts and chunks of them, one by one.
 """
 
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ class Part(NamedTuple):
     """Sequences that are computed together: a group of decodes, or one chunk of a prompt."""
 
     tokens: slice | Tensor  # their rows of q
-    slots: Tensor  # of their keys, one sequence after the other, all padded to the longest
+    slots: Any  # of their keys, one sequence after the other, all padded to the longest
     mask: Tensor | None  # which keys each query may see; None: it is simply causal
     is_group: bool
 
@@ -45,10 +45,8 @@ class Layout:
                 decodes.append(b)
             elif end > start:
                 chunks.append(b)
-        width = cache.num_kv_heads * cache.head_dim  # numbers per key
-        key_bytes = 2 * width * cache.tensor.dtype.itemsize
-        max_keys = GATHERED_BYTES // key_bytes
-        groups = group_by_context(decodes, self.contexts, max_keys)
+        token_bytes = cache.tensor[:, 0, 0, 0].nbytes  # key and value in one layer
+        groups = self.groups(decodes, GATHERED_BYTES // token_bytes)
         self.parts = [self.group(batch, seqs) for seqs in groups]
         self.parts += [self.chunk(batch, b) for b in chunks]
         max_slots = max(len(part.slots) for part in self.parts)
@@ -61,15 +59,14 @@ class Layout:
         longest = max(self.contexts[b] for b in seqs)
         position = torch.arange(longest, device=device)
         last = batch.context_lens[seqs].unsqueeze(1) - 1
-        dtype = batch.kv_cache.tensor.dtype
-        mask = torch.zeros(len(seqs), longest, dtype=dtype, device=device)
+        mask = batch.kv_cache.tensor.new_zeros(len(seqs), longest)
         mask.masked_fill_(position > last, -torch.inf)
         # past its end, a sequence reads its own last slot: masked values are still multiplied by
         # zero, so a NaN left in another slot would spread
-        slots = slots_of(batch, seqs, position.minimum(last))
+        slots = self.slots_of(batch, seqs, position.minimum(last))
         rows = [self.starts[b] for b in seqs]
         tokens: slice | Tensor = slice(rows[0], rows[-1] + 1)
-        if rows[-1] - rows[0] != len(rows) - 1:  # not neighbors: a view is not enough
+        if rows != list(range(rows[0], rows[-1] + 1)):  # no neighbors: a view is not enough
             tokens = torch.tensor(rows, device=device)
         return Part(tokens, slots, mask[:, None, None], is_group=True)
 
@@ -79,27 +76,30 @@ class Layout:
         tokens = slice(self.starts[b], self.starts[b + 1])
         num_queries = tokens.stop - tokens.start
         position = torch.arange(self.contexts[b], device=device)
-        slots = slots_of(batch, [b], position)
+        slots = self.slots_of(batch, [b], position)
         mask = None
         if num_queries < len(position):  # it also sees everything before it
-            mask = position <= position[-num_queries:].unsqueeze(1)
+            query = position[-num_queries:]
+            mask = position <= query.unsqueeze(1)
         return Part(tokens, slots, mask, is_group=False)
 
+    def groups(self, decodes: list[int], max_keys: int) -> list[list[int]]:
+        return group_by_context(decodes, self.contexts, max_keys)
 
-def slots_of(batch: Batch, seqs: list[int], position: Tensor) -> Tensor:
-    """The slots of tokens at positions [tokens], or [sequences, tokens], of each sequence."""
-    block_size = batch.kv_cache.block_size
-    first_block = batch.cu_blocks[seqs].unsqueeze(1)
-    block_ids = batch.block_tables[first_block + position // block_size]
-    slots = batch.kv_cache.slots(block_ids, position % block_size)
-    return slots.flatten()
+    def slots_of(self, batch: Batch, seqs: list[int], position: Tensor) -> Any:
+        """The slots of tokens at positions [tokens], or [sequences, tokens], of each sequence."""
+        block_size = batch.kv_cache.block_size
+        first_block = batch.cu_blocks[seqs].unsqueeze(1)
+        places = first_block + position // block_size
+        block_ids = batch.block_tables[places]
+        slots = batch.kv_cache.slots(block_ids, position % block_size)
+        return slots.flatten()
 
 
 def group_by_context(seqs: list[int], contexts: list[int], max_keys: int) -> list[list[int]]:
     """Groups of sequences in which little is padding to the longest context.
 
-    At most a third of the group, or only a few keys. No group has more than `max_keys` keys, unless
-    it is a single sequence.
+    No group has more than `max_keys` keys, unless it is a single sequence.
     """
     groups: list[list[int]] = []
     padding = 0
@@ -108,9 +108,8 @@ def group_by_context(seqs: list[int], contexts: list[int], max_keys: int) -> lis
         longest = contexts[groups[-1][0]] if groups else contexts[b]
         padding += longest - contexts[b]
         keys += contexts[b]
-        is_wasteful = padding > max(512, keys // 2)
         is_large = padding + keys > max_keys
-        if not groups or is_wasteful or is_large:
+        if not groups or is_large or is_wasteful(padding, keys):
             groups.append([])
             padding = 0
             keys = contexts[b]
@@ -118,18 +117,26 @@ def group_by_context(seqs: list[int], contexts: list[int], max_keys: int) -> lis
     return [sorted(group) for group in groups]
 
 
+def is_wasteful(padding: int, keys: int) -> bool:
+    """More than a third of a group is padding, and it is not only a few keys."""
+    return padding > max(512, keys // 2)
+
+
 def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float) -> Tensor:
     """Like attention.paged_attention. Keys and values are never repeated per query head."""
     layout = batch.layout
     assert isinstance(layout, Layout), "batch.layout must be a Layout of this batch"
     keys, values = batch.kv_cache.layers[layer]
+    all_keys = keys.flatten(0, 1)
+    all_values = values.flatten(0, 1)
     out = torch.empty_like(q)
     for tokens, slots, mask, is_group in layout.parts:
         kv = layout.gathered[:, : len(slots)]  # getting new memory takes longer than the copy
-        torch.index_select(keys.flatten(0, 1), 0, slots, out=kv[0])
-        torch.index_select(values.flatten(0, 1), 0, slots, out=kv[1])
+        torch.index_select(all_keys, 0, slots, out=kv[0])
+        torch.index_select(all_values, 0, slots, out=kv[1])
         attend = attend_group if is_group else attend_chunk
-        out[tokens] = attend(q[tokens], kv, mask, scale)
+        result = attend(q[tokens], kv, mask, scale)
+        out[tokens] = result
     return out
 
 
@@ -139,7 +146,7 @@ def attend_group(q: Tensor, kv: Tensor, mask: Tensor | None, scale: float) -> Te
     q [sequences, num_heads, head_dim], kv [2, sequences * keys, num_kv_heads, head_dim].
     """
     num_seqs, _, head_dim = q.shape
-    num_kv_heads = kv.shape[2]
+    num_kv_heads = kv.shape[-2]
     grouped = q.view(num_seqs, num_kv_heads, -1, head_dim)
     by_seq = kv.view(2, num_seqs, -1, num_kv_heads, head_dim)
     k, v = by_seq.transpose(2, 3)

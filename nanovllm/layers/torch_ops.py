@@ -12,10 +12,7 @@ from nanovllm.layers.torch_attention import Layout
 from nanovllm.layers.torch_attention import paged_attention as paged_attention
 
 CAN_BE_RECORDED = False  # attention reads lengths on the CPU
-
-
-def layout(batch: Batch) -> Layout:
-    return Layout(batch)
+layout = Layout
 
 
 def store_kv(k: Tensor, v: Tensor, batch: Batch, layer: int) -> None:

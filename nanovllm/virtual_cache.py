@@ -1,0 +1,205 @@
+"""VirtualCache: a KV cache in which the blocks of a sequence are also seen one after the other.
+
+vAttention's idea (ASPLOS 2025) on top of the block manager: the block tables stay, but attention
+does not read them. They are carried out by mapping memory.
+"""
+
+import math
+from itertools import zip_longest
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nanovllm.config import Limits
+from nanovllm.layers.batch import Batch
+from nanovllm.layers.kv_cache import CacheShape, KVCache
+from nanovllm.virtual_memory import System, VirtualMemory
+
+ALIGNMENT = 16  # bytes: vector instructions want each token to begin at such a multiple
+NO_ROW = -1
+Table = list[int]  # the blocks of a sequence
+
+
+class Pieces(NamedTuple):
+    """How blocks are cut: into one piece with all layers, or into one for each."""
+
+    num: int
+    size: int  # bytes
+    num_rows: int  # for which the system has enough mappings
+
+    @property
+    def quality(self) -> tuple[int, int, int]:
+        """Least memory first; then most rows; then each layer's keys close together."""
+        num_bytes = self.num * self.size
+        return -num_bytes, self.num_rows, self.num
+
+
+class VirtualShape:
+    """The shape of a VirtualCache with any number of blocks.
+
+    A piece is mapped as a whole, so it has whole pages. And its tokens follow each other at equal
+    distances, even from one piece to the next, or no tensor could describe a row of them: so each
+    token is padded until the last one ends where a page ends.
+    """
+
+    def __init__(self, shape: CacheShape, limits: Limits, system: System):
+        self.shape = shape
+        self.system = system
+        self.block_size = shape.block_size
+        self.row_blocks = -(-limits.max_model_len // shape.block_size)
+        cuts = [self.cut(1, limits), self.cut(shape.num_layers, limits)]
+        self.pieces = max(cuts, key=lambda pieces: pieces.quality)
+        self.block_bytes = self.pieces.num * self.pieces.size
+        self._check(limits)
+
+    def cut(self, num: int, limits: Limits) -> Pieces:
+        needed = self.shape.block_bytes // num
+        unit = math.lcm(self.system.page_bytes, ALIGNMENT * self.block_size)
+        size = -(-needed // unit) * unit
+        num_mappings = (self.row_blocks + 1) * num  # what follows a sequence is one, too
+        num_rows = self.system.num_mappings // num_mappings
+        return Pieces(num, size, min(num_rows, limits.max_num_seqs))
+
+    def _check(self, limits: Limits) -> None:
+        """Raises ValueError for blocks that the system cannot map."""
+        page = self.system.page_bytes
+        whole_pages = -(-self.shape.block_bytes // page) * page
+        if self.block_bytes >= 2 * whole_pages:
+            problem = f"its {self.shape.block_bytes:,} bytes would take {self.block_bytes:,}"
+            why = f"so that its tokens divide pages of {page:,} bytes evenly: use a power of two"
+            raise ValueError(f"block_size={self.block_size} is not allowed: {problem}, {why}")
+        if not self.pieces.num_rows:
+            sequence = f"a sequence of max_model_len={limits.max_model_len} tokens"
+            needed = f"{sequence} in blocks of {self.block_size} takes {self.row_blocks + 1:,}"
+            found = f"there is room for {self.system.num_mappings:,} mappings (vm.max_map_count)"
+            problem = f"{found}, and {needed}"
+            raise ValueError(f"attention_backend='vattention' is not allowed: {problem}")
+
+    def new_cache(self, num_blocks: int, device: torch.device) -> "VirtualCache":
+        return VirtualCache(self, num_blocks)
+
+    def seen_in(self, view: Tensor, length: int) -> Tensor:
+        """What lies in these bytes: n times `length` tokens, piece after piece.
+
+        [2, num_layers, n, length, num_kv_heads, head_dim]
+        """
+        layers, _, *heads, dtype = self.shape
+        stride = self.pieces.size // self.block_size // dtype.itemsize
+        numbers = view.view(dtype).unflatten(0, (self.pieces.num, -1, length, stride))
+        layers_of_piece = layers // self.pieces.num
+        sizes = (layers_of_piece, 2, *heads)
+        without_padding = numbers[..., : math.prod(sizes)]
+        parts = without_padding.unflatten(-1, sizes)
+        return parts.permute(4, 0, 3, 1, 2, 5, 6).flatten(1, 2)
+
+
+class VirtualCache(KVCache):
+    """A KVCache whose blocks are seen twice: where they are, and in the rows of sequences.
+
+    rows: of each layer, keys and values [2, rows, tokens of a row, num_kv_heads, head_dim]
+    """
+
+    def __init__(self, shape: VirtualShape, num_blocks: int):
+        size = num_blocks * shape.block_bytes
+        memory = shape.system.new_memory(size)
+        address = memory.reserve(size)
+        memory.map(address, 0, size)
+        blocks = memory.view(address, size)
+        super().__init__(shape.seen_in(blocks, shape.block_size))
+        self.page_table = PageTable(shape, num_blocks, memory)
+        rows = memory.view(self.page_table.address, self.page_table.num_bytes)
+        length = shape.row_blocks * shape.block_size
+        self.rows = shape.seen_in(rows, length).unbind(1)
+
+    def show(self, batch: Batch) -> list[int]:
+        """Brings the blocks of each sequence of a step into a row, or NO_ROW if none is left."""
+        block_ids = batch.block_tables.tolist()
+        firsts = batch.cu_blocks.tolist()
+        ends = batch.cu_seqlens_q.tolist()
+        tables = []
+        starts = []
+        for b, context in enumerate(batch.context_lens.tolist()):
+            num_blocks = -(-context // self.block_size)
+            end = firsts[b] + num_blocks
+            tables.append(block_ids[firsts[b] : end])
+            num_queries = ends[b + 1] - ends[b]
+            starts.append(context - num_queries)
+        return self.page_table.show(tables, starts)
+
+
+class PageTable:
+    """What the rows show. A row is a range of addresses for the longest sequence.
+
+    A row goes on showing what it showed until somebody else needs it. So a sequence that goes on
+    finds its row by the block that it wrote last, and has at most a few blocks mapped in a step;
+    and who begins with the blocks of somebody who has ended finds them mapped.
+    """
+
+    def __init__(self, shape: VirtualShape, num_blocks: int, memory: VirtualMemory):
+        self.shape = shape
+        self.num_blocks = num_blocks
+        self.memory = memory
+        self.num_bytes = shape.pieces.num_rows * shape.row_blocks * shape.block_bytes
+        self.address = memory.reserve(self.num_bytes)
+        self.is_changing = False
+        self.forget()
+
+    def forget(self) -> None:
+        self.shown: list[Table] = [[] for _ in range(self.shape.pieces.num_rows)]
+        self.row_of: dict[int, int] = {}  # the block that a sequence wrote last -> its row
+
+    def show(self, tables: list[Table], starts: list[int]) -> list[int]:
+        """Their rows. The first `starts` tokens of each are from earlier steps."""
+        if self.is_changing:  # the last change was interrupted
+            self.memory.wait()
+            self.memory.unmap(self.address, self.num_bytes)
+            self.forget()
+        rows = self.choose(tables, starts)
+        wanted = {row: table for row, table in zip(rows, tables) if row != NO_ROW}
+        changed = [row for row, table in wanted.items() if self.shown[row] != table]
+        if changed:
+            self.is_changing = True
+            self.memory.wait()
+            for row in changed:
+                self.change(row, wanted[row])
+        self.is_changing = False
+        self.row_of = {table[-1]: row for row, table in wanted.items()}
+        return rows
+
+    def choose(self, tables: list[Table], starts: list[int]) -> list[int]:
+        free = dict.fromkeys(range(self.shape.pieces.num_rows))  # an ordered set
+        rows = []
+        for table, start in zip(tables, starts):
+            last_block = table[(start - 1) // self.shape.block_size]
+            row = self.row_of.get(last_block, NO_ROW)
+            rows.append(row if row in free else NO_ROW)
+            free.pop(row, None)
+        begins = {}
+        for row in free:
+            if self.shown[row]:
+                begins[self.shown[row][0]] = row
+        new = [b for b, row in enumerate(rows) if row == NO_ROW]
+        for b in new[: len(free)]:
+            row = begins.get(tables[b][0], NO_ROW)
+            if row not in free:
+                row = next(iter(free))  # the first one: neighbors are computed together
+            del free[row]
+            rows[b] = row
+        return rows
+
+    def change(self, row: int, table: Table) -> None:
+        """Maps what differs."""
+        num_pieces, size, num_rows = self.shape.pieces
+        for i, (old, new) in enumerate(zip_longest(self.shown[row], table)):
+            if new == old:
+                continue
+            for piece in range(num_pieces):
+                first = (piece * num_rows + row) * self.shape.row_blocks
+                place = self.address + (first + i) * size
+                if new is None:
+                    self.memory.unmap(place, size)
+                else:
+                    block = piece * self.num_blocks + new
+                    self.memory.map(place, block * size, size)
+        self.shown[row] = table

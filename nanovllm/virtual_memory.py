@@ -1,0 +1,278 @@
+"""Virtual memory: addresses are reserved, and pages of physical memory are mapped to them.
+
+vAttention (Prabhu et al., ASPLOS 2025, section 5) keeps the keys of a sequence contiguous this way:
+the page table of the processor, or of the GPU, does what a block table does in software. A page
+that is mapped to two addresses is seen at both.
+"""
+
+import ctypes
+import errno
+import mmap
+import os
+import weakref
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+MAP_FIXED = 0x10  # in place of what is there
+MAP_NORESERVE = 0x4000
+FAILED = 2**64 - 1  # -1, as an address
+
+Ranges = list[tuple[int, int]]  # of addresses: (begin, bytes)
+
+
+class VirtualMemory(Protocol):
+    """Some physical memory, and addresses at which parts of it are seen.
+
+    All addresses, offsets and sizes are multiples of `page_bytes`.
+    """
+
+    page_bytes: int
+
+    def reserve(self, num_bytes: int) -> int:
+        """The begin of a new range of addresses. It takes no memory, and all of it reads as zeros.
+
+        Raises OSError if there are not enough addresses.
+        """
+
+    def map(self, address: int, offset: int, num_bytes: int) -> None:
+        """Lets physical memory from `offset` on be seen at an address, instead of what is there."""
+
+    def unmap(self, address: int, num_bytes: int) -> None:
+        """Makes it zeros again."""
+
+    def view(self, address: int, num_bytes: int) -> Tensor:
+        """[num_bytes] uint8. All memory is given back when no view is left."""
+
+    def wait(self) -> None:
+        """Until no kernel runs that might read what is mapped: only then may that change."""
+
+
+class System(NamedTuple):
+    """What a device offers."""
+
+    page_bytes: int
+    num_mappings: int  # that there may be at a time
+    new_memory: Callable[[int], VirtualMemory]  # of so many bytes
+
+
+def system_of(device: torch.device) -> System:
+    """Raises ValueError if the system or the driver cannot map memory."""
+    refused = "attention_backend='vattention' is not allowed: it needs"
+    if device.type == "cpu":
+        if not hasattr(os, "memfd_create"):
+            raise ValueError(f"{refused} memfd_create, which Linux has, or a GPU")
+        # others need some, too
+        return System(mmap.PAGESIZE, mappings_free() * 3 // 4, HostMemory)
+    try:
+        from cuda.bindings import driver
+
+        page_bytes = page_bytes_of(driver, device)
+    except (ImportError, OSError, RuntimeError) as error:
+        raise ValueError(f"{refused} cuda-bindings and a driver that maps memory") from error
+    return System(page_bytes, 2**62, partial(CudaMemory, device=device, driver=driver))
+
+
+def mappings_free() -> int:
+    """How many more mappings the system allows this process. Neighbors count as one."""
+    limit = int(Path("/proc/sys/vm/max_map_count").read_text())
+    return limit - Path("/proc/self/maps").read_text().count("\n")
+
+
+# --- on a CPU ---
+
+
+def libc() -> ctypes.CDLL:
+    """With the types of what we call: Python's own mmap cannot choose the address."""
+    library = ctypes.CDLL(None, use_errno=True)
+    pointer, number = ctypes.c_void_p, ctypes.c_int
+    library.mmap.restype = pointer
+    library.mmap.argtypes = [pointer, ctypes.c_size_t, number, number, number, ctypes.c_long]
+    library.munmap.argtypes = [pointer, ctypes.c_size_t]
+    return library
+
+
+class HostMemory:
+    """VirtualMemory on Linux: a file without a name (memfd_create), parts of which are mapped.
+
+    What is not mapped is backed by the system's page of zeros.
+    """
+
+    page_bytes = mmap.PAGESIZE
+
+    def __init__(self, num_bytes: int):
+        installed = os.sysconf("SC_PHYS_PAGES") * self.page_bytes
+        if num_bytes > installed:  # the system would find out when it is too late
+            raise OSError(errno.ENOMEM, f"the machine has {installed:,} bytes")
+        self.libc = libc()
+        self.ranges: Ranges = []
+        self.file = os.memfd_create("nanovllm")
+        finalizer = weakref.finalize(self, close_host, self.libc, self.file, self.ranges)
+        finalizer.atexit = False  # other threads may still compute; the system takes all back
+        os.ftruncate(self.file, num_bytes)
+
+    def _mmap(self, address: int | None, num_bytes: int, protection: int, flags: int, *file) -> int:
+        found = self.libc.mmap(address, num_bytes, protection, flags, *file)
+        if found == FAILED:
+            number = ctypes.get_errno()
+            problem = f"{os.strerror(number)} (mmap, {num_bytes:,} bytes)"
+            raise OSError(number, problem)
+        return found
+
+    def _zeros(self, address: int | None, num_bytes: int, flags: int = MAP_NORESERVE) -> int:
+        flags |= mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        return self._mmap(address, num_bytes, mmap.PROT_READ, flags, -1, 0)
+
+    def reserve(self, num_bytes: int) -> int:
+        address = self._zeros(None, num_bytes)
+        self.ranges.append((address, num_bytes))
+        return address
+
+    def map(self, address: int, offset: int, num_bytes: int) -> None:
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        self._mmap(address, num_bytes, access, mmap.MAP_SHARED | MAP_FIXED, self.file, offset)
+
+    def unmap(self, address: int, num_bytes: int) -> None:
+        self._zeros(address, num_bytes, MAP_NORESERVE | MAP_FIXED)
+
+    def view(self, address: int, num_bytes: int) -> Tensor:
+        memory: Any = (ctypes.c_char * num_bytes).from_address(address)
+        memory.owner = self  # the tensor keeps `memory`, which keeps us
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+    def wait(self) -> None:
+        """An operation on a CPU has ended when it returns."""
+
+
+def close_host(library: ctypes.CDLL, file: int, ranges: Ranges) -> None:
+    for address, num_bytes in ranges:
+        library.munmap(address, num_bytes)
+    os.close(file)
+
+
+# --- on a GPU ---
+
+
+class CudaMemory:
+    """VirtualMemory of a GPU, through the CUDA driver's calls. Each page has a handle of its own.
+
+    What is not mapped is one page of zeros, mapped again and again. `driver` is the module
+    cuda.bindings.driver. The device must be the current one.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device, driver: Any):
+        self.driver = driver
+        self.device = device
+        self.property = device_memory(driver, device)
+        self.page_bytes = page_bytes_of(driver, device)
+        self.ranges: Ranges = []
+        self.handles: list[Any] = []  # the last is the page of zeros
+        self.in_doubt: set[int] = set()  # pages whose change was interrupted
+        closed = (driver, self.page_bytes, self.ranges, self.handles)
+        finalizer = weakref.finalize(self, close_cuda, *closed)
+        finalizer.atexit = False  # the driver may be gone before us
+        for _ in range(num_bytes // self.page_bytes + 1):
+            handle = done(driver, driver.cuMemCreate(self.page_bytes, self.property, 0))
+            self.handles.append(handle)
+        # physical memory comes with what its last owner left there
+        zeros = self.reserve(self.page_bytes)
+        self.view(zeros, self.page_bytes).zero_()
+
+    def reserve(self, num_bytes: int) -> int:
+        found = self.driver.cuMemAddressReserve(num_bytes, 0, 0, 0)
+        address = int(done(self.driver, found))
+        self.ranges.append((address, num_bytes))
+        pages = pages_of(address, num_bytes, self.page_bytes)
+        self.in_doubt.update(pages)  # nothing is mapped there yet
+        self.unmap(address, num_bytes)
+        return address
+
+    def map(self, address: int, offset: int, num_bytes: int) -> None:
+        first = offset // self.page_bytes
+        for i, page in enumerate(pages_of(address, num_bytes, self.page_bytes)):
+            self._show(page, self.handles[first + i])
+        self._allow(address, num_bytes)
+
+    def unmap(self, address: int, num_bytes: int) -> None:
+        for page in pages_of(address, num_bytes, self.page_bytes):
+            self._show(page, self.handles[-1])
+        self._allow(address, num_bytes)
+
+    def _show(self, page: int, handle: Any) -> None:
+        """Handles cannot be exchanged in one call, and Ctrl-C may come between two."""
+        was_in_doubt = page in self.in_doubt
+        self.in_doubt.add(page)
+        removed = self.driver.cuMemUnmap(page, self.page_bytes)
+        if not was_in_doubt:
+            done(self.driver, removed)
+        mapped = self.driver.cuMemMap(page, self.page_bytes, 0, handle, 0)
+        done(self.driver, mapped)
+        self.in_doubt.discard(page)
+
+    def _allow(self, address: int, num_bytes: int) -> None:
+        access = self.driver.CUmemAccessDesc()
+        access.location = self.property.location
+        access.flags = self.driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        done(self.driver, self.driver.cuMemSetAccess(address, num_bytes, [access], 1))
+
+    def view(self, address: int, num_bytes: int) -> Tensor:
+        return torch.as_tensor(CudaArray(self, address, num_bytes), device=self.device)
+
+    def wait(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+
+class CudaArray:
+    """Bytes on a GPU, as other libraries expect them. Keeps their owner."""
+
+    def __init__(self, owner: CudaMemory, address: int, num_bytes: int):
+        self.owner = owner
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+def device_memory(driver: Any, device: torch.device) -> Any:
+    """The property of memory on this device."""
+    found = driver.CUmemAllocationProp()
+    found.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    found.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    found.location.id = device.index
+    return found
+
+
+def page_bytes_of(driver: Any, device: torch.device) -> int:
+    """The smallest page that this device has: 2 MiB, up to now."""
+    flags = driver.CUmemAllocationGranularity_flags
+    smallest = flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+    found = driver.cuMemGetAllocationGranularity(device_memory(driver, device), smallest)
+    return done(driver, found)
+
+
+def done(driver: Any, answer: tuple) -> Any:
+    """What a call of the driver returns besides its error. Raises OSError if there was one."""
+    error, *values = answer
+    if error != driver.CUresult.CUDA_SUCCESS:
+        raise OSError(f"the CUDA driver refuses: {error.name}")
+    return values[0] if values else None
+
+
+def pages_of(address: int, num_bytes: int, page_bytes: int) -> range:
+    return range(address, address + num_bytes, page_bytes)
+
+
+def close_cuda(driver: Any, page_bytes: int, ranges: Ranges, handles: list[Any]) -> None:
+    """Goes on after an error: a page may be without a mapping, after an interrupt."""
+    for address, num_bytes in ranges:
+        for page in pages_of(address, num_bytes, page_bytes):
+            driver.cuMemUnmap(page, page_bytes)
+        driver.cuMemAddressFree(address, num_bytes)
+    for handle in handles:
+        driver.cuMemRelease(handle)

@@ -1,0 +1,235 @@
+"""A decode step with paging in software (torch) and by mapping memory (vattention), part by part.
+
+    python -m tutorials.performance.vattention --json tutorials/results/cpu_vattention.json
+
+All engines have the same weights, take turns step by step, and decode the same sequences, whose
+blocks lie in no order. Prints milliseconds per step, and what mapping took. Qwen3-0.6B has random
+weights; it takes 18 GB of memory and about ten minutes.
+"""
+
+import argparse
+import copy
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from nanovllm import vattention
+from nanovllm.config import EMBEDDED_MODEL, TOKENS_PER_STEP, Config
+from nanovllm.layers import torch_attention, torch_ops
+from nanovllm.layers.rotary import longest_context
+from nanovllm.loader import find_model, load_config
+from nanovllm.model_runner import ModelRunner
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.schedule import Item, Schedule
+from nanovllm.sequence import Request, Sequence
+from nanovllm.virtual_cache import PageTable, VirtualCache
+from tutorials.performance.checkpoints import random_model
+from tutorials.performance.machine import device_name, environment, installed
+from tutorials.performance.report import aligned, percentile, write_json
+
+CASES = {  # sequences, context
+    "tiny-qwen3": [(1, 128), (1, 1024), (8, 256), (8, 2000), (64, 128), (64, 256), (64, 1024)],
+    "qwen3-0.6b": [(1, 256), (1, 1024), (1, 4000), (4, 256), (4, 4000), (16, 1000), (64, 250)],
+}
+ENGINES = {  # attention_backend, block_size
+    "tiny-qwen3": [("torch", 16), ("vattention", 16), ("torch", 128), ("vattention", 128)],
+    "qwen3-0.6b": [("torch", 16), ("vattention", 16), ("vattention", 256)],
+}
+STEPS = 16
+WARM_UP = 2
+FUNCTIONS = {  # part of a step -> where it happens
+    "attention": [(torch_ops, "paged_attention"), (vattention, "paged_attention")],
+    "gather": [(torch_attention.Layout, "read")],
+    "layout": [(torch_ops, "layout"), (vattention, "layout")],
+    "rows": [(VirtualCache, "show")],
+    "mapping": [(PageTable, "change")],
+}
+
+
+class Clock:
+    """Seconds and calls of functions, while they are replaced."""
+
+    def __init__(self):
+        self.seconds = dict.fromkeys(FUNCTIONS, 0.0)
+        self.calls = dict.fromkeys(FUNCTIONS, 0)
+
+    def timed(self, part: str, function):
+        def call(*args, **kwargs):
+            begin = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.seconds[part] += time.perf_counter() - begin
+                self.calls[part] += 1
+
+        return call
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        plain = []
+        for part, places in FUNCTIONS.items():
+            for owner, name in places:
+                plain.append((owner, name, vars(owner)[name]))
+                setattr(owner, name, self.timed(part, vars(owner)[name]))
+        try:
+            yield
+        finally:
+            for owner, name, function in plain:
+                setattr(owner, name, function)
+
+
+class SameWeights(ModelRunner):
+    """A runner that has the weights of another one."""
+
+    def __init__(self, other: ModelRunner | None, *args):
+        self.other = other
+        super().__init__(*args)
+
+    def load(self, path: Path, hf_config, **options):
+        if self.other is None:
+            return super().load(path, hf_config, **options)
+        model = self.other.model
+        shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
+        return copy.deepcopy(model, shared | {id(self.other.ops): self.ops})
+
+
+class Decodes:
+    """Sequences that have so many tokens in the cache of a runner, and blocks for some more."""
+
+    def __init__(self, runner: ModelRunner, num_seqs: int, context: int):
+        self.runner = runner
+        self.context = context
+        self.num_blocks = -(-(context + WARM_UP + STEPS) // runner.shape.block_size)
+        order = random.Random(0).sample(range(runner.num_blocks), num_seqs * self.num_blocks)
+        self.tables = [
+            order[i * self.num_blocks : (i + 1) * self.num_blocks] for i in range(num_seqs)
+        ]
+        self.seqs = [self.new_seq(i) for i in range(num_seqs)]
+
+    def new_seq(self, i: int) -> Sequence:
+        params = SamplingParams(temperature=0)
+        (seq,) = Request(str(i), None, [i] * self.context, params).sequences
+        return seq
+
+    def step(self) -> tuple[float, Clock]:
+        schedule = Schedule()
+        for seq, table in zip(self.seqs, self.tables):
+            num_blocks = -(-len(seq) // self.runner.shape.block_size)
+            seq.block_table = table[:num_blocks]
+            schedule.add(Item(seq, len(seq) - 1, 1))
+        clock = Clock()
+        with clock.running():
+            begin = time.perf_counter()
+            self.runner.run(schedule)
+            seconds = time.perf_counter() - begin
+        for seq in self.seqs:
+            seq.token_ids.append(0)
+        return seconds, clock
+
+
+def new_runners(name: str, path: Path) -> list[ModelRunner]:
+    num_seqs = max(seqs for seqs, _ in CASES[name])
+    longest = max(context for _, context in CASES[name]) + WARM_UP + STEPS
+    most = max(seqs * (context + WARM_UP + STEPS + 256) for seqs, context in CASES[name])
+    runners: list[ModelRunner] = []
+    for backend, block_size in ENGINES[name]:
+        config = Config(
+            model=str(path),
+            device="cpu",
+            attention_backend=backend,
+            block_size=block_size,
+            num_blocks=most // block_size,
+            max_num_seqs=num_seqs,
+            max_model_len=-(-longest // 256) * 256 if longest > 2048 else None,
+        )
+        hf_config = load_config(path)
+        limits = config.resolved(longest_context(hf_config), TOKENS_PER_STEP["cpu"])
+        other = runners[0] if runners else None
+        arguments = (config, limits, hf_config, path, torch.device("cpu"))
+        runners.append(SameWeights(other, *arguments))
+    return runners
+
+
+def measure_case(runners: list[ModelRunner], names: list[str], seqs: int, context: int) -> dict:
+    decodes = [Decodes(runner, seqs, context) for runner in runners]
+    steps: list[list[tuple[float, Clock]]] = [[] for _ in runners]
+    for i in range(WARM_UP + STEPS):
+        for some, results in zip(decodes, steps):
+            result = some.step()
+            if i >= WARM_UP:
+                results.append(result)
+    report = {}
+    for name, results in zip(names, steps):
+        report[name] = {"total": percentile([seconds for seconds, _ in results], 50)}
+        for part in FUNCTIONS:
+            values = [clock.seconds[part] for _, clock in results]
+            # most steps map nothing: there the mean says what a step pays
+            is_rare = part == "mapping"
+            report[name][part] = sum(values) / STEPS if is_rare else percentile(values, 50)
+        new_blocks = sum(clock.calls["mapping"] for _, clock in results)
+        seconds = sum(clock.seconds["mapping"] for _, clock in results)
+        report[name]["per_new_block"] = seconds / new_blocks if new_blocks else None
+    return report
+
+
+def engine_names(name: str) -> list[str]:
+    return [f"{backend} {block_size}" for backend, block_size in ENGINES[name]]
+
+
+def measure(args) -> dict:
+    report = environment() | {"device": device_name(torch.device("cpu"))}
+    report["versions"] = {"torch": installed("torch")}
+    report |= {"vattention": {}, "shapes": {}}
+    for name in args.models:
+        is_embedded = name == "tiny-qwen3"
+        path = Path(EMBEDDED_MODEL) if is_embedded else random_model(name, args.weights_dir)
+        runners = new_runners(name, find_model(str(path)))
+        names = engine_names(name)
+        report["shapes"][name] = {
+            one: {
+                "num_pieces": getattr(runner.shape, "pieces", (None,))[0],
+                "block_bytes": runner.shape.block_bytes,
+                "dtype": str(runner.dtype).removeprefix("torch."),
+            }
+            for one, runner in zip(names, runners)
+        }
+        rows = []
+        for seqs, context in CASES[name]:
+            case = measure_case(runners, names, seqs, context)
+            rows.append({"sequences": seqs, "context": context, "engines": case})
+        report["vattention"][name] = rows
+        print(f"\n{name}, milliseconds per step\n\n{table(rows)}")
+    return report
+
+
+def table(rows: list[dict]) -> str:
+    header = ["sequences", "context", "engine", "total", *FUNCTIONS, "µs per new block"]
+    lines = [header]
+    for row in rows:
+        for engine, parts in row["engines"].items():
+            numbers = [f"{1000 * parts[part]:,.3f}" for part in ("total", *FUNCTIONS)]
+            each = parts["per_new_block"]
+            numbers.append("" if each is None else f"{1e6 * each:,.0f}")
+            lines.append([str(row["sequences"]), str(row["context"]), engine, *numbers])
+    return aligned(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", default=[*CASES], choices=[*CASES])
+    parser.add_argument("--weights-dir", type=Path, default=Path("~/.cache/nanovllm-bench"))
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    report = measure(args)
+    if args.json:
+        write_json(report, args.json)
+
+
+if __name__ == "__main__":
+    main()
