@@ -4,17 +4,20 @@ Sequences in neighboring rows of the VirtualCache are a slice of it: nothing is 
 block table is read. See ops.py for what the functions do.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from nanovllm.layers import torch_attention, torch_ops
 from nanovllm.layers.batch import Batch
-from nanovllm.layers.torch_attention import attend_chunk, attend_group, is_wasteful
+from nanovllm.layers.torch_attention import GATHERED_BYTES, attend_chunk, attend_group
 from nanovllm.virtual_cache import NO_ROW, VirtualCache
 
-CAN_BE_RECORDED = torch_ops.CAN_BE_RECORDED
+Groups = list[list[int]]  # of sequences
+# a call of PyTorch's attention takes as long as it takes to read so much
+CALL_BYTES = 2**18
+
+CAN_BE_RECORDED = False
 add_and_norm = torch_ops.add_and_norm
 copy_blocks = torch_ops.copy_blocks
 norm_and_rotate = torch_ops.norm_and_rotate
@@ -23,16 +26,14 @@ silu_and_mul = torch_ops.silu_and_mul
 store_kv = torch_ops.store_kv
 
 
-@dataclass
-class Window:
-    """Where the keys of sequences are: in rows of a VirtualCache."""
+class Window(NamedTuple):
+    """Where the keys of sequences are, instead of slots: in rows of a VirtualCache.
+
+    As it has a length of 2, there is room to gather two slots. Nobody does.
+    """
 
     rows: slice | int
     tokens: slice
-
-    def __len__(self) -> int:
-        """Slots that must be gathered."""
-        return 0
 
 
 class Layout(torch_attention.Layout):
@@ -41,11 +42,12 @@ class Layout(torch_attention.Layout):
     def __init__(self, batch: Batch):
         assert isinstance(batch.kv_cache, VirtualCache)
         self.rows = batch.kv_cache.show(batch)
+        self.all_rows = batch.kv_cache.rows
         super().__init__(batch)
         self.seen = [part for part in self.parts if isinstance(part.slots, Window)]
         self.parts = [part for part in self.parts if isinstance(part.slots, Tensor)]
 
-    def groups(self, decodes: list[int], max_keys: int) -> list[list[int]]:
+    def groups(self, decodes: list[int], max_keys: int) -> Groups:
         others = []
         seen = {}
         for b in decodes:
@@ -53,7 +55,9 @@ class Layout(torch_attention.Layout):
                 others.append(b)
             else:
                 seen[self.rows[b]] = b
-        return super().groups(others, max_keys) + neighbors(seen, self.contexts)
+        num_keys = max_keys * CALL_BYTES // GATHERED_BYTES
+        groups = neighbors(seen, self.contexts, num_keys)
+        return groups + super().groups(others, max_keys)
 
     def slots_of(self, batch: Batch, seqs: list[int], position: Tensor) -> Any:
         first = self.rows[seqs[0]]
@@ -69,28 +73,32 @@ class Layout(torch_attention.Layout):
 layout = Layout
 
 
-def neighbors(seqs: dict[int, int], contexts: list[int]) -> list[list[int]]:
-    """Groups of sequences, {row: sequence}, in rows that follow each other, with little padding."""
-    groups: list[list[int]] = []
-    first = last = keys = longest = -2  # not next to any row
+def neighbors(seqs: dict[int, int], contexts: list[int], num_keys: int) -> Groups:
+    """Groups of sequences, {row: sequence}, in rows that follow each other.
+
+    A sequence joins the group before it if that adds at most `num_keys` keys of padding.
+    """
+    groups: Groups = []
+    last = longest = size = -2  # not next to any row
     for row, b in sorted(seqs.items()):
-        longest = max(longest, contexts[b])
-        keys += contexts[b]
-        padding = (row + 1 - first) * longest - keys
-        if row != last + 1 or is_wasteful(padding, keys):
+        new_longest = max(longest, contexts[b])
+        added = size * (new_longest - longest) + new_longest - contexts[b]
+        if row != last + 1 or added > num_keys:
             groups.append([])
-            first = row
-            keys = longest = contexts[b]
+            new_longest = contexts[b]
+            size = 0
         groups[-1].append(b)
+        size += 1
         last = row
+        longest = new_longest
     return groups
 
 
 def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float) -> Tensor:
     """Like attention.paged_attention."""
-    layout, cache = batch.layout, batch.kv_cache
-    assert isinstance(layout, Layout) and isinstance(cache, VirtualCache)
-    rows = cache.rows[layer]
+    layout = batch.layout
+    assert isinstance(layout, Layout)
+    rows = layout.all_rows[layer]
     out = torch_attention.paged_attention(q, batch, layer, scale)
     for tokens, window, mask, is_group in layout.seen:
         kv = rows[:, window.rows, window.tokens]

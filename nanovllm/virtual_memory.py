@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -209,8 +210,7 @@ class CudaMemory:
         removed = self.driver.cuMemUnmap(page, self.page_bytes)
         if not was_in_doubt:
             done(self.driver, removed)
-        mapped = self.driver.cuMemMap(page, self.page_bytes, 0, handle, 0)
-        done(self.driver, mapped)
+        done(self.driver, self.driver.cuMemMap(page, self.page_bytes, 0, handle, 0))
         self.in_doubt.discard(page)
 
     def _allow(self, address: int, num_bytes: int) -> None:
@@ -220,23 +220,18 @@ class CudaMemory:
         done(self.driver, self.driver.cuMemSetAccess(address, num_bytes, [access], 1))
 
     def view(self, address: int, num_bytes: int) -> Tensor:
-        return torch.as_tensor(CudaArray(self, address, num_bytes), device=self.device)
-
-    def wait(self) -> None:
-        torch.cuda.synchronize(self.device)
-
-
-class CudaArray:
-    """Bytes on a GPU, as other libraries expect them. Keeps their owner."""
-
-    def __init__(self, owner: CudaMemory, address: int, num_bytes: int):
-        self.owner = owner
-        self.__cuda_array_interface__ = {
+        bytes_there = {
             "shape": (num_bytes,),
             "typestr": "|u1",
             "data": (address, False),
             "version": 3,
         }
+        # the tensor keeps `memory`, which keeps us
+        memory = SimpleNamespace(owner=self, __cuda_array_interface__=bytes_there)
+        return torch.as_tensor(memory, device=self.device)
+
+    def wait(self) -> None:
+        torch.cuda.synchronize(self.device)
 
 
 def device_memory(driver: Any, device: torch.device) -> Any:

@@ -111,6 +111,22 @@ def test_the_pytorch_backend(checkpoint):
     )
 
 
+@pytest.mark.parametrize("tokens, num_blocks", [(2048, 500), (37, 500), (37, 14)])
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_mapped_memory(checkpoint, tokens, num_blocks, mode):
+    """vAttention: its pages have 2 MiB, of which a block of this model fills little."""
+    path, prompts, expected = checkpoint
+    for _ in range(2):  # the second engine gets the memory of the first
+        llm = LLM(
+            path, dtype="float32", attention_backend="vattention", max_num_batched_tokens=tokens,
+            num_blocks=num_blocks, max_num_seqs=24, preemption_mode=mode, swap_gib=0.1,
+        )  # fmt: skip
+        for _ in range(2):
+            assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected
+        check_blocks(llm.block_manager, [])
+        del llm
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_16_bits_are_close_to_the_pytorch_backend(checkpoint, dtype):
     path, prompts, _ = checkpoint

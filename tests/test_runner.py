@@ -87,8 +87,7 @@ def test_the_layout_is_made_once_per_step(llm, monkeypatch):
             made.append(batch)
             super().__init__(batch)
 
-    monkeypatch.setattr(torch_ops, "Layout", Noted)
-    monkeypatch.setattr(torch_attention, "Layout", Noted)
+    monkeypatch.setattr(torch_ops, "layout", Noted)
     steps = llm.stats()["steps"]
     llm.generate([[1] * 9, [2] * 3], SamplingParams(temperature=0, max_tokens=5), use_tqdm=False)
     assert len(made) == llm.stats()["steps"] - steps > 0 and llm.runner.ops is torch_ops

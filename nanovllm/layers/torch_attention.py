@@ -99,7 +99,8 @@ class Layout:
 def group_by_context(seqs: list[int], contexts: list[int], max_keys: int) -> list[list[int]]:
     """Groups of sequences in which little is padding to the longest context.
 
-    No group has more than `max_keys` keys, unless it is a single sequence.
+    At most a third of the group, or only a few keys. No group has more than `max_keys` keys, unless
+    it is a single sequence.
     """
     groups: list[list[int]] = []
     padding = 0
@@ -108,18 +109,14 @@ def group_by_context(seqs: list[int], contexts: list[int], max_keys: int) -> lis
         longest = contexts[groups[-1][0]] if groups else contexts[b]
         padding += longest - contexts[b]
         keys += contexts[b]
+        is_wasteful = padding > max(512, keys // 2)
         is_large = padding + keys > max_keys
-        if not groups or is_large or is_wasteful(padding, keys):
+        if not groups or is_wasteful or is_large:
             groups.append([])
             padding = 0
             keys = contexts[b]
         groups[-1].append(b)
     return [sorted(group) for group in groups]
-
-
-def is_wasteful(padding: int, keys: int) -> bool:
-    """More than a third of a group is padding, and it is not only a few keys."""
-    return padding > max(512, keys // 2)
 
 
 def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 
 from nanovllm import vattention
 from nanovllm.config import EMBEDDED_MODEL, TOKENS_PER_STEP, Config
-from nanovllm.layers import torch_attention, torch_ops
+from nanovllm.layers import torch_ops
 from nanovllm.layers.rotary import longest_context
 from nanovllm.loader import find_model, load_config
 from nanovllm.model_runner import ModelRunner
@@ -31,9 +31,15 @@ from tutorials.performance.checkpoints import random_model
 from tutorials.performance.machine import device_name, environment, installed
 from tutorials.performance.report import aligned, percentile, write_json
 
-CASES = {  # sequences, context
-    "tiny-qwen3": [(1, 128), (1, 1024), (8, 256), (8, 2000), (64, 128), (64, 256), (64, 1024)],
-    "qwen3-0.6b": [(1, 256), (1, 1024), (1, 4000), (4, 256), (4, 4000), (16, 1000), (64, 250)],
+CASES = {  # sequences, the shortest context, the longest
+    "tiny-qwen3": [
+        *[(1, 128, 128), (1, 1000, 1000), (8, 250, 250), (8, 2000, 2000)],
+        *[(64, 128, 128), (64, 1000, 1000), (64, 100, 1900)],
+    ],
+    "qwen3-0.6b": [
+        *[(1, 250, 250), (1, 1000, 1000), (1, 4000, 4000), (4, 4000, 4000)],
+        *[(16, 1000, 1000), (16, 200, 1800), (64, 250, 250), (64, 50, 450)],
+    ],
 }
 ENGINES = {  # attention_backend, block_size
     "tiny-qwen3": [("torch", 16), ("vattention", 16), ("torch", 128), ("vattention", 128)],
@@ -43,7 +49,7 @@ STEPS = 16
 WARM_UP = 2
 FUNCTIONS = {  # part of a step -> where it happens
     "attention": [(torch_ops, "paged_attention"), (vattention, "paged_attention")],
-    "gather": [(torch_attention.Layout, "read")],
+    "gather": [(torch, "index_select")],
     "layout": [(torch_ops, "layout"), (vattention, "layout")],
     "rows": [(VirtualCache, "show")],
     "mapping": [(PageTable, "change")],
@@ -100,26 +106,32 @@ class SameWeights(ModelRunner):
 class Decodes:
     """Sequences that have so many tokens in the cache of a runner, and blocks for some more."""
 
-    def __init__(self, runner: ModelRunner, num_seqs: int, context: int):
+    def __init__(self, runner: ModelRunner, contexts: list[int]):
         self.runner = runner
-        self.context = context
-        self.num_blocks = -(-(context + WARM_UP + STEPS) // runner.shape.block_size)
-        order = random.Random(0).sample(range(runner.num_blocks), num_seqs * self.num_blocks)
-        self.tables = [
-            order[i * self.num_blocks : (i + 1) * self.num_blocks] for i in range(num_seqs)
-        ]
-        self.seqs = [self.new_seq(i) for i in range(num_seqs)]
+        order = list(range(runner.num_blocks))
+        random.Random(0).shuffle(order)
+        self.seqs: list[Sequence] = []
+        self.tables: list[list[int]] = []
+        for i, context in enumerate(contexts):
+            params = SamplingParams(temperature=0)
+            self.seqs += Request(str(i), None, [i] * context, params).sequences
+            num_blocks = self.num_blocks_for(context + WARM_UP + STEPS)
+            self.tables.append([order.pop() for _ in range(num_blocks)])
 
-    def new_seq(self, i: int) -> Sequence:
-        params = SamplingParams(temperature=0)
-        (seq,) = Request(str(i), None, [i] * self.context, params).sequences
-        return seq
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.runner.shape.block_size)
+
+    def memory(self) -> tuple[int, int]:
+        """Bytes that the sequences hold, and that their tokens need."""
+        shape = self.runner.shape
+        plain = getattr(shape, "shape", shape)  # without padding
+        held = sum(self.num_blocks_for(len(seq)) for seq in self.seqs) * shape.block_bytes
+        return held, sum(map(len, self.seqs)) * plain.block_bytes // plain.block_size
 
     def step(self) -> tuple[float, Clock]:
         schedule = Schedule()
         for seq, table in zip(self.seqs, self.tables):
-            num_blocks = -(-len(seq) // self.runner.shape.block_size)
-            seq.block_table = table[:num_blocks]
+            seq.block_table = table[: self.num_blocks_for(len(seq))]
             schedule.add(Item(seq, len(seq) - 1, 1))
         clock = Clock()
         with clock.running():
@@ -132,9 +144,12 @@ class Decodes:
 
 
 def new_runners(name: str, path: Path) -> list[ModelRunner]:
-    num_seqs = max(seqs for seqs, _ in CASES[name])
-    longest = max(context for _, context in CASES[name]) + WARM_UP + STEPS
-    most = max(seqs * (context + WARM_UP + STEPS + 256) for seqs, context in CASES[name])
+    num_seqs = max(seqs for seqs, _, _ in CASES[name])
+    longest = max(longest for _, _, longest in CASES[name]) + WARM_UP + STEPS
+    # a block more for each sequence
+    most = max(
+        seqs * ((low + high) // 2 + WARM_UP + STEPS + 256) for seqs, low, high in CASES[name]
+    )
     runners: list[ModelRunner] = []
     for backend, block_size in ENGINES[name]:
         config = Config(
@@ -154,8 +169,16 @@ def new_runners(name: str, path: Path) -> list[ModelRunner]:
     return runners
 
 
-def measure_case(runners: list[ModelRunner], names: list[str], seqs: int, context: int) -> dict:
-    decodes = [Decodes(runner, seqs, context) for runner in runners]
+def contexts_of(num_seqs: int, shortest: int, longest: int) -> list[int]:
+    """At equal distances, in no order."""
+    between = max(1, num_seqs - 1)
+    contexts = [shortest + i * (longest - shortest) // between for i in range(num_seqs)]
+    random.Random(1).shuffle(contexts)
+    return contexts
+
+
+def measure_case(runners: list[ModelRunner], names: list[str], contexts: list[int]) -> dict:
+    decodes = [Decodes(runner, contexts) for runner in runners]
     steps: list[list[tuple[float, Clock]]] = [[] for _ in runners]
     for i in range(WARM_UP + STEPS):
         for some, results in zip(decodes, steps):
@@ -163,8 +186,9 @@ def measure_case(runners: list[ModelRunner], names: list[str], seqs: int, contex
             if i >= WARM_UP:
                 results.append(result)
     report = {}
-    for name, results in zip(names, steps):
+    for name, results, some in zip(names, steps, decodes):
         report[name] = {"total": percentile([seconds for seconds, _ in results], 50)}
+        report[name]["bytes_held"], report[name]["bytes_used"] = some.memory()
         for part in FUNCTIONS:
             values = [clock.seconds[part] for _, clock in results]
             # most steps map nothing: there the mean says what a step pays
@@ -198,23 +222,26 @@ def measure(args) -> dict:
             for one, runner in zip(names, runners)
         }
         rows = []
-        for seqs, context in CASES[name]:
-            case = measure_case(runners, names, seqs, context)
-            rows.append({"sequences": seqs, "context": context, "engines": case})
+        for num_seqs, shortest, longest in CASES[name]:
+            case = measure_case(runners, names, contexts_of(num_seqs, shortest, longest))
+            context = f"{shortest:,}" if shortest == longest else f"{shortest:,} to {longest:,}"
+            rows.append({"sequences": num_seqs, "context": context, "engines": case})
         report["vattention"][name] = rows
         print(f"\n{name}, milliseconds per step\n\n{table(rows)}")
     return report
 
 
 def table(rows: list[dict]) -> str:
-    header = ["sequences", "context", "engine", "total", *FUNCTIONS, "µs per new block"]
+    parts = ["total", *FUNCTIONS, "µs per new block", "MB held", "MB used"]
+    header = ["sequences", "context", "engine", *parts]
     lines = [header]
     for row in rows:
-        for engine, parts in row["engines"].items():
-            numbers = [f"{1000 * parts[part]:,.3f}" for part in ("total", *FUNCTIONS)]
-            each = parts["per_new_block"]
+        for engine, found in row["engines"].items():
+            numbers = [f"{1000 * found[part]:,.3f}" for part in ("total", *FUNCTIONS)]
+            each = found["per_new_block"]
             numbers.append("" if each is None else f"{1e6 * each:,.0f}")
-            lines.append([str(row["sequences"]), str(row["context"]), engine, *numbers])
+            numbers += [f"{found[name] / 1e6:,.1f}" for name in ("bytes_held", "bytes_used")]
+            lines.append([str(row["sequences"]), row["context"], engine, *numbers])
     return aligned(lines)
 
 
