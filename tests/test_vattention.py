@@ -469,7 +469,7 @@ def test_what_holds_for_paging_in_software_holds_here():
     others = "room_for_no_block or more_memory_than_there_is or block_size_does_not_matter"
     names = ["hard_cases", "swap", "beam_search", "fuzz", "engine", "faults", "parallel"]
     files = [f"tests/test_{name}.py" for name in names]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "vattention_default", *files]
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "vattention_default", *files]
     done = subprocess.run(
         [*command, "-k", f"not ({others})", "-p", "no:cacheprovider"],
         cwd=ROOT,
