@@ -349,6 +349,7 @@ def check(sequences, num_heads, num_kv_heads, head_dim, num_rows=64, is_clean=Fa
 MIXTURE = [(1, 9), (5, 5), (3, 20), (1, 1), (1, 33), (17, 40), (1, 31), (1, 30)]
 
 
+@pytest.mark.slow(but_every=4)
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2), (8, 2), (7, 1), (14, 2)])
 @pytest.mark.parametrize("head_dim", [16, 32, 80])
 @pytest.mark.parametrize("is_clean", [True, False])
@@ -403,6 +404,7 @@ def tokens(outputs) -> list[list[list[int]]]:
     return [[list(answer.token_ids) for answer in output.outputs] for output in outputs]
 
 
+@pytest.mark.slow(but_every=3)
 @pytest.mark.parametrize("block_size", [1, 2, 4, 16, 64])
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 def test_the_tokens_are_those_of_paging_in_software(path, block_size, mode):
