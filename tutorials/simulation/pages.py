@@ -9,14 +9,14 @@ whole pages, and the hardware says how large they are. A large page in which all
 tokens lie must be padded; one with a single layer of many tokens is wasted where a sequence ends.
 
 The requests of `tutorials.baselines.replay` go through the real scheduler and block manager without
-a model (about 15 minutes with a trace, half as many without). All wait from the start, and all
+a model (about five minutes with a trace, half as long without). All wait from the start, and all
 caches take the same bytes. What is averaged are the steps in which somebody waits only because
 memory lacks. Prefixes are not shared: no two prompts begin with the same token. Lengths with the
 means of ShareGPT are drawn; those of the trace are recorded.
 
-Blocks are cut into pieces by the rule of `nanovllm.virtual_cache.VirtualShape`, also in ways that it
-would not choose. A mapping shows one piece; a GPU maps each page of it by itself
-(`pages_per_piece`).
+Blocks are cut into pieces by the rule of `nanovllm.virtual_cache.VirtualShape`, also in ways that
+it would not choose. A mapping shows one piece. A GPU maps each of its `pages_per_piece` by itself:
+there it takes as many mappings as pages are in use, whatever the layout.
 """
 
 import argparse
@@ -82,7 +82,7 @@ SOFTWARE = Layout(16, 1, 16 * TOKEN_BYTES)
 
 
 def fullest(page_bytes: int, num_pieces: int) -> int:
-    """Tokens whose pieces fill a page best, a power of two; or 1, with as many pages as it needs."""
+    """Tokens whose pieces fill a page best, a power of two; or 1, in as many pages as it takes."""
     num_fitting = page_bytes * num_pieces // TOKEN_BYTES
     return 1 << max(0, num_fitting.bit_length() - 1)
 
