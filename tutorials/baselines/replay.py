@@ -85,7 +85,7 @@ def replay(
     lengths: Lengths, manager_cls, block_size: int, setting: Setting, every: int = 20, **decoding
 ) -> dict:
     """Mean part of the cache for each use, over the steps in which requests wait; and how many ran
-    at a time.
+    at a time. What the step itself writes, `being_written`, is also counted as reserved.
 
     Raises ValueError if there are no such steps.
     """
@@ -110,6 +110,7 @@ def replay(
             usage["external_fragmentation"] += usage.pop("free")
             shared = usage["shared"]
             usage["saved"] = shared / (shared + manager.num_used_blocks * block_size)
+            usage["being_written"] = schedule.num_tokens
             samples.append(usage)
             num_running += len(scheduler.running)
         scheduler.update(schedule, *model.run(schedule))
