@@ -79,6 +79,7 @@ class Picture:
         return len(table) * num_pieces
 
 
+@pytest.mark.slow(but_every=3)
 @pytest.mark.parametrize(
     "name",
     [
