@@ -1,4 +1,4 @@
-"""Writes the tables of README, chapters 10, 12 and 14 to 16 and the handouts from the files beside it:
+"""Writes the tables of README, chapters 10, 12 and 14 to 17 and the handouts from the files beside it:
 nobody types a number.
 
     python -m tutorials.results.tables
@@ -411,6 +411,27 @@ def real_replicas(reports: list[dict], links: list[str]) -> str:
     return f"{about}\n\n{markdown(rows)}"
 
 
+def vattention(reports: list[dict], links: list[str]) -> str:
+    """For chapter 17: the parts of decode steps that have many keys to read."""
+    (report,), (link,) = reports, links
+    about = f"{report['device']}, commit {report['commit']} ([all numbers]({link})):"
+    header = ["sequences of tokens", "engine, blocks of", "step", "attention", "of it gather"]
+    rows = [[*header, "mapping", "µs per new block"]]
+    for model, cases in report["vattention"].items():
+        name = {"tiny-qwen3": "embedded: "}.get(model, "")
+        for case in cases:
+            if case["sequences"] * case["context"] < 16_000:
+                continue
+            work = f"{name}{case['sequences']} of {case['context']:,}"
+            for engine, parts in case["engines"].items():
+                kinds = ("total", "attention", "gather", "mapping")
+                times = [1e3 * parts[kind] for kind in kinds]
+                cells = [f"{ms:,.{0 if ms >= 100 else 1 if ms >= 10 else 2}f}" for ms in times]
+                each = parts["per_new_block"]
+                rows.append([work, engine, *cells, "" if each is None else f"{1e6 * each:,.0f}"])
+    return f"{about}\n\n{markdown(rows)}"
+
+
 def tried(reports: list[dict], links: list[str]) -> str:
     """For a handout: what was tried for the assignment, on many seeds."""
     return handout_table(*reports)
@@ -438,6 +459,7 @@ TABLES = {
     "routed": routed,
     "bounds": bounds,
     "real_replicas": real_replicas,
+    "vattention": vattention,
     "tried": tried,
 }
 
