@@ -37,6 +37,7 @@ def test_pictures_and_chapters_belong_together():
         "plot_policies",
         "plot_serving",
         "plot_replicas",
+        "plot_vattention",
     ],
 )
 def test_scripts_draw_what_is_committed(name, monkeypatch, tmp_path):
