@@ -411,24 +411,31 @@ def real_replicas(reports: list[dict], links: list[str]) -> str:
     return f"{about}\n\n{markdown(rows)}"
 
 
+MANY_KEYS = {
+    "qwen3-0.6b": ["4 of 4,000", "16 of 1,000", "16 of 200 to 1,800", "64 of 250"],
+    "tiny-qwen3": ["64 of 1,000", "64 of 100 to 1,900"],
+}
+
+
 def vattention(reports: list[dict], links: list[str]) -> str:
-    """For chapter 17: the parts of decode steps that have many keys to read."""
+    """For chapter 17: the parts of decode steps that have many keys to read, and their memory."""
     (report,), (link,) = reports, links
     about = f"{report['device']}, commit {report['commit']} ([all numbers]({link})):"
-    header = ["sequences of tokens", "engine, blocks of", "step", "attention", "of it gather"]
-    rows = [[*header, "mapping", "µs per new block"]]
-    for model, cases in report["vattention"].items():
-        name = {"tiny-qwen3": "embedded: "}.get(model, "")
-        for case in cases:
-            if case["sequences"] * case["context"] < 16_000:
+    header = ["sequences of tokens", "engine, tokens per block", "step", "attention"]
+    rows = [[*header, "of it gather", "mapping", "µs per new block", "empty memory"]]
+    for model, chosen in MANY_KEYS.items():
+        for case in report["vattention"][model]:
+            name = f"{case['sequences']} of {case['context']}"
+            if name not in chosen:
                 continue
-            work = f"{name}{case['sequences']} of {case['context']:,}"
+            name = "embedded model: " * (model == "tiny-qwen3") + name
             for engine, parts in case["engines"].items():
-                kinds = ("total", "attention", "gather", "mapping")
-                times = [1e3 * parts[kind] for kind in kinds]
+                times = [1e3 * parts[kind] for kind in ("total", "attention", "gather", "mapping")]
                 cells = [f"{ms:,.{0 if ms >= 100 else 1 if ms >= 10 else 2}f}" for ms in times]
                 each = parts["per_new_block"]
-                rows.append([work, engine, *cells, "" if each is None else f"{1e6 * each:,.0f}"])
+                cells.append("" if each is None else f"{1e6 * each:,.0f}")
+                cells.append(f"{1 - parts['bytes_used'] / parts['bytes_held']:.0%}")
+                rows.append([name, engine, *cells])
     return f"{about}\n\n{markdown(rows)}"
 
 
