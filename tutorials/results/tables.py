@@ -32,6 +32,7 @@ PAGES = [
     ROOT / "tutorials" / "14_serving.md",
     ROOT / "tutorials" / "15_parallel.md",
     ROOT / "tutorials" / "16_beyond.md",
+    ROOT / "tutorials" / "17_vattention.md",
     *sorted((ROOT / "tutorials" / "assignments").glob("*/README.md")),
 ]
 MARK = re.compile(
@@ -411,6 +412,16 @@ def real_replicas(reports: list[dict], links: list[str]) -> str:
     return f"{about}\n\n{markdown(rows)}"
 
 
+CHOSEN_PAGES = [
+    "software",
+    "4 KiB, all layers",
+    "64 KiB, a page for each layer",
+    "256 KiB, a page for each layer",
+    "2 MiB, all layers",
+    "2 MiB, all layers, unpadded",
+    "2 MiB, a page for each layer",
+    "2 MiB, keys and values apart",
+]
 MANY_KEYS = {
     "qwen3-0.6b": ["4 of 4,000", "16 of 1,000", "16 of 200 to 1,800", "64 of 250"],
     "tiny-qwen3": ["64 of 1,000", "64 of 100 to 1,900"],
@@ -437,6 +448,25 @@ def vattention(reports: list[dict], links: list[str]) -> str:
                 cells.append(f"{1 - parts['bytes_used'] / parts['bytes_held']:.0%}")
                 rows.append([name, engine, *cells])
     return f"{about}\n\n{markdown(rows)}"
+
+
+def pages(reports: list[dict], links: list[str]) -> str:
+    """For chapter 17: what pages waste, of chosen sizes and layouts."""
+    (report,), (link,) = reports, links
+    loads = list(report["pages"])
+    about = f"{report['memory_bytes'] / 1e9:.0f} GB for the cache, commit {report['commit']}"
+    names = [name.partition(",")[0] for name in loads]
+    kinds = ("tokens", "padding", "empty", "running")
+    header = ["pages", "tokens per block", *(f"{n}: {kind}" for n in names for kind in kinds)]
+    rows = [header]
+    for layout in CHOSEN_PAGES:
+        cells = [layout, f"{report['pages'][loads[0]]['layouts'][layout]['block_size']:,}"]
+        for load in loads:
+            found = report["pages"][load]["layouts"][layout]
+            cells += [f"{found[kind]:.1%}" for kind in kinds[:3]]
+            cells.append(f"{found['running']:.0f}")
+        rows.append(cells)
+    return f"{about} ([all numbers]({link})):\n\n{markdown(rows)}"
 
 
 def tried(reports: list[dict], links: list[str]) -> str:
@@ -468,6 +498,7 @@ TABLES = {
     "real_replicas": real_replicas,
     "vattention": vattention,
     "tried": tried,
+    "pages": pages,
 }
 
 
