@@ -86,12 +86,14 @@ class VirtualShape:
         """
         layers, _, *heads, dtype = self.shape
         stride = self.pieces.size // self.block_size // dtype.itemsize
+        # [pieces, n, length, numbers from one token to the next]
         numbers = view.view(dtype).unflatten(0, (self.pieces.num, -1, length, stride))
         layers_of_piece = layers // self.pieces.num
         sizes = (layers_of_piece, 2, *heads)
         without_padding = numbers[..., : math.prod(sizes)]
+        # [pieces, n, length, layers of a piece, 2, num_kv_heads, head_dim]
         parts = without_padding.unflatten(-1, sizes)
-        return parts.permute(4, 0, 3, 1, 2, 5, 6).flatten(1, 2)
+        return parts.permute(4, 0, 3, 1, 2, 5, 6).flatten(1, 2)  # pieces times layers: all layers
 
 
 class VirtualCache(KVCache):
@@ -171,6 +173,7 @@ class PageTable:
         free = dict.fromkeys(range(self.shape.pieces.num_rows))  # an ordered set
         rows = []
         for table, start in zip(tables, starts):
+            # without earlier tokens, it is the last one of the table, which nobody has written
             last_block = table[(start - 1) // self.shape.block_size]
             row = self.row_of.get(last_block, NO_ROW)
             rows.append(row if row in free else NO_ROW)
