@@ -29,7 +29,10 @@ SOURCES = [
     ROOT / "bench.py",
     ROOT / "example.py",
 ]
-LONG = ("09_kernels", "12_simulator", "13_policies", "14_serving", "15_parallel")
+LONG = (
+    *("03_scheduler", "09_kernels", "10_performance"),
+    *("12_simulator", "13_policies", "14_serving", "15_parallel"),
+)
 
 
 def slow_if_long(chapter: Path):

@@ -106,7 +106,7 @@ def test_the_reference_gets_all_points_with_a_margin(name):
             assert margin(goal, value) >= least, f"seed {seed}: {goal_name} is {value}"
 
 
-@pytest.mark.slow(but_every=4)
+@pytest.mark.slow(but_every=9)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_reference_is_measured_again(name):
     """On a seed that differs from one assignment to the next."""

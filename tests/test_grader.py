@@ -321,6 +321,7 @@ CHEATS = {
 }
 
 
+@pytest.mark.slow(but_every=2)
 @pytest.mark.parametrize("cheat", CHEATS)
 def test_cheating_wins_nothing(tmp_path, cheat):
     """It is refused with a sentence, or is as good as first come, first served."""
@@ -448,6 +449,7 @@ ROUTER_CHEATS = {
 }
 
 
+@pytest.mark.slow(but_every=3)
 @pytest.mark.parametrize("cheat", ROUTER_CHEATS)
 def test_a_router_that_cheats_wins_nothing(tmp_path, cheat):
     """It is refused with a sentence, or is as good as one after the other."""

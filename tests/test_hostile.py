@@ -388,11 +388,18 @@ LEAKING_ROUTERS = {
     "a router's choice": choose("return 'lengths 1234'"),
 }
 LEAK |= LEAKING_ROUTERS
+SLOW_LEAKS = (
+    "where it hangs",
+    "a class of its own",
+    "a rule",
+    "an unknown event",
+    "a router prints",
+)
 
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=[pytest.mark.slow] * (case == "where it hangs")) for case in LEAK],
+    [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW_LEAKS)) for case in LEAK],
 )
 def test_nothing_of_a_secret_load_is_shown(graded, case):
     """The same file says it on a public seed."""

@@ -79,7 +79,7 @@ class Picture:
         return len(table) * num_pieces
 
 
-@pytest.mark.slow(but_every=3)
+@pytest.mark.slow(but_every=7)
 @pytest.mark.parametrize(
     "name",
     [
