@@ -26,7 +26,7 @@ def test_pictures_and_chapters_belong_together():
     assert {path.stem for path in drawn - shown} <= results, "a picture that nobody shows"
 
 
-@pytest.mark.slow(but_every=3)
+@pytest.mark.slow(but_every=5)
 @pytest.mark.parametrize(
     "name",
     [

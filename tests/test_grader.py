@@ -407,7 +407,10 @@ BROKEN_ROUTERS = {
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=[pytest.mark.slow] * (case == "hangs")) for case in BROKEN_ROUTERS],
+    [
+        pytest.param(case, marks=[pytest.mark.slow] * (i % 3 > 0 or case == "hangs"))
+        for i, case in enumerate(BROKEN_ROUTERS)
+    ],
 )
 def test_a_router_that_is_broken_is_one_sentence_with_the_request(tmp_path, case):
     code, message = BROKEN_ROUTERS[case]
