@@ -120,8 +120,7 @@ class HostMemory:
         found = self.libc.mmap(address, num_bytes, protection, flags, *file)
         if found == FAILED:
             number = ctypes.get_errno()
-            problem = f"{os.strerror(number)} (mmap, {num_bytes:,} bytes)"
-            raise OSError(number, problem)
+            raise OSError(number, f"{os.strerror(number)} (mmap, {num_bytes:,} bytes)")
         return found
 
     def _zeros(self, address: int | None, num_bytes: int, flags: int = MAP_NORESERVE) -> int:
@@ -173,7 +172,7 @@ class CudaMemory:
         self.ranges: Ranges = []
         self.handles: list[Any] = []  # the last is the page of zeros
         self.in_doubt: set[int] = set()  # pages whose change was interrupted
-        closed = (driver, self.page_bytes, self.ranges, self.handles)
+        closed = (driver, device, self.page_bytes, self.ranges, self.handles)
         finalizer = weakref.finalize(self, close_cuda, *closed)
         finalizer.atexit = False  # the driver may be gone before us
         for _ in range(num_bytes // self.page_bytes + 1):
@@ -263,8 +262,11 @@ def pages_of(address: int, num_bytes: int, page_bytes: int) -> range:
     return range(address, address + num_bytes, page_bytes)
 
 
-def close_cuda(driver: Any, page_bytes: int, ranges: Ranges, handles: list[Any]) -> None:
+def close_cuda(
+    driver: Any, device: torch.device, page_bytes: int, ranges: Ranges, handles: list[Any]
+) -> None:
     """Goes on after an error: a page may be without a mapping, after an interrupt."""
+    torch.cuda.synchronize(device)  # a kernel may still read them
     for address, num_bytes in ranges:
         for page in pages_of(address, num_bytes, page_bytes):
             driver.cuMemUnmap(page, page_bytes)

@@ -112,6 +112,14 @@ class Driver:
         return not (self.handles or self.ranges or self.mapped)
 
 
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch):
+    """Nothing runs on it. Returns the devices that were waited for."""
+    waited = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    return waited
+
+
 class Memory(CudaMemory):
     """A view is zeros that nobody sees: there is no GPU."""
 
@@ -178,6 +186,16 @@ def test_every_page_shows_what_was_mapped_last(actions, every):
     del memory
     gc.collect()
     assert driver.has_all_back()
+
+
+def test_memory_is_given_back_when_nobody_reads_it(no_gpu):
+    driver = Driver(4)
+    memory = Memory(3 * PAGE, DEVICE, driver)
+    memory.wait()
+    assert no_gpu == [DEVICE] and not driver.has_all_back()
+    del memory
+    gc.collect()
+    assert no_gpu == [DEVICE] * 2 and driver.has_all_back()
 
 
 def test_a_device_without_so_much_memory_gets_all_back():
