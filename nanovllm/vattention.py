@@ -56,8 +56,7 @@ class Layout(torch_attention.Layout):
             else:
                 seen[self.rows[b]] = b
         num_keys = max_keys * CALL_BYTES // GATHERED_BYTES
-        groups = neighbors(seen, self.contexts, num_keys)
-        return groups + super().groups(others, max_keys)
+        return neighbors(seen, self.contexts, num_keys) + super().groups(others, max_keys)
 
     def slots_of(self, batch: Batch, seqs: list[int], position: Tensor) -> Any:
         first = self.rows[seqs[0]]
@@ -66,8 +65,7 @@ class Layout(torch_attention.Layout):
         longest = slice(position.shape[-1])
         if position.dim() == 1:  # a chunk of one sequence
             return Window(first, longest)
-        end = first + len(seqs)
-        return Window(slice(first, end), longest)
+        return Window(slice(first, first + len(seqs)), longest)
 
 
 layout = Layout

@@ -1,4 +1,4 @@
-"""Ops: the functions of a backend. There are two of them, torch_ops and triton_ops, each a module.
+"""Ops: the functions of a backend. torch_ops, triton_ops and vattention are such modules.
 
 One is chosen when the model is built. The layers use nothing else that differs between them.
 """
