@@ -2,29 +2,61 @@
 
 What is marked slow is left out: by `@pytest.mark.slow` a test, by `@pytest.mark.slow(but_every=5)`
 all but every fifth of its variants. `pytest --slow` runs everything. So does the variable SOLUTION,
-with which students say what the public tests look at.
+with which students say what the public tests look at. `pytest --machine NAME` plays another machine
+(tests/machines.py).
 """
 
 import gc
 import os
+import signal
+import traceback
 from collections import Counter
 
 import pytest
+
+from tests import machines
 
 # Two threads are hardly faster for models this small, and ten times slower on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # who waits leaves the processor to others
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach for the network
 
-import torch
+# A job in the background ignores SIGINT, and so would each process that a test starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 gc.disable()  # what is imported stays: until the tests begin, there is no garbage to look for
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported: on the CPU
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests that are marked slow, too")
+    parser.addoption(
+        "--machine",
+        choices=machines.MACHINES,
+        help="play another machine: "
+        + ", ".join(f"{name} ({machine.meaning})" for name, machine in machines.MACHINES.items()),
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    name = config.getoption("--machine")
+    if name is not None:
+        try:
+            machines.play(name, is_worker=hasattr(config, "workerinput"))
+        except machines.CannotBePlayed as error:
+            raise pytest.UsageError(f"--machine {name} cannot be played here: {error}") from error
+    import torch  # only now: it reads the variables of the machine
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported: on the CPU
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    name = config.getoption("--machine")
+    if name is not None:
+        terminalreporter.write_line(machines.described(name))
 
 
 def pytest_collection_finish() -> None:
@@ -35,6 +67,22 @@ def pytest_collection_finish() -> None:
 
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # or Triton's bindings complain at the end
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
+    """A traceback keeps its frames, and these an engine: the next test would find its memory."""
+    report = yield
+    if call.excinfo is not None and not item.config.getoption("usepdb"):
+        forget_frames(call.excinfo.value)
+    return report
+
+
+def forget_frames(error: BaseException | None) -> None:
+    """Of the error, and of those before it."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -147,13 +147,8 @@ def load_model(
 ) -> Qwen:
     """Builds the model and loads every parameter, each as `read` gives it from an open file. Raises
     ValueError if the checkpoint does not match."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)  # so that no parameter is ever created in another
-    try:
-        with torch.device(device):
-            model = Qwen(config, max_model_len, ops).requires_grad_(False)
-    finally:
-        torch.set_default_dtype(before)
+    with torch.device(device):
+        model = Qwen(config, max_model_len, ops, dtype).requires_grad_(False)
     missing = destinations(model)
     unexpected = []
     for file in weight_files(path):

@@ -61,7 +61,7 @@ def same(outputs, expected) -> None:
 @pytest.mark.parametrize("shape", [name for name in SHAPES if "12" not in name])
 def test_the_summands_add_up_to_the_whole(models, shape, size):
     path = models(shape)
-    expected = LLM(str(path), num_blocks=32).generate(IDS, GREEDY, use_tqdm=False)
+    expected = LLM(str(path), dtype="float32", num_blocks=32).generate(IDS, GREEDY, use_tqdm=False)
     ranks = Threads(path, size, num_blocks=32)
     with ranks as llm:
         same(llm.generate(IDS, GREEDY, use_tqdm=False), expected)
@@ -72,15 +72,15 @@ def test_the_summands_add_up_to_the_whole(models, shape, size):
 @pytest.mark.parametrize("size", [3, pytest.param(6, marks=pytest.mark.slow), 12])
 def test_ranks_that_divide_other_numbers(models, size):
     path = models("qwen2_12_heads")
-    expected = LLM(str(path), num_blocks=32).generate(IDS, GREEDY, use_tqdm=False)
+    expected = LLM(str(path), dtype="float32", num_blocks=32).generate(IDS, GREEDY, use_tqdm=False)
     with Threads(path, size, num_blocks=32) as llm:
         same(llm.generate(IDS, GREEDY, use_tqdm=False), expected)
 
 
 def test_one_rank_that_talks_to_nobody(models):
     path = str(models("qwen3_tied"))
-    expected = LLM(path, num_blocks=32).generate(IDS, GREEDY, use_tqdm=False)
-    llm = one_rank("cpu", model=path, num_blocks=32)
+    expected = LLM(path, dtype="float32", num_blocks=32).generate(IDS, GREEDY, use_tqdm=False)
+    llm = one_rank("cpu", model=path, dtype="float32", num_blocks=32)
     same(llm.generate(IDS, GREEDY, use_tqdm=False), expected)
     assert llm.runner.group.num_gathered == llm.counts.steps
 

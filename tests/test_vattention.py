@@ -417,7 +417,12 @@ def test_the_tokens_are_those_of_paging_in_software(path, block_size, mode):
         options = dict(attention_backend=backend, block_size=block_size, preemption_mode=mode)
         num_blocks = 130 // block_size + 9
         llm = LLM(
-            path, num_blocks=num_blocks, max_num_batched_tokens=20, max_model_len=256, **options
+            path,
+            dtype="float32",
+            num_blocks=num_blocks,
+            max_num_batched_tokens=20,
+            max_model_len=256,
+            **options,
         )
         outputs = llm.generate(prompts, params, use_tqdm=False)
         outputs += llm.generate(prompts, GREEDY, use_tqdm=False)
@@ -435,7 +440,7 @@ def test_a_mapping_that_fails_ends_one_step_and_the_engine_goes_on(path, monkeyp
     """The system may lack mappings when it is too late to refuse the engine."""
     # pytest keeps what is logged, an error keeps its frames, and these keep the engine
     monkeypatch.setattr(logging.getLogger("nanovllm.faults"), "disabled", True)
-    llm = LLM(path, attention_backend="vattention", num_blocks=100)
+    llm = LLM(path, dtype="float32", attention_backend="vattention", num_blocks=100)
     before = tokens(llm.generate([[7] * 30, [8] * 9], GREEDY, use_tqdm=False))
     llm.reset_prefix_cache()
     plain, failures = HostMemory.map, []

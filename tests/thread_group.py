@@ -81,11 +81,12 @@ def one_rank(device: str, **options) -> LLM:
 
 
 class Threads:
-    """For a `with` block: an engine whose other ranks are threads."""
+    """For a `with` block: an engine whose other ranks are threads. In float32, unless another dtype is asked for: each
+    rank rounds its summand, so in bfloat16 other tokens may be drawn."""
 
     def __init__(self, path, size: int, **options):
         self.shared = Shared(size)
-        self.options = options | {"model": str(path)}
+        self.options = {"dtype": "float32", **options, "model": str(path)}
         parallel = {"tensor_parallel_size": size, **self.options}
         self.arguments = arguments_of(torch.device("cpu"), **parallel)
         self.others = [Thread(target=self._follow, args=(i,)) for i in range(1, size)]

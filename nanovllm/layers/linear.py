@@ -12,7 +12,13 @@ class Linear(nn.Module):
     checkpoint to its number of rows. `part_slices` is the loading rule: which rows each part fills.
     """
 
-    def __init__(self, in_features: int, parts: int | dict[str, int], bias: bool = False):
+    def __init__(
+        self,
+        in_features: int,
+        parts: int | dict[str, int],
+        dtype: torch.dtype,
+        bias: bool = False,
+    ):
         super().__init__()
         self.part_slices: dict[str, slice] = {}
         if isinstance(parts, int):
@@ -22,8 +28,8 @@ class Linear(nn.Module):
             for name, size in parts.items():
                 self.part_slices[name] = slice(out_features, out_features + size)
                 out_features += size
-        self.weight = nn.Parameter(torch.empty(out_features, in_features))
-        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype)) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.weight.is_mkldnn:

@@ -81,13 +81,8 @@ def only_runner(section: Section, num_blocks: int) -> ModelRunner:
 
 def random_model(path: Path, config, max_model_len: int, dtype, device, ops) -> Qwen:
     """In place of `load_model`."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(device):
-            model = Qwen(config, max_model_len, ops).requires_grad_(False)
-    finally:
-        torch.set_default_dtype(before)
+    with torch.device(device):
+        model = Qwen(config, max_model_len, ops, dtype).requires_grad_(False)
     for weight in model.parameters():
         if weight.dim() > 1:
             weight.normal_(std=0.02)
