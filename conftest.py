@@ -11,6 +11,7 @@ import os
 import signal
 import traceback
 from collections import Counter
+from contextlib import suppress
 
 import pytest
 
@@ -79,9 +80,12 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
 
 
 def forget_frames(error: BaseException | None) -> None:
-    """Of the error, and of those before it."""
+    """Empties the frames of the error, and of those that it comes from."""
     while error is not None:
-        traceback.clear_frames(error.__traceback__)
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            with suppress(RuntimeError):  # a frame that still runs
+                frame.clear()
+            dict(frame.f_locals)  # up to Python 3.12 a frame keeps a copy: this brings it up to date
         error = error.__cause__ or error.__context__
 
 

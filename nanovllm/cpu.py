@@ -12,6 +12,7 @@ import torch
 
 SMALL_STEP = 8e6  # multiplications per layer
 SECONDS_BETWEEN_LOOKS = 0.2  # the system counts in hundredths of a second
+LONGEST_LOOK = 1.0  # seconds; a longer one tells what ran in a pause of ours, and not what runs now
 
 
 def default_thread_counts() -> set[int]:
@@ -81,9 +82,10 @@ class Threads:
             return 1 if work < SMALL_STEP else limit
         if time.perf_counter() - last.time > SECONDS_BETWEEN_LOOKS:
             now = self.last_look = look()
-            if now.busy is not None:
+            seconds = now.time - last.time
+            if now.busy is not None and seconds < LONGEST_LOOK:
                 others = (now.busy - last.busy) - (now.own - last.own)
-                self.num_others = others / (now.time - last.time)
+                self.num_others = others / seconds
         num_others = math.ceil(self.num_others - 0.25)  # 0.25 for background work and errors
         return max(1, limit - max(0, num_others))
 

@@ -6,10 +6,12 @@ block table is read. See ops.py for what the functions do.
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from nanovllm.layers import torch_attention, torch_ops
 from nanovllm.layers.batch import Batch
+from nanovllm.layers.kv_cache import KVCache
 from nanovllm.layers.torch_attention import GATHERED_BYTES, attend_chunk, attend_group
 from nanovllm.virtual_cache import NO_ROW, VirtualCache
 
@@ -27,10 +29,7 @@ store_kv = torch_ops.store_kv
 
 
 class Window(NamedTuple):
-    """Where the keys of sequences are, instead of slots: in rows of a VirtualCache.
-
-    As it has a length of 2, there is room to gather two slots. Nobody does.
-    """
+    """Where the keys of sequences are: in rows of a VirtualCache."""
 
     rows: slice | int
     tokens: slice
@@ -44,8 +43,9 @@ class Layout(torch_attention.Layout):
         self.rows = batch.kv_cache.show(batch)
         self.all_rows = batch.kv_cache.rows
         super().__init__(batch)
-        self.seen = [part for part in self.parts if isinstance(part.slots, Window)]
-        self.parts = [part for part in self.parts if isinstance(part.slots, Tensor)]
+
+    def new_buffer(self, cache: KVCache) -> None:
+        """Nothing is gathered, but for the few sequences that find no row."""
 
     def groups(self, decodes: list[int], max_keys: int) -> Groups:
         others = []
@@ -58,10 +58,10 @@ class Layout(torch_attention.Layout):
         num_keys = max_keys * CALL_BYTES // GATHERED_BYTES
         return neighbors(seen, self.contexts, num_keys) + super().groups(others, max_keys)
 
-    def slots_of(self, batch: Batch, seqs: list[int], position: Tensor) -> Any:
+    def places_of(self, batch: Batch, seqs: list[int], position: Tensor) -> Any:
         first = self.rows[seqs[0]]
         if first == NO_ROW:
-            return super().slots_of(batch, seqs, position)
+            return self.slots_of(batch, seqs, position)
         longest = slice(position.shape[-1])
         if position.dim() == 1:  # a chunk of one sequence
             return Window(first, longest)
@@ -97,15 +97,25 @@ def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float) -> Tensor
     layout = batch.layout
     assert isinstance(layout, Layout)
     rows = layout.all_rows[layer]
-    out = torch_attention.paged_attention(q, batch, layer, scale)
-    for tokens, window, mask, is_group in layout.seen:
-        kv = rows[:, window.rows, window.tokens]
+    out = torch.empty_like(q)
+    for tokens, places, mask, is_group in layout.parts:
+        if isinstance(places, Window):
+            kv = rows[:, places.rows, places.tokens]
+        else:
+            kv = gathered(batch.kv_cache.layers[layer], places)
+            kv = kv if is_group else kv[:, 0]
         attend = attend_group if is_group else attend_chunk
-        out[tokens] = attend(q[tokens], kv, mask, scale)
+        out[tokens] = attend(q[tokens], kv.transpose(-2, -3), mask, scale)
     # a mask hides what somebody has left behind the end of a sequence, but 0 times NaN is NaN
     if out.sum().isnan():
         attend_alone(q, out, rows, layout, scale)
     return out
+
+
+def gathered(layer: tuple[Tensor, Tensor], slots: Tensor) -> Tensor:
+    """slots [sequences, keys] -> [2, sequences, keys, num_kv_heads, head_dim]."""
+    parts = [part.flatten(0, 1).index_select(0, slots.flatten()) for part in layer]
+    return torch.stack(parts).view(2, *slots.shape, *layer[0].shape[2:])
 
 
 def attend_alone(q: Tensor, out: Tensor, rows: Tensor, layout: Layout, scale: float) -> None:
@@ -113,5 +123,5 @@ def attend_alone(q: Tensor, out: Tensor, rows: Tensor, layout: Layout, scale: fl
     for b, row in enumerate(layout.rows):
         start, end = layout.starts[b : b + 2]
         if row != NO_ROW and end == start + 1:
-            kv = rows[:, row : row + 1, : layout.contexts[b]]
+            kv = rows[:, row : row + 1, : layout.contexts[b]].transpose(-2, -3)
             out[start:end] = attend_group(q[start:end], kv, None, scale)

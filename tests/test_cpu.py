@@ -70,6 +70,10 @@ def test_what_others_use_is_what_we_do_not(monkeypatch):
     seconds.update(perf_counter=10.5, process_time=3.4, busy=500.9)
     assert threads.wanted(8, 0) == 7
     assert threads.num_others == pytest.approx(1.0)
+    seconds.update(perf_counter=20.0, process_time=3.5, busy=519.0)  # a pause of ours
+    assert threads.wanted(8, 0) == 7 and threads.num_others == pytest.approx(1.0)
+    seconds.update(perf_counter=20.3, process_time=3.8, busy=519.3)  # from here on, nobody else
+    assert threads.wanted(8, 0) == 8 and threads.num_others == pytest.approx(0.0)
 
 
 @pytest.mark.skipif(not Path("/proc/stat").exists(), reason="this system does not tell")

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.layers.batch import Batch
+from nanovllm.layers.kv_cache import KVCache
 
 # per group, so that the copy is still in the processor's caches when it is read
 GATHERED_BYTES = 4 * 2**20
@@ -22,7 +23,7 @@ class Part(NamedTuple):
     """Sequences that are computed together: a group of decodes, or one chunk of a prompt."""
 
     tokens: slice | Tensor  # their rows of q
-    slots: Any  # of their keys, one sequence after the other, all padded to the longest
+    places: Any  # of their keys in a layer [sequences, num_kv_heads, keys], padded to the longest
     mask: Tensor | None  # which keys each query may see; None: it is simply causal
     is_group: bool
 
@@ -49,9 +50,11 @@ class Layout:
         groups = self.groups(decodes, GATHERED_BYTES // token_bytes)
         self.parts = [self.group(batch, seqs) for seqs in groups]
         self.parts += [self.chunk(batch, b) for b in chunks]
-        max_slots = max(len(part.slots) for part in self.parts)
-        shape = (2, max_slots, cache.num_kv_heads, cache.head_dim)
-        self.gathered = cache.tensor.new_empty(shape)
+        self.gathered = self.new_buffer(cache)
+
+    def new_buffer(self, cache: KVCache) -> Tensor | None:
+        most = max(part.places.numel() for part in self.parts)
+        return cache.tensor.new_empty(2, most, cache.head_dim)
 
     def group(self, batch: Batch, seqs: list[int]) -> Part:
         """Decodes, padded to the longest context."""
@@ -61,14 +64,15 @@ class Layout:
         last = batch.context_lens[seqs].unsqueeze(1) - 1
         mask = batch.kv_cache.tensor.new_zeros(len(seqs), longest)
         mask.masked_fill_(position > last, -torch.inf)
-        # past its end, a sequence reads its own last slot: masked values are still multiplied by
+        # past its end, a sequence reads its own last key: masked values are still multiplied by
         # zero, so a NaN left in another slot would spread
-        slots = self.slots_of(batch, seqs, position.minimum(last))
+        places = self.places_of(batch, seqs, position.minimum(last))
         rows = [self.starts[b] for b in seqs]
         tokens: slice | Tensor = slice(rows[0], rows[-1] + 1)
         if rows != list(range(rows[0], rows[-1] + 1)):  # no neighbors: a view is not enough
             tokens = torch.tensor(rows, device=device)
-        return Part(tokens, slots, mask[:, None, None], is_group=True)
+        of_heads = mask[:, None, None].repeat(1, batch.kv_cache.num_kv_heads, 1, 1)
+        return Part(tokens, places, of_heads, is_group=True)
 
     def chunk(self, batch: Batch, b: int) -> Part:
         """A prompt, or the next part of one."""
@@ -76,24 +80,32 @@ class Layout:
         tokens = slice(self.starts[b], self.starts[b + 1])
         num_queries = tokens.stop - tokens.start
         position = torch.arange(self.contexts[b], device=device)
-        slots = self.slots_of(batch, [b], position)
+        places = self.places_of(batch, [b], position)
         mask = None
         if num_queries < len(position):  # it also sees everything before it
             query = position[-num_queries:]
             mask = position <= query.unsqueeze(1)
-        return Part(tokens, slots, mask, is_group=False)
+        return Part(tokens, places, mask, is_group=False)
 
     def groups(self, decodes: list[int], max_keys: int) -> list[list[int]]:
         return group_by_context(decodes, self.contexts, max_keys)
 
-    def slots_of(self, batch: Batch, seqs: list[int], position: Tensor) -> Any:
-        """The slots of tokens at positions [tokens], or [sequences, tokens], of each sequence."""
+    def places_of(self, batch: Batch, seqs: list[int], position: Tensor) -> Any:
+        """Where the keys of tokens at positions [keys], or [sequences, keys], are.
+
+        Head by head: a place is a row of a layer's keys, seen as [slots * num_kv_heads, head_dim].
+        """
+        num_kv_heads = batch.kv_cache.num_kv_heads
+        slots = self.slots_of(batch, seqs, position)
+        heads = torch.arange(num_kv_heads, device=slots.device).unsqueeze(1)
+        return slots.unsqueeze(1) * num_kv_heads + heads
+
+    def slots_of(self, batch: Batch, seqs: list[int], position: Tensor) -> Tensor:
+        """[sequences, keys]"""
         block_size = batch.kv_cache.block_size
         first_block = batch.cu_blocks[seqs].unsqueeze(1)
-        places = first_block + position // block_size
-        block_ids = batch.block_tables[places]
-        slots = batch.kv_cache.slots(block_ids, position % block_size)
-        return slots.flatten()
+        block_ids = batch.block_tables[first_block + position // block_size]
+        return batch.kv_cache.slots(block_ids, position % block_size)
 
 
 def group_by_context(seqs: list[int], contexts: list[int], max_keys: int) -> list[list[int]]:
@@ -123,30 +135,45 @@ def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float) -> Tensor
     """Like attention.paged_attention. Keys and values are never repeated per query head."""
     layout = batch.layout
     assert isinstance(layout, Layout), "batch.layout must be a Layout of this batch"
+    assert layout.gathered is not None
     keys, values = batch.kv_cache.layers[layer]
-    all_keys = keys.flatten(0, 1)
-    all_values = values.flatten(0, 1)
+    all_keys = keys.flatten(0, 2)
+    all_values = values.flatten(0, 2)
     out = torch.empty_like(q)
-    for tokens, slots, mask, is_group in layout.parts:
-        kv = layout.gathered[:, : len(slots)]  # getting new memory takes longer than the copy
-        torch.index_select(all_keys, 0, slots, out=kv[0])
-        torch.index_select(all_values, 0, slots, out=kv[1])
-        attend = attend_group if is_group else attend_chunk
-        result = attend(q[tokens], kv, mask, scale)
-        out[tokens] = result
+    for tokens, places, mask, is_group in layout.parts:
+        kv = layout.gathered[:, : places.numel()]  # getting new memory takes longer than the copy
+        torch.index_select(all_keys, 0, places.flatten(), out=kv[0])
+        torch.index_select(all_values, 0, places.flatten(), out=kv[1])
+        kv = kv.view(2, *places.shape, -1)
+        if is_group:
+            out[tokens] = attend_gathered(q[tokens], kv, mask, scale)
+        else:
+            out[tokens] = attend_chunk(q[tokens], kv[:, 0], mask, scale)
     return out
+
+
+def attend_gathered(q: Tensor, kv: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """What attend_group computes, of contiguous keys and values: two products of all heads at once.
+
+    For one query, PyTorch's attention takes twice as long. In half precision it is used all the
+    same, because a product would round the scores.
+    """
+    if q.dtype != torch.float32:
+        return attend_group(q, kv, mask, scale)
+    k, v = kv.flatten(1, 2)
+    grouped = q.reshape(len(k), -1, q.shape[-1])
+    scores = torch.baddbmm(mask.flatten(0, 1), grouped, k.mT, alpha=scale)
+    return torch.bmm(scores.softmax(-1), v).view(q.shape)
 
 
 def attend_group(q: Tensor, kv: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """The query heads of a KV head are the rows of one small matrix.
 
-    q [sequences, num_heads, head_dim], kv [2, sequences * keys, num_kv_heads, head_dim].
+    q [sequences, num_heads, head_dim], kv [2, sequences, num_kv_heads, keys, head_dim].
     """
     num_seqs, _, head_dim = q.shape
-    num_kv_heads = kv.shape[-2]
-    grouped = q.view(num_seqs, num_kv_heads, -1, head_dim)
-    by_seq = kv.view(2, num_seqs, -1, num_kv_heads, head_dim)
-    k, v = by_seq.transpose(2, 3)
+    k, v = kv
+    grouped = q.view(num_seqs, k.shape[1], -1, head_dim)
     out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale)
     return out.reshape(q.shape)
 
@@ -154,15 +181,14 @@ def attend_group(q: Tensor, kv: Tensor, mask: Tensor | None, scale: float) -> Te
 def attend_chunk(q: Tensor, kv: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """The query heads of a KV head are a batch that reads the same keys.
 
-    q [tokens, num_heads, head_dim], kv [2, keys, num_kv_heads, head_dim].
+    q [tokens, num_heads, head_dim], kv [2, num_kv_heads, keys, head_dim].
     """
     num_tokens, _, head_dim = q.shape
-    num_kv_heads = kv.shape[2]
+    num_kv_heads = kv.shape[1]
     by_kv_head = q.view(num_tokens, num_kv_heads, -1, head_dim)
     grouped = by_kv_head.permute(1, 2, 0, 3)
     group = grouped.shape[1]
-    shared = kv.transpose(1, 2).unsqueeze(2)
-    k, v = shared.expand(-1, -1, group, -1, -1)  # stride 0, not a copy
+    k, v = kv.unsqueeze(2).expand(-1, -1, group, -1, -1)  # stride 0, not a copy
     out = F.scaled_dot_product_attention(
         grouped,
         k,
