@@ -48,7 +48,7 @@ class Linear(nn.Module):
         is_float32 = weight.dtype == torch.float32
         if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
             return
-        if not (is_float32 and has_vectors() or weight.dtype == torch.bfloat16):
+        if not ((is_float32 and has_vectors()) or weight.dtype == torch.bfloat16):
             return
         try:
             if not (is_tied and is_float32):
