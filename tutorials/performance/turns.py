@@ -23,9 +23,7 @@ from tutorials.performance.machine import ROOT, cpu_seconds
 
 # No torch up here: the process that only starts the engines needs none.
 WARM_UP = 2  # rounds: vLLM needs both, the others one at most
-# Seconds until the engine before has come to rest: OpenMP's threads wait in a loop for up to 0.2 s,
-# and vLLM's processes wait for each other in a loop for 1 s.
-REST = 1.2
+REST = 2.0  # seconds at most until the other engines are at rest
 # Seconds of silence between a wake-up and the round. Ours chooses its threads by how busy other
 # programs were since the step before, so one tiny request makes it forget the turns of the others.
 SILENCE = 0.3
@@ -58,7 +56,7 @@ class Worker:
         self.send(asdict(replace(job, started=time.time())))
 
     def send(self, message) -> None:
-        with suppress(BrokenPipeError):  # there is no answer then
+        with suppress(ConnectionError):  # there is no answer then
             self.connection.sendall(f"{json.dumps(message)}\n".encode())
 
     def ask(self, *question) -> dict:
@@ -73,7 +71,7 @@ class Worker:
             if self.process.poll() is not None:  # what it has started holds its end of the socket
                 self.end(0)
         line = ""
-        with suppress(ConnectionResetError):
+        with suppress(ConnectionError):
             line = self.pipe.readline()
         answer = json.loads(line) if line.endswith("\n") else {"error": None}
         if "error" in answer:
@@ -171,7 +169,7 @@ class Turns:
     def turn(self, name: str, *question) -> dict:
         """Wakes an engine on a quiet machine, asks, and notes which processes computed meanwhile."""
         worker = self.workers[name]
-        time.sleep(REST)
+        self.rest([other for other in self.alive().values() if other is not worker])
         worker.ask("wake")
         time.sleep(SILENCE)
         before = {other: other.cpu_seconds() for other in self.alive().values()}
@@ -183,6 +181,17 @@ class Turns:
             shares.append((other.cpu_seconds() - before[other]) / seconds)
         self.check_ours()
         return answer
+
+    def rest(self, others: list[Worker]) -> None:
+        """Waits until they do not compute. Threads of OpenMP wait for work in a loop for some
+        milliseconds, and processes of vLLM for each other for a second."""
+        deadline = time.perf_counter() + REST
+        is_busy = bool(others)
+        while is_busy and time.perf_counter() < deadline:
+            before = sum(other.cpu_seconds() for other in others)
+            time.sleep(0.2)
+            used = sum(other.cpu_seconds() for other in others) - before
+            is_busy = used > 0.02 or before == 0  # 0: the system does not tell
 
     def alive(self) -> dict[str, Worker]:
         return {name: worker for name, worker in self.workers.items() if worker.error is None}
