@@ -19,6 +19,7 @@ def percentile(values: list[float], q: float) -> float | None:
     return low + (high - low) * (at % 1)
 
 
+FOR_A_TABLE = 7  # rounds
 OF_AN_ENGINE = ("version", "versions", "startup_seconds", "cpu_share", "idle_cpu_share")
 
 
@@ -77,12 +78,20 @@ def share_of_same_tokens(runs: list[dict], ours: list[dict]) -> float:
 
 
 def conditions(report: dict) -> str:
-    """On what, and with which requests, the engines were measured."""
+    """On what, with which requests, and how often the engines were measured."""
     arrivals = "{rate:g} per second" if report["rate"] else "all at the start"
     requests = "{requests} requests ({workload}, " + arrivals + "), {prompt_tokens:,} tokens in, "
     lengths = "{output_tokens:,} out; {cut_requests} cut to {max_model_len} tokens\n"
-    setting = "{model} in {dtype} on {device}, temperature {temperature:g}"
-    return (requests + lengths + setting).format(**report)
+    setting = "{model} in {dtype} on {device}, temperature {temperature:g}\n"
+    return (requests + lengths + setting).format(**report) + rounds_text(report)
+
+
+def rounds_text(report: dict) -> str:
+    """How often each engine answered the requests, and beside what."""
+    text = f"{report['rounds']} rounds, the engines in turns"
+    if report["rounds"] < FOR_A_TABLE:
+        text += f" (a quick look: a table needs {FOR_A_TABLE})"
+    return text + f", beside {report['busy']} endless loops" * (report["busy"] > 0)
 
 
 def engines_table(report: dict) -> str:
