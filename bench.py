@@ -35,8 +35,9 @@ from pathlib import Path
 
 from nanovllm.roofline import SHAPES
 from tutorials.performance.checkpoints import model_directory
-from tutorials.performance.engines import ENGINES, Job
+from tutorials.performance.engines import Job
 from tutorials.performance.machine import environment
+from tutorials.performance.peers import ENGINES
 from tutorials.performance.report import conditions, engines_table, summary, write_json
 from tutorials.performance.threads import endless_loop
 from tutorials.performance.turns import Turns

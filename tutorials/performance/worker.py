@@ -14,8 +14,9 @@ import time
 import traceback
 from pathlib import Path
 
-from tutorials.performance.engines import ENGINES, Job, Nanovllm
+from tutorials.performance.engines import Job, Nanovllm
 from tutorials.performance.machine import installed, this_machine
+from tutorials.performance.peers import ENGINES
 from tutorials.performance.workloads import Request, shifted
 
 
