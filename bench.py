@@ -177,6 +177,7 @@ def check(args) -> None:
 def compare(args) -> dict:
     """Runs the engines in turns. Raises ValueError for what cannot be."""
     check(args)
+    about = environment()
     names = dict.fromkeys(["nanovllm", *args.peer])
     path = model_directory(args)
     config = json.loads((path / "config.json").read_text())
@@ -207,7 +208,7 @@ def compare(args) -> dict:
         results = turns.results()
     ours = results["nanovllm"]
     output_tokens = sum(request.max_tokens for request in requests)
-    return environment() | {
+    return about | {
         "device": ours["device_name"],
         "threads": ours["threads"],
         "cpu_capability": ours["cpu_capability"],

@@ -6,6 +6,7 @@ Run: pytest tests/test_bench.py [-k trace]
 import ast
 import json
 import math
+import os
 import random
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import time
 from contextlib import contextmanager, redirect_stdout
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,11 +24,13 @@ from transformers import AutoModelForCausalLM
 import bench
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import EMBEDDED_MODEL
+from nanovllm.model_runner import ModelRunner
 from nanovllm.roofline import Hardware
 from nanovllm.stats import check_blocks
 from tutorials.performance import attention, engines, host, preemption
 from tutorials.performance.checkpoints import write_checkpoint
 from tutorials.performance.engines import Job, Loop, Nanovllm
+from tutorials.performance.peers import Vllm
 from tutorials.performance.report import (
     conditions,
     engines_table,
@@ -236,6 +240,44 @@ def test_host_is_what_python_does_outside_of_the_model(name, monkeypatch):
     for step in engine.steps:
         assert 0 < step.host_seconds < step.seconds
         assert (step.host_seconds if name in HOST else step.seconds - step.host_seconds) >= 0.01
+
+
+def test_our_engine_is_plain_until_it_is_observed():
+    """Rounds that count run what users run; then the living engine is observed."""
+    engine = Nanovllm(new_job())
+    requests = [Request([1, 2, 3], 4), Request([5], 2)]
+    before = engine.run(requests)
+    assert type(engine.llm.runner) is ModelRunner and not engine.llm.observers and not engine.steps
+    engine.observe()
+    after = engine.run(requests)
+    assert [a.token_ids for a in after] == [b.token_ids for b in before]
+    assert len(engine.steps) == 4
+
+
+@pytest.mark.parametrize("has_rate", [False, True])
+def test_vllm_is_run_as_its_users_run_it(monkeypatch, has_rate):
+    """No statistics unless latency is the question; all cores, and a cache like ours on a CPU."""
+    found = {}
+
+    def fake_llm(model, **options):
+        found.update(options, reserved=os.environ.get("VLLM_CPU_NUM_OF_RESERVED_CPU"))
+        return SimpleNamespace(llm_engine=None)
+
+    params = SimpleNamespace(RequestOutputKind=SimpleNamespace(FINAL_ONLY=1))
+    fake = SimpleNamespace(LLM=fake_llm, SamplingParams=dict)
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", params)
+    monkeypatch.setattr(os, "environ", {})
+    Vllm(new_job("vllm", device="cpu", kv_bytes=5, has_rate=has_rate))
+    assert found["disable_log_stats"] is not has_rate
+    assert found["kv_cache_memory_bytes"] == 5 and "gpu_memory_utilization" not in found
+    assert found["reserved"] == "0"
+    os.environ["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "3"
+    Vllm(new_job("vllm", device="cpu", kv_bytes=5))
+    assert found["reserved"] == "3"  # what the user says counts
+    found.clear()
+    Vllm(new_job("vllm", device="cuda:0", gpu_share=0.3))
+    assert found["gpu_memory_utilization"] == 0.3 and "kv_cache_memory_bytes" not in found
 
 
 def new_job(engine: str = "nanovllm", model: str = EMBEDDED_MODEL, **fields) -> Job:
