@@ -32,6 +32,7 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from statistics import fmean
 
 from nanovllm.roofline import SHAPES
 from tutorials.performance.checkpoints import model_directory
@@ -206,6 +207,7 @@ def compare(args) -> dict:
             loops.enter_context(endless_loop())
         turns.play(args.rounds)
         results = turns.results()
+        foreign_share = fmean(turns.foreign_shares)
     ours = results["nanovllm"]
     output_tokens = sum(request.max_tokens for request in requests)
     return about | {
@@ -226,6 +228,7 @@ def compare(args) -> dict:
         "tokens": args.tokens,
         "rounds": args.rounds,
         "busy": args.busy,
+        "foreign_cpu_share": foreign_share,
         "cold": args.cold,
         "cut_requests": sum(a != b for a, b in zip(requests, wanted)),
         "engines": {

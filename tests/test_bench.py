@@ -481,7 +481,7 @@ def report_of(num_rounds: int, cold: bool = False) -> dict:
     engines = {name: summary(result, ours, 80, True) for name, result in results.items()}
     about = dict(requests=2, workload="random", rate=None, prompt_tokens=4, output_tokens=80)
     about |= dict(cut_requests=0, max_model_len=9, model="m", dtype="float32", device="a machine")
-    about |= dict(temperature=0, rounds=num_rounds, busy=0, cold=cold)
+    about |= dict(temperature=0, rounds=num_rounds, busy=0, cold=cold, foreign_cpu_share=0.04)
     return about | {"engines": engines}
 
 
@@ -503,7 +503,8 @@ def test_first_seconds_are_columns_of_their_own():
 def test_a_quick_look_and_a_busy_machine_are_told():
     assert "7 rounds" in conditions(report_of(7)) and "quick look" not in conditions(report_of(7))
     assert "quick look" in conditions(report_of(6))
-    assert "2 endless loops" in conditions(report_of(7) | {"busy": 2})
+    assert "beside endless loops: 2" in conditions(report_of(7) | {"busy": 2})
+    assert "other programs used 0.04 processors" in conditions(report_of(7))
 
 
 def test_loops_run_beside_the_rounds(monkeypatch):

@@ -83,7 +83,8 @@ def conditions(report: dict) -> str:
     requests = "{requests} requests ({workload}, " + arrivals + "), {prompt_tokens:,} tokens in, "
     lengths = "{output_tokens:,} out; {cut_requests} cut to {max_model_len} tokens\n"
     setting = "{model} in {dtype} on {device}, temperature {temperature:g}\n"
-    return (requests + lengths + setting).format(**report) + rounds_text(report)
+    foreign = "; other programs used {foreign_cpu_share:.2f} processors meanwhile"
+    return (requests + lengths + setting + rounds_text(report) + foreign).format(**report)
 
 
 def rounds_text(report: dict) -> str:
@@ -91,7 +92,7 @@ def rounds_text(report: dict) -> str:
     text = f"{report['rounds']} rounds, the engines in turns"
     if report["rounds"] < FOR_A_TABLE:
         text += f" (a quick look: a table needs {FOR_A_TABLE})"
-    return text + f", beside {report['busy']} endless loops" * (report["busy"] > 0)
+    return text + f", beside endless loops: {report['busy']}" * (report["busy"] > 0)
 
 
 def engines_table(report: dict) -> str:

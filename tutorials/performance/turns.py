@@ -19,7 +19,7 @@ from statistics import fmean
 from tempfile import TemporaryDirectory
 
 from tutorials.performance.engines import Job
-from tutorials.performance.machine import ROOT, cpu_seconds
+from tutorials.performance.machine import ROOT, busy_seconds, cpu_seconds
 
 # No torch up here: the process that only starts the engines needs none.
 WARM_UP = 2  # rounds: vLLM needs both, the others one at most
@@ -127,6 +127,7 @@ class Turns:
     def __init__(self, pythons: dict[str, str]):
         self.pythons = pythons  # where it is another one than this
         self.workers: dict[str, Worker] = {}
+        self.foreign_shares: list[float] = []  # in each turn: processors that others used
         self.stack = ExitStack()
 
     def __enter__(self) -> "Turns":
@@ -173,12 +174,17 @@ class Turns:
         worker.ask("wake")
         time.sleep(SILENCE)
         before = {other: other.cpu_seconds() for other in self.alive().values()}
+        busy_before = busy_seconds() or 0.0
         start = time.perf_counter()
         answer = worker.ask(*question)
         seconds = time.perf_counter() - start
+        foreign = (busy_seconds() or 0.0) - busy_before
         for other in before:
+            used = other.cpu_seconds() - before[other]
             shares = other.cpu_shares if other is worker else other.idle_cpu_shares
-            shares.append((other.cpu_seconds() - before[other]) / seconds)
+            shares.append(used / seconds)
+            foreign -= used
+        self.foreign_shares.append(max(0.0, foreign / seconds))
         self.check_ours()
         return answer
 
