@@ -26,6 +26,7 @@ import json
 import math
 import os
 import shutil
+import signal
 import sys
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -255,4 +256,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    # not at once: first all that it has started is ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     main()

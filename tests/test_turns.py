@@ -177,6 +177,21 @@ def test_the_end_of_the_driver_ends_an_engine(record):
         assert worker.process.wait(60) == 0
 
 
+def test_an_endless_loop_ends_with_its_parent():
+    script = (
+        "from tutorials.performance.threads import endless_loop\n"
+        "loop = endless_loop(); loop.__enter__()\n"
+        "import os; print(os.getpid(), flush=True); os.kill(os.getpid(), 9)"
+    )
+    driver = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, start_new_session=True
+    )  # returns when the loop, which has the same output, has ended
+    deadline = time.monotonic() + 60
+    while running([f"driver starts {driver.stdout.decode()}"]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not running([f"driver starts {driver.stdout.decode()}"])
+
+
 def test_cpu_seconds_are_those_of_a_session():
     """Of all its processes, also of those that have ended."""
     if cpu_seconds(1) is None and not Path("/proc/self/stat").exists():
