@@ -213,7 +213,7 @@ def compare(args) -> dict:
     output_tokens = sum(request.max_tokens for request in requests)
     return about | {
         "device": ours["device_name"],
-        "threads": ours["threads"],
+        "num_threads": ours["threads"],
         "cpu_capability": ours["cpu_capability"],
         "model": path.name,
         "dtype": ours["dtype"],

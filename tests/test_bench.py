@@ -363,7 +363,7 @@ def test_the_whole_command(tmp_path):
         assert engine["requests_per_second"] > 0 and engine["startup_seconds"] > 0
     assert hf["same_tokens"] == 1 and hf["ttft_p50"] is None
     assert hf["times_as_fast_range"][0] <= hf["times_as_fast"] and "times_as_fast" not in ours
-    assert report["threads"] >= 1 and report["cpu_capability"] and report["busy"] == 0
+    assert report["num_threads"] >= 1 and report["cpu_capability"] and report["busy"] == 0
     assert 0 < ours["ttft_p50"] <= ours["ttft_p99"] and 0 < ours["tpot_p50"] <= ours["tpot_p99"]
     assert ours["kv_blocks"] == 64 and ours["kv_blocks_used_peak"] > 0
     assert ours["preemptions"] == ours["prefix_cache_hit_tokens"] == 0
