@@ -3,6 +3,7 @@ machine could do.
 
     python bench.py                                            # embedded model, seconds on a laptop
     python bench.py --peer hf hf-cb --json tutorials/results/cpu_embedded.json
+    python bench.py --peer hf --rounds 3 --cold                # a quick look, also at the first seconds
     python bench.py --random-weights qwen3-0.6b --workload nano-vllm --peer vllm --python vllm=~/vllm/bin/python
     python bench.py --random-weights qwen3-8b --trace AzureLLMInferenceTrace_conv.csv --requests 500 --rate 4
     python bench.py --model Qwen/Qwen3-0.6B --rate 8 --option max_num_seqs=32
@@ -12,10 +13,12 @@ machine could do.
     python bench.py host                                       # what Python does between two launches of the model
 
 Prompts are random token ids and every request gets exactly as many tokens as it asks for, so all
-engines do the same work. Each engine runs in a process of its own, one after the other, as it comes
-(its own defaults) but with the same weights, dtype and sampling; run r adds r to every token id, so
-that no prefix cache knows a prompt from the run before. The median run counts.
-tutorials/10_performance.md explains every column; the parts are in tutorials/performance.
+engines do the same work. Each engine runs in a process of its own, as it comes (its own defaults)
+but with the same weights, dtype and sampling. All are alive together, and answer the requests in
+turns: two rounds to warm up, then those that count, of which the median is shown. Round r adds r to
+every token id, so that no prefix cache knows a prompt from the round before. On a GPU, they share
+its memory. tutorials/10_performance.md explains every column; the parts are in
+tutorials/performance.
 """
 
 import argparse
@@ -23,20 +26,26 @@ import json
 import math
 import os
 import shutil
+import signal
 import sys
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from statistics import fmean
 
 from nanovllm.roofline import SHAPES
 from tutorials.performance.checkpoints import model_directory
-from tutorials.performance.engines import ENGINES, Job
+from tutorials.performance.engines import Job
 from tutorials.performance.machine import environment
+from tutorials.performance.peers import ENGINES
 from tutorials.performance.report import conditions, engines_table, summary, write_json
-from tutorials.performance.worker import run_engine
+from tutorials.performance.threads import endless_loop
+from tutorials.performance.turns import Turns
 from tutorials.performance.workloads import WORKLOADS, cut, make_requests
+
+FOLLOWED = ("dtype", "device", "kv_tokens", "kv_bytes", "batch_tokens")  # by the peers
 
 
 def checked(parse, is_allowed, allowed: str):
@@ -73,6 +82,7 @@ def program(name: str) -> str | None:
 
 def parser() -> argparse.ArgumentParser:
     positive = checked(int, lambda n: n > 0, "a positive integer")
+    count = checked(int, lambda n: n >= 0, "0 or a positive integer")
     rate = checked(float, lambda x: x > 0, "a positive number, or inf")
     temperature = checked(float, lambda x: 0 <= x < math.inf, "0 (greedy) or a positive number")
     option = checked(partial(pair, parse=json_or_text), lambda p: p[0].isidentifier(), "NAME=VALUE")
@@ -128,7 +138,10 @@ def parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0)
     add("--peer", nargs="+", choices=list(ENGINES)[1:], default=[], help="also run these engines")
     add("--python", type=interpreter, action="append", default=[], metavar="ENGINE=INTERPRETER")
-    add("--repeat", type=positive, default=3, help="runs of each engine; the median counts")
+    add("--rounds", type=positive, default=9, help="of each engine, after two to warm up")
+    add("--busy", type=count, default=0, metavar="N", help="endless loops beside all rounds")
+    add("--cold", action="store_true", help="also show the start and the rounds to warm up")
+    add("--repeat", type=positive, default=3, help="preemption, threads, host: runs of each case")
     add(
         "--beside",
         type=Path,
@@ -164,8 +177,10 @@ def check(args) -> None:
 
 
 def compare(args) -> dict:
-    """Runs the engines one after the other. Raises ValueError for what cannot be."""
+    """Runs the engines in turns. Raises ValueError for what cannot be."""
     check(args)
+    about = environment()
+    names = dict.fromkeys(["nanovllm", *args.peer])
     path = model_directory(args)
     config = json.loads((path / "config.json").read_text())
     longest = args.max_model_len or config["max_position_embeddings"]
@@ -179,22 +194,27 @@ def compare(args) -> dict:
         max_model_len=longest,
         dtype=args.dtype,
         temperature=args.temperature,
-        repeat=args.repeat,
+        has_rate=math.isfinite(args.rate),
         options=dict(args.option),
+        gpu_share=0.9 / len(names),
     )
-    results: dict[str, dict] = {}
-    for name in dict.fromkeys(["nanovllm", *args.peer]):
-        print(f"{name} ...", file=sys.stderr)
-        python = dict(args.python).get(name, sys.executable)
-        results[name] = run_engine(python, replace(job, engine=name))
-        if "error" in results["nanovllm"]:
-            raise ValueError(f"nanovllm: {results['nanovllm']['error']}")
-        followed = ("dtype", "device", "kv_tokens", "kv_bytes", "batch_tokens")  # by the peers
-        job = replace(job, **{key: results["nanovllm"][key] for key in followed})
+    with Turns(dict(args.python)) as turns, ExitStack() as loops:
+        for name in names:
+            print(f"{name} starts", file=sys.stderr)
+            facts = turns.start(replace(job, engine=name))
+            if name == "nanovllm":
+                job = replace(job, **{key: facts[key] for key in FOLLOWED})
+        for _ in range(args.busy):
+            loops.enter_context(endless_loop())
+        turns.play(args.rounds)
+        results = turns.results()
+        foreign_share = fmean(turns.foreign_shares)
     ours = results["nanovllm"]
     output_tokens = sum(request.max_tokens for request in requests)
-    return environment() | {
+    return about | {
         "device": ours["device_name"],
+        "num_threads": ours["threads"],
+        "cpu_capability": ours["cpu_capability"],
         "model": path.name,
         "dtype": ours["dtype"],
         "options": dict(args.option),
@@ -207,14 +227,13 @@ def compare(args) -> dict:
         "output_tokens": output_tokens,
         "max_model_len": longest,
         "tokens": args.tokens,
-        "repeat": args.repeat,
+        "rounds": args.rounds,
+        "busy": args.busy,
+        "foreign_cpu_share": foreign_share,
+        "cold": args.cold,
         "cut_requests": sum(a != b for a, b in zip(requests, wanted)),
         "engines": {
-            name: summary(
-                result,
-                output_tokens,
-                ours if args.temperature == 0 and name != "nanovllm" else None,
-            )
+            name: summary(result, ours, output_tokens, args.temperature == 0)
             for name, result in results.items()
         },
     }
@@ -237,4 +256,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    # not at once: first all that it has started is ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     main()

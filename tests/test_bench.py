@@ -6,13 +6,15 @@ Run: pytest tests/test_bench.py [-k trace]
 import ast
 import json
 import math
+import os
 import random
 import subprocess
 import sys
 import time
-from contextlib import redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,14 +24,22 @@ from transformers import AutoModelForCausalLM
 import bench
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import EMBEDDED_MODEL
+from nanovllm.model_runner import ModelRunner
 from nanovllm.roofline import Hardware
 from nanovllm.stats import check_blocks
 from tutorials.performance import attention, engines, host, preemption
 from tutorials.performance.checkpoints import write_checkpoint
 from tutorials.performance.engines import Job, Loop, Nanovllm
-from tutorials.performance.report import percentile, summary, write_json
+from tutorials.performance.peers import Vllm
+from tutorials.performance.report import (
+    conditions,
+    engines_table,
+    percentile,
+    summary,
+    write_json,
+)
 from tutorials.performance.steps import BIN
-from tutorials.performance.worker import run_engine
+from tutorials.performance.turns import Worker
 from tutorials.performance.workloads import Request, cut, make_requests, read_trace
 from tutorials.results import tables
 
@@ -216,6 +226,8 @@ MODEL = ["runner.model.forward", "runner.model.lm_head.forward", "runner.ops.sam
 @pytest.mark.parametrize("name", [*HOST, *MODEL])
 def test_host_is_what_python_does_outside_of_the_model(name, monkeypatch):
     engine = Nanovllm(new_job(temperature=0.5))
+    engine.run([Request([4], 2)])
+    engine.observe()
     *path, last = name.split(".")
     owner = engine.llm
     for part in path:
@@ -228,6 +240,44 @@ def test_host_is_what_python_does_outside_of_the_model(name, monkeypatch):
     for step in engine.steps:
         assert 0 < step.host_seconds < step.seconds
         assert (step.host_seconds if name in HOST else step.seconds - step.host_seconds) >= 0.01
+
+
+def test_our_engine_is_plain_until_it_is_observed():
+    """Rounds that count run what users run; then the living engine is observed."""
+    engine = Nanovllm(new_job())
+    requests = [Request([1, 2, 3], 4), Request([5], 2)]
+    before = engine.run(requests)
+    assert type(engine.llm.runner) is ModelRunner and not engine.llm.observers and not engine.steps
+    engine.observe()
+    after = engine.run(requests)
+    assert [a.token_ids for a in after] == [b.token_ids for b in before]
+    assert len(engine.steps) == 4
+
+
+@pytest.mark.parametrize("has_rate", [False, True])
+def test_vllm_is_run_as_its_users_run_it(monkeypatch, has_rate):
+    """No statistics unless latency is the question; all cores, and a cache like ours on a CPU."""
+    found = {}
+
+    def fake_llm(model, **options):
+        found.update(options, reserved=os.environ.get("VLLM_CPU_NUM_OF_RESERVED_CPU"))
+        return SimpleNamespace(llm_engine=None)
+
+    params = SimpleNamespace(RequestOutputKind=SimpleNamespace(FINAL_ONLY=1))
+    fake = SimpleNamespace(LLM=fake_llm, SamplingParams=dict)
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", params)
+    monkeypatch.setattr(os, "environ", {})
+    Vllm(new_job("vllm", device="cpu", kv_bytes=5, has_rate=has_rate))
+    assert found["disable_log_stats"] is not has_rate
+    assert found["kv_cache_memory_bytes"] == 5 and "gpu_memory_utilization" not in found
+    assert found["reserved"] == "0"
+    os.environ["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "3"
+    Vllm(new_job("vllm", device="cpu", kv_bytes=5))
+    assert found["reserved"] == "3"  # what the user says counts
+    found.clear()
+    Vllm(new_job("vllm", device="cuda:0", gpu_share=0.3))
+    assert found["gpu_memory_utilization"] == 0.3 and "kv_cache_memory_bytes" not in found
 
 
 def new_job(engine: str = "nanovllm", model: str = EMBEDDED_MODEL, **fields) -> Job:
@@ -261,25 +311,42 @@ def fake_python(tmp_path):
     return str(python)
 
 
-def test_a_peer_with_our_name_in_its_own_environment(fake_python):
-    job = new_job("nanovllm-original", model="", temperature=0.6, repeat=2)
-    result = run_engine(fake_python, job)
-    assert result["version"] == "0.2.0" and result["startup_seconds"] > 0
-    assert [run["answers"] for run in result["runs"]] == [[[[1, 1, 1], None, None]] * 2] * 2
+def test_a_peer_with_our_name_in_its_own_environment(fake_python, tmp_path):
+    job = new_job("nanovllm-original", model="", temperature=0.6)
+    with Worker(fake_python, job, tmp_path) as worker:
+        facts = worker.answer()
+        assert facts["version"] == "0.2.0" and facts["startup_seconds"] > 0
+        answers = [worker.ask("round", number)["answers"] for number in range(2)]
+        assert answers == [[[[1, 1, 1], None, None]] * 2] * 2
 
 
-def test_a_peer_that_crashes_is_reported_with_its_last_line(fake_python, capsys):
-    result = run_engine(fake_python, new_job("nanovllm-original", model=""))
-    assert result == {"error": "AssertionError: greedy is not permitted"}
+def test_a_peer_that_crashes_is_reported_with_its_last_line(fake_python, tmp_path, capsys):
+    job = new_job("nanovllm-original", model="")
+    with Worker(fake_python, job, tmp_path) as worker:
+        assert worker.answer() == {"error": "AssertionError: greedy is not permitted"}
+    assert worker.result() == {"error": "AssertionError: greedy is not permitted"}
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_round_has_prompts_of_its_own(fake_python, tmp_path):
+    """And a request that did not get its tokens is an error."""
+    (tmp_path / "nanovllm.py").write_text(FAKE_PEER.replace("[1] * p.max_tokens", "prompts[0]"))
+    job = new_job("nanovllm-original", model="", temperature=0.6)
+    job.requests = [Request([1, 8, 3], 3), Request([7, 7, 7], 3)]
+    with Worker(fake_python, job, tmp_path) as worker:
+        worker.answer()
+        assert worker.ask("round", 0)["answers"][0][0] == [1, 8, 3]
+        assert worker.ask("round", 2)["answers"][0][0] == [3, 1, 5]
+    job.requests = [Request([1], 3)]
+    with Worker(fake_python, job, tmp_path) as worker:
+        worker.answer()
+        assert "did not get as many tokens" in worker.ask("round", 0)["error"]
 
 
 @pytest.mark.slow
 def test_the_whole_command(tmp_path):
     file = tmp_path / "results" / "out.json"
-    options = (
-        "--requests 3 --tokens 4 9 --repeat 2 --peer hf nanovllm-original --option num_blocks=64"
-    )
+    options = "--requests 3 --tokens 4 9 --rounds 2 --cold --peer hf nanovllm-original --option num_blocks=64"
     command = [sys.executable, "bench.py", *options.split(), "--json", str(file)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -288,13 +355,15 @@ def test_the_whole_command(tmp_path):
     assert report["requests"] == 3 and report["command"].startswith("python bench.py --requests 3")
     ours, hf = report["engines"]["nanovllm"], report["engines"]["hf"]
     for engine in (ours, hf):
-        assert len(engine["seconds"]) == 2 and torch.__version__.startswith(
-            engine["versions"]["torch"]
-        )
+        assert len(engine["seconds"]) == len(
+            engine["warmup_seconds"]
+        ) == 2 and torch.__version__.startswith(engine["versions"]["torch"])
         speed = report["output_tokens"] / engine["output_tokens_per_second"]
-        assert speed == pytest.approx(min(engine["seconds"]))
+        assert speed == pytest.approx(sum(engine["seconds"]) / 2)
         assert engine["requests_per_second"] > 0 and engine["startup_seconds"] > 0
     assert hf["same_tokens"] == 1 and hf["ttft_p50"] is None
+    assert hf["times_as_fast_range"][0] <= hf["times_as_fast"] and "times_as_fast" not in ours
+    assert report["num_threads"] >= 1 and report["cpu_capability"] and report["busy"] == 0
     assert 0 < ours["ttft_p50"] <= ours["ttft_p99"] and 0 < ours["tpot_p50"] <= ours["tpot_p99"]
     assert ours["kv_blocks"] == 64 and ours["kv_blocks_used_peak"] > 0
     assert ours["preemptions"] == ours["prefix_cache_hit_tokens"] == 0
@@ -305,9 +374,6 @@ def test_the_whole_command(tmp_path):
     rows = [dict(zip(BIN, row)) for row in ours["steps"]["decode"]]
     assert sum(row["steps"] for row in rows) == roofline["decode"]["steps"]
     assert sum(row["seconds"] for row in rows) == pytest.approx(roofline["decode"]["seconds"])
-    assert ours["output_tokens_per_second_range"][1] == pytest.approx(
-        ours["output_tokens_per_second"]
-    )
     assert report["engines"]["nanovllm-original"] == {"error": "not installed"}
     assert "nanovllm-original: not installed" in done.stdout and "100.0%" in done.stdout
 
@@ -366,11 +432,116 @@ def test_percentile():
     assert percentile([1.0, 2.0], 99) == pytest.approx(1.99)
 
 
+def run_of(seconds, *tokens, ttft=None):
+    return {"seconds": seconds, "answers": [[t, ttft, None] for t in tokens]}
+
+
+def result_of(seconds, tokens=([1], [2]), warm_up=(8.0, 4.0)) -> dict:
+    """What a worker says of an engine: seconds of its rounds, two requests in each."""
+    runs = [run_of(s, *tokens, ttft=i) for i, s in enumerate(seconds)]
+    return {"version": "1", "warm_up": [run_of(s) for s in warm_up], "runs": runs}
+
+
+OBSERVED = {
+    "observed_seconds": 1.0,
+    "cache": {
+        "kv_blocks": 8,
+        "kv_blocks_used_peak": 2,
+        "prefix_cache_hit_tokens": 0,
+        "preemptions": 0,
+    },
+    "ceilings": {"bytes_per_second": 1e9, "flops_per_second": 1e12},
+    "roofline": {},
+    "steps": {},
+}
+
+
+def test_ratios_are_within_a_round():
+    """A round in which the whole machine was slow changes speeds and not the ratio."""
+    ours = result_of([1.0, 10.0, 2.0])
+    theirs = summary(result_of([2.0, 20.0, 5.0]), ours, 100, is_greedy=True)
+    assert theirs["times_as_fast"] == 2 and theirs["times_as_fast_range"] == [2, 2.5]
+    assert theirs["output_tokens_per_second"] == 20
+    assert theirs["output_tokens_per_second_range"] == [5, 50]
+    assert theirs["seconds"] == [2, 20, 5] and theirs["warmup_seconds"] == [8, 4]
+    assert theirs["ttft_p50"] == 2  # of the median round
+    assert theirs["requests_per_second"] == pytest.approx(2 / 5)
+
+
 def test_share_of_requests_with_the_same_tokens():
-    run = lambda *tokens: {"seconds": 1.0, "answers": [[t, None, None] for t in tokens]}  # noqa: E731
-    ours = {"runs": [run([1], [2]), run([3], [4])]}
-    theirs = {"runs": [run([1], [9]), run([3], [4])], "version": "1"}
-    assert summary(theirs, 2, ours)["same_tokens"] == 0.75
+    ours = result_of([1.0, 1.0]) | {"runs": [run_of(1.0, [1], [2]), run_of(1.0, [3], [4])]}
+    theirs = result_of([1.0]) | {"runs": [run_of(1.0, [1], [9]), run_of(1.0, [3], [4])]}
+    assert summary(theirs, ours, 2, is_greedy=True)["same_tokens"] == 0.75
+    assert "same_tokens" not in summary(theirs, ours, 2, is_greedy=False)
+
+
+def report_of(num_rounds: int, cold: bool = False) -> dict:
+    ours = result_of([1.0] * num_rounds) | OBSERVED | {"startup_seconds": 3.0}
+    results = {"nanovllm": ours, "hf": result_of([2.0] * num_rounds), "vllm": {"error": "no"}}
+    engines = {name: summary(result, ours, 80, True) for name, result in results.items()}
+    about = dict(requests=2, workload="random", rate=None, prompt_tokens=4, output_tokens=80)
+    about |= dict(cut_requests=0, max_model_len=9, model="m", dtype="float32", device="a machine")
+    about |= dict(temperature=0, rounds=num_rounds, busy=0, cold=cold, foreign_cpu_share=0.04)
+    return about | {"engines": engines}
+
+
+def test_table_of_engines():
+    header, ours, hf, vllm, error, *_ = engines_table(report_of(7)).splitlines()
+    assert "1st round" not in header
+    assert ours.split()[:5] == ["nanovllm", "80", "80-80", "-", "-"]
+    assert hf.split()[:5] == ["hf", "40", "40-40", "2.00x", "2.00-2.00"]
+    assert set(vllm.split()) == {"vllm", "-"} and error == "vllm: no"
+
+
+def test_first_seconds_are_columns_of_their_own():
+    header, ours, hf, vllm, *_ = engines_table(report_of(7, cold=True)).splitlines()
+    assert header.endswith("start s  1st round  2nd")
+    assert ours.split()[-3:] == ["3.0", "10", "20"] and hf.split()[-3:] == ["-", "10", "20"]
+    assert vllm.split()[-3:] == ["-", "-", "-"]
+
+
+def test_a_quick_look_and_a_busy_machine_are_told():
+    assert "7 rounds" in conditions(report_of(7)) and "quick look" not in conditions(report_of(7))
+    assert "quick look" in conditions(report_of(6))
+    assert "beside endless loops: 2" in conditions(report_of(7) | {"busy": 2})
+    assert "other programs used 0.04 processors" in conditions(report_of(7))
+
+
+def test_loops_run_beside_the_rounds(monkeypatch):
+    """After all engines have started, until the last round has ended."""
+    events = []
+
+    class NoTurns:
+        def __init__(self, pythons):
+            self.results = dict
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            events.append("end")
+
+        def start(self, job):
+            events.append(job.engine)
+            return dict.fromkeys(bench.FOLLOWED)
+
+        def play(self, num_rounds):
+            events.append(num_rounds)
+            raise ValueError("enough")
+
+    @contextmanager
+    def loop():
+        events.append("loop")
+        try:
+            yield
+        finally:
+            events.append("no loop")
+
+    monkeypatch.setattr(bench, "Turns", NoTurns)
+    monkeypatch.setattr(bench, "endless_loop", loop)
+    with pytest.raises(ValueError, match="enough"):
+        bench.compare(parse("--peer", "hf", "--busy", "2", "--requests", "1"))
+    assert events == ["nanovllm", "hf", "loop", "loop", 9, "no loop", "no loop", "end"]
 
 
 @pytest.mark.parametrize(

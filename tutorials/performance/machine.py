@@ -13,6 +13,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT_SECONDS = 0.5  # of one product at most, where a ceiling is measured
+# which instructions PyTorch and oneDNN may use, and how many threads there are
+VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "OMP_NUM_THREADS")
+VARIABLES += ("VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU")
 # Neither torch nor anything of ours up here: the worker of any engine imports this file.
 
 
@@ -40,6 +43,7 @@ def environment() -> dict:
         "command": "python " + shlex.join(sys.orig_argv[1:]),
         "commit": commit + "-dirty" * bool(changed) or None,
         "python": platform.python_version(),
+        "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
     }
 
 
@@ -58,6 +62,28 @@ def device_name(device, threads: int = 0) -> str:
     )
     name = names[0].partition(": ")[2] if names else platform.processor()
     return f"{name}, {threads or torch.get_num_threads()} threads"
+
+
+def cpu_seconds(session: int) -> float | None:
+    """Seconds that the processes of a session have computed so far. None if the system does not
+    tell."""
+    ticks = None
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has just ended
+            fields = file.read_text().rpartition(") ")[2].split()
+            if int(fields[3]) == session:  # its own time, and that of its children that have ended
+                ticks = (ticks or 0) + sum(map(int, fields[11:15]))
+    return None if ticks is None else ticks / os.sysconf("SC_CLK_TCK")
+
+
+def busy_seconds() -> float | None:
+    """Seconds that the processors have computed so far, for any program, or for another virtual
+    machine while this one wanted to compute. None if the system does not tell."""
+    file = Path("/proc/stat")
+    if not file.exists():
+        return None
+    user, nice, system, _idle, _io_wait, *others = map(int, file.read_text().split()[1:9])
+    return (user + nice + system + sum(others)) / os.sysconf("SC_CLK_TCK")
 
 
 def memory_bytes(device) -> int:

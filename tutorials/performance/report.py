@@ -19,51 +19,96 @@ def percentile(values: list[float], q: float) -> float | None:
     return low + (high - low) * (at % 1)
 
 
-def summary(result: dict, output_tokens: int, ours: dict | None) -> dict:
-    """An engine's median run, the seconds of all, and over all runs the share of requests with our
-    tokens."""
+FOR_A_TABLE = 7  # rounds
+OF_AN_ENGINE = ("version", "versions", "startup_seconds", "cpu_share", "idle_cpu_share")
+
+
+def summary(result: dict, ours: dict, output_tokens: int, is_greedy: bool) -> dict:
+    """An engine's seconds in all rounds, its speed beside ours, and its latencies in the median
+    round. Of ours also what was observed."""
     if "error" in result:
         return {"error": result["error"]}
-    runs, keys = result["runs"], ("version", "versions", "startup_seconds", "ceilings")
-    run = sorted(runs, key=lambda run: run["seconds"])[(len(runs) - 1) // 2]
-    report = {key: result[key] for key in keys if key in result} | {
-        "seconds": [r["seconds"] for r in runs]
+    report = {key: result[key] for key in OF_AN_ENGINE if key in result}
+    report["warmup_seconds"] = seconds_of(result["warm_up"])
+    report["seconds"] = seconds_of(result["runs"])
+    report |= speeds(report["seconds"], output_tokens) | latencies(result["runs"])
+    if result is ours:
+        observed = ("observed_seconds", "ceilings", "roofline")
+        report |= {key: ours[key] for key in observed} | ours["cache"]
+        return report | {"steps": {"columns": BIN, **ours["steps"]}}
+    report |= ratios(report["seconds"], seconds_of(ours["runs"]))
+    if is_greedy:
+        report["same_tokens"] = share_of_same_tokens(result["runs"], ours["runs"])
+    return report
+
+
+def seconds_of(runs: list[dict]) -> list[float]:
+    return [run["seconds"] for run in runs]
+
+
+def speeds(seconds: list[float], output_tokens: int) -> dict:
+    """Output tokens per second: the median, the slowest and the fastest round."""
+    return {
+        "output_tokens_per_second": output_tokens / median(seconds),
+        "output_tokens_per_second_range": [output_tokens / end(seconds) for end in (max, min)],
     }
-    report["output_tokens_per_second"] = output_tokens / run["seconds"]
-    report["output_tokens_per_second_range"] = [
-        output_tokens / pick(report["seconds"]) for pick in (max, min)
-    ]
-    report["requests_per_second"] = len(run["answers"]) / run["seconds"]
+
+
+def latencies(runs: list[dict]) -> dict:
+    """Of the requests of the median round, and how many were done in a second."""
+    run = sorted(runs, key=lambda run: run["seconds"])[(len(runs) - 1) // 2]
+    found = {"requests_per_second": len(run["answers"]) / run["seconds"]}
     for i, name in enumerate(("ttft", "tpot"), 1):
         values = [answer[i] for answer in run["answers"] if answer[i] is not None]
-        report |= {f"{name}_p{q}": percentile(values, q) for q in (50, 99)}
-    if ours:
-        pairs = [
-            pair for a, b in zip(runs, ours["runs"]) for pair in zip(a["answers"], b["answers"])
-        ]
-        report["same_tokens"] = sum(a[0] == b[0] for a, b in pairs) / len(pairs)
-    if "steps" in run:
-        report |= {"roofline": run["roofline"], "steps": {"columns": BIN, **run["steps"]}}
-    return report | run.get("stats", {})
+        found |= {f"{name}_p{q}": percentile(values, q) for q in (50, 99)}
+    return found
+
+
+def ratios(seconds: list[float], ours: list[float]) -> dict:
+    """How many times as fast ours is, each time in the same round: the median, the least and the
+    most."""
+    times = [theirs / our for theirs, our in zip(seconds, ours)]
+    return {"times_as_fast": median(times), "times_as_fast_range": [min(times), max(times)]}
+
+
+def share_of_same_tokens(runs: list[dict], ours: list[dict]) -> float:
+    """The share of requests that got the same tokens, over all rounds."""
+    pairs = [pair for a, b in zip(runs, ours) for pair in zip(a["answers"], b["answers"])]
+    return sum(a[0] == b[0] for a, b in pairs) / len(pairs)
 
 
 def conditions(report: dict) -> str:
-    """On what, and with which requests, the engines were measured."""
+    """On what, with which requests, and how often the engines were measured."""
     arrivals = "{rate:g} per second" if report["rate"] else "all at the start"
     requests = "{requests} requests ({workload}, " + arrivals + "), {prompt_tokens:,} tokens in, "
     lengths = "{output_tokens:,} out; {cut_requests} cut to {max_model_len} tokens\n"
-    setting = "{model} in {dtype} on {device}, temperature {temperature:g}"
-    return (requests + lengths + setting).format(**report)
+    setting = "{model} in {dtype} on {device}, temperature {temperature:g}\n"
+    foreign = "; other programs used {foreign_cpu_share:.2f} processors meanwhile"
+    return (requests + lengths + setting + rounds_text(report) + foreign).format(**report)
+
+
+def rounds_text(report: dict) -> str:
+    """How often each engine answered the requests, and beside what."""
+    text = f"{report['rounds']} round{'s' * (report['rounds'] > 1)}, the engines in turns"
+    if report["rounds"] < FOR_A_TABLE:
+        text += f" (a quick look: a table needs {FOR_A_TABLE})"
+    return text + f", beside endless loops: {report['busy']}" * (report["busy"] > 0)
 
 
 def engines_table(report: dict) -> str:
     """A line for each engine, then what our cache did, then the roofline."""
     engines = report["engines"]
-    columns = [("output_tokens_per_second", ",.0f"), ("range", ""), ("requests_per_second", ",.2f")]
+    header = (
+        "engine|tokens/s|min-max|ours is|min-max|requests/s|TTFT ms p50|p99|TPOT ms p50|p99|same"
+    )
+    columns = [("output_tokens_per_second", ",.0f"), ("range", "")]
+    columns += [("ratio", ""), ("ratios", ""), ("requests_per_second", ",.2f")]
     columns += [(f"{name}_p{q}", ",.1f", 1000) for name in ("ttft", "tpot") for q in (50, 99)]
-    columns += [("startup_seconds", ",.1f"), ("same_tokens", ".1%")]
-    header = "engine|tokens/s|min-max|requests/s|TTFT ms p50|p99|TPOT ms p50|p99|start s|same"
-    rows = {name: {"range": spread(engine, "-"), **engine} for name, engine in engines.items()}
+    columns += [("same_tokens", ".1%")]
+    if report["cold"]:
+        header += "|start s|1st round|2nd"
+        columns += [("startup_seconds", ",.1f"), ("first", ",.0f"), ("second", ",.0f")]
+    rows = {name: engine | cells(engine, report) for name, engine in engines.items()}
     lines = [table(header, columns, rows)]
     lines += [f"{name}: {engine['error']}" for name, engine in engines.items() if "error" in engine]
     ours = engines["nanovllm"]
@@ -78,11 +123,22 @@ def engines_table(report: dict) -> str:
     return "\n".join(lines)
 
 
-def spread(engine: dict, separator: str) -> str:
-    """Output tokens per second of the slowest and the fastest run."""
-    return separator.join(
-        f"{speed:,.0f}" for speed in engine.get("output_tokens_per_second_range", [])
-    )
+def cells(engine: dict, report: dict) -> dict:
+    """What the table makes of an engine's numbers."""
+    if "error" in engine:
+        return {}
+    first, second = (report["output_tokens"] / seconds for seconds in engine["warmup_seconds"])
+    found = {"first": first, "second": second}
+    found["range"] = spread(engine, "output_tokens_per_second", ",.0f", "-")
+    if "times_as_fast" in engine:
+        found["ratio"] = f"{engine['times_as_fast']:.2f}x"
+        found["ratios"] = spread(engine, "times_as_fast", ".2f", "-")
+    return found
+
+
+def spread(engine: dict, name: str, spec: str, separator: str) -> str:
+    """The least and the most of a number, over the rounds."""
+    return separator.join(format(value, spec) for value in engine.get(f"{name}_range", []))
 
 
 # --- tables ---

@@ -19,6 +19,7 @@ from tutorials.performance.report import (
     engines_table,
     markdown,
     percentile,
+    rounds_text,
     spread,
 )
 from tutorials.simulation import accuracy, figure12
@@ -49,10 +50,6 @@ ENGINES = {
 MODELS = {"tiny_qwen3": "embedded model", "qwen3-0.6b-random": "Qwen3-0.6B"}
 
 
-def runs(report: dict) -> str:
-    return f"the median of {report['repeat']} runs" if report["repeat"] > 1 else "one run"
-
-
 def speed(reports: list[dict], links: list[str]) -> str:
     """For README: what was run, and a line for each engine, the fastest on the first model
     above."""
@@ -62,11 +59,11 @@ def speed(reports: list[dict], links: list[str]) -> str:
         low, high = report["tokens"]
         work = f"{report['requests']} requests of {low} to {high} tokens in and out, {report['device']}"
         lines.append(
-            f"- {name} in {report['dtype']}: {work}, {report['repeat']} runs ([all numbers]({link}))"
+            f"- {name} in {report['dtype']}: {work}, {rounds_text(report)} ([all numbers]({link}))"
         )
     header = [""]
     for name in names:
-        header += [f"{name}: tokens/s", "ready after"]
+        header += [f"{name}: tokens/s", "nanovllm is", "ready after"]
     rows = [header]
     first = reports[0]["engines"]
     for engine in sorted(first, key=lambda name: -first[name].get("output_tokens_per_second", 0)):
@@ -78,18 +75,23 @@ def speed(reports: list[dict], links: list[str]) -> str:
 
 
 def speed_cells(engine: dict) -> list[str]:
-    """Output tokens per second with the slowest and the fastest run, and seconds until it can
-    answer."""
+    """Output tokens per second, how many times as fast ours is, and seconds until it can answer.
+    In brackets the least and the most of all rounds."""
     if "error" in engine:
-        return [engine["error"], "-"]
-    middle = f"{engine['output_tokens_per_second']:,.0f}"
-    return [f"{middle} ({spread(engine, ' to ')})", f"{engine['startup_seconds']:,.0f} s"]
+        return [engine["error"], "-", "-"]
+    speeds = spread(engine, "output_tokens_per_second", ",.0f", " to ")
+    ratio = ""
+    if "times_as_fast" in engine:
+        ratios = spread(engine, "times_as_fast", ".2f", " to ")
+        ratio = f"{engine['times_as_fast']:.2f} x as fast ({ratios})"
+    speed = f"{engine['output_tokens_per_second']:,.0f} ({speeds})"
+    return [speed, ratio, f"{engine['startup_seconds']:,.0f} s"]
 
 
 def engines(reports: list[dict], links: list[str]) -> str:
     """For chapter 10: what bench.py printed."""
     (report,), (link,) = reports, links
-    header = f"[{Path(link).name}]({link}), commit {report['commit']}, {runs(report)}:"
+    header = f"[{Path(link).name}]({link}), commit {report['commit']}:"
     return f"{header}\n\n```text\n{conditions(report)}\n\n{engines_table(report)}\n```"
 
 

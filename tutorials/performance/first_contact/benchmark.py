@@ -8,7 +8,7 @@ from tutorials.performance.first_contact.section import MODEL, Section, run
 
 
 def benchmark(section: Section) -> None:
-    """bench.py, on the whole workload of nano-vllm, with a short and a long `max_model_len`."""
+    """bench.py, on half of nano-vllm's workload, with a short and a long `max_model_len`."""
     for longest in (256,) if section.cpu else (4096, 40960):
         name = f"max_model_len {longest}"
         section.case(name, partial(bench, section, longest))
@@ -17,10 +17,10 @@ def benchmark(section: Section) -> None:
 
 
 def bench(section: Section, longest: int) -> dict:
-    work = ["--random-weights", MODEL, "--workload", "nano-vllm"]
+    work = ["--random-weights", MODEL, "--workload", "nano-vllm", "--requests", "128"]
     if section.cpu:
         work = ["--model", section.model(), "--requests", "4", "--tokens", "4", "8"]
     file = section.folder / "bench.json"
-    options = ["--repeat", "1", "--max-model-len", str(longest), "--json", str(file)]
+    options = ["--rounds", "1", "--max-model-len", str(longest), "--json", str(file)]
     result = run([sys.executable, "bench.py", *work, *options], section.seconds_left())
     return result | {"report": json.loads(file.read_text())} if result["status"] == 0 else result
