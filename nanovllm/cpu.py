@@ -12,7 +12,6 @@ import torch
 
 SMALL_STEP = 8e6  # multiplications per layer
 SECONDS_BETWEEN_LOOKS = 0.2  # the system counts in hundredths of a second
-LONGEST_LOOK = 1.0  # seconds; a longer one tells what ran in a pause of ours, and not what runs now
 
 
 def default_thread_counts() -> set[int]:
@@ -83,7 +82,8 @@ class Threads:
         if time.perf_counter() - last.time > SECONDS_BETWEEN_LOOKS:
             now = self.last_look = look()
             seconds = now.time - last.time
-            if now.busy is not None and seconds < LONGEST_LOOK:
+            # a longer one tells what ran in a pause of ours, and not what runs now
+            if now.busy is not None and seconds < 5 * SECONDS_BETWEEN_LOOKS:
                 others = (now.busy - last.busy) - (now.own - last.own)
                 self.num_others = others / seconds
         num_others = math.ceil(self.num_others - 0.25)  # 0.25 for background work and errors

@@ -43,19 +43,19 @@ def choose_dtype(config: Config, hf_config, device: torch.device) -> torch.dtype
 
 
 def choose_ops(config: Config, device: torch.device, dtype: torch.dtype) -> Ops:
+    backend = config.attention_backend
     is_cuda = device.type == "cuda"
     has_target = is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
-    has_triton = find_spec("triton") is not None and has_target
-    if config.attention_backend == "triton":
-        if not has_triton:
-            needs = "it needs a GPU, or TRITON_INTERPRET=1 on Linux"
-            raise refusal("attention_backend", config.attention_backend, needs)
-        allowed = "float32 or float16: Triton's interpreter multiplies bfloat16 wrongly"
-        config.require("dtype", is_cuda or dtype != torch.bfloat16, allowed)
-    elif config.attention_backend == "vattention":
+    has_triton = has_target and find_spec("triton") is not None
+    if backend == "vattention":
         return vattention
-    elif config.attention_backend == "torch" or not is_cuda or not has_triton:
+    if backend == "torch" or (backend == "auto" and not (is_cuda and has_triton)):
         return torch_ops
+    if not has_triton:
+        needs = "it needs a GPU, or TRITON_INTERPRET=1 on Linux"
+        raise refusal("attention_backend", backend, needs)
+    allowed = "float32 or float16: Triton's interpreter multiplies bfloat16 wrongly"
+    config.require("dtype", is_cuda or dtype != torch.bfloat16, allowed)
     # not at the top: Triton does not exist on macOS and Windows
     from nanovllm.layers import triton_ops
 

@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -143,12 +142,11 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
     ops: Ops,
-    read: Callable[[Any, str], Tensor] = safe_open.get_tensor,
+    read: Callable[..., Tensor] = safe_open.get_tensor,
 ) -> Qwen:
     """Builds the model and loads every parameter, each as `read` gives it from an open file. Raises
     ValueError if the checkpoint does not match."""
-    with torch.device(device):
-        model = Qwen(config, max_model_len, ops, dtype).requires_grad_(False)
+    model = new_model(config, max_model_len, dtype, device, ops)
     missing = destinations(model)
     unexpected = []
     for file in weight_files(path):
@@ -166,8 +164,24 @@ def load_model(
         raise ValueError(f"{path} does not match its config.json: {what}")
     for module in model.modules():
         if isinstance(module, Linear):
-            module.prepare_for_cpu(is_tied=module.weight is model.model.embed_tokens.weight)
+            module.prepare_for_cpu(module.weight is model.model.embed_tokens.weight)
     return model.eval()
+
+
+def new_model(
+    config, max_model_len: int, dtype: torch.dtype, device: torch.device, ops: Ops
+) -> Qwen:
+    """A model with parameters that are still to be filled.
+
+    PyTorch's default dtype and device are left alone: they belong to the whole process.
+    """
+    rope = rope_table(config, head_dim_of(config), max_model_len)
+    with torch.device("meta"):  # a tensor there has a dtype and a shape, but no memory
+        model = Qwen(config, rope.to(device), ops).to(dtype)
+    model.to_empty(device=device).requires_grad_(False)
+    if config.tie_word_embeddings:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    return model
 
 
 def destinations(model: nn.Module) -> dict[str, Tensor]:

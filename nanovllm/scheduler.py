@@ -262,21 +262,11 @@ class Scheduler:
     ) -> None:
         """Processes a step's result: a token for each of `schedule.sampled`, and the likeliest ones
         with their log-probabilities if the request wants any."""
-        self.advance(schedule)
-        self.receive(schedule, token_ids, logprobs)
-
-    def advance(self, schedule: Schedule) -> None:
-        """What follows from a step whatever it draws: these tokens are in the cache."""
         self.block_manager.unwritten.clear()
         for seq, start, num_tokens in schedule.items:
             seq.num_computed_tokens = start + num_tokens
             if not seq.request.has_forked:
                 groups.fork(seq.request, self.block_manager)
-
-    def receive(
-        self, schedule: Schedule, token_ids: list[int], logprobs: StepLogprobs = None
-    ) -> None:
-        """Takes the tokens that were drawn, and ends those who are done."""
         if logprobs is None:
             logprobs = [None] * len(token_ids)
         searches: dict[BeamRequest, list[tuple[Sequence, TokenLogprobs]]] = {}

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from nanovllm.layers import torch_attention, torch_ops
 from nanovllm.layers.batch import Batch
-from nanovllm.layers.kv_cache import KVCache
-from nanovllm.layers.torch_attention import GATHERED_BYTES, attend_chunk, attend_group
+from nanovllm.layers.torch_attention import GATHERED_BYTES, attend_group
 from nanovllm.virtual_cache import NO_ROW, VirtualCache
 
 Groups = list[list[int]]  # of sequences
@@ -31,7 +30,7 @@ store_kv = torch_ops.store_kv
 class Window(NamedTuple):
     """Where the keys of sequences are: in rows of a VirtualCache."""
 
-    rows: slice | int
+    rows: slice
     tokens: slice
 
 
@@ -43,9 +42,6 @@ class Layout(torch_attention.Layout):
         self.rows = batch.kv_cache.show(batch)
         self.all_rows = batch.kv_cache.rows
         super().__init__(batch)
-
-    def new_buffer(self, cache: KVCache) -> None:
-        """Nothing is gathered, but for the few sequences that find no row."""
 
     def groups(self, decodes: list[int], max_keys: int) -> Groups:
         others = []
@@ -61,11 +57,9 @@ class Layout(torch_attention.Layout):
     def places_of(self, batch: Batch, seqs: list[int], position: Tensor) -> Any:
         first = self.rows[seqs[0]]
         if first == NO_ROW:
-            return self.slots_of(batch, seqs, position)
-        longest = slice(position.shape[-1])
-        if position.dim() == 1:  # a chunk of one sequence
-            return Window(first, longest)
-        return Window(slice(first, first + len(seqs)), longest)
+            # slots, because tokens may be padded: a head is no row of a tensor
+            return super().places_of(batch, seqs, position)[:, 0] // batch.kv_cache.num_kv_heads
+        return Window(slice(first, first + len(seqs)), slice(position.shape[-1]))
 
 
 layout = Layout
@@ -98,24 +92,17 @@ def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float) -> Tensor
     assert isinstance(layout, Layout)
     rows = layout.all_rows[layer]
     out = torch.empty_like(q)
-    for tokens, places, mask, is_group in layout.parts:
+    for tokens, places, mask, attend in layout.parts:
         if isinstance(places, Window):
-            kv = rows[:, places.rows, places.tokens]
+            k, v = rows[:, places.rows, places.tokens].transpose(2, 3)
         else:
-            kv = gathered(batch.kv_cache.layers[layer], places)
-            kv = kv if is_group else kv[:, 0]
-        attend = attend_group if is_group else attend_chunk
-        out[tokens] = attend(q[tokens], kv.transpose(-2, -3), mask, scale)
+            layers = batch.kv_cache.layers[layer]
+            k, v = (part.flatten(0, 1)[places].transpose(1, 2) for part in layers)
+        out[tokens] = attend(q[tokens], k, v, mask, scale)
     # a mask hides what somebody has left behind the end of a sequence, but 0 times NaN is NaN
     if out.sum().isnan():
         attend_alone(q, out, rows, layout, scale)
     return out
-
-
-def gathered(layer: tuple[Tensor, Tensor], slots: Tensor) -> Tensor:
-    """slots [sequences, keys] -> [2, sequences, keys, num_kv_heads, head_dim]."""
-    parts = [part.flatten(0, 1).index_select(0, slots.flatten()) for part in layer]
-    return torch.stack(parts).view(2, *slots.shape, *layer[0].shape[2:])
 
 
 def attend_alone(q: Tensor, out: Tensor, rows: Tensor, layout: Layout, scale: float) -> None:
@@ -123,5 +110,5 @@ def attend_alone(q: Tensor, out: Tensor, rows: Tensor, layout: Layout, scale: fl
     for b, row in enumerate(layout.rows):
         start, end = layout.starts[b : b + 2]
         if row != NO_ROW and end == start + 1:
-            kv = rows[:, row : row + 1, : layout.contexts[b]].transpose(-2, -3)
-            out[start:end] = attend_group(q[start:end], kv, None, scale)
+            k, v = rows[:, row : row + 1, : layout.contexts[b]].transpose(2, 3)
+            out[start:end] = attend_group(q[start:end], k, v, None, scale)

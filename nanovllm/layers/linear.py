@@ -12,13 +12,7 @@ class Linear(nn.Module):
     checkpoint to its number of rows. `part_slices` is the loading rule: which rows each part fills.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        parts: int | dict[str, int],
-        dtype: torch.dtype,
-        bias: bool = False,
-    ):
+    def __init__(self, in_features: int, parts: int | dict[str, int], bias: bool = False):
         super().__init__()
         self.part_slices: dict[str, slice] = {}
         if isinstance(parts, int):
@@ -28,8 +22,8 @@ class Linear(nn.Module):
             for name, size in parts.items():
                 self.part_slices[name] = slice(out_features, out_features + size)
                 out_features += size
-        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype)) if bias else None
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
         self.by_onednn = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -40,27 +34,27 @@ class Linear(nn.Module):
     def prepare_for_cpu(self, is_tied: bool) -> None:
         """Lets oneDNN compute the product where it is faster. Call it once the weight is loaded.
 
-        Only what is known before decides, so that the same model always rounds in the same way. The
-        weight goes into oneDNN's layout, unless it `is_tied`: in float32 a plain one will do; in
-        bfloat16 it would take 4 times as long, so there the head gets a second, packed copy.
+        The dtype and the instruction set decide, not a measurement: the same model must always
+        round in the same way. The weight goes into oneDNN's layout, unless it `is_tied` and
+        float32: a plain one will do then. In bfloat16 it would take up to 4 times as long, so a
+        tied head becomes a second, packed tensor.
         """
         weight = self.weight
-        is_float32 = weight.dtype == torch.float32
-        if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
-            return
-        if not ((is_float32 and has_vectors()) or weight.dtype == torch.bfloat16):
+        if weight.device.type != "cpu" or not onednn_is_faster(weight.dtype):
             return
         try:
-            if not (is_tied and is_float32):
+            if not is_tied or weight.dtype != torch.float32:
                 weight = torch.ops.mkldnn._reorder_linear_weight(weight)
             torch.ops.mkldnn._linear_pointwise(self.weight[:1], weight, None, "none", [], "")
-        except (AttributeError, NotImplementedError, RuntimeError):
+        except (AttributeError, RuntimeError):
             return  # not in this PyTorch, or not on this CPU
         self.by_onednn = True
-        if weight is not self.weight:
+        if weight.is_mkldnn:
             self.weight = nn.Parameter(weight, requires_grad=False)
 
 
-def has_vectors() -> bool:
-    """Without AVX2, oneDNN multiplies float32 at a third of the speed of PyTorch's own library."""
-    return torch.backends.cpu.get_cpu_capability() != "DEFAULT"
+def onednn_is_faster(dtype: torch.dtype) -> bool:
+    """In float32 without AVX2 it takes three times as long as PyTorch's own library."""
+    if dtype == torch.float32:
+        return torch.backends.cpu.get_cpu_capability() != "DEFAULT"
+    return dtype == torch.bfloat16

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.layers.batch import Batch
-from nanovllm.layers.kv_cache import KVCache
 
 # per group, so that the copy is still in the processor's caches when it is read
 GATHERED_BYTES = 4 * 2**20
@@ -23,20 +22,15 @@ class Part(NamedTuple):
     """Sequences that are computed together: a group of decodes, or one chunk of a prompt."""
 
     tokens: slice | Tensor  # their rows of q
-    places: Any  # of their keys in a layer [sequences, num_kv_heads, keys], padded to the longest
+    places: Any  # of their keys [sequences, num_kv_heads, keys], all padded to the longest
     mask: Tensor | None  # which keys each query may see; None: it is simply causal
-    is_group: bool
+    attend: Any  # attend_group or attend_chunk
 
 
 class Layout:
-    """The parts of a step, and one buffer for the keys and values of each in turn.
-
-    It holds no reference to the batch, which holds it: a cycle would keep `gathered` alive until
-    Python collects garbage.
-    """
+    """The parts of a step. It holds no reference to the batch, which holds it."""
 
     def __init__(self, batch: Batch):
-        cache = batch.kv_cache
         self.starts = batch.cu_seqlens_q.tolist()
         self.contexts = batch.context_lens.tolist()
         decodes = []
@@ -46,15 +40,10 @@ class Layout:
                 decodes.append(b)
             elif end > start:
                 chunks.append(b)
-        token_bytes = cache.tensor[:, 0, 0, 0].nbytes  # key and value in one layer
+        token_bytes = batch.kv_cache.tensor[:, 0, 0, 0].nbytes  # key and value in one layer
         groups = self.groups(decodes, GATHERED_BYTES // token_bytes)
         self.parts = [self.group(batch, seqs) for seqs in groups]
         self.parts += [self.chunk(batch, b) for b in chunks]
-        self.gathered = self.new_buffer(cache)
-
-    def new_buffer(self, cache: KVCache) -> Tensor | None:
-        most = max(part.places.numel() for part in self.parts)
-        return cache.tensor.new_empty(2, most, cache.head_dim)
 
     def group(self, batch: Batch, seqs: list[int]) -> Part:
         """Decodes, padded to the longest context."""
@@ -62,8 +51,10 @@ class Layout:
         longest = max(self.contexts[b] for b in seqs)
         position = torch.arange(longest, device=device)
         last = batch.context_lens[seqs].unsqueeze(1) - 1
-        mask = batch.kv_cache.tensor.new_zeros(len(seqs), longest)
-        mask.masked_fill_(position > last, -torch.inf)
+        cache = batch.kv_cache
+        mask = cache.tensor.new_zeros(len(seqs), cache.num_kv_heads, 1, longest)
+        is_behind = position > last
+        mask.masked_fill_(is_behind[:, None, None], -torch.inf)
         # past its end, a sequence reads its own last key: masked values are still multiplied by
         # zero, so a NaN left in another slot would spread
         places = self.places_of(batch, seqs, position.minimum(last))
@@ -71,8 +62,7 @@ class Layout:
         tokens: slice | Tensor = slice(rows[0], rows[-1] + 1)
         if rows != list(range(rows[0], rows[-1] + 1)):  # no neighbors: a view is not enough
             tokens = torch.tensor(rows, device=device)
-        of_heads = mask[:, None, None].repeat(1, batch.kv_cache.num_kv_heads, 1, 1)
-        return Part(tokens, places, of_heads, is_group=True)
+        return Part(tokens, places, mask, attend_group)
 
     def chunk(self, batch: Batch, b: int) -> Part:
         """A prompt, or the next part of one."""
@@ -85,7 +75,7 @@ class Layout:
         if num_queries < len(position):  # it also sees everything before it
             query = position[-num_queries:]
             mask = position <= query.unsqueeze(1)
-        return Part(tokens, places, mask, is_group=False)
+        return Part(tokens, places, mask, attend_chunk)
 
     def groups(self, decodes: list[int], max_keys: int) -> list[list[int]]:
         return group_by_context(decodes, self.contexts, max_keys)
@@ -95,17 +85,12 @@ class Layout:
 
         Head by head: a place is a row of a layer's keys, seen as [slots * num_kv_heads, head_dim].
         """
-        num_kv_heads = batch.kv_cache.num_kv_heads
-        slots = self.slots_of(batch, seqs, position)
-        heads = torch.arange(num_kv_heads, device=slots.device).unsqueeze(1)
-        return slots.unsqueeze(1) * num_kv_heads + heads
-
-    def slots_of(self, batch: Batch, seqs: list[int], position: Tensor) -> Tensor:
-        """[sequences, keys]"""
-        block_size = batch.kv_cache.block_size
+        cache = batch.kv_cache
         first_block = batch.cu_blocks[seqs].unsqueeze(1)
-        block_ids = batch.block_tables[first_block + position // block_size]
-        return batch.kv_cache.slots(block_ids, position % block_size)
+        block_ids = batch.block_tables[first_block + position // cache.block_size]
+        slots = cache.slots(block_ids, position % cache.block_size)
+        heads = torch.arange(cache.num_kv_heads, device=slots.device).unsqueeze(1)
+        return slots.unsqueeze(1) * cache.num_kv_heads + heads
 
 
 def group_by_context(seqs: list[int], contexts: list[int], max_keys: int) -> list[list[int]]:
@@ -134,61 +119,52 @@ def group_by_context(seqs: list[int], contexts: list[int], max_keys: int) -> lis
 def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float) -> Tensor:
     """Like attention.paged_attention. Keys and values are never repeated per query head."""
     layout = batch.layout
-    assert isinstance(layout, Layout), "batch.layout must be a Layout of this batch"
-    assert layout.gathered is not None
+    assert isinstance(layout, Layout)
     keys, values = batch.kv_cache.layers[layer]
     all_keys = keys.flatten(0, 2)
     all_values = values.flatten(0, 2)
     out = torch.empty_like(q)
-    for tokens, places, mask, is_group in layout.parts:
-        kv = layout.gathered[:, : places.numel()]  # getting new memory takes longer than the copy
-        torch.index_select(all_keys, 0, places.flatten(), out=kv[0])
-        torch.index_select(all_values, 0, places.flatten(), out=kv[1])
-        kv = kv.view(2, *places.shape, -1)
-        if is_group:
-            out[tokens] = attend_gathered(q[tokens], kv, mask, scale)
-        else:
-            out[tokens] = attend_chunk(q[tokens], kv[:, 0], mask, scale)
+    for tokens, places, mask, attend in layout.parts:
+        flat = places.flatten()
+        k = all_keys.index_select(0, flat).view(*places.shape, -1)
+        v = all_values.index_select(0, flat).view(*places.shape, -1)
+        out[tokens] = attend(q[tokens], k, v, mask, scale)
     return out
 
 
-def attend_gathered(q: Tensor, kv: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """What attend_group computes, of contiguous keys and values: two products of all heads at once.
-
-    For one query, PyTorch's attention takes twice as long. In half precision it is used all the
-    same, because a product would round the scores.
-    """
-    if q.dtype != torch.float32:
-        return attend_group(q, kv, mask, scale)
-    k, v = kv.flatten(1, 2)
-    grouped = q.reshape(len(k), -1, q.shape[-1])
-    scores = torch.baddbmm(mask.flatten(0, 1), grouped, k.mT, alpha=scale)
-    return torch.bmm(scores.softmax(-1), v).view(q.shape)
-
-
-def attend_group(q: Tensor, kv: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def attend_group(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """The query heads of a KV head are the rows of one small matrix.
 
-    q [sequences, num_heads, head_dim], kv [2, sequences, num_kv_heads, keys, head_dim].
+    q [sequences, num_heads, head_dim], k and v [sequences, num_kv_heads, keys, head_dim].
     """
-    num_seqs, _, head_dim = q.shape
-    k, v = kv
-    grouped = q.view(num_seqs, k.shape[1], -1, head_dim)
-    out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale)
-    return out.reshape(q.shape)
+    grouped = q.unflatten(1, (k.shape[1], -1))
+    if mask is None or q.dtype != torch.float32 or not k.is_contiguous():
+        out = F.scaled_dot_product_attention(
+            grouped,
+            k,
+            v,
+            attn_mask=mask,
+            scale=scale,
+        )
+        return out.reshape(q.shape)
+    # half the time for one query; in half precision, a product would round the scores
+    queries = grouped.flatten(0, 1)
+    keys = k.flatten(0, 1)
+    values = v.flatten(0, 1)
+    masks = mask.flatten(0, 1)
+    scores = torch.baddbmm(masks, queries, keys.mT, alpha=scale)
+    return (scores.softmax(-1) @ values).view(q.shape)
 
 
-def attend_chunk(q: Tensor, kv: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def attend_chunk(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """The query heads of a KV head are a batch that reads the same keys.
 
-    q [tokens, num_heads, head_dim], kv [2, num_kv_heads, keys, head_dim].
+    q [tokens, num_heads, head_dim], k and v [1, num_kv_heads, keys, head_dim].
     """
-    num_tokens, _, head_dim = q.shape
-    num_kv_heads = kv.shape[1]
-    by_kv_head = q.view(num_tokens, num_kv_heads, -1, head_dim)
+    by_kv_head = q.unflatten(1, (k.shape[1], -1))
     grouped = by_kv_head.permute(1, 2, 0, 3)
     group = grouped.shape[1]
-    k, v = kv.unsqueeze(2).expand(-1, -1, group, -1, -1)  # stride 0, not a copy
+    k, v = (part.transpose(0, 1).expand(-1, group, -1, -1) for part in (k, v))  # not a copy
     out = F.scaled_dot_product_attention(
         grouped,
         k,

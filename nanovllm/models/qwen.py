@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.linear import Linear
 from nanovllm.layers.ops import Ops
-from nanovllm.layers.rotary import rope_table
 
 MODEL_TYPES = ("qwen2", "qwen3")
 
@@ -32,7 +31,7 @@ def head_dim_of(config) -> int:
 
 
 class Attention(nn.Module):
-    def __init__(self, config, layer: int, ops: Ops, dtype: torch.dtype):
+    def __init__(self, config, layer: int, ops: Ops):
         super().__init__()
         self.layer = layer
         self.ops = ops
@@ -53,10 +52,10 @@ class Attention(nn.Module):
         if config.model_type == "qwen3":
             qkv_bias = config.attention_bias
             o_bias = config.attention_bias
-            self.q_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps, dtype=dtype)
-            self.k_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps, dtype=dtype)
-        self.qkv_proj = Linear(config.hidden_size, parts, dtype, qkv_bias)
-        self.o_proj = Linear(parts["q_proj"], config.hidden_size, dtype, o_bias)
+            self.q_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps)
+            self.k_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.qkv_proj = Linear(config.hidden_size, parts, qkv_bias)
+        self.o_proj = Linear(parts["q_proj"], config.hidden_size, o_bias)
 
     def forward(self, x: Tensor, cos_sin: Tensor, batch: Batch) -> Tensor:
         qkv = self.qkv_proj(x)
@@ -68,13 +67,12 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, config, ops: Ops, dtype: torch.dtype):
+    def __init__(self, config, ops: Ops):
         super().__init__()
         self.ops = ops
         size = config.intermediate_size
-        gate_and_up = {"gate_proj": size, "up_proj": size}
-        self.gate_up_proj = Linear(config.hidden_size, gate_and_up, dtype)
-        self.down_proj = Linear(size, config.hidden_size, dtype)
+        self.gate_up_proj = Linear(config.hidden_size, {"gate_proj": size, "up_proj": size})
+        self.down_proj = Linear(size, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         gate_up = self.gate_up_proj(x)
@@ -83,14 +81,13 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config, layer: int, ops: Ops, dtype: torch.dtype):
+    def __init__(self, config, layer: int, ops: Ops):
         super().__init__()
         self.ops = ops
-        size = config.hidden_size
-        self.self_attn = Attention(config, layer, ops, dtype)
-        self.mlp = MLP(config, ops, dtype)
-        self.input_layernorm = nn.RMSNorm(size, config.rms_norm_eps, dtype=dtype)
-        self.post_attention_layernorm = nn.RMSNorm(size, config.rms_norm_eps, dtype=dtype)
+        self.self_attn = Attention(config, layer, ops)
+        self.mlp = MLP(config, ops)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(
         self, x: Tensor, update: Tensor, cos_sin: Tensor, batch: Batch
@@ -107,28 +104,29 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    def __init__(self, config, ops: Ops, dtype: torch.dtype):
+    def __init__(self, config, ops: Ops):
         super().__init__()
-        table = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype)
+        table = torch.empty(config.vocab_size, config.hidden_size)
         self.embed_tokens = nn.Embedding.from_pretrained(table)
-        layers = [DecoderLayer(config, i, ops, dtype) for i in range(config.num_hidden_layers)]
+        layers = [DecoderLayer(config, i, ops) for i in range(config.num_hidden_layers)]
         self.layers = nn.ModuleList(layers)
-        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
 class Qwen(nn.Module):
-    """Parameters have the same names as in the checkpoint, so that loading needs only a table."""
+    """Parameters have the same names as in the checkpoint, so that loading needs only a table.
 
-    def __init__(self, config, max_model_len: int, ops: Ops, dtype: torch.dtype):
+    rope: the angles of all positions, see rope_table.
+    """
+
+    def __init__(self, config, rope: Tensor, ops: Ops):
         super().__init__()
         check_supported(config)
         self.ops = ops
         self.num_kv_heads = config.num_key_value_heads
-        self.rope = rope_table(config, head_dim_of(config), max_model_len)
-        self.model = Decoder(config, ops, dtype)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype)
-        if config.tie_word_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
+        self.rope = rope
+        self.model = Decoder(config, ops)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size)
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
         """input_ids [T] int64, positions [T] int64 -> hidden states [T, hidden_size]."""

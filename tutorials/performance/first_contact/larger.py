@@ -10,6 +10,7 @@ from transformers import AutoConfig
 
 from nanovllm import LLM, SamplingParams, cuda_graphs, memory, model_runner
 from nanovllm.cuda_graphs import Size
+from nanovllm.loader import new_model
 from nanovllm.model_runner import ModelRunner
 from nanovllm.models.qwen import Qwen
 from nanovllm.roofline import shape_of, work_of
@@ -81,8 +82,7 @@ def only_runner(section: Section, num_blocks: int) -> ModelRunner:
 
 def random_model(path: Path, config, max_model_len: int, dtype, device, ops) -> Qwen:
     """In place of `load_model`."""
-    with torch.device(device):
-        model = Qwen(config, max_model_len, ops, dtype).requires_grad_(False)
+    model = new_model(config, max_model_len, dtype, device, ops)
     for weight in model.parameters():
         if weight.dim() > 1:
             weight.normal_(std=0.02)
