@@ -12,10 +12,11 @@ import signal
 import traceback
 from collections import Counter
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
-from tests import machines
+from tests import extras, machines
 
 # Two threads are hardly faster for models this small, and ten times slower on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
@@ -58,6 +59,10 @@ def pytest_terminal_summary(
     name = config.getoption("--machine")
     if name is not None:
         terminalreporter.write_line(machines.described(name))
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:
+    return extras.File.from_parent(parent, path=module_path)  # skipped without its extra
 
 
 def pytest_collection_finish() -> None:

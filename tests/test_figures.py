@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.extras import needs
+
 ROOT = Path(__file__).parent.parent
 CHAPTERS = [*(ROOT / "tutorials").glob("[0-9]*.md"), ROOT / "README.md"]
 
@@ -41,6 +43,7 @@ def test_pictures_and_chapters_belong_together():
     ],
 )
 def test_scripts_draw_what_is_committed(name, monkeypatch, tmp_path):
+    needs("matplotlib")
     module = importlib.import_module(f"tutorials.figures.{name}")
     committed = module.HERE
     monkeypatch.setattr(module, "HERE", tmp_path)

@@ -11,6 +11,7 @@ import pytest
 
 from nanovllm.config import Config
 from nanovllm.simulator import Job, simulate
+from tests.extras import needs
 from tutorials.assignments import public, seeds
 from tutorials.assignments.task import NAMES, Goal, Part, Task, load_task, mean_latency
 from tutorials.simulation.workloads import all_at_once, fixed, predicted, workload
@@ -254,7 +255,7 @@ def test_without_matplotlib_there_is_a_sentence_instead_of_a_picture(write, caps
 
 
 def test_public_draws_a_picture(write, tmp_path, capsys):
-    pytest.importorskip("matplotlib")
+    needs("matplotlib")
     path = tmp_path / "run.png"
     public.main(["template", str(write(FCFS)), "--gantt", str(path), "--requests", "5"])
     assert path.read_bytes().startswith(b"\x89PNG")
@@ -268,7 +269,7 @@ def test_a_task_with_several_parts_has_several_pictures(tmp_path):
 
 
 def test_which_requests_are_in_the_picture():
-    pytest.importorskip("matplotlib")
+    needs("matplotlib")
     from tutorials.assignments.gantt import chosen
 
     indices = list(range(0, 1600, 2))  # in the order of arrival
@@ -279,7 +280,7 @@ def test_which_requests_are_in_the_picture():
 
 
 def test_steps_with_the_same_state_are_one_span():
-    pytest.importorskip("matplotlib")
+    needs("matplotlib")
     from tutorials.assignments.gantt import spans
     from tutorials.simulation.metrics import states
 

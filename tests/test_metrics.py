@@ -11,6 +11,7 @@ from array import array
 import pytest
 
 from nanovllm.jobs import Job, PlannedStep, Run, Served
+from tests.extras import needs
 from tutorials.simulation.metrics import (
     backlog,
     by_tenant,
@@ -338,7 +339,7 @@ def test_pictures_need_steps():
 
 
 def test_plots_draw_without_a_display(tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
+    needs("matplotlib")
     from matplotlib.figure import Figure
 
     from tutorials.simulation.plots import gantt, latency_over_rate

@@ -26,12 +26,16 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.cli import main
 from nanovllm.router import LeastLoaded, RoundRobin, Router
 from nanovllm.sequence import Request
-
-pytest.importorskip("ray", reason="pip install 'nanovllm[ray]'")
+from tests.extras import needs
 
 ROOT = Path(__file__).parent.parent
 MARK = "NANOVLLM_TEST_OF_REPLICAS"  # in the environment of all that this file starts
 SECONDS = 240  # for everything that waits
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ray():
+    return needs("ray")
 
 
 def processes() -> dict[int, str]:
@@ -293,7 +297,7 @@ def test_replicas_and_then_a_cluster(tmp_path):
             step(served)
         assert served.end(signal.SIGTERM) == 0, served.log
     config = (ROOT / "tutorials/serving/replicas.yaml").read_text().replace("8000", "PORT")
-    run = (str(Path(sys.executable).with_name("serve")), "run", str(tmp_path / "config.yaml"))
+    run = (sys.executable, "-m", "ray.serve.scripts", "run", str(tmp_path / "config.yaml"))
     with Served(*run, files={tmp_path / "config.yaml": config}) as served:
         on_a_cluster(served)
         served.end(signal.SIGINT)
@@ -445,13 +449,11 @@ def test_a_router_that_fails_fails_the_request(router_cls, words):
         ("--router-cls nanovllm.router:RoundRobin", "it is for --replicas"),
     ],
 )
-def test_bad_options(options, words, capsys):
+def test_bad_options(options, words, ray, capsys):
     """Nothing is started."""
     with pytest.raises(SystemExit) as end:
         main(["serve", *options.split()])
     assert end.value.code == 2 and words in capsys.readouterr().err
-    import ray
-
     assert not ray.is_initialized()
 
 

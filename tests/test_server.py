@@ -11,7 +11,6 @@ import json
 import math
 
 import httpx
-import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,6 +18,7 @@ from server_tools import Running, checked_error, left_idle, new_parrot
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.server.parsing import Parser, Parts
+from tests.extras import needs
 
 MODEL = "org/tiny"
 PROMPT = "Once upon a time there was"
@@ -57,7 +57,13 @@ def parrot(running_parrot):
 
 
 @pytest.fixture
-def client(server):
+def openai():
+    """The official client."""
+    return needs("openai")
+
+
+@pytest.fixture
+def client(server, openai):
     with openai.OpenAI(base_url=server.url + "/v1", api_key="any", max_retries=0) as client:
         yield client
 
@@ -65,10 +71,13 @@ def client(server):
 # --- service ---
 
 
-def test_health_version_and_models(server, client):
+def test_health_and_version(server):
     health = server.http.get("/health")
     assert (health.status_code, health.content) == (200, b"")
     assert server.http.get("/version").json().keys() == {"version"}
+
+
+def test_models(server, client, openai):
     (model,) = client.models.list().data
     assert model == client.models.retrieve(MODEL)  # its name has a slash
     assert (model.id, model.object, model.max_model_len) == (MODEL, "model", 2048)
@@ -229,12 +238,17 @@ def test_an_answer_has_the_id_of_its_request_once(server):
     assert first != second
 
 
-def test_api_key(monkeypatch, running):
-    """On every route but /health; as a Bearer, or as the password that a browser asks for."""
+def gate_of(running):
+    """The layer of the app that looks at the key."""
     gate = running.uvicorn.config.loaded_app
     while not hasattr(gate, "api_key"):
         gate = getattr(gate, "app", None) or gate.middleware_stack
-    monkeypatch.setattr(gate, "api_key", "s3cret:ü")
+    return gate
+
+
+def test_api_key(monkeypatch, running):
+    """On every route but /health; as a Bearer, or as the password that a browser asks for."""
+    monkeypatch.setattr(gate_of(running), "api_key", "s3cret:ü")
 
     def status(method, path, authorization=None):
         headers = {} if authorization is None else {"authorization": authorization}
@@ -258,6 +272,10 @@ def test_api_key(monkeypatch, running):
     for bad in ("Bearer", "Bearer s3cret", "s3cret:ü".encode(), basic("s3cret"), "Basic",
                 "Basic !", "Basic é".encode(), "Digest x", "", basic(":"), b"Basic \xff"):  # fmt: skip
         assert status("GET", "/version", bad) == 401, bad
+
+
+def test_the_official_client_without_the_key(monkeypatch, running, openai):
+    monkeypatch.setattr(gate_of(running), "api_key", "s3cret")
     with (
         openai.OpenAI(base_url=running.url + "/v1", api_key="wrong", max_retries=0) as client,
         pytest.raises(openai.AuthenticationError, match="the API key is missing or wrong"),
@@ -585,7 +603,7 @@ def chat_joined(events: list[dict]) -> dict[int, dict]:
     return choices
 
 
-def test_the_official_client_chats(client):
+def test_the_official_client_chats(client, openai):
     messages = [{"role": "user", "content": "what is 20 + 30?"}]
     answer = client.chat.completions.create(model=MODEL, messages=messages, temperature=0)
     (choice,) = answer.choices
@@ -609,7 +627,7 @@ def test_the_official_client_chats(client):
     assert info.value.param == "temperature" and info.value.type == "invalid_request_error"
 
 
-def test_many_answers_at_a_time_for_the_asynchronous_client(server):
+def test_many_answers_at_a_time_for_the_asynchronous_client(server, openai):
     async def ask(client, i):
         messages = [{"role": "user", "content": f"what is {i} + 30?"}]
         more = dict(model=MODEL, messages=messages, temperature=0, max_completion_tokens=24)
@@ -835,7 +853,7 @@ def test_what_is_no_call_stays_text(parrot, text):
         assert message["content"] == text and message["finish_reason"] == "stop"
 
 
-def test_the_official_client_calls_tools(parrot):
+def test_the_official_client_calls_tools(parrot, openai):
     """And sends back what they have said."""
     with openai.OpenAI(base_url=parrot.url + "/v1", api_key="any") as client:
         messages: list = [{"role": "user", "content": CALL}]
