@@ -6,6 +6,7 @@ Run: pytest tests/test_kernels.py [-k split]
 import os
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -197,24 +198,17 @@ def test_the_engine_gives_the_same_tokens(tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux")
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [80, 90, 100, 120])
-def test_compiled_ahead_of_time(capability):
+def test_compiled_ahead_of_time():
     """For the heads of Qwen3-0.6B: fits into consumer cards, spills no registers, and a tile of keys and values is loaded
     while the one before is computed."""
     env = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": os.getcwd()}
-    script = os.path.join(os.path.dirname(__file__), "compile_kernels.py")
-    done = subprocess.run(
-        [sys.executable, script, str(capability)], env=env, capture_output=True, text=True
-    )
+    code = "from tests.compile_kernels import main; [main(i) for i in (80, 90, 100, 120)]"
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines()]
     attention = {"decode", "prefill", "combine", "store_kv", "copy_blocks"}
-    assert {row[0] for row in rows} == attention | {
-        "add_and_norm",
-        "norm_and_rotate",
-        "silu_and_mul",
-        "sample",
-    }
+    others = {"add_and_norm", "norm_and_rotate", "silu_and_mul", "sample"}
+    assert Counter(row[0] for row in rows) == dict.fromkeys(attention | others, 4)
     for name, *numbers in rows:
         shared, spilled, _, buffers = map(int, numbers)
         assert shared <= 99 * 1024 and spilled == 0, name

@@ -17,7 +17,7 @@ import struct
 import subprocess
 import sys
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from http.client import HTTPResponse
 from threading import Event
@@ -477,10 +477,17 @@ def test_the_engines_thread_dies(monkeypatch, pool):
 # --- the end ---
 
 
-def ending(server, drain_seconds: float) -> socket.socket:
-    """A stream has begun, and then the signal comes."""
-    server.uvicorn.server.options.drain_seconds = drain_seconds
+def running_alone(server, pool, call, *args, **kwargs) -> Future:
+    """Of a call whose first step waits for its permit."""
     server.llm.runner.is_paced = True
+    future = pool.submit(call, *args, **kwargs)
+    wait_for(lambda: len(server.engine.open) == 1)
+    return future
+
+
+def ending(server, drain_seconds: float) -> socket.socket:
+    """A stream has begun, and then the signal comes. Steps wait for permits."""
+    server.uvicorn.server.options.drain_seconds = drain_seconds
     stream = new_client(server, {**NEIGHBOUR, "stream": True})
     server.llm.runner.step(3)
     read_until(stream, b"data: ")
@@ -492,7 +499,7 @@ def ending(server, drain_seconds: float) -> socket.socket:
 def test_at_the_end_those_that_run_finish_and_nobody_else_begins(pool, expected):
     runner = PacedRunner(BLOCK_SIZE, VOCAB_SIZE, NUM_BLOCKS)
     with Running(new_llm(runner)) as server:
-        answer = pool.submit(server.complete, **NEIGHBOUR)
+        answer = running_alone(server, pool, server.complete, **NEIGHBOUR)
         stream = ending(server, 60)
         for path in (COMPLETIONS, "/v1/chat/completions", "/tokenize"):
             response = server.http.post(path, json=NEIGHBOUR)
@@ -511,7 +518,7 @@ def test_at_the_end_those_that_run_finish_and_nobody_else_begins(pool, expected)
 def test_at_the_end_those_that_run_too_long_hear_why(pool):
     runner = PacedRunner(BLOCK_SIZE, VOCAB_SIZE, NUM_BLOCKS)
     with Running(new_llm(runner)) as server:
-        answer = pool.submit(server.http.post, COMPLETIONS, json=NEIGHBOUR)
+        answer = running_alone(server, pool, server.http.post, COMPLETIONS, json=NEIGHBOUR)
         question = pool.submit(server.http.get, "/metrics")
         stream = ending(server, 0)
         assert "shutting down" in checked_error(answer.result(), 503)["message"]

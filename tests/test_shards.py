@@ -140,7 +140,7 @@ def test_a_file_that_does_not_fit_its_config(models):
 
 # --- whole engines, with two ranks ---
 
-SCARCE = {"num_blocks": 24, "block_size": 4, "max_num_batched_tokens": 16}
+SCARCE = {"dtype": "float32", "num_blocks": 24, "block_size": 4, "max_num_batched_tokens": 16}
 PROMPTS = ["Once upon a time", "Tell me a story about a duck.", "17 + 25 =", "Once upon a time"] * 3
 
 

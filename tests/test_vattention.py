@@ -459,7 +459,7 @@ def test_a_mapping_that_fails_ends_one_step_and_the_engine_goes_on(path, monkeyp
 def test_engines_leave_nothing_behind(path, request):
     """Neither do those that fail at their start."""
     before = our_mappings(), our_files(), len(os.listdir("/proc/self/fd"))
-    for i in range(200 if request.config.getoption("--slow") else 5):
+    for i in range(50 if request.config.getoption("--slow") else 5):
         llm = LLM(path, attention_backend="vattention", num_blocks=20, max_num_seqs=4)
         assert our_files() > before[1]
         llm.generate([[i % 50] * 20], GREEDY, use_tqdm=False)

@@ -31,6 +31,8 @@ PR_SET_DUMPABLE = 4
 PR_SET_CHILD_SUBREAPER = 36
 LONGEST_ANSWER = 2**20  # bytes; an honest one has some thousand
 SECONDS_TO_START = 20.0
+SECONDS_PER_CALL = 5.0
+SECONDS_TO_SAY_WHERE = 5.0  # for the stack of a process that hangs
 SECONDS_TO_END = 10.0
 
 
@@ -139,13 +141,13 @@ class Process:
         submission: Submission,
         constants: tuple[str, ...] = (),
         megabytes: int = 2048,
-        seconds_per_call: float = 5.0,
+        seconds_per_call: float | None = None,
     ):
         if sys.platform == "linux":
             # a process of the same user cannot read our memory
             ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0)
         self.submission = submission
-        self.seconds_per_call = seconds_per_call
+        self.seconds_per_call = seconds_per_call or SECONDS_PER_CALL
         self.buffer = b""
         with ExitStack() as ends:  # if anything fails, all before it is undone
             self.printed = ends.enter_context(tempfile.TemporaryFile())
@@ -265,7 +267,7 @@ class Process:
     def _where_it_hangs(self) -> str:
         with suppress(ProcessLookupError):
             os.kill(self.process.pid, signal.SIGUSR1)  # its handler prints the stack
-        until = time.monotonic() + 5
+        until = time.monotonic() + SECONDS_TO_SAY_WHERE
         lines: list[str] = []
         while not lines and self.process.poll() is None and time.monotonic() < until:
             time.sleep(0.1)
