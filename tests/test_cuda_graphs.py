@@ -507,8 +507,6 @@ def test_an_engine_that_is_gone_takes_its_memory_along(interpret_little, path, e
 def test_serving_launches_nothing_that_is_not_warm(path, monkeypatch):
     """On a GPU of 40 multiprocessors: (kernel, constants that decide about its code) of the warm-up, then of a busy time."""
     launched = set()
-    monkeypatch.setattr(torch, "empty", torch.zeros)  # what a kernel does not write is zero
-    monkeypatch.setattr(torch, "empty_like", torch.zeros_like)
     real = triton_attention.num_splits
     fake = SimpleNamespace(type="cuda")
     monkeypatch.setattr(
@@ -527,6 +525,8 @@ def test_serving_launches_nothing_that_is_not_warm(path, monkeypatch):
         path, dtype="float32", attention_backend="triton", max_num_seqs=16, num_blocks=400, block_size=4,
         max_num_batched_tokens=300, max_model_len=256,
     )  # fmt: skip
+    monkeypatch.setattr(torch, "empty", torch.zeros)  # what a kernel does not write is zero
+    monkeypatch.setattr(torch, "empty_like", torch.zeros_like)
     monkeypatch.setattr(triton_attention, "PART", 16)  # so that short contexts are cut into parts
     graphs, llm.runner.graphs = llm.runner.graphs, None  # on a GPU they are recorded after it
     llm.runner.warm_up()

@@ -23,7 +23,7 @@ from nanovllm.sequence import Request
 from nanovllm.streaming import Reader
 
 HOOKS = ("add", "priority", "running_order", "next_waiting", "may_admit", "step_budget", "make_room", "reason_to_end",
-         "finish", "advance", "receive", "update", "schedule", "commit", "admit", "tokens_to_compute")  # fmt: skip
+         "finish", "update", "schedule", "commit", "admit", "tokens_to_compute")  # fmt: skip
 
 
 def hooked(name, hook) -> type[Scheduler]:
