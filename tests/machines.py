@@ -2,6 +2,8 @@
 
 An instruction set is hidden by the variables that PyTorch, oneDNN and MKL read; what PyTorch says of bfloat16 is
 replaced (machine/sitecustomize.py); cores are taken away, or kept busy by other processes.
+
+`python -m tests.machines` prints the names of those on which scripts/check runs the fast tests, too.
 """
 
 import atexit
@@ -57,12 +59,26 @@ class CannotBePlayed(Exception):
     pass
 
 
+def others() -> list[str]:
+    """Names of the instruction sets that this machine can play and does not have itself."""
+    import torch
+
+    own = torch.backends.cpu.get_cpu_capability()
+    has_bf16 = torch.cpu._is_avx512_bf16_supported()
+    sets = [name for name in ("plain", "baseline") if is_x86() and MACHINES[name].capability != own]
+    return sets + ["bf16"] * (not has_bf16)
+
+
+def is_x86() -> bool:
+    return platform.machine().lower() in ("x86_64", "amd64")
+
+
 def play(name: str, is_worker: bool) -> None:
     """Call it before PyTorch is imported. A worker of pytest-xdist inherits everything, and only checks."""
     machine = MACHINES[name]
     if "torch" in sys.modules:
         raise CannotBePlayed("PyTorch has been imported before the machine was chosen")
-    if machine.capability and platform.machine().lower() not in ("x86_64", "amd64"):
+    if machine.capability and not is_x86():
         raise CannotBePlayed(f"this processor is {platform.machine()}, not x86-64")
     if machine.has_one_core and not hasattr(os, "sched_setaffinity"):
         raise CannotBePlayed(f"{sys.platform} cannot take cores away from a process")
@@ -101,3 +117,7 @@ def described(name: str) -> str:
     if name == "bf16" and not torch.cpu.get_capabilities().get("avx512_bf16"):
         parts.append("not played: its speed, this processor computes bfloat16 in software")
     return f"machine: {name}, played: " + "; ".join(parts)
+
+
+if __name__ == "__main__":
+    print(*others())
