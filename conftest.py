@@ -92,9 +92,8 @@ def forget_frames(error: BaseException | None) -> None:
         for frame, _ in traceback.walk_tb(error.__traceback__):
             with suppress(RuntimeError):  # a frame that still runs
                 frame.clear()
-            dict(
-                frame.f_locals
-            )  # up to Python 3.12 a frame keeps a copy: this brings it up to date
+            # up to Python 3.12 a frame keeps a copy of its variables: reading it brings it up to date
+            dict(frame.f_locals)
         error = error.__cause__ or error.__context__
 
 

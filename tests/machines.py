@@ -9,14 +9,15 @@ replaced (machine/sitecustomize.py); cores are taken away, or kept busy by other
 import atexit
 import os
 import platform
-import subprocess
 import sys
+from contextlib import ExitStack
 from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
+from tutorials.performance.threads import endless_loop  # imports no PyTorch
+
 FOLDER = Path(__file__).parent / "machine"
-SPIN = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: sum(range(10**6))"
 NO_BF16 = {"NANOVLLM_PLAYED_BF16": "0"}
 
 
@@ -104,10 +105,10 @@ def play(name: str, is_worker: bool) -> None:
 
 def keep_busy() -> None:
     """On each core a process that computes until this one ends."""
+    loops = ExitStack()
+    atexit.register(loops.close)
     for _ in range(os.cpu_count() or 1):
-        process = subprocess.Popen([sys.executable, "-c", SPIN])
-        atexit.register(process.wait)
-        atexit.register(process.kill)
+        loops.enter_context(endless_loop())
 
 
 def described(name: str) -> str:
