@@ -16,10 +16,8 @@ SECONDS_BETWEEN_LOOKS = 0.2  # the system counts in hundredths of a second
 
 def default_thread_counts() -> set[int]:
     """How many threads PyTorch may use by default: one per logical processor, or one per core."""
-    if hasattr(os, "sched_getaffinity"):
-        cpus = list(os.sched_getaffinity(0))
-    else:
-        cpus = list(range(os.cpu_count() or 1))
+    count = os.cpu_count() or 1
+    cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(count)
     cores = set()
     for cpu in cpus:
         file = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
@@ -39,8 +37,8 @@ def busy_seconds() -> float | None:
     for line in text.splitlines():
         name, *times = line.split()
         if name in ours:
-            user, nice, system, _idle, _io_wait, *interrupts = map(int, times[:8])
-            ticks += user + nice + system + sum(interrupts)
+            # user, nice, system; then, behind idle and waiting, interrupts and other machines
+            ticks += sum(map(int, times[:3] + times[5:8]))
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
@@ -74,6 +72,7 @@ class Threads:
         self.to_restore: int | None = None  # during a step, or after an interrupted one
         self.num_others = 0.0  # processors that other programs have used recently
         self.last_look = look()
+        self.last_step = 0.0  # when it ended
 
     def wanted(self, limit: int, work: float) -> int:
         last = self.last_look
@@ -81,11 +80,10 @@ class Threads:
             return 1 if work < SMALL_STEP else limit
         if time.perf_counter() - last.time > SECONDS_BETWEEN_LOOKS:
             now = self.last_look = look()
-            seconds = now.time - last.time
-            # a longer one tells what ran in a pause of ours, and not what runs now
-            if now.busy is not None and seconds < 5 * SECONDS_BETWEEN_LOOKS:
+            # after a pause of ours, the time between tells nothing: others may have had their turn
+            if now.busy is not None and now.time - self.last_step < SECONDS_BETWEEN_LOOKS:
                 others = (now.busy - last.busy) - (now.own - last.own)
-                self.num_others = others / seconds
+                self.num_others = others / (now.time - last.time)
         num_others = math.ceil(self.num_others - 0.25)  # 0.25 for background work and errors
         return max(1, limit - max(0, num_others))
 
@@ -101,6 +99,7 @@ class Threads:
         try:
             yield
         finally:
+            self.last_step = time.perf_counter()
             if self.to_restore is not None:
                 torch.set_num_threads(limit)
                 self.to_restore = None

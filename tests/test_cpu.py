@@ -65,15 +65,23 @@ def test_what_others_use_is_what_we_do_not(monkeypatch):
         monkeypatch.setattr(cpu.time, name, lambda name=name: seconds[name])
     monkeypatch.setattr(cpu, "busy_seconds", lambda: seconds["busy"])
     threads = cpu.Threads(torch.device("cpu"))
-    seconds.update(perf_counter=10.1, process_time=3.1, busy=500.2)
+
+    def step_ends(**clocks) -> None:
+        seconds.update(clocks)
+        with threads.of_step(0):
+            pass
+
+    step_ends(perf_counter=10.1, process_time=3.1, busy=500.2)
     assert threads.wanted(8, 0) == 8 and threads.num_others == 0.0  # too early to tell
-    seconds.update(perf_counter=10.5, process_time=3.4, busy=500.9)
+    step_ends(perf_counter=10.5, process_time=3.4, busy=500.9)
     assert threads.wanted(8, 0) == 7
     assert threads.num_others == pytest.approx(1.0)
-    seconds.update(perf_counter=20.0, process_time=3.5, busy=519.0)  # a pause of ours
+    seconds.update(perf_counter=11.1, process_time=3.4, busy=502.1)  # a pause of ours
     assert threads.wanted(8, 0) == 7 and threads.num_others == pytest.approx(1.0)
-    seconds.update(perf_counter=20.3, process_time=3.8, busy=519.3)  # from here on, nobody else
+    step_ends(perf_counter=11.4, process_time=3.7, busy=502.4)  # from here on, only we work
     assert threads.wanted(8, 0) == 8 and threads.num_others == pytest.approx(0.0)
+    step_ends(perf_counter=13.4, process_time=5.7, busy=506.4)  # a long step beside another program
+    assert threads.wanted(8, 0) == 7 and threads.num_others == pytest.approx(1.0)
 
 
 @pytest.mark.skipif(not Path("/proc/stat").exists(), reason="this system does not tell")
