@@ -76,16 +76,6 @@ def cpu_seconds(session: int) -> float | None:
     return None if ticks is None else ticks / os.sysconf("SC_CLK_TCK")
 
 
-def busy_seconds() -> float | None:
-    """Seconds that the processors have computed so far, for any program, or for another virtual
-    machine while this one wanted to compute. None if the system does not tell."""
-    file = Path("/proc/stat")
-    if not file.exists():
-        return None
-    user, nice, system, _idle, _io_wait, *others = map(int, file.read_text().split()[1:9])
-    return (user + nice + system + sum(others)) / os.sysconf("SC_CLK_TCK")
-
-
 def memory_bytes(device) -> int:
     """Of the GPU, or of the whole machine; 0 if the system does not tell."""
     import torch

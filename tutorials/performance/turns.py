@@ -18,14 +18,14 @@ from select import select
 from statistics import fmean
 from tempfile import TemporaryDirectory
 
+from nanovllm.cpu import busy_seconds
 from tutorials.performance.engines import Job
-from tutorials.performance.machine import ROOT, busy_seconds, cpu_seconds
+from tutorials.performance.machine import ROOT, cpu_seconds
 
-# No torch up here: the process that only starts the engines needs none.
 WARM_UP = 2  # rounds: vLLM needs both, the others one at most
 REST = 2.0  # seconds at most until the other engines are at rest
-# Seconds of silence between a wake-up and the round. Ours chooses its threads by how busy other
-# programs were since the step before, so one tiny request makes it forget the turns of the others.
+# Seconds of silence between a wake-up and the round, so that each engine begins with its
+# threads and processes awake.
 SILENCE = 0.3
 GRACE = 10  # seconds in which a worker may end by itself
 
