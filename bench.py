@@ -35,7 +35,7 @@ from importlib import import_module
 from pathlib import Path
 from statistics import fmean
 
-from nanovllm.roofline import SHAPES
+from nanovllm.simulator.cost_model import SHAPES
 from tutorials.performance.checkpoints import model_directory
 from tutorials.performance.engines import Job
 from tutorials.performance.machine import environment

@@ -1,6 +1,6 @@
 """nanovllm: vLLM's ideas, small enough to read."""
 
-from nanovllm.beam_search import BeamSearchParams
+from nanovllm.decoding.beam_search import BeamSearchParams
 from nanovllm.sampling_params import SamplingParams
 
 __all__ = ["LLM", "BeamSearchParams", "SamplingParams"]

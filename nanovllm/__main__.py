@@ -1,5 +1,5 @@
 """python -m nanovllm"""
 
-from nanovllm.cli import main
+from nanovllm.server.cli import main
 
 main()

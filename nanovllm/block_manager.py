@@ -83,6 +83,12 @@ class BlockManager:
         own = self.num_blocks_for(request.max_len - 1) - shared
         return shared + request.params.n * own
 
+    def longest_that_fits(self, request: Request) -> int:
+        """The largest `max_len` of the request for which `max_blocks_needed` are there."""
+        shared = len(request.prompt_token_ids) // self.block_size
+        own = (len(self.blocks) - shared) // request.params.n
+        return (shared + own) * self.block_size + 1
+
     # --- what the scheduler asks ---
 
     def can_allocate(self, items: Iterable[tuple[Sequence, int, int]]) -> bool:

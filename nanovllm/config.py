@@ -5,7 +5,7 @@ from pathlib import Path
 from re import fullmatch
 from typing import ClassVar, Literal, get_args, get_origin
 
-from nanovllm.options import Options, is_int, is_number
+from nanovllm.options import Options, is_int, is_number, option, refusal
 
 EMBEDDED_MODEL = str(Path(__file__).parent / "tiny_qwen3")
 LARGEST = 2**31 - 1
@@ -27,54 +27,69 @@ class Limits:
 
 @dataclass(kw_only=True)
 class Config(Options):
-    model: str = EMBEDDED_MODEL
-    """Local directory or Hugging Face hub id; the embedded model by default."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """On CUDA, "auto" is float16 for a float16 checkpoint and bfloat16 for any other, even a
-    float32 one: that would need twice the memory, and vLLM serves it in 16 bits, too. On a CPU,
-    "auto" is bfloat16 if the CPU has instructions for it, else float32 (always float32 for the
-    embedded model)."""
-    device: str = "auto"
-    """"auto" (CUDA if there is one), "cpu", "cuda" or "cuda:N"."""
-    max_model_len: int | None = None
-    """Maximum tokens per sequence, prompt and output together. Default: the longest context that
-    the model supports."""
-    max_num_seqs: int = 256
-    """Maximum sequences per step."""
-    max_num_batched_tokens: int | None = None
-    """Maximum tokens computed per step; longer prompts are computed in chunks. Default: 8192 on
-    CUDA, 2048 on a CPU."""
-    block_size: int = 16
-    """Tokens per KV block (paper, section 7.2: 16 is large enough for the GPU and small enough to
-    waste little)."""
-    num_blocks: int | None = None
-    """Exact number of KV blocks. Default: as many as fit into `gpu_memory_utilization` or
-    `kv_cache_gib`."""
-    gpu_memory_utilization: float = 0.9
-    """Fraction of GPU memory for weights, activations and KV cache together."""
-    kv_cache_gib: float = 1.0
-    """Size of the KV cache on a CPU, in GiB."""
-    enable_prefix_caching: bool = True
-    """Whether to keep full blocks after use and reuse them for requests with the same prefix."""
-    preemption_mode: Literal["recompute", "swap"] = "recompute"
-    """How a preempted request recovers. With "swap", its blocks wait in host memory (paper, section
-    4.5). What does not fit there is recomputed."""
-    swap_gib: float = 4.0
-    """Host memory for `preemption_mode="swap"`, in GiB."""
-    attention_backend: Literal["auto", "torch", "triton", "vattention"] = "auto"
-    """What computes attention and the small layers. Triton needs CUDA, or TRITON_INTERPRET=1 on any
-    device; "auto" uses Triton on CUDA. With "vattention", memory is mapped so that attention needs
-    no block tables (chapter 17); it needs Linux."""
-    tensor_parallel_size: int = 1
-    """Over how many ranks each layer is split: processes with a device each, see chapter 15."""
-    enforce_eager: bool = False
-    """Launch every kernel of a decode step from Python instead of replaying a CUDA graph."""
-    scheduler_cls: type | None = None
-    """A subclass of nanovllm.scheduler.Scheduler."""
-    block_manager_cls: type | None = None
-    """A subclass of nanovllm.block_manager.BlockManager."""
-    seed: int = 0
-    """Base seed for requests that set none."""
+    model: str = option(
+        EMBEDDED_MODEL, "Local directory or Hugging Face hub id; the embedded model by default."
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        "auto",
+        'On CUDA, "auto" is float16 for a float16 checkpoint and bfloat16 for any other, even a'
+        " float32 one: that would need twice the memory, and vLLM serves it in 16 bits, too. On"
+        ' a CPU, "auto" is bfloat16 if the CPU has instructions for it, else float32 (always '
+        "float32 for the embedded model).",
+    )
+    device: str = option("auto", '"auto" (CUDA if there is one), "cpu", "cuda" or "cuda:N".')
+    max_model_len: int | None = option(
+        None,
+        "Maximum tokens per sequence, prompt and output together. Default: the longest context "
+        "that the model supports.",
+    )
+    max_num_seqs: int = option(256, "Maximum sequences per step.")
+    max_num_batched_tokens: int | None = option(
+        None,
+        "Maximum tokens computed per step; longer prompts are computed in chunks. Default: 8192"
+        " on CUDA, 2048 on a CPU.",
+    )
+    block_size: int = option(
+        16,
+        "Tokens per KV block (paper, section 7.2: 16 is large enough for the GPU and small "
+        "enough to waste little).",
+    )
+    num_blocks: int | None = option(
+        None,
+        "Exact number of KV blocks. Default: as many as fit into `gpu_memory_utilization` or "
+        "`kv_cache_gib`.",
+    )
+    gpu_memory_utilization: float = option(
+        0.9, "Fraction of GPU memory for weights, activations and KV cache together."
+    )
+    kv_cache_gib: float = option(1.0, "Size of the KV cache on a CPU, in GiB.")
+    enable_prefix_caching: bool = option(
+        True,
+        "Whether to keep full blocks after use and reuse them for requests with the same prefix.",
+    )
+    preemption_mode: Literal["recompute", "swap"] = option(
+        "recompute",
+        'How a preempted request recovers. With "swap", its blocks wait in host memory (paper, '
+        "section 4.5). What does not fit there is recomputed.",
+    )
+    swap_gib: float = option(4.0, 'Host memory for `preemption_mode="swap"`, in GiB.')
+    attention_backend: Literal["auto", "torch", "triton", "vattention"] = option(
+        "auto",
+        "What computes attention and the small layers. Triton needs CUDA, or TRITON_INTERPRET=1"
+        ' on any device; "auto" uses Triton on CUDA. With "vattention", memory is mapped so '
+        "that attention needs no block tables (chapter 17); it needs Linux.",
+    )
+    tensor_parallel_size: int = option(
+        1, "Over how many ranks each layer is split: processes with a device each, see chapter 15."
+    )
+    enforce_eager: bool = option(
+        False, "Launch every kernel of a decode step from Python instead of replaying a CUDA graph."
+    )
+    scheduler_cls: type | None = option(None, "A subclass of nanovllm.scheduler.Scheduler.")
+    block_manager_cls: type | None = option(
+        None, "A subclass of nanovllm.block_manager.BlockManager."
+    )
+    seed: int = option(0, "Base seed for requests that set none.")
 
     elsewhere: ClassVar[dict[str, str]] = {
         "enable_chunked_prefill": "it always does; max_num_batched_tokens is the limit of a chunk",
@@ -159,3 +174,10 @@ class Config(Options):
         num_blocks = int(self.swap_gib * 2**30) // block_bytes
         self.require("swap_gib", num_blocks, f"room for a KV block of {block_bytes:,} bytes")
         return min(num_blocks, limits.num_useful_blocks(self.block_size))
+
+
+def check_heads(num_ranks: int, heads: int, kv_heads: int) -> None:
+    """Raises ValueError if so many ranks cannot share them. One KV head may be on several."""
+    if heads % num_ranks or (kv_heads % num_ranks and num_ranks % kv_heads):
+        problem = f"{heads} query heads and {kv_heads} KV heads cannot be divided by it"
+        raise refusal("tensor_parallel_size", num_ranks, problem)

@@ -11,12 +11,12 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-from nanovllm.beam_search import BeamRequest, BeamSearchParams
 from nanovllm.block_manager import BlockManager
-from nanovllm.checks import check_schedule
+from nanovllm.checks.schedules import CheckedScheduler
 from nanovllm.config import TOKENS_PER_STEP, Config
-from nanovllm.device import choose_device
-from nanovllm.inputs import (
+from nanovllm.decoding.beam_search import BeamRequest, BeamSearchParams
+from nanovllm.device.choose import choose_device
+from nanovllm.frontend.inputs import (
     AllParams,
     Conversations,
     Inputs,
@@ -25,21 +25,24 @@ from nanovllm.inputs import (
     for_each,
     is_one_prompt,
 )
+from nanovllm.frontend.messages import Prompt, is_conversation
+from nanovllm.frontend.outputs import RequestOutput
+from nanovllm.frontend.progress import Progress
+from nanovllm.frontend.replies import ReaderKind, Replies, Reply
+from nanovllm.frontend.stats import Counts, stats_of
+from nanovllm.frontend.streaming import stream
+from nanovllm.frontend.turns import Turns
 from nanovllm.layers.rotary import longest_context
 from nanovllm.loader import find_model, load_config, load_generation_config, load_tokenizer
-from nanovllm.messages import Prompt, is_conversation
 from nanovllm.options import refusal
-from nanovllm.outputs import RequestOutput
-from nanovllm.progress import Progress
 from nanovllm.recovery import Recovery
-from nanovllm.replies import Replies, Reply
 from nanovllm.runners import new_runner
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.schedule import CheckedScheduler, Schedule, ScheduleError
+from nanovllm.schedule import Runner, Schedule, ScheduleError
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
-from nanovllm.stats import Counts, stats_of
-from nanovllm.streaming import stream
+
+SEED_STEP = 0x5851F42D4C957F2D  # odd: requests without a seed get 2**63 different ones
 
 
 class LLM:
@@ -50,11 +53,11 @@ class LLM:
     of `Config`. For input that cannot work, every method raises ValueError with the name and the
     value of what is wrong, before it has changed anything.
 
-    Threads may share an engine: their steps take turns. `runner` takes the place of the model, as
-    in tests: it has `launch`, `num_blocks` and `num_host_blocks`.
+    Threads may share an engine: their requests share its steps. `runner` takes the place of the
+    model, as in tests.
     """
 
-    def __init__(self, model: str | None = None, *, runner: Any = None, **kwargs):
+    def __init__(self, model: str | None = None, *, runner: Runner | None = None, **kwargs):
         self.config = config = Config(**kwargs) if model is None else Config(model=model, **kwargs)
         path = find_model(config.model)
         hf_config = load_config(path)
@@ -62,7 +65,7 @@ class LLM:
         longest = longest_context(hf_config)
         self.limits = limits = config.resolved(longest, TOKENS_PER_STEP[device.type])
         self.tokenizer = load_tokenizer(path)
-        self.runner = runner or new_runner(config, limits, hf_config, path, device)
+        self.runner: Runner = runner or new_runner(config, limits, hf_config, path, device)
 
         new_block_manager = partial(
             config.block_manager_cls or BlockManager,
@@ -73,20 +76,19 @@ class LLM:
         )
         scheduler_cls = config.scheduler_cls or Scheduler
         self.scheduler: Scheduler = scheduler_cls(limits, new_block_manager())
-        is_ours = config.scheduler_cls is None and config.block_manager_cls is None
-        check = None if is_ours else check_schedule
-        self.checked = CheckedScheduler(self.scheduler, limits, check)
         self.replies = Replies()
-        self.recovery = Recovery(self.scheduler, self.checked, self.replies, new_block_manager)
+        self.planner: Scheduler | CheckedScheduler = self.scheduler
+        if config.scheduler_cls or config.block_manager_cls:  # not ours: it may be half right
+            self.planner = CheckedScheduler(self.scheduler, limits, self.replies.unfinished)
+        self.recovery = Recovery(self.scheduler, self.replies, new_block_manager)
         defaults = load_generation_config(path, hf_config)
         self.inputs = Inputs(
             config.model, self.scheduler, self.tokenizer, hf_config.vocab_size, *defaults
         )
         self.arrivals = count()
         self.counts = Counts()
-        self.turn = threading.RLock()  # whoever holds it may change the engine
-        self.in_line: dict[int, bool] = {}  # threads that wait for it
-        self.is_stepping = False
+        self.turns = Turns()
+        self.stepping = threading.Lock()
         self.observers: list[Callable[[Schedule, float], None]] = []
         """Called after each step with its schedule and its seconds."""
 
@@ -111,22 +113,28 @@ class LLM:
         growing. Without `report`, it returns nothing and keeps all for the next call: `generate`
         and `stream` hold their own outputs.
         """
-        self._line_up()
-        with self.turn:
-            self.in_line.pop(threading.get_ident(), None)
-            if self.is_stepping:
+        with self.turns.take():
+            if self.stepping.locked():  # by this thread: a hook steps
                 problem = "it waits for a step within a step: it may only add and abort requests"
                 raise ScheduleError(self.scheduler, "a hook", problem)
-            try:
-                self.is_stepping = True
-                self.recovery.settle()  # aborts, new requests, and what a fault has left
-                if self.replies.unfinished:
-                    self._run_step()
-                self.is_stepping = False
-            except BaseException:  # even Ctrl-C, at any line
-                self.is_stepping = False
-                raise
+            with self.stepping:
+                self._step()
         return self.replies.take() if report else []
+
+    def _step(self) -> None:
+        self.recovery.settle()  # aborts, new requests, and what a fault has left
+        if not self.replies.unfinished:
+            return
+        start = time.perf_counter()
+        with self.recovery.of_step():  # an exception ends at most the request that has caused it
+            schedule = self.recovery.schedule = self.planner.schedule()
+            collect = self.runner.launch(schedule)
+            self.replies.catch_up()  # while the device computes
+            token_ids, logprobs = collect()
+            self.planner.update(schedule, token_ids, logprobs)
+            self._deliver(schedule)
+        if self.recovery.schedule is not None:  # it has not failed
+            self._count(self.recovery.schedule, time.perf_counter() - start)
 
     def abort(self, request_id: str) -> bool:
         """Ends a request and frees its blocks before the next step. Returns False if no unfinished
@@ -163,14 +171,12 @@ class LLM:
         # all are checked before any is added
         requests = [self.inputs.request(*one) for one in together]
         try:
-            outputs = [self._submit(request, is_reported=False).output for request in requests]
-            bar = Progress(outputs, self.scheduler, self.counts) if use_tqdm else nullcontext()
-            with bar as progress:
+            outputs = [self._submit(request, "generate").output for request in requests]
+            observed = (outputs, self.scheduler, self.counts, self.observers)
+            with Progress(*observed) if use_tqdm else nullcontext():
                 for output in outputs:
                     while not output.finished:
                         self.step(report=False)
-                        if progress is not None:
-                            progress.show()
             self._catch_up()
         except BaseException:  # even Ctrl-C: nothing of this call is left behind
             self.recovery.unwanted.extend(requests)
@@ -226,7 +232,7 @@ class LLM:
 
     def reset_prefix_cache(self) -> bool:
         """Forgets what is cached for later requests. Those that run keep their blocks."""
-        with self.turn:
+        with self.turns.take():
             self.block_manager.forget_prefixes()
         return True
 
@@ -247,60 +253,34 @@ class LLM:
 
     # --- inside ---
 
-    def _submit(
-        self, request: Request, is_reported: bool = True, is_watched: bool = False
-    ) -> Reply:
-        """Gives a checked request its arrival number, id and seed, and a reply."""
-        self._line_up()
-        with self.turn:
-            self.in_line.pop(threading.get_ident(), None)
-            used = (self.replies.unfinished, self.replies.unreported)
-            if any(request.request_id in ids for ids in used):
+    def _submit(self, request: Request, reader: ReaderKind = "step") -> Reply:
+        """Gives a checked request its arrival number, id and seed, and a reply. The next step
+        queues it: see Recovery.settle."""
+        with self.turns.take():
+            if self._is_used(request.request_id):
                 in_use = "a request with this id is still in use"
                 raise refusal("request_id", request.request_id, in_use)
             request.arrival = next(self.arrivals)
             request.arrival_time = self.scheduler.clock()
             if not request.request_id:
-                while any(str(request.arrival) in ids for ids in used):  # a user has chosen it
+                while self._is_used(str(request.arrival)):  # a user has chosen it
                     request.arrival = next(self.arrivals)
                 request.request_id = str(request.arrival)
             if request.params.seed is None:
-                request.seed = (self.config.seed + request.arrival * 0x5851F42D4C957F2D) % 2**63
+                request.seed = (self.config.seed + request.arrival * SEED_STEP) % 2**63
             tokenizer = self.tokenizer and self.tokenizer.backend_tokenizer
-            reply = Reply(request, tokenizer, is_reported, is_watched)
+            reply = Reply(request, tokenizer, reader)
             self.recovery.submitted.append(request)  # in this order: without a reply it is ignored
             self.replies.unfinished[request.request_id] = reply
         return reply
 
-    def _line_up(self) -> None:
-        """A lock is not fair: a thread in a loop of steps would be the first one each time."""
-        me = threading.get_ident()
-        if self.in_line.keys() - {me}:
-            time.sleep(1e-4)
-        self.in_line[me] = True
+    def _is_used(self, request_id: str) -> bool:
+        return request_id in self.replies.unfinished or request_id in self.replies.unreported
 
     def _catch_up(self) -> None:
-        """Makes the texts of those who ended in the last step."""
-        self._line_up()
-        with self.turn:
-            self.in_line.pop(threading.get_ident(), None)
+        """Makes the outputs of the requests that ended in the last step."""
+        with self.turns.take():
             self.replies.catch_up()
-
-    def _run_step(self) -> None:
-        """Of all requests that have not finished; there must be one."""
-        seconds = None
-        start = time.perf_counter()
-        with self.recovery.of_step():  # an exception ends at most the request that has caused it
-            schedule = self.checked.schedule(self.replies.unfinished)
-            self.recovery.schedule = schedule
-            collect = self.runner.launch(schedule)
-            self.replies.catch_up()  # while the device computes
-            token_ids, logprobs = collect()
-            self.checked.update(schedule, token_ids, logprobs)
-            self._deliver(schedule)
-            seconds = time.perf_counter() - start
-        if seconds is not None:  # it has not failed
-            self._count(schedule, seconds)
 
     def _deliver(self, schedule: Schedule) -> None:
         """Reports the step's tokens."""
@@ -309,13 +289,11 @@ class LLM:
             reply = self.replies.unfinished[seq.request.request_id]
             if reply.is_watched or seq.finish_reason is not None:
                 news[reply] = None
-            elif reply.is_reported:  # its output is made when somebody reads it
+            elif reply.reader == "step":  # its output is made when it is read
                 self.replies.unreported[reply.output.request_id] = reply.output
         for reply in news:
-            self.replies.report(reply)
-            for seq in reply.request.sequences:
-                if seq.finish_reason is not None and seq.block_table:  # ended by its text
-                    self.scheduler.finish(seq, seq.finish_reason)
+            for seq in self.replies.report(reply):
+                self.scheduler.finish(seq, seq.finish_reason or "stop")
 
     def _count(self, schedule: Schedule, seconds: float) -> None:
         counts = self.counts
@@ -324,5 +302,5 @@ class LLM:
         counts.computed_tokens += schedule.num_tokens
         counts.output_tokens += len(schedule.sampled)
         counts.peak_blocks = max(counts.peak_blocks, schedule.num_used_blocks)
-        for observer in self.observers:
+        for observer in [*self.observers]:  # one may leave meanwhile
             observer(schedule, seconds)

@@ -13,24 +13,22 @@ from torch import Tensor
 
 from nanovllm.block_manager import Moves
 from nanovllm.config import Config, Limits
-from nanovllm.cpu import Threads
-from nanovllm.cuda_graphs import StepGraphs
-from nanovllm.device import choose_cache, choose_dtype, choose_ops
-from nanovllm.host_cache import HostCache
+from nanovllm.decoding.prompt_logprobs import PromptScores, rows_to_score
+from nanovllm.device.choose import choose_cache, choose_dtype, choose_ops
+from nanovllm.device.cuda_graphs import StepGraphs
+from nanovllm.device.memory import keep_freed_memory, largest_step, memory_left, warm_up_steps
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import CacheShape
 from nanovllm.layers.sampler import Sampling, top_logprobs
 from nanovllm.loader import load_model
-from nanovllm.memory import keep_freed_memory, largest_step, memory_left, warm_up_steps
 from nanovllm.models.qwen import Qwen, head_dim_of
-from nanovllm.prompt_logprobs import PromptScores, rows_to_score
 from nanovllm.sampling import adjusted_logits, sampling_of
-from nanovllm.schedule import Item, Schedule
-from nanovllm.sequence import Sequence, StepLogprobs, TokenLogprobs
+from nanovllm.schedule import Drawn, Item, Schedule
+from nanovllm.sequence import Sequence, TokenLogprobs
 from nanovllm.step import StepInputs
+from nanovllm.swapping.host_cache import HostCache
 
 Rows = list[int]  # of the batch
-Drawn = tuple[list[int], StepLogprobs]  # what a step brings
 
 
 class ModelRunner:
@@ -39,7 +37,6 @@ class ModelRunner:
     def __init__(self, config: Config, limits: Limits, hf_config, path: Path, device: torch.device):
         self.device = device
         self.limits = limits
-        self.threads = Threads(device)
         if device.type == "cpu":
             keep_freed_memory()
         # Triton launches on the current device, which belongs to the thread: maybe the caller's is
@@ -50,8 +47,6 @@ class ModelRunner:
         self.ops = choose_ops(config, device, self.dtype)
         self.vocab_size = hf_config.vocab_size
         self.model = self.load(path, hf_config)
-        layer = self.model.model.layers[0]
-        self.weights_per_layer = sum(weight.numel() for weight in layer.parameters())
         heads = (self.model.num_kv_heads, head_dim_of(hf_config))
         shape = CacheShape(hf_config.num_hidden_layers, config.block_size, *heads, self.dtype)
         self.shape = choose_cache(config, limits, device, shape)
@@ -113,8 +108,7 @@ class ModelRunner:
         The function that it returns does. It gives a token for each of `schedule.sampled`, and its
         log-probabilities if any of them wants some.
         """
-        work = schedule.num_tokens * self.weights_per_layer
-        with self.threads.of_step(work), self.on_device():
+        with self.on_device():
             inputs = self.prepare(schedule)
             hidden, inputs = self.forward(inputs)
             return self.sample(hidden, inputs, schedule)

@@ -4,10 +4,10 @@ Imports no torch.
 """
 
 import sys
-from dataclasses import fields
+from dataclasses import field, fields
 from difflib import get_close_matches
 from math import inf
-from typing import ClassVar
+from typing import Any, ClassVar
 
 
 class Options:
@@ -34,10 +34,19 @@ class Options:
         nearest = get_close_matches(name, names, n=1)
         return f"did you mean {nearest[0]!r}? ({allowed})" if nearest else allowed
 
+    def put(self, name: str, value: object) -> None:
+        """Sets a field to what it means. Only for __post_init__: afterwards it may be frozen."""
+        object.__setattr__(self, name, value)
+
     def require(self, name: str, condition: object, allowed: str) -> None:
         """Raises a ValueError with the field's name, its value and what is allowed."""
         if not condition:
             raise refusal(name, getattr(self, name), f"it must be {allowed}")
+
+
+def option(default: Any, meaning: str) -> Any:
+    """A field of Options. Its meaning is also what the command line says of it."""
+    return field(default=default, metadata={"meaning": meaning})
 
 
 def shown(value: object, max_chars: int = 200) -> str:

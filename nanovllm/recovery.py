@@ -1,33 +1,54 @@
-"""Recovery: what comes and goes between two steps, and the fence around each."""
+"""Recovery: what comes and goes between two steps, and what to do when a step does not end well.
+
+The truth is each request and the tokens of its sequences. The cache, the queues, the outputs and
+their texts are made from them, so all of it can be made again, wherever a step has stopped.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from nanovllm.faults import Faults, RankError
-from nanovllm.schedule import ScheduleError
+from nanovllm.block_manager import BlockManager
+from nanovllm.decoding.beam_search import BeamRequest
+from nanovllm.frontend.replies import Replies, Reply
+from nanovllm.schedule import Schedule, ScheduleError
+from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
 
 logger = logging.getLogger(__name__)
 
 
+class RankError(ConnectionError):
+    """A rank of tensor parallelism has died: no step is possible any longer."""
+
+
 @dataclass(eq=False, repr=False)
-class Recovery(Faults):
+class Recovery:
     """Keeps the scheduler and the replies true to the requests.
 
-    Anybody may append to `submitted` and `unwanted` at any time: a hook within a step, another
+    Any code may append to `submitted` and `unwanted` at any time: a hook within a step, another
     thread, Python's garbage collector. `settle` carries it out before the next step.
     """
 
+    scheduler: Scheduler
+    replies: Replies
+    new_block_manager: Callable[[], BlockManager]
+    submitted: deque[Request] = field(default_factory=deque)  # with a reply, but not queued yet
     unwanted: deque[Request] = field(default_factory=deque)  # to be aborted
+    is_changing: bool = False  # while the state changes; still set if that was interrupted
+    schedule: Schedule | None = None  # of the step that runs
+    suspects: list[list[Request]] = field(default_factory=list)
+    """Groups of requests, one of which made a step fail: the last group runs, the others wait."""
+    untested: set[Request] = field(default_factory=set)  # in that group, without a new token
+    num_failed_steps: int = 0
 
     def settle(self) -> None:
         """Makes the state such that a step can begin."""
-        if self.is_changing:  # what came last was interrupted
+        if self.is_changing:  # the last change was interrupted
             self._start_over()
         while self.unwanted:
             self._end(self.unwanted[0])
@@ -41,7 +62,7 @@ class Recovery(Faults):
 
     @contextmanager
     def of_step(self) -> Iterator[None]:
-        """A step runs within. An exception ends at most the request that has caused it."""
+        """Fences a step in: an exception ends at most the request that has caused it."""
         self.is_changing = True
         self.schedule = None
         try:
@@ -56,7 +77,7 @@ class Recovery(Faults):
             self._accuse(error)
             self._start_over()
 
-    # --- what comes and goes ---
+    # --- requests come and go ---
 
     def _queue(self, request: Request) -> None:
         self.is_changing = True
@@ -68,7 +89,6 @@ class Recovery(Faults):
             if request in self.scheduler.waiting:
                 self.scheduler.waiting.remove(request)
         self.submitted.popleft()
-        self.checked.forget_idle_steps()
         self.is_changing = False
 
     def _end(self, request: Request) -> None:
@@ -85,5 +105,73 @@ class Recovery(Faults):
         except Exception as error:  # from a hook; the request has ended all the same
             logger.warning("aborting %r failed: %r", request, error)
             self._start_over()
-        self.checked.forget_idle_steps()
         self.is_changing = False
+
+    # --- a step has failed ---
+
+    def _accuse(self, error: Exception) -> None:
+        """Halves the group of requests that may have made the step fail. One that fails alone ends
+        with the error."""
+        self.num_failed_steps += 1
+        logger.warning("a step failed: %r", error)
+        is_apart = bool(self.suspects) or len(self.replies.unfinished) == 1
+        if self.suspects:
+            group = self.suspects.pop()
+        elif self.schedule is not None:
+            group = [*dict.fromkeys(item.seq.request for item in self.schedule.items)]
+        else:
+            group = [reply.request for reply in self.replies.unfinished.values()]
+        if is_apart and len(group) == 1:
+            self._fail(group[0], error)
+        else:
+            half = len(group) // 2
+            self.suspects += [group[half:], group[:half]]
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        logger.warning("%r failed: %r", request, error)
+        reply = self.replies.to(request)
+        if reply is not None:  # otherwise it ended in the step that failed
+            self.replies.report(reply, error)
+
+    def _start_over(self) -> None:
+        """Begins anew with an empty cache, from the tokens of each sequence. May itself be
+        interrupted."""
+        self.is_changing = True
+        self.submitted.clear()  # all that have a reply are queued below
+        replies = [*self.replies.unfinished.values()]
+        for reply in replies:
+            self._renew(reply)
+        groups = [[r for r in group if not r.has_ended] for group in self.suspects]
+        self.suspects = [group for group in groups if group]
+        unfinished = [reply.request for reply in replies if not reply.output.finished]
+        group = self.suspects[-1] if self.suspects else unfinished
+        self.untested = set(group)
+        manager = self.new_block_manager()
+        try:
+            self.scheduler.restart(manager)
+        except Exception as error:  # from a hook; what is ours begins anew all the same
+            logger.warning("restart failed: %r", error)
+            Scheduler.restart(self.scheduler, manager)
+        for request in group:
+            try:
+                self.scheduler.enqueue(request)
+            except Exception as error:  # from a hook
+                self._fail(request, error)
+        self.is_changing = False
+
+    def _renew(self, reply: Reply) -> None:
+        request = reply.request
+        request.rewind()
+        if request.is_new:
+            return
+        try:
+            for seq in request.sequences:
+                seq.finish_reason = None
+                if not isinstance(request, BeamRequest):  # a search ends in its own way
+                    seq.finish_reason = self.scheduler.reason_to_end(seq)
+        except Exception as error:  # from a hook: its own fault, and no other request's
+            reply.restart()
+            self._fail(request, error)
+            return
+        reply.restart()
+        self.replies.report(reply)

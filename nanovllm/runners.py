@@ -1,19 +1,36 @@
-"""Which runner a config asks for."""
+"""Runners: which one a config and its device ask for."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from nanovllm.config import Config, Limits
+from nanovllm.device.threads import Threads
 from nanovllm.model_runner import ModelRunner
+from nanovllm.schedule import Drawn, Runner, Schedule
+
+
+class CPURunner(ModelRunner):
+    """A ModelRunner with a number of threads for each step."""
+
+    def __init__(self, *args):
+        self.threads = Threads()
+        super().__init__(*args)
+        layer = self.model.model.layers[0]
+        self.weights_per_layer = sum(weight.numel() for weight in layer.parameters())
+
+    def launch(self, schedule: Schedule) -> Callable[[], Drawn]:
+        with self.threads.of_step(schedule.num_tokens * self.weights_per_layer):
+            return super().launch(schedule)
 
 
 def new_runner(
     config: Config, limits: Limits, hf_config, path: Path, device: torch.device
-) -> ModelRunner:
+) -> Runner:
     arguments = (config, limits, hf_config, path, device)
-    if config.tensor_parallel_size == 1:
-        return ModelRunner(*arguments)
-    from nanovllm import parallel  # not all builds of PyTorch can
+    if config.tensor_parallel_size > 1:
+        from nanovllm.parallel import runner  # not all builds of PyTorch can
 
-    return parallel.new_runner(*arguments)
+        return runner.new_runner(*arguments)
+    return CPURunner(*arguments) if device.type == "cpu" else ModelRunner(*arguments)

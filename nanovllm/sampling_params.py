@@ -1,59 +1,75 @@
 """SamplingParams: how the tokens of one request are drawn, and when it ends. Imports no torch."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from nanovllm.options import Options, is_int, is_number
+from nanovllm.options import Options, is_int, is_number, option
 
 LARGEST_COUNT = 2**31 - 1  # stands for "all", whatever is counted
 SMALLEST_FLOAT32 = 2.0**-126  # the smallest normal number: processors may treat smaller ones as 0
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class SamplingParams(Options):
-    n: int = 1
-    """Number of outputs per prompt."""
-    temperature: float = 1.0
-    """0 means greedy, and so does any value too small to divide by in float32."""
-    top_k: int = 0
-    """Keep only the k most likely tokens; 0 or -1 keeps all."""
-    top_p: float = 1.0
-    """Keep only the most likely tokens whose total probability reaches this value, at least one."""
-    min_p: float = 0.0
-    """Keep only tokens with at least this fraction of the most likely token's probability."""
-    presence_penalty: float = 0.0
-    """Subtracted from the logits of all tokens that the output has already; below 0 favors them."""
-    frequency_penalty: float = 0.0
-    """The same, times how often the output has the token."""
-    repetition_penalty: float = 1.0
-    """Above 1, tokens of the prompt and the output become less likely: their logits are divided by
-    it, or multiplied if below 0."""
-    logit_bias: dict[int, float] | None = None
-    """Added to the logits of these token ids."""
-    max_tokens: int | None = 256
-    """Maximum tokens to generate; None is as many as fit."""
-    min_tokens: int = 0
-    """No stop token is drawn and no stop string is looked for before so many tokens."""
-    stop: str | list[str] | None = None
-    """Strings that end the output. The text is cut off before them."""
-    stop_token_ids: list[int] | None = None
-    """Tokens that end the output, in addition to the model's end-of-sequence tokens."""
-    ignore_eos: bool = False
-    """Continue past the model's end-of-sequence tokens."""
-    include_stop_str_in_output: bool = False
-    """Leave the stop string, or the text of the stop token, in the text."""
-    skip_special_tokens: bool = True
-    """Leave special tokens out of the text."""
-    seed: int | None = None
-    """The same request with the same seed gives the same tokens, whatever it is batched with."""
-    logprobs: int | None = None
-    """Return the log-probability of each output token, and of the k most likely tokens at its
-    position."""
-    prompt_logprobs: int | None = None
-    """The same for the prompt's tokens. Its keys and values are then computed, even if cached."""
-    extra_args: dict | None = None
-    """For a scheduler of your own: a tenant, a deadline, a class of service. The engine does not
-    look at it."""
+    n: int = option(1, "Number of outputs per prompt.")
+    temperature: float = option(
+        1.0, "0 means greedy, and so does any value too small to divide by in float32."
+    )
+    top_k: int = option(0, "Keep only the k most likely tokens; 0 or -1 keeps all.")
+    top_p: float = option(
+        1.0,
+        "Keep only the most likely tokens whose total probability reaches this value, at least "
+        "one.",
+    )
+    min_p: float = option(
+        0.0, "Keep only tokens with at least this fraction of the most likely token's probability."
+    )
+    presence_penalty: float = option(
+        0.0,
+        "Subtracted from the logits of all tokens that the output has already; below 0 favors "
+        "them.",
+    )
+    frequency_penalty: float = option(0.0, "The same, times how often the output has the token.")
+    repetition_penalty: float = option(
+        1.0,
+        "Above 1, tokens of the prompt and the output become less likely: their logits are "
+        "divided by it, or multiplied if below 0.",
+    )
+    logit_bias: dict[int, float] | None = option(None, "Added to the logits of these token ids.")
+    max_tokens: int | None = option(256, "Maximum tokens to generate; None is as many as fit.")
+    min_tokens: int = option(
+        0, "No stop token is drawn and no stop string is looked for before so many tokens."
+    )
+    stop: str | Iterable[str] | None = option(
+        None, "Strings that end the output. The text is cut off before them."
+    )
+    stop_token_ids: Iterable[int] | None = option(
+        None, "Tokens that end the output, in addition to the model's end-of-sequence tokens."
+    )
+    ignore_eos: bool = option(False, "Continue past the model's end-of-sequence tokens.")
+    include_stop_str_in_output: bool = option(
+        False, "Leave the stop string, or the text of the stop token, in the text."
+    )
+    skip_special_tokens: bool = option(True, "Leave special tokens out of the text.")
+    seed: int | None = option(
+        None,
+        "The same request with the same seed gives the same tokens, whatever it is batched with.",
+    )
+    logprobs: int | None = option(
+        None,
+        "Return the log-probability of each output token, and of the k most likely tokens at "
+        "its position.",
+    )
+    prompt_logprobs: int | None = option(
+        None,
+        "The same for the prompt's tokens. Its keys and values are then computed, even if cached.",
+    )
+    extra_args: dict | None = option(
+        None,
+        "For a scheduler of your own: a tenant, a deadline, a class of service. The engine does"
+        " not look at it.",
+    )
 
     elsewhere: ClassVar[dict[str, str]] = {
         "best_of": "n is the number of outputs; LLM.beam_search finds the most likely ones",
@@ -72,17 +88,17 @@ class SamplingParams(Options):
             self.require(name, is_allowed, f"None or an integer from 0 to {limit}")
         is_dict = self.extra_args is None or isinstance(self.extra_args, dict)
         self.require("extra_args", is_dict, "None or a dict")
-        self.extra_args = {**(self.extra_args or {})}
+        self.put("extra_args", {**(self.extra_args or {})})
 
     def _check_filters(self) -> None:
         """Of temperature, top_k, top_p and min_p."""
         is_temperature = is_number(self.temperature, 0, 1e6)
         self.require("temperature", is_temperature, "0 (greedy) or a number up to 1,000,000")
         if self.temperature < SMALLEST_FLOAT32:
-            self.temperature = 0.0
+            self.put("temperature", 0.0)
         allowed = "a positive integer, or 0 or -1 for all tokens"
         self.require("top_k", is_int(self.top_k, -1), allowed)
-        self.top_k = min(self.top_k, LARGEST_COUNT)
+        self.put("top_k", min(self.top_k, LARGEST_COUNT))
         is_share = is_number(self.top_p, 0, 1) and self.top_p > 0
         self.require("top_p", is_share, "above 0 and at most 1")
         self.require("min_p", is_number(self.min_p, 0, 1), "from 0 to 1")
@@ -100,31 +116,31 @@ class SamplingParams(Options):
             is_int(i, 0) and is_number(value, -100, 100) for i, value in bias.items()
         )
         self.require("logit_bias", is_bias, "a dict of token ids with numbers from -100 to 100")
-        self.logit_bias = {**bias}
+        self.put("logit_bias", {**bias})
 
     def _check_lengths(self) -> None:
         """Of max_tokens, an integer afterwards, and min_tokens."""
-        if self.max_tokens is None:
-            self.max_tokens = LARGEST_COUNT
+        max_tokens = LARGEST_COUNT if self.max_tokens is None else self.max_tokens
         allowed = "a positive integer, or None; what does not fit is not generated"
-        self.require("max_tokens", is_int(self.max_tokens, 1), allowed)
-        self.max_tokens = min(self.max_tokens, LARGEST_COUNT)
-        allowed = f"an integer from 0 to max_tokens={self.max_tokens}"
-        self.require("min_tokens", is_int(self.min_tokens, 0, self.max_tokens), allowed)
+        self.require("max_tokens", is_int(max_tokens, 1), allowed)
+        max_tokens = min(max_tokens, LARGEST_COUNT)
+        self.put("max_tokens", max_tokens)
+        allowed = f"an integer from 0 to {max_tokens=}"
+        self.require("min_tokens", is_int(self.min_tokens, 0, max_tokens), allowed)
 
     def _check_stops(self) -> None:
-        """Of stop, stop_token_ids, which are lists afterwards, and what goes with them."""
+        """Of stop, stop_token_ids, which are tuples afterwards, and what goes with them."""
         stop = [] if self.stop is None else self.stop
         if isinstance(stop, str):
             stop = [stop]
         is_list = isinstance(stop, list | tuple)
         is_texts = is_list and all(isinstance(text, str) and text for text in stop)
         self.require("stop", is_texts, "a string or a list of strings, none of them empty")
-        self.stop = list(stop)
+        self.put("stop", tuple(stop))
         ids = [] if self.stop_token_ids is None else self.stop_token_ids
         is_ids = isinstance(ids, list | tuple | set) and all(is_int(i, 0) for i in ids)
         self.require("stop_token_ids", is_ids, "a list of token ids")
-        self.stop_token_ids = list(ids)
+        self.put("stop_token_ids", tuple(ids))
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             self.require(name, isinstance(getattr(self, name), bool), "True or False")
 
@@ -136,5 +152,5 @@ class SamplingParams(Options):
         )
 
     def clone(self) -> "SamplingParams":
-        """A copy, checked again."""
+        """A copy. For other values: dataclasses.replace(params, top_k=5)."""
         return replace(self)

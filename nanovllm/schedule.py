@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 from nanovllm.block_manager import Moves
-from nanovllm.config import Limits
 from nanovllm.options import shown
 from nanovllm.sequence import Sequence, StepLogprobs
-
-AnyScheduler = Any  # a scheduler.Scheduler; that module imports this one
 
 
 class ScheduleError(RuntimeError):
@@ -73,6 +70,20 @@ class Schedule:
                 self.scored.append(item)
 
 
+Drawn = tuple[list[int], StepLogprobs]  # what a step brings: tokens, and their log-probabilities
+
+
+class Runner(Protocol):
+    """What computes a schedule: ModelRunner in model_runner.py, or in parallel/ one for several
+    devices."""
+
+    num_blocks: int
+    num_host_blocks: int
+
+    def launch(self, schedule: Schedule) -> Callable[[], Drawn]:
+        """Begins a step. The function that it returns waits for its end."""
+
+
 def check_choice(
     scheduler: object, method: str, choice: object, candidates: Collection[object]
 ) -> None:
@@ -80,67 +91,3 @@ def check_choice(
     if choice not in candidates:
         problem = f"{shown(choice)} is not one of {shown(candidates)}"
         raise ScheduleError(scheduler, method, problem)
-
-
-@dataclass
-class CheckedScheduler:
-    """A scheduler of whom little is believed: what it does wrong is a ScheduleError, which names
-    the method. `check` looks at all items of its schedules; ours does without, it has its tests."""
-
-    scheduler: AnyScheduler
-    limits: Limits
-    check: Callable[[Schedule, AnyScheduler, Limits], None] | None
-    num_idle_steps: int = 0  # since somebody came, left or got a token ...
-    num_idle_tokens: int = 0  # ... and the tokens that were computed in them
-
-    def schedule(self, request_ids: Collection[str]) -> Schedule:
-        """A step for the unfinished requests with these ids."""
-        schedule = self.scheduler.schedule()
-        if not isinstance(schedule, Schedule):
-            problem = f"it returned {shown(schedule)}, and not a Schedule"
-            raise ScheduleError(self.scheduler, "schedule", problem)
-        if not schedule.items:
-            self._explain_empty(request_ids)
-        if self.check is not None:
-            self.check(schedule, self.scheduler, self.limits)
-        if schedule.sampled:
-            self.forget_idle_steps()
-        else:
-            self._check_progress(schedule)
-        return schedule
-
-    def forget_idle_steps(self) -> None:
-        self.num_idle_steps = 0
-        self.num_idle_tokens = 0
-
-    def update(
-        self, schedule: Schedule, token_ids: list[int], logprobs: StepLogprobs = None
-    ) -> None:
-        self.scheduler.update(schedule, token_ids, logprobs)
-        seq, start, _ = schedule.items[0]
-        if seq.num_computed_tokens == start and seq in seq.request.unfinished:
-            problem = "it did nothing: does it call super()?"
-            raise ScheduleError(self.scheduler, "update", problem)
-
-    def _explain_empty(self, request_ids: Collection[str]) -> None:
-        queued = {request.request_id for request in self.scheduler.unfinished()}
-        lost = set(request_ids) - queued
-        why = "the policy serves nobody"
-        if lost:
-            why = f"neither waiting nor running: {shown(sorted(lost))}"
-        who = f"there are unfinished requests: {shown([*request_ids])}"
-        problem = f"it planned nothing, but {who}; {why}"
-        raise ScheduleError(self.scheduler, "schedule", problem)
-
-    def _check_progress(self, schedule: Schedule) -> None:
-        """A scheduler may preempt so often that nobody ever gets a token: then far more tokens are
-        computed than there are."""
-        self.num_idle_steps += 1
-        self.num_idle_tokens += schedule.num_tokens
-        if self.num_idle_steps <= self.limits.max_model_len:
-            return
-        unfinished = self.scheduler.unfinished()
-        num_held = sum(len(seq) for request in unfinished for seq in request.unfinished)
-        if self.num_idle_tokens > 4 * num_held:
-            problem = f"{self.num_idle_steps} steps without a new token"
-            raise ScheduleError(self.scheduler, "schedule", problem)

@@ -9,20 +9,17 @@ in Sarathi-Serve).
 from __future__ import annotations
 
 import time
-from bisect import bisect_left, insort
-from operator import attrgetter
+from bisect import insort
 
-from nanovllm import groups
-from nanovllm.beam_search import BeamRequest
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import Limits
+from nanovllm.decoding import groups
+from nanovllm.decoding.beam_search import BeamRequest
 from nanovllm.options import refusal, shown
 from nanovllm.sampling_params import LARGEST_COUNT
 from nanovllm.schedule import Item, Schedule, ScheduleError, check_choice
 from nanovllm.sequence import Request, Sequence, StepLogprobs, TokenLogprobs
-from nanovllm.swapping import free_host, swap_in, swap_out
-
-queue_key = attrgetter("queue_key")
+from nanovllm.swapping.blocks import free_host, swap_in, swap_out
 
 
 class Scheduler:
@@ -44,6 +41,8 @@ class Scheduler:
         self.clock = time.monotonic  # in seconds; a simulator has its own
         self.waiting: list[Request] = []
         self.running: list[Request] = []
+        is_default = type(self).priority is Scheduler.priority
+        self.keeps_order = self.priority_is_fixed or is_default
         self.num_preemptions = 0
         self.num_swapped_blocks = 0  # swapped out to the host
         self.num_prompt_tokens = 0  # of all requests, counted when first admitted ...
@@ -100,12 +99,13 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queues a request. The engine has checked it before; others may not have."""
-        self.check(request)
+        if not request.max_len:
+            self.limit_length(request)
         self.enqueue(request)
 
-    def check(self, request: Request) -> None:
-        """Raises ValueError if the request could not finish even with the whole cache to itself.
-        Sets its `max_len`."""
+    def limit_length(self, request: Request) -> None:
+        """Sets the request's `max_len`. Raises ValueError if it could not finish even with the
+        whole cache to itself."""
         num_prompt = len(request.prompt_token_ids)
         params = request.params
         name_of_n = "beam_width" if isinstance(request, BeamRequest) else "n"
@@ -117,18 +117,17 @@ class Scheduler:
             limit = getattr(self, name)
             if params.n > limit:
                 raise refusal(name_of_n, params.n, f"it must be at most {name}={limit}")
+        manager = self.block_manager
         max_tokens = None if params.max_tokens == LARGEST_COUNT else params.max_tokens
         request.max_len = min(num_prompt + (max_tokens or LARGEST_COUNT), self.max_model_len)
-        needed = self.block_manager.max_blocks_needed(request)
-        available = len(self.block_manager.blocks)
-        block_size = self.block_manager.block_size
-        while max_tokens is None and needed > available and request.max_len > num_prompt + 1:
-            request.max_len = max(num_prompt + 1, request.max_len - block_size)
-            needed = self.block_manager.max_blocks_needed(request)
-        if needed > available:
-            what = f"prompt of {num_prompt} tokens, {max_tokens=}"
-            size = f"{block_size} tokens ({what}, {name_of_n}={params.n})"
-            why = f"{needed} KV blocks of {size}, but num_blocks={available}"
+        if max_tokens is None:  # as many as fit
+            longest = max(num_prompt + 1, manager.longest_that_fits(request))
+            request.max_len = min(request.max_len, longest)
+        needed = manager.max_blocks_needed(request)
+        if needed > len(manager.blocks):
+            what = f"prompt of {num_prompt} tokens, {max_tokens=}, {name_of_n}={params.n}"
+            size = f"{manager.block_size} tokens ({what})"
+            why = f"{needed} KV blocks of {size}, but num_blocks={len(manager.blocks)}"
             raise ValueError(f"the request may need {why}")
 
     # --- a step is planned ---
@@ -177,7 +176,7 @@ class Scheduler:
         num_seats = sum(request.num_seats for request in self.running)
         if num_seats >= self.max_num_seqs:
             return
-        if not self.keeps_order():
+        if not self.keeps_order:
             self.waiting.sort(key=self.priority)
         # blocks that nobody may take: those for the samples that will fork from one who runs
         promised = sum(manager.num_blocks_at_fork(r) for r in self.running if not r.has_forked)
@@ -203,7 +202,7 @@ class Scheduler:
         computed in chunks; otherwise it would soon be preempted in the middle of its prompt. Tokens
         that are still in the cache or on the host are not computed again."""
         check_choice(self, "next_waiting", request, self.waiting)
-        self.dequeue(request)
+        self.waiting.remove(request)
         self.running.append(request)
         manager = self.block_manager
         first, *others = request.unfinished
@@ -297,10 +296,9 @@ class Scheduler:
             free_host(self.block_manager, seq)
         request = seq.request
         if request.has_ended:
-            if request in self.running:
-                self.running.remove(request)
-            else:
-                self.dequeue(request)
+            for queue in (self.running, self.waiting):
+                if request in queue:
+                    queue.remove(request)
 
     def abort(self, request: Request) -> None:
         """Ends all unfinished sequences of the request, whether it runs or waits."""
@@ -320,25 +318,11 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         return bool(self.running or self.waiting)
 
-    # --- the queue: sorted if priorities cannot change, so that its length costs nothing ---
-
-    def keeps_order(self) -> bool:
-        own = getattr(self.priority, "__func__", None)
-        return self.priority_is_fixed or own is Scheduler.priority
+    # --- the queue ---
 
     def enqueue(self, request: Request) -> None:
-        if not self.keeps_order():
+        """Appends to `waiting`; or inserts, if priorities are fixed: nothing is sorted then."""
+        if self.keeps_order:
+            insort(self.waiting, request, key=lambda other: (self.priority(other), other.arrival))
+        else:
             self.waiting.append(request)
-            return
-        request.queue_key = (self.priority(request), request.arrival)
-        insort(self.waiting, request, key=queue_key)
-
-    def dequeue(self, request: Request) -> None:
-        """Does nothing if it does not wait."""
-        if self.keeps_order():
-            i = bisect_left(self.waiting, request.queue_key, key=queue_key)
-            if i < len(self.waiting) and self.waiting[i] is request:
-                del self.waiting[i]
-                return
-        if request in self.waiting:
-            self.waiting.remove(request)

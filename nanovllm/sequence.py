@@ -84,10 +84,9 @@ class Request:
     prompt_token_ids: list[int]
     params: SamplingParams
     eos_token_ids: Iterable[int] = ()
-    max_len: int = 0  # maximum tokens per sequence, prompt included; set by Scheduler.check
+    max_len: int = 0  # maximum tokens per sequence, prompt included; set by Scheduler.limit_length
     arrival: int = 0  # a counter, so that no two requests have the same
     arrival_time: float = 0.0  # in seconds, by the scheduler's clock
-    queue_key: tuple = (0, 0)  # (priority, arrival), where it stands in a queue that is kept sorted
     num_cached_tokens: int | None = None  # prompt tokens found in the cache at the first admission
     has_forked: bool = False  # whether each sequence has its own blocks; else only the first runs
     num_shared_tokens: int = 0  # before the fork: the number of tokens that all sequences share

@@ -9,7 +9,7 @@ Tests import this file. An example that does: pytest tests/test_scheduler.py
 import zlib
 from functools import partial
 
-from nanovllm.beam_search import Beam
+from nanovllm.decoding.beam_search import Beam
 from nanovllm.sequence import Sequence
 
 

@@ -18,9 +18,9 @@ import httpx
 from fake_model import FakeRunner
 
 from nanovllm import LLM
+from nanovllm.checks.blocks import check_blocks
 from nanovllm.server.app import ServerOptions, new_app
 from nanovllm.server.serve import bind, new_server
-from nanovllm.stats import check_blocks
 
 EOS = 1535
 

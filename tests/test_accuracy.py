@@ -10,11 +10,11 @@ import pytest
 
 from nanovllm import LLM
 from nanovllm.config import EMBEDDED_MODEL, Config
-from nanovllm.jobs import STOP, Job
-from nanovllm.replica import model_config
-from nanovllm.roofline import Hardware, Machine, shape_of
 from nanovllm.scheduler import Scheduler
 from nanovllm.simulator import simulate
+from nanovllm.simulator.cost_model import Hardware, Machine, shape_of
+from nanovllm.simulator.jobs import STOP, Job
+from nanovllm.simulator.replica import model_config
 from tutorials.performance.steps import Step
 from tutorials.simulation import accuracy, calibration
 from tutorials.simulation.accuracy import METRICS, draw, error, noise, table, totals

@@ -13,8 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
+from nanovllm.checks.blocks import check_blocks
+from nanovllm.frontend.stats import slot_usage
 from nanovllm.sequence import Request
-from nanovllm.stats import check_blocks, slot_usage
 from tutorials.baselines import replay
 from tutorials.baselines.contiguous import ContiguousBlockManager, OrcaMax, OrcaOracle, OrcaPow2
 from tutorials.baselines.static_batching import StaticBatching

@@ -23,10 +23,10 @@ from transformers import AutoModelForCausalLM
 
 import bench
 from nanovllm import LLM, SamplingParams
+from nanovllm.checks.blocks import check_blocks
 from nanovllm.config import EMBEDDED_MODEL
 from nanovllm.model_runner import ModelRunner
-from nanovllm.roofline import Hardware
-from nanovllm.stats import check_blocks
+from nanovllm.simulator.cost_model import Hardware
 from tutorials.performance import attention, engines, host, preemption
 from tutorials.performance.checkpoints import write_checkpoint
 from tutorials.performance.engines import Job, Loop, Nanovllm

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from nanovllm.block_manager import BlockManager
+from nanovllm.checks.blocks import check_blocks
+from nanovllm.frontend.stats import slot_usage
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.schedule import Item
 from nanovllm.sequence import Request, Sequence
-from nanovllm.stats import check_blocks, slot_usage
-from nanovllm.swapping import free_host, swap_in, swap_out
+from nanovllm.swapping.blocks import free_host, swap_in, swap_out
 
 
 def new_sequence(token_ids) -> Sequence:

@@ -22,9 +22,10 @@ import pytest
 from server_tools import Running, left_idle, new_parrot
 from test_house import MODULES, imported
 
-from nanovllm import LLM, SamplingParams, cli, commands
+from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
 from nanovllm.scheduler import Scheduler
+from nanovllm.server import cli, commands
 
 
 class Own(Scheduler):
@@ -220,7 +221,7 @@ def test_what_is_not_installed_is_said_with_the_way_to_install_it(missing, monke
 def test_the_engine_needs_nothing_of_the_server():
     outside = [name for name in MODULES if not name.startswith("nanovllm.server")]
     for name in outside:
-        needs = imported(MODULES[name], everywhere=name not in ("nanovllm.commands",))
+        needs = imported(MODULES[name], everywhere=name not in ("nanovllm.server.commands",))
         assert not any(other.startswith("nanovllm.server") for other in needs), name
     for name, tree in MODULES.items():
         roots = {
@@ -244,7 +245,7 @@ def test_the_engine_needs_nothing_of_the_server():
 
 
 def test_help_comes_without_torch():
-    code = "import nanovllm, nanovllm.cli, sys; nanovllm.cli.new_parser(); assert not {'torch', 'fastapi', 'uvicorn'} & {*sys.modules}"
+    code = "import nanovllm, nanovllm.server.cli, sys; nanovllm.server.cli.new_parser(); assert not {'torch', 'fastapi', 'uvicorn'} & {*sys.modules}"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanovllm import LLM, SamplingParams, cpu
+from nanovllm import LLM, SamplingParams
+from nanovllm.device import threads as cpu
 
 SHORT = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 
@@ -64,7 +65,7 @@ def test_what_others_use_is_what_we_do_not(monkeypatch):
     for name in ("perf_counter", "process_time"):
         monkeypatch.setattr(cpu.time, name, lambda name=name: seconds[name])
     monkeypatch.setattr(cpu, "busy_seconds", lambda: seconds["busy"])
-    threads = cpu.Threads(torch.device("cpu"))
+    threads = cpu.Threads()
 
     def step_ends(**clocks) -> None:
         seconds.update(clocks)

@@ -13,16 +13,17 @@ import pytest
 import torch
 from checkpoints import new_model, save
 
-from nanovllm import LLM, SamplingParams, memory
+from nanovllm import LLM, SamplingParams
 from nanovllm.block_manager import BlockManager, Moves
+from nanovllm.checks.blocks import check_blocks
 from nanovllm.config import Limits
-from nanovllm.cuda_graphs import MAX_CHUNKS, Size, StepGraphs, graph_sizes
+from nanovllm.device import memory
+from nanovllm.device.cuda_graphs import MAX_CHUNKS, Size, StepGraphs, graph_sizes
 from nanovllm.layers import torch_ops, triton_attention, triton_ops
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import CacheShape, KVCache
 from nanovllm.layers.sampler import Sampling
 from nanovllm.model_runner import ModelRunner
-from nanovllm.stats import check_blocks
 from nanovllm.step import StepInputs, move
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -210,7 +211,7 @@ def test_rows_that_are_not_needed_are_padding():
 
 
 def test_chunks_come_behind_the_padding_of_decodes(monkeypatch):
-    monkeypatch.setattr("nanovllm.cuda_graphs.MAX_CHUNKS", 3)
+    monkeypatch.setattr("nanovllm.device.cuda_graphs.MAX_CHUNKS", 3)
     graphs, step = new_graphs(), step_of(2, [3, 2])
     padded = graphs.padded(step, Size(4, 6))
     batch = padded.batch
@@ -429,7 +430,7 @@ def test_all_recordings_of_an_engine_share_a_stream_and_a_pool(monkeypatch):
 @pytest.mark.parametrize("max_num_seqs, tried", [(1, [1, 1]), (2, [2, 1]), (20, [32, 16])])
 def test_what_the_graphs_take_is_estimated_from_large_ones(monkeypatch, max_num_seqs, tried):
     """The largest takes the activations, the next one what all others take at most."""
-    monkeypatch.setattr("nanovllm.cuda_graphs.CHUNK_TOKENS", [])  # only decodes
+    monkeypatch.setattr("nanovllm.device.cuda_graphs.CHUNK_TOKENS", [])  # only decodes
     taken, recorded = {32: 500, 2: 500, 1: 30, 16: 70}, []
 
     def record(graphs, size):

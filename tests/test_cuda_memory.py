@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.virtual_memory import CudaMemory, page_bytes_of, system_of
+from nanovllm.vattention.memory import CudaMemory, page_bytes_of, system_of
 
 PAGE = 2**21
 DEVICE = torch.device("cuda", 0)

@@ -11,10 +11,10 @@ import torch
 from checkpoints import greedy, new_model, save
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.memory import largest_step
+from nanovllm.checks.blocks import check_blocks
+from nanovllm.device.memory import largest_step
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Sequence
-from nanovllm.stats import check_blocks
 
 BLOCK, MAX_TOKENS = 4, 12
 

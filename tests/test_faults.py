@@ -22,11 +22,11 @@ from fake_model import FakeRunner
 import nanovllm
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.block_manager import BlockManager
-from nanovllm.checks import check_schedule
-from nanovllm.replies import Text
+from nanovllm.checks.blocks import check_blocks
+from nanovllm.checks.schedules import CheckedScheduler
+from nanovllm.frontend.text import Text
 from nanovllm.schedule import Item, Schedule, ScheduleError
 from nanovllm.scheduler import Scheduler
-from nanovllm.stats import check_blocks
 
 PACKAGE = str(Path(nanovllm.__file__).parent)
 VOCAB_SIZE = 1536
@@ -41,7 +41,8 @@ def new_llm(num_blocks=1000, num_host_blocks=0, **kwargs) -> LLM:
     options = dict(block_size=4, max_num_batched_tokens=40, preemption_mode=mode) | kwargs
     runner = FakeRunner(options["block_size"], VOCAB_SIZE, num_blocks, num_host_blocks)
     llm = LLM(runner=runner, max_num_seqs=12, max_model_len=100, num_blocks=num_blocks, **options)
-    llm.checked.check = check_schedule  # also our own scheduler
+    # also our own scheduler
+    llm.planner = CheckedScheduler(llm.scheduler, llm.limits, llm.replies.unfinished)
     return llm
 
 
@@ -365,7 +366,7 @@ def test_the_output_of_a_beam_search_that_fails_at_its_end(expected, monkeypatch
     def failing(*args):
         raise Boom
 
-    monkeypatch.setattr("nanovllm.replies.results_of", failing)
+    monkeypatch.setattr("nanovllm.frontend.replies.results_of", failing)
     check_others(run_all(llm, expected), expected, "beams")
     check_clean(llm)
 

@@ -9,9 +9,9 @@ import math
 import pytest
 
 from nanovllm.config import Config
-from nanovllm.replica import model_config
-from nanovllm.roofline import shape_of
 from nanovllm.simulator import simulate
+from nanovllm.simulator.cost_model import shape_of
+from nanovllm.simulator.replica import model_config
 from tutorials.baselines.replay import NUM_SLOTS
 from tutorials.simulation import speed
 from tutorials.simulation.ablations import CACHE, ablation, ablation_table, documents, watermarks

@@ -19,8 +19,8 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
-from nanovllm import memory
 from nanovllm.config import Config
+from nanovllm.device import memory
 from nanovllm.model_runner import ModelRunner
 from tutorials.performance import machine
 from tutorials.performance.first_contact import start

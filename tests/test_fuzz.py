@@ -13,7 +13,7 @@ from collections import Counter
 import pytest
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
-from nanovllm.stats import check_blocks
+from nanovllm.checks.blocks import check_blocks
 
 TINY = [5e-324, 1e-46, 1e-40, 1e-38]
 EDGES = {  # allowed, and not

@@ -18,9 +18,9 @@ import torch
 from checkpoints import greedy, new_model, save
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
-from nanovllm.cuda_graphs import Size
+from nanovllm.checks.blocks import check_blocks
+from nanovllm.device.cuda_graphs import Size
 from nanovllm.layers import triton_ops
-from nanovllm.stats import check_blocks
 from tutorials.performance.first_contact.engine import compilations
 
 pytestmark = [

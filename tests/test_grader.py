@@ -240,8 +240,8 @@ def test_what_is_broken_is_one_sentence_with_the_step(tmp_path, case):
 
 PATCHED_COST = """
 import time
-import nanovllm.simulator
-nanovllm.simulator.Machine.seconds = lambda *args: 1e-9
+import nanovllm.simulator.simulation
+nanovllm.simulator.simulation.Machine.seconds = lambda *args: 1e-9
 time.monotonic = time.perf_counter = lambda: 0.0
 class MyScheduler(Scheduler):
     def __init__(self, *args):
@@ -250,8 +250,9 @@ class MyScheduler(Scheduler):
 """
 PATCHED_CHECKS = """
 import sys
-player = sys.modules["player"]
-player.check_schedule = player.check_queues = lambda *args, **kwargs: None
+import nanovllm.checks.schedules
+nanovllm.checks.schedules.check_schedule = lambda *args, **kwargs: None
+sys.modules["player"].check_queues = lambda *args, **kwargs: None
 """
 MORE_BLOCKS = (
     PATCHED_CHECKS

@@ -16,10 +16,11 @@ from test_scheduler import new_request, new_scheduler, play, step
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.block_manager import BlockManager
-from nanovllm.replies import Reply, Text
+from nanovllm.frontend.replies import Reply
+from nanovllm.frontend.text import Text
 from nanovllm.schedule import ScheduleError
 from nanovllm.scheduler import Scheduler
-from nanovllm.swapping import free_host
+from nanovllm.swapping.blocks import free_host
 
 
 def answer(prompt, params) -> list:

@@ -72,11 +72,11 @@ def is_for_types(node: ast.AST) -> bool:
 
 
 def test_what_counts_as_an_import():
-    source = "if TYPE_CHECKING:\n    from nanovllm.engine import LLM\ndef f():\n    import nanovllm.config\nimport nanovllm.stats"
+    source = "if TYPE_CHECKING:\n    from nanovllm.engine import LLM\ndef f():\n    import nanovllm.config\nimport nanovllm.frontend.stats"
     tree = ast.parse(source)
-    assert imported(tree, everywhere=False) == {"nanovllm.stats"}
+    assert imported(tree, everywhere=False) == {"nanovllm.frontend.stats"}
     assert imported(tree, everywhere=True) == {
-        "nanovllm.stats",
+        "nanovllm.frontend.stats",
         "nanovllm.config",
         "nanovllm.engine",
     }

@@ -9,7 +9,7 @@ import pytest
 from fake_model import FakeRunner
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.replies import Text
+from nanovllm.frontend.text import Text
 
 COMPUTE = 100  # the time that a step takes on the device ...
 LAUNCH = 7  # ... and on the host
@@ -101,7 +101,7 @@ def test_what_is_reported_is_not_late(llm):
     while llm.has_unfinished():
         for output in llm.step():
             if output.finished:
-                assert output.reply is None
+                assert output.update is None
                 ended[output.request_id] = output
     assert not llm.replies.late
     assert llm.runner.time == steps_alone() + sum(LENGTHS) * TOKEN

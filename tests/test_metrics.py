@@ -10,7 +10,7 @@ from array import array
 
 import pytest
 
-from nanovllm.jobs import Job, PlannedStep, Run, Served
+from nanovllm.simulator.jobs import Job, PlannedStep, Run, Served
 from tests.extras import needs
 from tutorials.simulation.metrics import (
     backlog,

@@ -17,10 +17,10 @@ from fake_model import FakeRunner
 from test_faults import VOCAB_SIZE, check_clean, go_on, new_llm, result
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
+from nanovllm.frontend.streaming import Reader
 from nanovllm.schedule import ScheduleError
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
-from nanovllm.streaming import Reader
 
 HOOKS = ("add", "priority", "running_order", "next_waiting", "may_admit", "step_budget", "make_room", "reason_to_end",
          "finish", "update", "schedule", "commit", "admit", "tokens_to_compute")  # fmt: skip

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from nanovllm.stats import cache_usage
+from nanovllm.frontend.stats import cache_usage
 from tutorials.baselines import replay
 from tutorials.simulation import pages
 

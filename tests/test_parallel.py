@@ -17,7 +17,7 @@ from deaths import SECONDS, is_alive
 from server_tools import Running
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.faults import RankError
+from nanovllm.recovery import RankError
 
 ROOT = Path(__file__).parent.parent
 PROMPTS = ["Once upon a time", "17 + 25 =", "Tell me a story about a duck."]
@@ -137,7 +137,7 @@ def test_a_rank_that_is_killed_in_the_middle_of_a_step():
 
 FAILING = """
 import os
-from nanovllm import parallel
+from nanovllm.parallel import runner as parallel
 
 plain = parallel.Follower.forward
 count = 0

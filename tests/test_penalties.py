@@ -18,8 +18,8 @@ from transformers import (
 )
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.checks.blocks import check_blocks
 from nanovllm.layers import torch_ops, triton_ops
-from nanovllm.stats import check_blocks
 
 STOP = 98
 PROMPTS = [[5, 9, 5, 30], [5, 9, 5, 30, 77, 4, 8, 5], [11], list(range(20, 33))]
@@ -150,9 +150,9 @@ def test_tokens_are_those_of_transformers(path, requests, tokens, num_blocks, mo
 @pytest.mark.filterwarnings("ignore:overflow|invalid:RuntimeWarning")
 def test_tokens_through_recorded_steps(interpret_little, path, requests, monkeypatch):
     """Recording and replay are plain calls here."""
-    monkeypatch.setattr("nanovllm.cuda_graphs.DECODES", [4, 8])
-    monkeypatch.setattr("nanovllm.cuda_graphs.DECODES_BESIDE_CHUNKS", [8])
-    monkeypatch.setattr("nanovllm.cuda_graphs.CHUNK_TOKENS", [16, 64])
+    monkeypatch.setattr("nanovllm.device.cuda_graphs.DECODES", [4, 8])
+    monkeypatch.setattr("nanovllm.device.cuda_graphs.DECODES_BESIDE_CHUNKS", [8])
+    monkeypatch.setattr("nanovllm.device.cuda_graphs.CHUNK_TOKENS", [16, 64])
     monkeypatch.setattr(triton_ops, "CAN_BE_RECORDED", True)
     llm = LLM(
         path,
@@ -238,11 +238,11 @@ def expected_scores(model, prompt: list[int]) -> list[dict[int, float] | None]:
 @pytest.mark.usefixtures("interpret_little")
 def test_prompts_are_scored(path, model, monkeypatch, backend, recorded, tokens, num_blocks):
     """Whole, in chunks of any length, beside others, with a cached prefix, and preempted in the middle."""
-    monkeypatch.setattr("nanovllm.cuda_graphs.DECODES", [8])
-    monkeypatch.setattr("nanovllm.cuda_graphs.DECODES_BESIDE_CHUNKS", [8])
-    monkeypatch.setattr("nanovllm.cuda_graphs.CHUNK_TOKENS", [16])
+    monkeypatch.setattr("nanovllm.device.cuda_graphs.DECODES", [8])
+    monkeypatch.setattr("nanovllm.device.cuda_graphs.DECODES_BESIDE_CHUNKS", [8])
+    monkeypatch.setattr("nanovllm.device.cuda_graphs.CHUNK_TOKENS", [16])
     monkeypatch.setattr(triton_ops, "CAN_BE_RECORDED", recorded)
-    monkeypatch.setattr("nanovllm.prompt_logprobs.ROWS_AT_A_TIME", 3)
+    monkeypatch.setattr("nanovllm.decoding.prompt_logprobs.ROWS_AT_A_TIME", 3)
     llm = LLM(
         path,
         dtype="float32",

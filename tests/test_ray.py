@@ -23,9 +23,9 @@ import httpx
 import pytest
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.cli import main
 from nanovllm.router import LeastLoaded, RoundRobin, Router
 from nanovllm.sequence import Request
+from nanovllm.server.cli import main
 from tests.extras import needs
 
 ROOT = Path(__file__).parent.parent

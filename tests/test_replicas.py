@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm.config import Config
-from nanovllm.jobs import Job
-from nanovllm.roofline import LINKS, MACHINES, SHAPES, shape_of
 from nanovllm.router import LeastLoaded, PrefixAffinity, RoundRobin, Router
 from nanovllm.schedule import ScheduleError
 from nanovllm.scheduler import Scheduler
 from nanovllm.simulator import simulate
+from nanovllm.simulator.cost_model import LINKS, MACHINES, SHAPES, shape_of
+from nanovllm.simulator.jobs import Job
 from tutorials.simulation.workloads import gamma, lognormal, multi_turn, poisson, workload
 
 SMALL = Config(model="qwen3-0.6b", num_blocks=300, block_size=16, max_model_len=2048)

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from nanovllm.config import EMBEDDED_MODEL
-from nanovllm.roofline import (
+from nanovllm.simulator.cost_model import (
     HARDWARE,
     MACHINES,
     SHAPES,
@@ -30,7 +30,7 @@ SHAPE = Shape(layers=2, hidden=4, heads=2, kv_heads=1, head_dim=3, vocab=10, bod
 
 
 def test_no_torch_is_needed():
-    code = "import sys, nanovllm.roofline; assert not {'torch', 'transformers', 'numpy'} & sys.modules.keys()"
+    code = "import sys, nanovllm.simulator.cost_model; assert not {'torch', 'transformers', 'numpy'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

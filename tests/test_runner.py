@@ -12,10 +12,10 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
-from nanovllm.device import choose_device
+from nanovllm.device.choose import choose_device
+from nanovllm.device.memory import memory_left
 from nanovllm.layers import torch_attention, torch_ops
 from nanovllm.layers.batch import Batch
-from nanovllm.memory import memory_left
 from nanovllm.model_runner import ModelRunner
 from nanovllm.schedule import Item, Schedule
 from nanovllm.sequence import Request

@@ -12,14 +12,14 @@ from fake_model import FakeRunner, expected_beams, expected_output
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nanovllm.beam_search import BeamRequest, BeamSearch, BeamSearchParams
 from nanovllm.block_manager import BlockManager
+from nanovllm.checks.blocks import check_blocks
 from nanovllm.config import Limits
+from nanovllm.decoding.beam_search import BeamRequest, BeamSearch, BeamSearchParams
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.schedule import Schedule
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
-from nanovllm.stats import check_blocks
 
 
 def new_scheduler(

@@ -13,7 +13,7 @@ from thread_group import Threads, one_rank
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.config import EMBEDDED_MODEL
 from nanovllm.loader import load_config
-from nanovllm.shards import Shard
+from nanovllm.parallel.shards import Shard
 
 EIGHT_HEADS = {
     "hidden_size": 32,

@@ -12,10 +12,10 @@ import pytest
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import EMBEDDED_MODEL, Config
-from nanovllm.roofline import HARDWARE, SHAPES, shape_of, work_of
 from nanovllm.schedule import ScheduleError
 from nanovllm.scheduler import Scheduler
-from nanovllm.simulator import MACHINES, Job, Machine, simulate
+from nanovllm.simulator.cost_model import HARDWARE, SHAPES, shape_of, work_of
+from nanovllm.simulator.simulation import MACHINES, Job, Machine, simulate
 from tutorials.baselines.contiguous import OrcaOracle
 from tutorials.baselines.static_batching import StaticBatching
 from tutorials.simulation.metrics import summary
@@ -61,7 +61,7 @@ def times(run) -> list[list[float]]:
 
 def test_no_torch():
     """Also not for running it, nor for the workloads and the metrics."""
-    code = "import sys; from nanovllm.simulator import simulate; from tutorials.simulation.metrics import summary, table; "
+    code = "import sys; from nanovllm.simulator.simulation import simulate; from tutorials.simulation.metrics import summary, table; "
     code += "from tutorials.simulation.workloads import poisson, sharegpt, workload; "
     code += "print(table({'a': summary(simulate(workload(poisson(5), sharegpt(), 20)))})); "
     code += "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"

@@ -11,10 +11,11 @@ import pytest
 import torch
 from checkpoints import new_model, save
 
-from nanovllm import LLM, BeamSearchParams, SamplingParams, host_cache
-from nanovllm.host_cache import HostCache
+from nanovllm import LLM, BeamSearchParams, SamplingParams
+from nanovllm.checks.blocks import check_blocks
 from nanovllm.layers.kv_cache import KVCache
-from nanovllm.stats import check_blocks
+from nanovllm.swapping import host_cache
+from nanovllm.swapping.host_cache import HostCache
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ENDLESS = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)

@@ -8,8 +8,8 @@ from itertools import pairwise, zip_longest
 import pytest
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.outputs import CompletionOutput
-from nanovllm.replies import Text
+from nanovllm.frontend.outputs import CompletionOutput
+from nanovllm.frontend.text import Text
 
 
 @pytest.fixture(scope="module")
@@ -226,7 +226,7 @@ def test_text_is_made_when_somebody_reads_it(llm, monkeypatch):
     added = []
     add = Text.add
     (expected,) = llm.generate(["Once upon a time"], params, use_tqdm=False)
-    assert expected.reply is None  # it has ended, and keeps nothing of the engine
+    assert expected.update is None  # it has ended, and keeps nothing of the engine
     monkeypatch.setattr(
         Text, "add", lambda self, token_id: added.append(token_id) or add(self, token_id)
     )

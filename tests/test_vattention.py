@@ -20,12 +20,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_attention import dense_attention, random_batch
 
-from nanovllm import LLM, BeamSearchParams, SamplingParams, vattention, virtual_memory
+from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.config import Limits
 from nanovllm.layers.kv_cache import CacheShape
-from nanovllm.vattention import Layout, neighbors
-from nanovllm.virtual_cache import NO_ROW, PageTable, VirtualCache, VirtualShape
-from nanovllm.virtual_memory import HostMemory, System, mappings_free
+from nanovllm.vattention import memory as virtual_memory
+from nanovllm.vattention import ops as vattention
+from nanovllm.vattention.cache import NO_ROW, PageTable, VirtualCache, VirtualShape
+from nanovllm.vattention.memory import HostMemory, System, mappings_free
+from nanovllm.vattention.ops import Layout, neighbors
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="memfd_create is Linux's")
 
@@ -439,7 +441,7 @@ def test_the_tokens_are_those_of_paging_in_software(path, block_size, mode):
 def test_a_mapping_that_fails_ends_one_step_and_the_engine_goes_on(path, monkeypatch):
     """The system may lack mappings when it is too late to refuse the engine."""
     # pytest keeps what is logged, an error keeps its frames, and these keep the engine
-    monkeypatch.setattr(logging.getLogger("nanovllm.faults"), "disabled", True)
+    monkeypatch.setattr(logging.getLogger("nanovllm.recovery"), "disabled", True)
     llm = LLM(path, dtype="float32", attention_backend="vattention", num_blocks=100)
     before = tokens(llm.generate([[7] * 30, [8] * 9], GREEDY, use_tqdm=False))
     llm.reset_prefix_cache()

@@ -12,7 +12,7 @@ from statistics import correlation, mean, median, stdev
 
 import pytest
 
-from nanovllm.simulator import STOP, Job
+from nanovllm.simulator.simulation import STOP, Job
 from tutorials.simulation.workloads import (
     all_at_once,
     alpaca,

@@ -14,8 +14,8 @@ from nanovllm import LLM
 from nanovllm.config import TOKENS_PER_STEP, Config
 from nanovllm.layers.rotary import longest_context
 from nanovllm.loader import load_config
-from nanovllm.parallel import Follower, Leader, end_steps
-from nanovllm.ranks import Group
+from nanovllm.parallel.ranks import Group
+from nanovllm.parallel.runner import Follower, Leader, end_steps
 
 
 class Shared:

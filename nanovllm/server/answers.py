@@ -10,11 +10,10 @@ from functools import cached_property, lru_cache
 from typing import Any
 from uuid import uuid4
 
-from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.frontend.outputs import CompletionOutput, RequestOutput
 from nanovllm.sequence import Request, TokenLogprobs
 from nanovllm.server.parsing import Parser, Parts
 from nanovllm.server.protocol import Body, ChatBody, CompletionBody
-from nanovllm.streaming import Delta
 
 encode = json.JSONEncoder(ensure_ascii=False).encode
 DONE = "data: [DONE]\n\n"
@@ -100,7 +99,7 @@ class Answers(ABC):
         """A whole output of request i."""
 
     @abstractmethod
-    def part(self, i: int, delta: Delta) -> dict:
+    def part(self, i: int, delta: CompletionOutput) -> dict:
         """What is new in an output of request i."""
 
     def reason(self, index: int, reason: str | None) -> str | None:
@@ -148,7 +147,7 @@ class Completions(Answers):
             "prompt_logprobs": output.prompt_logprobs if not self.has_echo else None,
         }
 
-    def part(self, i: int, delta: Delta) -> dict:
+    def part(self, i: int, delta: CompletionOutput) -> dict:
         index = self.index_of(i, delta.index)
         text = "" if self.is_prompt_only else delta.text
         if self.has_echo and index not in self.begun:
@@ -228,7 +227,7 @@ class ChatCompletions(Answers):
             "stop_reason": one.stop_reason,
         }
 
-    def part(self, i: int, delta: Delta) -> dict:
+    def part(self, i: int, delta: CompletionOutput) -> dict:
         parser = self.parsers[delta.index]
         parts = parser.add(delta.text)
         if delta.finish_reason is not None:

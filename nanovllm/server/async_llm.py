@@ -15,10 +15,10 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from nanovllm.engine import LLM
+from nanovllm.frontend.streaming import Reader
 from nanovllm.schedule import Schedule, ScheduleError
 from nanovllm.sequence import Request
 from nanovllm.server.calls import Backend, Busy, Call, News, Ticket, Unavailable
-from nanovllm.streaming import Reader
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -141,7 +141,7 @@ class AsyncLLM(Backend):
     def _add(self, tickets: list[Ticket]) -> None:
         for ticket in tickets:
             try:
-                ticket.reply = self.llm._submit(ticket.request, is_reported=False)
+                ticket.reply = self.llm._submit(ticket.request, "generate")
             except Exception as error:
                 self._tell(self._hear, [(ticket, News(ticket.index, error=error))])
                 continue
@@ -194,7 +194,7 @@ class AsyncLLM(Backend):
             except Exception as error:  # of the tokenizer: no other request is affected
                 self._abort([ticket])
                 return News(ticket.index, error=error)
-        elif output.reply is not None:
+        elif output.update is not None:
             return None  # its text is made in the next step
         if output.finished:
             del self.live[request]

@@ -10,11 +10,11 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from nanovllm.inputs import Inputs
-from nanovllm.outputs import RequestOutput
-from nanovllm.replies import Reply
+from nanovllm.frontend.inputs import Inputs
+from nanovllm.frontend.outputs import CompletionOutput, RequestOutput
+from nanovllm.frontend.replies import Reply
+from nanovllm.frontend.streaming import Reader
 from nanovllm.sequence import Request
-from nanovllm.streaming import Delta, Reader
 
 T = TypeVar("T")
 
@@ -44,7 +44,7 @@ class News:
     """Of one request: what is new, or in the end the whole output or an error."""
 
     index: int
-    deltas: list[Delta] = field(default_factory=list)
+    deltas: list[CompletionOutput] = field(default_factory=list)
     output: RequestOutput | None = None  # has finished
     error: Exception | None = None
 

@@ -153,7 +153,7 @@ class LiveView:
         held back is not lost. Also for a new reader, who has seen nothing yet."""
         if not self.is_watching:
             return
-        with self.llm.turn:
+        with self.llm.turns.take():
             if self.schedules:
                 self._send()
             self._send()

@@ -17,7 +17,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.utils import floatToGoString
 
-from nanovllm.outputs import RequestOutput
+from nanovllm.frontend.outputs import RequestOutput
 
 SHORT = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 40)
 LONG = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)

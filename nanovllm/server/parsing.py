@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, field
 from uuid import uuid4
 
-from nanovllm.replies import overlap
+from nanovllm.frontend.text import overlap
 
 THINK = "<think>"
 END_OF_THINK = "</think>"

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from nanovllm.inputs import Inputs
+from nanovllm.frontend.inputs import Inputs
 from nanovllm.options import is_int, shown
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import Request

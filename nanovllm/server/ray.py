@@ -15,9 +15,9 @@ from typing import Any
 from ray import serve
 from ray.serve import Application
 
-from nanovllm.cli import new_parser
-from nanovllm.commands import replica_options
 from nanovllm.options import refusal
+from nanovllm.server.cli import new_parser
+from nanovllm.server.commands import replica_options
 from nanovllm.server.replicas import Ingress
 from nanovllm.server.scaling import NO_LIMIT, engines
 

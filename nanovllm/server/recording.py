@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.engine import LLM
-from nanovllm.inputs import Params
-from nanovllm.messages import Prompt
+from nanovllm.frontend.inputs import Params
+from nanovllm.frontend.messages import Prompt
 from nanovllm.schedule import Schedule
 from nanovllm.server.live import frame_of
 

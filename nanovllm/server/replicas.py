@@ -23,7 +23,7 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from nanovllm.engine import LLM
-from nanovllm.inputs import Inputs
+from nanovllm.frontend.inputs import Inputs
 from nanovllm.options import shown
 from nanovllm.router import Router
 from nanovllm.schedule import check_choice

@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-from nanovllm.outputs import RequestOutput
+from nanovllm.frontend.outputs import RequestOutput
 from nanovllm.schedule import ScheduleError
 from nanovllm.server.answers import DONE, Answers
 from nanovllm.server.calls import Backend, Busy, Call, News, Unavailable

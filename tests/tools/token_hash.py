@@ -48,7 +48,9 @@ def answers(block_size: int, tokens: int, scarce: bool, mode: str, cached: bool)
 
 def main() -> None:
     digest = hashlib.sha256()
-    for setting in product((4, 8, 16), (12, 64, 2048), (True, False), ("recompute", "swap"), (True, False)):
+    for setting in product(
+        (4, 8, 16), (12, 64, 2048), (True, False), ("recompute", "swap"), (True, False)
+    ):
         digest.update(json.dumps(answers(*setting)).encode())
     print(digest.hexdigest()[:16])
 

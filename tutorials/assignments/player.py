@@ -22,15 +22,15 @@ from types import ModuleType
 from typing import Any
 
 from nanovllm.block_manager import BlockManager
-from nanovllm.checks import check_schedule
+from nanovllm.checks.schedules import CheckedScheduler
 from nanovllm.config import Limits
-from nanovllm.jobs import STOP
-from nanovllm.replica import check_queues
 from nanovllm.router import Router
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.schedule import CheckedScheduler, Schedule, ScheduleError, check_choice
+from nanovllm.schedule import Schedule, ScheduleError, check_choice
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
+from nanovllm.simulator.jobs import STOP
+from nanovllm.simulator.replica import check_queues
 
 PR_SET_PDEATHSIG = 1
 PR_SET_NO_NEW_PRIVS = 38
@@ -91,10 +91,10 @@ class Player:
         self.counts = start["counts"]
         limits = Limits(**start["limits"])
         self.scheduler = logged(limits, self.manager)
-        self.checked = CheckedScheduler(self.scheduler, limits, check_schedule)
         self.scheduler.clock = lambda: self.now
         self.now = 0.0
         self.requests: dict[str, Request] = {}
+        self.planner = CheckedScheduler(self.scheduler, limits, self.requests)
         self.schedule: Schedule | None = None
 
     def step(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -103,7 +103,7 @@ class Player:
             drawn = [
                 message["tokens"].get(seq.request.request_id, STOP) for seq in self.schedule.sampled
             ]
-            self.checked.update(self.schedule, drawn)
+            self.planner.update(self.schedule, drawn)
         for request_id in message["ended"]:
             request = self.requests.pop(request_id)
             if request.unfinished:
@@ -115,7 +115,7 @@ class Player:
             scheduler.add(request)
             self.requests[request.request_id] = request
         running, scheduler.events = [*scheduler.running], []
-        self.schedule = self.checked.schedule(self.requests)
+        self.schedule = self.planner.schedule()
         check_queues(scheduler, self.requests.values(), running)
         counts = [getattr(self.manager, name, None) for name in self.counts]
         return {"events": scheduler.events, "counts": counts}

@@ -8,7 +8,7 @@ claims, it can only choose among what is allowed. A `RouterReferee` is a router 
 from itertools import groupby
 from typing import Any
 
-from nanovllm.checks import check_schedule
+from nanovllm.checks.schedules import check_schedule
 from nanovllm.options import is_int, shown
 from nanovllm.router import Loads, Router
 from nanovllm.schedule import Item, Schedule, ScheduleError, check_choice

@@ -16,10 +16,10 @@ from typing import Any
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import Config
-from nanovllm.roofline import Machine
 from nanovllm.router import RoundRobin, Router
 from nanovllm.scheduler import Scheduler
 from nanovllm.simulator import Job, Run, simulate
+from nanovllm.simulator.cost_model import Machine
 from tutorials.simulation.metrics import latency
 
 # each folder with a task.py: "a0", "a1", ..., "template"

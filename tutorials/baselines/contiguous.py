@@ -8,8 +8,8 @@ one in the engine:
     LLM(block_manager_cls=OrcaPow2, block_size=1)
 """
 
-from nanovllm.beam_search import BeamRequest
 from nanovllm.block_manager import BlockManager
+from nanovllm.decoding.beam_search import BeamRequest
 from nanovllm.sequence import Request, Sequence
 
 

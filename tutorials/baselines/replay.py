@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from nanovllm.beam_search import BeamRequest, BeamSearch, BeamSearchParams
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import Limits
+from nanovllm.decoding.beam_search import BeamRequest, BeamSearch, BeamSearchParams
+from nanovllm.frontend.stats import cache_usage
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.schedule import Schedule
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
-from nanovllm.stats import cache_usage
 from tutorials.baselines.contiguous import OrcaMax, OrcaOracle, OrcaPow2
 from tutorials.performance.machine import environment
 from tutorials.performance.workloads import lognormal_pairs, read_trace

@@ -23,9 +23,9 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.config import EMBEDDED_MODEL, TOKENS_PER_STEP, Config
 from nanovllm.layers.rotary import longest_context
 from nanovllm.loader import load_config
-from nanovllm.parallel import Follower, Leader, end_steps
-from nanovllm.ranks import Group
-from nanovllm.shards import Part, Shard
+from nanovllm.parallel.ranks import Group
+from nanovllm.parallel.runner import Follower, Leader, end_steps
+from nanovllm.parallel.shards import Part, Shard
 
 HERE = Path(__file__).resolve().parent
 # of Okabe and Ito's colors, which the color-blind can tell apart

@@ -14,9 +14,9 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from nanovllm.config import Config
-from nanovllm.roofline import HARDWARE, Machine
 from nanovllm.scheduler import Scheduler
 from nanovllm.simulator import Job, simulate
+from nanovllm.simulator.cost_model import HARDWARE, Machine
 from tutorials.simulation.plots import gantt
 
 HERE = Path(__file__).resolve().parent

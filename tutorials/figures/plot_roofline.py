@@ -14,7 +14,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-from nanovllm.roofline import Hardware
+from nanovllm.simulator.cost_model import Hardware
 
 HERE = Path(__file__).resolve().parent
 RESULTS = [HERE.parent / "results" / f"cpu_{name}.json" for name in ("embedded", "qwen3_0.6b")]

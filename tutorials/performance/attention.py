@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from nanovllm.layers import torch_ops
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import KVCache
-from nanovllm.roofline import Hardware, Work, visible_keys
+from nanovllm.simulator.cost_model import Hardware, Work, visible_keys
 from tutorials.performance.machine import (
     device_name,
     environment,

@@ -7,7 +7,7 @@ import time
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.swapping import free_host
+from nanovllm.swapping.blocks import free_host
 from tutorials.performance.checkpoints import model_directory
 from tutorials.performance.machine import device_name, environment, installed
 from tutorials.performance.report import percentile, table

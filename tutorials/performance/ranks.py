@@ -45,7 +45,8 @@ class Times:
 
 def work(size: int, num_tokens: int) -> None:
     """Prints the numbers of one run as JSON."""
-    from nanovllm import LLM, SamplingParams, parallel
+    from nanovllm import LLM, SamplingParams
+    from nanovllm.parallel import runner as parallel
 
     llm = LLM(tensor_parallel_size=size)
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
@@ -88,8 +89,8 @@ def work_as_floor(port: int | None, num_calls: int = 300) -> None:
     import torch
     import torch.distributed as dist
 
-    from nanovllm.parallel import FIRST_BYTES
-    from nanovllm.ranks import Group
+    from nanovllm.parallel.ranks import Group
+    from nanovllm.parallel.runner import FIRST_BYTES
 
     if port is None:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.config import EMBEDDED_MODEL
-from nanovllm.roofline import SHAPES
+from nanovllm.simulator.cost_model import SHAPES
 from tutorials.performance.checkpoints import model_directory
 from tutorials.performance.clients import Answer, Target, ask, at_once, at_rate, first_model
 from tutorials.performance.machine import ROOT, device_name, environment, installed

@@ -1,11 +1,11 @@
 """What a benchmark makes of an engine's steps: the share of the floor, the share of the host, bins.
 
-Imports no torch. The cost model is `nanovllm.roofline`.
+Imports no torch. The cost model is `nanovllm.simulator.cost_model`.
 """
 
 from typing import NamedTuple
 
-from nanovllm.roofline import Hardware, Items, Shape, work_of
+from nanovllm.simulator.cost_model import Hardware, Items, Shape, work_of
 
 BIN = ("sequences", "steps", "tokens", "bytes", "flops", "seconds", "host_seconds")
 

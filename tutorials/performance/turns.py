@@ -18,7 +18,7 @@ from select import select
 from statistics import fmean
 from tempfile import TemporaryDirectory
 
-from nanovllm.cpu import busy_seconds
+from nanovllm.device.threads import busy_seconds
 from tutorials.performance.engines import Job
 from tutorials.performance.machine import ROOT, cpu_seconds
 

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import torch
 
-from nanovllm import vattention
 from nanovllm.config import EMBEDDED_MODEL, TOKENS_PER_STEP, Config
 from nanovllm.layers import torch_ops
 from nanovllm.layers.rotary import longest_context
@@ -26,7 +25,8 @@ from nanovllm.model_runner import ModelRunner
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.schedule import Item, Schedule
 from nanovllm.sequence import Request, Sequence
-from nanovllm.virtual_cache import PageTable, VirtualCache
+from nanovllm.vattention import ops as vattention
+from nanovllm.vattention.cache import PageTable, VirtualCache
 from tutorials.performance.checkpoints import random_model
 from tutorials.performance.machine import device_name, environment, installed
 from tutorials.performance.report import aligned, percentile, write_json

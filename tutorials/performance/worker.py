@@ -86,7 +86,7 @@ class MeasuredOurs(Measured):
     def observe(self, number: int) -> dict:
         """One more round, with every step timed: its roofline, and what its requests did to the
         cache. The ceilings of a CPU are the better of those before and after all rounds."""
-        from nanovllm.roofline import Hardware
+        from nanovllm.simulator.cost_model import Hardware
         from tutorials.performance.steps import binned, roofline
 
         self.engine.observe()
@@ -106,7 +106,7 @@ class MeasuredOurs(Measured):
         }
 
     def shape(self):
-        from nanovllm.roofline import shape_of
+        from nanovllm.simulator.cost_model import shape_of
 
         config = json.loads((Path(self.job.model) / "config.json").read_text())
         return shape_of(config, self.runner.dtype.itemsize)

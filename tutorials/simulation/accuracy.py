@@ -29,9 +29,9 @@ import torch
 from matplotlib.figure import Figure
 
 from nanovllm.config import EMBEDDED_MODEL
-from nanovllm.jobs import Run
-from nanovllm.replica import model_config
-from nanovllm.roofline import shape_of
+from nanovllm.simulator.cost_model import shape_of
+from nanovllm.simulator.jobs import Run
+from nanovllm.simulator.replica import model_config
 from tutorials.performance.machine import device_name, environment, installed
 from tutorials.performance.report import markdown, write_json
 from tutorials.simulation.calibration import (

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from nanovllm import LLM
-from nanovllm.roofline import Hardware, Items, Machine, Shape, work_of
 from nanovllm.simulator import Job, Run
+from nanovllm.simulator.cost_model import Hardware, Items, Machine, Shape, work_of
 from tutorials.performance.machine import seconds_of
 from tutorials.performance.steps import Step
 from tutorials.simulation.recording import record

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from nanovllm.config import EMBEDDED_MODEL, Config
-from nanovllm.roofline import Machine
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
 from nanovllm.simulator import Job, Run, simulate
+from nanovllm.simulator.cost_model import Machine
 from tutorials.simulation.calibration import OPTIONS, SWAP, Options
 from tutorials.simulation.workloads import (
     Arrivals,

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanovllm.config import Config
-from nanovllm.roofline import FIELDS, HARDWARE, Hardware, Machine
 from nanovllm.schedule import Schedule
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
 from nanovllm.simulator import Job, Run, simulate
+from nanovllm.simulator.cost_model import FIELDS, HARDWARE, Hardware, Machine
 from tutorials.baselines.contiguous import OrcaMax, OrcaOracle, OrcaPow2
 from tutorials.baselines.replay import NUM_SLOTS
 from tutorials.baselines.static_batching import StaticBatching

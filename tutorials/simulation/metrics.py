@@ -18,7 +18,7 @@ from math import fsum
 from pathlib import Path
 
 from nanovllm.options import is_number, shown
-from nanovllm.simulator import Run, Served
+from nanovllm.simulator.simulation import Run, Served
 from tutorials.performance.report import aligned, percentile, write_json
 
 

@@ -14,7 +14,7 @@ caches take the same bytes. What is averaged are the steps in which somebody wai
 memory lacks. Prefixes are not shared: no two prompts begin with the same token. Lengths with the
 means of ShareGPT are drawn; those of the trace are recorded.
 
-Blocks are cut into pieces by the rule of `nanovllm.virtual_cache.VirtualShape`, also in ways that
+Blocks are cut into pieces by the rule of `nanovllm.vattention.cache.VirtualShape`, also in ways that
 it would not choose. A mapping shows one piece. A GPU maps each of its `pages_per_piece` by itself:
 there it takes as many mappings as pages are in use, whatever the layout.
 """
@@ -32,9 +32,9 @@ import torch
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import Limits
 from nanovllm.layers.kv_cache import CacheShape
-from nanovllm.roofline import SHAPES, shape_of
-from nanovllm.virtual_cache import VirtualShape
-from nanovllm.virtual_memory import HostMemory, System
+from nanovllm.simulator.cost_model import SHAPES, shape_of
+from nanovllm.vattention.cache import VirtualShape
+from nanovllm.vattention.memory import HostMemory, System
 from tutorials.baselines.replay import Lengths, Setting, lognormal_lengths, replay
 from tutorials.performance.machine import environment
 from tutorials.performance.report import table, write_json

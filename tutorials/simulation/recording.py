@@ -19,11 +19,11 @@ from heapq import heappop
 from pathlib import Path
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.jobs import Arrivals, Job, Run, Runs, Served
-from nanovllm.replica import items_of
-from nanovllm.roofline import Hardware, Items, Machine, Shape
 from nanovllm.schedule import Schedule
 from nanovllm.sequence import Request
+from nanovllm.simulator.cost_model import Hardware, Items, Machine, Shape
+from nanovllm.simulator.jobs import Arrivals, Job, Run, Runs, Served
+from nanovllm.simulator.replica import items_of
 from tutorials.performance.steps import Step
 
 

@@ -19,10 +19,10 @@ from itertools import islice
 from pathlib import Path
 
 from nanovllm.config import Config
-from nanovllm.jobs import Job, Run
-from nanovllm.roofline import LINKS, MACHINES
 from nanovllm.router import LeastLoaded, PrefixAffinity, RoundRobin, Router
 from nanovllm.simulator import simulate
+from nanovllm.simulator.cost_model import LINKS, MACHINES
+from nanovllm.simulator.jobs import Job, Run
 from tutorials.performance.machine import device_name, environment
 from tutorials.performance.report import aligned, write_json
 from tutorials.simulation.metrics import distribution, tpot, ttft

@@ -19,8 +19,8 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from nanovllm.config import Config
-from nanovllm.roofline import MACHINES, Items, Machine, Shape
 from nanovllm.simulator import simulate
+from nanovllm.simulator.cost_model import MACHINES, Items, Machine, Shape
 from tutorials.performance.machine import device_name, environment
 from tutorials.performance.report import write_json
 from tutorials.simulation.workloads import all_at_once, azure

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from nanovllm.jobs import Job, Runs
 from nanovllm.options import is_int, is_number, shown
+from nanovllm.simulator.jobs import Job, Runs
 from tutorials.baselines.replay import MEANS
 from tutorials.performance.workloads import lognormal_pairs, read_trace
 

@@ -1,7 +1,7 @@
 """Assignment 1: head-of-line blocking. What is served, and what is measured."""
 
 from nanovllm.config import Config
-from nanovllm.simulator import Job, Run, Served
+from nanovllm.simulator.simulation import Job, Run, Served
 from tutorials.assignments.task import Goal, Part, Task, mean_latency
 from tutorials.simulation.metrics import latency
 from tutorials.simulation.workloads import lognormal, poisson, predicted, workload

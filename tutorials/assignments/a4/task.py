@@ -3,8 +3,8 @@
 from statistics import mean
 
 from nanovllm.config import Config
-from nanovllm.roofline import Hardware
-from nanovllm.simulator import Job, Machine, Run
+from nanovllm.simulator.cost_model import Hardware
+from nanovllm.simulator.simulation import Job, Machine, Run
 from tutorials.assignments.task import Goal, Part, Task, mean_latency
 from tutorials.simulation.metrics import ttft
 from tutorials.simulation.workloads import lognormal, merged, poisson, shared_prefix, workload

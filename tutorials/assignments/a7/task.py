@@ -2,7 +2,7 @@
 measured."""
 
 from nanovllm.config import Config
-from nanovllm.simulator import Job, Run, Served
+from nanovllm.simulator.simulation import Job, Run, Served
 from tutorials.assignments.task import Goal, Part, Task
 from tutorials.simulation.metrics import by_tenant, latency, meets
 from tutorials.simulation.workloads import (

@@ -3,7 +3,7 @@
 from statistics import mean
 
 from nanovllm.config import Config
-from nanovllm.simulator import Job, Run, Served
+from nanovllm.simulator.simulation import Job, Run, Served
 from tutorials.assignments.task import Goal, Part, Task
 from tutorials.simulation.metrics import ttft
 from tutorials.simulation.workloads import labelled, lognormal, merged, poisson, workload

@@ -13,7 +13,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from nanovllm import LLM, SamplingParams, model_runner
-from nanovllm.cuda_graphs import Size
+from nanovllm.device.cuda_graphs import Size
 from nanovllm.layers.sampler import Sampling
 from nanovllm.schedule import Schedule
 from nanovllm.step import StepInputs

@@ -10,12 +10,12 @@ from functools import partial
 
 import torch
 
-from nanovllm import memory
-from nanovllm.host_cache import HostCache
+from nanovllm.device import memory
 from nanovllm.layers import attention, torch_ops
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import KVCache
 from nanovllm.layers.sampler import Sampling
+from nanovllm.swapping.host_cache import HostCache
 from tests.test_attention import random_batch
 from tutorials.performance.first_contact.section import Section
 

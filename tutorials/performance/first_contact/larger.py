@@ -8,14 +8,15 @@ import torch
 from torch import nn
 from transformers import AutoConfig
 
-from nanovllm import LLM, SamplingParams, cuda_graphs, memory, model_runner
-from nanovllm.cuda_graphs import Size
+from nanovllm import LLM, SamplingParams, model_runner
+from nanovllm.device import cuda_graphs, memory
+from nanovllm.device.cuda_graphs import Size
 from nanovllm.loader import new_model
 from nanovllm.model_runner import ModelRunner
 from nanovllm.models.qwen import Qwen
-from nanovllm.roofline import shape_of, work_of
 from nanovllm.schedule import Item, Schedule
 from nanovllm.sequence import Request
+from nanovllm.simulator.cost_model import shape_of, work_of
 from tutorials.performance.checkpoints import COMMON
 from tutorials.performance.first_contact.section import Section
 from tutorials.performance.machine import seconds_of

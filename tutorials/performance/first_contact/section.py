@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from nanovllm.config import Config
-from nanovllm.device import choose_dtype
-from nanovllm.roofline import FIELDS, SHAPES
+from nanovllm.device.choose import choose_dtype
+from nanovllm.simulator.cost_model import FIELDS, SHAPES
 from tutorials.performance.checkpoints import random_model, write_checkpoint
 from tutorials.performance.first_contact.apart import AT_FIRST, Job
 from tutorials.performance.machine import ROOT

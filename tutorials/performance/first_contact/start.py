@@ -8,9 +8,10 @@ from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
-from nanovllm import LLM, memory, model_runner
+from nanovllm import LLM, model_runner
 from nanovllm.config import Config
-from nanovllm.cuda_graphs import Size, StepGraphs
+from nanovllm.device import memory
+from nanovllm.device.cuda_graphs import Size, StepGraphs
 from nanovllm.model_runner import ModelRunner
 from tutorials.performance.first_contact.section import Section
 

@@ -15,7 +15,7 @@ import torch
 from nanovllm.layers import attention
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import KVCache
-from nanovllm.roofline import Hardware, visible_keys
+from nanovllm.simulator.cost_model import Hardware, visible_keys
 from tutorials.performance.attention import seconds_per_layer
 from tutorials.performance.first_contact.apart import Job
 from tutorials.performance.first_contact.kernels import (

@@ -28,8 +28,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nanovllm.config import Config
-from nanovllm.faults import RankError
 from nanovllm.options import refusal
+from nanovllm.recovery import RankError
 
 PATIENCE = timedelta(seconds=60)  # with a rank that lives and does not answer
 FOREVER = timedelta(days=3650)  # until the next step comes
@@ -151,7 +151,7 @@ class Child:
         folder = str(Path(__file__).parent.parent)
         paths = os.pathsep.join([folder, *filter(None, sys.path)])
         self.process = subprocess.Popen(
-            [sys.executable, "-c", "from nanovllm import parallel; parallel.main()"],
+            [sys.executable, "-c", "from nanovllm.parallel import runner; runner.main()"],
             env={"OMP_NUM_THREADS": str(num_threads), **os.environ, "PYTHONPATH": paths},
             stdin=subprocess.PIPE,
             stdout=self.log,

@@ -1,18 +1,20 @@
 """What suits this machine: a device, a dtype, and a backend for the layers."""
 
+from __future__ import annotations
+
 import os
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import torch
 
-from nanovllm import vattention
 from nanovllm.config import EMBEDDED_MODEL, Config, Limits
-from nanovllm.layers import torch_ops
 from nanovllm.layers.kv_cache import CacheShape
 from nanovllm.layers.ops import Ops
 from nanovllm.options import refusal
-from nanovllm.virtual_cache import VirtualShape
-from nanovllm.virtual_memory import system_of
+
+if TYPE_CHECKING:
+    from nanovllm.vattention.cache import VirtualShape
 
 
 def choose_device(config: Config) -> torch.device:
@@ -43,20 +45,26 @@ def choose_dtype(config: Config, hf_config, device: torch.device) -> torch.dtype
 
 
 def choose_ops(config: Config, device: torch.device, dtype: torch.dtype) -> Ops:
+    """Imports only the backend that is chosen: Triton does not exist on macOS and Windows."""
     backend = config.attention_backend
     is_cuda = device.type == "cuda"
-    has_target = is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
-    has_triton = has_target and find_spec("triton") is not None
-    if backend == "vattention":
-        return vattention
-    if backend == "torch" or (backend == "auto" and not (is_cuda and has_triton)):
+    can_launch = is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
+    has_triton = can_launch and find_spec("triton") is not None
+    if backend == "auto":
+        backend = "triton" if is_cuda and has_triton else "torch"
+    if backend == "torch":
+        from nanovllm.layers import torch_ops
+
         return torch_ops
+    if backend == "vattention":
+        from nanovllm.vattention import ops as vattention_ops
+
+        return vattention_ops
     if not has_triton:
         needs = "it needs a GPU, or TRITON_INTERPRET=1 on Linux"
         raise refusal("attention_backend", backend, needs)
     allowed = "float32 or float16: Triton's interpreter multiplies bfloat16 wrongly"
     config.require("dtype", is_cuda or dtype != torch.bfloat16, allowed)
-    # not at the top: Triton does not exist on macOS and Windows
     from nanovllm.layers import triton_ops
 
     return triton_ops
@@ -65,6 +73,9 @@ def choose_ops(config: Config, device: torch.device, dtype: torch.dtype) -> Ops:
 def choose_cache(
     config: Config, limits: Limits, device: torch.device, shape: CacheShape
 ) -> CacheShape | VirtualShape:
-    if config.attention_backend == "vattention":
-        return VirtualShape(shape, limits, system_of(device))
-    return shape
+    if config.attention_backend != "vattention":
+        return shape
+    from nanovllm.vattention.cache import VirtualShape
+    from nanovllm.vattention.memory import system_of
+
+    return VirtualShape(shape, limits, system_of(device))

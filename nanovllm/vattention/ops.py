@@ -12,7 +12,7 @@ from torch import Tensor
 from nanovllm.layers import torch_attention, torch_ops
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.torch_attention import GATHERED_BYTES, attend_group
-from nanovllm.virtual_cache import NO_ROW, VirtualCache
+from nanovllm.vattention.cache import NO_ROW, VirtualCache
 
 Groups = list[list[int]]  # of sequences
 # a call of PyTorch's attention takes as long as it takes to read so much

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from nanovllm.options import refusal
+from nanovllm.config import check_heads
 
 Items = Sequence[tuple[int, int]]
 """Per sequence of a step: tokens computed, and tokens in its context afterwards."""
@@ -76,13 +76,6 @@ class Shape(NamedTuple):
             vocab=-(-self.vocab // num_ranks),
             body=-(-self.body // num_ranks),
         )
-
-
-def check_heads(num_ranks: int, heads: int, kv_heads: int) -> None:
-    """Raises ValueError if so many ranks cannot share them. One KV head may be on several."""
-    if heads % num_ranks or (kv_heads % num_ranks and num_ranks % kv_heads):
-        problem = f"{heads} query heads and {kv_heads} KV heads cannot be divided by it"
-        raise refusal("tensor_parallel_size", num_ranks, problem)
 
 
 class Work(NamedTuple):

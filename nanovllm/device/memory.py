@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 import torch
 
 from nanovllm.config import Config, Limits
-from nanovllm.cuda_graphs import StepGraphs
-from nanovllm.host_cache import STAGED_BYTES
+from nanovllm.device.cuda_graphs import StepGraphs
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.schedule import Item, Schedule
 from nanovllm.sequence import Request
+from nanovllm.swapping.host_cache import STAGED_BYTES
 
 
 def keep_freed_memory() -> None:

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanovllm.config import check_heads
 from nanovllm.models.qwen import Qwen, head_dim_of
-from nanovllm.ranks import Group
-from nanovllm.roofline import check_heads
+from nanovllm.parallel.ranks import Group
 
 
 class Part:

@@ -11,15 +11,15 @@ from functools import partial
 from heapq import heappop, heappush
 
 from nanovllm.config import Config
-from nanovllm.jobs import STOP, Arrivals, Job, Run, Served, check_job, total_of
 from nanovllm.options import is_int, refusal
-from nanovllm.replica import Replica
-from nanovllm.roofline import MACHINES, Machine
 from nanovllm.router import MOST_REPLICAS, PrefixAffinity, Router
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.schedule import check_choice
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
+from nanovllm.simulator.cost_model import MACHINES, Machine
+from nanovllm.simulator.jobs import STOP, Arrivals, Job, Run, Served, check_job, total_of
+from nanovllm.simulator.replica import Replica
 
 
 def simulate(

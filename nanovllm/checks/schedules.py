@@ -1,18 +1,85 @@
-"""Checks: what can be wrong with the items of a schedule. For schedulers that are not ours."""
+"""Schedules: what can be wrong with them, if the scheduler is not ours. Imports no torch."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import Limits
 from nanovllm.options import shown
-from nanovllm.schedule import AnyScheduler, Item, Schedule, ScheduleError
-from nanovllm.sequence import Sequence
+from nanovllm.schedule import Item, Schedule, ScheduleError
+from nanovllm.scheduler import Scheduler
+from nanovllm.sequence import Sequence, StepLogprobs
 
 Wrong = Callable[[str], ScheduleError]
 
 
-def check_schedule(schedule: Schedule, scheduler: AnyScheduler, limits: Limits) -> None:
+@dataclass
+class CheckedScheduler:
+    """Stands in for a scheduler that may be half right: what it does wrong is a ScheduleError,
+    which names the method. Ours does without, it has its tests."""
+
+    scheduler: Scheduler
+    limits: Limits
+    unfinished: dict[str, Any]  # the requests that it must serve, by id, the newest last
+    looks_at_items: bool = True
+    requests: tuple = ()  # how many they were, and the newest, in the last step
+    num_idle_steps: int = 0  # since a request came, left or got a token ...
+    num_idle_tokens: int = 0  # ... and the tokens that were computed in them
+
+    def schedule(self) -> Schedule:
+        schedule = self.scheduler.schedule()
+        if not isinstance(schedule, Schedule):
+            problem = f"it returned {shown(schedule)}, and not a Schedule"
+            raise ScheduleError(self.scheduler, "schedule", problem)
+        if not schedule.items:
+            self._explain_empty()
+        if self.looks_at_items:
+            check_schedule(schedule, self.scheduler, self.limits)
+        self._check_progress(schedule)
+        return schedule
+
+    def update(
+        self, schedule: Schedule, token_ids: list[int], logprobs: StepLogprobs = None
+    ) -> None:
+        self.scheduler.update(schedule, token_ids, logprobs)
+        seq, start, _ = schedule.items[0]
+        if seq.num_computed_tokens == start and seq in seq.request.unfinished:
+            problem = "it did nothing: does it call super()?"
+            raise ScheduleError(self.scheduler, "update", problem)
+
+    def _explain_empty(self) -> None:
+        queued = {request.request_id for request in self.scheduler.unfinished()}
+        lost = self.unfinished.keys() - queued
+        why = "the policy serves none of them"
+        if lost:
+            why = f"neither waiting nor running: {shown(sorted(lost))}"
+        what = f"there are unfinished requests: {shown([*self.unfinished])}"
+        problem = f"it planned nothing, but {what}; {why}"
+        raise ScheduleError(self.scheduler, "schedule", problem)
+
+    def _check_progress(self, schedule: Schedule) -> None:
+        """Detects a livelock: preemptions so frequent that no request ever gets a token. Far more
+        tokens are then computed than the requests have."""
+        requests = (len(self.unfinished), next(reversed(self.unfinished), None))
+        if schedule.sampled or requests != self.requests:
+            self.requests = requests
+            self.num_idle_steps = 0
+            self.num_idle_tokens = 0
+            return
+        self.num_idle_steps += 1
+        self.num_idle_tokens += schedule.num_tokens
+        if self.num_idle_steps <= self.limits.max_model_len:
+            return
+        unfinished = self.scheduler.unfinished()
+        num_held = sum(len(seq) for request in unfinished for seq in request.unfinished)
+        if self.num_idle_tokens > 4 * num_held:
+            problem = f"{self.num_idle_steps} steps without a new token"
+            raise ScheduleError(self.scheduler, "schedule", problem)
+
+
+def check_schedule(schedule: Schedule, scheduler: Scheduler, limits: Limits) -> None:
     """Raises ScheduleError if the items of the schedule cannot be run."""
     wrong = partial(ScheduleError, scheduler, "schedule")
     manager = scheduler.block_manager

@@ -1,23 +1,11 @@
 """Streaming: what is new in an output, as it comes."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
-from nanovllm.replies import Reply
-from nanovllm.sequence import Request, TokenLogprobs
-
-
-@dataclass
-class Delta:
-    """What is new in one output."""
-
-    index: int
-    text: str
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs] | None
-    finish_reason: str | None  # in the last one
-    stop_reason: int | str | None
+from nanovllm.frontend.outputs import CompletionOutput
+from nanovllm.frontend.replies import Reply
+from nanovllm.sequence import Request
 
 
 class Reader:
@@ -27,11 +15,11 @@ class Reader:
         self.reply = reply
         self.num_read = [(0, 0)] * len(reply.completions)  # characters and tokens
 
-    def news(self) -> list[Delta]:
+    def news(self) -> list[CompletionOutput]:
         """What is new in each output since the last call: its text as far as it may be shown, its
         tokens, and at the end the reason. To be called until the output has finished."""
         reply = self.reply
-        if reply.output.reply is not None:
+        if reply.output.update is not None:
             reply.update()
         deltas = []
         for i, output in enumerate(reply.completions):
@@ -43,19 +31,19 @@ class Reader:
             # after a fault an output is made anew, and may be shorter than what was read
             self.num_read[i] = max(num_chars, num_safe), max(num_tokens, len(output.token_ids))
             reasons = (output.finish_reason, output.stop_reason)
-            deltas.append(Delta(i, text, token_ids, logprobs, *reasons))
+            deltas.append(CompletionOutput(i, text, token_ids, logprobs, *reasons))
         return deltas
 
 
 def stream(llm: Any, request: Request) -> Iterator[str]:
     """What LLM.stream returns, for a checked request."""
     try:
-        reply = llm._submit(request, is_reported=False, is_watched=True)
+        reply = llm._submit(request, "stream")
         reader = Reader(reply)
         is_last = False
         while not is_last:
             is_last = reply.output.finished
-            with llm.turn:
+            with llm.turns.take():
                 (delta,) = reader.news()
             if delta.text:
                 yield delta.text

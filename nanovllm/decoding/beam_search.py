@@ -9,32 +9,28 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from nanovllm.block_manager import BlockManager
-from nanovllm.options import Options, is_int, is_number
-from nanovllm.outputs import CompletionOutput
+from nanovllm.options import Options, is_int, is_number, option
 from nanovllm.sampling_params import LARGEST_COUNT, SamplingParams
 from nanovllm.sequence import Request, Sequence, TokenLogprobs
 
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
-
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class BeamSearchParams(Options):
-    beam_width: int = 4
-    """Number of beams kept after each step, and of results."""
-    max_tokens: int = 256
-    """Maximum tokens to generate."""
-    length_penalty: float = 1.0
-    """A result's score is its log-probability / length ** length_penalty. Values above 0 favor long
-    results."""
-    early_stopping: bool | str = False
-    """When the search ends: True, as soon as there are `beam_width` results; False, when a better
-    one is unlikely; "never", only when a better one is impossible."""
-    ignore_eos: bool = False
-    """Continue past the model's end-of-sequence tokens."""
+    beam_width: int = option(4, "Number of beams kept after each step, and of results.")
+    max_tokens: int = option(256, "Maximum tokens to generate.")
+    length_penalty: float = option(
+        1.0,
+        "A result's score is its log-probability / length ** length_penalty. Values above 0 "
+        "favor long results.",
+    )
+    early_stopping: bool | str = option(
+        False,
+        "When the search ends: True, as soon as there are `beam_width` results; False, when a "
+        'better one is unlikely; "never", only when a better one is impossible.',
+    )
+    ignore_eos: bool = option(False, "Continue past the model's end-of-sequence tokens.")
 
     def __post_init__(self):
         self.require("beam_width", is_int(self.beam_width, 1), "a positive integer")
@@ -43,7 +39,7 @@ class BeamSearchParams(Options):
         is_allowed = isinstance(self.early_stopping, bool) or self.early_stopping == "never"
         self.require("early_stopping", is_allowed, "True, False or 'never'")
         self.require("ignore_eos", isinstance(self.ignore_eos, bool), "True or False")
-        self.max_tokens = min(self.max_tokens, LARGEST_COUNT)
+        self.put("max_tokens", min(self.max_tokens, LARGEST_COUNT))
 
     def sampling_params(self) -> SamplingParams:
         """The search as sampling parameters, for code that need not know that it is a search."""
@@ -164,22 +160,3 @@ class BeamRequest(Request):
             block_manager.free(seq)
         # in one statement: a Ctrl-C changes both or neither
         self.sequences, self.search = children, search
-
-
-def results_of(request: BeamRequest, tokenizer: Tokenizer | None) -> list[CompletionOutput]:
-    """The results of a beam search, best first."""
-    outputs = []
-    for i, beam in enumerate(request.search.best_so_far(request.sequences)):
-        output = CompletionOutput(i, token_ids=beam.token_ids)
-        output.cumulative_logprob = beam.cumulative_logprob
-        text_ids = beam.token_ids
-        output.finish_reason = "length"
-        if beam.token_id in request.stop_token_ids:
-            output.finish_reason = "stop"
-            text_ids = text_ids[:-1]
-        elif beam.token_id is None:  # the search was cut short
-            output.finish_reason = beam.parent.finish_reason
-        if tokenizer is not None:
-            output.text = tokenizer.decode(text_ids, skip_special_tokens=True)
-        outputs.append(output)
-    return outputs

@@ -14,7 +14,7 @@ from torch import Tensor
 from nanovllm.config import Limits
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import CacheShape, KVCache
-from nanovllm.virtual_memory import System, VirtualMemory
+from nanovllm.vattention.memory import System, VirtualMemory
 
 ALIGNMENT = 16  # bytes: vector instructions want each token to begin at such a multiple
 NO_ROW = -1

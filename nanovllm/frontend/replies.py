@@ -1,88 +1,20 @@
-"""Replies: how the tokens of a request become text and outputs."""
+"""Replies: the outputs of unfinished requests, brought up to date from their tokens."""
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
-from operator import itemgetter
+from typing import Literal
 
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 
-from nanovllm.beam_search import BeamRequest, results_of
-from nanovllm.outputs import CompletionOutput, RequestOutput
-from nanovllm.sampling_params import SamplingParams
-from nanovllm.sequence import Request
+from nanovllm.decoding.beam_search import BeamRequest
+from nanovllm.frontend.outputs import CompletionOutput, RequestOutput
+from nanovllm.frontend.text import Text, results_of
+from nanovllm.sequence import Request, Sequence
 
-
-@dataclass
-class Text:
-    """Turns the tokens of one output into text, and watches for stop strings.
-
-    Text is held back while it ends in an incomplete UTF-8 character (DecodeStream does that) or in
-    a possible beginning of a stop string.
-    """
-
-    tokenizer: Tokenizer
-    output: CompletionOutput
-    params: SamplingParams
-    token_ids: list[int] = field(default_factory=list)  # those that are text
-    is_incomplete: bool = False  # whether the last token's text is still to come
-    num_safe_chars: int = 0  # how much of output.text may be shown to the user
-
-    def __post_init__(self):
-        self.decoder = DecodeStream(skip_special_tokens=self.params.skip_special_tokens)
-        self.stop = list(self.params.stop or ())
-
-    def add(self, token_id: int) -> bool:
-        """Appends a token's text. Returns True if it completes a stop string, which ends the
-        text."""
-        new = self.decoder.step(self.tokenizer, token_id)
-        self.token_ids.append(token_id)
-        self.is_incomplete = not new
-        return self._append(new) if new else False
-
-    def end(self) -> bool:
-        """No token follows: nothing is held back any longer. Of a character that was cut in the
-        middle, U+FFFD remains, as `decode` has it. Returns True if this completes a stop string."""
-        is_stop = False
-        if self.is_incomplete:
-            self.is_incomplete = False
-            skip = self.params.skip_special_tokens
-            text = self.tokenizer.decode(self.token_ids, skip_special_tokens=skip)
-            if text.startswith(self.output.text):
-                is_stop = self._append(text[len(self.output.text) :])
-        self.num_safe_chars = len(self.output.text)
-        return is_stop
-
-    def _append(self, new: str) -> bool:
-        before = len(self.output.text)
-        text = self.output.text + new
-        found = []
-        if len(self.token_ids) > self.params.min_tokens:
-            for stop in self.stop:
-                begin = text.find(stop, max(0, before - len(stop) + 1))
-                if begin >= 0:
-                    found.append((begin, stop))
-        num_held_back = 0
-        if found:
-            begin, stop = min(found, key=itemgetter(0))
-            self.output.stop_reason = stop
-            is_kept = self.params.include_stop_str_in_output
-            text = text[: begin + len(stop) if is_kept else begin]
-        else:
-            num_held_back = max((overlap(text, stop) for stop in self.stop), default=0)
-        self.output.text = text
-        self.num_safe_chars = len(text) - num_held_back
-        return bool(found)
-
-
-def overlap(text: str, stop: str) -> int:
-    """Number of characters at the end of the text that may be the beginning of the stop string."""
-    begin = text.find(stop[0], max(0, len(text) - len(stop) + 1))
-    while begin >= 0 and not stop.startswith(text[begin:]):
-        begin = text.find(stop[0], begin + 1)
-    return len(text) - begin if begin >= 0 else 0
+ReaderKind = Literal["step", "generate", "stream"]
+"""The method whose caller reads an output: what step() returns is made when it is read, what
+generate() returns at the end, behind the device, and what is streamed after each token."""
 
 
 class Reply:
@@ -95,19 +27,17 @@ class Reply:
         self,
         request: Request,
         tokenizer: Tokenizer | None,
-        is_reported: bool = True,
-        is_watched: bool = False,
+        reader: ReaderKind = "step",
     ):
         self.request = request
         self.tokenizer = tokenizer
-        self.is_reported = is_reported  # by step(); otherwise the caller holds the output
-        # looked at after each token; otherwise the output is made when somebody reads it
+        self.reader = reader
+        # brought up to date after each token; otherwise when it is read, or at its end
         has_stop = bool(request.params.stop)
-        self.is_watched = is_watched or has_stop or isinstance(request, BeamRequest)
-        self.may_be_late = not self.is_reported and not self.is_watched
+        self.is_watched = reader == "stream" or has_stop or isinstance(request, BeamRequest)
         self.completions = [CompletionOutput(i) for i in range(request.params.n)]
         self.output = RequestOutput(
-            request.request_id, request.prompt, request.prompt_token_ids, self, self.completions
+            request.request_id, request.prompt, request.prompt_token_ids, self.completions
         )
         self.restart()
 
@@ -128,7 +58,7 @@ class Reply:
             self.texts = [Text(tokenizer, output, request.params) for output in self.completions]
         self.output.error = None
         self.output.finished = False
-        self.output.reply = self
+        self.output.update = self.update
 
     def update(self) -> None:
         """Brings the output up to date. Ends a sequence whose text contains a stop string."""
@@ -146,7 +76,7 @@ class Reply:
             if isinstance(request, BeamRequest):
                 self.completions[:] = results_of(request, self.tokenizer)
             self.output.finished = True
-            self.output.reply = None
+            self.output.update = None
         self.is_updating = False
 
     def _update_completion(self, i: int) -> None:
@@ -171,14 +101,17 @@ class Reply:
         if seq.finish_reason == "stop" and output.token_ids[-1] in request.own_stop_token_ids:
             output.stop_reason = output.stop_reason or output.token_ids[-1]
 
-    def catch_up(self, error: Exception | None = None) -> None:
-        """Brings the output up to date, or ends it with the error."""
+    def catch_up(self, error: Exception | None = None) -> list[Sequence]:
+        """Brings the output up to date, or ends it with the error. Returns the sequences that it
+        ends."""
+        running = self.request.unfinished
         try:
             self.update()
         except Exception as failure:  # from the tokenizer: no other request is affected
             error = error or failure
         if error is not None:
             self.fail(error)
+        return [seq for seq in running if seq.finish_reason is not None]
 
     def fail(self, error: Exception) -> None:
         """Ends the request, whatever its state."""
@@ -188,7 +121,7 @@ class Reply:
             output.finish_reason = output.finish_reason or "error"
         self.output.error = error
         self.output.finished = True
-        self.output.reply = None
+        self.output.update = None
 
 
 class Replies:
@@ -204,19 +137,22 @@ class Replies:
         reply = self.unfinished.get(request.request_id)
         return reply if reply is not None and reply.request is request else None
 
-    def report(self, reply: Reply, error: Exception | None = None) -> None:
+    def report(self, reply: Reply, error: Exception | None = None) -> list[Sequence]:
         """Reports what is new about a request, or the error that ends it. Forgets the request once
-        it has ended."""
+        it has ended. Returns the sequences that its text or the error ends."""
         output = reply.output
-        if reply.may_be_late and reply.request.has_ended and error is None:
+        is_late = reply.reader == "generate" and not reply.is_watched
+        ended: list[Sequence] = []
+        if is_late and reply.request.has_ended and error is None:
             self.late.append(reply)
             output.finished = True
         else:
-            reply.catch_up(error)
-        if reply.is_reported:
+            ended = reply.catch_up(error)
+        if reply.reader == "step":
             self.unreported[output.request_id] = output
         if output.finished:
             self.unfinished.pop(output.request_id, None)
+        return ended
 
     def catch_up(self) -> None:
         """Makes the outputs that may be late: whoever waits for them reads them at the end."""

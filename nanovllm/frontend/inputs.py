@@ -6,11 +6,11 @@ Everything a user can get wrong is refused here.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Sized
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.beam_search import BeamRequest, BeamSearch, BeamSearchParams
-from nanovllm.messages import Conversation, Prompt, is_conversation, unwrapped
+from nanovllm.decoding.beam_search import BeamRequest, BeamSearch, BeamSearchParams
+from nanovllm.frontend.messages import Conversation, Prompt, is_conversation, unwrapped
 from nanovllm.options import is_int, refusal, shown
 from nanovllm.sampling_params import LARGEST_COUNT, SamplingParams
 from nanovllm.scheduler import Scheduler
@@ -62,7 +62,6 @@ class Inputs:
         if not isinstance(params, Params):
             allowed = "it must be SamplingParams or BeamSearchParams"
             raise refusal("sampling_params", params, allowed)
-        params = replace(params)  # a copy, checked again
         sampling = params.sampling_params() if isinstance(params, BeamSearchParams) else params
         is_id = isinstance(request_id, str) and request_id
         if request_id is not None and not is_id:
@@ -83,7 +82,7 @@ class Inputs:
             room = min(params.max_tokens, self.scheduler.max_model_len - len(token_ids))
             request = BeamRequest(*fields, search=BeamSearch(params, request.stop_token_ids, room))
         request.user_priority = priority
-        self.scheduler.check(request)
+        self.scheduler.limit_length(request)
         return request
 
     def check_ids(self, name: str, token_ids: Iterable[int]) -> None:

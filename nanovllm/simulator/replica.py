@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.block_manager import BlockManager
-from nanovllm.checks import check_schedule
+from nanovllm.checks.blocks import check_blocks
+from nanovllm.checks.schedules import CheckedScheduler
 from nanovllm.config import TOKENS_PER_STEP, Config
-from nanovllm.jobs import STOP, PlannedStep, Run, Served
 from nanovllm.options import shown
-from nanovllm.roofline import SHAPES, Items, Machine, shape_of
-from nanovllm.schedule import CheckedScheduler, Schedule, ScheduleError
+from nanovllm.schedule import Schedule, ScheduleError
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
-from nanovllm.stats import check_blocks
+from nanovllm.simulator.cost_model import SHAPES, Items, Machine, shape_of
+from nanovllm.simulator.jobs import STOP, PlannedStep, Run, Served
 
 
 def model_config(model: str) -> dict[str, Any]:
@@ -75,13 +75,13 @@ class Replica:
             num_blocks, config.block_size, config.enable_prefix_caching, num_host_blocks
         )
         self.scheduler: Scheduler = scheduler_cls(limits, self.manager)
-        self.checked = CheckedScheduler(self.scheduler, limits, check_schedule if check else None)
         self.check = check
         self.now = 0.0
         self.scheduler.clock = lambda: self.now
         self.num_arrived = count()
         self.result = Run(served)
         self.unfinished: dict[str, Request] = {}
+        self.planner = CheckedScheduler(self.scheduler, limits, self.unfinished, check)
 
     def _memory_left(self, config: Config) -> int:
         """Bytes for the KV cache. Leaves out activations, which no cost model knows."""
@@ -129,7 +129,7 @@ class Replica:
     def _step(self, keep_steps: bool) -> list[int]:
         running = [*self.scheduler.running]
         num_preemptions = self.scheduler.num_preemptions
-        schedule = self.checked.schedule(self.unfinished)
+        schedule = self.planner.schedule()
         if self.check:
             check_queues(self.scheduler, self.unfinished.values(), running)
         if self.scheduler.num_preemptions > num_preemptions:
@@ -139,7 +139,7 @@ class Replica:
         self._go_on(schedule)
         if keep_steps:
             self.result.steps.append(self._planned_step(schedule, start))
-        self.checked.update(schedule, [self._token(seq.request) for seq in schedule.sampled])
+        self.planner.update(schedule, [self._token(seq.request) for seq in schedule.sampled])
         ended = []
         for seq in schedule.sampled:
             if self.check:

@@ -24,14 +24,13 @@ from torch import Tensor
 
 from nanovllm.block_manager import Moves
 from nanovllm.config import Config, Limits
-from nanovllm.faults import RankError
+from nanovllm.decoding.prompt_logprobs import ROWS_AT_A_TIME
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import KVCache
 from nanovllm.loader import load_config
 from nanovllm.model_runner import Drawn, ModelRunner
 from nanovllm.models.qwen import Qwen
-from nanovllm.prompt_logprobs import ROWS_AT_A_TIME
-from nanovllm.ranks import (
+from nanovllm.parallel.ranks import (
     LOST,
     Group,
     device_of,
@@ -40,8 +39,9 @@ from nanovllm.ranks import (
     started,
     started_by_torchrun,
 )
+from nanovllm.parallel.shards import Shard
+from nanovllm.recovery import RankError
 from nanovllm.schedule import Schedule
-from nanovllm.shards import Shard
 from nanovllm.step import StepInputs
 
 FIRST_BYTES = 2**14  # of a step, in one message; what is longer needs a second one
@@ -146,7 +146,6 @@ class RankRunner(ModelRunner):
     def __init__(self, group: Group, *args):
         self.group = group
         super().__init__(*args)
-        self.threads.can_change = False  # the other ranks are no strangers
         group.meet("ready")
 
     def __del__(self) -> None:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import importlib
-import inspect
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from difflib import get_close_matches
-from textwrap import dedent
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
@@ -84,13 +81,12 @@ def new_parser() -> Parser:
 
 def add_options(parser: argparse.ArgumentParser, kind: type[Options]) -> None:
     """One for each field. Those that are not given keep the field's default."""
-    texts = texts_of_fields(kind)
     group = parser.add_argument_group(kind.__name__)
     for field in fields(kind):  # type: ignore[arg-type]
         option = "--" + field.name.replace("_", "-")
         if field.name in NOT_AN_OPTION or option in parser._option_string_actions:
             continue
-        text = texts.get(field.name, "").replace("%", "%%")
+        text = field.metadata["meaning"].replace("%", "%%")
         if field.type in (bool, "bool"):
             group.add_argument(option, action=argparse.BooleanOptionalAction, help=text)
         elif field.name == "stop":
@@ -99,18 +95,6 @@ def add_options(parser: argparse.ArgumentParser, kind: type[Options]) -> None:
             group.add_argument(option, nargs="+", type=int, help=text)
         else:
             group.add_argument(option, type=reader_of(field.type), help=text)
-
-
-def texts_of_fields(kind: type) -> dict[str, str]:
-    """The string below each field, which says what it means."""
-    (definition,) = ast.parse(dedent(inspect.getsource(kind))).body
-    assert isinstance(definition, ast.ClassDef)
-    texts = {}
-    for statement, after in zip(definition.body, definition.body[1:]):
-        if isinstance(statement, ast.AnnAssign) and isinstance(after, ast.Expr):
-            name = ast.unparse(statement.target)
-            texts[name] = " ".join(ast.literal_eval(after.value).split())
-    return texts
 
 
 def reader_of(kind: Any) -> Any:
@@ -133,7 +117,7 @@ def imported(name: str) -> type:
 def main(args: Sequence[str] | None = None) -> None:
     parser = new_parser()
     options = parser.parse_args(args)
-    from nanovllm import commands  # torch takes seconds: not for --help
+    from nanovllm.server import commands  # torch takes seconds: not for --help
 
     try:
         getattr(commands, options.command)(options)

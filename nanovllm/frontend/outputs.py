@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from nanovllm.sequence import TokenLogprobs
 
@@ -29,28 +29,28 @@ class RequestOutput:
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
-    reply: Any = field(repr=False)  # a replies.Reply, until it has finished
     completions: list[CompletionOutput] = field(repr=False)
     cached_tokens: int = field(default=0, repr=False)
     finished: bool = False
     error: Exception | None = None  # the cause, if finish_reason is "error"
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # the first token has none
+    update: Callable[[], None] | None = field(default=None, repr=False)  # until it has finished
 
     @property
     def outputs(self) -> list[CompletionOutput]:
-        if self.reply is not None:
-            self.reply.update()
+        if self.update is not None:
+            self.update()
         return self.completions
 
     @property
     def num_cached_tokens(self) -> int:
         """Prompt tokens whose keys and values came from the prefix cache."""
-        if self.reply is not None:
-            self.reply.update()
+        if self.update is not None:
+            self.update()
         return self.cached_tokens
 
     def __getstate__(self) -> dict:
         """What copy and pickle keep: all but the engine's side of an unfinished request."""
-        if self.reply is not None:
-            self.reply.update()
-        return {**vars(self), "reply": None}
+        if self.update is not None:
+            self.update()
+        return {**vars(self), "update": None}

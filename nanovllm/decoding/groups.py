@@ -7,7 +7,7 @@ token that all of them share.
 from nanovllm.block_manager import BlockManager
 from nanovllm.schedule import Item, Schedule
 from nanovllm.sequence import Request
-from nanovllm.swapping import swap_in
+from nanovllm.swapping.blocks import swap_in
 
 
 def share(request: Request, manager: BlockManager) -> None:

@@ -1,43 +1,53 @@
 """Progress: a bar with the requests that are done, and tokens per second."""
 
 import time
+from collections.abc import Callable
 
 from tqdm import tqdm
 
-from nanovllm.outputs import RequestOutput
+from nanovllm.frontend.outputs import RequestOutput
+from nanovllm.frontend.stats import Counts
+from nanovllm.schedule import Schedule
 from nanovllm.scheduler import Scheduler
-from nanovllm.stats import Counts
 
 SECONDS_BETWEEN_LOOKS = 0.1
 
 
 class Progress:
-    """Of these outputs, which have just been asked for."""
+    """Shows how many of the outputs have finished. Observes the steps of an engine."""
 
-    def __init__(self, outputs: list[RequestOutput], scheduler: Scheduler, counts: Counts):
+    def __init__(
+        self,
+        outputs: list[RequestOutput],
+        scheduler: Scheduler,
+        counts: Counts,
+        observers: list[Callable[[Schedule, float], None]],
+    ):
         self.outputs = outputs
         self.scheduler = scheduler
         self.counts = counts
+        self.observers = observers
         self.start = self.last_look = time.perf_counter()
         self.num_prompt_tokens = scheduler.num_prompt_tokens
         self.num_output_tokens = counts.output_tokens
         self.bar = tqdm(total=len(outputs), desc="Prompts", dynamic_ncols=True)
 
-    def __enter__(self) -> "Progress":
-        return self
+    def __enter__(self) -> None:
+        self.observers.append(self.observe)
 
     def __exit__(self, *_) -> None:
-        self.last_look = 0.0
+        self.observers.remove(self.observe)
         self.show()
         self.bar.close()
 
-    def show(self) -> None:
-        """To be called after each step; looks ten times a second."""
+    def observe(self, schedule: Schedule, seconds: float) -> None:
         now = time.perf_counter()
-        if now < self.last_look + SECONDS_BETWEEN_LOOKS:
-            return
-        self.last_look = now
-        seconds = now - self.start
+        if now >= self.last_look + SECONDS_BETWEEN_LOOKS:
+            self.last_look = now
+            self.show()
+
+    def show(self) -> None:
+        seconds = time.perf_counter() - self.start
         num_prompt = self.scheduler.num_prompt_tokens - self.num_prompt_tokens
         num_output = self.counts.output_tokens - self.num_output_tokens
         speeds = f"prompt {num_prompt / seconds:.0f}, output {num_output / seconds:.0f} tokens/s"

@@ -63,12 +63,12 @@ class Threads:
     all. A number of threads that was set by OMP_NUM_THREADS or torch.set_num_threads is left alone.
     """
 
-    def __init__(self, device: torch.device):
+    def __init__(self) -> None:
         self.defaults = default_thread_counts()
         is_chosen = "OMP_NUM_THREADS" in os.environ or "MKL_NUM_THREADS" in os.environ
         # other backends cannot change it
         is_openmp = "backend: OpenMP" in torch.__config__.parallel_info()
-        self.can_change = device.type == "cpu" and is_openmp and not is_chosen
+        self.can_change = is_openmp and not is_chosen
         self.to_restore: int | None = None  # during a step, or after an interrupted one
         self.num_others = 0.0  # processors that other programs have used recently
         self.last_look = look()

@@ -1,0 +1,1 @@
+"""The machine: its device and backend, its memory, CUDA graphs on a GPU, threads on a CPU."""

@@ -1,0 +1,102 @@
+"""Text: tokens become text, and stop strings are looked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from operator import itemgetter
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from nanovllm.decoding.beam_search import BeamRequest
+from nanovllm.frontend.outputs import CompletionOutput
+from nanovllm.sampling_params import SamplingParams
+
+
+@dataclass
+class Text:
+    """Turns the tokens of one output into text, and watches for stop strings.
+
+    Text is held back while it ends in an incomplete UTF-8 character (DecodeStream does that) or in
+    a possible beginning of a stop string.
+    """
+
+    tokenizer: Tokenizer
+    output: CompletionOutput
+    params: SamplingParams
+    token_ids: list[int] = field(default_factory=list)  # those that are text
+    is_incomplete: bool = False  # whether the last token's text is still to come
+    num_safe_chars: int = 0  # how much of output.text may be shown to the user
+
+    def __post_init__(self):
+        self.decoder = DecodeStream(skip_special_tokens=self.params.skip_special_tokens)
+        self.stop = list(self.params.stop or ())
+
+    def add(self, token_id: int) -> bool:
+        """Appends a token's text. Returns True if it completes a stop string, which ends the
+        text."""
+        new = self.decoder.step(self.tokenizer, token_id)
+        self.token_ids.append(token_id)
+        self.is_incomplete = not new
+        return self._append(new) if new else False
+
+    def end(self) -> bool:
+        """No token follows: nothing is held back any longer. Of a character that was cut in the
+        middle, U+FFFD remains, as `decode` has it. Returns True if this completes a stop string."""
+        is_stop = False
+        if self.is_incomplete:
+            self.is_incomplete = False
+            skip = self.params.skip_special_tokens
+            text = self.tokenizer.decode(self.token_ids, skip_special_tokens=skip)
+            if text.startswith(self.output.text):
+                is_stop = self._append(text[len(self.output.text) :])
+        self.num_safe_chars = len(self.output.text)
+        return is_stop
+
+    def _append(self, new: str) -> bool:
+        before = len(self.output.text)
+        text = self.output.text + new
+        found = []
+        if len(self.token_ids) > self.params.min_tokens:
+            for stop in self.stop:
+                begin = text.find(stop, max(0, before - len(stop) + 1))
+                if begin >= 0:
+                    found.append((begin, stop))
+        num_held_back = 0
+        if found:
+            begin, stop = min(found, key=itemgetter(0))
+            self.output.stop_reason = stop
+            is_kept = self.params.include_stop_str_in_output
+            text = text[: begin + len(stop) if is_kept else begin]
+        else:
+            num_held_back = max((overlap(text, stop) for stop in self.stop), default=0)
+        self.output.text = text
+        self.num_safe_chars = len(text) - num_held_back
+        return bool(found)
+
+
+def overlap(text: str, stop: str) -> int:
+    """Number of characters at the end of the text that may be the beginning of the stop string."""
+    begin = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+    while begin >= 0 and not stop.startswith(text[begin:]):
+        begin = text.find(stop[0], begin + 1)
+    return len(text) - begin if begin >= 0 else 0
+
+
+def results_of(request: BeamRequest, tokenizer: Tokenizer | None) -> list[CompletionOutput]:
+    """The results of a beam search, best first."""
+    outputs = []
+    for i, beam in enumerate(request.search.best_so_far(request.sequences)):
+        output = CompletionOutput(i, token_ids=beam.token_ids)
+        output.cumulative_logprob = beam.cumulative_logprob
+        text_ids = beam.token_ids
+        output.finish_reason = "length"
+        if beam.token_id in request.stop_token_ids:
+            output.finish_reason = "stop"
+            text_ids = text_ids[:-1]
+        elif beam.token_id is None:  # the search was cut short
+            output.finish_reason = beam.parent.finish_reason
+        if tokenizer is not None:
+            output.text = tokenizer.decode(text_ids, skip_special_tokens=True)
+        outputs.append(output)
+    return outputs

@@ -1,0 +1,24 @@
+"""Turns: threads that share an engine use it one after the other."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Turns:
+    """A lock that no thread waits for in vain. A thread that has the turn may take it again."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.waiting: dict[int, bool] = {}  # threads, by their numbers
+
+    @contextmanager
+    def take(self) -> Iterator[None]:
+        me = threading.get_ident()
+        if self.waiting.keys() - {me}:
+            time.sleep(1e-4)  # locks are not fair: in a loop of steps, this thread would be first
+        self.waiting[me] = True
+        with self.lock:
+            self.waiting.pop(me, None)
+            yield

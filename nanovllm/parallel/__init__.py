@@ -1,0 +1,1 @@
+"""Tensor parallelism: each rank holds a shard of each layer, and all compute every step together."""

@@ -1,0 +1,1 @@
+"""Swapping: the blocks of preempted requests wait in host memory."""
