@@ -1,7 +1,7 @@
 """ModelRunner: a schedule in, sampled tokens out. It owns the model and the KV cache."""
 
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from itertools import islice
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nanovllm.block_manager import Moves
 from nanovllm.config import Config, Limits
+from nanovllm.decoding.penalties import adjusted_logits
 from nanovllm.decoding.prompt_logprobs import PromptScores, rows_to_score
 from nanovllm.device.choose import choose_cache, choose_dtype, choose_ops
 from nanovllm.device.cuda_graphs import StepGraphs
@@ -22,10 +23,10 @@ from nanovllm.layers.kv_cache import CacheShape
 from nanovllm.layers.sampler import Sampling, top_logprobs
 from nanovllm.loader import load_model
 from nanovllm.models.qwen import Qwen, head_dim_of
-from nanovllm.sampling import adjusted_logits, sampling_of
+from nanovllm.sampling import sampling_of
 from nanovllm.schedule import Drawn, Item, Schedule
 from nanovllm.sequence import Sequence, TokenLogprobs
-from nanovllm.step import StepInputs
+from nanovllm.step import StepInputs, integers
 from nanovllm.swapping.host_cache import HostCache
 
 Rows = list[int]  # of the batch
@@ -273,11 +274,3 @@ def decodes_first(items: list[Item], rows: Rows) -> tuple[list[Item], Rows]:
     order = sorted(range(len(items)), key=lambda i: items[i].num_tokens > 1)
     new_row = {i: row for row, i in enumerate(order)}
     return [items[i] for i in order], [new_row[i] for i in rows]
-
-
-def integers(values: Iterable[int]) -> Tensor:
-    """[n] int64. Several times faster than torch.tensor(list)."""
-    numbers = array("q", values)
-    if not numbers:
-        return torch.zeros(0, dtype=torch.int64)
-    return torch.frombuffer(numbers, dtype=torch.int64)

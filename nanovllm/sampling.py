@@ -1,17 +1,8 @@
 """Sampling: from the parameters of a step's requests to the tensors that draw their tokens."""
 
-from array import array
-from collections import Counter
-from collections.abc import Iterable
-
-import torch
-from torch import Tensor
-
-from nanovllm.layers.penalties import Adjustments, adjusted
 from nanovllm.layers.sampler import Sampling
-from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import Sequence
-from nanovllm.step import move, tensors_of, with_tensors
+from nanovllm.step import floats, integers
 
 
 def sampling_of(seqs: list[Sequence], vocab_size: int) -> Sampling:
@@ -32,81 +23,3 @@ def sampling_of(seqs: list[Sequence], vocab_size: int) -> Sampling:
         min_p=min_p if (min_p[is_drawn] > 0).any() else None,
         max_top_k=max_top_k if max_top_k < vocab_size else None,
     )
-
-
-def adjusted_logits(logits: Tensor, seqs: list[Sequence]) -> Tensor:
-    """The logits [B, vocab_size] with all biases and penalties; the same ones if there are none."""
-    if not any(seq.request.is_adjusted for seq in seqs):
-        return logits
-    adjustments = adjustments_of(seqs)
-    if adjustments is None:
-        return logits
-    moved = move(tensors_of(adjustments), logits.device)
-    return adjusted(logits, with_tensors(adjustments, moved))
-
-
-class Entries:
-    """A list of (row, token id, value), as three arrays."""
-
-    def __init__(self) -> None:
-        self.rows = array("q")
-        self.ids = array("q")
-        self.values = array("f")
-
-    def add(self, row: int, values: dict[int, float]) -> None:
-        """Of one row: token ids with their values."""
-        self.rows.extend([row] * len(values))
-        self.ids.extend(values)
-        self.values.extend(values.values())
-
-    def __add__(self, other: "Entries") -> "Entries":
-        both = Entries()
-        both.rows = self.rows + other.rows
-        both.ids = self.ids + other.ids
-        both.values = self.values + other.values
-        return both
-
-
-def adjustments_of(seqs: list[Sequence]) -> Adjustments | None:
-    """What their parameters say of logits, with the tokens that they have now."""
-    biases = Entries()
-    factors = Entries()
-    penalties = Entries()
-    for row, seq in enumerate(seqs):
-        if not seq.request.is_adjusted:
-            continue
-        params = seq.request.params
-        biases.add(row, params.logit_bias or {})
-        if seq.num_output_tokens < params.min_tokens:
-            biases.add(row, dict.fromkeys(seq.request.stop_token_ids, -torch.inf))
-        if params.repetition_penalty != 1:
-            factors.add(row, dict.fromkeys(seq.token_ids, params.repetition_penalty))
-        if params.frequency_penalty or params.presence_penalty:
-            counts = Counter(seq.output_token_ids)
-            amounts = {i: -penalty(params, count) for i, count in counts.items()}
-            penalties.add(row, amounts)
-    entries = biases + factors + penalties
-    if not entries.ids:  # not yet, or no longer
-        return None
-    return Adjustments(
-        rows=integers(entries.rows),
-        ids=integers(entries.ids),
-        values=floats(entries.values),
-        num_biases=len(biases.ids),
-        num_factors=len(factors.ids),
-    )
-
-
-def penalty(params: SamplingParams, count: int) -> float:
-    """For a token that the output has so often."""
-    return params.frequency_penalty * count + params.presence_penalty
-
-
-def integers(values: Iterable[int]) -> Tensor:
-    """[n] int64, n > 0."""
-    return torch.frombuffer(array("q", values), dtype=torch.int64)
-
-
-def floats(values: Iterable[float]) -> Tensor:
-    """[n] fp32, n > 0."""
-    return torch.frombuffer(array("f", values), dtype=torch.float32)

@@ -1,5 +1,7 @@
 """StepInputs: what the device must know about a step."""
 
+from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -92,3 +94,16 @@ def move(
     for part, (name, t) in zip(parts, tensors.items()):
         moved[name] = buffer[part].view(t.dtype).view(t.shape)
     return moved
+
+
+def integers(values: Iterable[int]) -> Tensor:
+    """[n] int64. Several times faster than torch.tensor(list)."""
+    numbers = array("q", values)
+    if not numbers:
+        return torch.zeros(0, dtype=torch.int64)
+    return torch.frombuffer(numbers, dtype=torch.int64)
+
+
+def floats(values: Iterable[float]) -> Tensor:
+    """[n] fp32, n > 0."""
+    return torch.frombuffer(array("f", values), dtype=torch.float32)

@@ -1,3 +1,1 @@
-"""Several sequences of a request: parallel samples, beam search; and log-probabilities of the
-prompt.
-"""
+"""Decoding beyond one plain sequence: samples, beams, penalties, log-probabilities of the prompt."""

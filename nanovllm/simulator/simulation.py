@@ -1,7 +1,7 @@
 """Simulator: thousands of requests in a second, under a virtual clock. Imports no torch.
 
 Each replica (`replica.py`) goes its own way, step by step, at the pace of the cost model
-(`roofline.py`); they share nothing but the router before them.
+(`simulator/cost_model.py`); they share nothing but the router before them.
 """
 
 from __future__ import annotations
