@@ -3,7 +3,7 @@
 What is marked slow is left out: by `@pytest.mark.slow` a test, by `@pytest.mark.slow(but_every=5)`
 all but every fifth of its variants. `pytest --slow` runs everything. So does the variable SOLUTION,
 with which students say what the public tests look at. `pytest --machine NAME` plays another machine
-(tests/machines.py).
+(tests/tools/machines.py).
 """
 
 import gc
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import extras, machines
+from tests.tools import extras, machines
 
 # Two threads are hardly faster for models this small, and ten times slower on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported

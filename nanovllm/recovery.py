@@ -137,6 +137,7 @@ class Recovery:
         """Begins anew with an empty cache, from the tokens of each sequence. May itself be
         interrupted."""
         self.is_changing = True
+        self.schedule = None
         self.submitted.clear()  # all that have a reply are queued below
         replies = [*self.replies.unfinished.values()]
         for reply in replies:

@@ -245,7 +245,7 @@ class Tile(NamedTuple):
 def tile_sizes(dim: int, group: int, itemsize: int, is_decode: bool) -> Tile:
     """So small that no registers spill, and with two buffers for keys and values.
 
-    With two, a tile is loaded while the previous one is computed. See tests/test_kernels.py.
+    With two, a tile is loaded while the previous one is computed. See tests/core/test_kernels.py.
     """
     keys = max(16, min(64, 8192 // (dim * itemsize)))
     padded_group = triton.next_power_of_2(group)

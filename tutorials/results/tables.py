@@ -1,4 +1,4 @@
-"""Writes the tables of README, chapters 10, 12 and 14 to 17 and the handouts from the files beside it:
+"""Writes the tables of README, chapters 00, 10, 12 and 14 to 17 and the handouts from the files beside it:
 nobody types a number.
 
     python -m tutorials.results.tables
@@ -7,6 +7,7 @@ A table stands between <!-- table NAME FILE... --> and <!-- end of table -->. A 
 with the files.
 """
 
+import ast
 import json
 import os
 import re
@@ -28,6 +29,7 @@ from tutorials.simulation.ablations import ablation_table
 RESULTS = ROOT / "tutorials" / "results"
 PAGES = [
     ROOT / "README.md",
+    ROOT / "tutorials" / "00_overview.md",
     ROOT / "tutorials" / "10_performance.md",
     ROOT / "tutorials" / "12_simulator.md",
     ROOT / "tutorials" / "14_serving.md",
@@ -476,7 +478,34 @@ def tried(reports: list[dict], links: list[str]) -> str:
     return handout_table(*reports)
 
 
+def topics(reports: list[dict], links: list[str]) -> str:
+    """The folders of the package, with the first sentences of their docstrings."""
+    rows = [["Folder", "Topic"]]
+    for file in sorted((ROOT / "nanovllm").glob("*/__init__.py")):
+        sentence = ast.get_docstring(ast.parse(file.read_text()))
+        if sentence:
+            rows.append([f"`{file.parent.name}/`", first_sentence(sentence)])
+    return markdown(rows)
+
+
+def core(reports: list[dict], links: list[str]) -> str:
+    """The modules of the core, with the first sentences of their docstrings."""
+    rows = [["Module", "What it is about"]]
+    for folder in ("", "layers/", "models/"):
+        for file in sorted((ROOT / "nanovllm" / folder).glob("*.py")):
+            sentence = ast.get_docstring(ast.parse(file.read_text()))
+            if sentence and not file.name.startswith("__"):
+                rows.append([f"`{folder}{file.name}`", first_sentence(sentence)])
+    return markdown(rows)
+
+
+def first_sentence(text: str) -> str:
+    return " ".join(text.partition("\n\n")[0].split()).partition(". ")[0].rstrip(".")
+
+
 TABLES = {
+    "topics": topics,
+    "core": core,
     "speed": speed,
     "engines": engines,
     "recovery": recovery,

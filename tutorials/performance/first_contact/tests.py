@@ -12,7 +12,7 @@ ALONE = "memory_stays"  # the test that wants the GPU for itself
 def tests(section: Section) -> None:
     """The tests that use a GPU: first the one that wants it for itself, then all others."""
     if section.cpu:
-        section.case("one test", partial(pytest, section, "tests/test_fused.py", "-k", "silu"))
+        section.case("one test", partial(pytest, section, "tests/core/test_fused.py", "-k", "silu"))
     else:
         section.case("alone", partial(pytest, section, "-m", "gpu", "tests", "-k", ALONE))
         section.case("others", partial(pytest, section, *others()))
@@ -22,8 +22,8 @@ def tests(section: Section) -> None:
 
 def others() -> list[str]:
     """pytest's arguments for all tests of the GPU but the one that is alone."""
-    names = ("gpu", "kernels", "fused", "cuda_graphs", "sampler")
-    files = [f"tests/test_{name}.py" for name in names]
+    names = ("device", "core/test_kernels.py", "core/test_fused.py", "core/test_sampler.py")
+    files = [f"tests/{name}" for name in names]
     parallel = ["-n", "8"] if importlib.util.find_spec("xdist") else []
     return [*files, "-k", f"not {ALONE} and not ahead_of_time", *parallel]
 

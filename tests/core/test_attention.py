@@ -1,0 +1,137 @@
+"""The plain reference against dense attention for one sequence at a time, and the CPU's backend against both.
+
+Run: pytest tests/core/test_attention.py [-k borders]
+"""
+
+import random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nanovllm.layers import attention
+from nanovllm.layers.batch import Batch
+from nanovllm.layers.kv_cache import KVCache
+from nanovllm.layers.torch_attention import Layout, group_by_context
+from nanovllm.layers.torch_ops import layout, paged_attention, store_kv
+
+BORDERS = [1, 7, 8, 9, 16, 17, 40]
+
+
+def dense_attention(q, k, v, scale):
+    """q [Q, heads, d], the last Q of k and v [S, kv_heads, d]'s positions."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    scores = torch.einsum("qhd,shd->hqs", q, k) * scale
+    ahead = torch.arange(len(k)) > torch.arange(len(k) - len(q), len(k)).unsqueeze(1)
+    return torch.einsum("hqs,shd->qhd", scores.masked_fill(ahead, float("-inf")).softmax(-1), v)
+
+
+def random_batch(
+    sequences, num_kv_heads, head_dim, block_size=8, num_blocks=64, num_layers=2, seed=0
+):
+    """`sequences` is [(query length, context length)]. Returns the batch and each sequence's keys and values.
+
+    Blocks are given out in random order. Whatever no sequence owns is NaN, so that reading it shows.
+    """
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    cache = torch.full((2, num_layers, num_blocks, block_size, num_kv_heads, head_dim), torch.nan)
+    free = rng.sample(range(num_blocks), num_blocks)
+    tables, slots, keys = [], [], []
+    for length, context in sequences:
+        table = [free.pop() for _ in range(-(-context // block_size))]
+        kv = torch.randn(2, num_layers, context, num_kv_heads, head_dim, generator=generator)
+        all_slots = [table[i // block_size] * block_size + i % block_size for i in range(context)]
+        cached = all_slots[: context - length]
+        cache.flatten(2, 3)[:, :, cached] = kv[:, :, : len(cached)]
+        slots += all_slots[len(cached) :]
+        to_come = rng.sample(range(num_blocks), rng.randrange(3))  # blocks for tokens to come
+        tables.append(table + to_come)
+        keys.append(kv)
+    starts = torch.tensor([0, *(length for length, _ in sequences)]).cumsum(0)
+    batch = Batch(
+        kv_cache=KVCache(cache),
+        slot_mapping=torch.tensor(slots),
+        cu_seqlens_q=starts.to(torch.int32),
+        context_lens=torch.tensor([context for _, context in sequences], dtype=torch.int32),
+        cu_blocks=torch.tensor([0, *map(len, tables)]).cumsum(0).to(torch.int32),
+        block_tables=torch.tensor(
+            [block_id for table in tables for block_id in table], dtype=torch.int32
+        ),
+        num_decodes=next(
+            (b for b, (length, _) in enumerate(sequences) if length > 1), len(sequences)
+        ),
+        max_context=max(context for _, context in sequences),
+    )
+    return batch, keys
+
+
+def check(sequences, num_heads, num_kv_heads, head_dim, **kwargs):
+    batch, keys = random_batch(sequences, num_kv_heads, head_dim, **kwargs)
+    layer, scale = 1, head_dim**-0.5
+    lengths = [length for length, _ in sequences]
+    q = torch.randn(sum(lengths), num_heads, head_dim, generator=torch.Generator().manual_seed(1))
+    new = torch.cat([kv[:, layer, -length:] for kv, length in zip(keys, lengths)], dim=1)
+    untouched = batch.kv_cache.tensor[:, 0].clone()
+    store_kv(new[0], new[1], batch, layer)
+    batch.layout = layout(batch)
+    assert batch.kv_cache.tensor[:, 0].nan_to_num().equal(untouched.nan_to_num())
+    expected = [dense_attention(x, *kv[:, layer], scale) for x, kv in zip(q.split(lengths), keys)]
+    for out in (
+        attention.paged_attention(q, batch, layer, scale),
+        paged_attention(q, batch, layer, scale),
+    ):
+        torch.testing.assert_close(out, torch.cat(expected), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2), (8, 2), (7, 1), (14, 2)])
+@pytest.mark.parametrize("head_dim", [16, 32, 80])
+def test_a_mixture_of_prompts_chunks_and_decodes(heads, head_dim):
+    check([(1, 9), (5, 5), (3, 20), (1, 1), (1, 33), (17, 40)], *heads, head_dim)
+
+
+@pytest.mark.parametrize("context", BORDERS)
+def test_every_split_into_cached_and_new_at_block_borders(context):
+    for length in {1, 2, context // 2, context - 1, context} & set(range(1, context + 1)):
+        check([(length, context)], 4, 2, 16, seed=length)
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 8, 16])
+def test_block_sizes(block_size):
+    check([(1, 10), (4, 12), (1, 3)], 4, 2, 16, block_size=block_size)
+
+
+def test_decodes_only_and_prompts_only():
+    check([(1, context) for context in BORDERS], 6, 2, 32)
+    check([(context, context) for context in BORDERS], 6, 2, 32)
+
+
+def test_a_long_context_beside_short_ones_is_a_group_of_its_own():
+    sequences = [(1, 50), (1, 2000), (1, 49), *[(1, 50)] * 13]
+    batch, _ = random_batch(sequences, 2, 16, num_blocks=400)
+    assert sorted(part.places[:, 0].numel() for part in Layout(batch).parts) == [15 * 50, 2000]
+    check([(1, 900), (1, 3), (4, 9), (1, 70), (1, 16), (1, 17)], 4, 2, 16, num_blocks=140)
+
+
+@given(st.lists(st.integers(1, 5000), max_size=60), st.sampled_from([1000, 10**6]))
+def test_groups_have_every_row_once_and_little_padding(contexts, most_keys):
+    groups = group_by_context(list(range(len(contexts))), contexts, most_keys)
+    assert sorted(row for group in groups for row in group) == list(range(len(contexts)))
+    for group in groups:
+        keys = sum(contexts[row] for row in group)
+        padding = len(group) * max(contexts[row] for row in group) - keys
+        assert padding <= max(512, keys // 2)
+        assert keys + padding <= most_keys or len(group) == 1
+
+
+def test_the_work_does_not_grow_with_the_capacity_of_the_cache():
+    """No operation, nor one inside another, may allocate anything of the size of the cache."""
+    batch, _ = random_batch([(1, 9), (5, 12)], 2, 16, num_blocks=5000)
+    q, new = torch.randn(6, 4, 16), torch.randn(2, 6, 2, 16)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        batch.layout = layout(batch)
+        store_kv(new[0], new[1], batch, 0)
+        paged_attention(q, batch, 0, 0.25)
+    largest = max(event.cpu_memory_usage for event in profile.events())
+    assert 0 < largest <= 16_384 < batch.kv_cache.tensor.nbytes // 1000

@@ -1,0 +1,403 @@
+"""Blocks are handed out, shared, copied, cached and freed as they should be; random use agrees with
+a simple model.
+
+Run: pytest tests/core/test_block_manager.py [-k copies]
+"""
+
+import pytest
+from fake_model import FakeRunner
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from nanovllm.block_manager import BlockManager
+from nanovllm.checks.blocks import check_blocks
+from nanovllm.frontend.stats import slot_usage
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.schedule import Item
+from nanovllm.sequence import Request, Sequence
+from nanovllm.swapping.blocks import free_host, swap_in, swap_out
+
+
+def new_sequence(token_ids) -> Sequence:
+    return Request("r", None, list(token_ids), SamplingParams()).sequences[0]
+
+
+def next_item(seq: Sequence) -> Item:
+    return Item(seq, seq.num_computed_tokens, 1)
+
+
+def compute(manager: BlockManager, seq: Sequence, num_tokens: int | None = None) -> None:
+    """What a step does to one sequence."""
+    num_tokens = seq.num_missing_tokens if num_tokens is None else num_tokens
+    manager.allocate(seq, num_tokens)
+    seq.num_computed_tokens += num_tokens
+    manager.publish(seq, seq.num_computed_tokens)
+
+
+def test_blocks_come_on_demand():
+    manager = BlockManager(num_blocks=8, block_size=4)
+    seq = new_sequence(range(10))
+    manager.take_prefix(seq)
+    for num_tokens, blocks in [(3, 1), (1, 1), (1, 2), (5, 3)]:
+        compute(manager, seq, num_tokens)
+        assert len(seq.block_table) == blocks == manager.num_used_blocks
+    manager.free(seq)
+    assert manager.num_free_blocks == 8 and seq.num_computed_tokens == 0 and seq.block_table == []
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 7, 8, 9, 12])
+@pytest.mark.parametrize("shared", [0, 3, 4, 5, 8])
+def test_hits_end_at_a_block_border_and_before_the_last_token(length, shared):
+    manager = BlockManager(num_blocks=16, block_size=4)
+    first = new_sequence(range(12))
+    compute(manager, first)
+    second = new_sequence(
+        [*range(min(shared, length)), *range(100, 100 + length - min(shared, length))]
+    )
+    manager.take_prefix(second)
+    assert second.num_computed_tokens == min(shared, length - 1) // 4 * 4
+    assert second.block_table == first.block_table[: second.num_computed_tokens // 4]
+    check_blocks(manager, [first, second])
+
+
+def test_a_block_is_findable_only_when_computed_or_planned():
+    """Of a prompt in chunks, only what this step computes."""
+    manager = BlockManager(num_blocks=8, block_size=4)
+    first, second, third = (new_sequence(range(13)) for _ in range(3))
+    manager.allocate(first, 13)
+    manager.take_prefix(second)
+    assert second.num_computed_tokens == 0
+    manager.publish(first, 7)
+    manager.take_prefix(second)
+    assert second.num_computed_tokens == 4 and manager.unwritten == {first.block_table[0]}
+    first.num_computed_tokens = 7
+    manager.unwritten.clear()
+    manager.publish(first, 12)
+    manager.take_prefix(third)
+    assert third.num_computed_tokens == 12 and manager.unwritten == {*first.block_table[1:3]}
+
+
+def test_no_part_of_a_block_is_copied_before_the_step_that_writes_it():
+    manager = BlockManager(num_blocks=8, block_size=4)
+    parent = new_sequence(range(9))
+    early = new_sequence([0, 1, 2, 3, 4, 9])
+    late = new_sequence([0, 1, 2, 3, 4, 9])
+    manager.allocate(parent, 9)
+    manager.publish(parent, 8)
+    parent.num_computed_tokens = 8  # as for somebody who has found them in the same step
+    manager.fork(parent, early, 5)
+    assert early.num_computed_tokens == 4 and len(early.block_table) == 1
+    manager.unwritten.clear()
+    manager.fork(parent, late, 5)
+    assert late.num_computed_tokens == 5 and len(late.block_table) == 2
+    check_blocks(manager, [parent, early, late])
+
+
+def test_looking_a_prefix_up_takes_nothing():
+    manager = BlockManager(num_blocks=8, block_size=4)
+    seq = new_sequence(range(9))
+    compute(manager, seq)
+    manager.free(seq)
+    before = list(manager.free_blocks)
+    assert [block.prefix_id for block in manager.find_prefix(new_sequence(range(9)))] == [1, 2]
+    assert list(manager.free_blocks) == before
+    assert all(block.ref_count == 0 for block in manager.blocks)
+
+
+def test_freed_blocks_are_a_cache_until_they_are_handed_out():
+    manager = BlockManager(num_blocks=4, block_size=2)
+    old = new_sequence(range(6))
+    compute(manager, old)
+    table = old.block_table
+    manager.free(old)
+    big = new_sequence([9, 9, 9])  # takes the block that was never used, then the tail of `old`
+    compute(manager, big)
+    assert big.block_table == [3, table[2]]
+    again = new_sequence(range(6))
+    manager.take_prefix(again)
+    assert again.block_table == table[:2]
+    check_blocks(manager, [big, again])
+
+
+def test_a_block_with_nothing_to_find_is_reused_before_any_cached_one():
+    manager = BlockManager(num_blocks=3, block_size=2)
+    seq = new_sequence([1, 2, 3, 4, 5])
+    compute(manager, seq)
+    partial = seq.block_table[2]
+    manager.free(seq)
+    other = new_sequence([9])
+    compute(manager, other)
+    assert other.block_table == [partial] and len(manager.findable) == 2
+
+
+def test_least_recently_used_goes_first():
+    manager = BlockManager(num_blocks=4, block_size=2)
+    a, b = new_sequence([1, 1]), new_sequence([2, 2])
+    for seq in (a, b):
+        compute(manager, seq)
+        manager.free(seq)
+    again = new_sequence([1, 1, 1])  # a is used once more, so b's block is older now
+    manager.take_prefix(again)
+    manager.free(again)
+    filler = new_sequence([3] * 6)
+    compute(manager, filler)
+    assert (0, (2, 2)) not in manager.findable and (0, (1, 1)) in manager.findable
+
+
+def test_an_evicted_prefix_takes_its_descendants_out_of_reach():
+    manager = BlockManager(num_blocks=3, block_size=2)
+    chain = new_sequence([1, 2, 3, 4])
+    compute(manager, chain)
+    first, second = chain.block_table
+    twin = new_sequence([1, 2])  # the same tokens in a block of its own, which stays unfindable
+    compute(manager, twin)
+    assert twin.block_table[0] not in (first, second)
+    assert manager.blocks[twin.block_table[0]].key is None
+    assert twin.prefix_ids == chain.prefix_ids[:1]
+    manager.free(chain)
+    other = new_sequence([7] * 4)  # evicts both blocks of the chain
+    compute(manager, other)
+    manager.free(other)
+    probe = new_sequence([1, 2, 3, 4, 5])
+    manager.take_prefix(probe)
+    assert probe.num_computed_tokens == 0
+    check_blocks(manager, [twin, probe])
+
+
+def test_equal_tokens_after_different_prefixes_are_different_blocks():
+    manager = BlockManager(num_blocks=8, block_size=2)
+    compute(manager, new_sequence([1, 1, 5, 5]))
+    probe = new_sequence([2, 2, 5, 5, 0])
+    manager.take_prefix(probe)
+    assert probe.num_computed_tokens == 0
+
+
+def test_the_first_write_into_a_shared_block_copies_it():
+    manager = BlockManager(num_blocks=8, block_size=4)
+    parent, children = new_sequence(range(6)), [new_sequence(range(6)) for _ in range(2)]
+    compute(manager, parent)
+    full, partial = parent.block_table
+    for child in children:
+        manager.fork(parent, child)
+        child.token_ids.append(7)
+    parent.token_ids.append(7)
+    assert manager.num_used_blocks == 2
+    assert [manager.blocks[i].ref_count for i in (full, partial)] == [3, 3]
+    family = [parent, *children]
+    check_blocks(manager, family)
+    assert manager.num_new_blocks([next_item(seq) for seq in family]) == 2
+    assert manager.num_new_blocks([next_item(parent)]) == 1
+    for seq in family:
+        manager.allocate(seq, 1)
+    copies = manager.take_moves().copies
+    assert [source for source, _ in copies] == [partial, partial]  # the last owner keeps it
+    assert [seq.block_table for seq in family] == [
+        [full, copies[0][1]],
+        [full, copies[1][1]],
+        [full, partial],
+    ]
+    check_blocks(manager, family)
+
+
+@pytest.mark.parametrize("parent_stays", [True, False])
+def test_writing_into_a_full_block_that_was_forked_in_its_middle(parent_stays):
+    """It is copied if somebody else reads it. If not, it can no longer be found, since it will hold
+    something else."""
+    manager = BlockManager(num_blocks=8, block_size=4)
+    parent, child = new_sequence(range(8)), new_sequence([0, 1, 2, 3, 4, 9])
+    compute(manager, parent)
+    manager.fork(parent, child, num_tokens=5)
+    block = child.block_table[1]
+    if not parent_stays:
+        manager.free(parent)
+    assert manager.num_new_blocks([next_item(child)]) == parent_stays
+    manager.allocate(child, 1)
+    copies = manager.take_moves().copies
+    assert copies == ([(block, child.block_table[1])] if parent_stays else [])
+    assert (child.block_table[1] == block) != parent_stays
+    again = new_sequence([*range(8), 0])
+    manager.take_prefix(again)
+    assert again.num_computed_tokens == (8 if parent_stays else 4)
+    check_blocks(manager, [child, again, parent])
+
+
+def test_without_prefix_caching_nothing_is_found():
+    manager = BlockManager(num_blocks=8, block_size=2, enable_prefix_caching=False)
+    compute(manager, new_sequence(range(8)))
+    probe = new_sequence(range(8))
+    manager.take_prefix(probe)
+    assert probe.num_computed_tokens == 0 and not manager.findable
+
+
+class RandomUse(RuleBasedStateMachine):
+    """Any order of add, compute, fork, append, free, preempt and swap, against a cache that knows
+    what every slot holds."""
+
+    block_size, num_blocks, num_host_blocks = 2, 7, 9
+
+    def __init__(self):
+        super().__init__()
+        self.manager = BlockManager(
+            self.num_blocks, self.block_size, num_host_blocks=self.num_host_blocks
+        )
+        self.memory = FakeRunner(self.block_size)
+        self.sequences: list[Sequence] = []
+        self.away: list[Sequence] = []  # swapped out
+
+    def pick(self, data) -> Sequence:
+        return data.draw(st.sampled_from(self.sequences))
+
+    @rule(token_ids=st.lists(st.integers(0, 1), min_size=1, max_size=9))
+    def add(self, token_ids):
+        seq = new_sequence(token_ids)
+        self.manager.take_prefix(seq)
+        assert seq.num_computed_tokens < len(seq)
+        self.memory.check(seq)  # what was found is what would have been computed
+        self.sequences.append(seq)
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data(), at_most=st.integers(1, 6))
+    def compute(self, data, at_most):
+        """A step of one sequence or of several."""
+        seqs = data.draw(st.lists(st.sampled_from(self.sequences), min_size=1, unique_by=id))
+        plan = [
+            Item(seq, seq.num_computed_tokens, min(at_most, seq.num_missing_tokens))
+            for seq in seqs
+            if seq.num_missing_tokens > 0
+        ]
+        missing = self.manager.num_new_blocks(plan)
+        blocks = sum(len(item.seq.block_table) for item in plan)
+        if missing > self.manager.num_free_blocks:
+            return
+        for item in plan:
+            self.manager.allocate(item.seq, item.num_tokens)
+        copies = self.manager.take_moves().copies
+        assert missing == len(copies) + sum(len(item.seq.block_table) for item in plan) - blocks
+        self.memory.copy(copies)
+        for seq, start, num_tokens in plan:
+            self.memory.write(seq, start, num_tokens)
+            seq.num_computed_tokens += num_tokens
+            self.manager.publish(seq, seq.num_computed_tokens)
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def fork(self, data):
+        """From anywhere in what a sequence has computed, with other tokens after it."""
+        parent = self.pick(data)
+        num_tokens = data.draw(st.integers(0, parent.num_computed_tokens))
+        tail = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=3))
+        child = new_sequence(parent.token_ids[:num_tokens] + tail)
+        self.manager.fork(parent, child, num_tokens)
+        self.sequences.append(child)
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data(), token=st.integers(0, 1))
+    def append(self, data, token):
+        self.pick(data).token_ids.append(token)
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def free(self, data):
+        seq = self.pick(data)
+        self.sequences.remove(seq)
+        self.manager.free(seq)
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def preempt_and_resume(self, data):
+        seq = self.pick(data)
+        self.manager.free(seq)
+        self.manager.take_prefix(seq)
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def swap_out(self, data):
+        """Of any sequences, whether they share blocks or not. All or nothing."""
+        group = data.draw(st.lists(st.sampled_from(self.sequences), min_size=1, unique_by=id))
+        blocks = {block_id for seq in group for block_id in seq.block_table}
+        room = len(self.manager.free_host_blocks)
+        assert swap_out(self.manager, group) == (len(blocks) <= room)
+        swaps = self.manager.take_moves().swaps_out
+        if len(blocks) > room:
+            assert not swaps and len(self.manager.free_host_blocks) == room
+            return
+        assert swaps.keys() == blocks and len(self.manager.free_host_blocks) == room - len(blocks)
+        self.memory.swap(swaps, {})
+        for seq in group:
+            self.manager.free(seq)
+            self.sequences.remove(seq)
+            self.away.append(seq)
+
+    @precondition(lambda self: self.away)
+    @rule(data=st.data())
+    def swap_in(self, data):
+        group = data.draw(st.lists(st.sampled_from(self.away), min_size=1, unique_by=id))
+        if sum(len(seq.host_table) for seq in group) > self.manager.num_free_blocks:
+            return  # sequences of different lengths may find a shared block, or need it from the host, or both
+        for seq in group:
+            num_tokens = seq.num_host_tokens
+            self.manager.take_prefix(seq)
+            swap_in(self.manager, seq)
+            assert (
+                num_tokens <= seq.num_computed_tokens < len(seq)
+                or num_tokens == seq.num_computed_tokens
+            )
+        self.memory.swap({}, self.manager.take_moves().swaps_in)
+        for seq in group:
+            free_host(self.manager, seq)
+            self.away.remove(seq)
+            self.sequences.append(seq)
+            self.manager.publish(seq, seq.num_computed_tokens)
+
+    @precondition(lambda self: self.away)
+    @rule(data=st.data())
+    def abort_while_away(self, data):
+        seq = data.draw(st.sampled_from(self.away))
+        self.away.remove(seq)
+        free_host(self.manager, seq)
+
+    @invariant()
+    def nothing_is_leaked_doubly_owned_or_stale(self):
+        check_blocks(self.manager, self.sequences + self.away)
+        for seq in self.sequences:
+            self.memory.check(seq)
+        usage = slot_usage(self.manager, [(seq, len(seq) + 1) for seq in self.sequences])
+        held = {
+            self.memory.slot(seq, i)
+            for seq in self.sequences
+            for i in range(seq.num_computed_tokens)
+        }
+        room = [min(len(seq) + 1, len(seq.block_table) * self.block_size) for seq in self.sequences]
+        wanted = {
+            self.memory.slot(seq, i) for seq, end in zip(self.sequences, room) for i in range(end)
+        }
+        assert usage["token_states"] == len(held) and usage["reserved"] == len(wanted) - len(held)
+        assert min(usage.values()) >= 0
+        assert sum(usage.values()) - usage["shared"] == self.num_blocks * self.block_size
+
+    def teardown(self):
+        for seq in self.sequences:
+            self.manager.free(seq)
+        for seq in self.away:
+            free_host(self.manager, seq)
+        check_blocks(self.manager, [])
+        assert self.manager.num_free_blocks == self.num_blocks
+
+
+def examples(count: int) -> settings:
+    return settings(
+        max_examples=count,
+        stateful_step_count=40,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+
+
+class TestRandomUse(RandomUse.TestCase):
+    settings = examples(50)
+
+
+@pytest.mark.slow
+class TestMuchRandomUse(RandomUse.TestCase):
+    settings = examples(150)

@@ -1,0 +1,272 @@
+"""Every option is checked, a wrong one is named with what is allowed, and nobody changes what the
+user configured.
+
+Run: pytest tests/core/test_config.py [-k nearest]
+"""
+
+import math
+from dataclasses import fields
+from types import SimpleNamespace
+from typing import get_args
+
+import pytest
+import torch
+
+from nanovllm import LLM
+from nanovllm.config import EMBEDDED_MODEL, TOKENS_PER_STEP, Config, Limits
+from nanovllm.model_runner import choose_dtype
+from nanovllm.sampling_params import SamplingParams
+
+NAN = math.nan
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("n", 0),
+        ("n", 1.5),
+        ("n", True),
+        ("temperature", -0.1),
+        ("temperature", NAN),
+        ("temperature", math.inf),
+        ("temperature", "hot"),
+        ("top_k", -2),
+        ("top_k", 2.0),
+        ("top_p", 0),
+        ("top_p", 1.01),
+        ("top_p", NAN),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("max_tokens", 0),
+        ("max_tokens", -1),
+        ("min_tokens", -1),
+        ("min_tokens", 257),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", NAN),
+        ("frequency_penalty", "1"),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", True),
+        ("logit_bias", {"5": 1.0}),
+        ("logit_bias", {5: 101}),
+        ("logit_bias", {-1: 1}),
+        ("logit_bias", [5]),
+        ("prompt_logprobs", 21),
+        ("prompt_logprobs", True),
+        ("skip_special_tokens", 1),
+        ("include_stop_str_in_output", None),
+        ("stop", ""),
+        ("stop", ["a", ""]),
+        ("stop", [1]),
+        ("stop", 5),
+        ("ignore_eos", "false"),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", ["a"]),
+        ("stop_token_ids", 0),
+        ("seed", -1),
+        ("seed", 2**63),
+        ("logprobs", -1),
+        ("logprobs", 21),
+    ],
+)
+def test_sampling_params_name_the_field_the_value_and_what_is_allowed(field, value):
+    with pytest.raises(ValueError) as error:
+        SamplingParams(**{field: value})
+    assert str(error.value).startswith(f"{field}={value!r} is not allowed: it must be ")
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("dtype", "float64"),
+        ("device", "tpu"),
+        ("device", "cuda:x"),
+        ("device", "auto:0"),
+        ("device", "cuda:"),
+        ("model", 5),
+        ("max_model_len", 0),
+        ("max_num_seqs", 0),
+        ("max_num_batched_tokens", -5),
+        ("block_size", 0),
+        ("num_blocks", 0),
+        ("gpu_memory_utilization", 0),
+        ("gpu_memory_utilization", 1.5),
+        ("kv_cache_gib", -1),
+        ("kv_cache_gib", NAN),
+        ("kv_cache_gib", math.inf),
+        ("swap_gib", 0),
+        ("swap_gib", "4"),
+        ("preemption_mode", "hope"),
+        ("attention_backend", "magic"),
+        ("seed", -1),
+        ("scheduler_cls", int),
+        ("block_manager_cls", "BlockManager"),
+        ("enable_prefix_caching", "yes"),
+    ],
+)
+def test_config_names_the_field_the_value_and_what_is_allowed(field, value):
+    with pytest.raises(ValueError) as error:
+        Config(**{field: value})
+    assert str(error.value).startswith(f"{field}={value!r} is not allowed: it must be ")
+
+
+@pytest.mark.parametrize(
+    "cls, wrong, message",
+    [
+        (
+            SamplingParams,
+            "temprature",
+            "SamplingParams has no field 'temprature': did you mean 'temperature'?",
+        ),
+        (SamplingParams, "max_new_tokens", "did you mean 'max_tokens'?"),
+        (Config, "block_sizes", "Config has no field 'block_sizes': did you mean 'block_size'?"),
+        (SamplingParams, "zzz", "SamplingParams has no field 'zzz': allowed are n, temperature,"),
+        (
+            SamplingParams,
+            "presence_penality",
+            "did you mean 'presence_penalty'? (allowed are n, te",
+        ),
+        (SamplingParams, "use_beam_search", "call LLM.beam_search(prompts, BeamSearchParams(...))"),
+        (SamplingParams, "best_of", "n is the number of outputs; LLM.beam_search finds"),
+        (Config, "swap_space", "did you mean 'swap_gib', with preemption_mode='swap'?"),
+        (Config, "quantization", "Config has no field 'quantization': allowed are model, dtype,"),
+    ],
+)
+def test_an_unknown_keyword_is_an_error_that_names_the_nearest(cls, wrong, message):
+    with pytest.raises(ValueError) as error:
+        cls(**{wrong: 1})
+    assert message in str(error.value)
+
+
+def test_positional_arguments_are_refused():
+    with pytest.raises(ValueError, match=r"SamplingParams takes keyword arguments only, not 0.7"):
+        SamplingParams(0.7)
+
+
+def test_what_a_vllm_field_becomes_exists():
+    """The hints for names of vLLM's name fields and methods that are there."""
+    for cls in (SamplingParams, Config):
+        names = {field.name for field in fields(cls)}
+        assert cls.elsewhere and not names & cls.elsewhere.keys()
+    assert callable(LLM.beam_search) and {"swap_gib", "max_num_batched_tokens"} <= names
+
+
+def test_what_does_not_fit_is_not_generated():
+    llm = LLM(max_model_len=16, num_blocks=4)
+    params = SamplingParams(max_tokens=10**12, temperature=0, ignore_eos=True)
+    (output,) = llm.generate([[5] * 6], params, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 10 and output.outputs[0].finish_reason == "length"
+
+
+def test_a_clone_is_a_copy_of_its_own():
+    params = SamplingParams(n=2, stop="x", stop_token_ids=[3], extra_args={"tenant": "a"})
+    copy = params.clone()
+    assert copy == params and copy is not params
+    copy.stop.append("y")
+    copy.stop_token_ids.append(4)
+    copy.extra_args["tenant"] = "b"
+    assert params == SamplingParams(n=2, stop="x", stop_token_ids=[3], extra_args={"tenant": "a"})
+    params.top_p = 2.0
+    with pytest.raises(ValueError, match=r"top_p=2.0 is not allowed"):
+        params.clone()
+
+
+def test_stop_is_a_list_afterwards():
+    assert SamplingParams(stop="x").stop == ["x"]
+    assert SamplingParams(stop=["x", "y"]).stop == ["x", "y"]
+    assert SamplingParams().stop == [] and SamplingParams().stop_token_ids == []
+
+
+@pytest.mark.parametrize(
+    "checkpoint, chosen",
+    [
+        (torch.float16, torch.float16),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float32, torch.bfloat16),
+        (None, torch.bfloat16),
+    ],
+)
+@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])  # as transformers 5 and 4 call it
+def test_auto_on_a_gpu_is_the_checkpoints_own_16_bits_or_bfloat16(checkpoint, chosen, name):
+    hf_config, cuda = SimpleNamespace(**{name: checkpoint}), torch.device("cuda")
+    for model in ("Qwen/Qwen3-0.6B", EMBEDDED_MODEL):
+        assert choose_dtype(Config(model=model), hf_config, cuda) == chosen
+    # who asks for it gets it
+    assert choose_dtype(Config(dtype="float32"), hf_config, cuda) == torch.float32
+
+
+@pytest.mark.parametrize("in_hardware", [True, False])
+def test_auto_on_a_cpu_is_bfloat16_only_where_the_cpu_has_it(in_hardware, monkeypatch):
+    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: in_hardware)
+    hf_config, cpu = SimpleNamespace(dtype=torch.bfloat16), torch.device("cpu")
+    chosen = torch.bfloat16 if in_hardware else torch.float32
+    assert choose_dtype(Config(model="Qwen/Qwen3-0.6B"), hf_config, cpu) == chosen
+    assert choose_dtype(Config(), hf_config, cpu) == torch.float32  # the embedded model
+    assert choose_dtype(Config(dtype="float16"), hf_config, cpu) == torch.float16
+
+
+def test_what_is_left_open_is_resolved_apart_from_the_config():
+    """An engine changes nothing in the Config that it was given."""
+    config = Config(max_num_seqs=7)
+    assert config.resolved(100, 64) == Limits(
+        max_model_len=100, max_num_seqs=7, max_num_batched_tokens=64
+    )
+    assert config == Config(max_num_seqs=7) and config.max_model_len is None
+    assert Config(max_model_len=50, max_num_batched_tokens=9).resolved(100, 64).max_model_len == 50
+    with pytest.raises(
+        ValueError, match="max_model_len=101 is not allowed: it must be at most 100, the model"
+    ):
+        Config(max_model_len=101).resolved(100, 64)
+
+
+LIMITS = Limits(max_model_len=100, max_num_seqs=3, max_num_batched_tokens=64)
+
+
+def test_more_blocks_than_the_sequences_can_fill_are_of_no_use():
+    assert LIMITS.num_useful_blocks(16) == 3 * 7 and LIMITS.num_useful_blocks(100) == 3
+    config = Config(block_size=16)
+    assert config.num_blocks_in(2199, 100, LIMITS) == 21
+    assert config.num_blocks_in(2099, 100, LIMITS) == 20
+    assert config.num_blocks_in(100, 100, LIMITS) == 1
+    with pytest.raises(ValueError, match="a KV block of 1,000 bytes: -5,000 bytes are available"):
+        config.num_blocks_in(-5000, 1000, LIMITS)
+
+
+def test_host_blocks():
+    """Only to swap, no more than are of use, and one at least."""
+    swap = {"preemption_mode": "swap", "block_size": 16}
+    block_bytes = 2**20
+    assert Config().num_host_blocks(block_bytes, LIMITS) == 0
+    assert Config(swap_gib=20 / 1024, **swap).num_host_blocks(block_bytes, LIMITS) == 20
+    assert Config(swap_gib=4, **swap).num_host_blocks(block_bytes, LIMITS) == 21
+    with pytest.raises(ValueError, match="swap_gib=0.0001 is not .* a KV block of 1,048,576 bytes"):
+        Config(swap_gib=0.0001, **swap).num_host_blocks(block_bytes, LIMITS)
+
+
+def test_the_default_budget_is_the_devices():
+    llm = LLM(device="cpu")
+    assert llm.limits.max_num_batched_tokens == TOKENS_PER_STEP["cpu"] == 2048
+    assert TOKENS_PER_STEP["cuda"] == 8192
+
+
+@pytest.mark.parametrize("field", ["dtype", "preemption_mode", "attention_backend"])
+def test_choices_are_written_once(field):
+    with pytest.raises(ValueError) as error:
+        Config(**{field: "magic"})
+    *others, last = get_args({f.name: f.type for f in fields(Config)}[field])
+    assert (
+        str(error.value).endswith(f"it must be {', '.join(others)} or {last}") and len(others) >= 1
+    )
+
+
+def test_the_interpreter_computes_nothing_in_bfloat16(monkeypatch):
+    """It would give garbage without a word."""
+    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: True)
+    config = Config(model="Qwen/Qwen3-0.6B", attention_backend="triton")
+    assert (
+        choose_dtype(config, SimpleNamespace(dtype=torch.bfloat16), torch.device("cpu"))
+        == torch.float32
+    )
+    with pytest.raises(
+        ValueError, match="dtype='bfloat16' is not allowed: it must be float32 or float16: "
+    ):
+        LLM(device="cpu", attention_backend="triton", dtype="bfloat16")

@@ -1,0 +1,616 @@
+"""The engine on random weights: token ids against transformers, and everything a user can do to it.
+
+Run: pytest tests/core/test_engine.py [-k seed]
+"""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from checkpoints import greedy, new_model, save
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.checks.blocks import check_blocks
+from nanovllm.device.memory import largest_step
+from nanovllm.scheduler import Scheduler
+from nanovllm.sequence import Sequence
+
+BLOCK, MAX_TOKENS = 4, 12
+
+
+def greedy_params(max_tokens=MAX_TOKENS, **kwargs) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, **kwargs)
+
+
+def token_ids(outputs) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """family -> (path, prompts, what transformers makes of them)."""
+    rng, made = random.Random(0), {}
+    for family in ("qwen2", "qwen3"):
+        model = new_model(family)
+        lengths = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33]
+        prompts = [[rng.randrange(160) for _ in range(length)] for length in lengths]
+        stem = [rng.randrange(160) for _ in range(4 * BLOCK)]
+        # prefixes around borders
+        for shared in (BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 4 * BLOCK - 1, 4 * BLOCK):
+            prompts += [
+                stem[:shared],
+                stem[:shared] + [rng.randrange(160) for _ in range(rng.choice([1, 3, 4, 5]))],
+            ]
+        path = save(model, tmp_path_factory.mktemp(family))
+        made[family] = path, prompts, [greedy(model, prompt, MAX_TOKENS) for prompt in prompts]
+    return made
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoints):
+    return LLM(checkpoints["qwen3"][0], dtype="float32", block_size=BLOCK, num_blocks=200)
+
+
+@pytest.fixture(autouse=True)
+def no_block_is_lost(request):
+    yield
+    if "llm" in request.fixturenames:
+        llm = request.getfixturevalue("llm")
+        llm.step()  # what was aborted ends now
+        check_blocks(llm.block_manager, [])
+        assert not llm.has_unfinished() and llm.block_manager.num_used_blocks == 0
+        assert not llm.scheduler.has_unfinished() and not llm.recovery.is_changing
+        assert not llm.recovery.suspects
+
+
+# --- parity ---
+
+
+@pytest.mark.slow(but_every=5)
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("tokens", [16, 37, 2048])
+@pytest.mark.parametrize("num_blocks", [13, 40, 500])
+@pytest.mark.parametrize("caching", [True, False])
+def test_greedy_tokens_equal_transformers(checkpoints, family, tokens, num_blocks, caching):
+    path, prompts, expected = checkpoints[family]
+    engine = LLM(
+        path,
+        dtype="float32",
+        block_size=BLOCK,
+        num_blocks=num_blocks,
+        max_num_batched_tokens=tokens,
+        enable_prefix_caching=caching,
+    )
+    for _ in range(2):  # the second time most prompts are in the cache, some of them wholly
+        assert token_ids(engine.generate(prompts, greedy_params(), use_tqdm=False)) == expected
+    stats = engine.stats()
+    assert (stats["preemptions"] >= 5) == (num_blocks == 13 or num_blocks == 40)
+    assert (stats["prefix_cache_hit_tokens"] > 0) == caching
+    check_blocks(engine.block_manager, [])
+    assert stats["kv_blocks_used"] == 0 and stats["kv_blocks_used_peak"] <= num_blocks
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16, 64])
+def test_block_size_does_not_matter(checkpoints, block_size):
+    path, prompts, expected = checkpoints["qwen3"]
+    engine = LLM(
+        path, dtype="float32", block_size=block_size, kv_cache_gib=0.01, max_num_batched_tokens=50
+    )
+    assert token_ids(engine.generate(prompts, greedy_params(), use_tqdm=False)) == expected
+
+
+def test_other_shapes(tmp_path):
+    """GQA ratio 7, a head_dim that is not hidden / heads, tied embeddings."""
+    model = new_model(
+        "qwen3", num_attention_heads=7, num_key_value_heads=1, head_dim=20, tie_word_embeddings=True
+    )
+    engine = LLM(
+        save(model, tmp_path),
+        dtype="float32",
+        num_blocks=12,
+        block_size=BLOCK,
+        max_num_batched_tokens=16,
+    )
+    prompts = [[i] * (3 * i + 1) for i in range(8)]
+    expected = [greedy(model, prompt, 8) for prompt in prompts]
+    assert token_ids(engine.generate(prompts, greedy_params(8), use_tqdm=False)) == expected
+
+
+def test_max_model_len_ends_the_output(checkpoints):
+    path, prompts, expected = checkpoints["qwen3"]
+    engine = LLM(path, dtype="float32", max_model_len=20)
+    (output,) = engine.generate([prompts[8]], greedy_params(), use_tqdm=False)
+    assert (
+        output.outputs[0].token_ids == expected[8][:5]
+        and output.outputs[0].finish_reason == "length"
+    )
+
+
+# --- sampling ---
+
+
+def test_a_seed_gives_the_same_tokens_in_any_company(llm, checkpoints):
+    prompts = checkpoints["qwen3"][1][:8]
+    params = [SamplingParams(seed=i, max_tokens=10, top_k=20, top_p=0.9) for i in range(8)]
+    together = token_ids(llm.generate(prompts, params, use_tqdm=False))
+    assert [
+        token_ids(llm.generate(p, q, use_tqdm=False))[0] for p, q in zip(prompts, params)
+    ] == together
+    tight = LLM(
+        checkpoints["qwen3"][0],
+        dtype="float32",
+        block_size=2,
+        num_blocks=22,
+        max_num_batched_tokens=5,
+    )
+    assert token_ids(tight.generate(prompts, params, use_tqdm=False)) == together
+    assert tight.stats()["preemptions"] > 0
+    other = token_ids(
+        llm.generate(prompts, [SamplingParams(seed=99, max_tokens=10)] * 8, use_tqdm=False)
+    )
+    assert other != together
+
+
+def test_without_a_seed_requests_differ_but_engines_agree(checkpoints):
+    path = checkpoints["qwen3"][0]
+    options = dict(dtype="float32", num_blocks=20)
+    first, second, third = (LLM(path, seed=seed, **options) for seed in (0, 0, 1))
+    runs = [
+        token_ids(e.generate([[1, 2, 3]] * 3, SamplingParams(max_tokens=20), use_tqdm=False))
+        for e in (first, second, third)
+    ]
+    assert runs[0] == runs[1] != runs[2]
+    assert runs[0][0] != runs[0][1] != runs[0][2]
+
+
+def test_n_outputs_are_reproducible_and_differ(llm):
+    params = SamplingParams(n=3, seed=5, max_tokens=8)
+    first, second = (llm.generate([[1, 2, 3]], params, use_tqdm=False)[0].outputs for _ in range(2))
+    assert [o.token_ids for o in first] == [o.token_ids for o in second] and [
+        o.index for o in first
+    ] == [0, 1, 2]
+    assert len({tuple(o.token_ids) for o in first}) == 3
+
+
+def test_samples_share_their_prompt(checkpoints):
+    """8 samples of 200 tokens: the prompt is computed once, and held once."""
+    prompt = [i % 160 for i in range(200)]
+    params = SamplingParams(n=8, max_tokens=6, ignore_eos=True)
+    shared = LLM(
+        checkpoints["qwen3"][0],
+        dtype="float32",
+        block_size=4,
+        num_blocks=600,
+        enable_prefix_caching=False,
+    )
+    (output,) = shared.generate([prompt], params, use_tqdm=False)
+    stats = shared.stats()
+    assert stats["prompt_tokens"] == 200 and stats["computed_tokens"] == 200 + 8 * 5
+    separate = LLM(
+        checkpoints["qwen3"][0],
+        dtype="float32",
+        block_size=4,
+        num_blocks=600,
+        enable_prefix_caching=False,
+    )
+    separate.generate([prompt] * 8, SamplingParams(max_tokens=6, ignore_eos=True), use_tqdm=False)
+    assert stats["kv_blocks_used_peak"] < separate.stats()["kv_blocks_used_peak"] / 4
+    assert len({tuple(o.token_ids) for o in output.outputs}) == 8
+
+
+def test_a_sample_does_not_depend_on_how_many_there_are(llm):
+    params = SamplingParams(n=5, seed=9, max_tokens=8)
+    five = llm.generate([[1, 2, 3]], params, use_tqdm=False)[0].outputs
+    params = SamplingParams(n=2, seed=9, max_tokens=8)
+    two = llm.generate([[1, 2, 3]], params, use_tqdm=False)[0].outputs
+    assert [o.token_ids for o in five[:2]] == [o.token_ids for o in two]
+
+
+def test_logprobs_are_those_of_the_model(llm, checkpoints):
+    path, prompts, _ = checkpoints["qwen3"]
+    prompt = prompts[5]
+    (output,) = llm.generate([prompt], greedy_params(4, logprobs=3), use_tqdm=False)
+    completion = output.outputs[0]
+    with torch.inference_mode():
+        logits = new_model("qwen3")(torch.tensor([prompt + completion.token_ids])).logits
+        logits = logits[0, len(prompt) - 1 : -1]
+    for token, found, row in zip(completion.token_ids, completion.logprobs, logits.log_softmax(-1)):
+        values, ids = row.topk(3)
+        assert list(found) == ids.tolist() and token == ids[0]
+        torch.testing.assert_close(torch.tensor(list(found.values())), values, atol=1e-4, rtol=1e-4)
+
+
+def test_logprobs_only_for_those_who_ask(llm):
+    params = [
+        greedy_params(3),
+        greedy_params(3, logprobs=0),
+        SamplingParams(max_tokens=3, logprobs=2, seed=1),
+    ]
+    plain, zero, two = (o.outputs[0] for o in llm.generate([[1], [2], [3]], params, use_tqdm=False))
+    assert plain.logprobs is None
+    assert [list(step) for step in zero.logprobs] == [[token] for token in zero.token_ids]
+    assert all(
+        token in step and 2 <= len(step) <= 3 for token, step in zip(two.token_ids, two.logprobs)
+    )
+
+
+def test_stop_token_ids_and_eos(checkpoints, llm, tmp_path):
+    _, prompts, expected = checkpoints["qwen3"]
+    stop = expected[3][4]
+    first = expected[3].index(stop)
+    (output,) = llm.generate([prompts[3]], greedy_params(stop_token_ids=[stop]), use_tqdm=False)
+    assert (
+        output.outputs[0].token_ids == expected[3][: first + 1]
+        and output.outputs[0].finish_reason == "stop"
+    )
+    model = new_model("qwen3")
+    model.generation_config.eos_token_id = [159, stop]  # a list, as real checkpoints have
+    engine = LLM(save(model, tmp_path), dtype="float32")
+    ends = engine.generate(
+        [prompts[3]] * 2, [greedy_params(), greedy_params(ignore_eos=True)], use_tqdm=False
+    )
+    assert token_ids(ends) == [expected[3][: first + 1], expected[3]]
+
+
+# --- the loop ---
+
+
+def test_requests_may_come_and_go_at_any_step(llm, checkpoints):
+    _, prompts, expected = checkpoints["qwen3"]
+    rng, todo, aborted, done = random.Random(1), dict(enumerate(prompts)), set(), {}
+    while todo or llm.has_unfinished():
+        for i in rng.sample(sorted(todo), min(len(todo), rng.randrange(3))):
+            assert llm.add_request(todo.pop(i), greedy_params(), request_id=f"r{i}") == f"r{i}"
+        for output in llm.step():
+            if output.finished:
+                done[int(output.request_id[1:])] = output
+        if llm.requests and rng.random() < 0.2:  # the next step() reports it
+            victim = rng.choice(sorted(llm.requests))
+            assert llm.abort(victim) and not llm.abort(f"{victim}?")
+            aborted.add(int(victim[1:]))
+    assert aborted and done.keys() | aborted == set(range(len(prompts)))
+    for i, output in done.items():
+        result = output.outputs[0]
+        if i in aborted:
+            assert (
+                result.finish_reason == "abort"
+                and result.token_ids == expected[i][: len(result.token_ids)]
+            )
+        else:
+            assert result.finish_reason == "length" and result.token_ids == expected[i]
+
+
+def test_generate_beside_requests_of_the_loop(llm, checkpoints):
+    _, prompts, expected = checkpoints["qwen3"]
+    mine = llm.add_request(prompts[0], greedy_params(30))
+    (output,) = llm.generate([prompts[1]], greedy_params(), use_tqdm=False)
+    assert output.outputs[0].token_ids == expected[1]
+    (mine_so_far,) = llm.step()  # only the loop's own request is reported to the loop
+    assert (
+        mine_so_far.request_id == mine and len(mine_so_far.outputs[0].token_ids) == MAX_TOKENS + 1
+    )
+    while llm.has_unfinished():
+        llm.step()
+    assert mine_so_far.finished and mine_so_far.outputs[0].token_ids[:MAX_TOKENS] == expected[0]
+
+
+def test_an_interrupted_generate_leaves_nothing_behind(llm, monkeypatch):
+    real, calls = llm.runner.launch, []
+
+    def run(schedule):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(schedule)
+
+    monkeypatch.setattr(llm.runner, "launch", run)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[1, 2, 3], [4, 5]], greedy_params(), use_tqdm=False)
+    assert llm.step() == [] and not llm.has_unfinished()
+
+
+def test_nan_in_the_cache_of_one_request_does_not_reach_another(llm, checkpoints):
+    _, prompts, expected = checkpoints["qwen3"]
+    sick = llm.add_request([1] * 60, greedy_params(4))
+    short = llm.add_request(prompts[6], greedy_params())
+    llm.step()
+    llm.runner.kv_cache.tensor[:, :, llm.requests[sick].sequences[0].block_table] = torch.nan
+    outputs = {}
+    while llm.has_unfinished():
+        outputs |= {output.request_id: output.outputs[0].token_ids for output in llm.step()}
+    assert outputs[short] == expected[6]
+    llm.runner.kv_cache.tensor.zero_()  # nor any later test of this module
+    llm.block_manager.findable.clear()
+    for block in llm.block_manager.blocks:
+        block.key = block.prefix_id = None
+
+
+def test_a_scheduler_of_ones_own(checkpoints):
+    class LastComeFirstServed(Scheduler):
+        def priority(self, request):
+            return -request.arrival
+
+    path, prompts, expected = checkpoints["qwen3"]
+    engine = LLM(
+        path,
+        dtype="float32",
+        block_size=BLOCK,
+        num_blocks=13,
+        max_num_seqs=2,
+        scheduler_cls=LastComeFirstServed,
+    )
+    for i in range(4):
+        engine.add_request(prompts[i], greedy_params(), request_id=str(i))
+    order, outputs = [], {}
+    while engine.has_unfinished():
+        for output in engine.step():
+            if output.finished:
+                order.append(output.request_id)
+                outputs[output.request_id] = output.outputs[0].token_ids
+    assert order == ["3", "2", "1", "0"] or sorted(order[:2]) == ["2", "3"]
+    assert [outputs[str(i)] for i in range(4)] == expected[:4]
+
+
+def test_generate_takes_one_prompt_or_many(llm, checkpoints):
+    _, prompts, expected = checkpoints["qwen3"]
+    assert token_ids(llm.generate(prompts[4], greedy_params(), use_tqdm=False)) == [expected[4]]
+    assert llm.generate([], greedy_params(), use_tqdm=False) == []
+
+
+# --- bad input: a clear error, and the engine goes on ---
+
+
+@pytest.mark.parametrize(
+    "prompts, params, message",
+    [
+        ([[]], None, r"prompt=\[\] is empty"),
+        ([[1, 2, 160]], None, "prompt has the token id 160: ids must be integers from 0 to 159"),
+        ([[1, -2]], None, "prompt has the token id -2"),
+        ([[1, 2.0]], None, "prompt has the token id 2.0"),
+        ([[1] * 256], None, "the prompt has 256 tokens, but max_model_len=256"),
+        ([[1], [2] * 300], None, "the prompt has 300 tokens"),
+        (["text"], None, "prompt='text' is not allowed: model=.* has no tokenizer"),
+        ([[{"role": "user", "content": "hi"}]], None, "has no tokenizer"),
+        (
+            None,
+            None,
+            "prompt=None is not allowed: it must be text, token ids or a list of messages",
+        ),
+        ([[1], [2]], [SamplingParams()] * 3, "2 prompts, but 3 sampling params"),
+        ([[1]], [SamplingParams(), None], "1 prompts, but 2 sampling params"),
+        (
+            [[1]],
+            {"temperature": 0},
+            "params={'temperature': 0} is not allowed: it must be SamplingParams",
+        ),
+        ([[1]], SamplingParams(stop_token_ids=[160]), "stop_token_ids has the token id 160"),
+        ([[1]], SamplingParams(stop="x"), "stop=.* is not allowed: model=.* has no tokenizer"),
+        ([[1]], SamplingParams(n=300), "n=300 is not allowed: it must be at most max_num_seqs=256"),
+        (
+            [[1] * 100],
+            SamplingParams(n=9),
+            "may need 376 KV blocks of 4 tokens .* but num_blocks=200",
+        ),
+    ],
+)
+def test_bad_requests(llm, prompts, params, message):
+    running = llm.add_request([1, 2, 3], greedy_params(3))
+    with pytest.raises(ValueError, match=message):
+        llm.generate(prompts, params, use_tqdm=False)
+    # nothing of a refused call was added, and the other request goes on
+    assert list(llm.requests) == [running]
+    while llm.has_unfinished():
+        outputs = llm.step()
+    assert outputs[0].finished and len(outputs[0].outputs[0].token_ids) == 3
+
+
+def test_a_million_samples_are_refused_before_they_are_made(llm, monkeypatch):
+    made = []
+    monkeypatch.setattr(Sequence, "__init__", lambda self, *args: made.append(args))
+    for n in (10**6, 10**30):
+        with pytest.raises(
+            ValueError, match=f"n={n} is not allowed: it must be at most max_num_seqs=256"
+        ):
+            llm.add_request([1], SamplingParams(n=n))
+    assert not made
+
+
+def test_parameters_belong_to_the_request_once_it_is_added(llm):
+    """They are checked again, and what their owner does to them later does not reach it."""
+    params, prompt = greedy_params(4), [1, 2, 3]
+    expected = token_ids(llm.generate([prompt], params, use_tqdm=False))
+    request_id = llm.add_request(prompt, params)
+    params.temperature, params.max_tokens, params.top_k = -1.0, "all", None
+    prompt.append(10**9)
+    with pytest.raises(ValueError, match="temperature=-1.0 is not allowed"):
+        llm.add_request([1], params)
+    while llm.has_unfinished():
+        (output,) = llm.step()
+    assert output.request_id == request_id and [output.outputs[0].token_ids] == expected
+
+
+def test_a_request_id_twice(llm):
+    llm.add_request([1], greedy_params(2), request_id="a")
+    with pytest.raises(
+        ValueError, match="request_id='a' is not allowed: a request with this id is still in use"
+    ):
+        llm.add_request([2], greedy_params(2), request_id="a")
+    with pytest.raises(ValueError, match="request_id=5 is not allowed: it must be a string"):
+        llm.add_request([2], greedy_params(2), request_id=5)
+    while llm.has_unfinished():
+        llm.step()
+    assert llm.abort("a") is False
+
+
+def test_what_somebody_elses_steps_have_finished_is_still_reported(llm):
+    mine = llm.add_request([1], greedy_params(2))
+    llm.generate([[2]], greedy_params(5), use_tqdm=False)
+    assert llm.has_unfinished() and not llm.requests
+    (output,) = llm.step()
+    assert output.request_id == mine and output.finished and not llm.has_unfinished()
+
+
+def test_ids_that_look_like_the_engines_own(llm):
+    taken = str(next(llm.arrivals) + 1)
+    ids = {
+        llm.add_request([1], greedy_params(1), request_id=str(int(taken) + 1)),
+        llm.add_request([2], greedy_params(1)),
+    }
+    ids.add(llm.add_request([3], greedy_params(1)))
+    assert len(ids) == 3
+    while llm.has_unfinished():
+        llm.step()
+
+
+@pytest.mark.parametrize(
+    "kwargs, message",
+    [
+        ({"max_model_len": 257}, "max_model_len=257 is not allowed: it must be at most 256"),
+        ({"max_model_length": 5}, "did you mean 'max_model_len'"),
+        ({"device": "cuda:99"}, "device='cuda:99' is not allowed: PyTorch finds . CUDA devices"),
+        ({"kv_cache_gib": 1e-9}, "no memory is left for a KV block"),
+    ],
+)
+def test_bad_engines(checkpoints, kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        LLM(checkpoints["qwen3"][0], **kwargs)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU it is allowed")
+def test_triton_without_a_gpu_and_without_the_interpreter(checkpoints, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(
+        ValueError,
+        match="attention_backend='triton' is not allowed: it needs a GPU, or TRITON_INTERPRET=1",
+    ):
+        LLM(checkpoints["qwen3"][0], attention_backend="triton")
+
+
+def test_num_blocks_too_small_for_one_request(checkpoints):
+    engine = LLM(checkpoints["qwen3"][0], dtype="float32", block_size=BLOCK, num_blocks=3)
+    with pytest.raises(
+        ValueError,
+        match=r"may need 4 KV blocks of 4 tokens \(prompt of 5 tokens, max_tokens=9, n=1\)",
+    ):
+        engine.generate([[1] * 5], greedy_params(9), use_tqdm=False)
+    assert len(token_ids(engine.generate([[1] * 5], greedy_params(8), use_tqdm=False))[0]) == 8
+
+
+def test_a_directory_that_is_no_model(tmp_path):
+    with pytest.raises(ValueError, match="is not a model directory: it has no config.json"):
+        LLM(tmp_path)
+    (tmp_path / "config.json").write_text("{ not json")
+    with pytest.raises(ValueError, match=r"config.json.* cannot be read"):
+        LLM(tmp_path)
+    with pytest.raises(ValueError, match="model='/no/such/place' is not a directory"):
+        LLM("/no/such/place")
+    with pytest.raises(
+        ValueError, match="is not a local directory, and it could not be downloaded from the hub"
+    ):
+        LLM("nobody/has-this-model")
+
+
+def test_the_profiling_step_of_the_gpu_path(llm):
+    """It runs on CUDA to size the cache; here it only has to be a valid step of every shape."""
+    cache = llm.runner.kv_cache
+    try:
+        llm.runner.kv_cache = llm.runner.shape.new_cache(1, llm.runner.device)
+        for tokens, seqs in ((16, 4), (5, 256), (700, 2)):
+            llm.runner.limits = replace(
+                llm.limits, max_num_batched_tokens=tokens, max_num_seqs=seqs
+            )
+            llm.runner.run(largest_step(llm.runner.limits, llm.runner.shape.block_size))
+    finally:
+        llm.runner.kv_cache, llm.runner.limits = cache, llm.limits
+
+
+# --- as many as fit, who is first, and an empty cache ---
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("num_blocks", [5, 8, 11, 64])
+def test_as_many_tokens_as_fit(checkpoints, n, num_blocks):
+    """Into max_model_len, and into the cache."""
+    llm = LLM(
+        checkpoints["qwen3"][0],
+        dtype="float32",
+        block_size=BLOCK,
+        num_blocks=num_blocks,
+        max_model_len=50,
+    )
+    params = SamplingParams(n=n, seed=1, max_tokens=None)
+    (output,) = llm.generate([[5] * 6], params, use_tqdm=False)
+    lengths = {len(answer.token_ids) for answer in output.outputs}
+    (length,) = lengths
+    room = (
+        (num_blocks - 1) // n if n > 1 else num_blocks - 1
+    )  # blocks, beside the prompt's full one
+    most = min(44, (1 + room) * BLOCK + 1 - 6)
+    assert most - BLOCK < length <= most and (length == 44 or num_blocks < 64)
+    check_blocks(llm.block_manager, [])
+    with pytest.raises(
+        ValueError, match="may need .* max_tokens=None, n=" if num_blocks == 5 else "at most 49"
+    ):
+        llm.generate([[5] * (30 if num_blocks == 5 else 50)], params, use_tqdm=False)
+
+
+def test_the_smallest_priority_is_served_first(checkpoints):
+    path, prompts, _ = checkpoints["qwen3"]
+    llm = LLM(path, dtype="float32", block_size=BLOCK, num_blocks=200, max_num_seqs=1)
+    for priorities in ([0, 0, 0], [2, 1, 0], [5, -5, 5]):
+        ids = [
+            llm.add_request(prompt, greedy_params(3), priority=priority)
+            for prompt, priority in zip(prompts, priorities)
+        ]
+        ended = []
+        while llm.has_unfinished():
+            ended += [output.request_id for output in llm.step() if output.finished]
+        assert ended == sorted(ids, key=lambda name: (priorities[ids.index(name)], int(name)))
+    both = llm.generate(prompts[:2], greedy_params(3), use_tqdm=False, priority=[1, 0])
+    assert [output.prompt_token_ids for output in both] == prompts[:2]
+    with pytest.raises(ValueError, match="priority='high' is not allowed: it must be an integer"):
+        llm.add_request(prompts[0], priority="high")
+    with pytest.raises(ValueError, match="2 prompts, but 1 priorities: give one, or as many"):
+        llm.generate(prompts[:2], greedy_params(3), use_tqdm=False, priority=[1])
+
+
+def test_the_prefix_cache_can_be_emptied(checkpoints):
+    """Also while others run; then nothing of it is found, and they are not disturbed."""
+    path, prompts, expected = checkpoints["qwen3"]
+    llm = LLM(path, dtype="float32", block_size=BLOCK, num_blocks=200)
+    prompt = prompts[-1]
+
+    def hits() -> int:
+        (output,) = llm.generate([prompt], greedy_params(), use_tqdm=False)
+        assert output.outputs[0].token_ids == expected[-1]
+        return output.num_cached_tokens
+
+    assert hits() == 0 and hits() >= BLOCK
+    assert llm.reset_prefix_cache()
+    assert hits() == 0
+    request_id = llm.add_request(prompt, greedy_params())
+    for _ in range(4):
+        llm.step()
+    request = llm.requests[request_id]
+    assert llm.reset_prefix_cache() and not llm.block_manager.findable
+    check_blocks(llm.block_manager, request.sequences)
+    assert hits() == 0
+    while llm.has_unfinished():
+        llm.step()
+    assert request.sequences[0].output_token_ids == expected[-1]
+    check_blocks(llm.block_manager, [])
+
+
+def test_a_hook_may_empty_the_prefix_cache_in_the_middle_of_a_plan(checkpoints):
+    path, prompts, expected = checkpoints["qwen3"]
+
+    class Forgetful(Scheduler):
+        def commit(self, items, schedule):
+            super().commit(items, schedule)
+            self.block_manager.forget_prefixes()
+
+    llm = LLM(path, dtype="float32", block_size=BLOCK, num_blocks=60, scheduler_cls=Forgetful)
+    outputs = llm.generate(prompts, greedy_params(), use_tqdm=False)
+    assert token_ids(outputs) == expected
+    check_blocks(llm.block_manager, [])

@@ -1,0 +1,125 @@
+"""The fused kernels of the small layers against plain PyTorch, in Triton's interpreter or on a GPU.
+
+Run: pytest tests/core/test_fused.py [-k norm]
+"""
+
+import inspect
+
+import pytest
+import torch
+
+from nanovllm.layers import torch_ops, triton_ops
+from nanovllm.layers.ops import Ops
+from nanovllm.layers.sampler import Sampling
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def randn(*shape, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(
+        DEVICE, dtype
+    )
+
+
+def norm(size, dtype):
+    layer = torch.nn.RMSNorm(size, 1e-6).to(DEVICE, dtype).requires_grad_(False)
+    layer.weight.data.copy_(1 + 0.2 * randn(size))
+    return layer
+
+
+def assert_close(actual, expected):
+    tolerance = TOLERANCE[expected.dtype]
+    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 48, 64, 200])
+def test_add_and_norm(size, dtype):
+    layer = norm(size, dtype)
+    update = randn(5, size, dtype=dtype)
+    x = 3 * randn(5, size, dtype=dtype)
+    added = x + update
+    for backend in (torch_ops, triton_ops):
+        in_place = x.clone()
+        total, normed = backend.add_and_norm(in_place, update, layer)
+        assert total is in_place
+        if backend is torch_ops:
+            expected = normed
+            assert torch.equal(total, added)
+        assert_close(total, added)  # the interpreter cuts bfloat16 off where a GPU rounds
+        assert_close(normed, expected)
+
+
+@pytest.mark.slow(but_every=5)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [32, 80, 128])
+@pytest.mark.parametrize("has_norm", [True, False])
+def test_norm_and_rotate(head_dim, has_norm, dtype):
+    sizes = [6, 2, 2]
+    norms = [norm(head_dim, dtype), norm(head_dim, dtype)] if has_norm else [None, None]
+    angles = randn(7, head_dim // 2)
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
+    qkv = randn(7, 10, head_dim, dtype=dtype)
+    expected = torch_ops.norm_and_rotate(qkv.clone(), *norms, cos_sin, sizes)
+    actual = triton_ops.norm_and_rotate(qkv.clone(), *norms, cos_sin, sizes)
+    for part, reference in zip(actual, expected):
+        assert_close(part, reference)
+    assert torch.equal(actual[2], qkv[:, 8:])  # values are left alone
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 72, 1030])
+def test_silu_and_mul(size, dtype):
+    x = randn(5, 2 * size, dtype=dtype)
+    assert_close(triton_ops.silu_and_mul(x), torch_ops.silu_and_mul(x))
+
+
+@pytest.mark.parametrize("vocab_size", [7, 1000, 20_000])
+def test_sample(vocab_size):
+    """The same tokens as plain PyTorch draws, greedy rows among them; whole tiles, parts of one, several."""
+    rows = 40
+    options = Sampling(
+        temperature=torch.tensor([0.0, 1.0, 0.6, 1e-3, 5.0] * 8).to(DEVICE),
+        seed=torch.tensor([2**63 - 1 - 3**i for i in range(rows)]).abs().to(DEVICE),
+        position=torch.arange(rows).to(DEVICE) * 1000,
+    )
+    logits = 4 * randn(rows, vocab_size)
+    logits[7, : vocab_size // 2] = -100.0  # half of the vocabulary has weights of about 0
+    tokens = triton_ops.sample(logits, options)
+    assert torch.equal(tokens, torch_ops.sample(logits, options)) and len(set(tokens.tolist())) > 3
+    assert torch.equal(tokens[::5], logits[::5].argmax(-1))
+
+
+@pytest.mark.slow
+def test_sample_follows_the_distribution():
+    probabilities = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05])
+    rows = 600
+    zeros = torch.zeros(rows, dtype=torch.int64, device=DEVICE)
+    options = Sampling(
+        torch.ones(rows, device=DEVICE),
+        seed=zeros,
+        position=zeros + torch.arange(rows, device=DEVICE),
+    )
+    tokens = triton_ops.sample(probabilities.log().expand(rows, 5).contiguous().to(DEVICE), options)
+    counts = tokens.bincount(minlength=5).cpu() / rows
+    assert counts[1] == 0 and (counts - probabilities).abs().max() < 0.05
+
+
+def test_rows_with_filters_are_pytorchs():
+    options = Sampling(*torch.ones(3, 4), top_k=torch.full((4,), 2))
+    options.seed, options.position = options.seed.long(), torch.arange(4)
+    logits = randn(4, 50).cpu()
+    assert torch.equal(triton_ops.sample(logits, options), torch_ops.sample(logits, options))
+
+
+def test_both_backends_have_the_functions_of_ops():
+    """With the same parameters: whoever builds a model may take either."""
+    for name, method in vars(Ops).items():
+        if inspect.isfunction(method) and not name.startswith("_"):
+            expected = list(inspect.signature(method).parameters)[1:]
+            for backend in (torch_ops, triton_ops):
+                found = inspect.signature(getattr(backend, name)).parameters
+                assert list(found)[: len(expected)] == expected, f"{backend.__name__}.{name}"
+                assert all(p.default is not p.empty for p in list(found.values())[len(expected) :])

@@ -1,0 +1,240 @@
+"""Random requests with parameters at the edges of what is allowed, and beyond: each is refused with a ValueError or
+runs to its end, no step fails, and a neighbor in the same batch gets its usual answer.
+
+Run: pytest tests/core/test_fuzz.py; with --slow four times as many
+A longer run, 10,000 requests from seed 7 on: python tests/core/test_fuzz.py 10000 7
+"""
+
+import random
+import sys
+import time
+from collections import Counter
+
+import pytest
+
+from nanovllm import LLM, BeamSearchParams, SamplingParams
+from nanovllm.checks.blocks import check_blocks
+
+TINY = [5e-324, 1e-46, 1e-40, 1e-38]
+EDGES = {  # allowed, and not
+    "n": ([1, 1, 1, 2, 3, 12], [0, -1, 13, 10**6, 10**30, 1.0, True, "1", None]),
+    "temperature": (
+        [0, 0.0, -0.0, *TINY, 1e-10, 0.3, 1, 1.0, 2.5, 1e6],
+        [-1e-46, 1e7, 10**400, "1", None, 1j],
+    ),
+    "top_k": (
+        [0, -1, 1, 2, 5, 1535, 1536, 1537, 2**31, 2**63, 10**30, 10**5000],
+        [-2, 1.5, True, "all", None],
+    ),
+    "top_p": (
+        [*TINY, 1e-10, 0.5, 0.999999999, 1 - 2**-53, 1, 1.0],
+        [0, -1e-9, 1.0000001, 10**400, "1", None],
+    ),
+    "min_p": ([0, *TINY, 1e-10, 0.5, 1 - 2**-53, 1, 1.0], [-1e-46, 1.0000001, 10**400, None]),
+    "max_tokens": ([1, 1, 2, 5, 9, 10**30, 10**5000], [0, -1, 1.5, None, "all"]),
+    "stop": (
+        [
+            None,
+            [],
+            (),
+            "a",
+            " ",
+            "\n",
+            ["the", "e"],
+            ["x"] * 300,
+            "ab" * 50_000,
+            "a" * 100_000,
+            "\ud800",
+            "😀",
+            "\ufffd",
+        ],
+        ["", ["a", ""], 5, [5], b"a", {"a"}, [None]],
+    ),
+    "stop_token_ids": (
+        [None, [], (), [0], [1535], {7, 8}, list(range(1536)), [3] * 5000],
+        [[1536], [-1], [2**63], [10**5000], [1.0], [True], ["a"], 5, "12"],
+    ),
+    "ignore_eos": ([True, False], [1, 0, None, "no"]),
+    "seed": ([None, 0, 1, 2**31, 2**32, 2**63 - 1], [-1, 2**63, 10**5000, 1.0, True, "0"]),
+    "logprobs": ([None, 0, 1, 20], [-1, 21, 10**30, True, "1"]),
+}
+BEAM_EDGES = {
+    "beam_width": ([1, 2, 3, 12], [0, 13, 10**6, 10**30, None]),
+    "max_tokens": EDGES["max_tokens"],
+    "length_penalty": ([-10, -1, 0, 5e-324, 1.0, 10], [-11, 1e30, 10**400, "1"]),
+    "early_stopping": ([True, False, "never"], [0, 1, None, "always"]),
+    "ignore_eos": EDGES["ignore_eos"],
+}
+PROMPTS = [
+    *[
+        "a",
+        " ",
+        "\n",
+        "\x00",
+        "what is 12 + 30?",
+        "😀😀",
+        "e\u0301",
+        "<|im_end|>",
+        "<|endoftext|>" * 3,
+        "word " * 12,
+    ],
+    *[[0], [1535], [5] * 15, [5] * 16, [5] * 17, [9, 8] * 16, [7] * 63, (1, 2, 3), list(range(40))],
+    *[
+        [{"role": "user", "content": "list all prime numbers within 20"}],
+        [{"role": "x", "content": ""}],
+    ],
+    [{"role": "user", "content": "1 + 1", "name": "a"}, {"role": "assistant", "content": "2"}],
+]
+WRONG_PROMPTS = [
+    *[
+        "",
+        "\ud800",
+        [],
+        (),
+        [1536],
+        [-1],
+        [2**63],
+        [10**5000],
+        [1.0],
+        [True, 2.0],
+        [None],
+        [[1]],
+        [7] * 64,
+        "a " * 90,
+    ],
+    *[
+        None,
+        5,
+        1.5,
+        b"abc",
+        {1, 2},
+        {"role": "user", "content": "hi"},
+        [{"role": "user"}],
+        [{"content": "x"}, 5],
+    ],
+    *[[{"role": "user", "content": None}], [{"role": None, "content": 5}]],
+]
+WRONG_PARAMS = [5, "greedy", {}, [SamplingParams()], SamplingParams, object()]
+
+
+def draw(rng: random.Random, edges: dict, wrong: float) -> dict:
+    """Some of the parameters, each with an edge; with probability `wrong` one that is not allowed."""
+    names = rng.sample(sorted(edges), rng.randint(0, len(edges)))
+    options = {name: rng.choice(edges[name][0]) for name in names}
+    if rng.random() < wrong:
+        name = rng.choice(sorted(edges))
+        options[name] = rng.choice(edges[name][1])
+    if rng.random() < wrong / 10:
+        options[rng.choice(["temprature", "best_of", "logit_bias"])] = 1
+    return options
+
+
+def is_greedy(params: SamplingParams) -> bool:
+    """Whether one token only can be drawn, if no two are equally likely."""
+    if params.temperature > 100:  # all tokens are equally likely in float32, or nearly
+        return False
+    return (
+        params.temperature < 1e-9
+        or params.top_k == 1
+        or params.top_p < 1e-9
+        or params.min_p >= 1 - 2**-53
+    )
+
+
+def copied(params: SamplingParams, **changes) -> SamplingParams:
+    return SamplingParams(**vars(params) | changes)
+
+
+class Fuzz:
+    def __init__(self, **kwargs):
+        self.llm = LLM(
+            max_num_seqs=12, max_model_len=64, block_size=4, max_num_batched_tokens=60, **kwargs
+        )
+        self.counts, self.done = Counter(), {}
+        self.question, self.answer = (
+            [{"role": "user", "content": "what is 347 + 285?"}],
+            "347 + 285 = 632",
+        )
+
+    def round(self, rng: random.Random) -> int:
+        """A few requests, and the neighbor among them. Returns how many they were."""
+        llm, num_requests, twins = self.llm, rng.randint(1, 12), {}
+        neighbor = SamplingParams(temperature=0, max_tokens=20)
+        sent, ids, at = {}, [], rng.randrange(num_requests)
+        for i in range(num_requests):
+            if i == at:
+                me = llm.add_request(self.question, neighbor)
+            try:
+                prompt = rng.choice(WRONG_PROMPTS if rng.random() < 0.1 else PROMPTS)
+                is_beams = rng.random() < 0.15
+                cls, edges = (BeamSearchParams, BEAM_EDGES) if is_beams else (SamplingParams, EDGES)
+                params = (
+                    rng.choice(WRONG_PARAMS)
+                    if rng.random() < 0.03
+                    else cls(**draw(rng, edges, wrong=0.15))
+                )
+                ids.append(llm.add_request(prompt, params))
+            except ValueError as error:
+                assert str(error) and len(str(error)) < 1000, str(error)
+                self.counts["refused"] += 1
+                continue
+            sent[ids[-1]] = params
+            if isinstance(params, SamplingParams) and is_greedy(params):
+                twins[ids[-1]] = llm.add_request(
+                    prompt, copied(params, temperature=0, logprobs=None)
+                )
+            for _ in range(rng.choice([0, 0, 1, 3])):
+                self.step()
+        while llm.has_unfinished():
+            self.step()
+        for request_id in ids:
+            output = self.done.pop(request_id)
+            assert output.error is None and output.finished
+            for o in output.outputs:
+                assert o.finish_reason in ("stop", "length") and o.token_ids
+                assert all(0 <= token < 1536 for token in o.token_ids)
+                assert o.logprobs is None or len(o.logprobs) == len(o.token_ids)
+            if request_id in twins:
+                twin = self.done.pop(twins[request_id])
+                assert [o.token_ids for o in output.outputs] == [
+                    o.token_ids for o in twin.outputs
+                ], sent[request_id]
+                self.counts["greedy"] += 1
+        assert self.done.pop(me).outputs[0].text == self.answer and not self.done
+        assert llm.stats()["failed_steps"] == 0 and llm.block_manager.num_used_blocks == 0
+        self.counts["answered"] += len(ids)
+        return num_requests
+
+    def step(self) -> None:
+        for output in self.llm.step():
+            if output.finished:
+                self.done[output.request_id] = output
+
+    def run(self, num_requests: int, seed: int) -> Counter:
+        rng, todo = random.Random(seed), num_requests
+        while todo > 0:
+            todo -= self.round(rng)
+        check_blocks(self.llm.block_manager, [])
+        return self.counts
+
+
+@pytest.mark.parametrize(
+    "options", [dict(num_blocks=400), dict(num_blocks=110, preemption_mode="swap", seed=5)]
+)
+def test_whatever_is_accepted_runs(options, pytestconfig):
+    total = 90 if pytestconfig.getoption("--slow") else 20
+    counts = Fuzz(**options).run(total, seed=len(options))
+    assert counts["answered"] > 0.6 * total
+    assert counts["refused"] > 0.08 * total and counts["greedy"] > 0.12 * total
+
+
+if __name__ == "__main__":
+    total, first_seed = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
+    fuzz, start = (
+        Fuzz(num_blocks=110, preemption_mode=random.choice(["swap", "recompute"])),
+        time.time(),
+    )
+    for number, chunk in enumerate(range(0, total, 500)):
+        counts = fuzz.run(min(500, total - chunk), first_seed + number)
+        print(f"{chunk + 500} requests, {time.time() - start:.0f} s: {dict(counts)}", flush=True)
+    print(fuzz.llm.stats())

@@ -1,0 +1,167 @@
+"""Damaged model directories: each is refused by a ValueError that names the file, and what is
+wrong.
+
+Run: pytest tests/core/test_loader.py [-k generation]
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from checkpoints import new_model, save
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.config import EMBEDDED_MODEL
+from nanovllm.loader import load_config, load_generation_config, load_tokenizer, weight_files
+
+
+@pytest.fixture
+def embedded(tmp_path) -> Path:
+    return Path(shutil.copytree(EMBEDDED_MODEL, tmp_path / "embedded"))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    """Without a tokenizer and a generation_config.json."""
+    path = tmp_path_factory.mktemp("checkpoint")
+    save(new_model(), path)
+    (path / "generation_config.json").unlink()
+    return path
+
+
+@pytest.fixture
+def directory(checkpoint, tmp_path) -> Path:
+    return Path(shutil.copytree(checkpoint, tmp_path / "model"))
+
+
+def change(file: Path, **changes) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def rope(**settings) -> dict:
+    """As transformers 4 writes it, and 5 reads it."""
+    return {"rope_parameters": None, "rope_scaling": settings}
+
+
+# --- config.json ---
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({"hidden_size": "32"}, "hidden_size.*32"),
+        ({"head_dim": None}, "head_dim.*None|k_norm.*has shape"),
+        ({"max_position_embeddings": None}, "max_position_embeddings.*None"),
+        (
+            {"num_hidden_layers": 1},
+            "num_hidden_layers.* 1|num_hidden_layers.*layer_types|does not match its config.json",
+        ),
+        ({"hidden_size": -1}, "hidden_size=-1 is not a positive integer"),
+        ({"vocab_size": 0}, "vocab_size=0 is not a positive integer"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads|modulo|zero"),
+        ({"eos_token_id": "2"}, "eos_token_id.*'2'"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported, only silu"),
+        (rope(rope_type="linear", factor="2"), "'str'"),
+        (rope(rope_type="dynamic", factor=None), "NoneType"),
+        (rope(rope_type="yarn", factor=2.0, original_max_position_embeddings="64"), "'str'"),
+        (rope(rope_type="default", rope_theta="x"), "'str'"),
+        (rope(rope_type=5), "rope_type=5 is not supported, only default, linear"),
+    ],
+)
+def test_a_wrong_value_in_config_json(changes, reason, directory):
+    file = directory / "config.json"
+    change(file, **changes)
+    with pytest.raises(ValueError, match=reason) as error:
+        LLM(directory, device="cpu")
+    assert str(error.value).startswith(f"{file} cannot be read: ")
+    assert "\n" not in str(error.value)
+
+
+# --- any of the files ---
+
+
+READ_BY = {
+    "config.json": load_config,
+    "generation_config.json": lambda path: load_generation_config(path, load_config(path)),
+    "tokenizer.json": load_tokenizer,
+    "tokenizer_config.json": load_tokenizer,
+    "model.safetensors.index.json": weight_files,
+}
+
+
+@pytest.mark.parametrize("text", ["{broken", "[]", "5", "null", "", b"\xff\xfe{}"])
+@pytest.mark.parametrize("name", READ_BY)
+def test_a_file_that_is_no_json_object(name, text, embedded):
+    file = embedded / name
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    for read in (READ_BY[name], lambda path: LLM(path, device="cpu", num_blocks=8)):
+        with pytest.raises(ValueError) as error:
+            read(embedded)
+        assert str(error.value).startswith(f"{file} cannot be read: ")
+
+
+@pytest.mark.parametrize(
+    "index, reason",
+    [
+        ({}, "weight_map=None is not an object"),
+        (
+            {"weight_map": ["model.safetensors"]},
+            r"weight_map=\['model.safetensors'\] is not an obj",
+        ),
+    ],
+)
+def test_an_index_without_a_map(index, reason, directory):
+    file = directory / "model.safetensors.index.json"
+    file.write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=reason) as error:
+        LLM(directory, device="cpu")
+    assert str(error.value).startswith(f"{file} cannot be read: ")
+
+
+# --- generation_config.json ---
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({"top_p": 1.5}, "top_p=1.5 is not allowed: it must be above 0 and at most 1"),
+        ({"top_k": 20.0}, "top_k=20.0 is not allowed: it must be a positive integer"),
+        ({"temperature": "hot"}, "temperature='hot' is not allowed"),
+        ({"eos_token_id": "2"}, "eos_token_id='2' is not allowed: it must be a token id or a list"),
+        ({"eos_token_id": [1, None]}, r"eos_token_id=\[1, None\] is not allowed"),
+        ({"eos_token_id": -1}, "eos_token_id=-1 is not allowed"),
+        ({"eos_token_id": True}, "eos_token_id=True is not allowed"),
+    ],
+)
+def test_a_wrong_value_in_generation_config_json(changes, reason, embedded):
+    file = embedded / "generation_config.json"
+    change(file, **changes)
+    with pytest.raises(ValueError, match=reason) as error:
+        LLM(embedded, device="cpu", num_blocks=8)
+    assert str(error.value).startswith(f"{file} cannot be read: ")
+
+
+@pytest.mark.parametrize(
+    "eos_token_id, expected", [(5, {5}), ([7, 6], {6, 7}), ([], set()), (None, set())]
+)
+def test_end_of_sequence_tokens(eos_token_id, expected, directory):
+    """Those of generation_config.json, or else of config.json."""
+    change(directory / "config.json", eos_token_id=eos_token_id)
+    config = load_config(directory)
+    assert load_generation_config(directory, config) == (SamplingParams(), expected)
+    (directory / "generation_config.json").write_text('{"eos_token_id": [3]}')
+    assert load_generation_config(directory, config) == (SamplingParams(temperature=0), {3})
+
+
+@pytest.mark.parametrize("do_sample", [True, False])
+@pytest.mark.parametrize("penalty, expected", [(1.05, 1.05), (1.0, 1.0), (None, 1.0)])
+def test_a_repetition_penalty_is_a_default(penalty, expected, do_sample, embedded):
+    """As in transformers, also if it draws nothing at random."""
+    change(embedded / "generation_config.json", repetition_penalty=penalty, do_sample=do_sample)
+    defaults = LLM(embedded, device="cpu", num_blocks=8).inputs.default_params
+    assert defaults.repetition_penalty == expected
+
+
+def test_a_directory_without_a_tokenizer(directory):
+    assert load_tokenizer(directory) is None

@@ -1,0 +1,260 @@
+"""Each method of a scheduler's policy decides what it is said to decide. Whatever it decides,
+answers stay right: that is in test_scheduler.py.
+
+Run: pytest tests/core/test_policy.py [-k watermark]
+"""
+
+import time
+
+import pytest
+from fake_model import FakeRunner
+from test_scheduler import new_request, new_scheduler, step
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.schedule import ScheduleError
+from nanovllm.scheduler import Scheduler
+
+
+def playing(cls, prompts, max_tokens=4, **options):
+    """A scheduler with these prompts, each of one length or list, and its model."""
+    scheduler = new_scheduler(cls=cls, **options)
+    for i, prompt in enumerate(prompts):
+        token_ids = [i] * prompt if isinstance(prompt, int) else prompt
+        scheduler.add(new_request(i, token_ids, max_tokens))
+    return scheduler, FakeRunner(4)
+
+
+def names(requests) -> list[str]:
+    return [request.request_id for request in requests]
+
+
+class LastFirst(Scheduler):
+    def running_order(self, request):
+        return -request.arrival
+
+
+def test_running_order_decides_who_gets_tokens_and_priority_who_is_admitted():
+    scheduler, runner = playing(LastFirst, [12, 12, 12], tokens=16)
+    assert [step(scheduler, runner) for _ in range(3)] == [
+        [("0", 12), ("1", 4)],
+        [("1", 8), ("0", 1), ("2", 7)],
+        [("2", 5), ("1", 1), ("0", 1)],
+    ]
+
+
+class DecodesFirst(Scheduler):
+    def priority(self, request):
+        return -request.arrival
+
+    def running_order(self, request):
+        return request.is_prefilling, self.priority(request)
+
+
+def test_decodes_first():
+    """With the last first, a new prompt would take the budget from those who decode."""
+    for cls, plan in ((DecodesFirst, [("0", 1), ("1", 15)]), (None, [("1", 16)])):
+        cls = cls or type("LastPrompt", (Scheduler,), {"priority": DecodesFirst.priority})
+        scheduler, runner = playing(cls, [5], tokens=16)
+        step(scheduler, runner)
+        scheduler.add(new_request(1, [1] * 40))
+        step(scheduler, runner)
+        assert step(scheduler, runner) == plan
+
+
+class Second(Scheduler):
+    def next_waiting(self):
+        return self.waiting[1] if len(self.waiting) > 1 else None
+
+
+def test_next_waiting_may_be_anybody_or_nobody():
+    scheduler, runner = playing(Second, [3, 3, 3])
+    assert step(scheduler, runner) == [("1", 3), ("2", 3)] and names(scheduler.waiting) == ["0"]
+
+
+class NoMoreThanTwo(Scheduler):
+    def may_admit(self, request, schedule):
+        return len(self.running) < 2 and schedule.tokens_left > 4
+
+
+def test_may_admit():
+    scheduler, runner = playing(NoMoreThanTwo, [3, 3, 3])
+    assert step(scheduler, runner) == [("0", 3), ("1", 3)]
+    scheduler, runner = playing(NoMoreThanTwo, [12, 3], tokens=16)
+    assert step(scheduler, runner) == [("0", 12)]  # 4 tokens are left
+
+
+class Bounded(Scheduler):
+    def step_budget(self):
+        return self.max_num_batched_tokens, 5
+
+
+def test_the_prompt_tokens_of_a_step_are_bounded_and_its_decodes_are_not():
+    scheduler, runner = playing(Bounded, [4, 9, 2], tokens=16)
+    assert step(scheduler, runner) == [("0", 4), ("1", 1)]
+    assert step(scheduler, runner) == [("0", 1), ("1", 5)]
+    assert step(scheduler, runner) == [("0", 1), ("1", 3), ("2", 2)]
+    assert step(scheduler, runner) == [("0", 1), ("1", 1), ("2", 1)]
+
+
+def test_a_prompt_budget_above_the_budget_of_the_step_changes_nothing():
+    cls = type("Wide", (Scheduler,), {"step_budget": lambda self: (6, 100)})
+    scheduler, runner = playing(cls, [9, 9], tokens=16)
+    assert [step(scheduler, runner) for _ in range(3)] == [
+        [("0", 6)],
+        [("0", 3), ("1", 3)],
+        [("0", 1), ("1", 5)],
+    ]
+
+
+class FirstOfThem(Scheduler):
+    def victim(self, candidates):
+        return candidates[0]
+
+
+@pytest.mark.parametrize("cls, victim", [(Scheduler, "2"), (FirstOfThem, "1")])
+def test_victim(cls, victim):
+    """The candidates are those behind the one that needs a block."""
+    scheduler, runner = playing(cls, [4, 4, 4], max_tokens=9, num_blocks=6)
+    while not scheduler.num_preemptions:
+        step(scheduler, runner)
+    assert names(scheduler.waiting) == [victim]
+
+
+class SwapsLong(Scheduler):
+    def should_swap(self, request):
+        return len(request.prompt_token_ids) > 5
+
+
+def test_should_swap():
+    for prompt, is_swapped in ((5, False), (6, True)):
+        scheduler, runner = playing(
+            SwapsLong, [4, prompt], max_tokens=9, num_blocks=5, num_host_blocks=9
+        )
+        while not scheduler.num_preemptions:
+            step(scheduler, runner)
+        assert bool(scheduler.waiting[0].sequences[0].host_table) == is_swapped
+
+
+class Urgent(Scheduler):
+    def priority(self, request):
+        return not request.params.extra_args.get("urgent"), request.arrival
+
+    def make_room(self, schedule):
+        if not self.waiting or not self.running:
+            return
+        if self.priority(self.waiting[-1]) < self.priority(self.running[0]):
+            self.preempt(max(self.running, key=self.priority))
+
+
+@pytest.mark.parametrize("num_host_blocks", [0, 9])
+def test_make_room_for_an_urgent_request(num_host_blocks):
+    """It takes the seat in the same step, and the blocks, which may be swapped out and in by one
+    step."""
+    scheduler, runner = playing(
+        Urgent, [4, 4], seqs=2, num_blocks=6, num_host_blocks=num_host_blocks
+    )
+    step(scheduler, runner)
+    urgent = new_request(2, [2] * 16)
+    urgent.params.extra_args["urgent"] = True
+    scheduler.add(urgent)
+    assert step(scheduler, runner) == [("0", 1), ("2", 15)] and names(scheduler.waiting) == ["1"]
+    assert bool(scheduler.waiting[0].sequences[0].host_table) == bool(num_host_blocks)
+    while scheduler.has_unfinished():
+        step(scheduler, runner)
+    assert scheduler.block_manager.num_used_blocks == 0
+
+
+def test_watermark():
+    """A part of all blocks stays free at admission, unless nobody runs."""
+    for part, running in (
+        (0, ["0", "1", "2"]),
+        (0.05, ["0", "1", "2"]),
+        (0.1, ["0", "1", "2"]),
+        (0.2, ["0", "1"]),
+        (1, ["0"]),
+    ):
+        scheduler, runner = playing(Scheduler, [10, 10, 10], num_blocks=10, tokens=64)
+        scheduler.watermark = part
+        step(scheduler, runner)
+        assert names(scheduler.running) == running, part
+
+
+def test_what_a_policy_can_know_of_a_request():
+    seen = []
+
+    class Looks(Scheduler):
+        def make_room(self, schedule):
+            for r in self.unfinished():
+                has_come = r.arrival_time <= self.clock()
+                seen.append((r.params.extra_args, r.num_output_tokens, r.is_prefilling, has_come))
+
+    start = time.monotonic()
+    llm = LLM(num_blocks=20, scheduler_cls=Looks)
+    params = SamplingParams(max_tokens=3, ignore_eos=True, n=2, extra_args={"tenant": "a"})
+    llm.add_request([5, 6, 7], params)
+    while llm.has_unfinished():
+        llm.step()
+    assert seen == [({"tenant": "a"}, n, n == 0, True) for n in (0, 2, 4)]
+    assert start < llm.scheduler.clock() < time.monotonic() + 1
+
+
+@pytest.mark.parametrize("wrong", [[], "a", 5, {1, 2}])
+def test_extra_args_must_be_a_dict(wrong):
+    with pytest.raises(
+        ValueError, match=r"extra_args=.* is not allowed: it must be None or a dict"
+    ):
+        SamplingParams(extra_args=wrong)
+
+
+def test_extra_args_are_the_requests_own():
+    given = {"tenant": "a"}
+    params = SamplingParams(extra_args=given)
+    given["tenant"] = "b"
+    assert params.extra_args == {"tenant": "a"} and SamplingParams().extra_args == {}
+
+
+NOT_RUNNING = type("NotRunning", (Scheduler,), {"victim": lambda self, candidates: self.waiting[0]})
+NOT_WAITING = type(
+    "NotWaiting", (Scheduler,), {"next_waiting": lambda self: (self.running + self.waiting)[0]}
+)
+SERVED = type("Served", (Scheduler,), {"victim": lambda self, candidates: self.running[0]})
+NOBODY = type("Nobody", (Scheduler,), {"victim": lambda self, candidates: None})
+
+
+@pytest.mark.parametrize(
+    "cls, message",
+    [
+        (
+            NOT_RUNNING,
+            r"NotRunning.victim\(\): Request\(2\) is not one of \[Request\(1\)\]",
+        ),
+        (
+            NOT_WAITING,
+            r"NotWaiting.next_waiting\(\): Request\(0\) is not one of \[Request\(1\), Request\(2\)\]",
+        ),
+        (NOBODY, r"Nobody.victim\(\): None is not one of "),
+        (SERVED, r"Served.victim\(\): Request\(0\) is not one of \[Request\(1\)\]"),
+    ],
+)
+def test_who_cannot_be_chosen(cls, message):
+    scheduler, runner = playing(cls, [4, 4, 4], max_tokens=9, num_blocks=4, seqs=2)
+    with pytest.raises(ScheduleError, match=message):
+        for _ in range(10):
+            step(scheduler, runner)
+
+
+class PreemptsEverybody(Scheduler):
+    def make_room(self, schedule):
+        for request in [*self.running]:
+            self.preempt(request)
+
+
+def test_a_livelock_ends_with_a_sentence():
+    """Each step computes something, and throws away what the one before has computed."""
+    options = {"enable_prefix_caching": False, "max_num_batched_tokens": 8, "max_model_len": 60}
+    llm = LLM(num_blocks=20, scheduler_cls=PreemptsEverybody, **options)
+    message = r"PreemptsEverybody.schedule\(\): 61 steps without a new token"
+    with pytest.raises(ScheduleError, match=message):
+        llm.generate([5] * 20, SamplingParams(max_tokens=3), use_tqdm=False)
+    llm.step()  # what was aborted ends now
+    assert not llm.has_unfinished() and llm.block_manager.num_used_blocks == 0

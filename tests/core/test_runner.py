@@ -1,0 +1,116 @@
+"""The runner's step: the example in `prepare`'s docstring is true, and nothing of a step stays behind.
+
+Run: pytest tests/core/test_runner.py [-k example]
+"""
+
+import gc
+import re
+import weakref
+
+import pytest
+import torch
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.config import Config
+from nanovllm.device.choose import choose_device
+from nanovllm.device.memory import memory_left
+from nanovllm.layers import torch_attention, torch_ops
+from nanovllm.layers.batch import Batch
+from nanovllm.model_runner import ModelRunner
+from nanovllm.schedule import Item, Schedule
+from nanovllm.sequence import Request
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return LLM(num_blocks=100, block_size=4, device="cpu", attention_backend="torch")
+
+
+def test_the_example_of_prepare_is_true(llm):
+    """Every row of it that the step holds, number by number."""
+    first, second = (
+        Request(name, None, [7] * length, SamplingParams(temperature=0))
+        for name, length in (("a", 5), ("b", 3))
+    )
+    first, second = first.sequences[0], second.sequences[0]
+    first.block_table, second.block_table = [7, 2], [5]
+    schedule = Schedule()
+    schedule.add(Item(first, 4, 1))
+    schedule.add(Item(second, 0, 3))
+    step = llm.runner.prepare(schedule)
+    said = dict(
+        re.findall(r"^ +(\w+) +(\[.*?\](?=  |$))", ModelRunner.prepare.__doc__, re.MULTILINE)
+    )
+    found = {
+        "block_tables": step.batch.block_tables,
+        "cu_blocks": step.batch.cu_blocks,
+        "contexts": step.batch.context_lens,
+        "ends": step.batch.cu_seqlens_q[1:],
+        "positions": step.positions,
+        "slots": step.batch.slot_mapping,
+        "sampled_rows": step.sampled_rows,
+    }
+    assert {name: eval(said[name]) for name in found} == {
+        name: tensor.tolist() for name, tensor in found.items()
+    }
+    assert eval(said["counts"]) == step.batch.cu_seqlens_q.diff().tolist()
+    assert eval(said["starts"]) == [item.start for item in schedule.items]
+    seq_of_token = [b for b, count in enumerate(eval(said["counts"])) for _ in range(count)]
+    assert eval(said["seq_of_token"]) == seq_of_token and step.sampling is None
+
+
+def test_a_step_leaves_nothing_behind(llm, monkeypatch):
+    """No cycle keeps a step's memory, or the KV cache, until Python collects garbage."""
+    alive, init = [], Batch.__init__
+
+    def noted(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        alive.append(weakref.ref(self))
+
+    monkeypatch.setattr(Batch, "__init__", noted)
+    gc.collect()
+    gc.disable()
+    try:
+        llm.generate(
+            [[1] * 9, [2] * 3], SamplingParams(temperature=0, max_tokens=5), use_tqdm=False
+        )
+        assert len(alive) >= 5 and not any(batch() for batch in alive)
+    finally:
+        gc.enable()
+
+
+def test_the_layout_is_made_once_per_step(llm, monkeypatch):
+    made = []
+
+    class Noted(torch_attention.Layout):
+        def __init__(self, batch):
+            made.append(batch)
+            super().__init__(batch)
+
+    monkeypatch.setattr(torch_ops, "layout", Noted)
+    steps = llm.stats()["steps"]
+    llm.generate([[1] * 9, [2] * 3], SamplingParams(temperature=0, max_tokens=5), use_tqdm=False)
+    assert len(made) == llm.stats()["steps"] - steps > 0 and llm.runner.ops is torch_ops
+
+
+@pytest.mark.parametrize("asked, chosen", [("auto", 1), ("cuda", 1), ("cuda:0", 0), ("cuda:1", 1)])
+def test_a_gpu_has_a_number(monkeypatch, asked, chosen):
+    """Without one it would be another one in a thread with another current device."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert choose_device(Config(device=asked)) == torch.device("cuda", chosen)
+
+
+def test_room_for_a_block_that_is_larger_than_the_buffer_of_swaps(monkeypatch):
+    """A block of 72B with 256 tokens has 84 MB."""
+    said = {"mem_get_info": (2**30, 2**31), "memory_reserved": 0, "max_memory_reserved": 0}
+    said |= {"empty_cache": None, "synchronize": None, "reset_peak_memory_stats": None}
+    for name, answer in said.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *args, answer=answer: answer)
+    config = Config(preemption_mode="swap", gpu_memory_utilization=1.0)
+    left = [
+        memory_left(torch.device("cuda"), config, block_bytes, lambda: None, None)
+        for block_bytes in (2**20, 2**28)
+    ]
+    assert left == [2**30 - 2**26, 2**30 - 2**28]

@@ -1,0 +1,147 @@
+"""The assignments: points add up, reference solutions are short, right and get all points, starters get nearly none.
+
+The grading is on seeds that no handout has shown, and slow. That the goals are honest is in test_goals.py.
+
+Run: pytest tests/course/test_assignments.py [-k a1] [--slow]
+"""
+
+import difflib
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from nanovllm.schedule import ScheduleError
+from tutorials.assignments.grade import secret_seeds
+from tutorials.assignments.grader import Grader
+from tutorials.assignments.public import check_answers, check_rules, classes_of, load
+from tutorials.assignments.task import NAMES, load_task, measure
+
+SOLUTIONS = Path(__file__).parent / "solutions"
+ASSIGNMENTS = Path(__file__).parents[2] / "tutorials" / "assignments"
+POLICIES = tuple(name for name in NAMES if name != "a0")  # in a0 bugs are to be found
+# a router has no part in an engine
+IN_AN_ENGINE = tuple(name for name in POLICIES if load_task(name).engine_points)
+NUM_JOBS = 60  # of a short load
+SECTIONS = ["The problem", "Read before", "What to do", "Try it", "Hints", "How it is graded"]
+
+
+def starter(name: str) -> Path:
+    return ASSIGNMENTS / name / "starter.py"
+
+
+def reference(name: str) -> Path:
+    return SOLUTIONS / f"{name}_solution.py"
+
+
+def goal_points(name: str, path: Path, seed: int) -> float:
+    """Raises ScheduleError if a rule is broken."""
+    points, module = 0.0, load(path)
+    for part in load_task(name).parts:
+        policy_cls, manager_cls = classes_of(part, module)
+        values = measure(part, policy_cls, seed, manager_cls)
+        points += sum(goal.score(values[goal.name]) for goal in part.goals)
+    return points
+
+
+def max_goal_points(name: str) -> float:
+    return sum(goal.points for goal in load_task(name).goals.values())
+
+
+def test_no_assignment_is_left_out():
+    """Their names are those of folders."""
+    assert NAMES[:9] == ("a0", "a1", "a2", "a3", "a4", "a5", "a6", "a7", "a8")
+    assert NAMES[-1] == "template"
+
+
+# --- what an assignment consists of ---
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_points_of_a_task_add_up_to_100(name):
+    assert load_task(name).points == 100
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_handout_has_the_parts_that_a_handout_has(name):
+    text = (ASSIGNMENTS / name / "README.md").read_text()
+    assert re.search(r"^Level: .*hour", text, re.MULTILINE)
+    headings = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    assert [heading for heading in headings if heading in SECTIONS] == SECTIONS
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_reference_is_short(name):
+    before, after = (path(name).read_text().splitlines() for path in (starter, reference))
+    changed = [
+        line for line in difflib.ndiff(before, after) if line.startswith("+ ") and line.strip("+ ")
+    ]
+    assert 0 < len(changed) <= 15 or (name in ("a7", "a8") and len(after) < 40)
+
+
+# --- correct ---
+
+
+@pytest.mark.slow(but_every=2)
+@pytest.mark.parametrize(
+    "path", [*map(reference, NAMES), *map(starter, POLICIES)], ids=lambda path: str(path)[-16:-3]
+)
+def test_the_rules_are_kept_in_a_short_load(path):
+    """The starter of a0 is broken."""
+    name = path.parent.name if path.name == "starter.py" else path.stem.partition("_")[0]
+    module = load(path)
+    for part in load_task(name).parts:
+        short = replace(part, workload=lambda seed, part=part: part.workload(seed)[:NUM_JOBS])
+        assert len(check_rules(short, module, seed=1).requests) == NUM_JOBS
+
+
+@pytest.mark.slow(but_every=3)
+@pytest.mark.parametrize("name", IN_AN_ENGINE)
+def test_the_reference_changes_no_answer(name):
+    for part in load_task(name).parts:
+        check_answers(part, load(reference(name)))
+
+
+@pytest.mark.slow
+def test_each_class_of_a0_is_broken_and_can_be_mended(seed=101):
+    broken, mended = load(starter("a0")), load(reference("a0"))
+    for part in load_task("a0").parts:
+        with pytest.raises((ScheduleError, AssertionError, KeyError)):
+            check_rules(part, broken, seed)
+        check_rules(part, mended, seed)
+    assert goal_points("a0", reference("a0"), seed) == max_goal_points("a0")
+
+
+# --- points ---
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_the_reference_gets_all_points(name):
+    # all engines in one process, above: it is faster; and many seeds in test_goals.py
+    parts = [replace(part, num_seeds=1) for part in load_task(name).parts]
+    task = replace(load_task(name), parts=parts, engine_points=0)
+    report = Grader(task, secret_seeds("for tests", name, 1)).grade(reference(name))
+    assert report.score == report.max_score == task.points, report.table()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", POLICIES[::2])
+def test_the_starter_gets_hardly_any_points_for_goals(name, seed=101):
+    assert goal_points(name, starter(name), seed) < max_goal_points(name) / 10
+
+
+# --- the page of questions ---
+
+
+def test_there_are_two_questions_for_each_assignment_with_what_a_good_answer_mentions():
+    _, *sections = (ASSIGNMENTS / "questions.md").read_text().split("\n## ")
+    assert [section.partition(":")[0] for section in sections] == list(NAMES[:9])
+    for section in sections:
+        _, *questions = re.split(r"^\*\*\d\. ", section, flags=re.MULTILINE)
+        assert len(questions) == 2, section
+        for question in questions:
+            text, mentioned = question.split("**\n\n")
+            assert text.endswith("?") or text.endswith("."), text
+            assert mentioned.count("\n- ") >= 3

@@ -1,0 +1,272 @@
+"""Assignment 0 cannot be gamed: empty classes, wrong repairs and hostile answers.
+
+Run: pytest tests/course/test_find_the_bug.py [-k answer] [--slow]
+"""
+
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from random import Random
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from nanovllm.scheduler import Scheduler
+from nanovllm.simulator import Run, simulate
+from tutorials.assignments.a0.questions import INVARIANTS, QUESTIONS, Question
+from tutorials.assignments.a0.task import Counting, check_counts
+from tutorials.assignments.public import check_rules, load
+from tutorials.assignments.task import Part, load_task, serve_baseline
+
+FILES = Path(__file__).parent / "solutions"
+STARTER = Path(__file__).parents[2] / "tutorials" / "assignments" / "a0" / "starter.py"
+TASK = load_task("a0")
+PARTS = {part.name: part for part in TASK.parts}
+SEED = 101
+NO_ANSWERS = ["?", *INVARIANTS]
+
+
+def solution() -> ModuleType:
+    return load(FILES / "a0_solution.py")
+
+
+def short(part: Part, num_jobs: int = 60) -> Part:
+    return replace(part, workload=lambda seed: part.workload(seed)[:num_jobs])
+
+
+def part_points(part: Part, module) -> float:
+    try:
+        run = check_rules(part, module, SEED)
+        if part.counting:
+            check_counts(part, getattr(module, part.block_manager), SEED)
+    except Exception:  # a bug may end in any of them
+        return 0
+    is_whole = part is PARTS[part.name]
+    baseline = baseline_of(part.name) if is_whole else serve_baseline(part, SEED)
+    return part.points + sum(goal.score(goal.measure(run, baseline)) for goal in part.goals)
+
+
+@cache
+def baseline_of(name: str) -> Run:
+    """The same for all repairs."""
+    return serve_baseline(PARTS[name], SEED)
+
+
+def full_points(part: Part) -> float:
+    return part.points + sum(goal.points for goal in part.goals)
+
+
+def with_class(part: Part, cls: type) -> SimpleNamespace:
+    names = {"Scheduler": Scheduler, part.block_manager or part.scheduler: cls}
+    return SimpleNamespace(**names)
+
+
+def question_points(answers: dict) -> float:
+    right = [name for name, problem in TASK.questions.items() if problem(answers[name]) is None]
+    return TASK.question_points * len(right)
+
+
+def test_the_points_add_up_to_100():
+    assert TASK.points == 100
+
+
+# --- classes ---
+
+
+def test_empty_classes_get_less_than_10_points_with_any_names():
+    empty = load(FILES / "a0_empty.py")
+    assert 0 < sum(part_points(short(part), empty) for part in TASK.parts) < 10
+    for name in NO_ANSWERS:
+        answers = {key: {**answer, "breaks": name} for key, answer in empty.ANSWERS.items()}
+        assert question_points(answers) == 0
+
+
+@pytest.mark.slow
+def test_empty_classes_get_less_than_10_points_on_a_whole_load():
+    empty = load(FILES / "a0_empty.py")
+    assert 0 < sum(part_points(part, empty) for part in TASK.parts) < 10
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_the_starter_gets_nothing(name):
+    starter = load(STARTER)
+    assert part_points(PARTS[name], starter) == 0
+    assert question_points(starter.ANSWERS) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PARTS)
+def test_the_right_repair_gets_all(name):
+    assert part_points(PARTS[name], solution()) == full_points(PARTS[name])
+
+
+class AlwaysAll(Scheduler):
+    def step_budget(self):
+        return self.max_num_batched_tokens, 256
+
+
+@pytest.mark.slow
+def test_another_right_repair_gets_all():
+    assert part_points(PARTS["C"], with_class(PARTS["C"], AlwaysAll)) == full_points(PARTS["C"])
+
+
+WRONG = {
+    cls.__name__: cls for cls in vars(load(FILES / "a0_wrong.py")).values() if hasattr(cls, "part")
+}
+# more than the rules, less than all
+PARTLY_RIGHT = {"LastPreemptedFirst", "ShortestPreemptedFirst", "ForgetsThePreempted", "OneChance"}
+PARTLY_RIGHT |= {"OneBudget", "FixedBudget", "SomewhatMore", "OnlyPrompts", "HalfThePrompts"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_repair_gets_less_than_all(name):
+    part = PARTS[WRONG[name].part]
+    points = part_points(part, with_class(part, WRONG[name]))
+    assert points < full_points(part)
+    if name in PARTLY_RIGHT:
+        assert points > part.points + 5
+    if part.name == "B":
+        assert points == 0
+
+
+def test_what_is_counted_is_checked():
+    part = short(PARTS["B"], num_jobs=30)
+    check_counts(part, solution().BlockManagerB, SEED)
+    with pytest.raises(AssertionError, match=r"^step \d+: CountsZero.num_freed is 0, not \d+$"):
+        check_counts(part, WRONG["CountsZero"], SEED)
+    with pytest.raises(AssertionError, match=r"^step 1: CountsNothing.num_freed is None, not 0$"):
+        check_counts(part, WRONG["CountsNothing"], SEED)
+    for name in ("CountsAll", "CountsInUse", "CountsAText", "NeverShares"):
+        with pytest.raises(AssertionError, match=rf"^step \d+: {name}.num_freed is .+, not \d+$"):
+            check_counts(part, WRONG[name], SEED)
+
+
+def test_the_grader_counts_what_the_solution_counts_when_memory_runs_out():
+    """And in the end each block that was taken is free."""
+    part = replace(short(PARTS["A"], num_jobs=60), counting=Counting, counts=("num_freed",))
+    check_counts(part, solution().BlockManagerB, SEED)
+    assert check_rules(replace(part, scheduler="Scheduler"), solution(), SEED).num_preemptions > 0
+
+
+# --- answers ---
+
+
+def test_the_answers_of_the_solution_are_right():
+    answers = json.loads(json.dumps(solution().ANSWERS))
+    assert [TASK.questions[name](answers[name]) for name in TASK.questions] == [None] * 3
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_the_load_alone_or_the_name_alone_are_no_answer(name):
+    question, right = QUESTIONS[name], solution().ANSWERS[name]
+    for other in NO_ANSWERS:
+        problem = question({**right, "breaks": other})
+        assert (problem is None) == (other == right["breaks"])
+    assert "no rule is broken" in question({**right, "load": right["load"][:1]})
+    assert question({**right, "load": []}).startswith("the load must be a list of 1 to")
+
+
+@pytest.mark.parametrize(
+    "name, load, sentence",
+    [
+        ("A", [[0, 60, 20], [5, 20, 20]], "no rule is broken by the load: nobody was preempted"),
+        ("A", [[0, 60, 60], [0, 60, 60]], "the load has 240 tokens, but at most 120 are allowed"),
+        ("A", [[0, 5, 5]] * 4, "the load must be a list of 1 to 3 requests, and not [[0, 5, 5], "),
+        ("A", [[0, 5]], "request 0 must be a list [seconds, prompt tokens, output tokens], and"),
+        ("A", [[0, 5, 0]], "request 0: output tokens must be an integer from 1 to 120, and not 0"),
+        ("A", [[11, 5, 5]], "request 0: seconds must be a number from 0 to 10, and not 11"),
+        ("B", [[0, 17, 1, 0], [0, 17, 2, 16]], "no rule is broken by the load: no block was share"),
+        ("B", [[0, 17, 2, 16], [0, 17, 2, 16]], "no rule is broken by the load: blocks were share"),
+        ("B", [[0, 5, 1, 6]], "request 0: shared tokens must be an integer from 0 to 5, and not 6"),
+        ("C", [[0, 1, 2]] * 5, "no rule is broken by the load: the fullest step had 5 tokens"),
+        ("C", [[0, 1, 2]] * 5 + [[0, 260, 1]], "no rule is broken by the load: the fullest step"),
+    ],
+)
+def test_the_sentence_says_what_happened_instead(name, load, sentence):
+    question = QUESTIONS[name]
+    assert question({"breaks": question.invariant, "load": load}).startswith(sentence)
+
+
+def deep() -> list:
+    nested: list = []
+    for _ in range(100_000):
+        nested = [nested]
+    return nested
+
+
+HOSTILE = [
+    None,
+    "?",
+    "\ud800\n",
+    True,
+    float("nan"),
+    10**5000,
+    [],
+    {},
+    deep(),
+    {"breaks": "queues"},
+    {"breaks": "queues", "load": [], "more": 1},
+    *({"breaks": name, "load": []} for name in (None, [], {}, deep(), "\ud800\n", 10**5000)),
+    *(
+        {"breaks": "queues", "load": [*value] if isinstance(value, list) else value}
+        for value in (None, "ab", {"0": 1}, 7, [None], ["abc"], [[]], [{}], [[0, 1, 1]] * 10**5)
+    ),
+    {"breaks": "queues", "load": deep()},
+]
+HOSTILE_VALUES = [None, True, "1", [], {}, float("nan"), float("inf"), -1, 1.5, 10**400, 10**5000]
+
+
+def is_sentence(problem: object) -> bool:
+    return isinstance(problem, str) and problem.isprintable() and len(problem) < 500
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_a_hostile_answer_gets_a_sentence(name):
+    question = QUESTIONS[name]
+    for answer in HOSTILE:
+        assert is_sentence(question(answer))
+    num_fields = 4 if question.has_shared else 3
+    for i in range(num_fields):
+        for value in [*HOSTILE_VALUES, deep()]:
+            if i == 0 and value == 1.5:
+                continue  # seconds
+            request = [0, 17, 1, 16][:num_fields]
+            request[i] = value
+            assert is_sentence(question({"breaks": "queues", "load": [request]}))
+
+
+def random_load(question: Question, random: Random) -> list[list]:
+    """Of as many requests and tokens as are allowed."""
+    count, left = question.max_requests, question.max_tokens
+    cuts = sorted(random.sample(range(1, left), 2 * count - 1))
+    sizes = [end - begin for begin, end in zip([0, *cuts], [*cuts, left])]
+    return [
+        [random.choice([0, 0.001]), prompt, output, *[min(prompt, 16)] * question.has_shared]
+        for prompt, output in zip(sizes[::2], sizes[1::2])
+    ]
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_the_plain_classes_serve_each_load_that_is_allowed(name, monkeypatch, num_loads=50):
+    """So that what breaks is the class of the starter, and not the load. And nothing else is wrong
+    with that class."""
+    question, random = QUESTIONS[name], Random(name)
+    served = []
+
+    def serve(jobs, config, scheduler_cls, **options):
+        plain = simulate(jobs, replace(config, block_manager_cls=None), check=True)
+        served.append(plain.num_steps)
+        return simulate(jobs, config, scheduler_cls=scheduler_cls, **options)
+
+    monkeypatch.setattr("tutorials.assignments.a0.questions.simulate", serve)
+    num_right = 0
+    for _ in range(num_loads):
+        load = random_load(question, random)
+        problem = question({"breaks": question.invariant, "load": load})
+        assert problem is None or problem.startswith("no rule is broken")
+        num_right += problem is None
+    assert len(served) == num_loads
+    assert max(served) <= question.max_tokens
+    assert num_right < num_loads / 10, "right by accident"

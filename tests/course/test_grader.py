@@ -1,0 +1,647 @@
+"""The grader: what breaks costs its points and is said in a sentence with the step; cheating wins nothing.
+
+Run: pytest tests/course/test_grader.py [-k cheat]
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from nanovllm.block_manager import BlockManager
+from nanovllm.config import Config
+from nanovllm.simulator import Run
+from tutorials.assignments import process
+from tutorials.assignments.grade import read_secret, secret_seeds
+from tutorials.assignments.grader import Grader
+from tutorials.assignments.task import Goal, Part, Task, mean_latency, measure
+from tutorials.simulation.workloads import (
+    all_at_once,
+    poisson,
+    predicted,
+    shared_prefix,
+    sharegpt,
+    workload,
+)
+
+ROOT = Path(__file__).parents[2]
+HEAD = """
+from nanovllm.block_manager import BlockManager
+from nanovllm.schedule import Schedule
+from nanovllm.scheduler import Scheduler
+"""
+
+
+def latency_ratio(run: Run, baseline: Run) -> float:
+    return mean_latency(run) / mean_latency(baseline)
+
+
+def jobs(seed: int):
+    return predicted(workload(all_at_once(), sharegpt(max_model_len=512, seed=seed), 40), sigma=0.0)
+
+
+PART = Part(
+    "load",
+    jobs,
+    Config(
+        model="qwen3-0.6b",
+        num_blocks=200,
+        max_model_len=4096,
+        max_num_batched_tokens=512,
+        max_num_seqs=32,
+    ),
+    [Goal("mean latency / FCFS", latency_ratio, none=1.0, full=0.9, points=60)],
+    points=30,
+)
+TASK = Task("shortest first", [PART], engine_points=0)
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    """A file that hangs is waited for a shorter time."""
+    monkeypatch.setattr(process, "SECONDS_PER_CALL", 2.0)
+
+
+def graded(tmp_path, code: str, task: Task = TASK, seeds=(1,), **options):
+    path = tmp_path / "solution.py"
+    path.write_text(HEAD + code)
+    return Grader(task, list(seeds), **options).grade(path)
+
+
+def rules(report) -> tuple[float, str]:
+    return report.checks[0].score, report.checks[0].output
+
+
+FCFS = "class MyScheduler(Scheduler):\n    pass\n"
+SHORTEST_FIRST = """
+class MyScheduler(Scheduler):
+    def priority(self, request):
+        return request.params.extra_args["predicted_tokens"]
+"""
+
+
+def test_fcfs_keeps_the_rules_and_reaches_no_goal(tmp_path):
+    report = graded(tmp_path, FCFS, seeds=(1, 2))
+    assert [check.score for check in report.checks] == [30, 0]
+    # the same run as in this process, to the last digit
+    assert report.values == {"load, mean latency / FCFS": 1.0}
+
+
+def test_shortest_first_gets_all(tmp_path):
+    report = graded(tmp_path, SHORTEST_FIRST)
+    assert report.score == report.max_score == 90, report.table()
+
+
+OVER_BUDGET = """
+class MyScheduler(Scheduler):
+    def step_budget(self):
+        return 10**6, 10**6
+"""
+TWICE = """
+class MyScheduler(Scheduler):
+    def schedule(self):
+        schedule = super().schedule()
+        schedule.items += schedule.items[:1]
+        return schedule
+"""
+LOSES = """
+class MyScheduler(Scheduler):
+    def schedule(self):
+        if len(self.waiting) > 3 and self.running:
+            self.waiting.pop()
+        return super().schedule()
+"""
+DOUBLES = """
+class MyScheduler(Scheduler):
+    def preempt(self, request):
+        super().preempt(request)
+        self.waiting.append(request)
+"""
+STARVES = """
+class MyScheduler(Scheduler):
+    def may_admit(self, request, schedule):
+        return request.request_id != "7"
+"""
+LIVELOCK = """
+class MyScheduler(Scheduler):
+    def make_room(self, schedule):
+        for request in [*self.running]:
+            self.preempt(request)
+
+    def step_budget(self):
+        return 8, 8
+"""
+CRASHES = """
+class MyScheduler(Scheduler):
+    def priority(self, request):
+        return request.arrival / (request.num_output_tokens - 5)
+"""
+HANGS = """
+class MyScheduler(Scheduler):
+    def next_waiting(self):
+        while len(self.running) > 5:
+            pass
+        return super().next_waiting()
+"""
+WRONG_VICTIM = """
+class MyScheduler(Scheduler):
+    def victim(self, candidates):
+        return None
+"""
+NEVER_ENDS = """
+class MyScheduler(Scheduler):
+    def finish(self, seq, reason):
+        if seq.request.request_id != "3":
+            super().finish(seq, reason)
+"""
+LEAKS = """
+class MyScheduler(Scheduler):
+    def preempt(self, request):
+        table = request.sequences[0].block_table[:1]
+        super().preempt(request)
+        for block_id in table:
+            self.block_manager.blocks[block_id].ref_count += 1
+"""
+STEALS = """
+class MyScheduler(Scheduler):
+    def admit(self, request):
+        super().admit(request)
+        if len(self.running) > 1:
+            request.sequences[0].block_table[-1] = self.running[0].sequences[0].block_table[-1]
+"""
+BROKEN = {
+    "over the budget": (
+        OVER_BUDGET,
+        r"step 1: MyScheduler.schedule\(\): the schedule has \d+ tokens, but max_num_batched",
+    ),
+    "twice": (TWICE, r"step 1: .* is in the schedule twice"),
+    "loses": (
+        LOSES,
+        r"step 2: .*Request\(\d+\) has not ended, but is 0 times in waiting and running",
+    ),
+    "doubles": (
+        DOUBLES,
+        r"step \d+: .*Request\(\d+\) has not ended, but is 2 times in waiting and running",
+    ),
+    "starves": (
+        STARVES,
+        r"step \d+: .* planned nothing, but there are unfinished requests: \['7', ",
+    ),
+    "livelock": (LIVELOCK, r"step \d+.* \d+ steps without a new token"),
+    "crashes": (CRASHES, r"step \d+: ZeroDivisionError: .* \(line \d+ of your file, in priority\)"),
+    "hangs": (
+        HANGS,
+        r"step \d+: your file has not answered for 2 s: it was in .*solution.py.*next_waiting",
+    ),
+    "wrong victim": (
+        WRONG_VICTIM,
+        r"step \d+: MyScheduler.victim\(\): None is not one of \[Request",
+    ),
+    "never ends": (
+        NEVER_ENDS,
+        r"step \d+: .*Request\(3\) has drawn its last token, but has not ended",
+    ),
+    "leaks": (LEAKS, r"step \d+: .*block \d+ is in 0 tables, but its ref_count is 1"),
+    "steals": (STEALS, r"step \d+: .*block"),
+    "exits": (
+        "import os\nclass MyScheduler(Scheduler):\n    def priority(self, request):\n        os._exit(0)\n",
+        r"step 1: your process has ended by itself: exit status 0",
+    ),
+    "does not load": (
+        "import no_such_module\n",
+        r"^ModuleNotFoundError: No module named 'no_such_module' \(line 5 of your file",
+    ),
+    "no class": ("class Other(Scheduler):\n    pass\n", "your file has no class MyScheduler"),
+    "exits at once": ("raise SystemExit(0)\n", "^SystemExit: 0"),
+    "takes all memory": ("hoard = [0] * 10**9\n" + FCFS, "MemoryError"),
+}
+
+
+FAST_CASES = ("over the budget", "doubles", "crashes", "steals", "does not load")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.slow] * (case not in FAST_CASES)) for case in BROKEN],
+)
+def test_what_is_broken_is_one_sentence_with_the_step(tmp_path, case):
+    code, message = BROKEN[case]
+    report = graded(tmp_path, code)
+    assert report.score == 0
+    assert re.search(message, rules(report)[1]) and "\n" not in rules(report)[1], rules(report)[1]
+
+
+# --- cheating ---
+
+PATCHED_COST = """
+import time
+import nanovllm.simulator.simulation
+nanovllm.simulator.simulation.Machine.seconds = lambda *args: 1e-9
+time.monotonic = time.perf_counter = lambda: 0.0
+class MyScheduler(Scheduler):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.clock = lambda: 0.0
+"""
+PATCHED_CHECKS = """
+import sys
+import nanovllm.checks.schedules
+nanovllm.checks.schedules.check_schedule = lambda *args, **kwargs: None
+sys.modules["player"].check_queues = lambda *args, **kwargs: None
+"""
+MORE_BLOCKS = (
+    PATCHED_CHECKS
+    + """
+class MyScheduler(Scheduler):
+    def __init__(self, limits, manager):
+        manager.__init__(10 * len(manager.blocks), manager.block_size)
+        super().__init__(limits, manager)
+"""
+)
+LARGER_LIMITS = (
+    PATCHED_CHECKS
+    + """
+class MyScheduler(Scheduler):
+    def __init__(self, limits, manager):
+        super().__init__(limits, manager)
+        self.max_num_batched_tokens = self.max_num_seqs = 10**6
+"""
+)
+SKIPS_WORK = (
+    PATCHED_CHECKS
+    + """
+class MyScheduler(Scheduler):
+    def schedule(self):
+        schedule = super().schedule()
+        self.events = [[kind, i, *(10**6 for _ in n)] for kind, i, *n in self.events]
+        return schedule
+"""
+)
+PEEKS = """
+import gc, sys
+class MyScheduler(Scheduler):
+    def priority(self, request):
+        frame, found = sys._getframe(), []
+        while frame is not None:
+            found += [value for value in frame.f_locals.values() if type(value).__name__ in ("Job", "Run", "Simulation")]
+            frame = frame.f_back
+        if not hasattr(self, "jobs"):
+            self.jobs = [thing for thing in gc.get_objects() if type(thing).__name__ == "Job"]
+        return found[0].num_outputs if found else self.jobs[request.arrival].num_outputs if self.jobs else request.arrival
+"""
+FORGES = (
+    """
+import json, os
+for fd in range(3, 20):
+    try:
+        os.write(fd, b'{"constants": {"ANSWERS": null}, "score": 100, "events": [], "counts": []}\\n' * 3)
+    except OSError:
+        continue
+"""
+    + FCFS
+)
+NONSENSE = """
+class MyScheduler(Scheduler):
+    def schedule(self):
+        schedule = super().schedule()
+        self.events += [["steal", "0", None], 7]
+        return schedule
+"""
+CHEATS = {
+    "patches the cost and the clock": (PATCHED_COST, None),
+    "has ten times the blocks": (MORE_BLOCKS, r"step \d+.*needs more than the \d+ free blocks"),
+    "sets its own limits": (
+        LARGER_LIMITS,
+        r"step 1.* the schedule has \d+ tokens, but max_num_batched_tokens=512",
+    ),
+    "claims work that it has not done": (
+        SKIPS_WORK,
+        r"step 1.*is to compute 1000000 tokens, but \d+ are missing",
+    ),
+    "looks for the true lengths": (PEEKS, None),
+    "forges answers": (FORGES, r"planned nothing"),
+    "sends nonsense": (NONSENSE, r"step 1.*no decision"),
+}
+
+
+@pytest.mark.slow(but_every=2)
+@pytest.mark.parametrize("cheat", CHEATS)
+def test_cheating_wins_nothing(tmp_path, cheat):
+    """It is refused with a sentence, or is as good as first come, first served."""
+    code, message = CHEATS[cheat]
+    report = graded(tmp_path, code)
+    if message is None:
+        assert [check.score for check in report.checks] == [30, 0] and [
+            *report.values.values()
+        ] == [1.0], report.table()
+    else:
+        assert report.score == 0 and re.search(message, rules(report)[1]), rules(report)[1]
+
+
+def test_a_file_that_writes_a_report_of_its_own(tmp_path, monkeypatch):
+    """Its process sees no path of ours, and what it writes is short and in a folder that is thrown away."""
+    code = "import os\nprint(os.listdir(), sorted(os.environ), os.getcwd())\nopen('results.json', 'w').write('x' * 2**21)\n"
+    monkeypatch.setenv("SECRET", "s3cret")
+    report = graded(tmp_path, code + FCFS)
+    assert report.score == 0 and "File too large" in rules(report)[1]
+    report = graded(tmp_path, "\n".join(code.splitlines()[:2]) + "\n" + FCFS)
+    assert report.printed.startswith("[] ['HF_HUB_OFFLINE', 'HOME', "), report.printed
+    assert "SECRET" not in report.printed
+
+
+# --- routers ---
+
+ROUTERS = Task("least loaded", [replace(PART, router="MyRouter", replicas=3)], engine_points=0)
+ROUTER_HEAD = "from nanovllm.router import LeastLoaded, Router, RoundRobin\n"
+IN_TURN = ROUTER_HEAD + "class MyRouter(RoundRobin):\n    pass\n"
+
+
+def router(body: str, head: str = "") -> str:
+    """Its `choose` has these lines; `in_turn` is what the baseline does."""
+    lines = "".join(
+        f"        {line}\n" for line in ["in_turn = super().choose", *body.splitlines()]
+    )
+    return f"{ROUTER_HEAD}{head}class MyRouter(RoundRobin):\n    def choose(self, request, loads):\n{lines}"
+
+
+def test_a_router_is_graded(tmp_path):
+    """The same runs as in this process, to the last digit."""
+    report = graded(tmp_path, IN_TURN, ROUTERS, seeds=(1, 2))
+    assert [check.score for check in report.checks] == [30, 0]
+    assert report.values == {"load, mean latency / FCFS": 1.0}
+    code = router("return [*loads][len(request.prompt_token_ids) % len(loads)]")
+    report = graded(tmp_path, code, ROUTERS)
+    namespace: dict = {}
+    exec(code, namespace)
+    expected = measure(ROUTERS.parts[0], namespace["MyRouter"], seed=1)
+    assert [*report.values.values()] == [*expected.values()] != [1.0]
+    assert report.checks[0].score == 30, report.table()
+
+
+BROKEN_ROUTERS = {
+    "no such replica": (
+        router("return 7"),
+        r"request 0: MyRouter.choose\(\): 7 is not one of \[0, 1, 2\]",
+    ),
+    "all replicas": (
+        router("return [*loads]"),
+        r"request 0: .*\[0, 1, 2\] is not one of \[0, 1, 2\]",
+    ),
+    "none": (router("pass"), r"request 0: MyRouter.choose\(\): None is not one of"),
+    "crashes": (
+        router("return in_turn(request, loads) // (loads[0] < 3)"),
+        r"request \d+: ZeroDivisionError: .* \(line \d+ of your file, in choose\)",
+    ),
+    "hangs": (
+        router("while loads[0] > 3:\n    pass\nreturn in_turn(request, loads)"),
+        r"request \d+: your file has not answered for 2 s: it was in .*solution.py.*choose",
+    ),
+    "exits": (
+        router("import os\nos._exit(0)"),
+        r"request 0: your process has ended by itself: exit status 0",
+    ),
+    "no class": (FCFS, "your file has no class MyRouter that is a subclass of Router"),
+    "no choose": (
+        ROUTER_HEAD + "class MyRouter(Router):\n    pass\n",
+        "request 0: NotImplementedError",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.slow] * (i % 3 > 0 or case == "hangs"))
+        for i, case in enumerate(BROKEN_ROUTERS)
+    ],
+)
+def test_a_router_that_is_broken_is_one_sentence_with_the_request(tmp_path, case):
+    code, message = BROKEN_ROUTERS[case]
+    report = graded(tmp_path, code, ROUTERS)
+    assert report.score == 0
+    assert re.search(message, rules(report)[1]) and "\n" not in rules(report)[1], rules(report)[1]
+
+
+UNCHECKED = "import sys\nsys.modules['player'].check_choice = lambda *args: None\n"
+SPOILS = """
+name = in_turn(request, loads)
+loads.clear()
+request.prompt_token_ids.clear()
+request.params.max_tokens = 1
+return name
+""".strip()
+LOOKS = """
+import gc, sys
+frame = sys._getframe()
+kinds = ("Job", "Run", "Simulation", "Replica", "Served")
+while frame is not None:
+    assert not any(type(value).__name__ in kinds for value in frame.f_locals.values())
+    frame = frame.f_back
+assert not any(type(thing).__name__ in kinds for thing in gc.get_objects())
+return in_turn(request, loads)
+""".strip()
+ROUTER_CHEATS = {
+    "patches the cost and the clock": (PATCHED_COST.partition("class")[0] + IN_TURN, None),
+    "spoils what it gets": (router(SPOILS), None),
+    "looks for the true lengths": (router(LOOKS), None),
+    "a replica of its own": (
+        router("return 99", UNCHECKED),
+        "request 0: your process has chosen what is no replica: 99",
+    ),
+    "true": (router("return True", UNCHECKED), "request 0: .* what is no replica: True"),
+    "a text": (router("return '0'", UNCHECKED), "request 0: .* what is no replica: '0'"),
+    "a fraction": (router("return 1e400", UNCHECKED), "request 0: .* what is no replica: inf"),
+    "a list": (router("return [0]", UNCHECKED), r"request 0: .* what is no replica: \[0\]"),
+}
+
+
+@pytest.mark.slow(but_every=3)
+@pytest.mark.parametrize("cheat", ROUTER_CHEATS)
+def test_a_router_that_cheats_wins_nothing(tmp_path, cheat):
+    """It is refused with a sentence, or is as good as one after the other."""
+    code, message = ROUTER_CHEATS[cheat]
+    report = graded(tmp_path, code, ROUTERS)
+    if message is None:
+        assert [check.score for check in report.checks] == [30, 0], report.table()
+        assert [*report.values.values()] == [1.0]
+    else:
+        assert report.score == 0 and re.search(message, rules(report)[1]), rules(report)[1]
+
+
+# --- what else the report says ---
+
+
+def test_one_part_that_breaks_leaves_the_other(tmp_path):
+    goals = [Goal("mean latency / FCFS", latency_ratio, none=1.1, full=1.05, points=10)]
+    prefixes = Part(
+        "prefixes",
+        lambda seed: shared_prefix(
+            poisson(9, seed), sharegpt(512, seed), 20, prefix_tokens=64, seed=seed
+        ),
+        PART.config,
+        goals,
+        5,
+    )
+    code = "class MyScheduler(Scheduler):\n    def victim(self, candidates):\n        return None\n"
+    report = graded(tmp_path, code, Task("two", [PART, prefixes], engine_points=0))
+    assert [check.score for check in report.checks] == [0, 0, 5, 10]
+    assert "not measured" in report.checks[1].output
+
+
+def test_questions(tmp_path):
+    def is_even(answer) -> str | None:
+        return None if answer in (2, 4) else f"{answer!r} is not 2 or 4"
+
+    task = Task(
+        "quiz", [], engine_points=0, questions={"A": is_even, "B": is_even}, question_points=5
+    )
+    report = graded(tmp_path, "ANSWERS = {'A': 4}\n", task)
+    assert [check.score for check in report.checks] == [5, 0]
+    assert report.checks[1].output == "None is not 2 or 4"
+
+
+def test_what_a_block_manager_must_count(tmp_path):
+    class Counting(BlockManager):
+        num_freed = 0
+
+        def free(self, seq):
+            self.num_freed += len(seq.block_table)
+            super().free(seq)
+
+    part = replace(PART, block_manager="Counts", counting=Counting, counts=("num_freed",))
+    head = "class Counts(BlockManager):\n    num_freed = 0\n    def free(self, seq):\n        "
+    count = "self.num_freed += len(seq.block_table)\n        "
+    task = Task("count", [part], engine_points=0)
+    right = graded(tmp_path, SHORTEST_FIRST + head + count + "super().free(seq)\n", task)
+    assert right.score == 90, right.table()
+    wrong = graded(tmp_path, SHORTEST_FIRST + head + "super().free(seq)\n", task)
+    assert wrong.score == 0
+    assert re.search(r"step \d+.*Counts.num_freed is 0, not \d+", rules(wrong)[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code, score", [(SHORTEST_FIRST, 10), (STEALS, 0)], ids=["right", "wrong"])
+def test_the_engine_gives_the_same_answers(tmp_path, code, score):
+    nothing = replace(PART, workload=lambda seed: jobs(seed)[:1])
+    report = graded(tmp_path, code, Task("answers", [nothing], engine_points=10))
+    assert report.checks[-1].name == "the real engine"
+    assert report.checks[-1].score == score, report.table()
+
+
+def test_results_for_gradescope(tmp_path):
+    written = []
+    code = SHORTEST_FIRST
+    graded(tmp_path, code, on_check=lambda report: written.append(json.dumps(report.results())))
+    assert len(written) == 2  # after each check, and the last is whole
+    results = json.loads(written[-1])
+    assert results["score"] == 90 and [test["max_score"] for test in results["tests"]] == [30, 60]
+    assert {"name", "value"} == results["leaderboard"][0].keys()
+
+
+def test_secret_seeds():
+    seeds = secret_seeds("a", "a1")
+    assert seeds == secret_seeds("a", "a1") != secret_seeds("b", "a1") != secret_seeds("b", "a2")
+    assert all(2**100 < seed < 2**128 for seed in seeds)
+
+
+@pytest.mark.slow
+def test_seeds_side_by_side_are_those_one_after_the_other(tmp_path):
+    """FCFS's runs are made once, and used for all files."""
+    path = tmp_path / "solution.py"
+    path.write_text(HEAD + SHORTEST_FIRST)
+    task = replace(TASK, parts=[replace(PART, workload=lambda seed: jobs(seed)[:12])])
+    grader = Grader(task, [1, 2, 3])
+    first = grader.grade(path)
+    assert len(grader.shared.baselines) == 3
+    again = grader.grade(path)
+    single = [graded(tmp_path, SHORTEST_FIRST, task, [seed]) for seed in (1, 2, 3)]
+    worst = max(value for report in single for value in report.values.values())
+    assert [*first.values.values()] == [*again.values.values()] == [worst]
+
+
+# --- the command line ---
+
+
+def run(*arguments: str, module: str = "grade") -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", f"tutorials.assignments.{module}", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+
+
+def test_a_file_that_does_not_exist():
+    result = run("a1", "no_such_file.py")
+    assert result.returncode == 2 and "no such file" in result.stderr
+
+
+def secret_file(tmp_path, text="a long enough secret", mode=0o600) -> Path:
+    path = tmp_path / "secret.txt"
+    path.write_text(text)
+    path.chmod(mode)
+    return path
+
+
+@pytest.mark.parametrize(
+    "text, mode, sentence",
+    [
+        ("a long enough secret", 0o644, "others can read it: chmod 600"),
+        ("a long enough secret", 0o640, "others can read it: chmod 600"),
+        ("1234", 0o600, "fewer than 16 characters"),
+        (None, 0o600, "there is no such file"),
+    ],
+)
+def test_a_secret_that_is_none(tmp_path, text, mode, sentence):
+    path = tmp_path / "secret.txt" if text is None else secret_file(tmp_path, text, mode)
+    result = run("a1", str(Path(__file__)), "--secret", str(path), "--as-root")
+    assert result.returncode == 2 and sentence in result.stderr
+
+
+def test_the_command_of_the_guide_makes_a_secret(tmp_path):
+    guide = (ROOT / "tutorials/assignments/README.md").read_text()
+    (command,) = re.findall(r"^.*> secret.txt\)$", guide, re.MULTILINE)
+    subprocess.run(["bash", "-c", command], cwd=tmp_path, check=True)
+    assert len(read_secret(tmp_path / "secret.txt")) == 64
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="for root")
+@pytest.mark.parametrize(
+    "options, sentence",
+    [
+        ([], "as root, a student's file could change everything: add --user NAME"),
+        (["--user", "no_such_user"], "--user no_such_user is not allowed: there is no such user"),
+        (["--user", "root"], "--user root is not allowed: it is root"),
+        (["--limit", "0", "--as-root"], "--limit 0 is not allowed"),
+    ],
+)
+def test_options_that_are_refused(options, sentence):
+    for module, first in (("grade", ["a1"]), ("leaderboard", ["--name", "x"])):
+        result = run(*first, str(Path(__file__)), *options, module=module)
+        assert result.returncode == 2 and sentence in result.stderr, result.stderr
+
+
+def test_two_files_with_one_name(tmp_path):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "x.py").write_text("")
+    files = [str(tmp_path / folder / "x.py") for folder in ("a", "b")]
+    result = run("a1", *files, "--json", str(tmp_path / "results"), "--as-root")
+    assert result.returncode == 2 and "the same name" in result.stderr
+
+
+def test_several_files(tmp_path):
+    """Each has results of its own, also those that do not load."""
+    names = ("one", "two")
+    for name in names:
+        (tmp_path / f"{name}.py").write_text(f"raise ValueError('this is {name}')\n")
+    files = [str(tmp_path / f"{name}.py") for name in names]
+    result = run("a1", *files, "--json", str(tmp_path / "results"), "--as-root")
+    assert result.returncode == 0, result.stderr
+    for name in names:
+        results = json.loads((tmp_path / "results" / f"{name}.json").read_text())
+        assert results["score"] == 0
+        assert results["tests"][0]["output"] == (
+            f"ValueError: this is {name} (line 1 of your file, in <module>)"
+        )

@@ -1,0 +1,305 @@
+"""The commands beside the grader: `seeds` (many seeds and policies as one table) and `public` (a student's scheduler
+beside FCFS, with a picture).
+
+Run: pytest tests/course/test_lab_commands.py [-k picture]
+"""
+
+import json
+import random
+
+import pytest
+
+from nanovllm.config import Config
+from nanovllm.simulator import Job, simulate
+from tests.tools.extras import needs
+from tutorials.assignments import public, seeds
+from tutorials.assignments.task import NAMES, Goal, Part, Task, load_task, mean_latency
+from tutorials.simulation.workloads import all_at_once, fixed, predicted, workload
+
+HEAD = "from nanovllm.scheduler import Scheduler\nclass MyScheduler(Scheduler):\n    "
+FCFS = HEAD + "pass\n"
+PRIORITY = HEAD + "def priority(self, request):\n        "
+SHORTEST_FIRST = PRIORITY + "return request.params.extra_args['predicted_tokens']\n"
+ENDS_EARLY = HEAD + "def reason_to_end(self, seq):\n        return 'length'\n"
+OVER_BUDGET = HEAD + "def step_budget(self):\n        return 10**6, 10**6\n"
+CONFIG = Config(
+    model="qwen3-0.6b",
+    num_blocks=300,
+    max_model_len=4096,
+    max_num_seqs=2,
+    max_num_batched_tokens=128,
+)
+
+
+def jobs(seed: int) -> list[Job]:
+    """Half of them are long, and stand in front."""
+    lengths = [*fixed_list(100, 100 + seed, 4), *fixed_list(100, 5, 4)]
+    return predicted(workload(all_at_once(), lengths, 8), sigma=0)
+
+
+def fixed_list(prompt: int, output: int, count: int) -> list[tuple[int, int]]:
+    lengths = fixed(prompt, output)
+    return [next(lengths) for _ in range(count)]
+
+
+def latency_share(run, baseline) -> float:
+    return mean_latency(run) / mean_latency(baseline)
+
+
+GOAL = Goal("mean latency / that of FCFS", latency_share, none=1.0, full=0.8, points=70)
+TASK = Task("small", [Part("small", jobs, CONFIG, [GOAL], points=20)])
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text: str, name: str = "my_scheduler.py"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        return path
+
+    return write
+
+
+# --- seeds: policies ---
+
+
+def test_silly_ones_stand_above_those_that_were_tried_and_the_solution_below(write):
+    solution = write(FCFS, "a1_solution.py")
+    tried = write(
+        "from nanovllm.scheduler import Scheduler\nfrom tutorials.assignments.silly import Silly\n"
+        'class Idea(Scheduler):\n    """an idea.\n\n    It is long."""\n'
+        'class Trick(Silly):\n    """a trick"""\n'
+        "class NoName(Scheduler): pass\n",
+        "tried.py",
+    )
+    policies = seeds.policies_of(TASK, [solution, tried, seeds.SILLY])
+    assert [policy.name for policy in policies] == [
+        *("a trick", "last first", "in random order", "shortest prompt first", "all alike"),
+        *("at most 64 tokens per step", "an idea", "NoName", "a1_solution"),
+    ]
+    assert [policy.kind for policy in policies] == ["silly"] * 6 + ["tried"] * 2 + ["solution"]
+
+
+def test_a_whole_file_may_say_that_it_is_silly(write):
+    paths = [write(FCFS, "right.py"), write(f"is_silly = True\n{FCFS}", "wrong.py")]
+    policies = seeds.policies_of(TASK, paths)
+    assert [(policy.name, policy.kind) for policy in policies] == [
+        ("wrong", "silly"),
+        ("right", "solution"),
+    ]
+
+
+def test_each_file_has_a_row_of_its_own(write):
+    paths = [write(FCFS, name) for name in ("x/my_scheduler.py", "y/my_scheduler.py", "FCFS.py")]
+    names = [policy.name for policy in seeds.policies_of(TASK, [*paths, paths[0]])]
+    assert names == [str(paths[0]), str(paths[1]), "FCFS 2"]
+
+
+def test_a_file_may_be_called_as_a_module_of_python(write):
+    measured = seeds.measure_seed(TASK, [write(FCFS, "random.py")], check=True, seed=1)
+    assert measured["random"] == measured["FCFS"]
+    import random as imported_again
+
+    assert imported_again is random and random.random() < 1
+
+
+# --- seeds: runs ---
+
+BROKEN = {
+    "KeyError: 'guess' (line 4 of the file)": PRIORITY
+    + "return request.params.extra_args['guess']\n",
+    "ZeroDivisionError: division by zero (line 1 of the file)": "1 / 0",
+    "SyntaxError: invalid syntax": "def def",
+    "SystemExit: no (line 2 of the file)": "import sys\nsys.exit('no')",
+    "there is no class MyScheduler that is a subclass of Scheduler": "x = 1",
+    "there is no class MyScheduler that is a subclass of Scheduler ": "MyScheduler = 1",
+    "planned nothing, but there are unfinished requests": HEAD
+    + "def next_waiting(self):\n        return None\n",
+    "AssertionError: request 0 has got 1 of 101 tokens": ENDS_EARLY,
+    "the schedule has 200 tokens": OVER_BUDGET,
+}
+
+
+@pytest.mark.parametrize("sentence", BROKEN)
+def test_a_file_that_breaks_is_a_row_that_says_so(sentence, write):
+    paths = [write(BROKEN[sentence]), write(SHORTEST_FIRST, "good.py")]
+    measured = seeds.measure_seed(TASK, paths, check=sentence.startswith("the s"), seed=1)
+    assert sentence.strip() in measured["my_scheduler"]
+    assert "\n" not in measured["my_scheduler"]
+    assert measured["good"]["small, mean latency / that of FCFS"] < 1
+    header, fcfs, broken, good = seeds.table(TASK, {name: [v] for name, v in measured.items()})
+    assert fcfs == ["FCFS", "1", "0"]
+    assert broken == ["my_scheduler", "broken", "0 (broken on 1 of 1 seeds)"]
+
+
+def test_the_table_says_on_how_many_seeds_a_policy_broke():
+    name = "small, mean latency / that of FCFS"
+    rows = {"sometimes": [{name: 0.9}, "it broke", {name: 0.8}, "it broke again"]}
+    assert seeds.table(TASK, rows) == [
+        ["Scheduler", "mean latency / that of FCFS", "goals, of 70"],
+        ["sometimes", "0.8 to 0.9", "70 to 0 (broken on 2 of 4 seeds)"],
+    ]
+    assert list(seeds.what_broke(rows, [5, 6, 7, 8])) == ["sometimes, seed 6: it broke"]
+
+
+def test_the_table_of_a_handout_has_silly_ones_first():
+    values = [{"people and a batch job, mean wait of people / that under FCFS": 1.0}]
+    values[0]["people and a batch job, longest wait of all / that under FCFS"] = 2.0
+    rows = {"FCFS": values, "idea": values, "trick": values, "template_solution": values}
+    report = {"task": "template", "seeds": [1], "silly": ["FCFS", "trick"], "rows": rows}
+    lines = seeds.handout_table(report).splitlines()[4:]
+    assert [line.split(" | ")[0] for line in lines] == [
+        "| FCFS",
+        "| trick",
+        "| idea",
+        "| template_solution",
+    ]
+
+
+# --- seeds: the command ---
+
+
+def test_seeds_prints_a_table_and_writes_all_values(write, tmp_path, capsys):
+    result = tmp_path / "out.json"
+    good = write("from nanovllm.scheduler import Scheduler as MyScheduler\n", "good.py")
+    broken = write("print('loud')\nraise ValueError('it\\nbreaks')\n", "broken.py")
+    argv = ["template", str(good), str(broken), "--first", "5", "--count", "2"]
+    seeds.main([*argv, "--json", str(result)])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["Scheduler", "FCFS", "good", "broken", "broken,"]
+    assert lines[2].split()[1:] == ["1", "2.2", "0"]
+    assert lines[4] == "broken, seed 5: ValueError: it breaks (line 2 of the file)"
+    report = json.loads(result.read_text())
+    assert report["task"] == "template"
+    assert report["seeds"] == [5, 6] and report["silly"] == ["FCFS"]
+    assert report["rows"]["good"] == report["rows"]["FCFS"]
+
+
+def test_a_file_that_ends_its_process_is_one_sentence(write):
+    with pytest.raises(SystemExit, match="One of the files has ended its process"):
+        seeds.main(["template", str(write("import os\nos._exit(0)\n")), "--count", "1"])
+
+
+@pytest.mark.parametrize(
+    "argv, sentence",
+    [
+        (["a99"], "invalid choice: 'a99'"),
+        (["a1", "no_such_file.py"], "no_such_file.py: there is no such file"),
+        (["a1", "tests"], "tests: there is no such file"),
+        (["a1", "--count", "0"], "'0' is not allowed: it must be an integer, 1 or more"),
+        (["a1", "--first", "two"], "'two' is not allowed: it must be an integer, 1 or more"),
+        (["a1", "--json", "no/such/folder.json"], "there is no such folder"),
+    ],
+)
+def test_seeds_refuses_bad_input_in_a_sentence(argv, sentence, capsys):
+    with pytest.raises(SystemExit) as refused:
+        seeds.main(argv)
+    assert refused.value.code == 2
+    assert sentence in capsys.readouterr().err.splitlines()[-1]
+
+
+# --- public ---
+
+
+def test_public_shows_a_scheduler_beside_fcfs(write, capsys):
+    public.main(["template", str(write(FCFS)), "7"])
+    printed = capsys.readouterr().out
+    assert printed.startswith("people and a batch job, seed 7\n")
+    assert "FCFS  MyScheduler" in printed
+    goals = printed.splitlines()[-2:]
+    assert goals[0].startswith("mean wait of people / that under FCFS: 1.000, 0 of 40 points")
+    assert goals[1].startswith("longest wait of all / that under FCFS: 2.200, 0 of 30 points")
+
+
+def test_public_takes_the_first_public_seed_if_none_is_given(write):
+    assert public.parse_args(["template", str(write(FCFS))]).seed == 1
+
+
+@pytest.mark.parametrize(
+    "argv, sentence",
+    [
+        (["a99", "good.py"], "invalid choice: 'a99'"),
+        (["a1", "no_such_file.py"], "no_such_file.py: there is no such file"),
+        (["a1", "good.py", "seven"], "'seven' is not allowed: it must be an integer, 0 or more"),
+        (["a1", "good.py", "-1"], "-1"),
+        (["a1", "empty.py"], "there is no class MyScheduler that is a subclass of Scheduler"),
+        (["a1", "other.py"], "there is no class MyScheduler that is a subclass of Scheduler"),
+        (["a1", "good.py", "--requests", "0"], "'0' is not allowed: it must be like 40 or 100:140"),
+        (["a1", "good.py", "--requests", "9:9"], "'9:9' is not allowed"),
+        (["a1", "good.py", "--requests", ":9"], "':9' is not allowed"),
+        (["a1", "good.py", "--gantt", "x.png", "--requests", "900:905"], "only 500 requests"),
+        (["a1", "good.py", "--gantt", "run.doc"], "must be a .png in a folder"),
+        (["a1", "good.py", "--gantt", "no/such/run.png"], "must be a .png in a folder"),
+    ],
+)
+def test_public_refuses_bad_input_in_a_sentence(argv, sentence, write, capsys, monkeypatch):
+    write("", "empty.py")
+    write("MyScheduler = int\n", "other.py")
+    monkeypatch.chdir(write(FCFS, "good.py").parent)
+    monkeypatch.setattr(public, "find_spec", lambda name: name)  # as if matplotlib were there
+    with pytest.raises(SystemExit) as refused:
+        public.main(argv)
+    assert refused.value.code == 2
+    assert sentence in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_without_matplotlib_there_is_a_sentence_instead_of_a_picture(write, capsys, monkeypatch):
+    monkeypatch.setattr(public, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        public.main(["template", str(write(FCFS)), "--gantt", "run.png"])
+    assert "pip install matplotlib" in capsys.readouterr().err.splitlines()[-1]
+
+
+# --- public: the picture ---
+
+
+def test_public_draws_a_picture(write, tmp_path, capsys):
+    needs("matplotlib")
+    path = tmp_path / "run.png"
+    public.main(["template", str(write(FCFS)), "--gantt", str(path), "--requests", "5"])
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert capsys.readouterr().out.endswith(f"\ndrawn: {path}\n")
+
+
+def test_a_task_with_several_parts_has_several_pictures(tmp_path):
+    task = load_task("a0")
+    paths = {public.picture_of(task, part, tmp_path / "run.png").name for part in task.parts}
+    assert paths == {f"run_{part.name}.png" for part in task.parts}
+
+
+def test_which_requests_are_in_the_picture():
+    needs("matplotlib")
+    from tutorials.assignments.gantt import chosen
+
+    indices = list(range(0, 1600, 2))  # in the order of arrival
+    assert chosen(indices, public.requests("4")) == [0, 400, 800, 1200]
+    assert chosen(indices, public.requests("1000")) == indices
+    assert chosen(indices, public.requests("100:103")) == [200, 202, 204]
+    assert chosen(indices, public.requests("799:999")) == [1598]
+
+
+def test_steps_with_the_same_state_are_one_span():
+    needs("matplotlib")
+    from tutorials.assignments.gantt import spans
+    from tutorials.simulation.metrics import states
+
+    run = simulate(jobs(1), CONFIG, keep_steps=True)
+    served = run.requests[2]  # waits for a seat
+    found = list(spans(states(run)[2], run))
+    assert [state for state, _ in found] == [".", "#", "o"]
+    (begin, waited), (prompt, _), (decode, length) = (span for _, span in found)
+    assert begin == run.steps[0].start and begin + waited == pytest.approx(prompt)
+    assert decode == pytest.approx(served.token_times[0])
+    assert decode + length == pytest.approx(served.token_times[-1])
+
+
+# --- the check with the real engine ---
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_prompts_of_the_real_engine_have_all_labels_of_the_load(name):
+    """Otherwise a new label would be a KeyError there."""
+    for part in load_task(name).parts:
+        labels = {key for params in public.new_params(part) for key in params.extra_args}
+        assert labels == {key for job in part.workload(3) for key in job.extra_args}

@@ -1,0 +1,54 @@
+"""The guide's commands make a new assignment out of the template, and its tests pass.
+
+Run: pytest tests/course/test_new_assignment.py --slow
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+GUIDE = ROOT / "tutorials" / "assignments" / "README.md"
+COPIED = ("nanovllm", "tutorials", "tests", "conftest.py", "pyproject.toml", "README.md")
+
+
+def commands() -> list[str]:
+    """The blocks of the guide's section."""
+    section = GUIDE.read_text().partition("\n## A new assignment\n")[2].partition("\n## ")[0]
+    return re.findall(r"^```bash\n(.*?)^```\n", section, re.MULTILINE | re.DOTALL)
+
+
+def test_the_guide_has_commands_for_a_new_assignment():
+    making, measuring = commands()
+    assert "cp -r tutorials/assignments/template tutorials/assignments/a9" in making
+    assert "seeds a9" in measuring and "pytest" in measuring
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="the commands are for a Unix shell")
+def test_the_commands_of_the_guide_make_a_new_assignment(tmp_path):
+    for name in COPIED:
+        if (ROOT / name).is_dir():
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
+        else:
+            shutil.copy(ROOT / name, tmp_path)
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environ = {**os.environ, "PATH": path, "PYTHONPATH": str(tmp_path)}
+    environ.pop("SOLUTION", None)
+    for block in commands():
+        command = ["bash", "-ec", block]
+        done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+    passed = re.findall(r"^(\d+) passed(?!.*(?:failed|skipped))", done.stdout, re.MULTILINE)
+    assert len(passed) == 2 and min(map(int, passed)) >= 5, done.stdout
+    folder = tmp_path / "tutorials" / "assignments" / "a9"
+    names = sorted(file.name for file in folder.iterdir() if file.is_file())
+    assert names == ["README.md", "starter.py", "task.py", "test_a9.py"]
+    handout = (folder / "README.md").read_text()
+    assert "template" not in handout and "| a9_solution |" in handout

@@ -1,0 +1,258 @@
+"""Beam search against transformers' generate(num_beams=...), and what it does to blocks.
+
+Run: pytest tests/decoding/test_beam_search.py [-k transformers]
+"""
+
+import random
+
+import pytest
+import torch
+from checkpoints import new_model, save
+
+from nanovllm import LLM, BeamSearchParams, SamplingParams
+from nanovllm.checks.blocks import check_blocks
+from nanovllm.config import EMBEDDED_MODEL
+from nanovllm.decoding.beam_search import Beam, BeamSearch
+from nanovllm.sequence import Request
+
+EOS = [7, 11]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    made = {}
+    for family in ("qwen2", "qwen3"):
+        model = new_model(family, eos_token_id=EOS)
+        model.generation_config.eos_token_id = EOS
+        made[family] = model, save(model, tmp_path_factory.mktemp(family))
+    return made
+
+
+def prompts(count=4):
+    rng = random.Random(3)
+    return [
+        [rng.randrange(160) for _ in range(rng.choice([1, 3, 4, 5, 9, 16, 21]))]
+        for _ in range(count)
+    ]
+
+
+@torch.inference_mode()
+def transformers_beams(model, prompt, width, max_tokens, **options):
+    """[(tokens, score)], best first; padding is cut off."""
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), num_beams=width, num_return_sequences=width, do_sample=False,
+        max_new_tokens=max_tokens, return_dict_in_generate=True, output_scores=True, pad_token_id=0, **options,
+    )  # fmt: skip
+    lengths = (out.beam_indices >= 0).sum(-1).tolist()
+    tokens = out.sequences[:, len(prompt) :].tolist()
+    return [
+        (row[:n], score) for row, n, score in zip(tokens, lengths, out.sequences_scores.tolist())
+    ]
+
+
+def check(output, expected, length_penalty=1.0):
+    assert [o.token_ids for o in output.outputs] == [tokens for tokens, _ in expected]
+    for o, (tokens, score) in zip(output.outputs, expected):
+        assert o.cumulative_logprob / len(tokens) ** length_penalty == pytest.approx(
+            score, rel=1e-5, abs=1e-4
+        )
+        assert o.finish_reason == ("stop" if tokens[-1] in EOS else "length")
+
+
+@pytest.mark.slow(but_every=3)
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("width", [1, 2, 4, 6])
+@pytest.mark.parametrize(
+    "length_penalty, early_stopping",
+    [(1.0, False), (0.0, "never"), (2.0, True), (-1.0, False), (1.5, "never")],
+)
+def test_the_same_beams_as_transformers(models, family, width, length_penalty, early_stopping):
+    model, path = models[family]
+    llm = LLM(path, dtype="float32", block_size=4, num_blocks=300)
+    options = dict(length_penalty=length_penalty, early_stopping=early_stopping)
+    outputs = llm.beam_search(
+        prompts(), BeamSearchParams(beam_width=width, max_tokens=14, **options), use_tqdm=False
+    )
+    for prompt, output in zip(prompts(), outputs):
+        if width > 1:
+            check(output, transformers_beams(model, prompt, width, 14, **options), length_penalty)
+        assert len(output.outputs) == width
+    check_blocks(llm.block_manager, [])
+    assert llm.stats()["kv_blocks_used"] == 0
+
+
+@pytest.mark.parametrize("early_stopping, ends", [(True, True), (False, True), ("never", False)])
+def test_when_a_search_ends(early_stopping, ends):
+    params = BeamSearchParams(beam_width=2, early_stopping=early_stopping)
+    search = BeamSearch(params, frozenset([9]), max_output_tokens=4)
+    start = Request(None, None, [1, 2], params.sampling_params()).sequences[0]
+    running = search.advance(
+        [Beam(start, t, p) for t, p in [(9, -1.0), (3, -2.0), (4, -2.5), (5, -6.0)]]
+    )
+    assert [beam.token_id for beam in running] == [3, 4] and len(search.results) == 1
+    child = Request(None, None, [1, 2], params.sampling_params()).sequences[0]
+    child.token_ids += [3]
+    running = search.advance(
+        [Beam(child, t, p) for t, p in [(4, -5.0), (9, -5.5), (5, -5.6), (6, -7.0)]]
+    )
+    assert [beam.score for beam in search.results] == [-1.0, -2.75]
+    assert (not running) == (early_stopping is True)
+    if running:  # -9 / 3 tokens is worse than -2.75, but -9 / 4 tokens would not be
+        child.token_ids += [4]
+        running = search.advance(
+            [Beam(child, t, p) for t, p in [(5, -9.0), (6, -9.1), (7, -9.2), (8, -9.3)]]
+        )
+        assert (not running) == ends
+
+
+def token_ids(outputs):
+    return [[o.token_ids for o in output.outputs] for output in outputs]
+
+
+def test_on_the_embedded_model():
+    from transformers import AutoModelForCausalLM
+
+    model, llm = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL).float(), LLM()
+    questions = ["tell me a story", "what is 12 + 30?", "who are you?"]
+    chats = [[{"role": "user", "content": question}] for question in questions]
+    for output in llm.generate(
+        chats, BeamSearchParams(beam_width=4, max_tokens=40), use_tqdm=False
+    ):
+        expected = transformers_beams(model, output.prompt_token_ids, 4, 40)
+        assert [o.token_ids for o in output.outputs] == [tokens for tokens, _ in expected]
+        assert output.outputs[0].text == llm.tokenizer.decode(
+            expected[0][0], skip_special_tokens=True
+        )
+
+
+@pytest.mark.parametrize("num_blocks, tokens", [(500, 2048), (500, 16), (32, 2048), (32, 16)])
+def test_beams_samples_and_greedy_requests_in_one_batch(models, num_blocks, tokens):
+    """With plenty and with little memory: everybody gets the tokens that they get alone."""
+    _, path = models["qwen3"]
+    all_params = [
+        BeamSearchParams(beam_width=4, max_tokens=12),
+        SamplingParams(n=3, seed=5, max_tokens=12),
+        SamplingParams(temperature=0, max_tokens=12),
+        BeamSearchParams(beam_width=2, max_tokens=9, early_stopping=True),
+    ] * 2
+    llm = LLM(
+        path, dtype="float32", block_size=4, num_blocks=num_blocks, max_num_batched_tokens=tokens
+    )
+    together = token_ids(llm.generate(prompts(8), all_params, use_tqdm=False))
+    assert (llm.stats()["preemptions"] > 0) == (num_blocks == 32)
+    alone = LLM(path, dtype="float32", block_size=4, num_blocks=500, enable_prefix_caching=False)
+    for prompt, params, outputs in zip(prompts(8), all_params, together):
+        assert token_ids(alone.generate([prompt], params, use_tqdm=False)) == [outputs]
+    for engine in (llm, alone):
+        check_blocks(engine.block_manager, [])
+        assert engine.block_manager.num_used_blocks == 0
+
+
+def test_no_more_blocks_and_copies_than_the_tree_needs(models):
+    """A step copies at most one block per beam but one, and beams share what they have in common."""
+    _, path = models["qwen3"]
+    llm = LLM(path, dtype="float32", block_size=4, num_blocks=300, enable_prefix_caching=False)
+    width, prompt = 6, [5] * 41
+    schedule, copies = llm.scheduler.schedule, []
+
+    def watched():
+        planned = schedule()
+        copies.append(len(planned.moves.copies))
+        beams = [seq for request in llm.scheduler.running for seq in request.unfinished]
+        prefixes = {
+            tuple(seq.token_ids[: end + 4]) for seq in beams for end in range(0, len(seq), 4)
+        }
+        # a block for every different prefix
+        assert llm.block_manager.num_used_blocks == len(prefixes)
+        return planned
+
+    llm.scheduler.schedule = watched
+    llm.generate(
+        [prompt], BeamSearchParams(beam_width=width, max_tokens=20, ignore_eos=True), use_tqdm=False
+    )
+    assert copies[0] == 0 and 0 < sum(copies) and max(copies) <= width - 1
+    assert (
+        llm.stats()["computed_tokens"] == len(prompt) + width * 19
+        and llm.block_manager.num_used_blocks == 0
+    )
+
+
+def test_abort_in_the_middle(models):
+    _, path = models["qwen3"]
+    llm = LLM(path, dtype="float32", block_size=4, num_blocks=300)
+    request_id = llm.add_request(
+        [1, 2, 3], BeamSearchParams(beam_width=3, max_tokens=50, ignore_eos=True)
+    )
+    other = llm.add_request([4, 5, 6], SamplingParams(temperature=0, max_tokens=8))
+    for _ in range(4):
+        llm.step()
+    running = {tuple(seq.output_token_ids) for seq in llm.requests[request_id].sequences}
+    assert llm.abort(request_id)
+    finished = {}
+    while llm.has_unfinished():
+        finished |= {output.request_id: output for output in llm.step() if output.finished}
+    assert list(finished) == [request_id, other] and llm.block_manager.num_used_blocks == 0
+    outputs = finished[request_id].outputs  # the best so far, best first
+    assert {tuple(o.token_ids) for o in outputs} == running and all(
+        len(o.token_ids) == 4 for o in outputs
+    )
+    assert [o.finish_reason for o in outputs] == ["abort"] * 3 and [o.index for o in outputs] == [
+        0,
+        1,
+        2,
+    ]
+    scores = [o.cumulative_logprob for o in outputs]
+    assert scores == sorted(scores, reverse=True) and scores[0] < 0
+    check_blocks(llm.block_manager, [])
+
+
+def test_abort_keeps_results_that_are_better_than_what_runs(models):
+    """Of a search of width 2: a result, and two beams that run."""
+    search = BeamSearch(BeamSearchParams(beam_width=2), frozenset([9]), max_output_tokens=9)
+    start = Request(None, None, [1, 2], BeamSearchParams(beam_width=2).sampling_params()).sequences[
+        0
+    ]
+    search.advance([Beam(start, t, p) for t, p in [(9, -1.0), (3, -2.0), (4, -0.5), (5, -6.0)]])
+    good, bad = (Request(None, None, [1, 2], SamplingParams()).sequences[0] for _ in range(2))
+    good.token_ids += [4, 4]
+    bad.token_ids += [3, 3]
+    good.cumulative_logprob, bad.cumulative_logprob = -0.8, -7.0
+    assert [(beam.token_ids, beam.score) for beam in search.best_so_far([bad, good])] == [
+        ([4, 4], -0.4),
+        ([9], -1.0),
+    ]
+
+
+@pytest.mark.parametrize(
+    "kwargs, message",
+    [
+        ({"beam_width": 0}, "beam_width=0 is not allowed: it must be a positive integer"),
+        ({"max_tokens": -1}, "max_tokens=-1 is not allowed"),
+        (
+            {"length_penalty": float("nan")},
+            "length_penalty=nan is not allowed: it must be from -10 to 10",
+        ),
+        (
+            {"early_stopping": "maybe"},
+            "early_stopping='maybe' is not allowed: it must be True, False or 'never'",
+        ),
+        ({"num_beams": 3}, "BeamSearchParams has no field 'num_beams'"),
+    ],
+)
+def test_bad_params(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        BeamSearchParams(**kwargs)
+
+
+def test_bad_requests(models):
+    llm = LLM(models["qwen3"][1], dtype="float32", block_size=4, num_blocks=30, max_num_seqs=5)
+    with pytest.raises(ValueError, match="params=SamplingParams.* must be BeamSearchParams"):
+        llm.beam_search([[1]], SamplingParams())
+    with pytest.raises(
+        ValueError, match="beam_width=6 is not allowed: it must be at most max_num_seqs=5"
+    ):
+        llm.beam_search([[1]], BeamSearchParams(beam_width=6))
+    with pytest.raises(ValueError, match="may need 80 KV blocks"):
+        llm.beam_search([[1]], BeamSearchParams(beam_width=5, max_tokens=64))
+    assert not llm.has_unfinished() and llm.block_manager.num_used_blocks == 0

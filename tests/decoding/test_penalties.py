@@ -1,0 +1,298 @@
+"""Penalties, biases, the least number of tokens, and log-probabilities of prompts: against processors of transformers,
+in every schedule, both backends and through recorded steps.
+
+Run: pytest tests/decoding/test_penalties.py [-k prompt]
+"""
+
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+from checkpoints import new_model, save
+from transformers import (
+    LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+)
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.checks.blocks import check_blocks
+from nanovllm.layers import torch_ops, triton_ops
+
+STOP = 98
+PROMPTS = [[5, 9, 5, 30], [5, 9, 5, 30, 77, 4, 8, 5], [11], list(range(20, 33))]
+MAX_TOKENS = 16
+OPTIONS = [
+    {},
+    {"presence_penalty": 1.5},
+    {"frequency_penalty": 2.0},
+    {"frequency_penalty": -0.5, "presence_penalty": -2},
+    {"repetition_penalty": 1.8},
+    {"repetition_penalty": 0.7, "presence_penalty": 1.0},
+    {"logit_bias": {3: 5.5, 150: -100, 61: 2}},
+    {"min_tokens": 6},
+    {"min_tokens": 4, "logit_bias": {STOP: 100}},
+    {"repetition_penalty": 1.3, "frequency_penalty": 0.7, "logit_bias": {5: 4.0}, "min_tokens": 16},
+]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return new_model("qwen3")
+
+
+@pytest.fixture(scope="module")
+def path(model, tmp_path_factory):
+    return save(model, tmp_path_factory.mktemp("penalties"))
+
+
+def counted(options: dict, prompt: list[int], ids, scores):
+    """As OpenAI defines both penalties: times the number of occurrences, and once for each token that occurred."""
+    scores = scores.clone()
+    for token_id, count in Counter(ids[0, len(prompt) :].tolist()).items():
+        scores[0, token_id] -= count * options.get("frequency_penalty", 0)
+        scores[0, token_id] -= options.get("presence_penalty", 0)
+    return scores
+
+
+@torch.inference_mode()
+def expected_tokens(model, prompt: list[int], options: dict) -> list[int]:
+    """The likeliest token by transformers' model and processors, again and again."""
+    steps = LogitsProcessorList()
+    if "min_tokens" in options:
+        shortest = options["min_tokens"]
+        steps.append(MinNewTokensLengthLogitsProcessor(len(prompt), shortest, [STOP]))
+    if "logit_bias" in options:
+        bias = [[[token_id], float(value)] for token_id, value in options["logit_bias"].items()]
+        steps.append(SequenceBiasLogitsProcessor(bias))
+    if "repetition_penalty" in options:
+        steps.append(RepetitionPenaltyLogitsProcessor(options["repetition_penalty"]))
+    steps.append(partial(counted, options, prompt))
+    ids = torch.tensor([prompt])
+    while ids.shape[1] < len(prompt) + MAX_TOKENS:
+        scores = steps(ids, model(ids).logits[:, -1])
+        ids = torch.cat([ids, scores.argmax(-1, keepdim=True)], 1)
+        if ids[0, -1] == STOP:
+            break
+    return ids[0, len(prompt) :].tolist()
+
+
+@pytest.fixture
+def interpret_little(monkeypatch):
+    """Layers that do not matter here do without Triton where it is interpreted."""
+    for name in ("add_and_norm", "norm_and_rotate", "silu_and_mul"):
+        if not torch.cuda.is_available():
+            monkeypatch.setattr(triton_ops, name, getattr(torch_ops, name))
+
+
+@pytest.fixture(scope="module")
+def requests(model):
+    """(prompt, parameters, expected tokens), of all prompts with all options."""
+    made = []
+    for prompt in PROMPTS:
+        for options in OPTIONS:
+            params = SamplingParams(
+                temperature=0, max_tokens=MAX_TOKENS, stop_token_ids=[STOP], **options
+            )
+            made.append((prompt, params, expected_tokens(model, prompt, options)))
+    return made
+
+
+def check(llm: LLM, requests) -> None:
+    prompts, params, expected = zip(*requests)
+    outputs = llm.generate(list(prompts), list(params), use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == list(expected)
+    check_blocks(llm.block_manager, [])
+    assert llm.block_manager.num_used_blocks == 0
+
+
+def test_the_options_matter(requests):
+    """Otherwise the other tests would show nothing: each option changes some prompt's tokens."""
+    plain = [tokens for _, _, tokens in requests[:: len(OPTIONS)]]
+    for i in range(1, len(OPTIONS)):
+        assert [tokens for _, _, tokens in requests[i :: len(OPTIONS)]] != plain, OPTIONS[i]
+    assert any(tokens[-1] == STOP for _, _, tokens in requests)
+
+
+SCHEDULES = [
+    ("torch", tokens, num_blocks, mode)
+    for tokens in (37, 20, 2048)
+    for num_blocks, mode in ((24, "recompute"), (24, "swap"), (500, "recompute"))
+]
+
+
+@pytest.mark.slow(but_every=5)
+@pytest.mark.parametrize(
+    "backend, tokens, num_blocks, mode", [*SCHEDULES, ("triton", 37, 24, "swap")]
+)
+@pytest.mark.usefixtures("interpret_little")
+def test_tokens_are_those_of_transformers(path, requests, tokens, num_blocks, mode, backend):
+    """A token may be anywhere in the batch, computed in chunks, preempted and computed again."""
+    llm = LLM(
+        path,
+        dtype="float32",
+        block_size=4,
+        num_blocks=num_blocks,
+        preemption_mode=mode,
+        swap_gib=0.001,
+        max_num_seqs=20,
+        max_num_batched_tokens=tokens,
+        attention_backend=backend,
+    )
+    check(llm, requests if backend == "torch" else requests[3::17])
+    if num_blocks == 24 and backend == "torch":
+        assert llm.scheduler.num_preemptions > 0
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:overflow|invalid:RuntimeWarning")
+def test_tokens_through_recorded_steps(interpret_little, path, requests, monkeypatch):
+    """Recording and replay are plain calls here."""
+    monkeypatch.setattr("nanovllm.device.cuda_graphs.DECODES", [4, 8])
+    monkeypatch.setattr("nanovllm.device.cuda_graphs.DECODES_BESIDE_CHUNKS", [8])
+    monkeypatch.setattr("nanovllm.device.cuda_graphs.CHUNK_TOKENS", [16, 64])
+    monkeypatch.setattr(triton_ops, "CAN_BE_RECORDED", True)
+    llm = LLM(
+        path,
+        dtype="float32",
+        block_size=4,
+        num_blocks=100,
+        max_num_seqs=8,
+        max_num_batched_tokens=30,
+        attention_backend="triton",
+    )
+    assert llm.runner.graphs is not None
+    check(llm, requests[3::17])
+
+
+def test_samples_are_penalized_one_by_one(path, model):
+    """Each sample has its own output. A bias leaves two tokens to draw from; each that was drawn falls behind."""
+    llm = LLM(path, dtype="float32", num_blocks=100, block_size=4)
+    bias = {token_id: -100.0 for token_id in range(160) if token_id not in (40, 41)}
+    params = SamplingParams(
+        n=4, max_tokens=8, seed=3, logit_bias=bias, frequency_penalty=2, presence_penalty=0.5
+    )
+    (free,) = llm.generate([[5, 9]], params, use_tqdm=False)
+    drawn = [output.token_ids for output in free.outputs]
+    assert {token for tokens in drawn for token in tokens} == {40, 41}
+    assert len({tuple(tokens) for tokens in drawn}) > 1
+    for other in ({"num_blocks": 12}, {"max_num_batched_tokens": 4, "max_num_seqs": 4}):
+        engine = LLM(path, dtype="float32", block_size=4, **{"num_blocks": 100, **other})
+        neighbors = [[5, 9], [1] * 9, [2] * 5]
+        (same, *_) = engine.generate(
+            neighbors, [params, *[SamplingParams(max_tokens=9)] * 2], use_tqdm=False
+        )
+        assert [output.token_ids for output in same.outputs] == drawn
+
+
+def test_the_neighbors_of_a_penalized_request_draw_the_same(path):
+    llm = LLM(path, dtype="float32", num_blocks=100, block_size=4)
+    params = SamplingParams(seed=5, max_tokens=9, top_p=0.9, logprobs=2)
+    penalized = SamplingParams(presence_penalty=2, logit_bias={4: 100}, max_tokens=9)
+    (alone,) = llm.generate([[8, 3]], params, use_tqdm=False)
+    beside, other = llm.generate([[8, 3], [8, 3]], [params, penalized], use_tqdm=False)
+    assert beside.outputs[0].token_ids == alone.outputs[0].token_ids
+    assert other.outputs[0].token_ids.count(4) >= 8
+
+
+def test_log_probabilities_are_those_before_penalties(path, model):
+    llm = LLM(path, dtype="float32", num_blocks=100, block_size=4)
+    params = SamplingParams(temperature=0, max_tokens=5, logprobs=0, logit_bias={4: 100})
+    (output,) = llm.generate([[8, 3]], params, use_tqdm=False)
+    (answer,) = output.outputs
+    assert answer.token_ids == [4] * 5
+    with torch.inference_mode():
+        scores = model(torch.tensor([[8, 3, *answer.token_ids]])).logits.log_softmax(-1)[0]
+    expected = [scores[1 + i, 4].item() for i in range(5)]
+    assert [row[4] for row in answer.logprobs] == pytest.approx(expected, abs=1e-3)
+    assert answer.cumulative_logprob == pytest.approx(sum(expected), abs=1e-3)
+
+
+# --- log-probabilities of prompts ---
+
+
+@torch.inference_mode()
+def expected_scores(model, prompt: list[int]) -> list[dict[int, float] | None]:
+    scores = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    rows: list[dict[int, float] | None] = [None]
+    for i, token_id in enumerate(prompt[1:]):
+        likeliest = scores[i].topk(3).indices.tolist()
+        rows.append({j: scores[i, j].item() for j in [token_id, *likeliest]})
+    return rows
+
+
+@pytest.mark.slow(but_every=2)
+@pytest.mark.parametrize(
+    "backend, recorded, tokens, num_blocks",
+    [
+        ("torch", False, 8, 14),
+        ("triton", False, 9, 500),
+        ("torch", False, 9, 500),
+        ("triton", True, 8, 14),
+        ("torch", False, 2048, 500),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:overflow|invalid:RuntimeWarning")
+@pytest.mark.usefixtures("interpret_little")
+def test_prompts_are_scored(path, model, monkeypatch, backend, recorded, tokens, num_blocks):
+    """Whole, in chunks of any length, beside others, with a cached prefix, and preempted in the middle."""
+    monkeypatch.setattr("nanovllm.device.cuda_graphs.DECODES", [8])
+    monkeypatch.setattr("nanovllm.device.cuda_graphs.DECODES_BESIDE_CHUNKS", [8])
+    monkeypatch.setattr("nanovllm.device.cuda_graphs.CHUNK_TOKENS", [16])
+    monkeypatch.setattr(triton_ops, "CAN_BE_RECORDED", recorded)
+    monkeypatch.setattr("nanovllm.decoding.prompt_logprobs.ROWS_AT_A_TIME", 3)
+    llm = LLM(
+        path,
+        dtype="float32",
+        block_size=4,
+        num_blocks=num_blocks,
+        max_num_seqs=8,
+        max_num_batched_tokens=tokens,
+        attention_backend=backend,
+    )
+    max_tokens = 8 if backend == "torch" else 2  # Triton's interpreter is slow
+    plain = SamplingParams(temperature=0, max_tokens=max_tokens)
+    wanted = SamplingParams(temperature=0, max_tokens=max_tokens, prompt_logprobs=3)
+    few = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    several = SamplingParams(n=3, seed=1, max_tokens=3, prompt_logprobs=3, logprobs=1)
+    params = [plain, several, few, wanted]
+    llm.generate(PROMPTS, plain, use_tqdm=False)  # now their blocks can be found
+    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    expected = [expected_scores(model, prompt) for prompt in PROMPTS]
+    assert outputs[0].prompt_logprobs is None
+    assert outputs[2].prompt_logprobs == [None]
+    for i in (1, 3):
+        assert outputs[i].prompt_logprobs[0] is None
+        assert len(outputs[i].prompt_logprobs) == len(PROMPTS[i])
+        for found, row in zip(outputs[i].prompt_logprobs[1:], expected[i][1:]):
+            assert found == pytest.approx(row, abs=1e-3)
+            assert next(iter(found)) == next(iter(row))
+    (again,) = llm.generate([PROMPTS[3]], few, use_tqdm=False)
+    firsts = [next(iter(row.items())) for row in expected[3][1:]]
+    assert [next(iter(row.items())) for row in again.prompt_logprobs[1:]] == [
+        (token_id, pytest.approx(score, abs=1e-3)) for token_id, score in firsts
+    ]
+    check_blocks(llm.block_manager, [])
+
+
+def test_prompts_are_scored_after_a_fault(path, model):
+    """A step fails in the middle of the prompt: what was scored is scored again, once."""
+    llm = LLM(path, dtype="float32", num_blocks=50, block_size=4, max_num_batched_tokens=4)
+    steps = []
+
+    def failing(schedule, launch=llm.runner.launch):
+        steps.append(schedule)
+        if len(steps) == 3:
+            raise RuntimeError("a fault")
+        return launch(schedule)
+
+    llm.runner.launch = failing
+    params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=3)
+    outputs = llm.generate([PROMPTS[3], PROMPTS[1]], params, use_tqdm=False)
+    for output, prompt in zip(outputs, (PROMPTS[3], PROMPTS[1])):
+        expected = expected_scores(model, prompt)
+        assert len(output.prompt_logprobs) == len(prompt) and len(steps) > 8
+        for found, row in zip(output.prompt_logprobs[1:], expected[1:]):
+            assert found == pytest.approx(row, abs=1e-3)

@@ -1,0 +1,560 @@
+"""The static buffers of CUDA graphs. Here recording and replay are a plain call; on a GPU they are real.
+
+Run: pytest tests/device/test_cuda_graphs.py [-k padding]
+"""
+
+import gc
+import weakref
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+import torch
+from checkpoints import new_model, save
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.block_manager import BlockManager, Moves
+from nanovllm.checks.blocks import check_blocks
+from nanovllm.config import Limits
+from nanovllm.device import memory
+from nanovllm.device.cuda_graphs import MAX_CHUNKS, Size, StepGraphs, graph_sizes
+from nanovllm.layers import torch_ops, triton_attention, triton_ops
+from nanovllm.layers.batch import Batch
+from nanovllm.layers.kv_cache import CacheShape, KVCache
+from nanovllm.layers.sampler import Sampling
+from nanovllm.model_runner import ModelRunner
+from nanovllm.step import StepInputs, move
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+CACHE = KVCache(torch.zeros(2, 1, 1, 4, 1, 8, device=DEVICE))
+
+
+def limits_of(max_num_seqs, max_num_batched_tokens=8192, max_model_len=12) -> Limits:
+    return Limits(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len,
+    )
+
+
+@pytest.mark.parametrize(
+    "max_num_seqs, expected",
+    [
+        (1, [1]),
+        (5, [1, 2, 4, 8]),
+        (8, [1, 2, 4, 8]),
+        (256, [1, 2, 4, 8, *range(16, 257, 16)]),
+        (257, [1, 2, 4, 8, *range(16, 273, 16)]),
+        (10_000, [1, 2, 4, 8, *range(16, 513, 16)]),
+    ],
+)
+def test_sizes_of_decodes(max_num_seqs, expected):
+    sizes = graph_sizes(limits_of(max_num_seqs))
+    assert [size.decodes for size in sizes if size.tokens == 0] == expected
+    assert sizes == sorted(sizes, key=sum)
+
+
+def test_sizes_with_prompts():
+    """So many that all that is smaller than the largest one fits into one."""
+    sizes = [size for size in graph_sizes(limits_of(20, 100)) if size.tokens]
+    small = [Size(8, 16), Size(32, 16), Size(8, 64), Size(32, 64)]
+    assert sizes == [*small, Size(8, 128), Size(32, 128)]
+    assert graph_sizes(limits_of(10_000))[-1] == Size(512, 1024)
+    assert len(graph_sizes(limits_of(256))) == 20 + 5 * 6
+
+
+def test_one_copy_and_always_the_same_places():
+    tensors = {
+        "first": torch.arange(3),
+        "not contiguous": torch.rand(2, 3).T,
+        "empty": torch.zeros(0, dtype=torch.int64),
+        "bool": torch.tensor([True]),
+        "last": torch.arange(5, dtype=torch.int32),
+    }
+    buffer = torch.zeros(200, dtype=torch.uint8, device=DEVICE)
+    moved = move(tensors, DEVICE, buffer)
+    assert list(moved) == list(tensors)
+    for name, source in tensors.items():
+        target = moved[name]
+        assert torch.equal(target.cpu(), source) and target.dtype == source.dtype
+        assert target.data_ptr() % 16 == 0 or source.numel() == 0
+    move({name: tensor * 0 for name, tensor in tensors.items()}, DEVICE, buffer)
+    # the views of before show what was copied now
+    assert not any(tensor.any() for tensor in moved.values())
+    with pytest.raises(RuntimeError):
+        move({"too large": torch.zeros(100)}, DEVICE, buffer)
+
+
+def test_a_step_is_the_same_on_the_device():
+    """With every option of sampling, and without."""
+    rows = torch.arange(3)
+    numbers = torch.arange(18).view(6, 3)
+    warm = Sampling(
+        numbers[0].float(),
+        numbers[1],
+        numbers[2],
+        top_k=None,
+        top_p=numbers[4].float(),
+        max_top_k=5,
+    )
+    batch = Batch(
+        CACHE,
+        numbers[0],
+        torch.arange(4).int(),
+        numbers[1].int(),
+        torch.arange(4).int(),
+        torch.arange(12).int(),
+    )
+    moves = Moves(copies=[(1, 2)])
+    for sampling in (None, warm, replace(warm, top_k=numbers[3], min_p=numbers[5].float())):
+        step = StepInputs(numbers[3], numbers[4], batch, rows, sampling, moves)
+        moved = step.to(DEVICE)
+        assert list(moved.model_inputs) == list(step.model_inputs)
+        for name, source in step.model_inputs.items():
+            target = moved.model_inputs[name]
+            assert torch.equal(target.cpu(), source) and target.device.type == DEVICE.type
+        assert moved.batch.kv_cache is CACHE and torch.equal(moved.sampled_rows.cpu(), rows)
+        assert moved.moves is moves
+        assert (moved.sampling is None) == (sampling is None)
+        for name, here in vars(sampling).items() if sampling else ():
+            there = getattr(moved.sampling, name)
+            assert (
+                torch.equal(there.cpu(), here) if isinstance(here, torch.Tensor) else there == here
+            )
+
+
+def new_graphs(max_num_seqs=20, max_model_len=12) -> StepGraphs:
+    limits = limits_of(max_num_seqs, max_model_len=max_model_len)
+    return StepGraphs(torch.nn.Identity(), triton_ops, CACHE, limits)
+
+
+def step_of(num_decodes: int, chunks: list[int]) -> StepInputs:
+    """Each token, and each sequence, is a number that can be recognized."""
+    counts = torch.tensor([1] * num_decodes + chunks)
+    num_tokens, num_seqs = int(counts.sum()), len(counts)
+    batch = Batch(
+        CACHE,
+        slot_mapping=100 + torch.arange(num_tokens),
+        cu_seqlens_q=torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int(),
+        context_lens=50 + torch.arange(num_seqs, dtype=torch.int32),
+        cu_blocks=torch.arange(num_seqs + 1, dtype=torch.int32),
+        block_tables=torch.arange(num_seqs, dtype=torch.int32),
+        num_decodes=num_decodes,
+    )
+    ids = torch.arange(num_tokens)
+    return StepInputs(1 + ids, 300 + ids, batch, batch.cu_seqlens_q[1:].long() - 1)
+
+
+def test_which_steps_have_a_graph():
+    graphs = new_graphs()
+    sizes = {rows: graphs.size_for(step_of(rows, [])) for rows in (1, 2, 3, 9, 20, 32, 33)}
+    assert sizes == {
+        1: (1, 0),
+        2: (2, 0),
+        3: (4, 0),
+        9: (16, 0),
+        20: (32, 0),
+        32: (32, 0),
+        33: None,
+    }
+    for num_decodes, chunks, expected in (
+        (0, [1], (8, 16)),
+        (0, [2, 62], (8, 64)),
+        (8, [65], (8, 128)),
+        (9, [2], (32, 16)),
+        (32, [512], (32, 512)),
+        (32, [513], (32, 1024)),
+        (32, [1025], None),
+        (33, [2], None),
+        (3, [2] * MAX_CHUNKS, (8, 16)),
+        (3, [2] * (MAX_CHUNKS + 1), None),
+    ):
+        assert graphs.size_for(step_of(num_decodes, chunks)) == expected, (num_decodes, chunks)
+    long = step_of(4, [])  # the largest has 32 + 8 sequences, each with at most 3 blocks
+    long.batch.block_tables = torch.zeros(3 * 40, dtype=torch.int32)
+    assert graphs.size_for(long) == (4, 0)
+    long.batch.block_tables = torch.zeros(3 * 40 + 1, dtype=torch.int32)
+    assert graphs.size_for(long) is None
+
+
+@pytest.mark.parametrize("max_num_seqs, max_model_len", [(1, 1), (3, 12), (20, 1000), (600, 3)])
+def test_the_buffer_holds_every_step(max_num_seqs, max_model_len):
+    """All rows, the longest tables, every option of sampling; and hardly more."""
+    graphs = new_graphs(max_num_seqs, max_model_len)
+    rows = min(max_num_seqs, 512)
+    num_tables = graphs.sizes[-1].decodes + MAX_CHUNKS
+    step = step_of(rows, [64] * MAX_CHUNKS)
+    step.batch.block_tables = torch.zeros(num_tables * -(-max_model_len // 4), dtype=torch.int32)
+    num_sampled = max_num_seqs + graphs.limits.max_num_batched_tokens  # a whole prompt is scored
+    step.sampled_rows = torch.zeros(num_sampled, dtype=torch.int64)
+    numbers = torch.ones(6, max_num_seqs)
+    step.sampling = Sampling(*numbers[:1], *numbers[1:4].long(), *numbers[4:])
+    size = graphs.size_for(step)
+    moved = graphs.padded(step, size).to(DEVICE, graphs.buffer)
+    assert moved.sampling.min_p.tolist() == [1.0] * max_num_seqs
+    needed = sum(tensor.nbytes for tensor in moved.tensors.values())
+    assert needed <= graphs.buffer.nbytes <= 2 * needed + 500
+
+
+def test_rows_that_are_not_needed_are_padding():
+    graphs, step = new_graphs(), step_of(3, [])
+    padded = graphs.padded(step, Size(4))
+    batch = padded.batch
+    assert batch.num_decodes == 4 and batch.block_tables is step.batch.block_tables
+    assert padded.sampled_rows.tolist() == [0, 1, 2]
+    assert padded.input_ids.tolist() == [1, 2, 3, 0]
+    assert batch.slot_mapping.tolist() == [100, 101, 102, -1]
+    assert batch.context_lens.tolist() == [50, 51, 52, 0]
+    assert batch.cu_seqlens_q.tolist() == [0, 1, 2, 3, 4]
+    assert batch.cu_blocks[:3].tolist() == [0, 1, 2]
+
+
+def test_chunks_come_behind_the_padding_of_decodes(monkeypatch):
+    monkeypatch.setattr("nanovllm.device.cuda_graphs.MAX_CHUNKS", 3)
+    graphs, step = new_graphs(), step_of(2, [3, 2])
+    padded = graphs.padded(step, Size(4, 6))
+    batch = padded.batch
+    assert padded.input_ids.tolist() == [1, 2, 0, 0, 3, 4, 5, 6, 7, 0]
+    assert padded.positions.tolist() == [300, 301, 0, 0, 302, 303, 304, 305, 306, 0]
+    assert batch.slot_mapping.tolist() == [100, 101, -1, -1, 102, 103, 104, 105, 106, -1]
+    assert batch.num_decodes == 4
+    assert batch.context_lens.tolist() == [50, 51, 0, 0, 52, 53, 0]
+    assert batch.cu_seqlens_q.tolist() == [0, 1, 2, 3, 4, 7, 9, 9]  # the third chunk has no token
+    assert batch.cu_blocks.tolist()[:2] + batch.cu_blocks.tolist()[4:6] == [0, 1, 2, 3]
+    assert padded.sampled_rows.tolist() == [0, 1, 6, 8]  # still the last tokens
+
+
+@pytest.mark.parametrize("num_decodes", [0, 1, 8, 20])
+@pytest.mark.parametrize("chunks", [[], [1], [5, 1, 40], [64], [2] * MAX_CHUNKS])
+def test_every_sequence_is_where_its_recording_looks_for_it(num_decodes, chunks):
+    """By brute force: each sequence's tokens, context and blocks, in both forms of the step."""
+    if not num_decodes and not chunks:
+        return
+    graphs, step = new_graphs(), step_of(num_decodes, chunks)
+    size = graphs.size_for(step)
+    padded = graphs.padded(step, size)
+    shapes = {name: (t.shape, t.dtype) for name, t in graphs.padding(size).model_inputs.items()}
+    for name, tensor in padded.model_inputs.items():
+        assert name == "block_tables" or (tensor.shape, tensor.dtype) == shapes[name]
+    places = [*range(num_decodes), *(size.decodes + i for i in range(len(chunks)))]
+    seen = [of_sequence(padded, place) for place in places]
+    assert seen == [of_sequence(step, i) for i in range(num_decodes + len(chunks))]
+    others = {*range(len(padded.batch.context_lens))} - {*places}
+    assert all(padded.batch.context_lens[i] == 0 for i in others)
+    num_real = len(step.input_ids)
+    assert (padded.batch.slot_mapping >= 0).sum() == num_real
+    sampled = padded.input_ids[padded.sampled_rows]
+    assert torch.equal(sampled, step.input_ids[step.sampled_rows])
+
+
+def of_sequence(step: StepInputs, b: int) -> tuple:
+    start, end = step.batch.cu_seqlens_q[b : b + 2].tolist()
+    tokens = [t[start:end].tolist() for t in (step.input_ids, step.positions)]
+    slots = step.batch.slot_mapping[start:end].tolist()
+    return tokens, slots, int(step.batch.context_lens[b]), int(step.batch.cu_blocks[b])
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    model = new_model("qwen3", head_dim=32, num_attention_heads=2, num_key_value_heads=1)
+    return save(model, tmp_path_factory.mktemp("qwen3"))
+
+
+@pytest.fixture
+def interpret_little(monkeypatch):
+    """Where there is no GPU, layers that know nothing of a graph's buffers do without Triton."""
+    for name in ("add_and_norm", "norm_and_rotate", "silu_and_mul"):
+        if DEVICE.type == "cpu":
+            monkeypatch.setattr(triton_ops, name, getattr(torch_ops, name))
+
+
+# padding rows attend to nothing: any numbers
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:overflow|invalid:RuntimeWarning")
+def test_the_engine_gives_the_same_tokens_as_without(interpret_little, path):
+    """Greedy and with every option of sampling, while the batch grows, shrinks and is preempted."""
+    prompts = [[i] * (5 * i + 1) for i in range(5)]
+    params = [
+        SamplingParams(temperature=0, max_tokens=9),
+        SamplingParams(max_tokens=3, seed=1),
+        SamplingParams(max_tokens=6, top_k=5, seed=2),
+        SamplingParams(max_tokens=7, top_k=20, top_p=0.9, min_p=0.01, seed=3),
+        SamplingParams(temperature=0, max_tokens=5, logprobs=2),
+    ]
+    answers, replayed = [], []
+    for eager in (False, True):
+        llm = LLM(
+            path, dtype="float32", attention_backend="triton", enforce_eager=eager, max_num_seqs=9, block_size=4,
+            num_blocks=10, max_num_batched_tokens=24,
+        )  # fmt: skip
+        assert (llm.runner.graphs is None) == eager
+        for size, step in llm.runner.graphs.replays.items() if not eager else ():
+            llm.runner.graphs.replays[size] = lambda size=size, step=step: (
+                replayed.append(size) or step()
+            )
+        answers.append(
+            [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
+        )
+        assert llm.stats()["preemptions"] > 0
+        check_blocks(llm.block_manager, [])
+    for with_graphs, without in zip(*answers):
+        assert with_graphs.token_ids == without.token_ids
+    assert {Size(1), Size(2), Size(4), Size(8, 16)} <= set(replayed)
+
+
+class Generous(BlockManager):
+    """Reserves far more blocks than a sequence can fill, as contiguous allocators do."""
+
+    def allocate(self, seq, num_tokens):
+        super().allocate(seq, num_tokens)
+        while len(seq.block_table) < 40:
+            seq.block_table.append(self.take_block().id)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:overflow|invalid:RuntimeWarning")
+def test_a_step_whose_tables_are_too_long_for_the_recording_runs_without(interpret_little, path):
+    answers = []
+    for manager_cls in (None, Generous):
+        llm = LLM(
+            path, dtype="float32", attention_backend="triton", max_num_seqs=2, max_model_len=30, block_size=4,
+            num_blocks=80, block_manager_cls=manager_cls,
+        )  # fmt: skip
+        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        answers.append(
+            [
+                o.outputs[0].token_ids
+                for o in llm.generate([[5] * 10, [6] * 3], params, use_tqdm=False)
+            ]
+        )
+        assert llm.block_manager.num_used_blocks == 0
+    assert answers[0] == answers[1]
+
+
+class MadeUpDevice:
+    """Memory as PyTorch's caching allocator sees it: what a step has used stays reserved until `empty_cache`, which the
+    beginning of a recording calls, too; what a recording uses is its own for good."""
+
+    total, others, peak = 2**30, 2**27, 2**25
+
+    def __init__(self, monkeypatch):
+        self.cached, self.recorded, self.sizes = 0, 0, []
+        said = {
+            "mem_get_info": lambda: (
+                self.total - self.others - self.cached - self.recorded,
+                self.total,
+            ),
+            "memory_reserved": lambda: self.cached + self.recorded,
+            "max_memory_reserved": lambda: self.peak,
+            "empty_cache": self.empty_cache,
+            "synchronize": lambda: None,
+            "reset_peak_memory_stats": lambda: None,
+        }
+        for name, answer in said.items():
+            monkeypatch.setattr(torch.cuda, name, lambda device=None, answer=answer: answer())
+        record, run = StepGraphs.record, ModelRunner.run
+
+        def recorded(graphs, size):
+            self.empty_cache()
+            self.sizes.append(size)
+            # the largest has the activations
+            self.recorded += 2**24 if self.recorded == 0 else 2**20
+            record(graphs, size)
+
+        def ran(runner, schedule):
+            # sorting 256 x 151,936 logits takes much more than the step's graph
+            self.cached = 2**28
+            return run(runner, schedule)
+
+        monkeypatch.setattr(StepGraphs, "record", recorded)
+        monkeypatch.setattr(ModelRunner, "run", ran)
+
+    def empty_cache(self):
+        self.cached = 0
+
+
+class MadeUpRecording:
+    """`torch.cuda.graph`: notes what it was asked for."""
+
+    def __init__(self, graph, pool=None, stream=None, capture_error_mode="global"):
+        self.pool, self.stream, self.mode = pool, stream, capture_error_mode
+        graph.recording = self
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        return None
+
+
+class MadeUpGraph:
+    made: ClassVar[list["MadeUpGraph"]] = []
+
+    def __init__(self):
+        self.made.append(self)
+
+    def pool(self):
+        return self.recording.pool or self
+
+    def replay(self):
+        return None
+
+
+def test_all_recordings_of_an_engine_share_a_stream_and_a_pool(monkeypatch):
+    """PyTorch reuses memory within a stream only, and cuBLAS has a workspace for each. Two engines share none: on PyTorch
+    2.13, the end of a recording takes the workspace of its stream along."""
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: object())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", MadeUpGraph)
+    monkeypatch.setattr(torch.cuda, "graph", MadeUpRecording)
+    monkeypatch.setattr(MadeUpGraph, "made", [])
+    shape = CacheShape(1, 4, 1, 16, torch.float16)
+    ops = SimpleNamespace(layout=lambda batch: None)
+    limits = limits_of(20, 64)
+    streams = []
+    for _ in range(2):
+        cache = shape.new_cache(3, torch.device("meta"))  # a device that is not a CPU
+        graphs = StepGraphs(lambda ids, *_: ids, ops, cache, limits)
+        MadeUpGraph.made.clear()
+        for size in reversed(graphs.sizes):
+            graphs.record(size)
+        recordings = [graph.recording for graph in MadeUpGraph.made]
+        assert len(recordings) == len(graphs.sizes) == 6 + 4
+        assert {recording.stream for recording in recordings} == {graphs.stream}
+        assert {recording.pool for recording in recordings[1:]} == {MadeUpGraph.made[0]}
+        assert {recording.mode for recording in recordings} == {"thread_local"}
+        streams.append(graphs.stream)
+    assert streams[0] is not streams[1]
+
+
+@pytest.mark.parametrize("max_num_seqs, tried", [(1, [1, 1]), (2, [2, 1]), (20, [32, 16])])
+def test_what_the_graphs_take_is_estimated_from_large_ones(monkeypatch, max_num_seqs, tried):
+    """The largest takes the activations, the next one what all others take at most."""
+    monkeypatch.setattr("nanovllm.device.cuda_graphs.CHUNK_TOKENS", [])  # only decodes
+    taken, recorded = {32: 500, 2: 500, 1: 30, 16: 70}, []
+
+    def record(graphs, size):
+        recorded.append(size.decodes)
+
+    monkeypatch.setattr(StepGraphs, "record", record)
+    monkeypatch.setattr(
+        memory, "free_memory", lambda device: 10_000 - sum(taken[size] for size in {*recorded})
+    )
+    graphs = new_graphs(max_num_seqs)
+    expected = {1: 30, 2: 500 + 30, 20: 500 + 70 * 5}[max_num_seqs]
+    assert memory.graph_memory(torch.device("cuda"), graphs) == expected
+    assert recorded == tried
+
+
+def num_blocks_of_a_gpu(runner, config):
+    return runner._memory_left(config) // runner.shape.block_bytes
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="test_gpu.py does it with real memory")
+@pytest.mark.filterwarnings("ignore:overflow|invalid:RuntimeWarning")
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_the_trials_that_size_the_cache_of_a_gpu_run(
+    interpret_little, path, monkeypatch, backend, mode
+):
+    """The largest step, and the recordings, before there is a cache. What others hold, the step's peak and the graphs are
+    taken off; what the allocator keeps for later is neither lost nor won."""
+    device = MadeUpDevice(monkeypatch)
+    monkeypatch.setattr(ModelRunner, "_num_blocks_that_fit", num_blocks_of_a_gpu)
+    llm = LLM(
+        path, dtype="float32", attention_backend=backend, max_num_seqs=2, max_num_batched_tokens=40, block_size=16,
+        preemption_mode=mode, swap_gib=0.01,
+    )  # fmt: skip
+    graphs = 2**24 + 3 * 2**20 if backend == "triton" else 0
+    left = (
+        int(device.total * 0.9)
+        - device.others
+        - device.peak
+        - graphs
+        - (2**26 if mode == "swap" else 0)
+    )
+    num_blocks = left // llm.runner.shape.block_bytes
+    assert llm.runner.num_blocks == llm.runner.kv_cache.num_blocks == num_blocks > 0
+    largest, *others = Size(8, 64), Size(8, 16), Size(2), Size(1)
+    sizes = [largest, others[0], largest, *others]  # two are tried, then all are recorded
+    assert device.sizes == (sizes if backend == "triton" else [])
+    assert (llm.runner.host_cache is not None) == (mode == "swap")
+
+
+@pytest.mark.filterwarnings("ignore:overflow|invalid:RuntimeWarning")
+@pytest.mark.parametrize("eager", [False, True])
+def test_an_engine_that_is_gone_takes_its_memory_along(interpret_little, path, eager):
+    """No cycle keeps the KV cache, so that the next engine has room."""
+    llm = LLM(
+        path,
+        dtype="float32",
+        attention_backend="triton",
+        enforce_eager=eager,
+        max_num_seqs=2,
+        num_blocks=20,
+    )
+    llm.generate([[5] * 10], SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)
+    cache = weakref.ref(llm.runner.kv_cache.tensor)
+    gc.collect()
+    gc.disable()
+    try:
+        del llm
+        assert cache() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.filterwarnings("ignore:overflow|invalid:RuntimeWarning")
+def test_serving_launches_nothing_that_is_not_warm(path, monkeypatch):
+    """On a GPU of 40 multiprocessors: (kernel, constants that decide about its code) of the warm-up, then of a busy time."""
+    launched = set()
+    real = triton_attention.num_splits
+    fake = SimpleNamespace(type="cuda")
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda device: SimpleNamespace(multi_processor_count=40),
+    )
+    monkeypatch.setattr(
+        triton_attention, "num_splits", lambda programs, most, _: real(programs, most, fake)
+    )
+    for module in (triton_attention, triton_ops):
+        for name, kernel in [*vars(module).items()]:
+            if name.endswith("_kernel"):
+                monkeypatch.setattr(module, name, Noted(name, kernel, launched))
+    llm = LLM(
+        path, dtype="float32", attention_backend="triton", max_num_seqs=16, num_blocks=400, block_size=4,
+        max_num_batched_tokens=300, max_model_len=256,
+    )  # fmt: skip
+    monkeypatch.setattr(torch, "empty", torch.zeros)  # what a kernel does not write is zero
+    monkeypatch.setattr(torch, "empty_like", torch.zeros_like)
+    monkeypatch.setattr(triton_attention, "PART", 16)  # so that short contexts are cut into parts
+    graphs, llm.runner.graphs = llm.runner.graphs, None  # on a GPU they are recorded after it
+    llm.runner.warm_up()
+    llm.runner.graphs = graphs
+    warm, launched_now = set(launched), launched
+    launched_now.clear()
+    prompts = [[i] * (18 * i + 1) for i in range(6)]
+    params = [SamplingParams(n=1 + i % 2, seed=i, max_tokens=2 + 3 * (i % 3)) for i in range(6)]
+    llm.generate(prompts, params, use_tqdm=False)
+    assert launched_now and launched_now <= warm, launched_now - warm
+    assert len({constants for name, constants in warm if name == "attention_kernel"}) == 3
+
+
+class Noted:
+    """A kernel that does not run, but notes what would be compiled: its name and its constants."""
+
+    def __init__(self, name, kernel, launched):
+        self.name, self.kernel, self.launched = name, kernel, launched
+
+    def __getitem__(self, grid):
+        names = self.kernel.fn.__code__.co_varnames[: self.kernel.fn.__code__.co_argcount]
+        is_constant = [name.isupper() for name in names]
+
+        def launch(*args, **options):
+            constants = [a for a, constant in zip(args, is_constant) if constant] + sorted(
+                options.items()
+            )
+            self.launched.add((self.name, str(constants)))
+
+        return launch

@@ -1,0 +1,248 @@
+"""On a real GPU: Triton kernels and CUDA graphs through the whole engine. Skipped where there is none.
+
+test_kernels.py, test_fused.py, test_cuda_graphs.py and test_sampler.py also run on the GPU if there is one.
+
+Run: pytest tests/device/test_gpu.py [-k replayed]
+"""
+
+import gc
+import os
+import random
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import greedy, new_model, save
+
+from nanovllm import LLM, BeamSearchParams, SamplingParams
+from nanovllm.checks.blocks import check_blocks
+from nanovllm.device.cuda_graphs import Size
+from nanovllm.layers import triton_ops
+from tutorials.performance.first_contact.engine import compilations
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+MAX_TOKENS = 12
+GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
+
+
+@pytest.fixture(scope="module", params=["qwen2", "qwen3"])
+def checkpoint(request, tmp_path_factory):
+    """(path, prompts, what transformers makes of them on the CPU in fp32)"""
+    rng, model = (
+        random.Random(0),
+        new_model(request.param, head_dim=32, num_attention_heads=6, num_key_value_heads=2),
+    )
+    stem = [rng.randrange(160) for _ in range(64)]
+    prompts = [
+        [rng.randrange(160) for _ in range(n)] for n in (1, 2, 7, 15, 16, 17, 31, 33, 65, 130)
+    ]
+    prompts += [[*stem[:n], rng.randrange(160)] for n in (15, 16, 17, 48, 63)] + [stem]
+    path = save(model, tmp_path_factory.mktemp(request.param))
+    return path, prompts, [greedy(model, prompt, MAX_TOKENS) for prompt in prompts]
+
+
+def token_ids(outputs):
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.mark.parametrize("eager", [True, False])
+@pytest.mark.parametrize("tokens, num_blocks", [(2048, 500), (37, 500), (2048, 14), (37, 14)])
+@pytest.mark.parametrize("caching", [True, False])
+def test_greedy_tokens_equal_transformers(checkpoint, eager, tokens, num_blocks, caching):
+    path, prompts, expected = checkpoint
+    llm = LLM(
+        path, dtype="float32", attention_backend="triton", enforce_eager=eager, max_num_batched_tokens=tokens,
+        num_blocks=num_blocks, enable_prefix_caching=caching, max_num_seqs=24,
+    )  # fmt: skip
+    for _ in range(2):
+        assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected
+    assert (llm.stats()["preemptions"] > 0) == (num_blocks == 14)
+    check_blocks(llm.block_manager, [])
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_swapped_samples_and_beams_get_the_same_tokens(checkpoint, eager):
+    """Through pinned memory and a second stream, with sharing. A race would show as other tokens."""
+    path, prompts, _ = checkpoint
+    kinds = [
+        GREEDY,
+        SamplingParams(n=3, seed=5, max_tokens=20),
+        BeamSearchParams(beam_width=3, max_tokens=12),
+    ]
+    params = (kinds * len(prompts))[: len(prompts)]
+    results = []
+    for num_blocks in (500, 32):
+        llm = LLM(
+            path, dtype="float32", attention_backend="triton", enforce_eager=eager, num_blocks=num_blocks,
+            preemption_mode="swap", swap_gib=0.1, max_num_seqs=24,
+        )  # fmt: skip
+        for _ in range(3):
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            results.append([[output.token_ids for output in result.outputs] for result in outputs])
+        assert (llm.stats()["swapped_blocks"] > 0) == (num_blocks == 32)
+        check_blocks(llm.block_manager, [])
+    assert all(result == results[0] for result in results)
+
+
+def test_graphs_are_replayed(checkpoint):
+    path, prompts, expected = checkpoint
+    llm, replayed = LLM(path, dtype="float32", num_blocks=500, max_num_seqs=24), []
+    for size, step in llm.runner.graphs.replays.items():
+        llm.runner.graphs.replays[size] = lambda size=size, step=step: (
+            replayed.append(size) or step()
+        )
+    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected
+    assert llm.runner.ops is triton_ops and len(replayed) >= MAX_TOKENS - 1
+    assert Size(16) in replayed and any(size.tokens for size in replayed)
+
+
+def test_the_pytorch_backend(checkpoint):
+    path, prompts, expected = checkpoint
+    llm = LLM(path, dtype="float32", attention_backend="torch", num_blocks=500)
+    assert (
+        token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected
+        and llm.runner.graphs is None
+    )
+
+
+@pytest.mark.parametrize("tokens, num_blocks", [(2048, 500), (37, 500), (37, 14)])
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_mapped_memory(checkpoint, tokens, num_blocks, mode):
+    """vAttention: its pages have 2 MiB, of which a block of this model fills little."""
+    path, prompts, expected = checkpoint
+    for _ in range(2):  # the second engine gets the memory of the first
+        llm = LLM(
+            path, dtype="float32", attention_backend="vattention", max_num_batched_tokens=tokens,
+            num_blocks=num_blocks, max_num_seqs=24, preemption_mode=mode, swap_gib=0.1,
+        )  # fmt: skip
+        for _ in range(2):
+            assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected
+        check_blocks(llm.block_manager, [])
+        del llm
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_16_bits_are_close_to_the_pytorch_backend(checkpoint, dtype):
+    path, prompts, _ = checkpoint
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=5)
+    outputs = [
+        LLM(path, dtype=dtype, attention_backend=backend, num_blocks=500).generate(
+            prompts, params, use_tqdm=False
+        )
+        for backend in ("torch", "triton")
+    ]
+    for one, other in zip(*outputs):
+        one, other = one.outputs[0].logprobs[0], other.outputs[0].logprobs[0]
+        assert set(one) & set(other)
+        for token in set(one) & set(other):
+            assert abs(one[token] - other[token]) < 0.3
+
+
+def test_a_seed_gives_the_same_tokens_in_any_company(checkpoint):
+    path, prompts, _ = checkpoint
+    llm = LLM(path, dtype="float32", num_blocks=500)
+    params = [
+        SamplingParams(max_tokens=8, seed=i, top_p=0.9 if i % 2 else 1.0)
+        for i in range(len(prompts))
+    ]
+    together = token_ids(llm.generate(prompts, params, use_tqdm=False))
+    alone = [token_ids(llm.generate([p], q, use_tqdm=False))[0] for p, q in zip(prompts, params)]
+    assert together == alone
+
+
+def test_the_embedded_model_counts_and_adds():
+    llm = LLM()
+    questions = ["Count from 1 to 10", "What is 12 + 30?", "List all prime numbers within 20"]
+    chats = [[{"role": "user", "content": question}] for question in questions]
+    answers = [
+        o.outputs[0].text for o in llm.chat(chats, SamplingParams(temperature=0), use_tqdm=False)
+    ]
+    assert answers == [
+        "1, 2, 3, 4, 5, 6, 7, 8, 9, 10",
+        "12 + 30 = 42",
+        "2, 3, 5, 7, 11, 13, 17, 19",
+    ]
+
+
+def test_memory_stays_within_what_was_granted(tmp_path):
+    path = save(new_model("qwen3", head_dim=64, max_position_embeddings=32768), tmp_path)
+    torch.cuda.empty_cache()
+    free_before, total = torch.cuda.mem_get_info()
+    share = 1 - free_before / total + 0.3
+    llm = LLM(path, gpu_memory_utilization=share, max_num_seqs=4096, max_num_batched_tokens=8192)
+    llm.generate([[1] * 3000] * 64, SamplingParams(max_tokens=16, ignore_eos=True), use_tqdm=False)
+    free_after, _ = torch.cuda.mem_get_info()
+    assert total - free_after <= share * total + 2**30, "more than granted"
+    assert llm.runner.kv_cache.tensor.nbytes > 0.2 * total, "much was left unused"
+
+
+def test_another_thread_launches_on_the_right_device(checkpoint):
+    """The current device belongs to the thread, and Triton launches there."""
+    path, prompts, expected = checkpoint
+    llm = LLM(
+        path,
+        dtype="float32",
+        num_blocks=500,
+        max_num_seqs=24,
+        device=f"cuda:{torch.cuda.device_count() - 1}",
+    )
+    with ThreadPoolExecutor(1) as pool:
+        outputs = pool.submit(llm.generate, prompts, GREEDY, use_tqdm=False).result()
+    assert token_ids(outputs) == expected
+
+
+def test_an_engine_outlives_another(checkpoint):
+    """Graphs of two engines share no memory: not even when that of the first is overwritten."""
+    path, prompts, expected = checkpoint
+    options = {"dtype": "float32", "num_blocks": 500, "max_num_seqs": 24}
+    first = LLM(path, **options)
+    assert token_ids(first.generate(prompts, GREEDY, use_tqdm=False)) == expected
+    second = LLM(path, **options)
+    assert token_ids(second.generate(prompts, GREEDY, use_tqdm=False)) == expected
+    del first
+    gc.collect()
+    torch.cuda.empty_cache()
+    rubbish = torch.full((2**28,), torch.nan, device="cuda")
+    assert token_ids(second.generate(prompts, GREEDY, use_tqdm=False)) == expected
+    del rubbish
+
+
+def test_nothing_is_compiled_while_serving(tmp_path):
+    """Heads and sizes as in no other test: what another one has compiled does not count."""
+    model = new_model("qwen3", hidden_size=88, intermediate_size=104, head_dim=24, vocab_size=170)
+    llm = LLM(save(model, tmp_path), num_blocks=500, max_num_batched_tokens=100, max_num_seqs=24)
+    rng = random.Random(0)
+    kinds = [GREEDY, SamplingParams(max_tokens=9), SamplingParams(n=3, max_tokens=20)]
+    prompts = [[rng.randrange(160) for _ in range(rng.randint(1, 200))] for _ in range(30)]
+    with compilations() as compiled:
+        for count in (1, 30):
+            llm.generate(prompts[:count], (kinds * 10)[:count], use_tqdm=False)
+    assert compiled == []
+
+
+def test_one_rank_through_nccl():
+    """Its collectives are recorded, too, and nothing hangs at the end: so in a process of its own."""
+    code = """
+from thread_group import one_rank
+from nanovllm import LLM, SamplingParams
+
+params = SamplingParams(temperature=0, max_tokens=12)
+prompts = ["Once upon a time", "17 + 25 ="]
+expected = LLM(device="cuda:0").generate(prompts, params, use_tqdm=False)
+llm = one_rank("cuda:0")
+outputs = llm.generate(prompts, params, use_tqdm=False)
+for output, one in zip(outputs, expected, strict=True):
+    assert output.outputs[0].token_ids == one.outputs[0].token_ids
+assert llm.runner.graphs is not None
+del llm
+"""
+    root = Path(__file__).parents[2]
+    paths = [str(root), str(root / "tests" / "tools")]
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    subprocess.run([sys.executable, "-c", code], env=environ, check=True, timeout=180)

@@ -1,0 +1,319 @@
+"""Text in and out: chat, streams, stop strings, characters of several tokens. With the embedded model.
+
+Run: pytest tests/frontend/test_text.py [-k stop_string]
+"""
+
+from itertools import pairwise, zip_longest
+
+import pytest
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.frontend.outputs import CompletionOutput
+from nanovllm.frontend.text import Text
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return LLM()
+
+
+def user(text: str) -> list[dict]:
+    return [{"role": "user", "content": text}]
+
+
+def greedy(**kwargs) -> SamplingParams:
+    return SamplingParams(temperature=0, **kwargs)
+
+
+def feed(llm, text: str, stop=()) -> tuple[list[str], str, bool]:
+    """What a stream shows after each token of `text`, the whole text, and whether a stop string ended it."""
+    output, shown, pieces, stopped = CompletionOutput(0), 0, [], False
+    stream = Text(llm.tokenizer.backend_tokenizer, output, SamplingParams(stop=list(stop)))
+    for token_id in llm.tokenizer.encode(text):
+        stopped = stream.add(token_id)
+        pieces.append(output.text[shown : stream.num_safe_chars])
+        shown = stream.num_safe_chars
+        if stopped:
+            break
+    stream.num_safe_chars = len(output.text)  # it has ended
+    pieces.append(output.text[shown : stream.num_safe_chars])
+    return pieces, output.text, stopped
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "plain words",
+        "Jürgen, José, Zoë",
+        "日本語のテキスト",
+        "👩‍🚀🚀 a👍🏽b",
+        "  two  spaces\n\n\ttab ",
+        "e\u0301",
+    ],
+)
+def test_no_half_character_is_ever_shown(llm, text):
+    pieces, whole, stopped = feed(llm, text)
+    assert whole == "".join(pieces) == text and not stopped
+    assert all("\ufffd" not in piece for piece in pieces)
+
+
+def test_a_character_cut_off_by_the_end_is_not_shown(llm):
+    ids = llm.tokenizer.encode("a👍")
+    output = CompletionOutput(0)
+    stream = Text(llm.tokenizer.backend_tokenizer, output, SamplingParams())
+    for token_id in ids[:-1]:
+        stream.add(token_id)
+    assert len(ids) > 3 and output.text == "a"
+
+
+@pytest.mark.parametrize(
+    "stop, expected",
+    [
+        (["437"], "12 + "),
+        (["7 =", "43"], "12 + "),  # the earlier one in the text, not in the list
+        (["+ 4"], "12 "),
+        (["1"], ""),
+        (["🙂"], "12 + 437 = 449"),
+        (["449x"], "12 + 437 = 449"),
+        (["= 449"], "12 + 437 "),
+    ],
+)
+def test_stop_strings_across_token_borders(llm, stop, expected):
+    pieces, whole, stopped = feed(llm, "12 + 437 = 449", stop)
+    assert whole == "".join(pieces) == expected
+    assert stopped == (expected != "12 + 437 = 449")
+
+
+def test_what_may_become_a_stop_string_is_held_back(llm):
+    pieces, _, _ = feed(llm, "ab ab abc", ["abcd"])
+    shown = ""
+    for piece in pieces[:-1]:
+        shown += piece
+        assert not shown.endswith(("a", "ab", "abc"))
+    assert shown + pieces[-1] == "ab ab abc"
+
+
+def test_a_stop_string_ends_the_request(llm):
+    (whole,) = llm.chat(user("count from 1 to 9"), greedy(), use_tqdm=False)
+    text = whole.outputs[0].text
+    cut = text[3:6]
+    (output,) = llm.chat(user("count from 1 to 9"), greedy(stop=[cut, "nowhere"]), use_tqdm=False)
+    assert (
+        output.outputs[0].text == text[: text.index(cut)]
+        and output.outputs[0].finish_reason == "stop"
+    )
+    assert len(output.outputs[0].token_ids) < len(whole.outputs[0].token_ids)
+    assert llm.stats()["kv_blocks_used"] == 0
+
+
+def test_a_stop_string_completed_by_the_last_allowed_token(llm):
+    (whole,) = llm.chat(user("count from 1 to 9"), greedy(max_tokens=4), use_tqdm=False)
+    text = whole.outputs[0].text
+    assert whole.outputs[0].finish_reason == "length"
+    (output,) = llm.chat(
+        user("count from 1 to 9"), greedy(max_tokens=4, stop=text[-1]), use_tqdm=False
+    )
+    assert output.outputs[0].finish_reason == "stop" and text[-1] not in output.outputs[0].text
+
+
+@pytest.mark.parametrize("stop", [None, ["tt", " the end"]])
+def test_stream_gives_what_generate_gives(llm, stop):
+    params = SamplingParams(temperature=0.8, seed=4, max_tokens=60, stop=stop)
+    (whole,) = llm.chat(user("tell me a story"), params, use_tqdm=False)
+    pieces = list(llm.stream(user("tell me a story"), params))
+    assert "".join(pieces) == whole.outputs[0].text and len(pieces) > 10 and all(pieces)
+
+
+def test_streams_beside_each_other_and_a_stream_left_early(llm):
+    params = SamplingParams(temperature=0.8, seed=4, max_tokens=30)
+    alone = ["".join(llm.stream(user(q), params)) for q in ("tell me a story", "hello")]
+    first, second = (llm.stream(user(q), params) for q in ("tell me a story", "hello"))
+    texts = ["", ""]
+    for a, b in zip_longest(first, second, fillvalue=""):
+        texts[0] += a
+        texts[1] += b
+    assert texts == alone
+    left = llm.stream(user("tell me a story"), params)
+    next(left)
+    assert llm.has_unfinished()
+    left.close()
+    assert llm.step() == []
+    assert not llm.has_unfinished() and llm.stats()["kv_blocks_used"] == 0
+
+
+def test_a_stream_goes_on_while_its_request_is_aborted(llm):
+    stream = llm.stream(user("tell me a story"), greedy(max_tokens=50))
+    text = next(stream)
+    assert llm.abort(next(iter(llm.requests)))
+    text += "".join(stream)
+    assert len(text) < 50 and not llm.has_unfinished()
+
+
+def test_stream_refuses_before_it_is_iterated(llm):
+    with pytest.raises(
+        ValueError,
+        match=r"n=2 is not allowed: only one answer is streamed",
+    ):
+        llm.stream("x", SamplingParams(n=2))
+    with pytest.raises(ValueError, match="prompt='' is empty"):
+        llm.stream("")
+
+
+def test_chat_is_the_template_around_generate(llm):
+    chats = [user("hello"), [{"role": "system", "content": "You are Tiny."}, *user("12 + 7")]]
+    outputs = llm.chat(chats, greedy(max_tokens=5), use_tqdm=False)
+    assert outputs[0].prompt == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    assert outputs[1].prompt.startswith(
+        "<|im_start|>system\nYou are Tiny.<|im_end|>\n<|im_start|>user\n12 + 7"
+    )
+    texts = llm.generate([o.prompt for o in outputs], greedy(max_tokens=5), use_tqdm=False)
+    assert [o.outputs[0].token_ids for o in texts] == [o.outputs[0].token_ids for o in outputs]
+
+
+def test_special_tokens_end_the_answer_but_are_not_in_its_text(llm):
+    (output,) = llm.chat(user("thanks"), greedy(), use_tqdm=False)
+    assert (
+        output.outputs[0].finish_reason == "stop"
+        and output.outputs[0].token_ids[-1] in llm.inputs.eos_token_ids
+    )
+    assert "<|" not in output.outputs[0].text
+
+
+def test_the_text_of_a_stop_token_is_not_in_the_output(llm):
+    """Special or not. The token is."""
+    (whole,) = llm.generate("Once upon a time there was a", greedy(max_tokens=8), use_tqdm=False)
+    tokens = whole.outputs[0].token_ids
+    stop = tokens[3]
+    assert llm.tokenizer.decode([stop]) in whole.outputs[0].text and stop not in tokens[:3]
+    (output,) = llm.generate(
+        "Once upon a time there was a", greedy(stop_token_ids=[stop]), use_tqdm=False
+    )
+    assert output.outputs[0].token_ids == tokens[:4] and output.outputs[0].finish_reason == "stop"
+    assert output.outputs[0].text == llm.tokenizer.decode(tokens[:3])
+    streamed = "".join(llm.stream("Once upon a time there was a", greedy(stop_token_ids=[stop])))
+    assert streamed == output.outputs[0].text
+
+
+@pytest.mark.parametrize("prompt", ["", [[]]])
+def test_empty_prompts(llm, prompt):
+    with pytest.raises(ValueError, match="is empty: it must have at least one token"):
+        llm.generate(prompt, use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    ["hello", ["hello"], [], [[]], {"role": "user"}, None, [{"rol": "user", "content": "hi"}]],
+)
+def test_messages_that_are_no_conversation(llm, messages):
+    if messages == []:
+        assert llm.chat(messages, use_tqdm=False) == []
+    else:
+        with pytest.raises(ValueError, match="it must be a list of"):
+            llm.chat(messages, use_tqdm=False)
+
+
+def test_default_params_are_the_models_own(llm):
+    params = llm.inputs.default_params
+    assert (params.temperature, params.top_k, params.top_p) == (0.6, 20, 0.95)
+    assert llm.inputs.eos_token_ids == {
+        llm.tokenizer.convert_tokens_to_ids(t) for t in ("<|im_end|>", "<|endoftext|>")
+    }
+
+
+def test_text_is_made_when_somebody_reads_it(llm, monkeypatch):
+    """Not after each token; and whoever reads often gets the same as who reads once."""
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    added = []
+    add = Text.add
+    (expected,) = llm.generate(["Once upon a time"], params, use_tqdm=False)
+    assert expected.update is None  # it has ended, and keeps nothing of the engine
+    monkeypatch.setattr(
+        Text, "add", lambda self, token_id: added.append(token_id) or add(self, token_id)
+    )
+    llm.add_request("Once upon a time", params)
+    for _ in range(5):
+        (output,) = llm.step()
+        assert len(added) == 0
+    assert output.outputs[0].token_ids == expected.outputs[0].token_ids[:5] == added
+    texts = [output.outputs[0].text]
+    while llm.has_unfinished():
+        llm.step()
+        texts.append(output.outputs[0].text)
+    assert texts[-1] == expected.outputs[0].text and added == expected.outputs[0].token_ids
+    assert all(longer.startswith(shorter) for shorter, longer in pairwise(texts))
+
+
+# --- why it has stopped, and what of it is shown ---
+
+
+def test_the_reason_to_stop(llm):
+    """The stop string or stop token of the parameters; none for the model's own end, or a length."""
+    chat = user("what is 12 + 30?")
+    (plain,) = llm.chat(chat, greedy(max_tokens=60), use_tqdm=False)
+    (answer,) = plain.outputs
+    assert answer.finish_reason == "stop" and answer.stop_reason is None
+    end = answer.token_ids[-1]
+    third = answer.token_ids[2]
+    assert third not in answer.token_ids[:2]
+
+    def stopped(**options):
+        (output,) = llm.chat(chat, greedy(**{"max_tokens": 60, **options}), use_tqdm=False)
+        return output.outputs[0].finish_reason, output.outputs[0].stop_reason
+
+    assert stopped(stop_token_ids=[third]) == ("stop", third)
+    assert stopped(stop_token_ids=[end]) == ("stop", None)
+    assert stopped(stop_token_ids=[end], ignore_eos=True) == ("stop", end)
+    assert stopped(stop=["zzz", answer.text[-2:]]) == ("stop", answer.text[-2:])
+    assert stopped(max_tokens=2) == ("length", None)
+
+
+def test_what_ended_the_text_may_stay_in_it(llm):
+    chat = user("what is 12 + 30?")
+    (plain,) = llm.chat(chat, greedy(max_tokens=60), use_tqdm=False)
+    text = plain.outputs[0].text
+    special = llm.tokenizer.decode(plain.outputs[0].token_ids[-1:])
+    assert special == "<|im_end|>"
+
+    def shown(**options):
+        (output,) = llm.chat(chat, greedy(max_tokens=60, **options), use_tqdm=False)
+        return output.outputs[0].text
+
+    assert shown(stop=text[2:4]) == text[:2]
+    assert shown(stop=text[2:4], include_stop_str_in_output=True) == text[:4]
+    assert shown(skip_special_tokens=False) == text
+    assert shown(skip_special_tokens=False, include_stop_str_in_output=True) == text + special
+    assert shown(include_stop_str_in_output=True) == text
+    past = shown(ignore_eos=True, skip_special_tokens=False)
+    assert past.startswith(text + special) and special not in shown(ignore_eos=True)
+    stream = llm.stream(
+        chat_text(llm, chat), greedy(max_tokens=60, stop=text[2:4], include_stop_str_in_output=True)
+    )
+    assert "".join(stream) == text[:4]
+
+
+def chat_text(llm, messages) -> str:
+    return llm.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+
+@pytest.mark.slow(but_every=3)
+@pytest.mark.parametrize("min_tokens", range(1, 8))
+def test_no_stop_string_ends_within_the_first_tokens(llm, min_tokens):
+    """Also not one that began there and is shorter than another."""
+    (plain,) = llm.generate("12 + 437 =", greedy(max_tokens=24, ignore_eos=True), use_tqdm=False)
+    ids = plain.outputs[0].token_ids
+    for stops in (["4", "49"], ["449"], ["9", "zzzzzzzzz"], [" "], ["="]):
+        params = greedy(max_tokens=24, min_tokens=min_tokens, stop=stops, ignore_eos=True)
+        (output,) = llm.generate("12 + 437 =", params, use_tqdm=False)
+        assert output.outputs[0].text == cut_at(llm.tokenizer, ids, stops, min_tokens)
+
+
+def cut_at(tokenizer, ids: list[int], stops: list[str], min_tokens: int) -> str:
+    """The text of the tokens, cut off before a stop string that ends in a later token than the first ones."""
+    before = ""
+    for i in range(1, len(ids) + 1):
+        text = tokenizer.decode(ids[:i], skip_special_tokens=True)
+        found = [text.find(stop, max(0, len(before) - len(stop) + 1)) for stop in stops]
+        if i > min_tokens and max(found) >= 0:
+            return text[: min(place for place in found if place >= 0)]
+        before = text
+    return before

@@ -1,0 +1,162 @@
+"""The budget counts tokens, because lines can be packed: what `tokenize` gives, without comments, docstrings and line
+ends. A feature that does not fit asks for a simpler mechanism, never for denser lines.
+
+Run: pytest tests/house/test_budget.py
+To see what each file has: python tests/house/test_budget.py
+"""
+
+import ast
+import io
+import tokenize
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "nanovllm"
+UNSEEN = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
+
+
+class Size(NamedTuple):
+    """Of a source file. A string over several lines counts as a line for each of them."""
+
+    lines: int
+    tokens: int
+    longest_line: int  # in tokens
+    widest_line: int  # in columns, comments and docstrings included
+    crowded: list[int]  # lines that assign three or more values at a time
+
+
+def docstring_lines(tree: ast.AST) -> set[int]:
+    """Also of the strings below fields, which say what they mean."""
+    found: set[int] = set()
+    for node in ast.walk(tree):
+        is_string = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if is_string and isinstance(node.value.value, str):
+            found.update(range(node.lineno, node.end_lineno + 1))
+    return found
+
+
+def size_of(source: str) -> Size:
+    tree = ast.parse(source)
+    unseen_lines = docstring_lines(tree)
+    tokens_of_line, lines, num_open = Counter(), set(), 0
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        kind = tokenize.tok_name[token.type]
+        num_open -= kind == "FSTRING_END"
+        if token.type not in UNSEEN and token.start[0] not in unseen_lines:
+            lines.update(range(token.start[0], token.end[0] + 1))
+            if num_open == 0 and kind != "FSTRING_END":  # an f-string is one token, as before 3.12
+                tokens_of_line[token.start[0]] += 1
+        num_open += kind == "FSTRING_START"
+    crowded = [
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Tuple)
+        and isinstance(node.value, ast.Tuple)
+        and len(node.value.elts) >= 3
+    ]
+    return Size(
+        lines=len(lines),
+        tokens=tokens_of_line.total(),
+        longest_line=max(tokens_of_line.values(), default=0),
+        widest_line=max(map(len, source.splitlines()), default=0),
+        crowded=crowded,
+    )
+
+
+SIZES = {
+    str(path.relative_to(PACKAGE)): size_of(path.read_text()) for path in PACKAGE.rglob("*.py")
+}
+
+
+LIMITS = {  # lines and tokens, with 3 % of air
+    "core": (2440, 21_600),  # what README means by its number of lines: the root, layers and models
+    "triton": (420, 4_400),
+    "frontend": (600, 5_040),
+    "decoding": (305, 2_740),
+    "swapping": (92, 900),
+    "device": (355, 3_170),
+    "checks": (165, 1_380),
+    "parallel": (515, 4_690),
+    "vattention": (412, 4_100),
+    "simulator": (570, 4_790),
+    "server": (2290, 19_860),
+}
+APART = ("parallel", "vattention", "simulator", "server")  # not needed to understand the engine
+
+
+def part_of(name: str) -> str:
+    """A folder; or the core, on one backend."""
+    folder = name.partition("/")[0] if "/" in name else "core"
+    if folder in ("layers", "models"):
+        return "triton" if "triton" in name else "core"
+    return folder
+
+
+def total(names) -> tuple[int, int]:
+    """Lines and tokens of these files."""
+    sizes = [SIZES[name] for name in names]
+    return sum(size.lines for size in sizes), sum(size.tokens for size in sizes)
+
+
+def test_the_counter_counts():
+    source = '"""Doc\nstring."""\n\n# comment\nx = (1 +\n     2)  # why\n\ndef f():\n    "doc"\n    return """a\nb"""\n'
+    assert size_of(source) == Size(lines=5, tokens=14, longest_line=5, widest_line=15, crowded=[])
+    assert size_of('x = f"{y} and {f(z)}"\n').tokens == 3
+    assert size_of("a, b = 1, 2\na, b, c = f(x)\na, b, c = 1, 2, 3\n").crowded == [3]
+
+
+@pytest.mark.parametrize("part", LIMITS)
+def test_a_part_is_small(part):
+    lines, tokens = total(name for name in SIZES if part_of(name) == part)
+    most_lines, most_tokens = LIMITS[part]
+    assert lines <= most_lines and tokens <= most_tokens, (lines, tokens)
+
+
+def test_every_folder_has_a_limit():
+    assert {part_of(name) for name in SIZES} == LIMITS.keys()
+
+
+def test_the_package_is_small():
+    lines, tokens = total(name for name in SIZES if part_of(name) not in APART)
+    assert lines <= 4360 and tokens <= 39_200
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_file_is_short_and_has_air(name):
+    """A kernel's line may hold more, because its expressions are formulas."""
+    size, is_layer = SIZES[name], name.startswith("layers/")
+    assert size.lines <= 300
+    assert size.tokens <= (11 if is_layer else 10) * size.lines
+    assert size.longest_line <= (40 if is_layer else 30)
+    assert size.widest_line <= 100
+    assert not size.crowded
+
+
+def test_the_benchmark_is_short():
+    assert len((ROOT / "bench.py").read_text().splitlines()) < 300
+
+
+def report() -> None:
+    print(f"{'':28} lines tokens  mean  longest line")
+    for name, size in sorted(SIZES.items(), key=lambda item: -item[1].tokens):
+        mean = size.tokens / max(1, size.lines)
+        print(f"{name:28} {size.lines:5} {size.tokens:6} {mean:5.1f} {size.longest_line:13}")
+    for part in LIMITS:
+        lines, tokens = total(name for name in SIZES if part_of(name) == part)
+        print(f"{part:28} {lines:5} {tokens:6} {tokens / lines:5.1f}")
+
+
+if __name__ == "__main__":
+    report()

@@ -1,0 +1,194 @@
+"""The house is in order: imports in one direction, no torch where none belongs, a short way for a
+greedy prompt, and in the root only what belongs there.
+
+Run: pytest tests/house/test_house.py [-k circle]
+"""
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from nanovllm import LLM, SamplingParams
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "nanovllm"
+NO_TORCH = (
+    *("options", "config", "sampling_params", "sequence", "block_manager"),
+    *("schedule", "scheduler", "router", "swapping.blocks", "decoding.groups"),
+    *("decoding.beam_search", "frontend.messages", "frontend.stats"),
+    *("checks.schedules", "checks.blocks", "simulator"),
+)
+
+IN_THE_ROOT = {
+    ".ci",
+    ".gitignore",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "LICENSE",
+    "README.md",
+    "bench.py",
+    "conftest.py",
+    "example.py",
+    "nanovllm",
+    "pyproject.toml",
+    "scripts",
+    "tests",
+    "tutorials",
+}
+
+
+def name_of(path: Path) -> str:
+    return ".".join(("nanovllm", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(
+        ".__init__"
+    )
+
+
+MODULES = {name_of(path): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
+
+
+def imported(node: ast.AST, everywhere: bool) -> set[str]:
+    """Our modules that a module imports when it is loaded; with `everywhere` also those that its functions import, and
+    those that it imports for its types only, under `if TYPE_CHECKING:`.
+    """
+    found: set[str] = set()
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            found |= {alias.name for alias in child.names}
+        elif isinstance(child, ast.ImportFrom) and child.module:
+            names = {f"{child.module}.{alias.name}" for alias in child.names}
+            found |= names & MODULES.keys() or {child.module}
+        elif everywhere or not (isinstance(child, ast.FunctionDef) or is_for_types(child)):
+            found |= imported(child, everywhere)
+    return {name for name in found if name in MODULES}
+
+
+def is_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def test_what_counts_as_an_import():
+    source = "if TYPE_CHECKING:\n    from nanovllm.engine import LLM\ndef f():\n    import nanovllm.config\nimport nanovllm.frontend.stats"
+    tree = ast.parse(source)
+    assert imported(tree, everywhere=False) == {"nanovllm.frontend.stats"}
+    assert imported(tree, everywhere=True) == {
+        "nanovllm.frontend.stats",
+        "nanovllm.config",
+        "nanovllm.engine",
+    }
+
+
+def test_imports_make_no_circle():
+    """Also counting what is imported late, within functions; the package itself hands out LLM when it is asked for."""
+    waiting = {
+        name: imported(tree, everywhere=True)
+        for name, tree in MODULES.items()
+        if name != "nanovllm"
+    }
+    while waiting:
+        ready = [name for name, needs in waiting.items() if not needs & waiting.keys()]
+        assert ready, f"these import each other: {waiting}"
+        for name in ready:
+            del waiting[name]
+
+
+def room_of(name: str) -> str:
+    """A module of the root is a room, and so is each folder."""
+    return name.split(".")[1]
+
+
+def test_imports_between_rooms_make_no_circle():
+    """The core, and each topic as a whole: one can be read after the other."""
+    waiting: dict[str, set[str]] = {}
+    for name, tree in MODULES.items():
+        if name != "nanovllm":
+            rooms = {room_of(other) for other in imported(tree, everywhere=True) - {"nanovllm"}}
+            waiting.setdefault(room_of(name), set()).update(rooms - {room_of(name)})
+    while waiting:
+        ready = [room for room, needs in waiting.items() if not needs & waiting.keys()]
+        assert ready, f"these import each other: {waiting}"
+        for room in ready:
+            del waiting[room]
+
+
+def test_each_topic_has_a_folder_with_a_sentence():
+    folders = {path.parent for path in PACKAGE.glob("*/__init__.py")}
+    assert {"frontend", "decoding", "checks", "parallel"} <= {folder.name for folder in folders}
+    for folder in folders - {PACKAGE / "layers", PACKAGE / "models"}:
+        sentence = ast.get_docstring(MODULES[f"nanovllm.{folder.name}"])
+        assert sentence and sentence.endswith("."), folder
+
+
+def test_in_the_root_lies_the_core():
+    assert len([*PACKAGE.glob("*.py")]) <= 17  # 15 modules, __init__ and __main__
+
+
+def test_layers_and_models_know_nothing_of_requests():
+    for name, tree in MODULES.items():
+        if name.startswith(("nanovllm.layers", "nanovllm.models")):
+            others = {
+                other
+                for other in imported(tree, everywhere=True)
+                if not other.startswith("nanovllm.layers")
+            }
+            assert not others, f"{name} imports {others}"
+
+
+def test_layers_import_nothing_late():
+    for name, tree in MODULES.items():
+        if name.startswith("nanovllm.layers"):
+            assert imported(tree, everywhere=True) == imported(tree, everywhere=False), name
+
+
+@pytest.mark.parametrize("module", NO_TORCH)
+def test_the_scheduling_half_does_not_import_torch(module):
+    code = f"import nanovllm.{module}, sys; assert not {{'torch', 'transformers', 'tokenizers', 'numpy'}} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@cache
+def passed_by_a_greedy_prompt() -> frozenset[tuple[str, str, int]]:
+    """(file, name, line) of the functions that run in LLM.generate. Properties are functions; comprehensions are not.
+    The thread count may change, which takes two functions more."""
+    chosen = os.environ.pop("OMP_NUM_THREADS", None)
+    llm = LLM(num_blocks=100)
+    if chosen is not None:
+        os.environ["OMP_NUM_THREADS"] = chosen
+    passed = set()
+
+    def profile(frame, event, arg):
+        code = frame.f_code
+        path = Path(code.co_filename)
+        if event == "call" and path.is_relative_to(PACKAGE) and not code.co_name.startswith("<"):
+            name = str(path.relative_to(PACKAGE))
+            passed.add((name, code.co_name, code.co_firstlineno))
+
+    params = SamplingParams(temperature=0, max_tokens=20)
+    sys.setprofile(profile)
+    try:
+        llm.generate("Once upon a time", params, use_tqdm=False)
+    finally:
+        sys.setprofile(None)
+    return frozenset(passed)
+
+
+def test_a_greedy_prompt_passes_few_files_and_functions():
+    passed = passed_by_a_greedy_prompt()
+    assert len({file for file, _, _ in passed}) <= 17
+    assert 50 < len(passed) <= 114, sorted(passed)
+
+
+def test_the_root_holds_what_belongs_there():
+    """Of what git knows; a reader's own files may lie beside it."""
+    if not (ROOT / ".git").exists() or shutil.which("git") is None:
+        pytest.skip("this is no clone, or there is no git")
+    listing = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if listing.returncode != 0:
+        pytest.skip(f"git says: {listing.stderr}")
+    paths = listing.stdout.split("\0")
+    assert {path.partition("/")[0] for path in paths if path} == IN_THE_ROOT

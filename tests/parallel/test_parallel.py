@@ -1,0 +1,267 @@
+"""Ranks that are processes: the same tokens, and what is said when one of them dies.
+
+Run: pytest tests/parallel/test_parallel.py --slow
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+from checkpoints import new_model, save
+from deaths import SECONDS, is_alive
+from server_tools import Running
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.recovery import RankError
+
+ROOT = Path(__file__).parents[2]
+PROMPTS = ["Once upon a time", "17 + 25 =", "Tell me a story about a duck."]
+GREEDY = SamplingParams(temperature=0, max_tokens=20)
+LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+
+
+def texts(llm: LLM) -> list[str]:
+    return [output.outputs[0].text for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+
+
+def pids(llm: LLM) -> list[int]:
+    return [child.process.pid for child in llm.runner.group.children]
+
+
+def wait_until_gone(processes: list[int]) -> None:
+    end = time.monotonic() + SECONDS
+    while any(map(is_alive, processes)):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[str]:
+    return texts(LLM(num_blocks=64))
+
+
+@pytest.mark.slow
+def test_two_engines_at_a_time(expected):
+    with_two = LLM(tensor_parallel_size=2, num_blocks=64)
+    another = LLM(tensor_parallel_size=2, num_blocks=64)
+    assert texts(another) == texts(with_two) == expected
+    processes = pids(with_two) + pids(another)
+    assert len(processes) == 2 and all(map(is_alive, processes))
+    del with_two
+    assert texts(another) == expected
+    del another
+    wait_until_gone(processes)
+
+
+@pytest.mark.slow
+def test_four_ranks_and_two_kv_heads(tmp_path):
+    path = save(new_model(num_attention_heads=8, vocab_size=101, intermediate_size=50), tmp_path)
+    ids = [[3, 1, 4, 1, 5, 9], [100, 0, 50], [*range(40)]]
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+
+    def tokens(size: int) -> list[list[int]]:
+        llm = LLM(path, tensor_parallel_size=size, num_blocks=32, max_num_batched_tokens=16)
+        outputs = llm.generate(ids, params, use_tqdm=False)
+        return [output.outputs[0].token_ids for output in outputs]
+
+    assert tokens(4) == tokens(1)
+
+
+@pytest.mark.slow
+def test_a_server_whose_rank_dies_says_so():
+    llm = LLM(tensor_parallel_size=2, num_blocks=64)
+    with Running(llm) as server:
+        body = {"prompt": "17 + 25 =", "max_tokens": 4, "temperature": 0}
+        answer = server.http.post("/v1/completions", json=body).json()
+        assert answer["choices"][0]["text"] == " 42"
+        os.kill(pids(llm)[0], signal.SIGKILL)
+        refused = server.http.post("/v1/completions", json=body)
+        assert refused.status_code == 503 and "RankError" in refused.text
+        assert server.http.get("/health").status_code == 503
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_call_and_not_the_ranks(expected):
+    llm = LLM(tensor_parallel_size=2, num_blocks=64)
+    steps: list[int] = []  # those to go until the signal
+
+    def count_down(*_) -> None:
+        if steps:
+            steps.pop()
+            if not steps:
+                interrupt()
+
+    for num_steps in (1, 2, 3, 10):
+        steps += [0] * num_steps
+        llm.observers.append(count_down)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPTS, LONG, use_tqdm=False)
+        llm.observers.clear()
+        assert texts(llm) == expected
+        assert llm.stats()["kv_blocks_used"] == 0
+
+
+def interrupt() -> None:
+    """As a terminal does it: soon, wherever the main thread is then."""
+    code = f"import os, signal, time; time.sleep(0.02); os.kill({os.getpid()}, signal.SIGINT)"
+    subprocess.Popen([sys.executable, "-c", code])
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_in_the_middle_of_a_step():
+    llm = LLM(tensor_parallel_size=2, num_blocks=64)
+    (pid,) = pids(llm)
+    steps = []
+
+    def kill_in_the_fifth(*_) -> None:
+        steps.append(1)
+        if len(steps) == 5:
+            code = f"import os, signal; os.kill({pid}, signal.SIGKILL)"
+            subprocess.Popen([sys.executable, "-c", code])
+
+    llm.observers.append(kill_in_the_fifth)
+    begin = time.monotonic()
+    with pytest.raises(RankError, match="rank 1 has died: exit code -9"):
+        llm.generate(PROMPTS, LONG, use_tqdm=False)
+    for _ in range(2):  # and it says so again
+        with pytest.raises(RankError, match="rank 1 has died"):
+            llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert time.monotonic() - begin < SECONDS
+    assert llm.stats()["kv_blocks_used"] == 0
+
+
+FAILING = """
+import os
+from nanovllm.parallel import runner as parallel
+
+plain = parallel.Follower.forward
+count = 0
+
+def forward(self, step):
+    global count
+    count += 1
+    if count > int(os.environ["FAIL_AFTER"]):
+        raise {error}
+    return plain(self, step)
+
+if "FAIL_AFTER" in os.environ:
+    parallel.Follower.forward = forward
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        ("RuntimeError('a wrong shape')", "RuntimeError: a wrong shape"),
+        ("MemoryError('no room')", "MemoryError: no room"),
+        ("SystemExit(7)", "SystemExit: 7"),
+    ],
+)
+def test_an_exception_in_another_rank(tmp_path, monkeypatch, error, words):
+    """It is put there by a module that Python imports at its start."""
+    (tmp_path / "sitecustomize.py").write_text(FAILING.replace("{error}", error))
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.setenv("FAIL_AFTER", "3")
+    llm = LLM(tensor_parallel_size=2, num_blocks=64)
+    begin = time.monotonic()
+    with pytest.raises(RankError, match=f"(?s)rank 1 has died: .*{words}"):
+        llm.generate(PROMPTS, LONG, use_tqdm=False)
+    assert time.monotonic() - begin < SECONDS
+    wait_until_gone(pids(llm))
+
+
+SCRIPT = """
+from nanovllm import LLM, SamplingParams
+
+llm = LLM(tensor_parallel_size=2, num_blocks=64)
+print(llm.runner.group.children[0].process.pid, flush=True)
+{rest}
+"""
+GENERATE = "llm.generate('Hello', SamplingParams(max_tokens=2000, ignore_eos=True), use_tqdm=False)"
+END = "print(llm.generate('17 + 25 =', SamplingParams(temperature=0), use_tqdm=False)[0].outputs[0].text)"
+
+
+def script(tmp_path, rest: str) -> subprocess.Popen:
+    """It has no `if __name__ == "__main__"`."""
+    file = tmp_path / "script.py"
+    file.write_text(SCRIPT.format(rest=textwrap.dedent(rest)))
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([sys.executable, str(file)], env=environ, text=True, **pipes)
+
+
+@pytest.mark.slow
+def test_a_script_runs_and_leaves_nothing(tmp_path):
+    process = script(tmp_path, END)
+    out, err = process.communicate(timeout=120)
+    pid, answer = out.split()
+    assert (answer, process.returncode) == ("42", 0), err
+    wait_until_gone([int(pid)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rest", "number"),
+    [
+        (GENERATE, signal.SIGKILL),
+        (GENERATE, signal.SIGINT),
+        ("import time; time.sleep(100)", signal.SIGTERM),
+    ],
+    ids=["busy, killed", "busy, interrupted", "idle, stopped"],
+)
+def test_the_process_of_rank_0_is_ended(tmp_path, rest, number):
+    """deaths.py does this at random moments."""
+    process = script(tmp_path, rest)
+    pid = int(process.stdout.readline())
+    time.sleep(0.3)
+    process.send_signal(number)
+    assert process.wait(SECONDS) != 0
+    wait_until_gone([pid])
+
+
+def test_what_cannot_be_split_begins_nothing(monkeypatch):
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process"))
+    with pytest.raises(ValueError, match="tensor_parallel_size=4 is not allowed: 6 query heads"):
+        LLM(tensor_parallel_size=4)
+    for wrong in (0, -1, 2.0, "2", True):
+        with pytest.raises(ValueError, match="tensor_parallel_size"):
+            LLM(tensor_parallel_size=wrong)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ValueError, match="=2 is not allowed: torchrun has started 3 processes"):
+        LLM(tensor_parallel_size=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_torchrun(tmp_path, expected, num_nodes):
+    """Ranks above 0 serve, and end when rank 0 does. With two nodes, each has its own torchrun."""
+    file = tmp_path / "script.py"
+    file.write_text(
+        "from nanovllm import LLM, SamplingParams\n"
+        "llm = LLM(tensor_parallel_size=2, num_blocks=64)\n"
+        + END.replace("print(", "print('answer', ")
+    )
+    port = 20_000 + os.getpid() % 10_000
+    common = [sys.executable, "-m", "torch.distributed.run"]
+    if num_nodes == 1:
+        commands = [[*common, "--standalone", "--nproc-per-node", "2", str(file)]]
+    else:
+        place = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+        commands = [[*common, *place, "--rdzv-id", "1", str(file)]] * 2
+    environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            command, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        for command in commands
+    ]
+    outputs = [process.communicate(timeout=120) for process in processes]
+    assert [process.returncode for process in processes] == [0] * num_nodes, outputs
+    assert [out.split() for out, _ in outputs if out] == [["answer", "42"]]

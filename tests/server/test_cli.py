@@ -1,0 +1,475 @@
+"""The command line: options are those of the classes, mistakes are one sentence, and a conversation goes on whatever
+comes.
+
+Run: pytest tests/server/test_cli.py [-k chat]
+"""
+
+import ast
+import builtins
+import io
+import os
+import pty
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from dataclasses import fields
+
+import pytest
+from server_tools import Running, left_idle, new_parrot
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.config import Config
+from nanovllm.scheduler import Scheduler
+from nanovllm.server import cli, commands
+from tests.house.test_house import MODULES, imported
+
+
+class Own(Scheduler):
+    pass
+
+
+@pytest.fixture
+def parrot(monkeypatch):
+    """The engine of whatever command comes."""
+    llm = new_parrot()
+    monkeypatch.setattr(commands, "new_llm", lambda args: llm)
+    return llm
+
+
+@pytest.fixture(scope="module")
+def running():
+    with Running(new_parrot()) as server:
+        yield server
+
+
+@pytest.fixture
+def server(running):
+    running.llm.runner.answers.clear()
+    with left_idle(running):
+        yield running
+
+
+def refused(capsys, *args: str) -> str:
+    """The one sentence that a mistake gets."""
+    with pytest.raises(SystemExit) as info:
+        cli.main([*args])
+    assert info.value.code == 2
+    *_, last = capsys.readouterr().err.splitlines()
+    assert last.startswith("nanovllm") and len(last) < 1200
+    return last
+
+
+# --- options ---
+
+
+@pytest.mark.parametrize(
+    "command, kinds",
+    [
+        ("serve", [Config]),
+        ("chat", [Config, SamplingParams]),
+        ("complete", [Config, SamplingParams]),
+    ],
+)
+def test_each_field_is_an_option_with_its_text(command, kinds, capsys):
+    with pytest.raises(SystemExit) as info:
+        cli.main([command, "--help"])
+    assert info.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    options = {*re.findall(r"--[a-z-]+", text)}
+    for field in (field for kind in kinds for field in fields(kind)):
+        is_option = field.name not in cli.NOT_AN_OPTION
+        assert (
+            "--" + field.name.replace("_", "-") in options
+        ) == is_option or field.name == "model"
+    assert "Fraction of GPU memory for weights" in text
+
+
+def test_what_is_not_given_keeps_its_default():
+    for command in (["serve"], ["chat"], ["complete", "a"]):
+        args = cli.new_parser().parse_args(command)
+        assert commands.given(args, Config) == {} and commands.given(args, SamplingParams) == {}
+
+
+def test_values_have_the_types_of_their_fields():
+    args = cli.new_parser().parse_args(
+        [
+            *(
+                "complete",
+                "a",
+                "--max-model-len",
+                "64",
+                "--kv-cache-gib",
+                "0.5",
+                "--dtype",
+                "float32",
+            ),
+            *("--no-enable-prefix-caching", "--enforce-eager", "--scheduler-cls", "test_cli:Own"),
+            *(
+                "--stop",
+                "a",
+                "b",
+                "--stop-token-ids",
+                "5",
+                "6",
+                "--temperature",
+                "0",
+                "--seed",
+                "3",
+            ),
+            *("--ignore-eos", "--model", "x"),
+        ]
+    )
+    assert commands.given(args, Config) == {
+        "model": "x", "max_model_len": 64, "kv_cache_gib": 0.5, "dtype": "float32", "enable_prefix_caching": False,
+        "enforce_eager": True, "scheduler_cls": Own, "seed": 3,
+    }  # fmt: skip
+    assert commands.given(args, SamplingParams) == {
+        "stop": ["a", "b"], "stop_token_ids": [5, 6], "temperature": 0.0, "seed": 3, "ignore_eos": True,
+    }  # fmt: skip
+    Config(**commands.given(args, Config)), SamplingParams(**commands.given(args, SamplingParams))
+
+
+@pytest.mark.parametrize(
+    "args, hint",
+    [
+        (["serve", "--max-modellen", "5"], "--max-model-len"),
+        (["serve", "--gpu-memory-utilisation=0.5"], "--gpu-memory-utilization"),
+        (["chat", "--temprature", "1"], "--temperature"),
+        (["complete", "a", "--max_tokens", "5"], "--max-tokens"),
+        (["serve", "--temperature", "1"], None),
+        (["serve", "--zzz"], None),
+    ],
+)
+def test_a_wrong_option_names_the_nearest(args, hint, capsys):
+    sentence = refused(capsys, *args)
+    assert args[-1 if "=" in args[-1] or len(args) == 2 else -2].partition("=")[0] in sentence
+    assert ("did you mean" in sentence) == (hint is not None)
+    assert hint is None or f"did you mean {hint}?" in sentence
+
+
+@pytest.mark.parametrize(
+    "args, word",
+    [
+        (["serve", "--port", "abc"], "--port"),
+        (["serve", "--port", "70000"], "port=70000"),
+        (["serve", "--port", "-1"], "port=-1"),
+        (["serve", "--host", "no.such.host.invalid", "--port", "0"], "host='no.such.host.invalid'"),
+        (["serve", "--port", "0", "--block-size", "0"], "block_size=0"),
+        (["serve", "--port", "0", "--dtype", "int8"], "dtype='int8'"),
+        (["serve", "--port", "0", "--max-model-len", "4096"], "max_model_len=4096"),
+        (["serve", "--port", "0", "/no/where"], "/no/where"),
+        (["serve", "--max-waiting", "-1"], "max_waiting=-1"),
+        (["serve", "--max-body-bytes", "0"], "max_body_bytes=0"),
+        (["serve", "--max-tokens-per-call", "0"], "max_tokens_per_call=0"),
+        (["serve", "--drain-seconds", "nan"], "drain_seconds=nan"),
+        (["serve", "--drain-seconds", "-1"], "drain_seconds=-1"),
+        (["serve", "--api-key", ""], "api_key=''"),
+        (["serve", "--scheduler-cls", "nothing"], "nothing is not module:Class"),
+        (["serve", "--port", "0", "--scheduler-cls", "json:JSONDecoder"], "--scheduler-cls"),
+        (["complete"], "text"),
+        (["complete", "a", "--seed", "x"], "--seed"),
+        (["complete", "a", "--model", ""], "model"),
+        (["chat", "--url", "http://127.0.0.1:1"], "127.0.0.1:1"),
+        (["chat", "--url", "no url"], "url='no url'"),
+        (["chat", "--url", ""], "url"),
+        (["chat", "--url", "http://x", "--block-size", "4"], "block_size=4 is not allowed: with --url"),
+        (["nothing"], "nothing"),
+        ([], "COMMAND"),
+    ],
+)  # fmt: skip
+def test_a_bad_value_gives_one_sentence(args, word, capsys):
+    sentence = refused(capsys, *args)
+    assert word in sentence or word.strip("-").replace("-", "_") in sentence
+
+
+@pytest.mark.parametrize(
+    "args, word",
+    [
+        (["", "--temperature", "0"], "prompt=''"),
+        (["a", "--temperature", "-1"], "temperature=-1.0"),
+        (["a", "--max-tokens", "0"], "max_tokens=0"),
+    ],
+)
+def test_a_bad_text_or_parameter_gives_one_sentence(args, word, parrot, capsys):
+    assert word in refused(capsys, "complete", *args)
+
+
+def test_a_port_in_use_is_said_before_a_model_is_loaded(capsys):
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        sock.listen()
+        port = sock.getsockname()[1]
+        sentence = refused(capsys, "serve", "/no/model/here", "--port", str(port))
+    assert f"port={port}" in sentence and "in use" in sentence and "/no/model" not in sentence
+
+
+@pytest.mark.parametrize("missing", ["fastapi", "uvicorn", "prometheus_client"])
+def test_what_is_not_installed_is_said_with_the_way_to_install_it(missing, monkeypatch, capsys):
+    for name in [*sys.modules]:
+        if name.startswith("nanovllm.server"):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr(sys.modules["nanovllm"], "server", raising=False)
+    monkeypatch.setitem(sys.modules, missing, None)
+    sentence = refused(capsys, "serve")
+    assert missing in sentence and "pip install 'nanovllm[server]'" in sentence
+
+
+def test_the_engine_needs_nothing_of_the_server():
+    outside = [name for name in MODULES if not name.startswith("nanovllm.server")]
+    for name in outside:
+        needs = imported(MODULES[name], everywhere=name not in ("nanovllm.server.commands",))
+        assert not any(other.startswith("nanovllm.server") for other in needs), name
+    for name, tree in MODULES.items():
+        roots = {
+            alias.name.partition(".")[0]
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Import)
+            for alias in node.names
+        }
+        roots |= {
+            str(node.module).partition(".")[0]
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom)
+        }
+        assert name not in outside or not roots & {
+            "fastapi",
+            "uvicorn",
+            "starlette",
+            "prometheus_client",
+            "pydantic",
+        }
+
+
+def test_help_comes_without_torch():
+    code = "import nanovllm, nanovllm.server.cli, sys; nanovllm.server.cli.new_parser(); assert not {'torch', 'fastapi', 'uvicorn'} & {*sys.modules}"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# --- complete ---
+
+
+def test_complete_prints_the_continuation(capsys):
+    options = ["--temperature", "0", "--max-tokens", "9", "--num-blocks", "20"]
+    cli.main(["complete", "Once upon a time", *options])
+    text = capsys.readouterr().out
+    (output,) = LLM(num_blocks=20).generate(
+        "Once upon a time", SamplingParams(temperature=0, max_tokens=9), use_tqdm=False
+    )
+    assert text == output.outputs[0].text + "\n"
+
+
+def test_complete_stops_where_it_is_told_to(parrot, capsys):
+    cli.main(["complete", "one, two, three", "--stop", "thr"])
+    assert capsys.readouterr().out == "one, two, \n"
+
+
+def test_ctrl_c_while_it_completes(parrot, monkeypatch, capsys):
+    interrupt_at(monkeypatch, "two")
+    with pytest.raises(SystemExit) as info:
+        cli.main(["complete", "one two three"])
+    assert info.value.code == 130 and capsys.readouterr().out == "one two"
+
+
+# --- chat ---
+
+
+def interrupt_at(monkeypatch, word: str) -> None:
+    """A Ctrl-C comes once this has been printed, for the first time."""
+    seen: list[str] = []
+
+    def interrupting(*args, **kwargs):
+        builtins.print(*args, **kwargs)
+        if args and word in args[0] and not seen:
+            seen.append(args[0])
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(commands, "print", interrupting, raising=False)
+
+
+def chat(monkeypatch, capsys, lines: list[str], *args: str) -> list[str]:
+    """What it answers to these lines, each."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(line + "\n" for line in lines)))
+    cli.main(["chat", *args])
+    begin, *answers = capsys.readouterr().out.split("\n> ")
+    assert "/reset" in begin
+    return [answer.rstrip("\n") for answer in answers]
+
+
+@pytest.fixture(params=["local", "remote"])
+def side(request):
+    """The engine, and the options for a chat with it."""
+    if request.param == "local":
+        return request.getfixturevalue("parrot"), []
+    server = request.getfixturevalue("server")
+    return server.llm, ["--url", server.url]
+
+
+def prompts_of(llm) -> list[str]:
+    return [request.prompt for request in llm.runner.answers]
+
+
+def test_a_chat_knows_what_has_been_said_until_it_is_reset(side, monkeypatch, capsys):
+    llm, args = side
+    lines = ["first ☃", "", "second", "/reset", "third", "/help", "/exit", "never"]
+    answers = chat(monkeypatch, capsys, lines, *args)
+    assert len(answers) == 7
+    assert answers[0].startswith("first ☃\n[prompt ") and answers[1] == ""
+    assert answers[2].startswith("second\n[prompt ") and answers[4].startswith("third\n[prompt ")
+    assert answers[3] == "" and "/reset" in answers[5] and answers[6] == ""
+    first, second, third = prompts_of(llm)
+    assert second.startswith(first) and second.count("first ☃") == 2
+    assert "first" not in third and "second" not in third
+    pattern = r"\[prompt \d+ tokens, (\d+) of them cached; answer (\d+) tokens\]"
+    (_, num_first), (num_cached, _) = re.findall(pattern, "".join(answers[:3]))
+    assert int(num_cached) > 0 and int(num_first) == len(llm.tokenizer.encode("first ☃")) + 1
+
+
+def test_the_end_of_the_input_ends_a_chat(side, monkeypatch, capsys):
+    assert len(chat(monkeypatch, capsys, ["a"], *side[1])) == 2
+
+
+def test_ctrl_c_ends_an_answer_and_not_the_chat(side, monkeypatch, capsys):
+    llm, args = side
+    interrupt_at(monkeypatch, "two")
+    answers = chat(monkeypatch, capsys, ["one two three four", "again"], *args)
+    assert answers[0] == "one two\n[stopped]" and answers[1].startswith("again\n[prompt")
+    assert "assistant\none two<|im_end|>" in prompts_of(llm)[-1]
+
+
+def test_options_reach_the_answer(side, monkeypatch, capsys):
+    options = ["--max-tokens", "2", "--ignore-eos"]
+    (answer, _) = chat(monkeypatch, capsys, ["one two three four"], *side[1], *options)
+    assert answer.startswith("one two\n[") and "answer 2 tokens" in answer
+
+
+def test_a_question_that_is_refused_is_not_in_the_history(side, monkeypatch, capsys):
+    llm, args = side
+    answers = chat(monkeypatch, capsys, ["x " * 5000, "short"], *args)
+    assert "max_model_len" in answers[0] and answers[1].startswith("short\n[prompt")
+    assert prompts_of(llm)[-1].count("<|im_start|>") == 2
+
+
+def test_a_server_that_refuses_says_why(server, monkeypatch, capsys):
+    answers = chat(monkeypatch, capsys, ["a"], "--url", server.url + "/v1/", "--temperature", "-1")
+    assert answers[0].startswith("\n[temperature=-1.0 is not allowed")
+    assert (
+        "'other' does not exist"
+        in chat(monkeypatch, capsys, ["a"], "other", "--url", server.url)[0]
+    )
+
+
+def test_a_chat_with_an_api_key(monkeypatch, capsys):
+    with Running(new_parrot(), api_key="secret") as server:
+        assert chat(monkeypatch, capsys, ["a"], "--url", server.url, "--api-key", "secret")[
+            0
+        ].startswith("a\n")
+        assert "API key" in refused(capsys, "chat", "--url", server.url)
+
+
+def answering(monkeypatch, capsys, *replies: bytes) -> list[str]:
+    """A chat with a server that sends just these bytes, one per connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.settimeout(60)
+
+        def answer() -> None:
+            for reply in replies:
+                sock, _ = listening.accept()
+                with sock:
+                    read_request(sock)  # what is not read when it closes would reset the connection
+                    sock.sendall(reply)
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        url = "http://{}:{}".format(*listening.getsockname())
+        try:
+            return chat(monkeypatch, capsys, ["one"] * (len(replies) - 1), "--url", url)
+        finally:
+            thread.join(60)
+
+
+def read_request(sock: socket.socket) -> None:
+    data = b""
+    while b"\r\n\r\n" not in data:
+        data += sock.recv(65536)
+    head, _, body = data.partition(b"\r\n\r\n")
+    length = re.search(rb"content-length: (\d+)", head.lower())
+    while length is not None and len(body) < int(length[1]):
+        body += sock.recv(65536)
+
+
+MODELS = b'HTTP/1.0 200 OK\r\n\r\n{"data": [{"id": "m"}]}'
+EVENT = b'data: {"choices": [{"delta": {"content": "hi"}}], "usage": null}\n\n'
+LAST = b'data: {"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 2, "prompt_tokens_details": null}}\n\n'
+
+
+def test_a_server_that_breaks_off_does_not_end_the_chat(monkeypatch, capsys):
+    whole = b"HTTP/1.0 200 OK\r\n\r\n" + EVENT + LAST + b"data: [DONE]\n\n"
+    cut = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n" % (len(EVENT) + 5) + EVENT
+    answers = answering(
+        monkeypatch,
+        capsys,
+        MODELS,
+        cut,
+        b"",
+        b"HTTP/1.0 500 No\r\n\r\noops",
+        b"nonsense\r\n\r\n",
+        whole,
+    )
+    assert answers[0].startswith("hi\n[")
+    assert all(answer.startswith("\n[") for answer in answers[1:4]) and "oops" in answers[2]
+    assert answers[4] == "hi\n[prompt 1 tokens, 0 of them cached; answer 2 tokens]"
+
+
+def test_what_is_no_such_server(monkeypatch, capsys):
+    for reply in (
+        b"HTTP/1.0 200 OK\r\n\r\n<html>",
+        b"HTTP/1.0 200 OK\r\n\r\n{}",
+        b"",
+        b"HTTP/1.0 404 No\r\n\r\n<html>",
+    ):
+        with pytest.raises(SystemExit) as info:
+            answering(monkeypatch, capsys, reply)
+        assert info.value.code == 2 and "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_a_terminal():
+    master, slave = pty.openpty()
+    command = [sys.executable, "-m", "nanovllm", "chat", "--num-blocks", "200", "--ignore-eos"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    login = "import fcntl, os, sys, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+    process = subprocess.Popen(
+        [sys.executable, "-c", login, *command],
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        env=environment,
+    )
+    os.close(slave)
+    text = ""
+
+    def read_until(word: str) -> None:
+        nonlocal text
+        while word not in text:
+            assert select.select([master], [], [], 60)[0], text
+            text += os.read(master, 4096).decode(errors="replace")
+        text = text.partition(word)[2]
+
+    try:
+        for _ in range(2):
+            read_until("> ")
+            os.write(master, b"tell me a story\n")
+            read_until("story\r\n")
+            read_until(" ")
+            os.write(master, b"\x03")
+            read_until("[stopped]")
+        read_until("> ")
+        os.write(master, b"/exit\n")
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        os.close(master)

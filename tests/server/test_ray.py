@@ -1,0 +1,533 @@
+"""Replicas on Ray: what clients get of two engines is what they get of one; also if one of them dies.
+
+Run: pytest tests/server/test_ray.py [--slow]
+What needs processes is one test, a slow one.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+
+import httpx
+import pytest
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.router import LeastLoaded, RoundRobin, Router
+from nanovllm.sequence import Request
+from nanovllm.server.cli import main
+from tests.tools.extras import needs
+
+ROOT = Path(__file__).parents[2]
+MARK = "NANOVLLM_TEST_OF_REPLICAS"  # in the environment of all that this file starts
+SECONDS = 240  # for everything that waits
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ray():
+    return needs("ray")
+
+
+def processes() -> dict[int, str]:
+    """All that were started by this run of pytest: their ids and command lines."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"{MARK}={os.getpid()}".encode() in (path / "environ").read_bytes().split(b"\0"):
+                found[int(path.name)] = (
+                    (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                )
+        except OSError:  # it has just ended, or is not ours
+            continue
+    return found
+
+
+def wait_for(condition, what: str):
+    end = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < end, f"{what}: not within {SECONDS} s"
+        time.sleep(0.1)
+
+
+class Served:
+    """A server with replicas in other processes."""
+
+    def __init__(self, *command: str, files: dict[Path, str] | None = None):
+        environment = {
+            **os.environ,
+            MARK: str(os.getpid()),
+            "OMP_NUM_THREADS": "1",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": str(200 * 2**20),
+        }
+        self.log = ""
+        with socket.create_server(("127.0.0.1", 0)) as sock:
+            self.port = sock.getsockname()[1]
+        for path, text in (files or {}).items():
+            path.write_text(text.replace("PORT", str(self.port)))
+        self.process = subprocess.Popen(
+            [word.replace("PORT", str(self.port)) for word in command],
+            env=environment,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        threading.Thread(target=self._read, daemon=True).start()
+        self.http = httpx.Client(
+            base_url=f"http://127.0.0.1:{self.port}",
+            timeout=SECONDS,
+            limits=httpx.Limits(max_connections=None),
+        )
+        try:
+            wait_for(self.is_ready, "the server is ready")
+        except AssertionError:
+            self.kill()
+            raise
+
+    def _read(self) -> None:
+        for line in self.process.stdout:
+            self.log += line
+
+    def is_ready(self) -> bool:
+        assert self.process.poll() is None, self.log
+        try:
+            return self.http.get("/health").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def engines(self) -> list[int]:
+        return [
+            pid
+            for pid, name in processes().items()
+            if "ServeReplica:" in name and ":engine" in name
+        ]
+
+    def post(self, body: dict, path: str = "/v1/completions") -> httpx.Response:
+        return self.http.post(path, json=body)
+
+    def stream(self, body: dict, leave_after: int | None = None) -> tuple[str, list[dict]]:
+        """How it ended, and its events."""
+        events = []
+        with self.http.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer:
+            if answer.status_code != 200:
+                return str(answer.status_code), [json.loads(answer.read())]
+            for line in answer.iter_lines():
+                if line == "data: [DONE]":
+                    return ("error" if "error" in events[-1] else "done"), events
+                if line:
+                    events.append(json.loads(line.removeprefix("data: ")))
+                if leave_after is not None and len(events) >= leave_after:
+                    return "left", events
+        return "broken", events
+
+    def stats(self) -> dict[str, float]:
+        lines = self.http.get("/metrics").text.splitlines()
+        pairs = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
+        return {name.removeprefix("nanovllm:"): float(value) for name, value in pairs}
+
+    def end(self, number: int) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(SECONDS)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, traceback):
+        self.http.close()
+        if error is None:
+            wait_for(lambda: not processes(), "nothing is left behind")
+        self.kill()
+
+    def kill(self) -> None:
+        for pid in processes():
+            os.kill(pid, signal.SIGKILL)
+
+
+@cache
+def answers_of_one_engine() -> list[str]:
+    params = SamplingParams(temperature=0, max_tokens=12)
+    return [output.outputs[0].text for output in LLM().generate(PROMPTS, params, use_tqdm=False)]
+
+
+PROMPTS = ["12+7=", "Once upon a time", "3 apples and 4 pears are", "The", "9*3=", "A dog"]
+
+
+def as_one_engine(served):
+    expected = answers_of_one_engine()
+    body = {"prompt": PROMPTS, "temperature": 0, "max_tokens": 12}
+    answer = served.post(body).json()
+    assert [choice["text"] for choice in answer["choices"]] == expected
+    how, events = served.stream(body)
+    texts = Counter()
+    for event in events:
+        for choice in event["choices"]:
+            texts[choice["index"]] = (texts[choice["index"]] or "") + choice["text"]
+    assert how == "done" and [texts[i] for i in range(len(PROMPTS))] == expected
+
+
+def what_crosses_the_border(served):
+    """Parameters one way; log-probabilities, usage and reasons the other way."""
+    body = {"prompt": "12+7=", "max_tokens": 5, "n": 3, "seed": 1, "logprobs": 2, "echo": True}
+    first, second = served.post(body).json(), served.post(body).json()
+    assert first["choices"] == second["choices"] and len(first["choices"]) == 3
+    assert first["choices"][0]["logprobs"]["token_logprobs"][0] is None
+    assert first["usage"]["completion_tokens"] <= 15
+    stop = served.post({"prompt": "1, 2, 3, 4", "max_tokens": 30, "temperature": 0, "stop": ","})
+    assert stop.json()["choices"][0]["finish_reason"] in ("stop", "length")
+    chat = {"messages": [{"role": "user", "content": "What is 2+3?"}], "max_tokens": 8}
+    assert (
+        served.post(chat, "/v1/chat/completions").json()["choices"][0]["message"]["role"]
+        == "assistant"
+    )
+    assert served.post({"prompt": "12+7="}, "/tokenize").json()["count"] == 5
+
+
+BAD = [
+    ({"prompt": "x", "top_p": 0}, 400, "top_p"),
+    ({"prompt": "x", "max_token": 3}, 400, "max_token"),
+    ({"prompt": [10**6]}, 400, "prompt"),
+    ({"prompt": "x", "model": "other"}, 404, "other"),
+    ({"prompt": [5] * 5000}, 400, "max_model_len"),
+    ({"prompt": [5] * 20, "n": 1000, "max_tokens": 2000}, 400, "max_num_seqs"),
+]
+
+
+def bad_requests(served):
+    for body, status, words in BAD:
+        answer = served.post(body)
+        assert answer.status_code == status and words in answer.json()["error"]["message"]
+
+
+def turns_of_a_conversation_find_their_prefix(served):
+    """Several conversations at a time; without affinity, half of the turns would meet a stranger."""
+
+    def talk(user: int) -> list[tuple[int, int]]:
+        history = [10 + user] * 40
+        found = []
+        for turn in range(4):
+            usage = served.post({"prompt": history, "max_tokens": 1}).json()["usage"]
+            found.append((usage["prompt_tokens_details"]["cached_tokens"], len(history)))
+            history = history + [30 + turn] * 16
+        return found
+
+    with ThreadPoolExecutor(4) as pool:
+        for turns in pool.map(talk, range(4)):
+            (first, _), *later = turns
+            assert first == 0
+            for (cached, _), (_, before) in zip(later, turns):
+                assert cached >= before - 8  # all but the block that was not full
+
+
+def clients_that_leave(served):
+    body = {"prompt": [7] * 20, "max_tokens": 1500, "ignore_eos": True}
+    with ThreadPoolExecutor(8) as pool:
+        ends = [*pool.map(lambda i: served.stream(body, leave_after=3)[0], range(8))]
+    assert ends == ["left"] * 8
+
+    def is_quiet() -> bool:
+        stats = served.stats()
+        return stats["num_requests_running"] == stats["num_requests_waiting"] == 0
+
+    wait_for(is_quiet, "the engines have heard of it")
+    assert served.stats()["kv_cache_usage_perc"] == 0
+
+
+def full_replicas(served):
+    """Sixteen run, some wait, others are told to come again; nobody waits for ever."""
+    body = {"prompt": [9] * 10, "max_tokens": 200, "ignore_eos": True}
+    with ThreadPoolExecutor(64) as pool:
+        answers = [*pool.map(lambda _: served.post(body), range(64))]
+    counts = Counter(answer.status_code for answer in answers)
+    assert counts.keys() == {200, 429} and counts[200] >= 16, counts
+    refused = next(answer for answer in answers if answer.status_code == 429)
+    assert refused.headers["retry-after"] and "wait already" in refused.json()["error"]["message"]
+
+
+def a_replica_dies(served):
+    """Whoever had something of its answer gets an error, all others an answer; and there is a new replica."""
+    wait_for(lambda: len(served.engines()) == 2, "there are two")
+    victim = served.engines()[0]
+    body = {"max_tokens": 300, "ignore_eos": True}
+    bodies = [body | {"prompt": [40 + i] * 20} for i in range(6)]  # one replica has room for all
+    with ThreadPoolExecutor(16) as pool:
+        streams = [pool.submit(served.stream, body) for body in bodies]
+        whole = [pool.submit(served.post, body) for body in bodies]
+        time.sleep(0.5)
+        os.kill(victim, signal.SIGKILL)
+        assert [answer.result().status_code for answer in whole] == [200] * 6
+        ends = [stream.result() for stream in streams]
+    for how, events in ends:
+        if how == "error":
+            assert "has died" in events[-1]["error"]["message"]
+        else:
+            assert how == "done" and events[-1]["choices"][0]["finish_reason"] == "length"
+    wait_for(lambda: len(set(served.engines()) - {victim}) == 2, "a new one comes")
+    assert served.post({"prompt": "2+2=", "max_tokens": 3}).status_code == 200
+
+
+STEPS = (
+    as_one_engine,
+    what_crosses_the_border,
+    bad_requests,
+    turns_of_a_conversation_find_their_prefix,
+    clients_that_leave,
+    full_replicas,
+    a_replica_dies,
+)
+
+
+@pytest.mark.slow
+def test_replicas_and_then_a_cluster(tmp_path):
+    """One test, so that there is one Ray at a time, however many workers pytest has."""
+    options = "--max-num-seqs 8 --max-waiting 8 --num-blocks 400 --block-size 8 --drain-seconds 20"
+    start = (sys.executable, "-m", "nanovllm", "serve", "--replicas", "2", "--port", "PORT")
+    with Served(*start, *options.split()) as served:
+        for step in STEPS:
+            step(served)
+        assert served.end(signal.SIGTERM) == 0, served.log
+    config = (ROOT / "tutorials/serving/replicas.yaml").read_text().replace("8000", "PORT")
+    run = (sys.executable, "-m", "ray.serve.scripts", "run", str(tmp_path / "config.yaml"))
+    with Served(*run, files={tmp_path / "config.yaml": config}) as served:
+        on_a_cluster(served)
+        served.end(signal.SIGINT)
+
+
+def on_a_cluster(served):
+    """The config file of chapter 16: the server is a deployment behind Ray's proxy, a replica has two ranks, and
+    under load there is a second replica."""
+    body = {"prompt": PROMPTS, "temperature": 0, "max_tokens": 12}
+    texts = [choice["text"] for choice in served.post(body).json()["choices"]]
+    assert texts == answers_of_one_engine()
+    long = {"prompt": [9] * 10, "max_tokens": 300, "ignore_eos": True}
+    assert served.stream(long, leave_after=3)[0] == "left"
+    with ThreadPoolExecutor(8) as pool:
+        streams = [pool.submit(served.stream, long) for _ in range(8)]
+        assert {stream.result()[0] for stream in streams} == {"done"}
+    wait_for(lambda: len(served.engines()) == 2, "a second replica")
+    assert served.post({"prompt": "x", "top_p": 0}).status_code == 400
+
+
+# --- without processes ---
+
+
+def replica(name: str) -> SimpleNamespace:
+    return SimpleNamespace(replica_id=name)
+
+
+def new_router(router_cls: type[Router]):
+    from nanovllm.server.replicas import RayRouter
+
+    router = RayRouter.__new__(RayRouter)
+    router._use_replica_queue_len_cache = False
+    router.initialize_state(router=f"{router_cls.__module__}.{router_cls.__qualname__}")
+    return router
+
+
+def routed(router, names: str, *args):
+    """What choose_replicas says, and the future of the request."""
+    from nanovllm.server.replicas import Work
+
+    async def ask():
+        future = asyncio.get_running_loop().create_future()
+        works = args or (Work(Request("", None, [1] * 20, SamplingParams()), True, 4, 100),)
+        pending = SimpleNamespace(args=works, future=future, routing_context=SimpleNamespace())
+        ranks = await router.choose_replicas([replica(name) for name in names], pending)
+        return [[one.replica_id for one in rank] for rank in ranks], future
+
+    return asyncio.run(ask())
+
+
+def test_ray_asks_the_router():
+    router = new_router(LeastLoaded)
+    router.on_send_request("a")
+    assert routed(router, "ab")[0] == [["b"]]
+    router.on_send_request("b")
+    router.on_send_request("b")
+    assert routed(router, "ab")[0] == [["a"]]
+    router.decrement_queue_len_cache("b")
+    router.decrement_queue_len_cache("b")
+    assert routed(router, "ab")[0] == [["b"]]
+    assert routed(router, "ab", "a question")[0] == [["a", "b"]]
+
+
+class OneStream:
+    """Plays a handle whose replica says nothing."""
+
+    def __init__(self):
+        self.generate = self
+        self.num_streams = 0
+        self.num_cancelled = 0
+
+    def remote(self, work):
+        self.num_streams += 1
+        return self
+
+    def __aiter__(self):
+        return self
+
+    async def __anext__(self):
+        await asyncio.Event().wait()
+
+    def cancel(self):
+        self.num_cancelled += 1
+
+
+@pytest.mark.parametrize("turns", [0, 1, 3])
+def test_who_leaves_is_forgotten(turns):
+    """Also before anything has been sent, and when the server ends."""
+    from nanovllm.server.calls import Unavailable
+    from nanovllm.server.replicas import Replicas
+
+    async def leave():
+        handle = OneStream()
+        manager = SimpleNamespace(block_size=4, blocks=[None] * 9)
+        inputs = LLM(num_blocks=8).inputs
+        inputs.scheduler = SimpleNamespace(block_manager=manager)
+        replicas = Replicas(handle, inputs)
+        requests = [Request("", None, [1], SamplingParams()) for _ in range(3)]
+        left, kept = replicas.submit(requests, True), replicas.submit(requests, True)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        replicas.leave(left)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert replicas.open == set(kept.tickets) == replicas.tasks.keys()
+        replicas.close()
+        assert [type(news.error) for news in await kept.take()] == [Unavailable] * 3
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert not replicas.open and not replicas.tasks
+        assert handle.num_cancelled == handle.num_streams
+        with pytest.raises(Unavailable):
+            replicas.submit(requests, True)
+
+    asyncio.run(leave())
+
+
+class Elsewhere(Router):
+    def choose(self, request, loads):
+        return "z"
+
+
+class Broken(Router):
+    def choose(self, request, loads):
+        raise KeyError("oh")
+
+
+@pytest.mark.parametrize(
+    ("router_cls", "words"), [(Elsewhere, "'z' is not one of ['a', 'b']"), (Broken, "oh")]
+)
+def test_a_router_that_fails_fails_the_request(router_cls, words):
+    """Ray would log the error and try again, for ever."""
+    _, future = routed(new_router(router_cls), "ab")
+    assert words in str(future.exception())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--replicas 0", "replicas=0 is not allowed: it must be an integer from 1"),
+        ("--replicas 5000", "replicas=5000"),
+        ("--replicas 3 --max-replicas 2", "max_replicas=2"),
+        ("--replicas 2 --target-requests 0", "target_requests=0.0"),
+        ("--replicas 2 --cpus-per-rank -1", "cpus_per_rank=-1.0"),
+        ("--replicas 2 --router-cls json:JSONDecoder", "a subclass of nanovllm.router.Router"),
+        ("--replicas 2 --max-num-seqs 0", "max_num_seqs=0"),
+        ("--replicas 2 --port 70000", "port=70000"),
+        ("--max-replicas 2", "max_replicas=2 is not allowed: it is for --replicas"),
+        ("--router-cls nanovllm.router:RoundRobin", "it is for --replicas"),
+    ],
+)
+def test_bad_options(options, words, ray, capsys):
+    """Nothing is started."""
+    with pytest.raises(SystemExit) as end:
+        main(["serve", *options.split()])
+    assert end.value.code == 2 and words in capsys.readouterr().err
+    assert not ray.is_initialized()
+
+
+def test_a_port_in_use(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as sock, pytest.raises(SystemExit) as end:
+        main(["serve", "--replicas", "2", "--port", str(sock.getsockname()[1])])
+    assert end.value.code == 2 and "Address already in use" in capsys.readouterr().err
+
+
+def test_without_ray(monkeypatch, capsys):
+    for name in ("nanovllm.server.scaling", "nanovllm.server.replicas"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.delattr("nanovllm.server.scaling", raising=False)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(SystemExit) as end:
+        main(["serve", "--replicas", "2"])
+    assert end.value.code == 2 and "pip install 'nanovllm[ray]'" in capsys.readouterr().err
+
+
+def test_machines_without_room():
+    from nanovllm.server.scaling import check_room
+
+    machines = [{"CPU": 8.0, "GPU": 4.0}, {"CPU": 8.0, "GPU": 3.0}, {"CPU": 64.0}]
+    check_room(machines, {"CPU": 1.0, "GPU": 2}, 3)
+    check_room(machines, {"CPU": 0.5, "GPU": 0}, 160)
+    message = (
+        "replicas=4 is not allowed: each needs 1 CPU and 2 GPU, so Ray's machines have room for 3"
+    )
+    with pytest.raises(ValueError, match=message):
+        check_room(machines, {"CPU": 1.0, "GPU": 2}, 4)
+
+
+def test_arguments_of_a_config_file():
+    """Given as YAML has them, or as texts, by `serve run`."""
+    from nanovllm.server.ray import app, parsed
+
+    given = {"model": "m", "replicas": 2, "enforce_eager": True, "allowed_origins": ["a", "b"]}
+    args = parsed(given)
+    assert (args.model, args.replicas, args.enforce_eager) == ("m", 2, True)
+    assert args.allowed_origins == ["a", "b"]
+    args = parsed(
+        {
+            "enable_prefix_caching": "false",
+            "kv_cache_gib": "1.5",
+            "router_cls": "nanovllm.router:RoundRobin",
+        }
+    )
+    assert (args.enable_prefix_caching, args.kv_cache_gib) == (False, 1.5)
+    assert args.router_cls is RoundRobin
+    with pytest.raises(ValueError, match="no option '--replica' here: did you mean --replicas"):
+        parsed({"replica": 2})
+    with pytest.raises(ValueError, match="invalid int value: 'two'"):
+        parsed({"replicas": "two"})
+    with pytest.raises(ValueError, match="port=8000 .* http_options"):
+        app({"port": 8000})
+
+
+def test_replicas_that_cannot_be_made(monkeypatch):
+    """What Ray says is long, and where the reason is, changes. The user gets the reason."""
+    from nanovllm.server import scaling
+
+    message = "The deployment failed 2 times\n  File x, line 3\nValueError: no memory is left\n\n"
+    status = SimpleNamespace(
+        applications={
+            "nanovllm": SimpleNamespace(deployments={"engine": SimpleNamespace(message=message)})
+        }
+    )
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("Deploying application nanovllm failed")
+
+    monkeypatch.setattr(scaling.serve, "run", fail)
+    monkeypatch.setattr(scaling.serve, "status", lambda: status)
+    with pytest.raises(
+        ValueError, match="the replicas do not start: ValueError: no memory is left"
+    ):
+        scaling.start(None)

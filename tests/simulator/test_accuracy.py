@@ -1,0 +1,273 @@
+"""The simulator against the engine: a replay is exact, another schedule is refused, and a fit finds what a step costs.
+
+Run: pytest tests/simulator/test_accuracy.py [-k replay]
+"""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from nanovllm import LLM
+from nanovllm.config import EMBEDDED_MODEL, Config
+from nanovllm.scheduler import Scheduler
+from nanovllm.simulator import simulate
+from nanovllm.simulator.cost_model import Hardware, Machine, shape_of
+from nanovllm.simulator.jobs import STOP, Job
+from nanovllm.simulator.replica import model_config
+from tutorials.performance.steps import Step
+from tutorials.simulation import accuracy, calibration
+from tutorials.simulation.accuracy import METRICS, draw, error, noise, table, totals
+from tutorials.simulation.calibration import (
+    SWAP,
+    TERMS,
+    Calibrated,
+    ProcessorTime,
+    amounts,
+    calibrated,
+    fit,
+)
+from tutorials.simulation.cases import CASES, jobs_of
+from tutorials.simulation.recording import Recording, record, token_ids
+from tutorials.simulation.workloads import (
+    all_at_once,
+    fixed,
+    lognormal,
+    merged,
+    multi_turn,
+    poisson,
+    workload,
+)
+
+SHAPE = shape_of(model_config(EMBEDDED_MODEL), itemsize=4)
+OPTIONS = {"dtype": "float32", "max_num_batched_tokens": 64, "num_blocks": 200}
+
+
+class Clock:
+    """The k-th look at it comes 1 to 9 ms after the one before."""
+
+    def __init__(self):
+        self.now, self.rng = 100.0, random.Random(0)
+
+    def __call__(self) -> float:
+        self.now += self.rng.uniform(0.001, 0.009)
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def play(jobs, clock=None, **options):
+    clock = clock or Clock()
+    return record(LLM(device="cpu", **OPTIONS | options), jobs, clock, clock.sleep)
+
+
+def replay(jobs, steps, scheduler_cls=None, **options):
+    return simulate(
+        jobs, Config(model=EMBEDDED_MODEL, **OPTIONS | options), Recording(steps), scheduler_cls
+    )
+
+
+def chats(count=12, rate=20.0, seed=0):
+    return workload(poisson(rate, seed), lognormal(40, 8, max_model_len=200, seed=seed), count)
+
+
+def cramped():
+    """They have room for their prompts, but not for their answers."""
+    return [job._replace(max_tokens=60) for job in workload(all_at_once(), fixed(20, 60), 8)]
+
+
+WORKLOADS = {
+    "open loop": (chats(), {}),
+    "with pauses": (chats(rate=2.0, count=8), {}),
+    "closed loop": (
+        multi_turn(
+            poisson(10), lognormal(30, 6, max_model_len=100), 5, think=0.1, max_model_len=400
+        ),
+        {},
+    ),
+    "both": (
+        merged(chats(6), multi_turn(all_at_once(), fixed(20, 5), 3, think=0.0, max_model_len=300)),
+        {},
+    ),
+    "recompute": (cramped(), {"num_blocks": 16}),
+    "swap": (cramped(), {"num_blocks": 16} | SWAP),
+}
+
+
+# --- recording and replay ---
+
+
+@pytest.mark.slow(but_every=2)
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_a_replay_is_exact(name):
+    """The same times, arrivals, cache hits and preemptions, all of them equal to the last bit."""
+    jobs, options = WORKLOADS[name]
+    run, steps = play(jobs, **options)
+    again = replay(jobs, steps, **options)
+    assert [served.token_times for served in again.requests] == [
+        served.token_times for served in run.requests
+    ]
+    assert replace(again, steps=[]) == run
+    assert all(len(served.token_times) == served.job.num_outputs for served in run.requests)
+    assert (run.num_preemptions > 0) == (name in ("recompute", "swap"))
+    assert (run.num_swapped_blocks > 0) == (name == "swap")
+    assert name != "closed loop" or run.num_cached_tokens > 0
+
+
+def test_real_time_is_exact_too():
+    jobs = chats(rate=100.0)
+    run, steps = record(LLM(device="cpu", **OPTIONS), jobs)
+    assert replay(jobs, steps) == run
+
+
+def test_the_engine_is_as_before_afterwards():
+    llm, clock = LLM(device="cpu", **OPTIONS), Clock()
+    record(llm, chats(3), clock, clock.sleep)
+    assert llm.observers == []
+
+
+def test_another_step_is_refused():
+    class LastFirst(Scheduler):
+        def priority(self, request):
+            return -request.arrival
+
+    jobs = workload(all_at_once(), [(50, 3), (50, 3), (40, 3)], 3)
+    _, steps = play(jobs)
+    with pytest.raises(
+        ValueError, match=r"step 0 is another one: planned \[.*recorded \[.*\(tokens, context"
+    ):
+        replay(jobs, steps, LastFirst)
+    with pytest.raises(ValueError, match="step 2 was not recorded, the recording has 2 steps"):
+        replay(jobs, steps[:2])
+
+
+def test_a_recording_is_saved(tmp_path):
+    jobs = chats(5)
+    run, steps = play(jobs)
+    Recording(steps).save(tmp_path / "steps.json")
+    loaded = Recording.load(tmp_path / "steps.json")
+    assert loaded.steps == steps
+    assert simulate(jobs, Config(model=EMBEDDED_MODEL, **OPTIONS), loaded) == run
+
+
+def test_equal_runs_are_equal_tokens():
+    text = token_ids(((7, 50), (8, 20)), 1000)
+    assert text == token_ids(((7, 50), (8, 20)), 1000) and len(set(text)) > 40
+    assert token_ids(((7, 60), (9, 20)), 1000)[:50] == text[:50] != token_ids(((6, 50),), 1000)
+    assert max(token_ids(((7, 5000),), 100)) == 99
+
+
+def test_the_next_turn_begins_with_the_real_answer():
+    first = Job(0.0, ((1, 20),), 10, answer=2)
+    llm, clock, seen = LLM(device="cpu", **OPTIONS), Clock(), []
+    add = llm.add_request
+    llm.add_request = lambda prompt, *args: seen.append(list(prompt)) or add(prompt, *args)
+    record(
+        llm,
+        [first, Job(0.1, (*first.conversation, (3, 5)), 4, answer=4, after=0)],
+        clock,
+        clock.sleep,
+    )
+    prompt, second = seen
+    assert second[:20] == prompt and second[30:] == token_ids(((3, 5),), llm.runner.vocab_size)
+    assert second[20:30] != token_ids(((2, 9), (STOP, 1)), llm.runner.vocab_size)
+
+
+# --- the cost model ---
+
+TRUE = (0.004, 5e-5, 3e-4, 4e-10, 1.5e-11)
+
+
+def synthetic(count=400, error=0.0, seed=0) -> list[Step]:
+    """Steps of a machine with the costs `TRUE`; `error` is the part of them that took four times as long."""
+    rng, steps = random.Random(seed), []
+    for _ in range(count):
+        items = [(1, rng.randint(2, 800)) for _ in range(rng.randint(0, 40))]
+        items += [
+            (n := rng.randint(2, 300), n + rng.randint(0, 500))
+            for _ in range(rng.randint(not items, 3))
+        ]
+        seconds = sum(
+            cost * amount for cost, amount in zip(TRUE, amounts(SHAPE, items, len(items)))
+        )
+        steps.append(Step(items, len(items), seconds * (4 if rng.random() < error else 1)))
+    return steps
+
+
+@pytest.mark.parametrize("error", [0.0, 0.2])
+def test_a_fit_finds_the_machine(error):
+    """Also if every fifth step was disturbed."""
+    machine, report = calibrated(SHAPE, synthetic(error=error), 1e9)
+    assert machine.costs == pytest.approx(TRUE, rel=0.02)
+    assert report["error_of_the_sum"] < report["error_of_the_larger"] or error
+    assert list(report["seconds_per"]) == list(TERMS)
+
+
+def test_no_cost_is_negative():
+    rows = [[1, x, 10 - x] for x in range(1, 10)]
+    assert fit(rows, [float(x) for x in range(1, 10)]) == pytest.approx((0, 1, 0), abs=1e-9)
+
+
+def test_a_simulation_takes_what_its_steps_cost():
+    run = simulate(
+        [Job(0.0, ((1, 100),), 3)], Config(model=EMBEDDED_MODEL, **OPTIONS), machine_of(TRUE)
+    )
+    steps = [([(64, 64)], 0), ([(36, 100)], 1), ([(1, 101)], 1), ([(1, 102)], 1)]
+    assert run.seconds == pytest.approx(sum(cost_of(*step) for step in steps))
+
+
+def machine_of(costs) -> Machine:
+    return Calibrated(Hardware("made up", 1.0, 1.0, 0.0), costs=costs)
+
+
+def cost_of(items, sampled) -> float:
+    return sum(cost * amount for cost, amount in zip(TRUE, amounts(SHAPE, items, sampled)))
+
+
+# --- the comparison ---
+
+
+def row(real: list[float], simulated: float) -> dict:
+    times = [dict.fromkeys(METRICS, seconds) for seconds in real]
+    return {"requests": 1000, "real": times, "simulated": dict.fromkeys(METRICS, simulated)}
+
+
+def test_errors_and_noise_of_made_up_numbers():
+    rows = {"light": row([1.0, 1.1, 0.9], 1.2), "heavy": row([2.0], 1.9)}
+    assert error(rows["light"], "seconds") == pytest.approx(0.2)
+    assert noise(rows["light"], "seconds") == pytest.approx((0.0 + 0.15789 + 0.14286) / 3, abs=1e-4)
+    assert noise(rows["heavy"], "seconds") is None
+    assert totals(rows)["all"]["mean_error"] == pytest.approx(0.125)
+    assert totals(rows)["ttft_p99"]["worst_error"] == pytest.approx(0.2)
+    lines = table(rows).splitlines()
+    assert lines[2].startswith("| light | 1,000 | 1, 1.2 (+20%) |") and lines[3].count(
+        "2, 1.9 (-5%)"
+    ) == len(METRICS)
+    assert lines[4].startswith("| mean error |  | 12.5% |") and lines[-1].startswith(
+        "| between real runs: worst |"
+    )
+
+
+def test_the_picture(tmp_path):
+    draw({"light": row([1.0, 1.1], 1.2), "heavy": row([2.0, 2.0], 1.9)}, tmp_path / "error.png")
+    assert (tmp_path / "error.png").stat().st_size > 5_000
+
+
+@pytest.mark.slow
+def test_every_case_has_jobs():
+    for name, case in CASES.items():
+        jobs, rate = jobs_of(case, machine_of(TRUE), 2.0)
+        assert len(jobs) >= 10 and rate > 0, name
+        assert (jobs[-1].time == 0) == (case.load is None), name
+
+
+@pytest.mark.slow
+def test_all_of_it(monkeypatch):
+    """Two small cases; what comes out has no meaning, but it is complete."""
+    monkeypatch.setattr(calibration, "CELLS", [(1, 16), (4, 16), (2, 60)])
+    report = accuracy.compare(
+        {name: CASES[name] for name in ("busy", "64 tokens per step")}, 0.3, 1, 500, ProcessorTime()
+    )
+    assert {*report["workloads"]} == {"busy", "64 tokens per step"} and table(report["workloads"])
+    assert all(value >= 0 for value in report["machine"]["seconds_per"].values())

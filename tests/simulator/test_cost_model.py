@@ -1,0 +1,174 @@
+"""The cost model against counts made by hand, against transformers, and against the data sheets;
+and what a benchmark makes of an engine's steps.
+
+Run: pytest tests/simulator/test_cost_model.py [-k qwen3]
+"""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from nanovllm.config import EMBEDDED_MODEL
+from nanovllm.simulator.cost_model import (
+    HARDWARE,
+    MACHINES,
+    SHAPES,
+    Hardware,
+    Machine,
+    Shape,
+    Work,
+    shape_of,
+    visible_keys,
+    work_of,
+)
+from tutorials.performance.steps import BIN, Step, binned, roofline
+
+SHAPE = Shape(layers=2, hidden=4, heads=2, kv_heads=1, head_dim=3, vocab=10, body=100, itemsize=2)
+
+
+def test_no_torch_is_needed():
+    code = "import sys, nanovllm.simulator.cost_model; assert not {'torch', 'transformers', 'numpy'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_visible_keys():
+    for tokens, context in ((1, 1), (1, 9), (4, 4), (3, 8)):
+        assert visible_keys(tokens, context) == sum(range(context - tokens + 1, context + 1))
+
+
+def test_work_of_a_decode_step():
+    work = work_of(SHAPE, [(1, 5), (1, 8)], sampled=2)
+    # weights, 2 embedding rows, the head; 13 keys and values read and 2 written, 2 layers x 3
+    # numbers each
+    assert work.bytes == 2 * (100 + 2 * 4 + 40 + (13 + 2) * 2 * 2 * 3) == 656
+    assert work.kv_bytes == 2 * (13 + 2) * 2 * 2 * 3 and work.weight_bytes == 2 * (100 + 2 * 4 + 40)
+    assert work.flops == 2 * 100 * 2 + 2 * 40 * 2 + 4 * 2 * 2 * 3 * 13
+    assert work.intensity == work.flops / work.bytes
+
+
+def test_work_of_a_chunk_that_is_not_sampled():
+    work = work_of(SHAPE, [(3, 5)], sampled=0)
+    assert work.bytes == 2 * (100 + 3 * 4 + (5 + 3) * 2 * 2 * 3)  # no head
+    assert work.flops == 2 * 100 * 3 + 4 * 2 * 2 * 3 * (3 + 4 + 5)
+
+
+def test_what_a_shape_takes_in_memory():
+    assert SHAPE.kv_bytes == 2 * 2 * 1 * 3 * 2
+    assert SHAPE.weight_bytes == 2 * (100 + 40)
+    assert SHAPE._replace(tied=False).weight_bytes == 2 * (100 + 80)
+
+
+def test_qwen3_by_hand():
+    """The numbers of chapter 00 for Qwen3-0.6B in bfloat16."""
+    shape = shape_of(SHAPES["qwen3-0.6b"], 2)
+    layer = 1024 * (16 + 2 * 8) * 128 + 16 * 128 * 1024 + 3 * 1024 * 3072 + 2 * 1024 + 2 * 128
+    assert shape.body == 28 * layer + 1024 == 440_467_456
+    assert shape.kv_bytes == 114_688 and shape.head == 155_582_464
+    assert shape.weight_bytes == 2 * 596_049_920
+    step = work_of(shape, [(1, 1000)] * 16, 16)
+    assert step.weight_bytes == 2 * (440_467_456 + 155_582_464 + 16 * 1024)
+    assert step.kv_bytes == 16 * 1001 * 114_688
+    assert step.flops == 16 * (2 * 596_049_920 + 4 * 28 * 16 * 128 * 1000)
+    assert HARDWARE["h100"].floor(step) == step.bytes / 3.35e12  # memory is the limit
+    prompt = work_of(shape, [(1000, 1000)], 1)
+    assert HARDWARE["h100"].floor(prompt) == prompt.flops / 989e12  # and here it is arithmetic
+
+
+def test_hardware():
+    machine = Hardware("a machine", 100.0, 1000.0, 5e9)
+    assert machine.ridge == 10 and machine.source == "measured"
+    assert machine.floor(Work(150, 50, 100)) == 2
+    assert machine.floor(Work(150, 50, 4000)) == 4
+    numbers = {
+        name: (h.bytes_per_second, h.flops_per_second, h.memory_bytes)
+        for name, h in HARDWARE.items()
+    }
+    assert numbers == {
+        "h100": (3.35e12, 989e12, 80e9),
+        "h200": (4.8e12, 989e12, 141e9),
+        "a100": (2.039e12, 312e12, 80e9),
+        "rtx4090": (1.008e12, 165.2e12, 24e9),
+    }
+    assert all("NVIDIA" in hardware.source for hardware in HARDWARE.values())
+
+
+def test_what_a_step_takes_on_a_machine():
+    """656 bytes and 1,184 FLOPs, as above, at shares of the ceilings; then moves of blocks."""
+    hardware = Hardware("a machine", 1000.0, 1000.0, 0)
+    machine = Machine(
+        hardware,
+        bandwidth_share=0.5,
+        flops_share=1.0,
+        seconds_per_step=0.25,
+        seconds_per_sequence=0.125,
+        host_bytes_per_second=96.0,
+    )
+    decode = [(1, 5), (1, 8)]
+    overhead = 0.25 + 2 * 0.125
+    assert machine.seconds(SHAPE, decode, 2, 0, 0, 4) == max(656 / 500, 1.184) + overhead
+    slow = Machine(hardware, 1.0, 0.5, 0.0)
+    assert slow.seconds(SHAPE, decode, 2, 0, 0, 4) == 1184 / 500
+    block = 4 * SHAPE.kv_bytes  # bytes of a block of 4 tokens
+    copied = machine.seconds(SHAPE, decode, 2, 3, 0, 4)
+    assert copied == (656 + 2 * 3 * block) / 500 + overhead
+    swapped = machine.seconds(SHAPE, decode, 2, 0, 5, 4)
+    assert swapped == 656 / 500 + overhead + 5 * block / 96
+    assert machine.swap_seconds(SHAPE, 5, 4) == 5 * block / 96
+
+
+def test_machines():
+    assert MACHINES.keys() == {*HARDWARE, "cpu"}
+    assert all(MACHINES[name].hardware == hardware for name, hardware in HARDWARE.items())
+
+
+def machine(bandwidth: float, flops_rate: float) -> Hardware:
+    return Hardware("a machine", bandwidth, flops_rate, 0)
+
+
+def test_roofline():
+    decode = Step([(1, 5), (1, 8)], 2, seconds=4.0, host_seconds=1.0)  # 656 bytes and 1184 FLOPs
+    chunk = Step([(3, 5), (1, 8)], 1, seconds=5.0, host_seconds=0.0)
+    assert (decode.kind, chunk.kind) == ("decode", "prefill")
+    report = roofline(SHAPE, [decode, chunk, decode], machine(656, 1e9))
+    assert report["decode"] == dict(
+        steps=2, seconds=8, floor_seconds=2, floor_share=0.25, host_share=0.25
+    )
+    assert report["prefill"]["steps"] == 1 and report["prefill"]["host_share"] == 0
+    bound_by_flops = roofline(SHAPE, [decode], machine(1e9, 592))
+    assert bound_by_flops["decode"]["floor_seconds"] == 2
+    assert bound_by_flops["prefill"] == dict(steps=0, seconds=0, floor_seconds=0)
+
+
+def test_bins():
+    steps = [
+        Step([(1, 5), (1, 8)], 2, 4.0, 1.0),
+        Step([(1, 6)], 1, 2.0, 0.5),
+        Step([(1, 5), (1, 8)], 2, 3.0, 0.5),
+    ]
+    bins = binned(SHAPE, [*steps, Step([(3, 5)], 0, 9.0, 0.0)])
+    one = work_of(SHAPE, [(1, 6)], 1)
+    assert bins["decode"] == [
+        [1, 1, 1, one.bytes, one.flops, 2.0, 0.5],
+        [2, 2, 4, 2 * 656, 2 * 1184, 7.0, 1.5],
+    ]
+    assert [dict(zip(BIN, row))["tokens"] for row in bins["prefill"]] == [3]
+    assert binned(SHAPE, []) == {"decode": [], "prefill": []}
+
+
+@pytest.mark.parametrize("name", [*SHAPES, EMBEDDED_MODEL])
+def test_parameters_are_counted_as_transformers_counts_them(name):
+    is_file = name == EMBEDDED_MODEL
+    config = AutoConfig.from_pretrained(name) if is_file else AutoConfig.for_model(**SHAPES[name])
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    body = sum(
+        p.numel()
+        for n, p in model.named_parameters()
+        if "embed_tokens" not in n and "lm_head" not in n
+    )
+    shape = shape_of(config.to_dict(), 2)
+    assert shape.body == body and shape == shape_of(config, 2)
+    assert shape.weight_bytes == 2 * sum(p.numel() for p in model.parameters())

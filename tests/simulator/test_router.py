@@ -1,0 +1,156 @@
+"""Routers, without Ray: what they choose, and how near their picture of a replica's cache comes to the real one.
+
+Run: pytest tests/simulator/test_router.py
+"""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanovllm.block_manager import BlockManager
+from nanovllm.router import LeastLoaded, PrefixAffinity, PrefixCache, RoundRobin
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.sequence import Request
+
+BLOCK = 4
+
+
+def request(*token_ids: int) -> Request:
+    return Request("", None, [*token_ids], SamplingParams())
+
+
+def blocks_of(token_ids: list[int]) -> list[tuple[int, ...]]:
+    ends = range(BLOCK, len(token_ids), BLOCK)
+    return [tuple(token_ids[end - BLOCK : end]) for end in ends]
+
+
+def test_round_robin_serves_all_alike():
+    router = RoundRobin(BLOCK, 100)
+    loads = {"a": 5, "b": 0, "c": 0}
+    assert Counter(router.choose(request(1), loads) for _ in range(30)) == {
+        "a": 10,
+        "b": 10,
+        "c": 10,
+    }
+
+
+def test_the_least_loaded_and_among_equals_each_in_turn():
+    router = LeastLoaded(BLOCK, 100)
+    assert router.choose(request(1), {"a": 2, "b": 1, "c": 3}) == "b"
+    assert Counter(router.choose(request(1), {"a": 1, "b": 1, "c": 2}) for _ in range(30))["c"] == 0
+    assert {router.choose(request(1), {"a": 0, "b": 0}) for _ in range(2)} == {"a", "b"}
+
+
+def test_a_conversation_stays_where_it_is():
+    router = PrefixAffinity(BLOCK, 100)
+    loads = dict.fromkeys("abc", 0)
+    history = {user: [100 + user] * 9 for user in range(6)}
+    first = {user: router.choose(request(*history[user]), loads) for user in history}
+    assert Counter(first.values()) == {"a": 2, "b": 2, "c": 2}  # who is new goes around
+    for turn in range(5):
+        for user in history:
+            history[user] += [turn] * 7
+            assert router.choose(request(*history[user]), loads) == first[user]
+
+
+def test_the_longest_prefix_wins():
+    router = PrefixAffinity(BLOCK, 100)
+    short, long = [1] * 9, [1] * 17
+    assert router.choose(request(*short), {"a": 0, "b": 1}) == "a"
+    router.caches["b"].add(blocks_of(long))
+    assert router.choose(request(*long, 2), {"a": 0, "b": 3}) == "b"
+    assert router.choose(request(*short), {"a": 0, "b": 1}) == "a"  # both have as much of it
+
+
+def test_a_prefix_is_not_worth_every_queue():
+    router = PrefixAffinity(BLOCK, 100)
+    prompt = [1] * 30
+    assert router.choose(request(*prompt), {"a": 0, "b": 1}) == "a"
+    most = router.most_ahead
+    assert router.choose(request(*prompt), {"a": most, "b": 0}) == "a"
+    assert router.choose(request(*prompt), {"a": most + 1, "b": 0}) == "b"
+    assert router.choose(request(*prompt), {"a": 0, "b": 0}) in "ab"  # now both have it
+    assert router.choose(request(*prompt), {"a": 1, "b": 0}) == "b"
+
+
+def test_the_second_longest_prefix_if_the_first_is_too_busy():
+    router = PrefixAffinity(BLOCK, 100)
+    caches = {name: PrefixCache(100) for name in "abc"}
+    for name, length in (("a", 30), ("b", 20), ("c", 5)):
+        caches[name].add(blocks_of([1] * length))
+    router.caches = caches
+    most = router.most_ahead
+    assert router.choose(request(*[1] * 40), {"a": most + 1, "b": most, "c": 0}) == "b"
+
+
+def test_replicas_come_and_go():
+    router = PrefixAffinity(BLOCK, 100)
+    prompt = [1] * 30
+    assert router.choose(request(*prompt), {"a": 0}) == "a"
+    assert router.choose(request(*prompt), {"b": 0, "c": 5}) == "b"  # a has died
+    # what comes back by the same name is new: nothing of the old cache is believed
+    assert router.choose(request(*prompt), {"a": 0, "b": 0}) == "b"
+
+
+def test_a_long_load_needs_no_more_memory():
+    router = PrefixAffinity(BLOCK, num_blocks=50)
+    for i in range(2000):
+        router.choose(request(*range(i * 100, i * 100 + 90)), {"a": 0, "b": 0})
+    assert all(len(cache.prefix_ids) == 50 for cache in router.caches.values())
+
+
+class RealCache:
+    """What a replica does with prompts that come one after the other, without answers."""
+
+    def __init__(self, num_blocks: int):
+        self.manager = BlockManager(num_blocks, BLOCK)
+
+    def num_found(self, token_ids: list[int]) -> int:
+        return len(self.manager.find_prefix(request(*token_ids).sequences[0]))
+
+    def add(self, token_ids: list[int]) -> None:
+        manager = self.manager
+        seq = request(*token_ids).sequences[0]
+        manager.take_prefix(seq)
+        manager.allocate(seq, seq.num_missing_tokens)
+        manager.publish(seq, len(seq))
+        manager.unwritten.clear()
+        manager.free(seq)
+
+
+LOADS = st.dictionaries(st.sampled_from("abc"), st.integers(0, 30), min_size=1)
+PROMPT = st.lists(st.integers(0, 1), min_size=1, max_size=40)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(PROMPT, max_size=30))
+def test_as_the_block_manager_finds_it(prompts):
+    """With room for all, the router knows to the block what a replica has."""
+    real, ours = RealCache(2000), PrefixCache(2000)
+    for prompt in prompts:
+        assert ours.num_found(blocks_of(prompt)) == real.num_found(prompt)
+        real.add(prompt)
+        ours.add([tuple(prompt[i : i + BLOCK]) for i in range(0, len(prompt) - BLOCK + 1, BLOCK)])
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(PROMPT, max_size=30), st.integers(1, 12))
+def test_what_is_left_after_evictions_is_a_prefix(prompts, num_blocks):
+    """As in the block manager, the end of a prompt goes before its begin, and never more stays than there is room."""
+    cache = PrefixCache(num_blocks)
+    for prompt in prompts:
+        blocks = blocks_of(prompt)
+        cache.add(blocks)
+        assert len(cache.prefix_ids) <= num_blocks
+        assert cache.num_found(blocks) == min(len(blocks), num_blocks)
+
+
+@pytest.mark.parametrize("cls", [RoundRobin, LeastLoaded, PrefixAffinity])
+@settings(max_examples=50, deadline=None)
+@given(data=st.data())
+def test_a_replica_that_is_there(cls, data):
+    router = cls(BLOCK, 10)
+    for loads, prompt in data.draw(st.lists(st.tuples(LOADS, PROMPT), max_size=8)):
+        assert router.choose(request(*prompt), loads) in loads

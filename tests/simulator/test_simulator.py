@@ -1,0 +1,361 @@
+"""The simulator: the clock, the cost of a step, what is measured of each request, and what it says of broken schedulers.
+
+Run: pytest tests/simulator/test_simulator.py [-k swap]
+"""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from nanovllm.block_manager import BlockManager
+from nanovllm.config import EMBEDDED_MODEL, Config
+from nanovllm.schedule import ScheduleError
+from nanovllm.scheduler import Scheduler
+from nanovllm.simulator.cost_model import HARDWARE, SHAPES, shape_of, work_of
+from nanovllm.simulator.simulation import MACHINES, Job, Machine, simulate
+from tutorials.baselines.contiguous import OrcaOracle
+from tutorials.baselines.static_batching import StaticBatching
+from tutorials.simulation.metrics import summary
+from tutorials.simulation.workloads import (
+    fixed,
+    multi_turn,
+    poisson,
+    shared_prefix,
+    sharegpt,
+    workload,
+)
+
+ROOT = Path(__file__).parents[2]
+H100 = MACHINES["h100"]
+SECOND = replace(
+    H100,
+    hardware=H100.hardware._replace(bytes_per_second=1e30, flops_per_second=1e30),
+    seconds_per_step=1.0,
+)
+SMALL = {
+    "model": "qwen3-0.6b",
+    "num_blocks": 64,
+    "block_size": 16,
+    "max_model_len": 512,
+    "max_num_batched_tokens": 64,
+}
+
+
+def job(time=0.0, prompt=10, outputs=3, token=1, **fields) -> Job:
+    return Job(
+        time,
+        ((token, prompt),),
+        outputs,
+        answer=1000 + token,
+        max_tokens=max(outputs, 100),
+        **fields,
+    )
+
+
+def times(run) -> list[list[float]]:
+    return [list(served.token_times) for served in run.requests]
+
+
+def test_no_torch():
+    """Also not for running it, nor for the workloads and the metrics."""
+    code = "import sys; from nanovllm.simulator.simulation import simulate; from tutorials.simulation.metrics import summary, table; "
+    code += "from tutorials.simulation.workloads import poisson, sharegpt, workload; "
+    code += "print(table({'a': summary(simulate(workload(poisson(5), sharegpt(), 20)))})); "
+    code += "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True)
+
+
+def test_every_token_comes_at_the_end_of_its_step():
+    """Steps of one second. The second request arrives in the middle of one, the third when all is quiet."""
+    jobs = [job(0, 10, 3, token=1), job(0.5, 70, 2, token=2), job(10.25, 5, 1, token=3)]
+    run = simulate(jobs, Config(**SMALL), SECOND, keep_steps=True)
+    assert times(run) == [[1, 2, 3], [3, 4], [11.25]]  # 70 tokens need two steps of 64
+    assert [served.arrival for served in run.requests] == [0, 0.5, 10.25]
+    assert run.seconds == 11.25 and run.busy_seconds == 5 and run.num_steps == 5
+    assert run.num_computed_tokens == 10 + 2 + 70 + 1 + 5 and run.num_prompt_tokens == 85
+    assert [step.items for step in run.steps] == [
+        [(0, 10, True)],
+        [(0, 1, False), (1, 63, True)],
+        [(0, 1, False), (1, 7, True)],
+        [(1, 1, False)],
+        [(2, 5, True)],
+    ]
+    assert [step.start for step in run.steps] == [0, 1, 2, 3, 10.25]
+
+
+def test_the_clock_of_the_scheduler():
+    seen = []
+
+    class Looks(Scheduler):
+        def make_room(self, schedule):
+            seen.append((self.clock(), [request.arrival_time for request in self.unfinished()]))
+
+    simulate([job(0.5, outputs=2), job(1.25, outputs=1, token=2)], Config(**SMALL), SECOND, Looks)
+    assert seen == [(0.5, [0.5]), (1.5, [0.5, 1.25])]
+
+
+def test_the_scheduler_does_not_see_the_true_length():
+    def look(request):
+        assert request.params.max_tokens == 100 and request.params.extra_args == {"tenant": "a"}
+        return request.arrival
+
+    class Looks(Scheduler):
+        def priority(self, request):
+            return look(request)
+
+    run = simulate([job(outputs=7, extra_args={"tenant": "a"})], Config(**SMALL), SECOND, Looks)
+    assert len(run.requests[0].token_times) == 7
+
+
+def test_the_cost_of_a_step_by_hand():
+    """Qwen3-8B on an H100: a decode reads the weights, a prompt of 4,096 tokens is bound by arithmetic."""
+    shape = shape_of(SHAPES["qwen3-8b"], itemsize=2)
+    run = simulate([job(0, 4096, 2)], Config(model="Qwen/Qwen3-8B", max_num_batched_tokens=8192))
+    prompt, decode = work_of(shape, [(4096, 4096)], 1), work_of(shape, [(1, 4097)], 1)
+    first = prompt.flops / (989e12 * 0.6) + 1e-3
+    assert times(run)[0] == pytest.approx([first, first + decode.bytes / (3.35e12 * 0.8) + 1e-3])
+    assert prompt.flops / 989e12 > prompt.bytes / 3.35e12 and first == pytest.approx(
+        0.1052, rel=0.001
+    )
+
+
+def test_swapped_blocks_and_sequences_cost_time():
+    jobs = [job(0, 60, 100, token=i) for i in range(1, 5)]
+    config = {**SMALL, "num_blocks": 20, "max_num_batched_tokens": 512}
+    swap = simulate(jobs, Config(**config, preemption_mode="swap"), SECOND, check=True)
+    recompute = simulate(jobs, Config(**config), SECOND, check=True)
+    assert (
+        swap.num_swapped_blocks > 0
+        and recompute.num_swapped_blocks == 0 < recompute.num_preemptions
+    )
+    assert swap.num_computed_tokens < recompute.num_computed_tokens
+    shape = shape_of(SHAPES["qwen3-0.6b"], itemsize=2)
+    # out and in; the prefix cache spares some of it
+    bus = 2 * swap.num_swapped_blocks * 16 * shape.kv_bytes / 25e9
+    assert 0.5 * bus < swap.busy_seconds - swap.num_steps <= bus * 1.001
+    per_sequence = simulate(jobs, Config(**SMALL), replace(SECOND, seconds_per_sequence=0.25))
+    assert (
+        per_sequence.busy_seconds
+        > simulate(jobs, Config(**SMALL), SECOND).busy_seconds + 0.25 * 4 * 99
+    )
+
+
+def test_the_next_turn_of_a_conversation_comes_after_the_answer():
+    """It begins with what was said before, which is in the cache."""
+    first = job(0, 40, 8)
+    second = Job(2.0, (*first.conversation, (7, 20)), 2, answer=9, max_tokens=10, after=0)
+    run = simulate([first, second], Config(**SMALL), SECOND, check=True)
+    assert times(run) == [[1, 2, 3, 4, 5, 6, 7, 8], [11, 12]] and run.requests[1].arrival == 10
+    # of 47; the last was never computed
+    assert run.requests[1].num_cached_tokens == 32 and run.num_cached_tokens == 32
+
+
+def test_preemptions_are_counted_per_request():
+    jobs = [job(0, 40, 60, token=i) for i in range(1, 5)]
+    run = simulate(jobs, Config(**{**SMALL, "num_blocks": 16}), SECOND, check=True)
+    counts = [served.num_preemptions for served in run.requests]
+    assert sum(counts) == run.num_preemptions > 0 and counts[0] == 0
+    assert all(len(served.token_times) == 60 for served in run.requests)
+
+
+def test_kv_use():
+    """Two of four blocks for one second, then three for two seconds."""
+    run = simulate(
+        [job(0, 32, 3)], Config(**{**SMALL, "num_blocks": 9, "max_model_len": 64}), SECOND
+    )
+    assert run.kv_use == pytest.approx((2 * 1 + 3 * 2) / 3 / 9)
+
+
+def test_no_jobs():
+    run = simulate([])
+    assert run.num_steps == run.seconds == run.kv_use == 0 and summary(run)["requests"] == 0
+
+
+def test_the_same_every_time():
+    jobs = multi_turn(poisson(2, seed=3), fixed(30, 20), 10, max_model_len=512)
+    first, second = (simulate(jobs, Config(**SMALL), check=check) for check in (False, True))
+    assert first == second and first.num_cached_tokens > 0
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"scheduler_cls": StaticBatching}, {"block_manager_cls": OrcaOracle}]
+)
+def test_all_jobs_get_all_their_tokens(options):
+    if "block_manager_cls" in options:
+        options = options | {"enable_prefix_caching": False}
+    jobs = workload(poisson(5, seed=1), sharegpt(512, seed=1), 60)
+    jobs = [job._replace(max_tokens=job.num_outputs + 1) for job in jobs]
+    run = simulate(
+        jobs,
+        Config(**{**SMALL, "num_blocks": 200, "max_num_batched_tokens": 512}, **options),
+        check=True,
+    )
+    assert [len(served.token_times) for served in run.requests] == [job.num_outputs for job in jobs]
+    assert run.kv_use < 1 and summary(run)["unfinished"] == 0
+
+
+def test_blocks_fill_the_memory():
+    simulation = simulate(
+        shared_prefix(poisson(5), sharegpt(), 20), Config(model="qwen3-8b"), "rtx4090"
+    )
+    assert 0 < simulation.kv_use < 1
+    with pytest.raises(
+        ValueError,
+        match="model='qwen3-8b' does not fit on small: the weights take 16,381,470,720 of 7,",
+    ):
+        simulate(
+            [],
+            Config(model="qwen3-8b"),
+            Machine(HARDWARE["rtx4090"]._replace(name="small", memory_bytes=8e9)),
+        )
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (
+            {"hardware": "h1000"},
+            "hardware='h1000' is not allowed: it must be one of h100, h200, a100, rtx4090, cpu",
+        ),
+        (
+            {"config": Config(model="no/such")},
+            "model='no/such' is not allowed: it must be a directory or one of qwen3-0.6b",
+        ),
+        (
+            {"jobs": [job(prompt=600)]},
+            "job 0: num_outputs=3 is not allowed: it must be from 1 to -88, by max_tokens and max_model_len=512",
+        ),
+        (
+            {"jobs": [job(), job(outputs=600)]},
+            "job 1: num_outputs=600 is not allowed: it must be from 1 to 502, by max_tokens",
+        ),
+        ({"jobs": [job(outputs=0)]}, "job 0: num_outputs=0 is not allowed"),
+        (
+            {"jobs": [job(prompt=0)]},
+            r"job 0: prompt=\(\(1, 0\),\) is not allowed: it must be at least one token",
+        ),
+        (
+            {"jobs": [job(after=1), job()]},
+            "job 0: after=1 is not allowed: it must be None or the index of an earlier",
+        ),
+    ],
+)
+def test_what_cannot_run(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        simulate(**{"jobs": [job()], "config": Config(**SMALL)} | arguments)
+
+
+@pytest.mark.parametrize("hardware", ["a100", "cpu"])
+def test_embedded_model(hardware):
+    run = simulate([job(prompt=100)], Config(model=EMBEDDED_MODEL, dtype="float32"), hardware)
+    assert run.num_computed_tokens == 102 and run.seconds > 0.003
+
+
+# --- schedulers that are wrong in the long run; what one step can show is in test_faults.py ---
+
+
+class Forgets(Scheduler):
+    def next_waiting(self):
+        return self.waiting.pop() if len(self.waiting) > 2 else super().next_waiting()
+
+
+class Keeps(BlockManager):
+    def free(self, seq):
+        self.blocks[seq.block_table[0]].ref_count += 1
+        super().free(seq)
+
+
+class Preempts(Scheduler):
+    def make_room(self, schedule):
+        for request in [*self.running]:
+            self.preempt(request)
+
+
+class Stubborn(Scheduler):
+    def may_admit(self, request, schedule):
+        return request.request_id != "2"
+
+
+@pytest.mark.parametrize(
+    "scheduler, manager, message",
+    [
+        (Forgets, None, r"step 1, at 0.000 s: Forgets.\w+\(\): Request\(\d\) is not one of"),
+        (
+            Scheduler,
+            Keeps,
+            r"step \d+, at .*: Scheduler.schedule\(\): block 0 is in 0 tables, but its ref_count is 1",
+        ),
+        (Preempts, None, r"Preempts.schedule\(\): 513 steps without a new token"),
+        (Stubborn, None, r"planned nothing, but there are unfinished requests: \['2', '3'\]"),
+    ],
+)
+def test_what_is_wrong_is_said_with_the_step(scheduler, manager, message):
+    jobs = [job(0, 200 + i, 4, token=i) for i in range(1, 5)]
+    with pytest.raises(ScheduleError, match=message):
+        config = Config(
+            **SMALL, block_manager_cls=manager, enable_prefix_caching=scheduler is not Preempts
+        )
+        simulate(jobs, config, SECOND, scheduler, check=True)
+
+
+def test_a_request_that_is_lost_beside_others_that_run():
+    class Loses(Scheduler):
+        def schedule(self):
+            if self.num_preemptions == 0 and len(self.waiting) == 1 and self.running:
+                self.waiting.pop()
+            return super().schedule()
+
+    jobs = [job(0, 30, 4, token=i) for i in range(1, 5)]
+    with pytest.raises(
+        ScheduleError,
+        match=r"step 2, .*Request\(3\) has not ended, but is 0 times in waiting and runn",
+    ):
+        simulate(jobs, Config(**SMALL), SECOND, Loses, check=True)
+
+
+class EndsEarly(Scheduler):
+    def reason_to_end(self, seq):
+        return super().reason_to_end(seq) or ("stop" if seq.num_output_tokens > 2 else None)
+
+
+class Mutates(Scheduler):
+    def add(self, request):
+        super().add(request)
+        request.max_len = len(request.prompt_token_ids) + 2
+
+
+class EndsLate(Scheduler):
+    def reason_to_end(self, seq):
+        return None
+
+
+class ReturnsNothing(Scheduler):
+    def schedule(self):
+        super().schedule()
+
+
+class HasLargerLimits(Scheduler):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.max_num_batched_tokens = self.max_num_seqs = 10_000
+
+
+@pytest.mark.parametrize(
+    "scheduler, message",
+    [
+        (EndsEarly, r"update\(\): Request\(\d\) has ended after 3 of 9 tokens"),
+        (Mutates, r"update\(\): Request\(\d\) has ended after 2 of 9 tokens"),
+        (EndsLate, r"update\(\): Request\(\d\) has not ended after 9 of 9 tokens"),
+        (ReturnsNothing, r"schedule\(\): it returned None, and not a Schedule"),
+        (HasLargerLimits, r"schedule\(\): the schedule has \d+ (tokens|seqs), but max_num_"),
+    ],
+)
+def test_answers_and_limits_are_those_that_were_given(scheduler, message):
+    """Not those that the scheduler says."""
+    jobs = [Job(0.0, ((i, 30),), 9) for i in range(1, 9)]
+    config = Config(**{**SMALL, "num_blocks": 64, "max_num_batched_tokens": 64, "max_num_seqs": 4})
+    with pytest.raises(ScheduleError, match=f"^step .*{message}"):
+        simulate(jobs, config, SECOND, scheduler, check=True)

@@ -1,0 +1,58 @@
+"""Random-weight checkpoints, small and strange, in the ordinary Hugging Face layout.
+
+Tests import this file. An example that does: pytest tests/core/test_model.py
+"""
+
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+SHAPE = dict(
+    vocab_size=160,
+    hidden_size=48,
+    intermediate_size=72,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+    tie_word_embeddings=False,
+    bos_token_id=None,
+    eos_token_id=None,
+    pad_token_id=None,
+)
+
+
+def new_model(family: str = "qwen3", seed: int = 0, **overrides):
+    """A transformers model in fp32 whose logits are far from ties: larger weights than its own initialisation."""
+    settings = SHAPE | ({"head_dim": 16} if family == "qwen3" else {}) | overrides
+    config_cls, model_cls = {
+        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    }[family]
+    torch.manual_seed(seed)
+    model = model_cls(config_cls(**settings)).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+            else:
+                parameter.normal_(std=0.5 if "bias" in name else 0.2)
+    return model
+
+
+def save(model, path, **kwargs) -> str:
+    model.save_pretrained(path, **kwargs)
+    return str(path)
+
+
+@torch.inference_mode()
+def greedy(model, prompt: list[int], max_tokens: int) -> list[int]:
+    """What transformers generates for one prompt on its own."""
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=max_tokens,
+        min_new_tokens=max_tokens,
+        do_sample=False,
+    )
+    return out[0, len(prompt) :].tolist()

@@ -1,0 +1,286 @@
+"""A server on a real socket, and a model that says what a test wants to hear.
+
+Tests import this file. An example that does: pytest tests/server/test_server.py
+"""
+
+import asyncio
+import itertools
+import json
+import logging
+import random
+import re
+import socket
+import time
+from contextlib import contextmanager
+from threading import Semaphore, Thread
+
+import httpx
+from fake_model import FakeRunner
+
+from nanovllm import LLM
+from nanovllm.checks.blocks import check_blocks
+from nanovllm.server.app import ServerOptions, new_app
+from nanovllm.server.serve import bind, new_server
+
+EOS = 1535
+
+
+def wait_for(condition, seconds=60.0):
+    """What the condition returns as soon as it is true."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        value = condition()
+        if value:
+            return value
+        time.sleep(0.002)
+    raise AssertionError("it has not happened")
+
+
+class Running:
+    """A server in a thread of its own, for a `with` block."""
+
+    def __init__(self, llm: LLM, **options):
+        self.llm = llm
+        self.sock = bind("127.0.0.1", 0)
+        self.address = self.sock.getsockname()
+        self.url = "http://{}:{}".format(*self.address)
+        self.uvicorn = new_server(
+            new_app(llm, ServerOptions(**{"model_name": "org/tiny"} | options))
+        )
+        logging.getLogger("uvicorn").setLevel("CRITICAL")
+        self.thread = Thread(target=self.uvicorn.run, args=([self.sock],), daemon=True)
+        self.http = httpx.Client(base_url=self.url, timeout=60)
+
+    def __enter__(self) -> "Running":
+        self.thread.start()
+        wait_for(lambda: self.uvicorn.started)
+        return self
+
+    def __exit__(self, *_):
+        self.http.close()
+        self.uvicorn.should_exit = True
+        self.thread.join(60)
+        assert not self.thread.is_alive()
+        self.sock.close()
+
+    @property
+    def engine(self):
+        return self.uvicorn.server.engine
+
+    def post(self, path: str, body=None, status: int | None = 200, **more) -> dict:
+        """The answer's JSON, whose status is as expected."""
+        response = self.http.post(path, json=body, **more)
+        if status is not None:
+            assert response.status_code == status, response.text
+        return response.json()
+
+    def complete(self, **body) -> dict:
+        return self.post("/v1/completions", body)
+
+    def chat(self, content: str, **body) -> dict:
+        messages = [{"role": "user", "content": content}]
+        return self.post("/v1/chat/completions", {"messages": messages, **body})
+
+    def refused(self, path: str, body, status: int = 400, **more) -> dict:
+        """The error that a bad body gets, which looks as it should."""
+        return checked_error(self.http.post(path, json=body, **more), status)
+
+    def events(self, path: str, body) -> list[dict]:
+        """Those of a stream, which ends as it should."""
+        with self.http.stream("POST", path, json={**body, "stream": True}) as response:
+            assert response.status_code == 200, response.read()
+            assert response.headers["content-type"].startswith("text/event-stream")
+            return events_in(response.read().decode())
+
+    def metrics(self) -> dict[str, float]:
+        """By name and labels, without our prefix."""
+        lines = self.http.get("/metrics").text.splitlines()
+        pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        return {name.removeprefix("nanovllm:"): float(value) for name, value in pairs}
+
+    def in_engine(self, question):
+        """The answer of a function in the engine's thread, between two steps."""
+        coroutine = self.engine.ask(question)
+        return asyncio.run_coroutine_threadsafe(coroutine, self.engine.loop).result(60)
+
+    def connect(self, receive_buffer: int | None = None) -> socket.socket:
+        sock = socket.socket()
+        if receive_buffer is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        sock.settimeout(60)
+        sock.connect(self.address)
+        return sock
+
+    def check_idle(self) -> None:
+        """Waits until nothing is open, and looks whether all blocks are free."""
+
+        def is_idle() -> bool:
+            if self.llm.requests or self.engine.live:  # of a client that left in a hurry, too
+                return False
+            check_blocks(self.llm.block_manager, [])
+            assert not self.llm.recovery.suspects
+            return True
+
+        wait_for(lambda: not self.engine.open and self.in_engine(is_idle))
+
+
+@contextmanager
+def left_idle(server: Running):
+    """For a fixture: after the test nothing is left."""
+    yield server
+    server.check_idle()
+
+
+def is_busy(connection) -> bool:
+    """Whether one of uvicorn's connections has a request."""
+    return connection.cycle is not None and not connection.cycle.response_complete
+
+
+def events_in(text: str) -> list[dict]:
+    *events, done, rest = text.split("\n\n")
+    assert done == "data: [DONE]" and rest == ""
+    assert all(event.startswith("data: {") for event in events)
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+def checked_error(response: httpx.Response, status: int) -> dict:
+    assert response.status_code == status, response.text
+    body = response.json()
+    assert body.keys() == {"error"}
+    check_error(body["error"], status)
+    return body["error"]
+
+
+def check_error(error: dict, status: int) -> None:
+    assert error.keys() == {"message", "type", "param", "code"} and error["code"] == status
+    message = error["message"]
+    assert isinstance(message, str) and 0 < len(message) <= 1200
+    assert isinstance(error["type"], str)
+    assert error["param"] is None or 0 < len(error["param"]) <= 100
+    assert ".py" not in message and not re.search(r"(^|[\s'\"(])/\w+/\w", message), message
+
+
+def request_bytes(path: str, body: dict, *headers: str) -> bytes:
+    """A whole POST as it is sent."""
+    data = json.dumps(body).encode()
+    lines = [
+        f"POST {path} HTTP/1.1",
+        "Host: localhost",
+        "Content-Type: application/json",
+        f"Content-Length: {len(data)}",
+        *headers,
+    ]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + data
+
+
+class PacedRunner(FakeRunner):
+    """Its steps wait for permits while it `is_paced`, and it keeps a record of them."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.reset()
+
+    def reset(self) -> None:
+        self.is_paced = False
+        self.permits = Semaphore(0)
+        self.num_begun = 0  # steps
+        self.holders: list[set] = []  # of each step: the requests with blocks
+        self.scheduler = None
+        self.before_run = lambda schedule: None
+
+    def launch(self, schedule):
+        self.num_begun += 1
+        if self.scheduler is not None:
+            self.holders.append({*self.scheduler.running})
+        if self.is_paced:
+            assert self.permits.acquire(timeout=60)
+        self.before_run(schedule)
+        for seq, start, num_tokens in schedule.scored:
+            request = seq.request
+            new = seq.token_ids[start + 1 : start + num_tokens + 1]
+            request.prompt_logprobs += [{i: -1.0} for i in new]
+            del request.prompt_logprobs[len(request.prompt_token_ids) :]
+        return super().launch(schedule)
+
+    def run(self, schedule):
+        """The token itself is the first of its log-probabilities."""
+        tokens, rows = super().run(schedule)
+        return tokens, [None if row is None else {i: -9.0} | row for i, row in zip(tokens, rows)]
+
+    def step(self, count: int = 1) -> None:
+        """Lets so many steps end, and waits until the next one begins."""
+        for _ in range(count):
+            num_begun = self.num_begun
+            self.permits.release()
+            wait_for(lambda before=num_begun: self.num_begun > before)
+
+    def free(self) -> None:
+        """No step waits any longer."""
+        self.is_paced = False
+        self.permits.release(1000)
+
+
+class Parrot:
+    """A runner without a model: the answer is what the user has said last, and then the end.
+
+    With a seed, the tokens are smaller: the text falls apart in one of many ways.
+    """
+
+    num_host_blocks = 0
+
+    def __init__(self, num_blocks: int = 1000):
+        self.num_blocks = num_blocks
+        self.tokenizer = None  # that of the engine, which comes later
+        self.answers: dict = {}
+
+    def tokens_of(self, request) -> list[int]:
+        if request not in self.answers:
+            text = request.prompt
+            if "<|im_start|>user\n" in text:
+                text = text.rpartition("<|im_start|>user\n")[2].partition("<|im_end|>")[0]
+            pieces = [text]
+            if request.params.seed is not None:
+                rng = random.Random(request.params.seed)
+                cuts = [0, *sorted(rng.choices(range(len(text) + 1), k=len(text))), len(text)]
+                pieces = [text[i:j] for i, j in itertools.pairwise(cuts)]
+            ids = [i for piece in pieces for i in self.tokenizer.encode(piece)]
+            self.answers[request] = [*ids, EOS]
+        return self.answers[request]
+
+    def launch(self, schedule):
+        return lambda: self.run(schedule)
+
+    def run(self, schedule):
+        tokens = [self.tokens_of(seq.request)[seq.num_output_tokens] for seq in schedule.sampled]
+        wants = [seq.request.num_logprobs is not None for seq in schedule.sampled]
+        return tokens, [{i: -0.5} if w else None for i, w in zip(tokens, wants)]
+
+
+# as Qwen's does: it opens or closes the reasoning, and lists the tools
+TEMPLATE = """\
+{%- if tools %}<|im_start|>system
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}<|im_end|>
+{% endif %}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}
+{%- for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>
+{%- endfor %}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% if enable_thinking is defined and enable_thinking is false %}<think>
+
+</think>
+
+{% endif %}
+{%- if opens_thinking %}<think>
+{% endif %}
+{%- endif %}"""
+
+
+def new_parrot(**options) -> LLM:
+    runner = Parrot()
+    llm = LLM(runner=runner, block_size=16, max_num_seqs=32, **options)
+    runner.tokenizer = llm.tokenizer
+    llm.tokenizer.chat_template = TEMPLATE
+    return llm

@@ -1,0 +1,671 @@
+"""bench.py: its workloads, its arithmetic, its weights, and one whole run. Speed is not tested.
+
+Run: pytest tests/tutorials/test_bench.py [-k trace]
+"""
+
+import ast
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+import time
+from contextlib import contextmanager, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from checkpoints import greedy
+from transformers import AutoModelForCausalLM
+
+import bench
+from nanovllm import LLM, SamplingParams
+from nanovllm.checks.blocks import check_blocks
+from nanovllm.config import EMBEDDED_MODEL
+from nanovllm.model_runner import ModelRunner
+from nanovllm.simulator.cost_model import Hardware
+from tutorials.performance import attention, engines, host, preemption
+from tutorials.performance.checkpoints import write_checkpoint
+from tutorials.performance.engines import Job, Loop, Nanovllm
+from tutorials.performance.peers import Vllm
+from tutorials.performance.report import (
+    conditions,
+    engines_table,
+    percentile,
+    summary,
+    write_json,
+)
+from tutorials.performance.steps import BIN
+from tutorials.performance.turns import Worker
+from tutorials.performance.workloads import Request, cut, make_requests, read_trace
+from tutorials.results import tables
+
+ROOT = Path(__file__).parents[2]
+
+TINY = dict(
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=96,
+    max_position_embeddings=64,
+)
+
+
+def parse(*argv):
+    args = bench.parser().parse_args(argv)
+    bench.check(args)
+    return args
+
+
+# --- workloads ---
+
+
+def test_nano_vllm_workload():
+    """Drawn as nano-vllm's bench draws it: all prompts, then all lengths."""
+    requests = make_requests(parse("--workload", "nano-vllm"), 151936)
+    assert len(requests) == 256
+    assert sum(request.max_tokens for request in requests) == 133_966
+    rng = random.Random(0)
+    length = rng.randint(100, 1024)
+    assert requests[0].prompt == [rng.randint(0, 10000) for _ in range(length)]
+    assert all(request.arrival == 0 for request in requests)
+
+
+def test_token_ids_are_below_the_vocabulary():
+    for argv in ([], ["--workload", "nano-vllm", "--requests", "9"]):
+        requests = make_requests(parse(*argv), 1536)
+        assert max(max(request.prompt) for request in requests) < 1536
+    assert make_requests(parse(), 1536) == make_requests(parse(), 1536)
+    assert make_requests(parse(), 1536) != make_requests(parse("--seed", "1"), 1536)
+
+
+def test_poisson_arrivals():
+    arrivals = [r.arrival for r in make_requests(parse("--requests", "2000", "--rate", "4"), 100)]
+    assert arrivals[0] == 0 and arrivals == sorted(arrivals)
+    assert arrivals[-1] / 1999 == pytest.approx(1 / 4, rel=0.1)
+
+
+@pytest.fixture
+def trace(tmp_path):
+    rows = ["46.6805900,374,44", "50.6805900,396,109", "54.68059,7,0", "58.6805900,9,9"]
+    path = tmp_path / "trace.csv"
+    path.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        + "".join(f"2023-11-16 18:15:{row}\n" for row in rows)
+    )
+    return path
+
+
+def test_trace(trace):
+    """Its own intervals, scaled so that the mean rate is the one that was asked for."""
+    trace.write_text(trace.read_text().replace("54.68059,", "55.6805900,"))
+    rows = read_trace(trace, None, rate=2)
+    # a request has one token at least
+    assert [row[:2] for row in rows] == [
+        (374, 44),
+        (396, 109),
+        (7, 1),
+        (9, 9),
+    ]
+    assert [row[2] for row in rows] == pytest.approx([0, 0.5, 1.125, 1.5])
+    assert [row[2] for row in read_trace(trace, 2, math.inf)] == [0, 0]
+    args = parse("--trace", str(trace), "--requests", "3", "--rate", "1")
+    requests = make_requests(args, 50)
+    assert [len(request.prompt) for request in requests] == [374, 396, 7]
+    assert requests[-1].arrival == pytest.approx(2)
+    assert args.temperature == 0
+
+
+def test_what_is_no_trace(trace, tmp_path):
+    with pytest.raises(ValueError, match="has 4 requests, not 5"):
+        read_trace(trace, 5, 1)
+    trace.write_text("time,in,out\n1,2,3\n")
+    with pytest.raises(ValueError, match="not a CSV of TIMESTAMP,ContextTokens,GeneratedTokens"):
+        read_trace(trace, None, 1)
+    with pytest.raises(ValueError, match="not a CSV of"):
+        read_trace(tmp_path / "none.csv", None, 1)
+
+
+def test_long_requests_are_cut():
+    assert cut(Request([1] * 6, 4), 10) == Request([1] * 6, 4)
+    assert cut(Request([1] * 6, 5), 10) == Request([1] * 6, 4)
+    assert cut(Request([1] * 12, 5, 0.5), 10) == Request([1] * 9, 1, 0.5)
+
+
+# --- random weights ---
+
+
+@pytest.mark.parametrize("family, tied", [("qwen3", True), ("qwen2", False)])
+def test_random_weights(tmp_path, family, tied):
+    path = tmp_path / "model"
+    head_dim = 16 if family == "qwen3" else 128
+    write_checkpoint(
+        TINY | dict(model_type=family, tie_word_embeddings=tied, head_dim=head_dim), path
+    )
+    assert not list(tmp_path.glob("*.part"))
+    settings = json.loads((path / "config.json").read_text())
+    assert settings["rope_theta"] == settings.get("rope_parameters", settings)["rope_theta"] == 1e6
+    model = AutoModelForCausalLM.from_pretrained(path, torch_dtype=torch.float32).eval()
+    assert all(
+        p.std() < 0.03 if p.dim() > 1 else p.unique().tolist() in ([0], [1])
+        for p in model.parameters()
+    )
+    llm = LLM(str(path), dtype="float32")
+    prompts = [[3, 1, 4, 1, 5], [9]]
+    outputs = llm.generate(
+        prompts, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), use_tqdm=False
+    )
+    assert [o.outputs[0].token_ids for o in outputs] == [
+        greedy(model, prompt, 8) for prompt in prompts
+    ]
+
+
+# --- engines ---
+
+
+class Clock:
+    """Instead of the module `time`: each look takes a millisecond, and nobody really sleeps."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        self.now += 0.001
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class Clockwork(Loop):
+    """Answers one request per step."""
+
+    def __init__(self, clock):
+        self.clock = clock
+        self.queue, self.order = [], []
+
+    def add(self, i, request):
+        self.queue.append((i, request))
+        self.order.append(i)
+
+    def step(self):
+        i, request = self.queue.pop(0)
+        now = self.clock.perf_counter()
+        return [(i, [7] * request.max_tokens, now, now + request.max_tokens - 1)]
+
+
+def test_requests_are_handed_over_when_they_arrive(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(engines, "time", clock)
+    engine = Clockwork(clock)
+    answers = engine.run([Request([1], 3, 0.05), Request([1], 2), Request([1], 1, 0.02)])
+    assert engine.order == [1, 2, 0]
+    assert [len(answer.token_ids) for answer in answers] == [3, 2, 1]
+    # counted from the arrival, not from the start
+    assert all(0 <= answer.ttft < 0.05 for answer in answers)
+    assert [answer.tpot for answer in answers] == [pytest.approx(1), pytest.approx(1), None]
+
+
+def slowly(function):
+    def slow(*args, **kwargs):
+        time.sleep(0.01)
+        return function(*args, **kwargs)
+
+    return slow
+
+
+HOST = ["scheduler.schedule", "runner.prepare", "scheduler.update"]
+MODEL = ["runner.model.forward", "runner.model.lm_head.forward", "runner.ops.sample"]
+
+
+@pytest.mark.parametrize("name", [*HOST, *MODEL])
+def test_host_is_what_python_does_outside_of_the_model(name, monkeypatch):
+    engine = Nanovllm(new_job(temperature=0.5))
+    engine.run([Request([4], 2)])
+    engine.observe()
+    *path, last = name.split(".")
+    owner = engine.llm
+    for part in path:
+        owner = getattr(owner, part)
+    monkeypatch.setattr(owner, last, slowly(getattr(owner, last)))
+    engine.run([Request([1, 2, 3], 4), Request([5], 2)])
+    assert [step.kind for step in engine.steps] == ["prefill", "decode", "decode", "decode"]
+    assert [step.sampled for step in engine.steps] == [2, 2, 1, 1]
+    assert engine.steps[1].items == [(1, 4), (1, 2)]
+    for step in engine.steps:
+        assert 0 < step.host_seconds < step.seconds
+        assert (step.host_seconds if name in HOST else step.seconds - step.host_seconds) >= 0.01
+
+
+def test_our_engine_is_plain_until_it_is_observed():
+    """Rounds that count run what users run; then the living engine is observed."""
+    engine = Nanovllm(new_job())
+    requests = [Request([1, 2, 3], 4), Request([5], 2)]
+    before = engine.run(requests)
+    assert type(engine.llm.runner) is ModelRunner and not engine.llm.observers and not engine.steps
+    engine.observe()
+    after = engine.run(requests)
+    assert [a.token_ids for a in after] == [b.token_ids for b in before]
+    assert len(engine.steps) == 4
+
+
+@pytest.mark.parametrize("has_rate", [False, True])
+def test_vllm_is_run_as_its_users_run_it(monkeypatch, has_rate):
+    """No statistics unless latency is the question; all cores, and a cache like ours on a CPU."""
+    found = {}
+
+    def fake_llm(model, **options):
+        found.update(options, reserved=os.environ.get("VLLM_CPU_NUM_OF_RESERVED_CPU"))
+        return SimpleNamespace(llm_engine=None)
+
+    params = SimpleNamespace(RequestOutputKind=SimpleNamespace(FINAL_ONLY=1))
+    fake = SimpleNamespace(LLM=fake_llm, SamplingParams=dict)
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", params)
+    monkeypatch.setattr(os, "environ", {})
+    Vllm(new_job("vllm", device="cpu", kv_bytes=5, has_rate=has_rate))
+    assert found["disable_log_stats"] is not has_rate
+    assert found["kv_cache_memory_bytes"] == 5 and "gpu_memory_utilization" not in found
+    assert found["reserved"] == "0"
+    os.environ["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "3"
+    Vllm(new_job("vllm", device="cpu", kv_bytes=5))
+    assert found["reserved"] == "3"  # what the user says counts
+    found.clear()
+    Vllm(new_job("vllm", device="cuda:0", gpu_share=0.3))
+    assert found["gpu_memory_utilization"] == 0.3 and "kv_cache_memory_bytes" not in found
+
+
+def new_job(engine: str = "nanovllm", model: str = EMBEDDED_MODEL, **fields) -> Job:
+    requests = [Request([1, 2], 3)] * 2
+    return Job(model, engine, requests, vocab_size=9, max_model_len=64, **fields)
+
+
+FAKE_PEER = """
+class SamplingParams:
+    def __init__(self, **kwargs): self.__dict__ = kwargs
+class LLM:
+    def __init__(self, model, **kwargs): self.model = model
+    def generate(self, prompts, params, use_tqdm):
+        assert params[0].temperature > 0, "greedy is not permitted"
+        return [{"token_ids": [1] * p.max_tokens} for p in params]
+"""
+
+
+@pytest.fixture
+def fake_python(tmp_path):
+    """An interpreter that has only another package with our name, and a stub of transformers."""
+    (tmp_path / "nanovllm.py").write_text(FAKE_PEER)
+    (tmp_path / "transformers.py").write_text("class AutoTokenizer: pass")
+    (tmp_path / "nano_vllm-0.2.0.dist-info").mkdir()
+    (tmp_path / "nano_vllm-0.2.0.dist-info" / "METADATA").write_text(
+        "Name: nano-vllm\nVersion: 0.2.0\n"
+    )
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH="{tmp_path}" exec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    return str(python)
+
+
+def test_a_peer_with_our_name_in_its_own_environment(fake_python, tmp_path):
+    job = new_job("nanovllm-original", model="", temperature=0.6)
+    with Worker(fake_python, job, tmp_path) as worker:
+        facts = worker.answer()
+        assert facts["version"] == "0.2.0" and facts["startup_seconds"] > 0
+        answers = [worker.ask("round", number)["answers"] for number in range(2)]
+        assert answers == [[[[1, 1, 1], None, None]] * 2] * 2
+
+
+def test_a_peer_that_crashes_is_reported_with_its_last_line(fake_python, tmp_path, capsys):
+    job = new_job("nanovllm-original", model="")
+    with Worker(fake_python, job, tmp_path) as worker:
+        assert worker.answer() == {"error": "AssertionError: greedy is not permitted"}
+    assert worker.result() == {"error": "AssertionError: greedy is not permitted"}
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_round_has_prompts_of_its_own(fake_python, tmp_path):
+    """And a request that did not get its tokens is an error."""
+    (tmp_path / "nanovllm.py").write_text(FAKE_PEER.replace("[1] * p.max_tokens", "prompts[0]"))
+    job = new_job("nanovllm-original", model="", temperature=0.6)
+    job.requests = [Request([1, 8, 3], 3), Request([7, 7, 7], 3)]
+    with Worker(fake_python, job, tmp_path) as worker:
+        worker.answer()
+        assert worker.ask("round", 0)["answers"][0][0] == [1, 8, 3]
+        assert worker.ask("round", 2)["answers"][0][0] == [3, 1, 5]
+    job.requests = [Request([1], 3)]
+    with Worker(fake_python, job, tmp_path) as worker:
+        worker.answer()
+        assert "did not get as many tokens" in worker.ask("round", 0)["error"]
+
+
+@pytest.mark.slow
+def test_the_whole_command(tmp_path):
+    file = tmp_path / "results" / "out.json"
+    options = "--requests 3 --tokens 4 9 --rounds 2 --cold --peer hf nanovllm-original --option num_blocks=64"
+    command = [sys.executable, "bench.py", *options.split(), "--json", str(file)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(file.read_text())
+    assert {"commit", "device", "python", "dtype", "prompt_tokens", "cut_requests"} <= report.keys()
+    assert report["requests"] == 3 and report["command"].startswith("python bench.py --requests 3")
+    ours, hf = report["engines"]["nanovllm"], report["engines"]["hf"]
+    for engine in (ours, hf):
+        assert len(engine["seconds"]) == len(
+            engine["warmup_seconds"]
+        ) == 2 and torch.__version__.startswith(engine["versions"]["torch"])
+        speed = report["output_tokens"] / engine["output_tokens_per_second"]
+        assert speed == pytest.approx(sum(engine["seconds"]) / 2)
+        assert engine["requests_per_second"] > 0 and engine["startup_seconds"] > 0
+    assert hf["same_tokens"] == 1 and hf["ttft_p50"] is None
+    assert hf["times_as_fast_range"][0] <= hf["times_as_fast"] and "times_as_fast" not in ours
+    assert report["num_threads"] >= 1 and report["cpu_capability"] and report["busy"] == 0
+    assert 0 < ours["ttft_p50"] <= ours["ttft_p99"] and 0 < ours["tpot_p50"] <= ours["tpot_p99"]
+    assert ours["kv_blocks"] == 64 and ours["kv_blocks_used_peak"] > 0
+    assert ours["preemptions"] == ours["prefix_cache_hit_tokens"] == 0
+    roofline = ours["roofline"]
+    assert roofline["prefill"]["steps"] == 1 and 0 <= roofline["decode"]["host_share"] < 1
+    assert roofline["decode"]["floor_seconds"] > 0 and ours["ceilings"]["bytes_per_second"] > 0
+    assert tuple(ours["steps"]["columns"]) == BIN
+    rows = [dict(zip(BIN, row)) for row in ours["steps"]["decode"]]
+    assert sum(row["steps"] for row in rows) == roofline["decode"]["steps"]
+    assert sum(row["seconds"] for row in rows) == pytest.approx(roofline["decode"]["seconds"])
+    assert report["engines"]["nanovllm-original"] == {"error": "not installed"}
+    assert "nanovllm-original: not installed" in done.stdout and "100.0%" in done.stdout
+
+
+# --- attention and report ---
+
+
+@pytest.mark.parametrize("batch, queries, context", [(3, 1, 32), (1, 16, 16), (2, 5, 32)])
+def test_attention_case(batch, queries, context):
+    machine, case = (
+        Hardware("a machine", 1e9, 1e9, 0),
+        attention.Case(4, 2, 16, batch, queries, context),
+    )
+    row = attention.attention_case(case, torch.device("cpu"), torch.float32, machine)
+    assert row["max_difference"] < 1e-5
+    assert row["seconds"] > 0 and row["torch_seconds"] > 0
+    size = 4 * (2 * batch * context * 2 * 16 + 2 * batch * queries * 4 * 16)
+    assert row["bytes_per_second"] == pytest.approx(size / row["seconds"])
+
+
+def test_preemption(monkeypatch, capsys):
+    """What was swapped is not computed again, and everything is given back; the seconds are
+    whatever they are."""
+    engines, computed = [], []
+    recovery = preemption.recovery
+
+    def watched(llm, context, swap):
+        before = llm.counts.computed_tokens
+        seconds = recovery(llm, context, swap)
+        engines.append(llm)
+        computed.append((context, swap, llm.counts.computed_tokens - before))
+        return seconds
+
+    monkeypatch.setattr(preemption, "recovery", watched)
+    args = bench.parser().parse_args(
+        ["preemption", "--max-model-len", "300", "--repeat", "1", "--option", "swap_gib=0.1"]
+    )
+    report = preemption.measure(args)
+    rows = report["preemption"]
+    assert [(row["block_size"], row["context"]) for row in rows] == [
+        (size, 250) for size in (1, 4, 16, 64, 256)
+    ]
+    assert all(row["swap_out_seconds"] > 0 and row["recompute_seconds"] > 0 for row in rows)
+    assert set(computed) == {(250, True, 250 + 5 + 1), (250, False, 250 + 5 + 256)}
+    for llm in engines:
+        check_blocks(llm.block_manager, [])
+        assert llm.block_manager.num_used_blocks == 0 and not llm.has_unfinished()
+    assert "recompute" in capsys.readouterr().out
+
+
+def test_percentile():
+    assert percentile([], 50) is None
+    assert percentile([3.0], 99) == 3
+    assert percentile([4.0, 1.0, 2.0, 3.0], 50) == 2.5
+    assert percentile(list(range(101)), 99) == 99
+    assert percentile([1.0, 2.0], 99) == pytest.approx(1.99)
+
+
+def run_of(seconds, *tokens, ttft=None):
+    return {"seconds": seconds, "answers": [[t, ttft, None] for t in tokens]}
+
+
+def result_of(seconds, tokens=([1], [2]), warm_up=(8.0, 4.0)) -> dict:
+    """What a worker says of an engine: seconds of its rounds, two requests in each."""
+    runs = [run_of(s, *tokens, ttft=i) for i, s in enumerate(seconds)]
+    return {"version": "1", "warm_up": [run_of(s) for s in warm_up], "runs": runs}
+
+
+OBSERVED = {
+    "observed_seconds": 1.0,
+    "cache": {
+        "kv_blocks": 8,
+        "kv_blocks_used_peak": 2,
+        "prefix_cache_hit_tokens": 0,
+        "preemptions": 0,
+    },
+    "ceilings": {"bytes_per_second": 1e9, "flops_per_second": 1e12},
+    "roofline": {},
+    "steps": {},
+}
+
+
+def test_ratios_are_within_a_round():
+    """A round in which the whole machine was slow changes speeds and not the ratio."""
+    ours = result_of([1.0, 10.0, 2.0])
+    theirs = summary(result_of([2.0, 20.0, 5.0]), ours, 100, is_greedy=True)
+    assert theirs["times_as_fast"] == 2 and theirs["times_as_fast_range"] == [2, 2.5]
+    assert theirs["output_tokens_per_second"] == 20
+    assert theirs["output_tokens_per_second_range"] == [5, 50]
+    assert theirs["seconds"] == [2, 20, 5] and theirs["warmup_seconds"] == [8, 4]
+    assert theirs["ttft_p50"] == 2  # of the median round
+    assert theirs["requests_per_second"] == pytest.approx(2 / 5)
+
+
+def test_share_of_requests_with_the_same_tokens():
+    ours = result_of([1.0, 1.0]) | {"runs": [run_of(1.0, [1], [2]), run_of(1.0, [3], [4])]}
+    theirs = result_of([1.0]) | {"runs": [run_of(1.0, [1], [9]), run_of(1.0, [3], [4])]}
+    assert summary(theirs, ours, 2, is_greedy=True)["same_tokens"] == 0.75
+    assert "same_tokens" not in summary(theirs, ours, 2, is_greedy=False)
+
+
+def report_of(num_rounds: int, cold: bool = False) -> dict:
+    ours = result_of([1.0] * num_rounds) | OBSERVED | {"startup_seconds": 3.0}
+    results = {"nanovllm": ours, "hf": result_of([2.0] * num_rounds), "vllm": {"error": "no"}}
+    engines = {name: summary(result, ours, 80, True) for name, result in results.items()}
+    about = dict(requests=2, workload="random", rate=None, prompt_tokens=4, output_tokens=80)
+    about |= dict(cut_requests=0, max_model_len=9, model="m", dtype="float32", device="a machine")
+    about |= dict(temperature=0, rounds=num_rounds, busy=0, cold=cold, foreign_cpu_share=0.04)
+    return about | {"engines": engines}
+
+
+def test_table_of_engines():
+    header, ours, hf, vllm, error, *_ = engines_table(report_of(7)).splitlines()
+    assert "1st round" not in header
+    assert ours.split()[:5] == ["nanovllm", "80", "80-80", "-", "-"]
+    assert hf.split()[:5] == ["hf", "40", "40-40", "2.00x", "2.00-2.00"]
+    assert set(vllm.split()) == {"vllm", "-"} and error == "vllm: no"
+
+
+def test_first_seconds_are_columns_of_their_own():
+    header, ours, hf, vllm, *_ = engines_table(report_of(7, cold=True)).splitlines()
+    assert header.endswith("start s  1st round  2nd")
+    assert ours.split()[-3:] == ["3.0", "10", "20"] and hf.split()[-3:] == ["-", "10", "20"]
+    assert vllm.split()[-3:] == ["-", "-", "-"]
+
+
+def test_a_quick_look_and_a_busy_machine_are_told():
+    assert "7 rounds" in conditions(report_of(7)) and "quick look" not in conditions(report_of(7))
+    assert "quick look" in conditions(report_of(6))
+    assert "beside endless loops: 2" in conditions(report_of(7) | {"busy": 2})
+    assert "other programs used 0.04 processors" in conditions(report_of(7))
+
+
+def test_loops_run_beside_the_rounds(monkeypatch):
+    """After all engines have started, until the last round has ended."""
+    events = []
+
+    class NoTurns:
+        def __init__(self, pythons):
+            self.results = dict
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            events.append("end")
+
+        def start(self, job):
+            events.append(job.engine)
+            return dict.fromkeys(bench.FOLLOWED)
+
+        def play(self, num_rounds):
+            events.append(num_rounds)
+            raise ValueError("enough")
+
+    @contextmanager
+    def loop():
+        events.append("loop")
+        try:
+            yield
+        finally:
+            events.append("no loop")
+
+    monkeypatch.setattr(bench, "Turns", NoTurns)
+    monkeypatch.setattr(bench, "endless_loop", loop)
+    with pytest.raises(ValueError, match="enough"):
+        bench.compare(parse("--peer", "hf", "--busy", "2", "--requests", "1"))
+    assert events == ["nanovllm", "hf", "loop", "loop", 9, "no loop", "no loop", "end"]
+
+
+@pytest.mark.parametrize(
+    "folder, may_import",
+    [
+        ("performance", []),
+        ("baselines", ["performance"]),
+        ("simulation", ["performance", "baselines"]),
+    ],
+)
+def test_imports_go_one_way(folder, may_import):
+    """performance, then baselines, then simulation; figures and the tables of pages above them."""
+    imported = {
+        node.module.split(".")[1]
+        for path in (ROOT / "tutorials" / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("tutorials.")
+    }
+    assert folder in imported and imported <= {folder, *may_import}
+
+
+# --- what is written ---
+
+
+def test_json_is_compact(tmp_path):
+    write_json(
+        {"name": "a [1,  2]", "rows": [[1, 2.00000000049, 1e-12], []], "text": ["b"]},
+        tmp_path / "new" / "x.json",
+    )
+    text = (tmp_path / "new" / "x.json").read_text()
+    assert json.loads(text) == {"name": "a [1,  2]", "rows": [[1, 2.0, 1e-12], []], "text": ["b"]}
+    assert "[1, 2.0, 1e-12]" in text
+
+
+def test_who_is_ended_while_writing_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "x.json"
+    write_json({"old": 1}, path)
+    monkeypatch.setattr(Path, "write_text", lambda file, text: file.write_bytes(b"{") and 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        write_json({"new": 2}, path)
+    assert json.loads(path.read_text()) == {"old": 1}
+
+
+@pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)
+def test_numbers_in_the_pages_are_those_of_the_files(page):
+    text = page.read_text()
+    assert len(tables.MARK.findall(text)) == text.count("<!-- table ") >= 1
+    assert tables.written(text, page) == text, "run python -m tutorials.results.tables"
+
+
+def test_a_number_that_is_not_the_files_is_noticed():
+    page, changed = tables.PAGES[0], 0
+    text = page.read_text()
+    for mark in tables.MARK.finditer(text):
+        begin, end = mark.span("table")
+        for i in range(begin, end):
+            if text[i].isdigit():
+                wrong = f"{text[:i]}{(int(text[i]) + 1) % 10}{text[i + 1 :]}"
+                assert tables.written(wrong, page) == text
+                changed += 1
+    assert changed > 20
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["--requests", "0"], "'0' is not allowed: it must be a positive integer"),
+        (["--rate", "-1"], "'-1' is not allowed: it must be a positive number, or inf"),
+        (["--rate", "nan"], "'nan' is not allowed"),
+        (
+            ["--temperature", "hot"],
+            "'hot' is not allowed: it must be 0 (greedy) or a positive number",
+        ),
+        (["--option", "block_size"], "'block_size' is not allowed: it must be NAME=VALUE"),
+        (["--python", "vllm=/no/such/file"], "it must be ENGINE=INTERPRETER"),
+        (["--peer", "nanovllm"], "choose from"),
+        (["--random-weights", "qwen3-9b"], "choose from"),
+        (["--tokens", "9", "8"], "MIN must be at most MAX"),
+        (["--peer", "hf", "--rate", "2"], "--peer hf takes all requests at once"),
+        (["--trace", "x.csv", "--tokens", "1", "2"], "--trace is a workload"),
+        (["--model", "x", "--random-weights", "qwen3-8b"], "give one"),
+        (["--trace", "no-such-file.csv"], "no-such-file.csv is not a CSV"),
+    ],
+)
+def test_bad_arguments(monkeypatch, capsys, argv, message):
+    monkeypatch.setattr(sys, "argv", ["bench.py", *argv])
+    with pytest.raises(SystemExit) as error:
+        bench.main()
+    assert error.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_interpreter_may_be_named_from_here(fake_python, monkeypatch):
+    monkeypatch.chdir(Path(fake_python).parent)
+    assert parse("--python", "vllm=./python").python == [("vllm", fake_python)]
+
+
+def test_options_are_json_or_text():
+    args = parse(
+        "--option", "num_blocks=8", "--option", "dtype=float32", "--option", "enforce_eager=true"
+    )
+    assert dict(args.option) == {"num_blocks": 8, "dtype": "float32", "enforce_eager": True}
+
+
+@pytest.mark.filterwarnings("ignore:overflow|invalid:RuntimeWarning")
+def test_the_host_is_measured_in_phases(monkeypatch):
+    """`bench.py host`, with little to do: each phase takes some of the step."""
+    monkeypatch.setattr(host, "CONTEXT", 20)
+    monkeypatch.setattr(host, "STEPS", 4)
+    monkeypatch.setattr(host, "CASES", [(3, 64)])
+    monkeypatch.setattr(host, "QUEUES", (3,))
+    monkeypatch.setattr(host.logging, "disable", lambda level: None)  # not for all other tests
+    with redirect_stdout(StringIO()) as out:
+        host.worker()
+    report = json.loads(out.getvalue())
+    (phases,) = report["host"].values()
+    assert set(phases) == {"step", "schedule", "prepare", "run", "update"}
+    assert all(0 < seconds < 1 for seconds in phases.values())
+    ((name, row),) = report["queue"].items()
+    assert name == "3" and set(row) == {"step", "abort", "failed step"} and row["step"] > 0
+
+
+def test_medians_of_several_runs():
+    reports = [{"1, 64": {"step": seconds, "run": 1.0}} for seconds in (3.0, 1.0, 2.0)]
+    assert host.medians(reports) == {"1, 64": {"step": 2.0, "run": 1.0}}
+    lines = host.milliseconds("case", host.medians(reports)).splitlines()
+    assert lines[1].split() == ["1,", "64", "2000.000", "1000.000"]

@@ -1,0 +1,536 @@
+"""vAttention: mapped memory against a dictionary of pages, attention against dense attention, tokens against those of
+paging in software, and nothing left behind.
+
+Run: pytest tests/vattention/test_vattention.py [-k rows]
+"""
+
+import errno
+import gc
+import logging
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import new_model, save
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanovllm import LLM, BeamSearchParams, SamplingParams
+from nanovllm.config import Limits
+from nanovllm.layers.kv_cache import CacheShape
+from nanovllm.vattention import memory as virtual_memory
+from nanovllm.vattention import ops as vattention
+from nanovllm.vattention.cache import NO_ROW, PageTable, VirtualCache, VirtualShape
+from nanovllm.vattention.memory import HostMemory, System, mappings_free
+from nanovllm.vattention.ops import Layout, neighbors
+from tests.core.test_attention import dense_attention, random_batch
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="memfd_create is Linux's")
+
+ROOT = Path(__file__).parents[2]
+PAGE = HostMemory.page_bytes
+CPU = torch.device("cpu")
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+def our_mappings() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:nanovllm")
+
+
+def our_files() -> int:
+    return sum("memfd:nanovllm" in link for link in map(link_of, os.listdir("/proc/self/fd")))
+
+
+def link_of(name: str) -> str:
+    path = f"/proc/self/fd/{name}"
+    return os.readlink(path) if os.path.islink(path) else ""
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    """Of any test: what is mapped, the files, and the addresses."""
+    gc.collect()
+    before = our_mappings(), our_files()
+    yield
+    gc.collect()
+    assert (our_mappings(), our_files()) == before
+
+
+def system(num_mappings: int = 10_000, page_bytes: int = PAGE) -> System:
+    return System(page_bytes, num_mappings, HostMemory)
+
+
+# --- memory ---
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["map", "unmap", "write"]), *[st.integers(0, 7)] * 3),
+        max_size=30,
+    )
+)
+@settings(max_examples=60, deadline=None)
+def test_mapped_memory_against_a_dictionary(actions):
+    memory = HostMemory(8 * PAGE)
+    pool = memory.reserve(8 * PAGE)
+    memory.map(pool, 0, 8 * PAGE)
+    physical = memory.view(pool, 8 * PAGE).view(8, PAGE)
+    physical[:] = torch.arange(1, 9, dtype=torch.uint8).unsqueeze(1)
+    address = memory.reserve(16 * PAGE)
+    seen = memory.view(address, 16 * PAGE).view(16, PAGE)
+    shown: dict[int, int] = {}  # page of the range -> page of the memory
+    value = 100
+    for kind, place, page, length in actions:
+        length = min(length + 1, 8 - page)
+        if kind == "map":
+            memory.map(address + place * PAGE, page * PAGE, length * PAGE)
+            shown |= {place + i: page + i for i in range(length)}
+        elif kind == "unmap":
+            memory.unmap(address + place * PAGE, length * PAGE)
+            shown = {p: q for p, q in shown.items() if not place <= p < place + length}
+        elif place in shown:
+            value += 1
+            seen[place] = value  # through one address, to be read through all others
+            assert (physical[shown[place]] == value).all()
+        for p in range(16):
+            expected = physical[shown[p]] if p in shown else torch.zeros(PAGE, dtype=torch.uint8)
+            assert seen[p].equal(expected)
+
+
+def test_a_terabyte_of_addresses_takes_no_memory():
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
+
+    memory = HostMemory(PAGE)
+    before = resident()
+    view = memory.view(memory.reserve(2**40), 2**40)
+    assert view[:: 2**30].sum() == 0 and resident() - before < 2**26
+
+
+def test_memory_lives_as_long_as_a_view():
+    memory = HostMemory(PAGE)
+    address = memory.reserve(PAGE)
+    memory.map(address, 0, PAGE)
+    part = memory.view(address, PAGE)[:10].view(torch.int16)
+    del memory
+    gc.collect()
+    part.fill_(3)
+    assert our_files() > 0 and part.tolist() == [3] * 5
+
+
+def test_more_memory_than_there_is():
+    with pytest.raises(OSError, match=r"the machine has [\d,]+ bytes"):
+        HostMemory(2**60)
+    memory = HostMemory(PAGE)
+    with pytest.raises(OSError, match="mmap, 1,152,921,504,606,846,976 bytes"):
+        memory.reserve(2**60)
+
+
+# --- shapes ---
+
+
+@given(
+    layers=st.sampled_from([1, 2, 5, 28]),
+    heads=st.sampled_from([1, 2, 3, 8]),
+    head_dim=st.sampled_from([16, 32, 80, 128]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    block_size=st.sampled_from([1, 2, 4, 8, 16, 32, 64, 256, 3, 5, 48]),
+    page_bytes=st.sampled_from([4096, 65536, 2**21]),
+    num_mappings=st.sampled_from([300, 10_000, 10**9]),
+)
+def test_pieces_have_whole_pages_and_tokens_at_equal_distances(
+    layers, heads, head_dim, dtype, block_size, page_bytes, num_mappings
+):
+    shape = CacheShape(layers, block_size, heads, head_dim, dtype)
+    limits = Limits(max_model_len=1000, max_num_seqs=64, max_num_batched_tokens=100)
+    try:
+        found = VirtualShape(shape, limits, system(num_mappings, page_bytes))
+    except ValueError as error:
+        is_uneven = block_size & (block_size - 1) and f"block_size={block_size} is" in str(error)
+        is_scarce = num_mappings < 1001 // block_size + 2 and "vm.max_map_count" in str(error)
+        assert is_uneven or is_scarce
+        return
+    num, size, num_rows = found.pieces
+    assert num in (1, layers) and size % page_bytes == 0 and size % block_size == 0
+    assert size // block_size % 16 == 0 and num * size == found.block_bytes >= shape.block_bytes
+    assert 1 <= num_rows <= 64
+    assert num_rows * num * (-(-1000 // block_size) + 1) <= num_mappings
+    if block_size & (block_size - 1) == 0:  # padded to the next page, and not more
+        assert found.block_bytes - shape.block_bytes < num * page_bytes
+
+
+def test_a_piece_for_each_layer_if_there_are_mappings_for_it():
+    shape = CacheShape(28, 16, 8, 128, torch.float32)
+    limits = Limits(max_model_len=1600, max_num_seqs=10, max_num_batched_tokens=100)
+    assert VirtualShape(shape, limits, system(28 * 101 * 10)).pieces[::2] == (28, 10)
+    assert VirtualShape(shape, limits, system(28 * 101 * 10 - 1)).pieces[::2] == (1, 10)
+    assert VirtualShape(shape, limits, system(303)).pieces[::2] == (1, 3)
+    assert VirtualShape(shape, limits, system(10**9, 2**21)).pieces[::2] == (1, 10)  # of a GPU
+
+
+@pytest.mark.parametrize("num", [1, 3])
+def test_blocks_and_rows_show_the_same_numbers(num):
+    """The number of a token says where it is, in each of them."""
+    shape = CacheShape(3, 4, 2, 16, torch.float32)
+    limits = Limits(max_model_len=10, max_num_seqs=2, max_num_batched_tokens=100)
+    # 3 pieces would take three pages where one is enough, unless the page is small
+    virtual = VirtualShape(shape, limits, system())
+    virtual.pieces = virtual.cut(num, limits)
+    virtual.block_bytes = num * virtual.pieces.size
+    cache = virtual.new_cache(5, CPU)
+    assert cache.tensor.shape == (2, 3, 5, 4, 2, 16)
+    cache.tensor.copy_(torch.randn(cache.tensor.shape))
+    tables = [[4, 0, 2], [4, 3]]
+    rows = cache.page_table.show(tables, [0, 0])
+    for row, table in zip(rows, tables):
+        for layer in range(3):
+            expected = cache.tensor[:, layer, table].flatten(1, 2)
+            seen = cache.rows[layer][:, row]
+            assert seen[:, : expected.shape[1]].equal(expected)
+            assert not seen[:, expected.shape[1] :].any()
+
+
+# --- rows ---
+
+
+class Interrupted:
+    """Memory whose n-th change from now on is interrupted, before or after it is made; then none."""
+
+    def __init__(self, memory):
+        self.memory = memory
+        self.left = 0
+
+    def __getattr__(self, name):
+        function = getattr(self.memory, name)
+        return partial(self.change, function) if name in ("map", "unmap") else function
+
+    def change(self, function, *args):
+        self.left -= 1
+        if self.left == 0:
+            if args[0] % (2 * PAGE):
+                function(*args)
+            raise KeyboardInterrupt
+        function(*args)
+
+
+@given(
+    st.lists(
+        st.lists(st.lists(st.integers(0, 11), min_size=1, max_size=4), max_size=5), max_size=12
+    ),
+    st.integers(1, 40),
+    st.randoms(use_true_random=False),
+)
+@settings(max_examples=60, deadline=None)
+def test_rows_show_what_the_tables_say(steps, every, rng):
+    """Of whatever sequences, with interrupts: each in a row of its own, and zeros behind it."""
+    shape = CacheShape(2, 4, 1, 32, torch.float32)
+    limits = Limits(max_model_len=16, max_num_seqs=4, max_num_batched_tokens=100)
+    cache = VirtualShape(shape, limits, system()).new_cache(12, CPU)
+    cache.tensor.copy_(torch.arange(1.0, 13).view(12, 1, 1, 1).expand(cache.tensor.shape))
+    table = cache.page_table
+    table.memory = Interrupted(table.memory)
+    for tables in steps:
+        starts = [rng.randrange(4 * len(blocks)) for blocks in tables]
+        table.memory.left = every
+        try:
+            rows = table.show(tables, starts)
+        except KeyboardInterrupt:
+            rows = table.show(tables, starts)
+        seen = [row for row in rows if row != NO_ROW]
+        assert len(set(seen)) == len(seen) == min(4, len(tables))
+        for row, blocks in zip(rows, tables):
+            if row != NO_ROW:
+                shown = cache.rows[1][0, row, ::4, 0, 0].tolist()
+                assert shown == [b + 1.0 for b in blocks] + [0.0] * (4 - len(blocks))
+
+
+class Counted:
+    """Memory that counts what is mapped."""
+
+    def __init__(self, memory):
+        self.memory, self.mapped, self.unmapped = memory, 0, 0
+
+    def map(self, *args):
+        self.mapped += 1
+        self.memory.map(*args)
+
+    def unmap(self, *args):
+        self.unmapped += 1
+        self.memory.unmap(*args)
+
+    def wait(self):
+        self.memory.wait()
+
+
+def counted_table() -> PageTable:
+    shape = CacheShape(1, 4, 2, 128, torch.float32)
+    limits = Limits(max_model_len=32, max_num_seqs=4, max_num_batched_tokens=100)
+    table = VirtualShape(shape, limits, system()).new_cache(30, CPU).page_table
+    table.memory = Counted(table.memory)
+    return table
+
+
+def test_only_what_is_new_is_mapped():
+    table = counted_table()
+    assert table.show([[5, 6], [7]], [0, 0]) == [0, 1] and table.memory.mapped == 3
+    assert table.show([[7], [5, 6]], [3, 7]) == [1, 0]  # the same ones in another order
+    assert table.memory.mapped == 3
+    assert table.show([[5, 6, 8], [7]], [8, 4]) == [0, 1] and table.memory.mapped == 4
+    # copy-on-write: the second one of two has another block in this place
+    assert table.show([[5, 6, 8], [5, 6, 9]], [9, 9]) == [0, 1] and table.memory.mapped == 7
+    assert table.memory.unmapped == 0
+
+
+def test_a_conversation_goes_on_where_it_was():
+    """Its blocks are still mapped when it comes back, if nobody needed its row."""
+    table = counted_table()
+    table.show([[5, 6], [7]], [0, 0])
+    table.show([[7]], [3])
+    mapped = table.memory.mapped
+    assert table.show([[7], [5, 6, 1]], [4, 8]) == [1, 0] and table.memory.mapped == mapped + 1
+    table.show([[2], [3], [4], [9]], [0] * 4)  # who comes needs all rows
+    assert table.shown == [[2], [3], [4], [9]] and table.memory.unmapped == 2
+
+
+@given(
+    st.dictionaries(st.integers(0, 40), st.integers(1, 5000), max_size=40),
+    st.sampled_from([0, 100, 10**6]),
+)
+def test_neighbors_are_in_rows_that_follow_each_other(contexts_of_rows, most):
+    rows = list(contexts_of_rows)
+    contexts = [contexts_of_rows[row] for row in rows]
+    groups = neighbors({row: b for b, row in enumerate(rows)}, contexts, most)
+    assert sorted(b for group in groups for b in group) == list(range(len(rows)))
+    for group in groups:
+        first = rows[group[0]]
+        assert [rows[b] for b in group] == list(range(first, first + len(group)))
+        keys = sum(contexts[b] for b in group)
+        padding = len(group) * max(contexts[b] for b in group) - keys
+        assert padding <= most * (len(group) - 1)
+    if most == 10**6:
+        assert len(groups) == sum(row - 1 not in contexts_of_rows for row in rows)
+
+
+# --- attention ---
+
+
+def virtual(batch, num_rows: int, num_mappings: int = 10_000):
+    """The same batch, with its cache in a VirtualCache."""
+    tensor = batch.kv_cache.tensor
+    _, layers, num_blocks, block_size, heads, head_dim = tensor.shape
+    shape = CacheShape(layers, block_size, heads, head_dim, tensor.dtype)
+    longest = max(64, batch.max_context)
+    limits = Limits(max_model_len=longest, max_num_seqs=num_rows, max_num_batched_tokens=100)
+    cache = VirtualShape(shape, limits, system(num_mappings)).new_cache(num_blocks, CPU)
+    cache.tensor.copy_(tensor)
+    batch.kv_cache = cache
+    return batch
+
+
+def check(sequences, num_heads, num_kv_heads, head_dim, num_rows=64, is_clean=False, **kwargs):
+    batch, keys = random_batch(sequences, num_kv_heads, head_dim, **kwargs)
+    if is_clean:  # what nobody owns is finite, so that groups are computed as groups
+        batch.kv_cache.tensor.nan_to_num_(nan=77.0)
+    batch = virtual(batch, num_rows)
+    layer, scale = 1, head_dim**-0.5
+    lengths = [length for length, _ in sequences]
+    q = torch.randn(sum(lengths), num_heads, head_dim, generator=torch.Generator().manual_seed(1))
+    new = torch.cat([kv[:, layer, -length:] for kv, length in zip(keys, lengths)], dim=1)
+    batch.layout = vattention.layout(batch)
+    vattention.store_kv(new[0], new[1], batch, layer)
+    expected = [dense_attention(x, *kv[:, layer], scale) for x, kv in zip(q.split(lengths), keys)]
+    out = vattention.paged_attention(q, batch, layer, scale)
+    torch.testing.assert_close(out, torch.cat(expected), atol=1e-5, rtol=1e-4)
+    return batch
+
+
+MIXTURE = [(1, 9), (5, 5), (3, 20), (1, 1), (1, 33), (17, 40), (1, 31), (1, 30)]
+
+
+@pytest.mark.slow(but_every=4)
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2), (8, 2), (7, 1), (14, 2)])
+@pytest.mark.parametrize("head_dim", [16, 32, 80])
+@pytest.mark.parametrize("is_clean", [True, False])
+def test_a_mixture_of_prompts_chunks_and_decodes(heads, head_dim, is_clean):
+    check(MIXTURE, *heads, head_dim, is_clean=is_clean)
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 4, 8, 16, 32])
+@pytest.mark.parametrize("num_rows", [1, 3, 64])
+def test_with_few_rows_the_others_are_gathered(block_size, num_rows):
+    batch = check(MIXTURE, 4, 2, 16, num_rows, is_clean=True, block_size=block_size, num_blocks=500)
+    assert batch.layout.rows.count(NO_ROW) == max(0, len(MIXTURE) - num_rows)
+
+
+@pytest.mark.parametrize("context", [1, 7, 8, 9, 16, 17, 40])
+def test_every_split_into_cached_and_new_at_block_borders(context):
+    for length in {1, 2, context // 2, context - 1, context} & set(range(1, context + 1)):
+        check([(length, context)], 4, 2, 16, seed=length)
+
+
+def test_a_group_is_computed_at_once_and_alone_only_beside_nan(monkeypatch):
+    alone = []
+    plain = vattention.attend_alone
+    monkeypatch.setattr(vattention, "attend_alone", lambda *args: alone.append(1) or plain(*args))
+    decodes = [(1, context) for context in (40, 17, 39, 16)]
+    batch = check(decodes, 6, 2, 32, is_clean=True)
+    assert not alone and len(batch.layout.parts) == 1
+    check(decodes, 6, 2, 32)
+    assert alone
+
+
+def test_the_work_does_not_grow_with_the_capacity_of_the_cache():
+    batch, _ = random_batch([(1, 9), (5, 12)], 2, 16, num_blocks=5000)
+    batch = virtual(batch, num_rows=4)
+    q, new = torch.randn(6, 4, 16), torch.randn(2, 6, 2, 16)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        batch.layout = Layout(batch)
+        vattention.store_kv(new[0], new[1], batch, 0)
+        vattention.paged_attention(q, batch, 0, 0.25)
+    assert 0 < max(event.cpu_memory_usage for event in profile.events()) <= 16_384
+
+
+# --- the engine ---
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return save(new_model(), tmp_path_factory.mktemp("qwen3"))
+
+
+def tokens(outputs) -> list[list[list[int]]]:
+    return [[list(answer.token_ids) for answer in output.outputs] for output in outputs]
+
+
+@pytest.mark.slow(but_every=3)
+@pytest.mark.parametrize("block_size", [1, 2, 4, 16, 64])
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_the_tokens_are_those_of_paging_in_software(path, block_size, mode):
+    """Chunks, scarce memory, shared prefixes, several samples and beams, one after the other."""
+    prefix = list(range(5, 45))
+    prompts = [prefix + [i] * (3 + 5 * i) for i in range(5)]
+    params = [SamplingParams(temperature=0.8, n=1 + i % 3, seed=i, max_tokens=14) for i in range(5)]
+    answers = []
+    for backend in ("torch", "vattention"):
+        options = dict(attention_backend=backend, block_size=block_size, preemption_mode=mode)
+        num_blocks = 130 // block_size + 9
+        llm = LLM(
+            path,
+            dtype="float32",
+            num_blocks=num_blocks,
+            max_num_batched_tokens=20,
+            max_model_len=256,
+            **options,
+        )
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        outputs += llm.generate(prompts, GREEDY, use_tqdm=False)
+        outputs += llm.beam_search(
+            prompts[:2], BeamSearchParams(beam_width=3, max_tokens=12), use_tqdm=False
+        )
+        answers.append(tokens(outputs))
+        assert llm.stats()["kv_blocks_used"] == 0 < llm.stats()["preemptions"]
+        if backend == "vattention":
+            assert isinstance(llm.runner.kv_cache, VirtualCache)
+    assert answers[0] == answers[1]
+
+
+def test_a_mapping_that_fails_ends_one_step_and_the_engine_goes_on(path, monkeypatch):
+    """The system may lack mappings when it is too late to refuse the engine."""
+    # pytest keeps what is logged, an error keeps its frames, and these keep the engine
+    monkeypatch.setattr(logging.getLogger("nanovllm.recovery"), "disabled", True)
+    llm = LLM(path, dtype="float32", attention_backend="vattention", num_blocks=100)
+    before = tokens(llm.generate([[7] * 30, [8] * 9], GREEDY, use_tqdm=False))
+    llm.reset_prefix_cache()
+    plain, failures = HostMemory.map, []
+
+    def fails_once(*args):
+        if not failures:
+            failures.append(args)
+            raise OSError(errno.ENOMEM, "mmap")
+        plain(*args)
+
+    monkeypatch.setattr(HostMemory, "map", fails_once)
+    assert tokens(llm.generate([[7] * 30, [8] * 9], GREEDY, use_tqdm=False)) == before
+    assert failures and llm.stats()["failed_steps"] == 1 and llm.stats()["kv_blocks_used"] == 0
+
+
+def test_engines_leave_nothing_behind(path, request):
+    """Neither do those that fail at their start."""
+    before = our_mappings(), our_files(), len(os.listdir("/proc/self/fd"))
+    for i in range(50 if request.config.getoption("--slow") else 5):
+        llm = LLM(path, attention_backend="vattention", num_blocks=20, max_num_seqs=4)
+        assert our_files() > before[1]
+        llm.generate([[i % 50] * 20], GREEDY, use_tqdm=False)
+        with pytest.raises(ValueError, match="not enough memory for 2147483647 KV blocks"):
+            LLM(path, attention_backend="vattention", num_blocks=2**31 - 1)
+        del llm
+        gc.collect()
+    assert (our_mappings(), our_files(), len(os.listdir("/proc/self/fd"))) == before
+
+
+@pytest.mark.slow
+def test_what_holds_for_paging_in_software_holds_here():
+    """The same tests, with this backend as the default. They ask for blocks of a size in bytes, or of three tokens."""
+    others = "room_for_no_block or more_memory_than_there_is or block_size_does_not_matter"
+    names = ["core/test_hard_cases", "core/test_fuzz", "core/test_engine", "core/test_faults"]
+    names += ["swapping", "decoding/test_beam_search", "parallel/test_parallel"]
+    files = [str(path) for name in names for path in ROOT.glob(f"tests/{name}*")]
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "vattention_default", *files]
+    done = subprocess.run(
+        [*command, "-k", f"not ({others})", "-p", "no:cacheprovider"],
+        cwd=ROOT,
+        env=os.environ
+        | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "tools")])},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    assert " passed" in done.stdout
+
+
+# --- what cannot work ---
+
+
+def test_a_system_without_memfd(monkeypatch):
+    monkeypatch.delattr(os, "memfd_create")
+    with pytest.raises(ValueError, match="it needs memfd_create, which Linux has, or a GPU"):
+        LLM(attention_backend="vattention")
+    LLM(attention_backend="torch", num_blocks=10)
+
+
+def test_too_few_mappings(monkeypatch):
+    monkeypatch.setattr(virtual_memory, "mappings_free", lambda: 160)
+    problem = (
+        r"attention_backend='vattention' is not allowed: there is room for 120 mappings "
+        r"\(vm.max_map_count\), and a sequence of max_model_len=2048 tokens in blocks of 16 takes 129"
+    )
+    with pytest.raises(ValueError, match=problem):
+        LLM(attention_backend="vattention")
+    llm = LLM(attention_backend="vattention", max_model_len=1024, num_blocks=100)
+    assert llm.runner.shape.pieces.num_rows == 1
+    questions = [[i] * 20 for i in range(5)]  # four of them find no row
+    paged = LLM(attention_backend="torch", num_blocks=100)
+    assert tokens(llm.generate(questions, GREEDY)) == tokens(paged.generate(questions, GREEDY))
+
+
+def test_a_block_that_no_page_holds():
+    with pytest.raises(
+        ValueError, match=r"block_size=17 is not allowed: its .* use a power of two"
+    ):
+        shape = CacheShape(2, 17, 2, 16, torch.float32)
+        VirtualShape(
+            shape, Limits(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=9), system()
+        )
+
+
+def test_mappings_are_counted():
+    before = mappings_free()
+    memory = HostMemory(20 * PAGE)
+    address = memory.reserve(40 * PAGE)
+    for i in range(20):
+        memory.map(address + 2 * i * PAGE, (19 - i) * PAGE, PAGE)
+    assert 38 <= before - mappings_free() <= 42
