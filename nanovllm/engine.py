@@ -177,7 +177,8 @@ class LLM:
                 for output in outputs:
                     while not output.finished:
                         self.step(report=False)
-            self._catch_up()
+            with self.turns.take():
+                self.replies.catch_up()  # those of the last step
         except BaseException:  # even Ctrl-C: nothing of this call is left behind
             self.recovery.unwanted.extend(requests)
             raise
@@ -276,11 +277,6 @@ class LLM:
 
     def _is_used(self, request_id: str) -> bool:
         return request_id in self.replies.unfinished or request_id in self.replies.unreported
-
-    def _catch_up(self) -> None:
-        """Makes the outputs of the requests that ended in the last step."""
-        with self.turns.take():
-            self.replies.catch_up()
 
     def _deliver(self, schedule: Schedule) -> None:
         """Reports the step's tokens."""

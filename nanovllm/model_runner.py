@@ -20,12 +20,12 @@ from nanovllm.device.cuda_graphs import StepGraphs
 from nanovllm.device.memory import keep_freed_memory, largest_step, memory_left, warm_up_steps
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import CacheShape
-from nanovllm.layers.sampler import Sampling, top_logprobs
+from nanovllm.layers.sampler import top_logprobs
 from nanovllm.loader import load_model
 from nanovllm.models.qwen import Qwen, head_dim_of
 from nanovllm.sampling import sampling_of
 from nanovllm.schedule import Drawn, Item, Schedule
-from nanovllm.sequence import Sequence, TokenLogprobs
+from nanovllm.sequence import TokenLogprobs
 from nanovllm.step import StepInputs, integers
 from nanovllm.swapping.host_cache import HostCache
 
@@ -222,31 +222,21 @@ class ModelRunner:
         results: list[Tensor] = []
         wanted = [seq.request.num_logprobs for seq in seqs]
         if seqs:
-            results = self._draw(hidden[: len(seqs)], inputs.sampling, seqs, wanted)
+            logits = self.model.lm_head(hidden[: len(seqs)])
+            if inputs.sampling is None:
+                # the first of equal logits, like argmax, which is four times as slow on a CPU
+                token_ids = logits.max(-1).indices
+            else:
+                token_ids = self.ops.sample(adjusted_logits(logits, seqs), inputs.sampling)
+            results = [token_ids]
+            max_wanted = max((k for k in wanted if k is not None), default=None)
+            if max_wanted is not None:
+                values, ids = top_logprobs(logits, token_ids, min(max_wanted, self.vocab_size))
+                results += [ids, values]
         scores = None
         if schedule.scored:
             scores = PromptScores(schedule.scored, hidden[len(seqs) :], self.model.lm_head)
         return partial(collect, results, wanted, scores)
-
-    def _draw(
-        self,
-        hidden: Tensor,
-        sampling: Sampling | None,
-        seqs: list[Sequence],
-        wanted: list[int | None],
-    ) -> list[Tensor]:
-        """The token ids; with the likeliest and their log-probabilities, if any are wanted."""
-        logits = self.model.lm_head(hidden)
-        if sampling is None:
-            # the first of equal logits, like argmax, which is four times as slow on a CPU
-            token_ids = logits.max(-1).indices
-        else:
-            token_ids = self.ops.sample(adjusted_logits(logits, seqs), sampling)
-        max_wanted = max((k for k in wanted if k is not None), default=None)
-        if max_wanted is None:
-            return [token_ids]
-        values, ids = top_logprobs(logits, token_ids, min(max_wanted, self.vocab_size))
-        return [token_ids, ids, values]
 
 
 def collect(results: list[Tensor], wanted: list[int | None], scores: PromptScores | None) -> Drawn:

@@ -8,6 +8,7 @@ import torch
 from nanovllm.config import Config, Limits
 from nanovllm.device.threads import Threads
 from nanovllm.model_runner import ModelRunner
+from nanovllm.models.qwen import Qwen
 from nanovllm.schedule import Drawn, Runner, Schedule
 
 
@@ -17,8 +18,11 @@ class CPURunner(ModelRunner):
     def __init__(self, *args):
         self.threads = Threads()
         super().__init__(*args)
-        layer = self.model.model.layers[0]
-        self.weights_per_layer = sum(weight.numel() for weight in layer.parameters())
+
+    def load(self, path: Path, hf_config, **options) -> Qwen:
+        model = super().load(path, hf_config, **options)
+        self.weights_per_layer = sum(w.numel() for w in model.model.layers[0].parameters())
+        return model
 
     def launch(self, schedule: Schedule) -> Callable[[], Drawn]:
         with self.threads.of_step(schedule.num_tokens * self.weights_per_layer):

@@ -144,13 +144,6 @@ class SamplingParams(Options):
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             self.require(name, isinstance(getattr(self, name), bool), "True or False")
 
-    @property
-    def adjusts_logits(self) -> bool:
-        has_penalty = self.presence_penalty or self.frequency_penalty
-        return bool(
-            has_penalty or self.repetition_penalty != 1 or self.logit_bias or self.min_tokens
-        )
-
     def clone(self) -> "SamplingParams":
         """A copy. For other values: dataclasses.replace(params, top_k=5)."""
         return replace(self)

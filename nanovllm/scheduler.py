@@ -321,8 +321,12 @@ class Scheduler:
     # --- the queue ---
 
     def enqueue(self, request: Request) -> None:
-        """Appends to `waiting`; or inserts, if priorities are fixed: nothing is sorted then."""
-        if self.keeps_order:
-            insort(self.waiting, request, key=lambda other: (self.priority(other), other.arrival))
+        """Appends to `waiting`, or, if priorities are fixed, inserts: then it stays sorted."""
+
+        def key(other: Request) -> tuple:
+            return self.priority(other), other.arrival
+
+        if self.keeps_order and self.waiting and key(request) < key(self.waiting[-1]):
+            insort(self.waiting, request, key=key)
         else:
             self.waiting.append(request)

@@ -97,9 +97,12 @@ class Request:
     def __post_init__(self):
         self.seed = self.params.seed or 0
         self.num_logprobs = self.params.logprobs  # how many of the likeliest tokens to return
-        self.is_adjusted = self.params.adjusts_logits
+        params = self.params
+        has_penalty = params.presence_penalty or params.frequency_penalty
+        has_penalty = has_penalty or params.repetition_penalty != 1
+        self.is_adjusted = bool(has_penalty or params.logit_bias or params.min_tokens)
         # whether its tokens are just the likeliest ones
-        self.is_plain = self.params.temperature == 0 and not self.is_adjusted
+        self.is_plain = params.temperature == 0 and not self.is_adjusted
         eos_token_ids = () if self.params.ignore_eos else self.eos_token_ids
         self.stop_token_ids = frozenset(self.params.stop_token_ids or ()).union(eos_token_ids)
         self.own_stop_token_ids = self.stop_token_ids.difference(eos_token_ids)

@@ -1,1 +1,4 @@
-"""Checks: what a scheduler of one's own may get wrong, and whether all blocks are accounted for."""
+"""Checks of schedulers and blocks that may be wrong.
+
+Chapters: 03_scheduler.
+"""

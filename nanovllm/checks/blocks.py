@@ -14,26 +14,28 @@ def check_blocks(manager: BlockManager, sequences: Iterable[Sequence]) -> None:
     for seq in sequences:
         has_room = seq.num_computed_tokens <= len(seq.block_table) * manager.block_size
         assert has_room, f"{seq} has too few blocks"
+    tables = [seq.block_table for seq in sequences]
     ref_counts = [block.ref_count for block in manager.blocks]
-    check_owners("block", (seq.block_table for seq in sequences), ref_counts, manager.free_blocks)
-    host_tables = (seq.host_table for seq in sequences)
-    check_owners("host block", host_tables, manager.host_ref_counts, manager.free_host_blocks)
-    others = [b for key, b in manager.findable.items() if b.key is not key and b.key != key]
-    assert not others, f"these blocks can be found by another prefix: {others}"
-    num_keys = len(manager.blocks) - [block.key for block in manager.blocks].count(None)
+    check_owners("block", tables, ref_counts, manager.free_blocks)
+    tables = [seq.host_table for seq in sequences]
+    check_owners("host block", tables, manager.host_ref_counts, manager.free_host_blocks)
+    for key, block in manager.findable.items():
+        is_same = block.key is key or block.key == key
+        assert is_same, f"{block} can be found by another prefix: {key}"
+    num_keys = sum(block.key is not None for block in manager.blocks)
     num_findable = len(manager.findable)
     assert num_keys == num_findable, f"{num_keys} blocks have a key, {num_findable} can be found"
 
 
 def check_owners(
-    name: str, tables: Iterable[list[int]], ref_counts: list[int], free: Iterable[int]
+    name: str, tables: list[list[int]], ref_counts: list[int], free: Iterable[int]
 ) -> None:
     owners = Counter(chain.from_iterable(tables))
     listed = [*map(owners.get, range(len(ref_counts)), repeat(0))]
     for i, (ref_count, num_tables) in enumerate(zip(ref_counts, listed)):
-        assert ref_count == num_tables, (
-            f"{name} {i} is in {num_tables} tables, but its ref_count is {ref_count}"
-        )
+        if ref_count != num_tables:
+            where = f"is in {num_tables} tables"
+            raise AssertionError(f"{name} {i} {where}, but its ref_count is {ref_count}")
     both = owners.keys() & free
     assert not both, f"these {name}s are free and in use: {both}"
     num_lost = len(ref_counts) - len(owners.keys() | free)

@@ -1,1 +1,4 @@
-"""Decoding beyond one plain sequence: samples, beams, penalties, log-probabilities of the prompt."""
+"""Decoding beyond one plain sequence: samples, beams, penalties, prompt log-probabilities.
+
+Chapters: 11_decoding.
+"""

@@ -1,1 +1,4 @@
-"""The machine: its device and backend, its memory, CUDA graphs on a GPU, threads on a CPU."""
+"""The machine: device, dtype and backend, memory, CUDA graphs, threads.
+
+Chapters: 06_model_runner.
+"""

@@ -1,3 +1,4 @@
-"""Text in and out: prompts become requests, and tokens become text, stop strings looked for, and
-outputs.
+"""Text in and out: prompts, tokens to text, stop strings, outputs, streams.
+
+Chapters: 08_engine.
 """

@@ -88,7 +88,7 @@ class Inputs:
     def check_ids(self, name: str, token_ids: Iterable[int]) -> None:
         limit = self.vocab_size - 1
         for i in token_ids:
-            if not is_int(i, 0, limit):
+            if type(i) is not int or not 0 <= i <= limit:
                 allowed = f"ids must be integers from 0 to {limit}"
                 raise ValueError(f"{name} has the token id {shown(i)}: {allowed}")
 

@@ -1,1 +1,4 @@
-"""Tensor parallelism: each rank holds a shard of each layer, and all compute every step together."""
+"""Tensor parallelism: ranks that share each layer.
+
+Chapters: 15_parallel.
+"""

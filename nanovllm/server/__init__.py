@@ -1,3 +1,4 @@
-"""The server: an OpenAI-compatible API over an engine or replicas on Ray, its web page, and the
-command line.
+"""OpenAI's API over one engine or replicas, the page, the command line.
+
+Chapters: 14_serving, 16_beyond.
 """

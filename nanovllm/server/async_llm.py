@@ -169,7 +169,7 @@ class AsyncLLM(Backend):
         except ScheduleError as error:  # of the scheduler: all that runs has failed, not the engine
             failure = error
         if failure is not None or not self.llm.has_unfinished():
-            self.llm._catch_up()
+            self.llm.replies.catch_up()
         batch = []
         for ticket in [*self.live.values()]:
             news = self._news_of(ticket, failure)

@@ -1,5 +1,6 @@
-"""The simulator: the real scheduler under a virtual clock, with a cost model in place of the model.
-Imports no torch.
+"""The real scheduler under a virtual clock, with a cost model. Imports no torch.
+
+Chapters: 12_simulator, 13_policies.
 """
 
 from nanovllm.simulator.jobs import Job

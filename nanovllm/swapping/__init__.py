@@ -1,1 +1,4 @@
-"""Swapping: the blocks of preempted requests wait in host memory."""
+"""Swapping: preempted requests' blocks in host memory.
+
+Chapters: 03_scheduler.
+"""

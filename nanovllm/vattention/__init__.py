@@ -1,1 +1,4 @@
-"""vAttention: the page table is the hardware's, so that attention reads contiguous memory."""
+"""vAttention: the processor's page table in place of block tables.
+
+Chapters: 17_vattention.
+"""

@@ -5,7 +5,8 @@ Run: pytest tests/core/test_config.py [-k nearest]
 """
 
 import math
-from dataclasses import fields
+import pickle
+from dataclasses import FrozenInstanceError, fields, replace
 from types import SimpleNamespace
 from typing import get_args
 
@@ -157,23 +158,22 @@ def test_what_does_not_fit_is_not_generated():
     assert len(output.outputs[0].token_ids) == 10 and output.outputs[0].finish_reason == "length"
 
 
-def test_a_clone_is_a_copy_of_its_own():
+def test_parameters_cannot_be_changed():
     params = SamplingParams(n=2, stop="x", stop_token_ids=[3], extra_args={"tenant": "a"})
-    copy = params.clone()
-    assert copy == params and copy is not params
-    copy.stop.append("y")
-    copy.stop_token_ids.append(4)
-    copy.extra_args["tenant"] = "b"
-    assert params == SamplingParams(n=2, stop="x", stop_token_ids=[3], extra_args={"tenant": "a"})
-    params.top_p = 2.0
+    with pytest.raises(FrozenInstanceError, match="cannot assign to field 'top_p'"):
+        params.top_p = 2.0
     with pytest.raises(ValueError, match=r"top_p=2.0 is not allowed"):
-        params.clone()
+        replace(params, top_p=2.0)
+    copy = params.clone()
+    assert copy == params == pickle.loads(pickle.dumps(params)) and copy is not params
+    copy.extra_args["tenant"] = "b"  # for a scheduler of one's own
+    assert params.extra_args == {"tenant": "a"}
 
 
-def test_stop_is_a_list_afterwards():
-    assert SamplingParams(stop="x").stop == ["x"]
-    assert SamplingParams(stop=["x", "y"]).stop == ["x", "y"]
-    assert SamplingParams().stop == [] and SamplingParams().stop_token_ids == []
+def test_stop_is_a_tuple_afterwards():
+    assert SamplingParams(stop="x").stop == ("x",)
+    assert SamplingParams(stop=["x", "y"]).stop == ("x", "y")
+    assert SamplingParams().stop == () and SamplingParams().stop_token_ids == ()
 
 
 @pytest.mark.parametrize(

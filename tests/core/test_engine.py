@@ -4,7 +4,7 @@ Run: pytest tests/core/test_engine.py [-k seed]
 """
 
 import random
-from dataclasses import replace
+from dataclasses import FrozenInstanceError, replace
 
 import pytest
 import torch
@@ -417,14 +417,13 @@ def test_a_million_samples_are_refused_before_they_are_made(llm, monkeypatch):
 
 
 def test_parameters_belong_to_the_request_once_it_is_added(llm):
-    """They are checked again, and what their owner does to them later does not reach it."""
+    """What their owner does to them later does not reach it."""
     params, prompt = greedy_params(4), [1, 2, 3]
     expected = token_ids(llm.generate([prompt], params, use_tqdm=False))
     request_id = llm.add_request(prompt, params)
-    params.temperature, params.max_tokens, params.top_k = -1.0, "all", None
     prompt.append(10**9)
-    with pytest.raises(ValueError, match="temperature=-1.0 is not allowed"):
-        llm.add_request([1], params)
+    with pytest.raises(FrozenInstanceError):
+        params.temperature = -1.0
     while llm.has_unfinished():
         (output,) = llm.step()
     assert output.request_id == request_id and [output.outputs[0].token_ids] == expected

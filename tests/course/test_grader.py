@@ -432,7 +432,7 @@ SPOILS = """
 name = in_turn(request, loads)
 loads.clear()
 request.prompt_token_ids.clear()
-request.params.max_tokens = 1
+object.__setattr__(request.params, "max_tokens", 1)
 return name
 """.strip()
 LOOKS = """

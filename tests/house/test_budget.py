@@ -7,6 +7,7 @@ To see what each file has: python tests/house/test_budget.py
 
 import ast
 import io
+import re
 import tokenize
 from collections import Counter
 from pathlib import Path
@@ -122,6 +123,12 @@ def test_a_part_is_small(part):
     lines, tokens = total(name for name in SIZES if part_of(name) == part)
     most_lines, most_tokens = LIMITS[part]
     assert lines <= most_lines and tokens <= most_tokens, (lines, tokens)
+
+
+def test_the_readme_says_what_the_core_is():
+    (said,) = re.findall(r"The core is ([\d,]+) lines", (ROOT / "README.md").read_text())
+    lines, _ = total(name for name in SIZES if part_of(name) == "core")
+    assert 0.99 * lines < int(said.replace(",", "")) < 1.01 * lines
 
 
 def test_every_folder_has_a_limit():

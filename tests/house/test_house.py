@@ -179,8 +179,8 @@ def passed_by_a_greedy_prompt() -> frozenset[tuple[str, str, int]]:
 
 def test_a_greedy_prompt_passes_few_files_and_functions():
     passed = passed_by_a_greedy_prompt()
-    assert len({file for file, _, _ in passed}) <= 17
-    assert 50 < len(passed) <= 114, sorted(passed)
+    assert len({file for file, _, _ in passed}) <= 20
+    assert 50 < len(passed) <= 98, sorted(passed)
 
 
 def test_the_root_holds_what_belongs_there():

@@ -25,7 +25,7 @@ import bench
 from nanovllm import LLM, SamplingParams
 from nanovllm.checks.blocks import check_blocks
 from nanovllm.config import EMBEDDED_MODEL
-from nanovllm.model_runner import ModelRunner
+from nanovllm.runners import CPURunner
 from nanovllm.simulator.cost_model import Hardware
 from tutorials.performance import attention, engines, host, preemption
 from tutorials.performance.checkpoints import write_checkpoint
@@ -247,7 +247,7 @@ def test_our_engine_is_plain_until_it_is_observed():
     engine = Nanovllm(new_job())
     requests = [Request([1, 2, 3], 4), Request([5], 2)]
     before = engine.run(requests)
-    assert type(engine.llm.runner) is ModelRunner and not engine.llm.observers and not engine.steps
+    assert type(engine.llm.runner) is CPURunner and not engine.llm.observers and not engine.steps
     engine.observe()
     after = engine.run(requests)
     assert [a.token_ids for a in after] == [b.token_ids for b in before]

@@ -154,7 +154,7 @@ def test_ctrl_c_ends_an_engine_that_hangs(record):
     driver = subprocess.Popen(
         [sys.executable, "-c", script],
         cwd=ROOT,
-        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'tools'}"},
+        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'tutorials'}"},
         stderr=subprocess.PIPE,
     )
     while driver.poll() is None and (

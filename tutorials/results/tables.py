@@ -97,6 +97,21 @@ def engines(reports: list[dict], links: list[str]) -> str:
     return f"{header}\n\n```text\n{conditions(report)}\n\n{engines_table(report)}\n```"
 
 
+def settings(reports: list[dict], links: list[str]) -> str:
+    """For chapter 10: the same comparison with another dtype, instruction set, or company."""
+    rows = [["", "nanovllm: tokens/s", "beside transformers", "beside vLLM"]]
+    for report, link in zip(reports, links):
+        name = MODELS.get(report["model"], report["model"])
+        parts = [f"[{name}]({link})", report["dtype"], report["cpu_capability"]]
+        if report["busy"]:
+            parts.append(f"beside {report['busy']} endless loop")
+        cells = [", ".join(parts), speed_cells(report["engines"]["nanovllm"])[0]]
+        for engine in ("hf", "vllm"):
+            cells.append(speed_cells(report["engines"].get(engine, {"error": "not run"}))[1])
+        rows.append(cells)
+    return markdown(rows)
+
+
 def recovery(reports: list[dict], links: list[str]) -> str:
     """For chapter 10: preemption of a request with 1,000 tokens, of two models."""
     header, lines = ["tokens per block"], []
@@ -478,17 +493,21 @@ def tried(reports: list[dict], links: list[str]) -> str:
     return handout_table(*reports)
 
 
-def topics(reports: list[dict], links: list[str]) -> str:
-    """The folders of the package, with the first sentences of their docstrings."""
-    rows = [["Folder", "Topic"]]
+def topics(page: Path) -> str:
+    """The folders of the package: the first sentences of their docstrings, and their chapters."""
+    rows = [["Folder", "Topic", "Chapter"]]
     for file in sorted((ROOT / "nanovllm").glob("*/__init__.py")):
-        sentence = ast.get_docstring(ast.parse(file.read_text()))
-        if sentence:
-            rows.append([f"`{file.parent.name}/`", first_sentence(sentence)])
+        text = ast.get_docstring(ast.parse(file.read_text()))
+        if text:
+            chapters = []
+            for name in re.findall(r"\d\d_\w+", text):
+                link = os.path.relpath(ROOT / "tutorials" / f"{name}.md", page.parent)
+                chapters.append(f"[{name[:2]}]({link})")
+            rows.append([f"`{file.parent.name}/`", first_sentence(text), ", ".join(chapters)])
     return markdown(rows)
 
 
-def core(reports: list[dict], links: list[str]) -> str:
+def core(page: Path) -> str:
     """The modules of the core, with the first sentences of their docstrings."""
     rows = [["Module", "What it is about"]]
     for folder in ("", "layers/", "models/"):
@@ -503,11 +522,11 @@ def first_sentence(text: str) -> str:
     return " ".join(text.partition("\n\n")[0].split()).partition(". ")[0].rstrip(".")
 
 
+HOUSE = {"topics": topics, "core": core}  # from the package itself
 TABLES = {
-    "topics": topics,
-    "core": core,
     "speed": speed,
     "engines": engines,
+    "settings": settings,
     "recovery": recovery,
     "threads": threads,
     "host": host,
@@ -540,6 +559,8 @@ def written(text: str, page: Path) -> str:
         paths = [RESULTS / f"{name}.json" for name in mark["files"].split()]
         links = [os.path.relpath(path, page.parent) for path in paths]
         reports = [json.loads(path.read_text()) for path in paths]
+        if mark["name"] in HOUSE:
+            return f"{mark[1]}{HOUSE[mark['name']](page)}\n{mark[5]}"
         return f"{mark[1]}{TABLES[mark['name']](reports, links)}\n{mark[5]}"
 
     return MARK.sub(table, text)
