@@ -13,6 +13,7 @@ from thread_group import Threads, one_rank
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.config import EMBEDDED_MODEL
 from nanovllm.loader import load_config
+from nanovllm.model_runner import ModelRunner
 from nanovllm.parallel.shards import Shard
 
 EIGHT_HEADS = {
@@ -175,23 +176,20 @@ def test_as_with_one_rank(params, mode):
                 assert row.keys() == theirs.keys()
 
 
-@pytest.mark.parametrize("name", ["prepare", "_draw"])
+@pytest.mark.parametrize("name", ["prepare", "sample"])
 def test_a_fault_of_one_request_ends_it_alone(monkeypatch, name):
     """Before the others hear of the step, and while they wait for it to end."""
     expected = LLM(**SCARCE).generate(PROMPTS[:3], GREEDY, use_tqdm=False)
     with Threads(EMBEDDED_MODEL, 2, **SCARCE) as llm:
-        plain = getattr(llm.runner, name)
+        plain = getattr(ModelRunner, name)
 
         def failing(*args):
-            requests = list(llm.requests.values())
-            steps = [args[0]] if name == "prepare" else []
-            seqs = [item.seq for step in steps for item in step.items] or args[2]
-            if any(seq.request.params.max_tokens == 13 for seq in seqs):
+            schedule = args[-1]
+            if any(item.seq.request.params.max_tokens == 13 for item in schedule.items):
                 raise RuntimeError("its own fault")
-            assert requests
             return plain(*args)
 
-        monkeypatch.setattr(llm.runner, name, failing)
+        monkeypatch.setattr(ModelRunner, name, failing)
         guilty = SamplingParams(temperature=0, max_tokens=13)
         llm.add_request("I am guilty", guilty, request_id="guilty")
         ids = [llm.add_request(prompt, GREEDY) for prompt in PROMPTS[:3]]

@@ -94,6 +94,12 @@ def plot(path: Path) -> None:
     plt.close(figure)
 
 
+PICTURED = (
+    "cpu_embedded",
+    "cpu_qwen3_0.6b",
+    "cpu_preemption_embedded",
+    "cpu_preemption_qwen3_0.6b",
+)
 KINDS = {"engines": plot_engines, "attention": plot_attention, "preemption": plot_preemption}
 
 
@@ -101,11 +107,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("files", nargs="*", type=Path, help="default: tutorials/results/*.json")
-    reports = parser.parse_args().files or sorted(RESULTS.glob("*.json"))
-    for path in reports:
-        if KINDS.keys() & json.loads(path.read_text()).keys():
-            plot(path)
+    parser.add_argument("files", nargs="*", type=Path, help="default: those of chapter 10")
+    for path in parser.parse_args().files or [RESULTS / f"{name}.json" for name in PICTURED]:
+        plot(path)
 
 
 if __name__ == "__main__":
