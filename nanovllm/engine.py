@@ -3,7 +3,6 @@ all together."""
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -88,7 +87,7 @@ class LLM:
         self.arrivals = count()
         self.counts = Counts()
         self.turns = Turns()
-        self.stepping = threading.Lock()
+        self.is_stepping = False
         self.observers: list[Callable[[Schedule, float], None]] = []
         """Called after each step with its schedule and its seconds."""
 
@@ -114,11 +113,16 @@ class LLM:
         and `stream` hold their own outputs.
         """
         with self.turns.take():
-            if self.stepping.locked():  # by this thread: a hook steps
+            if self.is_stepping:
                 problem = "it waits for a step within a step: it may only add and abort requests"
                 raise ScheduleError(self.scheduler, "a hook", problem)
-            with self.stepping:
+            try:
+                self.is_stepping = True
                 self._step()
+                self.is_stepping = False
+            except BaseException:  # a Ctrl-C on the line of a `finally` would skip it
+                self.is_stepping = False
+                raise
         return self.replies.take() if report else []
 
     def _step(self) -> None:
