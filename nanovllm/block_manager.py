@@ -227,7 +227,7 @@ class BlockManager:
         seq.num_computed_tokens = 0
 
     def forget_prefixes(self) -> None:
-        """Empties the prefix cache. Blocks in use stay with those who use them."""
+        """Empties the prefix cache. Blocks in use stay in the tables of their sequences."""
         for block in [*self.findable.values()]:
             if block.id not in self.unwritten:
                 self._evict(block)

@@ -21,7 +21,7 @@ class Limits:
     max_num_batched_tokens: int
 
     def num_useful_blocks(self, block_size: int) -> int:
-        """As many KV blocks as the sequences of a step can fill; more are of no use."""
+        """The number of KV blocks that the sequences of a step can fill; more are of no use."""
         return self.max_num_seqs * -(-self.max_model_len // block_size)
 
 

@@ -109,7 +109,7 @@ def load_generation_config(path: Path, config) -> tuple[SamplingParams, frozense
 
 
 def as_token_ids(eos_token_id: object) -> frozenset[int]:
-    """Of the field `eos_token_id`: a token id, a list of them, or None."""
+    """The ids in the field `eos_token_id`: a token id, a list of them, or None."""
     ids = eos_token_id if isinstance(eos_token_id, list) else [eos_token_id]
     if ids == [None]:
         return frozenset()

@@ -47,15 +47,15 @@ class RoundRobin(Router):
 
 
 class LeastLoaded(Router):
-    """To the one with the fewest requests."""
+    """Chooses the replica with the fewest requests."""
 
     def choose(self, request: Request, loads: Loads) -> Replica:
         return min(self.in_turn(loads), key=loads.__getitem__)
 
 
 class PrefixAffinity(LeastLoaded):
-    """To the one that holds the longest prefix of the prompt, unless it has more than `most_ahead`
-    requests more than the least loaded one."""
+    """Chooses the replica that holds the longest prefix of the prompt, unless it has more than
+    `most_ahead` requests more than the least loaded one."""
 
     most_ahead = 8
 

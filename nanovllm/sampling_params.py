@@ -91,7 +91,7 @@ class SamplingParams(Options):
         self.put("extra_args", {**(self.extra_args or {})})
 
     def _check_filters(self) -> None:
-        """Of temperature, top_k, top_p and min_p."""
+        """Checks temperature, top_k, top_p and min_p."""
         is_temperature = is_number(self.temperature, 0, 1e6)
         self.require("temperature", is_temperature, "0 (greedy) or a number up to 1,000,000")
         if self.temperature < SMALLEST_FLOAT32:
@@ -119,7 +119,7 @@ class SamplingParams(Options):
         self.put("logit_bias", {**bias})
 
     def _check_lengths(self) -> None:
-        """Of max_tokens, an integer afterwards, and min_tokens."""
+        """Checks min_tokens and max_tokens, which is an integer afterwards."""
         max_tokens = LARGEST_COUNT if self.max_tokens is None else self.max_tokens
         allowed = "a positive integer, or None; what does not fit is not generated"
         self.require("max_tokens", is_int(max_tokens, 1), allowed)
@@ -129,7 +129,7 @@ class SamplingParams(Options):
         self.require("min_tokens", is_int(self.min_tokens, 0, max_tokens), allowed)
 
     def _check_stops(self) -> None:
-        """Of stop, stop_token_ids, which are tuples afterwards, and what goes with them."""
+        """Checks stop and stop_token_ids, which are tuples afterwards, and their flags."""
         stop = [] if self.stop is None else self.stop
         if isinstance(stop, str):
             stop = [stop]

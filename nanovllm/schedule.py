@@ -30,7 +30,7 @@ class Item(NamedTuple):
 
 @dataclass
 class Schedule:
-    """One step: what to compute, who gets a next token, and which blocks to move first. It means
+    """One step: what to compute, which sequences get a token, which blocks to move first. It means
     the same before, during and after the step."""
 
     tokens_left: int = 0  # while it is planned: how many more tokens may be added, ...
@@ -47,8 +47,8 @@ class Schedule:
         return sum([num_tokens for _, _, num_tokens in self.items])
 
     def next_tokens(self, seq: Sequence, num_tokens: int) -> list[Item]:
-        """As many of a sequence's next `num_tokens` tokens as the budgets allow, as an item, or
-        none."""
+        """An item with the sequence's next `num_tokens` tokens, or as many as the budgets allow; or
+        no item."""
         if num_tokens > 1:
             num_tokens = min(num_tokens, self.tokens_left, self.prompt_tokens_left)
         return [Item(seq, seq.num_computed_tokens, num_tokens)] if num_tokens > 0 else []

@@ -1,4 +1,4 @@
-"""Scheduler: who runs in the next step, and with how many tokens. Imports no torch.
+"""Scheduler: which requests run in the next step, with how many tokens. Imports no torch.
 
 There is no prefill phase and no decode phase. Every sequence has tokens whose keys and values are
 not in the cache yet: all of them for a new prompt, one for a decoding sequence. A step computes as
@@ -26,11 +26,13 @@ class Scheduler:
     """First come, first served, within a budget of tokens and sequences (paper, section 4.5).
 
     The first methods are the policy: each says what is to be done, in a line, and is there to be
-    overridden. The others do it. A policy may choose anybody and refuse anything; which block is
+    overridden. The others do it. A policy may choose and refuse any request; which block is
     whose and what fits is decided below.
     """
 
-    watermark = 0.05  # part of the blocks that admission leaves free, so that who runs can grow
+    watermark = (
+        0.05  # part of the blocks that admission leaves free, so that running requests can grow
+    )
     priority_is_fixed = False  # a policy whose priorities never change may say so: less is sorted
 
     def __init__(self, limits: Limits, block_manager: BlockManager):
@@ -65,7 +67,7 @@ class Scheduler:
         return self.waiting[0] if self.waiting else None
 
     def may_admit(self, request: Request, schedule: Schedule) -> bool:
-        """Whether to admit the request, which fits. If not, nobody else is, in this step."""
+        """Whether to admit the request, which fits. If not, this step admits no other one."""
         return True
 
     def step_budget(self) -> tuple[int, int]:
@@ -74,7 +76,8 @@ class Scheduler:
         return self.max_num_batched_tokens, self.max_num_batched_tokens
 
     def victim(self, candidates: list[Request]) -> Request:
-        """Who loses its blocks, because there are too few. The candidates are in running order."""
+        """The request that loses its blocks, because there are too few. The candidates are in
+        running order."""
         return candidates[-1]
 
     def should_swap(self, request: Request) -> bool:
@@ -139,7 +142,7 @@ class Scheduler:
         self.make_room(schedule)
         num_preemptions = self.num_preemptions
         self.schedule_running(schedule)
-        if self.num_preemptions == num_preemptions:  # otherwise there is no room for anybody else
+        if self.num_preemptions == num_preemptions:  # otherwise there is no room
             self.schedule_waiting(schedule)
         schedule.moves = self.block_manager.take_moves()
         schedule.num_used_blocks = self.block_manager.num_used_blocks
@@ -147,9 +150,8 @@ class Scheduler:
         return schedule
 
     def schedule_running(self, schedule: Schedule) -> None:
-        """Gives those who run their missing tokens. If blocks are missing, others give way: never
-        one that has its tokens already, nor anybody before those behind it. So the first one
-        always gets ahead."""
+        """Gives running requests their missing tokens. If blocks are missing, a request behind
+        gives way, or else the request itself. So the first one always makes progress."""
         self.running.sort(key=self.running_order)
         i = 0
         while i < len(self.running) and schedule.tokens_left > 0:
@@ -159,7 +161,7 @@ class Scheduler:
                 behind = self.running[i + 1 :]
                 if not behind:
                     self.preempt(request)
-                    return  # nobody was left to give way
+                    return  # no request was left to give way
                 victim = self.victim(behind)
                 check_choice(self, "victim", victim, behind)
                 self.preempt(victim)
@@ -169,7 +171,7 @@ class Scheduler:
             i += 1
 
     def schedule_waiting(self, schedule: Schedule) -> None:
-        """Admits those who wait, in the order of the policy, up to the first who does not fit."""
+        """Admits waiting requests in the policy's order, up to the first that does not fit."""
         if not self.waiting:
             return
         manager = self.block_manager
@@ -178,7 +180,7 @@ class Scheduler:
             return
         if not self.keeps_order:
             self.waiting.sort(key=self.priority)
-        # blocks that nobody may take: those for the samples that will fork from one who runs
+        # blocks that are kept for samples, which will fork from a running request
         promised = sum(manager.num_blocks_at_fork(r) for r in self.running if not r.has_forked)
         while schedule.tokens_left > 0 and schedule.prompt_tokens_left > 0:
             request = self.next_waiting()
@@ -223,7 +225,7 @@ class Scheduler:
             manager.allocate(seq, seq.num_missing_tokens)
 
     def tokens_to_compute(self, request: Request, schedule: Schedule) -> list[Item]:
-        """Of each of the request's sequences, as many missing tokens as the budgets allow."""
+        """The missing tokens of each of the request's sequences, as many as the budgets allow."""
         # a running request with a single sequence has not finished it
         seqs = request.unfinished if request.params.n > 1 else request.sequences
         if len(seqs) > 1:

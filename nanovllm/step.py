@@ -54,7 +54,7 @@ class StepInputs:
 
 
 def tensors_of(part: object) -> dict[str, Tensor]:
-    """By name. What it has besides is the same on every device."""
+    """The tensors by name. Other fields do not depend on the device."""
     return {name: value for name, value in vars(part).items() if isinstance(value, Tensor)}
 
 

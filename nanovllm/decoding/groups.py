@@ -44,8 +44,8 @@ def fork(request: Request, manager: BlockManager) -> None:
 
 
 def tokens_to_compute(request: Request, schedule: Schedule) -> list[Item]:
-    """They get their next tokens together or not at all, so their last tokens are computed in the
-    same step."""
+    """The sequences get their next tokens together or not at all, so their last tokens are
+    computed in the same step."""
     seqs = request.unfinished
     if not request.has_forked:
         num_missing = request.num_shared_tokens - seqs[0].num_computed_tokens

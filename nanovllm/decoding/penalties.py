@@ -66,7 +66,7 @@ class Entries:
         self.values = array("f")
 
     def add(self, row: int, values: dict[int, float]) -> None:
-        """Of one row: token ids with their values."""
+        """Adds the values of these token ids in a row."""
         self.rows.extend([row] * len(values))
         self.ids.extend(values)
         self.values.extend(values.values())
@@ -110,5 +110,5 @@ def adjustments_of(seqs: list[Sequence]) -> Adjustments | None:
 
 
 def penalty(params: SamplingParams, count: int) -> float:
-    """For a token that the output has so often."""
+    """The penalty of a token that the output has `count` times."""
     return params.frequency_penalty * count + params.presence_penalty

@@ -26,7 +26,7 @@ def rows_to_score(scored: list[Item], items: list[Item], ends: Tensor) -> Tensor
 
 
 def num_scored(item: Item) -> int:
-    """Of the item's tokens, the first ones, whose next token is of the prompt, too."""
+    """The number of the item's tokens whose next token is of the prompt, too."""
     end = item.start + item.num_tokens
     last = len(item.seq.request.prompt_token_ids) - 1
     return max(0, min(end, last) - item.start)
@@ -70,7 +70,7 @@ class PromptScores:
                 known.append(dict(entries))
 
     def _likeliest(self) -> Iterator[Iterator[tuple[int, float]]]:
-        """Of each row, the ids and their log-probabilities."""
+        """The likeliest ids of each row, and their log-probabilities."""
         for values, ids in self.parts:
             for row in zip(ids.tolist(), values.tolist()):
                 yield zip(*row)

@@ -15,7 +15,7 @@ from nanovllm.swapping.host_cache import STAGED_BYTES
 
 
 def keep_freed_memory() -> None:
-    """glibc returns large freed tensors to the system at once.
+    """Tells glibc to keep large freed tensors, which it would return to the system at once.
 
     The next step would have to fault all their pages in again.
     """
@@ -64,7 +64,7 @@ def graph_memory(device: torch.device, graphs: StepGraphs) -> int:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that nobody holds.
+    """Bytes that no program holds.
 
     What PyTorch keeps for later is given back first: a recording does that, too, and it would look
     as if the recording had made memory.
@@ -78,7 +78,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def largest_step(limits: Limits, block_size: int) -> Schedule:
-    """To measure the memory of activations and sampling."""
+    """The step with the most memory for activations and sampling."""
     num_tokens = limits.max_num_batched_tokens
     fewest_seqs = -(-num_tokens // limits.max_model_len)
     num_seqs = max(min(limits.max_num_seqs, num_tokens), fewest_seqs)
@@ -87,7 +87,7 @@ def largest_step(limits: Limits, block_size: int) -> Schedule:
 
 
 def warm_up_steps(limits: Limits, block_size: int) -> Iterator[Schedule]:
-    """They launch each kernel in every variant that serving can need.
+    """Steps that launch each kernel in every variant that serving can need.
 
     So none is compiled while requests wait: a chunk of a prompt, tokens that are drawn, copied
     blocks, penalties, and decodes with a context that is computed in one part, and in several.

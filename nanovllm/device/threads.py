@@ -43,7 +43,7 @@ def busy_seconds() -> float | None:
 
 
 class Look(NamedTuple):
-    """At the clocks, in seconds."""
+    """One reading of the clocks, in seconds."""
 
     time: float
     own: float  # that this process has worked

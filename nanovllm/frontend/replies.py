@@ -87,7 +87,7 @@ class Reply:
         stops = () if request.params.include_stop_str_in_output else request.stop_token_ids
         for token_id in seq.token_ids[begin:]:
             is_text = bool(self.texts) and token_id not in stops
-            if is_text and self.texts[i].add(token_id):  # if it raises, so does whoever reads next
+            if is_text and self.texts[i].add(token_id):  # an error is raised again at each read
                 seq.finish_reason = "stop"
             output.token_ids.append(token_id)
         if output.logprobs is not None and seq.logprobs is not None:
@@ -155,7 +155,7 @@ class Replies:
         return ended
 
     def catch_up(self) -> None:
-        """Makes the outputs that may be late: whoever waits for them reads them at the end."""
+        """Makes the outputs that may be late: `generate` reads them only at its end."""
         while self.late:
             self.late[0].catch_up()
             self.late.popleft()

@@ -1,6 +1,7 @@
 """Ops: the functions of a backend. torch_ops, triton_ops and vattention are such modules.
 
-One is chosen when the model is built. The layers use nothing else that differs between them.
+On a CPU it is torch_ops, on a GPU triton_ops: `choose_ops` says so when the model is built. The
+layers use nothing else that differs between them.
 """
 
 from typing import Protocol

@@ -117,7 +117,7 @@ def group_by_context(seqs: list[int], contexts: list[int], max_keys: int) -> lis
 
 
 def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float) -> Tensor:
-    """Like attention.paged_attention. Keys and values are never repeated per query head."""
+    """Computes attention.paged_attention. Keys and values are never repeated per query head."""
     layout = batch.layout
     assert isinstance(layout, Layout), "batch.layout must be a Layout of this batch"
     keys, values = batch.kv_cache.layers[layer]

@@ -276,7 +276,7 @@ def num_splits(programs: int, max_context: int, device: torch.device) -> int:
 
 
 def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float) -> Tensor:
-    """Like attention.paged_attention; sequences with context_lens of 0 are padding: not computed.
+    """Computes attention.paged_attention, except for padding: sequences of context_lens 0.
 
     Decodes and chunks of prompts have tiles of different sizes, so a step with both launches the
     kernel twice.

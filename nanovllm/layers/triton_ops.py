@@ -101,7 +101,7 @@ def silu_and_mul_kernel(out, x, SIZE: tl.constexpr, PART: tl.constexpr):
 
 @triton.jit
 def mixed(x):
-    """As in sampler.uniform, but with uint64, the natural type for it."""
+    """The mixing of sampler.uniform in uint64, the natural type for it."""
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
     return x ^ (x >> 31)
@@ -174,7 +174,7 @@ def norm_and_rotate(
     cos_sin: Tensor,
     sizes: list[int],
 ) -> tuple[Tensor, ...]:
-    """In place: q, k and v are views of qkv."""
+    """Works in place: q, k and v are views of qkv."""
     heads, kv_heads, _ = sizes
     head_dim = qkv.shape[-1]
     padded = triton.next_power_of_2(head_dim // 2)

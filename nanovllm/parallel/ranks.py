@@ -96,7 +96,7 @@ class Group:
         return int(min(numbers))
 
     def gather(self, x: Tensor) -> list[Tensor]:
-        """Those of all ranks, on rank 0."""
+        """Gathers the tensors of all ranks on rank 0."""
         parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else []
         outputs = [parts] if self.rank == 0 else []
         self._wait(lambda: self.data.gather(outputs, [x], dist.GatherOptions()))
@@ -104,7 +104,7 @@ class Group:
         return parts
 
     def tell(self, message: Tensor) -> None:
-        """From rank 0 to all others."""
+        """Sends the tensor from rank 0 to all other ranks."""
         self._wait(lambda: self.control.broadcast([message], dist.BroadcastOptions()))
 
     def _wait(self, begin: Callable[[], dist.Work]) -> None:
@@ -116,10 +116,10 @@ class Group:
             self.end = self._look_for(error)
             raise RankError(self.end) from error
 
-    # --- who dies ---
+    # --- ranks die ---
 
     def _look_for(self, error: Exception) -> str:
-        """Who has died, once that is known."""
+        """Waits until it is known which rank has died."""
         end = time.monotonic() + GRACE
         while time.monotonic() < end:
             cause = self.cause_of_death()
@@ -129,7 +129,7 @@ class Group:
         return f"rank {self.rank} has lost another one: {str(error)[:300]}"
 
     def cause_of_death(self) -> str:
-        """Of the first rank that has died; empty while all live, as far as is known."""
+        """The cause why the first rank died; empty while all are known to live."""
         for rank in range(self.size):
             if self.store.check([f"died/{rank}"]):
                 return f"rank {rank} has died: {self.store.get(f'died/{rank}').decode()}"
@@ -217,7 +217,7 @@ def started_by_torchrun(size: int) -> Group:
 
 
 def address_towards(host: str) -> str:
-    """Of the interface through which this machine reaches a host. Nothing is sent."""
+    """The address of the interface through which this machine reaches a host. Nothing is sent."""
     family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as sock:
         sock.connect(address)

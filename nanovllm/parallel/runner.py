@@ -204,7 +204,7 @@ class Follower(RankRunner):
     """Any other rank."""
 
     def sample(self, hidden: Tensor, inputs: StepInputs, schedule: Schedule) -> Callable[[], Drawn]:
-        """Of the steps before the first request."""
+        """Takes part in the steps before the first request."""
         self.give_logits(hidden, inputs, len(schedule.sampled))
         return lambda: ([], None)
 
@@ -237,7 +237,7 @@ def end_steps(group: Group) -> None:
 
 
 def rows_of_logits(hidden: Tensor, num_drawn: int) -> list[Tensor]:
-    """As ModelRunner.sample gives them to the head: those that draw, then those to score."""
+    """The rows that ModelRunner.sample gives to the head: first to draw from, then to score."""
     parts = [hidden[:num_drawn], *hidden[num_drawn:].split(ROWS_AT_A_TIME)]
     return [part for part in parts if len(part)]
 

@@ -90,7 +90,7 @@ class Shard:
         return tensors.get_tensor(name)
 
     def join(self, model: Qwen, group: Group, vocab_size: int) -> None:
-        """From now on the layers' outputs are those of the whole model."""
+        """Joins the ranks: the layers' outputs become those of the whole model."""
 
         def add_up(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
             return group.add_up(output)

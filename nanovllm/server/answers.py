@@ -40,7 +40,7 @@ class TokenTexts:
 
 
 class Answers(ABC):
-    """Of one call: several requests, each with n outputs, which it calls choices."""
+    """The answers to one call: several requests, each with n outputs, the choices."""
 
     kind: str
     prefix: str

@@ -95,7 +95,7 @@ class Server:
         return self.engine.inputs.scheduler.max_model_len
 
     def close_views(self) -> None:
-        """Those who watch are no requests: they would never end."""
+        """Ends the connections of watchers, which would never end by themselves."""
         if isinstance(self.engine, AsyncLLM):
             self.live.close()
 
@@ -196,7 +196,7 @@ class Server:
 
 
 def new_app(llm: LLM, options: ServerOptions) -> FastAPI:
-    """Of a server whose engine is in this process, with its page."""
+    """The app of a server whose engine is in this process, with its page."""
 
     async def new_engine() -> Backend:
         return AsyncLLM(llm, options.max_waiting)

@@ -95,7 +95,7 @@ class AsyncLLM(Backend):
             self._deal_out()
 
     def _deal_out(self) -> None:
-        """To a few calls at a time: between them the loop does what else there is."""
+        """Deals news out to a few calls at a time: between them the loop does its other work."""
         for _ in range(min(AT_A_TIME, len(self.heard))):
             ticket, news = self.heard.popleft()
             if ticket not in self.open:

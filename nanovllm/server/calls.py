@@ -41,7 +41,7 @@ class Ticket:
 
 @dataclass
 class News:
-    """Of one request: what is new, or in the end the whole output or an error."""
+    """News of one request: what is new, or in the end the whole output or an error."""
 
     index: int
     deltas: list[CompletionOutput] = field(default_factory=list)
@@ -100,15 +100,15 @@ class Backend(ABC):
 
     @abstractmethod
     def submit(self, requests: list[Request], is_streamed: bool) -> Call:
-        """Raises Unavailable or Busy. Whoever submits must also `leave`."""
+        """Raises Unavailable or Busy. After `submit`, `leave` must be called, too."""
 
     @abstractmethod
     def leave(self, call: Call) -> None:
-        """Nobody reads this call any longer: what it has not got ends."""
+        """Ends what the call has not got: its reader has left."""
 
     @abstractmethod
     async def stats(self) -> dict[str, float]:
-        """As `LLM.stats`. Raises Unavailable."""
+        """Returns what `LLM.stats` does. Raises Unavailable."""
 
     @abstractmethod
     async def ended(self) -> None:

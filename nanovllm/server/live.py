@@ -1,6 +1,6 @@
 """The live view: pictures of the engine after its steps, for the page to draw.
 
-Nothing of this is in the engine's way: it is an observer, and it is there only while somebody
+Nothing of this is in the engine's way: it is an observer, and it is there only while a page
 watches.
 """
 
@@ -138,7 +138,7 @@ class LiveView:
         return self._observe in self.llm.observers
 
     def start(self) -> None:
-        """From now on frames are sent; the first one at once."""
+        """Begins to send frames; the first one at once."""
         if not self.is_watching:
             self.llm.observers.append(self._observe)
         self.flush()

@@ -56,7 +56,7 @@ class Histogram:
 
 
 class Metrics:
-    """Of one server. What the engine counts is read from its `stats` when somebody asks."""
+    """The metrics of one server. The engine's counters are read from its `stats` on request."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -92,7 +92,7 @@ class Metrics:
 
 
 class Clock:
-    """Of one call: when its tokens come."""
+    """The times at which the tokens of one call come."""
 
     def __init__(self, metrics: Metrics):
         self.metrics = metrics

@@ -28,7 +28,7 @@ MOST_FRAMES = 50  # that wait for a slow reader; then it misses the oldest
 
 
 class Live:
-    """Frames of the engine's thread for all who watch. It makes none while nobody does."""
+    """Frames of the engine's thread for all watchers. It makes none without a watcher."""
 
     def __init__(self, engine: AsyncLLM):
         self.engine = engine

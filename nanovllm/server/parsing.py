@@ -31,7 +31,7 @@ class Parts:
 
 
 class Parser:
-    """Of one answer. Tags may fall apart: what may become one is held back.
+    """Parses one answer. Tags may fall apart: what may become a tag is held back.
 
     Where the template itself has opened the tag, the answer begins with the reasoning.
     """

@@ -154,7 +154,7 @@ class ChatFields(BaseModel):
     tools: list[dict] | None = None
 
     def chat(self, messages: list[Message]) -> dict:
-        """In the form of messages.Chat."""
+        """The conversation as messages.Chat has it."""
         return {
             "messages": [for_template(message) for message in messages],
             "add_generation_prompt": self.add_generation_prompt is not False,
@@ -240,7 +240,7 @@ class DetokenizeBody(BaseModel):
 
 
 def for_template(message: Message) -> dict:
-    """As templates expect it: no empty fields, and the arguments of calls as objects."""
+    """The message that templates expect: no empty fields, and the arguments of calls as objects."""
     fields = {name: value for name, value in message if value is not None}
     if message.role == "assistant" and message.tool_calls:
         fields["tool_calls"] = [with_arguments(call) for call in message.tool_calls]

@@ -40,7 +40,7 @@ def app(args: dict[str, Any]) -> Application:
 
 
 def parsed(args: dict[str, Any]) -> Namespace:
-    """As if they had been given to the command line. Raises ValueError."""
+    """Parses options as the command line does. Raises ValueError."""
     words = ["serve"]
     for name, value in args.items():
         option = "--" + name.replace("_", "-")

@@ -83,7 +83,7 @@ class Engine:
 
 
 def sendable(news: News) -> News:
-    """Not every error can be pickled. All that a client gets of it is a status and a sentence."""
+    """Makes an error that can be pickled: a client only gets its status and a sentence."""
     error = news.error
     if error is not None and not isinstance(error, Busy | Unavailable):
         status, message = status_of(error)
@@ -154,7 +154,7 @@ class Replicas(Backend):
             ticket.call.put(News(ticket.index, error=error))
 
     async def _is_served(self, ticket: Ticket) -> bool:
-        """By a replica. False: none of its news has come, so another one may try."""
+        """Whether a replica has served the call. If no news has come, another one may try."""
         has_begun = False
         sizes = (self.manager.block_size, len(self.manager.blocks))
         work = Work(ticket.request, ticket.is_streamed, *sizes)

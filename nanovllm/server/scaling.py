@@ -1,4 +1,4 @@
-"""Scaling: starts as many replicas as somebody wants, with Ray Serve."""
+"""Scaling: starts as many replicas as are wanted, with Ray Serve."""
 
 from __future__ import annotations
 

@@ -88,5 +88,5 @@ def new_server(app: FastAPI) -> DrainingServer:
 
 
 def serve_app(app: FastAPI, sock: socket.socket) -> None:
-    """Until a signal comes."""
+    """Serves until a signal comes."""
     new_server(app).run(sockets=[sock])

@@ -101,7 +101,7 @@ class Run:
 
 
 def total_of(runs: list[Run]) -> Run:
-    """Of replicas that have served the same jobs together. Each keeps its own steps."""
+    """The sum of the runs of replicas that have served the same jobs. Each keeps its own steps."""
     total = Run(runs[0].requests, replicas=runs)
     for name in SUMS:
         setattr(total, name, sum(getattr(run, name) for run in runs))

@@ -39,7 +39,7 @@ def model_config(model: str) -> dict[str, Any]:
 
 
 def items_of(schedule: Schedule) -> Items:
-    """Of each sequence: tokens to compute, and tokens in its context afterwards."""
+    """The items for the cost model: tokens to compute, and the context afterwards."""
     return [(num_tokens, start + num_tokens) for _, start, num_tokens in schedule.items]
 
 
@@ -94,7 +94,7 @@ class Replica:
         return int(memory - weights)
 
     def add(self, time: float, index: int, request: Request) -> None:
-        """Of the job with this index, which arrives now."""
+        """Adds the request of the job with this index, which arrives now."""
         if not self.unfinished:
             self.now = max(self.now, time)
         request.arrival = next(self.num_arrived)

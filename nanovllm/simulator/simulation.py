@@ -115,7 +115,7 @@ class Simulation:
         return names.index(chosen)  # 1.0 is taken for 1
 
     def _step(self, keep_steps: bool) -> None:
-        """Of the replica whose clock is behind: so nobody comes to it from its past."""
+        """Steps the replica whose clock is behind: so no request comes to it from its past."""
         _, name = heappop(self.busy)
         replica = self.replicas[name]
         for index in replica.step(keep_steps):

@@ -41,7 +41,7 @@ class HostCache:
         self.stream = self.backend.Stream()
 
     def _pieces(self, swaps: dict[int, int]) -> Iterator[dict[int, int]]:
-        """As many at a time as fit into the buffer."""
+        """Yields as many blocks at a time as fit into the buffer."""
         pairs = list(swaps.items())
         size = len(self.staged)
         for begin in range(0, len(pairs), size):

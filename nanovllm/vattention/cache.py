@@ -133,9 +133,9 @@ class VirtualCache(KVCache):
 class PageTable:
     """What the rows show. A row is a range of addresses for the longest sequence.
 
-    A row goes on showing what it showed until somebody else needs it. So a sequence that goes on
+    A row goes on showing what it showed until another sequence needs it. So a sequence that goes on
     finds its row by the block that it wrote last, and has at most a few blocks mapped in a step;
-    and who begins with the blocks of somebody who has ended finds them mapped.
+    and a new sequence that shares the blocks of a finished one finds them mapped.
     """
 
     def __init__(self, shape: VirtualShape, num_blocks: int, memory: VirtualMemory):
@@ -173,7 +173,7 @@ class PageTable:
         free = dict.fromkeys(range(self.shape.pieces.num_rows))  # an ordered set
         rows = []
         for table, start in zip(tables, starts):
-            # without earlier tokens, it is the last one of the table, which nobody has written
+            # without earlier tokens, it is the last one of the table, which is not written yet
             last_block = table[(start - 1) // self.shape.block_size]
             row = self.row_of.get(last_block, NO_ROW)
             rows.append(row if row in free else NO_ROW)

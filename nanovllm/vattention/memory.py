@@ -50,7 +50,7 @@ class VirtualMemory(Protocol):
         """[num_bytes] uint8. All memory is given back when no view is left."""
 
     def wait(self) -> None:
-        """Until no kernel runs that might read what is mapped: only then may that change."""
+        """Waits until no kernel runs that might read what is mapped: only then may that change."""
 
 
 class System(NamedTuple):
@@ -88,7 +88,7 @@ def mappings_free() -> int:
 
 
 def libc() -> ctypes.CDLL:
-    """With the types of what we call: Python's own mmap cannot choose the address."""
+    """The C library, with types: Python's own mmap cannot choose the address."""
     library = ctypes.CDLL(None, use_errno=True)
     pointer, number = ctypes.c_void_p, ctypes.c_int
     library.mmap.restype = pointer

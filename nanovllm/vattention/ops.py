@@ -35,7 +35,7 @@ class Window(NamedTuple):
 
 
 class Layout(torch_attention.Layout):
-    """Of sequences in rows. Those that find none are gathered, as in torch_attention."""
+    """The parts of a step whose sequences have rows. Others are gathered, as in torch_attention."""
 
     def __init__(self, batch: Batch):
         assert isinstance(batch.kv_cache, VirtualCache)
@@ -87,7 +87,7 @@ def neighbors(seqs: dict[int, int], contexts: list[int], num_keys: int) -> Group
 
 
 def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float) -> Tensor:
-    """Like attention.paged_attention."""
+    """Computes attention.paged_attention."""
     layout = batch.layout
     assert isinstance(layout, Layout)
     rows = layout.all_rows[layer]
@@ -99,7 +99,7 @@ def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float) -> Tensor
             layers = batch.kv_cache.layers[layer]
             k, v = (part.flatten(0, 1)[places].transpose(1, 2) for part in layers)
         out[tokens] = attend(q[tokens], k, v, mask, scale)
-    # a mask hides what somebody has left behind the end of a sequence, but 0 times NaN is NaN
+    # a mask hides what other sequences have left behind the end of this one, but 0 times NaN is NaN
     if out.sum().isnan():
         attend_alone(q, out, rows, layout, scale)
     return out

@@ -6,6 +6,7 @@ Run: pytest tests/house/test_house.py [-k circle]
 
 import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -126,6 +127,22 @@ def test_each_topic_has_a_folder_with_a_sentence():
 
 def test_in_the_root_lies_the_core():
     assert len([*PACKAGE.glob("*.py")]) <= 17  # 15 modules, __init__ and __main__
+
+
+HALF_SENTENCES = (
+    "Of As Who Whoever With For From To Those Nobody Somebody In At By Not Until They Also Like"
+)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_docstring_begins_with_a_verb_or_the_noun(name):
+    """And names it: nobody is a request, and no token is somebody."""
+    for node in ast.walk(MODULES[name]):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):
+            text = ast.get_docstring(node) or "Nothing is said."
+            assert text.split()[0].strip(",.:;") not in HALF_SENTENCES.split(), text
+            is_vague = re.search(r"\b(nobody|somebody|anybody|whoever)\b", text, re.IGNORECASE)
+            assert not is_vague, text
 
 
 def test_layers_and_models_know_nothing_of_requests():
