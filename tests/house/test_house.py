@@ -86,11 +86,27 @@ def test_what_counts_as_an_import():
 
 def test_imports_make_no_circle():
     """Also counting what is imported late, within functions; the package itself hands out LLM when it is asked for."""
-    waiting = {
-        name: imported(tree, everywhere=True)
-        for name, tree in MODULES.items()
-        if name != "nanovllm"
-    }
+    check_no_circle(
+        {
+            name: imported(tree, everywhere=True)
+            for name, tree in MODULES.items()
+            if name != "nanovllm"
+        }
+    )
+
+
+def test_first_contact_makes_no_circle():
+    folder = ROOT / "tutorials" / "performance" / "first_contact"
+    trees = {path.stem: ast.parse(path.read_text()) for path in folder.glob("*.py")}
+    needs = {}
+    for name, tree in trees.items():
+        names = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+        needs[name] = {module.rpartition("first_contact.")[2] for module in names} & trees.keys()
+    assert needs["section"] == {"job"}
+    check_no_circle(needs)
+
+
+def check_no_circle(waiting: dict[str, set[str]]) -> None:
     while waiting:
         ready = [name for name, needs in waiting.items() if not needs & waiting.keys()]
         assert ready, f"these import each other: {waiting}"
@@ -110,11 +126,7 @@ def test_imports_between_rooms_make_no_circle():
         if name != "nanovllm":
             rooms = {room_of(other) for other in imported(tree, everywhere=True) - {"nanovllm"}}
             waiting.setdefault(room_of(name), set()).update(rooms - {room_of(name)})
-    while waiting:
-        ready = [room for room, needs in waiting.items() if not needs & waiting.keys()]
-        assert ready, f"these import each other: {waiting}"
-        for room in ready:
-            del waiting[room]
+    check_no_circle(waiting)
 
 
 def test_each_topic_has_a_folder_with_a_sentence():

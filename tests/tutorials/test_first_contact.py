@@ -24,16 +24,9 @@ from nanovllm.device import memory
 from nanovllm.model_runner import ModelRunner
 from tutorials.performance import machine
 from tutorials.performance.first_contact import start
-from tutorials.performance.first_contact.apart import (
-    PACKAGE,
-    SECTIONS,
-    Job,
-    interpreter_problem,
-    job_of,
-    number_of,
-    run_apart,
-)
+from tutorials.performance.first_contact.apart import interpreter_problem, run_apart
 from tutorials.performance.first_contact.engine import ALLOWED_OVER, compilations, complaints
+from tutorials.performance.first_contact.job import PACKAGE, SECTIONS, Job, job_of, number_of
 from tutorials.performance.first_contact.machine import nvidia_smi
 from tutorials.performance.first_contact.section import DeviceLostError, Section
 from tutorials.performance.first_contact.section import run as run_program

@@ -15,12 +15,8 @@ import sys
 import time
 from pathlib import Path
 
-from tutorials.performance.first_contact.apart import (
-    SECTIONS,
-    interpreter_problem,
-    job_of,
-    run_apart,
-)
+from tutorials.performance.first_contact.apart import interpreter_problem, run_apart
+from tutorials.performance.first_contact.job import SECTIONS, job_of
 from tutorials.performance.machine import installed
 
 

@@ -13,41 +13,12 @@ from multiprocessing import get_context
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import NamedTuple
 
+from tutorials.performance.first_contact.job import AT_FIRST, Job
 from tutorials.performance.report import write_json
 
 # Neither torch nor the engine up here: only the process of a section needs them.
 GRACE = 30  # seconds after its deadline in which a section may end its last case
-AT_FIRST = "its start"
-PACKAGE = "tutorials.performance.first_contact"
-SECTIONS = {  # the module and its function, and its seconds of 8 minutes; the last has what is left
-    "machine": 20,
-    "kernels": 70,
-    "engine": 100,
-    "decode_step": 80,
-    "sweep": 80,
-    "benchmark": 80,
-    "tests": 50,
-}
-
-
-class Job(NamedTuple):
-    """What the process of a section must know."""
-
-    function: str  # "package.module:name"
-    path: Path  # of the results
-    deadline: float  # by time.time()
-    cpu: bool
-
-
-def job_of(name: str, folder: Path, deadline: float, cpu: bool) -> Job:
-    path = folder.absolute() / f"{number_of(name)}_{name}.json"
-    return Job(f"{PACKAGE}.{name}:{name}", path, deadline, cpu)
-
-
-def number_of(name: str) -> int:
-    return list(SECTIONS).index(name) + 1
 
 
 def run_section(job: Job) -> None:

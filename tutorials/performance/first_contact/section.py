@@ -20,7 +20,7 @@ from nanovllm.config import Config
 from nanovllm.device.choose import choose_dtype
 from nanovllm.simulator.cost_model import FIELDS, SHAPES
 from tutorials.performance.checkpoints import random_model, write_checkpoint
-from tutorials.performance.first_contact.apart import AT_FIRST, Job
+from tutorials.performance.first_contact.job import AT_FIRST, Job
 from tutorials.performance.machine import ROOT
 from tutorials.performance.report import table, write_json
 

@@ -17,7 +17,7 @@ from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import KVCache
 from nanovllm.simulator.cost_model import Hardware, visible_keys
 from tutorials.performance.attention import seconds_per_layer
-from tutorials.performance.first_contact.apart import Job
+from tutorials.performance.first_contact.job import Job
 from tutorials.performance.first_contact.kernels import (
     BLOCK_SIZE,
     HEAD_DIM,
