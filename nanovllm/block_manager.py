@@ -138,7 +138,7 @@ class BlockManager:
             return blocks
         prefix_id = EMPTY_PREFIX
         # what was found last time needs no second look at its tokens: a long prompt may wait for
-        # many steps. Identities are never reused, so a block with its old one holds what it held
+        # many steps. Identities are never reused: same identity, same tokens
         for block_id, old_prefix_id in seq.found_blocks:
             if self.blocks[block_id].prefix_id != old_prefix_id:
                 break
@@ -182,7 +182,8 @@ class BlockManager:
                 seq.block_table[i] = self.take_block().id
                 self.moves.copies.append((block.id, seq.block_table[i]))
                 block.ref_count -= 1
-            elif block.key is not None:  # it was full when this sequence forked in the middle of it
+            elif block.key is not None:
+                # the sequence shares only its first tokens: what is written makes the key wrong
                 self._evict(block)
         end = seq.num_computed_tokens + num_tokens
         while len(seq.block_table) * self.block_size < end:

@@ -41,7 +41,7 @@ from nanovllm.schedule import Runner, Schedule, ScheduleError
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
 
-SEED_STEP = 0x5851F42D4C957F2D  # odd: requests without a seed get 2**63 different ones
+SEED_STEP = 0x5851F42D4C957F2D  # odd, so that the seeds of 2**63 requests are all different
 
 
 class LLM:
@@ -77,7 +77,7 @@ class LLM:
         self.scheduler: Scheduler = scheduler_cls(limits, new_block_manager())
         self.replies = Replies()
         self.planner: Scheduler | CheckedScheduler = self.scheduler
-        if config.scheduler_cls or config.block_manager_cls:  # not ours: it may be half right
+        if config.scheduler_cls or config.block_manager_cls:  # a user's: each plan is checked
             self.planner = CheckedScheduler(self.scheduler, limits, self.replies.unfinished)
         self.recovery = Recovery(self.scheduler, self.replies, new_block_manager)
         defaults = load_generation_config(path, hf_config)
@@ -126,6 +126,7 @@ class LLM:
         return self.replies.take() if report else []
 
     def _step(self) -> None:
+        """Plans a step, runs it, and delivers its tokens."""
         self.recovery.settle()  # aborts, new requests, and what a fault has left
         if not self.replies.unfinished:
             return
@@ -137,7 +138,7 @@ class LLM:
             token_ids, logprobs = collect()
             self.planner.update(schedule, token_ids, logprobs)
             self._deliver(schedule)
-        if self.recovery.schedule is not None:  # it has not failed
+        if self.recovery.schedule is not None:  # the step has not failed
             self._count(self.recovery.schedule, time.perf_counter() - start)
 
     def abort(self, request_id: str) -> bool:
@@ -182,7 +183,7 @@ class LLM:
                     while not output.finished:
                         self.step(report=False)
             with self.turns.take():
-                self.replies.catch_up()  # those of the last step
+                self.replies.catch_up()  # requests that ended in the last step have no text yet
         except BaseException:  # even Ctrl-C: nothing of this call is left behind
             self.recovery.unwanted.extend(requests)
             raise
@@ -275,7 +276,8 @@ class LLM:
                 request.seed = (self.config.seed + request.arrival * SEED_STEP) % 2**63
             tokenizer = self.tokenizer and self.tokenizer.backend_tokenizer
             reply = Reply(request, tokenizer, reader)
-            self.recovery.submitted.append(request)  # in this order: without a reply it is ignored
+            # in this order: `settle` drops a request without a reply, so a Ctrl-C does no harm here
+            self.recovery.submitted.append(request)
             self.replies.unfinished[request.request_id] = reply
         return reply
 
@@ -302,5 +304,5 @@ class LLM:
         counts.computed_tokens += schedule.num_tokens
         counts.output_tokens += len(schedule.sampled)
         counts.peak_blocks = max(counts.peak_blocks, schedule.num_used_blocks)
-        for observer in [*self.observers]:  # one may leave meanwhile
+        for observer in [*self.observers]:  # a copy: an observer may leave
             observer(schedule, seconds)

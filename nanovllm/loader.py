@@ -53,7 +53,7 @@ def find_model(model: str) -> Path:
 
 @contextmanager
 def reading(file: Path) -> Iterator[None]:
-    """Whatever goes wrong in here is the file's fault: it becomes a ValueError that names it."""
+    """Turns any error into a ValueError that names the file."""
     try:
         yield
     except Exception as error:

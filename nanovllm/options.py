@@ -35,7 +35,7 @@ class Options:
         return f"did you mean {nearest[0]!r}? ({allowed})" if nearest else allowed
 
     def put(self, name: str, value: object) -> None:
-        """Sets a field to what it means. Only for __post_init__: afterwards it may be frozen."""
+        """Replaces a field by its normalized value. Only for __post_init__: it may be frozen."""
         object.__setattr__(self, name, value)
 
     def require(self, name: str, condition: object, allowed: str) -> None:

@@ -1,7 +1,7 @@
-"""Recovery: what comes and goes between two steps, and what to do when a step does not end well.
+"""Recovery: adds and aborts requests between steps, and restores the state after a failed step.
 
-The truth is each request and the tokens of its sequences. The cache, the queues, the outputs and
-their texts are made from them, so all of it can be made again, wherever a step has stopped.
+Only the requests and their tokens must survive a step that has failed, or was interrupted. The
+cache, the queues, the outputs and their texts are made from them again.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Recovery:
             self.unwanted.popleft()
         if self.suspects and not any(request.unfinished for request in self.untested):
             self.is_changing = True
-            self.suspects.pop()  # innocent, or gone: the next group runs
+            self.suspects.pop()  # this group has not failed, or has ended: the next one runs
             self._start_over()
         while self.submitted and not self.suspects:
             self._queue(self.submitted[0])
@@ -110,8 +110,8 @@ class Recovery:
     # --- a step has failed ---
 
     def _accuse(self, error: Exception) -> None:
-        """Halves the group of requests that may have made the step fail. One that fails alone ends
-        with the error."""
+        """Bisects the group of requests that may have made the step fail. A request that fails
+        alone ends with the error."""
         self.num_failed_steps += 1
         logger.warning("a step failed: %r", error)
         is_apart = bool(self.suspects) or len(self.replies.unfinished) == 1

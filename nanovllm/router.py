@@ -1,7 +1,7 @@
 """Router: which of several replicas serves a request. Imports no torch.
 
-A router knows what it has sent where, and what has ended. It asks the replicas nothing: a question
-would cost more than most choices win.
+A router knows what it has sent where, and what has ended. It does not ask the replicas: asking
+would take more time than a better choice saves.
 """
 
 from collections import OrderedDict

@@ -30,8 +30,8 @@ class Item(NamedTuple):
 
 @dataclass
 class Schedule:
-    """One step: what to compute, which sequences get a token, which blocks to move first. It means
-    the same before, during and after the step."""
+    """One step: what to compute, which sequences get a token, which blocks to move first. It does
+    not change when the sequences grow."""
 
     tokens_left: int = 0  # while it is planned: how many more tokens may be added, ...
     prompt_tokens_left: int = 0  # ... and how many of them for sequences that lack more than one
@@ -54,7 +54,7 @@ class Schedule:
         return [Item(seq, seq.num_computed_tokens, num_tokens)] if num_tokens > 0 else []
 
     def add(self, item: Item) -> None:
-        """Its sequence must have blocks for it."""
+        """Adds an item. Its sequence must have the blocks already."""
         seq, start, num_tokens = item
         num_missing = len(seq.token_ids) - start
         if num_tokens == num_missing:
@@ -74,8 +74,8 @@ Drawn = tuple[list[int], StepLogprobs]  # what a step brings: tokens, and their 
 
 
 class Runner(Protocol):
-    """What computes a schedule: ModelRunner in model_runner.py, or in parallel/ one for several
-    devices."""
+    """Computes schedules: a ModelRunner (model_runner.py). `new_runner` chooses CPURunner on a
+    CPU, and the one of parallel/ for several ranks."""
 
     num_blocks: int
     num_host_blocks: int

@@ -25,14 +25,12 @@ from nanovllm.swapping.blocks import free_host, swap_in, swap_out
 class Scheduler:
     """First come, first served, within a budget of tokens and sequences (paper, section 4.5).
 
-    The first methods are the policy: each says what is to be done, in a line, and is there to be
-    overridden. The others do it. A policy may choose and refuse any request; which block is
-    whose and what fits is decided below.
+    The first methods are the policy: subclasses override them. The other methods carry it out, and
+    decide which blocks a request gets. A policy may choose and refuse any request.
     """
 
-    watermark = (
-        0.05  # part of the blocks that admission leaves free, so that running requests can grow
-    )
+    # the part of the blocks that admission leaves free, so that running requests can grow
+    watermark = 0.05
     priority_is_fixed = False  # a policy whose priorities never change may say so: less is sorted
 
     def __init__(self, limits: Limits, block_manager: BlockManager):

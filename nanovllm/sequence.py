@@ -141,8 +141,8 @@ class Request:
 
     @property
     def lacks_prompt_logprobs(self) -> bool:
-        """Whether it wants those of its prompt's tokens: these are to be computed, not found in the
-        cache."""
+        """Whether log-probabilities of the prompt are still missing. Its tokens must then be
+        computed, not found in the cache."""
         is_wanted = self.params.prompt_logprobs is not None
         return is_wanted and len(self.prompt_logprobs) < len(self.prompt_token_ids)
 

@@ -59,7 +59,7 @@ def tensors_of(part: object) -> dict[str, Tensor]:
 
 
 def with_tensors(part: Any, tensors: dict[str, Tensor]) -> Any:
-    """The same with those of `tensors` that have the names of its own."""
+    """Returns a copy of `part` whose tensors are replaced by those with the same names."""
     return replace(part, **{name: tensors[name] for name in tensors_of(part)})
 
 

@@ -17,8 +17,10 @@ Wrong = Callable[[str], ScheduleError]
 
 @dataclass
 class CheckedScheduler:
-    """Stands in for a scheduler that may be half right: what it does wrong is a ScheduleError,
-    which names the method. Ours does without, it has its tests."""
+    """Wraps a user's scheduler. A wrong plan raises a ScheduleError, which names the method.
+
+    The built-in scheduler runs without it.
+    """
 
     scheduler: Scheduler
     limits: Limits
@@ -123,8 +125,8 @@ def check_schedule(schedule: Schedule, scheduler: Scheduler, limits: Limits) -> 
 
 
 def check_sampled(schedule: Schedule, last_ones: list[int], wrong: Wrong) -> None:
-    """Whether those get a next token whose last one is computed, and all samples of a request
-    together."""
+    """Checks that exactly the sequences whose last token is computed get a next token, and that a
+    request's samples get theirs together."""
     sampled = set(schedule.sampled)
     is_complete = len(sampled) == len(schedule.sampled_from)
     if not is_complete or [*dict.fromkeys(schedule.sampled_from)] != last_ones:

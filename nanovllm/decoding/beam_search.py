@@ -134,7 +134,7 @@ class BeamRequest(Request):
 
     @property
     def num_seats(self) -> int:
-        """A few beams can have many children."""
+        """The beam width: even one beam can have so many children in the next step."""
         return self.params.n
 
     def receive(

@@ -80,7 +80,7 @@ class Entries:
 
 
 def adjustments_of(seqs: list[Sequence]) -> Adjustments | None:
-    """What their parameters say of logits, with the tokens that they have now."""
+    """Collects the biases, factors and penalties of the sequences, given their tokens so far."""
     biases = Entries()
     factors = Entries()
     penalties = Entries()
@@ -98,7 +98,7 @@ def adjustments_of(seqs: list[Sequence]) -> Adjustments | None:
             amounts = {i: -penalty(params, count) for i, count in counts.items()}
             penalties.add(row, amounts)
     entries = biases + factors + penalties
-    if not entries.ids:  # not yet, or no longer
+    if not entries.ids:  # min_tokens may be reached, and an output may have no tokens
         return None
     return Adjustments(
         rows=integers(entries.rows),

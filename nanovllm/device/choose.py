@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def choose_device(config: Config) -> torch.device:
-    """A GPU by its number: without one, it would be another one in each thread."""
+    """Returns the CPU, or a GPU with its index: plain `cuda` is another one in each thread."""
     name = config.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"

@@ -123,7 +123,7 @@ class StepGraphs:
     def _captured(self, call: Callable[[], Tensor]) -> Callable[[], Tensor]:
         call()  # compiles what is not compiled yet, which is impossible during a recording
         graph = torch.cuda.CUDAGraph()
-        # what other threads allocate meanwhile is their business
+        # allocations of other threads must not make the recording fail
         recording = torch.cuda.graph(
             graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"
         )

@@ -66,8 +66,8 @@ def graph_memory(device: torch.device, graphs: StepGraphs) -> int:
 def free_memory(device: torch.device) -> int:
     """Bytes that no program holds.
 
-    What PyTorch keeps for later is given back first: a recording does that, too, and it would look
-    as if the recording had made memory.
+    Empties PyTorch's cache first. Recording a graph empties it, too, so that otherwise free memory
+    would seem to grow.
     """
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()

@@ -27,7 +27,7 @@ def default_thread_counts() -> set[int]:
 
 
 def busy_seconds() -> float | None:
-    """Busy seconds of our processors so far, over all programs. None if the system is silent."""
+    """Busy seconds of our processors so far, over all programs; None if that is not known."""
     try:
         text = Path("/proc/stat").read_text()
     except OSError:

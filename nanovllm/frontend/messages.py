@@ -65,7 +65,7 @@ class Chat(Options):
 
 
 def unwrapped(prompt: Prompt) -> str | list[int] | Chat:
-    """What a prompt is, whatever its form."""
+    """The content of a prompt, whatever its form."""
     if isinstance(prompt, str):
         return prompt
     if is_conversation(prompt):

@@ -13,14 +13,14 @@ from nanovllm.frontend.text import Text, results_of
 from nanovllm.sequence import Request, Sequence
 
 ReaderKind = Literal["step", "generate", "stream"]
-"""The method whose caller reads an output: what step() returns is made when it is read, what
-generate() returns at the end, behind the device, and what is streamed after each token."""
+"""The method whose caller reads an output decides when its text is made. step: when it is read;
+generate: after the request has ended, while the device computes; stream: after each token."""
 
 
 class Reply:
     """An unfinished request and what its user sees of it.
 
-    The tokens of the request's sequences are the truth; everything here can be rebuilt from them.
+    Everything here can be made again from the tokens of the request's sequences.
     """
 
     def __init__(

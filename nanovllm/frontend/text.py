@@ -41,7 +41,7 @@ class Text:
         return self._append(new) if new else False
 
     def end(self) -> bool:
-        """No token follows: nothing is held back any longer. Of a character that was cut in the
+        """Ends the text, and releases what was held back. Of a character that was cut in the
         middle, U+FFFD remains, as `decode` has it. Returns True if this completes a stop string."""
         is_stop = False
         if self.is_incomplete:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 
 class Turns:
-    """A lock that no thread waits for in vain. A thread that has the turn may take it again."""
+    """A re-entrant lock that avoids starvation."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()

@@ -23,7 +23,7 @@ class CacheShape(NamedTuple):
         return 2 * self.num_layers * self.block_size * width * self.dtype.itemsize
 
     def new_cache(self, num_blocks: int, device: torch.device) -> "KVCache":
-        """Zeros: to read a slot that was never written gives the same wrong result each time."""
+        """Allocates zeros, so that a read of the wrong slot gives the same result in each run."""
         shape = (2, self.num_layers, num_blocks, *self[1:4])
         if device.type == "cpu":
             # anonymous pages are zero and take no memory until they are touched

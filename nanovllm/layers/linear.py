@@ -55,7 +55,7 @@ class Linear(nn.Module):
 
 
 def onednn_is_faster(dtype: torch.dtype) -> bool:
-    """Whether oneDNN is faster: in float32 without AVX2 it takes three times as long as MKL."""
+    """Whether oneDNN is faster: in float32 without AVX2 it takes three times as long as PyTorch."""
     if dtype == torch.float32:
         return torch.backends.cpu.get_cpu_capability() != "DEFAULT"
     return dtype == torch.bfloat16

@@ -32,7 +32,9 @@ class Ops(Protocol):
         """
 
     def paged_attention(self, q: Tensor, batch: Batch, layer: int, scale: float) -> Tensor:
-        """What attention.paged_attention returns, for q [T, num_heads, head_dim]: its shape."""
+        """Attention of q [T, num_heads, head_dim] over the cache: the same shape.
+
+        The tests compare it with attention.paged_attention, the plain reference."""
 
     def copy_blocks(self, kv_cache: KVCache, copies: list[tuple[int, int]]) -> None:
         """Copies [(from block, to block)] in all layers at once (paper, section 5.1).

@@ -5,6 +5,7 @@ that it expects. Sequences with one query are computed together, in groups of si
 length; the others, prompts and chunks of them, one by one.
 """
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ class Part(NamedTuple):
     tokens: slice | Tensor  # their rows of q
     places: Any  # of their keys [sequences, num_kv_heads, keys], all padded to the longest
     mask: Tensor | None  # which keys each query may see; None: it is simply causal
-    attend: Any  # attend_group or attend_chunk
+    attend: Callable[..., Tensor]  # attend_group or attend_chunk
 
 
 class Layout:

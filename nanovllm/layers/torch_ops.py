@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import KVCache
 from nanovllm.layers.ops import Norm
-from nanovllm.layers.sampler import sample as sample
+from nanovllm.layers.sampler import sample as sample  # two of the functions of Ops
 from nanovllm.layers.torch_attention import Layout
 from nanovllm.layers.torch_attention import paged_attention as paged_attention
 

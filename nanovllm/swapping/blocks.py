@@ -26,9 +26,10 @@ def swap_out(manager: BlockManager, seqs: list[Sequence]) -> bool:
 
 
 def swap_in(manager: BlockManager, seq: Sequence) -> None:
-    """Gives a sequence that has already taken its prefix blocks for the rest of what it has in host
-    memory. They are copied before the step that is being planned. The caller must have asked
-    `can_admit`."""
+    """Assigns blocks to the part of a swapped-out sequence that is not in the prefix cache.
+
+    Call `can_admit` and `take_prefix` first. The contents are copied before the planned step.
+    """
     swaps = manager.moves.swaps_in
     for host_id in seq.host_table[len(seq.block_table) :]:
         if host_id in swaps:  # another sequence of the request has brought it in

@@ -148,7 +148,7 @@ HALF_SENTENCES = (
 
 @pytest.mark.parametrize("name", MODULES)
 def test_a_docstring_begins_with_a_verb_or_the_noun(name):
-    """And names it: nobody is a request, and no token is somebody."""
+    """And does not call a request or a token somebody."""
     for node in ast.walk(MODULES[name]):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):
             text = ast.get_docstring(node) or "Nothing is said."
