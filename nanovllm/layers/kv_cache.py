@@ -26,8 +26,11 @@ class CacheShape(NamedTuple):
         """Allocates zeros, so that a read of the wrong slot gives the same result in each run."""
         shape = (2, self.num_layers, num_blocks, *self[1:4])
         if device.type == "cpu":
-            # anonymous pages are zero and take no memory until they are touched
-            pages = mmap.mmap(-1, num_blocks * self.block_bytes)
+            # anonymous pages are zero and take no memory until they are touched; private ones,
+            # or a process that is forked off would write into them, too
+            is_posix = hasattr(mmap, "MAP_PRIVATE")
+            private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if is_posix else {}
+            pages = mmap.mmap(-1, num_blocks * self.block_bytes, **private)
             return KVCache(torch.frombuffer(pages, dtype=self.dtype).view(shape))
         return KVCache(torch.zeros(shape, dtype=self.dtype, device=device))
 

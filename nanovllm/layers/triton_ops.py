@@ -110,11 +110,12 @@ def mixed(x):
 @triton.jit
 def sample_kernel(
     out,
-    logits,  # [B, VOCAB], the others [B]
+    logits,  # [B, VOCAB], rows may be apart; the others [B]
     lowest,
     temperature,
     seed,
     position,
+    row_stride,  # of logits
     VOCAB: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -123,7 +124,7 @@ def sample_kernel(
     The maximum and the sum in one pass over the row, the token in a second.
     """
     b = tl.program_id(0).to(tl.int64)
-    row = logits + b * VOCAB
+    row = logits + b * row_stride
     i = tl.arange(0, TILE)
     smallest = tl.load(lowest + b)
     t = tl.load(temperature + b)
@@ -204,6 +205,6 @@ def sample(logits: Tensor, sampling: Sampling) -> Tensor:
     out = torch.empty_like(sampling.seed)
     sample_kernel[(len(logits),)](
         out, logits, lowest, sampling.temperature, sampling.seed, sampling.position,
-        vocab_size, tile, num_warps=8,
+        logits.stride(0), vocab_size, tile, num_warps=8,
     )  # fmt: skip
     return out

@@ -92,6 +92,15 @@ def test_sample(vocab_size):
     assert torch.equal(tokens[::5], logits[::5].argmax(-1))
 
 
+def test_sample_from_rows_that_are_apart():
+    """As ranks gather them, whose parts of the vocabulary are padded."""
+    options = Sampling(torch.ones(8), torch.arange(8) + 5, torch.arange(8))
+    options = Sampling(*(part.to(DEVICE) for part in list(vars(options).values())[:3]))
+    padded = 4 * randn(8, 104)
+    expected = torch_ops.sample(padded[:, :101].contiguous(), options)
+    assert torch.equal(triton_ops.sample(padded[:, :101], options), expected)
+
+
 @pytest.mark.slow
 def test_sample_follows_the_distribution():
     probabilities = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05])

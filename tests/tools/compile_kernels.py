@@ -136,7 +136,9 @@ def main(capability=80, head_dim=128, group=2):
         "temperature": "*fp32",
     }
     constants = dict(VOCAB=151936, TILE=8192)
-    compile_kernel("sample", triton_ops.sample_kernel, pointers, {}, constants, capability, warps=8)
+    scalars = {"row_stride": "i32"}
+    kernel = triton_ops.sample_kernel
+    compile_kernel("sample", kernel, pointers, scalars, constants, capability, warps=8)
 
 
 if __name__ == "__main__":
