@@ -145,7 +145,7 @@ class LLM:
         """Ends a request and frees its blocks before the next step. Returns False if no unfinished
         request has this id."""
         reply = self.replies.unfinished.get(request_id) if isinstance(request_id, str) else None
-        if reply is None:
+        if reply is None or reply.request in self.recovery.unwanted:
             return False
         self.recovery.unwanted.append(reply.request)
         return True

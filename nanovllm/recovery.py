@@ -53,7 +53,7 @@ class Recovery:
         while self.unwanted:
             self._end(self.unwanted[0])
             self.unwanted.popleft()
-        if self.suspects and not any(request.unfinished for request in self.untested):
+        while self.suspects and not any(request.unfinished for request in self.untested):
             self.is_changing = True
             self.suspects.pop()  # this group has not failed, or has ended: the next one runs
             self._start_over()
@@ -81,15 +81,18 @@ class Recovery:
 
     def _queue(self, request: Request) -> None:
         self.is_changing = True
+        if self.replies.to(request) is not None:  # otherwise its submission was interrupted
+            self._try(self.scheduler.add, request)
+        self.submitted.popleft()
+        self.is_changing = False
+
+    def _try(self, queue: Callable[[Request], None], request: Request) -> None:
         try:
-            if self.replies.to(request) is not None:  # otherwise its submission was interrupted
-                self.scheduler.add(request)
-        except Exception as error:  # from a hook, perhaps after it has been queued
+            queue(request)
+        except Exception as error:  # from a hook, perhaps after the request has been queued
             self._fail(request, error)
             if request in self.scheduler.waiting:
                 self.scheduler.waiting.remove(request)
-        self.submitted.popleft()
-        self.is_changing = False
 
     def _end(self, request: Request) -> None:
         """Aborts a request, unless it has ended by itself."""
@@ -154,10 +157,7 @@ class Recovery:
             logger.warning("restart failed: %r", error)
             Scheduler.restart(self.scheduler, manager)
         for request in group:
-            try:
-                self.scheduler.enqueue(request)
-            except Exception as error:  # from a hook
-                self._fail(request, error)
+            self._try(self.scheduler.enqueue, request)
         self.is_changing = False
 
     def _renew(self, reply: Reply) -> None:
@@ -169,7 +169,8 @@ class Recovery:
             for seq in request.sequences:
                 seq.finish_reason = None
                 if not isinstance(request, BeamRequest):  # a search ends in its own way
-                    seq.finish_reason = self.scheduler.reason_to_end(seq)
+                    reason = self.scheduler.reason_to_end(seq)
+                    seq.finish_reason = reason if isinstance(reason, str) else None
         except Exception as error:  # from a hook: its own fault, and no other request's
             reply.restart()
             self._fail(request, error)

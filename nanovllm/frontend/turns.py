@@ -19,6 +19,9 @@ class Turns:
         if self.waiting.keys() - {me}:
             time.sleep(1e-4)  # locks are not fair: in a loop of steps, this thread would be first
         self.waiting[me] = True
-        with self.lock:
-            self.waiting.pop(me, None)
-            yield
+        try:
+            with self.lock:
+                self.waiting.pop(me, None)
+                yield
+        finally:
+            self.waiting.pop(me, None)  # a Ctrl-C came while it waited

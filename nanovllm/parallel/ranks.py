@@ -148,7 +148,7 @@ class Child:
 
     def __init__(self, settings: dict, num_threads: int):
         self.log = tempfile.TemporaryFile()  # noqa: SIM115 (it is open as long as the process)
-        folder = str(Path(__file__).parent.parent)
+        folder = str(Path(__file__).parents[2])  # where the package lies
         paths = os.pathsep.join([folder, *filter(None, sys.path)])
         self.process = subprocess.Popen(
             [sys.executable, "-c", "from nanovllm.parallel import runner; runner.main()"],

@@ -18,6 +18,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.block_manager import BlockManager
 from nanovllm.frontend.replies import Reply
 from nanovllm.frontend.text import Text
+from nanovllm.frontend.turns import Turns
 from nanovllm.schedule import ScheduleError
 from nanovllm.scheduler import Scheduler
 from nanovllm.swapping.blocks import free_host
@@ -480,3 +481,82 @@ def test_a_tokenizer_that_fails_while_somebody_reads(monkeypatch):
     assert outputs["sick"].outputs[0].finish_reason == "error"
     assert result(outputs["innocent"]) == answer(prompt, params)
     check_clean(llm)
+
+
+class ForgetsOne(Scheduler):
+    """`enqueue` raises for request "1" once it has tokens, before or after it is queued."""
+
+    is_late = False
+
+    def enqueue(self, request):
+        is_hit = request.request_id == "1" and not request.is_new
+        if is_hit and not self.is_late:
+            raise KeyError("the hook of request 1")
+        super().enqueue(request)
+        if is_hit:
+            raise KeyError("the hook of request 1")
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_hook_that_fails_for_one_request_after_a_fault_ends_no_other(monkeypatch, is_late):
+    monkeypatch.setattr(ForgetsOne, "is_late", is_late)
+    llm = new_llm(scheduler_cls=ForgetsOne)
+    launch, steps = llm.runner.launch, []
+
+    def fails_once(schedule):
+        steps.append(schedule)
+        if len(steps) == 3:
+            raise RuntimeError("a fault that does not come again")
+        return launch(schedule)
+
+    monkeypatch.setattr(llm.runner, "launch", fails_once)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    for name in ("0", "1"):
+        llm.add_request([5 + int(name)] * 6, params, name)
+    outputs = go_on(llm, {})
+    assert outputs["0"].error is None and len(outputs["0"].outputs[0].token_ids) == 8
+    assert isinstance(outputs["1"].error, KeyError)
+    assert not llm.scheduler.waiting
+    check_clean(llm)
+
+
+class EndsWithANumber(Scheduler):
+    def reason_to_end(self, seq):
+        return 5 if seq.num_output_tokens == 3 else super().reason_to_end(seq)
+
+
+def test_a_reason_that_is_no_text_is_believed_nowhere():
+    llm = new_llm(scheduler_cls=EndsWithANumber)
+    llm.add_request([5] * 4, SamplingParams(max_tokens=8, ignore_eos=True), "a")
+    problems = []
+    for _ in range(20):
+        try:
+            for output in llm.step():
+                assert output.outputs[0].finish_reason in (None, "length", "error")
+        except ScheduleError as error:
+            problems.append(str(error))
+    assert problems and "it returned 5, and not a text or None" in problems[0]
+
+
+def test_an_abort_is_asked_for_once():
+    llm = new_llm()
+    llm.add_request([5] * 4, request_id="a")
+    assert llm.abort("a") and not llm.abort("a")
+    llm.step()
+    assert not llm.abort("a")
+
+
+def test_a_ctrl_c_while_a_thread_waits_for_its_turn_leaves_nothing(monkeypatch):
+    turns = Turns()
+
+    class Interrupted:
+        def __enter__(self):
+            raise KeyboardInterrupt
+
+        def __exit__(self, *_):
+            pass
+
+    monkeypatch.setattr(turns, "lock", Interrupted())
+    with pytest.raises(KeyboardInterrupt), turns.take():
+        pass
+    assert not turns.waiting
