@@ -184,7 +184,16 @@ class Child:
 def start(settings: dict, size: int) -> Group:
     """Starts ranks 1 to size - 1 on this machine. Returns the group of rank 0. They end with it,
     and with this process, however it ends."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    # on this machine's own interface only: the store asks for no password
+    listening = socket.create_server(("127.0.0.1", 0))
+    port = listening.getsockname()[1]
+    store = dist.TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+    )
     group = Group(store, 0, size, "127.0.0.1")
     num_threads = torch.get_num_threads()
     share = max(1, num_threads // size)
@@ -192,7 +201,7 @@ def start(settings: dict, size: int) -> Group:
         torch.set_num_threads(share)
         weakref.finalize(group, torch.set_num_threads, num_threads)
     for rank in range(1, size):
-        place = {"port": store.port, "rank": rank, "size": size}
+        place = {"port": port, "rank": rank, "size": size}
         child = Child(settings | place, share)
         weakref.finalize(group, child.end)
         group.children.append(child)

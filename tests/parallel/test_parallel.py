@@ -17,6 +17,7 @@ from deaths import SECONDS, is_alive
 from server_tools import Running
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.parallel import ranks
 from nanovllm.recovery import RankError
 
 ROOT = Path(__file__).parents[2]
@@ -43,6 +44,20 @@ def wait_until_gone(processes: list[int]) -> None:
 @pytest.fixture(scope="module")
 def expected() -> list[str]:
     return texts(LLM(num_blocks=64))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it looks into /proc")
+def test_the_store_listens_on_this_machine_only():
+    port = ranks.start({}, size=1).store.port
+    sockets = [
+        line.split()
+        for file in ("/proc/net/tcp", "/proc/net/tcp6")
+        for line in Path(file).read_text().splitlines()
+    ]
+    listening = {fields[1] for fields in sockets if fields[3] == "0A"}
+    assert {place for place in listening if place.endswith(f":{port:04X}")} == {
+        f"0100007F:{port:04X}"
+    }
 
 
 @pytest.mark.slow
