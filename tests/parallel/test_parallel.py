@@ -48,7 +48,8 @@ def expected() -> list[str]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it looks into /proc")
 def test_the_store_listens_on_this_machine_only():
-    port = ranks.start({}, size=1).store.port
+    group = ranks.start({}, size=1)
+    port = group.store.port
     sockets = [
         line.split()
         for file in ("/proc/net/tcp", "/proc/net/tcp6")
