@@ -4,6 +4,7 @@ all together."""
 from __future__ import annotations
 
 import time
+from collections import ChainMap
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -263,13 +264,14 @@ class LLM:
         """Gives a checked request its arrival number, id and seed, and a reply. The next step
         queues it: see Recovery.settle."""
         with self.turns.take():
-            if self._is_used(request.request_id):
+            used: ChainMap[str, Any] = ChainMap(self.replies.unfinished, self.replies.unreported)
+            if request.request_id in used:
                 in_use = "a request with this id is still in use"
                 raise refusal("request_id", request.request_id, in_use)
             request.arrival = next(self.arrivals)
             request.arrival_time = self.scheduler.clock()
             if not request.request_id:
-                while self._is_used(str(request.arrival)):  # a user has chosen it
+                while str(request.arrival) in used:  # a user has chosen it
                     request.arrival = next(self.arrivals)
                 request.request_id = str(request.arrival)
             if request.params.seed is None:
@@ -280,9 +282,6 @@ class LLM:
             self.recovery.submitted.append(request)
             self.replies.unfinished[request.request_id] = reply
         return reply
-
-    def _is_used(self, request_id: str) -> bool:
-        return request_id in self.replies.unfinished or request_id in self.replies.unreported
 
     def _deliver(self, schedule: Schedule) -> None:
         """Reports the step's tokens."""

@@ -183,7 +183,7 @@ def test_the_scheduling_half_does_not_import_torch(module):
 @cache
 def passed_by_a_greedy_prompt() -> frozenset[tuple[str, str, int]]:
     """(file, name, line) of the functions that run in LLM.generate. Properties are functions; comprehensions are not.
-    The thread count may change, which takes two functions more."""
+    The thread count may change, which takes three functions more."""
     chosen = os.environ.pop("OMP_NUM_THREADS", None)
     llm = LLM(num_blocks=100)
     if chosen is not None:
@@ -209,7 +209,7 @@ def passed_by_a_greedy_prompt() -> frozenset[tuple[str, str, int]]:
 def test_a_greedy_prompt_passes_few_files_and_functions():
     passed = passed_by_a_greedy_prompt()
     assert len({file for file, _, _ in passed}) <= 20
-    assert 50 < len(passed) <= 98, sorted(passed)
+    assert 50 < len(passed) <= 101, sorted(passed)
 
 
 def test_the_root_holds_what_belongs_there():
