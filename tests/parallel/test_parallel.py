@@ -279,5 +279,9 @@ def test_torchrun(tmp_path, expected, num_nodes):
         for command in commands
     ]
     outputs = [process.communicate(timeout=120) for process in processes]
-    assert [process.returncode for process in processes] == [0] * num_nodes, outputs
+    for process, (_, errors) in zip(processes, outputs, strict=True):
+        # of two agents, the one that ends last may find the other one's store gone, and says so
+        is_agents = num_nodes == 2 and "RendezvousConnectionError" in errors
+        assert process.returncode == 0 or is_agents, outputs
+        assert "ChildFailedError" not in errors, outputs
     assert [out.split() for out, _ in outputs if out] == [["answer", "42"]]
