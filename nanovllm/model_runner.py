@@ -4,7 +4,6 @@ from array import array
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from itertools import islice
 from pathlib import Path
 
 import torch
@@ -246,12 +245,15 @@ def collect(results: list[Tensor], wanted: list[int | None], scores: PromptScore
         scores.deliver()
     if not results:
         return [], None
-    token_ids, *likeliest = [tensor.tolist() for tensor in results]
-    if not likeliest:
+    token_ids = results[0].tolist()
+    if len(results) == 1:
         return token_ids, None
     logprobs: list[TokenLogprobs | None] = []
-    for k, *row in zip(wanted, *likeliest):
-        logprobs.append(None if k is None else dict(islice(zip(*row), k + 1)))
+    for k, ids, values in zip(wanted, results[1].tolist(), results[2].tolist()):
+        if k is None:
+            logprobs.append(None)
+        else:  # the token itself, then the k likeliest
+            logprobs.append(dict(zip(ids[: k + 1], values[: k + 1])))
     return token_ids, logprobs
 
 

@@ -80,8 +80,15 @@ class StepGraphs:
         """What the inputs of any step take: the most rows and blocks, all of Sampling."""
         step = self.padding(self.sizes[-1])
         step.batch.block_tables = torch.zeros(self.max_table_blocks, dtype=torch.int32)
-        numbers = torch.zeros(6, self.limits.max_num_seqs, dtype=torch.int64)
-        step.sampling = Sampling(*numbers)
+        largest = torch.zeros(self.limits.max_num_seqs, dtype=torch.int64)
+        step.sampling = Sampling(
+            temperature=largest,
+            seed=largest,
+            position=largest,
+            top_k=largest,
+            top_p=largest,
+            min_p=largest,
+        )
         num_rows = self.limits.max_num_seqs + self.limits.max_num_batched_tokens
         step.sampled_rows = torch.zeros(num_rows, dtype=torch.int64)
         return buffer_slices(step.tensors)[-1].stop

@@ -58,7 +58,8 @@ def graph_memory(device: torch.device, graphs: StepGraphs) -> int:
     before = free_memory(device)
     graphs.record(graphs.sizes[-1])
     after_largest = free_memory(device)
-    graphs.record(graphs.sizes[-2:][0])
+    second_largest = graphs.sizes[max(0, len(graphs.sizes) - 2)]
+    graphs.record(second_largest)
     another = after_largest - free_memory(device)
     return before - after_largest + another * (len(graphs.sizes) - 1)
 

@@ -112,7 +112,7 @@ class Simulation:
         names = [*self.loads]
         chosen = self.router.choose(request, self.loads.copy())
         check_choice(self.router, "choose", chosen, names)
-        return names.index(chosen)  # 1.0 is taken for 1
+        return int(chosen)
 
     def _step(self, keep_steps: bool) -> None:
         """Steps the replica whose clock is behind: so no request comes to it from its past."""
