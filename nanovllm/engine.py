@@ -146,9 +146,10 @@ class LLM:
         """Ends a request and frees its blocks before the next step. Returns False if no unfinished
         request has this id."""
         reply = self.replies.unfinished.get(request_id) if isinstance(request_id, str) else None
-        if reply is None or reply.request in self.recovery.unwanted:
+        if reply is None or reply.is_unwanted:
             return False
         self.recovery.unwanted.append(reply.request)
+        reply.is_unwanted = True
         return True
 
     def has_unfinished(self) -> bool:

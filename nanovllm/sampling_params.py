@@ -1,6 +1,6 @@
 """SamplingParams: how the tokens of one request are drawn, and when it ends. Imports no torch."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -41,10 +41,10 @@ class SamplingParams(Options):
     min_tokens: int = option(
         0, "No stop token is drawn and no stop string is looked for before so many tokens."
     )
-    stop: str | Iterable[str] | None = option(
+    stop: str | Sequence[str] | None = option(
         None, "Strings that end the output. The text is cut off before them."
     )
-    stop_token_ids: Iterable[int] | None = option(
+    stop_token_ids: Collection[int] | None = option(
         None, "Tokens that end the output, in addition to the model's end-of-sequence tokens."
     )
     ignore_eos: bool = option(False, "Continue past the model's end-of-sequence tokens.")

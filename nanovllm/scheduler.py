@@ -41,8 +41,6 @@ class Scheduler:
         self.clock = time.monotonic  # in seconds; a simulator has its own
         self.waiting: list[Request] = []
         self.running: list[Request] = []
-        is_default = type(self).priority is Scheduler.priority
-        self.keeps_order = self.priority_is_fixed or is_default
         self.num_preemptions = 0
         self.num_swapped_blocks = 0  # swapped out to the host
         self.num_prompt_tokens = 0  # of all requests, counted when first admitted ...
@@ -296,9 +294,9 @@ class Scheduler:
             free_host(self.block_manager, seq)
         request = seq.request
         if request.has_ended:
-            for queue in (self.running, self.waiting):
-                if request in queue:
-                    queue.remove(request)
+            queue = self.running if request in self.running else self.waiting
+            if request in queue:
+                queue.remove(request)
 
     def abort(self, request: Request) -> None:
         """Ends all unfinished sequences of the request, whether it runs or waits."""
@@ -319,6 +317,13 @@ class Scheduler:
         return bool(self.running or self.waiting)
 
     # --- the queue ---
+
+    @property
+    def keeps_order(self) -> bool:
+        """Whether priorities cannot change, so that `waiting` stays sorted and its length costs
+        nothing."""
+        is_default = getattr(self.priority, "__func__", None) is Scheduler.priority
+        return is_default or self.priority_is_fixed
 
     def enqueue(self, request: Request) -> None:
         """Appends to `waiting`, or, if priorities are fixed, inserts: then it stays sorted."""

@@ -100,7 +100,8 @@ class Request:
         params = self.params
         has_penalty = params.presence_penalty or params.frequency_penalty
         has_penalty = has_penalty or params.repetition_penalty != 1
-        self.is_adjusted = bool(has_penalty or params.logit_bias or params.min_tokens)
+        self.logit_bias = {**(params.logit_bias or {})}  # checked: later changes do not count
+        self.is_adjusted = bool(has_penalty or self.logit_bias or params.min_tokens)
         # whether its tokens are just the likeliest ones
         self.is_plain = params.temperature == 0 and not self.is_adjusted
         eos_token_ids = () if self.params.ignore_eos else self.eos_token_ids

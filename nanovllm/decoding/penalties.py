@@ -88,7 +88,7 @@ def adjustments_of(seqs: list[Sequence]) -> Adjustments | None:
         if not seq.request.is_adjusted:
             continue
         params = seq.request.params
-        biases.add(row, params.logit_bias or {})
+        biases.add(row, seq.request.logit_bias)
         if seq.num_output_tokens < params.min_tokens:
             biases.add(row, dict.fromkeys(seq.request.stop_token_ids, -torch.inf))
         if params.repetition_penalty != 1:

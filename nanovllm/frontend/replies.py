@@ -32,6 +32,7 @@ class Reply:
         self.request = request
         self.tokenizer = tokenizer
         self.reader = reader
+        self.is_unwanted = False  # whether `abort` has been called
         # brought up to date after each token; otherwise when it is read, or at its end
         has_stop = bool(request.params.stop)
         self.is_watched = reader == "stream" or has_stop or isinstance(request, BeamRequest)

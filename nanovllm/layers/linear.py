@@ -12,8 +12,6 @@ class Linear(nn.Module):
     checkpoint to its number of rows. `part_slices` is the loading rule: which rows each part fills.
     """
 
-    by_onednn = False
-
     def __init__(self, in_features: int, parts: int | dict[str, int], bias: bool = False):
         super().__init__()
         self.part_slices: dict[str, slice] = {}
@@ -26,6 +24,7 @@ class Linear(nn.Module):
                 out_features += size
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+        self.by_onednn = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.by_onednn:

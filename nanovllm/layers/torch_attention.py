@@ -28,8 +28,33 @@ class Part(NamedTuple):
     attend: Callable[..., Tensor]  # attend_group or attend_chunk
 
 
+def group_by_context(seqs: list[int], contexts: list[int], max_keys: int) -> list[list[int]]:
+    """Groups of sequences in which little is padding to the longest context.
+
+    At most a third of the group, or only a few keys. No group has more than `max_keys` keys, unless
+    it is a single sequence.
+    """
+    groups: list[list[int]] = []
+    padding = 0
+    keys = 0
+    for b in sorted(seqs, key=lambda b: -contexts[b]):
+        longest = contexts[groups[-1][0]] if groups else contexts[b]
+        padding += longest - contexts[b]
+        keys += contexts[b]
+        is_wasteful = padding > max(512, keys // 2)
+        is_large = padding + keys > max_keys
+        if not groups or is_wasteful or is_large:
+            groups.append([])
+            padding = 0
+            keys = contexts[b]
+        groups[-1].append(b)
+    return [sorted(group) for group in groups]
+
+
 class Layout:
     """The parts of a step. It holds no reference to the batch, which holds it."""
+
+    groups = staticmethod(group_by_context)  # vattention has another one
 
     def __init__(self, batch: Batch):
         self.starts = batch.cu_seqlens_q.tolist()
@@ -42,7 +67,7 @@ class Layout:
             elif end > start:
                 chunks.append(b)
         token_bytes = batch.kv_cache.tensor[:, 0, 0, 0].nbytes  # key and value in one layer
-        groups = self.groups(decodes, GATHERED_BYTES // token_bytes)
+        groups = self.groups(decodes, self.contexts, GATHERED_BYTES // token_bytes)
         self.parts = [self.group(batch, seqs) for seqs in groups]
         self.parts += [self.chunk(batch, b) for b in chunks]
 
@@ -78,9 +103,6 @@ class Layout:
             mask = position <= query.unsqueeze(1)
         return Part(tokens, places, mask, attend_chunk)
 
-    def groups(self, decodes: list[int], max_keys: int) -> list[list[int]]:
-        return group_by_context(decodes, self.contexts, max_keys)
-
     def places_of(self, batch: Batch, seqs: list[int], position: Tensor) -> Any:
         """Where the keys of tokens at positions [keys], or [sequences, keys], are.
 
@@ -92,29 +114,6 @@ class Layout:
         slots = cache.slots(block_ids, position % cache.block_size)
         heads = torch.arange(cache.num_kv_heads, device=slots.device).unsqueeze(1)
         return slots.unsqueeze(1) * cache.num_kv_heads + heads
-
-
-def group_by_context(seqs: list[int], contexts: list[int], max_keys: int) -> list[list[int]]:
-    """Groups of sequences in which little is padding to the longest context.
-
-    At most a third of the group, or only a few keys. No group has more than `max_keys` keys, unless
-    it is a single sequence.
-    """
-    groups: list[list[int]] = []
-    padding = 0
-    keys = 0
-    for b in sorted(seqs, key=lambda b: -contexts[b]):
-        longest = contexts[groups[-1][0]] if groups else contexts[b]
-        padding += longest - contexts[b]
-        keys += contexts[b]
-        is_wasteful = padding > max(512, keys // 2)
-        is_large = padding + keys > max_keys
-        if not groups or is_wasteful or is_large:
-            groups.append([])
-            padding = 0
-            keys = contexts[b]
-        groups[-1].append(b)
-    return [sorted(group) for group in groups]
 
 
 def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float) -> Tensor:

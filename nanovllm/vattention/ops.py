@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nanovllm.layers import torch_attention, torch_ops
 from nanovllm.layers.batch import Batch
-from nanovllm.layers.torch_attention import GATHERED_BYTES, attend_group
+from nanovllm.layers.torch_attention import GATHERED_BYTES, attend_group, group_by_context
 from nanovllm.vattention.cache import NO_ROW, VirtualCache
 
 Groups = list[list[int]]  # of sequences
@@ -43,7 +43,7 @@ class Layout(torch_attention.Layout):
         self.all_rows = batch.kv_cache.rows
         super().__init__(batch)
 
-    def groups(self, decodes: list[int], max_keys: int) -> Groups:
+    def groups(self, decodes: list[int], contexts: list[int], max_keys: int) -> Groups:
         others = []
         seen = {}
         for b in decodes:
@@ -52,7 +52,8 @@ class Layout(torch_attention.Layout):
             else:
                 seen[self.rows[b]] = b
         num_keys = max_keys * CALL_BYTES // GATHERED_BYTES
-        return neighbors(seen, self.contexts, num_keys) + super().groups(others, max_keys)
+        gathered = group_by_context(others, contexts, max_keys)
+        return neighbors(seen, contexts, num_keys) + gathered
 
     def places_of(self, batch: Batch, seqs: list[int], position: Tensor) -> Any:
         first = self.rows[seqs[0]]

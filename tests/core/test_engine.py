@@ -420,8 +420,10 @@ def test_parameters_belong_to_the_request_once_it_is_added(llm):
     """What their owner does to them later does not reach it."""
     params, prompt = greedy_params(4), [1, 2, 3]
     expected = token_ids(llm.generate([prompt], params, use_tqdm=False))
-    request_id = llm.add_request(prompt, params)
+    biased = replace(params, logit_bias={5: 0.0})
+    request_id = llm.add_request(prompt, biased)
     prompt.append(10**9)
+    biased.logit_bias[10**9] = 50.0  # there is no such token
     with pytest.raises(FrozenInstanceError):
         params.temperature = -1.0
     while llm.has_unfinished():

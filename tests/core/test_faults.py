@@ -162,7 +162,6 @@ def inject(llm, monkeypatch, place: str, is_hit) -> None:
     elif place == "sampler":  # the step has been computed
         failing(llm.runner, "launch", sampled, after=True)
     elif place == "priority":
-        llm.scheduler.keeps_order = False  # as for a priority that changes
         failing(llm.scheduler, "priority", lambda request: [request])
     elif place == "plan":
         failing(llm.scheduler, "tokens_to_compute", lambda request, schedule: [request], after=True)

@@ -65,6 +65,12 @@ class ContiguousBlockManager(BlockManager):
             raise ValueError(f"the request may cache {request.max_len - 1} tokens, but {limit}")
         return request.params.n * 2 ** self.size_for(request)
 
+    def longest_that_fits(self, request: Request) -> int:
+        """The largest run of which there may be one for each sequence, filled."""
+        num_runs = len(self.blocks) // request.params.n
+        size = 2 ** (num_runs.bit_length() - 1) if num_runs else 0
+        return size * self.block_size + 1
+
     def can_admit(self, request: Request, num_reserved: int = 0) -> bool:
         """It needs a run for each sequence. After that it has all that it will ever need."""
         k = self.size_for(request)
