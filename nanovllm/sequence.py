@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from nanovllm.sampling_params import SamplingParams
 
@@ -35,6 +36,7 @@ class Sequence:
     num_host_tokens: int = 0  # tokens in them
     # what BlockManager.find_prefix has found last: blocks and their identities
     found_blocks: list[tuple[int, int]] = field(default_factory=list)
+    token_counts: Any = None  # see penalties.TokenCounts
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -98,10 +100,10 @@ class Request:
         self.seed = self.params.seed or 0
         self.num_logprobs = self.params.logprobs  # how many of the likeliest tokens to return
         params = self.params
-        has_penalty = params.presence_penalty or params.frequency_penalty
-        has_penalty = has_penalty or params.repetition_penalty != 1
+        is_counted = params.presence_penalty or params.frequency_penalty
+        self.has_penalty = bool(is_counted or params.repetition_penalty != 1)
         self.logit_bias = {**(params.logit_bias or {})}  # checked: later changes do not count
-        self.is_adjusted = bool(has_penalty or self.logit_bias or params.min_tokens)
+        self.is_adjusted = bool(self.has_penalty or self.logit_bias or params.min_tokens)
         # whether its tokens are just the likeliest ones
         self.is_plain = params.temperature == 0 and not self.is_adjusted
         eos_token_ids = () if self.params.ignore_eos else self.eos_token_ids
@@ -165,6 +167,7 @@ class Request:
                 del seq.token_ids[shortest:]
             if seq.logprobs is not None:
                 del seq.logprobs[seq.num_output_tokens :]
+            seq.token_counts = None
             seq.forget_blocks()
 
     def __repr__(self) -> str:

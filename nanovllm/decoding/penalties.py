@@ -1,30 +1,33 @@
 """Penalties and biases: what changes the logits of a request before its token is drawn."""
 
 from array import array
-from collections import Counter
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import Sequence
 from nanovllm.step import floats, integers, move, tensors_of, with_tensors
 
 
 @dataclass
 class Adjustments:
-    """N changes, each of one logit: tensors [N] on the logits' device.
+    """What changes the logits of B rows: tensors on their device.
 
-    First biases, which are added; then factors, which make a token of the text so far less likely;
-    then penalties, which are added again. No place is twice among factors, or among penalties.
+    First N biases, each added to one logit. Then, for each of the M tokens that a row's text has so
+    far, the row's repetition factor; then its penalties, which are subtracted. Without a penalty, a
+    row has none of the M.
     """
 
-    rows: Tensor  # int64
-    ids: Tensor  # int64
-    values: Tensor  # fp32
-    num_biases: int
-    num_factors: int
+    bias_rows: Tensor  # [N] int64
+    bias_ids: Tensor  # [N] int64
+    biases: Tensor  # [N] fp32
+    num_ids: Tensor  # [B] int64: how many of the M are a row's
+    ids: Tensor  # [M] int32: distinct tokens, row after row
+    counts: Tensor  # [M] int32: how often the row's output has the token
+    factors: Tensor  # [B] fp32
+    frequency: Tensor  # [B] fp64
+    presence: Tensor  # [B] fp64
 
 
 def adjusted(logits: Tensor, changes: Adjustments) -> Tensor:
@@ -34,15 +37,17 @@ def adjusted(logits: Tensor, changes: Adjustments) -> Tensor:
     """
     logits = logits.to(torch.float32, copy=True)
     flat = logits.view(-1)
-    places = changes.rows * logits.shape[1] + changes.ids
-    num_penalties = len(places) - changes.num_biases - changes.num_factors
-    sizes = [changes.num_biases, changes.num_factors, num_penalties]
-    biased, repeated, penalized = places.split(sizes)
-    biases, factors, penalties = changes.values.split(sizes)
-    flat.index_add_(0, biased, biases)
-    before = flat[repeated]
-    flat[repeated] = torch.where(before > 0, before / factors, before * factors)
-    flat.index_add_(0, penalized, penalties)
+    biased = changes.bias_rows * logits.shape[1] + changes.bias_ids
+    flat.index_add_(0, biased, changes.biases)
+    # given its length, a GPU need not be waited for
+    rows = torch.repeat_interleave(changes.num_ids, output_size=len(changes.ids))
+    places = rows * logits.shape[1] + changes.ids
+    before = flat[places]
+    factors = changes.factors[rows]
+    penalties = changes.frequency[rows] * changes.counts
+    penalties += changes.presence[rows] * (changes.counts > 0)
+    after = torch.where(before > 0, before / factors, before * factors)
+    flat[places] = after - penalties.float()
     return logits
 
 
@@ -51,64 +56,76 @@ def adjusted_logits(logits: Tensor, seqs: list[Sequence]) -> Tensor:
     if not any(seq.request.is_adjusted for seq in seqs):
         return logits
     adjustments = adjustments_of(seqs)
-    if adjustments is None:
-        return logits
+    if not len(adjustments.biases) + len(adjustments.ids):
+        return logits  # min_tokens are reached, or an output has no tokens yet
     moved = move(tensors_of(adjustments), logits.device)
     return adjusted(logits, with_tensors(adjustments, moved))
 
 
-class Entries:
-    """A list of (row, token id, value), as three arrays."""
+class TokenCounts:
+    """The distinct tokens of a sequence, and how often its output has each.
 
-    def __init__(self) -> None:
-        self.rows = array("q")
-        self.ids = array("q")
-        self.values = array("f")
+    It is kept from step to step, and then only the new tokens are looked at.
+    """
 
-    def add(self, row: int, values: dict[int, float]) -> None:
-        """Adds the values of these token ids in a row."""
-        self.rows.extend([row] * len(values))
-        self.ids.extend(values)
-        self.values.extend(values.values())
+    def __init__(self, prompt_token_ids: list[int]):
+        self.places = {token_id: i for i, token_id in enumerate(dict.fromkeys(prompt_token_ids))}
+        self.ids = array("i", self.places)
+        self.counts = array("i", bytes(4 * len(self.ids)))
+        self.num_tokens = len(prompt_token_ids)  # those that have been looked at
 
-    def __add__(self, other: "Entries") -> "Entries":
-        both = Entries()
-        both.rows = self.rows + other.rows
-        both.ids = self.ids + other.ids
-        both.values = self.values + other.values
-        return both
+    def catch_up(self, token_ids: list[int]) -> None:
+        for token_id in token_ids[self.num_tokens :]:
+            place = self.places.setdefault(token_id, len(self.ids))
+            if place == len(self.ids):
+                self.ids.append(token_id)
+                self.counts.append(0)
+            self.counts[place] += 1
+        self.num_tokens = len(token_ids)
 
 
-def adjustments_of(seqs: list[Sequence]) -> Adjustments | None:
-    """Collects the biases, factors and penalties of the sequences, given their tokens so far."""
-    biases = Entries()
-    factors = Entries()
-    penalties = Entries()
+def adjustments_of(seqs: list[Sequence]) -> Adjustments:
+    """Collects the biases and penalties of the sequences, given their tokens so far."""
+    bias_rows = array("q")
+    bias_ids = array("q")
+    biases = array("f")
+    num_ids = [0] * len(seqs)
+    ids = array("i")
+    counts = array("i")
     for row, seq in enumerate(seqs):
-        if not seq.request.is_adjusted:
-            continue
-        params = seq.request.params
-        biases.add(row, seq.request.logit_bias)
-        if seq.num_output_tokens < params.min_tokens:
-            biases.add(row, dict.fromkeys(seq.request.stop_token_ids, -torch.inf))
-        if params.repetition_penalty != 1:
-            factors.add(row, dict.fromkeys(seq.token_ids, params.repetition_penalty))
-        if params.frequency_penalty or params.presence_penalty:
-            counts = Counter(seq.output_token_ids)
-            amounts = {i: -penalty(params, count) for i, count in counts.items()}
-            penalties.add(row, amounts)
-    entries = biases + factors + penalties
-    if not entries.ids:  # min_tokens may be reached, and an output may have no tokens
-        return None
+        of_row = biases_of(seq)
+        bias_rows.extend([row] * len(of_row))
+        bias_ids.extend(of_row)
+        biases.extend(of_row.values())
+        if seq.request.has_penalty:
+            if seq.token_counts is None:
+                seq.token_counts = TokenCounts(seq.request.prompt_token_ids)
+            seq.token_counts.catch_up(seq.token_ids)
+            num_ids[row] = len(seq.token_counts.ids)
+            ids.extend(seq.token_counts.ids)
+            counts.extend(seq.token_counts.counts)
+    params = [seq.request.params for seq in seqs]
     return Adjustments(
-        rows=integers(entries.rows),
-        ids=integers(entries.ids),
-        values=floats(entries.values),
-        num_biases=len(biases.ids),
-        num_factors=len(factors.ids),
+        bias_rows=integers(bias_rows),
+        bias_ids=integers(bias_ids),
+        biases=tensor_of(biases, torch.float32),
+        num_ids=integers(num_ids),
+        ids=tensor_of(ids, torch.int32),
+        counts=tensor_of(counts, torch.int32),
+        factors=floats([p.repetition_penalty for p in params]),
+        frequency=torch.tensor([p.frequency_penalty for p in params], dtype=torch.float64),
+        presence=torch.tensor([p.presence_penalty for p in params], dtype=torch.float64),
     )
 
 
-def penalty(params: SamplingParams, count: int) -> float:
-    """The penalty of a token that the output has `count` times."""
-    return params.frequency_penalty * count + params.presence_penalty
+def biases_of(seq: Sequence) -> dict[int, float]:
+    """What is added to the logits of these tokens."""
+    request = seq.request
+    if seq.num_output_tokens >= request.params.min_tokens:
+        return request.logit_bias
+    return request.logit_bias | dict.fromkeys(request.stop_token_ids, -torch.inf)
+
+
+def tensor_of(numbers: array, dtype: torch.dtype) -> Tensor:
+    """[n]. It shares the memory of the numbers, if there are any."""
+    return torch.frombuffer(numbers, dtype=dtype) if numbers else torch.zeros(0, dtype=dtype)

@@ -13,6 +13,7 @@ import threading
 from collections import Counter
 
 import pytest
+from counting import counting
 from fake_model import FakeRunner
 from test_faults import VOCAB_SIZE, check_clean, go_on, new_llm, result
 
@@ -602,22 +603,6 @@ def test_observers_see_each_step(real_llm):
 # --- nothing grows with the queue ---
 
 
-def counting(llm, action) -> int:
-    """How many functions are called, ours and those of C; for what does not depend on the machine."""
-    count = 0
-
-    def profile(frame, event, arg):
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    sys.setprofile(profile)
-    try:
-        action()
-    finally:
-        sys.setprofile(None)
-    return count
-
-
 def with_queue(num_waiting, seats, cls=None) -> LLM:
     runner = FakeRunner(16, VOCAB_SIZE, num_blocks=60)
     llm = LLM(
@@ -646,9 +631,9 @@ def test_a_step_and_an_abort_cost_the_same_with_any_queue(seats, cls):
     costs = []
     for num_waiting in (10, 2000):
         llm = with_queue(num_waiting, seats, cls)
-        step = counting(llm, llm.step)
+        step = counting(llm.step)
         llm.abort("7")
-        costs.append((step, counting(llm, llm.step)))
+        costs.append((step, counting(llm.step)))
     (step, with_abort), (step_long, with_abort_long) = costs
     # a search in a sorted list
     assert step_long <= step + 10 and with_abort_long <= with_abort + 60
@@ -659,7 +644,7 @@ def test_a_recovery_is_linear_in_the_queue():
     for num_waiting in (200, 2000):
         llm = with_queue(num_waiting, 2)
         llm.recovery.is_changing = True  # a Ctrl-C came
-        costs.append(counting(llm, llm.recovery.settle))
+        costs.append(counting(llm.recovery.settle))
     assert costs[1] < 10.5 * costs[0] and costs[1] < 16 * 2000
 
 

@@ -4,12 +4,15 @@ in every schedule, both backends and through recorded steps.
 Run: pytest tests/decoding/test_penalties.py [-k prompt]
 """
 
+import math
+import random
 from collections import Counter
 from functools import partial
 
 import pytest
 import torch
 from checkpoints import new_model, save
+from counting import counting
 from transformers import (
     LogitsProcessorList,
     MinNewTokensLengthLogitsProcessor,
@@ -19,7 +22,9 @@ from transformers import (
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.checks.blocks import check_blocks
+from nanovllm.decoding.penalties import adjusted_logits, adjustments_of
 from nanovllm.layers import torch_ops, triton_ops
+from nanovllm.sequence import Request
 
 STOP = 98
 PROMPTS = [[5, 9, 5, 30], [5, 9, 5, 30, 77, 4, 8, 5], [11], list(range(20, 33))]
@@ -185,6 +190,58 @@ def test_samples_are_penalized_one_by_one(path, model):
             neighbors, [params, *[SamplingParams(max_tokens=9)] * 2], use_tqdm=False
         )
         assert [output.token_ids for output in same.outputs] == drawn
+
+
+def in_words(logits, seq):
+    """The definition, one token after the other."""
+    row = logits.double().tolist()
+    params = seq.request.params
+    counts = Counter(seq.output_token_ids)
+    for token_id, bias in seq.request.logit_bias.items():
+        row[token_id] += bias
+    if seq.num_output_tokens < params.min_tokens:
+        row[STOP] = -math.inf
+    for token_id in {*seq.token_ids}:
+        factor = params.repetition_penalty
+        row[token_id] *= 1 / factor if row[token_id] > 0 else factor
+        row[token_id] -= counts[token_id] * params.frequency_penalty
+        row[token_id] -= params.presence_penalty if counts[token_id] else 0.0
+    return row
+
+
+def test_counts_follow_their_sequences():
+    """They grow with a sequence, which may lose tokens again, in the middle of a count, too."""
+    rng = random.Random(5)
+    seqs = []
+    for options in OPTIONS:
+        params = SamplingParams(n=2, stop_token_ids=[STOP], **options)
+        prompt = [rng.randrange(160) for _ in range(rng.randint(1, 60))]
+        seqs += Request("", None, prompt, params).sequences
+    for step in range(60):
+        batch = rng.sample(seqs, 9)
+        logits = torch.randn(9, 160, generator=torch.Generator().manual_seed(step))
+        expected = [in_words(row, seq) for row, seq in zip(logits, batch)]
+        found = adjusted_logits(logits, batch)
+        torch.testing.assert_close(found, torch.tensor(expected), atol=1e-5, rtol=1e-5)
+        for seq in batch:
+            seq.token_ids.append(rng.choice([7, 30, rng.randrange(160)]))
+        if step % 5 == 0:
+            lost = batch[0]
+            if lost.token_counts is not None:
+                lost.token_counts.counts[0] += 1  # an interrupted step has counted too much
+            lost.request.rewind()
+
+
+@pytest.mark.parametrize("options", [{"repetition_penalty": 1.1}, {"presence_penalty": 1.0}])
+def test_a_step_counts_new_tokens_only(options):
+    """Its work does not grow with the context."""
+    num_calls = []
+    for length in (100, 4000):
+        (seq,) = Request("", None, [*range(length)], SamplingParams(**options)).sequences
+        adjustments_of([seq])
+        seq.token_ids += [5, 5, length]
+        num_calls.append(counting(lambda seq=seq: adjustments_of([seq])))
+    assert num_calls[0] == num_calls[1] < 60
 
 
 def test_the_neighbors_of_a_penalized_request_draw_the_same(path):
