@@ -7,27 +7,21 @@ import torch
 from torch import Tensor
 
 from nanovllm.sequence import Sequence
-from nanovllm.step import floats, integers, move, tensors_of, with_tensors
+from nanovllm.step import integers, move, tensors_of, with_tensors
 
 
 @dataclass
 class Adjustments:
     """What changes the logits of B rows: tensors on their device.
 
-    First N biases, each added to one logit. Then, for each of the M tokens that a row's text has so
-    far, the row's repetition factor; then its penalties, which are subtracted. Without a penalty, a
-    row has none of the M.
+    First the biases, each of which is added to one logit. Then, for each token that is in a row's
+    text so far, the row's repetition factor; then its other penalties, which are subtracted.
     """
 
-    bias_rows: Tensor  # [N] int64
-    bias_ids: Tensor  # [N] int64
-    biases: Tensor  # [N] fp32
-    num_ids: Tensor  # [B] int64: how many of the M are a row's
-    ids: Tensor  # [M] int32: distinct tokens, row after row
-    counts: Tensor  # [M] int32: how often the row's output has the token
-    factors: Tensor  # [B] fp32
-    frequency: Tensor  # [B] fp64
-    presence: Tensor  # [B] fp64
+    biases: Tensor  # [N, 3] fp64: row, token id, bias
+    penalties: Tensor  # [B, 3] fp64: repetition, frequency, presence
+    num_tokens: Tensor  # [B] int64: how many of the M are a row's
+    tokens: Tensor  # [M, 2] int32: a token id, and how often the row's output has it
 
 
 def adjusted(logits: Tensor, changes: Adjustments) -> Tensor:
@@ -36,17 +30,19 @@ def adjusted(logits: Tensor, changes: Adjustments) -> Tensor:
     A factor (Keskar et al., 2019, section 4.1) divides a logit above 0 and multiplies the others.
     """
     logits = logits.to(torch.float32, copy=True)
+    vocab_size = logits.shape[1]
     flat = logits.view(-1)
-    biased = changes.bias_rows * logits.shape[1] + changes.bias_ids
-    flat.index_add_(0, biased, changes.biases)
+    rows, ids, biases = changes.biases.T
+    flat.index_add_(0, (rows * vocab_size + ids).long(), biases.float())
     # given its length, a GPU need not be waited for
-    rows = torch.repeat_interleave(changes.num_ids, output_size=len(changes.ids))
-    places = rows * logits.shape[1] + changes.ids
+    rows = torch.repeat_interleave(changes.num_tokens, output_size=len(changes.tokens))
+    ids, counts = changes.tokens.T
+    places = rows * vocab_size + ids
+    factors, frequency, presence = changes.penalties[rows].T
     before = flat[places]
-    factors = changes.factors[rows]
-    penalties = changes.frequency[rows] * changes.counts
-    penalties += changes.presence[rows] * (changes.counts > 0)
+    factors = factors.float()
     after = torch.where(before > 0, before / factors, before * factors)
+    penalties = frequency * counts + presence * (counts > 0)
     flat[places] = after - penalties.float()
     return logits
 
@@ -56,65 +52,32 @@ def adjusted_logits(logits: Tensor, seqs: list[Sequence]) -> Tensor:
     if not any(seq.request.is_adjusted for seq in seqs):
         return logits
     adjustments = adjustments_of(seqs)
-    if not len(adjustments.biases) + len(adjustments.ids):
-        return logits  # min_tokens are reached, or an output has no tokens yet
     moved = move(tensors_of(adjustments), logits.device)
     return adjusted(logits, with_tensors(adjustments, moved))
 
 
-class TokenCounts:
-    """The distinct tokens of a sequence, and how often its output has each.
-
-    It is kept from step to step, and then only the new tokens are looked at.
-    """
-
-    def __init__(self, prompt_token_ids: list[int]):
-        self.places = {token_id: i for i, token_id in enumerate(dict.fromkeys(prompt_token_ids))}
-        self.ids = array("i", self.places)
-        self.counts = array("i", bytes(4 * len(self.ids)))
-        self.num_tokens = len(prompt_token_ids)  # those that have been looked at
-
-    def catch_up(self, token_ids: list[int]) -> None:
-        for token_id in token_ids[self.num_tokens :]:
-            place = self.places.setdefault(token_id, len(self.ids))
-            if place == len(self.ids):
-                self.ids.append(token_id)
-                self.counts.append(0)
-            self.counts[place] += 1
-        self.num_tokens = len(token_ids)
-
-
 def adjustments_of(seqs: list[Sequence]) -> Adjustments:
     """Collects the biases and penalties of the sequences, given their tokens so far."""
-    bias_rows = array("q")
-    bias_ids = array("q")
-    biases = array("f")
-    num_ids = [0] * len(seqs)
-    ids = array("i")
-    counts = array("i")
+    biases = []
+    penalties = []
+    num_tokens = []
+    tokens = array("i", [0, 0])  # torch.frombuffer refuses an empty one
     for row, seq in enumerate(seqs):
-        of_row = biases_of(seq)
-        bias_rows.extend([row] * len(of_row))
-        bias_ids.extend(of_row)
-        biases.extend(of_row.values())
+        biases += [(row, token_id, bias) for token_id, bias in biases_of(seq).items()]
+        params = seq.request.params
+        penalties.append(
+            (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+        )
+        counted = array("i")
         if seq.request.has_penalty:
-            if seq.token_counts is None:
-                seq.token_counts = TokenCounts(seq.request.prompt_token_ids)
-            seq.token_counts.catch_up(seq.token_ids)
-            num_ids[row] = len(seq.token_counts.ids)
-            ids.extend(seq.token_counts.ids)
-            counts.extend(seq.token_counts.counts)
-    params = [seq.request.params for seq in seqs]
+            counted = counts_of(seq)
+        num_tokens.append(len(counted) // 2)
+        tokens.extend(counted)
     return Adjustments(
-        bias_rows=integers(bias_rows),
-        bias_ids=integers(bias_ids),
-        biases=tensor_of(biases, torch.float32),
-        num_ids=integers(num_ids),
-        ids=tensor_of(ids, torch.int32),
-        counts=tensor_of(counts, torch.int32),
-        factors=floats([p.repetition_penalty for p in params]),
-        frequency=torch.tensor([p.frequency_penalty for p in params], dtype=torch.float64),
-        presence=torch.tensor([p.presence_penalty for p in params], dtype=torch.float64),
+        biases=torch.tensor(biases, dtype=torch.float64).view(len(biases), 3),
+        penalties=torch.tensor(penalties, dtype=torch.float64),
+        num_tokens=integers(num_tokens),
+        tokens=torch.frombuffer(tokens, dtype=torch.int32).view(-1, 2)[1:],
     )
 
 
@@ -126,6 +89,29 @@ def biases_of(seq: Sequence) -> dict[int, float]:
     return request.logit_bias | dict.fromkeys(request.stop_token_ids, -torch.inf)
 
 
-def tensor_of(numbers: array, dtype: torch.dtype) -> Tensor:
-    """[n]. It shares the memory of the numbers, if there are any."""
-    return torch.frombuffer(numbers, dtype=dtype) if numbers else torch.zeros(0, dtype=dtype)
+class TokenCounts:
+    """The distinct tokens of a sequence, and how often its output has each.
+
+    They are kept from step to step, so that a step looks at the new tokens only.
+    """
+
+    def __init__(self, prompt_token_ids: list[int]):
+        self.places: dict[int, int] = {}
+        self.pairs = array("i")  # token id, count, token id, count ...
+        self.num_seen = 0  # tokens that have been looked at
+        self.add(prompt_token_ids, 0)
+
+    def add(self, token_ids: list[int], count: int) -> None:
+        for token_id in token_ids[self.num_seen :]:
+            place = self.places.setdefault(token_id, len(self.pairs))
+            if place == len(self.pairs):
+                self.pairs.extend((token_id, 0))
+            self.pairs[place + 1] += count
+        self.num_seen = len(token_ids)
+
+
+def counts_of(seq: Sequence) -> array:
+    if seq.token_counts is None:
+        seq.token_counts = TokenCounts(seq.request.prompt_token_ids)
+    seq.token_counts.add(seq.token_ids, 1)
+    return seq.token_counts.pairs

@@ -228,7 +228,7 @@ def test_counts_follow_their_sequences():
         if step % 5 == 0:
             lost = batch[0]
             if lost.token_counts is not None:
-                lost.token_counts.counts[0] += 1  # an interrupted step has counted too much
+                lost.token_counts.pairs[1] += 1  # an interrupted step has counted too much
             lost.request.rewind()
 
 
