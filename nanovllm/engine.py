@@ -91,6 +91,8 @@ class LLM:
         self.is_stepping = False
         self.observers: list[Callable[[Schedule, float], None]] = []
         """Called after each step with its schedule and its seconds."""
+        self.meanwhile: list[Callable[[], object]] = [self.replies.catch_up]
+        """Called within each step, while the device computes it."""
 
     # --- the loop ---
 
@@ -135,7 +137,8 @@ class LLM:
         with self.recovery.of_step():  # an exception ends at most the request that has caused it
             schedule = self.recovery.schedule = self.planner.schedule()
             collect = self.runner.launch(schedule)
-            self.replies.catch_up()  # while the device computes
+            for function in self.meanwhile:  # while the device computes
+                function()
             token_ids, logprobs = collect()
             self.planner.update(schedule, token_ids, logprobs)
             self._deliver(schedule)

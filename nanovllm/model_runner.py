@@ -42,6 +42,7 @@ class ModelRunner:
         # Triton launches on the current device, which belongs to the thread: maybe the caller's is
         # another one
         is_cuda = device.type == "cuda"
+        self.is_asynchronous = is_cuda
         self.on_device = partial(torch.cuda.device, device) if is_cuda else nullcontext
         self.dtype = choose_dtype(config, hf_config, device)
         self.ops = choose_ops(config, device, self.dtype)

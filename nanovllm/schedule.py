@@ -79,6 +79,7 @@ class Runner(Protocol):
 
     num_blocks: int
     num_host_blocks: int
+    is_asynchronous: bool  # whether `launch` returns before the step is computed
 
     def launch(self, schedule: Schedule) -> Callable[[], Drawn]:
         """Begins a step. The function that it returns waits for its end."""

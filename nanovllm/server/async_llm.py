@@ -39,6 +39,10 @@ class AsyncLLM(Backend):
         self.live: dict[Request, Ticket] = {}
         self.sampled: set[Request] = set()
         self.is_stopping = False
+        # on a GPU, news are made while it computes the next step
+        self.is_late = llm.runner.is_asynchronous
+        if self.is_late:
+            llm.meanwhile.append(self._report)
         self.on_idle: list[Callable[[], object]] = []
         llm.observers.append(self._observe)
         self.thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -128,6 +132,8 @@ class AsyncLLM(Backend):
             self._tell(self._end, f"the engine has stopped ({name}); the server's log says more")
         finally:
             self.llm.observers.remove(self._observe)
+            if self.is_late:
+                self.llm.meanwhile.remove(self._report)
 
     def _read_inbox(self) -> None:
         """Waits for something if there is nothing else to do."""
@@ -162,14 +168,19 @@ class AsyncLLM(Backend):
         self.sampled = {seq.request for seq in schedule.sampled}
 
     def _step(self) -> None:
-        self.sampled = set()
         failure: Exception | None = None
         try:
             self.llm.step(report=False)
         except ScheduleError as error:  # of the scheduler: all that runs has failed, not the engine
             failure = error
-        if failure is not None or not self.llm.has_unfinished():
+        is_last = failure is not None or not self.llm.has_unfinished()
+        if is_last:
             self.llm.replies.catch_up()
+        if is_last or not self.is_late:
+            self._report(failure)
+
+    def _report(self, failure: Exception | None = None) -> None:
+        """Tells the loop what is new since the last call."""
         batch = []
         for ticket in [*self.live.values()]:
             news = self._news_of(ticket, failure)
@@ -177,6 +188,7 @@ class AsyncLLM(Backend):
                 batch.append((ticket, news))
         if batch:
             self._tell(self._hear, batch)
+        self.sampled = set()
 
     def _news_of(self, ticket: Ticket, failure: Exception | None) -> News | None:
         assert ticket.reply is not None

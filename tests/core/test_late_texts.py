@@ -5,11 +5,14 @@ The device is made up: it has a clock of its own, which goes on while the host d
 Run: pytest tests/core/test_late_texts.py
 """
 
+import asyncio
+
 import pytest
 from fake_model import FakeRunner
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.frontend.text import Text
+from nanovllm.server.async_llm import AsyncLLM
 
 COMPUTE = 100  # the time that a step takes on the device ...
 LAUNCH = 7  # ... and on the host
@@ -108,6 +111,32 @@ def test_what_is_reported_is_not_late(llm):
     again = LLM(runner=Device(), num_blocks=200, block_size=4, max_model_len=100)
     expected = again.generate(PROMPTS, params(), use_tqdm=False)
     assert results(ended[name] for name in requests) == results(expected)
+
+
+@pytest.mark.parametrize("is_asynchronous", [True, False])
+def test_a_server_makes_texts_while_the_device_computes(llm, is_asynchronous):
+    """A device that is not waited for has computed nothing when the launch returns: then the news can wait, too."""
+    llm.runner.is_asynchronous = is_asynchronous
+
+    async def answers() -> list[list[int]]:
+        engine = AsyncLLM(llm)
+        call = engine.submit([llm.inputs.request(*pair) for pair in zip(PROMPTS, params())], True)
+        token_ids = [[] for _ in LENGTHS]
+        while not call.is_over:
+            for news in await call.take():
+                assert news.error is None
+                for delta in news.deltas:
+                    token_ids[news.index] += delta.token_ids
+        engine.close()
+        await engine.ended()
+        return token_ids
+
+    streamed = asyncio.run(answers())
+    num_late = 1 if is_asynchronous else sum(LENGTHS)  # that of the last step is all that is left
+    assert llm.runner.time == steps_alone() + num_late * TOKEN
+    again = LLM(runner=Device(), num_blocks=200, block_size=4, max_model_len=100)
+    outputs = again.generate(PROMPTS, params(), use_tqdm=False)
+    assert streamed == [output.outputs[0].token_ids for output in outputs]
 
 
 def test_a_stop_string_is_not_late(llm):

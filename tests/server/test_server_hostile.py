@@ -20,6 +20,7 @@ from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from http.client import HTTPResponse
+from pathlib import Path
 from threading import Event
 
 import httpx
@@ -843,3 +844,21 @@ def test_no_body_whatsoever_breaks_the_server(expected, pytestconfig):
         server.check_idle()
     assert all(counts[path, 2] > 0 for path in (bodies if is_slow else often[:2])), counts
     assert all(counts[path, kind] > 8 for path in often[:2] for kind in (2, 4)), counts
+
+
+@pytest.mark.slow
+def test_what_holds_for_a_cpu_holds_for_news_that_are_made_a_step_later():
+    """As on a GPU. Left out: a test that waits for news while it keeps the next step from beginning."""
+    root = Path(__file__).parents[2]
+    files = [str(root / f"tests/server/test_server{name}.py") for name in ("", "_hostile")]
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "asynchronous_default", *files]
+    tools = os.pathsep.join([str(root), str(root / "tests" / "tools")])
+    done = subprocess.run(
+        [*command, "-k", "not a_step_that_fails_ends_its", "-p", "no:cacheprovider"],
+        cwd=root,
+        env=os.environ | {"PYTHONPATH": tools},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    assert " passed" in done.stdout

@@ -29,6 +29,8 @@ def likeliest(prefix: tuple[int, ...], count: int, vocab_size: int) -> dict[int,
 class FakeRunner:
     """Also the runner of an engine: LLM(runner=FakeRunner(...))."""
 
+    is_asynchronous = False
+
     def __init__(
         self, block_size: int, vocab_size: int = 3, num_blocks: int = 0, num_host_blocks: int = 0
     ):

@@ -227,6 +227,7 @@ class Parrot:
     """
 
     num_host_blocks = 0
+    is_asynchronous = False
 
     def __init__(self, num_blocks: int = 1000):
         self.num_blocks = num_blocks
