@@ -89,8 +89,8 @@ LIMITS = {  # lines and tokens, with 3 % of air
     "swapping": (92, 900),
     "device": (355, 3_170),
     "checks": (165, 1_380),
-    "parallel": (515, 4_690),
-    "vattention": (412, 4_100),
+    "parallel": (645, 5_620),
+    "vattention": (446, 4_350),
     "simulator": (570, 4_790),
     "server": (2290, 19_860),
 }
