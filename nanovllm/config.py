@@ -82,6 +82,9 @@ class Config(Options):
     tensor_parallel_size: int = option(
         1, "Over how many ranks each layer is split: processes with a device each, see chapter 15."
     )
+    rank_timeout: float = option(
+        60.0, "Seconds after which a rank that gives no sign of life is given up."
+    )
     enforce_eager: bool = option(
         False, "Launch every kernel of a decode step from Python instead of replaying a CUDA graph."
     )
@@ -131,7 +134,7 @@ class Config(Options):
         share = self.gpu_memory_utilization
         is_share = is_number(share, 0, 1) and share > 0
         self.require("gpu_memory_utilization", is_share, "above 0 and at most 1")
-        for name in ("kv_cache_gib", "swap_gib"):
+        for name in ("kv_cache_gib", "swap_gib", "rank_timeout"):
             size = getattr(self, name)
             is_size = is_number(size, 0, 2**30) and size > 0
             self.require(name, is_size, "a positive number, at most 2**30")

@@ -53,8 +53,8 @@ class LLM:
     of `Config`. For input that cannot work, every method raises ValueError with the name and the
     value of what is wrong, before it has changed anything.
 
-    Threads may share an engine: their requests share its steps. `runner` takes the place of the
-    model, as in tests.
+    Threads may share an engine: their requests share its steps. `with LLM() as llm:` closes it at
+    the end. `runner` takes the place of the model, as in tests.
     """
 
     def __init__(self, model: str | None = None, *, runner: Runner | None = None, **kwargs):
@@ -89,6 +89,7 @@ class LLM:
         self.counts = Counts()
         self.turns = Turns()
         self.is_stepping = False
+        self.is_closed = False
         self.observers: list[Callable[[Schedule, float], None]] = []
         """Called after each step with its schedule and its seconds."""
         self.meanwhile: list[Callable[[], object]] = [self.replies.catch_up]
@@ -237,6 +238,25 @@ class LLM:
             raise refusal("n", request.params.n, "only one answer is streamed")
         return stream(self, request)
 
+    def close(self) -> None:
+        """Ends the engine: aborts what is unfinished, ends other ranks, gives the memory back. The
+        garbage collector does so, too, once nothing refers to it any more."""
+        with self.turns.take():
+            if self.is_stepping:
+                raise RuntimeError("a step runs: it cannot be closed in the middle of it")
+            if self.is_closed:
+                return
+            self.recovery.unwanted.extend(self.requests.values())
+            self.recovery.settle()
+            self.is_closed = True
+            self.runner.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
     def get_tokenizer(self):
         """The model's tokenizer, or None."""
         return self.tokenizer
@@ -268,6 +288,8 @@ class LLM:
         """Gives a checked request its arrival number, id and seed, and a reply. The next step
         queues it: see Recovery.settle."""
         with self.turns.take():
+            if self.is_closed:
+                raise RuntimeError("this LLM is closed")
             used: ChainMap[str, Any] = ChainMap(self.replies.unfinished, self.replies.unreported)
             if request.request_id in used:
                 in_use = "a request with this id is still in use"

@@ -92,8 +92,9 @@ class ModelRunner:
         except (OSError, RuntimeError, OverflowError) as error:
             device = f"{self.num_blocks} KV blocks (num_blocks, kv_cache_gib)"
             host = f"{self.num_host_blocks} host blocks (swap_gib)"
-            size = f"{self.shape.block_bytes:,} bytes each"
-            raise ValueError(f"not enough memory for {device} and {host} of {size}") from error
+            what = f"{device} and {host} of {self.shape.block_bytes:,} bytes each"
+            reason = error.strerror if isinstance(error, OSError) else "not enough memory"
+            raise ValueError(f"there is no room for {what}: {reason}") from error
 
     def _new_graphs(self) -> StepGraphs:
         return StepGraphs(self.model, self.ops, self.kv_cache, self.limits)
@@ -117,6 +118,12 @@ class ModelRunner:
     def run(self, schedule: Schedule) -> Drawn:
         """A step from its begin to its end."""
         return self.launch(schedule)()
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        del self.model, self.kv_cache, self.graphs, self.host_cache
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     # --- a schedule becomes tensors, on the host ---
 

@@ -84,6 +84,9 @@ class Runner(Protocol):
     def launch(self, schedule: Schedule) -> Callable[[], Drawn]:
         """Begins a step. The function that it returns waits for its end."""
 
+    def close(self) -> None:
+        """Gives back what it holds. It launches no step afterwards."""
+
 
 def check_choice(
     scheduler: object, method: str, choice: object, candidates: Collection[object]

@@ -1,26 +1,22 @@
-"""Ranks: the processes of tensor parallelism, how they find each other, and how each notices that
-another one has died.
+"""Ranks: the processes of tensor parallelism, how they find each other, and what they do together.
 
 Rank 0 is the process of the LLM. It starts the others itself, unless `torchrun` has started all.
 """
 
 from __future__ import annotations
 
-import json
+import ctypes
 import os
-import signal
 import socket
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,65 +25,84 @@ from torch import Tensor
 
 from nanovllm.config import Config
 from nanovllm.options import refusal
+from nanovllm.parallel.watch import GRACE, SECONDS_BETWEEN, Child, Watch, repeat
 from nanovllm.recovery import RankError
 
-PATIENCE = timedelta(seconds=60)  # with a rank that lives and does not answer
-FOREVER = timedelta(days=3650)  # until the next step comes
-GRACE = 5.0  # seconds for ranks to end
+FOREVER = timedelta(days=3650)  # a Watch has less patience
 ENGINES = count()  # of this process
-LOST = 3  # the exit code of a rank that has lost another one
 
 
 class Group:
     """All ranks, as one of them sees them. What waits for others raises RankError."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, address: str):
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, address: str, patience: float = 60.0
+    ):
         self.store = store
         self.rank = rank
         self.size = size
         self.address = address  # of this machine, for the others
-        self.children: list[Child] = []  # of rank 0
+        self.process = os.getpid()
+        self.watch = Watch(store, size, patience)
         self.num_gathered = 0  # calls of `gather`
-        self.end = ""  # why it is over
+        self.ending = ExitStack()  # what is to be done at the end of the group
+        weakref.finalize(self, self.ending.close)
         self.control: Any = None  # a process group, to tell a step
         self.data: Any = None  # another one, for what layers do
 
+    @property
+    def end(self) -> str:
+        """Why it is over, if it is."""
+        return self.watch.end
+
     def connect(self, device: torch.device) -> None:
         self.meet("here")
-        self.control = self._gloo("control", FOREVER)
+        self.control = self._gloo("control")
         if device.type == "cuda":
-            self.data = self._nccl("data", PATIENCE)
+            self.data = self._nccl("data")
+            self.watch.abort = self.data.abort
         else:
-            self.data = self._gloo("data", PATIENCE)
+            self.data = self._gloo("data")
+        for connection in (self.control, self.data):
+            os.register_at_fork(after_in_child=partial(keep_forever, weakref.ref(connection)))
 
-    def _gloo(self, name: str, timeout: timedelta) -> Any:
+    def begin_watch(self) -> None:
+        """Looks after the other ranks until the group ends."""
+        self.ending.callback(repeat(SECONDS_BETWEEN, self.watch.look))
+
+    def _gloo(self, name: str) -> Any:
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
-        options._timeout = timeout
+        options._timeout = FOREVER
         options._devices = [gloo.create_device(hostname=self.address)]
         store = dist.PrefixStore(name, self.store)
         return gloo(store, self.rank, self.size, options)
 
-    def _nccl(self, name: str, timeout: timedelta) -> Any:
+    def _nccl(self, name: str) -> Any:
         options: Any = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
+        options._timeout = FOREVER
         store = dist.PrefixStore(name, self.store)
+        # an error must not end this process, which is the user's
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         return dist.ProcessGroupNCCL(store, self.rank, self.size, options)
 
     def meet(self, place: str) -> None:
-        """Waits for all ranks, however long they load. Only one that dies ends it."""
+        """Waits for all ranks, however long they load. Only one that dies, or gives no sign of
+        life, ends it."""
         self.store.set(f"{place}/{self.rank}", "")
         while not self.store.check([f"{place}/{rank}" for rank in range(self.size)]):
-            self.end = self.cause_of_death()
-            if self.end:
-                raise RankError(self.end)
+            cause = self.end or self.watch.cause_of_death()
+            if cause:
+                raise RankError(cause)
             time.sleep(0.01)
 
     # --- what all ranks do together ---
 
     def add_up(self, x: Tensor) -> Tensor:
         """The sum over all ranks, on each of them, in place."""
-        self._wait(lambda: self.data.allreduce([x]))
+        options = dist.AllreduceOptions()
+        options.asyncOp = False  # NCCL then stays on the current stream
+        self._wait(lambda: self.data.allreduce([x], options))
         return x
 
     def least(self, number: int) -> int:
@@ -107,81 +122,39 @@ class Group:
         """Sends the tensor from rank 0 to all other ranks."""
         self._wait(lambda: self.control.broadcast([message], dist.BroadcastOptions()))
 
-    def _wait(self, begin: Callable[[], dist.Work]) -> None:
+    def _wait(self, begin: Callable[[], dist.Work | None]) -> None:
+        if os.getpid() != self.process:
+            raise RankError("the ranks belong to the process that has started them, not to a fork")
         if self.end:
             raise RankError(self.end)
         try:
-            begin().wait()
+            work = begin()
+            if work is not None:  # NCCL's calls are only queued
+                work.wait()
         except RuntimeError as error:
-            self.end = self._look_for(error)
+            self.watch.give_up(self._look_for(error))
             raise RankError(self.end) from error
-
-    # --- ranks die ---
 
     def _look_for(self, error: Exception) -> str:
         """Waits until it is known which rank has died."""
         end = time.monotonic() + GRACE
         while time.monotonic() < end:
-            cause = self.cause_of_death()
+            cause = self.end or self.watch.cause_of_death()
             if cause:
                 return cause
             time.sleep(0.01)
         return f"rank {self.rank} has lost another one: {str(error)[:300]}"
 
-    def cause_of_death(self) -> str:
-        """The cause why the first rank died; empty while all are known to live."""
-        for rank in range(self.size):
-            if self.store.check([f"died/{rank}"]):
-                return f"rank {rank} has died: {self.store.get(f'died/{rank}').decode()}"
-        for rank, child in enumerate(self.children, 1):
-            cause = child.cause_of_death()
-            if cause:
-                return f"rank {rank} has died: {cause}"
-        return ""
-
 
 # --- processes ---
 
 
-class Child:
-    """The process of another rank, which rank 0 has started."""
-
-    def __init__(self, settings: dict, num_threads: int):
-        self.log = tempfile.TemporaryFile()  # noqa: SIM115 (it is open as long as the process)
-        folder = str(Path(__file__).parents[2])  # where the package lies
-        paths = os.pathsep.join([folder, *filter(None, sys.path)])
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", "from nanovllm.parallel import runner; runner.main()"],
-            env={"OMP_NUM_THREADS": str(num_threads), **os.environ, "PYTHONPATH": paths},
-            stdin=subprocess.PIPE,
-            stdout=self.log,
-            stderr=self.log,
-            start_new_session=True,  # Ctrl-C is for rank 0
-        )
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(settings).encode() + b"\n")
-        self.process.stdin.flush()  # and it stays open: the process ends with it
-
-    def cause_of_death(self) -> str:
-        code = self.process.poll()
-        if code in (None, LOST):
-            return ""
-        self.log.seek(0)
-        lines = self.log.read().decode(errors="replace").splitlines()
-        return " ".join([f"exit code {code}", *lines[-3:]])[:1000]
-
-    def end(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        try:
-            self.process.wait(GRACE)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        self.log.close()
+def keep_forever(connection: weakref.ref) -> None:
+    """Keeps a fork from closing it: the threads that this waits for are in the parent only."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(connection()))
 
 
-def start(settings: dict, size: int) -> Group:
+def start(settings: dict, size: int, patience: float) -> Group:
     """Starts ranks 1 to size - 1 on this machine. Returns the group of rank 0. They end with it,
     and with this process, however it ends."""
     # on this machine's own interface only: the store asks for no password
@@ -194,17 +167,18 @@ def start(settings: dict, size: int) -> Group:
         wait_for_workers=False,
         master_listen_fd=listening.detach(),
     )
-    group = Group(store, 0, size, "127.0.0.1")
+    group = Group(store, 0, size, "127.0.0.1", patience)
     num_threads = torch.get_num_threads()
     share = max(1, num_threads // size)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(share)
-        weakref.finalize(group, torch.set_num_threads, num_threads)
+        group.ending.callback(torch.set_num_threads, num_threads)
     for rank in range(1, size):
         place = {"port": port, "rank": rank, "size": size}
         child = Child(settings | place, share)
-        weakref.finalize(group, child.end)
-        group.children.append(child)
+        group.ending.callback(child.end)
+        group.watch.children.append(child)
+    group.begin_watch()
     return group
 
 
@@ -215,14 +189,17 @@ def started(settings: dict) -> Group:
     return Group(store, settings["rank"], settings["size"], "127.0.0.1")
 
 
-def started_by_torchrun(size: int) -> Group:
+def started_by_torchrun(size: int, patience: float) -> Group:
     """The group of this process, whose rank and whose place to meet are in its environment."""
     num_ranks = int(os.environ["WORLD_SIZE"])
     if num_ranks != size:
         raise refusal("tensor_parallel_size", size, f"torchrun has started {num_ranks} processes")
     store, rank, _ = next(dist.rendezvous("env://"))
     store = dist.PrefixStore(f"nanovllm/{next(ENGINES)}", store)
-    return Group(store, rank, size, address_towards(os.environ["MASTER_ADDR"]))
+    group = Group(store, rank, size, address_towards(os.environ["MASTER_ADDR"]), patience)
+    if rank == 0:
+        group.begin_watch()
+    return group
 
 
 def address_towards(host: str) -> str:
@@ -248,20 +225,3 @@ def device_of(config: Config, device: torch.device, local_rank: int, size: int) 
     if ":" in config.device:
         raise refusal("device", config.device, "with tensor parallelism leave the number out")
     return torch.device("cuda", local_rank)
-
-
-@contextmanager
-def interrupts_wait() -> Iterator[None]:
-    """Ctrl-C waits for the end: within a step it would leave the ranks at different places."""
-    is_main = threading.current_thread() is threading.main_thread()  # no other is interrupted
-    if not is_main or signal.getsignal(signal.SIGINT) is None:  # None: not a handler of Python's
-        yield
-        return
-    seen: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if seen:
-            signal.raise_signal(signal.SIGINT)

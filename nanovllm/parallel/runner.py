@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -31,27 +32,26 @@ from nanovllm.loader import load_config
 from nanovllm.model_runner import Drawn, ModelRunner
 from nanovllm.models.qwen import Qwen
 from nanovllm.parallel.ranks import (
-    LOST,
     Group,
     device_of,
-    interrupts_wait,
     start,
     started,
     started_by_torchrun,
 )
 from nanovllm.parallel.shards import Shard
+from nanovllm.parallel.watch import LOST, SECONDS_BETWEEN_BEATS, repeat
 from nanovllm.recovery import RankError
 from nanovllm.schedule import Schedule
 from nanovllm.step import StepInputs
 
-FIRST_BYTES = 2**14  # of a step, in one message; what is longer needs a second one
+FIRST = 2**11  # numbers of a step in one message; more of them need a second one
 
 
 # --- a step, packed ---
 
 
 class Head(NamedTuple):
-    """The numbers at the beginning of a message, int64."""
+    """The numbers at the beginning of a message."""
 
     num_tokens: int = 0  # 0 means that there are no more steps
     num_seqs: int = 0
@@ -66,26 +66,19 @@ class Head(NamedTuple):
 
     @classmethod
     def of(cls, message: Tensor) -> Head:
-        return cls(*message[: 8 * len(cls._fields)].view(torch.int64).tolist())
+        return cls(*message[: len(cls._fields)].tolist())
 
     @property
-    def longs(self) -> list[int]:
-        """The lengths of what comes first, int64: this, ids, positions, slots, rows, moves."""
+    def sizes(self) -> list[int]:
+        """The lengths of what is in the message: this, then ids, positions and slots, rows, moves,
+        and the batch's other tensors."""
         of_tokens = [self.num_tokens] * 3
-        return [len(self), *of_tokens, self.num_rows, 2 * self.num_moves]
-
-    @property
-    def ints(self) -> list[int]:
-        """The lengths of what comes then, int32: the batch's other tensors."""
-        return [self.num_seqs + 1, self.num_seqs, self.num_seqs + 1, self.num_blocks]
-
-    @property
-    def num_bytes(self) -> int:
-        return max(FIRST_BYTES, 8 * sum(self.longs) + 4 * sum(self.ints))
+        of_batch = [self.num_seqs + 1, self.num_seqs, self.num_seqs + 1, self.num_blocks]
+        return [len(self), *of_tokens, self.num_rows, 2 * self.num_moves, *of_batch]
 
 
 def packed(step: StepInputs, num_drawn: int) -> Tensor:
-    """All that other ranks need for a step: uint8 [at least FIRST_BYTES]."""
+    """All that other ranks need for a step: int64 [at least FIRST]."""
     batch = step.batch
     moves = step.moves
     pairs = [*moves.swaps_out.items(), *moves.swaps_in.items(), *moves.copies]
@@ -101,22 +94,17 @@ def packed(step: StepInputs, num_drawn: int) -> Tensor:
         num_in=len(moves.swaps_in),
         num_moves=len(pairs),
     )
-    of_tokens = (step.input_ids, step.positions, batch.slot_mapping)
+    of_tokens = [step.input_ids, step.positions, batch.slot_mapping]
+    of_batch = [batch.cu_seqlens_q, batch.context_lens, batch.cu_blocks, batch.block_tables]
     numbers = torch.tensor([*chain(*pairs)], dtype=torch.int64)
-    longs = torch.cat([torch.tensor(head), *of_tokens, step.sampled_rows, numbers])
-    tables = (batch.cu_blocks, batch.block_tables)
-    ints = torch.cat([batch.cu_seqlens_q, batch.context_lens, *tables])
-    message = torch.cat([longs.view(torch.uint8), ints.view(torch.uint8)])
-    return F.pad(message, [0, head.num_bytes - len(message)])
+    message = torch.cat([torch.tensor(head), *of_tokens, step.sampled_rows, numbers, *of_batch])
+    return F.pad(message, [0, max(0, FIRST - len(message))])
 
 
 def unpacked(message: Tensor, head: Head, kv_cache: KVCache) -> StepInputs:
-    end_of_longs = 8 * sum(head.longs)
-    end_of_ints = end_of_longs + 4 * sum(head.ints)
-    longs = message[:end_of_longs].view(torch.int64).split(head.longs)
-    ints = message[end_of_longs:end_of_ints].view(torch.int32).split(head.ints)
-    _, input_ids, positions, slot_mapping, sampled_rows, numbers = longs
-    cu_seqlens_q, context_lens, cu_blocks, block_tables = ints
+    parts = message[: sum(head.sizes)].split(head.sizes)
+    _, input_ids, positions, slot_mapping, sampled_rows, numbers, *of_batch = parts
+    cu_seqlens_q, context_lens, cu_blocks, block_tables = [part.int() for part in of_batch]
     batch = Batch(
         kv_cache,
         slot_mapping,
@@ -173,20 +161,32 @@ class Leader(RankRunner):
 
     def launch(self, schedule: Schedule) -> Callable[[], Drawn]:
         self.num_drawn = len(schedule.sampled)
-        with interrupts_wait():
-            return super().launch(schedule)
+        with self.group.watch.step():
+            collect = super().launch(schedule)
+        return partial(self.collect, collect)
+
+    def collect(self, collect: Callable[[], Drawn]) -> Drawn:
+        """On a GPU, this is where rank 0 waits."""
+        with self.group.watch.step():
+            return collect()
+
+    def close(self) -> None:
+        super().close()
+        end_steps(self.group)
+        self.group.ending.close()
+        self.group.watch.end = "the engine is closed"
 
     def forward(self, inputs: StepInputs) -> tuple[Tensor, StepInputs]:
         if not self.is_ready:
             return super().forward(inputs)
         message = packed(inputs, self.num_drawn)
-        self.group.tell(message[:FIRST_BYTES])
-        if len(message) > FIRST_BYTES:
-            self.group.tell(message[FIRST_BYTES:])
+        self.group.tell(message[:FIRST])
+        if len(message) > FIRST:
+            self.group.tell(message[FIRST:])
         try:
             return super().forward(inputs)
         except BaseException as error:  # the others are somewhere in the middle of the step
-            self.group.end = self.group.end or f"rank 0 has failed within a step: {error!r}"
+            self.group.watch.give_up(f"rank 0 has failed within a step: {error!r}")
             raise
 
     def sample(self, hidden: Tensor, inputs: StepInputs, schedule: Schedule) -> Callable[[], Drawn]:
@@ -216,13 +216,13 @@ class Follower(RankRunner):
     def follow(self) -> None:
         """Computes what rank 0 tells, until it says that this is all."""
         while True:
-            message = torch.empty(FIRST_BYTES, dtype=torch.uint8)
+            message = torch.empty(FIRST, dtype=torch.int64)
             self.group.tell(message)
             head = Head.of(message)
             if head.num_tokens == 0:
                 return
-            if head.num_bytes > FIRST_BYTES:
-                rest = torch.empty(head.num_bytes - FIRST_BYTES, dtype=torch.uint8)
+            if sum(head.sizes) > FIRST:
+                rest = torch.empty(sum(head.sizes) - FIRST, dtype=torch.int64)
                 self.group.tell(rest)
                 message = torch.cat([message, rest])
             with self.on_device():
@@ -233,7 +233,7 @@ class Follower(RankRunner):
 def end_steps(group: Group) -> None:
     """Lets the others return from `follow`."""
     with suppress(RankError):  # they have ended already
-        group.tell(torch.zeros(FIRST_BYTES, dtype=torch.uint8))
+        group.tell(torch.zeros(FIRST, dtype=torch.int64))
 
 
 def rows_of_logits(hidden: Tensor, num_drawn: int) -> list[Tensor]:
@@ -253,13 +253,14 @@ def new_runner(
     size = config.tensor_parallel_size
     Shard(hf_config, 0, size)  # can it be divided?
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        group = started_by_torchrun(size)
+        group = started_by_torchrun(size, config.rank_timeout)
         device = device_of(config, device, int(os.environ.get("LOCAL_RANK", 0)), 1)
     else:
         device = device_of(config, device, 0, size)
         fields = asdict(config) | {"model": str(path), "scheduler_cls": None}
         fields |= {"block_manager_cls": None, "device": device.type}
-        group = start({"config": fields, "limits": asdict(limits)}, size)
+        settings = {"config": fields, "limits": asdict(limits)}
+        group = start(settings, size, config.rank_timeout)
     arguments = (config, limits, hf_config, path, device)
     if group.rank:
         follow(group, *arguments)
@@ -272,6 +273,7 @@ def new_runner(
 
 def follow(group: Group, *arguments) -> None:
     """A whole life as another rank."""
+    end_beats = repeat(SECONDS_BETWEEN_BEATS, partial(group.store.add, f"beat/{group.rank}", 1))
     try:
         group.connect(arguments[-1])
         Follower(group, *arguments).follow()
@@ -280,6 +282,8 @@ def follow(group: Group, *arguments) -> None:
     except BaseException:
         group.store.set(f"died/{group.rank}", traceback.format_exc(limit=-2)[-1000:])
         raise
+    finally:
+        end_beats()
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ does not read them. They are carried out by mapping memory.
 """
 
 import math
+import os
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -103,11 +104,14 @@ class VirtualCache(KVCache):
     """
 
     def __init__(self, shape: VirtualShape, num_blocks: int):
+        self.process = os.getpid()
         size = num_blocks * shape.block_bytes
         memory = shape.system.new_memory(size)
         address = memory.reserve(size)
         memory.map(address, 0, size)
         blocks = memory.view(address, size)
+        if blocks.is_cuda:  # a GPU's memory comes with what its last owner has left there
+            blocks.zero_()
         super().__init__(shape.seen_in(blocks, shape.block_size))
         self.page_table = PageTable(shape, num_blocks, memory)
         rows = memory.view(self.page_table.address, self.page_table.num_bytes)
@@ -116,6 +120,9 @@ class VirtualCache(KVCache):
 
     def show(self, batch: Batch) -> list[int]:
         """Brings the blocks of each sequence of a step into a row, or NO_ROW if none is left."""
+        if os.getpid() != self.process:
+            problem = "its memory is that of the process that has made the engine, not of a fork"
+            raise RuntimeError(f"attention_backend='vattention': {problem}")
         block_ids = batch.block_tables.tolist()
         firsts = batch.cu_blocks.tolist()
         ends = batch.cu_seqlens_q.tolist()
@@ -148,7 +155,9 @@ class PageTable:
         self.forget()
 
     def forget(self) -> None:
-        self.shown: list[Table] = [[] for _ in range(self.shape.pieces.num_rows)]
+        num_rows = self.shape.pieces.num_rows
+        self.shown: list[Table] = [[] for _ in range(num_rows)]
+        self.num_filled = [0] * num_rows  # blocks of each row that may be read
         self.row_of: dict[int, int] = {}  # the block that a sequence wrote last -> its row
 
     def show(self, tables: list[Table], starts: list[int]) -> list[int]:
@@ -158,7 +167,10 @@ class PageTable:
             self.memory.unmap(self.address, self.num_bytes)
             self.forget()
         rows = self.choose(tables, starts)
-        wanted = {row: table for row, table in zip(rows, tables) if row != NO_ROW}
+        wanted = {}
+        for row, table in zip(rows, tables):
+            if row != NO_ROW:
+                wanted[row] = table
         changed = [row for row, table in wanted.items() if self.shown[row] != table]
         if changed:
             self.is_changing = True
@@ -193,16 +205,34 @@ class PageTable:
 
     def change(self, row: int, table: Table) -> None:
         """Maps what differs."""
-        num_pieces, size, num_rows = self.shape.pieces
+        size = self.shape.pieces.size
         for i, (old, new) in enumerate(zip_longest(self.shown[row], table)):
             if new == old:
                 continue
-            for piece in range(num_pieces):
-                first = (piece * num_rows + row) * self.shape.row_blocks
-                place = self.address + (first + i) * size
+            for piece, place in enumerate(self.places_of(row, i)):
                 if new is None:
                     self.memory.unmap(place, size)
+                    self.num_filled[row] = 0
                 else:
                     block = piece * self.num_blocks + new
                     self.memory.map(place, block * size, size)
+        self.num_filled[row] = max(self.num_filled[row], len(table))
         self.shown[row] = table
+
+    def fill(self, rows: slice, num_tokens: int) -> None:
+        """Lets so many tokens of these rows be read: zeros behind the end of a sequence."""
+        num_blocks = -(-num_tokens // self.shape.block_size)
+        for row in range(rows.start, rows.stop):
+            for i in range(self.num_filled[row], num_blocks):
+                for place in self.places_of(row, i):
+                    self.memory.fill(place, self.shape.pieces.size)
+            self.num_filled[row] = max(self.num_filled[row], num_blocks)
+
+    def places_of(self, row: int, i: int) -> list[int]:
+        """The addresses of the row's i-th block, one for each piece."""
+        num_pieces, size, num_rows = self.shape.pieces
+        places = []
+        for piece in range(num_pieces):
+            first = (piece * num_rows + row) * self.shape.row_blocks
+            places.append(self.address + (first + i) * size)
+        return places

@@ -35,7 +35,7 @@ class VirtualMemory(Protocol):
     page_bytes: int
 
     def reserve(self, num_bytes: int) -> int:
-        """The begin of a new range of addresses. It takes no memory, and all of it reads as zeros.
+        """The begin of a new range of addresses. It takes no memory, and nothing is seen there.
 
         Raises OSError if there are not enough addresses.
         """
@@ -44,7 +44,10 @@ class VirtualMemory(Protocol):
         """Lets physical memory from `offset` on be seen at an address, instead of what is there."""
 
     def unmap(self, address: int, num_bytes: int) -> None:
-        """Makes it zeros again."""
+        """Takes away what is seen there, if anything is."""
+
+    def fill(self, address: int, num_bytes: int) -> None:
+        """Lets zeros be seen where nothing is."""
 
     def view(self, address: int, num_bytes: int) -> Tensor:
         """[num_bytes] uint8. All memory is given back when no view is left."""
@@ -100,7 +103,7 @@ def libc() -> ctypes.CDLL:
 class HostMemory:
     """VirtualMemory on Linux: a file without a name (memfd_create), parts of which are mapped.
 
-    What is not mapped is backed by the system's page of zeros.
+    What is not mapped is backed by the system's page of zeros, in any case.
     """
 
     page_bytes = mmap.PAGESIZE
@@ -139,6 +142,9 @@ class HostMemory:
     def unmap(self, address: int, num_bytes: int) -> None:
         self._zeros(address, num_bytes, MAP_NORESERVE | MAP_FIXED)
 
+    def fill(self, address: int, num_bytes: int) -> None:
+        """Zeros are there already."""
+
     def view(self, address: int, num_bytes: int) -> Tensor:
         memory: Any = (ctypes.c_char * num_bytes).from_address(address)
         memory.owner = self  # the tensor keeps `memory`, which keeps us
@@ -160,8 +166,8 @@ def close_host(library: ctypes.CDLL, file: int, ranges: Ranges) -> None:
 class CudaMemory:
     """VirtualMemory of a GPU, through the CUDA driver's calls. Each page has a handle of its own.
 
-    What is not mapped is one page of zeros, mapped again and again. `driver` is the module
-    cuda.bindings.driver. The device must be the current one.
+    Zeros are one page, mapped again and again. `driver` is the module cuda.bindings.driver. The
+    device must be the current one.
     """
 
     def __init__(self, num_bytes: int, device: torch.device, driver: Any):
@@ -171,8 +177,8 @@ class CudaMemory:
         self.page_bytes = page_bytes_of(driver, device)
         self.ranges: Ranges = []
         self.handles: list[Any] = []  # the last is the page of zeros
-        self.in_doubt: set[int] = set()  # pages whose change was interrupted
-        closed = (driver, device, self.page_bytes, self.ranges, self.handles)
+        self.mapped: set[int] = set()  # addresses of pages where something is, or may be
+        closed = (driver, device, self.page_bytes, self.ranges, self.mapped, self.handles)
         finalizer = weakref.finalize(self, close_cuda, *closed)
         finalizer.atexit = False  # the driver may be gone before us
         for _ in range(num_bytes // self.page_bytes + 1):
@@ -180,15 +186,13 @@ class CudaMemory:
             self.handles.append(handle)
         # physical memory comes with what its last owner left there
         zeros = self.reserve(self.page_bytes)
+        self.fill(zeros, self.page_bytes)
         self.view(zeros, self.page_bytes).zero_()
 
     def reserve(self, num_bytes: int) -> int:
         found = self.driver.cuMemAddressReserve(num_bytes, 0, 0, 0)
         address = int(done(self.driver, found))
         self.ranges.append((address, num_bytes))
-        pages = pages_of(address, num_bytes, self.page_bytes)
-        self.in_doubt.update(pages)  # nothing is mapped there yet
-        self.unmap(address, num_bytes)
         return address
 
     def map(self, address: int, offset: int, num_bytes: int) -> None:
@@ -199,18 +203,23 @@ class CudaMemory:
 
     def unmap(self, address: int, num_bytes: int) -> None:
         for page in pages_of(address, num_bytes, self.page_bytes):
+            self._take(page)
+
+    def fill(self, address: int, num_bytes: int) -> None:
+        for page in pages_of(address, num_bytes, self.page_bytes):
             self._show(page, self.handles[-1])
         self._allow(address, num_bytes)
 
     def _show(self, page: int, handle: Any) -> None:
-        """Handles cannot be exchanged in one call, and Ctrl-C may come between two."""
-        was_in_doubt = page in self.in_doubt
-        self.in_doubt.add(page)
-        removed = self.driver.cuMemUnmap(page, self.page_bytes)
-        if not was_in_doubt:
-            done(self.driver, removed)
+        self._take(page)
+        self.mapped.add(page)  # before the call: Ctrl-C may come after it
         done(self.driver, self.driver.cuMemMap(page, self.page_bytes, 0, handle, 0))
-        self.in_doubt.discard(page)
+
+    def _take(self, page: int) -> None:
+        if page in self.mapped:
+            # refused if an interrupted change has done it already
+            self.driver.cuMemUnmap(page, self.page_bytes)
+            self.mapped.discard(page)
 
     def _allow(self, address: int, num_bytes: int) -> None:
         access = self.driver.CUmemAccessDesc()
@@ -263,13 +272,18 @@ def pages_of(address: int, num_bytes: int, page_bytes: int) -> range:
 
 
 def close_cuda(
-    driver: Any, device: torch.device, page_bytes: int, ranges: Ranges, handles: list[Any]
+    driver: Any,
+    device: torch.device,
+    page_bytes: int,
+    ranges: Ranges,
+    mapped: set[int],
+    handles: list[Any],
 ) -> None:
     """Goes on after an error: a page may be without a mapping, after an interrupt."""
     torch.cuda.synchronize(device)  # a kernel may still read them
+    for page in mapped:
+        driver.cuMemUnmap(page, page_bytes)
     for address, num_bytes in ranges:
-        for page in pages_of(address, num_bytes, page_bytes):
-            driver.cuMemUnmap(page, page_bytes)
         driver.cuMemAddressFree(address, num_bytes)
     for handle in handles:
         driver.cuMemRelease(handle)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nanovllm.layers import torch_attention, torch_ops
 from nanovllm.layers.batch import Batch
-from nanovllm.layers.torch_attention import GATHERED_BYTES, attend_group, group_by_context
+from nanovllm.layers.torch_attention import GATHERED_BYTES, group_by_context
 from nanovllm.vattention.cache import NO_ROW, VirtualCache
 
 Groups = list[list[int]]  # of sequences
@@ -24,7 +24,14 @@ copy_blocks = torch_ops.copy_blocks
 norm_and_rotate = torch_ops.norm_and_rotate
 sample = torch_ops.sample
 silu_and_mul = torch_ops.silu_and_mul
-store_kv = torch_ops.store_kv
+
+
+def store_kv(k: Tensor, v: Tensor, batch: Batch, layer: int) -> None:
+    """Writes finite numbers only. A window holds keys of other sequences, too, behind the end of a
+    shorter one: their weight is 0, but 0 times NaN is NaN."""
+    k = k.nan_to_num(0.0, 0.0, 0.0)
+    v = v.nan_to_num(0.0, 0.0, 0.0)
+    torch_ops.store_kv(k, v, batch, layer)
 
 
 class Window(NamedTuple):
@@ -41,6 +48,7 @@ class Layout(torch_attention.Layout):
         assert isinstance(batch.kv_cache, VirtualCache)
         self.rows = batch.kv_cache.show(batch)
         self.all_rows = batch.kv_cache.rows
+        self.page_table = batch.kv_cache.page_table
         super().__init__(batch)
 
     def groups(self, decodes: list[int], contexts: list[int], max_keys: int) -> Groups:
@@ -60,7 +68,10 @@ class Layout(torch_attention.Layout):
         if first == NO_ROW:
             # slots, because tokens may be padded: a head is no row of a tensor
             return super().places_of(batch, seqs, position)[:, 0] // batch.kv_cache.num_kv_heads
-        return Window(slice(first, first + len(seqs)), slice(position.shape[-1]))
+        rows = slice(first, first + len(seqs))
+        num_tokens = position.shape[-1]
+        self.page_table.fill(rows, num_tokens)
+        return Window(rows, slice(num_tokens))
 
 
 layout = Layout
@@ -100,16 +111,4 @@ def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float) -> Tensor
             layers = batch.kv_cache.layers[layer]
             k, v = (part.flatten(0, 1)[places].transpose(1, 2) for part in layers)
         out[tokens] = attend(q[tokens], k, v, mask, scale)
-    # a mask hides what other sequences have left behind the end of this one, but 0 times NaN is NaN
-    if out.sum().isnan():
-        attend_alone(q, out, rows, layout, scale)
     return out
-
-
-def attend_alone(q: Tensor, out: Tensor, rows: Tensor, layout: Layout, scale: float) -> None:
-    """Computes decodes again, one by one, each with exactly its own keys."""
-    for b, row in enumerate(layout.rows):
-        start, end = layout.starts[b : b + 2]
-        if row != NO_ROW and end == start + 1:
-            k, v = rows[:, row : row + 1, : layout.contexts[b]].transpose(2, 3)
-            out[start:end] = attend_group(q[start:end], k, v, None, scale)

@@ -8,16 +8,18 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
 import pytest
+import torch
 from checkpoints import new_model, save
 from deaths import SECONDS, is_alive
 from server_tools import Running
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.parallel import ranks
+from nanovllm.parallel import ranks, watch
 from nanovllm.recovery import RankError
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +33,7 @@ def texts(llm: LLM) -> list[str]:
 
 
 def pids(llm: LLM) -> list[int]:
-    return [child.process.pid for child in llm.runner.group.children]
+    return [child.process.pid for child in llm.runner.group.watch.children]
 
 
 def wait_until_gone(processes: list[int]) -> None:
@@ -48,7 +50,7 @@ def expected() -> list[str]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it looks into /proc")
 def test_the_store_listens_on_this_machine_only():
-    group = ranks.start({}, size=1)
+    group = ranks.start({}, size=1, patience=60)
     port = group.store.port
     sockets = [
         line.split()
@@ -151,6 +153,141 @@ def test_a_rank_that_is_killed_in_the_middle_of_a_step():
     assert llm.stats()["kv_blocks_used"] == 0
 
 
+# --- ranks that do not answer ---
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_is_given_up():
+    llm = LLM(tensor_parallel_size=2, num_blocks=64, rank_timeout=2)
+    (pid,) = pids(llm)
+    os.kill(pid, signal.SIGSTOP)
+    sentence = r"rank 1 gives no sign of life \(rank_timeout=2 seconds\)"
+    for _ in range(2):
+        with pytest.raises(RankError, match=sentence):
+            llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert llm.stats()["kv_blocks_used"] == 0
+    wait_until_gone([pid])
+
+
+@pytest.mark.slow
+def test_the_second_ctrl_c_ends_a_step_that_hangs():
+    """No Python code runs in rank 0 meanwhile: it waits for gloo."""
+    llm = LLM(tensor_parallel_size=2, num_blocks=64)
+    (pid,) = pids(llm)
+    os.kill(pid, signal.SIGSTOP)
+    twice = "import os, signal, time\n" + 2 * (
+        f"time.sleep(1.5)\nos.kill({os.getpid()}, signal.SIGINT)\n"
+    )
+    subprocess.Popen([sys.executable, "-c", twice])
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    with pytest.raises(
+        RankError, match="a step was interrupted twice, while rank 1 gives no sign of life"
+    ):
+        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    wait_until_gone([pid])
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_while_it_loads(tmp_path):
+    """Its own module at Python's start stops it."""
+    stop = (
+        "import os, signal\nif 'STOPS' in os.environ:\n    os.kill(os.getpid(), signal.SIGSTOP)\n"
+    )
+    (tmp_path / "sitecustomize.py").write_text(stop)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [str(tmp_path), *sys.path])
+        patch.setenv("STOPS", "1")
+        patch.setattr(watch, "SECONDS_TO_START", 1.0)
+        with pytest.raises(
+            RankError, match=r"rank 1 gives no sign of life \(rank_timeout=1 seconds\)"
+        ):
+            LLM(tensor_parallel_size=2, num_blocks=64, rank_timeout=1)
+
+
+@pytest.mark.parametrize("wrong", [0, -1.0, float("nan"), "60", None, True])
+def test_a_timeout_is_a_positive_number(wrong):
+    with pytest.raises(ValueError, match="rank_timeout=.* is not allowed: .*a positive number"):
+        LLM(tensor_parallel_size=2, rank_timeout=wrong)
+
+
+def test_a_death_within_a_replayed_step():
+    """A GPU computes a recorded step, and none of the calls that wait for it looks after ranks. Here the end of the
+    step is an event that only `abort` sets; the other rank has no model, so it dies."""
+    group = ranks.start({}, size=2, patience=60)
+    aborted = threading.Event()
+    group.watch.abort = aborted.set
+    dead = pytest.raises(RankError, match="rank 1 has died: exit code 1 .*KeyError: 'config'")
+    with dead, group.watch.step():
+        assert aborted.wait(60)
+
+
+@pytest.mark.slow
+def test_an_error_that_follows_an_abort_is_not_the_cause():
+    group = ranks.start({}, size=2, patience=60)
+    with pytest.raises(RankError, match="rank 1 has died: exit code 1"), group.watch.step():
+        while not group.watch.end:
+            time.sleep(0.01)
+        raise RuntimeError("CUDA error: an illegal state")
+    with pytest.raises(RuntimeError, match="its own"), ranks.start({}, 1, 60).watch.step():
+        raise RuntimeError("its own")
+
+
+class QueuedOnly:
+    """A process group like NCCL's."""
+
+    def __init__(self):
+        self.options = []
+
+    def allreduce(self, tensors, options):
+        self.options.append(options)
+
+
+def test_collectives_of_a_gpu_are_only_queued():
+    """On the current stream: without an event and a second stream for each."""
+    group = ranks.start({}, size=1, patience=60)
+    group.data = QueuedOnly()
+    x = torch.ones(2)
+    assert group.add_up(x) is x
+    assert [options.asyncOp for options in group.data.options] == [False]
+
+
+FORK = """
+import os
+import sys
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.recovery import RankError
+
+llm = LLM(tensor_parallel_size=2, num_blocks=64)
+params = SamplingParams(temperature=0)
+child = os.fork()
+if not child:
+    try:
+        llm.generate("17 + 25 =", params, use_tqdm=False)
+    except RankError as error:
+        print(error, flush=True)
+    sys.exit(0)
+print(os.waitpid(child, 0)[1], llm.generate("17 + 25 =", params, use_tqdm=False)[0].outputs[0].text)
+"""
+
+
+@pytest.mark.slow
+def test_a_fork_leaves_the_ranks_to_its_parent(tmp_path):
+    """It ends by itself, without an error, and the parent goes on."""
+    file = tmp_path / "script.py"
+    file.write_text(FORK)
+    done = subprocess.run(
+        [sys.executable, str(file)],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    problem = "the ranks belong to the process that has started them, not to a fork"
+    assert done.stdout.splitlines() == [problem, "0  42"], done
+
+
 FAILING = """
 import os
 from nanovllm.parallel import runner as parallel
@@ -196,7 +333,7 @@ SCRIPT = """
 from nanovllm import LLM, SamplingParams
 
 llm = LLM(tensor_parallel_size=2, num_blocks=64)
-print(llm.runner.group.children[0].process.pid, flush=True)
+print(llm.runner.group.watch.children[0].process.pid, flush=True)
 {rest}
 """
 GENERATE = "llm.generate('Hello', SamplingParams(max_tokens=2000, ignore_eos=True), use_tqdm=False)"

@@ -271,7 +271,7 @@ def test_room_for_no_block_is_refused(path):
 def test_more_memory_than_there_is_is_refused(path):
     with pytest.raises(
         ValueError,
-        match=r"not enough memory for 2147483647 KV blocks \(num_blocks, kv_cache_gib\) and 5242 host",
+        match=r"there is no room for 2147483647 KV blocks \(num_blocks, kv_cache_gib\) and 5242 host",
     ):
         new_llm(path, num_blocks=2**31 - 1)
 

@@ -31,6 +31,9 @@ class FakeRunner:
 
     is_asynchronous = False
 
+    def close(self) -> None:
+        self.cache.clear()
+
     def __init__(
         self, block_size: int, vocab_size: int = 3, num_blocks: int = 0, num_host_blocks: int = 0
     ):

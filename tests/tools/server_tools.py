@@ -229,6 +229,9 @@ class Parrot:
     num_host_blocks = 0
     is_asynchronous = False
 
+    def close(self) -> None:
+        self.answers.clear()
+
     def __init__(self, num_blocks: int = 1000):
         self.num_blocks = num_blocks
         self.tokenizer = None  # that of the engine, which comes later

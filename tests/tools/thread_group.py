@@ -16,6 +16,7 @@ from nanovllm.layers.rotary import longest_context
 from nanovllm.loader import load_config
 from nanovllm.parallel.ranks import Group
 from nanovllm.parallel.runner import Follower, Leader, end_steps
+from nanovllm.parallel.watch import Watch
 
 
 class Shared:
@@ -31,7 +32,7 @@ class ThreadGroup:
         self.shared = shared
         self.rank = rank
         self.size = len(shared.values)
-        self.end = ""
+        self.watch = Watch(dist.HashStore(), self.size, patience=60)  # nobody looks
         self.num_gathered = 0
         self.num_added = 0
 

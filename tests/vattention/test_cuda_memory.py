@@ -14,7 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.vattention.memory import CudaMemory, page_bytes_of, system_of
+from nanovllm.config import Limits
+from nanovllm.layers.kv_cache import CacheShape
+from nanovllm.vattention.cache import PageTable, VirtualShape
+from nanovllm.vattention.memory import CudaMemory, System, page_bytes_of, system_of
 
 PAGE = 2**21
 DEVICE = torch.device("cuda", 0)
@@ -45,12 +48,14 @@ class Driver:
         self.mapped = {}  # page -> handle
         self.accessible = set()
         self.next_address = 7 * PAGE
+        self.num_calls = 0
         self.countdown = 10**9  # the n-th call from now on is interrupted
 
     def CUmemAllocationProp(self):
         return SimpleNamespace(location=SimpleNamespace())
 
     def count(self):
+        self.num_calls += 1
         self.countdown -= 1
         if self.countdown == 0:
             raise KeyboardInterrupt
@@ -153,7 +158,10 @@ def test_a_driver_that_refuses(monkeypatch):
 
 @given(
     st.lists(
-        st.tuples(st.booleans(), st.integers(0, 9), st.integers(0, 5), st.integers(1, 6)),
+        st.tuples(
+            st.sampled_from(["map", "unmap", "fill"]),
+            *[st.integers(0, 9), st.integers(0, 5), st.integers(1, 6)],
+        ),
         max_size=20,
     ),
     st.integers(1, 60),
@@ -165,27 +173,52 @@ def test_every_page_shows_what_was_mapped_last(actions, every):
     memory = Memory(6 * PAGE, DEVICE, driver)
     *handles, zeros = memory.handles
     address = memory.reserve(16 * PAGE)
-    expected = [zeros] * 16
-    for is_mapped, place, page, length in actions:
+    expected = [None] * 16
+    for kind, place, page, length in actions:
         length = min(length, 6 - page)
+        begin, size = address + place * PAGE, length * PAGE
         driver.countdown = every
         for _ in range(2):
             try:
-                if is_mapped:
-                    memory.map(address + place * PAGE, page * PAGE, length * PAGE)
+                if kind == "map":
+                    memory.map(begin, page * PAGE, size)
+                elif kind == "unmap":
+                    memory.unmap(begin, size)
                 else:
-                    memory.unmap(address + place * PAGE, length * PAGE)
+                    memory.fill(begin, size)
                 break
             except KeyboardInterrupt:
                 driver.countdown = 10**9
         for i in range(length):
-            expected[place + i] = handles[page + i] if is_mapped else zeros
-        assert [driver.mapped[address + i * PAGE] for i in range(16)] == expected
-        assert all(address + i * PAGE in driver.accessible for i in range(16))
+            shown = {"map": handles[page + i], "unmap": None, "fill": zeros}
+            expected[place + i] = shown[kind]
+        assert [driver.mapped.get(address + i * PAGE) for i in range(16)] == expected
+        seen = {address + i * PAGE for i in range(16) if expected[i] is not None}
+        assert seen <= driver.accessible
     driver.countdown = 10**9
     del memory
     gc.collect()
     assert driver.has_all_back()
+
+
+@pytest.mark.parametrize("num_seqs", [1, 256])
+def test_an_engine_with_long_rows_begins_with_few_calls(num_seqs):
+    """As many as blocks are shown. Qwen3-0.6B with 40,960 tokens and 256 rows has 655,360 pages of addresses."""
+    driver = Driver(2000)
+    system = System(PAGE, 2**62, lambda num_bytes: Memory(num_bytes, DEVICE, driver))
+    shape = CacheShape(28, 16, 8, 128, torch.bfloat16)
+    limits = Limits(max_model_len=40_960, max_num_seqs=256, max_num_batched_tokens=8192)
+    shape = VirtualShape(shape, limits, system)
+    assert shape.pieces.num_rows * shape.row_blocks * shape.block_bytes // PAGE == 655_360
+    table = PageTable(shape, 1000, shape.system.new_memory(1000 * shape.block_bytes))
+    assert driver.num_calls < 10  # for the page of zeros
+    rows = table.show([[i, i + 1, i + 2] for i in range(num_seqs)], [0] * num_seqs)
+    assert rows == [*range(num_seqs)]
+    table.fill(slice(0, num_seqs), 3 * 16)
+    assert driver.num_calls < 10 + 2 * 3 * num_seqs  # each page is mapped, and made accessible
+    del table
+    gc.collect()
+    assert driver.has_all_back() and driver.num_calls < 20 + 3 * 3 * num_seqs
 
 
 def test_memory_is_given_back_when_nobody_reads_it(no_gpu):

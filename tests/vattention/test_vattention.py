@@ -253,6 +253,10 @@ class Counted:
 
     def __init__(self, memory):
         self.memory, self.mapped, self.unmapped = memory, 0, 0
+        self.filled: list[int] = []
+
+    def fill(self, address, num_bytes):
+        self.filled.append(address)
 
     def map(self, *args):
         self.mapped += 1
@@ -296,6 +300,24 @@ def test_a_conversation_goes_on_where_it_was():
     assert table.shown == [[2], [3], [4], [9]] and table.memory.unmapped == 2
 
 
+def test_zeros_are_mapped_only_where_they_are_read():
+    """And once, unless the row's table has become shorter."""
+    table = counted_table()  # rows of 8 blocks
+    filled, size = table.memory.filled, table.shape.pieces.size
+    first = table.address
+    table.show([[5, 6, 1], [7], [2]], [0, 0, 0])
+    assert not filled
+    for _ in range(2):
+        table.fill(slice(0, 2), 9)  # of both rows, three blocks
+        assert filled == [first + (8 + i) * size for i in (1, 2)]
+    table.show([[5, 6, 1, 3], [7, 8, 9]], [12, 4])
+    table.fill(slice(0, 2), 12)
+    assert len(filled) == 2  # where zeros were, blocks are now
+    table.show([[7]], [4])
+    table.fill(slice(1, 2), 12)
+    assert filled[2:] == filled[:2]
+
+
 @given(
     st.dictionaries(st.integers(0, 40), st.integers(1, 5000), max_size=40),
     st.sampled_from([0, 100, 10**6]),
@@ -331,10 +353,9 @@ def virtual(batch, num_rows: int, num_mappings: int = 10_000):
     return batch
 
 
-def check(sequences, num_heads, num_kv_heads, head_dim, num_rows=64, is_clean=False, **kwargs):
+def check(sequences, num_heads, num_kv_heads, head_dim, num_rows=64, left_over=77.0, **kwargs):
     batch, keys = random_batch(sequences, num_kv_heads, head_dim, **kwargs)
-    if is_clean:  # what nobody owns is finite, so that groups are computed as groups
-        batch.kv_cache.tensor.nan_to_num_(nan=77.0)
+    batch.kv_cache.tensor.nan_to_num_(nan=left_over)  # in blocks without an owner
     batch = virtual(batch, num_rows)
     layer, scale = 1, head_dim**-0.5
     lengths = [length for length, _ in sequences]
@@ -354,15 +375,15 @@ MIXTURE = [(1, 9), (5, 5), (3, 20), (1, 1), (1, 33), (17, 40), (1, 31), (1, 30)]
 @pytest.mark.slow(but_every=4)
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2), (8, 2), (7, 1), (14, 2)])
 @pytest.mark.parametrize("head_dim", [16, 32, 80])
-@pytest.mark.parametrize("is_clean", [True, False])
-def test_a_mixture_of_prompts_chunks_and_decodes(heads, head_dim, is_clean):
-    check(MIXTURE, *heads, head_dim, is_clean=is_clean)
+@pytest.mark.parametrize("left_over", [77.0, 1e30])
+def test_a_mixture_of_prompts_chunks_and_decodes(heads, head_dim, left_over):
+    check(MIXTURE, *heads, head_dim, left_over=left_over)
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 4, 8, 16, 32])
 @pytest.mark.parametrize("num_rows", [1, 3, 64])
 def test_with_few_rows_the_others_are_gathered(block_size, num_rows):
-    batch = check(MIXTURE, 4, 2, 16, num_rows, is_clean=True, block_size=block_size, num_blocks=500)
+    batch = check(MIXTURE, 4, 2, 16, num_rows, block_size=block_size, num_blocks=500)
     assert batch.layout.rows.count(NO_ROW) == max(0, len(MIXTURE) - num_rows)
 
 
@@ -372,15 +393,23 @@ def test_every_split_into_cached_and_new_at_block_borders(context):
         check([(length, context)], 4, 2, 16, seed=length)
 
 
-def test_a_group_is_computed_at_once_and_alone_only_beside_nan(monkeypatch):
-    alone = []
-    plain = vattention.attend_alone
-    monkeypatch.setattr(vattention, "attend_alone", lambda *args: alone.append(1) or plain(*args))
-    decodes = [(1, context) for context in (40, 17, 39, 16)]
-    batch = check(decodes, 6, 2, 32, is_clean=True)
-    assert not alone and len(batch.layout.parts) == 1
-    check(decodes, 6, 2, 32)
-    assert alone
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_no_number_stays_with_its_sequence(value):
+    """In one group: the second one has written it into a block, which the first one has later, behind its end."""
+    decodes = [(1, context) for context in (40, 17, 39, 18)]
+    batch = check(decodes, 6, 2, 32, block_size=4)
+    assert len(batch.layout.parts) == 1
+    q = torch.randn(4, 6, 32, generator=torch.Generator().manual_seed(2))
+    before = vattention.paged_attention(q, batch, 1, 0.2)
+    new = torch.full((2, 4, 2, 32), value)
+    others = batch.slot_mapping.clone()
+    batch.slot_mapping = (
+        others + 1
+    )  # the next token's place, behind the end of those that have room
+    vattention.store_kv(new[0], new[1], batch, 1)
+    behind = [1, 3]  # 17 and 18 tokens end within a block
+    after = vattention.paged_attention(q, batch, 1, 0.2)
+    assert torch.equal(after[behind], before[behind]) and not after.isnan().any()
 
 
 def test_the_work_does_not_grow_with_the_capacity_of_the_cache():
@@ -465,7 +494,7 @@ def test_engines_leave_nothing_behind(path, request):
         llm = LLM(path, attention_backend="vattention", num_blocks=20, max_num_seqs=4)
         assert our_files() > before[1]
         llm.generate([[i % 50] * 20], GREEDY, use_tqdm=False)
-        with pytest.raises(ValueError, match="not enough memory for 2147483647 KV blocks"):
+        with pytest.raises(ValueError, match="there is no room for 2147483647 KV blocks"):
             LLM(path, attention_backend="vattention", num_blocks=2**31 - 1)
         del llm
         gc.collect()
@@ -500,6 +529,30 @@ def test_a_system_without_memfd(monkeypatch):
     with pytest.raises(ValueError, match="it needs memfd_create, which Linux has, or a GPU"):
         LLM(attention_backend="vattention")
     LLM(attention_backend="torch", num_blocks=10)
+
+
+def test_a_fork_is_refused(path, monkeypatch):
+    """It would write into the memory of its parent, which is a file that both have mapped."""
+    llm = LLM(path, attention_backend="vattention", num_blocks=20, max_num_seqs=4)
+    expected = tokens(llm.generate([[5] * 9], GREEDY, use_tqdm=False))
+    with monkeypatch.context() as fork:
+        fork.setattr(os, "getpid", lambda: 1)
+        fork.setattr(logging.getLogger("nanovllm.recovery"), "disabled", True)  # it keeps the error
+        with pytest.raises(RuntimeError, match="that of the process that has made the engine"):
+            llm.generate([[5] * 9], GREEDY, use_tqdm=False)
+    assert tokens(llm.generate([[5] * 9], GREEDY, use_tqdm=False)) == expected
+
+
+def test_no_room_for_another_file(path, monkeypatch):
+    """The reason is the system's, and not a lack of memory."""
+
+    def refused(name):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "memfd_create", refused)
+    problem = r"there is no room for 20 KV blocks .* bytes each: Too many open files"
+    with pytest.raises(ValueError, match=problem):
+        LLM(path, attention_backend="vattention", num_blocks=20)
 
 
 def test_too_few_mappings(monkeypatch):

@@ -1,0 +1,97 @@
+"""LLM.close, and `with LLM() as llm`: what an engine holds is given back, whoever still refers to it.
+
+Run: pytest tests/core/test_close.py --slow
+"""
+
+import gc
+import os
+import threading
+import weakref
+
+import pytest
+import torch
+from deaths import children_of, is_alive
+
+from nanovllm import LLM, SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+OPTIONS = {"num_blocks": 64, "device": "cpu"}
+
+
+def test_a_closed_engine_holds_no_memory():
+    with LLM(**OPTIONS) as llm:
+        llm.generate("17 + 25 =", GREEDY, use_tqdm=False)
+        cache = weakref.ref(llm.runner.kv_cache.tensor)
+        weights = weakref.ref(next(llm.runner.model.parameters()))
+    gc.collect()
+    assert cache() is None and weights() is None
+    llm.close()  # again
+    assert llm.stats()["kv_blocks_used"] == 0
+    with pytest.raises(RuntimeError, match="this LLM is closed"):
+        llm.generate("17 + 25 =", GREEDY, use_tqdm=False)
+    assert llm.step() == [] and not llm.has_unfinished()
+
+
+def test_closing_aborts_what_is_unfinished():
+    llm = LLM(**OPTIONS)
+    names = [llm.add_request("Once upon a time", GREEDY) for _ in range(3)]
+    llm.step()
+    names.append(llm.add_request("17 + 25 =", GREEDY))  # still waits
+    llm.close()
+    outputs = llm.step()
+    assert [output.request_id for output in outputs] == names
+    assert {output.outputs[0].finish_reason for output in outputs} == {"abort"}
+    assert not llm.has_unfinished() and llm.block_manager.num_used_blocks == 0
+
+
+def test_an_error_in_the_with_block_is_the_user_s():
+    with pytest.raises(ZeroDivisionError), LLM(**OPTIONS) as llm:
+        llm.add_request("Hello", GREEDY)
+        1 / 0  # noqa: B018
+    (output,) = llm.step()
+    assert output.outputs[0].finish_reason == "abort" and not llm.has_unfinished()
+
+
+def test_a_hook_cannot_close_the_engine_in_the_middle_of_a_step():
+    llm = LLM(**OPTIONS)
+    llm.observers.append(lambda *_: llm.close())
+    with pytest.raises(RuntimeError, match="a step runs: it cannot be closed in the middle"):
+        llm.generate("Hello", GREEDY, use_tqdm=False)
+    llm.observers.clear()
+    assert llm.generate("17 + 25 =", GREEDY, use_tqdm=False)[0].outputs[0].text == " 42"
+
+
+def test_a_thread_that_generates_meanwhile_hears_of_it():
+    """Its request is aborted, or refused."""
+    llm = LLM(**OPTIONS)
+    has_begun = threading.Event()
+    llm.observers.append(lambda *_: has_begun.set())
+    ends = []
+
+    def generate():
+        params = SamplingParams(max_tokens=1000, ignore_eos=True)
+        try:
+            while True:
+                (output,) = llm.generate("Hello", params, use_tqdm=False)
+                ends.append(output.outputs[0].finish_reason)
+        except RuntimeError as error:
+            ends.append(str(error))
+
+    thread = threading.Thread(target=generate)
+    thread.start()
+    assert has_begun.wait(60)
+    llm.close()
+    thread.join(60)
+    assert ends[-2:] == ["abort", "this LLM is closed"]
+
+
+@pytest.mark.slow
+def test_closing_ends_the_ranks():
+    before = {*children_of(os.getpid())}
+    num_threads = torch.get_num_threads()
+    with LLM(tensor_parallel_size=2, **OPTIONS) as llm:
+        assert llm.generate("17 + 25 =", GREEDY, use_tqdm=False)[0].outputs[0].text == " 42"
+        (pid,) = [child.process.pid for child in llm.runner.group.watch.children]
+        assert pid in children_of(os.getpid()) and pid not in before
+    assert not is_alive(pid) and torch.get_num_threads() == num_threads
+    assert not any(thread.name.startswith("watch") for thread in threading.enumerate())
