@@ -3,20 +3,15 @@
 Run: pytest tests/core/test_attention.py [-k borders]
 """
 
-import random
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from nanovllm.layers import attention
-from nanovllm.layers.batch import Batch
-from nanovllm.layers.kv_cache import KVCache
 from nanovllm.layers.torch_attention import Layout, group_by_context
 from nanovllm.layers.torch_ops import layout, paged_attention, store_kv
-
-BORDERS = [1, 7, 8, 9, 16, 17, 40]
+from tutorials.performance.batches import BORDERS, random_batch
 
 
 def dense_attention(q, k, v, scale):
@@ -26,45 +21,6 @@ def dense_attention(q, k, v, scale):
     scores = torch.einsum("qhd,shd->hqs", q, k) * scale
     ahead = torch.arange(len(k)) > torch.arange(len(k) - len(q), len(k)).unsqueeze(1)
     return torch.einsum("hqs,shd->qhd", scores.masked_fill(ahead, float("-inf")).softmax(-1), v)
-
-
-def random_batch(
-    sequences, num_kv_heads, head_dim, block_size=8, num_blocks=64, num_layers=2, seed=0
-):
-    """`sequences` is [(query length, context length)]. Returns the batch and each sequence's keys and values.
-
-    Blocks are given out in random order. Whatever no sequence owns is NaN, so that reading it shows.
-    """
-    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    cache = torch.full((2, num_layers, num_blocks, block_size, num_kv_heads, head_dim), torch.nan)
-    free = rng.sample(range(num_blocks), num_blocks)
-    tables, slots, keys = [], [], []
-    for length, context in sequences:
-        table = [free.pop() for _ in range(-(-context // block_size))]
-        kv = torch.randn(2, num_layers, context, num_kv_heads, head_dim, generator=generator)
-        all_slots = [table[i // block_size] * block_size + i % block_size for i in range(context)]
-        cached = all_slots[: context - length]
-        cache.flatten(2, 3)[:, :, cached] = kv[:, :, : len(cached)]
-        slots += all_slots[len(cached) :]
-        to_come = rng.sample(range(num_blocks), rng.randrange(3))  # blocks for tokens to come
-        tables.append(table + to_come)
-        keys.append(kv)
-    starts = torch.tensor([0, *(length for length, _ in sequences)]).cumsum(0)
-    batch = Batch(
-        kv_cache=KVCache(cache),
-        slot_mapping=torch.tensor(slots),
-        cu_seqlens_q=starts.to(torch.int32),
-        context_lens=torch.tensor([context for _, context in sequences], dtype=torch.int32),
-        cu_blocks=torch.tensor([0, *map(len, tables)]).cumsum(0).to(torch.int32),
-        block_tables=torch.tensor(
-            [block_id for table in tables for block_id in table], dtype=torch.int32
-        ),
-        num_decodes=next(
-            (b for b, (length, _) in enumerate(sequences) if length > 1), len(sequences)
-        ),
-        max_context=max(context for _, context in sequences),
-    )
-    return batch, keys
 
 
 def check(sequences, num_heads, num_kv_heads, head_dim, **kwargs):

@@ -12,11 +12,11 @@ from dataclasses import replace
 import pytest
 import torch
 from checkpoints import new_model, save
-from test_attention import BORDERS, random_batch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.layers import attention, torch_ops, triton_attention
 from nanovllm.layers.kv_cache import KVCache
+from tutorials.performance.batches import BORDERS, random_batch
 from tutorials.performance.first_contact.apart import interpreter_problem
 from tutorials.performance.first_contact.kernels import moved_away
 from tutorials.performance.machine import installed

@@ -16,7 +16,7 @@ from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import KVCache
 from nanovllm.layers.sampler import Sampling
 from nanovllm.swapping.host_cache import HostCache
-from tests.core.test_attention import random_batch
+from tutorials.performance.batches import random_batch
 from tutorials.performance.first_contact.section import Section
 
 HEADS = 16  # this and the next three: Qwen3-0.6B's attention
