@@ -201,7 +201,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
 def sample(logits: Tensor, sampling: Sampling) -> Tensor:
     lowest, _ = sampler.cutoff(logits, sampling)
     vocab_size = logits.shape[1]
-    tile = min(8192, triton.next_power_of_2(vocab_size))
+    tile = min(4096, triton.next_power_of_2(vocab_size))
     out = torch.empty_like(sampling.seed)
     sample_kernel[(len(logits),)](
         out, logits, lowest, sampling.temperature, sampling.seed, sampling.position,

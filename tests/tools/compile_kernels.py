@@ -1,6 +1,7 @@
 """Compiles the kernels for a GPU that need not be there, with what Triton is told when the engine launches them.
 
-Prints name, bytes of shared memory, bytes spilled, registers, and buffers for keys and values.
+Prints for each kernel: bytes of shared memory, bytes of registers that are spilled, registers of a thread, and buffers
+for keys and values. Sizes are those of Qwen3-0.6B. It needs ptxas, which Triton brings.
 
 Run: python tests/tools/compile_kernels.py [80 | 86 | 89 | 90 | 100] [head_dim] [query heads per KV head]
 """
@@ -9,136 +10,176 @@ import re
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, NamedTuple
+from unittest import mock
 
+import torch
 import triton
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from nanovllm.layers import triton_attention, triton_ops
+from nanovllm.layers.batch import Batch
+from nanovllm.layers.kv_cache import KVCache
+from nanovllm.layers.sampler import Sampling
+
+KV_HEADS = 8
+HIDDEN = 1024
+VOCAB = 151_936
+POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int32: "*i32"}
+POINTERS |= {torch.int64: "*i64"}
+
+empty = partial(torch.empty, device="meta")  # it has a shape and no memory
+half = partial(empty, dtype=torch.bfloat16)
+ints = partial(empty, dtype=torch.int32)
+longs = partial(empty, dtype=torch.int64)
 
 
-def compile_kernel(name, kernel, pointers, scalars, constants, capability, warps=4, stages=2):
-    signature = {**pointers, **scalars, **dict.fromkeys(constants, "constexpr")}
-    signature = {argument: signature[argument] for argument in kernel.arg_names}
-    # as the JIT finds them: tensors begin at multiples of 16 bytes, strides are multiples of 16
-    aligned = [i for i, a in enumerate(kernel.arg_names) if a in pointers or "stride" in a]
-    attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    target, options = GPUTarget("cuda", capability, 32), {"num_warps": warps, "num_stages": stages}
-    compiled = triton.compile(source, target=target, options=options)
-    ptx = compiled.asm["ptx"]
+class Launch(NamedTuple):
+    """A kernel with the arguments that the engine gives it."""
+
+    name: str
+    kernel: Any
+    args: tuple
+    options: dict  # warps and stages
+
+
+class Resources(NamedTuple):
+    """What a compiled kernel takes."""
+
+    shared: int  # bytes
+    spilled: int  # bytes
+    registers: int
+    buffers: int  # for tiles of keys and values
+
+
+class Noted:
+    """In place of a kernel: it is not launched, but what it is given is kept."""
+
+    def __init__(self, kernel: Any, launches: list[Launch]):
+        self.kernel = kernel
+        self.launches = launches
+
+    def __getitem__(self, grid: tuple):
+        return self.note
+
+    def note(self, *args, **options) -> None:
+        name = self.kernel.__name__.removesuffix("_kernel")
+        constants = dict(zip(self.kernel.arg_names, args))
+        if name == "attention":
+            name = "decode" if constants["TOKENS"] == 1 else "prefill"
+        self.launches.append(Launch(name, self.kernel, args, options))
+
+
+def launches_of(head_dim: int, group: int) -> list[Launch]:
+    """Every kernel of the engine, as it is launched for a model in bfloat16."""
+    launches: list[Launch] = []
+    with ExitStack() as stack:
+        for module in (triton_attention, triton_ops):
+            for name, kernel in [*vars(module).items()]:
+                if name.endswith("_kernel"):
+                    noted = Noted(kernel, launches)
+                    stack.enter_context(mock.patch.object(module, name, noted))
+        launch_attention(head_dim, group)
+        launch_layers(head_dim, group)
+    return launches
+
+
+def launch_attention(head_dim: int, group: int) -> None:
+    """For 32 decodes, whose contexts are cut into parts, and for a chunk behind them."""
+    batch = Batch(
+        kv_cache=KVCache(half(2, 1, 100, 16, KV_HEADS, head_dim)),
+        slot_mapping=longs(96),
+        cu_seqlens_q=ints(34),
+        context_lens=ints(33),
+        cu_blocks=ints(34),
+        block_tables=ints(99),
+        num_decodes=32,
+        layout=2,
+    )
+    k, v = half(96, 2 * KV_HEADS, head_dim).split(KV_HEADS, dim=1)
+    triton_attention.store_kv(k, v, batch, 0)
+    triton_attention.paged_attention(half(96, KV_HEADS * group, head_dim), batch, 0, 0.1)
+    triton_attention.copy_blocks(batch.kv_cache, [(0, 1)])
+
+
+def launch_layers(head_dim: int, group: int) -> None:
+    """The small layers, and the sampler."""
+    norms = [torch.nn.RMSNorm(size, 1e-6, device="meta") for size in (HIDDEN, head_dim, head_dim)]
+    for norm in norms:
+        norm.bfloat16()
+    triton_ops.add_and_norm(half(96, HIDDEN), half(96, HIDDEN), norms[0])
+    heads = [KV_HEADS * group, KV_HEADS, KV_HEADS]
+    qkv = half(96, sum(heads), head_dim)
+    triton_ops.norm_and_rotate(qkv, *norms[1:], empty(96, head_dim), heads)
+    triton_ops.silu_and_mul(half(96, 6 * HIDDEN))
+    triton_ops.sample(half(32, VOCAB), Sampling(empty(32), seed=longs(32), position=longs(32)))
+
+
+def compiled(launch: Launch, capability: int) -> Any:
+    """As the JIT does it: it also looks which numbers are multiples of 16, as all addresses are."""
+    signature = {}
+    constants = {}
+    attributes = {}
+    for i, (param, value) in enumerate(zip(launch.kernel.params, launch.args)):
+        signature[param.name] = "fp32" if isinstance(value, float) else "i32"
+        is_aligned = isinstance(value, int) and value % 16 == 0 and not param.do_not_specialize
+        if isinstance(value, Tensor):
+            signature[param.name] = POINTERS[value.dtype]
+            is_aligned = True
+        if param.is_constexpr:
+            signature[param.name] = "constexpr"
+            constants[param.name] = value
+        elif is_aligned:
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(launch.kernel, signature, constants, attributes)
+    target = GPUTarget("cuda", capability, 32)
+    return triton.compile(source, target=target, options=launch.options)
+
+
+def resources_of(launch: Launch, capability: int) -> Resources:
+    """What ptxas says of a kernel."""
+    kernel = compiled(launch, capability)
+    ptx = kernel.asm["ptx"]
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
         arch = re.search(r"\.target (sm_\w+)", ptx)[1]
         command = [get_ptxas(capability).path, "-v", f"-arch={arch}", file.name, "-o", "/dev/null"]
         report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    spilled = re.search(r"(\d+) bytes spill stores", report)[1]
+    stores = re.search(r"(\d+) bytes spill stores", report)[1]
     registers = re.search(r"Used (\d+) registers", report)[1]
-    buffers = re.findall(r"local_alloc : .*memdesc<(\d+)x\d+x\d+x", compiled.asm["ttgir"])
-    print(
-        name,
-        compiled.metadata.shared,
-        spilled,
-        registers,
-        max(map(int, buffers), default=0),
-        flush=True,
-    )
+    buffers = re.findall(r"local_alloc : .*memdesc<(\d+)x\d+x\d+x", kernel.asm["ttgir"])
+    most_buffers = max(map(int, buffers), default=0)
+    return Resources(kernel.metadata.shared, int(stores), int(registers), most_buffers)
 
 
-def main(capability=80, head_dim=128, group=2):
-    dim = triton.next_power_of_2(head_dim)
-    for name in ("decode", "prefill"):
-        tokens, rows, keys, warps, stages = triton_attention.tile_sizes(
-            dim, group, 2, name == "decode"
-        )
-        result = "*fp32" if name == "decode" else "*bf16"
-        pointers = dict.fromkeys(["q", "k_cache", "v_cache"], "*bf16") | dict.fromkeys(
-            ["out", "maxima", "sums"], result
-        )
-        pointers |= dict.fromkeys(
-            ["cu_seqlens_q", "context_lens", "cu_blocks", "block_tables"], "*i32"
-        )
-        scalars = {
-            "scale": "fp32",
-            "q_stride": "i32",
-            "first_seq": "i32",
-            "num_seqs": "i32",
-            "num_splits": "i32",
-        }
-        constants = dict(
-            HEADS=8 * group, KV_HEADS=8, HEAD_DIM=head_dim, BLOCK_SIZE=16, DIM=dim, PART=triton_attention.PART,
-            TOKENS=tokens, ROWS=rows, KEYS=keys, IS_SPLIT=name == "decode",
-        )  # fmt: skip
-        kernel = triton_attention.attention_kernel
-        compile_kernel(name, kernel, pointers, scalars, constants, capability, warps, stages)
-    pointers = {
-        "out": "*bf16",
-        "parts": "*fp32",
-        "maxima": "*fp32",
-        "sums": "*fp32",
-        "context_lens": "*i32",
-    }
-    constants = dict(HEAD_DIM=head_dim, DIM=dim, PADDED=triton_attention.MAX_SPLITS)
-    scalars = {"num_splits": "i32"}
-    combine = triton_attention.combine_kernel
-    compile_kernel("combine", combine, pointers, scalars, constants, capability)
-    pointers = dict.fromkeys(["k", "v", "k_cache", "v_cache"], "*bf16") | {"slots": "*i64"}
-    scalars = {"k_stride": "i32", "v_stride": "i32"}
-    constants = dict(WIDTH=8 * head_dim, PADDED=8 * dim)
-    compile_kernel(
-        "store_kv", triton_attention.store_kv_kernel, pointers, scalars, constants, capability
-    )
+def ptxas_problem(capability: int) -> str | None:
+    """Why nothing can be compiled for this GPU here, or None."""
+    try:
+        get_ptxas(capability)
+    except RuntimeError as error:
+        return f"needs ptxas: {error}"
+    return None
 
-    constants = dict(SIZE=16 * 8 * head_dim, PART=2048)
-    pointers = {"cache": "*bf16", "pairs": "*i64"}
-    compile_kernel(
-        "copy_blocks",
-        triton_attention.copy_blocks_kernel,
-        pointers,
-        {"num_blocks": "i32"},
-        constants,
-        capability,
-    )
 
-    def small(name, kernel, pointers, scalars, constants, warps=4):
-        pointers = dict.fromkeys(pointers, "*bf16") | (
-            {"cos_sin": "*fp32"} if name == "norm_and_rotate" else {}
-        )
-        compile_kernel(name, kernel, pointers, scalars, constants, capability, warps)
+def all_resources(capability: int = 80, head_dim: int = 128, group: int = 2) -> dict:
+    """Of each kernel, by its name."""
+    launches = launches_of(head_dim, group)
+    return {launch.name: resources_of(launch, capability)._asdict() for launch in launches}
 
-    size = dict(SIZE=1024, PADDED=1024)
-    small(
-        "add_and_norm",
-        triton_ops.add_and_norm_kernel,
-        ["out", "x", "update", "weight"],
-        {"eps": "fp32"},
-        size,
-        8,
-    )
-    constants = dict(HEADS=8 * group, HEAD_DIM=head_dim, PADDED=dim // 2, HAS_NORM=True)
-    scalars = {"stride": "i32", "eps": "fp32"}
-    small(
-        "norm_and_rotate",
-        triton_ops.norm_and_rotate_kernel,
-        ["qk", "q_weight", "k_weight"],
-        scalars,
-        constants,
-        1,
-    )
-    small(
-        "silu_and_mul", triton_ops.silu_and_mul_kernel, ["out", "x"], {}, dict(SIZE=3072, PART=1024)
-    )
-    pointers = dict.fromkeys(["out", "seed", "position"], "*i64") | {
-        "logits": "*bf16",
-        "lowest": "*bf16",
-        "temperature": "*fp32",
-    }
-    constants = dict(VOCAB=151936, TILE=8192)
-    scalars = {"row_stride": "i32"}
-    kernel = triton_ops.sample_kernel
-    compile_kernel("sample", kernel, pointers, scalars, constants, capability, warps=8)
+
+def main(capability: int = 80, *heads: int) -> None:
+    problem = ptxas_problem(capability)
+    if problem is not None:
+        sys.exit(problem)
+    print("kernel".ljust(15), *(field.rjust(9) for field in Resources._fields))
+    for name, numbers in all_resources(capability, *heads).items():
+        print(name.ljust(15), *(f"{number:9}" for number in numbers.values()))
 
 
 if __name__ == "__main__":
