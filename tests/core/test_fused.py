@@ -10,11 +10,13 @@ import torch
 
 from nanovllm.layers import torch_ops, triton_ops
 from nanovllm.layers.ops import Ops
-from nanovllm.layers.sampler import Sampling
+from nanovllm.layers.sampler import Sampling, uniform
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+ROUNDING = 2e-6  # of a share: fp32 sums of these rows are off by 2e-7
 
 
 def randn(*shape, dtype=torch.float32):
@@ -76,9 +78,25 @@ def test_silu_and_mul(size, dtype):
     assert_close(triton_ops.silu_and_mul(x), torch_ops.silu_and_mul(x))
 
 
+def is_drawn(tokens, logits, options):
+    """For each row, whether its number selects this token: in float64, and with room for sums in fp32.
+
+    Two tokens are right only where the number lies as close to the border between them as fp32 rounds.
+    """
+    below = logits.double() - logits.double().amax(-1, True)
+    weights = (below / options.temperature.double().clamp(min=1e-30).unsqueeze(1)).exp()
+    shares = weights / weights.sum(-1, True)
+    at = tokens.unsqueeze(1)
+    end = shares.cumsum(-1).gather(1, at).squeeze(1)
+    share = shares.gather(1, at).squeeze(1)
+    number = uniform(options.seed, options.position)
+    is_near = (number > end - share - ROUNDING) & (number < end + ROUNDING)
+    return is_near & (share > 0)
+
+
 @pytest.mark.parametrize("vocab_size", [7, 1000, 20_000])
 def test_sample(vocab_size):
-    """The same tokens as plain PyTorch draws, greedy rows among them; whole tiles, parts of one, several."""
+    """The token that each row's number selects, greedy rows among them; whole tiles, parts of one, several."""
     rows = 40
     options = Sampling(
         temperature=torch.tensor([0.0, 1.0, 0.6, 1e-3, 5.0] * 8).to(DEVICE),
@@ -87,9 +105,12 @@ def test_sample(vocab_size):
     )
     logits = 4 * randn(rows, vocab_size)
     logits[7, : vocab_size // 2] = -100.0  # half of the vocabulary has weights of about 0
-    tokens = triton_ops.sample(logits, options)
-    assert torch.equal(tokens, torch_ops.sample(logits, options)) and len(set(tokens.tolist())) > 3
-    assert torch.equal(tokens[::5], logits[::5].argmax(-1))
+    for backend in (torch_ops, triton_ops):
+        tokens = backend.sample(logits, options)
+        assert torch.equal(tokens[::5], logits[::5].argmax(-1))
+        assert is_drawn(tokens, logits, options).all() and len(set(tokens.tolist())) > 3
+        neighbors = is_drawn((tokens + 1) % vocab_size, logits, options)
+        assert neighbors.sum() < 0.1 * rows, "the check lets other tokens pass"
 
 
 def test_sample_from_rows_that_are_apart():
@@ -117,9 +138,10 @@ def test_sample_follows_the_distribution():
 
 
 def test_rows_with_filters_are_pytorchs():
-    options = Sampling(*torch.ones(3, 4), top_k=torch.full((4,), 2))
-    options.seed, options.position = options.seed.long(), torch.arange(4)
-    logits = randn(4, 50).cpu()
+    rows = torch.arange(4, device=DEVICE)
+    options = Sampling(torch.ones_like(rows).float(), seed=rows, position=rows)
+    options.top_k = torch.full_like(rows, 2)
+    logits = randn(4, 50)
     assert torch.equal(triton_ops.sample(logits, options), torch_ops.sample(logits, options))
 
 

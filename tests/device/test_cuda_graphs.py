@@ -12,6 +12,7 @@ from typing import ClassVar
 import pytest
 import torch
 from checkpoints import new_model, save
+from test_gpu import MAX_TOKENS, RECORDED, prompts_of_all_lengths
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.block_manager import BlockManager, Moves
@@ -446,6 +447,23 @@ def test_what_the_graphs_take_is_estimated_from_large_ones(monkeypatch, max_num_
     assert recorded == tried
 
 
+def test_the_requests_of_a_gpus_test_need_both_kinds_of_recordings(path, monkeypatch):
+    """On a GPU test_gpu.py sees them replayed."""
+    llm = LLM(path, attention_backend="torch", **RECORDED)
+    graphs = llm.runner._new_graphs()
+    sizes = []
+    forward = llm.runner.forward
+
+    def noted(inputs):
+        sizes.append(graphs.size_for(inputs))
+        return forward(inputs)
+
+    monkeypatch.setattr(llm.runner, "forward", noted)
+    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
+    llm.generate(prompts_of_all_lengths(), params, use_tqdm=False)
+    assert Size(16) in sizes and any(size.tokens for size in sizes if size)
+
+
 def num_blocks_of_a_gpu(runner, config):
     return runner._memory_left(config) // runner.shape.block_bytes
 
@@ -530,14 +548,15 @@ def test_serving_launches_nothing_that_is_not_warm(path, monkeypatch):
     monkeypatch.setattr(torch, "empty_like", torch.zeros_like)
     monkeypatch.setattr(triton_attention, "PART", 16)  # so that short contexts are cut into parts
     graphs, llm.runner.graphs = llm.runner.graphs, None  # on a GPU they are recorded after it
+    launched.clear()  # on a GPU the constructor has warmed up, too, with another PART
     llm.runner.warm_up()
     llm.runner.graphs = graphs
-    warm, launched_now = set(launched), launched
-    launched_now.clear()
+    warm = set(launched)
+    launched.clear()
     prompts = [[i] * (18 * i + 1) for i in range(6)]
     params = [SamplingParams(n=1 + i % 2, seed=i, max_tokens=2 + 3 * (i % 3)) for i in range(6)]
     llm.generate(prompts, params, use_tqdm=False)
-    assert launched_now and launched_now <= warm, launched_now - warm
+    assert launched and launched <= warm, launched - warm
     assert len({constants for name, constants in warm if name == "attention_kernel"}) == 3
 
 

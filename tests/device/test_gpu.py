@@ -31,18 +31,26 @@ MAX_TOKENS = 12
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
 
 
-@pytest.fixture(scope="module", params=["qwen2", "qwen3"])
-def checkpoint(request, tmp_path_factory):
-    """(path, prompts, what transformers makes of them on the CPU in fp32)"""
-    rng, model = (
-        random.Random(0),
-        new_model(request.param, head_dim=32, num_attention_heads=6, num_key_value_heads=2),
-    )
+# first steps with so few prompts that a recording has room for them
+RECORDED = {"dtype": "float32", "num_blocks": 500, "max_num_seqs": 24, "max_num_batched_tokens": 64}
+
+
+def prompts_of_all_lengths() -> list[list[int]]:
+    """Around the ends of blocks; some begin with the same tokens."""
+    rng = random.Random(0)
     stem = [rng.randrange(160) for _ in range(64)]
     prompts = [
         [rng.randrange(160) for _ in range(n)] for n in (1, 2, 7, 15, 16, 17, 31, 33, 65, 130)
     ]
-    prompts += [[*stem[:n], rng.randrange(160)] for n in (15, 16, 17, 48, 63)] + [stem]
+    prompts += [[*stem[:n], rng.randrange(160)] for n in (15, 16, 17, 48, 63)]
+    return [*prompts, stem]
+
+
+@pytest.fixture(scope="module", params=["qwen2", "qwen3"])
+def checkpoint(request, tmp_path_factory):
+    """(path, prompts, what transformers makes of them on the CPU in fp32)"""
+    model = new_model(request.param, head_dim=32, num_attention_heads=6, num_key_value_heads=2)
+    prompts = prompts_of_all_lengths()
     path = save(model, tmp_path_factory.mktemp(request.param))
     return path, prompts, [greedy(model, prompt, MAX_TOKENS) for prompt in prompts]
 
@@ -91,8 +99,10 @@ def test_swapped_samples_and_beams_get_the_same_tokens(checkpoint, eager):
 
 
 def test_graphs_are_replayed(checkpoint):
+    """test_cuda_graphs.py looks on a CPU whether these requests need both kinds of recordings."""
     path, prompts, expected = checkpoint
-    llm, replayed = LLM(path, dtype="float32", num_blocks=500, max_num_seqs=24), []
+    llm = LLM(path, **RECORDED)
+    replayed = []
     for size, step in llm.runner.graphs.replays.items():
         llm.runner.graphs.replays[size] = lambda size=size, step=step: (
             replayed.append(size) or step()
