@@ -1,0 +1,1 @@
+"""A package, so that `tests.tools` is ours: some site-packages bring a package `tests` along."""
