@@ -3,6 +3,7 @@
 Run: pytest tests/tutorials/test_first_contact.py --slow
 """
 
+import inspect
 import json
 import os
 import pkgutil
@@ -15,6 +16,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,12 +25,24 @@ from nanovllm.config import Config
 from nanovllm.device import memory
 from nanovllm.model_runner import ModelRunner
 from tutorials.performance import machine
-from tutorials.performance.first_contact import start
-from tutorials.performance.first_contact.apart import interpreter_problem, run_apart
+from tutorials.performance.first_contact import decode_step, start, sweep, tests
+from tutorials.performance.first_contact.apart import GRACE, interpreter_problem, run_apart
 from tutorials.performance.first_contact.engine import ALLOWED_OVER, compilations, complaints
-from tutorials.performance.first_contact.job import PACKAGE, SECTIONS, Job, job_of, number_of
+from tutorials.performance.first_contact.job import (
+    MINUTES,
+    PACKAGE,
+    SECTIONS,
+    Job,
+    job_of,
+    number_of,
+)
 from tutorials.performance.first_contact.machine import nvidia_smi
-from tutorials.performance.first_contact.section import DeviceLostError, Section
+from tutorials.performance.first_contact.section import (
+    PATIENCE,
+    DeviceLostError,
+    Section,
+    interrupted,
+)
 from tutorials.performance.first_contact.section import run as run_program
 
 ROOT = Path(__file__).parents[2]
@@ -75,8 +89,48 @@ def test_every_section_says_what_it_is():
         assert pkgutil.resolve_name(job_of(name, ROOT, 0, cpu=True).function).__doc__
 
 
-def test_the_sections_share_eight_minutes():
-    assert sum(SECTIONS.values()) == 8 * 60
+def test_the_sections_share_the_time_and_end_within_ten_minutes():
+    assert sum(SECTIONS.values()) == MINUTES * 60
+    assert MINUTES * 60 + GRACE < 10 * 60 and PATIENCE < GRACE
+
+
+SERVER = ["fastapi", "httpx", "openai", "prometheus_client", "ray", "starlette", "uvicorn"]
+MISSING = [*SERVER, "hypothesis", "matplotlib"]  # on a machine that is lent for some minutes
+
+
+def without(modules: list[str], code: str) -> subprocess.CompletedProcess:
+    """What a program says where these modules are not installed."""
+    missing = f"import sys; sys.modules |= dict.fromkeys({modules})\n"
+    program = [sys.executable, "-c", missing + code]
+    return subprocess.run(program, cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [tests.alone(), tests.others()], ids=["alone", "others"])
+def test_the_tests_of_a_gpu_are_collected_without_extras(arguments, monkeypatch):
+    """Without other files, which would be skipped, or end the collection."""
+    options = ["--collect-only", "-p", "no:cacheprovider", *arguments]
+    if "-n" in arguments:
+        options += ["-p", "xdist.plugin"]
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # hypothesis is one
+    done = without(MISSING, f"import pytest; sys.exit(pytest.main({options}))")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "SKIPPED" not in done.stdout
+    assert (tests.ALONE in done.stdout) == (arguments == tests.alone())
+
+
+@pytest.mark.slow
+def test_sections_are_imported_without_pytest_and_beside_another_package_of_tests(tmp_path):
+    """Some packages install their tests as a package `tests`, which wins over a mere folder."""
+    foreign = tmp_path / "tests"
+    foreign.mkdir()
+    (foreign / "__init__.py").touch()
+    names = [job_of(name, ROOT, 0, cpu=True).function for name in SECTIONS]
+    code = f"import pkgutil; sys.path.append({str(tmp_path)!r})\n"
+    code += f"for name in {names}: assert pkgutil.resolve_name(name).__doc__\n"
+    code += "import tests.tools.machines"  # as conftest.py does
+    done = without([*MISSING, "pytest"], code)
+    assert done.returncode == 0, done.stderr
 
 
 def test_which_numpy_the_interpreter_needs():
@@ -187,6 +241,53 @@ def test_who_has_lost_its_device_says_so_in_one_sentence(tmp_path):
     assert results["error"] == told
 
 
+@pytest.mark.parametrize("name", SECTIONS)
+def test_cases_that_fail_spare_the_others(name, tmp_path, monkeypatch):
+    """If a case may fail, what stands between the cases must not depend on it."""
+    asked = []
+
+    def failed(section: Section, case: str, call) -> None:
+        asked.append(case)
+        section.cases[case] = {"error": "RuntimeError: it fails"}
+
+    monkeypatch.setattr(Section, "case", failed)
+    one = job_of(name, tmp_path, time.time() + 10**6, cpu=True)
+    section = Section(one, tmp_path)
+    pkgutil.resolve_name(one.function)(section)
+    assert asked and section.cases.keys() == {*asked}
+
+
+def test_an_engine_that_fails_spares_the_cases_that_follow(tmp_path, monkeypatch):
+    """It is there, but each of its steps raises."""
+    asked = []
+
+    def noted(section: Section, case: str, call) -> None:
+        asked.append(case)
+        try:
+            section.cases[case] = call()
+        except (RuntimeError, AttributeError):  # this engine has nothing but steps
+            section.cases[case] = {"error": "RuntimeError: it fails"}
+
+    llm = SimpleNamespace(
+        requests={str(i): SimpleNamespace(sequences=[[0] * 5]) for i in range(3)},
+        runner=SimpleNamespace(graphs=None),
+        step=lambda report: fail(),
+        abort=lambda name: True,
+    )
+    monkeypatch.setattr(Section, "case", noted)
+    monkeypatch.setattr(decode_step, "decoding", lambda section: llm)
+    monkeypatch.setattr(decode_step, "larger_step", lambda section: {})
+    section = Section(job(endless, tmp_path, seconds=10**6), tmp_path)
+    decode_step.steps_of_engine(section)
+    assert asked[-1] == "kernels of one"
+
+
+def test_a_table_that_cannot_be_printed_spares_the_cases_that_follow(tmp_path, capsys):
+    section = Section(job(endless, tmp_path, seconds=10**6), tmp_path)
+    section.show("a|b", [("b", ",.1f")], {"row": {"b": "no number"}})
+    assert "ValueError" in capsys.readouterr().err
+
+
 def test_what_is_being_done_is_written_before(tmp_path):
     section = Section(job(endless, tmp_path, seconds=10**6), tmp_path)
     section.case("reading", lambda: json.loads(section.job.path.read_text()))
@@ -202,6 +303,50 @@ def test_after_its_deadline_a_section_skips(tmp_path):
 def test_a_program_is_ended_by_the_clock():
     result = run_program([sys.executable, "-c", "import time; time.sleep(10**6)"], seconds=1)
     assert re.match(r"ended by the clock after \d+ seconds: .+ -c", result["error"])
+
+
+@pytest.mark.parametrize(
+    "program, patience, said",
+    [
+        ("trap 'echo FAILED late; exit' INT; echo ready; while true; do sleep 0.1; done", 60, True),
+        ("trap '' INT; echo ready; sleep 1000000 & wait", 0.1, False),
+    ],
+    ids=["ends", "goes on"],
+)
+def test_a_program_that_is_interrupted_still_says_what_has_failed(program, patience, said):
+    """As pytest does. One that goes on is ended, with what it has started."""
+    options = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True}
+    with subprocess.Popen(["sh", "-c", program], **options) as process:
+        assert process.stdout.readline() == "ready\n"
+        assert interrupted(process, patience) == "FAILED late\n" * said
+
+
+def test_failures_are_kept_however_much_follows():
+    lines = ["[gw0] FAILED test_x.py::test_y", "ERROR test_z.py", *map(str, range(100))]
+    result = run_program([sys.executable, "-c", f"print(*{lines}, sep='\\n')"], seconds=10**6)
+    assert result["failures"] == lines[:2] and result["tail"] == lines[-60:]
+
+
+def test_sampling_is_timed_behind_a_pause(tmp_path, monkeypatch):
+    """Or the launches of Python would be timed."""
+    section = Section(job(endless, tmp_path, seconds=10**6), tmp_path)
+    calls = []
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: calls.append("pause"))
+    monkeypatch.setattr(decode_step, "seconds_of", lambda call, device: calls.append(call))
+    section.cpu = False
+    decode_step.seconds_behind_a_pause(section, "kernels")
+    assert calls == ["pause", "kernels"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton runs on Linux")
+def test_the_sweep_replaces_the_tile_of_the_sampler():
+    from nanovllm.layers import triton_ops
+
+    launched = []
+    kernel = {(3,): lambda *args, **options: launched.append((args, options))}
+    sweep.Relaunched(kernel, 16, warps=2)[(3,)]("logits", 4096, num_warps=8)
+    assert launched == [(("logits", 16), {"num_warps": 2})]
+    assert [*inspect.signature(triton_ops.sample_kernel.fn).parameters][-1] == "TILE"
 
 
 def test_a_slow_product_is_a_small_one(monkeypatch):

@@ -4,7 +4,7 @@ Each section runs in a process of its own, so that an illegal access or a hangin
 spares the others. Its results are in a JSON file, written before and after each case: what has
 ended is not lost, and where the clock has ended a section one reads what it was doing.
 
-Run: python -m tutorials.performance.first_contact [--sections 2,3] [--out DIR] [--minutes 8]
+Run: python -m tutorials.performance.first_contact [--sections 2,3] [--out DIR] [--minutes 9]
 With --cpu the same code runs without a GPU, in Triton's interpreter with tiny sizes.
 """
 
@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from tutorials.performance.first_contact.apart import interpreter_problem, run_apart
-from tutorials.performance.first_contact.job import SECTIONS, job_of
+from tutorials.performance.first_contact.job import MINUTES, SECTIONS, job_of
 from tutorials.performance.machine import installed
 
 
@@ -31,7 +31,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--out", type=Path, default=Path("first_contact"), help="folder for the results"
     )
-    parser.add_argument("--minutes", type=float, default=8.0)
+    parser.add_argument("--minutes", type=float, default=MINUTES)
     parser.add_argument(
         "--cpu", action="store_true", help="without a GPU, in Triton's interpreter, tiny"
     )
@@ -61,7 +61,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and the section ends, too
     for number in map(int, args.sections.split(",")):
         name = list(SECTIONS)[number - 1]
-        share = SECTIONS[name] * args.minutes / 8
+        share = SECTIONS[name] * args.minutes / MINUTES
         deadline = end if number == len(SECTIONS) else min(end, time.time() + share)
         print(f"=== {number}: ", end="", flush=True)
         results = run_apart(job_of(name, args.out, deadline, args.cpu))

@@ -1,4 +1,4 @@
-"""Section 6: bench.py, as a program of its own."""
+"""Section 5: bench.py, as a program of its own."""
 
 import json
 import sys

@@ -20,9 +20,17 @@ from nanovllm.step import StepInputs
 from tutorials.performance.first_contact.kernels import randn
 from tutorials.performance.first_contact.larger import larger_step
 from tutorials.performance.first_contact.section import Section
-from tutorials.performance.first_contact.start import new_llm, random_prompts, timed, watch
+from tutorials.performance.first_contact.start import (
+    begin_decodes,
+    new_llm,
+    random_prompts,
+    timed,
+    watch,
+)
 from tutorials.performance.machine import seconds_of
 from tutorials.performance.report import percentile
+
+PAUSE = 10**7  # cycles of the GPU: some 5 ms
 
 
 def decode_step(section: Section) -> None:
@@ -51,12 +59,12 @@ def steps_of_engine(section: Section) -> None:
     section.case("kernels", partial(profiled, section, step))
     section.case("phases", partial(phases, llm, step, sizes.steps))
     section.case("replays", partial(replays, section, llm))
-    leave(llm, len(sequences) - 1)
+    section.case("all but one stay", partial(leave, llm, len(sequences) - 1))
     section.case("mixed wall", partial(mixed_wall_time, mixed, sizes.steps))
     section.case("mixed kernels", partial(profiled, section, mixed))
     with mock.patch.object(llm.runner, "graphs", None):
         section.case("mixed wall, launched", partial(mixed_wall_time, mixed, sizes.steps))
-    leave(llm, 1)
+    section.case("one stays", partial(leave, llm, 1))
     section.case("wall of one", partial(wall_time, step, sizes.steps))
     section.case("kernels of one", partial(profiled, section, step))
     show(section)
@@ -91,19 +99,16 @@ def decoding(section: Section) -> LLM:
     llm, _ = new_llm(section, dtype=section.dtype_name, attention_backend="triton", **options)
     params = SamplingParams(temperature=0.6, max_tokens=12 * sizes.steps + 10, ignore_eos=True)
     longest = sizes.context * 3 // 2  # then the mean is the context
-    for prompt in random_prompts(llm, sizes.batch, longest):
-        llm.add_request(prompt, params)
-    sequences = [request.sequences[0] for request in llm.requests.values()]
-    while any(seq.num_missing_tokens > 1 for seq in sequences):
-        llm.step(report=False)
+    begin_decodes(llm, random_prompts(llm, sizes.batch, longest), params)
     return llm
 
 
-def leave(llm: LLM, count: int) -> None:
+def leave(llm: LLM, count: int) -> dict:
     """Aborts all requests but so many."""
     for name in list(llm.requests)[count:]:
         llm.abort(name)
     llm.step(report=False)
+    return {"requests": len(llm.requests)}
 
 
 def mixed_step(llm: LLM, chunk: int) -> float:
@@ -146,14 +151,23 @@ def sampling_times(section: Section) -> dict:
     for name, sampling in kinds.items():
         call = partial(triton_ops.sample, logits, sampling)
         call()  # which may compile
-        times = [seconds_of(call, section.device) for _ in range(section.sizes.steps)]
+        times = [seconds_behind_a_pause(section, call) for _ in range(section.sizes.steps)]
         medians[name] = 1000 * (percentile(times, 50) or 0)
     return medians
 
 
+def seconds_behind_a_pause(section: Section, call: Callable) -> float:
+    """Of the call's kernels: while the GPU pauses, Python launches all of them, as it does while
+    the model runs."""
+    if not section.cpu:
+        torch.cuda._sleep(PAUSE)
+    return seconds_of(call, section.device)
+
+
 def milliseconds(section: Section, name: str) -> dict[str, dict]:
-    """The numbers of a case as records of a table."""
-    return {str(key): {"ms": value} for key, value in section.cases.get(name, {}).items()}
+    """The numbers of a case as records of a table; none where it has failed."""
+    numbers = section.cases.get(name, {}).items()
+    return {str(key): {"ms": value} for key, value in numbers if isinstance(value, float)}
 
 
 def wall_time(step: Callable, count: int) -> dict:

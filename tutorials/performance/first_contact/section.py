@@ -9,6 +9,7 @@ import subprocess
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from tutorials.performance.first_contact.job import AT_FIRST, Job
 from tutorials.performance.machine import ROOT
 from tutorials.performance.report import table, write_json
 
+PATIENCE = 10  # seconds in which a program may end itself after its deadline
 MODEL = "qwen3-0.6b"  # its shapes, with random weights
 TINY = dict(zip(FIELDS.split(), ("qwen3", 64, 128, 1, 4, 2, 32, True, 300, 512)))  # with --cpu
 
@@ -51,9 +53,11 @@ class Sizes:
     larger: dict[str, Any]  # shape of a larger model, of which one step is measured
     options: dict[str, Any]  # of LLM
     # sweep
-    swept: tuple[int, ...]  # sequences
+    swept: tuple[int, ...]  # sequences, with all tiles
+    few: tuple[int, ...]  # sequences, with all parts
     contexts: tuple[int, ...]  # their means
     swept_splits: tuple[int, ...]
+    parts: tuple[int, ...]  # tokens of a context that are worth a program
     tiles: int
     prefill: tuple[int, int]  # prompts, tokens
 
@@ -76,8 +80,10 @@ ON_GPU = Sizes(
     larger=SHAPES["qwen3-8b"],
     options={},
     swept=(16, 48, 128, 256),
+    few=(1, 4, 16),
     contexts=(850, 4096),
     swept_splits=(1, 2, 4, 8),
+    parts=(64, 128, 256),
     tiles=8,
     prefill=(8, 1024),
 )
@@ -104,8 +110,10 @@ ON_CPU = Sizes(
         "max_num_batched_tokens": 64,  # few steps: a kernel takes long to begin
     },
     swept=(1,),
+    few=(1,),
     contexts=(16,),
     swept_splits=(2,),
+    parts=(8,),
     tiles=1,
     prefill=(1, 8),
 )
@@ -147,6 +155,7 @@ class Section:
         self.results["doing"] = name
         self.write()
         try:
+            self.release()
             result = call()
             json.dumps(result)  # or all that follows could not be written, either
             self.synchronize()
@@ -160,6 +169,9 @@ class Section:
         self.write()
         if "error" in result:
             self.check_device(name)
+
+    def release(self) -> None:
+        """Gives the memory back that cases before have left, an engine for example."""
         gc.collect()
         if not self.cpu:
             torch.cuda.empty_cache()
@@ -188,7 +200,12 @@ class Section:
         write_json(self.results, self.job.path)
 
     def show(self, header: str, columns: list[tuple], records: dict | None = None) -> None:
-        print(table(header, columns, self.cases if records is None else records))
+        """Prints a table. One that cannot be printed spares the cases that follow: all numbers are
+        in the file."""
+        try:
+            print(table(header, columns, self.cases if records is None else records))
+        except Exception:
+            traceback.print_exc()
         print("\n", flush=True)
 
     def model(self) -> str:
@@ -207,7 +224,7 @@ def dtype_of_engine(device: torch.device) -> torch.dtype:
 
 
 def run(command: list[str], seconds: float) -> dict:
-    """Status, seconds and last lines of a program; when its time is over, all it started ends."""
+    """Status, seconds and lines of a program; when its time is over, all it started ends."""
     start = time.perf_counter()
     by_clock = False
     with subprocess.Popen(
@@ -222,12 +239,15 @@ def run(command: list[str], seconds: float) -> dict:
             output, _ = process.communicate(timeout=max(1, seconds))
         except subprocess.TimeoutExpired:
             by_clock = True
-            os.killpg(process.pid, signal.SIGKILL)
-            output, _ = process.communicate()
+            output = interrupted(process)
+    end_session(process.pid)
+    lines = output.splitlines()
+    failures = [line for line in lines if "FAILED" in line or "ERROR" in line]
     result = {
         "status": process.returncode,
         "seconds": time.perf_counter() - start,
-        "tail": output.splitlines()[-60:],
+        "failures": failures,
+        "tail": lines[-60:],
     }
     if by_clock:
         what = shlex.join(command)
@@ -235,3 +255,20 @@ def run(command: list[str], seconds: float) -> dict:
     elif process.returncode != 0:
         result["error"] = f"exit status {process.returncode}"
     return result
+
+
+def interrupted(process: subprocess.Popen, patience: float = PATIENCE) -> str:
+    """What the program has printed, also after Ctrl-C: pytest still says what has failed so far."""
+    process.send_signal(signal.SIGINT)
+    try:
+        output, _ = process.communicate(timeout=patience)
+    except subprocess.TimeoutExpired:
+        end_session(process.pid)
+        output, _ = process.communicate()
+    return output
+
+
+def end_session(leader: int) -> None:
+    """Ends what a program has started, and the program."""
+    with suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
-from nanovllm import LLM, model_runner
+from nanovllm import LLM, SamplingParams, model_runner
 from nanovllm.config import Config
 from nanovllm.device import memory
 from nanovllm.device.cuda_graphs import Size, StepGraphs
@@ -136,3 +136,14 @@ def random_prompts(llm: LLM, count: int, longest: int) -> list[list[int]]:
     vocab = llm.runner.vocab_size
     lengths = (rng.randint(longest // 3 + 1, longest) for _ in range(count))
     return [[rng.randrange(vocab) for _ in range(length)] for length in lengths]
+
+
+def begin_decodes(
+    llm: LLM, prompts: list[list[int]], params: SamplingParams, reader="step"
+) -> None:
+    """Adds requests, and computes their prompts: from now on each step decodes all of them."""
+    for prompt in prompts:
+        llm._submit(llm.inputs.request(prompt, params), reader)
+    sequences = [request.sequences[0] for request in llm.requests.values()]
+    while any(seq.num_missing_tokens > 1 for seq in sequences):
+        llm.step(report=False)

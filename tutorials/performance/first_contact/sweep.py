@@ -1,4 +1,4 @@
-"""Section 5: which tiles and splits of attention are fastest."""
+"""Section 7: which tiles, splits and parts of attention are fastest, and which tile of the sampler."""
 
 import random
 import time
@@ -15,8 +15,10 @@ import torch
 from nanovllm.layers import attention
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import KVCache
+from nanovllm.layers.sampler import Sampling
 from nanovllm.simulator.cost_model import Hardware, visible_keys
 from tutorials.performance.attention import seconds_per_layer
+from tutorials.performance.first_contact.decode_step import milliseconds, seconds_behind_a_pause
 from tutorials.performance.first_contact.job import Job
 from tutorials.performance.first_contact.kernels import (
     BLOCK_SIZE,
@@ -29,8 +31,19 @@ from tutorials.performance.first_contact.kernels import (
 )
 from tutorials.performance.first_contact.section import Section
 from tutorials.performance.machine import this_machine
+from tutorials.performance.report import percentile
 
-Tile = tuple[int, ...] | None  # tokens, rows, keys, warps, stages; None is the kernel's own
+Tile = tuple[int, ...]  # tokens, rows, keys, warps, stages
+
+
+class Choice(NamedTuple):
+    """How attention is launched; what is None or 0 is chosen by the engine."""
+
+    tile: Tile | None = None
+    splits: int = 0
+    part: int = 0  # tokens of a context that are worth a program
+
+
 DECODE_TILES = [  # keys, warps, stages
     (32, 4, 3),
     (32, 4, 2),
@@ -50,6 +63,7 @@ PREFILL_TILES = [  # rows, keys, warps, stages
     (128, 64, 8, 2),
     (128, 64, 8, 3),
 ]
+SAMPLER_TILES = [(2048, 8), (4096, 4), (4096, 8), (8192, 8)]  # tokens, warps
 
 
 class Swept(NamedTuple):
@@ -83,40 +97,41 @@ def swept(section: Section, contexts: list[int], queries: int) -> Swept:
 
 
 @contextmanager
-def attention_with(case: Swept, tile: Tile, splits: int) -> Iterator[Callable]:
+def attention_with(case: Swept, choice: Choice) -> Iterator[Callable]:
     """A function of a layer. What cannot be launched raises when it is called."""
     from nanovllm.layers import triton_attention
 
     sizes = triton_attention.tile_sizes
-    if tile:
-        sizes = lambda *_: triton_attention.Tile(*tile)  # noqa: E731
-    case.batch.layout = splits or triton_attention.layout(case.batch)
+    if choice.tile:
+        sizes = lambda *_: triton_attention.Tile(*choice.tile)  # noqa: E731
+    part = choice.part or triton_attention.PART
     call = partial(triton_attention.paged_attention, case.q, case.batch, scale=SCALE)
-    with mock.patch.object(triton_attention, "tile_sizes", sizes), torch.inference_mode():
+    with (
+        mock.patch.object(triton_attention, "tile_sizes", sizes),
+        mock.patch.object(triton_attention, "PART", part),
+        torch.inference_mode(),
+    ):
+        case.batch.layout = choice.splits or triton_attention.layout(case.batch)
         yield call
 
 
-def tile_time(
-    section: Section, case: Swept, tile: Tile, splits: int, expected: torch.Tensor
-) -> dict:
-    """Microseconds of a tile, and how far off its result is."""
-    with attention_with(case, tile, splits) as call:
+def time_of(section: Section, case: Swept, choice: Choice, expected: torch.Tensor) -> dict:
+    """Microseconds of a choice, and how far off its result is."""
+    with attention_with(case, choice) as call:
         checked = difference(call(layer=0), expected)
         return checked | {"us": 1e6 * seconds_per_layer(call, case.layers, section.device)}
 
 
-def all_times(
-    section: Section, case: Swept, tiles: list[tuple[Tile, int]], floor_seconds: float
-) -> dict:
-    """Of all (tile, splits), best first; `share` is the floor by the time."""
+def all_times(section: Section, case: Swept, choices: list[Choice], floor_seconds: float) -> dict:
+    """Of all choices, best first; `share` is the floor by the time."""
     expected = attention.paged_attention(case.q, case.batch, 0, SCALE)
     rows: list[dict] = []
-    for tile, splits in tiles:
+    for choice in choices:
         if section.seconds_left() < 0:
             break
-        row = {"tile": " ".join(map(str, tile[1:] if tile else ["default"])), "splits": splits}
+        row = described(choice)
         try:
-            row |= tile_time(section, case, tile, splits, expected)
+            row |= time_of(section, case, choice, expected)
             row["share"] = floor_seconds / row["us"] * 1e6
         except Exception as error:  # more registers or shared memory than there are, for example
             row["failed"] = f"{type(error).__name__}: {error}"
@@ -124,35 +139,55 @@ def all_times(
         if "failed" in row and section.why_lost():
             break
     rows.sort(key=lambda row: row.get("us", float("inf")))
-    result: dict = {"rows": rows, "left_out": len(tiles) - len(rows)}
+    result: dict = {"rows": rows, "left_out": len(choices) - len(rows)}
     wrong = [row for row in rows if "error" in row or "failed" in row]
-    return result | {"error": f"{len(wrong)} tiles failed: {wrong[0]}"} if wrong else result
+    return result | {"error": f"{len(wrong)} choices failed: {wrong[0]}"} if wrong else result
 
 
-def tiles_of(section: Section) -> tuple[list[tuple[Tile, int]], list[tuple[Tile, int]]]:
-    """(decode, prefill), each a list of (tile, splits); the kernel's own choice is first."""
-    group = HEADS // KV_HEADS
-    decode: list[tuple[Tile, int]] = [(None, 0)]
+def described(choice: Choice) -> dict:
+    """A choice as the begin of a row."""
+    tile = "default"
+    if choice.tile:
+        tile = " ".join(map(str, choice.tile[1:]))
+    return {"tile": tile, "splits": choice.splits, "part": choice.part}
+
+
+def decode_choices(section: Section) -> list[Choice]:
+    """The engine's own choice is first."""
+    choices = [Choice()]
     for tile in DECODE_TILES[: section.sizes.tiles]:
-        decode += [((1, 16, *tile), splits) for splits in section.sizes.swept_splits]
-    prefill: list[tuple[Tile, int]] = [(None, 1)]
+        choices += [Choice((1, 16, *tile), splits) for splits in section.sizes.swept_splits]
+    return choices
+
+
+def prefill_choices(section: Section) -> list[Choice]:
+    """The engine's own choice is first."""
+    choices = [Choice(splits=1)]
     for rows, *others in PREFILL_TILES[: section.sizes.tiles]:
-        prefill.append(((rows // group, rows, *others), 1))
-    return decode, prefill
+        tile = (rows * KV_HEADS // HEADS, rows, *others)
+        choices.append(Choice(tile, splits=1))
+    return choices
 
 
-def compile_tile(job: Job, folder: Path, tile: Tile, splits: int, queries: int) -> None:
+def part_choices(section: Section) -> list[Choice]:
+    """With as many splits as fill the GPU, and with as many as there may be: few sequences leave
+    most of it without work."""
+    most = 2 if section.cpu else 32
+    return [Choice(None, splits, part) for part in section.sizes.parts for splits in (0, most)]
+
+
+def compile_choice(job: Job, folder: Path, choice: Choice, queries: int) -> None:
     """In another process: leaves the kernel in Triton's cache on disk."""
     section = Section(job, folder)
     case = swept(section, [64, 32], queries)
-    with suppress(Exception), attention_with(case, tile, splits) as call:
-        call(layer=0)  # what fails is reported by who measures it
+    with suppress(Exception), attention_with(case, choice) as call:
+        call(layer=0)  # what fails is reported when it is measured
 
 
-def compile_tiles(section: Section, decode: list, prefill: list) -> dict:
-    """Who hangs is ended after half of the time: then tiles are compiled when they are measured."""
-    kinds = [(*tile, 1) for tile in decode] + [(*tile, 8) for tile in prefill]
-    compiled = partial(compile_tile, section.job, section.folder)
+def compile_choices(section: Section, decode: list[Choice], prefill: list[Choice]) -> dict:
+    """Ends after half of the time: what is not compiled then will be when it is measured."""
+    kinds = [(choice, 1) for choice in decode] + [(choice, 8) for choice in prefill]
+    compiled = partial(compile_choice, section.job, section.folder)
     start = time.perf_counter()
     with get_context("spawn").Pool(1 if section.cpu else 8) as pool:  # whose end ends all workers
         pool.starmap_async(compiled, kinds, chunksize=1).get(section.seconds_left() / 2)
@@ -160,10 +195,15 @@ def compile_tiles(section: Section, decode: list, prefill: list) -> dict:
 
 
 def sweep(section: Section) -> None:
-    """Tiles and splits of decodes, as a share of a copy's speed, and of prompts, of a product's."""
+    """Tiles and splits of decodes, as a share of a copy's speed, and of prompts, of a product's;
+    and tiles of the sampler."""
     sizes = section.sizes
-    decode, prefill = tiles_of(section)
-    section.case("compile", partial(compile_tiles, section, decode, prefill))
+    decode = decode_choices(section)
+    parts = part_choices(section)
+    prefill = prefill_choices(section)
+    section.case("compile", partial(compile_choices, section, [*parts, *decode], prefill))
+    section.case("sampler", partial(sampler_times, section))
+    section.show("sampler: tile, warps|ms", [("ms", ",.3f")], milliseconds(section, "sampler"))
     measured = lambda: this_machine(section.device, section.dtype)._asdict()  # noqa: E731
     section.case("ceilings", measured)
     if "name" not in section.cases.get("ceilings", {}):
@@ -171,18 +211,63 @@ def sweep(section: Section) -> None:
     hardware = Hardware(**section.cases["ceilings"])
     prompts, length = sizes.prefill
     run = partial(swept_case, section, hardware)
+    for mean in sizes.contexts:
+        for count in sizes.few:
+            run(f"parts: {count} x {mean}", contexts_around(mean, count), 1, parts)
     run("prompts", [length] * prompts, length, prefill)
-    rng = random.Random(0)
     for mean in sizes.contexts:
         for count in sizes.swept:
-            contexts = [rng.randint(mean // 2, mean * 3 // 2) for _ in range(count)]
-            run(f"{count} x {mean}", contexts, 1, decode)
+            run(f"{count} x {mean}", contexts_around(mean, count), 1, decode)
+
+
+def contexts_around(mean: int, count: int) -> list[int]:
+    rng = random.Random(count)
+    return [rng.randint(mean // 2, mean * 3 // 2) for _ in range(count)]
+
+
+class Relaunched:
+    """The kernel of the sampler, with another tile and other warps than the engine's."""
+
+    def __init__(self, kernel, tile: int, warps: int):
+        self.kernel = kernel
+        self.tile = tile
+        self.warps = warps
+
+    def __getitem__(self, grid: tuple) -> Callable:
+        return partial(self.launch, grid)
+
+    def launch(self, grid: tuple, *args, **_) -> None:
+        """The tile is the last argument."""
+        self.kernel[grid](*args[:-1], self.tile, num_warps=self.warps)
+
+
+def sampler_times(section: Section) -> dict:
+    """Milliseconds for a batch of logits, by tile and warps."""
+    from nanovllm.layers import triton_ops
+
+    logits = 4 * randn(section, section.sizes.rows, section.sizes.vocab)
+    numbers = torch.arange(len(logits), device=section.device)
+    sampling = Sampling(torch.ones_like(numbers).float(), seed=numbers, position=numbers)
+    call = partial(triton_ops.sample, logits, sampling)
+    medians = {}
+    for tile, warps in SAMPLER_TILES:
+        kernel = Relaunched(triton_ops.sample_kernel, tile, warps)
+        with mock.patch.object(triton_ops, "sample_kernel", kernel):
+            call()  # which compiles
+            times = [seconds_behind_a_pause(section, call) for _ in range(section.sizes.steps)]
+        medians[f"{tile} {warps}"] = 1000 * (percentile(times, 50) or 0.0)
+    return medians
 
 
 def swept_case(
-    section: Section, hardware: Hardware, name: str, contexts: list[int], queries: int, tiles: list
+    section: Section,
+    hardware: Hardware,
+    name: str,
+    contexts: list[int],
+    queries: int,
+    choices: list[Choice],
 ) -> None:
-    """Measures the tiles of one batch, and prints the best five."""
+    """Measures the choices for one batch, and prints the best five."""
 
     def measured() -> dict:
         case = swept(section, contexts, queries)
@@ -190,10 +275,11 @@ def swept_case(
         floor = 4 * HEADS * HEAD_DIM * pairs / hardware.flops_per_second
         if queries == 1:
             floor = case.kv_bytes / hardware.bytes_per_second
-        return all_times(section, case, tiles, floor)
+        return all_times(section, case, choices, floor)
 
     section.case(name, measured)
     rows = section.cases.get(name, {}).get("rows", [])
     best = {f"{i}: {row['tile']}": row for i, row in enumerate(rows[:5], 1)}
-    columns = [("splits", ""), ("us", ",.1f"), ("share", ".0%"), ("difference", ".0e")]
-    section.show(f"{name}|splits|us|share|error", columns, best)
+    columns = [("splits", ""), ("part", ""), ("us", ",.1f")]
+    columns += [("share", ".0%"), ("difference", ".0e")]
+    section.show(f"{name}|splits|part|us|share|error", columns, best)
