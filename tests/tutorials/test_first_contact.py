@@ -24,8 +24,9 @@ import torch
 from nanovllm.config import Config
 from nanovllm.device import memory
 from nanovllm.model_runner import ModelRunner
+from nanovllm.vattention import memory as virtual_memory
 from tutorials.performance import machine
-from tutorials.performance.first_contact import decode_step, start, sweep, tests
+from tutorials.performance.first_contact import decode_step, options, start, sweep, tests
 from tutorials.performance.first_contact.apart import GRACE, interpreter_problem, run_apart
 from tutorials.performance.first_contact.engine import ALLOWED_OVER, compilations, complaints
 from tutorials.performance.first_contact.job import (
@@ -336,6 +337,21 @@ def test_sampling_is_timed_behind_a_pause(tmp_path, monkeypatch):
     section.cpu = False
     decode_step.seconds_behind_a_pause(section, "kernels")
     assert calls == ["pause", "kernels"]
+
+
+def test_the_calls_of_a_gpus_driver_are_noted(tmp_path, monkeypatch):
+    """Those that map pages, by the names that vAttention uses."""
+    used = re.findall(r"driver\.(cuMem\w+)", inspect.getsource(virtual_memory))
+    assert {*options.PAGE_CALLS} <= {*used}
+    driver = SimpleNamespace(**dict.fromkeys(options.PAGE_CALLS, lambda *arguments: arguments))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=driver))
+    section = Section(job(endless, tmp_path, seconds=10**6), tmp_path)
+    section.cpu = False
+    with options.page_calls(section) as seconds:
+        assert driver.cuMemMap(1, 2) == (1, 2)
+    driver.cuMemMap(3, 4)  # not noted any more
+    calls = options.summary(seconds, steps=2)
+    assert calls["cuMemMap"]["calls"] == 0.5 and calls["cuMemUnmap"] == {"calls": 0, "ms": 0}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton runs on Linux")
