@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.frontend.streaming import Reader
 from nanovllm.vattention.memory import HostMemory
 from tutorials.performance.first_contact.decode_step import leave, phases, wall_time
 from tutorials.performance.first_contact.engine import generate, token_ids
@@ -27,10 +28,10 @@ from tutorials.performance.first_contact.start import (
     watch,
 )
 
-KINDS: dict[str, tuple[str, dict]] = {  # who reads the answers, and parameters
-    "plain": ("generate", {}),
-    "repetition_penalty 1.05": ("generate", {"repetition_penalty": 1.05}),
-    "streamed": ("stream", {}),
+KINDS: dict[str, dict] = {  # parameters of the requests
+    "plain": {},
+    "repetition_penalty 1.05": {"repetition_penalty": 1.05},
+    "streamed": {},
 }
 PAGE_CALLS = "cuMemCreate cuMemAddressReserve cuMemMap cuMemUnmap cuMemSetAccess".split()
 Seconds = dict[str, list[float]]  # of each call, by the function's name
@@ -73,8 +74,8 @@ def of_one_engine(section: Section) -> None:
     if not made:
         return
     (llm,) = made
-    for name, (reader, params) in KINDS.items():
-        section.case(name, partial(decodes, section, llm, reader, params))
+    for name, params in KINDS.items():
+        section.case(name, partial(decodes, section, llm, params, name == "streamed"))
     section.case("a failed step", partial(answer_after_failure, section, llm))
 
 
@@ -89,17 +90,23 @@ def words(vocab_size: int) -> Tokenizer:
     return Tokenizer(WordLevel({str(i): i for i in range(vocab_size)}, unk_token="0"))
 
 
-def decodes(section: Section, llm: LLM, reader: str, params: dict) -> dict:
-    """Median milliseconds of a step of all sequences, and of the host in it."""
+def decodes(section: Section, llm: LLM, params: dict, is_streamed: bool) -> dict:
+    """Median milliseconds of a step of all sequences, and of the host in it. Streams are read as the
+    server reads them: while the device computes the next step."""
     sizes = section.sizes
     leave(llm, 0)  # none, unless the case before has failed
     num_tokens = 2 * sizes.steps + 100  # those that come first go on while others begin
     all_params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, **params)
     prompts = random_prompts(llm, sizes.batch, sizes.context * 3 // 2)
-    begin_decodes(llm, prompts, all_params, reader)
+    replies = begin_decodes(llm, prompts, all_params, "generate")
+    readers = [Reader(reply) for reply in replies if is_streamed]
     step = partial(llm.step, report=False)
-    ms = wall_time(step, sizes.steps)["ms_p50"]
-    host = phases(llm, step, sizes.steps)
+    llm.meanwhile.append(lambda: [reader.news() for reader in readers])
+    try:
+        ms = wall_time(step, sizes.steps)["ms_p50"]
+        host = phases(llm, step, sizes.steps)
+    finally:
+        llm.meanwhile.pop()
     num_left = len(llm.requests)
     leave(llm, 0)
     if num_left != sizes.batch:
@@ -152,11 +159,10 @@ def failing_once(call: Callable) -> Callable:
 def mapped(section: Section) -> dict:
     """Seconds of a start with mapped memory, milliseconds of a step, and the calls that map pages.
 
-    With few rows: for all that an engine may have by default, the start may take minutes.
+    With as many rows as an engine has by default.
     """
     num_seqs, num_tokens = section.sizes.greedy
-    options = {"max_model_len": 4096} | section.sizes.options
-    options |= {"max_num_seqs": num_seqs, "num_blocks": 2000}
+    options = {"max_model_len": 4096} | section.sizes.options | {"num_blocks": 2000}
     with page_calls(section) as seconds:
         backend = {"dtype": section.dtype_name, "attention_backend": "vattention"}
         llm, facts = new_llm(section, **backend, **options)
