@@ -23,11 +23,11 @@ def sampling_of(seqs: list[Sequence], vocab_size: int) -> Sampling:
     )
     # a filter counts only where a token is drawn
     is_drawn = temperature > 0
-    if (top_k[is_drawn] < vocab_size).any():
+    is_limited = is_drawn & (top_k < vocab_size)
+    if is_limited.any():
         sampling.top_k = top_k
-        max_top_k = int(top_k[is_drawn].max())
-        if max_top_k < vocab_size:
-            sampling.max_top_k = max_top_k
+        sampling.max_top_k = int(top_k[is_limited].max())
+        sampling.all_have_top_k = bool(is_limited.equal(is_drawn))
     if (top_p[is_drawn] < 1).any():
         sampling.top_p = top_p
     if (min_p[is_drawn] > 0).any():

@@ -83,7 +83,8 @@ def largest_step(limits: Limits, block_size: int) -> Schedule:
     num_tokens = limits.max_num_batched_tokens
     fewest_seqs = -(-num_tokens // limits.max_model_len)
     num_seqs = max(min(limits.max_num_seqs, num_tokens), fewest_seqs)
-    params = SamplingParams(top_p=0.9999999)  # sorts the whole vocabulary
+    # sorts the whole vocabulary, if the backend sorts; and logits in fp32
+    params = SamplingParams(temperature=1e6, top_p=0.9999999, repetition_penalty=1.1)
     return dummy_step(num_seqs, 0, num_tokens // num_seqs, block_size, params)
 
 
@@ -93,10 +94,10 @@ def warm_up_steps(limits: Limits, block_size: int) -> Iterator[Schedule]:
     So none is compiled while requests wait: a chunk of a prompt, tokens that are drawn, copied
     blocks, penalties, and decodes with a context that is computed in one part, and in several.
     """
-    params = SamplingParams()
+    params = SamplingParams(top_p=0.9)
     yield dummy_step(1, 0, 2, block_size, params)
     yield dummy_step(1, 0, 1, block_size, params)
-    penalized = SamplingParams(presence_penalty=1.0)  # logits in fp32
+    penalized = SamplingParams(top_p=0.9, repetition_penalty=1.1)  # logits in fp32
     yield dummy_step(1, 0, 1, block_size, penalized)
     longest = min(limits.max_model_len, 1024)
     yield dummy_step(1, longest - 1, longest, block_size, params)

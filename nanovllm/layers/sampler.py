@@ -19,7 +19,8 @@ class Sampling:
     top_k: Tensor | None = None  # int64, vocab_size keeps all
     top_p: Tensor | None = None  # fp32
     min_p: Tensor | None = None  # fp32
-    max_top_k: int | None = None  # at most so many tokens are kept by any sequence, if known
+    max_top_k: int = 0  # the largest top_k below vocab_size
+    all_have_top_k: bool = False  # whether each sequence keeps at most max_top_k tokens
 
 
 def uniform(seed: Tensor, position: Tensor) -> Tensor:
@@ -79,7 +80,7 @@ def cutoff(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | None]:
     if sampling.min_p is sampling.top_k is sampling.top_p is None:
         return torch.full_like(logits[:, :1], -torch.inf), None
     vocab_size = logits.shape[1]
-    for k in (sampling.max_top_k or 1024, vocab_size):
+    for k in (sampling.max_top_k if sampling.all_have_top_k else 1024, vocab_size):
         top, ids = logits.topk(min(k + 8, vocab_size))
         weights = softmax_weights(top, sampling)
         if sampling.top_k is not None:
@@ -95,7 +96,7 @@ def cutoff(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | None]:
             is_needed = cumulative - weights < top_p * total
             weights *= is_needed | (top_p >= 1)
         lowest = top.where(weights > 0, torch.inf).amin(-1, True)
-        if sampling.max_top_k or (sampling.top_k is None and (top[:, -1:] < lowest).all()):
+        if sampling.all_have_top_k or (sampling.top_k is None and (top[:, -1:] < lowest).all()):
             return lowest, ids
     return lowest, None
 

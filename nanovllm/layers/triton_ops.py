@@ -4,6 +4,8 @@ See ops.py for what the functions do; they are tested against torch_ops.py. Sums
 16-bit result is rounded once, at the end.
 """
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -160,6 +162,70 @@ def sample_kernel(
     tl.store(out + b, tl.where(first < VOCAB, first, likeliest))
 
 
+@triton.jit
+def ordered(x, SHIFT: tl.constexpr):
+    """Integers in the order of these fp32 numbers. The last SHIFT bits are the same in all."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)  # -0.0 becomes 0.0
+    return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT).to(tl.int64)
+
+
+@triton.jit
+def cutoff_kernel(
+    lowest,  # [B], as the others
+    logits,  # [B, VOCAB], rows may be apart
+    temperature,
+    top_p,
+    min_p,
+    row_stride,  # of logits
+    SHIFT: tl.constexpr,
+    VOCAB: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Program b finds the lowest logit that row b keeps: sampler.cutoff, without sorting.
+
+    By bisection: do the tokens at or above a logit have enough weight?
+    """
+    b = tl.program_id(0).to(tl.int64)
+    row = logits + b * row_stride
+    i = tl.arange(0, TILE)
+    t = tl.load(temperature + b)
+    p = tl.load(top_p + b)
+    least = tl.load(min_p + b)
+    cut = float("-inf")
+    if (t > 0) & ((p < 1) | (least > 0)):
+        maximum = float("-inf")
+        for begin in range(0, VOCAB, TILE):
+            x = tl.load(row + begin + i, mask=begin + i < VOCAB, other=float("-inf"))
+            maximum = tl.maximum(maximum, tl.max(x.to(tl.float32), 0))
+        scale = 1.4426950408889634 / t
+        low = ordered(tl.full((), float("-inf"), tl.float32), SHIFT)
+        high = ordered(maximum, SHIFT)
+        key = low  # the first sum is that of all tokens ...
+        enough = tl.full((), -1.0, tl.float64)
+        while (low < high) & (p < 1):
+            total = tl.full((), 0.0, tl.float64)
+            for begin in range(0, VOCAB, TILE):
+                x = tl.load(row + begin + i, mask=begin + i < VOCAB, other=float("-inf"))
+                weights = tl.exp2((x.to(tl.float32) - maximum) * scale)
+                is_above = (ordered(x.to(tl.float32), SHIFT) >= key) & (weights >= least)
+                total += tl.sum(tl.where(is_above, weights, 0.0), 0).to(tl.float64)
+            is_first = enough < 0
+            low = tl.where(total >= enough, key, low)
+            high = tl.where(total >= enough, high, key - 1)
+            enough = tl.where(is_first, tl.maximum(p, 2e-38) * total, enough)
+            key = low + (high - low + 1) // 2
+            if is_first:  # ... and most of their weight is above this one
+                likely = ordered(maximum - 16 * t, SHIFT)
+                key = tl.minimum(tl.maximum(likely, low + 1), high)
+        cut = maximum
+        for begin in range(0, VOCAB, TILE):
+            x = tl.load(row + begin + i, mask=begin + i < VOCAB, other=float("inf")).to(tl.float32)
+            weights = tl.exp2((x - maximum) * scale)
+            is_kept = (ordered(x, SHIFT) >= low) & (weights >= least)
+            cut = tl.minimum(cut, tl.min(tl.where(is_kept, x, float("inf")), 0))
+    tl.store(lowest + b, cut)
+
+
 def add_and_norm(x: Tensor, update: Tensor, norm: nn.RMSNorm) -> tuple[Tensor, Tensor]:
     size = x.shape[-1]
     padded = triton.next_power_of_2(size)
@@ -198,8 +264,29 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return out
 
 
+def cutoff(logits: Tensor, sampling: Sampling) -> Tensor:
+    """See sampler.cutoff, which sorts a row, and waits for the device, unless top_k is small."""
+    is_open = not sampling.all_have_top_k
+    if not is_open or sampling.min_p is sampling.top_p is sampling.top_k is None:
+        return sampler.cutoff(logits, sampling)[0]
+    num_rows, vocab_size = logits.shape
+    top_p = torch.ones_like(sampling.temperature) if sampling.top_p is None else sampling.top_p
+    min_p = torch.zeros_like(sampling.temperature) if sampling.min_p is None else sampling.min_p
+    shift = {torch.bfloat16: 16, torch.float16: 13}.get(logits.dtype, 0)  # bits that fp32 has more
+    tile = min(4096, triton.next_power_of_2(vocab_size))
+    lowest = torch.empty_like(sampling.temperature)
+    cutoff_kernel[(num_rows,)](
+        lowest, logits, sampling.temperature, top_p, min_p,
+        logits.stride(0), shift, vocab_size, tile, num_warps=8,
+    )  # fmt: skip
+    if sampling.top_k is None:
+        return lowest
+    of_top_k, _ = sampler.cutoff(logits, replace(sampling, all_have_top_k=True))
+    return torch.where(sampling.top_k < vocab_size, of_top_k.squeeze(1).float(), lowest)
+
+
 def sample(logits: Tensor, sampling: Sampling) -> Tensor:
-    lowest, _ = sampler.cutoff(logits, sampling)
+    lowest = cutoff(logits, sampling)
     vocab_size = logits.shape[1]
     tile = min(4096, triton.next_power_of_2(vocab_size))
     out = torch.empty_like(sampling.seed)

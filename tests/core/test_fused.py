@@ -4,11 +4,12 @@ Run: pytest tests/core/test_fused.py [-k norm]
 """
 
 import inspect
+import random
 
 import pytest
 import torch
 
-from nanovllm.layers import torch_ops, triton_ops
+from nanovllm.layers import sampler, torch_ops, triton_ops
 from nanovllm.layers.ops import Ops
 from nanovllm.layers.sampler import Sampling, uniform
 
@@ -135,6 +136,56 @@ def test_sample_follows_the_distribution():
     tokens = triton_ops.sample(probabilities.log().expand(rows, 5).contiguous().to(DEVICE), options)
     counts = tokens.bincount(minlength=5).cpu() / rows
     assert counts[1] == 0 and (counts - probabilities).abs().max() < 0.05
+
+
+FILTERS = {
+    "top_p": [0.1, 0.5, 0.9, 0.999, 1.0, 1e-9],
+    "min_p": [0.0, 0.0, 0.05, 0.5, 1.0],
+    "top_k": [1, 3, 10**9, 10**9],
+}
+
+
+@pytest.mark.slow(but_every=4)
+@pytest.mark.filterwarnings("ignore:invalid:RuntimeWarning")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "names", ["top_p", "min_p", "top_p min_p", "top_p top_k", "top_p min_p top_k"]
+)
+def test_a_cutoff_without_sorting_keeps_the_same_tokens(names, dtype, monkeypatch):
+    """Ties, tokens without a weight, steep rows and flat ones, beside greedy rows. Only a small top_k asks PyTorch."""
+    plain = sampler.cutoff
+    rng = random.Random(names)
+
+    def short(logits, options):
+        assert options.all_have_top_k, "it would sort, and wait"
+        return plain(logits, options)
+
+    for _ in range(12):
+        rows, vocab_size = 6, rng.choice([7, 300, 5000])
+        logits = (randn(rows, vocab_size) * rng.choice([0.1, 1, 5, 30])).to(dtype)
+        if rng.random() < 0.4:
+            logits = logits.round()
+        logits[0, : vocab_size // 2] = -torch.inf
+        temperature = torch.tensor([0.0, *rng.choices([0.3, 1.0, 5.0], k=rows - 1)])
+        numbers = torch.arange(rows)
+        parts = {name: torch.tensor(rng.choices(FILTERS[name], k=rows)) for name in names.split()}
+        options = Sampling(temperature, numbers, numbers, **parts)
+        is_drawn = temperature > 0
+        if options.top_k is not None:
+            options.top_k = options.top_k.clamp(max=vocab_size)
+            is_limited = is_drawn & (options.top_k < vocab_size)
+            options.max_top_k = max(options.top_k[is_limited].tolist(), default=0)
+            options.all_have_top_k = bool(is_limited.equal(is_drawn))
+        for name, part in vars(options).items():
+            if isinstance(part, torch.Tensor):
+                setattr(options, name, part.to(DEVICE))
+        monkeypatch.setattr(sampler, "cutoff", short)
+        found = triton_ops.cutoff(logits, options).view(-1, 1)
+        monkeypatch.setattr(sampler, "cutoff", plain)
+        expected, _ = sampler.cutoff(logits, options)
+        has_weight = sampler.softmax_weights(logits, options) > 0
+        kept = [((logits.float() >= lowest) & has_weight)[is_drawn] for lowest in (found, expected)]
+        assert torch.equal(*kept)
 
 
 def test_rows_with_filters_are_pytorchs():

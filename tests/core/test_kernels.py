@@ -214,10 +214,10 @@ def test_compiled_ahead_of_time(capability):
     assert done.returncode == 0, done.stderr
     kernels = json.loads(done.stdout)
     attention = {"decode", "prefill", "combine", "store_kv", "copy_blocks"}
-    others = {"add_and_norm", "norm_and_rotate", "silu_and_mul", "sample"}
+    others = {"add_and_norm", "norm_and_rotate", "silu_and_mul", "cutoff", "sample"}
     assert kernels.keys() == attention | others
     for name, found in kernels.items():
         assert found["shared"] <= 99 * 1024 and found["spilled"] == 0, name
     assert min(kernels[name]["buffers"] for name in ("decode", "prefill")) >= 2
     # then two programs of 8 warps share a multiprocessor, which has 65,536 registers
-    assert kernels["sample"]["registers"] <= 96
+    assert max(kernels[name]["registers"] for name in ("cutoff", "sample")) <= 96

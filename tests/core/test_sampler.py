@@ -28,7 +28,8 @@ def sampling(
         top_k=column(top_k, torch.int64),
         top_p=column(top_p),
         min_p=column(min_p),
-        max_top_k=top_k,
+        max_top_k=top_k or 0,
+        all_have_top_k=top_k is not None,
     )
 
 
@@ -160,15 +161,16 @@ def requested(rows: list[int]) -> Sampling:
     numbers = torch.tensor(rows, device=DEVICE)
     temperature, top_k, top_p, min_p = wanted.T.contiguous()
     top_k, is_drawn = top_k.long(), temperature > 0
-    bound = max(top_k[is_drawn].tolist(), default=KEEP_ALL)
+    is_limited = is_drawn & (top_k < KEEP_ALL)
     return Sampling(
         temperature,
         seed=numbers * 12345,
         position=numbers + 7,
-        top_k=top_k if (top_k[is_drawn] < KEEP_ALL).any() else None,
+        top_k=top_k if is_limited.any() else None,
         top_p=top_p if (top_p[is_drawn] < 1).any() else None,
         min_p=min_p if (min_p[is_drawn] > 0).any() else None,
-        max_top_k=bound if bound < KEEP_ALL else None,
+        max_top_k=max(top_k[is_limited].tolist(), default=0),
+        all_have_top_k=bool(is_limited.any() and is_limited.equal(is_drawn)),
     )
 
 

@@ -117,7 +117,8 @@ def launch_layers(head_dim: int, group: int) -> None:
     qkv = half(96, sum(heads), head_dim)
     triton_ops.norm_and_rotate(qkv, *norms[1:], empty(96, head_dim), heads)
     triton_ops.silu_and_mul(half(96, 6 * HIDDEN))
-    triton_ops.sample(half(32, VOCAB), Sampling(empty(32), seed=longs(32), position=longs(32)))
+    sampling = Sampling(empty(32), seed=longs(32), position=longs(32), top_p=empty(32))
+    triton_ops.sample(half(32, VOCAB), sampling)
 
 
 def compiled(launch: Launch, capability: int) -> Any:

@@ -141,10 +141,11 @@ def sampling_times(section: Section) -> dict:
     top_k = torch.full_like(numbers, 20)
     top_p = torch.full((rows,), 0.95, device=section.device)
     plain = Sampling(torch.ones_like(top_p), seed=numbers, position=numbers)
+    short = replace(plain, top_k=top_k, max_top_k=20, all_have_top_k=True)
     kinds = {
         "plain": plain,
-        "top_k 20": replace(plain, top_k=top_k, max_top_k=20),
-        "top_k 20, top_p 0.95": replace(plain, top_k=top_k, max_top_k=20, top_p=top_p),
+        "top_k 20": short,
+        "top_k 20, top_p 0.95": replace(short, top_p=top_p),
         "top_p 0.95": replace(plain, top_p=top_p),
     }
     medians = {}
