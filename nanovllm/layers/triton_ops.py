@@ -195,7 +195,8 @@ def cutoff_kernel(
     if (t > 0) & ((p < 1) | (least > 0)):
         maximum = float("-inf")
         for begin in range(0, VOCAB, TILE):
-            x = tl.load(row + begin + i, mask=begin + i < VOCAB, other=float("-inf"))
+            token = begin + i
+            x = tl.load(row + token, mask=token < VOCAB, other=float("-inf"))
             maximum = tl.maximum(maximum, tl.max(x.to(tl.float32), 0))
         scale = 1.4426950408889634 / t
         low = ordered(tl.full((), float("-inf"), tl.float32), SHIFT)
@@ -205,9 +206,10 @@ def cutoff_kernel(
         while (low < high) & (p < 1):
             total = tl.full((), 0.0, tl.float64)
             for begin in range(0, VOCAB, TILE):
-                x = tl.load(row + begin + i, mask=begin + i < VOCAB, other=float("-inf"))
-                weights = tl.exp2((x.to(tl.float32) - maximum) * scale)
-                is_above = (ordered(x.to(tl.float32), SHIFT) >= key) & (weights >= least)
+                token = begin + i
+                x = tl.load(row + token, mask=token < VOCAB, other=float("-inf")).to(tl.float32)
+                weights = tl.exp2((x - maximum) * scale)
+                is_above = (ordered(x, SHIFT) >= key) & (weights >= least)
                 total += tl.sum(tl.where(is_above, weights, 0.0), 0).to(tl.float64)
             is_first = enough < 0
             low = tl.where(total >= enough, key, low)
@@ -219,7 +221,8 @@ def cutoff_kernel(
                 key = tl.minimum(tl.maximum(likely, low + 1), high)
         cut = maximum
         for begin in range(0, VOCAB, TILE):
-            x = tl.load(row + begin + i, mask=begin + i < VOCAB, other=float("inf")).to(tl.float32)
+            token = begin + i
+            x = tl.load(row + token, mask=token < VOCAB, other=float("inf")).to(tl.float32)
             weights = tl.exp2((x - maximum) * scale)
             is_kept = (ordered(x, SHIFT) >= low) & (weights >= least)
             cut = tl.minimum(cut, tl.min(tl.where(is_kept, x, float("inf")), 0))

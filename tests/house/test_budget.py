@@ -137,7 +137,7 @@ def test_every_folder_has_a_limit():
 
 def test_the_package_is_small():
     lines, tokens = total(name for name in SIZES if part_of(name) not in APART)
-    assert lines <= 4360 and tokens <= 39_200
+    assert lines <= 4430 and tokens <= 39_900
 
 
 @pytest.mark.parametrize("name", SIZES)
