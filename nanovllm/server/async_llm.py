@@ -18,7 +18,7 @@ from nanovllm.engine import LLM
 from nanovllm.frontend.streaming import Reader
 from nanovllm.schedule import Schedule, ScheduleError
 from nanovllm.sequence import Request
-from nanovllm.server.calls import Backend, Busy, Call, News, Ticket, Unavailable
+from nanovllm.server.calls import Backend, Call, News, Ticket, Unavailable
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -29,9 +29,8 @@ class AsyncLLM(Backend):
     """All methods up to "in the engine's thread" belong to the thread of the event loop."""
 
     def __init__(self, llm: LLM, max_waiting: int = 256):
-        super().__init__(llm.inputs)
+        super().__init__(llm.inputs, max_waiting)
         self.llm = llm
-        self.max_waiting = max_waiting
         self.questions: set[asyncio.Future] = set()  # without an answer
         self.heard: deque[tuple[Ticket, News]] = deque()  # not yet dealt out
         self.inbox: SimpleQueue[Callable[[], object]] = SimpleQueue()
@@ -45,12 +44,8 @@ class AsyncLLM(Backend):
         self.thread.start()
 
     def submit(self, requests: list[Request], is_streamed: bool) -> Call:
-        self.check_open()
         num_waiting = len(self.open) - len(self.llm.scheduler.running)
-        if num_waiting + len(requests) > max(self.max_waiting, len(requests)):
-            raise Busy(f"{num_waiting} requests wait already, at most {self.max_waiting} may")
-        call = Call(requests, is_streamed)
-        self.open.update(call.tickets)
+        call = self.admit(requests, is_streamed, num_waiting)
         self.inbox.put(lambda: self._add(call.tickets))
         return call
 
@@ -185,8 +180,11 @@ class AsyncLLM(Backend):
         if failure is not None and not output.finished:
             self._abort([ticket])
             return News(ticket.index, error=failure)
+        runs = request.num_cached_tokens is not None  # it has begun to run, in some step
+        is_new = runs is not ticket.runs and not output.finished
+        ticket.runs = runs
         if not output.finished and request not in self.sampled:
-            return None
+            return News(ticket.index, runs) if is_new else None
         news = News(ticket.index)
         if ticket.reader is not None:
             try:
@@ -195,7 +193,7 @@ class AsyncLLM(Backend):
                 self._abort([ticket])
                 return News(ticket.index, error=error)
         elif output.update is not None:
-            return None  # its text is made in the next step
+            return news if is_new else None  # its text is made in the next step
         if output.finished:
             del self.live[request]
             news.output = output if output.error is None else None
