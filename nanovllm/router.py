@@ -65,9 +65,9 @@ class LeastLoaded(Router):
 
 
 class PrefixAffinity(LeastLoaded):
-    """Chooses the replica that holds the longest prefix of the prompt. Chooses the least loaded one
-    instead if the prefix is less than `least_share` of the prompt, and never a replica with more
-    than `most_ahead` requests more than the least loaded one."""
+    """Chooses the replica that holds the longest prefix of the prompt. It may have `most_ahead`
+    requests more than the least loaded one; but if the prefix is less than `least_share` of the
+    prompt, it must have as few."""
 
     least_share = 0.5
     most_ahead = 8
@@ -80,11 +80,14 @@ class PrefixAffinity(LeastLoaded):
         self.remember(loads)
         prefixes = self.prefixes(request)
         least = super().choose(request, loads)
-        allowed = [name for name in loads if loads[name] <= loads[least] + self.most_ahead]
-        found = {name: self.caches[name].num_found(prefixes) for name in allowed}
+        found = {name: self.caches[name].num_found(prefixes) for name in loads}
+
+        def is_allowed(name: Replica) -> bool:
+            is_enough = found[name] >= self.least_share * len(prefixes)
+            return loads[name] <= loads[least] + (self.most_ahead if is_enough else 0)
+
+        allowed = filter(is_allowed, loads)
         chosen = max([least, *allowed], key=lambda name: (found[name], -loads[name]))
-        if found[chosen] < self.least_share * len(prefixes):
-            chosen = least
         self.caches[chosen].add(prefixes)
         return chosen
 

@@ -92,14 +92,18 @@ def test_the_second_longest_prefix_if_the_first_is_too_busy():
 
 
 def test_a_prefix_that_is_a_small_part_of_the_prompt_does_not_decide():
-    """As the begin of a chat template, which all prompts have. The least loaded one serves it."""
+    """As the begin of a chat template, which all prompts have. It only decides among the least loaded ones."""
     router = PrefixAffinity(BLOCK, 100)
     begin = [1] * 16
     assert router.choose(request(*begin, 0), {"a": 0, "b": 1}) == "a"
     for num_others, name in ((15, "a"), (17, "a"), (24, "b")):  # 4 of 7, 8 and 9 blocks
         router.caches = {"a": PrefixCache(100)}
         router.caches["a"].add(prefixes_of([*begin, 0]))
-        assert router.choose(request(*begin, *range(10, 10 + num_others)), {"a": 1, "b": 0}) == name
+        prompt = [*begin, *range(10, 10 + num_others)]
+        assert router.choose(request(*prompt), {"a": 0, "b": 0}) == "a"
+        router.caches["a"] = PrefixCache(100)
+        router.caches["a"].add(prefixes_of([*begin, 0]))
+        assert router.choose(request(*prompt), {"a": 1, "b": 0}) == name
 
 
 def test_replicas_come_and_go():
