@@ -65,9 +65,8 @@ class LeastLoaded(Router):
 
 
 class PrefixAffinity(LeastLoaded):
-    """Chooses the replica that holds the longest prefix of the prompt. It may have `most_ahead`
-    requests more than the least loaded one; but if the prefix is less than `least_share` of the
-    prompt, it must have as few."""
+    """Chooses the replica that holds the longest prefix of the prompt. If that is `least_share` of
+    the prompt, it may have `most_ahead` requests more than the least loaded one, else no more."""
 
     least_share = 0.5
     most_ahead = 8
@@ -81,13 +80,11 @@ class PrefixAffinity(LeastLoaded):
         prefixes = self.prefixes(request)
         least = super().choose(request, loads)
         found = {name: self.caches[name].num_found(prefixes) for name in loads}
-
-        def is_allowed(name: Replica) -> bool:
-            is_enough = found[name] >= self.least_share * len(prefixes)
-            return loads[name] <= loads[least] + (self.most_ahead if is_enough else 0)
-
-        allowed = filter(is_allowed, loads)
-        chosen = max([least, *allowed], key=lambda name: (found[name], -loads[name]))
+        enough = self.least_share * len(prefixes)
+        holders = [name for name in loads if found[name] >= enough]
+        near = [name for name in holders if loads[name] <= loads[least] + self.most_ahead]
+        idlest = [name for name in loads if loads[name] == loads[least]]
+        chosen = max([least, *idlest, *near], key=lambda name: (found[name], -loads[name]))
         self.caches[chosen].add(prefixes)
         return chosen
 

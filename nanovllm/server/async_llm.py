@@ -26,11 +26,13 @@ AT_A_TIME = 4  # streams that write before the loop looks for something else
 
 
 class AsyncLLM(Backend):
-    """All methods up to "in the engine's thread" belong to the thread of the event loop."""
+    """All methods up to "in the engine's thread" belong to the thread of the event loop. Which
+    requests run is only news if it `tells_places`: a server elsewhere must know it."""
 
-    def __init__(self, llm: LLM, max_waiting: int = 256):
+    def __init__(self, llm: LLM, max_waiting: int = 256, tells_places: bool = False):
         super().__init__(llm.inputs, max_waiting)
         self.llm = llm
+        self.tells_places = tells_places
         self.questions: set[asyncio.Future] = set()  # without an answer
         self.heard: deque[tuple[Ticket, News]] = deque()  # not yet dealt out
         self.inbox: SimpleQueue[Callable[[], object]] = SimpleQueue()
@@ -181,7 +183,7 @@ class AsyncLLM(Backend):
             self._abort([ticket])
             return News(ticket.index, error=failure)
         runs = request.num_cached_tokens is not None  # it has begun to run, in some step
-        is_new = runs is not ticket.runs and not output.finished
+        is_new = self.tells_places and runs is not ticket.runs and not output.finished
         ticket.runs = runs
         if not output.finished and request not in self.sampled:
             return News(ticket.index, runs) if is_new else None

@@ -61,7 +61,7 @@ class Engine:
 
     async def __init__(self, config: dict[str, Any]):  # type: ignore[misc]
         self.llm = LLM(**config)
-        self.engine = AsyncLLM(self.llm, NO_LIMIT)
+        self.engine = AsyncLLM(self.llm, NO_LIMIT, tells_places=True)
         self.id = uuid4().hex  # Ray's answers do not say which replica gave them
 
     async def inputs(self) -> Inputs:

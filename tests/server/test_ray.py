@@ -486,7 +486,7 @@ def test_an_engine_says_which_requests_wait():
     from nanovllm.server.async_llm import AsyncLLM
 
     async def news():
-        engine = AsyncLLM(LLM(num_blocks=64, max_num_seqs=2))
+        engine = AsyncLLM(LLM(num_blocks=64, max_num_seqs=2), tells_places=True)
         params = SamplingParams(max_tokens=4, ignore_eos=True)
         call = engine.submit([Request("", None, [9] * 5, params) for _ in range(4)], False)
         found = [[] for _ in call.tickets]
