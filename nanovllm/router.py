@@ -82,15 +82,17 @@ class PrefixAffinity(LeastLoaded):
         found = {name: self.caches[name].num_found(prefixes) for name in loads}
         enough = self.least_share * len(prefixes)
         holders = [name for name in loads if found[name] >= enough]
-        near = [name for name in holders if loads[name] <= loads[least] + self.most_ahead]
+        most = loads[least] + self.most_ahead
+        near = [name for name in holders if loads[name] <= most]
         idlest = [name for name in loads if loads[name] == loads[least]]
-        chosen = max([least, *idlest, *near], key=lambda name: (found[name], -loads[name]))
+        allowed = [least, *idlest, *near]
+        chosen = max(allowed, key=lambda name: (found[name], -loads[name]))
         self.caches[chosen].add(prefixes)
         return chosen
 
     def remember(self, loads: Loads) -> None:
-        """Keeps the caches of all replicas, and of the last ones that are absent: a replica may only
-        be away for a moment."""
+        """Keeps the caches of all replicas, and of the last absent ones: a replica may only be away
+        for a moment."""
         for name in loads:
             cache = self.caches.pop(name, None) or PrefixCache(self.num_blocks)
             self.caches[name] = cache

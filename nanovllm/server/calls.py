@@ -127,7 +127,7 @@ class Backend(ABC):
             raise
 
     def admit(self, requests: list[Request], is_streamed: bool, num_waiting: int) -> Call:
-        """A call is admitted as a whole. If no request waits, it may have any number of them. Raises
+        """A call is admitted as a whole; if no request waits, with any number of requests. Raises
         Unavailable or Busy."""
         self.check_open()
         if num_waiting + len(requests) > max(self.max_waiting, len(requests)):

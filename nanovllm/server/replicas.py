@@ -229,8 +229,8 @@ class RayRouter(RequestRouter):
     def initialize_state(self, **kwargs) -> None:
         self.router_cls: Any = locate(kwargs["router"])
         self.router: Router | None = None
-        # of each open request, from the choice on: Ray sends it, and calls `on_request_routed`, only
-        # later, and other requests may be routed in between
+        # of each open request, from the choice on: Ray calls `on_request_routed` only when it has
+        # sent the request, and chooses for other requests in between
         self.chosen: dict[str, tuple[ReplicaID, Work]] = {}
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
