@@ -109,10 +109,10 @@ def documents(rate: float, count: int = 2000) -> list[Job]:
     return shared_prefix(poisson(rate), lengths, count, num_prefixes=60, prefix_tokens=3000)
 
 
-def templates(rate: float, count: int = 1000) -> list[Job]:
-    """What they share is short: the begin of a chat template."""
+def begins(num_shared: int, rate: float, count: int = 1000) -> list[Job]:
+    """What all share is the smaller part of a prompt."""
     lengths = lognormal(800, 300, 0.5)
-    return shared_prefix(poisson(rate), lengths, count, num_prefixes=1, prefix_tokens=64)
+    return shared_prefix(poisson(rate), lengths, count, num_prefixes=1, prefix_tokens=num_shared)
 
 
 def routers(trace: Path) -> dict:
@@ -143,7 +143,11 @@ def bounds() -> dict:
 
 def least_shares() -> dict:
     config = Config(model="qwen3-8b", num_blocks=8000, max_model_len=8192)
-    loads = {"templates": templates(rate=4), "conversations": conversations(rate=6)}
+    loads = {
+        "templates": begins(64, rate=4),
+        "instructions": begins(300, rate=4),
+        "conversations": conversations(rate=6),
+    }
     found = {}
     for load, jobs in loads.items():
         for share in (0, 0.1, 0.25, 0.5, 0.75, 0.9):
