@@ -420,12 +420,12 @@ def bounds(reports: list[dict], links: list[str]) -> str:
 def least_shares(reports: list[dict], links: list[str]) -> str:
     """For chapter 16: how much of a prompt a replica must hold to be chosen for it."""
     (report,), _ = reports, links
-    rows = [["load, `least_share`", "hits", "TTFT p50 (ms)", "p99", "busiest of 4 serves"]]
+    head = ["load, `least_share`", "hits", "TTFT p50 (ms)", "p99", *TPOT, "busiest of 4 serves"]
+    rows = [head]
     for name, one in report["least_shares"].items():
         load, least = name.split()
-        times = [f"{one['ttft_ms'][q]:,.0f}" for q in ("p50", "p99")]
         share = f"{one['most_requests'] / 4:.0%}"
-        rows.append([f"{load}, {least}", f"{one['hit_rate']:.0%}", *times, share])
+        rows.append([f"{load}, {least}", f"{one['hit_rate']:.0%}", *first_and_later(one), share])
     return markdown(rows)
 
 
