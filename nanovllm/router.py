@@ -4,19 +4,19 @@ A router knows what it has sent where, and what has ended. It does not ask the r
 would take more time than a better choice saves.
 """
 
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Mapping
-from itertools import count
 from typing import Any
 
 from nanovllm.block_manager import EMPTY_PREFIX
 from nanovllm.sequence import Request
 
 MOST_REPLICAS = 4096
+MOST_ABSENT = 8  # replicas whose caches are remembered although they are not there now
 Replica = Any  # its name
 Loads = Mapping[Replica, int]
 """How many requests of each replica have not ended. The replicas may change at any time."""
-Key = tuple[int, tuple[int, ...]]
 
 
 class Router:
@@ -30,6 +30,17 @@ class Router:
     def choose(self, request: Request, loads: Loads) -> Replica:
         """Is called once for each request, which then goes to the replica that it returns."""
         raise NotImplementedError
+
+    def prefixes(self, request: Request) -> list[int]:
+        """The prefixes of the prompt that end with a block, the shortest first: their hashes. The
+        last token is in none of them, because it is always computed."""
+        token_ids = request.prompt_token_ids
+        found = []
+        prefix = EMPTY_PREFIX
+        for end in range(self.block_size, len(token_ids), self.block_size):
+            prefix = hash((prefix, *token_ids[end - self.block_size : end]))
+            found.append(prefix)
+        return found
 
     def in_turn(self, loads: Loads) -> list[Replica]:
         """All replicas; each time another one is the first."""
@@ -54,9 +65,10 @@ class LeastLoaded(Router):
 
 
 class PrefixAffinity(LeastLoaded):
-    """Chooses the replica that holds the longest prefix of the prompt, unless it has more than
-    `most_ahead` requests more than the least loaded one."""
+    """Chooses the replica that holds the longest prefix of the prompt. If that is `least_share` of
+    the prompt, it may have `most_ahead` requests more than the least loaded one, else no more."""
 
+    least_share = 0.5
     most_ahead = 8
 
     def __init__(self, block_size: int, num_blocks: int):
@@ -64,47 +76,45 @@ class PrefixAffinity(LeastLoaded):
         self.caches: dict[Replica, PrefixCache] = {}
 
     def choose(self, request: Request, loads: Loads) -> Replica:
-        old = self.caches
-        self.caches = {name: old.get(name) or PrefixCache(self.num_blocks) for name in loads}
-        token_ids = request.prompt_token_ids
-        ends = range(self.block_size, len(token_ids), self.block_size)
-        blocks = [tuple(token_ids[end - self.block_size : end]) for end in ends]
-
+        self.remember(loads)
+        prefixes = self.prefixes(request)
         least = super().choose(request, loads)
-        allowed = [name for name in loads if loads[name] <= loads[least] + self.most_ahead]
-        found = {name: self.caches[name].num_found(blocks) for name in allowed}
-        chosen = max([least, *allowed], key=lambda name: (found[name], -loads[name]))
-        self.caches[chosen].add(blocks)
+        found = {name: self.caches[name].num_found(prefixes) for name in loads}
+        enough = self.least_share * len(prefixes)
+        holders = [name for name in loads if found[name] >= enough]
+        most = loads[least] + self.most_ahead
+        near = [name for name in holders if loads[name] <= most]
+        idlest = [name for name in loads if loads[name] == loads[least]]
+        allowed = [least, *idlest, *near]
+        chosen = max(allowed, key=lambda name: (found[name], -loads[name]))
+        self.caches[chosen].add(prefixes)
         return chosen
+
+    def remember(self, loads: Loads) -> None:
+        """Keeps the caches of all replicas, and of the last absent ones: a replica may only be away
+        for a moment."""
+        for name in loads:
+            cache = self.caches.pop(name, None) or PrefixCache(self.num_blocks)
+            self.caches[name] = cache
+        while len(self.caches) > len(loads) + MOST_ABSENT:
+            del self.caches[next(iter(self.caches))]
 
 
 class PrefixCache:
-    """What a replica's block manager holds, by the same keys, as far as prompts say it. Those that
-    were sent longest ago are evicted first, the end of a prompt before its begin."""
+    """What a replica's block manager holds, as far as prompts say it. Those that were sent longest
+    ago are evicted first, the end of a prompt before its begin."""
 
     def __init__(self, num_blocks: int):
         self.num_blocks = num_blocks
-        self.prefix_ids: OrderedDict[Key, int] = OrderedDict()
-        self.new_ids = count(EMPTY_PREFIX + 1)
+        self.prefixes: OrderedDict[int, None] = OrderedDict()
 
-    def num_found(self, blocks: list[tuple[int, ...]]) -> int:
-        """How many blocks at the begin of a prompt are there."""
-        prefix_id = EMPTY_PREFIX
-        for num_before, tokens in enumerate(blocks):
-            found = self.prefix_ids.get((prefix_id, tokens))
-            if found is None:
-                return num_before
-            prefix_id = found
-        return len(blocks)
+    def num_found(self, prefixes: list[int]) -> int:
+        """How many of a prompt's prefixes are there: if one is, all shorter ones are, too."""
+        return bisect_left(prefixes, True, key=lambda prefix: prefix not in self.prefixes)
 
-    def add(self, blocks: list[tuple[int, ...]]) -> None:
-        keys = []
-        prefix_id = EMPTY_PREFIX
-        for tokens in blocks:
-            key = (prefix_id, tokens)
-            prefix_id = self.prefix_ids.setdefault(key, next(self.new_ids))
-            keys.append(key)
-        for key in reversed(keys):
-            self.prefix_ids.move_to_end(key)
-        while len(self.prefix_ids) > self.num_blocks:
-            self.prefix_ids.popitem(last=False)
+    def add(self, prefixes: list[int]) -> None:
+        for prefix in reversed(prefixes):
+            self.prefixes[prefix] = None
+            self.prefixes.move_to_end(prefix)
+        while len(self.prefixes) > self.num_blocks:
+            self.prefixes.popitem(last=False)

@@ -18,7 +18,7 @@ from nanovllm.engine import LLM
 from nanovllm.frontend.streaming import Reader
 from nanovllm.schedule import Schedule, ScheduleError
 from nanovllm.sequence import Request
-from nanovllm.server.calls import Backend, Busy, Call, News, Ticket, Unavailable
+from nanovllm.server.calls import Backend, Call, News, Ticket, Unavailable
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -26,12 +26,13 @@ AT_A_TIME = 4  # streams that write before the loop looks for something else
 
 
 class AsyncLLM(Backend):
-    """All methods up to "in the engine's thread" belong to the thread of the event loop."""
+    """All methods up to "in the engine's thread" belong to the thread of the event loop. Which
+    requests run is only news if it `tells_places`: a server elsewhere must know it."""
 
-    def __init__(self, llm: LLM, max_waiting: int = 256):
-        super().__init__(llm.inputs)
+    def __init__(self, llm: LLM, max_waiting: int = 256, tells_places: bool = False):
+        super().__init__(llm.inputs, max_waiting)
         self.llm = llm
-        self.max_waiting = max_waiting
+        self.tells_places = tells_places
         self.questions: set[asyncio.Future] = set()  # without an answer
         self.heard: deque[tuple[Ticket, News]] = deque()  # not yet dealt out
         self.inbox: SimpleQueue[Callable[[], object]] = SimpleQueue()
@@ -49,12 +50,8 @@ class AsyncLLM(Backend):
         self.thread.start()
 
     def submit(self, requests: list[Request], is_streamed: bool) -> Call:
-        self.check_open()
         num_waiting = len(self.open) - len(self.llm.scheduler.running)
-        if num_waiting + len(requests) > max(self.max_waiting, len(requests)):
-            raise Busy(f"{num_waiting} requests wait already, at most {self.max_waiting} may")
-        call = Call(requests, is_streamed)
-        self.open.update(call.tickets)
+        call = self.admit(requests, is_streamed, num_waiting)
         self.inbox.put(lambda: self._add(call.tickets))
         return call
 
@@ -197,8 +194,11 @@ class AsyncLLM(Backend):
         if failure is not None and not output.finished:
             self._abort([ticket])
             return News(ticket.index, error=failure)
+        runs = request.num_cached_tokens is not None  # it has begun to run, in some step
+        is_new = self.tells_places and runs is not ticket.runs and not output.finished
+        ticket.runs = runs
         if not output.finished and request not in self.sampled:
-            return None
+            return News(ticket.index, runs) if is_new else None
         news = News(ticket.index)
         if ticket.reader is not None:
             try:
@@ -207,7 +207,7 @@ class AsyncLLM(Backend):
                 self._abort([ticket])
                 return News(ticket.index, error=error)
         elif output.update is not None:
-            return None  # its text is made in the next step
+            return news if is_new else None  # its text is made in the next step
         if output.finished:
             del self.live[request]
             news.output = output if output.error is None else None

@@ -35,6 +35,7 @@ class Ticket:
     index: int
     call: Call
     is_streamed: bool
+    runs: bool | None = None  # whether it has a place in a batch, or waits; None: not known yet
     reply: Reply | None = None
     reader: Reader | None = None
 
@@ -44,6 +45,7 @@ class News:
     """News of one request: what is new, or in the end the whole output or an error."""
 
     index: int
+    runs: bool = True  # else it waits for a place in a batch
     deltas: list[CompletionOutput] = field(default_factory=list)
     output: RequestOutput | None = None  # has finished
     error: Exception | None = None
@@ -89,7 +91,8 @@ class Backend(ABC):
     A second thread turns bodies into requests: tokenizing may take longer than a stream can wait.
     """
 
-    def __init__(self, inputs: Inputs):
+    def __init__(self, inputs: Inputs, max_waiting: int):
+        self.max_waiting = max_waiting
         self.loop = asyncio.get_running_loop()
         # a tokenizer cannot be shared by threads
         self.inputs = replace(inputs, tokenizer=deepcopy(inputs.tokenizer))
@@ -122,6 +125,16 @@ class Backend(ABC):
         except asyncio.CancelledError:
             self.check_alive()  # by `close`
             raise
+
+    def admit(self, requests: list[Request], is_streamed: bool, num_waiting: int) -> Call:
+        """A call is admitted as a whole; if no request waits, with any number of requests. Raises
+        Unavailable or Busy."""
+        self.check_open()
+        if num_waiting + len(requests) > max(self.max_waiting, len(requests)):
+            raise Busy(f"{num_waiting} requests wait already, at most {self.max_waiting} may")
+        call = Call(requests, is_streamed)
+        self.open.update(call.tickets)
+        return call
 
     def check_open(self) -> None:
         """Raises Unavailable."""

@@ -18,8 +18,8 @@ from ray.serve import Application
 from nanovllm.options import refusal
 from nanovllm.server.cli import new_parser
 from nanovllm.server.commands import replica_options
-from nanovllm.server.replicas import Ingress
-from nanovllm.server.scaling import NO_LIMIT, engines
+from nanovllm.server.replicas import NO_LIMIT, Ingress
+from nanovllm.server.scaling import engines
 
 
 def app(args: dict[str, Any]) -> Application:
@@ -36,7 +36,7 @@ def app(args: dict[str, Any]) -> Application:
         ray_actor_options={"num_cpus": options.cpus_per_rank},
         graceful_shutdown_timeout_s=server.drain_seconds,
     )
-    return ingress.bind(engines(config, server, options), server)
+    return ingress.bind(engines(config, server, options), options.replicas, server)
 
 
 def parsed(args: dict[str, Any]) -> Namespace:

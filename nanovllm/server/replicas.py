@@ -1,7 +1,8 @@
 """Replicas: several engines behind one server, as deployments of Ray Serve.
 
 `Ingress` has the routes of `app.py` and no model; `Engine` has a model and no routes. A request
-goes from one to the other, its news come back as a stream. Who gets it, a Router says.
+goes from one to the other, its news come back as a stream. Who gets it, a Router says. The server
+says how many requests may wait in all replicas together; a replica takes what it is sent.
 """
 
 from __future__ import annotations
@@ -9,16 +10,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextvars import Context
 from dataclasses import dataclass
 from functools import partial
 from pydoc import locate
 from typing import Any
+from uuid import uuid4
 
 from fastapi import FastAPI
 from ray import serve
 from ray.exceptions import RayError
+from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
@@ -30,13 +33,16 @@ from nanovllm.schedule import check_choice
 from nanovllm.sequence import Request
 from nanovllm.server.app import Server, ServerOptions, app_of
 from nanovllm.server.async_llm import AsyncLLM
-from nanovllm.server.calls import Backend, Busy, Call, News, Ticket, Unavailable
+from nanovllm.server.calls import Backend, Call, News, Ticket, Unavailable
+from nanovllm.server.metrics import COUNTERS
 from nanovllm.server.protocol import BadRequest
 from nanovllm.server.responses import status_of
 
 logger = logging.getLogger("ray.serve")
 SECONDS_BETWEEN = 0.02  # parts of a stream: each costs Ray about a millisecond, on both sides
 PAUSES = (0, 0.1, 0.3, 1, 3)  # seconds before each try to find a replica that answers
+NO_LIMIT = 10**6  # of requests in a replica: the server says when there are too many
+COUNTED = {key for key, _ in COUNTERS.values()}  # the other statistics are gauges
 
 
 @dataclass
@@ -47,21 +53,24 @@ class Work:
     is_streamed: bool
     block_size: int
     num_blocks: int
+    is_over: bool = False  # the server reads no more of it
 
 
 class Engine:
     """A replica: an engine, and the thread that runs it."""
 
-    async def __init__(self, config: dict[str, Any], max_waiting: int):  # type: ignore[misc]
+    async def __init__(self, config: dict[str, Any]):  # type: ignore[misc]
         self.llm = LLM(**config)
-        self.engine = AsyncLLM(self.llm, max_waiting)
+        self.engine = AsyncLLM(self.llm, NO_LIMIT, tells_places=True)
+        self.id = uuid4().hex  # Ray's answers do not say which replica gave them
 
     async def inputs(self) -> Inputs:
         """What turns prompts into requests, elsewhere."""
         return self.llm.inputs
 
-    async def stats(self) -> dict[str, float]:
-        return await self.engine.stats()
+    async def stats(self) -> tuple[str, dict[str, float]]:
+        """The replica's id, and its statistics."""
+        return self.id, await self.engine.stats()
 
     async def check_health(self) -> None:
         """Ray asks for it each second, and replaces a replica that raises."""
@@ -70,7 +79,7 @@ class Engine:
     async def generate(self, work: Work) -> AsyncIterator[list[News]]:
         try:
             call = self.engine.submit([work.request], work.is_streamed)
-        except (Busy, Unavailable) as error:
+        except Unavailable as error:
             yield [News(0, error=error)]
             return
         try:
@@ -85,30 +94,43 @@ class Engine:
 def sendable(news: News) -> News:
     """Makes an error that can be pickled: a client only gets its status and a sentence."""
     error = news.error
-    if error is not None and not isinstance(error, Busy | Unavailable):
+    if error is not None and not isinstance(error, Unavailable):
         status, message = status_of(error)
         news.error = BadRequest(message, status=status)
     return news
 
 
 class Replicas(Backend):
-    """Engines elsewhere. Each request is a task that reads its stream."""
+    """Engines elsewhere, `num_replicas` or more. Each request is a task that reads its stream."""
 
-    def __init__(self, engines: DeploymentHandle, inputs: Inputs):
-        super().__init__(inputs)
+    def __init__(
+        self, engines: DeploymentHandle, inputs: Inputs, num_replicas: int, max_waiting: int
+    ):
+        super().__init__(inputs, max_waiting)
         self.engines = engines
         self.manager = inputs.scheduler.block_manager  # as it was when the first one began
+        self.num_seats = num_replicas * inputs.scheduler.max_num_seqs
         self.tasks: dict[Ticket, asyncio.Future[None]] = {}
+        self.counted: dict[str, dict[str, float]] = {}  # of each replica that there ever was
 
     @classmethod
-    async def connect(cls, engines: DeploymentHandle) -> Replicas:
+    async def connect(
+        cls, engines: DeploymentHandle, num_replicas: int, max_waiting: int
+    ) -> Replicas:
         """Waits for the first replica."""
-        return cls(engines.options(stream=True), await engines.inputs.remote())
+        inputs = await engines.inputs.remote()
+        return cls(engines.options(stream=True), inputs, num_replicas, max_waiting)
+
+    @property
+    def num_waiting(self) -> int:
+        """How many requests wait in all replicas: those that a replica says so of, or those that
+        find no seat, as long as no replica has said anything of them."""
+        states = Counter(ticket.runs for ticket in self.open)
+        num_seats = max(self.num_seats, states[True])
+        return max(states[False], len(self.open) - num_seats)
 
     def submit(self, requests: list[Request], is_streamed: bool) -> Call:
-        self.check_open()
-        call = Call(requests, is_streamed)
-        self.open.update(call.tickets)
+        call = self.admit(requests, is_streamed, self.num_waiting)
         for ticket in call.tickets:
             # in our context, Ray would take all requests of a call for the same one
             task = Context().run(asyncio.ensure_future, self._serve(ticket))
@@ -125,12 +147,21 @@ class Replicas(Backend):
             self.tasks[ticket].cancel()
 
     async def stats(self) -> dict[str, float]:
-        """The sums over all replicas."""
-        answers = self.engines.broadcast("stats").results_async(return_exceptions=True)
+        """Gauges are sums over the replicas that answer. Counters are sums over all that there ever
+        were: they never go back."""
+        asked = self.engines.broadcast("stats")
+        try:
+            answers = await asked.results_async(return_exceptions=True)
+        except DeploymentUnavailableError:  # all replicas are being replaced
+            answers = []
         total: Counter[str] = Counter()
-        for stats in await answers:
-            if isinstance(stats, dict):  # else this replica is being replaced
+        for answer in answers:
+            if isinstance(answer, tuple):  # else this replica is being replaced
+                replica_id, stats = answer
+                self.counted[replica_id] = {key: stats.pop(key) for key in COUNTED}
                 total.update(stats)
+        for counts in self.counted.values():
+            total.update(counts)
         return dict(total)
 
     def close(self) -> None:
@@ -154,8 +185,10 @@ class Replicas(Backend):
             ticket.call.put(News(ticket.index, error=error))
 
     async def _is_served(self, ticket: Ticket) -> bool:
-        """Whether a replica has served the call. If no news has come, another one may try."""
+        """Whether a replica has served the request. If nothing of the answer has come, another one
+        may try."""
         has_begun = False
+        ticket.runs = None
         sizes = (self.manager.block_size, len(self.manager.blocks))
         work = Work(ticket.request, ticket.is_streamed, *sizes)
         stream = self.engines.generate.remote(work)
@@ -164,7 +197,8 @@ class Replicas(Backend):
                 for news in batch:
                     if isinstance(news.error, Unavailable) and not has_begun:
                         return False
-                    has_begun = True
+                    has_begun = has_begun or bool(news.deltas) or news.is_last
+                    ticket.runs = news.runs
                     news.index = ticket.index
                     ticket.call.put(news)
         except RayError as error:
@@ -172,6 +206,7 @@ class Replicas(Backend):
             if has_begun:
                 raise Unavailable("the replica that answered has died") from error
         finally:
+            work.is_over = True
             stream.cancel()
         return has_begun
 
@@ -180,8 +215,9 @@ class Replicas(Backend):
 class Ingress:
     """The server, as a deployment."""
 
-    def __init__(self, engines: DeploymentHandle, options: ServerOptions):
-        self.server = Server(partial(Replicas.connect, engines), options)
+    def __init__(self, engines: DeploymentHandle, num_replicas: int, options: ServerOptions):
+        new_engine = partial(Replicas.connect, engines, num_replicas, options.max_waiting)
+        self.server = Server(new_engine, options)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return app_of(self.server)
@@ -193,16 +229,20 @@ class RayRouter(RequestRouter):
     def initialize_state(self, **kwargs) -> None:
         self.router_cls: Any = locate(kwargs["router"])
         self.router: Router | None = None
-        self.loads: Counter[ReplicaID] = Counter()
+        # of each open request, from the choice on: Ray calls `on_request_routed` only when it has
+        # sent the request, and chooses for other requests in between
+        self.chosen: dict[str, tuple[ReplicaID, Work]] = {}
 
-    def on_send_request(self, replica_id: ReplicaID) -> None:
-        super().on_send_request(replica_id)
-        self.loads[replica_id] += 1
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        """A request that was sent has ended, whether with an answer or by an error."""
+        self.chosen.pop(internal_request_id, None)
 
-    def decrement_queue_len_cache(self, replica_id: ReplicaID) -> None:
-        """A request has ended."""
-        super().decrement_queue_len_cache(replica_id)
-        self.loads[replica_id] -= 1
+    def loads(self, replicas: Iterable[ReplicaID]) -> dict[ReplicaID, int]:
+        """How many open requests each replica has. If a client has left before its request was
+        sent, Ray does not say that it is completed."""
+        self.chosen = {key: one for key, one in self.chosen.items() if not one[1].is_over}
+        counts = Counter(replica_id for replica_id, _ in self.chosen.values())
+        return {replica_id: counts[replica_id] for replica_id in replicas}
 
     async def choose_replicas(
         self,
@@ -216,7 +256,10 @@ class RayRouter(RequestRouter):
         if not works:  # a question that any of them can answer
             return [candidate_replicas]
         try:
-            return [[self.choose(candidate_replicas, works[0])]]
+            chosen = self.choose(candidate_replicas, works[0])
+            key = pending_request.metadata.internal_request_id
+            self.chosen[key] = (chosen.replica_id, works[0])
+            return [[chosen]]
         except Exception as error:  # Ray would log it, and let the client wait for ever
             pending_request.future.set_exception(error)
             return [candidate_replicas]
@@ -225,7 +268,6 @@ class RayRouter(RequestRouter):
         if self.router is None:
             self.router = self.router_cls(work.block_size, work.num_blocks)
         by_id = {replica.replica_id: replica for replica in replicas}
-        loads = {replica_id: self.loads[replica_id] for replica_id in by_id}
-        chosen = self.router.choose(work.request, loads)
+        chosen = self.router.choose(work.request, self.loads(by_id))
         check_choice(self.router, "choose", chosen, [*by_id])
         return by_id[chosen]

@@ -19,11 +19,10 @@ from nanovllm.config import Config
 from nanovllm.options import Options, is_int, is_number, refusal
 from nanovllm.router import MOST_REPLICAS, PrefixAffinity, Router
 from nanovllm.server.app import Server, ServerOptions, app_of
-from nanovllm.server.replicas import Engine, Replicas
+from nanovllm.server.replicas import NO_LIMIT, Engine, Replicas
 from nanovllm.server.serve import bind, serve_app
 
 NAME = "nanovllm"  # of the application
-NO_LIMIT = 10**6  # of requests: an engine itself says when it has too many
 
 
 @dataclass(kw_only=True)
@@ -83,7 +82,7 @@ def engines(config: Config, server: ServerOptions, options: ReplicaOptions) -> A
         graceful_shutdown_timeout_s=server.drain_seconds,
         **scaling,
     )
-    return deployment.bind(vars(config), server.max_waiting)
+    return deployment.bind(vars(config))
 
 
 def check_room(machines: list[dict], needed: dict[str, float], num_replicas: int) -> None:
@@ -112,7 +111,9 @@ def run(
         try:
             start(application)
             # a handle belongs to an event loop: what serve.run returns would end after it
-            new_engine = partial(Replicas.connect, DeploymentHandle("engine", NAME))
+            handle = DeploymentHandle("engine", NAME)
+            sizes = (options.replicas, server.max_waiting)
+            new_engine = partial(Replicas.connect, handle, *sizes)
             serve_app(app_of(Server(new_engine, server)), sock)
         finally:
             serve.delete(NAME)  # others may use the same cluster

@@ -23,7 +23,7 @@ import httpx
 import pytest
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.router import LeastLoaded, RoundRobin, Router
+from nanovllm.router import LeastLoaded, PrefixAffinity, RoundRobin, Router
 from nanovllm.sequence import Request
 from nanovllm.server.cli import main
 from tests.tools.extras import needs
@@ -249,15 +249,28 @@ def full_replicas(served):
     with ThreadPoolExecutor(64) as pool:
         answers = [*pool.map(lambda _: served.post(body), range(64))]
     counts = Counter(answer.status_code for answer in answers)
-    assert counts.keys() == {200, 429} and counts[200] >= 16, counts
+    assert counts.keys() == {200, 429} and counts[200] >= 16 + 8, counts
     refused = next(answer for answer in answers if answer.status_code == 429)
     assert refused.headers["retry-after"] and "wait already" in refused.json()["error"]["message"]
+
+
+def one_call_with_many_prompts(served):
+    """More than may run and wait: as with one engine, a call is admitted as a whole."""
+    body = {"prompt": [[9] * 10] * 40, "max_tokens": 20, "ignore_eos": True}
+    answer = served.post(body)
+    assert answer.status_code == 200 and len(answer.json()["choices"]) == 40
+
+
+def counters(served) -> dict[str, float]:
+    return {name: value for name, value in served.stats().items() if name.endswith("tokens_total")}
 
 
 def a_replica_dies(served):
     """Whoever had something of its answer gets an error, all others an answer; and there is a new replica."""
     wait_for(lambda: len(served.engines()) == 2, "there are two")
     victim = served.engines()[0]
+    before = counters(served)
+    assert before["prompt_tokens_total"] > 400
     body = {"max_tokens": 300, "ignore_eos": True}
     bodies = [body | {"prompt": [40 + i] * 20} for i in range(6)]  # one replica has room for all
     with ThreadPoolExecutor(16) as pool:
@@ -274,6 +287,9 @@ def a_replica_dies(served):
             assert how == "done" and events[-1]["choices"][0]["finish_reason"] == "length"
     wait_for(lambda: len(set(served.engines()) - {victim}) == 2, "a new one comes")
     assert served.post({"prompt": "2+2=", "max_tokens": 3}).status_code == 200
+    after = counters(served)
+    assert before.keys() == after.keys()
+    assert all(after[name] > before[name] for name in before), (before, after)
 
 
 STEPS = (
@@ -283,6 +299,7 @@ STEPS = (
     turns_of_a_conversation_find_their_prefix,
     clients_that_leave,
     full_replicas,
+    one_call_with_many_prompts,
     a_replica_dies,
 )
 
@@ -329,19 +346,27 @@ def new_router(router_cls: type[Router]):
     from nanovllm.server.replicas import RayRouter
 
     router = RayRouter.__new__(RayRouter)
-    router._use_replica_queue_len_cache = False
     router.initialize_state(router=f"{router_cls.__module__}.{router_cls.__qualname__}")
     return router
 
 
-def routed(router, names: str, *args):
-    """What choose_replicas says, and the future of the request."""
+def new_work():
     from nanovllm.server.replicas import Work
+
+    return Work(Request("", None, [1] * 20, SamplingParams()), True, 4, 100)
+
+
+def routed(router, names: str, *args, key: str = ""):
+    """What choose_replicas says of the request that Ray calls by this key, and its future."""
 
     async def ask():
         future = asyncio.get_running_loop().create_future()
-        works = args or (Work(Request("", None, [1] * 20, SamplingParams()), True, 4, 100),)
-        pending = SimpleNamespace(args=works, future=future, routing_context=SimpleNamespace())
+        pending = SimpleNamespace(
+            args=args or (new_work(),),
+            future=future,
+            routing_context=SimpleNamespace(),
+            metadata=SimpleNamespace(internal_request_id=key),
+        )
         ranks = await router.choose_replicas([replica(name) for name in names], pending)
         return [[one.replica_id for one in rank] for rank in ranks], future
 
@@ -350,15 +375,37 @@ def routed(router, names: str, *args):
 
 def test_ray_asks_the_router():
     router = new_router(LeastLoaded)
-    router.on_send_request("a")
-    assert routed(router, "ab")[0] == [["b"]]
-    router.on_send_request("b")
-    router.on_send_request("b")
-    assert routed(router, "ab")[0] == [["a"]]
-    router.decrement_queue_len_cache("b")
-    router.decrement_queue_len_cache("b")
-    assert routed(router, "ab")[0] == [["b"]]
+    assert routed(router, "a", key="1")[0] == [["a"]]
+    assert routed(router, "ab", key="2")[0] == [["b"]]
+    assert routed(router, "b", key="3")[0] == [["b"]]
+    assert routed(router, "ab", key="4")[0] == [["a"]]
+    router.on_request_completed("b", "2")
+    router.on_request_completed("b", "3")
+    assert routed(router, "ab", key="5")[0] == [["b"]]
     assert routed(router, "ab", "a question")[0] == [["a", "b"]]
+    assert Counter(name for name, _ in router.chosen.values()) == {"a": 2, "b": 1}
+
+
+def test_requests_that_come_at_once_are_dealt_out():
+    """Ray asks for all of them before it sends the first one. They have the same prompt."""
+    router = new_router(PrefixAffinity)
+    chosen = [routed(router, "ab", key=str(i))[0][0][0] for i in range(40)]
+    assert Counter(chosen) == {"a": 20, "b": 20}
+
+
+def test_what_has_ended_is_not_counted():
+    """Also if Ray says so of a question, which was never counted; if a replica has died; and if a client has left
+    before its request was sent, of which Ray says nothing."""
+    router = new_router(LeastLoaded)
+    router.on_request_completed("a", "a question")
+    for i in range(100):
+        routed(router, [f"replica {i}"], key=str(i))
+        router.on_request_completed(f"replica {i}", str(i))
+    assert not router.chosen
+    left = new_work()
+    assert routed(router, "a", left, key="x")[0] == [["a"]]
+    left.is_over = True
+    assert router.loads("ab") == {"a": 0, "b": 0} and not router.chosen
 
 
 class OneStream:
@@ -383,19 +430,179 @@ class OneStream:
         self.num_cancelled += 1
 
 
+def new_replicas(handle, max_waiting: int = 256):
+    """Two replicas with eight seats each."""
+    from nanovllm.server.replicas import Replicas
+
+    inputs = LLM(num_blocks=8).inputs
+    manager = SimpleNamespace(block_size=4, blocks=[None] * 9)
+    inputs.scheduler = SimpleNamespace(block_manager=manager, max_num_seqs=8)
+    return Replicas(handle, inputs, 2, max_waiting)
+
+
+def some_requests(count: int) -> list[Request]:
+    return [Request("", None, [1], SamplingParams()) for _ in range(count)]
+
+
+def test_a_call_is_admitted_as_a_whole():
+    from nanovllm.server.calls import Busy
+
+    async def submit():
+        replicas = new_replicas(OneStream(), max_waiting=8)
+        assert len(replicas.submit(some_requests(40), True).tickets) == 40
+        with pytest.raises(Busy, match="24 requests wait already, at most 8 may"):
+            replicas.submit(some_requests(1), True)
+        assert len(replicas.open) == 40
+        replicas.close()
+
+    asyncio.run(submit())
+
+
+def test_requests_may_wait_in_the_whole_server():
+    """Before the replicas have said anything, there are two times eight seats; then it counts what they say."""
+    from nanovllm.server.calls import Busy
+
+    async def submit():
+        replicas = new_replicas(OneStream(), max_waiting=8)
+        calls = [replicas.submit(some_requests(1), True) for _ in range(16 + 8)]
+        with pytest.raises(Busy, match="8 requests wait"):
+            replicas.submit(some_requests(1), True)
+        tickets = [call.tickets[0] for call in calls]
+        for ticket in tickets:
+            ticket.runs = True  # in replicas that were added
+        assert replicas.num_waiting == 0
+        for ticket in tickets[4:14]:
+            ticket.runs = False  # there are seats, but no blocks
+        assert replicas.num_waiting == 10
+        with pytest.raises(Busy, match="10 requests wait"):
+            replicas.submit(some_requests(1), True)
+        replicas.close()
+
+    asyncio.run(submit())
+
+
+def test_an_engine_says_which_requests_wait():
+    """Also of those that are not streamed, which have no other news before their end."""
+    from nanovllm.server.async_llm import AsyncLLM
+
+    async def news():
+        engine = AsyncLLM(LLM(num_blocks=64, max_num_seqs=2), tells_places=True)
+        params = SamplingParams(max_tokens=4, ignore_eos=True)
+        call = engine.submit([Request("", None, [9] * 5, params) for _ in range(4)], False)
+        found = [[] for _ in call.tickets]
+        while not call.is_over:
+            for one in await call.take():
+                found[one.index].append((one.runs, one.is_last))
+        engine.close()
+        await engine.ended()
+        return found
+
+    for i, found in enumerate(asyncio.run(news())):
+        begin = [(True, False)] if i < 2 else [(False, False), (True, False)]
+        assert found == [*begin, (True, True)]
+
+
+class Deaths(OneStream):
+    """Plays a handle: the first replica says this and dies, the second one answers."""
+
+    def __init__(self, news):
+        super().__init__()
+        self.news = news
+        self.answer = iter(())
+
+    def remote(self, work):
+        self.answer = iter([[self.news]] if self.num_streams == 0 else [[self.last_news()]])
+        return super().remote(work)
+
+    def last_news(self):
+        from nanovllm.server.calls import News
+
+        return News(0, output=SimpleNamespace())
+
+    async def __anext__(self):
+        from ray.exceptions import RayError
+
+        for batch in self.answer:
+            return batch
+        raise RayError("it has died") if self.num_streams == 1 else StopAsyncIteration
+
+
+@pytest.mark.parametrize(("deltas", "num_streams"), [([], 2), (["some text"], 1)])
+def test_only_what_has_answered_is_not_tried_again(deltas, num_streams):
+    """To run is no answer yet."""
+    from nanovllm.server.calls import News, Unavailable
+
+    async def serve():
+        handle = Deaths(News(0, deltas=deltas))
+        replicas = new_replicas(handle)
+        call = replicas.submit(some_requests(1), True)
+        news = []
+        while not call.is_over:
+            news += await call.take()
+        replicas.close()
+        assert handle.num_streams == num_streams
+        assert isinstance(news[-1].error, Unavailable) == (num_streams == 1)
+
+    asyncio.run(serve())
+
+
+class Answers:
+    """Plays a handle: what the replicas answer to a question."""
+
+    def __init__(self, *answers):
+        self.answers = answers
+
+    def broadcast(self, question):
+        return self
+
+    async def results_async(self, return_exceptions):
+        if not self.answers:
+            from ray.serve.exceptions import DeploymentUnavailableError
+
+            raise DeploymentUnavailableError("engine")
+        return [*self.answers]
+
+
+def test_counters_never_go_back():
+    """What a replica that has died had counted stays in the sums; what it had running does not."""
+
+    def stats(name: str, count: int):
+        return name, {
+            **dict.fromkeys(("requests_running", "kv_blocks"), 10),
+            **dict.fromkeys(("prompt_tokens", "output_tokens"), count),
+            **dict.fromkeys(("preemptions", "prefix_cache_hit_tokens"), count),
+        }
+
+    rounds = [
+        ([stats("a", 100), stats("b", 50)], 150, 20),
+        ([ValueError("b has died"), stats("a", 110)], 160, 10),
+        ([stats("a", 120), stats("c", 0)], 170, 20),
+        ([], 170, 0),
+        ([stats("c", 5)], 175, 10),
+        ([stats("b", 60), stats("c", 5)], 185, 20),  # it only could not answer in time
+    ]
+
+    async def ask():
+        replicas = new_replicas(OneStream())
+        for answers, counted, now in rounds:
+            replicas.engines = Answers(*answers)
+            total = await replicas.stats()
+            assert total["prompt_tokens"] == total["preemptions"] == counted
+            assert total.get("requests_running", 0) == total.get("kv_blocks", 0) == now
+        replicas.close()
+
+    asyncio.run(ask())
+
+
 @pytest.mark.parametrize("turns", [0, 1, 3])
 def test_who_leaves_is_forgotten(turns):
     """Also before anything has been sent, and when the server ends."""
     from nanovllm.server.calls import Unavailable
-    from nanovllm.server.replicas import Replicas
 
     async def leave():
         handle = OneStream()
-        manager = SimpleNamespace(block_size=4, blocks=[None] * 9)
-        inputs = LLM(num_blocks=8).inputs
-        inputs.scheduler = SimpleNamespace(block_manager=manager)
-        replicas = Replicas(handle, inputs)
-        requests = [Request("", None, [1], SamplingParams()) for _ in range(3)]
+        replicas = new_replicas(handle)
+        requests = some_requests(3)
         left, kept = replicas.submit(requests, True), replicas.submit(requests, True)
         for _ in range(turns):
             await asyncio.sleep(0)

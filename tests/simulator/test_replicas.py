@@ -128,6 +128,20 @@ def test_affinity_finds_what_others_lose():
     assert rates[PrefixAffinity] > 1.5 * max(rates[RoundRobin], rates[LeastLoaded])
 
 
+def test_a_short_common_begin_does_not_draw_all_to_some():
+    """64 tokens, as of a chat template: most of the prompt is to be computed anywhere."""
+    rng = random.Random(1)
+    jobs, now = [], 0.0
+    for i in range(200):
+        now += rng.expovariate(4)
+        prompt = ((7, 64), (1000 + i, rng.randrange(200, 1500)))
+        jobs.append(Job(now, prompt, rng.randrange(100, 500)))
+    config = Config(model="qwen3-8b", max_model_len=8192)
+    run = simulate(jobs, config, check=True, replicas=4, router_cls=PrefixAffinity)
+    shares = Counter(served.replica for served in run.requests)
+    assert len(shares) == 4 and max(shares.values()) <= 60, shares
+
+
 @pytest.mark.parametrize(
     "replicas",
     [0, -1, 1.5, True, "2", None, 10**9],

@@ -3,14 +3,21 @@
 Run: pytest tests/simulator/test_router.py
 """
 
-from collections import Counter
+from collections import Counter, OrderedDict
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm.block_manager import BlockManager
-from nanovllm.router import LeastLoaded, PrefixAffinity, PrefixCache, RoundRobin
+from nanovllm.router import (
+    MOST_ABSENT,
+    LeastLoaded,
+    PrefixAffinity,
+    PrefixCache,
+    RoundRobin,
+    Router,
+)
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import Request
 
@@ -21,9 +28,8 @@ def request(*token_ids: int) -> Request:
     return Request("", None, [*token_ids], SamplingParams())
 
 
-def blocks_of(token_ids: list[int]) -> list[tuple[int, ...]]:
-    ends = range(BLOCK, len(token_ids), BLOCK)
-    return [tuple(token_ids[end - BLOCK : end]) for end in ends]
+def prefixes_of(token_ids: list[int]) -> list[int]:
+    return Router(BLOCK, 0).prefixes(request(*token_ids))
 
 
 def test_round_robin_serves_all_alike():
@@ -59,7 +65,7 @@ def test_the_longest_prefix_wins():
     router = PrefixAffinity(BLOCK, 100)
     short, long = [1] * 9, [1] * 17
     assert router.choose(request(*short), {"a": 0, "b": 1}) == "a"
-    router.caches["b"].add(blocks_of(long))
+    router.caches["b"].add(prefixes_of(long))
     assert router.choose(request(*long, 2), {"a": 0, "b": 3}) == "b"
     assert router.choose(request(*short), {"a": 0, "b": 1}) == "a"  # both have as much of it
 
@@ -79,10 +85,25 @@ def test_the_second_longest_prefix_if_the_first_is_too_busy():
     router = PrefixAffinity(BLOCK, 100)
     caches = {name: PrefixCache(100) for name in "abc"}
     for name, length in (("a", 30), ("b", 20), ("c", 5)):
-        caches[name].add(blocks_of([1] * length))
+        caches[name].add(prefixes_of([1] * length))
     router.caches = caches
     most = router.most_ahead
-    assert router.choose(request(*[1] * 40), {"a": most + 1, "b": most, "c": 0}) == "b"
+    assert router.choose(request(*[1] * 32), {"a": most + 1, "b": most, "c": 0}) == "b"
+
+
+def test_a_prefix_that_is_a_small_part_of_the_prompt_does_not_decide():
+    """As the begin of a chat template, which all prompts have. It only decides among the least loaded ones."""
+    router = PrefixAffinity(BLOCK, 100)
+    begin = [1] * 16
+    assert router.choose(request(*begin, 0), {"a": 0, "b": 1}) == "a"
+    for num_others, name in ((15, "a"), (17, "a"), (24, "b")):  # 4 of 7, 8 and 9 blocks
+        router.caches = {"a": PrefixCache(100)}
+        router.caches["a"].add(prefixes_of([*begin, 0]))
+        prompt = [*begin, *range(10, 10 + num_others)]
+        assert router.choose(request(*prompt), {"a": 0, "b": 0}) == "a"
+        router.caches["a"] = PrefixCache(100)
+        router.caches["a"].add(prefixes_of([*begin, 0]))
+        assert router.choose(request(*prompt), {"a": 1, "b": 0}) == name
 
 
 def test_replicas_come_and_go():
@@ -90,15 +111,61 @@ def test_replicas_come_and_go():
     prompt = [1] * 30
     assert router.choose(request(*prompt), {"a": 0}) == "a"
     assert router.choose(request(*prompt), {"b": 0, "c": 5}) == "b"  # a has died
-    # what comes back by the same name is new: nothing of the old cache is believed
-    assert router.choose(request(*prompt), {"a": 0, "b": 0}) == "b"
+    assert router.choose(request(*prompt), {"b": 1, "d": 0}) == "b"
+
+
+def test_a_replica_that_was_away_for_a_moment_has_its_prefixes():
+    router = PrefixAffinity(BLOCK, 100)
+    prompt = [1] * 30
+    assert router.choose(request(*prompt), {"a": 0, "b": 1}) == "a"
+    assert router.choose(request(*[2] * 30), {"b": 0}) == "b"
+    assert router.choose(request(*prompt), {"a": 3, "b": 0}) == "a"
+
+
+def test_replicas_that_do_not_come_back_are_forgotten():
+    router = PrefixAffinity(BLOCK, 100)
+    for i in range(1000):
+        assert router.choose(request(*[1] * 30), {i: 0, i + 1: 0}) in (i, i + 1)
+        assert len(router.caches) <= 2 + MOST_ABSENT
+    assert {1000, 999} <= router.caches.keys()
+
+
+class Token(int):
+    num_hashes = 0
+
+    def __hash__(self):
+        Token.num_hashes += 1
+        return super().__hash__()
+
+
+class CountedLooks(OrderedDict):
+    num_looks = 0
+
+    def __contains__(self, prefix):
+        CountedLooks.num_looks += 1
+        return super().__contains__(prefix)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 8, 64])
+def test_a_prompt_is_hashed_once_however_many_replicas_there_are(num_replicas):
+    router = PrefixAffinity(BLOCK, 1000)
+    loads = dict.fromkeys(range(num_replicas), 0)
+    prompt = [Token(i) for i in range(512 * BLOCK + 1)]
+    router.choose(request(*prompt), loads)
+    for name in loads:
+        router.caches[name].add(prefixes_of(prompt))
+        router.caches[name].prefixes = CountedLooks(router.caches[name].prefixes)
+    Token.num_hashes = CountedLooks.num_looks = 0
+    router.choose(request(*prompt), loads)
+    assert Token.num_hashes == 512 * BLOCK
+    assert CountedLooks.num_looks <= num_replicas * 11  # as often as 512 can be halved, and a bit
 
 
 def test_a_long_load_needs_no_more_memory():
     router = PrefixAffinity(BLOCK, num_blocks=50)
     for i in range(2000):
         router.choose(request(*range(i * 100, i * 100 + 90)), {"a": 0, "b": 0})
-    assert all(len(cache.prefix_ids) == 50 for cache in router.caches.values())
+    assert all(len(cache.prefixes) == 50 for cache in router.caches.values())
 
 
 class RealCache:
@@ -130,9 +197,9 @@ def test_as_the_block_manager_finds_it(prompts):
     """With room for all, the router knows to the block what a replica has."""
     real, ours = RealCache(2000), PrefixCache(2000)
     for prompt in prompts:
-        assert ours.num_found(blocks_of(prompt)) == real.num_found(prompt)
+        assert ours.num_found(prefixes_of(prompt)) == real.num_found(prompt)
         real.add(prompt)
-        ours.add([tuple(prompt[i : i + BLOCK]) for i in range(0, len(prompt) - BLOCK + 1, BLOCK)])
+        ours.add(prefixes_of([*prompt, 0]))  # with its last block, which is cached, too
 
 
 @settings(max_examples=150, deadline=None)
@@ -141,10 +208,13 @@ def test_what_is_left_after_evictions_is_a_prefix(prompts, num_blocks):
     """As in the block manager, the end of a prompt goes before its begin, and never more stays than there is room."""
     cache = PrefixCache(num_blocks)
     for prompt in prompts:
-        blocks = blocks_of(prompt)
-        cache.add(blocks)
-        assert len(cache.prefix_ids) <= num_blocks
-        assert cache.num_found(blocks) == min(len(blocks), num_blocks)
+        prefixes = prefixes_of(prompt)
+        cache.add(prefixes)
+        assert len(cache.prefixes) <= num_blocks
+        assert cache.num_found(prefixes) == min(len(prefixes), num_blocks)
+    for prompt in prompts:
+        is_there = [prefix in cache.prefixes for prefix in prefixes_of(prompt)]
+        assert is_there == sorted(is_there, reverse=True)
 
 
 @pytest.mark.parametrize("cls", [RoundRobin, LeastLoaded, PrefixAffinity])

@@ -417,6 +417,18 @@ def bounds(reports: list[dict], links: list[str]) -> str:
     return markdown(rows)
 
 
+def least_shares(reports: list[dict], links: list[str]) -> str:
+    """For chapter 16: how much of a prompt a replica must hold to be chosen for it."""
+    (report,), _ = reports, links
+    head = ["load, `least_share`", "hits", "TTFT p50 (ms)", "p99", *TPOT, "busiest of 4 serves"]
+    rows = [head]
+    for name, one in report["least_shares"].items():
+        load, least = name.split()
+        share = f"{one['most_requests'] / 4:.0%}"
+        rows.append([f"{load}, {least}", f"{one['hit_rate']:.0%}", *first_and_later(one), share])
+    return markdown(rows)
+
+
 def real_replicas(reports: list[dict], links: list[str]) -> str:
     """For chapter 16: two real replicas on a CPU."""
     (report,), (link,) = reports, links
@@ -545,6 +557,7 @@ TABLES = {
     "copies": copies,
     "routed": routed,
     "bounds": bounds,
+    "least_shares": least_shares,
     "real_replicas": real_replicas,
     "vattention": vattention,
     "tried": tried,

@@ -7,7 +7,8 @@
   as many tokens per second as possible.
 - shapes: sixteen H100 as 16, 8, 4 or 2 replicas, at rising rates.
 - routers: conversations, documents that many ask about, and the recorded trace.
-- bounds: PrefixAffinity with other values of `most_ahead`.
+- bounds: PrefixAffinity with other values of `most_ahead`, where any part of a prompt counts.
+- least_shares: PrefixAffinity with other values of `least_share`.
 - day: how long a day of a million requests takes here, from the first ones (only with --day).
 """
 
@@ -108,6 +109,12 @@ def documents(rate: float, count: int = 2000) -> list[Job]:
     return shared_prefix(poisson(rate), lengths, count, num_prefixes=60, prefix_tokens=3000)
 
 
+def begins(num_shared: int, rate: float, count: int = 1000) -> list[Job]:
+    """What all share is the smaller part of a prompt."""
+    lengths = lognormal(800, 300, 0.5)
+    return shared_prefix(poisson(rate), lengths, count, num_prefixes=1, prefix_tokens=num_shared)
+
+
 def routers(trace: Path) -> dict:
     config = Config(model="qwen3-8b", num_blocks=8000, max_model_len=8192)
     loads = {
@@ -128,8 +135,24 @@ def bounds() -> dict:
     found = {}
     for load, jobs in loads.items():
         for most in (0, 2, 4, 8, 16, 32, 10**9):
-            cls = type("Bounded", (PrefixAffinity,), {"most_ahead": most})
+            fields = {"most_ahead": most, "least_share": 0}
+            cls = type("Bounded", (PrefixAffinity,), fields)
             found[f"{load} {most}"] = numbers(simulate(jobs, config, replicas=4, router_cls=cls))
+    return found
+
+
+def least_shares() -> dict:
+    config = Config(model="qwen3-8b", num_blocks=8000, max_model_len=8192)
+    loads = {
+        "templates": begins(64, rate=4),
+        "instructions": begins(300, rate=4),
+        "conversations": conversations(rate=6),
+    }
+    found = {}
+    for load, jobs in loads.items():
+        for share in (0, 0.1, 0.25, 0.5, 0.75, 0.9):
+            cls = type("Shared", (PrefixAffinity,), {"least_share": share})
+            found[f"{load} {share}"] = numbers(simulate(jobs, config, replicas=4, router_cls=cls))
     return found
 
 
@@ -185,6 +208,7 @@ def main() -> None:
         ("shapes", lambda: shapes(args.trace)),
         ("routers", lambda: routers(args.trace)),
         ("bounds", bounds),
+        ("least_shares", least_shares),
     )
     for name, study in () if args.day else studies:
         report[name] = study()

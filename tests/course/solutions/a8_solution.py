@@ -16,11 +16,11 @@ class MyRouter(Router):
         self.free_at = defaultdict(float)  # when it has computed all prompts that were sent to it
 
     def choose(self, request, loads):
-        token_ids, size = request.prompt_token_ids, self.block_size
-        blocks = [tuple(token_ids[i : i + size]) for i in range(0, len(token_ids) - size, size)]
+        prefixes = self.prefixes(request)
         computed_at = {}
         for name in loads:
-            num_missing = len(token_ids) - size * self.caches[name].num_found(blocks)
+            num_found = self.block_size * self.caches[name].num_found(prefixes)
+            num_missing = len(request.prompt_token_ids) - num_found
             start = max(self.free_at[name], request.arrival_time)
             computed_at[name] = start + SECONDS_PER_TOKEN * num_missing
 
@@ -28,6 +28,6 @@ class MyRouter(Router):
             return computed_at[name] + SECONDS_PER_REQUEST * loads[name]
 
         chosen = min(self.in_turn(loads), key=first_token_at)
-        self.caches[chosen].add(blocks)
+        self.caches[chosen].add(prefixes)
         self.free_at[chosen] = computed_at[chosen]
         return chosen

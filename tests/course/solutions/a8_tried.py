@@ -24,12 +24,19 @@ class Fewest(LeastLoaded, SillyRouter):
 
 
 class AsItIs(PrefixAffinity):
-    """PrefixAffinity, as it is: at most 8 ahead"""
+    """PrefixAffinity, as it is: half of the prompt, at most 8 ahead"""
+
+
+class AnyShare(PrefixAffinity):
+    """PrefixAffinity, any part of the prompt, at most 8 ahead"""
+
+    least_share = 0
 
 
 class NoBound(PrefixAffinity):
-    """PrefixAffinity without a bound"""
+    """PrefixAffinity, any part of the prompt, without a bound"""
 
+    least_share = 0
     most_ahead = 10**9
 
 
@@ -55,16 +62,17 @@ class LeastWork(LeastLoaded):
         self.caches = {}
 
     def choose(self, request, loads):
-        token_ids, size = request.prompt_token_ids, self.block_size
-        blocks = [tuple(token_ids[i : i + size]) for i in range(0, len(token_ids) - size, size)]
+        prefixes = self.prefixes(request)
 
         def work(name):
             cache = self.caches.setdefault(name, PrefixCache(self.num_blocks))
-            num_missing = len(token_ids) - size * cache.num_found(blocks)
+            num_missing = len(request.prompt_token_ids) - self.block_size * cache.num_found(
+                prefixes
+            )
             return num_missing + self.tokens_per_request * loads[name]
 
         chosen = min(self.in_turn(loads), key=work)
-        self.caches[chosen].add(blocks)
+        self.caches[chosen].add(prefixes)
         return chosen
 
 
