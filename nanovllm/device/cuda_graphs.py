@@ -136,6 +136,7 @@ class StepGraphs:
         )
         with recording:
             hidden = call()
+        graph.replay()  # the first one also uploads it: not while a request waits
         self.pool = graph.pool()
 
         def replay() -> Tensor:

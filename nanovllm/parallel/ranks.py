@@ -61,6 +61,7 @@ class Group:
         if device.type == "cuda":
             self.data = self._nccl("data")
             self.watch.abort = self.data.abort
+            self.ending.callback(self.data.abort)
         else:
             self.data = self._gloo("data")
         for connection in (self.control, self.data):
