@@ -46,7 +46,7 @@ class Group:
         self.watch = Watch(store, size, patience)
         self.num_gathered = 0  # calls of `gather`
         self.ending = ExitStack()  # what is to be done at the end of the group
-        weakref.finalize(self, self.ending.close)
+        self.close = weakref.finalize(self, end_in, self.process, self.ending)
         self.control: Any = None  # a process group, to tell a step
         self.data: Any = None  # another one, for what layers do
 
@@ -148,6 +148,12 @@ class Group:
 
 
 # --- processes ---
+
+
+def end_in(process: int, ending: ExitStack) -> None:
+    """Ends a group in its process. A fork has a copy of it."""
+    if os.getpid() == process:
+        ending.close()
 
 
 def keep_forever(connection: weakref.ref) -> None:

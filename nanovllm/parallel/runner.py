@@ -173,7 +173,7 @@ class Leader(RankRunner):
     def close(self) -> None:
         super().close()
         end_steps(self.group)
-        self.group.ending.close()
+        self.group.close()
         self.group.watch.end = "the engine is closed"
 
     def forward(self, inputs: StepInputs) -> tuple[Tensor, StepInputs]:

@@ -33,7 +33,6 @@ class Child:
     """The process of another rank, which rank 0 has started."""
 
     def __init__(self, settings: dict, num_threads: int):
-        self.parent = os.getpid()
         self.log = tempfile.TemporaryFile()  # noqa: SIM115 (it is open as long as the process)
         folder = str(Path(__file__).parents[2])  # where the package lies
         paths = os.pathsep.join([folder, *filter(None, sys.path)])
@@ -58,8 +57,6 @@ class Child:
         return " ".join([f"exit code {code}", *lines[-3:]])[:1000]
 
     def end(self) -> None:
-        if os.getpid() != self.parent:  # a fork has a copy of this object
-            return
         assert self.process.stdin is not None
         self.process.stdin.close()
         try:
