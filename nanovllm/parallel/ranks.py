@@ -28,7 +28,7 @@ from nanovllm.options import refusal
 from nanovllm.parallel.watch import GRACE, SECONDS_BETWEEN, Child, Watch, repeat
 from nanovllm.recovery import RankError
 
-FOREVER = timedelta(days=3650)  # a Watch has less patience
+FOREVER = timedelta(days=3650)  # until the next step comes
 ENGINES = count()  # of this process
 
 
@@ -57,13 +57,15 @@ class Group:
 
     def connect(self, device: torch.device) -> None:
         self.meet("here")
-        self.control = self._gloo("control")
+        self.control = self._gloo("control", FOREVER)
+        # a Watch gives up a little earlier, and says why
+        timeout = timedelta(seconds=self.watch.patience + GRACE)
         if device.type == "cuda":
-            self.data = self._nccl("data")
+            self.data = self._nccl("data", timeout)
             self.watch.abort = self.data.abort
             self.ending.callback(self.data.abort)
         else:
-            self.data = self._gloo("data")
+            self.data = self._gloo("data", timeout)
         for connection in (self.control, self.data):
             os.register_at_fork(after_in_child=partial(keep_forever, weakref.ref(connection)))
 
@@ -71,20 +73,20 @@ class Group:
         """Looks after the other ranks until the group ends."""
         self.ending.callback(repeat(SECONDS_BETWEEN, self.watch.look))
 
-    def _gloo(self, name: str) -> Any:
+    def _gloo(self, name: str, timeout: timedelta) -> Any:
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
-        options._timeout = FOREVER
+        options._timeout = timeout
         options._devices = [gloo.create_device(hostname=self.address)]
         store = dist.PrefixStore(name, self.store)
         return gloo(store, self.rank, self.size, options)
 
-    def _nccl(self, name: str) -> Any:
+    def _nccl(self, name: str, timeout: timedelta) -> Any:
         options: Any = dist.ProcessGroupNCCL.Options()
-        options._timeout = FOREVER
+        options._timeout = timeout
         store = dist.PrefixStore(name, self.store)
-        # an error must not end this process, which is the user's
-        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        if self.rank == 0:  # an error must not end this process, which is the user's
+            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         return dist.ProcessGroupNCCL(store, self.rank, self.size, options)
 
     def meet(self, place: str) -> None:
@@ -193,7 +195,8 @@ def started(settings: dict) -> Group:
     """The group of a rank that rank 0 has started with these settings."""
     threading.Thread(target=end_with_rank_0, daemon=True).start()
     store = dist.TCPStore("127.0.0.1", settings["port"], is_master=False)
-    return Group(store, settings["rank"], settings["size"], "127.0.0.1")
+    place = (settings["rank"], settings["size"], "127.0.0.1")
+    return Group(store, *place, settings["config"]["rank_timeout"])
 
 
 def started_by_torchrun(size: int, patience: float) -> Group:

@@ -98,9 +98,8 @@ class Watch:
         self.patience = patience  # seconds
         self.end = ""  # why it is over
         self.children: list[Child] = []
-        self.abort: Callable[[], object] = (
-            bool  # ends the calls that wait; gloo's end by themselves
-        )
+        # ends calls of NCCL that wait; those of gloo end by themselves
+        self.abort: Callable[[], object] = lambda: None
         self.num_beats = [0] * size  # signs of life
         self.silence = [-SECONDS_TO_START] * size  # seconds since the last one
         self.num_interrupts = 0  # within a step
