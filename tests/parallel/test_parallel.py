@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from checkpoints import new_model, save
 from deaths import SECONDS, is_alive
 from server_tools import Running
@@ -241,6 +242,37 @@ class QueuedOnly:
 
     def allreduce(self, tensors, options):
         self.options.append(options)
+
+
+class NCCL:
+    """PyTorch's process group for NCCL, as far as a group makes one."""
+
+    class Options:
+        pass
+
+    def __init__(self, store, rank, size, options):
+        # PyTorch reads it in the constructor; otherwise an error would end the process
+        self.handling = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING")
+        self.seconds = options._timeout.total_seconds()
+        self.aborted = []
+
+    def abort(self):
+        self.aborted.append(1)
+
+
+def test_an_error_of_nccl_does_not_end_the_process_of_the_user(monkeypatch):
+    """The watch ends its calls, and the group's end ends it."""
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "to be restored")
+    del os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"]
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", NCCL, raising=False)
+    group = ranks.start({}, size=1, patience=7)
+    group.connect(torch.device("cuda", 0))
+    assert group.data.handling == "0" and group.data.seconds > 7
+    group.watch.give_up("a reason")
+    assert len(group.data.aborted) == 1
+    data = group.data
+    group.close()
+    assert len(data.aborted) == 2
 
 
 def test_collectives_of_a_gpu_are_only_queued():
