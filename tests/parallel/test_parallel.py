@@ -100,7 +100,7 @@ def test_a_server_whose_rank_dies_says_so():
         assert answer["choices"][0]["text"] == " 42"
         os.kill(pids(llm)[0], signal.SIGKILL)
         refused = server.http.post("/v1/completions", json=body)
-            assert refused.status_code == 503 and "RankError" in refused.text, refused.text
+        assert refused.status_code == 503 and "RankError" in refused.text, refused.text
         assert server.http.get("/health").status_code == 503
 
 
