@@ -89,7 +89,7 @@ LIMITS = {  # lines and tokens, with 3 % of air
     "swapping": (92, 900),
     "device": (355, 3_170),
     "checks": (165, 1_380),
-    "parallel": (645, 5_620),
+    "parallel": (660, 5_750),
     "vattention": (446, 4_350),
     "simulator": (570, 4_790),
     "server": (2290, 19_860),
