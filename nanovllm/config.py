@@ -134,7 +134,9 @@ class Config(Options):
         share = self.gpu_memory_utilization
         is_share = is_number(share, 0, 1) and share > 0
         self.require("gpu_memory_utilization", is_share, "above 0 and at most 1")
-        for name in ("kv_cache_gib", "swap_gib", "rank_timeout"):
+        is_patience = is_number(self.rank_timeout, 1, 2**30)
+        self.require("rank_timeout", is_patience, "a number of seconds, at least 1")
+        for name in ("kv_cache_gib", "swap_gib"):
             size = getattr(self, name)
             is_size = is_number(size, 0, 2**30) and size > 0
             self.require(name, is_size, "a positive number, at most 2**30")

@@ -93,7 +93,9 @@ class ModelRunner:
             device = f"{self.num_blocks} KV blocks (num_blocks, kv_cache_gib)"
             host = f"{self.num_host_blocks} host blocks (swap_gib)"
             what = f"{device} and {host} of {self.shape.block_bytes:,} bytes each"
-            reason = error.strerror if isinstance(error, OSError) else "not enough memory"
+            reason = "not enough memory"
+            if isinstance(error, OSError):
+                reason = error.strerror or str(error)
             raise ValueError(f"there is no room for {what}: {reason}") from error
 
     def _new_graphs(self) -> StepGraphs:

@@ -271,7 +271,7 @@ def cutoff(logits: Tensor, sampling: Sampling) -> Tensor:
     """See sampler.cutoff, which sorts a row, and waits for the device, unless top_k is small."""
     is_open = not sampling.all_have_top_k
     if not is_open or sampling.min_p is sampling.top_p is sampling.top_k is None:
-        return sampler.cutoff(logits, sampling)[0]
+        return sampler.cutoff(logits, sampling)[0].float()
     num_rows, vocab_size = logits.shape
     top_p = torch.ones_like(sampling.temperature) if sampling.top_p is None else sampling.top_p
     min_p = torch.zeros_like(sampling.temperature) if sampling.min_p is None else sampling.min_p

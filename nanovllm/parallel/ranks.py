@@ -43,9 +43,12 @@ class Group:
         self.size = size
         self.address = address  # of this machine, for the others
         self.process = os.getpid()
-        self.watch = Watch(store, size, patience)
+        # a connection of its own: a call that waits keeps the other one for itself
+        own: Any = store
+        self.watch = Watch(own.clone(), size, patience)
         self.num_gathered = 0  # calls of `gather`
         self.ending = ExitStack()  # what is to be done at the end of the group
+        self.ending.callback(self.watch.close)
         self.close = weakref.finalize(self, end_in, self.process, self.ending)
         self.control: Any = None  # a process group, to tell a step
         self.data: Any = None  # another one, for what layers do
@@ -57,15 +60,18 @@ class Group:
 
     def connect(self, device: torch.device) -> None:
         self.meet("here")
-        self.control = self._gloo("control", FOREVER)
         # a Watch gives up a little earlier, and says why
         timeout = timedelta(seconds=self.watch.patience + GRACE)
+        try:
+            self.control = self._gloo("control", FOREVER if self.rank else timeout)
+            self.data = (self._nccl if device.type == "cuda" else self._gloo)("data", timeout)
+        except RuntimeError as error:
+            if self.rank:
+                raise  # rank 0 hears why
+            raise RankError(self._look_for(error)) from error
         if device.type == "cuda":
-            self.data = self._nccl("data", timeout)
             self.watch.abort = self.data.abort
             self.ending.callback(self.data.abort)
-        else:
-            self.data = self._gloo("data", timeout)
         for connection in (self.control, self.data):
             os.register_at_fork(after_in_child=partial(keep_forever, weakref.ref(connection)))
 

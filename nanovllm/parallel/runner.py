@@ -172,9 +172,10 @@ class Leader(RankRunner):
 
     def close(self) -> None:
         super().close()
-        end_steps(self.group)
-        self.group.close()
+        with suppress(RankError), self.group.watch.step():
+            end_steps(self.group)
         self.group.watch.end = "the engine is closed"
+        self.group.close()
 
     def forward(self, inputs: StepInputs) -> tuple[Tensor, StepInputs]:
         if not self.is_ready:
@@ -273,7 +274,9 @@ def new_runner(
 
 def follow(group: Group, *arguments) -> None:
     """A whole life as another rank."""
-    end_beats = repeat(SECONDS_BETWEEN_BEATS, partial(group.store.add, f"beat/{group.rank}", 1))
+    end_beats = repeat(
+        SECONDS_BETWEEN_BEATS, partial(group.watch.store.add, f"beat/{group.rank}", 1)
+    )
     try:
         group.connect(arguments[-1])
         Follower(group, *arguments).follow()

@@ -24,7 +24,7 @@ from nanovllm.recovery import RankError
 
 SECONDS_BETWEEN = 0.25  # looks at the others
 SECONDS_BETWEEN_BEATS = 0.5  # signs of life
-SECONDS_TO_START = 60.0  # and to give the first one
+SECONDS_TO_START = 60.0  # more than the timeout, for the first of them
 GRACE = 5.0  # seconds for ranks to end, or to answer
 LOST = 3  # the exit code of a rank that has lost another one
 
@@ -52,8 +52,9 @@ class Child:
         code = self.process.poll()
         if code in (None, LOST):
             return ""
-        self.log.seek(0)
-        lines = self.log.read().decode(errors="replace").splitlines()
+        # by position, since two threads may ask
+        text = os.pread(self.log.fileno(), 2**20, 0)
+        lines = text.decode(errors="replace").splitlines()
         return " ".join([f"exit code {code}", *lines[-3:]])[:1000]
 
     def end(self) -> None:
@@ -61,9 +62,11 @@ class Child:
         self.process.stdin.close()
         try:
             self.process.wait(GRACE)
-        except subprocess.TimeoutExpired:
+        except BaseException as error:  # it takes too long, or a Ctrl-C has come
             self.process.kill()
             self.process.wait()
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
         self.log.close()
 
 
@@ -73,7 +76,7 @@ def repeat(seconds: float, function: Callable[[], object]) -> Callable[[], None]
     is_over = threading.Event()
 
     def run() -> None:
-        while not is_over.wait(seconds) and function():
+        while function() and not is_over.wait(seconds):
             pass
 
     def stop() -> None:
@@ -89,7 +92,7 @@ def repeat(seconds: float, function: Callable[[], object]) -> Callable[[], None]
 class Watch:
     """What rank 0 knows of the other ranks, and why it has given up, if it has.
 
-    Time is counted in looks: while rank 0 itself is stopped (Ctrl-Z), no patience is lost.
+    Its time is counted in looks: none passes while rank 0 itself is stopped (Ctrl-Z).
     """
 
     def __init__(self, store: dist.Store, size: int, patience: float):
@@ -107,6 +110,10 @@ class Watch:
         self.wake.setblocking(False)
         self.woken.setblocking(False)
 
+    def close(self) -> None:
+        self.wake.close()
+        self.woken.close()
+
     def look(self) -> bool:
         """Gives up if there is a reason to. Returns whether it is worth looking again."""
         cause = self.cause_of_death() or self.cause_to_give_up()
@@ -115,7 +122,8 @@ class Watch:
         return not cause
 
     def give_up(self, cause: str) -> None:
-        """Ends the ranks, and with them all calls that wait for them."""
+        """Ends the processes that rank 0 has started, and NCCL's calls. Of ranks elsewhere, gloo's
+        calls end by themselves, a little later."""
         self.end = self.end or cause
         for child in self.children:
             child.process.kill()
@@ -142,7 +150,8 @@ class Watch:
         silent = f"rank {self.silence.index(longest)} gives no sign of life"
         if longest > self.patience:
             return f"{silent} (rank_timeout={self.patience:g} seconds)"
-        self.num_interrupts += self.interrupts()
+        num_new = self.interrupts()  # meanwhile a step may set the number to 0
+        self.num_interrupts += num_new
         if self.num_interrupts > 1:
             why = f", while {silent}" if longest > 2 * SECONDS_BETWEEN_BEATS else ""
             return f"a step was interrupted twice{why}"

@@ -125,6 +125,7 @@ class AsyncLLM(Backend):
                     self._step()
         except BaseException as error:
             logger.exception("the engine's thread has died")
+            self._report_what_is_whole()
             name = type(error).__name__
             self._tell(self._end, f"the engine has stopped ({name}); the server's log says more")
         finally:
@@ -175,6 +176,14 @@ class AsyncLLM(Backend):
             self.llm.replies.catch_up()
         if is_last or not self.is_late:
             self._report(failure)
+
+    def _report_what_is_whole(self) -> None:
+        """Answers that were complete before the step that failed are still given."""
+        try:
+            self.llm.replies.catch_up()
+            self._report()
+        except Exception:
+            logger.exception("the last answers could not be made")
 
     def _report(self, failure: Exception | None = None) -> None:
         """Tells the loop what is new since the last call."""

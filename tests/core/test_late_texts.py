@@ -12,6 +12,7 @@ from fake_model import FakeRunner
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.frontend.text import Text
+from nanovllm.recovery import RankError
 from nanovllm.server.async_llm import AsyncLLM
 
 COMPUTE = 100  # the time that a step takes on the device ...
@@ -137,6 +138,39 @@ def test_a_server_makes_texts_while_the_device_computes(llm, is_asynchronous):
     again = LLM(runner=Device(), num_blocks=200, block_size=4, max_model_len=100)
     outputs = again.generate(PROMPTS, params(), use_tqdm=False)
     assert streamed == [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.mark.parametrize("is_asynchronous", [True, False])
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_an_answer_that_is_complete_is_given_although_the_engine_dies(
+    llm, is_asynchronous, is_streamed
+):
+    """The step that fails is the one in which its last text is made."""
+    llm.runner.is_asynchronous = is_asynchronous
+    launch, num_steps = llm.runner.launch, []
+
+    def dying(schedule):
+        num_steps.append(1)
+        if len(num_steps) == LENGTHS[0] + 1:
+            raise RankError("rank 1 has died")
+        return launch(schedule)
+
+    llm.runner.launch = dying
+
+    async def ends() -> dict[int, bool]:
+        engine = AsyncLLM(llm)
+        requests = [llm.inputs.request(*pair) for pair in zip(PROMPTS, params())]
+        call = engine.submit(requests, is_streamed)
+        ended = {}
+        while not call.is_over:
+            for news in await call.take():
+                if news.is_last:
+                    ended[news.index] = news.error is None
+        engine.close()
+        await engine.ended()
+        return ended
+
+    assert asyncio.run(ends()) == {0: True, 1: False, 2: False, 3: False, 4: False}
 
 
 def test_a_stop_string_is_not_late(llm):

@@ -542,7 +542,7 @@ def test_serving_launches_nothing_that_is_not_warm(path, monkeypatch):
             if name.endswith("_kernel"):
                 monkeypatch.setattr(module, name, Noted(name, kernel, launched))
     llm = LLM(
-        path, dtype="float32", attention_backend="triton", max_num_seqs=16, num_blocks=400, block_size=4,
+        path, dtype="float16", attention_backend="triton", max_num_seqs=16, num_blocks=400, block_size=4,
         max_num_batched_tokens=300, max_model_len=256,
     )  # fmt: skip
     monkeypatch.setattr(torch, "empty", torch.zeros)  # what a kernel does not write is zero
@@ -555,14 +555,21 @@ def test_serving_launches_nothing_that_is_not_warm(path, monkeypatch):
     warm = set(launched)
     launched.clear()
     prompts = [[i] * (18 * i + 1) for i in range(6)]
-    params = [SamplingParams(n=1 + i % 2, seed=i, max_tokens=2 + 3 * (i % 3)) for i in range(6)]
+    filters = [{}, {"top_k": 20, "top_p": 0.95}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}]
+    filters.append({"repetition_penalty": 1.1})
+    params = [
+        SamplingParams(n=1 + i % 2, seed=i, max_tokens=2 + 3 * (i % 3), **filters[i])
+        for i in range(6)
+    ]
     llm.generate(prompts, params, use_tqdm=False)
+    for prompt, alone in zip(prompts, params):  # a filter of one row is not that of all
+        llm.generate([prompt], alone, use_tqdm=False)
     assert launched and launched <= warm, launched - warm
-    assert len({constants for name, constants in warm if name == "attention_kernel"}) == 3
+    assert len({constants for name, constants, _ in warm if name == "attention_kernel"}) == 3
 
 
 class Noted:
-    """A kernel that does not run, but notes what would be compiled: its name and its constants."""
+    """A kernel that does not run, but notes what would be compiled: its name, its constants, its tensors' dtypes."""
 
     def __init__(self, name, kernel, launched):
         self.name, self.kernel, self.launched = name, kernel, launched
@@ -575,6 +582,7 @@ class Noted:
             constants = [a for a, constant in zip(args, is_constant) if constant] + sorted(
                 options.items()
             )
-            self.launched.add((self.name, str(constants)))
+            dtypes = [str(a.dtype) for a in args if isinstance(a, torch.Tensor)]
+            self.launched.add((self.name, str(constants), str(dtypes)))
 
         return launch

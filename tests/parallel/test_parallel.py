@@ -190,6 +190,40 @@ def test_the_second_ctrl_c_ends_a_step_that_hangs():
 
 
 @pytest.mark.slow
+def test_closing_with_a_rank_that_hangs():
+    """A Ctrl-C in the middle leaves no process, and nothing that waits."""
+    llm = LLM(tensor_parallel_size=2, num_blocks=64, rank_timeout=20)
+    (pid,) = pids(llm)
+    os.kill(pid, signal.SIGSTOP)
+    interrupt()
+    with pytest.raises(KeyboardInterrupt):
+        llm.close()
+    llm.close()
+    wait_until_gone([pid])
+    del llm  # its finalizers wait for nothing
+
+
+@pytest.mark.slow
+def test_a_rank_that_cannot_connect_says_why(tmp_path, monkeypatch):
+    """Between the meeting of all ranks and the first collective, where rank 0 waits for its address."""
+    fail = """
+import os
+if "FAILS" in os.environ:
+    from nanovllm.parallel.ranks import Group
+
+    def fail(*_):
+        raise RuntimeError("there is no such interface")
+
+    Group._gloo = fail
+"""
+    (tmp_path / "sitecustomize.py").write_text(fail)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.setenv("FAILS", "1")
+    with pytest.raises(RankError, match="(?s)rank 1 has died: .*there is no such interface"):
+        LLM(tensor_parallel_size=2, num_blocks=64, rank_timeout=2)
+
+
+@pytest.mark.slow
 def test_a_rank_that_is_stopped_while_it_loads(tmp_path):
     """Its own module at Python's start stops it."""
     stop = (
@@ -206,9 +240,11 @@ def test_a_rank_that_is_stopped_while_it_loads(tmp_path):
             LLM(tensor_parallel_size=2, num_blocks=64, rank_timeout=1)
 
 
-@pytest.mark.parametrize("wrong", [0, -1.0, float("nan"), "60", None, True])
+@pytest.mark.parametrize("wrong", [0, 0.5, -1.0, float("nan"), "60", None, True])
 def test_a_timeout_is_a_positive_number(wrong):
-    with pytest.raises(ValueError, match="rank_timeout=.* is not allowed: .*a positive number"):
+    with pytest.raises(
+        ValueError, match="rank_timeout=.* is not allowed: .*a number of seconds, at least 1"
+    ):
         LLM(tensor_parallel_size=2, rank_timeout=wrong)
 
 
@@ -230,7 +266,8 @@ def test_an_error_that_follows_an_abort_is_not_the_cause():
         while not group.watch.end:
             time.sleep(0.01)
         raise RuntimeError("CUDA error: an illegal state")
-    with pytest.raises(RuntimeError, match="its own"), ranks.start({}, 1, 60).watch.step():
+    alone = ranks.start({}, size=1, patience=60)
+    with pytest.raises(RuntimeError, match="its own"), alone.watch.step():
         raise RuntimeError("its own")
 
 

@@ -32,7 +32,7 @@ class ThreadGroup:
         self.shared = shared
         self.rank = rank
         self.size = len(shared.values)
-        self.watch = Watch(dist.HashStore(), self.size, patience=60)  # nobody looks
+        self.watch = Watch(dist.HashStore(), self.size, patience=60)  # without a thread that looks
         self.num_gathered = 0
         self.num_added = 0
 
@@ -110,6 +110,7 @@ class Threads:
 
     def __exit__(self, *_) -> None:
         end_steps(self.leader.group)
+        self.leader.group.watch.close()
         for thread in self.others:
             thread.join(60)
             assert not thread.is_alive()

@@ -90,7 +90,7 @@ def work_as_floor(port: int | None, num_calls: int = 300) -> None:
     import torch.distributed as dist
 
     from nanovllm.parallel.ranks import Group
-    from nanovllm.parallel.runner import FIRST_BYTES
+    from nanovllm.parallel.runner import FIRST
 
     if port is None:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -109,7 +109,7 @@ def work_as_floor(port: int | None, num_calls: int = 300) -> None:
         report[name] = times.median()
     times = Times(group, "tell")
     for _ in range(num_calls):
-        group.tell(torch.zeros(FIRST_BYTES, dtype=torch.uint8))
+        group.tell(torch.zeros(FIRST, dtype=torch.int64))
         group.add_up(torch.zeros(1))  # so that messages do not queue up
     report["tell_us"] = times.median()
     if port is None:
