@@ -192,7 +192,7 @@ def test_the_second_ctrl_c_ends_a_step_that_hangs():
 @pytest.mark.slow
 def test_closing_with_a_rank_that_hangs():
     """A Ctrl-C in the middle leaves no process, and nothing that waits."""
-    llm = LLM(tensor_parallel_size=2, num_blocks=64, rank_timeout=20)
+    llm = LLM(tensor_parallel_size=2, num_blocks=64, rank_timeout=2)
     (pid,) = pids(llm)
     os.kill(pid, signal.SIGSTOP)
     interrupt()

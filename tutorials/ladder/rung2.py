@@ -1,32 +1,41 @@
-"""Rung 2: keys and values are kept. A step computes one token, and looks up the others."""
+"""Rung 2: keys and values are kept. A step computes the new tokens only, and looks up the others."""
 
 import torch
 
 from tutorials.ladder.qwen3 import attention
 
 
+class Sequence:
+    def __init__(self, request):
+        self.request = request
+        self.ids = list(request.prompt)
+        self.length = len(request.prompt) + request.max_tokens  # in the end
+        self.computed = 0  # tokens whose keys and values are in the cache
+
+
 def generate(model, requests, report):
-    return [answer(model, request, report) for request in requests]
+    sequences = [Sequence(request) for request in requests]
+    for seq in sequences:
+        cache = torch.zeros(2, len(model.layers), seq.length, model.kv_heads, model.dim)
+        while len(seq.ids) < seq.length:
+            tokens = step(model, cache, seq)
+            report(tokens=tokens, held=seq.length, used=seq.computed)
+    return [seq.ids[len(seq.request.prompt) :] for seq in sequences]
 
 
-def answer(model, request, report):
-    ids = list(request.prompt)
-    longest = len(ids) + request.max_tokens
-    cache = torch.zeros(2, len(model.layers), longest, model.kv_heads, model.dim)
-    computed = 0
-    for _ in range(request.max_tokens):
-        new = ids[computed:]
-        positions = torch.arange(computed, len(ids))
+def step(model, cache, seq):
+    """Computes all that the sequence lacks. It gets a token."""
+    ids = seq.ids[seq.computed :]
+    position = torch.arange(seq.computed, len(seq.ids))
 
-        def attend(layer, q, k, v):
-            keys, values = cache[:, layer]
-            keys[positions] = k
-            values[positions] = v
-            sees = torch.arange(len(ids)) <= positions[:, None]
-            return attention(q, keys[: len(ids)], values[: len(ids)], sees)
+    def attend(layer, q, k, v):
+        keys, values = cache[:, layer, : len(seq.ids)]
+        keys[position] = k
+        values[position] = v
+        sees = torch.arange(len(seq.ids)) <= position[:, None]
+        return attention(q, keys, values, sees)
 
-        logits = model.logits(torch.tensor(new), positions, attend)
-        computed = len(ids)
-        ids.append(int(logits[-1].argmax()))
-        report(tokens=len(new), held=longest, used=computed)
-    return ids[len(request.prompt) :]
+    logits = model.logits(torch.tensor(ids), position, attend)
+    seq.computed = len(seq.ids)
+    seq.ids.append(int(logits[-1].argmax()))
+    return len(ids)

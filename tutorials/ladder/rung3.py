@@ -1,4 +1,4 @@
-"""Rung 3: several requests in one batch, padded to the longest. It starts together and ends together."""
+"""Rung 3: several sequences in one batch, padded to the longest. It starts together and ends together."""
 
 import torch
 
@@ -7,35 +7,45 @@ from tutorials.ladder.qwen3 import attention
 SEATS = 8
 
 
+class Sequence:
+    def __init__(self, request):
+        self.request = request
+        self.ids = list(request.prompt)
+        self.length = len(request.prompt) + request.max_tokens  # in the end
+        self.computed = 0  # tokens whose keys and values are in the cache
+
+
 def generate(model, requests, report):
-    batches = [requests[i : i + SEATS] for i in range(0, len(requests), SEATS)]
-    return [ids for batch in batches for ids in answers(model, batch, report)]
+    sequences = [Sequence(request) for request in requests]
+    for i in range(0, len(sequences), SEATS):
+        running = sequences[i : i + SEATS]
+        steps = max(seq.request.max_tokens for seq in running)
+        longest = max(len(seq.ids) for seq in running) + steps
+        cache = torch.zeros(2, len(model.layers), len(running), longest, model.kv_heads, model.dim)
+        for _ in range(steps):
+            tokens = step(model, cache, running)
+            held = len(running) * longest
+            report(tokens=tokens, held=held, used=sum(seq.computed for seq in running))
+    return [seq.ids[len(seq.request.prompt) : seq.length] for seq in sequences]
 
 
-def answers(model, batch, report):
-    ids = [list(request.prompt) for request in batch]
-    steps = max(request.max_tokens for request in batch)
-    longest = max(map(len, ids)) + steps
-    cache = torch.zeros(2, len(model.layers), len(batch), longest, model.kv_heads, model.dim)
-    rows = torch.arange(len(batch))[:, None]
-    computed = torch.zeros(len(batch), dtype=torch.int64)
-    for _ in range(steps):
-        new = [row[start:] for row, start in zip(ids, computed)]
-        width = max(map(len, new))
-        padded = torch.tensor([row + [0] * (width - len(row)) for row in new])
-        positions = computed[:, None] + torch.arange(width)
+def step(model, cache, running):
+    """Computes all that the sequences lack, in a rectangle. Each gets a token, wanted or not."""
+    new = [seq.ids[seq.computed :] for seq in running]
+    width = max(len(ids) for ids in new)
+    padded = torch.tensor([ids + [0] * (width - len(ids)) for ids in new])
+    positions = torch.tensor([seq.computed for seq in running])[:, None] + torch.arange(width)
+    rows = torch.arange(len(running))[:, None]
 
-        def attend(layer, q, k, v):
-            keys, values = cache[:, layer]
-            keys[rows, positions] = k
-            values[rows, positions] = v
-            sees = torch.arange(longest) <= positions[..., None]
-            return attention(q, keys, values, sees[:, None])
+    def attend(layer, q, k, v):
+        keys, values = cache[:, layer]
+        keys[rows, positions] = k
+        values[rows, positions] = v
+        sees = torch.arange(keys.shape[1]) <= positions[..., None]
+        return attention(q, keys, values, sees[:, None])
 
-        logits = model.logits(padded, positions, attend)
-        computed = torch.tensor([len(row) for row in ids])
-        for i, row in enumerate(ids):
-            row.append(int(logits[i, len(new[i]) - 1].argmax()))
-        report(tokens=padded.numel(), held=len(batch) * longest, used=int(computed.sum()))
-    ends = [len(request.prompt) + request.max_tokens for request in batch]
-    return [row[len(r.prompt) : end] for row, r, end in zip(ids, batch, ends)]
+    logits = model.logits(padded, positions, attend)
+    for seq, ids, row in zip(running, new, logits):
+        seq.computed = len(seq.ids)
+        seq.ids.append(int(row[len(ids) - 1].argmax()))
+    return padded.numel()
