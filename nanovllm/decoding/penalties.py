@@ -20,7 +20,7 @@ class Adjustments:
 
     biases: Tensor  # [N, 3] fp64: row, token id, bias
     penalties: Tensor  # [B, 3] fp64: repetition, frequency, presence
-    num_tokens: Tensor  # [B] int64: how many of the M are a row's
+    num_tokens: Tensor  # [B] int64: how many of the M tokens are a row's
     tokens: Tensor  # [M, 2] int32: a token id, and how often the row's output has it
 
 
@@ -52,6 +52,8 @@ def adjusted_logits(logits: Tensor, seqs: list[Sequence]) -> Tensor:
     if not any(seq.request.is_adjusted for seq in seqs):
         return logits
     adjustments = adjustments_of(seqs)
+    if not len(adjustments.biases) + len(adjustments.tokens):  # min_tokens are reached
+        return logits
     moved = move(tensors_of(adjustments), logits.device)
     return adjusted(logits, with_tensors(adjustments, moved))
 

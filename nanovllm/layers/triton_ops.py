@@ -269,8 +269,8 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 def cutoff(logits: Tensor, sampling: Sampling) -> Tensor:
     """See sampler.cutoff, which sorts a row, and waits for the device, unless top_k is small."""
-    is_open = not sampling.all_have_top_k
-    if not is_open or sampling.min_p is sampling.top_p is sampling.top_k is None:
+    has_filter = not sampling.min_p is sampling.top_p is sampling.top_k is None
+    if sampling.all_have_top_k or not has_filter:
         return sampler.cutoff(logits, sampling)[0].float()
     num_rows, vocab_size = logits.shape
     top_p = torch.ones_like(sampling.temperature) if sampling.top_p is None else sampling.top_p

@@ -16,6 +16,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import engine_fuzz
 import pytest
 from fake_model import FakeRunner
 
@@ -500,6 +501,13 @@ def test_ctrl_c_by_a_real_signal(expected):
         signal.signal(signal.SIGALRM, before)
         gc.enable()
     assert count["interrupts"] == most
+
+
+@pytest.mark.slow
+def test_random_lives():
+    """Two thousand steps of them; engine_fuzz.py by itself does more."""
+    counts = engine_fuzz.run(steps=2000, seed=7)
+    assert counts["right"] > 100 and counts["faults"] > 10 and counts["interrupts"] > 10, counts
 
 
 # --- schedulers that are half right ---

@@ -244,6 +244,16 @@ def test_a_step_counts_new_tokens_only(options):
     assert num_calls[0] == num_calls[1] < 60
 
 
+def test_logits_without_a_change_are_not_copied():
+    """Once min_tokens are reached, a step costs what it costs without them."""
+    params = SamplingParams(min_tokens=1, stop_token_ids=[STOP])
+    (seq,) = Request("", None, [1, 2], params).sequences
+    logits = torch.zeros(1, 160)
+    assert adjusted_logits(logits, [seq])[0, STOP] == -math.inf
+    seq.token_ids.append(5)
+    assert adjusted_logits(logits, [seq]) is logits
+
+
 def test_the_neighbors_of_a_penalized_request_draw_the_same(path):
     llm = LLM(path, dtype="float32", num_blocks=100, block_size=4)
     params = SamplingParams(seed=5, max_tokens=9, top_p=0.9, logprobs=2)

@@ -17,6 +17,7 @@ import torch
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import EMBEDDED_MODEL
 from tutorials.ladder.qwen3 import Qwen3
+from tutorials.ladder.rung3 import SEATS
 from tutorials.performance.report import aligned
 
 BOOK = "phone book:\nAda 1234\nBen 5678\nCora 9012\nDaria 3456\n"
@@ -26,7 +27,6 @@ QUESTIONS = {  # and how many tokens of the answer are wanted
     BOOK + "what is the number of Cora?": 3,
     "is 97 prime?": 5,
 }
-SEATS = 8
 
 
 class Request(NamedTuple):

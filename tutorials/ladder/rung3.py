@@ -3,16 +3,9 @@
 import torch
 
 from tutorials.ladder.qwen3 import attention
+from tutorials.ladder.rung2 import Sequence
 
 SEATS = 8
-
-
-class Sequence:
-    def __init__(self, request):
-        self.request = request
-        self.ids = list(request.prompt)
-        self.length = len(request.prompt) + request.max_tokens  # in the end
-        self.computed = 0  # tokens whose keys and values are in the cache
 
 
 def generate(model, requests, report):

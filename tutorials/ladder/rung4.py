@@ -3,16 +3,8 @@
 import torch
 
 from tutorials.ladder.qwen3 import attention
-
-SEATS = 8
-
-
-class Sequence:
-    def __init__(self, request):
-        self.request = request
-        self.ids = list(request.prompt)
-        self.length = len(request.prompt) + request.max_tokens  # in the end
-        self.computed = 0  # tokens whose keys and values are in the cache
+from tutorials.ladder.rung2 import Sequence
+from tutorials.ladder.rung3 import SEATS
 
 
 def generate(model, requests, report):

@@ -3,8 +3,8 @@
 import torch
 
 from tutorials.ladder.qwen3 import attention
+from tutorials.ladder.rung3 import SEATS
 
-SEATS = 8
 BLOCK_SIZE = 16
 NUM_BLOCKS = 64
 

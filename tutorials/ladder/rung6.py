@@ -3,7 +3,8 @@
 import torch
 
 from tutorials.ladder.qwen3 import attention
-from tutorials.ladder.rung5 import BLOCK_SIZE, NUM_BLOCKS, SEATS, Sequence, grow
+from tutorials.ladder.rung3 import SEATS
+from tutorials.ladder.rung5 import BLOCK_SIZE, NUM_BLOCKS, Sequence, grow
 
 BUDGET = 64  # tokens per step
 
