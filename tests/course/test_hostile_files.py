@@ -421,8 +421,8 @@ def test_nothing_of_a_secret_load_is_shown(graded, case):
 
 # --- an account of their own ---
 
-# nobody's: not one that runs something on this machine
-UID = 54_321
+# a user without a name; another for each worker, since two runs of the tests may share a machine
+UID = 50_000 + os.getpid() % 10_000
 for_root = pytest.mark.skipif(
     sys.platform != "linux" or os.getuid() != 0, reason="only root can run a file as another user"
 )
