@@ -77,10 +77,10 @@ class Config(Options):
         "auto",
         "What computes attention and the small layers. Triton needs CUDA, or TRITON_INTERPRET=1"
         ' on any device; "auto" uses Triton on CUDA. With "vattention", memory is mapped so '
-        "that attention needs no block tables (chapter 17); it needs Linux.",
+        "that attention needs no block tables (chapter 20); it needs Linux.",
     )
     tensor_parallel_size: int = option(
-        1, "Over how many ranks each layer is split: processes with a device each, see chapter 15."
+        1, "Over how many ranks each layer is split: processes with a device each, see chapter 18."
     )
     rank_timeout: float = option(
         60.0, "Seconds after which a rank that gives no sign of life is given up."

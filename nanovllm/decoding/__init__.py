@@ -1,4 +1,4 @@
 """Decoding beyond one plain sequence: samples, beams, penalties, prompt log-probabilities.
 
-Chapters: 11_decoding.
+Chapters: 13_samples.
 """

@@ -1,4 +1,4 @@
 """The machine: device, dtype and backend, memory, CUDA graphs, threads.
 
-Chapters: 06_model_runner.
+Chapters: 07_step.
 """

@@ -1,4 +1,4 @@
 """Text in and out: prompts, tokens to text, stop strings, outputs, streams.
 
-Chapters: 08_engine.
+Chapters: 09_engine.
 """

@@ -1,4 +1,4 @@
 """Tensor parallelism: ranks that share each layer.
 
-Chapters: 15_parallel.
+Chapters: 18_parallel.
 """

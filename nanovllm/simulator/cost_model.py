@@ -1,6 +1,6 @@
 """The cost model: the bytes and FLOPs of a step, and the least time that a machine needs for them.
 
-Plain numbers; imports no torch. The benchmark, the simulator and chapters 00 and 10 share it. The
+Plain numbers; imports no torch. The benchmark, the simulator and chapters 00 and 12 share it. The
 floor of a step is the larger of two times: its bytes divided by the memory bandwidth, and its FLOPs
 divided by the rate of arithmetic. Bytes are the weights once, the keys and values of every context
 once, and those of new tokens; FLOPs are those of the matrix products. The floor leaves out
@@ -247,7 +247,7 @@ class Machine:
         return max(reading, computing) + overhead + self.link_seconds(shape, items, num_ranks)
 
     def link_seconds(self, shape: Shape, items: Items, num_ranks: int) -> float:
-        """Two all-reduces per layer, of a number per token and hidden size (chapter 15)."""
+        """Two all-reduces per layer, of a number per token and hidden size (chapter 18)."""
         if num_ranks == 1:
             return 0.0
         num_bytes = sum(num_tokens for num_tokens, _ in items) * shape.hidden * shape.itemsize

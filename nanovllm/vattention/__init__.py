@@ -1,4 +1,4 @@
 """vAttention: the processor's page table in place of block tables.
 
-Chapters: 17_vattention.
+Chapters: 20_vattention.
 """

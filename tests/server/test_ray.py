@@ -321,7 +321,7 @@ def test_replicas_and_then_a_cluster(tmp_path):
 
 
 def on_a_cluster(served):
-    """The config file of chapter 16: the server is a deployment behind Ray's proxy, a replica has two ranks, and
+    """The config file of chapter 19: the server is a deployment behind Ray's proxy, a replica has two ranks, and
     under load there is a second replica."""
     body = {"prompt": PROMPTS, "temperature": 0, "max_tokens": 12}
     texts = [choice["text"] for choice in served.post(body).json()["choices"]]

@@ -30,8 +30,8 @@ SOURCES = [
     ROOT / "example.py",
 ]
 LONG = (
-    *("03_scheduler", "09_kernels", "10_performance"),
-    *("12_simulator", "13_policies", "14_serving", "15_parallel"),
+    *("03_scheduler", "10_kernels", "12_performance"),
+    *("14_simulator", "16_policies", "17_serving", "18_parallel"),
 )
 
 

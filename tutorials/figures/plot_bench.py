@@ -107,7 +107,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("files", nargs="*", type=Path, help="default: those of chapter 10")
+    parser.add_argument("files", nargs="*", type=Path, help="default: those of chapter 12")
     for path in parser.parse_args().files or [RESULTS / f"{name}.json" for name in PICTURED]:
         plot(path)
 

@@ -1,4 +1,4 @@
-"""Draws the ranks of chapter 15: which part of a layer each has, and what two of them do in a step.
+"""Draws the ranks of chapter 18: which part of a layer each has, and what two of them do in a step.
 
     python -m tutorials.figures.plot_parallel
 

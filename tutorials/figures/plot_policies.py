@@ -3,7 +3,7 @@ policies.
 
     python -m tutorials.figures.plot_policies
 
-Writes policies_clock.png (chapter 12) and policies.png (chapter 13) next to this script. Needs
+Writes policies_clock.png (chapter 14) and policies.png (chapter 16) next to this script. Needs
 matplotlib, no torch.
 """
 
@@ -21,7 +21,7 @@ from tutorials.simulation.plots import gantt
 
 HERE = Path(__file__).resolve().parent
 
-# --- the policies and the eight requests of chapter 13 ---
+# --- the policies and the eight requests of chapter 16 ---
 
 
 class ShortestFirst(Scheduler):

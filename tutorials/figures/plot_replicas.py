@@ -1,4 +1,4 @@
-"""Draws the replicas of chapter 16: what splitting a model wins and costs, what routers find, and how
+"""Draws the replicas of chapter 19: what splitting a model wins and costs, what routers find, and how
 far a router should follow a prefix.
 
     python -m tutorials.figures.plot_replicas          # reads tutorials/results/replicas.json

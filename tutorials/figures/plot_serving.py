@@ -1,4 +1,4 @@
-"""Draws the server of chapter 14: what its two threads do during a few steps, and how long the first
+"""Draws the server of chapter 17: what its two threads do during a few steps, and how long the first
 token takes under load.
 
     python -m tutorials.figures.plot_serving

@@ -1,4 +1,4 @@
-"""Draws chapter 17: block tables with a gather beside rows with mapped pages, and what the parts of a
+"""Draws chapter 20: block tables with a gather beside rows with mapped pages, and what the parts of a
 decode step take.
 
     python -m tutorials.figures.plot_vattention    # reads tutorials/results/cpu_vattention.json

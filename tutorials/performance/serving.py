@@ -1,4 +1,4 @@
-"""Servers under load: ours, the naive one of chapter 14, and any that has OpenAI's API.
+"""Servers under load: ours, the naive one of chapter 17, and any that has OpenAI's API.
 
     python -m tutorials.performance.serving --json tutorials/results/cpu_serving.json
     python -m tutorials.performance.serving --url vllm=http://127.0.0.1:8001

@@ -1,4 +1,4 @@
-"""Writes the tables of README, chapters 00, 10, 12 and 14 to 17 and the handouts from the files beside it:
+"""Writes the tables of README, chapters 00, 12, 14 and 17 to 20 and the handouts from the files beside it:
 nobody types a number.
 
     python -m tutorials.results.tables
@@ -30,12 +30,12 @@ RESULTS = ROOT / "tutorials" / "results"
 PAGES = [
     ROOT / "README.md",
     ROOT / "tutorials" / "00_overview.md",
-    ROOT / "tutorials" / "10_performance.md",
-    ROOT / "tutorials" / "12_simulator.md",
-    ROOT / "tutorials" / "14_serving.md",
-    ROOT / "tutorials" / "15_parallel.md",
-    ROOT / "tutorials" / "16_beyond.md",
-    ROOT / "tutorials" / "17_vattention.md",
+    ROOT / "tutorials" / "12_performance.md",
+    ROOT / "tutorials" / "14_simulator.md",
+    ROOT / "tutorials" / "17_serving.md",
+    ROOT / "tutorials" / "18_parallel.md",
+    ROOT / "tutorials" / "19_replicas.md",
+    ROOT / "tutorials" / "20_vattention.md",
     *sorted((ROOT / "tutorials" / "assignments").glob("*/README.md")),
 ]
 MARK = re.compile(
@@ -91,14 +91,14 @@ def speed_cells(engine: dict) -> list[str]:
 
 
 def engines(reports: list[dict], links: list[str]) -> str:
-    """For chapter 10: what bench.py printed."""
+    """For chapter 12: what bench.py printed."""
     (report,), (link,) = reports, links
     header = f"[{Path(link).name}]({link}), commit {report['commit']}:"
     return f"{header}\n\n```text\n{conditions(report)}\n\n{engines_table(report)}\n```"
 
 
 def settings(reports: list[dict], links: list[str]) -> str:
-    """For chapter 10: the same comparison with another dtype, instruction set, or company."""
+    """For chapter 12: the same comparison with another dtype, instruction set, or company."""
     rows = [["", "nanovllm: tokens/s", "beside transformers", "beside vLLM"]]
     for report, link in zip(reports, links):
         name = MODELS.get(report["model"], report["model"])
@@ -113,7 +113,7 @@ def settings(reports: list[dict], links: list[str]) -> str:
 
 
 def recovery(reports: list[dict], links: list[str]) -> str:
-    """For chapter 10: preemption of a request with 1,000 tokens, of two models."""
+    """For chapter 12: preemption of a request with 1,000 tokens, of two models."""
     header, lines = ["tokens per block"], []
     for report, link in zip(reports, links):
         name = MODELS.get(report["model"], report["model"])
@@ -136,7 +136,7 @@ def recovery(reports: list[dict], links: list[str]) -> str:
 
 
 def threads(reports: list[dict], links: list[str]) -> str:
-    """For chapter 10: output tokens per second of the embedded model, quiet and busy."""
+    """For chapter 12: output tokens per second of the embedded model, quiet and busy."""
     (report,), (link,) = reports, links
     about = (
         f"Embedded model, {report['device']}, commit {report['commit']} ([all numbers]({link})):"
@@ -151,7 +151,7 @@ def threads(reports: list[dict], links: list[str]) -> str:
 
 
 def host(reports: list[dict], links: list[str]) -> str:
-    """For chapter 10: CPU time of the host's part of a decode step, by commit, and its phases
+    """For chapter 12: CPU time of the host's part of a decode step, by commit, and its phases
     now."""
     (report,), (link,) = reports, links
     names = [name for name in report["host"] if name != "this"]
@@ -166,7 +166,7 @@ def host(reports: list[dict], links: list[str]) -> str:
 
 
 def queue(reports: list[dict], links: list[str]) -> str:
-    """For chapter 10: what a step, an abort and a failed step take while requests wait."""
+    """For chapter 12: what a step, an abort and a failed step take while requests wait."""
     (report,), _ = reports, links
     names = list(next(iter(report["queue"].values())))
     rows = [["requests that wait", *names]]
@@ -176,7 +176,7 @@ def queue(reports: list[dict], links: list[str]) -> str:
 
 
 def error(reports: list[dict], links: list[str]) -> str:
-    """For chapter 12: real runs and the simulator, side by side."""
+    """For chapter 14: real runs and the simulator, side by side."""
     (report,), (link,) = reports, links
     times = f"each workload {report['repeat']} times in reality, the median counts"
     header = f"Embedded model in float32, {report['device']}, commit {report['commit']}; {times} ([all numbers]({link})):"
@@ -187,7 +187,7 @@ def error(reports: list[dict], links: list[str]) -> str:
 
 
 def sustained(reports: list[dict], links: list[str]) -> str:
-    """For chapter 12: the request rates of figure 12, ours and the paper's."""
+    """For chapter 14: the request rates of figure 12, ours and the paper's."""
     (report,), (link,) = reports, links
     lines = [f"Commit {report['commit']} ([all numbers]({link})):"]
     for name, systems in report["figure12"].items():
@@ -198,7 +198,7 @@ def sustained(reports: list[dict], links: list[str]) -> str:
 
 
 def ablations(reports: list[dict], links: list[str]) -> str:
-    """For chapter 12: what single parts of the scheduler are worth, on the loads on which it
+    """For chapter 14: what single parts of the scheduler are worth, on the loads on which it
     shows."""
     (report,), (link,) = reports, links
     shown = (
@@ -215,7 +215,7 @@ def ablations(reports: list[dict], links: list[str]) -> str:
 
 
 def simulator_speed(reports: list[dict], links: list[str]) -> str:
-    """For chapter 12: how long the whole Azure trace takes."""
+    """For chapter 14: how long the whole Azure trace takes."""
     (report,), (link,) = reports, links
     about = f"{report['device']}, commit {report['commit']} ([all numbers]({link})):"
     rows = [
@@ -246,7 +246,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def eight_clients(reports: list[dict], links: list[str]) -> str:
-    """For chapter 14: when each of eight clients sees its first text."""
+    """For chapter 17: when each of eight clients sees its first text."""
     (report,), (link,) = reports, links
     about = (
         f"Embedded model, {report['tokens']} tokens per answer, {report['device']}, "
@@ -262,7 +262,7 @@ def eight_clients(reports: list[dict], links: list[str]) -> str:
 
 
 def under_load(reports: list[dict], links: list[str]) -> str:
-    """For chapter 14: latency at rising rates."""
+    """For chapter 17: latency at rising rates."""
     (report,), (link,) = reports, links
     about = f"{report['device']}, commit {report['commit']}, medians of {report['repeat']} rounds"
     header = ["requests per second", "server", "TTFT p50 (ms)", "p99"]
@@ -282,7 +282,7 @@ def under_load(reports: list[dict], links: list[str]) -> str:
 
 
 def event_loop(reports: list[dict], links: list[str]) -> str:
-    """For chapter 14: how late the event loop is, and what of it is its own work."""
+    """For chapter 17: how late the event loop is, and what of it is its own work."""
     (report,), _ = reports, links
     header = ["requests per second", "loop late: p99 (ms)", "most"]
     rows = [[*header, "idle process late: p99", "most", "loop busy: p99", "most"]]
@@ -297,7 +297,7 @@ def event_loop(reports: list[dict], links: list[str]) -> str:
 
 
 def overloaded(reports: list[dict], links: list[str]) -> str:
-    """For chapter 14: a queue without a bound, and with one."""
+    """For chapter 17: a queue without a bound, and with one."""
     (report,), _ = reports, links
     run = report["overload"]
     rate = f"{run['rate']:g} requests per second"
@@ -312,7 +312,7 @@ def overloaded(reports: list[dict], links: list[str]) -> str:
 
 
 def streams_beside_generate(reports: list[dict], links: list[str]) -> str:
-    """For chapter 14: 64 requests at once, through servers and without one."""
+    """For chapter 17: 64 requests at once, through servers and without one."""
     rows = [["64 requests at once", "tokens/s", "of generate's"]]
     for report in reports:
         for name, numbers in report["together"].items():
@@ -324,7 +324,7 @@ def streams_beside_generate(reports: list[dict], links: list[str]) -> str:
 
 
 def ranks(reports: list[dict], links: list[str]) -> str:
-    """For chapter 15: two ranks beside one, and what they say to each other."""
+    """For chapter 18: two ranks beside one, and what they say to each other."""
     (report,), (link,) = reports, links
     about = (
         f"Embedded model, prompts of {report['prompt']} tokens, {report['tokens']} tokens per answer, "
@@ -357,7 +357,7 @@ LINK_NAMES = {"nvlink": "NVLink", "pcie": "PCIe", "network": "network"}
 
 
 def split(reports: list[dict], links: list[str]) -> str:
-    """For chapter 16: Qwen3-32B on one to eight devices, one user alone and as many as possible."""
+    """For chapter 19: Qwen3-32B on one to eight devices, one user alone and as many as possible."""
     (report,), (link,) = reports, links
     rows = [
         [
@@ -380,7 +380,7 @@ def split(reports: list[dict], links: list[str]) -> str:
 
 
 def copies(reports: list[dict], links: list[str]) -> str:
-    """For chapter 16: sixteen devices as many small replicas or few large ones."""
+    """For chapter 19: sixteen devices as many small replicas or few large ones."""
     (report,), _ = reports, links
     rows = [["requests/s", "replicas", "H100s of each", "TTFT p50 (ms)", "p99", *TPOT]]
     for name, one in report["shapes"].items():
@@ -396,7 +396,7 @@ def first_and_later(one: dict) -> list[str]:
 
 
 def routed(reports: list[dict], links: list[str]) -> str:
-    """For chapter 16: three loads and three routers, on four simulated replicas."""
+    """For chapter 19: three loads and three routers, on four simulated replicas."""
     (report,), (link,) = reports, links
     rows = [["load, router", "hits", "TTFT p50 (ms)", "p99", *TPOT]]
     for name, one in report["routers"].items():
@@ -405,7 +405,7 @@ def routed(reports: list[dict], links: list[str]) -> str:
 
 
 def bounds(reports: list[dict], links: list[str]) -> str:
-    """For chapter 16: how far a replica may be ahead of the others."""
+    """For chapter 19: how far a replica may be ahead of the others."""
     (report,), _ = reports, links
     rows = [["load, `most_ahead`", "hits", "TTFT p50 (ms)", "p99", "busiest of 4 serves"]]
     for name, one in report["bounds"].items():
@@ -418,7 +418,7 @@ def bounds(reports: list[dict], links: list[str]) -> str:
 
 
 def least_shares(reports: list[dict], links: list[str]) -> str:
-    """For chapter 16: how much of a prompt a replica must hold to be chosen for it."""
+    """For chapter 19: how much of a prompt a replica must hold to be chosen for it."""
     (report,), _ = reports, links
     head = ["load, `least_share`", "hits", "TTFT p50 (ms)", "p99", *TPOT, "busiest of 4 serves"]
     rows = [head]
@@ -430,7 +430,7 @@ def least_shares(reports: list[dict], links: list[str]) -> str:
 
 
 def real_replicas(reports: list[dict], links: list[str]) -> str:
-    """For chapter 16: two real replicas on a CPU."""
+    """For chapter 19: two real replicas on a CPU."""
     (report,), (link,) = reports, links
     about = (
         f"Embedded model, two replicas, {report['users']} users with {report['turns']} turns each, "
@@ -460,7 +460,7 @@ MANY_KEYS = {
 
 
 def vattention(reports: list[dict], links: list[str]) -> str:
-    """For chapter 17: the parts of decode steps that have many keys to read, and their memory."""
+    """For chapter 20: the parts of decode steps that have many keys to read, and their memory."""
     (report,), (link,) = reports, links
     about = f"{report['device']}, commit {report['commit']} ([all numbers]({link})):"
     header = ["sequences of tokens", "engine, tokens per block", "step", "attention"]
@@ -482,7 +482,7 @@ def vattention(reports: list[dict], links: list[str]) -> str:
 
 
 def pages(reports: list[dict], links: list[str]) -> str:
-    """For chapter 17: what pages waste, of chosen sizes and layouts."""
+    """For chapter 20: what pages waste, of chosen sizes and layouts."""
     (report,), (link,) = reports, links
     loads = list(report["pages"])
     about = f"{report['memory_bytes'] / 1e9:.0f} GB for the cache, commit {report['commit']}"

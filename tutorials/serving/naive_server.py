@@ -1,4 +1,4 @@
-"""The naive server of chapter 14: one request at a time, and no word before the answer is complete.
+"""The naive server of chapter 17: one request at a time, and no word before the answer is complete.
 
 python -m tutorials.serving.naive_server PORT
 """

@@ -1,4 +1,4 @@
-"""Several devices in the simulator: ranks, replicas and routers. The numbers of chapter 16.
+"""Several devices in the simulator: ranks, replicas and routers. The numbers of chapter 19.
 
     python -m tutorials.simulation.replicas --trace AzureLLMInferenceTrace_conv.csv \
         --json tutorials/results/replicas.json
