@@ -1,0 +1,44 @@
+"""What the tests of the book share: the chapters, and the parts of a chapter's text."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+TUTORIALS = ROOT / "tutorials"
+WORDS = {  # of a first reading: outside code, tables and second readings
+    **{"00_overview": 1200, "01_ladder": 2300, "02_blocks": 2200, "03_scheduler": 2100},
+    **{"04_preemption": 1700, "05_model": 1700, "06_attention": 1900, "07_step": 1500},
+    **{"08_sampler": 1900, "09_engine": 2200, "10_kernels": 2200, "11_graphs": 1300},
+    **{"12_performance": 1500, "13_samples": 1300},
+}
+# those that follow the contract have exercises; 14 to 20 are still to be rewritten
+CHAPTERS = [
+    path
+    for path in sorted(TUTORIALS.glob("[0-9]*.md"))
+    if (TUTORIALS / "exercises" / f"chapter{path.name[:2]}.py").exists()
+]
+FENCE = re.compile(r"^ *```.*?^ *```\n", re.MULTILINE | re.DOTALL)
+FOLDED = re.compile(r"<details>.*?</details>", re.DOTALL)
+SOLUTION = re.compile(r"^```python \(solution (\d\d\.\d)\)\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
+
+
+def first_reading(text: str) -> str:
+    """A chapter without what is folded."""
+    return FOLDED.sub("", text)
+
+
+def prose(text: str) -> str:
+    """What a reader reads word by word: no code, no output, no table, no address of a link."""
+    text = FENCE.sub("", first_reading(text))
+    text = re.sub(r"^\|.*\n", "", text, flags=re.MULTILINE)
+    text = re.sub(r"!\[[^]]*\]\([^)]*\)\n", "", text)
+    return re.sub(r"\]\([^)]*\)", "]", text)
+
+
+def num_words(text: str) -> int:
+    return len(prose(text).split())
+
+
+def solutions(chapter: Path) -> dict[str, str]:
+    """The code of the folded solutions, by the name of the exercise."""
+    return dict(SOLUTION.findall(chapter.read_text()))

@@ -1,0 +1,166 @@
+"""The chapters follow the contract: something runs at once, few words, two pictures, words explained before they are used.
+
+Run: pytest tests/tutorials/test_book.py [-k 02_blocks]
+"""
+
+import re
+
+import pytest
+from book import CHAPTERS, FENCE, ROOT, TUTORIALS, WORDS, first_reading, num_words, prose
+
+FIRST_BLOCK = re.compile(r"^```(?:python|bash)\n.*?^```\n\n?```text.*?\n(.*?)^```\n", re.M | re.S)
+GLOSSARY = re.compile(r"^\*\*(?P<terms>[^*]+)\*\* <a id=\"(?P<anchor>[a-z-]+)\"></a>", re.MULTILINE)
+VERSION = re.compile(r"\d+\.\d+|20\d\d")
+each_chapter = pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda path: path.stem)
+
+
+@each_chapter
+def test_something_runs_within_400_words_and_prints_a_number(chapter):
+    text = chapter.read_text()
+    block = FIRST_BLOCK.search(text)
+    assert block is not None, "no block with its output"
+    words = num_words(text[: block.start()])
+    assert words <= 400, f"{words} words before the first block that runs"
+    assert re.search(r"\d", block[1]), f"the first block prints no number: {block[1]}"
+
+
+@each_chapter
+def test_a_first_reading_has_as_many_words_as_the_table_allows(chapter):
+    words = num_words(chapter.read_text())
+    assert words <= WORDS[chapter.stem], f"{words} words"
+
+
+@each_chapter
+def test_two_pictures(chapter):
+    pictures = re.findall(r"!\[([^]]*)\]\(figures/", first_reading(chapter.read_text()))
+    assert len(pictures) >= 2, pictures
+    assert all(len(text.split()) > 4 for text in pictures), "a picture needs a text that says it"
+
+
+def sentences(text: str) -> list[str]:
+    return re.split(r"(?<=[.!?])\s+(?=[A-Z`*\[-])|\n\n", text)
+
+
+def unversioned(text: str) -> list[str]:
+    """Sentences that mention vLLM without a version, in sections whose heading has none."""
+    found = []
+    for section in re.split(r"^(?=#+ )", text, flags=re.MULTILINE):
+        heading = section.partition("\n")[0]
+        if not VERSION.search(heading):
+            found += [s for s in sentences(section) if "vLLM" in s and not VERSION.search(s)]
+    return found
+
+
+@each_chapter
+def test_what_is_said_of_vllm_has_a_version(chapter):
+    text = re.sub(r"\]\([^)]*\)", "]", FENCE.sub("", chapter.read_text()))
+    assert unversioned(text) == []
+
+
+def test_what_needs_a_version():
+    assert unversioned("# 01\nvLLM has one. It has two.\n") == ["# 01\nvLLM has one."]
+    assert unversioned("# vLLM 0.32\n- vLLM has one.\n\n# 01\nvLLM 0.32 has two.\n") == []
+
+
+# --- the glossary ---
+
+
+def glossary() -> dict[str, list[str]]:
+    """The words for each anchor: a term, and other forms of it."""
+    text = (TUTORIALS / "glossary.md").read_text()
+    return {m["anchor"]: m["terms"].split(", ") for m in GLOSSARY.finditer(text)}
+
+
+def occurrence(terms: list[str], text: str) -> re.Match | None:
+    """The first place where one of these words stands, alone or as a plural."""
+    words = "|".join(rf"{re.escape(term)}(?:s|es)?" for term in terms)
+    return re.search(rf"(?<![\w-])(?:{words})(?![\w-])", text, re.IGNORECASE)
+
+
+def linked(text: str, found: re.Match, anchor: str) -> bool:
+    """Whether this place is within a link to the glossary's entry."""
+    opened = text.rfind("[", 0, found.start())
+    link = (
+        re.compile(r"\[[^]]*\]\(glossary\.md#([a-z-]+)\)").match(text, opened)
+        if opened >= 0
+        else None
+    )
+    return link is not None and link[1] == anchor and link.end() > found.start()
+
+
+def reading(text: str) -> str:
+    """A first reading with its links, without headings."""
+    text = FENCE.sub("", first_reading(text))
+    text = re.sub(r"^(\||#|!\[).*\n", "", text, flags=re.MULTILINE)
+    return re.sub(r"`[^`\n]*`", lambda code: "_" * len(code[0]), text)
+
+
+@each_chapter
+def test_the_first_use_of_a_term_links_to_the_glossary(chapter):
+    text = reading(chapter.read_text())
+    missing = []
+    for anchor, terms in glossary().items():
+        found = occurrence(terms, text)
+        if found and not linked(text, found, anchor):
+            missing.append(text[max(0, found.start() - 40) : found.end() + 20])
+    assert missing == []
+
+
+def test_a_term_is_defined_where_it_is_used_first():
+    """The glossary links to the chapter that explains a term, and no earlier chapter uses it."""
+    text = (TUTORIALS / "glossary.md").read_text()
+    entries = re.split(r"\n(?=\*\*)", text)
+    texts = {chapter.name: reading(chapter.read_text()) for chapter in CHAPTERS}
+    for entry in entries[1:]:
+        match = GLOSSARY.match(entry)
+        assert match, entry
+        terms = match["terms"].split(", ")
+        used = [name for name, text in texts.items() if occurrence(terms, text)]
+        links = re.findall(r"\]\((\d\d_\w+\.md)", entry)
+        assert links, f"{terms[0]}: no link to a chapter"
+        assert used and links[-1] == used[0], f"{terms[0]}: {links[-1:]} defines it, used: {used}"
+
+
+def test_the_glossary_is_in_order_and_every_link_to_it_has_an_entry():
+    anchors = list(glossary())
+    assert anchors == sorted(anchors)
+    for page in [*TUTORIALS.glob("*.md"), ROOT / "README.md"]:
+        wanted = re.findall(r"glossary\.md#([\w-]+)", page.read_text())
+        assert set(wanted) <= set(anchors), page.name
+
+
+def test_what_a_first_use_is():
+    text = "see [blocks](glossary.md#block) and a block"
+    found = occurrence(["block"], text)
+    assert found and found[0] == "blocks" and linked(text, found, "block")
+    assert not linked(text, found, "slot")
+    later = "a block and [blocks](glossary.md#block)"
+    found = occurrence(["block"], later)
+    assert found and not linked(later, found, "block")
+    assert occurrence(["block"], "blocked, block-wise") is None
+    assert prose("a\n```python\nb c\n```\n| d |\n<details>\ne\n</details>\n").split() == ["a"]
+
+
+# --- links ---
+
+
+def anchor_of(heading: str) -> str:
+    """As GitHub makes it."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize(
+    "page", [*sorted(TUTORIALS.glob("*.md")), ROOT / "README.md"], ids=lambda path: path.stem
+)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", page.read_text())):
+        if target.startswith("http"):
+            continue
+        file, _, anchor = target.partition("#")
+        path = (page.parent / file) if file else page
+        assert path.exists(), f"{page.name} links to {target}"
+        if anchor and path.suffix == ".md":
+            text = path.read_text()
+            headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+            found = {anchor_of(h) for h in headings} | set(re.findall(r'<a id="([^"]+)"', text))
+            assert anchor in found, f"{page.name} links to {target}"

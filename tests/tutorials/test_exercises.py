@@ -1,0 +1,132 @@
+"""The exercises: each check lets the solution pass, says what an untouched stub lacks, and refuses known wrong answers.
+
+Run: pytest tests/tutorials/test_exercises.py [-k 02.3]
+"""
+
+import importlib
+import re
+import subprocess
+import sys
+
+import pytest
+from book import CHAPTERS, ROOT, TUTORIALS, solutions
+
+from tutorials import check
+
+EXERCISES = TUTORIALS / "exercises"
+NAMES = {chapter.name[:2]: chapter for chapter in CHAPTERS}
+EACH = [f"{number}.{i}" for number in NAMES for i in (1, 2, 3)]
+
+
+def wrong_answers() -> list:
+    found = []
+    for number in NAMES:
+        module = importlib.import_module(f"wrong_answers.chapter{number}")
+        for name, (exercise, code, said) in module.WRONG.items():
+            found.append(pytest.param(exercise, code, said, id=f"{exercise} {name}"))
+    return found
+
+
+def judged(exercise: str, code: str, tmp_path) -> str | None:
+    """What the check says of the stub's file with this code behind it."""
+    stub = (EXERCISES / f"chapter{exercise[:2]}.py").read_text()
+    path = tmp_path / "answers.py"
+    path.write_text(f"{stub}\n{code}\n")
+    answers = check.load(path)
+    test = check.checks_of(exercise[:2])[exercise]
+    return check.verdict(lambda: test(answers), path)
+
+
+@pytest.mark.parametrize("number", NAMES)
+def test_a_chapter_has_three_exercises(number):
+    chapter = NAMES[number]
+    names = [f"{number}.{i}" for i in (1, 2, 3)]
+    assert [*check.checks_of(number)] == names
+    text = chapter.read_text()
+    assert re.findall(r"^\*\*(\d\d\.\d) .*\((?:easy|medium|hard)\)\.\*\*", text, re.M) == names
+    assert f"python -m tutorials.check {number}" in text
+    module = importlib.import_module(f"wrong_answers.chapter{number}")
+    assert {exercise for exercise, _, _ in module.WRONG.values()} == {*names}
+
+
+@pytest.mark.parametrize("exercise", EACH)
+def test_the_solution_passes(exercise, tmp_path):
+    code = solutions(NAMES[exercise[:2]])[exercise]
+    assert judged(exercise, code, tmp_path) is None
+
+
+@pytest.mark.parametrize("exercise", EACH)
+def test_the_stub_fails_and_says_why(exercise, tmp_path):
+    assert judged(exercise, "", tmp_path) == "not written yet"
+
+
+@pytest.mark.parametrize("exercise, code, said", wrong_answers())
+def test_a_wrong_answer_fails(exercise, code, said, tmp_path):
+    sentence = judged(exercise, code, tmp_path)
+    assert sentence and re.search(said, sentence), sentence
+
+
+# --- the command ---
+
+
+def test_the_command_says_each_result(tmp_path, capsys):
+    number = "02"
+    path = tmp_path / "mine.py"
+    code = "\n".join([*solutions(NAMES[number]).values()][:2])
+    path.write_text((EXERCISES / f"chapter{number}.py").read_text() + code)
+    assert check.main([number, "--file", str(path)]) == 1
+    printed = capsys.readouterr().out.splitlines()
+    assert printed == ["02.1: holds", "02.2: holds", "02.3: not written yet"]
+    assert check.main(["2.1", "--file", str(path)]) == 0
+    assert capsys.readouterr().out == "02.1: holds\n"
+
+
+@pytest.mark.parametrize(
+    "code, said",
+    [
+        (
+            "def hits(n):\n    return n / 0\n",
+            "mine.py, line 2: ZeroDivisionError: division by zero",
+        ),
+        ("def hits(n):\n    raise SystemExit\n", "mine.py, line 2: SystemExit"),
+        ("hits = None\n", "TypeError: 'NoneType' object is not callable"),
+        ("x = 1\n", "AttributeError: module 'answers' has no attribute 'hits'"),
+    ],
+)
+def test_an_answer_that_raises_is_a_sentence_with_its_line(code, said, tmp_path, capsys):
+    path = tmp_path / "mine.py"
+    path.write_text(code)
+    assert check.main(["02.1", "--file", str(path)]) == 1
+    assert capsys.readouterr().out == f"02.1: {said}\n"
+
+
+def test_an_answer_that_never_returns(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("def hits(n):\n    while True:\n        n += 1\n")
+    command = [sys.executable, "-m", "tutorials.check", "02.1", "--file", str(path), "--limit", "1"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert re.fullmatch(r"02.1: mine.py, line [23]: still runs after 1 s\n", result.stdout)
+    assert (result.returncode, result.stderr) == (1, "")
+
+
+def test_a_file_that_does_not_load(tmp_path, capsys):
+    path = tmp_path / "mine.py"
+    path.write_text("x = 1\ny = (\n")
+    assert check.main(["02", "--file", str(path)]) == 1
+    assert "your file does not load: SyntaxError" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments", [["99"], ["02.4"], ["blocks"], [""], ["02", "--file", "/there/is/none.py"]]
+)
+def test_what_the_command_does_not_know(arguments, capsys):
+    with pytest.raises(SystemExit) as end:
+        check.main(arguments)
+    assert end.value.code == 2
+    assert re.search("has no exercises: choose from .*02|there is no file", capsys.readouterr().err)
+
+
+@pytest.fixture(autouse=True)
+def no_answers_left():
+    yield
+    sys.modules.pop("answers", None)

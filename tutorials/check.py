@@ -1,0 +1,120 @@
+"""Checks your answers to the exercises of a chapter, which you write into `tutorials/exercises`.
+
+python -m tutorials.check 02              all three exercises of chapter 02
+python -m tutorials.check 02.3            one of them
+python -m tutorials.check 02 --file MY    answers in another file
+"""
+
+import argparse
+import importlib
+import importlib.util
+import logging
+import os
+import re
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+from tutorials.exercises.checks.expect import Wrong
+
+EXERCISES = Path(__file__).parent / "exercises"
+LIMIT = 60.0  # seconds
+Check = Callable[[ModuleType], None]
+
+
+def checks_of(chapter: str) -> dict[str, Check]:
+    """The checks of a chapter, by the name of the exercise: "02.1", "02.2", ..."""
+    module = importlib.import_module(f"tutorials.exercises.checks.chapter{chapter}")
+    found = (name for name in vars(module) if re.fullmatch(r"check_\d", name))
+    return {f"{chapter}.{name[-1]}": getattr(module, name) for name in sorted(found)}
+
+
+def load(path: Path) -> ModuleType:
+    """The file with the answers, as a module. Runs it."""
+    spec = importlib.util.spec_from_file_location("answers", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["answers"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def line_in(path: Path, frames: traceback.StackSummary) -> str:
+    """Which line of the answers was reached last, if any."""
+    lines = [frame.lineno for frame in frames if Path(frame.filename) == path]
+    return f"{path.name}, line {lines[-1]}: " if lines else ""
+
+
+def verdict(call: Callable[[], None], path: Path, limit: float = LIMIT) -> str | None:
+    """None if the call returns; otherwise a sentence that says what does not hold yet.
+
+    Runs it in a thread, so that an answer which never returns is said, too.
+    """
+    found: list[str] = []
+
+    def attempt() -> None:
+        try:
+            call()
+        except Wrong as wrong:
+            found.append(str(wrong))
+        except NotImplementedError:
+            found.append("not written yet")
+        except BaseException as error:  # SystemExit, too: an answer may raise anything
+            what = f"{type(error).__name__}: {error}".removesuffix(": ")
+            found.append(line_in(path, traceback.extract_tb(error.__traceback__)) + what)
+
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    thread.join(limit)
+    if thread.is_alive():
+        frames = traceback.extract_stack(sys._current_frames()[thread.ident or 0])
+        return line_in(path, frames) + f"still runs after {limit:.0f} s"
+    return found[0] if found else None
+
+
+def parsed(arguments: list[str] | None) -> argparse.Namespace:
+    """`chapter`, the `exercise` or None for all, the `file` with the answers, and the `limit`."""
+    chapters = [path.stem[-2:] for path in sorted(EXERCISES.glob("chapter*.py"))]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", help="a chapter, such as 02, or one exercise, such as 02.3")
+    parser.add_argument("--file", type=Path, help="default: tutorials/exercises/chapterNN.py")
+    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds for one exercise")
+    args = parser.parse_args(arguments)
+    match = re.fullmatch(r"(\d{1,2})(\.[123])?", args.what)
+    args.chapter = match[1].zfill(2) if match else ""
+    if match is None or args.chapter not in chapters:
+        parser.error(f"{args.what!r} has no exercises: choose from {', '.join(chapters)}")
+    args.exercise = args.chapter + match[2] if match[2] else None
+    args.file = (args.file or EXERCISES / f"chapter{args.chapter}.py").resolve()
+    if not args.file.is_file():
+        parser.error(f"there is no file {args.file}")
+    return args
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = parsed(arguments)
+    logging.disable()  # the engine logs what an answer raises, and it is printed below
+    modules: list[ModuleType] = []
+    problem = verdict(lambda: modules.append(load(args.file)), args.file, args.limit)
+    if problem:
+        print(f"your file does not load: {problem}")
+        return 1
+    num_wrong = 0
+    for name, check in checks_of(args.chapter).items():
+        if args.exercise in (None, name):
+            problem = verdict(partial(check, modules[0]), args.file, args.limit)
+            num_wrong += problem is not None
+            print(f"{name}: {problem or 'holds'}", flush=True)
+    return int(num_wrong > 0)
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    os._exit(status)  # an answer that never returns must not keep the process

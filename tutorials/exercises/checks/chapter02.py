@@ -1,0 +1,76 @@
+"""Checks of chapter 02: prefixes that hit, another order of eviction, blocks that are twice there."""
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.block_manager import BlockManager
+from nanovllm.checks.blocks import check_blocks
+from nanovllm.sequence import Request, Sequence
+from tutorials.exercises.checks.expect import expect
+
+NAMES = "Ada Ben Carla David Elena Felix Greta Hugo Ines Jack Kira Leo Mia Noah Olga Paul".split()
+BOOK = "\n".join(f"{name} {1000 + 271 * i}" for i, name in enumerate(NAMES))
+CHAT = [{"role": "user", "content": f"phone book:\n{BOOK}\nwhat is Mia's number?"}]
+
+
+def sequence(tokens) -> Sequence:
+    return Request("r", None, [*tokens], SamplingParams()).sequences[0]
+
+
+def compute(manager: BlockManager, seq: Sequence) -> int:
+    """Lets the sequence take what it finds, and computes the rest. Returns how many tokens hit."""
+    manager.take_prefix(seq)
+    num_hit = seq.num_computed_tokens
+    manager.allocate(seq, seq.num_missing_tokens)
+    manager.publish(seq, len(seq))
+    seq.num_computed_tokens = len(seq)
+    manager.unwritten.clear()
+    return num_hit
+
+
+def check_1(answers) -> None:
+    for n in (1, 2, 15, 16, 17, 31, 32, 33, 100):
+        manager = BlockManager(num_blocks=8, block_size=16)
+        for _ in range(2):
+            seq = sequence(range(n))
+            num_hit = compute(manager, seq)
+            manager.free(seq)
+        said = answers.hits(n)
+        expect(said == num_hit, f"of {n} tokens {num_hit} hit, but hits({n}) is {said}")
+
+
+def hits_in_turn(manager: BlockManager) -> int:
+    """How many of 180 requests hit, if nine prompts of one block come in turn."""
+    num_hits = 0
+    for i in range(180):
+        seq = sequence([i % 9] * 4 + [1000 + i])
+        num_hits += compute(manager, seq) // 4
+        manager.free(seq)
+        check_blocks(manager, [])
+    return num_hits
+
+
+def check_2(answers) -> None:
+    num_hits = hits_in_turn(
+        answers.MostRecent(num_blocks=9, block_size=4)
+    )  # one for the last token
+    said = (
+        f"nine prompts in turn, room for eight: {num_hits} of 180 requests hit; more than 100 can"
+    )
+    expect(num_hits > 100, said)
+
+
+def check_3(answers) -> None:
+    llm = LLM(num_blocks=64, block_manager_cls=answers.NoDuplicates)
+    blocks = llm.block_manager
+
+    def observe(schedule, seconds: float) -> None:
+        check_blocks(blocks, [seq for r in llm.scheduler.running for seq in r.unfinished])
+
+    llm.observers.append(observe)
+    long = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    outputs = llm.chat([CHAT] * 4, long, use_tqdm=False)
+    num_answers = len({(*output.outputs[0].token_ids,) for output in outputs})
+    expect(num_answers == 1, f"four equal prompts have {num_answers} different answers")
+    peak = llm.stats()["kv_blocks_used_peak"]
+    expect(peak <= 18, f"{peak} blocks were in use at a time; 18 are enough, BlockManager needs 24")
+    left = llm.stats()["kv_blocks_used"]
+    expect(left == 0, f"all answers have ended, but {left} blocks are still in use")
