@@ -1,5 +1,7 @@
 """Checks of chapter 02: prefixes that hit, another order of eviction, blocks that are twice there."""
 
+from collections import Counter
+
 from nanovllm import LLM, SamplingParams
 from nanovllm.block_manager import BlockManager
 from nanovllm.checks.blocks import check_blocks
@@ -64,6 +66,12 @@ def check_3(answers) -> None:
 
     def observe(schedule, seconds: float) -> None:
         check_blocks(blocks, [seq for r in llm.scheduler.running for seq in r.unfinished])
+        writers: Counter[int] = Counter()
+        for seq, start, num_tokens in schedule.items:
+            written = slice(start // 16, -(-(start + num_tokens) // 16))
+            writers.update(seq.block_table[written])
+        for block, count in writers.items():
+            expect(count == 1, f"{count} sequences write into block {block} in the same step")
 
     llm.observers.append(observe)
     long = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
