@@ -1,9 +1,8 @@
-"""The pictures: every one that a chapter shows is there, and its script still draws it.
+"""The pictures: every one that a chapter shows is there, its script still draws it, and it can be read.
 
-Run: pytest tests/tutorials/test_figures.py
+Run: pytest tests/tutorials/test_figures.py [-k NAME]
 """
 
-import importlib
 import re
 import sys
 from pathlib import Path
@@ -14,6 +13,25 @@ from tests.tools.extras import needs
 
 ROOT = Path(__file__).parents[2]
 CHAPTERS = [*(ROOT / "tutorials").glob("[0-9]*.md"), ROOT / "README.md"]
+FIGURES = (ROOT / "tutorials" / "figures").resolve()
+
+READABLE = {"blocks_tables", "memory_waste"}
+COMING = {"blocks_tables"}  # for chapters that are being written
+OLD = set(  # drawn before there were rules
+    "blocks_beams blocks_samples blocks_swap cpu_embedded cpu_preemption_embedded "
+    "cpu_preemption_qwen3_0.6b cpu_qwen3_0.6b cpu_roofline memory_sharing parallel_shards "
+    "parallel_timeline policies policies_clock replicas_bounds replicas_ranks replicas_routers "
+    "serving_load serving_threads vattention_steps vattention_tables".split()
+)
+
+
+@pytest.fixture
+def draw():
+    """Draws a picture by its name."""
+    needs("matplotlib")
+    from tutorials.figures.__main__ import figures
+
+    return lambda name: figures()[name]()
 
 
 def test_pictures_and_chapters_belong_together():
@@ -22,32 +40,162 @@ def test_pictures_and_chapters_belong_together():
         for chapter in CHAPTERS
         for link in re.findall(r"!\[[^]]*\]\(([^)]+)\)", chapter.read_text())
     }
-    drawn = set((ROOT / "tutorials" / "figures").resolve().glob("*.png"))
+    drawn = set(FIGURES.glob("*.png"))
     assert shown - drawn == set(), "a picture is missing"
     results = {path.stem for path in (ROOT / "tutorials" / "results").glob("*.json")}
-    assert {path.stem for path in drawn - shown} <= results, "a picture that nobody shows"
+    assert {path.stem for path in drawn - shown} <= results | COMING, "a picture that nobody shows"
 
 
-@pytest.mark.slow(but_every=5)
-@pytest.mark.parametrize(
-    "name",
-    [
-        "plot_blocks",
-        "plot_memory",
-        "plot_bench",
-        "plot_roofline",
-        "plot_policies",
-        "plot_serving",
-        "plot_replicas",
-        "plot_vattention",
-    ],
-)
-def test_scripts_draw_what_is_committed(name, monkeypatch, tmp_path):
+def test_each_picture_is_held_to_the_rules_or_old():
     needs("matplotlib")
-    module = importlib.import_module(f"tutorials.figures.{name}")
-    committed = module.HERE
-    monkeypatch.setattr(module, "HERE", tmp_path)
-    monkeypatch.setattr(sys, "argv", [f"{name}.py"])
-    module.main()
-    drawn = sorted(path.name for path in tmp_path.glob("*.png"))
-    assert drawn and all((committed / file).exists() for file in drawn)
+    from tutorials.figures.__main__ import figures
+
+    assert figures().keys() == READABLE | OLD and not READABLE & OLD
+
+
+@pytest.mark.parametrize("name", sorted(READABLE))
+def test_a_picture_can_be_read(name, draw):
+    figure = draw(name)
+    from tests.tools.pictures import faults
+
+    assert faults(figure) == []
+    check_committed(name, figure)
+    image = (FIGURES / f"{name}.png").read_bytes()
+    assert b"Description" in image and len(image) < 150_000
+
+
+@pytest.mark.slow(but_every=6)
+@pytest.mark.parametrize("name", sorted(OLD))
+def test_scripts_draw_what_is_committed(name, draw):
+    check_committed(name, draw(name))
+
+
+def check_committed(name: str, figure) -> None:
+    """The file has the size, and where it has them, the texts of what is drawn now."""
+    from PIL import Image  # matplotlib needs it, too
+
+    from tutorials.figures.style import words
+
+    image = Image.open(FIGURES / f"{name}.png")
+    assert image.size == figure.canvas.get_width_height()
+    figure.draw_without_rendering()
+    again = f"python -m tutorials.figures {name}"
+    assert image.text.get("Description", words(figure)) == words(figure), again
+
+
+def test_the_command(tmp_path, monkeypatch, capsys):
+    needs("matplotlib")
+    from PIL import Image
+
+    from tutorials.figures import __main__ as command
+
+    monkeypatch.setattr(command, "HERE", tmp_path)
+    monkeypatch.setattr(command, "figures", lambda: {"one": empty, "other": empty})
+    monkeypatch.setattr(sys, "argv", ["figures", "one"])
+    command.main()
+    assert [path.name for path in tmp_path.iterdir()] == ["one.png"]
+    assert Image.open(tmp_path / "one.png").size == (240, 120)
+    monkeypatch.setattr(sys, "argv", ["figures", "two"])
+    with pytest.raises(SystemExit):
+        command.main()
+    assert "two: there is no such picture, but one, other" in capsys.readouterr().err
+
+
+# --- each rule refuses something ---
+
+
+def empty():
+    from tutorials.figures.style import new_figure
+
+    return new_figure(2, 1)
+
+
+def test_a_good_picture():
+    axes = good()
+    assert faults_of(axes) == []
+
+
+def good():
+    """Two boxes, and two lines with their names."""
+    needs("matplotlib")
+    from tutorials.figures import style
+
+    axes = style.new_figure(6, 3).subplots()
+    style.box(axes, 0, 0, 1, 1, style.BLUE, "a")
+    style.box(axes, 1, 0, 1, 1, style.WASTE, "b")
+    for y, (name, line) in enumerate({"up": "-", "down": "--"}.items(), 2):
+        axes.plot([0, 2], [y, y], line, color="black", label=name)
+        axes.text(1, y + 0.05, name)
+    axes.set_ylim(0, 4)
+    return axes
+
+
+def faults_of(axes) -> list[str]:
+    from tests.tools.pictures import faults
+
+    return faults(axes.figure)
+
+
+def test_a_text_that_is_cut_off():
+    axes = good()
+    axes.figure.text(0.95, 0.5, "too long for this place")
+    assert faults_of(axes) == ["'too long for this place' is cut off"]
+
+
+def test_a_text_on_another():
+    axes = good()
+    axes.text(1, 3.5, "one")
+    axes.text(1.02, 3.5, "two")
+    assert faults_of(axes) == ["'one' lies on 'two'"]
+
+
+def test_a_legend_on_data():
+    axes = good()
+    axes.legend(["line"], loc="upper right")
+    assert faults_of(axes) == ["a legend lies on data"]
+    axes.get_legend().remove()
+    axes.figure.legend(["line"], loc="outside upper center")
+    assert faults_of(axes) == []
+
+
+def test_neighbors_that_are_alike_in_gray():
+    from tutorials.figures.style import ORANGE, SKY, box
+
+    gray_like_orange = ORANGE._replace(color="#A2A2A2")
+    axes = good()
+    box(axes, 0.2, 1.2, 0.5, 0.5, ORANGE)
+    box(axes, 0.7, 1.2, 0.5, 0.5, gray_like_orange, "c")
+    assert faults_of(axes) == ["neighbors are alike in gray: 162 [] and 162 ['c']"]
+    axes.text(0.4, 1.4, "d")  # now each says what it is
+    assert faults_of(axes) == []
+    box(axes, 1.3, 1.2, 0.5, 0.5, SKY)  # not a neighbor
+    assert faults_of(axes) == []
+
+
+def test_lines_that_are_alike_in_gray():
+    axes = good()
+    axes.plot([0, 2], [3.5, 3.5], color="#111111", label="third")
+    axes.text(1, 3.6, "third")
+    assert faults_of(axes) == ["lines are alike in gray: up and third"]
+
+
+def test_a_line_without_a_name():
+    axes = good()
+    axes.plot([0, 2], [3.7, 3.7], color="0.5", label="third")
+    axes.text(1, 2.5, "third")  # too far away
+    assert faults_of(axes) == ["no text at the line says 'third'"]
+
+
+def test_a_text_without_contrast():
+    from tutorials.figures.style import GREEN, ORANGE, WASTE, box
+
+    axes = good()
+    box(axes, 0.2, 1.2, 0.5, 0.5, ORANGE._replace(ink="white"), "c")
+    box(axes, 1.2, 1.2, 0.1, 0.5, GREEN, "wider than its box")
+    box(axes, 1.8, 1.2, 0.2, 0.5, WASTE)
+    axes.text(1.85, 1.4, "d")
+    assert faults_of(axes) == [
+        "'c' is too pale on 162",
+        "'wider than its box' is too pale on 255",
+        "'d' is written on a hatch",
+    ]

@@ -1,19 +1,21 @@
 """Draws what bench.py measured: output tokens per second of every engine, the attention kernels, or
 preemption.
 
-    python -m tutorials.figures.plot_bench                         # every file in tutorials/results
-    python -m tutorials.figures.plot_bench tutorials/results/cpu_embedded.json
+    python -m tutorials.figures cpu_embedded                # the result in a chapter
+    python -m tutorials.figures.plot_bench my_result.json   # another one
 
-Writes NAME.png next to this script for each result NAME.json. Needs matplotlib.
+Writes NAME.png next to this script for a result NAME.json. Needs matplotlib.
 """
 
 import argparse
 import json
+from functools import partial
 from pathlib import Path
 
-import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
 
-HERE = Path(__file__).parent
+from tutorials.figures.style import HERE, new_figure, save
+
 RESULTS = HERE.parent / "results"
 # of Okabe and Ito's colors, which the color-blind can tell apart
 OURS = "#0072B2"
@@ -82,34 +84,36 @@ def plot_preemption(axes, report: dict) -> None:
     axes.legend(fontsize="small")
 
 
-def plot(path: Path) -> None:
+def draw(path: Path) -> Figure:
     report = json.loads(path.read_text())
     kind = next(kind for kind in KINDS if kind in report)
     rows = len(report[kind])
     height = {"engines": 1.5 + 0.5 * rows, "attention": 2 + 0.25 * rows, "preemption": 4}[kind]
-    figure, axes = plt.subplots(figsize=(8, height), layout="constrained")
-    KINDS[kind](axes, report)
-    figure.savefig(HERE / f"{path.stem}.png", dpi=150)
-    print(HERE / f"{path.stem}.png")
-    plt.close(figure)
+    figure = new_figure(8, height)
+    KINDS[kind](figure.subplots(), report)
+    return figure
 
 
-PICTURED = (
-    "cpu_embedded",
-    "cpu_qwen3_0.6b",
-    "cpu_preemption_embedded",
-    "cpu_preemption_qwen3_0.6b",
-)
 KINDS = {"engines": plot_engines, "attention": plot_attention, "preemption": plot_preemption}
+FIGURES = {
+    name: partial(draw, RESULTS / f"{name}.json")
+    for name in (
+        "cpu_embedded",
+        "cpu_qwen3_0.6b",
+        "cpu_preemption_embedded",
+        "cpu_preemption_qwen3_0.6b",
+    )
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("files", nargs="*", type=Path, help="default: those of chapter 12")
-    for path in parser.parse_args().files or [RESULTS / f"{name}.json" for name in PICTURED]:
-        plot(path)
+    parser.add_argument("files", nargs="+", type=Path)
+    for path in parser.parse_args().files:
+        save(draw(path), HERE / f"{path.stem}.png")
+        print(HERE / f"{path.stem}.png")
 
 
 if __name__ == "__main__":

@@ -1,18 +1,16 @@
 """Draws block tables and the blocks that they point to, from the state of a running engine.
 
-    python -m tutorials.figures.plot_blocks
+    python -m tutorials.figures blocks_samples blocks_beams blocks_swap
 
-Writes blocks_samples, blocks_beams and blocks_swap, .png, next to this script. Needs matplotlib.
+Needs matplotlib.
 """
 
-from pathlib import Path
-
-import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
+from tutorials.figures.style import new_figure
 
-HERE = Path(__file__).resolve().parent
 COLORS = ["tab:blue", "tab:orange", "tab:green", "tab:purple"]
 BLOCK_SIZE, NUM_BLOCKS = 4, 8
 
@@ -99,18 +97,14 @@ class Snapshot:
                 axes.text(x, top - 0.8, text, ha="center", va="center", fontsize=7.5, rotation=90)
 
 
-def save(name: str, snapshots: list[Snapshot]) -> None:
+def draw(snapshots: list[Snapshot]) -> Figure:
     heights = [snapshot.height for snapshot in snapshots]
     names = dict.fromkeys(name for snapshot in snapshots for name in snapshot.tables)
-    size = (9, 0.36 * sum(heights) + 0.3 * len(heights))
-    figure, all_axes = plt.subplots(
-        len(snapshots), 1, figsize=size, layout="constrained", height_ratios=heights
-    )
+    figure = new_figure(9, 0.36 * sum(heights) + 0.3 * len(heights))
+    all_axes = figure.subplots(len(snapshots), 1, height_ratios=heights)
     for axes, snapshot in zip(all_axes, snapshots):
         snapshot.draw(axes, dict(zip(names, COLORS)))
-    figure.savefig(HERE / f"{name}.png", dpi=120)
-    print(HERE / f"{name}.png")
-    plt.close(figure)
+    return figure
 
 
 def samples() -> list[Snapshot]:
@@ -172,11 +166,8 @@ def swap() -> list[Snapshot]:
     return shots
 
 
-def main() -> None:
-    save("blocks_samples", samples())
-    save("blocks_beams", beams())
-    save("blocks_swap", swap())
-
-
-if __name__ == "__main__":
-    main()
+FIGURES = {
+    "blocks_samples": lambda: draw(samples()),
+    "blocks_beams": lambda: draw(beams()),
+    "blocks_swap": lambda: draw(swap()),
+}

@@ -1,61 +1,74 @@
 """Draws what tutorials/baselines/replay.py counted, with the paper's numbers beside ours (its
 figures 2 and 15).
 
-    python -m tutorials.figures.plot_memory            # reads tutorials/results/memory.json
+    python -m tutorials.figures memory_waste memory_sharing
 
-Writes memory_waste and memory_sharing, .png, next to this script. Needs matplotlib.
+Reads tutorials/results/memory.json. Needs matplotlib.
 """
 
 import json
-from pathlib import Path
 
-import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from tutorials.baselines.replay import PAPER_SAVED, PAPER_TOKEN_STATES
+from tutorials.figures.style import (
+    BLUE,
+    HERE,
+    ORANGE,
+    SKY,
+    SMALL,
+    TEXT,
+    WASTE,
+    bare,
+    box,
+    new_figure,
+    write,
+)
 
-HERE = Path(__file__).resolve().parent
 RESULT = HERE.parent / "results" / "memory.json"
 
 PARTS = {
-    "token_states": ("tokens", "#0072B2"),
-    "reserved": ("reserved for tokens to come", "#56B4E9"),
-    "internal_fragmentation": ("internal fragmentation", "#E69F00"),
-    "external_fragmentation": ("external fragmentation, free", "#999999"),
+    "token_states": ("tokens", BLUE),
+    "reserved": ("reserved for\ntokens to come", SKY),
+    "internal_fragmentation": ("internal fragmentation:\ncan hold no token", ORANGE),
+    "external_fragmentation": ("external:\nfree, too\nsmall to use", WASTE),
 }
 
 
-def plot_waste(results: dict):
-    figure, all_axes = plt.subplots(
-        1, len(results), figsize=(5 * len(results), 4), layout="constrained", sharey=True
-    )
-    for axes, (name, result) in zip([all_axes] if len(results) == 1 else all_axes, results.items()):
-        systems, bottom = list(result["systems"]), [0.0] * len(result["systems"])
-        for part, (label, color) in PARTS.items():
-            shares = [100 * result["systems"][system][part] for system in systems]
-            bars = axes.bar(systems, shares, bottom=bottom, color=color, label=label)
-            axes.bar_label(
-                bars, [f"{share:.1f}" if share > 3 else "" for share in shares], label_type="center"
-            )
-            bottom = [b + share for b, share in zip(bottom, shares)]
-        if name == "ShareGPT":
-            paper = [100 * PAPER_TOKEN_STATES[system] for system in systems]
-            axes.plot(systems, paper, "k_", markersize=40, label="tokens, as the paper measured")
-            axes.legend(
-                loc="upper left",
-                fontsize="small",
-                bbox_to_anchor=(0, -0.1),
-                ncol=2,
-                frameon=False,
-                markerscale=0.4,
-            )
-        setting = "{num_slots:,} slots, {max_model_len:,} for a request".format(**result["setting"])
-        axes.set_title(f"{name}: {setting}", fontsize="medium")
-    figure.supylabel("% of the KV cache")
+def draw_mark(axes: Axes, y: float, share: float) -> None:
+    """Where the tokens end in the paper's figure."""
+    axes.scatter(share, y - 0.33, 20, marker="^", color="black")
+    ha, space = ("left", 1) if share < 80 else ("right", -1)
+    write(axes, share + space, y - 0.38, f"the paper: {share:.1f}", ha=ha, fontsize=SMALL)
+
+
+def draw_waste() -> Figure:
+    """A bar for each system, all of the cache long; below it a mark where the paper has it."""
+    systems = json.loads(RESULT.read_text())["waste"]["ShareGPT"]["systems"]
+    figure = new_figure(8.5, 3.6)
+    axes = figure.subplots()
+    for row, (name, shares) in enumerate(systems.items()):
+        write(axes, -1, -row, name, ha="right")
+        left = 0.0
+        for part, (label, fill) in PARTS.items():
+            width = 100 * shares[part]
+            box(axes, left, -row - 0.25, width, 0.5, fill, f"{width:.1f}" if width > 3 else "")
+            if row == 0:
+                write(axes, left + width / 2, 0.32, label, ha="center", va="bottom", fontsize=SMALL)
+            left += width
+        draw_mark(axes, -row, 100 * PAPER_TOKEN_STATES[name])
+    axes.set_xlim(0, 101)
+    axes.set_ylim(-len(systems) + 0.5, 0.9)
+    axes.set_xlabel("% of the KV cache", fontsize=TEXT)
+    bare(axes)
     return figure
 
 
-def plot_sharing(results: dict):
-    figure, all_axes = plt.subplots(1, 2, figsize=(9, 3.5), layout="constrained", sharey=True)
+def draw_sharing() -> Figure:
+    results = json.loads(RESULT.read_text())["sharing"]
+    figure = new_figure(9, 3.5)
+    all_axes = figure.subplots(1, 2, sharey=True)
     for axes, decoding in zip(all_axes, ("samples", "beams")):
         for (name, result), color in zip(results.items(), ("tab:blue", "tab:purple")):
             widths = sorted(result[decoding], key=int)
@@ -78,15 +91,4 @@ def plot_sharing(results: dict):
     return figure
 
 
-def main() -> None:
-    results = json.loads(RESULT.read_text())
-    for name, figure in {
-        "memory_waste": plot_waste(results["waste"]),
-        "memory_sharing": plot_sharing(results["sharing"]),
-    }.items():
-        figure.savefig(HERE / f"{name}.png", dpi=120)
-        print(HERE / f"{name}.png")
-
-
-if __name__ == "__main__":
-    main()
+FIGURES = {"memory_waste": draw_waste, "memory_sharing": draw_sharing}

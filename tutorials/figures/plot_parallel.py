@@ -1,12 +1,10 @@
 """Draws the ranks of chapter 18: which part of a layer each has, and what two of them do in a step.
 
-    python -m tutorials.figures.plot_parallel
+    python -m tutorials.figures parallel_shards parallel_timeline
 
-Writes parallel_shards.png and parallel_timeline.png, the second from a run here and now with two
-processes, next to this script. Needs matplotlib.
+The second is from a run here and now with two processes. Needs matplotlib.
 """
 
-import argparse
 import multiprocessing
 import time
 from itertools import pairwise
@@ -26,8 +24,8 @@ from nanovllm.loader import load_config
 from nanovllm.parallel.ranks import Group
 from nanovllm.parallel.runner import Follower, Leader, end_steps
 from nanovllm.parallel.shards import Part, Shard
+from tutorials.figures.style import new_figure
 
-HERE = Path(__file__).resolve().parent
 # of Okabe and Ito's colors, which the color-blind can tell apart
 RANKS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7"]
 ALL = "#BBBBBB"
@@ -90,8 +88,8 @@ def draw_box(axes, box: tuple[float, float, float, float], **style: Any) -> None
     axes.add_patch(Rectangle((x, y), width, height, **style))
 
 
-def draw_shards() -> None:
-    figure = Figure(figsize=(11, 4.9), layout="constrained")
+def draw_shards() -> Figure:
+    figure = new_figure(11, 4.9)
     embedded = load_config(Path(EMBEDDED_MODEL))
     panels = [
         (embedded, 2, "the embedded model, 2 ranks: 6 query heads, 2 KV heads"),
@@ -116,7 +114,7 @@ def draw_shards() -> None:
         Patch(facecolor="white", edgecolor="black", linewidth=0.6, label="zeros"),
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=6, frameon=False)
-    figure.savefig(HERE / "parallel_shards.png", dpi=120)
+    return figure
 
 
 # --- what two ranks do in a step ---
@@ -188,7 +186,7 @@ def recorded() -> list[list[Span]]:
     return spans
 
 
-def draw_timeline() -> None:
+def draw_timeline() -> Figure:
     ranks = recorded()
     first, second = ranks
     assert [span.kind for span in first] == [span.kind for span in second]
@@ -201,7 +199,7 @@ def draw_timeline() -> None:
     begin, end = min(pairwise(steps), key=seconds)  # no other program has had a processor
     zero = min(rank[begin].end for rank in ranks)
 
-    figure = Figure(figsize=(11, 2.8), layout="constrained")
+    figure = new_figure(11, 2.8)
     axes = figure.subplots()
     colors = {"compute": "#0072B2", "wait": "#DDDDDD", "add_up": "#D55E00"}
     colors |= {"gather": "#E69F00", "sample": "#56B4E9", "tell": "#CC79A7"}
@@ -237,16 +235,7 @@ def draw_timeline() -> None:
     axes.set_xlabel("milliseconds; one decode step of one sequence, the embedded model")
     handles = [Patch(color=colors[kind], label=label) for kind, label in labels.items()]
     figure.legend(handles=handles, loc="outside upper center", ncols=6, frameon=False, fontsize=9)
-    figure.savefig(HERE / "parallel_timeline.png", dpi=120)
+    return figure
 
 
-def main() -> None:
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
-    draw_shards()
-    draw_timeline()
-
-
-if __name__ == "__main__":
-    main()
+FIGURES = {"parallel_shards": draw_shards, "parallel_timeline": draw_timeline}

@@ -1,15 +1,12 @@
 """Draws simulated runs: one run by steps and by time, and one small workload under several
 policies.
 
-    python -m tutorials.figures.plot_policies
+    python -m tutorials.figures policies_clock policies
 
-Writes policies_clock.png (chapter 14) and policies.png (chapter 16) next to this script. Needs
-matplotlib, no torch.
+The first is for chapter 14, the second for chapter 16. Needs matplotlib, no torch.
 """
 
-import argparse
 from dataclasses import replace
-from pathlib import Path
 
 from matplotlib.figure import Figure
 
@@ -17,9 +14,8 @@ from nanovllm.config import Config
 from nanovllm.scheduler import Scheduler
 from nanovllm.simulator import Job, simulate
 from nanovllm.simulator.cost_model import HARDWARE, Machine
+from tutorials.figures.style import new_figure
 from tutorials.simulation.plots import gantt
-
-HERE = Path(__file__).resolve().parent
 
 # --- the policies and the eight requests of chapter 16 ---
 
@@ -91,33 +87,24 @@ PANELS = (
 )
 
 
-def draw_policies() -> None:
-    figure = Figure(figsize=(14, 11), layout="constrained")
+def draw_policies() -> Figure:
+    figure = new_figure(13, 10)
     for axes, (title, scheduler_cls, config) in zip(figure.subplots(3, 2).flat, PANELS):
         run = simulate(EIGHT, config, OneSecond(HARDWARE["h100"]), scheduler_cls, keep_steps=True)
         gantt(run, axes, title=title)
         axes.set_xlim(0, 42)  # the same for all
-    figure.savefig(HERE / "policies.png", dpi=100)
+    return figure
 
 
-def draw_clock() -> None:
+def draw_clock() -> Figure:
     """Four answers and a prompt of 4,000 tokens, by steps and by seconds."""
     jobs = [Job(0.0, ((i, 100),), num_outputs=12 + 2 * i, answer=10) for i in range(1, 5)]
     jobs.append(Job(0.02, ((5, 4000),), num_outputs=6, answer=10))
     run = simulate(jobs, Config(model="qwen3-8b", max_num_batched_tokens=4096), keep_steps=True)
-    figure = Figure(figsize=(8, 4.6), layout="constrained")
+    figure = new_figure(8, 4.6)
     for axes, by in zip(figure.subplots(2, 1), ("steps", "seconds")):
         gantt(run, axes, by=by)
-    figure.savefig(HERE / "policies_clock.png", dpi=120)
+    return figure
 
 
-def main() -> None:
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
-    draw_clock()
-    draw_policies()
-
-
-if __name__ == "__main__":
-    main()
+FIGURES = {"policies_clock": draw_clock, "policies": draw_policies}

@@ -1,19 +1,17 @@
 """Draws the replicas of chapter 19: what splitting a model wins and costs, what routers find, and how
 far a router should follow a prefix.
 
-    python -m tutorials.figures.plot_replicas          # reads tutorials/results/replicas.json
+    python -m tutorials.figures replicas_ranks replicas_routers replicas_bounds
 
-Writes replicas_ranks.png, replicas_routers.png and replicas_bounds.png next to this script. Needs
-matplotlib.
+Reads tutorials/results/replicas.json. Needs matplotlib.
 """
 
-import argparse
 import json
-from pathlib import Path
 
 from matplotlib.figure import Figure
 
-HERE = Path(__file__).resolve().parent
+from tutorials.figures.style import HERE, new_figure
+
 RESULTS = HERE.parent / "results" / "replicas.json"
 # of Okabe and Ito's colors, which the color-blind can tell apart
 ROUTERS = {"round robin": "#999999", "least loaded": "#E69F00", "prefix affinity": "#0072B2"}
@@ -26,9 +24,9 @@ LOADS = {"conversations": "#0072B2", "documents": "#D55E00"}
 NO_BOUND = 10**9
 
 
-def draw_ranks(ranks: dict) -> None:
+def draw_ranks(ranks: dict) -> Figure:
     """A line for each link: what a user waits for a token, and what a device is used for."""
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    figure = new_figure(7, 4.2)
     axes = figure.subplots()
     for link, (label, color) in LINKS.items():
         points = {1: ranks["1 nvlink"]}  # which needs no link
@@ -45,12 +43,12 @@ def draw_ranks(ranks: dict) -> None:
     axes.set_title("Qwen3-32B, simulated; the number is that of the H100s", fontsize="medium")
     axes.grid(alpha=0.3)
     axes.legend(title="between them", frameon=False)
-    figure.savefig(HERE / "replicas_ranks.png", dpi=120)
+    return figure
 
 
-def draw_routers(routers: dict) -> None:
+def draw_routers(routers: dict) -> Figure:
     loads = list(dict.fromkeys(name.partition(", ")[0] for name in routers))
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    figure = new_figure(9, 3.6)
     hits, times = figure.subplots(1, 2)
     for i, (router, color) in enumerate(ROUTERS.items()):
         ones = [routers[f"{load}, {router}"] for load in loads]
@@ -68,11 +66,11 @@ def draw_routers(routers: dict) -> None:
     figure.legend(
         *hits.get_legend_handles_labels(), loc="outside upper center", ncols=3, frameon=False
     )
-    figure.savefig(HERE / "replicas_routers.png", dpi=120)
+    return figure
 
 
-def draw_bounds(bounds: dict) -> None:
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
+def draw_bounds(bounds: dict) -> Figure:
+    figure = new_figure(9, 3.6)
     hits, times = figure.subplots(1, 2)
     for load, color in LOADS.items():
         ones = {int(name.split()[1]): one for name, one in bounds.items() if name.startswith(load)}
@@ -95,18 +93,15 @@ def draw_bounds(bounds: dict) -> None:
         axes.set_xlabel("most_ahead")
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
-    figure.savefig(HERE / "replicas_bounds.png", dpi=120)
+    return figure
 
 
-def main() -> None:
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
-    report = json.loads(RESULTS.read_text())
-    draw_ranks(report["ranks"])
-    draw_routers(report["routers"])
-    draw_bounds(report["bounds"])
+def report(part: str) -> dict:
+    return json.loads(RESULTS.read_text())[part]
 
 
-if __name__ == "__main__":
-    main()
+FIGURES = {
+    "replicas_ranks": lambda: draw_ranks(report("ranks")),
+    "replicas_routers": lambda: draw_routers(report("routers")),
+    "replicas_bounds": lambda: draw_bounds(report("bounds")),
+}

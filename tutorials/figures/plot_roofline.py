@@ -1,22 +1,20 @@
 """Draws our steps under the roofline of the machine that ran them: what bench.py wrote for
 nanovllm.
 
-    python -m tutorials.figures.plot_roofline          # reads cpu_embedded and cpu_qwen3_0.6b in tutorials/results
+    python -m tutorials.figures cpu_roofline
 
-Writes cpu_roofline.png next to this script. A point is all steps of one kind with one number of
-sequences. Needs matplotlib.
+Reads cpu_embedded and cpu_qwen3_0.6b in tutorials/results. A point is all steps of one kind with one
+number of sequences. Needs matplotlib.
 """
 
-import argparse
 import json
 import math
-from pathlib import Path
 
-import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
 
 from nanovllm.simulator.cost_model import Hardware
+from tutorials.figures.style import HERE, new_figure
 
-HERE = Path(__file__).resolve().parent
 RESULTS = [HERE.parent / "results" / f"cpu_{name}.json" for name in ("embedded", "qwen3_0.6b")]
 KINDS = {"decode": ("o", "#0072B2"), "prefill": ("s", "#E69F00")}
 
@@ -51,7 +49,7 @@ def plot_roof(axes, machine: Hardware, left: float, right: float) -> None:
         axes.annotate(text, place, offset, textcoords="offset points", ha="right", fontsize="small")
 
 
-def plot(axes, report: dict) -> None:
+def draw_panel(axes, report: dict) -> None:
     ours = report["engines"]["nanovllm"]
     machine = Hardware(**ours["ceilings"])
     drawn = {kind: points(ours["steps"], kind) for kind in KINDS}
@@ -84,18 +82,13 @@ def plot(axes, report: dict) -> None:
         handle.set_sizes([40])
 
 
-def main() -> None:
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
-    figure, all_axes = plt.subplots(1, len(RESULTS), figsize=(10, 4.5), layout="constrained")
+def draw() -> Figure:
+    figure = new_figure(10, 4.5)
+    all_axes = figure.subplots(1, len(RESULTS))
     for axes, path in zip(all_axes, RESULTS):
-        plot(axes, json.loads(path.read_text()))
+        draw_panel(axes, json.loads(path.read_text()))
     all_axes[0].set_ylabel("FLOP/s that were reached")
-    figure.savefig(HERE / "cpu_roofline.png", dpi=130)
-    print(HERE / "cpu_roofline.png")
-    plt.close(figure)
+    return figure
 
 
-if __name__ == "__main__":
-    main()
+FIGURES = {"cpu_roofline": draw}

@@ -1,20 +1,18 @@
 """Draws the server of chapter 17: what its two threads do during a few steps, and how long the first
 token takes under load.
 
-    python -m tutorials.figures.plot_serving
+    python -m tutorials.figures serving_threads serving_load
 
-Writes serving_threads.png, from a run here and now, and serving_load.png, from
-tutorials/results/cpu_serving.json, next to this script. Needs matplotlib and the server.
+The first is from a run here and now, the second from tutorials/results/cpu_serving.json. Needs
+matplotlib and the server.
 """
 
-import argparse
 import json
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import uvicorn
@@ -24,9 +22,9 @@ from nanovllm import LLM
 from nanovllm.server.app import ServerOptions, new_app
 from nanovllm.server.responses import Answer
 from nanovllm.server.serve import bind
+from tutorials.figures.style import new_figure
 from tutorials.performance.machine import ROOT
 
-HERE = Path(__file__).resolve().parent
 RESULTS = ROOT / "tutorials" / "results"
 # of Okabe and Ito's colors, which the color-blind can tell apart
 OURS = "#0072B2"
@@ -96,13 +94,13 @@ def recorded() -> list[Span]:
     return spans
 
 
-def draw_threads() -> None:
+def draw_threads() -> Figure:
     spans = recorded()
     steps = [span for span in spans if span.kind == "step"][10:]  # all clients have come
     windows = [*zip(steps, steps[NUM_STEPS:])]
     # those in which no other program has had the processor
     first, last = min(windows, key=lambda pair: pair[1].begin - pair[0].begin)
-    figure = Figure(figsize=(10, 3), layout="constrained")
+    figure = new_figure(10, 3)
     axes = figure.subplots()
     for kind in ("text", "step", "hear", "event", "write"):
         row, color, label = KINDS[kind]
@@ -121,12 +119,12 @@ def draw_threads() -> None:
     axes.set_xlim(0, 1e3 * (last.begin - first.begin))
     axes.set_xlabel(f"milliseconds; {NUM_CLIENTS} streams")
     figure.legend(loc="outside upper center", ncols=5, frameon=False, fontsize="small")
-    figure.savefig(HERE / "serving_threads.png", dpi=120)
+    return figure
 
 
-def draw_load() -> None:
+def draw_load() -> Figure:
     report = json.loads((RESULTS / "cpu_serving.json").read_text())
-    figure = Figure(figsize=(8, 4), layout="constrained")
+    figure = new_figure(8, 4)
     axes = figure.subplots()
     others = iter(("#D55E00", "#009E73", "#CC79A7"))
     colors = {"nanovllm": OURS, "naive": THEIRS}
@@ -146,16 +144,7 @@ def draw_load() -> None:
     axes.set_title(f"embedded model, {report['tokens']} tokens per answer\n{report['device']}")
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
-    figure.savefig(HERE / "serving_load.png", dpi=120)
+    return figure
 
 
-def main() -> None:
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
-    draw_threads()
-    draw_load()
-
-
-if __name__ == "__main__":
-    main()
+FIGURES = {"serving_threads": draw_threads, "serving_load": draw_load}

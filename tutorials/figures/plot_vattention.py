@@ -1,22 +1,20 @@
 """Draws chapter 20: block tables with a gather beside rows with mapped pages, and what the parts of a
 decode step take.
 
-    python -m tutorials.figures.plot_vattention    # reads tutorials/results/cpu_vattention.json
+    python -m tutorials.figures vattention_tables vattention_steps
 
-Writes vattention_tables.png, from a run of the engine, and vattention_steps.png next to this script.
-Needs matplotlib.
+The first is from a run of the engine, the second from tutorials/results/cpu_vattention.json. Needs
+matplotlib.
 """
 
-import argparse
 import json
-from pathlib import Path
 
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 from nanovllm import LLM, SamplingParams
+from tutorials.figures.style import HERE, new_figure
 
-HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parent / "results" / "cpu_vattention.json"
 # of Okabe and Ito's colors, which the color-blind can tell apart
 SEQUENCES = ["#0072B2", "#D55E00"]
@@ -124,13 +122,13 @@ def draw_rows(axes, rows: list[list[int]], colors: dict[int, list[str]]) -> None
     axes.set_title("Paging by the page table of the processor", fontsize=12)
 
 
-def draw_tables() -> None:
+def draw_tables() -> Figure:
     tables, rows = two_sequences()
     colors: dict[int, list[str]] = {}
     for table, color in zip(tables, SEQUENCES):
         for block in table:
             colors.setdefault(block, []).append(color)
-    figure = Figure(figsize=(13, 4.6), layout="constrained")
+    figure = new_figure(13, 4.6)
     left, right = figure.subplots(1, 2)
     draw_gather(left, tables, colors)
     draw_rows(right, rows, colors)
@@ -139,7 +137,7 @@ def draw_tables() -> None:
     for axes in (left, right):
         axes.set_ylim(-1.4, 5.7)
         axes.set_axis_off()
-    figure.savefig(HERE / "vattention_tables.png", dpi=120)
+    return figure
 
 
 # --- the parts of a decode step ---
@@ -153,12 +151,13 @@ def parts_of(engine: dict) -> list[float]:
     return [1e3 * seconds for seconds in (attention, gather, mapping, rest)]
 
 
-def draw_steps(report: dict) -> None:
+def draw_steps() -> Figure:
     """The same number of keys in few sequences, and in many."""
+    report = json.loads(RESULTS.read_text())
     rows = [
         row for row in report["vattention"][MODEL] if (row["sequences"], row["context"]) in CASES
     ]
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    figure = new_figure(9, 3.6)
     for axes, row in zip(figure.subplots(1, len(rows), sharey=True), rows):
         engines = row["engines"]
         bottom = [0.0] * len(engines)
@@ -174,16 +173,7 @@ def draw_steps(report: dict) -> None:
     figure.axes[0].set_ylabel("ms per decode step, Qwen3-0.6B's shape")
     handles = [Patch(color=color, label=part) for part, color in PARTS.items()]
     figure.legend(handles=handles, loc="outside upper center", ncols=4, frameon=False)
-    figure.savefig(HERE / "vattention_steps.png", dpi=120)
+    return figure
 
 
-def main() -> None:
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
-    draw_tables()
-    draw_steps(json.loads(RESULTS.read_text()))
-
-
-if __name__ == "__main__":
-    main()
+FIGURES = {"vattention_tables": draw_tables, "vattention_steps": draw_steps}
