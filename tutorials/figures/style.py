@@ -34,6 +34,7 @@ ORANGE = Fill("#E69F00")
 GREEN = Fill("#009E73", ink="white")
 BLUE = Fill("#0B3C6F", ink="white")
 EMPTY = Fill("white")
+FILLS = (SKY, ORANGE, GREEN, BLUE)
 WASTE = Fill("white", hatch="////")  # what is computed or held for nothing
 
 
