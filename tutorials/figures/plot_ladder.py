@@ -6,15 +6,36 @@ that are held and used.
 Needs matplotlib.
 """
 
+from collections import Counter
 from string import ascii_letters
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from nanovllm.config import EMBEDDED_MODEL
-from tutorials.figures.style import TEXT, new_figure, title, write
+from tutorials.figures.style import (
+    BLUE,
+    EMPTY,
+    ORANGE,
+    TEXT,
+    WASTE,
+    bare,
+    new_figure,
+    style_of,
+    title,
+    write,
+)
 from tutorials.figures.timeline import HEIGHT, Cell, draw_timeline, fill_of
-from tutorials.ladder.__main__ import Request, Run, Step, four_requests, new_llm, run_rung, seats
+from tutorials.ladder.__main__ import (
+    Request,
+    Run,
+    Step,
+    four_requests,
+    many_requests,
+    new_llm,
+    run_rung,
+    seats,
+)
 from tutorials.ladder.qwen3 import Qwen3
 
 DRAWN = ("rung 3", "rung 4", "rung 6")
@@ -101,4 +122,60 @@ def draw_seats() -> Figure:
     return figure
 
 
-FIGURES = {"ladder_seats": draw_seats}
+# --- slots that are held and used ---
+
+HELD = {  # where to write it, in slots, and what is held
+    "rung 3": (930, WASTE, "held: room for the longest prompt and the longest answer"),
+    "rung 4": (800, WASTE, "held: room for the longest request, in each seat"),
+    "rung 5": (650, EMPTY, "held: blocks for the tokens that are there"),
+}
+
+
+def ended_slots(steps: list[Step], requests: list[Request]) -> list[int]:
+    """In each step the slots of those whose answer is complete, and who compute on all the same."""
+    found = [0] * len(steps)
+    computed: Counter[str] = Counter()
+    for cell in cells_of(steps, requests):
+        computed[cell.name] += cell.needed or cell.wasted
+        if not cell.needed:
+            found[cell.step] += computed[cell.name]
+    return found
+
+
+def draw_slots() -> Figure:
+    model = Qwen3(EMBEDDED_MODEL)
+    requests = many_requests()[:16]
+    figure = new_figure(8.5, 5.4)
+    panels = figure.subplots(len(HELD), 1, sharex=True, sharey=True)
+    for axes, (name, (slots, fill, note)) in zip(panels, HELD.items()):
+        steps = run_rung(int(name[-1]), model, requests).steps
+        ended = ended_slots(steps, requests)
+        draw_run_slots(axes, name, steps, ended)
+        write(axes, 2, slots, note, fill)
+        write(axes, 45, 130, "used", BLUE, ha="center")
+        if any(ended):
+            write(axes, 94, 560, "used for answers\nthat are complete", ORANGE, ha="right")
+    panels[-1].set_xlabel("step", fontsize=TEXT)
+    figure.supylabel("slots of the cache", fontsize=TEXT)
+    return figure
+
+
+def draw_run_slots(axes: Axes, name: str, steps: list[Step], ended: list[int]) -> None:
+    """What is used is drawn over what is held."""
+    held = [step.held for step in steps]
+    used = [step.used for step in steps]
+    needed = [u - e for u, e in zip(used, ended)]
+    text = f"{name}: {len(steps)} steps, {sum(used) / sum(held):.0%} of the held slots are used"
+    if any(ended):
+        text += f", {sum(needed) / sum(held):.0%} for answers in progress"
+    title(axes, text)
+    for values, fill in ((held, WASTE), (used, ORANGE), (needed, BLUE)):
+        axes.stairs(values, fill=True, **style_of(fill))
+    bare(axes, ["left", "bottom"])
+    axes.set_xlim(0, 180)
+    axes.set_ylim(0, 1100)
+    axes.set_xticks(range(0, 176, 25))
+    axes.set_yticks([0, 500, 1000])
+
+
+FIGURES = {"ladder_seats": draw_seats, "ladder_slots": draw_slots}
