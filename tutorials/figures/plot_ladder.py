@@ -7,6 +7,7 @@ Needs matplotlib.
 """
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from string import ascii_letters
 
 from matplotlib.axes import Axes
@@ -63,9 +64,12 @@ def seats_of(steps: list[Step], requests: list[Request]) -> dict[int, int]:
     return found
 
 
-def cells_of(steps: list[Step], requests: list[Request]) -> list[Cell]:
-    """What was needed of each step: tokens of the prompt, and of the answer all but the last."""
-    rows = seats_of(steps, requests)
+def cells_of(
+    steps: list[Step], requests: list[Request], rows: Mapping[int, int] | Sequence[int] = ()
+) -> list[Cell]:
+    """What was needed of each step: tokens of the prompt, and of the answer all but the last. A row
+    is a seat, if nothing else is said."""
+    rows = rows or seats_of(steps, requests)
     computed = [0] * len(requests)
     known = [len(request.prompt) for request in requests]
     cells = []
