@@ -1,4 +1,4 @@
-"""The pictures: every one that a chapter shows is there, its script still draws it, and it can be read.
+"""The pictures: each that a chapter shows is there, its script still draws it, it can be read.
 
 Run: pytest tests/tutorials/test_figures.py [-k NAME]
 """

@@ -1,5 +1,5 @@
-"""Draws runs of the ladder: who sits where and computes what in each step, and the slots of the cache
-that are held and used.
+"""Draws runs of the ladder: who sits where and computes what in each step, and the slots of the
+cache that are held and used.
 
     python -m tutorials.figures ladder_seats ladder_slots
 
@@ -51,7 +51,7 @@ def name_of(i: int) -> str:
 
 
 def seats_of(steps: list[Step], requests: list[Request]) -> dict[int, int]:
-    """The seat of each request: a free one when it first computes; free again after its last step."""
+    """The seat of each request: a free one when it first computes, until its last step."""
     present = [[requests.index(request) for request in step.requests] for step in steps]
     last = {i: t for t, indices in enumerate(present) for i in indices}
     found: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""Draws chapter 00: the first steps of four requests in the engine, and what weights and cache take.
+"""Draws chapter 00: four requests in the engine, step by step, and what weights and cache take.
 
     python -m tutorials.figures overview_seats overview_memory
 
