@@ -24,7 +24,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.config import EMBEDDED_MODEL
 from tutorials.ladder.qwen3 import Qwen3
 from tutorials.ladder.rung3 import SEATS
-from tutorials.performance.machine import environment
+from tutorials.performance.machine import device_name, environment
 from tutorials.performance.report import aligned, write_json
 
 BOOK = "phone book:\nAda 1234\nBen 5678\nCora 9012\nDaria 3456\n"
@@ -45,7 +45,7 @@ class Request(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What a rung reports of a step: who computed how many tokens; slots of the cache held, used."""
+    """What a rung reports of a step: who computed how many tokens; slots held and used."""
 
     requests: list[Request]
     sizes: list[int]
@@ -192,7 +192,8 @@ def main() -> None:
     print("The answers are the same.")
     if args.json:
         tokens = {name: [step.tokens for step in run.steps] for name, run in runs.items()}
-        write_json(environment() | {"tokens": tokens}, args.json)
+        device = {"device": device_name(torch.device("cpu"))}
+        write_json(environment() | device | {"runs": tokens}, args.json)
     if args.draw:
         from tutorials.figures.plot_ladder import draw_runs
 
