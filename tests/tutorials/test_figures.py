@@ -1,4 +1,4 @@
-"""The pictures: every one that a chapter shows is there, its script still draws it, and it can be read.
+"""The pictures: each that a chapter shows is there, its script still draws it, it can be read.
 
 Run: pytest tests/tutorials/test_figures.py [-k NAME]
 """
@@ -15,7 +15,9 @@ ROOT = Path(__file__).parents[2]
 CHAPTERS = [*(ROOT / "tutorials").glob("[0-9]*.md"), ROOT / "README.md"]
 FIGURES = (ROOT / "tutorials" / "figures").resolve()
 
-READABLE = {"blocks_tables", "ladder_seats", "ladder_slots", "memory_waste"}
+READABLE = set(
+    "blocks_tables ladder_seats ladder_slots memory_waste overview_memory overview_seats".split()
+)
 COMING = READABLE - {"memory_waste"}  # for chapters that are being written
 OLD = set(  # drawn before there were rules
     "blocks_beams blocks_samples blocks_swap cpu_embedded cpu_preemption_embedded "

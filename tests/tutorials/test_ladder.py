@@ -3,16 +3,28 @@
 Run: pytest tests/tutorials/test_ladder.py
 """
 
+import json
 import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from nanovllm.config import EMBEDDED_MODEL
 from tests.tools.extras import needs
 from tutorials.ladder import __main__ as command
 from tutorials.ladder import rung4, rung5, rung6
-from tutorials.ladder.__main__ import Request, climb, four_requests, main, new_llm, seats
+from tutorials.ladder.__main__ import (
+    Request,
+    climb,
+    four_requests,
+    main,
+    many_requests,
+    new_llm,
+    run_rung,
+    seats,
+)
+from tutorials.ladder.qwen3 import Qwen3
 
 FOLDER = Path(rung4.__file__).parent
 RUNGS = [FOLDER / f"rung{number}.py" for number in range(1, 7)]
@@ -93,6 +105,21 @@ def test_the_command_draws(monkeypatch, tmp_path, capsys):
     main()
     assert "The answers are the same." in capsys.readouterr().out
     assert (tmp_path / "x.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_the_recorded_tokens_are_those_of_this_code():
+    result = json.loads((FOLDER.parent / "results" / "ladder_many.json").read_text())
+    for name in ("rung 4", "rung 6"):
+        run = run_rung(int(name[-1]), Qwen3(EMBEDDED_MODEL), many_requests())
+        assert [step.tokens for step in run.steps] == result["runs"][name]
+
+
+def test_the_command_writes(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["ladder", "--json", str(tmp_path / "x.json")])
+    main()
+    runs = json.loads((tmp_path / "x.json").read_text())["runs"]
+    assert runs["rung 1"][:3] == [18, 19, 20] and runs["LLM"] == [98, 4, 4, 3, 2, 1]
 
 
 def test_without_matplotlib_there_is_a_sentence(monkeypatch, capsys):
