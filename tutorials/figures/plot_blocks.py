@@ -1,6 +1,6 @@
 """Draws block tables and the blocks that they point to, from the state of a running engine.
 
-    python -m tutorials.figures blocks_samples blocks_beams blocks_swap
+    python -m tutorials.figures blocks_samples blocks_beams
 
 Needs matplotlib.
 """
@@ -138,36 +138,7 @@ def beams() -> list[Snapshot]:
     return shots
 
 
-def swap() -> list[Snapshot]:
-    options = dict(block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, enable_prefix_caching=False)
-    block_bytes = LLM(**options).runner.shape.block_bytes
-    llm = LLM(preemption_mode="swap", swap_gib=NUM_BLOCKS * block_bytes / 2**30, **options)
-    llm.add_request(
-        "Once upon a time there was a",
-        SamplingParams(temperature=0, max_tokens=20, ignore_eos=True),
-        "first",
-    )
-    llm.add_request(
-        "tell me a story", SamplingParams(n=2, seed=1, max_tokens=9, ignore_eos=True), "second"
-    )
-    while not llm.scheduler.num_swapped_blocks:
-        before = Snapshot(llm, "all blocks are in use")
-        llm.step()
-    shots = [
-        before,
-        Snapshot(
-            llm,
-            "first needs a block: second is swapped out, the shared block once; its tables (dashed) list blocks of the host",
-        ),
-    ]
-    while llm.scheduler.waiting:
-        llm.step()
-    shots.append(Snapshot(llm, "first has ended, second is back, in other blocks"))
-    return shots
-
-
 FIGURES = {
     "blocks_samples": lambda: draw(samples()),
     "blocks_beams": lambda: draw(beams()),
-    "blocks_swap": lambda: draw(swap()),
 }

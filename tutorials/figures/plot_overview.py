@@ -7,36 +7,53 @@ Needs matplotlib.
 
 from matplotlib.figure import Figure
 
-from nanovllm import LLM
+from nanovllm import LLM, SamplingParams
 from nanovllm.simulator.cost_model import SHAPES, shape_of
-from tutorials.figures.plot_ladder import cells_of
 from tutorials.figures.style import BLUE, ORANGE, TEXT, bare, box, new_figure, write
-from tutorials.figures.timeline import HEIGHT, draw_timeline
-from tutorials.ladder.__main__ import QUESTIONS, four_requests, run_engine
+from tutorials.figures.timeline import HEIGHT, Cell, draw_timeline, fill_of
+from tutorials.ladder.__main__ import four_requests
 
-BUDGET = 32  # tokens per step
+BUDGET = 24  # tokens per step
+NAMES = ("sum", "sort", "book", "late")
 TOKENS = 1000  # of a request
 REQUESTS = (1, 11, 16, 64)
 MB = 10**6
 
 
-def draw_seats() -> Figure:
+def nine_steps() -> list[dict[str, int]]:
+    """Tokens computed in each step: three requests at once, the fourth after three steps."""
     llm = LLM(dtype="float32", device="cpu", num_blocks=64, max_num_batched_tokens=BUDGET)
-    requests = four_requests(llm)
-    steps = run_engine(llm, requests).steps
-    cells = [cell._replace(name="") for cell in cells_of(steps, requests, range(len(requests)))]
-    names = [f"{'ABCD'[i]}: {text.splitlines()[-1]}" for i, text in enumerate(QUESTIONS)]
+    requests = dict(zip(NAMES, four_requests(llm)))
+    steps: list[dict[str, int]] = []
+
+    def watch(schedule, seconds: float) -> None:
+        steps.append({seq.request.request_id: n for seq, _, n in schedule.items})
+
+    llm.observers.append(watch)
+    while requests or llm.has_unfinished():
+        for name in [*requests][:-1] if len(steps) < 3 else [*requests]:
+            request = requests.pop(name)
+            params = SamplingParams(temperature=0, max_tokens=request.max_tokens, ignore_eos=True)
+            llm.add_request(request.prompt, params, request_id=name)
+        llm.step()
+    return steps
+
+
+def draw_seats() -> Figure:
+    steps = nine_steps()
+    cells = [
+        Cell(NAMES.index(name), i, "", fill_of(NAMES.index(name)), n)
+        for i, step in enumerate(steps)
+        for name, n in step.items()
+    ]
     figure = new_figure(8.5, 2.5)
     axes = figure.subplots()
-    draw_timeline(axes, cells, names, len(steps))
-    totals = [step.tokens for step in steps]
-    labels = [f"step {i}\n{n} token{'s' * (n > 1)}" for i, n in enumerate(totals, 1)]
+    draw_timeline(axes, cells, [*NAMES], len(steps))
+    labels = [f"step {i}\n{sum(step.values())} tokens" for i, step in enumerate(steps, 1)]
     axes.set_xticks(axes.get_xticks(), labels)
-    for row in range(len(requests)):
-        first = min(cell.step for cell in cells if cell.row == row)
-        if first:
-            write(axes, first / 2, HEIGHT / 2 - row, "waits", ha="center")
-    write(axes, 5.15, HEIGHT / 2 - 2, "its prompt of 47 in two pieces")
+    write(axes, 0.5, HEIGHT / 2 - 2, "waits", ha="center")
+    write(axes, 1.5, HEIGHT / 2 - 3, "not yet here", ha="center")
+    write(axes, 6.15, HEIGHT / 2 - 2, "its prompt of 47 took three steps")
     return figure
 
 
