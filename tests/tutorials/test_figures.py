@@ -15,8 +15,11 @@ ROOT = Path(__file__).parents[2]
 CHAPTERS = [*(ROOT / "tutorials").glob("[0-9]*.md"), ROOT / "README.md"]
 FIGURES = (ROOT / "tutorials" / "figures").resolve()
 
-READABLE = {"blocks_tables", "memory_waste", "sampler_draw", "sampler_filters"}
-COMING = {"blocks_tables"}  # for chapters that are being written
+READABLE = {
+    *("blocks_tables", "ladder_seats", "ladder_slots", "memory_waste"),
+    *("sampler_draw", "sampler_filters"),
+}
+COMING = {"blocks_tables", "ladder_seats", "ladder_slots"}  # for chapters that are being written
 OLD = set(  # drawn before there were rules
     "blocks_beams blocks_samples blocks_swap cpu_embedded cpu_preemption_embedded "
     "cpu_preemption_qwen3_0.6b cpu_qwen3_0.6b cpu_roofline memory_sharing parallel_shards "
