@@ -140,11 +140,9 @@ def test_a_rung_is_short(number):
 def test_a_sequence_without_a_block_begins_again(rung, monkeypatch):
     """With blocks for 128 tokens, and 80 tokens that each of four sequences has in the end."""
     monkeypatch.setattr(rung, "NUM_BLOCKS", 8)
-    llm = new_llm()
     requests = [Request([7 + i] * 40, 40) for i in range(4)]
-    runs = climb(requests, llm)
-    name = f"rung {rung.__name__[-1]}"
-    assert runs[name].answers == runs["LLM"].answers
-    assert sum(step.tokens for step in runs[name].steps) > sum(
-        step.tokens for step in runs["rung 2"].steps
-    )
+    model = Qwen3(EMBEDDED_MODEL)
+    run = run_rung(int(rung.__name__[-1]), model, requests)
+    one_by_one = run_rung(2, model, requests)
+    assert run.answers == one_by_one.answers
+    assert sum(step.tokens for step in run.steps) > sum(step.tokens for step in one_by_one.steps)
