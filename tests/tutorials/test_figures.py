@@ -16,7 +16,8 @@ CHAPTERS = [*(ROOT / "tutorials").glob("[0-9]*.md"), ROOT / "README.md"]
 FIGURES = (ROOT / "tutorials" / "figures").resolve()
 
 READABLE = set(
-    "blocks_tables ladder_seats ladder_slots memory_waste overview_memory overview_seats".split()
+    "blocks_tables ladder_seats ladder_slots memory_waste overview_memory overview_seats "
+    "scheduler_batching scheduler_tokens".split()
 )
 COMING = READABLE - {"memory_waste"}  # for chapters that are being written
 OLD = set(  # drawn before there were rules
@@ -101,6 +102,20 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         command.main()
     assert "two: there is no such picture, but one, other" in capsys.readouterr().err
+
+
+def test_without_a_budget_the_scheduler_plans_as_rung_4(monkeypatch):
+    """If all are there at the start: a rung knows nothing of arrivals."""
+    needs("matplotlib")
+    from nanovllm.config import EMBEDDED_MODEL
+    from tutorials.figures import plot_scheduler
+    from tutorials.ladder.__main__ import Qwen3, run_rung
+
+    monkeypatch.setattr(plot_scheduler, "ARRIVALS", (0, 0, 0))
+    rung = run_rung(4, Qwen3(EMBEDDED_MODEL), plot_scheduler.ABC).steps
+    planned = plot_scheduler.scheduled(1000)
+    assert [step.sizes for step in rung] == [step.sizes for step in planned]
+    assert [step.requests for step in rung] == [step.requests for step in planned]
 
 
 # --- each rule refuses something ---
