@@ -1,6 +1,6 @@
 """Draws block tables and the blocks that they point to, from the state of a running engine.
 
-    python -m tutorials.figures blocks_samples blocks_beams blocks_swap
+    python -m tutorials.figures blocks_swap
 
 Needs matplotlib.
 """
@@ -8,7 +8,7 @@ Needs matplotlib.
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from nanovllm import LLM, BeamSearchParams, SamplingParams
+from nanovllm import LLM, SamplingParams
 from tutorials.figures.style import new_figure
 
 COLORS = ["tab:blue", "tab:orange", "tab:green", "tab:purple"]
@@ -107,37 +107,6 @@ def draw(snapshots: list[Snapshot]) -> Figure:
     return figure
 
 
-def samples() -> list[Snapshot]:
-    llm = LLM(block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS)
-    llm.add_request(
-        "Once upon a time there was", SamplingParams(n=2, seed=1, max_tokens=8), "sample"
-    )
-    shots = []
-    for title in (
-        "fork: the prompt was computed once, two samples share its blocks",
-        "append: the first own token of each, after copy-on-write",
-    ):
-        llm.step()
-        shots.append(Snapshot(llm, title))
-    for _ in range(4):
-        llm.step()
-    shots.append(Snapshot(llm, "four tokens later"))
-    llm.scheduler.finish(llm.requests["sample"].sequences[0], "abort")
-    shots.append(Snapshot(llm, "free: sample 0 has ended; what it shared stays"))
-    return shots
-
-
-def beams() -> list[Snapshot]:
-    llm = LLM(block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, enable_prefix_caching=False)
-    llm.add_request("Once upon a time", BeamSearchParams(beam_width=3, max_tokens=7), "beam")
-    shots = []
-    for i in range(6):
-        llm.step()
-        if i > 2:
-            shots.append(Snapshot(llm, f"after {i + 1} steps"))
-    return shots
-
-
 def swap() -> list[Snapshot]:
     options = dict(block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, enable_prefix_caching=False)
     block_bytes = LLM(**options).runner.shape.block_bytes
@@ -167,7 +136,5 @@ def swap() -> list[Snapshot]:
 
 
 FIGURES = {
-    "blocks_samples": lambda: draw(samples()),
-    "blocks_beams": lambda: draw(beams()),
     "blocks_swap": lambda: draw(swap()),
 }
