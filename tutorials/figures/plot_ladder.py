@@ -67,8 +67,8 @@ def seats_of(steps: list[Step], requests: list[Request]) -> dict[int, int]:
 def cells_of(
     steps: list[Step], requests: list[Request], rows: Mapping[int, int] | Sequence[int] = ()
 ) -> list[Cell]:
-    """What was needed of each step: tokens of the prompt, and of the answer all but the last. A row
-    is a seat, if nothing else is said."""
+    """What was needed of each step: tokens of the prompt, and of the answer all but the last, each
+    once. A row is a seat, if nothing else is said."""
     rows = rows or seats_of(steps, requests)
     computed = [0] * len(requests)
     known = [len(request.prompt) for request in requests]

@@ -113,9 +113,7 @@ def draw_tokens() -> Figure:
     at = tokens["rung 4"].index(most)
     text = f"step {at + 1}: {most} tokens, 513 of them one prompt;\nseven answers wait for it"
     point_out(rung4, text, (at + 1, most - 40), (at + 20, most - 100))
-    text = (
-        "the same prompt in nine pieces, beside the seven answers:\nno step has more than 64 tokens"
-    )
+    text = "the same prompt in nine pieces, beside the answers:\nno step has more than 64 tokens"
     point_out(rung6, text, (at + 6, 70), (at + 20, 330))
     panels[-1].set_xlabel("step", fontsize=TEXT)
     figure.supylabel("tokens in the step", fontsize=TEXT)
