@@ -5,7 +5,7 @@ Output that differs between machines stands in a ```text block whose fence says 
 A ```py block is a quote from a source file: the same lines, comments too, moved to the left. A line of "..." stands for
 lines that are left out. A check that needs what the reader has written is fenced as ```python (exercise) and not run.
 
-Run: pytest tests/tutorials/test_chapters.py [-k scheduler]; with --slow the solutions of the exercises and the longest chapters, too
+Run: pytest tests/tutorials/test_chapters.py [-k scheduler]; with --slow the solutions of chapters 14 to 20, too
 To write the present output into the chapters, if it has changed and is right: python tests/tutorials/test_chapters.py
 """
 
@@ -31,15 +31,6 @@ SOURCES = [
     ROOT / "bench.py",
     ROOT / "example.py",
 ]
-LONG = (
-    *("03_scheduler", "10_kernels", "12_performance"),
-    *("14_simulator", "16_policies", "17_serving", "18_parallel"),
-)
-
-
-def slow_if_long(chapter: Path):
-    marks = [pytest.mark.slow] * (chapter.stem in LONG)
-    return pytest.param(chapter, marks=marks, id=chapter.stem)
 
 
 def pattern(expected: str) -> str:
@@ -73,7 +64,7 @@ def outputs(chapter: Path, with_solutions: bool = True):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the chapters show what a CPU prints")
-@pytest.mark.parametrize("chapter", [slow_if_long(path) for path in CHAPTERS])
+@pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda path: path.stem)
 def test_code_blocks_run_and_print_what_the_chapter_says(chapter, monkeypatch, pytestconfig):
     monkeypatch.chdir(ROOT)
     monkeypatch.syspath_prepend(ROOT)  # as for whoever runs Python there

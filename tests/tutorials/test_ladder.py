@@ -3,16 +3,28 @@
 Run: pytest tests/tutorials/test_ladder.py
 """
 
+import json
 import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from nanovllm.config import EMBEDDED_MODEL
 from tests.tools.extras import needs
 from tutorials.ladder import __main__ as command
 from tutorials.ladder import rung4, rung5, rung6
-from tutorials.ladder.__main__ import Request, climb, four_requests, main, new_llm, seats
+from tutorials.ladder.__main__ import (
+    Request,
+    climb,
+    four_requests,
+    main,
+    many_requests,
+    new_llm,
+    run_rung,
+    seats,
+)
+from tutorials.ladder.qwen3 import Qwen3
 
 FOLDER = Path(rung4.__file__).parent
 RUNGS = [FOLDER / f"rung{number}.py" for number in range(1, 7)]
@@ -95,6 +107,21 @@ def test_the_command_draws(monkeypatch, tmp_path, capsys):
     assert (tmp_path / "x.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
+def test_the_recorded_tokens_are_those_of_this_code():
+    result = json.loads((FOLDER.parent / "results" / "ladder_many.json").read_text())
+    for name in ("rung 4", "rung 6"):
+        run = run_rung(int(name[-1]), Qwen3(EMBEDDED_MODEL), many_requests())
+        assert [step.tokens for step in run.steps] == result["runs"][name]
+
+
+def test_the_command_writes(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["ladder", "--json", str(tmp_path / "x.json")])
+    main()
+    runs = json.loads((tmp_path / "x.json").read_text())["runs"]
+    assert runs["rung 1"][:3] == [18, 19, 20] and runs["LLM"] == [98, 4, 4, 3, 2, 1]
+
+
 def test_without_matplotlib_there_is_a_sentence(monkeypatch, capsys):
     monkeypatch.setattr(command, "find_spec", lambda name: None)
     monkeypatch.setattr(sys, "argv", ["ladder", "--draw", "x.png"])
@@ -113,11 +140,9 @@ def test_a_rung_is_short(number):
 def test_a_sequence_without_a_block_begins_again(rung, monkeypatch):
     """With blocks for 128 tokens, and 80 tokens that each of four sequences has in the end."""
     monkeypatch.setattr(rung, "NUM_BLOCKS", 8)
-    llm = new_llm()
     requests = [Request([7 + i] * 40, 40) for i in range(4)]
-    runs = climb(requests, llm)
-    name = f"rung {rung.__name__[-1]}"
-    assert runs[name].answers == runs["LLM"].answers
-    assert sum(step.tokens for step in runs[name].steps) > sum(
-        step.tokens for step in runs["rung 2"].steps
-    )
+    model = Qwen3(EMBEDDED_MODEL)
+    run = run_rung(int(rung.__name__[-1]), model, requests)
+    one_by_one = run_rung(2, model, requests)
+    assert run.answers == one_by_one.answers
+    assert sum(step.tokens for step in run.steps) > sum(step.tokens for step in one_by_one.steps)

@@ -1,5 +1,5 @@
-"""Draws runs of the ladder: who sits where and computes what in each step, and the slots of the cache
-that are held and used.
+"""Draws runs of the ladder: who sits where and computes what in each step, and the slots of the
+cache that are held and used.
 
     python -m tutorials.figures ladder_seats ladder_slots
 
@@ -7,6 +7,7 @@ Needs matplotlib.
 """
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from string import ascii_letters
 
 from matplotlib.axes import Axes
@@ -50,7 +51,7 @@ def name_of(i: int) -> str:
 
 
 def seats_of(steps: list[Step], requests: list[Request]) -> dict[int, int]:
-    """The seat of each request: a free one when it first computes; free again after its last step."""
+    """The seat of each request: a free one when it first computes, until its last step."""
     present = [[requests.index(request) for request in step.requests] for step in steps]
     last = {i: t for t, indices in enumerate(present) for i in indices}
     found: dict[int, int] = {}
@@ -63,9 +64,12 @@ def seats_of(steps: list[Step], requests: list[Request]) -> dict[int, int]:
     return found
 
 
-def cells_of(steps: list[Step], requests: list[Request]) -> list[Cell]:
-    """What was needed of each step: tokens of the prompt, and of the answer all but the last."""
-    rows = seats_of(steps, requests)
+def cells_of(
+    steps: list[Step], requests: list[Request], rows: Mapping[int, int] | Sequence[int] = ()
+) -> list[Cell]:
+    """What was needed of each step: tokens of the prompt, and of the answer all but the last, each
+    once. A row is a seat, if nothing else is said."""
+    rows = rows or seats_of(steps, requests)
     computed = [0] * len(requests)
     known = [len(request.prompt) for request in requests]
     cells = []

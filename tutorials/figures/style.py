@@ -1,6 +1,6 @@
-"""What the pictures share: fills that differ in gray too, boxes with a label inside, one way to save.
+"""What pictures share: fills that differ in gray too, boxes with a label inside, one way to save.
 
-A picture says one thing. What it shows has its name beside it or inside, so that no legend is needed.
+A picture says one thing. What it shows has its name beside it or inside; so it needs no legend.
 """
 
 from collections.abc import Iterator, Sequence

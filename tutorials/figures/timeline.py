@@ -1,5 +1,5 @@
-"""A picture of a run: a row for each seat or request, a column for each step, and in each cell who has
-computed how many tokens."""
+"""A picture of a run: a row for each seat or request, a column for each step, and in each cell who
+has computed how many tokens."""
 
 from typing import NamedTuple
 

@@ -3,6 +3,7 @@
 python -m tutorials.ladder                               four requests
 python -m tutorials.ladder --many                        64; the 20th has a prompt of 513 tokens
 python -m tutorials.ladder --seats 3 --draw seats.png    draws who computes in which step
+python -m tutorials.ladder --many --json many.json       writes the tokens of each step
 """
 
 import argparse
@@ -23,7 +24,8 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.config import EMBEDDED_MODEL
 from tutorials.ladder.qwen3 import Qwen3
 from tutorials.ladder.rung3 import SEATS
-from tutorials.performance.report import aligned
+from tutorials.performance.machine import device_name, environment
+from tutorials.performance.report import aligned, write_json
 
 BOOK = "phone book:\nAda 1234\nBen 5678\nCora 9012\nDaria 3456\n"
 QUESTIONS = {  # and how many tokens of the answer are wanted
@@ -43,7 +45,7 @@ class Request(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What a rung reports of a step: who computed how many tokens, and slots of the cache held and used."""
+    """What a rung reports of a step: who computed how many tokens; slots held and used."""
 
     requests: list[Request]
     sizes: list[int]
@@ -174,6 +176,9 @@ def main() -> None:
     parser.add_argument("--many", action="store_true", help="64 requests instead of four")
     parser.add_argument("--seats", type=int, default=SEATS, help=f"how many, {SEATS} by default")
     parser.add_argument("--draw", metavar="FILE", type=Path, help="a picture of the first 20 steps")
+    parser.add_argument(
+        "--json", metavar="FILE", type=Path, help="how many tokens each step computed"
+    )
     args = parser.parse_args()
     if args.draw and find_spec("matplotlib") is None:
         parser.error("--draw needs matplotlib: pip install matplotlib")
@@ -185,6 +190,10 @@ def main() -> None:
     header = ["", "lines", "steps", "tokens computed", "tokens/s", "slots held, at most", "used"]
     print(aligned([header, *rows_of(runs)]))
     print("The answers are the same.")
+    if args.json:
+        tokens = {name: [step.tokens for step in run.steps] for name, run in runs.items()}
+        device = {"device": device_name(torch.device("cpu"))}
+        write_json(environment() | device | {"runs": tokens}, args.json)
     if args.draw:
         from tutorials.figures.plot_ladder import draw_runs
 
