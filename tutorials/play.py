@@ -75,10 +75,10 @@ def num_preemptions(log: list[Cells]) -> int:
     return sum(cell == "X" for cells in log for cell in cells.values())
 
 
-def show(log: list[Cells], names: str = "ABC", blocks: bool = False) -> None:
-    """Prints a row for each step, with the free blocks if they matter."""
-    print("step", *(f"{name:>4}" for name in names), " tokens", " free blocks" * blocks)
-    for i, cells in enumerate(log, 1):
-        row = [f"{cells.get(name, ''):>4}" for name in names]
-        free = f"{cells['free']:>12}" if blocks else ""
-        print(f"{i:4}", *row, f"{tokens(cells):7}", free)
+def show(log: list[Cells], names: str = "ABC", blocks: bool = False, first: int = 1) -> None:
+    """Prints a row for each step, numbered from `first` on, with the free blocks if they matter."""
+    header = ["step", *(f"{name:>4}" for name in names), " tokens", " free blocks"]
+    print(*header if blocks else header[:-1])
+    for i, cells in enumerate(log, first):
+        row = [f"{i:4}", *(f"{cells.get(name, ''):>4}" for name in names), f"{tokens(cells):7}"]
+        print(*row, f"{cells['free']:>12}") if blocks else print(*row)

@@ -15,6 +15,20 @@ def generate(model, requests, report):
     return [seq.ids[len(seq.request.prompt) :] for seq in sequences]
 """
 
+TURNS = """
+def plan(running, waiting, free):
+    while waiting and len(running) < SEATS and grow(waiting[0], free):
+        running.append(waiting.pop(0))
+    left = BUDGET
+    for seq in running:
+        seq.new = 0
+    while left and any(len(seq.ids) - seq.computed > seq.new for seq in running):
+        for seq in running:
+            more = min(16, left, len(seq.ids) - seq.computed - seq.new)
+            seq.new += more
+            left -= more
+"""
+
 WRONG = {
     "one step too many": (
         "01.1",
@@ -64,6 +78,29 @@ def plan(running, waiting, free):
         left -= seq.new
 """,
         "the prompt of 513 tokens gets 2 tokens in step 1, 16 are its share",
+    ),
+    "answers wait behind prompts": (
+        "01.3",
+        TURNS,
+        "an answer gets no token",
+    ),
+    "one turn, and the first gets the rest": (
+        "01.3",
+        """
+def plan(running, waiting, free):
+    while waiting and len(running) < SEATS and grow(waiting[0], free):
+        running.append(waiting.pop(0))
+    left = BUDGET
+    for seq in running:
+        seq.new = 0
+    for most in (1, 16, 64):
+        for seq in running:
+            lacks = len(seq.ids) - seq.computed - seq.new
+            more = min(most, left, lacks) if most > 1 or lacks == 1 else 0
+            seq.new += more
+            left -= more
+""",
+        "two prompts of 200 tokens share 64 as",
     ),
     "no budget": (
         "01.3",

@@ -52,7 +52,11 @@ def check_2(answers) -> None:
     of_all = mean_wait(answers.Aging, lambda job: True)
     long = mean_wait(answers.Aging, lambda job: job.num_output == 100)
     said = f"all wait {of_all:.0f} steps in the mean, the long ones {long:.0f}"
-    expect(of_all < 100 and long < 155, f"{said}; it should be less than 100 and less than 155")
+    hint = "The more the arrival counts, the more it is first come, first served."
+    expect(
+        of_all < 100 and long < 155,
+        f"{said}; it should be less than 100 and less than 155. " + hint,
+    )
     expect(passes(answers, 0, 1), "a short request does not pass a long one that came just before")
     expect(
         not passes(answers, 0, 10_000), "a short one that comes 10,000 requests later passes, too"
