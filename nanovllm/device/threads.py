@@ -60,7 +60,8 @@ class Threads:
     All threads of an operation wait for the slowest. If another program is using that thread's
     processor, they all wait for its next turn, and a step has some 200 operations. Where the system
     does not say how busy other programs are, a small step runs on one thread and a large one on
-    all. A number of threads that was set by OMP_NUM_THREADS or torch.set_num_threads is left alone.
+    all. A number of threads that was set by OMP_NUM_THREADS is left alone, and so is one that was
+    set by torch.set_num_threads, unless it is a default.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
 """Swapping: preempted requests' blocks in host memory.
 
-Chapters: 03_scheduler.
+Chapters: 04_preemption.
 """

@@ -5,6 +5,7 @@ Needs matplotlib, so tests import it only after they have asked for that.
 
 from collections.abc import Callable, Iterator
 from itertools import combinations
+from typing import NamedTuple
 
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
@@ -44,21 +45,34 @@ def overlap(a: Bbox, b: Bbox, by: float = 0) -> bool:
     return min(a.x1, b.x1) - max(a.x0, b.x0) > by and min(a.y1, b.y1) - max(a.y0, b.y0) > by
 
 
-def areas(figure: Figure) -> list[Patch]:
-    """What is filled, from below to above."""
-    patches = [patch for axes in figure.axes for patch in axes.patches]
-    is_area = lambda patch: (  # noqa: E731
-        patch.get_visible()
-        and patch.get_fill()
-        and patch.get_facecolor()[3] > 0
-        and not isinstance(patch, FancyArrowPatch)
-    )
-    return sorted(filter(is_area, patches), key=lambda patch: patch.get_zorder())
+class Area(NamedTuple):
+    """What is filled."""
+
+    patch: Patch
+    box: Bbox
+    light: float
+    hatch: str | None
+
+    def covers(self, point: Point) -> bool:
+        return self.box.contains(*point) and self.patch.contains_point(point)
 
 
-def is_inside(text: Text, patch: Patch) -> bool:
-    box = extent(text)
-    return patch.contains_point(((box.x0 + box.x1) / 2, (box.y0 + box.y1) / 2))
+def areas(figure: Figure) -> list[Area]:
+    """From below to above."""
+    patches = [patch for axes in figure.axes for patch in axes.patches if is_area(patch)]
+    return [
+        Area(patch, patch.get_window_extent(), gray(patch.get_facecolor()), patch.get_hatch())
+        for patch in sorted(patches, key=lambda patch: patch.get_zorder())
+    ]
+
+
+def is_area(patch: Patch) -> bool:
+    is_filled = patch.get_fill() and patch.get_facecolor()[3] > 0
+    return patch.get_visible() and is_filled and not isinstance(patch, FancyArrowPatch)
+
+
+def middle(box: Bbox) -> Point:
+    return (box.x0 + box.x1) / 2, (box.y0 + box.y1) / 2
 
 
 # --- the rules ---
@@ -87,17 +101,18 @@ def legend_on_data(figure: Figure) -> Iterator[str]:
 
 def areas_alike(figure: Figure) -> Iterator[str]:
     """Neighbors with different fills must differ in gray or hatch, or each says what it is."""
-    labels = texts(figure)
-    found = []
-    for patch in areas(figure):
-        says = [text.get_text() for text in labels if is_inside(text, patch)]
-        fill = patch.get_facecolor(), patch.get_hatch()
-        found.append((patch.get_window_extent(), fill, gray(fill[0]), says))
-    for (box, fill, light, says), (box2, fill2, light2, says2) in combinations(found, 2):
-        if fill == fill2 or fill[1] != fill2[1] or abs(light - light2) >= GRAY_DISTANCE:
+    labels = [(text.get_text(), middle(extent(text))) for text in texts(figure)]
+    found = [
+        (area, [text for text, point in labels if area.covers(point)]) for area in areas(figure)
+    ]
+    for (one, says), (other, says_too) in combinations(found, 2):
+        is_same = one.patch.get_facecolor() == other.patch.get_facecolor()
+        if is_same or one.hatch != other.hatch or (says and says_too):
             continue
-        if overlap(box, box2, by=-TOUCH) and not (says and says2):
-            yield f"neighbors are alike in gray: {light:.0f} {says} and {light2:.0f} {says2}"
+        is_alike = abs(one.light - other.light) < GRAY_DISTANCE
+        if is_alike and overlap(one.box, other.box, by=-TOUCH):
+            values = f"{one.light:.0f} {says} and {other.light:.0f} {says_too}"
+            yield f"neighbors are alike in gray: {values}"
 
 
 def lines_alike(figure: Figure) -> Iterator[str]:
@@ -124,29 +139,29 @@ def is_near(line: Line2D, text: Text) -> bool:
 
 def pale_texts(figure: Figure) -> Iterator[str]:
     """A text needs contrast, at both of its ends, too; and nothing is written on a hatch."""
-    patches = areas(figure)[::-1]
+    found = areas(figure)[::-1]
     for text in texts(figure):
         for point in ends_and_middle(extent(text)):
-            light, hatch = behind(text, point, patches)
+            light, hatch = behind(text, point, found)
             if hatch:
                 yield f"{text.get_text()!r} is written on a hatch"
-            elif abs(gray(text.get_color()) - light) < CONTRAST:
+                break
+            if abs(gray(text.get_color()) - light) < CONTRAST:
                 yield f"{text.get_text()!r} is too pale on {light:.0f}"
-            else:
-                continue
-            break
+                break
 
 
 def ends_and_middle(box: Bbox) -> list[Point]:
-    y = (box.y0 + box.y1) / 2
-    return [(box.x0, y), ((box.x0 + box.x1) / 2, y), (box.x1, y)]
+    x, y = middle(box)
+    return [(box.x0, y), (x, y), (box.x1, y)]
 
 
-def behind(text: Text, point: Point, patches: list[Patch]) -> tuple[float, str | None]:
-    """Gray value and hatch of the area at this point of a text; paper is white."""
+def behind(text: Text, point: Point, found: list[Area]) -> tuple[float, str | None]:
+    """Gray value and hatch of what is behind a text at this point; paper is white."""
     own = text.get_bbox_patch()
-    patch = own or next((patch for patch in patches if patch.contains_point(point)), None)
-    return (gray(patch.get_facecolor()), patch.get_hatch()) if patch else (255, None)
+    if own:
+        return gray(own.get_facecolor()), own.get_hatch()
+    return next(((area.light, area.hatch) for area in found if area.covers(point)), (255, None))
 
 
 RULES: list[Callable[[Figure], Iterator[str]]] = [

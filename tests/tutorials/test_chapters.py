@@ -5,15 +5,17 @@ Output that differs between machines stands in a ```text block whose fence says 
 A ```py block is a quote from a source file: the same lines, comments too, moved to the left. A line of "..." stands for
 lines that are left out. A check that needs what the reader has written is fenced as ```python (exercise) and not run.
 
-Run: pytest tests/tutorials/test_chapters.py [-k scheduler]; with --slow the solutions of the exercises and the longest chapters, too
+Run: pytest tests/tutorials/test_chapters.py [-k scheduler]; with --slow the solutions of chapters 14 to 20, too
 To write the present output into the chapters, if it has changed and is right: python tests/tutorials/test_chapters.py
 """
 
 import contextlib
+import difflib
 import io
 import re
 import sys
 import textwrap
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -29,15 +31,6 @@ SOURCES = [
     ROOT / "bench.py",
     ROOT / "example.py",
 ]
-LONG = (
-    *("03_scheduler", "10_kernels", "12_performance"),
-    *("14_simulator", "16_policies", "17_serving", "18_parallel"),
-)
-
-
-def slow_if_long(chapter: Path):
-    marks = [pytest.mark.slow] * (chapter.stem in LONG)
-    return pytest.param(chapter, marks=marks, id=chapter.stem)
 
 
 def pattern(expected: str) -> str:
@@ -71,7 +64,7 @@ def outputs(chapter: Path, with_solutions: bool = True):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the chapters show what a CPU prints")
-@pytest.mark.parametrize("chapter", [slow_if_long(path) for path in CHAPTERS])
+@pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda path: path.stem)
 def test_code_blocks_run_and_print_what_the_chapter_says(chapter, monkeypatch, pytestconfig):
     monkeypatch.chdir(ROOT)
     monkeypatch.syspath_prepend(ROOT)  # as for whoever runs Python there
@@ -101,6 +94,45 @@ def test_quotes_are_exact(chapter):
                     f"{chapter.name} quotes\n{match[1]}but no source goes on with\n{line}",
                     pytrace=False,
                 )
+
+
+DIFF = re.compile(r"^```diff\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
+
+
+def stands_in(lines: list[str], diff: list[str]) -> bool:
+    """Whether a diff has these removed lines in this order, and these added and common ones, too.
+
+    "..." stands for lines that are left out.
+    """
+    for is_of_kind in (lambda line: line[:1] != "+", lambda line: line[:1] != "-"):
+        wanted = [line for line in lines if is_of_kind(line)]
+        if any(line[:1] in "+-" for line in wanted if line != "..."):
+            parts = ["(?:.*\n)*?" if line == "..." else re.escape(line) + "\n" for line in wanted]
+            text = "".join(f"{line}\n" for line in diff if is_of_kind(line))
+            if not re.search("^" + "".join(parts), text, re.MULTILINE):
+                return False
+    return True
+
+
+def test_differences_between_rungs_are_exact():
+    """Each diff of chapter 01 is a part of the difference between one rung and the next."""
+    ladder = ROOT / "tutorials" / "ladder"
+    rungs = [(ladder / f"rung{i}.py").read_text().splitlines() for i in range(1, 7)]
+    diffs = [
+        [line.rstrip() for line in difflib.unified_diff(*pair, n=100)] for pair in pairwise(rungs)
+    ]
+    shown = DIFF.findall((ROOT / "tutorials" / "01_ladder.md").read_text())
+    assert len(shown) > 5
+    for block in shown:
+        assert any(stands_in(block.splitlines(), diff) for diff in diffs), block
+
+
+def test_what_stands_in_a_difference():
+    diff = [" a", "-b", "+c", " d", "+e"]
+    for good in (["-b", "+c"], [" a", "+c", " d"], [" a", "...", "+e"], ["+c", "-b"]):
+        assert stands_in(good, diff)
+    for bad in (["-c"], [" a", "+e"], ["+e", "+c"], ["-a"]):
+        assert not stands_in(bad, diff)
 
 
 def test_what_is_a_quote():

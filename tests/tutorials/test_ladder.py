@@ -3,12 +3,28 @@
 Run: pytest tests/tutorials/test_ladder.py
 """
 
+import json
+import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from nanovllm.config import EMBEDDED_MODEL
+from tests.tools.extras import needs
+from tutorials.ladder import __main__ as command
 from tutorials.ladder import rung4, rung5, rung6
-from tutorials.ladder.__main__ import Request, climb, four_requests, new_llm
+from tutorials.ladder.__main__ import (
+    Request,
+    climb,
+    four_requests,
+    main,
+    many_requests,
+    new_llm,
+    run_rung,
+    seats,
+)
+from tutorials.ladder.qwen3 import Qwen3
 
 FOLDER = Path(rung4.__file__).parent
 RUNGS = [FOLDER / f"rung{number}.py" for number in range(1, 7)]
@@ -34,6 +50,86 @@ def test_what_each_rung_computes(runs):
     )
 
 
+def test_who_computes_how_much(runs):
+    """Prompts of 18, 19, 47 and 14 tokens; rung 6 has a budget of 64."""
+    first = {name: run.steps[0].sizes for name, run in runs.items()}
+    assert first["rung 1"] == first["rung 2"] == [18]
+    assert first["rung 3"] == [47] * 4
+    assert first["rung 4"] == first["rung 5"] == first["LLM"] == [18, 19, 47, 14]
+    assert first["rung 6"] == [18, 19, 27]
+    for name in ("rung 2", "rung 4", "rung 5", "rung 6", "LLM"):
+        tokens = Counter()
+        for step in runs[name].steps:
+            for request, size in zip(step.requests, step.sizes):
+                tokens[len(request.prompt)] += size
+        assert tokens == {18: 23, 19: 22, 47: 49, 14: 18}, name  # all but the last of an answer
+
+
+def test_a_picture_says_who_needed_what(runs):
+    needs("matplotlib")
+    from tutorials.figures.plot_ladder import cells_of
+
+    requests = runs["rung 3"].steps[0].requests
+    needed, wasted = Counter(), Counter()
+    for name, run in runs.items():
+        for cell in cells_of(run.steps, requests):
+            needed[name] += cell.needed
+            wasted[name] += cell.wasted
+    assert needed == dict.fromkeys(runs, 112)
+    assert +wasted == {"rung 1": 429 - 112, "rung 3": 208 - 112}
+
+
+def test_seats():
+    """D takes the one that C leaves; in rung 3 it waits until all have ended."""
+    needs("matplotlib")
+    from tutorials.figures.plot_ladder import cells_of
+
+    llm = new_llm()
+    requests = four_requests(llm)
+    with seats(3):
+        runs = climb(requests, llm)
+    assert rung4.SEATS == 8
+    assert [len(runs[name].steps) for name in ("rung 3", "rung 4", "rung 6")] == [11, 8, 9]
+    first = {
+        name: next(
+            (cell.row, cell.step) for cell in cells_of(run.steps, requests) if cell.name == "D"
+        )
+        for name, run in runs.items()
+    }
+    assert first["rung 3"] == (0, 6) and first["rung 4"] == (2, 3) and first["rung 6"] == (1, 4)
+
+
+def test_the_command_draws(monkeypatch, tmp_path, capsys):
+    needs("matplotlib")
+    monkeypatch.setattr(sys, "argv", ["ladder", "--seats", "3", "--draw", str(tmp_path / "x.png")])
+    main()
+    assert "The answers are the same." in capsys.readouterr().out
+    assert (tmp_path / "x.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_the_recorded_tokens_are_those_of_this_code():
+    result = json.loads((FOLDER.parent / "results" / "ladder_many.json").read_text())
+    for name in ("rung 4", "rung 6"):
+        run = run_rung(int(name[-1]), Qwen3(EMBEDDED_MODEL), many_requests())
+        assert [step.tokens for step in run.steps] == result["runs"][name]
+
+
+def test_the_command_writes(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["ladder", "--json", str(tmp_path / "x.json")])
+    main()
+    runs = json.loads((tmp_path / "x.json").read_text())["runs"]
+    assert runs["rung 1"][:3] == [18, 19, 20] and runs["LLM"] == [98, 4, 4, 3, 2, 1]
+
+
+def test_without_matplotlib_there_is_a_sentence(monkeypatch, capsys):
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    monkeypatch.setattr(sys, "argv", ["ladder", "--draw", "x.png"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "--draw needs matplotlib: pip install matplotlib" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("number", range(2, 7))
 def test_a_rung_is_short(number):
     before, lines = (RUNGS[i].read_text().splitlines() for i in (number - 2, number - 1))
@@ -44,11 +140,9 @@ def test_a_rung_is_short(number):
 def test_a_sequence_without_a_block_begins_again(rung, monkeypatch):
     """With blocks for 128 tokens, and 80 tokens that each of four sequences has in the end."""
     monkeypatch.setattr(rung, "NUM_BLOCKS", 8)
-    llm = new_llm()
     requests = [Request([7 + i] * 40, 40) for i in range(4)]
-    runs = climb(requests, llm)
-    name = f"rung {rung.__name__[-1]}"
-    assert runs[name].answers == runs["LLM"].answers
-    assert sum(step.tokens for step in runs[name].steps) > sum(
-        step.tokens for step in runs["rung 2"].steps
-    )
+    model = Qwen3(EMBEDDED_MODEL)
+    run = run_rung(int(rung.__name__[-1]), model, requests)
+    one_by_one = run_rung(2, model, requests)
+    assert run.answers == one_by_one.answers
+    assert sum(step.tokens for step in run.steps) > sum(step.tokens for step in one_by_one.steps)

@@ -1,5 +1,4 @@
-"""Request-level batching, as in FasterTransformer and in every engine before Orca:
-LLM(scheduler_cls=StaticBatching)"""
+"""Request-level batching, as in FasterTransformer: LLM(scheduler_cls=StaticBatching)"""
 
 from nanovllm.schedule import Schedule
 from nanovllm.scheduler import Scheduler

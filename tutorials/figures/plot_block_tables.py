@@ -1,5 +1,5 @@
-"""Draws the example of chapter 02: two block tables, the blocks that they name, and the free list, from
-a real BlockManager.
+"""Draws the example of chapter 02: two block tables, the blocks that they name, and the free list,
+from a real BlockManager.
 
     python -m tutorials.figures blocks_tables
 

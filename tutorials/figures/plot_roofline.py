@@ -3,8 +3,8 @@ nanovllm.
 
     python -m tutorials.figures cpu_roofline
 
-Reads cpu_embedded and cpu_qwen3_0.6b in tutorials/results. A point is all steps of one kind with one
-number of sequences. Needs matplotlib.
+Reads cpu_embedded and cpu_qwen3_0.6b in tutorials/results. A point is all steps of one kind with
+one number of sequences. Needs matplotlib.
 """
 
 import json

@@ -1,6 +1,6 @@
-"""What the pictures share: fills that differ in gray too, boxes with a label inside, one way to save.
+"""What pictures share: fills that differ in gray too, boxes with a label inside, one way to save.
 
-A picture says one thing. What it shows has its name beside it or inside, so that no legend is needed.
+A picture says one thing. What it shows has its name beside it or inside; so it needs no legend.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,6 +34,7 @@ ORANGE = Fill("#E69F00")
 GREEN = Fill("#009E73", ink="white")
 BLUE = Fill("#0B3C6F", ink="white")
 EMPTY = Fill("white")
+FILLS = (SKY, ORANGE, GREEN, BLUE)
 WASTE = Fill("white", hatch="////")  # what is computed or held for nothing
 
 
@@ -46,9 +47,14 @@ def box(
     axes: Axes, x: float, y: float, width: float, height: float, fill: Fill, label: object = ""
 ) -> None:
     """A rectangle from its lower left corner on, with its label in the middle."""
-    style = {"facecolor": fill.color, "hatch": fill.hatch, "edgecolor": "0.35", "linewidth": 0.7}
-    axes.add_patch(Rectangle((x, y), width, height, **style))
+    axes.add_patch(Rectangle((x, y), width, height, **style_of(fill)))
     write(axes, x + width / 2, y + height / 2, label, fill, ha="center")
+
+
+def style_of(fill: Fill) -> dict:
+    """What matplotlib must know of it."""
+    edge = {"edgecolor": "0.35", "linewidth": 0.7}
+    return {"facecolor": fill.color, "hatch": fill.hatch} | edge
 
 
 def write(axes: Axes, x: float, y: float, text: object, on: Fill = EMPTY, **style) -> None:

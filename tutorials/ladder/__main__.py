@@ -1,16 +1,22 @@
 """Runs the six rungs of the ladder, and the engine, on the same requests.
 
-python -m tutorials.ladder           four requests
-python -m tutorials.ladder --many    64 requests; the 20th has a prompt of 513 tokens
+python -m tutorials.ladder                               four requests
+python -m tutorials.ladder --many                        64; the 20th has a prompt of 513 tokens
+python -m tutorials.ladder --seats 3 --draw seats.png    draws who computes in which step
+python -m tutorials.ladder --many --json many.json       writes the tokens of each step
 """
 
 import argparse
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
+from importlib.util import find_spec
 from inspect import getsource
+from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
 
@@ -18,7 +24,8 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.config import EMBEDDED_MODEL
 from tutorials.ladder.qwen3 import Qwen3
 from tutorials.ladder.rung3 import SEATS
-from tutorials.performance.report import aligned
+from tutorials.performance.machine import device_name, environment
+from tutorials.performance.report import aligned, write_json
 
 BOOK = "phone book:\nAda 1234\nBen 5678\nCora 9012\nDaria 3456\n"
 QUESTIONS = {  # and how many tokens of the answer are wanted
@@ -29,17 +36,25 @@ QUESTIONS = {  # and how many tokens of the answer are wanted
 }
 
 
+RUNGS = {number: import_module(f"tutorials.ladder.rung{number}") for number in range(1, 7)}
+
+
 class Request(NamedTuple):
     prompt: list[int]
     max_tokens: int
 
 
 class Step(NamedTuple):
-    """What a rung reports of a step: tokens computed, and slots of the cache held and used."""
+    """What a rung reports of a step: who computed how many tokens; slots held and used."""
 
-    tokens: int
+    requests: list[Request]
+    sizes: list[int]
     held: int = 0
     used: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.sizes)
 
 
 class Run(NamedTuple):
@@ -51,8 +66,18 @@ class Run(NamedTuple):
     answers: list[list[int]]
 
 
-def new_llm() -> LLM:
-    return LLM(dtype="float32", device="cpu", num_blocks=64, block_size=16, max_num_seqs=SEATS)
+def new_llm(num_seats: int = SEATS) -> LLM:
+    return LLM(dtype="float32", device="cpu", num_blocks=64, block_size=16, max_num_seqs=num_seats)
+
+
+@contextmanager
+def seats(number: int) -> Iterator[None]:
+    """Gives all rungs so many seats."""
+    with ExitStack() as stack:
+        for rung in RUNGS.values():
+            if hasattr(rung, "SEATS"):
+                stack.enter_context(patch.object(rung, "SEATS", number))
+        yield
 
 
 def four_requests(llm: LLM) -> list[Request]:
@@ -74,11 +99,11 @@ def many_requests() -> list[Request]:
 
 
 def run_rung(number: int, model: Qwen3, requests: list[Request]) -> Run:
-    rung = import_module(f"tutorials.ladder.rung{number}")
+    rung = RUNGS[number]
     steps: list[Step] = []
 
-    def report(**numbers: int) -> None:
-        steps.append(Step(**numbers))
+    def report(*step) -> None:
+        steps.append(Step(*step))
 
     start = time.perf_counter()
     with torch.inference_mode():
@@ -91,8 +116,11 @@ def run_engine(llm: LLM, requests: list[Request]) -> Run:
 
     def observe(schedule, seconds: float) -> None:
         blocks = llm.block_manager
+        held = blocks.num_used_blocks * blocks.block_size
         used = sum(seq.num_computed_tokens for r in llm.scheduler.running for seq in r.sequences)
-        steps.append(Step(schedule.num_tokens, blocks.num_used_blocks * blocks.block_size, used))
+        computing = [item.seq.request for item in schedule.items]
+        same = [Request(r.prompt_token_ids, r.params.max_tokens) for r in computing]
+        steps.append(Step(same, [item.num_tokens for item in schedule.items], held, used))
 
     llm.observers.append(observe)
     prompts = [request.prompt for request in requests]
@@ -112,7 +140,7 @@ def climb(requests: list[Request], llm: LLM | None = None) -> dict[str, Run]:
     llm = llm or new_llm()
     model = Qwen3(EMBEDDED_MODEL)
     calls: dict[str, Callable[[list[Request]], Run]] = {}
-    for number in range(1, 7):
+    for number in RUNGS:
         calls[f"rung {number}"] = lambda some, number=number: run_rung(number, model, some)
     calls["LLM"] = lambda some: run_engine(llm, some)
     runs = {}
@@ -146,13 +174,30 @@ def rows_of(runs: dict[str, Run]) -> list[list[str]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--many", action="store_true", help="64 requests instead of four")
+    parser.add_argument("--seats", type=int, default=SEATS, help=f"how many, {SEATS} by default")
+    parser.add_argument("--draw", metavar="FILE", type=Path, help="a picture of the first 20 steps")
+    parser.add_argument(
+        "--json", metavar="FILE", type=Path, help="how many tokens each step computed"
+    )
     args = parser.parse_args()
-    llm = new_llm()
-    runs = climb(many_requests() if args.many else four_requests(llm), llm)
+    if args.draw and find_spec("matplotlib") is None:
+        parser.error("--draw needs matplotlib: pip install matplotlib")
+    llm = new_llm(args.seats)
+    requests = many_requests() if args.many else four_requests(llm)
+    with seats(args.seats):
+        runs = climb(requests, llm)
     assert all(run.answers == runs["LLM"].answers for run in runs.values())
     header = ["", "lines", "steps", "tokens computed", "tokens/s", "slots held, at most", "used"]
     print(aligned([header, *rows_of(runs)]))
     print("The answers are the same.")
+    if args.json:
+        tokens = {name: [step.tokens for step in run.steps] for name, run in runs.items()}
+        device = {"device": device_name(torch.device("cpu"))}
+        write_json(environment() | device | {"runs": tokens}, args.json)
+    if args.draw:
+        from tutorials.figures.plot_ladder import draw_runs
+
+        draw_runs(runs, requests).savefig(args.draw)
 
 
 if __name__ == "__main__":

@@ -19,5 +19,5 @@ def answer(model, request, report):
 
         logits = model.logits(torch.tensor(ids), torch.arange(len(ids)), attend)
         ids.append(int(logits[-1].argmax()))
-        report(tokens=len(ids) - 1)
+        report([request], [len(ids) - 1])
     return ids[len(request.prompt) :]

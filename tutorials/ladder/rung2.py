@@ -18,8 +18,8 @@ def generate(model, requests, report):
     for seq in sequences:
         cache = torch.zeros(2, len(model.layers), seq.length, model.kv_heads, model.dim)
         while len(seq.ids) < seq.length:
-            tokens = step(model, cache, seq)
-            report(tokens=tokens, held=seq.length, used=seq.computed)
+            sizes = step(model, cache, seq)
+            report([seq.request], sizes, seq.length, seq.computed)
     return [seq.ids[len(seq.request.prompt) :] for seq in sequences]
 
 
@@ -38,4 +38,4 @@ def step(model, cache, seq):
     logits = model.logits(torch.tensor(ids), position, attend)
     seq.computed = len(seq.ids)
     seq.ids.append(int(logits[-1].argmax()))
-    return len(ids)
+    return [len(ids)]

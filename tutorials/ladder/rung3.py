@@ -16,9 +16,10 @@ def generate(model, requests, report):
         longest = max(len(seq.ids) for seq in running) + steps
         cache = torch.zeros(2, len(model.layers), len(running), longest, model.kv_heads, model.dim)
         for _ in range(steps):
-            tokens = step(model, cache, running)
+            sizes = step(model, cache, running)
             held = len(running) * longest
-            report(tokens=tokens, held=held, used=sum(seq.computed for seq in running))
+            used = sum(seq.computed for seq in running)
+            report([seq.request for seq in running], sizes, held, used)
     return [seq.ids[len(seq.request.prompt) : seq.length] for seq in sequences]
 
 
@@ -41,4 +42,4 @@ def step(model, cache, running):
     for seq, ids, row in zip(running, new, logits):
         seq.computed = len(seq.ids)
         seq.ids.append(int(row[len(ids) - 1].argmax()))
-    return padded.numel()
+    return [width] * len(running)

@@ -19,9 +19,10 @@ def generate(model, requests, report):
             seq = waiting.pop(0)
             seq.seat = free.pop()
             running.append(seq)
-        tokens = step(model, cache, running)
+        sizes = step(model, cache, running)
         held = len(running) * longest
-        report(tokens=tokens, held=held, used=sum(seq.computed for seq in running))
+        used = sum(seq.computed for seq in running)
+        report([seq.request for seq in running], sizes, held, used)
         free += [seq.seat for seq in running if len(seq.ids) == seq.length]
         running = [seq for seq in running if len(seq.ids) < seq.length]
     return [seq.ids[len(seq.request.prompt) :] for seq in sequences]
@@ -48,4 +49,4 @@ def step(model, cache, running):
     for seq, rows in zip(running, logits.split(sizes)):
         seq.computed = len(seq.ids)
         seq.ids.append(int(rows[-1].argmax()))
-    return len(ids)
+    return sizes

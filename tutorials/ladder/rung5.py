@@ -25,17 +25,17 @@ class Sequence:
 
 def generate(model, requests, report):
     sequences = [Sequence(request) for request in requests]
-    num_slots = NUM_BLOCKS * BLOCK_SIZE
-    cache = torch.zeros(2, len(model.layers), num_slots, model.kv_heads, model.dim)
+    cache = torch.zeros(2, len(model.layers), NUM_BLOCKS * BLOCK_SIZE, model.kv_heads, model.dim)
     waiting = [*sequences]
     running = []
     free = [*range(NUM_BLOCKS)]
     while waiting or running:
         while waiting and len(running) < SEATS and grow(waiting[0], free):
             running.append(waiting.pop(0))
-        tokens = step(model, cache, running)
+        sizes = step(model, cache, running)
         held = sum(len(seq.blocks) for seq in running) * BLOCK_SIZE
-        report(tokens=tokens, held=held, used=sum(seq.computed for seq in running))
+        used = sum(seq.computed for seq in running)
+        report([seq.request for seq in running], sizes, held, used)
         for seq in [*running]:
             is_done = len(seq.ids) == seq.length
             if is_done or not grow(seq, free):
@@ -77,4 +77,4 @@ def step(model, cache, running):
     for seq, rows in zip(running, logits.split(sizes)):
         seq.computed = len(seq.ids)
         seq.ids.append(int(rows[-1].argmax()))
-    return len(ids)
+    return sizes

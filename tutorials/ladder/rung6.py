@@ -11,16 +11,17 @@ BUDGET = 64  # tokens per step
 
 def generate(model, requests, report):
     sequences = [Sequence(request) for request in requests]
-    num_slots = NUM_BLOCKS * BLOCK_SIZE
-    cache = torch.zeros(2, len(model.layers), num_slots, model.kv_heads, model.dim)
+    cache = torch.zeros(2, len(model.layers), NUM_BLOCKS * BLOCK_SIZE, model.kv_heads, model.dim)
     waiting = [*sequences]
     running = []
     free = [*range(NUM_BLOCKS)]
     while waiting or running:
         plan(running, waiting, free)
-        tokens = step(model, cache, [seq for seq in running if seq.new])
+        computing = [seq for seq in running if seq.new]
+        sizes = step(model, cache, computing)
         held = sum(len(seq.blocks) for seq in running) * BLOCK_SIZE
-        report(tokens=tokens, held=held, used=sum(seq.computed for seq in running))
+        used = sum(seq.computed for seq in running)
+        report([seq.request for seq in computing], sizes, held, used)
         for seq in [*running]:
             is_done = len(seq.ids) == seq.length
             if is_done or not grow(seq, free):
@@ -66,4 +67,4 @@ def step(model, cache, running):
         seq.computed += seq.new
         if seq.computed == len(seq.ids):
             seq.ids.append(int(rows[-1].argmax()))
-    return len(ids)
+    return sizes

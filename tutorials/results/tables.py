@@ -1,4 +1,4 @@
-"""Writes the tables of README, chapters 00, 12, 14 and 17 to 20 and the handouts from the files beside it:
+"""Writes the tables of README, the appendix, chapters 12, 14 and 17 to 20 and the handouts from the files beside it:
 nobody types a number.
 
     python -m tutorials.results.tables
@@ -29,7 +29,7 @@ from tutorials.simulation.ablations import ablation_table
 RESULTS = ROOT / "tutorials" / "results"
 PAGES = [
     ROOT / "README.md",
-    ROOT / "tutorials" / "00_overview.md",
+    ROOT / "tutorials" / "appendix.md",
     ROOT / "tutorials" / "12_performance.md",
     ROOT / "tutorials" / "14_simulator.md",
     ROOT / "tutorials" / "17_serving.md",

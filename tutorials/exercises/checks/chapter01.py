@@ -1,0 +1,104 @@
+"""Checks of chapter 01: a rectangle's tokens, a batch that shrinks, a budget that is shared."""
+
+import random
+from itertools import pairwise
+
+import torch
+
+from nanovllm.config import EMBEDDED_MODEL
+from tutorials.exercises.checks.expect import expect
+from tutorials.ladder import rung3, rung6
+from tutorials.ladder.__main__ import Request, Step
+from tutorials.ladder.qwen3 import Qwen3
+
+FOUR = [(18, 6), (19, 4), (47, 3), (14, 5)]  # tokens in and out
+
+
+def requests_of(lengths: list[tuple[int, int]]) -> list[Request]:
+    rng = random.Random(0)
+    return [Request([rng.randrange(1500) for _ in range(n)], out) for n, out in lengths]
+
+
+def run(generate, requests: list[Request]) -> tuple[list[Step], list[list[int]]]:
+    """The steps that it reports, and the answers."""
+    steps: list[Step] = []
+    with torch.inference_mode():
+        answers = generate(Qwen3(EMBEDDED_MODEL), requests, lambda *step: steps.append(Step(*step)))
+    return steps, answers
+
+
+def check_1(answers) -> None:
+    for lengths in (FOUR, [(5, 1)], [(3, 9), (8, 2)]):
+        prompts, outputs = map(list, zip(*lengths))
+        steps, _ = run(rung3.generate, requests_of(lengths))
+        counted = sum(step.tokens for step in steps)
+        said = answers.cells(prompts, outputs)
+        what = f"prompts of {prompts} and answers of {outputs} tokens"
+        expect(said == counted, f"{what}: rung 3 computes {counted}, you say {said}")
+
+
+def check_2(answers) -> None:
+    lengths = [*FOUR, (5, 1), (6, 12), (9, 2), (4, 7), (11, 3), (3, 3)]  # more than SEATS
+    requests = requests_of(lengths)
+    _, right = run(rung3.generate, requests)
+    steps, said = run(answers.generate, requests)
+    for i, (mine, theirs) in enumerate(zip(right, said, strict=True)):
+        expect(mine == theirs, f"request {i}: rung 3 answers {mine}, yours {theirs}")
+    steps, _ = run(answers.generate, requests_of(FOUR))
+    counted = sum(step.tokens for step in steps)
+    expect(counted == 202, f"the four requests: 202 tokens would do, yours computes {counted}")
+    sizes = [len(step.requests) for step in steps]
+    expect(sizes == [4, 4, 4, 3, 2, 1], f"requests in each step: {sizes}, not [4, 4, 4, 3, 2, 1]")
+
+
+def check_3(answers) -> None:
+    lengths = [(513, 4), (20, 9), (12, 3), (30, 6)]
+    requests = requests_of(lengths)
+    _, right = run(rung6.generate, requests)
+    steps, said = run(with_plan(answers.plan), requests)
+    expect(right == said, "the answers are not those of rung 6")
+    most = max(step.tokens for step in steps)
+    expect(most <= rung6.BUDGET, f"a step computes {most} tokens, the budget is {rung6.BUDGET}")
+    first = dict(zip((len(request.prompt) for request in steps[0].requests), steps[0].sizes))
+    for num_tokens, _ in lengths:
+        what = f"the prompt of {num_tokens} tokens"
+        begun = next(i for i, s in enumerate(steps, 1) if num_tokens in lengths_in(s))
+        expect(begun == 1, f"{what} gets its first tokens in step {begun}, and step 1 has room")
+        share = min(16, num_tokens)
+        got = first[num_tokens]
+        expect(got >= share, f"{what} gets {got} tokens in step 1, {share} are its share")
+    done = [i for i, step in enumerate(steps, 1) if requests[0] in step.requests][-4]
+    expect(done <= 10, f"the long prompt is complete in step {done}; in step 10 it can be")
+    check_decodes(steps, requests)
+
+
+def lengths_in(step: Step) -> list[int]:
+    """Of the prompts that take part."""
+    return [len(request.prompt) for request in step.requests]
+
+
+def check_decodes(steps: list[Step], requests: list[Request]) -> None:
+    """An answer that runs gets a token in each step until it is complete."""
+    for request in requests:
+        taking = [i for i, step in enumerate(steps, 1) if request in step.requests]
+        answer = taking[-request.max_tokens :]
+        gaps = [b - a for a, b in pairwise(answer)]
+        n = len(request.prompt)
+        expect(
+            all(gap == 1 for gap in gaps),
+            f"the answer to the prompt of {n} tokens stands still: it takes part in steps {answer}",
+        )
+
+
+def with_plan(plan):
+    """Rung 6 with another plan."""
+
+    def generate(model, requests, report):
+        old = rung6.plan
+        rung6.plan = plan
+        try:
+            return rung6.generate(model, requests, report)
+        finally:
+            rung6.plan = old
+
+    return generate

@@ -1,0 +1,83 @@
+"""Checks of chapter 04: two ways back, blocks to grow into, blocks to the end."""
+
+import random
+
+from nanovllm.scheduler import Scheduler
+from tutorials.exercises.checks.expect import expect
+from tutorials.play import Job, num_preemptions, play, tokens
+
+MEMORY = dict(num_blocks=40, caching=False)
+
+
+def check_1(answers) -> None:
+    cases = (  # both ways together: 9.2 ms, 18.3 ms, 73 ms, ...; computing: 2 ms, 12 ms, 36 ms, ...
+        (1000, 114_688, 25e9, 2.4e-6, 3e-10, "recompute"),
+        (2000, 114_688, 25e9, 5.4e-6, 3e-10, "recompute"),
+        (8000, 114_688, 25e9, 2.4e-6, 3e-10, "recompute"),
+        (32_000, 114_688, 25e9, 2.4e-6, 3e-10, "swap"),
+        (1000, 2_560, 4e9, 3e-5, 1e-8, "swap"),
+    )
+    for n, kv_bytes, bus, a, b, right in cases:
+        said = answers.cheaper(n, kv_bytes, bus, a, b)
+        moved = 2 * n * kv_bytes / bus * 1000
+        again = (n * a + n * n * b) * 1000
+        times = f"{n:,} tokens take {moved:.1f} ms to move there and back, {again:.1f} to compute"
+        expect(said == right, f"{times}; you say {said!r}")
+
+
+def load(seed: int) -> list[Job]:
+    """A hundred requests; those of seed 1 are the chapter's."""
+    rng = random.Random(seed)
+    jobs = []
+    now = 0
+    for i in range(100):
+        now += int(rng.expovariate(1 / 5))
+        jobs.append(Job(f"r{i}", now, rng.randint(5, 40), rng.choice((5, 10, 20, 100))))
+    return jobs
+
+
+def compare(name: str, answer, reference, jobs: list[Job]) -> None:
+    """Both must admit the same requests in the same steps."""
+    right = play(jobs, reference, **MEMORY)
+    said = play(jobs, answer, **MEMORY)
+    for i, (mine, yours) in enumerate(zip(right, said), 1):
+        for request in mine.keys() - {"free"}:
+            waits = mine[request] == ".", yours.get(request) == "."
+            if waits[0] != waits[1]:
+                verdict = "waits, and there is room" if waits[1] else "runs, and should wait"
+                expect(False, f"step {i}: {request} {verdict} by the rule of {name}")
+    expect(len(right) == len(said), f"{len(said)} steps instead of {len(right)}")
+
+
+class TwoEach(Scheduler):
+    watermark = 0
+
+    def may_admit(self, request, schedule):
+        manager = self.block_manager
+        left = manager.num_free_blocks - manager.num_blocks_for(len(request.sequences[0]))
+        return left >= 2 * len(self.running)
+
+
+class ToTheEnd(Scheduler):
+    watermark = 0
+
+    def may_admit(self, request, schedule):
+        needed = self.block_manager.num_blocks_for
+        at_the_end = sum(needed(r.max_len - 1) for r in [*self.running, request])
+        return at_the_end <= len(self.block_manager.blocks)
+
+
+def check_2(answers) -> None:
+    expect(answers.Careful.watermark == 0, "leave `watermark` at 0: the rule takes its place")
+    for seed in (1, 2, 3):
+        compare("two blocks each", answers.Careful, TwoEach, load(seed))
+
+
+def check_3(answers) -> None:
+    for seed in (1, 2, 3):
+        jobs = load(seed)
+        log = play(jobs, answers.Reserved, **MEMORY)
+        stopped = num_preemptions(log)
+        computed = sum(map(tokens, log))
+        expect(stopped == 0, f"requests were stopped {stopped} times, {computed:,} tokens computed")
+        compare("blocks to the end", answers.Reserved, ToTheEnd, jobs)

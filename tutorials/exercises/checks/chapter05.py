@@ -1,0 +1,128 @@
+"""Checks of chapter 05: numbers of a model, another family, rows that the last layer can leave out."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config
+
+from nanovllm.config import EMBEDDED_MODEL
+from nanovllm.layers import torch_ops
+from nanovllm.models.qwen import Qwen
+from tutorials.exercises.checks.expect import expect
+from tutorials.ladder.qwen3 import Qwen3, attention
+
+SIZES = (
+    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
+    "num_key_value_heads head_dim tie_word_embeddings"
+).split()
+MODELS = {
+    "the embedded model": (1536, 192, 512, 5, 6, 2, 32, True),
+    "Qwen3-0.6B": (151936, 1024, 3072, 28, 16, 8, 128, True),
+    "Qwen3-4B": (151936, 2560, 9728, 36, 32, 8, 128, True),
+    "Qwen3-8B": (151936, 4096, 12288, 36, 32, 8, 128, False),
+}
+
+
+def counted(config: dict) -> int:
+    """Of the engine's model, which is built without memory."""
+    with torch.device("meta"):
+        model = Qwen(Qwen3Config(**config), torch.empty(0), torch_ops)
+    if config["tie_word_embeddings"]:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def check_1(answers) -> None:
+    for name, sizes in MODELS.items():
+        config = dict(zip(SIZES, sizes))
+        right = counted(config)
+        said = answers.parameters({**config})
+        expect(said == right, f"{name} has {right:,} parameters, you say {said}")
+
+
+# --- another family ---
+
+
+@contextmanager
+def random_qwen2(bias: float) -> Iterator[tuple[Path, Qwen2ForCausalLM]]:
+    """A small Qwen2 with random weights, and biases of about this size; and its directory."""
+    sizes = dict(
+        vocab_size=100,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        tie_word_embeddings=True,
+    )
+    generator = torch.Generator().manual_seed(0)
+    model = Qwen2ForCausalLM(Qwen2Config(**sizes)).requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        size = bias if name.endswith("bias") else 0.3
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) * size)
+    with TemporaryDirectory() as directory:
+        path = Path(directory)
+        model.save_pretrained(path)
+        settings = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(settings | sizes))
+        yield path, model
+
+
+def causal(layer, q, k, v):
+    return attention(q, k, v, torch.ones(len(q), len(q), dtype=torch.bool).tril())
+
+
+def check_2(answers) -> None:
+    ids = torch.tensor([3, 14, 15, 92, 65, 35])
+    for bias, which in ((0.0, "whose biases are 0"), (1.0, "with biases")):
+        with random_qwen2(bias) as (path, theirs):
+            right = theirs(ids[None]).logits[0]
+            said = answers.Qwen2(path).logits(ids, torch.arange(6), causal)
+        expect(said.shape == right.shape, f"the logits have shape {list(said.shape)}")
+        off = (said - right).abs().max().item()
+        expect(off < 1e-3, f"a Qwen2 {which}: your logits and transformers' differ by {off:.3f}")
+
+
+# --- rows that the last layer can leave out ---
+
+
+def check_3(answers) -> None:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(1500, (8,), generator=generator)
+    positions = torch.tensor([0, 1, 2, 3, 4, 0, 1, 2])
+    right = Qwen3(EMBEDDED_MODEL).logits(ids, positions, texts)
+    for rows in ([4, 7], [7, 4], [2], [*range(8)]):
+        check_rows(answers, ids, positions, rows, right[rows])
+
+
+def texts(layer, q, k, v):
+    """Two texts, of 5 and 3 tokens."""
+    what = f"attend of layer {layer} gets {len(q)} queries and {len(k)} keys, not 8"
+    expect(len(q) == len(k) == len(v) == 8, what)
+    parts = zip(q.split([5, 3]), k.split([5, 3]), v.split([5, 3]))
+    return torch.cat([causal(layer, *part) for part in parts])
+
+
+def check_rows(answers, ids, positions, rows: list[int], right) -> None:
+    computed: dict[str, int] = {}
+
+    class Counting(answers.LastRows):
+        def linear(self, name, x):
+            computed[name] = computed.get(name, 0) + len(x)
+            return super().linear(name, x)
+
+    said = Counting(EMBEDDED_MODEL).logits(ids, positions, texts, torch.tensor(rows))
+    what = f"for rows {rows}"
+    expect(said.shape == right.shape, f"{what} the logits have shape {list(said.shape)}")
+    off = (said - right).abs().max().item()
+    expect(off < 1e-3, f"{what} the logits are wrong by up to {off:.3f}")
+    for name, num_rows in computed.items():
+        is_late = name.startswith("layers.4.") and name[-6:] not in ("q_proj", "k_proj", "v_proj")
+        enough = len(rows) if is_late else 8
+        expect(num_rows == enough, f"{what} {name} computes {num_rows} rows, {enough} are enough")
+    expect(len(computed) == 5 * 7, f"`linear` was called for {len(computed)} weights, not 35")
