@@ -1,0 +1,61 @@
+"""Your answers to the exercises of chapter 11. To check them: python -m tutorials.check 11"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# --- 11.1 ---
+
+
+def num_blocks(
+    total: int, utilization: float, others: int, peak: int, block_bytes: int, useful: int
+) -> int:
+    """How many KV blocks fit. The engine may use this part of the `total` bytes of a GPU; `others`
+    are used by other programs, `peak` by the weights and the largest step. More than `useful`
+    blocks are of no use."""
+    raise NotImplementedError
+
+
+# --- 11.2 ---
+
+
+class Recorder(TorchDispatchMode):
+    """Runs operations as always, and notes them."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.calls.append((function, args, kwargs or {}, result))
+        return result
+
+    def replay(self):
+        for function, args, kwargs, result in self.calls:
+            result.copy_(function(*args, **kwargs))
+
+
+class Recorded:
+    """A model, recorded once."""
+
+    def __init__(self, model: Callable[[Tensor, Tensor], Tensor], size: int, no_slot: int):
+        """`model` takes ids and slots, [size] int64 each, and returns new ids [size]. What it
+        writes into the slot `no_slot` is never read."""
+        raise NotImplementedError
+
+    def run(self, ids: Tensor, slots: Tensor) -> Tensor:
+        """The new ids of up to `size` rows, by a replay."""
+        raise NotImplementedError
+
+
+# --- 11.3 ---
+
+
+def best_sizes(counts: dict[int, int], k: int) -> list[int]:
+    """At most k sizes in ascending order, such that the fewest rows are computed. `counts` says for
+    each number of decodes how many steps had it. Each step runs in the smallest size that is large
+    enough, so the last size must hold all of them."""
+    raise NotImplementedError
