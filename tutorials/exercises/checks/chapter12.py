@@ -1,7 +1,6 @@
 """Checks of chapter 12: what users wait for, an honest benchmark, tokens that cost no time."""
 
 import random
-from statistics import median
 
 from nanovllm.simulator.cost_model import HARDWARE, SHAPES, XEON, shape_of
 from tutorials.exercises.checks.expect import Wrong, expect
