@@ -16,8 +16,7 @@ CHAPTERS = [*(ROOT / "tutorials").glob("[0-9]*.md"), ROOT / "README.md"]
 FIGURES = (ROOT / "tutorials" / "figures").resolve()
 
 OLD = set(  # drawn before there were rules
-    "cpu_embedded cpu_preemption_embedded "
-    "cpu_preemption_qwen3_0.6b cpu_qwen3_0.6b cpu_roofline memory_sharing parallel_shards "
+    "cpu_preemption_embedded memory_sharing parallel_shards "
     "parallel_timeline policies policies_clock replicas_bounds replicas_ranks replicas_routers "
     "serving_load serving_threads vattention_steps vattention_tables".split()
 )

@@ -1,7 +1,7 @@
 """Draws what bench.py measured: output tokens per second of every engine, the attention kernels, or
 preemption.
 
-    python -m tutorials.figures cpu_embedded                # the result in a chapter
+    python -m tutorials.figures performance_engines         # the results in a chapter
     python -m tutorials.figures.plot_bench my_result.json   # another one
 
 Writes NAME.png next to this script for a result NAME.json. Needs matplotlib.
@@ -14,35 +14,47 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from tutorials.figures.style import HERE, new_figure, save
+from tutorials.figures.style import BLUE, HERE, SKY, bare, box, new_figure, save, title, write
 
 RESULTS = HERE.parent / "results"
+LABELS = {
+    "vllm": "vLLM {}",
+    "hf": "transformers {},\none padded batch",
+    "hf-cb": "transformers {},\ncontinuous batching",
+}
+MODELS = {"tiny_qwen3": "embedded model", "qwen3-0.6b-random": "shapes of Qwen3-0.6B"}
 # of Okabe and Ito's colors, which the color-blind can tell apart
 OURS = "#0072B2"
 THEIRS = "#999999"
 
 
 def plot_engines(axes, report: dict) -> None:
-    """One bar per engine, with a line from its slowest round to its fastest; one that did not run
-    says why."""
-    names, engines = list(report["engines"]), report["engines"].values()
-    speeds = [engine.get("output_tokens_per_second", 0) for engine in engines]
-    ranges = [engine.get("output_tokens_per_second_range", (0, 0)) for engine in engines]
-    errors = [
-        [s - low for s, (low, _) in zip(speeds, ranges)],
-        [high - s for s, (_, high) in zip(speeds, ranges)],
-    ]
-    colors = [OURS if name == "nanovllm" else THEIRS for name in names]
-    axes.barh(names, speeds, xerr=errors, color=colors, error_kw={"capsize": 4})
-    for i, (engine, speed, (_, high)) in enumerate(zip(engines, speeds, ranges)):
-        axes.text(high, i, f"   {speed:,.0f}" if speed else f"   {engine['error']}", va="center")
-    axes.invert_yaxis()
-    axes.margins(x=0.15)
-    axes.set_xlabel(
-        f"output tokens per second: median, slowest and fastest of {report['rounds']} rounds"
-    )
-    work = f"{report['requests']} requests, {report['output_tokens']:,} output tokens"
-    axes.set_title(f"{report['model']}, {report['dtype']}: {work}\n{report['device']}")
+    """One bar per engine, the fastest above, with a line from its slowest round to its fastest; one
+    that did not run says why."""
+    engines = report["engines"]
+    speeds = {name: engines[name].get("output_tokens_per_second", 0) for name in engines}
+    names = sorted(engines, key=lambda name: -speeds[name])
+    right = 1.45 * max(high_of(engine) for engine in engines.values())
+    for row, name in enumerate(names):
+        engine, speed = engines[name], speeds[name]
+        box(axes, 0, -row, speed, 0.6, BLUE if name == "nanovllm" else SKY)
+        text = engine.get("error")
+        if text is None:
+            low, high = engine["output_tokens_per_second_range"]
+            for thickness, color in ((4, "white"), (1.5, "black")):
+                axes.hlines(0.3 - row, low, high, color=color, linewidth=thickness)
+            text = f"{speed:,.0f}  ({low:,.0f} to {high:,.0f})"
+        write(axes, high_of(engine) + right / 60, 0.3 - row, text)
+    labels = [LABELS.get(name, name).format(engines[name].get("version", "")) for name in names]
+    axes.set_yticks([0.3 - row for row in range(len(names))], labels)
+    axes.set_xlim(0, right)
+    axes.set_ylim(-len(names) + 0.8, 0.8)
+    bare(axes, ["left"])
+    title(axes, f"{MODELS.get(report['model'], report['model'])}, {report['dtype']}: tokens/s")
+
+
+def high_of(engine: dict) -> float:
+    return engine.get("output_tokens_per_second_range", (0, 0))[1]
 
 
 def plot_attention(axes, report: dict) -> None:
@@ -95,14 +107,24 @@ def draw(path: Path) -> Figure:
 
 
 KINDS = {"engines": plot_engines, "attention": plot_attention, "preemption": plot_preemption}
+
+
+def draw_engines() -> Figure:
+    """Two models, one above the other."""
+    reports = [
+        json.loads((RESULTS / f"{name}.json").read_text())
+        for name in ("cpu_embedded", "cpu_qwen3_0.6b")
+    ]
+    figure = new_figure(8.5, 4.6)
+    sizes = [len(report["engines"]) for report in reports]
+    for axes, report in zip(figure.subplots(len(reports), 1, height_ratios=sizes), reports):
+        plot_engines(axes, report)
+    return figure
+
+
 FIGURES = {
-    name: partial(draw, RESULTS / f"{name}.json")
-    for name in (
-        "cpu_embedded",
-        "cpu_qwen3_0.6b",
-        "cpu_preemption_embedded",
-        "cpu_preemption_qwen3_0.6b",
-    )
+    "performance_engines": draw_engines,
+    "cpu_preemption_embedded": partial(draw, RESULTS / "cpu_preemption_embedded.json"),
 }
 
 

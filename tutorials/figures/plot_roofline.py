@@ -3,91 +3,112 @@ nanovllm.
 
     python -m tutorials.figures cpu_roofline
 
-Reads cpu_embedded and cpu_qwen3_0.6b in tutorials/results. A point is all steps of one kind with
-one number of sequences. Needs matplotlib.
+Reads cpu_embedded and cpu_qwen3_0.6b in tutorials/results. A mark is all steps of one kind with 1,
+2 to 3, 4 to 7, ... sequences. Needs matplotlib.
 """
 
 import json
-import math
+from typing import NamedTuple
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from nanovllm.simulator.cost_model import Hardware
-from tutorials.figures.style import HERE, new_figure
+from tutorials.figures.style import BLUE, HERE, ORANGE, SMALL, TEXT, new_figure, title, write
 
-RESULTS = [HERE.parent / "results" / f"cpu_{name}.json" for name in ("embedded", "qwen3_0.6b")]
-KINDS = {"decode": ("o", "#0072B2"), "prefill": ("s", "#E69F00")}
-
-
-def points(steps: dict, kind: str) -> list[dict]:
-    """FLOPs per byte (x) and FLOP/s (y) of each bin, with the bin's own columns."""
-    rows = [dict(zip(steps["columns"], row)) for row in steps[kind]]
-    return [
-        row | {"x": row["flops"] / row["bytes"], "y": row["flops"] / row["seconds"]} for row in rows
-    ]
+MODELS = {"cpu_embedded": "embedded model", "cpu_qwen3_0.6b": "shapes of Qwen3-0.6B"}
+MARKS = {"decode": ("o", BLUE), "prefill": ("s", ORANGE)}
 
 
-def plot_roof(axes, machine: Hardware, left: float, right: float) -> None:
-    axes.plot(
-        [left, machine.ridge, right],
-        [left * machine.bytes_per_second, machine.flops_per_second, machine.flops_per_second],
-        color="black",
-    )
-    middle = math.sqrt(left * machine.ridge)
-    for text, place, offset in (
-        (
-            f"copy: {machine.bytes_per_second / 1e9:,.0f} GB/s",
-            (middle, middle * machine.bytes_per_second),
-            (-6, 6),
-        ),
-        (
-            f"matrix product: {machine.flops_per_second / 1e9:,.0f} GFLOP/s",
-            (right, machine.flops_per_second),
-            (0, 4),
-        ),
-    ):
-        axes.annotate(text, place, offset, textcoords="offset points", ha="right", fontsize="small")
+class Mark(NamedTuple):
+    """Steps of one kind."""
+
+    least: int  # sequences
+    most: int
+    intensity: float  # FLOPs per byte
+    rate: float  # GFLOP/s that were reached
+
+    @property
+    def name(self) -> str:
+        if self.most == 1:
+            return "1 sequence"
+        return (
+            f"{self.most} sequences" if self.least == self.most else f"{self.least} to {self.most}"
+        )
 
 
-def draw_panel(axes, report: dict) -> None:
+def marks_of(steps: dict, kind: str) -> list[Mark]:
+    groups: dict[int, list[dict]] = {}
+    for row in steps[kind]:
+        cells = dict(zip(steps["columns"], row))
+        groups.setdefault(cells["sequences"].bit_length(), []).append(cells)
+    marks = []
+    for rows in groups.values():
+        flops, num_bytes, seconds = (
+            sum(row[name] for row in rows) for name in ("flops", "bytes", "seconds")
+        )
+        sizes = [row["sequences"] for row in rows]
+        marks.append(Mark(min(sizes), max(sizes), flops / num_bytes, flops / seconds / 1e9))
+    return marks
+
+
+def roof(machine: Hardware, intensity: float) -> float:
+    """GFLOP/s that cannot be passed."""
+    return min(intensity * machine.bytes_per_second, machine.flops_per_second) / 1e9
+
+
+def draw_panel(axes: Axes, name: str) -> None:
+    report = json.loads((HERE.parent / "results" / f"{name}.json").read_text())
     ours = report["engines"]["nanovllm"]
     machine = Hardware(**ours["ceilings"])
-    drawn = {kind: points(ours["steps"], kind) for kind in KINDS}
-    everything = [point for kind in KINDS for point in drawn[kind]]
-    left = min(point["x"] for point in everything) / 3
-    right = 4 * max(machine.ridge, *(point["x"] for point in everything))
-    plot_roof(axes, machine, left, right)
-    for kind, (marker, color) in KINDS.items():
-        chosen = drawn[kind]
-        size = [
-            30 + 400 * point["seconds"] / sum(p["seconds"] for p in everything) for point in chosen
-        ]
-        x, y = [point["x"] for point in chosen], [point["y"] for point in chosen]
-        axes.scatter(
-            x, y, size, marker=marker, color=color, alpha=0.7, edgecolor="white", label=kind
-        )
-        for point in {min(x): chosen[x.index(min(x))], max(x): chosen[x.index(max(x))]}.values():
-            note = f"{point['sequences']} sequences" if point["sequences"] > 1 else "1 sequence"
-            place = dict(
-                xytext=(10, -10), textcoords="offset points", fontsize="x-small", color=color
-            )
-            axes.annotate(note, (point["x"], point["y"]), **place)
+    left, right = 0.3, 3000
+    corners = [left, machine.ridge, right]
+    axes.plot(corners, [roof(machine, x) for x in corners], color="black", label="the roof")
+    at = machine.ridge / 3
+    write(axes, at / 1.1, roof(machine, at) * 1.15, "the roof", ha="right")
+    for kind, (marker, fill) in MARKS.items():
+        marks = marks_of(ours["steps"], kind)
+        points = [mark.intensity for mark in marks], [mark.rate for mark in marks]
+        axes.scatter(*points, 40, marker=marker, color=fill.color, edgecolor="black", zorder=3)
+        if kind == "prefill":
+            last = max(marks, key=lambda mark: mark.intensity)
+            write(axes, last.intensity, last.rate / 1.8, "steps with prompts", ha="center")
+            continue
+        for mark in (marks[0], marks[-1]):
+            text = f"decodes of {mark.name}"
+            write(axes, mark.intensity * 1.3, mark.rate / 1.35, text, va="top")
+        draw_gap(axes, marks[-1], machine)
+    note = (
+        f"flat: {machine.flops_per_second / 1e9:,.0f} GFLOP/s, a large matrix product\n"
+        f"rising: {machine.bytes_per_second / 1e9:,.0f} GB/s, a large copy"
+    )
+    write(axes, left * 1.3, 3000, note, fontsize=SMALL)
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.set_xlabel("FLOPs per byte")
-    axes.set_title(f"{report['model']}, {report['dtype']}\n{report['device']}", fontsize="medium")
-    axes.set_ylim(min(point["y"] for point in everything) / 2, 2 * machine.flops_per_second)
+    axes.set_xlim(left, right)
+    axes.set_ylim(1, 6000)
+    axes.set_xticks([1, 10, 100, 1000], ["1", "10", "100", "1,000"])
+    axes.set_yticks([1, 10, 100, 1000], ["1", "10", "100", "1,000"])
+    axes.tick_params(labelsize=SMALL)
     axes.grid(alpha=0.3)
-    for handle in axes.legend(loc="lower right").legend_handles:
-        handle.set_sizes([40])
+    axes.set_xlabel("FLOPs per byte", fontsize=TEXT)
+    title(axes, f"{MODELS[name]}, {report['dtype']}")
+
+
+def draw_gap(axes: Axes, mark: Mark, machine: Hardware) -> None:
+    """From the mark up to the roof."""
+    top = roof(machine, mark.intensity)
+    arrow = {"arrowstyle": "<->", "shrinkA": 4, "shrinkB": 0}
+    axes.annotate("", (mark.intensity, top), (mark.intensity, mark.rate), arrowprops=arrow)
+    write(axes, mark.intensity, top * 1.4, f"{top / mark.rate:.1f} x to gain at most")
 
 
 def draw() -> Figure:
-    figure = new_figure(10, 4.5)
-    all_axes = figure.subplots(1, len(RESULTS))
-    for axes, path in zip(all_axes, RESULTS):
-        draw_panel(axes, json.loads(path.read_text()))
-    all_axes[0].set_ylabel("FLOP/s that were reached")
+    figure = new_figure(9, 4.2)
+    panels = figure.subplots(1, len(MODELS), sharey=True)
+    for axes, name in zip(panels, MODELS):
+        draw_panel(axes, name)
+    panels[0].set_ylabel("GFLOP/s that were reached", fontsize=TEXT)
     return figure
 
 

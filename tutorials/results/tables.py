@@ -91,7 +91,7 @@ def speed_cells(engine: dict) -> list[str]:
 
 
 def engines(reports: list[dict], links: list[str]) -> str:
-    """For chapter 12: what bench.py printed."""
+    """For chapter 12 and the appendix: what bench.py printed."""
     (report,), (link,) = reports, links
     header = f"[{Path(link).name}]({link}), commit {report['commit']}:"
     return f"{header}\n\n```text\n{conditions(report)}\n\n{engines_table(report)}\n```"
@@ -113,7 +113,7 @@ def settings(reports: list[dict], links: list[str]) -> str:
 
 
 def recovery(reports: list[dict], links: list[str]) -> str:
-    """For chapter 12: preemption of a request with 1,000 tokens, of two models."""
+    """For the appendix: preemption of a request with 1,000 tokens, of two models."""
     header, lines = ["tokens per block"], []
     for report, link in zip(reports, links):
         name = MODELS.get(report["model"], report["model"])
@@ -151,13 +151,14 @@ def threads(reports: list[dict], links: list[str]) -> str:
 
 
 def host(reports: list[dict], links: list[str]) -> str:
-    """For chapter 12: CPU time of the host's part of a decode step, by commit, and its phases
-    now."""
+    """For the appendix: CPU time of the host's part of a decode step, by commit, and its phases in
+    the last one."""
     (report,), (link,) = reports, links
     names = [name for name in report["host"] if name != "this"]
     phases = [phase for phase in next(iter(report["host"]["this"].values())) if phase != "step"]
-    about = f"{report['device']}, commit {report['commit']}, ms per step ([all numbers]({link})):"
-    rows = [["sequences, max_model_len", *names, "now", *(f"`{phase}`" for phase in phases)]]
+    about = f"{report['device']}, ms per step by commit, and its parts ([all numbers]({link})):"
+    commits = [*names, report["commit"]]
+    rows = [["sequences, max_model_len", *commits, *(f"`{phase}`" for phase in phases)]]
     for case, now in report["host"]["this"].items():
         times = [report["host"][name][case]["step"] for name in names]
         times += [now["step"], *(now[phase] for phase in phases)]
@@ -166,7 +167,7 @@ def host(reports: list[dict], links: list[str]) -> str:
 
 
 def queue(reports: list[dict], links: list[str]) -> str:
-    """For chapter 12: what a step, an abort and a failed step take while requests wait."""
+    """For the appendix: what a step, an abort and a failed step take while requests wait."""
     (report,), _ = reports, links
     names = list(next(iter(report["queue"].values())))
     rows = [["requests that wait", *names]]
