@@ -30,6 +30,11 @@ def test_a_first_reading_has_as_many_words_as_the_table_allows(chapter):
     assert words <= WORDS[chapter.stem], f"{words} words"
 
 
+def test_part_one_is_complete_and_short():
+    assert [chapter.stem for chapter in CHAPTERS] == sorted(WORDS)
+    assert sum(num_words(chapter.read_text()) for chapter in CHAPTERS) <= 25_500
+
+
 @each_chapter
 def test_two_pictures(chapter):
     pictures = re.findall(r"!\[([^]]*)\]\(figures/", first_reading(chapter.read_text()))
