@@ -51,6 +51,7 @@ class Step(NamedTuple):
     sizes: list[int]
     held: int = 0
     used: int = 0
+    seconds: float = 0.0
 
     @property
     def tokens(self) -> int:
@@ -101,14 +102,21 @@ def many_requests() -> list[Request]:
 def run_rung(number: int, model: Qwen3, requests: list[Request]) -> Run:
     rung = RUNGS[number]
     steps: list[Step] = []
+    clock = [time.perf_counter()]
 
     def report(*step) -> None:
-        steps.append(Step(*step))
+        clock.append(time.perf_counter())
+        steps.append(Step(*step, seconds=clock[-1] - clock[-2]))
 
-    start = time.perf_counter()
-    with torch.inference_mode():
-        answers = rung.generate(model, requests, report)
-    return Run(len(getsource(rung).splitlines()), steps, time.perf_counter() - start, answers)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # in so small operations, several threads only wait for each other
+    try:
+        with torch.inference_mode():
+            answers = rung.generate(model, requests, report)
+    finally:
+        torch.set_num_threads(num_threads)
+    seconds = time.perf_counter() - clock[0]
+    return Run(len(getsource(rung).splitlines()), steps, seconds, answers)
 
 
 def run_engine(llm: LLM, requests: list[Request]) -> Run:
