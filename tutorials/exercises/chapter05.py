@@ -9,7 +9,9 @@ from tutorials.ladder.qwen3 import Qwen3, rotate
 
 
 def parameters(config: dict) -> int:
-    """How many learned numbers a Qwen3 has, if this is its config.json."""
+    """How many learned numbers a Qwen3 has, if this is its config.json. It has the keys vocab_size,
+    hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads,
+    head_dim and tie_word_embeddings."""
     raise NotImplementedError
 
 

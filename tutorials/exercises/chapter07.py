@@ -19,7 +19,8 @@ def arrays(
 
 def rectangle(block_tables: Tensor, cu_blocks: Tensor) -> Tensor:
     """The block tables of a step as a rectangle, with a row for each sequence and -1 where a table
-    is shorter than the longest. Both arrays are as in the step: [all blocks] and [B + 1], int32."""
+    is shorter than the longest. Both arrays are as in the step: [all blocks] and [B + 1], int32. So
+    is the rectangle."""
     raise NotImplementedError
 
 

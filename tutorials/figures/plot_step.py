@@ -1,5 +1,5 @@
 """Draws the example of chapter 07, from a real ModelRunner: the arrays of a step, and which of its
-rows go to the head.
+rows go to lm_head.
 
     python -m tutorials.figures step_arrays step_head
 
@@ -140,7 +140,7 @@ def draw_head() -> Figure:
         SKY._replace(color="white"),
         f"{len(runner.model.model.layers)}\nlayers",
     )
-    box(axes, 7.7, 0.6, 1.1, 6, SKY._replace(color="white"), "head")
+    box(axes, 7.7, 0.6, 1.1, 6, SKY._replace(color="white"), "lm_head")
     for name, row in zip(PLAN, sampled):
         y = places[row]
         arrow(axes, (8.8, y), (9.4, y))

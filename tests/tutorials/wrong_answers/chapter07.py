@@ -30,6 +30,42 @@ def arrays(token_ids, start, num_tokens, block_table, block_size):
 """,
         "whether a row is sampled should be False, but you say True",
     ),
+    "a chunk of one token is a decode": (
+        "07.1",
+        """
+def arrays(token_ids, start, num_tokens, block_table, block_size):
+    end = start + num_tokens
+    positions = list(range(start, end))
+    slots = [block_table[i // block_size] * block_size + i % block_size for i in positions]
+    return positions, slots, end, num_tokens == 1 or end == len(token_ids)
+""",
+        r"1 of 9 tokens from 4 on, .* whether a row is sampled should be False, but you say True",
+    ),
+    "int64, as torch makes it": (
+        "07.2",
+        """
+def rectangle(block_tables, cu_blocks):
+    counts = cu_blocks.diff().long()
+    row = torch.repeat_interleave(counts)
+    tables = torch.full((len(counts), int(counts.max())), -1)
+    tables[row, torch.arange(len(block_tables)) - cu_blocks[row]] = block_tables.long()
+    return tables
+""",
+        r"should be torch\.int32, but is torch\.int64",
+    ),
+    "a list of each slice": (
+        "07.2",
+        """
+def rectangle(block_tables, cu_blocks):
+    ends = cu_blocks.tolist()
+    tables = [block_tables[begin:end].tolist() for begin, end in zip(ends, ends[1:])]
+    width = max(map(len, tables))
+    return torch.tensor(
+        [table + [-1] * (width - len(table)) for table in tables], dtype=torch.int32
+    )
+""",
+        "for 1,200 blocks, 1,188 numbers become Python's, more than for 12",
+    ),
     "a loop over blocks": (
         "07.2",
         """

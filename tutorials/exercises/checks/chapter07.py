@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.schedule import Item, Schedule
@@ -27,6 +28,7 @@ def check_1(answers) -> None:
     runner = LLM(block_size=4, num_blocks=64, device="cpu").runner
     cases = [(9, 6, 2, [5, 2, 8]), (9, 6, 3, [5, 2, 8]), (10, 0, 4, [3, 1, 0]), (1, 0, 1, [9])]
     cases += [(8, 7, 1, [4, 0]), (12, 4, 8, [1, 0, 2]), (14, 5, 3, [6, 1, 7, 0])]
+    cases += [(9, 4, 1, [5, 2, 8]), (3, 0, 1, [2])]  # chunks of one token, in the middle
     for length, start, num_tokens, table in cases:
         inputs = runner.prepare(plan_of((list(range(length)), start, num_tokens, table)))
         right = {
@@ -62,6 +64,21 @@ def num_operations(call: Callable[[], object]) -> int:
     return count
 
 
+class Touched(TorchFunctionMode):
+    """Counts the numbers that leave their tensors and become Python's."""
+
+    NAMES = ("tolist", "item", "__int__", "__index__", "unbind", "numpy", "__array__")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if getattr(func, "__name__", "") in self.NAMES:
+            self.count += args[0].numel()
+        return func(*args, **(kwargs or {}))
+
+
 def ragged(counts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Tables with so many blocks: all of them, and where each begins."""
     blocks = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0))
@@ -87,10 +104,18 @@ def check_2(answers) -> None:
     few, many = ragged([5, 4, 3]), ragged([500, 400, 300])
     more = num_operations(lambda: answers.rectangle(*many))
     more -= num_operations(lambda: answers.rectangle(*few))
-    said = (
-        f"for 1,200 blocks, Python runs {more:,} operations more than for 12: it touches each block"
-    )
-    expect(more < 300, said)
+    each = "more than for 12: it touches each block"
+    expect(more < 300, f"for 1,200 blocks, Python runs {more:,} operations {each}")
+    more = num_touched(answers, *many) - num_touched(answers, *few)
+    expect(more < 300, f"for 1,200 blocks, {more:,} numbers become Python's, {each}")
+    kind = answers.rectangle(*few).dtype
+    expect(kind == torch.int32, f"the rectangle should be torch.int32, but is {kind}")
+
+
+def num_touched(answers, block_tables: torch.Tensor, cu_blocks: torch.Tensor) -> int:
+    with Touched() as touched:
+        answers.rectangle(block_tables, cu_blocks)
+    return touched.count
 
 
 def check_3(answers) -> None:
