@@ -29,7 +29,8 @@ def gumbel_tokens(
 ) -> Tensor:
     """logits [B, vocab_size], seed [B], position [B] -> token ids [B], by the Gumbel trick.
 
-    `uniform(seed, position)` gives a number from 0 up to, and without, 1 for each pair of integers.
+    `uniform(seed, position)` gives a number for each pair of integers: a multiple of 2**-23, from 0
+    up to, and without, 1.
     A logit of minus infinity is a token that is cut off."""
     raise NotImplementedError
 

@@ -28,7 +28,7 @@ class Candidate(NamedTuple):
 
 
 def diverse(candidates: list[Candidate], width: int, gamma: float) -> list[Candidate]:
-    """The `width` best candidates, the best first, as they were. Of the children of one parent, the
+    """The `width` best candidates, the best first by what they are ranked as, themselves unchanged. Of the children of one parent, the
     likeliest is ranked as it is, the second as if its logprob were lower by gamma, the third by 2 *
     gamma, and so on. The candidates come in any order."""
     raise NotImplementedError
@@ -39,5 +39,6 @@ def diverse(candidates: list[Candidate], width: int, gamma: float) -> list[Candi
 
 def blocks_needed(manager: BlockManager, seqs: list[Sequence]) -> int:
     """How many free blocks a step takes in which each of these sequences writes one token, copies
-    included. `seq.num_computed_tokens` are written already. Changes nothing."""
+    included. `seq.num_computed_tokens` are written already. A block table may end with blocks for
+    later tokens. Changes nothing."""
     raise NotImplementedError

@@ -26,7 +26,7 @@ from tutorials.figures.style import (
     write,
 )
 
-WORDS = ["fox", "cat", "dog", "hen", "owl", "tax"]
+WORDS = ["fox", "cat", "dog", "hen", "owl", "elk"]
 PROBS = [0.40, 0.25, 0.15, 0.10, 0.06, 0.04]
 FILTERS: dict[str, float] = {"temperature": 0.5, "min_p": 0.05, "top_k": 3, "top_p": 0.9}
 SEED = 3

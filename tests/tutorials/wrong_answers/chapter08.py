@@ -58,6 +58,11 @@ WRONG = {
         ),
         "0.2, 0, 1.0",
     ),
+    "exactly min_p goes": (
+        "08.1",
+        FILTERED.format(min_p=MIN_P.replace(">=", ">"), total=TOTAL, top_p=TOP_P),
+        r"0.125\], 1.0, 0.5, 0, 1.0",
+    ),
     "the list is taken as sorted": (
         "08.1",
         FILTERED.format(min_p=MIN_P, total=TOTAL, top_p=TOP_P).replace(
@@ -93,6 +98,23 @@ WRONG = {
         GUMBEL.format(keys=KEYS).replace("-u.log()", "-(1 - u).log()"),
         "if u is 0.0000000 it draws",
     ),
+    "small numbers become equal": (
+        "08.2",
+        GUMBEL.format(keys=f"{KEYS}).clamp(min=0.01"),
+        "the first of two equal tokens wins 100%",
+    ),
+    "small numbers become equal, 0.000001": (
+        "08.2",
+        GUMBEL.format(keys=f"{KEYS}).clamp(min=1e-6"),
+        "the first of two equal tokens wins",
+    ),
+    "a constant below the size of the vocabulary": (
+        "08.2",
+        GUMBEL.format(
+            keys="seed.unsqueeze(1), position.unsqueeze(1) * 100_003 + ids).clamp(min=2**-24"
+        ),
+        "with 151,936 tokens, 103,866 of 607,744 numbers are used twice",
+    ),
     "one number for all tokens": (
         "08.2",
         GUMBEL.format(keys="seed, position).unsqueeze(1).clamp(min=2**-24"),
@@ -120,6 +142,43 @@ def gumbel_tokens(logits, seed, position, uniform):
         "08.3",
         HALVING.format(**RIGHT | {"dim": "None"}).replace(">= top_p", ">= top_p * len(probs)"),
         "tokens are kept",
+    ),
+    "too few rounds for the tail": ("08.3", HALVING.format(**RIGHT | {"rounds": 40}), "tiny"),
+    "a sort by NumPy": (
+        "08.3",
+        """
+import numpy
+def lowest_kept(probs, top_p):
+    ranked = torch.from_numpy(-numpy.sort(-probs, axis=1))
+    return ranked.masked_fill(ranked.cumsum(1) - ranked >= top_p, 2).amin(1, keepdim=True)
+""",
+        "it leaves torch",
+    ),
+    "a sort by NumPy, of an array": (
+        "08.3",
+        """
+import numpy
+def lowest_kept(probs, top_p):
+    ranked = torch.from_numpy(-numpy.sort(-probs.numpy(), axis=1))
+    return ranked.masked_fill(ranked.cumsum(1) - ranked >= top_p, 2).amin(1, keepdim=True)
+""",
+        "it leaves torch",
+    ),
+    "a loop over rows": (
+        "08.3",
+        """
+def lowest_kept(probs, top_p):
+    lowest = []
+    for row in probs:
+        ranked = sorted(row.tolist(), reverse=True)
+        total, i = 0, -1
+        while total < top_p:
+            i += 1
+            total += ranked[i]
+        lowest.append([ranked[i]])
+    return torch.tensor(lowest, dtype=probs.dtype)
+""",
+        "in a loop",
     ),
     "a sort": (
         "08.3",

@@ -104,6 +104,22 @@ def culprits(names, fails):
 """,
         "'r3', 'r4'. fail: the culprits are",
     ),
+    "the second of two must be it": (
+        "09.2",
+        """
+def culprits(names, fails):
+    if not fails(names):
+        return []
+    if len(names) == 1:
+        return names
+    half = len(names) // 2
+    first = culprits(names[:half], fails)
+    if half == 1 == len(names) - half and not first:
+        return names[half:]
+    return first + culprits(names[half:], fails)
+""",
+        "but only together: the culprits are",
+    ),
     "all that fail together": (
         "09.2",
         "def culprits(names, fails): return names if fails(names) else []",
@@ -148,6 +164,11 @@ def stream_many(llm, prompts, params):
         "09.3",
         STREAM.format(**RIGHT | {"foreign": "pass"}),
         "line .*KeyError",
+    ),
+    "until everybody has ended": (
+        "09.3",
+        STREAM.format(**RIGHT).replace("while running:", "while llm.has_unfinished():"),
+        "ends in step .*, but you have run 100 steps",
     ),
     "one stream after the other": (
         "09.3",

@@ -110,6 +110,35 @@ def blocks_needed(manager, seqs):
 """,
         "one of three samples of a prompt of 6 tokens writes: that takes 1 free blocks, but you say 2",
     ),
+    "the last block in place of the next one": (
+        "13.3",
+        """
+def blocks_needed(manager, seqs):
+    needed, writers = 0, Counter()
+    for seq in seqs:
+        if seq.num_computed_tokens >= len(seq.block_table) * manager.block_size:
+            needed += 1
+        else:
+            writers[seq.block_table[-1]] += 1
+    return needed + sum(min(n, manager.blocks[i].ref_count - 1) for i, n in writers.items())
+""",
+        "which has a block ahead,: that takes 1 free blocks, but you say 0",
+    ),
+    "the end of a block always needs a new one": (
+        "13.3",
+        """
+def blocks_needed(manager, seqs):
+    needed, writers = 0, Counter()
+    for seq in seqs:
+        place = seq.num_computed_tokens // manager.block_size
+        if seq.num_computed_tokens % manager.block_size == 0:
+            needed += 1
+        else:
+            writers[seq.block_table[place]] += 1
+    return needed + sum(min(n, manager.blocks[i].ref_count - 1) for i, n in writers.items())
+""",
+        "which has a block for it,: that takes 0 free blocks, but you say 1",
+    ),
     "no new blocks": (
         "13.3",
         """

@@ -26,6 +26,7 @@ def check_1(answers) -> None:
         (PROBS, (1.0, 0, 3, 0.8), [0.615, 0.385, 0, 0, 0, 0]),
         (PROBS, (1.0, 0, 0, 0.001), [1, 0, 0, 0, 0, 0]),
         (halves, (1.0, 0, 0, 0.75), [0.667, 0.333, 0, 0]),
+        (halves, (1.0, 0.5, 0, 1.0), [0.667, 0.333, 0, 0]),
         (mixed, (1.0, 0, 0, 0.7), [0, 0.312, 0, 0.5, 0, 0.188]),
         (mixed, (1.0, 0.2, 3, 1.0), [0, 0.312, 0, 0.5, 0, 0.188]),
     ):
@@ -96,6 +97,45 @@ def check_2(answers) -> None:
 
         (token,) = answers.gumbel_tokens(cut, seeds[:1], positions[:1], same_number).tolist()
         expect(token == 2, f"only token 2 is not cut off, but if u is {u:.7f} it draws {token}")
+    check_small_numbers(answers)
+    check_large_vocabulary(answers)
+
+
+def check_small_numbers(answers) -> None:
+    """Two equal tokens whose numbers are among the 16 smallest."""
+
+    def smallest(seed, position):
+        return (uniform(seed, position) * 16).floor() / 2**23
+
+    n = 4000
+    logits = torch.zeros(n, 2)
+    tokens = answers.gumbel_tokens(logits, torch.full((n,), 7), torch.arange(n), smallest)
+    share = (tokens == 0).float().mean().item()  # of 16 pairs one is equal: then token 0 is first
+    said = f"if all numbers are below 0.000002, the first of two equal tokens wins {share:.0%}"
+    expect(0.4 < share < 0.6, f"{said} of the time; small numbers must differ, too")
+
+
+def check_large_vocabulary(answers) -> None:
+    """The pairs that are given to uniform, for the vocabulary of Qwen3."""
+    keys = []
+
+    def recorded(seed, position):
+        seed, position = torch.broadcast_tensors(torch.as_tensor(seed), torch.as_tensor(position))
+        # a hash of the pair, which wraps around
+        keys.append((mixed(seed.long()) + position.long() * 0x5851F42D4C957F2D).flatten())
+        return uniform(seed, position)
+
+    seeds, positions = torch.tensor([5, 5, 6, 6]), torch.tensor([7, 8, 7, 8])
+    answers.gumbel_tokens(torch.zeros(4, 151_936), seeds, positions, recorded)
+    pairs = torch.cat(keys)
+    num_shared = len(pairs) - len(pairs.unique())
+    said = f"with 151,936 tokens, {num_shared:,} of {len(pairs):,} numbers are used twice"
+    expect(num_shared == 0, said)
+
+
+def mixed(seed: Tensor) -> Tensor:
+    seed = seed * 0x2545F4914F6CDD1D
+    return (seed ^ (seed >> 29)) * 0x369DEA0F31A53F85
 
 
 # --- 08.3 ---
@@ -108,8 +148,16 @@ def kept_by_sort(probs: Tensor, top_p: float) -> Tensor:
     return probs >= lowest
 
 
+SORTS = ("sort", "topk", "argsort", "msort", "kthvalue", "unique")
+WAYS_OUT = ("numpy", "tolist", "__array__", "__iter__")  # NumPy sorts as well, and Python, too
+
+
 def refuse(*args, **kwargs):
     raise Wrong("it sorts, or calls topk")
+
+
+def leave_torch(*args, **kwargs):
+    raise Wrong("it leaves torch, or goes over rows or tokens in a loop")
 
 
 def check_3(answers) -> None:
@@ -135,9 +183,9 @@ def check_3(answers) -> None:
     }
     for name, (probs, top_p) in cases.items():
         wanted = kept_by_sort(probs, top_p)
-        names = ("sort", "topk", "argsort", "msort", "kthvalue")
-        owners = [(owner, n) for n in names for owner in (torch, Tensor) if hasattr(owner, n)]
+        owners = [(owner, n) for n in SORTS for owner in (torch, Tensor) if hasattr(owner, n)]
         patches = [patch.object(owner, n, refuse) for owner, n in owners]
+        patches += [patch.object(Tensor, n, leave_torch) for n in WAYS_OUT]
         for each in patches:
             each.start()
         try:

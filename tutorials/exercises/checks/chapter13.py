@@ -8,11 +8,12 @@ from nanovllm.sequence import Request, Sequence
 from tutorials.exercises.checks.expect import expect
 
 
-def samples_of(manager: BlockManager, prompt: int, n: int) -> list[Sequence]:
-    """They have forked, and have not written a token of their own."""
+def samples_of(manager: BlockManager, prompt: int, n: int, ahead: int = 0) -> list[Sequence]:
+    """They have forked, and have not written a token of their own. The first one has blocks for so
+    many tokens ahead."""
     request = Request("r", None, [*range(prompt)], SamplingParams(n=n))
     first, *others = request.sequences
-    manager.allocate(first, prompt)
+    manager.allocate(first, prompt + ahead)
     first.num_computed_tokens = prompt
     for other in others:
         manager.fork(first, other)
@@ -75,9 +76,11 @@ def check_2(answers) -> None:
             expect(False, f"a candidate has changed: its logprob is {changed[0][0].logprob:.2f}")
 
 
-def three_samples(prompt: int, num_writers: int = 3) -> tuple[BlockManager, list[Sequence]]:
+def three_samples(
+    prompt: int, num_writers: int = 3, ahead: int = 0
+) -> tuple[BlockManager, list[Sequence]]:
     manager = BlockManager(8, 4, enable_prefix_caching=False)
-    return manager, samples_of(manager, prompt, 3)[:num_writers]
+    return manager, samples_of(manager, prompt, 3, ahead)[:num_writers]
 
 
 def step_of(rng: random.Random) -> tuple[BlockManager, list[Sequence]]:
@@ -85,7 +88,7 @@ def step_of(rng: random.Random) -> tuple[BlockManager, list[Sequence]]:
     manager = BlockManager(200, 4, enable_prefix_caching=False)
     writers = []
     for _ in range(rng.randint(1, 3)):
-        samples = samples_of(manager, rng.randint(1, 9), rng.randint(1, 5))
+        samples = samples_of(manager, rng.randint(1, 9), rng.randint(1, 5), rng.choice([0, 7]))
         for _ in range(rng.randint(0, 6)):
             write(manager, rng.sample(samples, rng.randint(0, len(samples))))
         writers += rng.sample(samples, rng.randint(1, len(samples)))
@@ -100,6 +103,8 @@ def check_3(answers) -> None:
         "three samples of a prompt of 8 tokens write": three_samples(8),
         "two of three samples of a prompt of 6 tokens write": three_samples(6, 2),
         "one of three samples of a prompt of 6 tokens writes": three_samples(6, 1),
+        "one of three samples writes, which has a block ahead,": three_samples(6, 1, 4),
+        "one of three samples writes, which has a block for it,": three_samples(8, 1, 1),
     }
     cases |= {f"some samples of some requests write ({i})": step_of(rng) for i in range(100)}
     for case, (manager, seqs) in cases.items():
