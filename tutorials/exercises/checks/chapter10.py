@@ -137,10 +137,10 @@ def check_3(answers) -> None:
         keys, values = torch.randn(2, num_keys, 16, device=DEVICE)
         queries[1:2] *= 50  # large scores
         out = torch.full_like(queries, float("nan"))
-        with loads_of(keys=keys) if IS_PLAYED else nullcontext([]) as loads:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # numpy's, of rows that are not stored
-                answers.windowed(out, queries, keys, values, window)
+        noted = loads_of(keys=keys) if IS_PLAYED else nullcontext([])
+        with warnings.catch_warnings(), noted as loads:
+            warnings.simplefilter("ignore")  # numpy's, of rows that are not stored
+            answers.windowed(out, queries, keys, values, window)
         what = f"{num_queries} queries, {num_keys} keys, a window of {window}"
         rows = out.isnan().any(1).nonzero().flatten().tolist()
         expect(not rows, f"{what}: NaN in rows {rows[:5]}" + " and more" * (len(rows) > 5))
