@@ -17,7 +17,7 @@ engines do the same work. Each engine runs in a process of its own, as it comes 
 but with the same weights, dtype and sampling. All are alive together, and answer the requests in
 turns: two rounds to warm up, then those that count, of which the median is shown. Round r adds r to
 every token id, so that no prefix cache knows a prompt from the round before. On a GPU, they share
-its memory. tutorials/12_performance.md explains every column; the parts are in
+its memory. tutorials/appendix.md explains every column; the parts are in
 tutorials/performance.
 """
 

@@ -1,0 +1,104 @@
+"""What chapter 10 needs to look into kernels while they run in Triton's interpreter: what each
+program loads, and a changed copy of the engine's kernels. Linux only, as Triton.
+
+Import it after TRITON_INTERPRET has been set to 1.
+"""
+
+import importlib.util
+import inspect
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import numpy as np
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.runtime.interpreter import interpreter_builder
+
+from nanovllm.layers import triton_attention
+
+
+@triton.jit
+def one_query_kernel(out, query, keys, values, num_keys, KEYS: tl.constexpr, DIM: tl.constexpr):
+    """One program: attention of one query to `num_keys` keys, KEYS at a time."""
+    dim = tl.arange(0, DIM)
+    q = tl.load(query + dim)
+    maximum = float("-inf")
+    total = 0.0
+    result = tl.zeros([DIM], tl.float32)
+    for begin in range(0, num_keys, KEYS):
+        key = begin + tl.arange(0, KEYS)
+        is_key = key < num_keys
+        at = key[:, None] * DIM + dim
+        k = tl.load(keys + at, mask=is_key[:, None], other=0.0)
+        scores = tl.where(is_key, tl.sum(k * q, 1), float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(scores, 0))
+        shrink = tl.exp2(maximum - new_maximum)
+        weights = tl.exp2(scores - new_maximum)
+        v = tl.load(values + at, mask=is_key[:, None], other=0.0)
+        total = total * shrink + tl.sum(weights, 0)
+        result = result * shrink + tl.sum(weights[:, None] * v, 0)
+        maximum = new_maximum
+    tl.store(out + dim, result / total)
+
+
+class Load(NamedTuple):
+    """What one program has read with one tl.load."""
+
+    program: tuple[int, int, int]
+    name: str  # of the tensor
+    places: list[int]  # of the numbers in it, without those that a mask left out
+    num_bytes: int
+
+
+@contextmanager
+def loads_of(**tensors: Tensor) -> Iterator[list[Load]]:
+    """Notes each load from these tensors, while kernels run in Triton's interpreter.
+
+    They must be on the CPU and contiguous. A load of several numbers reads all of them at once.
+    """
+    loads: list[Load] = []
+    ranges = {
+        name: (tensor.data_ptr(), tensor.nbytes, tensor.element_size())
+        for name, tensor in tensors.items()
+    }
+    original = interpreter_builder.create_masked_load
+
+    def load(ptrs, mask, *others):
+        wanted = np.asarray(ptrs.data)[np.asarray(mask.data, dtype=bool)].astype(np.int64)
+        for name, (start, size, itemsize) in ranges.items():
+            found = wanted[(start <= wanted) & (wanted < start + size)]
+            if len(found):
+                places = ((found - start) // itemsize).tolist()
+                num_bytes = len(set(places)) * itemsize
+                loads.append(Load(interpreter_builder.grid_idx, name, places, num_bytes))
+        return original(ptrs, mask, *others)
+
+    interpreter_builder.create_masked_load = load
+    try:
+        yield loads
+    finally:
+        interpreter_builder.create_masked_load = original
+
+
+FOLDER = tempfile.TemporaryDirectory()
+
+
+def changed(old: str, new: str) -> ModuleType:
+    """The engine's kernels of attention, with one piece of text replaced by another.
+
+    It is a file, since Triton reads a kernel's source from there.
+    """
+    source = inspect.getsource(triton_attention)
+    assert source.count(old) == 1, f"this is there {source.count(old)} times: {old}"
+    path = Path(FOLDER.name, f"changed{abs(hash((old, new)))}.py")
+    path.write_text(source.replace(old, new))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
