@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 TUTORIALS = ROOT / "tutorials"
 WORDS = {  # of a first reading: outside code, tables and second readings
@@ -42,3 +44,16 @@ def num_words(text: str) -> int:
 def solutions(chapter: Path) -> dict[str, str]:
     """The code of the folded solutions, by the name of the exercise."""
     return dict(SOLUTION.findall(chapter.read_text()))
+
+
+def needs_the_interpreter(number: str) -> None:
+    """Skips what is of chapter 10 where Triton's interpreter does not run."""
+    if number == "10":
+        # this file is also imported where the root is not on the path yet
+        from tutorials.performance.first_contact.apart import interpreter_problem
+        from tutorials.performance.machine import installed
+
+        problem = interpreter_problem(installed("triton"), installed("numpy"))
+        if problem:
+            pytest.skip(problem)
+        pytest.importorskip("triton", reason="Triton is there for Linux")

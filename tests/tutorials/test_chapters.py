@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from book import needs_the_interpreter
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n?```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
@@ -66,6 +67,7 @@ def outputs(chapter: Path, with_solutions: bool = True):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the chapters show what a CPU prints")
 @pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda path: path.stem)
 def test_code_blocks_run_and_print_what_the_chapter_says(chapter, monkeypatch, pytestconfig):
+    needs_the_interpreter(chapter.name[:2])
     monkeypatch.chdir(ROOT)
     monkeypatch.syspath_prepend(ROOT)  # as for whoever runs Python there
     for match, i, printed in outputs(chapter, with_solutions=pytestconfig.getoption("--slow")):
