@@ -12,6 +12,7 @@ To write the present output into the chapters, if it has changed and is right: p
 import contextlib
 import difflib
 import io
+import os
 import re
 import sys
 import textwrap
@@ -183,5 +184,7 @@ def refresh(chapter: Path) -> None:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"  # as conftest.py does
     for path in CHAPTERS:
         refresh(path)
