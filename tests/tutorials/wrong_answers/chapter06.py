@@ -34,6 +34,34 @@ RIGHT = dict(
 )
 
 WRONG = {
+    "keys are copied for one head after the other": (
+        "06.2",
+        """
+def chunk(q, k, v):
+    m, heads, dim = q.shape
+    n, group = len(k), heads // k.shape[1]
+    is_future = torch.arange(n) > torch.arange(n - m, n)[:, None]
+    out = torch.empty_like(q)
+    for head in range(heads):
+        own_k, own_v = k[:, head // group].clone(), v[:, head // group].clone()
+        scores = (q[:, head] @ own_k.T / dim**0.5).masked_fill(is_future, -torch.inf)
+        out[:, head] = scores.softmax(-1) @ own_v
+    return out
+""",
+        "numbers were copied, one head after the other",
+    ),
+    "all blocks are kept": (
+        "06.3",
+        """
+def block_by_block(q, blocks):
+    pairs = [(k.clone(), v.clone()) for k, v in blocks]
+    scores = torch.stack([row @ q for k, _ in pairs for row in k]) / len(q) ** 0.5
+    weights = scores.softmax(0)
+    rows = [row for _, v in pairs for row in v]
+    return sum(weight * row for weight, row in zip(weights, rows))
+""",
+        "numbers were copied: blocks are to be used, and not kept",
+    ),
     "slots behind the end have an owner": (
         "06.1",
         """
@@ -178,6 +206,6 @@ def block_by_block(q, blocks):
     keys, values = (torch.cat(parts) for parts in zip(*copies))
     return (keys @ q / len(q) ** 0.5).softmax(0) @ values
 """,
-        "a context of 160: a tensor of 1,280 numbers was made",
+        "numbers were copied: blocks are to be used|a tensor of 1,280 numbers was made",
     ),
 }

@@ -39,12 +39,15 @@ def check_1(answers) -> None:
 
 
 class Largest(TorchDispatchMode):
-    """Remembers how many numbers the largest tensor had that was made."""
+    """Remembers how many numbers the largest tensor had that was made, and how many were copied."""
 
     numbers = 0
+    copied = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ in ("clone", "cat", "stack", "repeat"):
+            self.copied += result.numel()
         for tensor in result if isinstance(result, (tuple, list)) else [result]:
             if isinstance(tensor, torch.Tensor):
                 size = tensor.untyped_storage().nbytes() // tensor.element_size()
@@ -66,8 +69,9 @@ def check_2(answers) -> None:
     for m, n, heads, kv_heads in ((7, 7, 6, 2), (4, 40, 6, 2), (1, 30, 6, 2), (3, 50, 8, 2)):
         q = torch.randn(m, heads, 64, generator=generator)
         k, v = torch.randn(2, n, kv_heads, 64, generator=generator)
+        given = q.clone(), k.clone(), v.clone()
         with Largest() as largest:
-            said = answers.chunk(q.clone(), k.clone(), v.clone())
+            said = answers.chunk(*given)
         what = f"{m} queries in a context of {n}, {heads} and {kv_heads} heads"
         expect(said.shape == q.shape, f"{what}: the result has shape {list(said.shape)}")
         rows = (said - dense(q, k, v)).abs().amax((1, 2))
@@ -76,6 +80,13 @@ def check_2(answers) -> None:
         most = max(k.numel(), q.numel())
         sizes = f"a tensor of {largest.numbers:,} numbers was made; the keys have {k.numel():,}"
         expect(largest.numbers <= most, f"{what}: {sizes}")
+        # PyTorch itself copies queries and weights to multiply them
+        most = 2 * k.numel() + 3 * q.numel()
+        copied = f"{largest.copied:,} numbers were copied, one head after the other"
+        expect(
+            largest.copied <= most,
+            f"{what}: {copied}; keys and values have {2 * k.numel():,}",
+        )
 
 
 def in_blocks(parts: list[torch.Tensor]) -> Iterator[tuple[torch.Tensor, ...]]:
@@ -117,3 +128,5 @@ def check_3(answers) -> None:
         expect(off < 1e-3, f"{name}: the result is off by {off:.3g}")
         sizes = f"a tensor of {largest.numbers:,} numbers was made; the keys of a block have 32"
         expect(largest.numbers <= 200, f"{name}: {sizes}")
+        copied = f"{largest.copied:,} numbers were copied: blocks are to be used, and not kept"
+        expect(largest.copied <= 200, f"{name}: {copied}")

@@ -39,7 +39,7 @@ class Engine:
     vocab_size = 1000
 
     def __init__(self, disturbed: int):
-        self.known: set[tuple[int, ...]] = set()
+        self.known: set[tuple[int, ...]] = set()  # first blocks of prompts
         self.calls: list[tuple[int, bool, int]] = []  # prompts that hit, ignore_eos, max_tokens
         self.disturbed = disturbed
         self.time = 1000.0
@@ -51,9 +51,9 @@ class Engine:
         if not all(0 <= token < self.vocab_size for prompt in prompts for token in prompt):
             raise Wrong(f"token ids must be below {self.vocab_size}")
         keys = [tuple(prompt) for prompt in prompts]
-        missing = [key for key in keys if key not in self.known]
+        missing = [key for key in keys if key[:4] not in self.known]
         self.calls.append((len(keys) - len(missing), ignore_eos, max_tokens))
-        self.known.update(keys)
+        self.known.update(key[:4] for key in keys)
         lengths = [max_tokens] * len(keys)
         if not ignore_eos:
             lengths = [max(1, max_tokens - sum(key) % 4) for key in keys]
