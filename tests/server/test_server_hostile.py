@@ -234,7 +234,8 @@ def test_a_client_that_reads_one_byte_at_a_time_gets_all_of_it(server, expected)
     with server.connect(receive_buffer=16384) as sock:
         sock.sendall(request_bytes(COMPLETIONS, {**body, "stream": True}, "Connection: close"))
         wait_for(lambda: runner.num_begun)
-        (connection,) = (c for c in server.uvicorn.server_state.connections if is_busy(c))
+        mine = sock.getsockname()  # connections of earlier tests may still end
+        (connection,) = (c for c in server.uvicorn.server_state.connections if c.client == mine)
         while not connection.flow.write_paused:
             runner.step()
         runner.free()
