@@ -112,6 +112,17 @@ def join(one, other):
 """,
         "the maximum should be|OverflowError",
     ),
+    "the maximum is never below 0": (
+        "10.2",
+        """
+def join(one, other):
+    maximum = max(one[0], other[0], 0.0)
+    a, b = 2 ** (one[0] - maximum), 2 ** (other[0] - maximum)
+    result = [a * x + b * y for x, y in zip(one[2], other[2])]
+    return maximum, a * one[1] + b * other[1], result
+""",
+        "scores of -10,000: the|the maximum should be",
+    ),
     "a part without keys is refused": (
         "10.2",
         JOIN.format(first="if -math.inf in (one[0], other[0]): return EMPTY", result="result"),

@@ -87,6 +87,8 @@ def check_2(answers) -> None:
         right = part_of(scores, values)
         for said in (answers.join(one, other), answers.join(other, one)):
             expect_same(name, said, right)
+    low = part_of([-10_000.0], [[1.0, 1.0]])
+    expect_same("scores of -10,000", answers.join(low, low), (-10_000.0, 2.0, [2.0, 2.0]))
     parts = [part_of([rng.gauss(0, 9)], [[1.0, rng.random()]]) for _ in range(20)]
     parts[::3] = [EMPTY] * 7
     joined = EMPTY
