@@ -70,9 +70,9 @@ def verdict(call: Callable[[], None], path: Path, limit: float = LIMIT) -> str |
     thread = threading.Thread(target=attempt, daemon=True)
     thread.start()
     thread.join(limit)
-    if thread.is_alive():
-        frames = traceback.extract_stack(sys._current_frames()[thread.ident or 0])
-        return line_in(path, frames) + f"still runs after {limit:.0f} s"
+    frame = sys._current_frames().get(thread.ident or 0)
+    if frame is not None and thread.is_alive():
+        return line_in(path, traceback.extract_stack(frame)) + f"still runs after {limit:g} s"
     return found[0] if found else None
 
 
@@ -86,6 +86,8 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--file", type=Path, help="default: tutorials/exercises/chapterNN.py")
     parser.add_argument("--limit", type=float, default=LIMIT, help="seconds for one exercise")
     args = parser.parse_args(arguments)
+    if not 0 < args.limit < threading.TIMEOUT_MAX:
+        parser.error(f"--limit {args.limit} is not allowed: it must be a positive number")
     match = re.fullmatch(r"(\d{1,2})(\.[123])?", args.what)
     args.chapter = match[1].zfill(2) if match else ""
     if match is None or args.chapter not in chapters:
@@ -115,6 +117,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    status = main()
+    try:
+        status = main()
+    except KeyboardInterrupt:
+        print("interrupted")
+        status = 130
     sys.stdout.flush()
     os._exit(status)  # an answer that never returns must not keep the process

@@ -1,5 +1,6 @@
 """Plays a scheduler without a model: each token is a 7. Says what every step computes, and for which request."""
 
+import random
 from typing import NamedTuple
 
 from nanovllm.block_manager import BlockManager
@@ -18,6 +19,18 @@ class Job(NamedTuple):
     arrival: int  # the step before which it comes
     num_prompt: int  # tokens
     num_output: int
+
+
+def random_jobs(count: int, seed: int = 1) -> list[Job]:
+    """Jobs that come every five steps on average, with short prompts. A quarter of them want 100
+    tokens, the others 5, 10 or 20."""
+    rng = random.Random(seed)
+    jobs: list[Job] = []
+    now = 0
+    for i in range(count):
+        now += int(rng.expovariate(1 / 5))
+        jobs.append(Job(f"r{i}", now, rng.randint(5, 40), rng.choice((5, 10, 20, 100))))
+    return jobs
 
 
 def play(

@@ -15,10 +15,14 @@ def generate(model, requests, report):
     return [seq.ids[len(seq.request.prompt) :] for seq in sequences]
 """
 
-TURNS = """
+PLAN = """
 def plan(running, waiting, free):
     while waiting and len(running) < SEATS and grow(waiting[0], free):
         running.append(waiting.pop(0))
+"""
+TURNS = (
+    PLAN
+    + """
     left = BUDGET
     for seq in running:
         seq.new = 0
@@ -28,6 +32,7 @@ def plan(running, waiting, free):
             seq.new += more
             left -= more
 """
+)
 
 WRONG = {
     "one step too many": (
@@ -57,10 +62,8 @@ WRONG = {
     ),
     "16 tokens each, and the rest is left": (
         "01.3",
-        """
-def plan(running, waiting, free):
-    while waiting and len(running) < SEATS and grow(waiting[0], free):
-        running.append(waiting.pop(0))
+        PLAN
+        + """
     for seq in running:
         seq.new = min(16, len(seq.ids) - seq.computed)
 """,
@@ -68,10 +71,8 @@ def plan(running, waiting, free):
     ),
     "the shortest first": (
         "01.3",
-        """
-def plan(running, waiting, free):
-    while waiting and len(running) < SEATS and grow(waiting[0], free):
-        running.append(waiting.pop(0))
+        PLAN
+        + """
     left = BUDGET
     for seq in sorted(running, key=lambda seq: len(seq.ids) - seq.computed):
         seq.new = min(left, len(seq.ids) - seq.computed)
@@ -86,10 +87,8 @@ def plan(running, waiting, free):
     ),
     "one turn, and the first gets the rest": (
         "01.3",
-        """
-def plan(running, waiting, free):
-    while waiting and len(running) < SEATS and grow(waiting[0], free):
-        running.append(waiting.pop(0))
+        PLAN
+        + """
     left = BUDGET
     for seq in running:
         seq.new = 0
@@ -104,10 +103,8 @@ def plan(running, waiting, free):
     ),
     "no budget": (
         "01.3",
-        """
-def plan(running, waiting, free):
-    while waiting and len(running) < SEATS and grow(waiting[0], free):
-        running.append(waiting.pop(0))
+        PLAN
+        + """
     for seq in running:
         seq.new = len(seq.ids) - seq.computed
 """,
@@ -115,10 +112,8 @@ def plan(running, waiting, free):
     ),
     "nothing is computed": (
         "01.3",
-        """
-def plan(running, waiting, free):
-    while waiting and len(running) < SEATS and grow(waiting[0], free):
-        running.append(waiting.pop(0))
+        PLAN
+        + """
     for seq in running:
         seq.new = 0
 """,

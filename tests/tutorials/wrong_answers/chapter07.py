@@ -1,5 +1,14 @@
 """Answers to the exercises of chapter 07 that must not pass: exercise, code, a part of what is said."""
 
+ROWS = """
+def rows_to_check(counts, num_guesses):
+    rows, end = [], 0
+    for count, guesses in zip(counts, num_guesses):
+        end += count
+        rows += range(end - guesses - 1, end)
+    return rows
+"""
+
 WRONG = {
     "the block's place is its number": (
         "07.1",
@@ -121,15 +130,8 @@ def new_tokens(guesses, likeliest):
     ),
     "the wrong guess is kept": (
         "07.3",
-        """
-def rows_to_check(counts, num_guesses):
-    rows, end = [], 0
-    for count, guesses in zip(counts, num_guesses):
-        end += count
-        rows += range(end - guesses - 1, end)
-    return rows
-
-
+        ROWS
+        + """
 def new_tokens(guesses, likeliest):
     answers, row = [], 0
     for guess in guesses:
@@ -142,15 +144,8 @@ def new_tokens(guesses, likeliest):
     ),
     "a right guess after a wrong one counts": (
         "07.3",
-        """
-def rows_to_check(counts, num_guesses):
-    rows, end = [], 0
-    for count, guesses in zip(counts, num_guesses):
-        end += count
-        rows += range(end - guesses - 1, end)
-    return rows
-
-
+        ROWS
+        + """
 def new_tokens(guesses, likeliest):
     answers, row = [], 0
     for guess in guesses:
@@ -164,15 +159,8 @@ def new_tokens(guesses, likeliest):
     ),
     "no token of the model's own": (
         "07.3",
-        """
-def rows_to_check(counts, num_guesses):
-    rows, end = [], 0
-    for count, guesses in zip(counts, num_guesses):
-        end += count
-        rows += range(end - guesses - 1, end)
-    return rows
-
-
+        ROWS
+        + """
 def new_tokens(guesses, likeliest):
     answers, row = [], 0
     for guess in guesses:

@@ -5,7 +5,7 @@ import random
 from nanovllm import SamplingParams
 from nanovllm.sequence import Request
 from tutorials.exercises.checks.expect import expect
-from tutorials.play import Job, play
+from tutorials.play import Job, play, random_jobs
 
 
 def check_1(answers) -> None:
@@ -19,24 +19,14 @@ def check_1(answers) -> None:
             expect(yours == [mine], sentence)
 
 
-def queue() -> list[Job]:
-    """The 200 requests of the chapter."""
-    rng = random.Random(1)
-    jobs = []
-    now = 0
-    for i in range(200):
-        now += int(rng.expovariate(1 / 5))
-        jobs.append(Job(f"r{i}", now, rng.randint(5, 40), rng.choice((5, 10, 20, 100))))
-    return jobs
-
-
 def mean_wait(scheduler_cls, is_wanted) -> float:
+    jobs = random_jobs(200)  # those of the chapter
     begun: dict[str, int] = {}
-    for i, cells in enumerate(play(queue(), scheduler_cls, seats=6)):
+    for i, cells in enumerate(play(jobs, scheduler_cls, seats=6)):
         for name, cell in cells.items():
             if cell[0].isdigit():
                 begun.setdefault(name, i)
-    waits = [begun[job.name] - job.arrival for job in queue() if is_wanted(job)]
+    waits = [begun[job.name] - job.arrival for job in jobs if is_wanted(job)]
     return sum(waits) / len(waits)
 
 

@@ -1,10 +1,8 @@
 """Checks of chapter 04: two ways back, blocks to grow into, blocks to the end."""
 
-import random
-
 from nanovllm.scheduler import Scheduler
 from tutorials.exercises.checks.expect import expect
-from tutorials.play import Job, num_preemptions, play, tokens
+from tutorials.play import Job, num_preemptions, play, random_jobs, tokens
 
 MEMORY = dict(num_blocks=40, caching=False)
 
@@ -23,17 +21,6 @@ def check_1(answers) -> None:
         again = (n * a + n * n * b) * 1000
         times = f"{n:,} tokens take {moved:.1f} ms to move there and back, {again:.1f} to compute"
         expect(said == right, f"{times}; you say {said!r}")
-
-
-def load(seed: int) -> list[Job]:
-    """A hundred requests; those of seed 1 are the chapter's."""
-    rng = random.Random(seed)
-    jobs = []
-    now = 0
-    for i in range(100):
-        now += int(rng.expovariate(1 / 5))
-        jobs.append(Job(f"r{i}", now, rng.randint(5, 40), rng.choice((5, 10, 20, 100))))
-    return jobs
 
 
 def compare(name: str, answer, reference, jobs: list[Job]) -> None:
@@ -70,12 +57,12 @@ class ToTheEnd(Scheduler):
 def check_2(answers) -> None:
     expect(answers.Careful.watermark == 0, "leave `watermark` at 0: the rule takes its place")
     for seed in (1, 2, 3):
-        compare("two blocks each", answers.Careful, TwoEach, load(seed))
+        compare("two blocks each", answers.Careful, TwoEach, random_jobs(100, seed))
 
 
 def check_3(answers) -> None:
     for seed in (1, 2, 3):
-        jobs = load(seed)
+        jobs = random_jobs(100, seed)  # seed 1: those of the chapter
         log = play(jobs, answers.Reserved, **MEMORY)
         stopped = num_preemptions(log)
         computed = sum(map(tokens, log))
