@@ -130,6 +130,20 @@ def test_without_matplotlib_there_is_a_sentence(monkeypatch, capsys):
     assert "--draw needs matplotlib: pip install matplotlib" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--seats", "0"], "--seats 0 is not allowed: at least 1"),
+        (["--json", "/there/is/none.json"], "there is no folder /there/is"),
+    ],
+)
+def test_what_cannot_be_done_is_said_before_it_runs(arguments, said, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["ladder", *arguments])
+    with pytest.raises(SystemExit):
+        main()
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("number", range(2, 7))
 def test_a_rung_is_short(number):
     before, lines = (RUNGS[i].read_text().splitlines() for i in (number - 2, number - 1))

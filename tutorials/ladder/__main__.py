@@ -190,6 +190,11 @@ def main() -> None:
     args = parser.parse_args()
     if args.draw and find_spec("matplotlib") is None:
         parser.error("--draw needs matplotlib: pip install matplotlib")
+    if args.seats < 1:
+        parser.error(f"--seats {args.seats} is not allowed: at least 1")
+    for file in filter(None, (args.draw, args.json)):  # before a minute of work
+        if not file.parent.is_dir():
+            parser.error(f"there is no folder {file.parent}")
     llm = new_llm(args.seats)
     requests = many_requests() if args.many else four_requests(llm)
     with seats(args.seats):
