@@ -159,10 +159,10 @@ def test_a_legend_on_data():
 
 
 def test_neighbors_that_are_alike_in_gray():
+    axes = good()
     from tutorials.figures.style import ORANGE, SKY, box
 
     gray_like_orange = ORANGE._replace(color="#A2A2A2")
-    axes = good()
     box(axes, 0.2, 1.2, 0.5, 0.5, ORANGE)
     box(axes, 0.7, 1.2, 0.5, 0.5, gray_like_orange, "c")
     assert faults_of(axes) == ["neighbors are alike in gray: 162 [] and 162 ['c']"]
@@ -187,9 +187,9 @@ def test_a_line_without_a_name():
 
 
 def test_a_text_without_contrast():
+    axes = good()
     from tutorials.figures.style import GREEN, ORANGE, WASTE, box
 
-    axes = good()
     box(axes, 0.2, 1.2, 0.5, 0.5, ORANGE._replace(ink="white"), "c")
     box(axes, 1.2, 1.2, 0.1, 0.5, GREEN, "wider than its box")
     box(axes, 1.8, 1.2, 0.2, 0.5, WASTE)

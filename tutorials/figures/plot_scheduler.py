@@ -12,11 +12,7 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from nanovllm import SamplingParams
-from nanovllm.block_manager import BlockManager
-from nanovllm.config import EMBEDDED_MODEL, Limits
-from nanovllm.scheduler import Scheduler
-from nanovllm.sequence import Request as EngineRequest
+from nanovllm.config import EMBEDDED_MODEL
 from tutorials.figures.plot_ladder import cells_of
 from tutorials.figures.style import (
     BLUE,
@@ -32,6 +28,7 @@ from tutorials.figures.style import (
 from tutorials.figures.timeline import HEIGHT, draw_timeline
 from tutorials.ladder.__main__ import Request, Step, run_rung, seats
 from tutorials.ladder.qwen3 import Qwen3
+from tutorials.play import Job, play
 
 # --- three ways to batch ---
 
@@ -46,23 +43,16 @@ def static() -> list[Step]:
 
 
 def scheduled(budget: int) -> list[Step]:
-    """The real scheduler; nobody needs the tokens, so all of them are 7."""
-    limits = Limits(max_model_len=100, max_num_batched_tokens=budget, max_num_seqs=3)
-    scheduler = Scheduler(limits, BlockManager(num_blocks=100, block_size=4))
+    """The real scheduler, with the requests of the chapter's tables."""
     jobs = [
-        EngineRequest(str(i), None, request.prompt, SamplingParams(max_tokens=request.max_tokens))
-        for i, request in enumerate(ABC)
+        Job(name, arrival, len(request.prompt), request.max_tokens)
+        for name, arrival, request in zip("ABC", ARRIVALS, ABC)
     ]
     steps: list[Step] = []
-    while not steps or scheduler.has_unfinished():
-        for i, job in enumerate(jobs):
-            if ARRIVALS[i] == len(steps):
-                job.arrival = i
-                scheduler.add(job)
-        schedule = scheduler.schedule()
-        who = [ABC[int(item.seq.request.request_id)] for item in schedule.items]
-        steps.append(Step(who, [item.num_tokens for item in schedule.items]))
-        scheduler.update(schedule, [7] * len(schedule.sampled))
+    for cells in play(jobs, budget=budget):
+        sizes = [int(cells.get(job.name, ".").strip("*.-") or 0) for job in jobs]
+        requests = [request for request, size in zip(ABC, sizes) if size]
+        steps.append(Step(requests, [size for size in sizes if size]))
     return steps
 
 
