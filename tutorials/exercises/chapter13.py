@@ -28,7 +28,7 @@ class Candidate(NamedTuple):
 
 
 def diverse(candidates: list[Candidate], width: int, gamma: float) -> list[Candidate]:
-    """The `width` best candidates, the best first by what they are ranked as, themselves unchanged. Of the children of one parent, the
+    """The `width` candidates with the best ranks, best first. No candidate changes. Of the children of one parent, the
     likeliest is ranked as it is, the second as if its logprob were lower by gamma, the third by 2 *
     gamma, and so on. The candidates come in any order."""
     raise NotImplementedError

@@ -60,4 +60,25 @@ class NoDuplicates(BlockManager):
 """,
         "4 sequences write into block .* in the same step",
     ),
+    "the block may be free": (
+        "02.3",
+        """
+class NoDuplicates(BlockManager):
+    def publish(self, seq, num_tokens):
+        super().publish(seq, num_tokens)
+        for i in range(seq.num_computed_tokens // self.block_size):
+            before = seq.prefix_ids[i - 1] if i else EMPTY_PREFIX
+            tokens = seq.token_ids[i * self.block_size : (i + 1) * self.block_size]
+            block = self.findable.get((before, tuple(tokens)))
+            own = self.blocks[seq.block_table[i]]
+            if block is not None and block is not own:
+                block.ref_count += 1
+                seq.block_table[i] = block.id
+                own.ref_count -= 1
+                if own.ref_count == 0:
+                    self.free_blocks[own.id] = None
+                    self.free_blocks.move_to_end(own.id, last=False)
+""",
+        "AssertionError",
+    ),
 }

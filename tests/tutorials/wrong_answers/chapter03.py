@@ -77,6 +77,14 @@ class Aging(Scheduler):
         rule(stop="len(self.running) == self.max_num_seqs"),
         "is '.' with Scheduler, '-' with Rule",
     ),
+    "it asks for tokens, and not for the budget": (
+        "03.3",
+        rule(
+            stop="not schedule.next_tokens(request.sequences[0], request.sequences[0].num_missing_tokens)"
+            " or len(self.running) == self.max_num_seqs"
+        ),
+        "B is '.' with Scheduler, '.*' with Rule",
+    ),
     "it plans nothing": (
         "03.3",
         "class Rule(Scheduler):\n    def schedule(self): return Schedule()",

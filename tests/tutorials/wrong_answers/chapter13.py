@@ -122,7 +122,7 @@ def blocks_needed(manager, seqs):
             writers[seq.block_table[-1]] += 1
     return needed + sum(min(n, manager.blocks[i].ref_count - 1) for i, n in writers.items())
 """,
-        "which has a block ahead,: that takes 1 free blocks, but you say 0",
+        "which has a block ahead: that takes 1 free blocks, but you say 0",
     ),
     "the end of a block always needs a new one": (
         "13.3",
@@ -137,7 +137,7 @@ def blocks_needed(manager, seqs):
             writers[seq.block_table[place]] += 1
     return needed + sum(min(n, manager.blocks[i].ref_count - 1) for i, n in writers.items())
 """,
-        "which has a block for it,: that takes 0 free blocks, but you say 1",
+        "which has a block for it: that takes 0 free blocks, but you say 1",
     ),
     "no new blocks": (
         "13.3",

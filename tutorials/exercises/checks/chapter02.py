@@ -82,3 +82,13 @@ def check_3(answers) -> None:
     expect(peak <= 18, f"{peak} blocks were in use at a time; 18 are enough, BlockManager needs 24")
     left = llm.stats()["kv_blocks_used"]
     expect(left == 0, f"all answers have ended, but {left} blocks are still in use")
+    # the second one fills a block just after the first one, which had the same, has ended
+    (prompt,) = llm.chat([CHAT], SamplingParams(max_tokens=1), use_tqdm=False)
+    num_prompt = len(prompt.prompt_token_ids)
+    short = SamplingParams(temperature=0, max_tokens=33 - num_prompt % 16, ignore_eos=True)
+    llm.reset_prefix_cache()
+    llm.add_request({"messages": CHAT}, short)
+    llm.step()
+    llm.add_request({"messages": CHAT}, long)
+    while llm.has_unfinished():
+        llm.step()

@@ -62,12 +62,17 @@ def check_2(answers) -> None:
 
 def check_3(answers) -> None:
     rng = random.Random(0)
+    cases = []
     for budget, seats in ((8, 100), (1000, 2), (16, 3), (5, 4), (64, 8)):
         arrivals = sorted(rng.randint(0, 12) for _ in range(8))
         jobs = [
             Job(name, arrival, rng.randint(1, 40), rng.randint(1, 9))
             for name, arrival in zip("ABCDEFGH", arrivals)
         ]
+        cases.append((budget, seats, jobs))
+    # when it is B's turn, A has taken the whole budget
+    cases.append((8, 100, [Job("A", 0, 8, 2), Job("B", 0, 1, 2)]))
+    for budget, seats, jobs in cases:
         right = play(jobs, budget=budget, seats=seats)
         said = play(jobs, answers.Rule, budget=budget, seats=seats)
         for i, (mine, yours) in enumerate(zip(right, said), 1):

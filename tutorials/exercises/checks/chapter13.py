@@ -103,8 +103,8 @@ def check_3(answers) -> None:
         "three samples of a prompt of 8 tokens write": three_samples(8),
         "two of three samples of a prompt of 6 tokens write": three_samples(6, 2),
         "one of three samples of a prompt of 6 tokens writes": three_samples(6, 1),
-        "one of three samples writes, which has a block ahead,": three_samples(6, 1, 4),
-        "one of three samples writes, which has a block for it,": three_samples(8, 1, 1),
+        "one of three samples writes, which has a block ahead": three_samples(6, 1, 4),
+        "one of three samples writes, which has a block for it": three_samples(8, 1, 1),
     }
     cases |= {f"some samples of some requests write ({i})": step_of(rng) for i in range(100)}
     for case, (manager, seqs) in cases.items():
