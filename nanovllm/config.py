@@ -9,7 +9,7 @@ from nanovllm.options import Options, is_int, is_number, option, refusal
 
 EMBEDDED_MODEL = str(Path(__file__).parent / "tiny_qwen3")
 LARGEST = 2**31 - 1
-TOKENS_PER_STEP = {"cuda": 8192, "cpu": 2048}  # the default of max_num_batched_tokens
+TOKENS_PER_STEP = {"cuda": 8192, "cpu": 512}  # the default of max_num_batched_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class Config(Options):
     max_num_batched_tokens: int | None = option(
         None,
         "Maximum tokens computed per step; longer prompts are computed in chunks. Default: 8192"
-        " on CUDA, 2048 on a CPU.",
+        " on CUDA, 512 on a CPU.",
     )
     block_size: int = option(
         16,

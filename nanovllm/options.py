@@ -44,6 +44,10 @@ class Options:
             raise refusal(name, getattr(self, name), f"it must be {allowed}")
 
 
+class PromptTooLong(ValueError):
+    """A prompt has more tokens than the model or the cache can hold."""
+
+
 def option(default: Any, meaning: str) -> Any:
     """A field of Options. Its meaning is also what the command line says of it."""
     return field(default=default, metadata={"meaning": meaning})

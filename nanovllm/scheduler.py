@@ -15,7 +15,7 @@ from nanovllm.block_manager import BlockManager
 from nanovllm.config import Limits
 from nanovllm.decoding import groups
 from nanovllm.decoding.beam_search import BeamRequest
-from nanovllm.options import refusal, shown
+from nanovllm.options import PromptTooLong, refusal, shown
 from nanovllm.sampling_params import LARGEST_COUNT
 from nanovllm.schedule import Item, Schedule, ScheduleError, check_choice
 from nanovllm.sequence import Request, Sequence, StepLogprobs, TokenLogprobs
@@ -111,7 +111,7 @@ class Scheduler:
         if num_prompt + 1 > self.max_model_len:
             room = f"at most {self.max_model_len - 1} and one new token"
             limit = f"max_model_len={self.max_model_len} leaves room for {room}"
-            raise ValueError(f"the prompt has {num_prompt} tokens, but {limit}")
+            raise PromptTooLong(f"the prompt has {num_prompt} tokens, but {limit}")
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             limit = getattr(self, name)
             if params.n > limit:

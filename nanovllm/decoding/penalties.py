@@ -2,6 +2,7 @@
 
 from array import array
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -18,7 +19,8 @@ class Adjustments:
     text so far, the row's repetition factor; then its other penalties, which are subtracted.
     """
 
-    biases: Tensor  # [N, 3] fp64: row, token id, bias
+    num_biases: Tensor  # [B] int64: how many of the N biases are a row's
+    biases: Tensor  # [N, 2] fp64: token id, bias
     penalties: Tensor  # [B, 3] fp64: repetition, frequency, presence
     num_tokens: Tensor  # [B] int64: how many of the M tokens are a row's
     tokens: Tensor  # [M, 2] int32: a token id, and how often the row's output has it
@@ -32,9 +34,10 @@ def adjusted(logits: Tensor, changes: Adjustments) -> Tensor:
     logits = logits.to(torch.float32, copy=True)
     vocab_size = logits.shape[1]
     flat = logits.view(-1)
-    rows, ids, biases = changes.biases.T
+    # given their length, a GPU need not be waited for
+    rows = torch.repeat_interleave(changes.num_biases, output_size=len(changes.biases))
+    ids, biases = changes.biases.T
     flat.index_add_(0, (rows * vocab_size + ids).long(), biases.float())
-    # given its length, a GPU need not be waited for
     rows = torch.repeat_interleave(changes.num_tokens, output_size=len(changes.tokens))
     ids, counts = changes.tokens.T
     places = rows * vocab_size + ids
@@ -60,12 +63,15 @@ def adjusted_logits(logits: Tensor, seqs: list[Sequence]) -> Tensor:
 
 def adjustments_of(seqs: list[Sequence]) -> Adjustments:
     """Collects the biases and penalties of the sequences, given their tokens so far."""
-    biases = []
+    num_biases = []
+    biases = array("d", [0, 0])  # torch.frombuffer refuses an empty one
     penalties = []
     num_tokens = []
-    tokens = array("i", [0, 0])  # torch.frombuffer refuses an empty one
-    for row, seq in enumerate(seqs):
-        biases += [(row, token_id, bias) for token_id, bias in biases_of(seq).items()]
+    tokens = array("i", [0, 0])
+    for seq in seqs:
+        own = biases_of(seq)
+        num_biases.append(len(own))
+        biases.extend(chain.from_iterable(own.items()))
         params = seq.request.params
         penalties.append(
             (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
@@ -76,7 +82,8 @@ def adjustments_of(seqs: list[Sequence]) -> Adjustments:
         num_tokens.append(len(counted) // 2)
         tokens.extend(counted)
     return Adjustments(
-        biases=torch.tensor(biases, dtype=torch.float64).view(len(biases), 3),
+        num_biases=integers(num_biases),
+        biases=torch.frombuffer(biases, dtype=torch.float64).view(-1, 2)[1:],
         penalties=torch.tensor(penalties, dtype=torch.float64),
         num_tokens=integers(num_tokens),
         tokens=torch.frombuffer(tokens, dtype=torch.int32).view(-1, 2)[1:],

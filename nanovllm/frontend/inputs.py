@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.decoding.beam_search import BeamRequest, BeamSearch, BeamSearchParams
 from nanovllm.frontend.messages import Conversation, Prompt, is_conversation, unwrapped
-from nanovllm.options import is_int, refusal, shown
+from nanovllm.options import PromptTooLong, is_int, refusal, shown
 from nanovllm.sampling_params import LARGEST_COUNT, SamplingParams
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
@@ -102,8 +103,23 @@ class Inputs:
             raise refusal("prompt", prompt, no_tokenizer)
         try:
             if isinstance(content, str):
-                return content, self.tokenizer.encode(content)
+                return content, self.tokens(content)
             text = content.text(self.tokenizer)
-            return text, self.tokenizer.encode(text, add_special_tokens=False)
+            return text, self.tokens(text, add_special_tokens=False)
+        except PromptTooLong:
+            raise
         except Exception as error:  # half a surrogate pair, a message that the template rejects ...
             raise refusal("prompt", prompt, f"the tokenizer rejects it: {error}") from error
+
+    def tokens(self, text: str, **options) -> list[int]:
+        """Raises PromptTooLong without tokenizing, which may take seconds, if a text cannot fit."""
+        most = self.scheduler.max_model_len * self.longest_token
+        if len(text) > most:
+            limit = f"max_model_len={self.scheduler.max_model_len} tokens hold {most:,} at most"
+            raise PromptTooLong(f"the prompt has {len(text):,} characters, but {limit}")
+        return self.tokenizer.encode(text, **options)
+
+    @cached_property
+    def longest_token(self) -> int:
+        """In characters."""
+        return max(map(len, self.tokenizer.get_vocab()))

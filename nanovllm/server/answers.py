@@ -1,42 +1,22 @@
-"""Answers: what a call returns, whole or as a stream of events, in OpenAI's words."""
+"""Answers: what a call returns, whole or as a stream of events; what all kinds have in common."""
 
 from __future__ import annotations
 
 import json
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 from uuid import uuid4
 
 from nanovllm.frontend.outputs import CompletionOutput, RequestOutput
 from nanovllm.sequence import Request, TokenLogprobs
-from nanovllm.server.parsing import Parser, Parts
-from nanovllm.server.protocol import Body, ChatBody, CompletionBody
+from nanovllm.server.protocol import Body
+from nanovllm.server.texts import TokenTexts
 
 encode = json.JSONEncoder(ensure_ascii=False).encode
-DONE = "data: [DONE]\n\n"
+MANY = 100  # parts of a list
 Rows = list[TokenLogprobs | None]
-
-
-class TokenTexts:
-    """The text of tokens, with a tokenizer that only the event loop's thread uses."""
-
-    def __init__(self, tokenizer: Any):
-        self.tokenizer = tokenizer
-        self.of = lru_cache(100_000)(self._of)
-
-    def _of(self, token_id: int) -> str:
-        if self.tokenizer is None:
-            return f"token_id:{token_id}"
-        return self.tokenizer.decode([token_id])
-
-    def of_all(self, token_ids: list[int]) -> str:
-        """A character may have several tokens."""
-        if self.tokenizer is None:
-            return "".join(map(self.of, token_ids))
-        return self.tokenizer.decode(token_ids)
 
 
 class Answers(ABC):
@@ -45,16 +25,21 @@ class Answers(ABC):
     kind: str
     prefix: str
     is_prompt_only = False  # a token is drawn, because the engine draws one, but not shown
+    last_event = "data: [DONE]\n\n"
 
     def __init__(self, body: Body, requests: list[Request], model: str, texts: TokenTexts):
         self.id = f"{self.prefix}-{uuid4().hex}"
         self.requests = requests
         self.texts = texts
+        self.streamed = body.streamed
+        self.has_token_ids = bool(body.return_token_ids)
+        self.begun: set[int] = set()  # choices of which something has been streamed
+        self.counts: dict[int, int] = {}  # tokens streamed, by choice
         self.frame = {
             "id": self.id,
             "object": self.kind,
             "created": int(time.time()),
-            "model": model,
+            "model": body.model or model,
         }
         for i, request in enumerate(requests):
             request.request_id = f"{self.id}-{i}"
@@ -83,192 +68,107 @@ class Answers(ABC):
             num_completion = 0
         num_cached = sum(output.num_cached_tokens for output in outputs)
         return {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": num_completion,
-            "total_tokens": num_prompt + num_completion,
+            **counts_of(num_prompt, num_completion),
             "prompt_tokens_details": {"cached_tokens": num_cached},
         }
+
+    # --- streams ---
+
+    def first(self) -> list[str]:
+        """Events before the first token."""
+        return []
+
+    def events(self, i: int, delta: CompletionOutput) -> list[str]:
+        """What is new in an output of request i."""
+        index = self.index_of(i, delta.index)
+        is_first = index not in self.begun
+        self.begun.add(index)
+        self.counts[index] = self.counts.get(index, 0) + len(delta.token_ids)
+        choice = self.part(i, delta, is_first)
+        if self.has_token_ids:
+            choice["token_ids"] = delta.token_ids
+            if is_first:
+                choice["prompt_token_ids"] = self.requests[i].prompt_token_ids
+        usage = None
+        if self.streamed.continuous_usage_stats:
+            num_prompt = sum(len(request.prompt_token_ids) for request in self.requests)
+            usage = counts_of(num_prompt, sum(self.counts.values()))
+        return [self.event(choice, usage=usage)]
+
+    def last(self, outputs: list[RequestOutput]) -> list[str]:
+        """Events after the last token."""
+        if not self.streamed.include_usage:
+            return []
+        return [self.event(usage=self.usage(outputs))]
 
     def event(self, *choices: dict, usage: dict | None = None) -> str:
         """A line of a stream."""
         end = "" if usage is None else f', "usage": {encode(usage)}'
         return f"data: {self.head}{encode(choices)}{end}}}\n\n"
 
+    def error_event(self, error: dict) -> str:
+        return f"data: {json.dumps(error)}\n\n"
+
+    # --- for each kind ---
+
     @abstractmethod
     def choice(self, i: int, output: RequestOutput, one: CompletionOutput) -> dict:
         """A whole output of request i."""
 
     @abstractmethod
-    def part(self, i: int, delta: CompletionOutput) -> dict:
+    def part(self, i: int, delta: CompletionOutput, is_first: bool) -> dict:
         """What is new in an output of request i."""
+
+    # --- parts of a choice ---
 
     def reason(self, index: int, reason: str | None) -> str | None:
         """Why a choice has ended, in words that clients know."""
         return {"abort": "stop", "error": "stop"}.get(str(reason), reason)
 
+    def token_ids(self, output: RequestOutput, one: CompletionOutput) -> dict:
+        if not self.has_token_ids:
+            return {}
+        return {"prompt_token_ids": output.prompt_token_ids, "token_ids": one.token_ids}
 
-class Completions(Answers):
-    kind = "text_completion"
-    prefix = "cmpl"
-
-    def __init__(self, body: CompletionBody, requests: list[Request], *args):
-        super().__init__(body, requests, *args)
-        self.has_echo = bool(body.echo)
-        self.is_prompt_only = self.has_echo and body.max_tokens == 0
-        self.begun: set[int] = set()  # choices whose prompt has been echoed
-        self.num_chars: Counter[int] = Counter()  # of the tokens streamed, by choice
-
-    def echo(self, i: int) -> str:
-        request = self.requests[i]
-        if request.prompt is not None:
-            return request.prompt
-        return self.texts.of_all(request.prompt_token_ids)
-
-    def choice(self, i: int, output: RequestOutput, one: CompletionOutput) -> dict:
-        text = one.text
-        token_ids = one.token_ids
-        rows: Rows = [*(one.logprobs or [])]
-        if self.is_prompt_only:
-            text = ""
-            token_ids = []
-            rows = []
-        if self.has_echo:
-            text = self.echo(i) + text
-            token_ids = output.prompt_token_ids + token_ids
-            rows = (output.prompt_logprobs or []) + rows
-        logprobs = None if one.logprobs is None else self.logprobs(token_ids, rows)
-        index = self.index_of(i, one.index)
-        return {
-            "index": index,
-            "text": text,
-            "logprobs": logprobs,
-            "finish_reason": self.reason(index, one.finish_reason),
-            "stop_reason": one.stop_reason,
-            "prompt_logprobs": output.prompt_logprobs if not self.has_echo else None,
-        }
-
-    def part(self, i: int, delta: CompletionOutput) -> dict:
-        index = self.index_of(i, delta.index)
-        text = "" if self.is_prompt_only else delta.text
-        if self.has_echo and index not in self.begun:
-            self.begun.add(index)
-            text = self.echo(i) + text
-        logprobs = None
-        if delta.logprobs is not None:
-            logprobs = self.logprobs(delta.token_ids, [*delta.logprobs], self.num_chars[index])
-            self.num_chars[index] += sum(map(len, logprobs["tokens"]))
-        return {
-            "index": index,
-            "text": text,
-            "logprobs": logprobs,
-            "finish_reason": self.reason(index, delta.finish_reason),
-            "stop_reason": delta.stop_reason,
-        }
-
-    def logprobs(self, token_ids: list[int], rows: Rows, offset: int = 0) -> dict:
-        texts = [*map(self.texts.of, token_ids)]
-        offsets = [offset]
-        for text in texts:
-            offsets.append(offsets[-1] + len(text))
-        of_token: list[float | None] = []
-        top: list[dict[str, float] | None] = []
-        for token_id, row in zip(token_ids, rows):
-            if row is None:  # the first token of a prompt has none
-                of_token.append(None)
-                top.append(None)
-                continue
-            of_token.append(row[token_id])
-            top.append({self.texts.of(j): logprob for j, logprob in row.items()})
-        return {
-            "tokens": texts,
-            "token_logprobs": of_token,
-            "top_logprobs": top,
-            "text_offset": offsets[:-1],
-        }
-
-
-class ChatCompletions(Answers):
-    kind = "chat.completion"
-    prefix = "chatcmpl"
-
-    def __init__(self, body: ChatBody, requests: list[Request], *args):
-        super().__init__(body, requests, *args)
-        (request,) = requests
-        n = request.params.n
-        self.parsers = [Parser(request.prompt, body.has_tools) for _ in range(n)]
-        self.begun: set[int] = set()
-        if body.stream:
-            self.frame["object"] = "chat.completion.chunk"
-
-    def whole(self, outputs: list[RequestOutput]) -> dict:
-        return {**super().whole(outputs), "prompt_logprobs": outputs[0].prompt_logprobs}
-
-    def reason(self, index: int, reason: str | None) -> str | None:
-        if reason == "stop" and self.parsers[index].num_calls:
-            return "tool_calls"
-        return super().reason(index, reason)
-
-    def choice(self, i: int, output: RequestOutput, one: CompletionOutput) -> dict:
-        parser = self.parsers[one.index]
-        parts = parser.add(one.text) + parser.end()
-        message: dict[str, Any] = {"role": "assistant", **words(parts)}
-        message["content"] = parts.content or (None if parts.tool_calls else "")
-        message["tool_calls"] = [
-            {name: value for name, value in call.items() if name != "index"}
-            for call in parts.tool_calls
-        ]
-        if not message["tool_calls"]:
-            del message["tool_calls"]
-        return {
-            "index": one.index,
-            "message": message,
-            "logprobs": self.logprobs(one.token_ids, one.logprobs),
-            "finish_reason": self.reason(one.index, one.finish_reason),
-            "stop_reason": one.stop_reason,
-        }
-
-    def part(self, i: int, delta: CompletionOutput) -> dict:
-        parser = self.parsers[delta.index]
-        parts = parser.add(delta.text)
-        if delta.finish_reason is not None:
-            parts += parser.end()
-        new: dict[str, Any] = words(parts)
-        if delta.index not in self.begun:
-            self.begun.add(delta.index)
-            new["role"] = "assistant"
-        return {
-            "index": delta.index,
-            "delta": new,
-            "logprobs": self.logprobs(delta.token_ids, delta.logprobs),
-            "finish_reason": self.reason(delta.index, delta.finish_reason),
-            "stop_reason": delta.stop_reason,
-        }
-
-    def logprobs(
-        self, token_ids: list[int], rows: list[TokenLogprobs] | None
-    ) -> dict[str, list] | None:
-        if rows is None:
+    def prompt_logprobs(self, output: RequestOutput) -> list[dict | None] | None:
+        """As vLLM writes them. The rank of a token that is not among the likeliest is not known."""
+        if output.prompt_logprobs is None:
             return None
-        content = []
-        for token_id, row in zip(token_ids, rows):
-            entry: dict[str, Any] = self._entry(token_id, row[token_id])
-            likeliest = sorted(row.items(), key=lambda item: -item[1])
-            num_wanted = self.requests[0].params.logprobs
-            entry["top_logprobs"] = [self._entry(*item) for item in likeliest[:num_wanted]]
-            content.append(entry)
-        return {"content": content}
+        rows: list[dict | None] = []
+        for row, token_id in zip(output.prompt_logprobs, output.prompt_token_ids):
+            rows.append(None if row is None else self.ranked(row, token_id))
+        return rows
 
-    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
-        text = self.texts.of(token_id)
-        return {"token": text, "logprob": logprob, "bytes": [*text.encode()]}
+    def ranked(self, row: TokenLogprobs, token_id: int) -> dict:
+        num_likeliest = self.requests[0].params.prompt_logprobs or 0
+        likeliest = sorted(row, key=lambda i: -row[i])
+        ranks = {i: rank for rank, i in enumerate(likeliest, 1) if rank <= num_likeliest}
+        return {
+            str(i): {
+                "logprob": logprob,
+                "rank": ranks.get(i),
+                "decoded_token": self.texts.of(i),
+            }
+            for i, logprob in row.items()
+        }
 
 
-def words(parts: Parts) -> dict[str, Any]:
-    """The fields of a message. Some clients know reasoning by its older name."""
-    fields: dict[str, Any] = {"content": parts.content}
-    if parts.reasoning:
-        fields["reasoning"] = parts.reasoning
-        fields["reasoning_content"] = parts.reasoning
-    if parts.tool_calls:
-        fields["tool_calls"] = parts.tool_calls
-    return fields
+def counts_of(num_prompt: int, num_completion: int) -> dict:
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_completion,
+        "total_tokens": num_prompt + num_completion,
+    }
+
+
+def encoded(content: Any) -> str:
+    """JSON, made in pieces: between two of them another thread may have the interpreter."""
+    if isinstance(content, dict):
+        parts = [f"{encode(name)}: {encoded(value)}" for name, value in content.items()]
+        return "{" + ", ".join(parts) + "}"
+    if isinstance(content, list) and len(content) > MANY:
+        slices = (content[i : i + MANY] for i in range(0, len(content), MANY))
+        return "[" + ", ".join(encode(part)[1:-1] for part in slices) + "]"
+    if isinstance(content, list):
+        return "[" + ", ".join(map(encoded, content)) + "]"
+    return encode(content)

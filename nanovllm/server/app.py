@@ -2,40 +2,44 @@
 
 from __future__ import annotations
 
-import re
+import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from copy import deepcopy
-from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import Response
 from pydantic import BaseModel
+from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.types import Receive, Scope, Send
 
 from nanovllm.engine import LLM
-from nanovllm.options import Options, is_int, is_number, shown
-from nanovllm.server.answers import ChatCompletions, Completions, TokenTexts
+from nanovllm.frontend.inputs import Inputs
+from nanovllm.options import shown
+from nanovllm.sequence import Request as EngineRequest
+from nanovllm.server.answers import encoded
 from nanovllm.server.async_llm import AsyncLLM
+from nanovllm.server.bodies import body_of
 from nanovllm.server.calls import Backend
+from nanovllm.server.chats import ChatBody, ChatCompletions, TokenizeBody
+from nanovllm.server.completions import CompletionBody, Completions
+from nanovllm.server.errors import BadRequest, answer_error
+from nanovllm.server.exchange import Exchange, while_connected
 from nanovllm.server.gate import Gate
 from nanovllm.server.metrics import Metrics
 from nanovllm.server.page import Live, add_page
-from nanovllm.server.protocol import (
-    BadRequest,
-    Body,
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    TokenizeBody,
-    parsed,
-)
-from nanovllm.server.responses import HANDLERS, Answer
+from nanovllm.server.protocol import Body, DetokenizeBody, in_words, parsed
+from nanovllm.server.settings import ServerOptions
+from nanovllm.server.texts import TokenTexts
+from nanovllm.server.visits import Visit
 
+T = TypeVar("T")
 BODIES: dict[str, type[BaseModel]] = {
     "/v1/completions": CompletionBody,
     "/v1/chat/completions": ChatBody,
@@ -44,44 +48,27 @@ BODIES: dict[str, type[BaseModel]] = {
 }
 
 
-@dataclass(kw_only=True)
-class ServerOptions(Options):
-    model_name: str
-    api_key: str | None = None
-    max_waiting: int = 256
-    max_body_bytes: int = 4 * 2**20
-    max_tokens_per_call: int = 2**20
-    drain_seconds: float = 30.0
-    allowed_origins: list[str] = field(default_factory=list)
-
-    def __post_init__(self):
-        self.require("api_key", self.api_key != "", "None, or not empty")
-        leasts = {"max_waiting": 0, "max_body_bytes": 1, "max_tokens_per_call": 1}
-        for name, low in leasts.items():
-            is_allowed = is_int(getattr(self, name), low)
-            self.require(name, is_allowed, f"an integer from {low} on")
-        is_time = is_number(self.drain_seconds, 0)
-        self.require("drain_seconds", is_time, "a number from 0 on")
-
-
 class Server:
     """What the routes share."""
 
     def __init__(self, new_engine: Callable[[], Awaitable[Backend]], options: ServerOptions):
         self.new_engine = new_engine
         self.options = options
-        self.metrics = Metrics()
+        self.metrics = Metrics(options.served_model_name[0])
         self.started = int(time.time())
+        self.reading: set[asyncio.Task] = set()  # bodies
         # for one event loop, which does not run yet
         self.engine: Backend
         self.texts: TokenTexts
-        self.live: Live  # if the engine is in this process
+        self.live: Live | None = None  # if the engine is in this process
 
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
         self.engine = await self.new_engine()
-        self.engine.inputs.model = self.options.model_name  # errors name no paths
         self.texts = TokenTexts(deepcopy(self.engine.inputs.tokenizer))
+        if self.options.chat_template is not None:
+            for lane in (self.engine.short, self.engine.long):
+                lane.inputs.tokenizer.chat_template = self.options.chat_template
         if isinstance(self.engine, AsyncLLM):
             self.live = Live(self.engine)
         try:
@@ -95,36 +82,53 @@ class Server:
         return self.engine.inputs.scheduler.max_model_len
 
     def close_views(self) -> None:
-        """Ends the connections of watchers, which would never end by themselves."""
-        if isinstance(self.engine, AsyncLLM):
+        """Ends what would never end by itself: the connections of watchers, and bodies that are
+        still to come."""
+        if self.live is not None:
             self.live.close()
+        for task in self.reading:
+            task.cancel()
 
     # --- bodies become requests ---
 
-    async def read(self, request: Request, kind: type[BaseModel]) -> Any:
-        """The body of a request. Raises BadRequest."""
-        content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if content_type != "application/json":
-            raise BadRequest("the content type must be application/json", status=415)
-        parts = []
-        num_bytes = 0
-        async for part in request.stream():
-            num_bytes += len(part)
-            if num_bytes > self.options.max_body_bytes:
-                allowed = f"at most {self.options.max_body_bytes:,} bytes"
-                raise BadRequest(f"the body is too long: {allowed} are allowed", status=413)
-            parts.append(part)
-        body = await self.engine.prepare(parsed, kind, b"".join(parts))
+    async def read(self, scope: Scope, receive: Receive) -> bytes:
+        """The body of a request. Raises BadRequest, Unavailable or ClientDisconnect."""
+        most = self.options.most_bytes(self.max_model_len)
+        task = asyncio.ensure_future(body_of(scope, receive, most))
+        self.reading.add(task)
+        task.add_done_callback(self.reading.discard)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            self.engine.check_open()  # it was `close_views`
+            raise
+
+    async def prepare(self, kind: type[Any], data: bytes, make: Callable[[Any, Inputs], T]) -> T:
+        """What is made of a body, in a thread that tokenizes. Raises BadRequest, Busy or
+        Unavailable."""
+
+        def work(inputs: Inputs) -> T:
+            body = parsed(kind, data)
+            self.check_body(body)
+            try:
+                return make(body, inputs)
+            except ValueError as error:
+                raise in_words(error, kind) from error
+
+        return await self.engine.prepare(len(data), work)
+
+    def check_body(self, body: Any) -> None:
         self.check_model(body.model)
-        return body
+        if getattr(body, "priority", None) and not self.options.allow_priority:
+            allowed = "the server was not started with --allow-priority"
+            problem = f"priority={shown(body.priority)} is not allowed: {allowed}"
+            raise BadRequest(problem, "priority")
 
     def check_model(self, name: str | None) -> None:
-        if name not in (None, self.options.model_name):
+        if name not in (None, *self.options.served_model_name):
             raise BadRequest(f"the model {shown(name)} does not exist", "model", 404)
 
-    async def answer(self, request: Request, kind: type[Body], answers: type) -> Answer:
-        body = await self.read(request, kind)
-        requests = await self.prepare(body, body.requests)
+    def check_size(self, requests: list[EngineRequest]) -> None:
         num_tokens = sum(
             request.params.n * (request.max_len - len(request.prompt_token_ids))
             for request in requests
@@ -133,55 +137,63 @@ class Server:
         if num_tokens > most:
             asked = f"prompts * n * max_tokens is {num_tokens:,}"
             raise BadRequest(f"{asked}, at most {most:,} are allowed in one call", "max_tokens")
-        made = answers(body, requests, self.options.model_name, self.texts)
-        return Answer(self.engine, self.metrics, made, body)
 
-    async def prepare(self, body: BaseModel, function: Callable) -> Any:
-        """What a method of the body makes of it, in the thread that tokenizes. Raises
-        BadRequest."""
-        try:
-            return await self.engine.prepare(function, self.engine.inputs)
-        except ValueError as error:
-            message = str(error)[:1000]
-            fields = type(body).model_fields  # sentences begin with the one that is wrong
-            names = [name for name in re.findall(r"\w+", message) if name in fields]
-            raise BadRequest(message, names[0] if names else None) from error
+    async def answer(
+        self, kind: type[Body], answers: type, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """A call, from its body to the end of its answer."""
+
+        async def work(data: bytes) -> None:
+            body, requests = await self.prepare(kind, data, with_requests)
+            self.check_size(requests)
+            made = answers(body, requests, self.options.served_model_name[0], self.texts)
+            exchange = Exchange(self.engine, self.metrics, scope["visit"], made)
+            await exchange.run(scope, receive, send, bool(body.stream))
+
+        await while_connected(receive, work(await self.read(scope, receive)))
+
+    async def tell(
+        self, kind: type[Any], make: Callable, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """What the lane makes of a body, as JSON."""
+        work = self.prepare(kind, await self.read(scope, receive), make)
+        content = await while_connected(receive, work)
+        await Response(content, media_type="application/json")(scope, receive, send)
 
     # --- routes ---
 
     async def completions(self, request: Request) -> Response:
-        return await self.answer(request, CompletionBody, Completions)
+        return Later(partial(self.answer, CompletionBody, Completions))
 
     async def chat_completions(self, request: Request) -> Response:
-        return await self.answer(request, ChatBody, ChatCompletions)
+        return Later(partial(self.answer, ChatBody, ChatCompletions))
+
+    async def tokenize(self, request: Request) -> Response:
+        return Later(partial(self.tell, TokenizeBody, tokenized))
+
+    async def detokenize(self, request: Request) -> Response:
+        return Later(partial(self.tell, DetokenizeBody, detokenized))
 
     async def models(self) -> dict:
-        return {"object": "list", "data": [self.model()]}
+        return {
+            "object": "list",
+            "data": [self.model(name) for name in self.options.served_model_name],
+        }
 
     async def one_model(self, name: str) -> dict:
         self.check_model(name)
-        return self.model()
+        return self.model(name)
 
-    def model(self) -> dict:
+    def model(self, name: str) -> dict:
         return {
-            "id": self.options.model_name,
+            "id": name,
             "object": "model",
             "created": self.started,
             "owned_by": "nanovllm",
-            "root": self.options.model_name,
+            "root": self.options.served_model_name[0],
             "parent": None,
             "max_model_len": self.max_model_len,
         }
-
-    async def tokenize(self, request: Request) -> dict:
-        body = await self.read(request, TokenizeBody)
-        token_ids = await self.prepare(body, body.token_ids)
-        longest = self.max_model_len
-        return {"count": len(token_ids), "max_model_len": longest, "tokens": token_ids}
-
-    async def detokenize(self, request: Request) -> dict:
-        body = await self.read(request, DetokenizeBody)
-        return {"prompt": await self.prepare(body, body.text)}
 
     async def health(self) -> Response:
         self.engine.check_open()
@@ -192,18 +204,49 @@ class Server:
 
     async def show_metrics(self) -> Response:
         stats = await self.engine.stats()
+        stats["requests_waiting"] += self.engine.num_preparing
         return Response(self.metrics.text(stats), media_type="text/plain; version=0.0.4")
+
+
+class Later(Response):
+    """A response that says itself what it sends, and when."""
+
+    def __init__(self, respond: Callable[[Scope, Receive, Send], Awaitable[None]]):
+        super().__init__()
+        self.respond = respond
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.respond(scope, receive, send)
+
+
+def with_requests(body: Body, inputs: Inputs) -> tuple[Body, list[EngineRequest]]:
+    return body, body.requests(inputs)
+
+
+def tokenized(body: TokenizeBody, inputs: Inputs) -> str:
+    token_ids = body.token_ids(inputs)
+    longest = inputs.scheduler.max_model_len
+    return encoded({"count": len(token_ids), "max_model_len": longest, "tokens": token_ids})
+
+
+def detokenized(body: DetokenizeBody, inputs: Inputs) -> str:
+    return encoded({"prompt": body.text(inputs)})
 
 
 def new_app(llm: LLM, options: ServerOptions) -> FastAPI:
     """The app of a server whose engine is in this process, with its page."""
 
     async def new_engine() -> Backend:
-        return AsyncLLM(llm, options.max_waiting)
+        return AsyncLLM(llm, options.max_waiting, options.served_model_name[0])
 
     server = Server(new_engine, options)
     app = app_of(server)
-    add_page(app, lambda: server.live)
+
+    def live() -> Live:
+        assert server.live is not None
+        return server.live
+
+    add_page(app, live)
     return app
 
 
@@ -216,25 +259,33 @@ def app_of(server: Server) -> FastAPI:
         redoc_url=None,
     )
     app.state.server = server
-    routes: dict[str, Callable] = {
+    posts: dict[str, Callable] = {
         "/v1/completions": server.completions,
         "/v1/chat/completions": server.chat_completions,
         "/tokenize": server.tokenize,
         "/detokenize": server.detokenize,
+    }
+    gets: dict[str, Callable] = {
         "/v1/models": server.models,
         "/v1/models/{name:path}": server.one_model,
         "/health": server.health,
         "/version": server.version,
         "/metrics": server.show_metrics,
     }
-    for path, route in routes.items():
-        method = "POST" if path in BODIES else "GET"
-        app.add_api_route(path, route, methods=[method], response_model=None)
+    for path, route in posts.items():
+        app.add_api_route(path, route, methods=["POST"], response_model=None)
+    for path, route in gets.items():
+        app.add_api_route(path, route, response_model=None)
+        app.add_api_route(path, route, methods=["HEAD"], include_in_schema=False)
     app.openapi = lambda: schema_of(app)  # type: ignore[method-assign]
-    for kind, handler in HANDLERS.items():
-        app.add_exception_handler(kind, handler)
+    app.add_exception_handler(HTTPException, answer_error)
     options = server.options
-    app.add_middleware(Gate, api_key=options.api_key)
+    known_paths = {*posts, *gets}
+
+    def at_end(visit: Visit) -> None:
+        visit.end(server.metrics, known_paths, options.log_requests)
+
+    app.add_middleware(Gate, api_keys=options.api_key, at_end=at_end)
     if options.allowed_origins:  # outside of the gate: browsers ask first, without the key
         app.add_middleware(
             CORSMiddleware,

@@ -9,8 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import pairwise
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -19,18 +22,26 @@ from nanovllm.frontend.streaming import Reader
 from nanovllm.schedule import Schedule, ScheduleError
 from nanovllm.sequence import Request
 from nanovllm.server.calls import Backend, Call, News, Ticket, Unavailable
+from nanovllm.server.lanes import settle
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 AT_A_TIME = 4  # streams that write before the loop looks for something else
+SECONDS_OF_INBOX = 0.01  # between two steps: a call may have a thousand requests
 
 
 class AsyncLLM(Backend):
     """All methods up to "in the engine's thread" belong to the thread of the event loop. Which
     requests run is only news if it `tells_places`: a server elsewhere must know it."""
 
-    def __init__(self, llm: LLM, max_waiting: int = 256, tells_places: bool = False):
-        super().__init__(llm.inputs, max_waiting)
+    def __init__(
+        self,
+        llm: LLM,
+        max_waiting: int = 256,
+        model_name: str = "",
+        tells_places: bool = False,
+    ):
+        super().__init__(llm.inputs, max_waiting, model_name)
         self.llm = llm
         self.tells_places = tells_places
         self.questions: set[asyncio.Future] = set()  # without an answer
@@ -49,10 +60,16 @@ class AsyncLLM(Backend):
         self.thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.thread.start()
 
+    @property
+    def num_waiting(self) -> int:
+        return max(0, len(self.open) - len(self.llm.scheduler.running))
+
     def submit(self, requests: list[Request], is_streamed: bool) -> Call:
-        num_waiting = len(self.open) - len(self.llm.scheduler.running)
-        call = self.admit(requests, is_streamed, num_waiting)
-        self.inbox.put(lambda: self._add(call.tickets))
+        call = self.admit(requests, is_streamed)
+        now = time.perf_counter()
+        for ticket in call.tickets:
+            ticket.times.append(now)
+            self.inbox.put(partial(self._add, ticket))
         return call
 
     def leave(self, call: Call) -> None:
@@ -107,8 +124,12 @@ class AsyncLLM(Backend):
         if self.heard:
             self.loop.call_soon(self._deal_out)
 
+    def _die(self, reason: str) -> None:
+        self._end(reason)
+        self.has_died.set()
+
     def _end(self, reason: str) -> None:
-        """All who wait for something hear the reason."""
+        """All that wait for something get the reason."""
         self.end = self.end or reason
         error = Unavailable(self.end)
         self._hear([(ticket, News(ticket.index, error=error)) for ticket in self.open])
@@ -127,7 +148,7 @@ class AsyncLLM(Backend):
             logger.exception("the engine's thread has died")
             self._report_what_is_whole()
             name = type(error).__name__
-            self._tell(self._end, f"the engine has stopped ({name}); the server's log says more")
+            self._tell(self._die, f"the engine has stopped ({name}); the server's log says more")
         finally:
             self.llm.observers.remove(self._observe)
             if self.is_late:
@@ -139,19 +160,19 @@ class AsyncLLM(Backend):
             for function in self.on_idle:
                 function()
             self.inbox.get()()
-        while not self.inbox.empty():
+        end = time.perf_counter() + SECONDS_OF_INBOX
+        while not self.inbox.empty() and time.perf_counter() < end:
             self.inbox.get()()
 
-    def _add(self, tickets: list[Ticket]) -> None:
-        for ticket in tickets:
-            try:
-                ticket.reply = self.llm._submit(ticket.request, "generate")
-            except Exception as error:
-                self._tell(self._hear, [(ticket, News(ticket.index, error=error))])
-                continue
-            self.live[ticket.request] = ticket
-            if ticket.is_streamed:
-                ticket.reader = Reader(ticket.reply)
+    def _add(self, ticket: Ticket) -> None:
+        try:
+            ticket.reply = self.llm._submit(ticket.request, "generate")
+        except Exception as error:
+            self._tell(self._hear, [(ticket, News(ticket.index, error=error))])
+            return
+        self.live[ticket.request] = ticket
+        if ticket.is_streamed:
+            ticket.reader = Reader(ticket.reply)
 
     def _abort(self, tickets: Iterable[Ticket]) -> None:
         for ticket in tickets:
@@ -188,6 +209,9 @@ class AsyncLLM(Backend):
     def _report(self, failure: Exception | None = None) -> None:
         """Tells the loop what is new since the last call."""
         batch = []
+        now = time.perf_counter()
+        for request in self.sampled & self.live.keys():
+            self.live[request].times.append(now)
         for ticket in [*self.live.values()]:
             news = self._news_of(ticket, failure)
             if news is not None:
@@ -221,6 +245,7 @@ class AsyncLLM(Backend):
             del self.live[request]
             news.output = output if output.error is None else None
             news.error = output.error
+            news.gaps = [after - before for before, after in pairwise(ticket.times)]
         return news
 
     def _tell(self, function: Callable[..., Any], *args) -> None:
@@ -229,12 +254,3 @@ class AsyncLLM(Backend):
             self.loop.call_soon_threadsafe(function, *args)
         except RuntimeError:
             self.is_stopping = True  # the loop is closed: nobody listens
-
-
-def settle(future: asyncio.Future, result: object, error: Exception | None) -> None:
-    if future.done():  # nobody waits any longer
-        return
-    if error is None:
-        future.set_result(result)
-    else:
-        future.set_exception(error)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -15,7 +13,9 @@ from nanovllm.frontend.outputs import CompletionOutput, RequestOutput
 from nanovllm.frontend.replies import Reply
 from nanovllm.frontend.streaming import Reader
 from nanovllm.sequence import Request
+from nanovllm.server.lanes import Lane
 
+SHORT = 64 * 2**10  # bytes: what is longer does not let shorter texts wait
 T = TypeVar("T")
 
 
@@ -35,6 +35,7 @@ class Ticket:
     index: int
     call: Call
     is_streamed: bool
+    times: list[float] = field(default_factory=list)  # of its tokens; the first one, of `submit`
     runs: bool | None = None  # whether it has a place in a batch, or waits; None: not known yet
     reply: Reply | None = None
     reader: Reader | None = None
@@ -49,6 +50,7 @@ class News:
     deltas: list[CompletionOutput] = field(default_factory=list)
     output: RequestOutput | None = None  # has finished
     error: Exception | None = None
+    gaps: list[float] = field(default_factory=list)  # seconds before each of the output's tokens
 
     @property
     def is_last(self) -> bool:
@@ -88,18 +90,25 @@ class Backend(ABC):
     """Serves calls, for one event loop: in a thread of its own (AsyncLLM) or in other processes
     (Replicas).
 
-    A second thread turns bodies into requests: tokenizing may take longer than a stream can wait.
+    Other threads turn bodies into requests: tokenizing may take longer than a stream can wait.
     """
 
-    def __init__(self, inputs: Inputs, max_waiting: int):
+    def __init__(self, inputs: Inputs, max_waiting: int, model_name: str = ""):
         self.max_waiting = max_waiting
         self.loop = asyncio.get_running_loop()
-        # a tokenizer cannot be shared by threads
-        self.inputs = replace(inputs, tokenizer=deepcopy(inputs.tokenizer))
-        self.preparing = ThreadPoolExecutor(1, "prepare")
+        self.inputs = replace(inputs, model=model_name or inputs.model)  # errors name no paths
+        self.short = Lane("short", self.inputs)
+        self.long = Lane("long", self.inputs)
+        self.num_preparing = 0
         self.open: set[Ticket] = set()  # those that have not ended
         self.is_draining = False
-        self.end = ""  # why nobody answers any longer
+        self.end = ""  # why the engine answers no longer
+        self.has_died = asyncio.Event()  # by itself
+
+    @property
+    @abstractmethod
+    def num_waiting(self) -> int:
+        """How many requests have been submitted and have no seat yet."""
 
     @abstractmethod
     def submit(self, requests: list[Request], is_streamed: bool) -> Call:
@@ -117,24 +126,32 @@ class Backend(ABC):
     async def ended(self) -> None:
         """Waits, after `close`, until nothing of it runs."""
 
-    async def prepare(self, function: Callable[..., T], *args) -> T:
-        """Calls a function in the thread that may use `inputs`. Raises Unavailable."""
+    async def prepare(self, num_bytes: int, function: Callable[[Inputs], T]) -> T:
+        """Calls a function in a thread that may use its `inputs`. Meanwhile it counts as waiting.
+        Raises Unavailable or Busy."""
         self.check_open()
+        self.check_room(self.num_preparing)
+        self.num_preparing += 1
         try:
-            return await self.loop.run_in_executor(self.preparing, function, *args)
-        except asyncio.CancelledError:
-            self.check_alive()  # by `close`
-            raise
+            lane = self.short if num_bytes <= SHORT else self.long
+            return await lane.do(function)
+        finally:
+            self.num_preparing -= 1
 
-    def admit(self, requests: list[Request], is_streamed: bool, num_waiting: int) -> Call:
+    def admit(self, requests: list[Request], is_streamed: bool) -> Call:
         """A call is admitted as a whole; if no request waits, with any number of requests. Raises
         Unavailable or Busy."""
         self.check_open()
-        if num_waiting + len(requests) > max(self.max_waiting, len(requests)):
-            raise Busy(f"{num_waiting} requests wait already, at most {self.max_waiting} may")
+        self.check_room(len(requests) if self.num_waiting else 0)
         call = Call(requests, is_streamed)
         self.open.update(call.tickets)
         return call
+
+    def check_room(self, num_more: int) -> None:
+        """Raises Busy."""
+        num_waiting = self.num_waiting + self.num_preparing
+        if self.num_waiting + num_more > self.max_waiting:
+            raise Busy(f"{num_waiting} requests wait already, at most {self.max_waiting} may")
 
     def check_open(self) -> None:
         """Raises Unavailable."""
@@ -155,4 +172,5 @@ class Backend(ABC):
 
     def close(self) -> None:
         """Ends all that is open, then the threads."""
-        self.preparing.shutdown(cancel_futures=True)
+        for lane in (self.short, self.long):
+            lane.close(Unavailable(self.end or "the server is shutting down"))

@@ -7,94 +7,137 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import Field, fields
 from difflib import get_close_matches
+from importlib.metadata import version
+from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from nanovllm.config import Config
-from nanovllm.options import Options, shown
+from nanovllm.options import Options, refusal, shown
 from nanovllm.sampling_params import SamplingParams
 
 NOT_AN_OPTION = {"model", "n", "logprobs", "prompt_logprobs", "logit_bias", "extra_args"}
 
 
 class Parser(argparse.ArgumentParser):
-    """Names the nearest option where one does not exist."""
+    """Names the nearest option where one does not exist, and keeps its errors to one line."""
 
     def __init__(self, **kwargs):
         super().__init__(allow_abbrev=False, **kwargs)
+        self.names: list[str] = []
+
+    def add(self, group: Any, *names: str, **how) -> None:
+        self.names += names
+        group.add_argument(*names, **how)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} ({self.prog} --help says more)\n")
 
     def parse_args(self, args=None, namespace=None):
         found, unknown = self.parse_known_args(args, namespace)
         if unknown:
             name = unknown[0].partition("=")[0]
-            nearest = get_close_matches(name, found.option_names, n=1)
+            nearest = get_close_matches(name, found.option_names, n=1, cutoff=0.75)
             hint = f": did you mean {nearest[0]}?" if nearest else ""
             self.error(f"there is no option {shown(name)} here{hint}")
         return found
 
 
+SERVE: dict[
+    str, dict[str, Any]
+] = {  # of `nanovllm serve` only: option, what it means, how it is read
+    "--host": dict(default="127.0.0.1", help="0.0.0.0 lets other machines in (default: 127.0.0.1)"),
+    "--port": dict(type=int, default=8000, help="0 is any free one (default: 8000)"),
+    "--api-key": dict(
+        action="append",
+        help="what clients must send; may be given several times, and in"
+        " NANOVLLM_API_KEY, where `ps` does not show it (default: none)",
+    ),
+    "--served-model-name": dict(nargs="+", help="names for clients (default: that of the model)"),
+    "--chat-template": dict(help="a file in Jinja, instead of the model's own template"),
+    "--config": dict(help="a JSON file with options, by their names; those given here go first"),
+    "--max-waiting": dict(type=int, help="others get a 429 (default: 256 requests)"),
+    "--max-body-bytes": dict(
+        type=int, help="of a request (default: 32 times max_model_len, from 256 KiB to 4 MiB)"
+    ),
+    "--max-tokens-per-call": dict(type=int, help="prompts * n * max_tokens (default: 1,048,576)"),
+    "--drain-seconds": dict(type=float, help="for running requests, at the end (default: 30)"),
+    "--allowed-origins": dict(nargs="*", help="of pages of others (CORS)"),
+    "--allow-priority": dict(
+        action=argparse.BooleanOptionalAction, help="let clients say who goes first (default: no)"
+    ),
+    "--log-requests": dict(
+        action=argparse.BooleanOptionalAction, help="a line for each request (default: yes)"
+    ),
+    "--replicas": dict(type=int, help="so many engines, by Ray Serve (default: one, without Ray)"),
+    "--max-replicas": dict(type=int, help="more of them under load, up to so many"),
+    "--target-requests": dict(
+        type=float, help="of a replica: with more it is loaded (default: 32)"
+    ),
+    "--router-cls": dict(help="which replica serves a request (default: PrefixAffinity)"),
+    "--cpus-per-rank": dict(type=float, help="what Ray reserves (default: 0.5)"),
+}
+
+
 def new_parser() -> Parser:
     parser = Parser(prog="nanovllm", description="An inference engine, small enough to read.")
+    parser.add_argument("--version", action="version", version=f"nanovllm {version('nanovllm')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     serve = commands.add_parser("serve", help="serve a model by OpenAI's API, with a page at /")
-    serve.add_argument("model", nargs="?", help="hub id or directory; default: the embedded one")
-    serve.add_argument("--host", default="127.0.0.1", help="0.0.0.0 lets other machines in")
-    serve.add_argument("--port", type=int, default=8000)
-    serve.add_argument("--api-key", help="what clients must send")
-    serve.add_argument("--served-model-name", help="default: that of the model")
-    serve.add_argument("--max-waiting", type=int, help="requests that may wait; others get a 429")
-    serve.add_argument("--max-body-bytes", type=int, help="the longest body of a request")
-    serve.add_argument("--max-tokens-per-call", type=int, help="prompts * n * max_tokens")
-    serve.add_argument("--drain-seconds", type=float, help="for running requests, at the end")
-    serve.add_argument("--allowed-origins", nargs="*", help="of pages of others (CORS)")
-    serve.add_argument("--replicas", type=int, help="so many engines, by Ray Serve")
-    serve.add_argument("--max-replicas", type=int, help="more of them under load, up to so many")
-    serve.add_argument("--target-requests", type=float, help="of a replica: with more it is loaded")
-    serve.add_argument("--router-cls", type=imported, help="who serves a request: module:Class")
-    serve.add_argument("--cpus-per-rank", type=float, help="what Ray reserves")
+    for name, how in SERVE.items():
+        serve.add(serve, name, **({"type": imported} if name == "--router-cls" else {}), **how)
 
     chat = commands.add_parser("chat", help="talk to a model, or to a server")
-    chat.add_argument("model", nargs="?", help="hub id or directory; default: the embedded one")
-    chat.add_argument("--url", help="of a server, for example http://localhost:8000")
-    chat.add_argument("--api-key", help="that of the server")
+    chat.add(chat, "--url", help="of a server, for example http://localhost:8000")
+    chat.add(chat, "--api-key", help="that of the server (default: NANOVLLM_API_KEY)")
 
     complete = commands.add_parser("complete", help="continue a text")
-    complete.add_argument("text")
-    complete.add_argument("--model", help="hub id or directory; default: the embedded one")
+    complete.add_argument("text", help="- reads it from standard input")
 
     record = commands.add_parser("record", help="write a run for the page, as JSON")
     record.add_argument("file")
     record.add_argument("prompts", nargs="+", help="texts that the model continues together")
-    record.add_argument("--model", help="hub id or directory; default: the embedded one")
 
-    for command in commands.choices.values():
+    for command in (serve, chat, complete, record):
+        model = "hub id or directory (default: the embedded one)"
+        if command in (serve, chat):
+            command.add_argument("positional", nargs="?", metavar="MODEL", help=model)
+        command.add(command, "--model", help=model)
         if command is not serve:
             add_options(command, SamplingParams)
         add_options(command, Config)
-        names = [name for action in command._actions for name in action.option_strings]
-        command.set_defaults(option_names=names)
+        command.set_defaults(option_names=command.names)
     return parser
 
 
-def add_options(parser: argparse.ArgumentParser, kind: type[Options]) -> None:
+def add_options(parser: Parser, kind: type[Options]) -> None:
     """One for each field. Those that are not given keep the field's default."""
     group = parser.add_argument_group(kind.__name__)
     for field in fields(kind):  # type: ignore[arg-type]
         option = "--" + field.name.replace("_", "-")
-        if field.name in NOT_AN_OPTION or option in parser._option_string_actions:
+        if field.name in NOT_AN_OPTION or option in parser.names:
             continue
-        text = field.metadata["meaning"].replace("%", "%%")
+        text = help_of(field)
         if field.type in (bool, "bool"):
-            group.add_argument(option, action=argparse.BooleanOptionalAction, help=text)
+            parser.add(group, option, action=argparse.BooleanOptionalAction, help=text)
         elif field.name == "stop":
-            group.add_argument(option, nargs="+", help=text)
+            parser.add(group, option, nargs="+", help=text)
         elif field.name == "stop_token_ids":
-            group.add_argument(option, nargs="+", type=int, help=text)
+            parser.add(group, option, nargs="+", type=int, help=text)
         else:
-            group.add_argument(option, type=reader_of(field.type), help=text)
+            parser.add(group, option, type=reader_of(field.type), help=text)
+
+
+def help_of(field: Field) -> str:
+    """What the option means, and its default, if the text does not say it."""
+    value = field.default
+    text = field.metadata["meaning"].replace("%", "%%")
+    if value is None:
+        return text
+    return f"{text} (default: {getattr(value, '__name__', value)})"
 
 
 def reader_of(kind: Any) -> Any:
@@ -114,16 +157,56 @@ def imported(name: str) -> type:
         raise argparse.ArgumentTypeError(f"{name} is not module:Class: {error}") from error
 
 
-def main(args: Sequence[str] | None = None) -> None:
+def words_of(options: dict[str, Any]) -> list[str]:
+    """Options by their names, as the command line has them."""
+    words: list[str] = []
+    for name, value in options.items():
+        option = "--" + str(name).replace("_", "-")
+        if str(value).lower() in ("true", "false"):
+            words.append(option if str(value).lower() == "true" else "--no" + option[1:])
+        elif isinstance(value, list):
+            words += [option, *map(str, value)]
+        elif value is not None:
+            words.append(f"{option}={value}")
+    return words
+
+
+def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parses a command line, and the file of options that it names."""
     parser = new_parser()
-    options = parser.parse_args(args)
-    from nanovllm.server import commands  # torch takes seconds: not for --help
+    args = parser.parse_args(words)
+    if getattr(args, "config", None) is not None:
+        command, *others = sys.argv[1:] if words is None else words
+        args = parser.parse_args([command, *words_of(read_options(args.config)), *others])
+    positional = getattr(args, "positional", None)
+    if positional is not None:
+        args.model = positional
+    return args
+
+
+def read_options(file: str) -> dict[str, Any]:
+    """Raises ValueError."""
+    import yaml
 
     try:
-        getattr(commands, options.command)(options)
+        options = yaml.safe_load(Path(file).read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise refusal("config", file, shown(str(error))) from error
+    if not isinstance(options, dict):
+        raise refusal("config", file, "it must have a line for each option, as `port: 8000`")
+    return options
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    try:
+        args = parsed(words)
+        from nanovllm.server import commands  # torch takes seconds: not for --help
+
+        getattr(commands, args.command)(args)
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:  # whoever reads has enough, such as `head`
+    except BrokenPipeError:  # the reader has enough, such as `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, ImportError) as error:
-        parser.exit(2, f"nanovllm: {error}\n")
+        sys.stderr.write(f"nanovllm: {error}\n")
+        sys.exit(2)

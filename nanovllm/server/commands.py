@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import urllib.error
 import urllib.request
 from argparse import Namespace
@@ -19,8 +20,8 @@ from nanovllm.config import EMBEDDED_MODEL, Config
 from nanovllm.options import Options, refusal
 
 if TYPE_CHECKING:
-    from nanovllm.server.app import ServerOptions
     from nanovllm.server.scaling import ReplicaOptions
+    from nanovllm.server.settings import ServerOptions
 
 # three times as many tokens per second of small models as with Ray's own choices
 RAY_SETTINGS = {
@@ -30,6 +31,7 @@ RAY_SETTINGS = {
     "RAY_SERVE_LOG_TO_STDERR": "0",
 }
 HELP = "/reset forgets the conversation, /exit ends; Ctrl-C ends an answer"
+KEY = "NANOVLLM_API_KEY"
 
 
 def given(args: Namespace, kind: type[Options]) -> dict[str, Any]:
@@ -61,7 +63,19 @@ def serve(args: Namespace) -> None:
             raise refusal(name, getattr(args, name), "it is for --replicas")
     options = server_options(args)
     sock = server.bind(args.host, args.port)  # before a model is loaded in vain
-    server.serve_app(new_app(new_llm(args), options), sock)
+    llm = new_llm(args)
+    if options.chat_template is not None:
+        check_template(llm, options.chat_template)
+    server.serve_app(new_app(llm, options), sock)
+
+
+def check_template(llm: LLM, template: str) -> None:
+    """Raises ValueError if it cannot write a conversation."""
+    chat = {"messages": [{"role": "user", "content": "Hello"}], "chat_template": template}
+    try:
+        llm.inputs.encode(chat)
+    except ValueError as error:
+        raise ValueError(f"--chat-template: {error}") from error
 
 
 def serve_replicas(args: Namespace) -> None:
@@ -83,10 +97,18 @@ def replica_options(args: Namespace) -> tuple[Config, ServerOptions, ReplicaOpti
 
 
 def server_options(args: Namespace) -> ServerOptions:
-    from nanovllm.server.app import ServerOptions
+    """Raises ValueError."""
+    from nanovllm.server.settings import ServerOptions
 
-    name = args.served_model_name or name_of(args.model or EMBEDDED_MODEL)
-    return ServerOptions(model_name=name, **given(args, ServerOptions))
+    options = given(args, ServerOptions)
+    options.setdefault("served_model_name", [name_of(args.model or EMBEDDED_MODEL)])
+    options["api_key"] = options.get("api_key", []) + os.environ.get(KEY, "").split()
+    if args.chat_template is not None:
+        try:
+            options["chat_template"] = Path(args.chat_template).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise refusal("chat_template", args.chat_template, str(error)) from error
+    return ServerOptions(**options)
 
 
 def name_of(model: str) -> str:
@@ -98,7 +120,8 @@ def name_of(model: str) -> str:
 def complete(args: Namespace) -> None:
     llm = new_llm(args)
     params = params_of(args, llm.inputs.default_params)
-    for text in llm.stream(args.text, params):
+    prompt = sys.stdin.read() if args.text == "-" else args.text
+    for text in llm.stream(prompt, params):
         print(text, end="", flush=True)
     print()
 
@@ -113,11 +136,13 @@ def record(args: Namespace) -> None:
 
 def chat(args: Namespace) -> None:
     side = Local(args) if args.url is None else Remote(args)
-    print(HELP)
+    is_terminal = sys.stdin.isatty()  # a pipe gets the answers only
+    if is_terminal:
+        print(HELP)
     history: list[dict] = []
     while True:
         try:
-            text = input("\n> ").strip()
+            text = input("\n> " if is_terminal else "").strip()
         except EOFError:
             return
         if text == "/exit":
@@ -128,12 +153,12 @@ def chat(args: Namespace) -> None:
             print(HELP)
         elif text:
             question = {"role": "user", "content": text}
-            answer = show(side, [*history, question])
+            answer = show(side, [*history, question], is_terminal)
             if answer:  # else it has been refused, perhaps: as if it had not been asked
                 history += [question, {"role": "assistant", "content": answer}]
 
 
-def show(side: Local | Remote, history: list[dict]) -> str:
+def show(side: Local | Remote, history: list[dict], has_usage: bool) -> str:
     """Prints an answer as it comes, and returns it as far as it has come."""
     answer = ""
     try:
@@ -141,7 +166,7 @@ def show(side: Local | Remote, history: list[dict]) -> str:
             for part in parts:
                 answer += part
                 print(part, end="", flush=True)
-        print(f"\n[{side.usage}]")
+        print(f"\n[{side.usage}]" if has_usage else "")
     except KeyboardInterrupt:
         print("\n[stopped]")
     except ValueError as error:
@@ -177,8 +202,9 @@ class Remote:
                 raise refusal(name, value, "with --url it is for the server to say")
         self.url = args.url.rstrip("/").removesuffix("/v1")
         self.headers = {"Content-Type": "application/json"}
-        if args.api_key:
-            self.headers["Authorization"] = f"Bearer {args.api_key}"
+        key = args.api_key or os.environ.get(KEY, "").partition(" ")[0]
+        if key:
+            self.headers["Authorization"] = f"Bearer {key}"
         self.body = given(args, SamplingParams)
         self.usage = ""
         self.body["model"] = args.model or self.first_model()

@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import math
-import time
-from bisect import bisect_left
+from collections import Counter as Counts
 from collections.abc import Iterator
-from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Counter, generate_latest
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
-from prometheus_client.utils import floatToGoString
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from nanovllm.frontend.outputs import RequestOutput
 
@@ -24,7 +15,10 @@ LONG = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
 
 GAUGES = {
     "num_requests_running": ("requests_running", "Requests in the batch."),
-    "num_requests_waiting": ("requests_waiting", "Requests that wait for a place in it."),
+    "num_requests_waiting": (
+        "requests_waiting",
+        "Requests that wait for a place in it, or are being tokenized.",
+    ),
 }
 COUNTERS = {
     "prompt_tokens": ("prompt_tokens", "Tokens of prompts that were admitted."),
@@ -35,83 +29,66 @@ COUNTERS = {
 }
 
 
-class Histogram:
-    """Ten times as fast as Prometheus' own, which may be shared by threads: one look per token."""
-
-    def __init__(self, name: str, buckets: tuple[float, ...]):
-        self.name = name
-        self.buckets = (*buckets, math.inf)
-        self.counts = [0] * len(self.buckets)
-        self.total = 0.0
-
-    def observe(self, value: float) -> None:
-        self.counts[bisect_left(self.buckets, value)] += 1
-        self.total += value
-
-    def family(self) -> Metric:
-        text = self.name.replace("_", " ").capitalize() + "."
-        names = map(floatToGoString, self.buckets)
-        pairs = [*zip(names, accumulate(self.counts))]
-        return HistogramMetricFamily(f"nanovllm:{self.name}", text, pairs, self.total)
-
-
 class Metrics:
     """The metrics of one server. The engine's counters are read from its `stats` on request."""
 
-    def __init__(self) -> None:
+    def __init__(self, model_name: str):
+        self.model_name = model_name
         self.registry = CollectorRegistry()
         self.stats: dict[str, float] = {}
         self.registry.register(self)
-        self.requests = Counter(
+        self.outputs = Counter(
             "nanovllm:request_success",
-            "Requests that have ended, by reason.",
-            ["finished_reason"],
+            "Outputs that have ended, by reason; also those that were aborted or failed.",
+            ["model_name", "finished_reason"],
             registry=self.registry,
         )
-        self.first_token = Histogram("time_to_first_token_seconds", SHORT)
-        self.between_tokens = Histogram("inter_token_latency_seconds", SHORT)
-        self.whole = Histogram("e2e_request_latency_seconds", LONG)
+        self.responses = Counter(
+            "nanovllm:http_responses",
+            "Answers to HTTP requests; 499: the client left before its answer began.",
+            ["path", "status"],
+            registry=self.registry,
+        )
+        self.first_token = self.histogram(
+            "time_to_first_token_seconds", SHORT, "From a request's arrival to its first token."
+        )
+        self.between_tokens = self.histogram(
+            "inter_token_latency_seconds", SHORT, "Between two tokens of an output."
+        )
+        self.whole = self.histogram(
+            "e2e_request_latency_seconds", LONG, "From a request's arrival to its last token."
+        )
+
+    def histogram(self, name: str, buckets: tuple[float, ...], text: str) -> Histogram:
+        family = Histogram(
+            f"nanovllm:{name}", text, ["model_name"], buckets=buckets, registry=self.registry
+        )
+        return family.labels(self.model_name)
 
     def collect(self) -> Iterator[Metric]:
         """What a registry asks of a collector."""
         stats = self.stats
-        for name, (key, text) in GAUGES.items():
-            yield GaugeMetricFamily(f"nanovllm:{name}", text, stats.get(key, 0))
-        num_used = stats.get("kv_blocks_used", 0)
-        used = num_used / max(1, stats.get("kv_blocks", 0))
-        text = "Used KV blocks, 1 is all."
-        yield GaugeMetricFamily("nanovllm:kv_cache_usage_perc", text, used)
+        values = {name: (stats.get(key, 0), text) for name, (key, text) in GAUGES.items()}
+        used = stats.get("kv_blocks_used", 0) / max(1, stats.get("kv_blocks", 0))
+        values["kv_cache_usage_perc"] = (used, "Used KV blocks, 1 is all.")
+        for name, (value, text) in values.items():
+            gauge = GaugeMetricFamily(f"nanovllm:{name}", text, labels=["model_name"])
+            gauge.add_metric([self.model_name], value)
+            yield gauge
         for name, (key, text) in COUNTERS.items():
-            yield CounterMetricFamily(f"nanovllm:{name}", text, stats.get(key, 0))
-        for histogram in (self.first_token, self.between_tokens, self.whole):
-            yield histogram.family()
+            counter = CounterMetricFamily(f"nanovllm:{name}", text, labels=["model_name"])
+            counter.add_metric([self.model_name], stats.get(key, 0))
+            yield counter
 
     def text(self, stats: dict[str, float]) -> bytes:
         self.stats = stats
         return generate_latest(self.registry)
 
+    def count(self, finished_reason: str, num_outputs: int = 1) -> None:
+        """Counts outputs that have ended."""
+        self.outputs.labels(self.model_name, finished_reason).inc(num_outputs)
 
-class Clock:
-    """The times at which the tokens of one call come."""
-
-    def __init__(self, metrics: Metrics):
-        self.metrics = metrics
-        self.start = time.perf_counter()
-        self.last: dict[int, float] = {}  # by choice
-        self.ended: set[int] = set()
-
-    def token(self, choice: int, is_last: bool) -> None:
-        now = time.perf_counter()
-        before = self.last.get(choice)
-        if before is None:
-            self.metrics.first_token.observe(now - self.start)
-        else:
-            self.metrics.between_tokens.observe(now - before)
-        self.last[choice] = now
-        if is_last:
-            self.ended.add(choice)
-
-    def end(self, output: RequestOutput) -> None:
-        self.metrics.whole.observe(time.perf_counter() - self.start)
-        for one in output.outputs:
-            self.metrics.requests.labels(str(one.finish_reason)).inc()
+    def count_output(self, output: RequestOutput) -> None:
+        reasons = Counts(str(one.finish_reason) for one in output.outputs)
+        for reason, number in reasons.items():
+            self.count(reason, number)

@@ -11,8 +11,8 @@ from fastapi.responses import FileResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from nanovllm.server.async_llm import AsyncLLM
+from nanovllm.server.exchange import STREAM, while_connected
 from nanovllm.server.live import LiveView
-from nanovllm.server.responses import STREAM, while_connected
 
 FOLDER = Path(__file__).parent / "page"
 FILES = {path.relative_to(FOLDER).as_posix(): path for path in FOLDER.rglob("*.*")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
 from uuid import uuid4
 
@@ -36,7 +37,8 @@ class Parser:
     Where the template itself has opened the tag, the answer begins with the reasoning.
     """
 
-    def __init__(self, prompt: str | None, has_tools: bool):
+    def __init__(self, prompt: str | None, has_tools: bool, most_calls: int | None = None):
+        self.most_calls = most_calls  # others are dropped: the client takes no more
         self.text = ""  # that belongs to nothing yet
         self.has_tools = has_tools
         self.num_calls = 0
@@ -112,31 +114,69 @@ class Parser:
         return found, False
 
     def _call(self, parts: Parts) -> bool:
-        inner, has_tag, rest = self.text.partition(END_OF_TOOL)
-        if not has_tag:
+        end = self.text.find(END_OF_TOOL)
+        while end >= 0 and ends_in_string(self.text[:end]):  # it is a word of an argument
+            end = self.text.find(END_OF_TOOL, end + 1)
+        if end < 0:
             return False
-        self.text = rest
+        inner = self.text[:end]
+        self.text = self.text[end + len(END_OF_TOOL) :]
         self.state = "content"
         call = call_of(inner, self.num_calls)
         self.skips_newlines = call is not None
         if call is None:
             parts.content += TOOL + inner + END_OF_TOOL
-        else:
+        elif self.num_calls != self.most_calls:
             parts.tool_calls.append(call)
             self.num_calls += 1
         return True
 
 
+class ForcedCalls:
+    """Parses an answer that consists of calls: the arguments of a named function, or a list of
+    calls of any. They are whole at the end only; what was cut off stays text."""
+
+    def __init__(self, name: str | None):
+        self.name = name
+        self.text = ""
+        self.num_calls = 0
+
+    def add(self, new: str) -> Parts:
+        self.text += new
+        return Parts()
+
+    def end(self) -> Parts:
+        try:
+            found = json.loads(self.text)
+        except ValueError:
+            return Parts(content=self.text)
+        if self.name is not None:
+            found = [{"name": self.name, "arguments": found}]
+        calls = [call_in(call, i) for i, call in enumerate(found)]
+        self.num_calls = len(calls)
+        return Parts(tool_calls=calls)
+
+
+def ends_in_string(text: str) -> bool:
+    """Whether a JSON text ends before the end of a string."""
+    return re.findall(r'\\.|"', text).count('"') % 2 == 1
+
+
 def call_of(text: str, index: int) -> dict | None:
     """A call as OpenAI writes it; None if the text is none."""
     try:
-        call = json.loads(text)
-        name = call["name"]
-        arguments = call.get("arguments", {})
-        if not isinstance(arguments, str):
-            arguments = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-        (name + arguments).encode()  # half a surrogate pair cannot be sent
+        return call_in(json.loads(text), index)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
+
+
+def call_in(call: dict, index: int) -> dict:
+    name = call["name"]
+    arguments = call.get("arguments")
+    if arguments is None:
+        arguments = call.get("parameters") or {}  # as some models call them
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    (name + arguments).encode()  # half a surrogate pair cannot be sent
     function = {"name": name, "arguments": arguments}
     return {"index": index, "id": f"call_{uuid4().hex}", "type": "function", "function": function}

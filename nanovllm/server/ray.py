@@ -16,7 +16,8 @@ from ray import serve
 from ray.serve import Application
 
 from nanovllm.options import refusal
-from nanovllm.server.cli import new_parser
+from nanovllm.server import cli
+from nanovllm.server.cli import words_of
 from nanovllm.server.commands import replica_options
 from nanovllm.server.replicas import NO_LIMIT, Ingress
 from nanovllm.server.scaling import engines
@@ -41,20 +42,10 @@ def app(args: dict[str, Any]) -> Application:
 
 def parsed(args: dict[str, Any]) -> Namespace:
     """Parses options as the command line does. Raises ValueError."""
-    words = ["serve"]
-    for name, value in args.items():
-        option = "--" + name.replace("_", "-")
-        if name == "model":
-            words.append(str(value))
-        elif str(value).lower() in ("true", "false"):
-            words.append(option if str(value).lower() == "true" else "--no" + option[1:])
-        elif isinstance(value, list):
-            words += [option, *map(str, value)]
-        else:
-            words.append(f"{option}={value}")
+    words = ["serve", *words_of(args)]
     problem = io.StringIO()
     try:
         with redirect_stderr(problem):
-            return new_parser().parse_args(words)
+            return cli.parsed(words)
     except SystemExit:
         raise ValueError(problem.getvalue().strip().rpartition("error: ")[2]) from None

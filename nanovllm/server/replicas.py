@@ -31,12 +31,12 @@ from nanovllm.options import shown
 from nanovllm.router import Router
 from nanovllm.schedule import check_choice
 from nanovllm.sequence import Request
-from nanovllm.server.app import Server, ServerOptions, app_of
+from nanovllm.server.app import Server, app_of
 from nanovllm.server.async_llm import AsyncLLM
 from nanovllm.server.calls import Backend, Call, News, Ticket, Unavailable
+from nanovllm.server.errors import BadRequest, error_of
 from nanovllm.server.metrics import COUNTERS
-from nanovllm.server.protocol import BadRequest
-from nanovllm.server.responses import status_of
+from nanovllm.server.settings import ServerOptions
 
 logger = logging.getLogger("ray.serve")
 SECONDS_BETWEEN = 0.02  # parts of a stream: each costs Ray about a millisecond, on both sides
@@ -95,8 +95,8 @@ def sendable(news: News) -> News:
     """Makes an error that can be pickled: a client only gets its status and a sentence."""
     error = news.error
     if error is not None and not isinstance(error, Unavailable):
-        status, message = status_of(error)
-        news.error = BadRequest(message, status=status)
+        status, content = error_of(error)
+        news.error = BadRequest(content["error"]["message"], status=status)
     return news
 
 
@@ -104,9 +104,14 @@ class Replicas(Backend):
     """Engines elsewhere, `num_replicas` or more. Each request is a task that reads its stream."""
 
     def __init__(
-        self, engines: DeploymentHandle, inputs: Inputs, num_replicas: int, max_waiting: int
+        self,
+        engines: DeploymentHandle,
+        inputs: Inputs,
+        num_replicas: int,
+        max_waiting: int,
+        model_name: str = "",
     ):
-        super().__init__(inputs, max_waiting)
+        super().__init__(inputs, max_waiting, model_name)
         self.engines = engines
         self.manager = inputs.scheduler.block_manager  # as it was when the first one began
         self.num_seats = num_replicas * inputs.scheduler.max_num_seqs
@@ -115,11 +120,12 @@ class Replicas(Backend):
 
     @classmethod
     async def connect(
-        cls, engines: DeploymentHandle, num_replicas: int, max_waiting: int
+        cls, engines: DeploymentHandle, num_replicas: int, max_waiting: int, model_name: str
     ) -> Replicas:
         """Waits for the first replica."""
         inputs = await engines.inputs.remote()
-        return cls(engines.options(stream=True), inputs, num_replicas, max_waiting)
+        sizes = (num_replicas, max_waiting)
+        return cls(engines.options(stream=True), inputs, *sizes, model_name)
 
     @property
     def num_waiting(self) -> int:
@@ -130,7 +136,7 @@ class Replicas(Backend):
         return max(states[False], len(self.open) - num_seats)
 
     def submit(self, requests: list[Request], is_streamed: bool) -> Call:
-        call = self.admit(requests, is_streamed, self.num_waiting)
+        call = self.admit(requests, is_streamed)
         for ticket in call.tickets:
             # in our context, Ray would take all requests of a call for the same one
             task = Context().run(asyncio.ensure_future, self._serve(ticket))
@@ -216,7 +222,9 @@ class Ingress:
     """The server, as a deployment."""
 
     def __init__(self, engines: DeploymentHandle, num_replicas: int, options: ServerOptions):
-        new_engine = partial(Replicas.connect, engines, num_replicas, options.max_waiting)
+        sizes = (num_replicas, options.max_waiting)
+        name = options.served_model_name[0]
+        new_engine = partial(Replicas.connect, engines, *sizes, name)
         self.server = Server(new_engine, options)
 
     def __serve_build_asgi_app__(self) -> FastAPI:

@@ -18,9 +18,10 @@ from ray.serve.handle import DeploymentHandle
 from nanovllm.config import Config
 from nanovllm.options import Options, is_int, is_number, refusal
 from nanovllm.router import MOST_REPLICAS, PrefixAffinity, Router
-from nanovllm.server.app import Server, ServerOptions, app_of
+from nanovllm.server.app import Server, app_of
 from nanovllm.server.replicas import NO_LIMIT, Engine, Replicas
 from nanovllm.server.serve import bind, serve_app
+from nanovllm.server.settings import ServerOptions
 
 NAME = "nanovllm"  # of the application
 
@@ -113,7 +114,8 @@ def run(
             # a handle belongs to an event loop: what serve.run returns would end after it
             handle = DeploymentHandle("engine", NAME)
             sizes = (options.replicas, server.max_waiting)
-            new_engine = partial(Replicas.connect, handle, *sizes)
+            name = server.served_model_name[0]
+            new_engine = partial(Replicas.connect, handle, *sizes, name)
             serve_app(app_of(Server(new_engine, server)), sock)
         finally:
             serve.delete(NAME)  # others may use the same cluster

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import socket
+import sys
 from types import FrameType
 
 import uvicorn
@@ -13,8 +14,10 @@ from fastapi import FastAPI
 
 from nanovllm.options import refusal
 from nanovllm.server.app import Server
+from nanovllm.server.connections import Connection
 
 logger = logging.getLogger("uvicorn.error")
+SECONDS_TO_TELL = 1.0  # for the errors of those that wait, if the engine has died
 
 
 class DrainingServer(uvicorn.Server):
@@ -26,6 +29,7 @@ class DrainingServer(uvicorn.Server):
         self.server = server
         self.draining: asyncio.Future | None = None
         self.num_signals = 0
+        self.has_failed = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -34,8 +38,23 @@ class DrainingServer(uvicorn.Server):
         for sock in sockets or ():
             host, port = sock.getsockname()[:2]
             name = f"[{host}]" if ":" in host else host
-            model = self.server.options.model_name
+            model = self.server.options.served_model_name[0]
             logger.info("Serving %s at http://%s:%d (Ctrl-C ends it)", model, name, port)
+            is_local = host.startswith("127.") or host == "::1"
+            if not (is_local or self.server.options.api_key):
+                logger.warning(
+                    "Everybody who reaches %s may use it: --api-key asks for a key", host
+                )
+        self.watching = asyncio.ensure_future(self.end_with_the_engine())
+
+    async def end_with_the_engine(self) -> None:
+        """A process without an engine is of no use: what supervises it shall see that it ends."""
+        engine = self.server.engine
+        await engine.has_died.wait()
+        self.has_failed = True
+        await asyncio.sleep(SECONDS_TO_TELL)
+        logger.error("Ending: %s", engine.end)
+        self.should_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.num_signals += 1
@@ -62,7 +81,8 @@ class DrainingServer(uvicorn.Server):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket for this address, which does not listen yet. Raises ValueError if it cannot."""
+    """A socket that listens at this address, so that no other server takes it meanwhile. Raises
+    ValueError if it cannot."""
     if not 0 <= port < 2**16:
         raise refusal("port", port, "it must be from 0 (any free one) to 65535")
     try:
@@ -72,6 +92,7 @@ def bind(host: str, port: int) -> socket.socket:
         sock = socket.socket(family, kind, protocol)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
+        sock.listen(2048)
     except OSError as error:
         raise ValueError(f"host={host!r}, port={port}: {error.strerror}") from error
     return sock
@@ -80,7 +101,9 @@ def bind(host: str, port: int) -> socket.socket:
 def new_server(app: FastAPI) -> DrainingServer:
     config = uvicorn.Config(
         app,
-        access_log=False,
+        access_log=False,  # the gate's line says more
+        http=Connection,
+        ws="none",
         log_level="info",
         timeout_graceful_shutdown=5,
     )
@@ -88,5 +111,8 @@ def new_server(app: FastAPI) -> DrainingServer:
 
 
 def serve_app(app: FastAPI, sock: socket.socket) -> None:
-    """Serves until a signal comes."""
-    new_server(app).run(sockets=[sock])
+    """Serves until a signal comes. Exits with 1 if the engine has died."""
+    server = new_server(app)
+    server.run(sockets=[sock])
+    if server.has_failed:
+        sys.exit(1)

@@ -167,7 +167,7 @@ def test_a_wrong_option_names_the_nearest(args, hint, capsys):
         (["serve", "--max-tokens-per-call", "0"], "max_tokens_per_call=0"),
         (["serve", "--drain-seconds", "nan"], "drain_seconds=nan"),
         (["serve", "--drain-seconds", "-1"], "drain_seconds=-1"),
-        (["serve", "--api-key", ""], "api_key=''"),
+        (["serve", "--api-key", ""], "api_key is not allowed"),
         (["serve", "--scheduler-cls", "nothing"], "nothing is not module:Class"),
         (["serve", "--port", "0", "--scheduler-cls", "json:JSONDecoder"], "--scheduler-cls"),
         (["complete"], "text"),
@@ -290,9 +290,14 @@ def interrupt_at(monkeypatch, word: str) -> None:
     monkeypatch.setattr(commands, "print", interrupting, raising=False)
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
 def chat(monkeypatch, capsys, lines: list[str], *args: str) -> list[str]:
     """What it answers to these lines, each."""
-    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(line + "\n" for line in lines)))
+    monkeypatch.setattr(sys, "stdin", Terminal("".join(line + "\n" for line in lines)))
     cli.main(["chat", *args])
     begin, *answers = capsys.readouterr().out.split("\n> ")
     assert "/reset" in begin
@@ -363,7 +368,7 @@ def test_a_server_that_refuses_says_why(server, monkeypatch, capsys):
 
 
 def test_a_chat_with_an_api_key(monkeypatch, capsys):
-    with Running(new_parrot(), api_key="secret") as server:
+    with Running(new_parrot(), api_key=["secret"]) as server:
         assert chat(monkeypatch, capsys, ["a"], "--url", server.url, "--api-key", "secret")[
             0
         ].startswith("a\n")

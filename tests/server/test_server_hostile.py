@@ -30,6 +30,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from server_tools import (
     PacedRunner,
+    Process,
     Running,
     check_error,
     checked_error,
@@ -179,15 +180,20 @@ def test_a_client_that_leaves_before_its_turn_costs_nothing(server, expected):
     """Its body has been read, and its request has not been made."""
     runner = server.llm.runner
     may_prepare = Event()
-    server.engine.preparing.submit(may_prepare.wait, 60)
+    lane = server.engine.short
+    wait = lane.do(lambda inputs: may_prepare.wait(60))
+    waiting = asyncio.run_coroutine_threadsafe(wait, server.engine.loop)
+    wait_for(lambda: lane.waiting)
     for i in range(4):
         with server.connect() as sock:
             body = {"prompt": "a", "max_tokens": 400, "stream": i % 2 == 0}
             sock.sendall(request_bytes(COMPLETIONS, body))
-            wait_for(lambda i=i: server.engine.preparing._work_queue.qsize() > i)
+            wait_for(lambda: server.engine.num_preparing == 1)
+        wait_for(lambda: server.engine.num_preparing == 0)  # it is not counted any longer
     wait_for(lambda: not any(map(is_busy, server.uvicorn.server_state.connections)))
     runner.is_paced = True
     may_prepare.set()
+    waiting.result(60)
     wait_for(lambda: not server.uvicorn.server_state.tasks)
     runner.free()
     assert text_of(server.complete(**NEIGHBOUR)) == expected
@@ -531,58 +537,6 @@ def test_at_the_end_those_that_run_too_long_hear_why(pool):
         runner.free()
         server.thread.join(60)
         assert not server.engine.thread.is_alive() and not server.engine.open
-
-
-class Process:
-    """A real server, `python -m nanovllm serve`, for a `with` block."""
-
-    def __init__(self, *args: str):
-        command = [
-            sys.executable,
-            "-m",
-            "nanovllm",
-            "serve",
-            "--port",
-            "0",
-            "--num-blocks",
-            "800",
-            *args,
-        ]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
-        self.log = ""
-
-    def __enter__(self) -> "Process":
-        self.url = self.read_until(r"at (http://127.0.0.1:\d+)").group(1)
-        self.http = httpx.Client(base_url=self.url, timeout=60)
-        return self
-
-    def __exit__(self, *_):
-        self.http.close()
-        self.process.kill()
-        self.process.communicate()
-
-    def read_until(self, pattern: str) -> re.Match:
-        for line in self.process.stderr:
-            self.log += line
-            match = re.search(pattern, line)
-            if match:
-                return match
-        raise AssertionError(self.log)
-
-    def stream(self, num_tokens: int) -> tuple:
-        """Of which the first event has come."""
-        body = {"prompt": "Once", "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
-        response = self.http.send(
-            self.http.build_request("POST", COMPLETIONS, json=body), stream=True
-        )
-        text = response.iter_text()
-        return next(text), text
-
-    def end(self) -> int:
-        _, rest = self.process.communicate(timeout=60)
-        self.log += rest
-        return self.process.returncode
 
 
 def check_drains(sig: int) -> None:

@@ -19,9 +19,10 @@ import uvicorn
 from matplotlib.figure import Figure
 
 from nanovllm import LLM
-from nanovllm.server.app import ServerOptions, new_app
-from nanovllm.server.responses import Answer
+from nanovllm.server.app import new_app
+from nanovllm.server.exchange import Exchange
 from nanovllm.server.serve import bind
+from nanovllm.server.settings import ServerOptions
 from tutorials.figures.style import new_figure
 from tutorials.performance.machine import ROOT
 
@@ -49,7 +50,7 @@ class Span(NamedTuple):
 def recorded() -> list[Span]:
     """A server, and clients in a process of their own; what its threads did, and when."""
     spans: list[Span] = []
-    app = new_app(LLM(num_blocks=256), ServerOptions(model_name="embedded"))
+    app = new_app(LLM(num_blocks=256), ServerOptions(served_model_name=["embedded"]))
 
     async def timed_app(scope, receive, send) -> None:
         async def timed_send(message) -> None:
@@ -80,15 +81,15 @@ def recorded() -> list[Span]:
     engine.llm.step = timed("step", engine.llm.step)
     engine._step = timed("text", engine._step)  # the step is a part of it
     engine._deal_out = timed("hear", engine._deal_out)
-    events_of = Answer.events_of
-    Answer.events_of = timed("event", events_of)
+    events_of = Exchange.events_of
+    Exchange.events_of = timed("event", events_of)
     url = f"http://127.0.0.1:{sock.getsockname()[1]}"
     command = [sys.executable, "-m", "tutorials.performance.clients", url]
     try:
         options = ["--clients", str(NUM_CLIENTS), "--tokens", "60"]
         subprocess.run([*command, *options], cwd=ROOT, check=True, capture_output=True)
     finally:
-        Answer.events_of = events_of
+        Exchange.events_of = events_of
         web.should_exit = True
         thread.join()
     return spans

@@ -138,10 +138,16 @@ def work_as_engine(model: str) -> None:
 def work_as_server(model: str, port: int, max_waiting: int, num_seqs: int) -> None:
     """Our server, with a watch in its loop."""
     from nanovllm import LLM
-    from nanovllm.server.app import ServerOptions, new_app
+    from nanovllm.server.app import new_app
     from nanovllm.server.serve import bind, new_server
+    from nanovllm.server.settings import ServerOptions
 
-    options = ServerOptions(model_name="measured", max_waiting=max_waiting, drain_seconds=0)
+    options = ServerOptions(
+        served_model_name=["measured"],
+        max_waiting=max_waiting,
+        drain_seconds=0,
+        log_requests=False,
+    )
     server = new_server(new_app(LLM(model, max_num_seqs=num_seqs), options))
     startup = server.startup
     tasks = []  # the loop itself would forget them

@@ -1,0 +1,152 @@
+"""Completions: /v1/completions, what it takes and what it answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import SkipValidation
+
+from nanovllm.frontend.inputs import Inputs
+from nanovllm.frontend.outputs import CompletionOutput, RequestOutput
+from nanovllm.options import PromptTooLong, is_int, shown
+from nanovllm.sequence import Request
+from nanovllm.server.answers import Answers, Rows
+from nanovllm.server.errors import BadRequest
+from nanovllm.server.protocol import MOST_CHOICES, Body
+
+
+class CompletionBody(Body):
+    # checked in `prompts`: pydantic would look at a million ids, for each of the four kinds
+    prompt: SkipValidation[str | list[str] | list[int] | list[list[int]]]
+    echo: bool | None = None
+    logprobs: int | None = None
+    best_of: int | None = None
+
+    def check(self) -> None:
+        super().check()
+        if self.best_of not in (None, 1) and self.best_of != self.n:
+            raise BadRequest("best_of must be n: n is the number of outputs", "best_of")
+        if self.echo and self.logprobs is not None and self.stream:
+            raise BadRequest("echo with logprobs cannot be streamed", "echo")
+
+    def prompts(self, most_tokens: int) -> list[str] | list[list[int]]:
+        """Raises BadRequest or PromptTooLong."""
+        prompts: Any = self.prompt
+        if isinstance(prompts, str):
+            return [prompts]
+        if not isinstance(prompts, list):
+            raise BadRequest("prompt must be text, a list of texts, or token ids", "prompt")
+        is_one = not any(isinstance(one, str | list) for one in prompts[:1])
+        if is_one and prompts:
+            prompts = [prompts]
+        num_choices = len(prompts) * (self.n or 1)
+        if not 0 < num_choices <= MOST_CHOICES:
+            asked = f"prompt has {len(prompts):,} of them, with n={shown(self.n or 1)}"
+            param = "n" if len(prompts) == 1 else "prompt"
+            raise BadRequest(f"{asked}: it must be 1 to {MOST_CHOICES:,} outputs", param)
+        kind = type(prompts[0])
+        for i, one in enumerate(prompts):
+            if type(one) is not kind:
+                raise BadRequest(f"prompt[{i}] is no {kind.__name__}, as the first one", "prompt")
+            if isinstance(one, str):
+                continue
+            if len(one) > most_tokens:
+                limit = f"max_model_len leaves room for {most_tokens:,}"
+                raise PromptTooLong(f"the prompt has {len(one):,} tokens, but {limit}")
+            wrong = [value for value in one if not is_int(value, 0)]
+            if wrong:
+                problem = f"prompt has {shown(wrong[0])} among its token ids"
+                raise BadRequest(f"{problem}: they must be integers from 0 on", "prompt")
+        return prompts
+
+    def requests(self, inputs: Inputs) -> list[Request]:
+        self.check()
+        more: dict[str, Any] = {"logprobs": self.logprobs}
+        if self.echo and self.logprobs is not None and self.prompt_logprobs is None:
+            more["prompt_logprobs"] = self.logprobs
+        # OpenAI's default; 0 asks for the prompt only, with echo
+        more["max_tokens"] = 16 if self.max_tokens is None else self.max_tokens
+        if self.echo and self.max_tokens == 0:
+            more["max_tokens"] = 1
+        params = self.params(inputs.default_params, **more)
+        prompts = self.prompts(inputs.scheduler.max_model_len - 1)
+        return [inputs.request(prompt, params, self.priority or 0) for prompt in prompts]
+
+
+class Completions(Answers):
+    kind = "text_completion"
+    prefix = "cmpl"
+
+    def __init__(self, body: CompletionBody, requests: list[Request], *args):
+        super().__init__(body, requests, *args)
+        self.has_echo = bool(body.echo)
+        self.num_prompt_logprobs = body.prompt_logprobs
+        self.is_prompt_only = self.has_echo and body.max_tokens == 0
+        self.num_chars: dict[int, int] = {}  # of the tokens streamed, by choice
+
+    def echo(self, i: int) -> str:
+        request = self.requests[i]
+        if request.prompt is not None:
+            return request.prompt
+        return self.texts.of_all(request.prompt_token_ids)
+
+    def choice(self, i: int, output: RequestOutput, one: CompletionOutput) -> dict:
+        text = one.text
+        token_ids = one.token_ids
+        rows: Rows = [*(one.logprobs or [])]
+        if self.is_prompt_only:
+            text = ""
+            token_ids = []
+            rows = []
+        if self.has_echo:
+            text = self.echo(i) + text
+            token_ids = output.prompt_token_ids + token_ids
+            rows = (output.prompt_logprobs or []) + rows
+        index = self.index_of(i, one.index)
+        # those of an echo are asked for by `logprobs`
+        is_asked_for = self.num_prompt_logprobs is not None
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": None if one.logprobs is None else self.logprobs(index, token_ids, rows),
+            "finish_reason": self.reason(index, one.finish_reason),
+            "stop_reason": one.stop_reason,
+            "prompt_logprobs": self.prompt_logprobs(output) if is_asked_for else None,
+            **self.token_ids(output, one),
+        }
+
+    def part(self, i: int, delta: CompletionOutput, is_first: bool) -> dict:
+        index = self.index_of(i, delta.index)
+        text = "" if self.is_prompt_only else delta.text
+        if self.has_echo and is_first:
+            text = self.echo(i) + text
+        logprobs = None
+        if delta.logprobs is not None:
+            logprobs = self.logprobs(index, delta.token_ids, [*delta.logprobs])
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": self.reason(index, delta.finish_reason),
+            "stop_reason": delta.stop_reason,
+        }
+
+    def logprobs(self, index: int, token_ids: list[int], rows: Rows) -> dict:
+        texts = self.texts
+        before = self.num_chars.get(index, 0)
+        offsets, self.num_chars[index] = texts.offsets(token_ids, before)
+        of_token: list[float | None] = []
+        top: list[dict[str, float] | None] = []
+        for token_id, row in zip(token_ids, rows):
+            if row is None:  # the first token of a prompt has none
+                of_token.append(None)
+                top.append(None)
+                continue
+            of_token.append(row[token_id])
+            top.append({texts.name_of(j): logprob for j, logprob in row.items()})
+        return {
+            "tokens": [*map(texts.name_of, token_ids)],
+            "token_logprobs": of_token,
+            "top_logprobs": top,
+            "text_offset": offsets,
+        }
