@@ -45,6 +45,10 @@ def new_parser() -> Parser:
     serve.add_argument("--port", type=int, default=8000)
     serve.add_argument("--api-key", help="what clients must send")
     serve.add_argument("--served-model-name", help="default: that of the model")
+    show = (
+        "for the page: a small cache, unless other options are given, and at most 10 steps a second"
+    )
+    serve.add_argument("--show", action="store_true", help=show)
     serve.add_argument("--max-waiting", type=int, help="requests that may wait; others get a 429")
     serve.add_argument("--max-body-bytes", type=int, help="the longest body of a request")
     serve.add_argument("--max-tokens-per-call", type=int, help="prompts * n * max_tokens")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 import urllib.error
 import urllib.request
 from argparse import Namespace
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import EMBEDDED_MODEL, Config
 from nanovllm.options import Options, refusal
+from nanovllm.schedule import Schedule
 
 if TYPE_CHECKING:
     from nanovllm.server.app import ServerOptions
@@ -29,6 +31,9 @@ RAY_SETTINGS = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_LOG_TO_STDERR": "0",
 }
+# what `serve --show` sets: twenty questions fill it, and some are preempted
+SHOWN = {"num_blocks": 128, "block_size": 4, "max_num_seqs": 12, "preemption_mode": "swap"}
+SHOWN_STEP = 0.1  # seconds
 HELP = "/reset forgets the conversation, /exit ends; Ctrl-C ends an answer"
 
 
@@ -54,14 +59,30 @@ def serve(args: Namespace) -> None:
     except ImportError as error:
         raise ImportError(f"{error}. The server needs: pip install 'nanovllm[server]'") from error
     if args.replicas is not None:
+        if args.show:
+            raise refusal("show", True, "replicas have no page")
         serve_replicas(args)
         return
+    if args.show:
+        # 31 blocks of the embedded model: some of the preempted find no room, and are recomputed
+        swap = {"swap_gib": 0.0003} if args.model is None else {}
+        for name, value in (SHOWN | swap).items():
+            if getattr(args, name) is None:
+                setattr(args, name, value)
     for name in ("max_replicas", "target_requests", "router_cls", "cpus_per_rank"):
         if getattr(args, name) is not None:
             raise refusal(name, getattr(args, name), "it is for --replicas")
     options = server_options(args)
     sock = server.bind(args.host, args.port)  # before a model is loaded in vain
-    server.serve_app(new_app(new_llm(args), options), sock)
+    llm = new_llm(args)
+    if args.show:
+        llm.observers.append(wait_for_viewers)
+    server.serve_app(new_app(llm, options), sock)
+
+
+def wait_for_viewers(schedule: Schedule, seconds: float) -> None:
+    """An observer: a step that was faster than people see waits."""
+    time.sleep(max(0.0, SHOWN_STEP - seconds))
 
 
 def serve_replicas(args: Namespace) -> None:
