@@ -1,7 +1,7 @@
 """The live view: pictures of the engine after its steps, for the page to draw.
 
 Nothing of this is in the engine's way: it is an observer, and it is there only while a page
-watches. A picture costs its thread less than a millisecond, however large the cache is: it tells
+watches. A picture costs its thread a millisecond at most, however large the cache is: it tells
 what has changed, and of that at most so much. The next ones tell the rest.
 """
 
@@ -31,8 +31,8 @@ class Told:
         self.tables: Tables = {}
 
     def news(self, tables: Tables) -> list[list]:
-        """For each table that has changed: request, sequence, how many of its blocks stay as they
-        were, and those that follow."""
+        """Tells of each table that has changed: request, sequence, how many of its blocks stay as
+        they were, and those that follow."""
         news = []
         for seq in [seq for seq in self.tables if seq not in tables]:
             del self.tables[seq]
@@ -74,7 +74,7 @@ class Camera:
         self.start_over()
 
     def start_over(self) -> None:
-        """The next picture is for somebody who knows nothing."""
+        """Makes the next picture one for a reader who knows nothing."""
         self.is_whole = True
         self.told = Told()
         self.told_of_host = Told()
@@ -114,8 +114,8 @@ class Camera:
         return frame
 
     def requests(self, schedules: list[Schedule]) -> dict[str, Any]:
-        """Who runs; who waits, in the order of the queue, and who of them was preempted; who has
-        ended; and what is new in their block tables. Tokens are told of a few in each state."""
+        """Says who runs; who waits, in the order of the queue, and who of them was preempted; who
+        has ended; and what is new in their block tables. Tokens are told of a few in each state."""
         running = self.llm.scheduler.running
         unfinished = dict.fromkeys(self.llm.scheduler.unfinished())
         for request in self.llm.requests.values():  # perhaps submitted, but not queued yet
@@ -193,8 +193,8 @@ def moves_of(schedules: list[Schedule]) -> dict[str, list]:
 
 
 class LiveView:
-    """Sends frames while the engine runs. All methods belong to the engine's thread; what has been
-    sent belongs to whoever gets it."""
+    """Sends frames while the engine runs. All methods belong to the engine's thread, and no frame
+    is touched again after it was sent."""
 
     def __init__(
         self,

@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
+from random import Random
 
 import pytest
 from fake_model import FakeRunner
@@ -144,6 +145,42 @@ def test_frames_say_what_is_in_the_engine(mode, is_whole):
     assert {"running", "waiting", "ended", away} <= states.keys()
     assert all(kinds[kind] for kind in ("empty", "cached", "own", "shared", "copied"))
     assert bool(kinds["swapped"]) == bool(kinds["host"]) == (mode == "swap")
+
+
+def test_frames_follow_aborts_faults_and_a_cache_that_is_forgotten():
+    runner = FakeRunner(block_size=2, num_blocks=34, num_host_blocks=10)
+    llm = LLM(runner=runner, block_size=2, max_num_seqs=6, preemption_mode="swap")
+    random, camera, reader, seen = Random(3), Camera(llm), Reader(), Counter()
+    launch, faults = runner.launch, []
+
+    def launch_or_fail(schedule):
+        if faults:
+            raise faults.pop()
+        return launch(schedule)
+
+    runner.launch = launch_or_fail
+    for _ in range(400):
+        if random.random() < 0.4:
+            prompt = {"prompt_token_ids": random.choices(range(3), k=random.randrange(1, 14))}
+            params = endless(random.randrange(1, 16), n=random.choice([1, 1, 3]), temperature=1.0)
+            llm.add_request(prompt, params)
+        if random.random() < 0.1 and llm.requests:
+            llm.abort(random.choice([*llm.requests]))
+            seen["abort"] += 1
+        if random.random() < 0.05:
+            llm.reset_prefix_cache()
+            seen["reset"] += 1
+        if random.random() < 0.05:
+            faults.append(RuntimeError("as it happens"))
+        llm.step()
+        if random.random() < 0.4:  # one frame for several steps
+            frame = camera.frame([], 0.0, 0.0)
+            reader.read(frame)
+            check_blocks_of(reader, llm)
+            check_host_blocks_of(reader, llm)
+            seen.update(states_of(frame).values())
+    assert llm.recovery.num_failed_steps > 5
+    assert {"running", "waiting", "preempted", "swapped", "abort", "reset"} <= seen.keys()
 
 
 def test_a_frame_changes_nothing():
