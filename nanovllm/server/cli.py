@@ -71,6 +71,10 @@ SERVE: dict[
     "--log-requests": dict(
         action=argparse.BooleanOptionalAction, help="a line for each request (default: yes)"
     ),
+    "--show": dict(
+        action="store_true",
+        help="for the page: a small cache, unless other options are given, and 10 steps a second",
+    ),
     "--replicas": dict(type=int, help="so many engines, by Ray Serve (default: one, without Ray)"),
     "--max-replicas": dict(type=int, help="more of them under load, up to so many"),
     "--target-requests": dict(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 import urllib.error
 import urllib.request
 from argparse import Namespace
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import EMBEDDED_MODEL, Config
 from nanovllm.options import Options, refusal
+from nanovllm.schedule import Schedule
 
 if TYPE_CHECKING:
     from nanovllm.server.scaling import ReplicaOptions
@@ -30,6 +32,9 @@ RAY_SETTINGS = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_LOG_TO_STDERR": "0",
 }
+# what `serve --show` sets: twenty questions fill it, and some are preempted
+SHOWN = {"num_blocks": 128, "block_size": 4, "max_num_seqs": 12, "preemption_mode": "swap"}
+SHOWN_STEP = 0.1  # seconds
 HELP = "/reset forgets the conversation, /exit ends; Ctrl-C ends an answer"
 KEY = "NANOVLLM_API_KEY"
 
@@ -56,8 +61,16 @@ def serve(args: Namespace) -> None:
     except ImportError as error:
         raise ImportError(f"{error}. The server needs: pip install 'nanovllm[server]'") from error
     if args.replicas is not None:
+        if args.show:
+            raise refusal("show", True, "replicas have no page")
         serve_replicas(args)
         return
+    if args.show:
+        # 31 blocks of the embedded model: some of the preempted find no room, and are recomputed
+        swap = {"swap_gib": 0.0003} if args.model is None else {}
+        for name, value in (SHOWN | swap).items():
+            if getattr(args, name) is None:
+                setattr(args, name, value)
     for name in ("max_replicas", "target_requests", "router_cls", "cpus_per_rank"):
         if getattr(args, name) is not None:
             raise refusal(name, getattr(args, name), "it is for --replicas")
@@ -66,7 +79,14 @@ def serve(args: Namespace) -> None:
     llm = new_llm(args)
     if options.chat_template is not None:
         check_template(llm, options.chat_template)
+    if args.show:
+        llm.observers.append(wait_for_viewers)
     server.serve_app(new_app(llm, options), sock)
+
+
+def wait_for_viewers(schedule: Schedule, seconds: float) -> None:
+    """An observer: a step that was faster than people see waits."""
+    time.sleep(max(0.0, SHOWN_STEP - seconds))
 
 
 def check_template(llm: LLM, template: str) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from pathlib import Path
 
-from fastapi import FastAPI, Request
-from fastapi.responses import FileResponse, Response
+from fastapi import FastAPI
+from fastapi.responses import Response
+from starlette.routing import Route
+from starlette.staticfiles import StaticFiles
 from starlette.types import Receive, Scope, Send
 
 from nanovllm.server.async_llm import AsyncLLM
@@ -15,7 +18,6 @@ from nanovllm.server.exchange import STREAM, while_connected
 from nanovllm.server.live import LiveView
 
 FOLDER = Path(__file__).parent / "page"
-FILES = {path.relative_to(FOLDER).as_posix(): path for path in FOLDER.rglob("*.*")}
 HEADERS = {
     "Content-Security-Policy": (
         "default-src 'self'; style-src 'self'; script-src 'self'; connect-src 'self'; "
@@ -24,7 +26,7 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-cache",
 }
-MOST_FRAMES = 50  # that wait for a slow reader; then it misses the oldest
+MOST_FRAMES = 50  # that wait for a slow reader; then it is sent away
 
 
 class Live:
@@ -34,16 +36,35 @@ class Live:
         self.engine = engine
         self.view = LiveView(engine.llm, self._from_engine)
         self.readers: set[asyncio.Queue[str | None]] = set()
-        engine.on_idle.append(self.view.flush)
+        engine.on_idle.append(self._when_idle)
 
-    def _from_engine(self, frame: str) -> None:
+    # --- in the engine's thread ---
+
+    def _from_engine(self, frame: dict) -> None:
         self.engine.loop.call_soon_threadsafe(self._pass_on, frame)
 
-    def _pass_on(self, frame: str | None) -> None:
+    def _when_idle(self) -> None:
+        """A large cache is looked at piece by piece: if nothing else wakes the engine for it, the
+        loop does."""
+        self.view.flush()
+        if self.view.has_more:
+            self.engine.loop.call_soon_threadsafe(self._wake_later)
+
+    # --- in the loop's ---
+
+    def _wake_later(self) -> None:
+        seconds = self.view.seconds_between
+        self.engine.loop.call_later(seconds, self.engine.inbox.put, lambda: None)
+
+    def _pass_on(self, frame: dict | None) -> None:
+        text = None if frame is None else json.dumps(frame, separators=(",", ":"))
         for reader in self.readers:
             if reader.full():
-                reader.get_nowait()
-            reader.put_nowait(frame)
+                # each frame needs the one before: it ends, and its browser connects again
+                while not reader.empty():
+                    reader.get_nowait()
+                reader.put_nowait(None)
+            reader.put_nowait(text)
 
     def enter(self) -> asyncio.Queue[str | None]:
         self.engine.check_open()
@@ -85,16 +106,23 @@ class LiveResponse(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
+class Files(StaticFiles):
+    """The page's files, each with the headers."""
+
+    def file_response(self, *args, **kwargs) -> Response:
+        response = super().file_response(*args, **kwargs)
+        response.headers.update(HEADERS)
+        return response
+
+
 def add_page(app: FastAPI, live: Callable[[], Live]) -> None:
-    """Its files are in the root, each with a route of its own."""
+    """Its files are in the root, each with a route of its own: all other paths stay unknown."""
 
     async def watch() -> Response:
         return LiveResponse(live())
 
-    async def show(request: Request) -> Response:
-        name = request.url.path.lstrip("/") or "index.html"
-        return FileResponse(FILES[name], headers=HEADERS)
-
     app.add_api_route("/live", watch, response_model=None, include_in_schema=False)
-    for name in ("", *FILES):
-        app.add_api_route(f"/{name}", show, response_model=None, include_in_schema=False)
+    files = Files(directory=FOLDER, html=True)
+    for path in (FOLDER, *FOLDER.rglob("*.*")):
+        name = path.relative_to(FOLDER).as_posix().removeprefix(".")
+        app.router.routes.append(Route(f"/{name}", files))

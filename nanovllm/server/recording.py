@@ -10,7 +10,7 @@ from nanovllm.engine import LLM
 from nanovllm.frontend.inputs import Params
 from nanovllm.frontend.messages import Prompt
 from nanovllm.schedule import Schedule
-from nanovllm.server.live import frame_of
+from nanovllm.server.live import Camera
 
 
 def record(
@@ -24,10 +24,12 @@ def record(
     every step. If nothing is left to do, the next one comes early."""
     frames: list[dict] = []
     prompts: dict[str, str] = {}
+    camera = Camera(llm)
     begin = time.perf_counter()
 
     def observe(schedule: Schedule, seconds: float) -> None:
-        frames.append(frame_of(llm, [schedule], seconds, time.perf_counter() - begin))
+        camera.start_over()  # each frame is whole: one can go to any of them
+        frames.append(camera.frame([schedule], seconds, time.perf_counter() - begin))
 
     llm.observers.append(observe)
     try:

@@ -7,6 +7,7 @@ Run: pytest tests/server/test_cli.py [-k chat]
 import ast
 import builtins
 import io
+import json
 import os
 import pty
 import re
@@ -17,14 +18,17 @@ import subprocess
 import sys
 import threading
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
+from frames import states_of
 from server_tools import Running, left_idle, new_parrot
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
 from nanovllm.scheduler import Scheduler
 from nanovllm.server import cli, commands
+from nanovllm.server.live import Camera
 from tests.house.test_house import MODULES, imported
 
 
@@ -247,6 +251,72 @@ def test_the_engine_needs_nothing_of_the_server():
 def test_help_comes_without_torch():
     code = "import nanovllm, nanovllm.server.cli, sys; nanovllm.server.cli.new_parser(); assert not {'torch', 'fastapi', 'uvicorn'} & {*sys.modules}"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# --- serve --show ---
+
+
+def shown(monkeypatch, *args: str) -> LLM:
+    """The engine that is served."""
+    from nanovllm.server import app, serve
+
+    made = []
+    monkeypatch.setattr(app, "new_app", lambda llm, options: made.append(llm))
+    monkeypatch.setattr(serve, "serve_app", lambda app, sock: None)
+    cli.main(["serve", "--port", "0", *args])
+    return made[0]
+
+
+def test_show_sets_what_the_options_do_not_say(monkeypatch):
+    config = shown(monkeypatch, "--show").config
+    small = {"num_blocks": 128, "block_size": 4, "max_num_seqs": 12, "preemption_mode": "swap"}
+    assert {name: getattr(config, name) for name in small} == small
+    mine = ("--num-blocks", "60", "--preemption-mode", "recompute")
+    config = shown(monkeypatch, "--show", *mine).config
+    assert (config.num_blocks, config.preemption_mode) == (60, "recompute")
+    assert (config.block_size, config.max_num_seqs) == (4, 12)
+    assert shown(monkeypatch, "--num-blocks", "60").config.block_size == 16
+
+
+def test_shown_steps_are_as_slow_as_people_see(monkeypatch):
+    slept = []
+    monkeypatch.setattr(commands.time, "sleep", slept.append)
+    llm = shown(monkeypatch, "--show")
+    llm.generate("Hello", SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
+    assert len(slept) == 3 and all(0 <= seconds < 0.1 for seconds in slept)
+    llm.observers[-1](None, 0.5)  # slow enough by itself
+    assert slept[-1] == 0
+
+
+def questions_of_the_page() -> list[str]:
+    page = (Path(cli.__file__).parent / "page" / "page.js").read_text()
+    book, listed = re.search(
+        r'const BOOK = (".*");\nconst QUESTIONS = (\[.*?\]);', page, re.S
+    ).groups()
+    listed = re.sub(r"`\$\{BOOK\}(.*?)`", lambda m: json.dumps(json.loads(book) + m[1]), listed)
+    return json.loads(listed.replace(",\n]", "]"))
+
+
+def test_the_twenty_questions_fill_what_show_sets(monkeypatch):
+    """Some wait, some are swapped out, some have no room on the host; and prefixes are found."""
+    monkeypatch.setattr(commands.time, "sleep", lambda seconds: None)
+    llm = shown(monkeypatch, "--show")
+    questions = questions_of_the_page()
+    assert len({*questions}) == 20
+    camera, states = Camera(llm), set()
+
+    def observe(schedule, seconds):
+        states.update(states_of(camera.frame([schedule], seconds, 0.0)).values())
+
+    llm.observers.append(observe)
+    llm.chat([[{"role": "user", "content": text}] for text in questions], use_tqdm=False)
+    assert states == {"running", "waiting", "preempted", "swapped", "ended"}
+    stats = llm.stats()
+    assert stats["prefix_cache_hit_tokens"] > 100 and stats["kv_blocks_used_peak"] > 120
+
+
+def test_replicas_have_nothing_to_show(capsys):
+    assert "show=True" in refused(capsys, "serve", "--show", "--replicas", "2")
 
 
 # --- complete ---

@@ -4,17 +4,24 @@ script makes.
 Run: pytest tests/server/test_live.py [-k frames]
 """
 
+import asyncio
 import importlib
 import json
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from itertools import pairwise
+from random import Random
 
 import pytest
+from fake_model import FakeRunner
+from frames import Reader, blocks_of, states_of
+from server_tools import Running
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
-from nanovllm.server.live import LiveView, frame_of
+from nanovllm.server.live import MOST_LOOKED_AT, MOST_TOLD, MOST_WAITING, Camera, LiveView
+from nanovllm.server.page import MOST_FRAMES
 from nanovllm.server.recording import record
 
 STORY = "Once upon a time there was a shy fox named Luna who lived on a green hill."
@@ -36,11 +43,6 @@ def requests() -> list[tuple]:
     ]
 
 
-def blocks_of(frame: dict) -> list[tuple]:
-    """One for each block."""
-    return [tuple(run[1:]) for run in frame["blocks"] for _ in range(run[0])]
-
-
 def owners_of(llm: LLM) -> dict[int, list[str]]:
     """By reading all tables: the requests that have a block, once for each sequence."""
     owners: dict[int, list[str]] = {}
@@ -51,14 +53,22 @@ def owners_of(llm: LLM) -> dict[int, list[str]]:
     return owners
 
 
-def check_blocks_of(frame: dict, llm: LLM) -> None:
+def check_blocks_of(reader: Reader, llm: LLM) -> None:
     owners = owners_of(llm)
-    for block, said in zip(llm.block_manager.blocks, blocks_of(frame), strict=True):
+    for block, said in zip(llm.block_manager.blocks, reader.blocks(), strict=True):
         if block.ref_count == 0:
             assert said == (("empty",) if block.key is None else ("cached",))
         else:
-            assert frame["requests"][said[0]]["id"] == owners[block.id][0]
+            assert said[0] in owners[block.id]
             assert said[1] == len(owners[block.id]) == block.ref_count
+
+
+def check_host_blocks_of(reader: Reader, llm: LLM) -> None:
+    said = {i: one[1] for i, one in enumerate(reader.host_blocks()) if len(one) == 2}
+    counts = enumerate(llm.block_manager.host_ref_counts)
+    assert said == {i: count for i, count in counts if count}
+    for (name, index), table in reader.host_tables.items():
+        assert llm.requests[name].sequences[index].host_table == table
 
 
 def expected_state(request, llm: LLM) -> str:
@@ -71,19 +81,16 @@ def expected_state(request, llm: LLM) -> str:
     return "preempted"
 
 
-def check_requests_of(frame: dict, schedule, llm: LLM) -> None:
-    said = {request["id"]: request for request in frame["requests"]}
-    assert len(said) == len(frame["requests"])
+def check_requests_of(frame: dict, llm: LLM) -> None:
+    states = states_of(frame)
     unfinished = {r.request_id: r for r in llm.scheduler.unfinished()}
-    ended = said.keys() - unfinished.keys()
-    assert unfinished.keys() <= said.keys()
-    assert all(said[name]["state"] == "ended" for name in ended)
-    served = Counter()
-    for seq, _, num_tokens in schedule.items:
-        served[seq.request.request_id] += num_tokens
-    assert {name: one["tokens"] for name, one in said.items() if one["tokens"]} == served
+    assert states.keys() - unfinished.keys() == {*frame["ended"]}
+    assert frame["running"] + frame["queue"] == [*unfinished]
+    assert frame["not_listed"] == 0
+    said = {request["id"]: request for request in frame["requests"]}
+    assert said.keys() == unfinished.keys() and len(said) == len(frame["requests"])
     for name, request in unfinished.items():
-        assert said[name]["state"] == expected_state(request, llm)
+        assert states[name] == expected_state(request, llm)
         assert said[name]["prompt"] == len(request.prompt_token_ids)
         seqs = [] if request.is_new else request.sequences
         num_own = sum(len(seq) - said[name]["prompt"] for seq in seqs)
@@ -93,15 +100,23 @@ def check_requests_of(frame: dict, schedule, llm: LLM) -> None:
         assert said[name]["computed"] <= said[name]["prompt"] + num_own
 
 
+@pytest.mark.parametrize("is_whole", [True, False])
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_frames_say_what_is_in_the_engine(mode):
+def test_frames_say_what_is_in_the_engine(mode, is_whole):
+    """Whether each stands for itself, or tells only what is new since the one before."""
     llm = LLM(num_blocks=34, block_size=4, preemption_mode=mode, swap_gib=0.01, max_num_seqs=8)
+    camera, reader = Camera(llm), Reader()
     states, kinds = Counter(), Counter()
 
     def observe(schedule, seconds):
-        frame = json.loads(json.dumps(frame_of(llm, [schedule], seconds, 1.0)))
-        check_blocks_of(frame, llm)
-        check_requests_of(frame, schedule, llm)
+        if is_whole:
+            camera.start_over()
+        frame = json.loads(json.dumps(camera.frame([schedule], seconds, 1.0)))
+        assert frame["is_whole"] == (is_whole or llm.counts.steps == 1)
+        reader.read(frame)
+        check_blocks_of(reader, llm)
+        check_host_blocks_of(reader, llm)
+        check_requests_of(frame, llm)
         moves = schedule.moves
         assert frame["moves"]["copies"] == [[*copy] for copy in moves.copies]
         assert frame["moves"]["out"] == [[*swap] for swap in moves.swaps_out.items()]
@@ -111,13 +126,13 @@ def test_frames_say_what_is_in_the_engine(mode):
         same = ("kv_blocks", "kv_blocks_used", "preemptions", "prompt_tokens", "output_tokens")
         for name in (*same, "prefix_cache_hit_tokens", "computed_tokens"):
             assert frame[name] == stats[name], name
-        states.update(request["state"] for request in frame["requests"])
-        kinds.update(
-            said[0] if said[0] in ("empty", "cached") else "own" for said in blocks_of(frame)
-        )
-        kinds["shared"] += any(len(said) == 2 and said[1] > 1 for said in blocks_of(frame))
+        states.update(states_of(frame).values())
+        blocks = reader.blocks()
+        kinds.update(said[0] if len(said) == 1 else "own" for said in blocks)
+        kinds["shared"] += any(len(said) == 2 and said[1] > 1 for said in blocks)
         kinds["copied"] += bool(moves.copies)
         kinds["swapped"] += bool(moves.swaps_in)
+        kinds["host"] += bool(reader.host_tables)
 
     llm.observers.append(observe)
     for prompt, params in requests():
@@ -129,15 +144,52 @@ def test_frames_say_what_is_in_the_engine(mode):
     away = "swapped" if mode == "swap" else "preempted"
     assert {"running", "waiting", "ended", away} <= states.keys()
     assert all(kinds[kind] for kind in ("empty", "cached", "own", "shared", "copied"))
-    assert bool(kinds["swapped"]) == (mode == "swap")
+    assert bool(kinds["swapped"]) == bool(kinds["host"]) == (mode == "swap")
+
+
+def test_frames_follow_aborts_faults_and_a_cache_that_is_forgotten():
+    runner = FakeRunner(block_size=2, num_blocks=34, num_host_blocks=10)
+    llm = LLM(runner=runner, block_size=2, max_num_seqs=6, preemption_mode="swap")
+    random, camera, reader, seen = Random(3), Camera(llm), Reader(), Counter()
+    launch, faults = runner.launch, []
+
+    def launch_or_fail(schedule):
+        if faults:
+            raise faults.pop()
+        return launch(schedule)
+
+    runner.launch = launch_or_fail
+    for _ in range(400):
+        if random.random() < 0.4:
+            prompt = {"prompt_token_ids": random.choices(range(3), k=random.randrange(1, 14))}
+            params = endless(random.randrange(1, 16), n=random.choice([1, 1, 3]), temperature=1.0)
+            llm.add_request(prompt, params)
+        if random.random() < 0.1 and llm.requests:
+            llm.abort(random.choice([*llm.requests]))
+            seen["abort"] += 1
+        if random.random() < 0.05:
+            llm.reset_prefix_cache()
+            seen["reset"] += 1
+        if random.random() < 0.05:
+            faults.append(RuntimeError("as it happens"))
+        llm.step()
+        if random.random() < 0.4:  # one frame for several steps
+            frame = camera.frame([], 0.0, 0.0)
+            reader.read(frame)
+            check_blocks_of(reader, llm)
+            check_host_blocks_of(reader, llm)
+            seen.update(states_of(frame).values())
+    assert llm.recovery.num_failed_steps > 5
+    assert {"running", "waiting", "preempted", "swapped", "abort", "reset"} <= seen.keys()
 
 
 def test_a_frame_changes_nothing():
     """A request that waits has no sequences yet, and gets none by being looked at."""
     llm = LLM(num_blocks=40, block_size=4)
     llm.add_request(STORY, endless(4, n=2))
-    (submitted,) = frame_of(llm, [], 0.0, 0.0)["requests"]
-    assert (submitted["state"], submitted["sequences"]) == ("waiting", 2)
+    frame = Camera(llm).frame([], 0.0, 0.0)
+    (submitted,) = frame["requests"]
+    assert frame["queue"] == [submitted["id"]] and submitted["sequences"] == 2
     assert all(request.is_new for request in llm.requests.values())
 
 
@@ -151,33 +203,33 @@ class Clock:
 
 
 def new_view(seconds_between=0.1):
-    llm, texts, clock = LLM(num_blocks=40, block_size=4), [], Clock()
-    return llm, texts, clock, LiveView(llm, texts.append, seconds_between, clock)
+    llm, frames, clock = LLM(num_blocks=40, block_size=4), [], Clock()
+    return llm, frames, clock, LiveView(llm, frames.append, seconds_between, clock)
 
 
 def test_starting_and_stopping_leaves_nothing():
-    llm, texts, _, view = new_view()
+    llm, frames, _, view = new_view()
     before = [*llm.observers]
     llm.generate("introduce yourself", endless(4), use_tqdm=False)
     view.flush()
-    assert texts == []
+    assert frames == []
     view.start()
     view.start()
     assert len(llm.observers) == len(before) + 1
-    assert json.loads(texts[0])["requests"] == []
+    assert frames[0]["running"] == frames[0]["queue"] == []
     view.stop()
     view.stop()
     assert llm.observers == before
-    num_texts = len(texts)
+    num_frames = len(frames)
     llm.generate("introduce yourself", endless(4), use_tqdm=False)
     view.flush()
-    assert len(texts) == num_texts
+    assert len(frames) == num_frames
     view.start()
-    assert json.loads(texts[-1])["steps"] == 0
+    assert frames[-1]["steps"] == 0
 
 
 def test_at_most_one_frame_in_an_interval_and_nothing_is_lost():
-    llm, texts, clock, view = new_view()
+    llm, frames, clock, view = new_view()
     view.start()
     llm.add_request(f"{STORY} One windy day she", endless(9, n=3, temperature=1.0, seed=4))
     moves = []
@@ -185,40 +237,189 @@ def test_at_most_one_frame_in_an_interval_and_nothing_is_lost():
     times = []
     while llm.has_unfinished():
         clock.now += 0.03
-        num_texts = len(texts)
+        num_frames = len(frames)
         llm.step()
-        times += [clock.now] * (len(texts) - num_texts)
+        times += [clock.now] * (len(frames) - num_frames)
     assert 1 < len(times) < llm.counts.steps
     assert all(b - a >= 0.1 for a, b in pairwise(times))
     view.flush()
-    frames = [json.loads(text) for text in texts]
     assert sum(frame["steps"] for frame in frames) == llm.counts.steps
-    assert [copy for frame in frames for copy in frame["moves"]["copies"]] == [[*m] for m in moves]
+    assert [copy for frame in frames for copy in frame["moves"]["copies"]] == moves
     assert moves
     last = frames[-1]  # it is idle
-    assert last["requests"] == [] and last["kv_blocks_used"] == 0 and last["steps"] == 0
+    assert (
+        last["running"] == last["queue"] == []
+        and last["kv_blocks_used"] == 0
+        and last["steps"] == 0
+    )
     assert last["output_tokens"] == llm.counts.output_tokens
 
 
 def test_an_abort_is_seen_when_the_engine_is_idle():
-    llm, texts, _, view = new_view()
+    llm, frames, _, view = new_view()
     view.start()
     name = llm.add_request("introduce yourself", endless(30))
     llm.step()
     llm.abort(name)
     llm.step()
     view.flush()
-    last = json.loads(texts[-1])
-    assert last["requests"] == [] and last["kv_blocks_used"] == 0
+    last = frames[-1]
+    assert last["running"] == last["queue"] == [] and last["kv_blocks_used"] == 0
 
 
-def test_a_large_cache_makes_a_short_frame():
-    llm = LLM(num_blocks=10_000)
-    llm.add_request("introduce yourself", endless(4))
+class Watched(list):
+    """A list that counts how many of its items are read."""
+
+    num_read = 0
+
+    def __getitem__(self, key):
+        found = super().__getitem__(key)
+        self.num_read += len(found) if isinstance(key, slice) else 1
+        return found
+
+    def __iter__(self):
+        raise AssertionError("it must not be read as a whole")
+
+
+@pytest.mark.parametrize("num_blocks", [1000, 26_214, 400_000])
+def test_a_frame_looks_at_so_many_blocks_however_many_there_are(num_blocks):
+    runner = FakeRunner(block_size=16, num_blocks=num_blocks)
+    llm = LLM(runner=runner)
+    llm.add_request("introduce yourself", endless(40))
     llm.step()
-    frame = frame_of(llm, [], 0.0, 0.0)
-    assert len(blocks_of(frame)) == 10_000
-    assert len(json.dumps(frame)) < 1500
+    llm.block_manager.blocks = blocks = Watched(llm.block_manager.blocks)
+    camera = Camera(llm)
+    for _ in range(3):
+        blocks.num_read = 0
+        frame = camera.frame([], 0.0, 0.0)
+        assert blocks.num_read <= MOST_LOOKED_AT
+        assert len(json.dumps(frame)) < MOST_LOOKED_AT + 1500
+
+
+def test_a_large_cache_is_seen_piece_by_piece():
+    llm = LLM(num_blocks=3 * MOST_LOOKED_AT - 5)
+    llm.generate(STORY * 8, endless(4), use_tqdm=False)
+    frames = []
+    view = LiveView(llm, frames.append)
+    view.start()
+    while view.has_more:
+        view.flush()
+    assert len(frames) == 3
+    reader = Reader()
+    for frame in frames:
+        reader.read(frame)
+    check_blocks_of(reader, llm)
+    assert ("cached",) in reader.blocks()
+    llm.generate(STORY, endless(2), use_tqdm=False)
+    view.flush()
+    assert view.has_more  # what is free may have changed
+
+
+def test_large_tables_are_told_piece_by_piece():
+    num_tokens = 2 * MOST_TOLD + 100
+    llm = LLM(
+        runner=FakeRunner(block_size=1, num_blocks=4 * MOST_TOLD),
+        block_size=1,
+        max_num_batched_tokens=4 * MOST_TOLD,
+    )
+    for first in range(num_tokens // 1000):
+        prompt = {"prompt_token_ids": [first + 1, *range(1, 1000)]}
+        llm.add_request(prompt, endless(30))
+    camera, reader, told = Camera(llm), Reader(), []
+    llm.step()
+    for _ in range(3):
+        frame = camera.frame([], 0.0, 0.0)
+        told.append(sum(len(new) for *_, new in frame["tables"]))
+        reader.read(frame)
+    assert max(told) == MOST_TOLD and sum(told) == llm.block_manager.num_used_blocks
+    check_blocks_of(reader, llm)
+    assert camera.frame([], 0.0, 0.0)["tables"] == []  # nothing has changed
+    num_seqs = len(llm.requests)
+    llm.step()
+    news = camera.frame([], 0.0, 0.0)["tables"]
+    assert [len(new) for *_, new in news] == [1] * num_seqs
+
+
+def test_however_many_wait_a_frame_tells_of_a_few():
+    llm = LLM(runner=FakeRunner(block_size=16, num_blocks=8), max_num_seqs=2)
+    for _ in range(MOST_WAITING + 30):
+        llm.add_request("hello", endless(20))
+    llm.step()
+    frame = Camera(llm).frame([], 0.0, 0.0)
+    assert len(frame["queue"]) == MOST_WAITING
+    assert len(frame["running"]) + len(frame["queue"]) + frame["not_listed"] == len(llm.requests)
+    assert len(frame["requests"]) < 50
+    first = frame["queue"][0]
+    assert first == llm.scheduler.waiting[0].request_id
+
+
+def test_one_more_reader_is_told_everything():
+    llm, frames, _, view = new_view()
+    view.start()
+    llm.add_request(STORY, endless(30))
+    for _ in range(3):
+        llm.step()
+    view.flush()
+    assert [frame["is_whole"] for frame in frames] == [True, False, False]
+    view.start()
+    assert frames[3]["is_whole"]
+    check_blocks_of(Reader().read(frames[3]), llm)
+
+
+# --- through the server ---
+
+
+def frames_in(response) -> Iterator[dict]:
+    for line in response.iter_lines():
+        if line.startswith("data: "):
+            yield json.loads(line.removeprefix("data: "))
+
+
+def test_a_server_that_is_idle_shows_all_of_a_large_cache():
+    with Running(LLM(num_blocks=3 * MOST_LOOKED_AT)) as server:
+        server.complete(prompt=STORY, max_tokens=4)
+        with server.http.stream("GET", "/live") as response:
+            frames = frames_in(response)
+            begins = [next(frames)["cached"][0] for _ in range(3)]
+        assert sorted(begins) == [0, MOST_LOOKED_AT, 2 * MOST_LOOKED_AT]
+
+
+def test_a_reader_that_is_too_slow_is_sent_away():
+    """Each frame tells what is new since the one before: with one missing, the rest means nothing."""
+    with Running(LLM(num_blocks=40)) as server:
+        live = server.uvicorn.server.live
+
+        async def read_slowly() -> tuple:
+            reader = live.enter()
+            for i in range(MOST_FRAMES):
+                live._pass_on({"step": i})
+            is_complete = json.loads(reader._queue[0]) == {"step": 0}
+            live._pass_on({"step": MOST_FRAMES})
+            live.leave(reader)
+            return is_complete, reader.get_nowait()
+
+        reading = asyncio.run_coroutine_threadsafe(read_slowly(), server.engine.loop)
+        assert reading.result(60) == (True, None)
+
+
+def test_files_have_their_headers_and_no_other_path_becomes_one():
+    with Running(LLM(num_blocks=40)) as server:
+        for path in ("/", "/page.js", "/page.css", "/runs/index.json"):
+            for method in ("GET", "HEAD"):
+                response = server.http.request(method, path)
+                assert response.status_code == 200
+                assert "default-src 'self'" in response.headers["content-security-policy"]
+                assert response.headers["cache-control"] == "no-cache"
+                assert bool(response.content) == (method == "GET")
+            tag = {"If-None-Match": response.headers["etag"]}
+            assert server.http.get(path, headers=tag).status_code == 304
+        expected = {"/nothing": 404, "/runs": 404, "/page.py": 404, "/v1/completions": 405}
+        for path, status in expected.items():
+            assert server.http.get(path).status_code == status
+        assert server.http.post("/nothing").status_code == 404
+
+
+# --- recorded runs ---
 
 
 def test_record_lets_requests_come_when_they_should(tmp_path):
@@ -232,8 +433,8 @@ def test_record_lets_requests_come_when_they_should(tmp_path):
     assert run["prompts"] == {"0": "introduce yourself", "1": STORY, "2": STORY}
     steps = {}
     for i, frame in enumerate(run["frames"]):
-        for request in frame["requests"]:
-            steps.setdefault(request["id"], []).append(i)
+        for name in states_of(frame):
+            steps.setdefault(name, []).append(i)
     assert [steps[name][0] for name in "01"] == [0, 2]
     assert steps["2"][0] == steps["1"][-1] + 1  # nothing was left to wait for
     assert [frame["step"] for frame in run["frames"]] == [*range(1, len(run["frames"]) + 1)]

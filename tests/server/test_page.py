@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from browser import CHROMIUM, Browser
+from frames import Reader, blocks_of, states_of
 from page_server import PAGE, FakeServer
 
 pytestmark = [
@@ -44,6 +45,22 @@ def server(browser):
 
 def run_named(name: str) -> dict:
     return json.loads((PAGE / "runs" / f"{name}.json").read_text())
+
+
+def frame_of(running: list[str], queue: list[str], **more) -> dict:
+    """Of a small cache; each request that runs has a block."""
+    frame = run_named("continuous_batching")["frames"][0]
+    tables = [[name, 0, 0, [i]] for i, name in enumerate(running)]
+    counts = {"prompt": 15, "output": 48, "computed": 62, "sequences": 1}
+    rows = [{"id": name, **counts} for name in [*running, *queue][:20]]
+    own = {"running": running, "queue": queue, "requests": rows, "tables": tables, "step": 1000}
+    none = {"preempted": [], "swapped": [], "ended": [], "host_tables": []}
+    return frame | none | own | more
+
+
+def show_frame(browser: Browser, server: FakeServer, frame: dict) -> None:
+    server.send_frame(frame)
+    browser.wait(f"view.frame?.step === {frame['step']}")
 
 
 def ask(browser: Browser, question: str) -> None:
@@ -196,16 +213,14 @@ def test_blocks_appear_and_disappear(browser, server):
     for frame in (frames[0], frames[10], frames[-1]):
         server.send_frame(frame)
         browser.wait(f"view.frame?.step === {frame['step']}")
-        expected = []
-        for run in frame["blocks"]:
-            expected += [run[1] if isinstance(run[1], str) else run[2]] * run[0]
+        expected = [said[-1] for said in blocks_of(frame)]
         letters = browser.value(LETTERS)
         assert [letter != "" for letter in letters] == [not isinstance(e, str) for e in expected]
         for name, is_so in (
             ("shared", lambda e: e not in ("empty", "cached", 1)),
             ("cached", lambda e: e == "cached"),
         ):
-            marked = browser.value(f"view.cells.map((cell) => cell.classList.contains('{name}'))")
+            marked = browser.value(f"kv.cells.map((cell) => cell.classList.contains('{name}'))")
             assert marked == [is_so(e) for e in expected], name
     assert browser.errors == []
 
@@ -217,7 +232,7 @@ def test_a_copy_is_marked_and_told_in_words(browser, server):
     server.last_frame = frame
     browser.open(server.url)
     browser.wait(IS_LIVE)
-    assert browser.value(f"view.cells[{target}].classList.contains('moved')")
+    assert browser.value(f"kv.cells[{target}].classList.contains('moved')")
     browser.hover(f"#blocks .cell:nth-child({target + 1})")
     words = browser.wait("$('words').textContent.startsWith('Block') && $('words').textContent")
     assert words.startswith(f"Block {target}: request A (0)")
@@ -231,39 +246,289 @@ def test_a_copy_is_marked_and_told_in_words(browser, server):
 
 def test_queues_say_who_runs_and_who_waits(browser, server):
     frames = run_named("preemption_swap")["frames"]
-    frame = next(f for f in frames if {"swapped", "running"} <= {r["state"] for r in f["requests"]})
+    frame = next(f for f in frames if {"swapped", "running"} <= {*states_of(f).values()})
     server.last_frame = frame
     browser.open(server.url)
     browser.wait(IS_LIVE)
     counts = browser.value(
-        "[...document.querySelectorAll('#queues h3 small')].map((e) => e.textContent)"
+        "[...document.querySelectorAll('#queues h4 small')].map((e) => e.textContent)"
     )
-    states = [request["state"] for request in frame["requests"]]
+    states = [*states_of(frame).values()]
     assert counts == [str(states.count(state)) for state in ("running", "swapped", "waiting")]
     assert browser.value("document.querySelectorAll('.request').length") == len(states)
+    on_top = ("running", "waiting", "preempted", "swapped")
+    shown = [browser.text(f"#num-{state}") for state in on_top]
+    assert shown == [str(states.count(state)) for state in on_top]
+
+
+def test_those_who_wait_are_in_sight_however_many_run(browser, server):
+    names = [f"r{i}" for i in range(60)]
+    browser.open(server.url)
+    browser.wait(IS_CONNECTED)
+    frame = frame_of(names[:25], names[25:], preempted=names[25:28], not_listed=7)
+    frame["requests"] = [row | {"id": name} for name in names for row in frame["requests"][:1]]
+    show_frame(browser, server, frame)
+    assert [browser.text(f"#num-{state}") for state in ("running", "waiting", "preempted")] == [
+        "25",
+        "39",
+        "3",
+    ]
+    top = "document.querySelector('.{}').getBoundingClientRect().top"
+    assert browser.value(top.format("running")) == browser.value(top.format("preempted"))
+    gap = f"{top.format('waiting')} - {top.format('running')}"
+    assert browser.value(gap) < 150
+    browser.value("document.querySelector('.view').scrollTop = 10000")
+    box = browser.value("document.querySelector('#counts').getBoundingClientRect().toJSON()")
+    above = browser.value("document.querySelector('.view').getBoundingClientRect().top")
+    assert box["top"] >= above - 1 and box["height"] > 20
+    hit = f"document.elementFromPoint({box['left'] + 30}, {box['top'] + 15}).closest('#counts')"
+    assert browser.value(f"{hit} !== null")
 
 
 def test_a_large_cache_is_drawn_where_it_is_used(browser, server):
-    frame = run_named("shared_prefix")["frames"][10]
-    used = frame["blocks"][:-1]
-    num_used = sum(run[0] for run in used)
-    few = frame | {"kv_blocks": 26_000, "blocks": [*used, [26_000 - num_used, "empty"]]}
-    cached = [9000, "cached"]
-    many = few | {"blocks": [*used, cached, [17_000 - num_used, "empty"]], "step": 999}
+    few = run_named("shared_prefix")["frames"][10] | {"kv_blocks": 26_000}
+    bits = few["cached"][1].ljust(200, "0") + "1" * 9000
+    many = few | {"cached": [0, bits], "step": 999}
     browser.open(server.url)
     browser.wait(IS_CONNECTED)
-    server.send_frame(few)
-    browser.wait("view.frame !== null")
-    assert browser.value("view.cells.length") == 256
+    show_frame(browser, server, few)
+    assert browser.value("kv.cells.length") == 256
     assert "25,744 more" in browser.text("#size")
-    server.send_frame(many)
-    browser.wait("view.frame.step === 999")
-    assert browser.value("view.cells.length") == 0
+    hint = "26,000 blocks: start the server with nanovllm serve --show to see them fill up."
+    assert browser.text("#hint") == hint and not browser.value("$('hint').hidden")
+    show_frame(browser, server, many)
+    assert browser.value("kv.cells.length") == 0
     assert browser.value("document.querySelector('#blocks canvas').width") > 300
     browser.value("$('blocks').focus()")
     browser.press("ArrowRight")
-    assert browser.text("#words").startswith("Block 1: request A")
+    assert browser.text("#words").startswith("Blocks 3 to 5, most of them: request A")
+    show_frame(browser, server, frame_of(["x"], [], step=1001))
+    assert browser.value("$('hint').hidden")
     assert browser.errors == []
+
+
+def test_of_a_huge_cache_a_square_is_what_most_of_its_blocks_are(browser, server):
+    table = [i for i in range(50_000) if i % 5]  # four of five
+    frame = frame_of(["x"], [], kv_blocks=400_000, cached=[0, "1" * 300_000])
+    browser.open(server.url)
+    browser.wait(IS_CONNECTED)
+    show_frame(browser, server, frame | {"tables": [["x", 0, 0, table]]})
+    each = browser.value("kv.each")
+    assert each > 50 and browser.text("#size").endswith(
+        f"each square is what most of {each} blocks are"
+    )
+    kinds = browser.value("kv.blocks.map((block) => block.kind)")
+    assert len(kinds) == -(-400_000 // each)
+    assert {*kinds[: 49_000 // each]} == {"owned"}
+    assert {*kinds[51_000 // each : 299_000 // each]} == {"cached"}
+    assert {*kinds[301_000 // each :]} == {"empty"}
+    assert browser.errors == []
+
+
+def test_frames_of_changes_make_the_picture(browser, server):
+    """As a reader in Python understands them."""
+    frames = run_named("preemption_swap")["frames"]
+    browser.open(server.url)
+    browser.wait(IS_CONNECTED)
+    told: dict[str, dict] = {"tables": {}, "host_tables": {}}
+    reader = Reader()
+    for frame in frames:
+        changes = {"is_whole": frame is frames[0]}
+        for kind, known in told.items():
+            now = {(name, index): blocks for name, index, _, blocks in frame[kind]}
+            news = [[name, index, 0, []] for name, index in known.keys() - now.keys()]
+            for (name, index), blocks in now.items():
+                old = known.get((name, index), [])
+                same = next(
+                    (i for i, pair in enumerate(zip(old, blocks)) if pair[0] != pair[1]),
+                    min(len(old), len(blocks)),
+                )
+                news.append([name, index, same, blocks[same:]])
+            changes[kind] = news
+            told[kind] = now
+        show_frame(browser, server, frame | changes)
+        expected = reader.read(frame | changes)
+        for grid, blocks in (
+            ("kv", expected.blocks()),
+            ("host", expected.host_blocks()[::-1]),  # the last one is used first
+        ):
+            owners = browser.value(f"{grid}.blocks.map((block) => block.id ?? null)")
+            assert owners == [said[0] if len(said) == 2 else None for said in blocks]
+    assert browser.errors == []
+
+
+def test_the_hosts_blocks_have_the_letters_of_their_requests(browser, server):
+    frames = run_named("preemption_swap")["frames"]
+    frame = next(frame for frame in frames if frame["moves"]["out"])
+    server.last_frame = frame
+    browser.open(server.url)
+    browser.wait(IS_LIVE)
+    ((name, *_, blocks),) = frame["host_tables"]
+    letter = browser.value(f"owners.get('{name}').letter")
+    letters = browser.value("host.cells.map((cell) => cell.textContent)")
+    assert [*filter(None, letters)] == [letter] * len(blocks)
+    assert browser.text("#host-size") == f"{frame['host_blocks']} blocks of 4 tokens"
+    (source, target), *_ = frame["moves"]["out"]
+    place = frame["host_blocks"] - target
+    browser.hover(f"#host-blocks .cell:nth-child({place})")
+    words = browser.wait("$('words').textContent.startsWith('Host') && $('words').textContent")
+    assert f"Host block {target}: request {letter}" in words
+    assert f"swapped out from block {source} just now" in words
+    show_frame(browser, server, frame_of(["x"], [], host_blocks=0))
+    assert browser.value("$('host').hidden")
+    assert browser.errors == []
+
+
+def test_what_bars_and_counts_mean_is_in_sight(browser, server):
+    server.last_frame = frame_of(["x"], []) | {
+        "prompt_tokens": 63,
+        "prefix_cache_hit_tokens": 48,
+    }
+    browser.open(server.url)
+    browser.wait(IS_LIVE)
+    assert browser.value("$('hits').innerText").split() == ["48", "of", "63", "tokens"]
+    assert browser.text(".request .count") == "15 + 48"
+    key = browser.value("$('key').innerText")
+    for words in ("15 + 48", "tokens of the prompt", "not computed yet", "white line", "gray"):
+        assert words in key
+    assert "gray: up to 64 tokens" in " ".join(key.split())
+    assert browser.value("$('key').getBoundingClientRect().height") > 15
+    marks = browser.value("[...document.querySelectorAll('.axis')].map((e) => e.innerText)")
+    assert [" ".join(mark.split()) for mark in marks] == ["60 s ago 30 s now"] * 2
+
+
+# --- which request is mine? ---
+
+
+def heading(browser: Browser) -> list[str]:
+    """The letter beside the last answer, and its state."""
+    parts = (
+        "[...document.querySelectorAll('.assistant h3')].at(-1).querySelectorAll('.tag, .state')"
+    )
+    return browser.value(f"[...{parts}].map((e) => e.textContent)")
+
+
+def test_an_answer_has_the_letter_of_its_request_and_says_where_it_is(browser, server):
+    server.is_endless = True
+    server.answer_id = "chatcmpl-me"
+    me, others = "chatcmpl-me-0", [f"other{i}" for i in range(30)]
+    browser.open(server.url)
+    browser.wait(IS_CONNECTED)
+    ask(browser, "tell me a story")
+    browser.wait("document.querySelector('.assistant .text')?.textContent.includes('more')")
+    assert heading(browser) == ["", ""]
+    queue = [*others[2:13], me, *others[13:]]
+    show_frame(browser, server, frame_of(others[:2], queue, step=1))
+    letter = browser.value(f"owners.get('{me}').letter")
+    assert heading(browser) == [letter, "waiting, 12th"]
+    color = browser.value(f"owners.get('{me}').color")
+    assert browser.value(
+        f"document.querySelector('.assistant .tag').matches('.owned.owner-{color}')"
+    )
+    for i, (state, more) in enumerate(
+        {
+            "waiting, 1st": {"queue": [me, "a"]},
+            "waiting, 2nd": {"queue": ["a", me]},
+            "waiting, 3rd": {"queue": ["a", "b", me]},
+            "waiting, 21st": {"queue": [*others[:20], me]},
+            "running": {"running": ["a", me], "queue": []},
+            "preempted": {"queue": ["a", me], "preempted": [me]},
+            "swapped out": {"queue": ["a", me], "swapped": [me]},
+        }.items()
+    ):
+        frame = {"running": [], **more}
+        show_frame(browser, server, frame_of(**frame, step=i + 2))
+        assert heading(browser) == [letter, state]
+    server.is_endless = False
+    browser.wait(HAS_NOTE)
+    assert heading(browser) == [letter, "ended"]
+    assert browser.errors == []
+
+
+def test_before_its_first_token_an_answer_is_the_only_chat_that_has_come(browser, server):
+    """Only the first token says the id. Another chat that comes at the same time is not taken for ours."""
+    server.may_begin.clear()
+    server.answer_id = "chatcmpl-me"
+    browser.open(server.url)
+    browser.wait(IS_CONNECTED)
+    before = ["chatcmpl-before-0"]
+    show_frame(browser, server, frame_of(before, [], step=1))
+    ask(browser, "hello")
+    two = ["cmpl-text-0", "chatcmpl-other-0", "chatcmpl-me-0"]
+    show_frame(browser, server, frame_of(before, two, step=2))
+    assert heading(browser) == ["", ""]
+    show_frame(browser, server, frame_of(before, ["cmpl-text-0", "chatcmpl-me-0"], step=3))
+    letter = browser.value("owners.get('chatcmpl-me-0').letter")
+    assert heading(browser) == [letter, "waiting, 2nd"]
+    server.is_endless = True
+    server.answer_id = "chatcmpl-really"
+    server.may_begin.set()
+    browser.wait("document.querySelector('.assistant .text')?.textContent.includes('more')")
+    show_frame(browser, server, frame_of(["chatcmpl-really-0"], [], step=4))
+    assert heading(browser) == [browser.value("owners.get('chatcmpl-really-0').letter"), "running"]
+    server.is_endless = False
+
+
+# --- twenty questions ---
+
+ROWS = "[...document.querySelectorAll('.many summary')].map((e) => [...e.children].map((c) => c.textContent))"
+
+
+def test_twenty_questions_are_one_call(browser, server):
+    server.is_endless = True
+    server.answer_id = "cmpl-many"
+    browser.open(server.url)
+    browser.wait(IS_CONNECTED)
+    browser.click("#ask-many")
+    browser.wait(f"{ROWS}[0]?.[3].includes('more')")
+    (body,) = server.bodies
+    assert len(body["prompt"]) == 20 == len({*map(tuple, body["prompt"])})
+    assert body["stream"] is True and body["max_tokens"] == 160
+    assert browser.value("$('ask-many').disabled && !$('stop').hidden && !$('send').hidden")
+    names = [f"cmpl-many-{i}" for i in range(20)]
+    show_frame(browser, server, frame_of(names[:12], names[12:]))
+    rows = browser.value(ROWS)
+    assert [row[0] for row in rows] == browser.value(
+        f"{json.dumps(names)}.map((id) => owners.get(id).letter)"
+    )
+    assert [row[2] for row in rows[:12]] == ["running"] * 12
+    assert rows[12][2] == "waiting, 1st" and rows[19][2] == "waiting, 8th"
+    server.is_endless = False
+    browser.wait("!$('ask-many').disabled")
+    rows = browser.value(ROWS)
+    assert {row[2] for row in rows} == {"ended"}
+    assert rows[5][3] == f"{len(body['prompt'][5])}!" and rows[5][1] == "what is 347 + 285?"
+    assert browser.wait(HAS_NOTE).startswith("20 answers in ")
+    assert not browser.value("document.querySelector('.many .text').checkVisibility()")
+    browser.click(".many summary")
+    browser.wait("document.querySelector('.many .text').checkVisibility()")
+    browser.click(".many .bar button")
+    assert browser.value("document.querySelectorAll('.message').length") == 0
+    assert browser.value("$('welcome').checkVisibility()")
+    answer_to(browser, "hello")
+    assert server.bodies[1]["messages"] == [{"role": "user", "content": "hello"}]
+    assert browser.errors == []
+
+
+@pytest.mark.parametrize("button", ["#stop", "#new-chat", ".many .bar button"])
+def test_twenty_questions_can_be_stopped(browser, server, button):
+    server.is_endless = True
+    browser.open(server.url)
+    browser.click("#ask-many")
+    browser.wait(f"{ROWS}[0]?.[3].includes('more')")
+    ask(browser, "and what is this?")
+    browser.wait("document.querySelector('.assistant .text')?.textContent.includes('more')")
+    browser.click(button)
+    assert server.has_left.wait(60)
+    browser.wait("!$('ask-many').disabled")
+    if button == "#stop":  # all of them
+        browser.wait("chat.controller === null && $('stop').hidden")
+        assert {row[2] for row in browser.value(ROWS)} == {"stopped"}
+    server.is_endless = False
+    assert browser.errors == []
+
+
+# --- live and recorded ---
 
 
 def test_nobody_reads_frames_while_a_recorded_run_plays(browser, server):
@@ -303,8 +568,52 @@ def test_a_recorded_run_plays(browser, server):
     browser.click("#play")
     i = browser.value("player.i")
     frame = run["frames"][i]
-    num_owned = sum(block[0] for block in frame["blocks"] if not isinstance(block[1], str))
+    num_owned = sum(len(said) == 2 for said in blocks_of(frame))
     assert sum(letter != "" for letter in browser.value(LETTERS)) == num_owned
+    assert browser.errors == []
+
+
+def test_space_plays_and_pauses(browser, server):
+    browser.open(server.url)
+    choose_run(browser, "preemption_recompute")
+    browser.value("$('blocks').focus()")
+    browser.press(" ")
+    browser.wait("player.timer !== null && player.i >= 1")
+    browser.press(" ")
+    assert browser.value("player.timer === null") and browser.text("#play") == "Play"
+    browser.value("$('next').focus()")  # what a button does with it stays
+    i = browser.value("player.i")
+    browser.press(" ")
+    assert browser.value("player.i") == i + 1 and browser.value("player.timer === null")
+    browser.click("#question")
+    browser.press(" ")
+    assert browser.value("player.timer === null")
+
+
+def test_a_recorded_run_shows_prompts_and_the_marks_of_its_steps(browser, server):
+    browser.open(server.url)
+    choose_run(browser, "preemption_swap")
+    browser.value("goTo(29)")
+    run = run_named("preemption_swap")
+    prompts = browser.value(
+        "[...document.querySelectorAll('.request .asked')].map((e) => e.innerText)"
+    )
+    assert sorted(prompts) == sorted(run["prompts"].values())
+    count = len(run["frames"])
+    marks = browser.value("[...document.querySelectorAll('.axis')].map((e) => e.innerText)")
+    assert [mark.split() for mark in marks] == [["step", "1", str(-(-count // 2)), str(count)]] * 2
+
+
+def test_a_run_of_an_older_version_is_refused(browser, server, tmp_path):
+    old = tmp_path / "old.json"
+    old.write_text(json.dumps({"frames": [{"blocks": [[4, "empty"]], "requests": []}]}))
+    browser.open(server.url)
+    choose_run(browser, "beam_search")
+    root = browser.call("DOM.getDocument")["root"]["nodeId"]
+    node = browser.call("DOM.querySelector", nodeId=root, selector="#file")["nodeId"]
+    browser.call("DOM.setFileInputFiles", nodeId=node, files=[str(old)])
+    sentence = "old.json is not a recorded run: another version has recorded it."
+    browser.wait(f"$('explanation').textContent === {json.dumps(sentence)}")
     assert browser.errors == []
 
 
@@ -363,12 +672,30 @@ def test_nothing_overflows_on_a_telephone(browser, server, scheme):
     browser.open(server.url, width=360, height=740, scheme=scheme)
     browser.wait(IS_LIVE)
     answer_to(browser, "y" * 300)
+    browser.click("#ask-many")
+    browser.wait("!$('ask-many').disabled && document.querySelector('.many .note').textContent")
+    assert has_no_overflow(browser, 360)
     browser.click("#options summary")
     assert has_no_overflow(browser, 360)
     for entry in json.loads((PAGE / "runs" / "index.json").read_text()):
         choose_run(browser, Path(entry["file"]).stem)
         browser.value("goTo(player.run.frames.length / 2 | 0)")
         assert has_no_overflow(browser, 360)
+    assert browser.errors == []
+
+
+def test_on_a_telephone_chat_and_engine_are_one_touch_away(browser, server):
+    server.last_frame = run_named("static_batching")["frames"][3]
+    browser.open(server.url, width=360, height=740)
+    browser.wait(IS_LIVE)
+    top = "Math.round($('{}').getBoundingClientRect().top)"
+    for _ in range(2):
+        for i, part in enumerate(("chat", "engine")):
+            x = browser.value("innerWidth") * (1 + 2 * i) / 4
+            link = f"document.elementFromPoint({x}, $('sides').getBoundingClientRect().top + 20)"
+            assert browser.value(f"{link}.getAttribute('href')") == f"#{part}"  # in sight
+            browser.value(f"{link}.click()")
+            browser.wait(f"{top.format(part)} < 100 && {top.format(part)} >= 30")
     assert browser.errors == []
 
 
@@ -396,7 +723,18 @@ def test_everything_can_be_reached_with_the_keyboard_and_has_a_name(browser, ser
     for _ in range(30):
         browser.press("Tab")
         reached.add(browser.value("document.activeElement.id"))
-    expected = {"new-chat", "log", "question", "send", "run", "file", "play", "previous", "next"}
+    expected = {
+        "ask-many",
+        "new-chat",
+        "log",
+        "question",
+        "send",
+        "run",
+        "file",
+        "play",
+        "previous",
+        "next",
+    }
     assert expected | {"slider", "blocks"} <= reached
 
 

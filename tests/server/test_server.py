@@ -1050,26 +1050,14 @@ def test_too_many_outputs_are_blamed_on_the_right_field(server):
     assert "['x', 'y']" in error["message"]
 
 
-def test_logprobs_have_the_bytes_of_their_tokens(server):
+def test_logprobs_have_the_bytes_of_their_tokens(parrot):
     """Those of a part of a character, too: a client joins them."""
-    text = "a\U0001f600é"
-    ids = server.post("/tokenize", {"prompt": text})["tokens"]
-    assert len(ids) > len(text)
-    found = b""
-    for token_id in ids:
-        body = {
-            "messages": [{"role": "user", "content": "hi"}],
-            "max_tokens": 1,
-            "logprobs": True,
-            "top_logprobs": 1,
-            "logit_bias": {str(token_id): 100},
-        }
-        (entry,) = server.post("/v1/chat/completions", {**body, "temperature": 0})["choices"][0][
-            "logprobs"
-        ]["content"]
-        found += bytes(entry["bytes"])
-        assert entry["top_logprobs"][0]["bytes"] == entry["bytes"]
-    assert found == text.encode()
+    text = "a\U0001f600é☃b"
+    for seed in (None, 1, 2):
+        answer = parrot.chat(text, logprobs=True, top_logprobs=0, seed=seed)
+        *entries, _ = answer["choices"][0]["logprobs"]["content"]
+        assert len(entries) > len(text)
+        assert b"".join(bytes(entry["bytes"]) for entry in entries) == text.encode()
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -143,10 +143,10 @@ class Browser:
         self.call("Input.insertText", text=text)
 
     def press(self, key: str) -> None:
-        codes = {"Enter": 13, "ArrowLeft": 37, "ArrowRight": 39, "Tab": 9, "End": 35}
+        codes = {"Enter": 13, "ArrowLeft": 37, "ArrowRight": 39, "Tab": 9, "End": 35, " ": 32}
         key_event = {"key": key, "code": key, "windowsVirtualKeyCode": codes[key]}
-        if key == "Enter":
-            key_event["text"] = "\r"
+        if key in ("Enter", " "):
+            key_event["text"] = key.replace("Enter", "\r")
         self.call("Input.dispatchKeyEvent", type="keyDown", **key_event)
         self.call("Input.dispatchKeyEvent", type="keyUp", **key_event)
 

@@ -19,7 +19,8 @@ POLICY = "default-src 'self'; style-src 'self'; script-src 'self'; connect-src '
 
 
 class FakeServer(ThreadingHTTPServer):
-    """`answer` is a list of deltas, or an error's (status, message). Without `is_endless`, the answer ends."""
+    """`answer` is a list of deltas, or an error's (status, message). Without `is_endless`, the answer ends. It begins
+    when `may_begin` is set."""
 
     daemon_threads = True
     block_on_close = False
@@ -27,7 +28,10 @@ class FakeServer(ThreadingHTTPServer):
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
         self.answer = [{"content": "Hello"}]
+        self.answer_id = "chatcmpl-1"
         self.is_endless = False
+        self.may_begin = threading.Event()
+        self.may_begin.set()
         self.bodies: list[dict] = []
         self.has_left = threading.Event()  # the reader of an endless answer
         self.readers: list[Queue] = []  # of /live
@@ -93,7 +97,16 @@ class Handler(BaseHTTPRequestHandler):
             self.server.readers.remove(queue)
 
     def do_POST(self) -> None:
-        self.server.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/tokenize":
+            tokens = [*body["messages"][0]["content"].encode()]
+            self._send(200, "application/json", json.dumps({"tokens": tokens}).encode())
+            return
+        self.server.bodies.append(body)
+        if self.path == "/v1/completions":
+            self._complete(body["prompt"])
+            return
+        self.server.may_begin.wait(60)
         answer = self.server.answer
         if isinstance(answer, tuple):
             status, message = answer
@@ -103,15 +116,34 @@ class Handler(BaseHTTPRequestHandler):
         self._begin_events()
         try:
             for delta in answer:
-                self._event(json.dumps({"choices": [{"index": 0, "delta": delta}]}))
+                self._choice({"delta": delta})
             while self.server.is_endless:
-                self._event(json.dumps({"choices": [{"index": 0, "delta": {"content": " more"}}]}))
+                self._choice({"delta": {"content": " more"}})
                 threading.Event().wait(0.01)
         except OSError:
             self.server.has_left.set()
             return
-        self._event(json.dumps({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}))
+        self._choice({"delta": {}, "finish_reason": "stop"})
         details = {"cached_tokens": 16}
         usage = {"prompt_tokens": 21, "completion_tokens": 8, "prompt_tokens_details": details}
         self._event(json.dumps({"choices": [], "usage": usage}))
         self._event("[DONE]")
+
+    def _choice(self, choice: dict, index: int = 0) -> None:
+        choice = {"index": index, **choice}
+        self._event(json.dumps({"id": self.server.answer_id, "choices": [choice]}))
+
+    def _complete(self, prompts: list) -> None:
+        """Each answer is the length of its prompt."""
+        self._begin_events()
+        try:
+            for i, prompt in enumerate(prompts):
+                self._choice({"text": str(len(prompt)), "finish_reason": None}, i)
+            while self.server.is_endless:
+                self._choice({"text": " more", "finish_reason": None})
+                threading.Event().wait(0.01)
+            for i in range(len(prompts)):
+                self._choice({"text": "!", "finish_reason": "stop"}, i)
+            self._event("[DONE]")
+        except OSError:
+            self.server.has_left.set()

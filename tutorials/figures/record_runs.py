@@ -81,7 +81,7 @@ def preemption_swap(file: Path) -> None:
         "The same requests, but the blocks of the one that gives way are copied to the host's "
         "memory, and come back, into other blocks, when there is room."
     )
-    scarce(file, title, explanation, preemption_mode="swap", swap_gib=0.01)
+    scarce(file, title, explanation, preemption_mode="swap", swap_gib=0.0003)
 
 
 def shared_prefix(file: Path) -> None:
