@@ -34,7 +34,8 @@ from nanovllm.server.exchange import Exchange, while_connected
 from nanovllm.server.gate import Gate
 from nanovllm.server.metrics import Metrics
 from nanovllm.server.page import Live, add_page
-from nanovllm.server.protocol import Body, DetokenizeBody, in_words, parsed
+from nanovllm.server.protocol import DetokenizeBody, in_words, parsed
+from nanovllm.server.responses import ResponseBody, Responses
 from nanovllm.server.settings import ServerOptions
 from nanovllm.server.texts import TokenTexts
 from nanovllm.server.visits import Visit
@@ -43,6 +44,7 @@ T = TypeVar("T")
 BODIES: dict[str, type[BaseModel]] = {
     "/v1/completions": CompletionBody,
     "/v1/chat/completions": ChatBody,
+    "/v1/responses": ResponseBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
 }
@@ -139,7 +141,7 @@ class Server:
             raise BadRequest(f"{asked}, at most {most:,} are allowed in one call", "max_tokens")
 
     async def answer(
-        self, kind: type[Body], answers: type, scope: Scope, receive: Receive, send: Send
+        self, kind: type[Any], answers: type, scope: Scope, receive: Receive, send: Send
     ) -> None:
         """A call, from its body to the end of its answer."""
 
@@ -167,6 +169,9 @@ class Server:
 
     async def chat_completions(self, request: Request) -> Response:
         return Later(partial(self.answer, ChatBody, ChatCompletions))
+
+    async def responses(self, request: Request) -> Response:
+        return Later(partial(self.answer, ResponseBody, Responses))
 
     async def tokenize(self, request: Request) -> Response:
         return Later(partial(self.tell, TokenizeBody, tokenized))
@@ -219,7 +224,7 @@ class Later(Response):
         await self.respond(scope, receive, send)
 
 
-def with_requests(body: Body, inputs: Inputs) -> tuple[Body, list[EngineRequest]]:
+def with_requests(body: Any, inputs: Inputs) -> tuple[Any, list[EngineRequest]]:
     return body, body.requests(inputs)
 
 
@@ -262,6 +267,7 @@ def app_of(server: Server) -> FastAPI:
     posts: dict[str, Callable] = {
         "/v1/completions": server.completions,
         "/v1/chat/completions": server.chat_completions,
+        "/v1/responses": server.responses,
         "/tokenize": server.tokenize,
         "/detokenize": server.detokenize,
     }
