@@ -74,16 +74,12 @@ class ResponseBody(Strict):
             "temperature": self.temperature,
             "top_p": self.top_p,
             "tools": [chat_tool(tool) for tool in self.tools or []] or None,
-            "tool_choice": self.tool_choice,
+            "tool_choice": chat_choice(self.tool_choice),
             "parallel_tool_calls": self.parallel_tool_calls,
             "response_format": self.response_format,
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,
             "stream": self.stream,
         }
-        if isinstance(self.tool_choice, dict):
-            name = self.tool_choice.get("name")
-            body["tool_choice"] = {**self.tool_choice, "function": {"name": name}}
-            body["tool_choice"].pop("name", None)
         return checked(ChatBody, given(ChatBody, body))
 
     @property
@@ -149,6 +145,13 @@ def plain(content: Any, place: str) -> str:
             raise BadRequest(f"{place} must be text, or a list of parts with text", "input")
         texts.append(part["text"])
     return "\n".join(texts)
+
+
+def chat_choice(choice: str | dict | None) -> str | dict | None:
+    if not isinstance(choice, dict):
+        return choice
+    others = {name: value for name, value in choice.items() if name != "name"}
+    return {**others, "function": {"name": choice.get("name")}}
 
 
 def chat_tool(tool: dict) -> dict:

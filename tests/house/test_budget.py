@@ -85,7 +85,7 @@ LIMITS = {  # lines and tokens, with 3 % of air
     "core": (2440, 21_600),  # what README means by its number of lines: the root, layers and models
     "triton": (498, 5_360),
     "frontend": (600, 5_040),
-    "decoding": (305, 2_740),
+    "decoding": (520, 4_880),
     "swapping": (92, 900),
     "device": (355, 3_170),
     "checks": (165, 1_380),
@@ -137,7 +137,7 @@ def test_every_folder_has_a_limit():
 
 def test_the_package_is_small():
     lines, tokens = total(name for name in SIZES if part_of(name) not in APART)
-    assert lines <= 4430 and tokens <= 39_900
+    assert lines <= 4640 and tokens <= 42_000
 
 
 @pytest.mark.parametrize("name", SIZES)
