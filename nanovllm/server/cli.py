@@ -17,6 +17,7 @@ from nanovllm.options import Options, shown
 from nanovllm.sampling_params import SamplingParams
 
 NOT_AN_OPTION = {"model", "n", "logprobs", "prompt_logprobs", "logit_bias", "extra_args"}
+NOT_AN_OPTION |= {"structured_outputs"}
 
 
 class Parser(argparse.ArgumentParser):
