@@ -65,6 +65,9 @@ class SamplingParams(Options):
         None,
         "The same for the prompt's tokens. Its keys and values are then computed, even if cached.",
     )
+    structured_outputs: Options | dict | None = option(
+        None, "What the output must match: StructuredOutputsParams, or a dict of its fields."
+    )
     extra_args: dict | None = option(
         None,
         "For a scheduler of your own: a tenant, a deadline, a class of service. The engine does"
@@ -86,6 +89,10 @@ class SamplingParams(Options):
             value = getattr(self, name)
             is_allowed = value is None or is_int(value, 0, limit)
             self.require(name, is_allowed, f"None or an integer from 0 to {limit}")
+        given = self.structured_outputs
+        is_given = isinstance(given, Options | dict) and bool(given)
+        allowed = "None, StructuredOutputsParams or a dict of its fields"
+        self.require("structured_outputs", given is None or is_given, allowed)
         is_dict = self.extra_args is None or isinstance(self.extra_args, dict)
         self.require("extra_args", is_dict, "None or a dict")
         self.put("extra_args", {**(self.extra_args or {})})

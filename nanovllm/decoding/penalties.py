@@ -7,6 +7,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from nanovllm.decoding.structured import masked_logits
 from nanovllm.sequence import Sequence
 from nanovllm.step import integers, move, tensors_of, with_tensors
 
@@ -56,9 +57,9 @@ def adjusted_logits(logits: Tensor, seqs: list[Sequence]) -> Tensor:
         return logits
     adjustments = adjustments_of(seqs)
     if not len(adjustments.biases) + len(adjustments.tokens):  # min_tokens are reached
-        return logits
+        return masked_logits(logits, seqs)
     moved = move(tensors_of(adjustments), logits.device)
-    return adjusted(logits, with_tensors(adjustments, moved))
+    return masked_logits(adjusted(logits, with_tensors(adjustments, moved)), seqs)
 
 
 def adjustments_of(seqs: list[Sequence]) -> Adjustments:

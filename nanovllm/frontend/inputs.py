@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.decoding.beam_search import BeamRequest, BeamSearch, BeamSearchParams
+from nanovllm.decoding.structured import grammar_of
 from nanovllm.frontend.messages import Conversation, Prompt, is_conversation, unwrapped
 from nanovllm.options import PromptTooLong, is_int, refusal, shown
 from nanovllm.sampling_params import LARGEST_COUNT, SamplingParams
@@ -50,6 +51,7 @@ class Inputs:
     vocab_size: int
     default_params: SamplingParams
     eos_token_ids: frozenset[int]
+    vocabulary: Any = None  # see structured.Source
 
     def request(
         self,
@@ -84,6 +86,7 @@ class Inputs:
             request = BeamRequest(*fields, search=BeamSearch(params, request.stop_token_ids, room))
         request.user_priority = priority
         self.scheduler.limit_length(request)
+        request.grammar = sampling.structured_outputs and grammar_of(sampling, self)
         return request
 
     def check_ids(self, name: str, token_ids: Iterable[int]) -> None:

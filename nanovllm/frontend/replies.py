@@ -84,6 +84,8 @@ class Reply:
         output = self.completions[i]
         request = self.request
         seq = request.sequences[i]
+        if seq.finish_reason == "stop" and request.grammar is not None:
+            request.grammar.check(seq)
         begin = len(request.prompt_token_ids) + len(output.token_ids)
         stops = () if request.params.include_stop_str_in_output else request.stop_token_ids
         for token_id in seq.token_ids[begin:]:

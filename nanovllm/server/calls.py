@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+from nanovllm.decoding.structured import prepare_vocabulary
 from nanovllm.frontend.inputs import Inputs
 from nanovllm.frontend.outputs import CompletionOutput, RequestOutput
 from nanovllm.frontend.replies import Reply
@@ -97,6 +98,7 @@ class Backend(ABC):
         self.max_waiting = max_waiting
         self.loop = asyncio.get_running_loop()
         self.inputs = replace(inputs, model=model_name or inputs.model)  # errors name no paths
+        prepare_vocabulary(self.inputs)
         self.short = Lane("short", self.inputs)
         self.long = Lane("long", self.inputs)
         self.num_preparing = 0

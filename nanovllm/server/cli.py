@@ -19,6 +19,7 @@ from nanovllm.options import Options, refusal, shown
 from nanovllm.sampling_params import SamplingParams
 
 NOT_AN_OPTION = {"model", "n", "logprobs", "prompt_logprobs", "logit_bias", "extra_args"}
+NOT_AN_OPTION |= {"structured_outputs"}
 
 
 class Parser(argparse.ArgumentParser):

@@ -736,8 +736,8 @@ def test_n_answers_are_streamed(server):
     [
         (
             "response_format",
-            [{"type": "text"}],
-            [{"type": "json_object"}, {"type": "json_schema", "json_schema": {}}],
+            [{"type": "text"}, {"type": "json_object"}],
+            [{"type": "json_schema"}, {"type": "json_object", "json_schema": {}}, {"type": "xml"}],
         ),
         (
             "tool_choice",

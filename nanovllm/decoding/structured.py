@@ -1,0 +1,325 @@
+"""Structured outputs: only tokens with which the text can still match a JSON schema, a regular
+expression, a list of choices or a grammar.
+
+llguidance (Microsoft, MIT) knows which tokens these are. A step asks it for one mask per sequence.
+What a sequence has matched so far follows from its output tokens, so nothing is lost when it is
+preempted, or when a step fails. A request without structured outputs passes nothing in here.
+
+The model's end-of-sequence tokens are allowed where the match may end, and nothing else is where it
+must end. So `min_tokens` cannot prolong an answer that is complete, and with `ignore_eos` it is
+filled up with end-of-sequence tokens. A stop string may still cut an answer in the middle.
+Log-probabilities are those of the model, as with penalties. Imports no torch until a step masks.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from collections.abc import Sequence as Texts
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from math import lcm
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from nanovllm.options import Options, option, refusal, shown
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.sequence import Sequence
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+KINDS = ("json", "json_object", "regex", "choice", "grammar")
+NO_TEXT = "no text matches it"
+# what clients send must neither keep a server busy nor fill its memory
+MOST_CHARS = 2**15  # of a schema, a regex, all choices or a grammar
+MOST_REMAINDERS = 100_000  # states that the multipleOf of a schema take
+LIMITS: dict[str, Any] = dict(
+    max_items_in_row=1000,  # what a grammar may mean at once
+    step_max_items=10_000,
+    initial_lexer_fuel=500_000,
+    max_lexer_states=50_000,
+    verbose_errors=False,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StructuredOutputsParams(Options):
+    """What an output must match: exactly one of these kinds."""
+
+    json: dict | str | None = option(None, "A JSON schema, or its text.")
+    json_object: bool = option(False, "Any JSON object.")
+    regex: str | None = option(None, "A regular expression for the whole text, without lookaround.")
+    choice: Texts[str] | None = option(None, "The texts to choose from.")
+    grammar: str | None = option(None, "A context-free grammar, as Lark or as GBNF writes it.")
+    disable_any_whitespace: bool = option(False, "JSON without spaces and line ends.")
+
+    elsewhere: ClassVar[dict[str, str]] = {
+        "structural_tag": "write a grammar",
+        "whitespace_pattern": "disable_any_whitespace=True leaves out all of it",
+        "disable_additional_properties": 'write "additionalProperties": false into the schema',
+    }
+
+    def __post_init__(self):
+        for name in ("json_object", "disable_any_whitespace"):
+            self.require(name, isinstance(getattr(self, name), bool), "True or False")
+        self.require("json", isinstance(self.json, dict | str | None), "a dict or its JSON text")
+        for name in ("regex", "grammar"):
+            self.require(name, isinstance(getattr(self, name), str | None), "a string")
+        is_list = isinstance(self.choice, list | tuple) and len(self.choice) > 0
+        is_choice = is_list and all(isinstance(text, str) for text in self.choice or ())
+        self.require("choice", self.choice is None or is_choice, "a list of strings, not empty")
+        if len(self.given) != 1:
+            has = " and ".join(self.given) or "nothing"
+            raise ValueError(f"structured_outputs has {has}: give one of {', '.join(KINDS)}")
+
+    @property
+    def given(self) -> list[str]:
+        """Which of the kinds it has."""
+        return [name for name in KINDS if getattr(self, name) not in (None, False)]
+
+    @property
+    def schema(self) -> dict:
+        """The JSON schema. Raises an exception if there is none in the text."""
+        if self.json_object:
+            return {"type": "object"}
+        text = self.json if isinstance(self.json, str) else json.dumps(self.json)
+        schema = json.loads(text)
+        if not isinstance(schema, dict):
+            raise ValueError("it is no JSON object")
+        return {key: value for key, value in schema.items() if key != "x-guidance"}
+
+
+# --- from what a user wrote to a grammar ---
+
+
+class Source(Protocol):
+    """What a grammar is compiled for: the engine's `Inputs`."""
+
+    model: str
+    tokenizer: Any
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    vocabulary: Any  # an LLTokenizer, made by the first request that needs it
+
+
+def grammar_of(sampling: SamplingParams, source: Source) -> Grammar:
+    """Compiles the structured outputs that are asked for.
+
+    Raises ValueError with the field, its value, and what is wrong where. Any thread may call it:
+    the requests share nothing but the vocabulary, which does not change.
+    """
+    given = sampling.structured_outputs
+    params = StructuredOutputsParams(**given) if isinstance(given, dict) else given
+    if not isinstance(params, StructuredOutputsParams):
+        raise refusal("structured_outputs", given, "it must be StructuredOutputsParams or a dict")
+    if source.vocabulary is None:
+        source.vocabulary = new_vocabulary(source)
+    (name,) = params.given
+    try:
+        matcher = new_matcher(grammar_text(params), source.vocabulary)
+        problem = matcher.get_error()
+        if problem and name == "json":
+            problem = f"at {place_of(problem, params.schema, source.vocabulary)}: {problem}"
+        problem = problem or problem_of_first_tokens(matcher, source.eos_token_ids)
+    except Exception as error:  # half a surrogate pair, a schema that contains itself ...
+        problem = str(error) or type(error).__name__
+    if problem:
+        value = getattr(params, name)
+        raise refusal(f"structured_outputs.{name}", value, sentence(problem))
+    return Grammar(matcher, source.eos_token_ids)
+
+
+def prepare_vocabulary(source: Source) -> None:
+    """Makes the vocabulary before the first request needs it, if structured outputs can be had."""
+    if find_spec("llguidance") and source.tokenizer and source.eos_token_ids:
+        source.vocabulary = new_vocabulary(source)
+
+
+def new_vocabulary(source: Source) -> Any:
+    """The tokens as bytes, for llguidance. Takes about a second for 150,000 of them."""
+    try:
+        from llguidance.hf import from_tokenizer
+    except ImportError as error:
+        install = "pip install 'nanovllm[structured]'"
+        raise ValueError(f"structured_outputs needs llguidance: {install}") from error
+    eos_token_ids = sorted(i for i in source.eos_token_ids if i < source.vocab_size)
+    for name, value in (("tokenizer", source.tokenizer), ("end-of-sequence token", eos_token_ids)):
+        if not value:
+            raise ValueError(f"structured_outputs: model={source.model!r} has no {name}")
+    num_ids = max(source.vocab_size, len(source.tokenizer))
+    return from_tokenizer(source.tokenizer, num_ids, eos_token_ids)
+
+
+def grammar_text(params: StructuredOutputsParams) -> str:
+    """The grammar as llguidance reads it. Raises an exception if it is too large for a server."""
+    from llguidance import LLMatcher, grammar_from
+
+    if params.regex is not None:
+        check_length(params.regex)
+        return LLMatcher.grammar_from_regex(params.regex)
+    if params.choice is not None:
+        texts = " | ".join(json.dumps(text) for text in params.choice)
+        check_length(texts)
+        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
+    if params.grammar is not None:
+        check_length(params.grammar)
+        if "%json" in params.grammar:
+            raise ValueError("%json is not supported: give the schema as json")
+        return grammar_from("grammar", params.grammar)
+    check_schema(params.schema)
+    spaces = not params.disable_any_whitespace
+    return LLMatcher.grammar_from_json_schema(params.schema, {"whitespace_flexible": spaces})
+
+
+def check_length(text: str) -> None:
+    if len(text) > MOST_CHARS:
+        raise ValueError(f"it has {len(text):,} characters: at most {MOST_CHARS:,} are allowed")
+
+
+def check_schema(schema: dict) -> None:
+    """Refuses what takes long to compile, though no limit of llguidance counts it: a number's
+    remainders by multipleOf, also by several together."""
+    check_length(json.dumps(schema))
+    factors = [1]
+    for path, part in parts_of(schema):
+        if "multipleOf" in part:
+            digits = re.sub(r"e.*|[^0-9]", "", repr(part["multipleOf"])).strip("0")  # 0.250 -> 25
+            factors.append(int(digits or 1))
+            if lcm(*factors) * len(factors) > MOST_REMAINDERS:
+                value = shown(part["multipleOf"])
+                raise ValueError(f"at {path}: multipleOf={value} takes too long to compile")
+
+
+def new_matcher(text: str, vocabulary: Any) -> Any:
+    """An LLMatcher at the begin of the text. It raises nothing: see `get_error`."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    return LLMatcher(vocabulary, text, log_level=0, limits=LLParserLimits(**LIMITS))
+
+
+def problem_of_first_tokens(matcher: Any, eos_token_ids: frozenset[int]) -> str:
+    """Tries the first two steps. A grammar that is too large fails here already, before it is
+    served; and so does one that no text matches."""
+    matcher = matcher.deep_copy()
+    allowed = int.from_bytes(matcher.compute_bitmask(), "little")
+    for token_id in eos_token_ids:
+        allowed &= ~(1 << token_id)
+    if allowed:
+        lowest = (allowed & -allowed).bit_length() - 1
+        matcher.consume_token(lowest)
+        matcher.compute_bitmask()
+    is_possible = allowed or matcher.is_accepting()
+    return matcher.get_error() or ("" if is_possible else NO_TEXT)
+
+
+# --- what is wrong, and where ---
+
+
+def parts_of(schema: dict) -> Iterator[tuple[str, dict]]:
+    """All objects in a schema with their places, such as #/properties/age; those around first."""
+    stack: list[tuple[str, Any]] = [("#", schema)]
+    while stack:
+        path, part = stack.pop()
+        pairs: Any = enumerate(part) if isinstance(part, list) else ()
+        if isinstance(part, dict):
+            yield path, part
+            pairs = part.items()
+        stack += reversed([(f"{path}/{key}", value) for key, value in pairs])
+
+
+def place_of(problem: str, schema: dict, vocabulary: Any) -> str:
+    """The smallest part of the schema that has the problem by itself."""
+    place = "#"
+    for path, part in parts_of(schema):
+        if path.startswith(place + "/"):
+            text = json.dumps({"grammars": [{"json_schema": part}]})
+            if new_matcher(text, vocabulary).get_error() == problem:
+                place = path
+    return place
+
+
+def sentence(problem: str) -> str:
+    """The library's message on one line: without its pictures, but with the place that they show.
+
+    "regex parse error:\\n    a(b\\n     ^\\nerror: unclosed group" becomes
+    "unclosed group, at character 2".
+    """
+    of_regex = re.search(r"\n    ( *)\^+\nerror: (.*)", problem)
+    if of_regex:
+        return f"{of_regex[2]}, at character {len(of_regex[1]) + 1}"
+    line = problem.partition("\n")[0].rpartition("(in regex): ")[2]
+    return line.replace("NoExtensionBias", NO_TEXT)[:300]
+
+
+# --- the steps ---
+
+
+@dataclass
+class Match:
+    """How far a sequence has got: what the matcher has consumed."""
+
+    matcher: Any
+    token_ids: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Grammar:
+    """A request's compiled grammar, and what its sequences have matched of it."""
+
+    start: Any  # an LLMatcher that has consumed nothing
+    eos_token_ids: frozenset[int]
+    matches: dict[int, Match] = field(default_factory=dict)  # by the sequence's index
+
+    def __reduce__(self) -> tuple:
+        """It does not travel: a process that gets the request compiles its own."""
+        return type(None), ()
+
+    def matcher_of(self, seq: Sequence) -> Any:
+        """The matcher after all output tokens of the sequence: it consumes those that are new. It
+        starts again where tokens have gone, as after a fault."""
+        token_ids = seq.output_token_ids
+        match = self.matches.get(seq.index)
+        if match is None or match.token_ids != token_ids[: len(match.token_ids)]:
+            match = self.matches[seq.index] = Match(self.start.deep_copy())
+        for token_id in token_ids[len(match.token_ids) :]:
+            if not match.matcher.is_stopped():
+                match.matcher.consume_token(token_id)
+        match.token_ids = token_ids
+        return match.matcher
+
+    def check(self, seq: Sequence) -> None:
+        """Raises ValueError if the sequence has ended with an end-of-sequence token too early:
+        nothing else is allowed once a matcher has failed."""
+        if seq.token_ids[-1] in self.eos_token_ids:
+            matcher = self.matcher_of(seq)
+            if not matcher.is_accepting():
+                problem = sentence(matcher.get_error()) or "no token can follow"
+                raise ValueError(f"structured_outputs: the answer cannot go on: {problem}")
+
+
+def masked_logits(logits: Tensor, seqs: list[Sequence]) -> Tensor:
+    """logits [B, vocab_size] -> a copy in fp32 in which a token that a grammar forbids is never the
+    likeliest, and never drawn; the same logits if no sequence has a grammar.
+
+    What is forbidden gets a finite logit, as kernels subtract one from another. So does what is
+    allowed, even if `min_tokens` is against it: the mask wins.
+    """
+    rows = [row for row, seq in enumerate(seqs) if seq.request.grammar is not None]
+    if not rows:
+        return logits
+    import torch
+
+    from nanovllm.step import integers, move
+
+    matchers = [seqs[row].request.grammar.matcher_of(seqs[row]) for row in rows]
+    masks = bytearray().join(matcher.compute_bitmask() for matcher in matchers)
+    packed = torch.frombuffer(masks, dtype=torch.uint8).view(len(rows), -1, 1)
+    moved = move({"rows": integers(rows), "packed": packed}, logits.device)
+    bits = moved["packed"] >> torch.arange(8, dtype=torch.uint8, device=logits.device) & 1
+    is_allowed = bits.view(len(rows), -1)[:, : logits.shape[1]].bool()  # [rows, vocab_size]
+    logits = logits.to(torch.float32, copy=True)
+    lowest = torch.finfo(torch.float32).min
+    at_least = logits[moved["rows"]].clamp(min=lowest / 2)
+    logits[moved["rows"]] = at_least.where(is_allowed, lowest)
+    return logits
