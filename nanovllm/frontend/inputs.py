@@ -109,9 +109,9 @@ class Inputs:
                 return content, self.tokens(content)
             text = content.text(self.tokenizer)
             return text, self.tokens(text, add_special_tokens=False)
-        except PromptTooLong:
-            raise
         except Exception as error:  # half a surrogate pair, a message that the template rejects ...
+            if isinstance(error, PromptTooLong):
+                raise
             raise refusal("prompt", prompt, f"the tokenizer rejects it: {error}") from error
 
     def tokens(self, text: str, **options) -> list[int]:
@@ -124,5 +124,5 @@ class Inputs:
 
     @cached_property
     def longest_token(self) -> int:
-        """In characters."""
+        """How many characters it has."""
         return max(map(len, self.tokenizer.get_vocab()))

@@ -131,7 +131,8 @@ class Answers(ABC):
         return {"prompt_token_ids": output.prompt_token_ids, "token_ids": one.token_ids}
 
     def prompt_logprobs(self, output: RequestOutput) -> list[dict | None] | None:
-        """As vLLM writes them. The rank of a token that is not among the likeliest is not known."""
+        """Writes them as vLLM does. The rank of a token that is not among the likeliest is not
+        known."""
         if output.prompt_logprobs is None:
             return None
         rows: list[dict | None] = []

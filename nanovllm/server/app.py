@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 from fastapi import FastAPI, Request
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import Response
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Receive, Scope, Send
@@ -41,13 +40,7 @@ from nanovllm.server.texts import TokenTexts
 from nanovllm.server.visits import Visit
 
 T = TypeVar("T")
-BODIES: dict[str, type[BaseModel]] = {
-    "/v1/completions": CompletionBody,
-    "/v1/chat/completions": ChatBody,
-    "/v1/responses": ResponseBody,
-    "/tokenize": TokenizeBody,
-    "/detokenize": DetokenizeBody,
-}
+Make = Callable[[Any, Inputs], T]  # from a body
 
 
 class Server:
@@ -105,7 +98,7 @@ class Server:
             self.engine.check_open()  # it was `close_views`
             raise
 
-    async def prepare(self, kind: type[Any], data: bytes, make: Callable[[Any, Inputs], T]) -> T:
+    async def prepare(self, kind: type[Any], data: bytes, make: Make[T]) -> T:
         """What is made of a body, in a thread that tokenizes. Raises BadRequest, Busy or
         Unavailable."""
 
@@ -157,27 +150,12 @@ class Server:
     async def tell(
         self, kind: type[Any], make: Callable, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        """What the lane makes of a body, as JSON."""
+        """What a function makes of a body and the tokenizer, as JSON."""
         work = self.prepare(kind, await self.read(scope, receive), make)
         content = await while_connected(receive, work)
         await Response(content, media_type="application/json")(scope, receive, send)
 
     # --- routes ---
-
-    async def completions(self, request: Request) -> Response:
-        return Later(partial(self.answer, CompletionBody, Completions))
-
-    async def chat_completions(self, request: Request) -> Response:
-        return Later(partial(self.answer, ChatBody, ChatCompletions))
-
-    async def responses(self, request: Request) -> Response:
-        return Later(partial(self.answer, ResponseBody, Responses))
-
-    async def tokenize(self, request: Request) -> Response:
-        return Later(partial(self.tell, TokenizeBody, tokenized))
-
-    async def detokenize(self, request: Request) -> Response:
-        return Later(partial(self.tell, DetokenizeBody, detokenized))
 
     async def models(self) -> dict:
         return {
@@ -224,6 +202,16 @@ class Later(Response):
         await self.respond(scope, receive, send)
 
 
+def route_of(respond: Callable[..., Awaitable[None]], *args) -> Callable:
+    """A route whose response reads the body itself: it is read before a client may wait, and is
+    too long for the event loop to parse."""
+
+    async def route(request: Request) -> Response:
+        return Later(partial(respond, *args))
+
+    return route
+
+
 def with_requests(body: Any, inputs: Inputs) -> tuple[Any, list[EngineRequest]]:
     return body, body.requests(inputs)
 
@@ -236,6 +224,17 @@ def tokenized(body: TokenizeBody, inputs: Inputs) -> str:
 
 def detokenized(body: DetokenizeBody, inputs: Inputs) -> str:
     return encoded({"prompt": body.text(inputs)})
+
+
+ANSWERED: dict[str, tuple[type[Any], type[Any]]] = {  # with what the model draws
+    "/v1/completions": (CompletionBody, Completions),
+    "/v1/chat/completions": (ChatBody, ChatCompletions),
+    "/v1/responses": (ResponseBody, Responses),
+}
+TOLD: dict[str, tuple[type[Any], Callable]] = {  # without the model
+    "/tokenize": (TokenizeBody, tokenized),
+    "/detokenize": (DetokenizeBody, detokenized),
+}
 
 
 def new_app(llm: LLM, options: ServerOptions) -> FastAPI:
@@ -264,13 +263,6 @@ def app_of(server: Server) -> FastAPI:
         redoc_url=None,
     )
     app.state.server = server
-    posts: dict[str, Callable] = {
-        "/v1/completions": server.completions,
-        "/v1/chat/completions": server.chat_completions,
-        "/v1/responses": server.responses,
-        "/tokenize": server.tokenize,
-        "/detokenize": server.detokenize,
-    }
     gets: dict[str, Callable] = {
         "/v1/models": server.models,
         "/v1/models/{name:path}": server.one_model,
@@ -278,7 +270,11 @@ def app_of(server: Server) -> FastAPI:
         "/version": server.version,
         "/metrics": server.show_metrics,
     }
-    for path, route in posts.items():
+    for path, (body, answers) in ANSWERED.items():
+        route = route_of(server.answer, body, answers)
+        app.add_api_route(path, route, methods=["POST"], response_model=None)
+    for path, (body, make) in TOLD.items():
+        route = route_of(server.tell, body, make)
         app.add_api_route(path, route, methods=["POST"], response_model=None)
     for path, route in gets.items():
         app.add_api_route(path, route, response_model=None)
@@ -286,7 +282,7 @@ def app_of(server: Server) -> FastAPI:
     app.openapi = lambda: schema_of(app)  # type: ignore[method-assign]
     app.add_exception_handler(HTTPException, answer_error)
     options = server.options
-    known_paths = {*posts, *gets}
+    known_paths = {*ANSWERED, *TOLD, *gets}
 
     def at_end(visit: Visit) -> None:
         visit.end(server.metrics, known_paths, options.log_requests)
@@ -306,7 +302,7 @@ def schema_of(app: FastAPI) -> dict:
     """OpenAPI's description of the app, with the bodies, which the routes read themselves."""
     schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
     components = schema.setdefault("components", {}).setdefault("schemas", {})
-    for path, kind in BODIES.items():
+    for path, (kind, _) in (ANSWERED | TOLD).items():
         body = kind.model_json_schema(ref_template="#/components/schemas/{model}")
         components |= body.pop("$defs", {})
         content = {"application/json": {"schema": body}}

@@ -167,7 +167,7 @@ class ChatCompletions(Answers):
         return super().reason(index, reason)
 
     def parts(self, one: CompletionOutput) -> Parts:
-        """Those of a whole output, or of what is new in it."""
+        """The parts of a whole output, or of what is new in it."""
         parser = self.parsers[one.index]
         parts = parser.add(one.text)
         if one.finish_reason is not None:

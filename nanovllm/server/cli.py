@@ -6,8 +6,8 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import Field, fields
+from collections.abc import Collection, Sequence
+from dataclasses import MISSING, Field, fields
 from difflib import get_close_matches
 from importlib.metadata import version
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin
 from nanovllm.config import Config
 from nanovllm.options import Options, refusal, shown
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.server.settings import ReplicaOptions, ServerOptions
 
 NOT_AN_OPTION = {"model", "n", "logprobs", "prompt_logprobs", "logit_bias", "extra_args"}
 NOT_AN_OPTION |= {"structured_outputs"}
@@ -46,54 +47,19 @@ class Parser(argparse.ArgumentParser):
         return found
 
 
-SERVE: dict[
-    str, dict[str, Any]
-] = {  # of `nanovllm serve` only: option, what it means, how it is read
-    "--host": dict(default="127.0.0.1", help="0.0.0.0 lets other machines in (default: 127.0.0.1)"),
-    "--port": dict(type=int, default=8000, help="0 is any free one (default: 8000)"),
-    "--api-key": dict(
-        action="append",
-        help="what clients must send; may be given several times, and in"
-        " NANOVLLM_API_KEY, where `ps` does not show it (default: none)",
-    ),
-    "--served-model-name": dict(nargs="+", help="names for clients (default: that of the model)"),
-    "--chat-template": dict(help="a file in Jinja, instead of the model's own template"),
-    "--config": dict(help="a JSON file with options, by their names; those given here go first"),
-    "--max-waiting": dict(type=int, help="others get a 429 (default: 256 requests)"),
-    "--max-body-bytes": dict(
-        type=int, help="of a request (default: 32 times max_model_len, from 256 KiB to 4 MiB)"
-    ),
-    "--max-tokens-per-call": dict(type=int, help="prompts * n * max_tokens (default: 1,048,576)"),
-    "--drain-seconds": dict(type=float, help="for running requests, at the end (default: 30)"),
-    "--allowed-origins": dict(nargs="*", help="of pages of others (CORS)"),
-    "--allow-priority": dict(
-        action=argparse.BooleanOptionalAction, help="let clients say who goes first (default: no)"
-    ),
-    "--log-requests": dict(
-        action=argparse.BooleanOptionalAction, help="a line for each request (default: yes)"
-    ),
-    "--show": dict(
-        action="store_true",
-        help="for the page: a small cache, unless other options are given, and 10 steps a second",
-    ),
-    "--replicas": dict(type=int, help="so many engines, by Ray Serve (default: one, without Ray)"),
-    "--max-replicas": dict(type=int, help="more of them under load, up to so many"),
-    "--target-requests": dict(
-        type=float, help="of a replica: with more it is loaded (default: 32)"
-    ),
-    "--router-cls": dict(help="which replica serves a request (default: PrefixAffinity)"),
-    "--cpus-per-rank": dict(type=float, help="what Ray reserves (default: 0.5)"),
-}
-
-
 def new_parser() -> Parser:
     parser = Parser(prog="nanovllm", description="An inference engine, small enough to read.")
     parser.add_argument("--version", action="version", version=f"nanovllm {version('nanovllm')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     serve = commands.add_parser("serve", help="serve a model by OpenAI's API, with a page at /")
-    for name, how in SERVE.items():
-        serve.add(serve, name, **({"type": imported} if name == "--router-cls" else {}), **how)
+    serve.add(serve, "--host", default="127.0.0.1", help="0.0.0.0 lets other machines in")
+    serve.add(serve, "--port", type=int, default=8000, help="0 is any free one (default: 8000)")
+    serve.add(serve, "--config", help="a YAML file with options; those given here go first")
+    show = "for the page: a small cache, unless other options are given, and 10 steps a second"
+    serve.add(serve, "--show", action="store_true", help=show)
+    add_options(serve, ServerOptions)
+    add_options(serve, ReplicaOptions)
 
     chat = commands.add_parser("chat", help="talk to a model, or to a server")
     chat.add(chat, "--url", help="of a server, for example http://localhost:8000")
@@ -125,32 +91,32 @@ def add_options(parser: Parser, kind: type[Options]) -> None:
         option = "--" + field.name.replace("_", "-")
         if field.name in NOT_AN_OPTION or option in parser.names:
             continue
-        text = help_of(field)
-        if field.type in (bool, "bool"):
-            parser.add(group, option, action=argparse.BooleanOptionalAction, help=text)
-        elif field.name == "stop":
-            parser.add(group, option, nargs="+", help=text)
-        elif field.name == "stop_token_ids":
-            parser.add(group, option, nargs="+", type=int, help=text)
-        else:
-            parser.add(group, option, type=reader_of(field.type), help=text)
+        how = how_to_read(field.type)
+        parser.add(group, option, help=help_of(field), **how)
 
 
 def help_of(field: Field) -> str:
     """What the option means, and its default, if the text does not say it."""
     value = field.default
     text = field.metadata["meaning"].replace("%", "%%")
-    if value is None:
+    if value is None or value is MISSING:
         return text
     return f"{text} (default: {getattr(value, '__name__', value)})"
 
 
-def reader_of(kind: Any) -> Any:
-    """What turns the option's text into a value of this type."""
+def how_to_read(kind: Any) -> dict[str, Any]:
+    """What turns the option's words into a value of this type."""
+    if kind is bool:
+        return {"action": argparse.BooleanOptionalAction}
     if get_origin(kind) is Literal:
-        return str
+        return {"type": str}
+    lists = [
+        one for one in (kind, *get_args(kind)) if get_origin(one) in (list, Sequence, Collection)
+    ]
+    if lists:
+        return {"nargs": "+", "action": "extend", "type": get_args(lists[0])[0]}
     kinds = [one for one in get_args(kind) or (kind,) if one is not NoneType]
-    return imported if kinds[0] is type else kinds[0]
+    return {"type": imported if kinds[0] is type else kinds[0]}
 
 
 def imported(name: str) -> type:

@@ -14,16 +14,13 @@ from contextlib import closing, contextmanager
 from dataclasses import fields, replace
 from http.client import HTTPException
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import EMBEDDED_MODEL, Config
 from nanovllm.options import Options, refusal
 from nanovllm.schedule import Schedule
-
-if TYPE_CHECKING:
-    from nanovllm.server.scaling import ReplicaOptions
-    from nanovllm.server.settings import ServerOptions
+from nanovllm.server.settings import ReplicaOptions, ServerOptions
 
 # three times as many tokens per second of small models as with Ray's own choices
 RAY_SETTINGS = {
@@ -110,16 +107,12 @@ def serve_replicas(args: Namespace) -> None:
 
 def replica_options(args: Namespace) -> tuple[Config, ServerOptions, ReplicaOptions]:
     """Raises ValueError."""
-    from nanovllm.server.scaling import ReplicaOptions
-
     options = ReplicaOptions(**given(args, ReplicaOptions))
     return Config(**given(args, Config)), server_options(args), options
 
 
 def server_options(args: Namespace) -> ServerOptions:
     """Raises ValueError."""
-    from nanovllm.server.settings import ServerOptions
-
     options = given(args, ServerOptions)
     options.setdefault("served_model_name", [name_of(args.model or EMBEDDED_MODEL)])
     options["api_key"] = options.get("api_key", []) + os.environ.get(KEY, "").split()

@@ -68,7 +68,9 @@ class Metrics:
     def collect(self) -> Iterator[Metric]:
         """What a registry asks of a collector."""
         stats = self.stats
-        values = {name: (stats.get(key, 0), text) for name, (key, text) in GAUGES.items()}
+        values = {}
+        for name, (key, text) in GAUGES.items():
+            values[name] = (stats.get(key, 0), text)
         used = stats.get("kv_blocks_used", 0) / max(1, stats.get("kv_blocks", 0))
         values["kv_cache_usage_perc"] = (used, "Used KV blocks, 1 is all.")
         for name, (value, text) in values.items():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
 from functools import partial
 from math import ceil
 from typing import Any
@@ -16,42 +15,13 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
 from nanovllm.config import Config
-from nanovllm.options import Options, is_int, is_number, refusal
-from nanovllm.router import MOST_REPLICAS, PrefixAffinity, Router
+from nanovllm.options import refusal
 from nanovllm.server.app import Server, app_of
 from nanovllm.server.replicas import NO_LIMIT, Engine, Replicas
 from nanovllm.server.serve import bind, serve_app
-from nanovllm.server.settings import ServerOptions
+from nanovllm.server.settings import ReplicaOptions, ServerOptions
 
 NAME = "nanovllm"  # of the application
-
-
-@dataclass(kw_only=True)
-class ReplicaOptions(Options):
-    replicas: int = 1
-    max_replicas: int | None = None
-    target_requests: float = 32.0
-    router_cls: type = PrefixAffinity
-    cpus_per_rank: float = 0.5
-
-    def __post_init__(self):
-        is_count = is_int(self.replicas, 1, MOST_REPLICAS)
-        self.require("replicas", is_count, f"an integer from 1 to {MOST_REPLICAS}")
-        most = self.max_replicas
-        is_most = most is None or is_int(most, self.replicas, MOST_REPLICAS)
-        allowed = f"None or an integer from replicas={self.replicas} to {MOST_REPLICAS}"
-        self.require("max_replicas", is_most, allowed)
-        for name in ("target_requests", "cpus_per_rank"):
-            value = getattr(self, name)
-            self.require(name, is_number(value, 0) and value > 0, "a positive number")
-        is_router = isinstance(self.router_cls, type) and issubclass(self.router_cls, Router)
-        self.require("router_cls", is_router, "a subclass of nanovllm.router.Router")
-
-    def resources(self, config: Config, has_gpus: bool) -> dict[str, float]:
-        """What Ray reserves for a replica: the ranks of one are on one machine."""
-        num_ranks = config.tensor_parallel_size
-        num_gpus = num_ranks if has_gpus and config.device != "cpu" else 0
-        return {"CPU": self.cpus_per_rank * num_ranks, "GPU": num_gpus}
 
 
 def engines(config: Config, server: ServerOptions, options: ReplicaOptions) -> Application:

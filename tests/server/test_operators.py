@@ -106,6 +106,13 @@ def test_what_was_refused_aborted_or_failed_is_counted(server, monkeypatch):
     assert new['http_responses_total{path="other",status="404"}'] == 2
 
     def aborted():
+        launch = server.llm.runner.launch
+
+        def slow(schedule):
+            time.sleep(0.005)
+            return launch(schedule)
+
+        monkeypatch.setattr(server.llm.runner, "launch", slow)
         with server.connect() as sock:
             text = "a " * 900  # the parrot says all of it
             sock.sendall(
@@ -116,6 +123,7 @@ def test_what_was_refused_aborted_or_failed_is_counted(server, monkeypatch):
             sock.recv(100)
 
     new = change(server, aborted)
+    monkeypatch.undo()
     assert new['request_success_total{finished_reason="abort"}'] == 2
 
     def failed():

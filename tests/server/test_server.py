@@ -30,6 +30,7 @@ CHAT = {"messages": [{"role": "user", "content": "what is 20 + 30?"}]}
 POSTS = {
     "/v1/completions": SMALL,
     "/v1/chat/completions": {**CHAT, "max_tokens": 1},
+    "/v1/responses": {"input": "a", "max_output_tokens": 1},
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [5]},
 }
