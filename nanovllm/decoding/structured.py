@@ -34,6 +34,9 @@ NO_TEXT = "no text matches it"
 # what clients send must neither keep a server busy nor fill its memory
 MOST_CHARS = 2**15  # of a schema, a regex, all choices or a grammar
 MOST_REMAINDERS = 100_000  # states that the multipleOf of a schema take
+# between two parts of JSON: some models would write spaces without end
+SPACES = {"whitespace_pattern": r" ?|\n {0,40}"}
+NO_SPACES = {"whitespace_flexible": False}
 LIMITS: dict[str, Any] = dict(
     max_items_in_row=1000,  # what a grammar may mean at once
     step_max_items=10_000,
@@ -169,7 +172,7 @@ def grammar_text(params: StructuredOutputsParams) -> str:
         return grammar_from("grammar", params.grammar)
     check_schema(params.schema)
     spaces = not params.disable_any_whitespace
-    return LLMatcher.grammar_from_json_schema(params.schema, {"whitespace_flexible": spaces})
+    return LLMatcher.grammar_from_json_schema(params.schema, SPACES if spaces else NO_SPACES)
 
 
 def check_length(text: str) -> None:

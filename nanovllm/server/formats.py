@@ -10,6 +10,13 @@ from nanovllm.server.errors import BadRequest
 from nanovllm.server.protocol import Strict
 
 
+# the arguments of a function without parameters
+NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+COMPACT = {"disable_any_whitespace": True}  # a client gets the arguments anew
+
+
 class Schema(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")  # its name and description
     schema_: dict[str, Any] | bool = Field(True, alias="schema")
@@ -47,13 +54,13 @@ def forced_calls(choice: Any, tools: list[dict], may_be_many: bool) -> dict[str,
     """What makes the answer one call of the named function: its arguments; or a list of calls of
     any. Raises BadRequest."""
     functions = {tool["function"]["name"]: tool["function"] for tool in tools}
-    schemas = {name: one.get("parameters", {"type": "object"}) for name, one in functions.items()}
+    schemas = {name: one.get("parameters", NOTHING) for name, one in functions.items()}
     if isinstance(choice, CallNamed):
         name = choice.function.name
         if name not in schemas:
             problem = f"tool_choice names {name[:200]!r}, which is none of the tools"
             raise BadRequest(problem, "tool_choice")
-        return {"json": schemas[name]}
+        return {"json": schemas[name], **COMPACT}
     shared: dict[str, Any] = {}  # what the schemas refer to, which must be at the root
     for schema in schemas.values():
         for key, definition in schema.get("$defs", {}).items():
@@ -72,4 +79,4 @@ def forced_calls(choice: Any, tools: list[dict], may_be_many: bool) -> dict[str,
     wanted = {"type": "array", "items": {"anyOf": calls}, "minItems": 1, "$defs": shared}
     if not may_be_many:
         wanted["maxItems"] = 1
-    return {"json": wanted}
+    return {"json": wanted, **COMPACT}

@@ -183,6 +183,7 @@ def checked(kind: type[B], body: dict) -> B:
 def in_words(error: ValueError, kind: type[BaseModel]) -> BadRequest:
     """What the engine refuses. Its sentences begin with the field that is wrong."""
     message = str(error)[:1000]
-    names = [name for name in re.findall(r"\w+", message) if name in kind.model_fields]
+    words = re.findall(r"\w+", re.sub("StructuredOutputsParams", "structured_outputs", message))
+    names = [word for word in words if word in kind.model_fields]
     code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
     return BadRequest(message, names[0] if names else None, code=code)

@@ -629,7 +629,7 @@ BOMBS = [
     ({"json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}}, "no text matches it"),
     (
         {"json": {"type": "object", "properties": {f"p{i}": {} for i in range(2000)}}},
-        "Current row has",
+        "items",
     ),
     ({"json": {"type": "integer", "multipleOf": 1_000_003}}, "at #: multipleOf=1000003"),
     (

@@ -1,0 +1,221 @@
+"""Answers in a form that the client asks for: response_format, forced calls of tools, structured_outputs.
+
+Run: pytest tests/server/test_formats.py
+"""
+
+import json
+
+import pytest
+from server_tools import Running, left_idle
+
+from nanovllm import LLM
+from tests.tools.extras import needs
+
+needs("llguidance")
+CHATS = "/v1/chat/completions"
+CHAT = {"messages": [{"role": "user", "content": "what is 20 + 30?"}]}
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 5, "pattern": "^[a-z]+$"},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "greet", "parameters": PERSON}},
+    {"type": "function", "function": {"name": "stop"}},
+]
+MODEL = "org/tiny"
+
+
+@pytest.fixture(scope="module")
+def running():
+    with Running(LLM(num_blocks=400, max_num_seqs=16), served_model_name=[MODEL]) as server:
+        yield server
+
+
+@pytest.fixture
+def server(running):
+    with left_idle(running):
+        yield running
+
+
+@pytest.fixture
+def client(server):
+    with needs("openai").OpenAI(base_url=server.url + "/v1", api_key="any") as client:
+        yield client
+
+
+def is_person(value) -> bool:
+    is_whole = isinstance(value, dict) and value.keys() == {"name", "age"}
+    return is_whole and value["name"].isalpha() and 0 <= value["age"] <= 99
+
+
+SCHEMA = {
+    "type": "json_schema",
+    "json_schema": {"name": "person", "strict": True, "schema": PERSON},
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "more", [{"temperature": 0}, {"seed": 5, "n": 3, "logprobs": True, "top_logprobs": 2}]
+)
+def test_a_schema(server, stream, more):
+    body = {**CHAT, "response_format": SCHEMA, "max_tokens": 200, **more}
+    texts: dict[int, str] = {}
+    if stream:
+        for event in server.events(CHATS, body):
+            for choice in event["choices"]:
+                texts[choice["index"]] = texts.get(choice["index"], "") + choice["delta"]["content"]
+    else:
+        texts = {c["index"]: c["message"]["content"] for c in server.post(CHATS, body)["choices"]}
+    assert len(texts) == more.get("n", 1) and all(
+        is_person(json.loads(text)) for text in texts.values()
+    )
+
+
+def test_any_object(server):
+    """Which may be cut off: this model likes to write spaces."""
+    body = {**CHAT, "response_format": {"type": "json_object"}, "max_tokens": 60, "temperature": 0}
+    assert server.post(CHATS, body)["choices"][0]["message"]["content"].startswith("{")
+    assert (
+        "content"
+        in server.post(CHATS, {**body, "response_format": {"type": "text"}})["choices"][0][
+            "message"
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    "outputs, allowed",
+    [({"choice": ["yes", "no"]}, {"yes", "no"}), ({"regex": "a{3}|b"}, {"aaa", "b"})],
+)
+def test_the_forms_of_vllm(server, outputs, allowed):
+    for seed in range(3):
+        answer = server.complete(
+            prompt="Once", max_tokens=20, seed=seed, structured_outputs=outputs
+        )
+        assert answer["choices"][0]["text"] in allowed
+        chat = server.post(CHATS, {**CHAT, "seed": seed, "structured_outputs": outputs})
+        assert chat["choices"][0]["message"]["content"] in allowed
+
+
+def calls_of(server, body, stream) -> list[dict]:
+    if not stream:
+        (choice,) = server.post(CHATS, body)["choices"]
+        calls = choice["message"]["tool_calls"]
+        assert choice["message"]["content"] is None
+    else:
+        choices = [event["choices"][0] for event in server.events(CHATS, body)]
+        calls = [call for one in choices for call in one["delta"].get("tool_calls", [])]
+        assert [call.pop("index") for call in calls] == [*range(len(calls))]
+        assert not any(one["delta"]["content"] for one in choices)
+        choice = choices[-1]
+    assert choice["finish_reason"] == "tool_calls"
+    return [call["function"] for call in calls]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_must_be_made(server, stream):
+    body = {**CHAT, "tools": TOOLS, "stream": stream, "max_tokens": 300}
+    named = {"type": "function", "function": {"name": "greet"}}
+    for seed in range(3):
+        (call,) = calls_of(server, {**body, "seed": seed, "tool_choice": named}, stream)
+        assert call["name"] == "greet" and is_person(json.loads(call["arguments"]))
+        more = {"seed": seed, "tool_choice": "required", "parallel_tool_calls": False}
+        (call,) = calls_of(server, {**body, **more}, stream)
+        assert call["name"] in ("greet", "stop")
+        assert call["name"] == "stop" or is_person(json.loads(call["arguments"]))
+
+
+def test_several_calls_may_be_made(server):
+    tools = [TOOLS[0]]
+    body = {**CHAT, "tools": tools, "tool_choice": "required", "max_tokens": 400}
+    found = [server.post(CHATS, {**body, "seed": seed})["choices"][0] for seed in range(6)]
+    whole = [choice for choice in found if choice["finish_reason"] == "tool_calls"]
+    assert whole
+    for choice in whole:
+        for call in choice["message"]["tool_calls"]:
+            assert is_person(json.loads(call["function"]["arguments"]))
+    for choice in found:  # what was cut off is text
+        assert choice in whole or choice["message"]["content"].startswith("[")
+
+
+def test_definitions_of_tools_are_found(server):
+    shared = {"$defs": {"age": {"type": "integer", "minimum": 7, "maximum": 7}}}
+    parameters = {
+        "type": "object",
+        "properties": {"a": {"$ref": "#/$defs/age"}},
+        "required": ["a"],
+        "additionalProperties": False,
+        **shared,
+    }
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    body = {
+        **CHAT,
+        "tools": tools,
+        "max_tokens": 100,
+        "temperature": 0,
+        "parallel_tool_calls": False,
+    }
+    for choice in ("required", {"type": "function", "function": {"name": "f"}}):
+        (call,) = calls_of(server, {**body, "tool_choice": choice}, stream=False)
+        assert json.loads(call["arguments"]) == {"a": 7}
+    other = {**parameters, "$defs": {"age": {"type": "string"}}}
+    tools.append({"type": "function", "function": {"name": "g", "parameters": other}})
+    assert "'age'" in server.refused(CHATS, {**body, "tool_choice": "required"})["message"]
+
+
+@pytest.mark.parametrize(
+    "more, param, said",
+    [
+        ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "objekt"}}}}, "structured_outputs", "at #"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"properties": {"a": {"not": {}}}}}}}, "structured_outputs", "#/properties/a"),
+        ({"response_format": SCHEMA, "structured_outputs": {"regex": "a"}}, "response_format", "give one"),
+        ({"structured_outputs": {"regex": "a("}}, "structured_outputs", "at character 2"),
+        ({"structured_outputs": {"regex": "(a{1000}){1000}"}}, "structured_outputs", "regex"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "regex and choice"),
+        ({"structured_outputs": {"rejex": "a"}}, "structured_outputs", "rejex"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "h"}}}, "tool_choice", "'h'"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice", "tool_choice"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_done_is_refused_with_its_place(server, more, param, said):
+    error = server.refused(CHATS, {**CHAT, **more})
+    assert error["param"] == param and said in error["message"], error
+
+
+def test_the_official_client_parses_an_answer(server, client):
+    from pydantic import BaseModel, Field
+
+    class Person(BaseModel):
+        name: str = Field(max_length=5)
+        age: int = Field(ge=0, le=99)
+
+    answer = client.chat.completions.parse(
+        model=MODEL, messages=CHAT["messages"], response_format=Person, max_tokens=200
+    )
+    assert isinstance(answer.choices[0].message.parsed, Person)
+    answer = client.responses.parse(
+        model=MODEL, input="who are you?", text_format=Person, max_output_tokens=200
+    )
+    assert isinstance(answer.output_parsed, Person)
+
+
+def test_a_forced_call_of_the_responses_api(server, client):
+    tools = [{"type": "function", "name": "greet", "parameters": PERSON, "strict": True}]
+    for choice in ("required", {"type": "function", "name": "greet"}):
+        answer = client.responses.create(
+            model=MODEL,
+            input="hello",
+            tools=tools,
+            tool_choice=choice,
+            parallel_tool_calls=False,
+            max_output_tokens=200,
+        )
+        (call,) = answer.output
+        assert call.type == "function_call" and is_person(json.loads(call.arguments))
