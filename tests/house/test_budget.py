@@ -82,10 +82,10 @@ SIZES = {
 
 
 LIMITS = {  # lines and tokens, with 3 % of air
-    "core": (2440, 21_600),  # what README means by its number of lines: the root, layers and models
+    "core": (2480, 22_000),  # what README means by its number of lines: the root, layers and models
     "triton": (498, 5_360),
     "frontend": (620, 5_200),
-    "decoding": (520, 4_880),
+    "decoding": (590, 5_420),
     "swapping": (92, 900),
     "device": (355, 3_170),
     "checks": (165, 1_380),
@@ -153,7 +153,7 @@ def test_every_folder_has_a_limit():
 
 def test_the_package_is_small():
     lines, tokens = total(name for name in SIZES if part_of(name) not in APART)
-    assert lines <= 4640 and tokens <= 42_000
+    assert lines <= 4760 and tokens <= 43_000
 
 
 @pytest.mark.parametrize("name", SIZES)
