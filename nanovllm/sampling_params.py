@@ -65,6 +65,13 @@ class SamplingParams(Options):
         None,
         "The same for the prompt's tokens. Its keys and values are then computed, even if cached.",
     )
+    allowed_token_ids: Sequence[int] | None = option(None, "Only these tokens are drawn.")
+    bad_words: Sequence[str] | None = option(
+        None, "No token is drawn that ends one of these words."
+    )
+    truncate_prompt_tokens: int | None = option(
+        None, "Keep so many tokens at the prompt's end, and forget those before; -1 as many as fit."
+    )
     structured_outputs: Options | dict | None = option(
         None, "What the output must match: StructuredOutputsParams, or a dict of its fields."
     )
@@ -89,6 +96,7 @@ class SamplingParams(Options):
             value = getattr(self, name)
             is_allowed = value is None or is_int(value, 0, limit)
             self.require(name, is_allowed, f"None or an integer from 0 to {limit}")
+        self._check_masks()
         given = self.structured_outputs
         is_given = isinstance(given, Options | dict) and bool(given)
         allowed = "None, StructuredOutputsParams or a dict of its fields"
@@ -150,6 +158,20 @@ class SamplingParams(Options):
         self.put("stop_token_ids", tuple(ids))
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             self.require(name, isinstance(getattr(self, name), bool), "True or False")
+
+    def _check_masks(self) -> None:
+        """Checks allowed_token_ids, bad_words and truncate_prompt_tokens."""
+        ids = self.allowed_token_ids
+        is_list = isinstance(ids, list | tuple) and len(ids) > 0
+        is_ids = is_list and all(is_int(i, 0) for i in ids or ())
+        self.require("allowed_token_ids", ids is None or is_ids, "None or a list of token ids")
+        words = [] if self.bad_words is None else self.bad_words
+        is_list = isinstance(words, list | tuple)
+        is_words = is_list and all(isinstance(word, str) and word for word in words)
+        self.require("bad_words", is_words, "a list of strings, none of them empty")
+        most = self.truncate_prompt_tokens
+        is_count = most in (None, -1) or is_int(most, 1)
+        self.require("truncate_prompt_tokens", is_count, "None, -1 or a positive integer")
 
     def clone(self) -> "SamplingParams":
         """A copy. For other values: dataclasses.replace(params, top_k=5)."""

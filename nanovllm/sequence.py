@@ -94,6 +94,7 @@ class Request:
     num_shared_tokens: int = 0  # before the fork: the number of tokens that all sequences share
     user_priority: int = 0  # the smallest is served first
     grammar: Any = None  # see structured.Grammar
+    words: Any = None  # see masks.Words
     # of the prompt's tokens, as far as computed, if requested; the first one has none
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
 
@@ -105,7 +106,9 @@ class Request:
         self.has_penalty = bool(is_counted or params.repetition_penalty != 1)
         self.logit_bias = {**(params.logit_bias or {})}  # checked: later changes do not count
         self.is_adjusted = bool(self.has_penalty or self.logit_bias or params.min_tokens)
-        self.is_adjusted |= params.structured_outputs is not None
+        masks = (params.structured_outputs, params.allowed_token_ids, params.bad_words)
+        self.is_masked = any(masks)
+        self.is_adjusted |= self.is_masked
         # whether its tokens are just the likeliest ones
         self.is_plain = params.temperature == 0 and not self.is_adjusted
         eos_token_ids = () if self.params.ignore_eos else self.eos_token_ids

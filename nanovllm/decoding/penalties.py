@@ -7,7 +7,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from nanovllm.decoding.structured import masked_logits
+from nanovllm.decoding.masks import masked_logits
 from nanovllm.sequence import Sequence
 from nanovllm.step import integers, move, tensors_of, with_tensors
 

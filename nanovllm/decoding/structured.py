@@ -20,14 +20,11 @@ from collections.abc import Sequence as Texts
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from math import lcm
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from nanovllm.options import Options, option, refusal, shown
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import Sequence
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 NO_TEXT = "no text matches it"
@@ -35,8 +32,8 @@ NO_TEXT = "no text matches it"
 MOST_CHARS = 2**15  # of a schema, a regex, all choices or a grammar
 MOST_REMAINDERS = 100_000  # states that the multipleOf of a schema take
 # between two parts of JSON: some models would write spaces without end
-SPACES = {"whitespace_pattern": r" ?|\n {0,40}"}
-NO_SPACES = {"whitespace_flexible": False}
+SPACES: Any = {"whitespace_pattern": r" ?|\n {0,40}"}
+NO_SPACES: Any = {"whitespace_flexible": False}
 LIMITS: dict[str, Any] = dict(
     max_items_in_row=1000,  # what a grammar may mean at once
     step_max_items=10_000,
@@ -299,30 +296,3 @@ class Grammar:
             if not matcher.is_accepting():
                 problem = sentence(matcher.get_error()) or "no token can follow"
                 raise ValueError(f"structured_outputs: the answer cannot go on: {problem}")
-
-
-def masked_logits(logits: Tensor, seqs: list[Sequence]) -> Tensor:
-    """logits [B, vocab_size] -> a copy in fp32 in which a token that a grammar forbids is never the
-    likeliest, and never drawn; the same logits if no sequence has a grammar.
-
-    What is forbidden gets a finite logit, as kernels subtract one from another. So does what is
-    allowed, even if `min_tokens` is against it: the mask wins.
-    """
-    rows = [row for row, seq in enumerate(seqs) if seq.request.grammar is not None]
-    if not rows:
-        return logits
-    import torch
-
-    from nanovllm.step import integers, move
-
-    matchers = [seqs[row].request.grammar.matcher_of(seqs[row]) for row in rows]
-    masks = bytearray().join(matcher.compute_bitmask() for matcher in matchers)
-    packed = torch.frombuffer(masks, dtype=torch.uint8).view(len(rows), -1, 1)
-    moved = move({"rows": integers(rows), "packed": packed}, logits.device)
-    bits = moved["packed"] >> torch.arange(8, dtype=torch.uint8, device=logits.device) & 1
-    is_allowed = bits.view(len(rows), -1)[:, : logits.shape[1]].bool()  # [rows, vocab_size]
-    logits = logits.to(torch.float32, copy=True)
-    lowest = torch.finfo(torch.float32).min
-    at_least = logits[moved["rows"]].clamp(min=lowest / 2)
-    logits[moved["rows"]] = at_least.where(is_allowed, lowest)
-    return logits

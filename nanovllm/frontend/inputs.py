@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.decoding.beam_search import BeamRequest, BeamSearch, BeamSearchParams
-from nanovllm.decoding.structured import grammar_of
+from nanovllm.decoding.masks import add_masks
 from nanovllm.frontend.messages import Conversation, Prompt, is_conversation, unwrapped
 from nanovllm.options import PromptTooLong, is_int, refusal, shown
 from nanovllm.sampling_params import LARGEST_COUNT, SamplingParams
@@ -75,7 +75,13 @@ class Inputs:
         if not token_ids:
             raise ValueError(f"prompt={shown(prompt)} is empty: it must have at least one token")
         self.check_ids("prompt", token_ids)
+        if sampling.truncate_prompt_tokens is not None:
+            most = sampling.truncate_prompt_tokens
+            most = self.scheduler.max_model_len - 1 if most == -1 else most
+            text = text if len(token_ids) <= most else None  # it is another one
+            token_ids = token_ids[-most:]
         self.check_ids("stop_token_ids", sampling.stop_token_ids or [])
+        self.check_ids("allowed_token_ids", sampling.allowed_token_ids or [])
         self.check_ids("logit_bias", sampling.logit_bias or {})
         if sampling.stop and self.tokenizer is None:
             raise refusal("stop", sampling.stop, f"model={self.model!r} has no tokenizer")
@@ -86,7 +92,8 @@ class Inputs:
             request = BeamRequest(*fields, search=BeamSearch(params, request.stop_token_ids, room))
         request.user_priority = priority
         self.scheduler.limit_length(request)
-        request.grammar = sampling.structured_outputs and grammar_of(sampling, self)
+        if request.is_masked:
+            add_masks(request, self)
         return request
 
     def check_ids(self, name: str, token_ids: Iterable[int]) -> None:

@@ -9,7 +9,6 @@ from pydantic import BaseModel, ConfigDict, Field
 from nanovllm.server.errors import BadRequest
 from nanovllm.server.protocol import Strict
 
-
 # the arguments of a function without parameters
 NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 

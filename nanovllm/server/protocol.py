@@ -22,6 +22,7 @@ from nanovllm.server.errors import BadRequest
 MOST_CHOICES = 1024  # of one call
 MOST_IDS = 1024  # of tokens that stop, or have a bias
 MOST_STOPS = 64
+MOST_WORDS = 256
 MOST_STOP_CHARS = 4096  # in all: each is looked for after each token, in the engine's thread
 # fields with the names and meanings of SamplingParams
 SAME = {field.name for field in fields(SamplingParams)} - {"max_tokens", "logprobs", "logit_bias"}
@@ -84,6 +85,9 @@ class Body(Strict):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     structured_outputs: dict | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Annotated[list[str], Field(max_length=MOST_WORDS)] | None = None
+    truncate_prompt_tokens: int | None = None
     # these change no answer
     user: str | None = None
     metadata: dict | None = None

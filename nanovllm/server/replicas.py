@@ -25,7 +25,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from nanovllm.decoding.structured import grammar_of
+from nanovllm.decoding.masks import add_masks
 from nanovllm.engine import LLM
 from nanovllm.frontend.inputs import Inputs
 from nanovllm.options import shown
@@ -78,9 +78,8 @@ class Engine:
         self.engine.check_alive()
 
     async def generate(self, work: Work) -> AsyncIterator[list[News]]:
-        params = work.request.params
-        if params.structured_outputs is not None:
-            work.request.grammar = grammar_of(params, self.engine.inputs)
+        if work.request.params.structured_outputs:  # its grammar did not travel
+            add_masks(work.request, self.engine.inputs)
         try:
             call = self.engine.submit([work.request], work.is_streamed)
         except Unavailable as error:

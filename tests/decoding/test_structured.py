@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 from nanovllm import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
 from nanovllm.checks.blocks import check_blocks
 from nanovllm.decoding import structured
-from nanovllm.decoding.structured import grammar_of, masked_logits
+from nanovllm.decoding.masks import masked_logits
+from nanovllm.decoding.structured import grammar_of
 from nanovllm.layers import sampler, torch_ops, triton_ops
 from nanovllm.options import shown
 from nanovllm.sequence import Request

@@ -22,13 +22,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
-from nanovllm.decoding.structured import (
-    LIMITS,
-    grammar_of,
-    grammar_text,
-    masked_logits,
-    new_vocabulary,
-)
+from nanovllm.decoding.masks import masked_logits
+from nanovllm.decoding.structured import LIMITS, grammar_of, grammar_text, new_vocabulary
 from nanovllm.sequence import Request
 from tutorials.performance.machine import device_name, environment, installed
 from tutorials.performance.report import aligned, percentile, write_json

@@ -1,0 +1,103 @@
+"""Masks: which tokens a sequence may draw, by its grammar, by a list, and by words that are bad.
+
+Imports no torch until a step masks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.decoding.structured import Source, grammar_of
+from nanovllm.options import refusal
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.sequence import Request, Sequence
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass
+class Words:
+    """The `allowed_token_ids` of a request, and its `bad_words`. Bit i of a number is token i."""
+
+    allowed: int
+    bad: list[list[int]]  # tokens of each word
+
+    def bits(self, seq: Sequence) -> int:
+        """All that is allowed, but no token that ends a bad word."""
+        bits = self.allowed
+        output = seq.output_token_ids
+        for *before, last in self.bad:
+            if output[len(output) - len(before) :] == before:
+                bits &= ~(1 << last)
+        return bits
+
+
+def add_masks(request: Request, source: Source) -> None:
+    """Gives a request what it needs for its masks. Raises ValueError."""
+    params = request.params
+    if params.allowed_token_ids or params.bad_words:
+        request.words = words_of(params, source.tokenizer, source.vocab_size)
+    if params.structured_outputs:
+        request.grammar = grammar_of(params, source)
+
+
+def words_of(params: SamplingParams, tokenizer: Any, vocab_size: int) -> Words:
+    """Raises ValueError. A bad word has other tokens after a space: both are looked for."""
+    allowed = (1 << vocab_size) - 1
+    if params.allowed_token_ids is not None:
+        allowed = 0
+        for i in params.allowed_token_ids:
+            allowed |= 1 << i
+    bad = []
+    if params.bad_words and tokenizer is None:
+        raise refusal("bad_words", params.bad_words, "the model has no tokenizer")
+    for word in params.bad_words or ():
+        for text in {word, " " + word.lstrip(" ")}:
+            bad.append(tokenizer.encode(text, add_special_tokens=False))
+    return Words(allowed, [token_ids for token_ids in bad if token_ids])
+
+
+def mask_of(seq: Sequence, num_bytes: int) -> bytes:
+    """A bit for each token. If nothing is left, the sequence may end."""
+    request = seq.request
+    if request.words is None:
+        return request.grammar.matcher_of(seq).compute_bitmask()[:num_bytes]
+    bits = request.words.bits(seq)
+    if request.grammar is not None:
+        mask = request.grammar.matcher_of(seq).compute_bitmask()
+        bits &= int.from_bytes(mask, "little")
+    bits &= (1 << 8 * num_bytes) - 1
+    if not bits:
+        bits = sum(1 << i for i in request.eos_token_ids)
+    return bits.to_bytes(num_bytes, "little")
+
+
+def masked_logits(logits: Tensor, seqs: list[Sequence]) -> Tensor:
+    """logits [B, vocab_size] -> a copy in fp32 in which a token that is forbidden is never the
+    likeliest, and never drawn; the same logits if nothing is forbidden to any sequence.
+
+    What is forbidden gets a finite logit, as kernels subtract one from another. So does what is
+    allowed, even if `min_tokens` is against it: the mask wins.
+    """
+    rows = [row for row, seq in enumerate(seqs) if seq.request.is_masked]
+    if not rows:
+        return logits
+    import torch
+
+    from nanovllm.step import integers, move
+
+    num_bytes = -(-logits.shape[1] // 32) * 4
+    masks = bytearray().join(mask_of(seqs[row], num_bytes) for row in rows)
+    packed = torch.frombuffer(masks, dtype=torch.uint8).view(len(rows), -1, 1)
+    moved = move({"rows": integers(rows), "packed": packed}, logits.device)
+    shifts = torch.arange(8, dtype=torch.uint8, device=logits.device)
+    bits = (moved["packed"] >> shifts & 1).view(len(rows), -1)
+    is_allowed = bits[:, : logits.shape[1]].bool()  # [rows, vocab_size]
+    logits = logits.to(torch.float32, copy=True)
+    lowest = torch.finfo(torch.float32).min
+    own = moved["rows"]
+    at_least = logits[own].clamp(min=lowest / 2)
+    logits[own] = at_least.where(is_allowed, lowest)
+    return logits
