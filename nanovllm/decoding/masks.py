@@ -55,8 +55,10 @@ def words_of(params: SamplingParams, tokenizer: Any, vocab_size: int) -> Words:
         raise refusal("bad_words", params.bad_words, "the model has no tokenizer")
     for word in params.bad_words or ():
         for text in {word, " " + word.lstrip(" ")}:
-            bad.append(tokenizer.encode(text, add_special_tokens=False))
-    return Words(allowed, [token_ids for token_ids in bad if token_ids])
+            token_ids = tokenizer.encode(text, add_special_tokens=False)
+            if token_ids:
+                bad.append(token_ids)
+    return Words(allowed, bad)
 
 
 def mask_of(seq: Sequence, num_bytes: int) -> bytes:
