@@ -22,7 +22,7 @@ from nanovllm.engine import LLM
 from nanovllm.frontend.inputs import Inputs
 from nanovllm.options import shown
 from nanovllm.sequence import Request as EngineRequest
-from nanovllm.server.answers import encoded
+from nanovllm.server.answers import Answers, encoded
 from nanovllm.server.async_llm import AsyncLLM
 from nanovllm.server.bodies import body_of
 from nanovllm.server.calls import Backend
@@ -142,10 +142,13 @@ class Server:
             body, requests = await self.prepare(kind, data, with_requests)
             self.check_size(requests)
             made = answers(body, requests, self.options.served_model_name[0], self.texts)
-            exchange = Exchange(self.engine, self.metrics, scope["visit"], made)
+            exchange = self.exchange(made, scope)
             await exchange.run(scope, receive, send, bool(body.stream))
 
         await while_connected(receive, work(await self.read(scope, receive)))
+
+    def exchange(self, answers: Answers, scope: Scope) -> Exchange:
+        return Exchange(self.engine, self.metrics, scope["visit"], answers)
 
     async def tell(
         self, kind: type[Any], make: Callable, scope: Scope, receive: Receive, send: Send
@@ -187,7 +190,8 @@ class Server:
 
     async def show_metrics(self) -> Response:
         stats = await self.engine.stats()
-        stats["requests_waiting"] += self.engine.num_preparing
+        num_waiting = stats.get("requests_waiting", 0)  # without a replica that answers, none
+        stats["requests_waiting"] = num_waiting + self.engine.num_preparing
         return Response(self.metrics.text(stats), media_type="text/plain; version=0.0.4")
 
 

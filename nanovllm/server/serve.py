@@ -42,9 +42,7 @@ class DrainingServer(uvicorn.Server):
             logger.info("Serving %s at http://%s:%d (Ctrl-C ends it)", model, name, port)
             is_local = host.startswith("127.") or host == "::1"
             if not (is_local or self.server.options.api_key):
-                logger.warning(
-                    "Everybody who reaches %s may use it: --api-key asks for a key", host
-                )
+                logger.warning("All that can reach %s may use it: --api-key asks for a key", host)
         self.watching = asyncio.ensure_future(self.end_with_the_engine())
 
     async def end_with_the_engine(self) -> None:

@@ -21,6 +21,7 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
+from server_tools import read_metrics
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.router import LeastLoaded, PrefixAffinity, RoundRobin, Router
@@ -132,9 +133,7 @@ class Served:
         return "broken", events
 
     def stats(self) -> dict[str, float]:
-        lines = self.http.get("/metrics").text.splitlines()
-        pairs = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
-        return {name.removeprefix("nanovllm:"): float(value) for name, value in pairs}
+        return read_metrics(self.http.get("/metrics").text)
 
     def end(self, number: int) -> int:
         self.process.send_signal(number)

@@ -98,14 +98,7 @@ class Running:
 
     def metrics(self) -> dict[str, float]:
         """By name and labels, without our prefix."""
-        lines = self.http.get("/metrics").text.splitlines()
-        pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-        found = {name.removeprefix("nanovllm:"): float(value) for name, value in pairs}
-        model = f'model_name="{self.uvicorn.server.options.served_model_name[0]}"'
-        for name in [*found]:  # all have it
-            short = name.replace(f"{{{model}}}", "").replace(f",{model}", "")
-            found[short.replace(f"{model},", "")] = found.pop(name)
-        return found
+        return read_metrics(self.http.get("/metrics").text)
 
     def in_engine(self, question):
         """The answer of a function in the engine's thread, between two steps."""
@@ -160,7 +153,7 @@ class Process:
         self.log = ""
 
     def __enter__(self) -> "Process":
-        self.url = self.read_until(r"at (http://127.0.0.1:\d+)").group(1)
+        self.url = self.read_until(r"at (http://[\d.]+:\d+)").group(1)
         self.http = httpx.Client(base_url=self.url, timeout=60)
         return self
 
@@ -190,6 +183,17 @@ class Process:
         _, rest = self.process.communicate(timeout=60)
         self.log += rest
         return self.process.returncode
+
+
+def read_metrics(text: str) -> dict[str, float]:
+    """By name and labels, without our prefix, and without the model's name, which all have."""
+    found = {}
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            name, value = line.rsplit(" ", 1)
+            name = re.sub(r'model_name="[^"]*",?', "", name).replace(",}", "}").replace("{}", "")
+            found[name.removeprefix("nanovllm:")] = float(value)
+    return found
 
 
 def is_busy(connection) -> bool:
