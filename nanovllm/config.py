@@ -9,7 +9,7 @@ from nanovllm.options import Options, is_int, is_number, option, refusal
 
 EMBEDDED_MODEL = str(Path(__file__).parent / "tiny_qwen3")
 LARGEST = 2**31 - 1
-TOKENS_PER_STEP = {"cuda": 8192, "cpu": 512}  # the default of max_num_batched_tokens
+TOKENS_PER_STEP = {"cuda": 8192, "cpu": 384}  # the default of max_num_batched_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class Config(Options):
     max_num_batched_tokens: int | None = option(
         None,
         "Maximum tokens computed per step; longer prompts are computed in chunks. Default: 8192"
-        " on CUDA, 512 on a CPU.",
+        " on CUDA, 384 on a CPU, or `max_num_seqs` if that is more.",
     )
     block_size: int = option(
         16,
@@ -157,10 +157,11 @@ class Config(Options):
         max_model_len = longest if self.max_model_len is None else self.max_model_len
         allowed = f"at most {longest}, the model's longest context"
         self.require("max_model_len", max_model_len <= longest, allowed)
+        most_tokens = max(num_batched_tokens, self.max_num_seqs)
         return Limits(
             max_model_len=max_model_len,
             max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens or num_batched_tokens,
+            max_num_batched_tokens=self.max_num_batched_tokens or most_tokens,
         )
 
     def num_blocks_in(self, available: int, block_bytes: int, limits: Limits) -> int:

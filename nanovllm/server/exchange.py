@@ -20,6 +20,7 @@ from nanovllm.server.visits import Clock, Visit
 
 T = TypeVar("T")
 SECONDS_OF_SILENCE = 15.0  # then a comment is sent: proxies end streams of which nothing comes
+FEW = 2000  # log-probabilities, which take a few milliseconds
 COMMENT = b": the answer is still to come\n\n"
 STREAM = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -66,8 +67,8 @@ class Exchange:
         self.clock.end(news.output)
 
     async def whole(self, call: Call) -> str:
-        """The answer as JSON: with log-probabilities it may be long, so the loop does not make
-        it."""
+        """The answer as JSON. With many log-probabilities the loop does not make it, and no two
+        of them are made at a time."""
         while not call.is_over:
             for news in await call.take():
                 if news.error is not None:
@@ -78,7 +79,9 @@ class Exchange:
                     counts = (len(one.token_ids) for one in news.output.outputs)
                     self.visit.num_output += sum(counts)
         outputs = [self.ended[i] for i in sorted(self.ended)]
-        return await asyncio.to_thread(lambda: encoded(self.answers.whole(outputs)))
+        if num_logprobs(outputs) <= FEW:
+            return encoded(self.answers.whole(outputs))
+        return await self.engine.long.do(lambda inputs: encoded(self.answers.whole(outputs)))
 
     async def stream(self, call: Call, send: Send) -> None:
         """An error before the first event has a status of its own; later it is an event, the last
@@ -150,6 +153,13 @@ def waking(call: Call) -> Iterator[None]:
         yield
     finally:
         waking.cancel()
+
+
+def num_logprobs(outputs: list[RequestOutput]) -> int:
+    """How many log-probabilities the outputs have."""
+    rows = [row for output in outputs for row in output.prompt_logprobs or ()]
+    rows += [row for output in outputs for one in output.outputs for row in one.logprobs or ()]
+    return sum(map(len, filter(None, rows)))
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

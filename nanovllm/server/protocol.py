@@ -23,6 +23,7 @@ MOST_CHOICES = 1024  # of one call
 MOST_IDS = 1024  # of tokens that stop, or have a bias
 MOST_STOPS = 64
 MOST_WORDS = 256
+MOST_PARTS = 50_000  # lists and objects of a body: Python's garbage collector looks at each
 MOST_STOP_CHARS = 4096  # in all: each is looked for after each token, in the engine's thread
 # fields with the names and meanings of SamplingParams
 SAME = {field.name for field in fields(SamplingParams)} - {"max_tokens", "logprobs", "logit_bias"}
@@ -151,6 +152,9 @@ def parsed(kind: type[B], data: bytes) -> B:
     The JSON is read first, and then checked: pydantic takes ten times as long for both at once, and
     holds the interpreter's lock.
     """
+    num_parts = data.count(b"[") + data.count(b"{")
+    if num_parts > MOST_PARTS:
+        raise BadRequest(f"the body has {num_parts:,} brackets: at most {MOST_PARTS:,} are allowed")
     try:
         body = from_json(data, allow_inf_nan=False)
     except ValueError as error:

@@ -244,7 +244,7 @@ def test_host_blocks():
 
 def test_the_default_budget_is_the_devices():
     llm = LLM(device="cpu")
-    assert llm.limits.max_num_batched_tokens == TOKENS_PER_STEP["cpu"] == 2048
+    assert llm.limits.max_num_batched_tokens == TOKENS_PER_STEP["cpu"] == 384
     assert TOKENS_PER_STEP["cuda"] == 8192
 
 
@@ -270,3 +270,7 @@ def test_the_interpreter_computes_nothing_in_bfloat16(monkeypatch):
         ValueError, match="dtype='bfloat16' is not allowed: it must be float32 or float16: "
     ):
         LLM(device="cpu", attention_backend="triton", dtype="bfloat16")
+
+
+def test_a_step_has_room_for_all_seats():
+    assert LLM(num_blocks=8, max_num_seqs=500).limits.max_num_batched_tokens == 500

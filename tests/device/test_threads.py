@@ -55,8 +55,8 @@ def test_threads_leave_the_processors_that_others_need(llm, num_others, threads)
 
 def test_where_the_system_does_not_tell_small_steps_run_on_one(llm):
     llm.runner.threads.last_look = cpu.Look(0.0, 0.0, None)
-    llm.generate([list(range(400)), [5] * 10], SHORT, use_tqdm=False)
-    assert llm.seen == [(410, 2), (2, 1), (2, 1)] and torch.get_num_threads() == 2
+    llm.generate([list(range(300)), [5] * 10], SHORT, use_tqdm=False)
+    assert llm.seen == [(310, 2), (2, 1), (2, 1)] and torch.get_num_threads() == 2
 
 
 def test_what_others_use_is_what_we_do_not(monkeypatch):

@@ -886,7 +886,7 @@ def test_calls_in_the_history_may_be_anything(parrot, arguments):
     messages = [{"role": "assistant", "tool_calls": [call]}, {"role": "user", "content": "a"}]
     response = parrot.http.post("/v1/chat/completions", json={"messages": messages})
     if response.status_code != 200:
-        assert checked_error(response, 400)["param"] == "messages"
+        assert checked_error(response, 400)["param"] in ("messages", None)
 
 
 def test_a_final_message_is_continued(server):
