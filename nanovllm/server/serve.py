@@ -17,6 +17,7 @@ from nanovllm.server.app import Server
 from nanovllm.server.connections import Connection
 
 logger = logging.getLogger("uvicorn.error")
+SWITCH = 0.0005  # seconds; by itself, Python lets a thread go on for ten times as long
 SECONDS_TO_TELL = 1.0  # for the errors of those that wait, if the engine has died
 
 
@@ -35,6 +36,8 @@ class DrainingServer(uvicorn.Server):
         await super().startup(sockets)
         gc.collect()
         gc.freeze()  # the model stays: a look at all its objects takes a quarter of a second
+        # PyTorch gives the interpreter back in each operation, and must not wait long to get it
+        sys.setswitchinterval(SWITCH)
         for sock in sockets or ():
             host, port = sock.getsockname()[:2]
             name = f"[{host}]" if ":" in host else host
