@@ -548,3 +548,93 @@ def test_ctrl_c_in_a_terminal():
     finally:
         process.kill()
         os.close(master)
+
+
+# --- more ways to say it ---
+
+
+def test_the_version(capsys):
+    with pytest.raises(SystemExit) as info:
+        cli.main(["--version"])
+    assert info.value.code == 0 and re.fullmatch(
+        r"nanovllm \d+\.\d+\.\d+\n", capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize("command", ["serve", "chat"])
+def test_the_model_may_have_a_name(command):
+    for words in ([command, "x"], [command, "--model", "x"]):
+        assert cli.parsed(words).model == "x"
+    assert cli.parsed([command]).model is None
+
+
+def test_what_is_missing_is_said_in_one_line(capsys):
+    assert "text" in refused(capsys, "complete")
+    assert len(capsys.readouterr().err.splitlines()) <= 1
+
+
+def test_help_says_the_defaults(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for said in (
+        "(default: 256)",
+        "(default: 30.0)",
+        "from 256 KiB to 4 MiB",
+        "(default: 8000)",
+        "(default: True)",
+    ):
+        assert said in text
+
+
+def test_options_in_a_file(tmp_path, capsys):
+    file = tmp_path / "options.yaml"
+    file.write_text(
+        "model: x\nport: 5\nblock-size: 8\nenable_prefix_caching: false\nserved_model_name: [a, b]\n"
+    )
+    args = cli.parsed(["serve", "--config", str(file), "--port", "7"])
+    assert (args.model, args.port, args.block_size, args.served_model_name) == (
+        "x",
+        7,
+        8,
+        ["a", "b"],
+    )
+    assert args.enable_prefix_caching is False
+    file.write_text('{"port": 9, "api_key": ["k"]}')  # JSON is YAML
+    assert cli.parsed(["serve", "--config", str(file)]).api_key == ["k"]
+    for text, said in (
+        ("blok-size: 8", "--block-size"),
+        ("- port", "a line for each option"),
+        ("a: [", "config="),
+    ):
+        file.write_text(text)
+        assert said in refused(capsys, "serve", "--config", str(file))
+    assert "No such file" in refused(capsys, "serve", "--config", str(tmp_path / "none"))
+
+
+def test_complete_reads_standard_input(parrot, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one, two"))
+    cli.main(["complete", "-"])
+    assert capsys.readouterr().out == "one, two\n"
+
+
+def test_a_chat_in_a_pipe_writes_answers_only(side, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("first\nsecond\n"))
+    cli.main(["chat", *side[1]])
+    assert capsys.readouterr().out == "first\nsecond\n"
+
+
+def test_a_template_of_ones_own(tmp_path, capsys):
+    file = tmp_path / "template.jinja"
+    file.write_text("{% for m in messages %}{{ m.content | upper }}{% endfor %}")
+    args = cli.parsed(["serve", "--chat-template", str(file)])
+    options = commands.server_options(args)
+    with Running(new_parrot(), chat_template=options.chat_template) as other:
+        assert other.chat("hello")["choices"][0]["message"]["content"] == "HELLO"
+    file.write_text("{% for %}")
+    assert "--chat-template" in refused(
+        capsys, "serve", "--port", "0", "--chat-template", str(file)
+    )
+    assert "chat_template" in refused(
+        capsys, "serve", "--port", "0", "--chat-template", str(tmp_path / "none")
+    )
