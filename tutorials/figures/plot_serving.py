@@ -3,7 +3,7 @@ token takes under load.
 
     python -m tutorials.figures serving_threads serving_load
 
-The first is from a run here and now, the second from tutorials/results/cpu_serving.json. Needs
+The first is from a run here and now, the second from tutorials/results/cpu_serving_load.json. Needs
 matplotlib and the server.
 """
 
@@ -124,7 +124,7 @@ def draw_threads() -> Figure:
 
 
 def draw_load() -> Figure:
-    report = json.loads((RESULTS / "cpu_serving.json").read_text())
+    report = json.loads((RESULTS / "cpu_serving_load.json").read_text())
     figure = new_figure(8, 4)
     axes = figure.subplots()
     others = iter(("#D55E00", "#009E73", "#CC79A7"))
