@@ -737,7 +737,7 @@ def test_n_answers_are_streamed(server):
     [
         (
             "response_format",
-            [{"type": "text"}, {"type": "json_object"}],
+            [{"type": "text"}],  # others need an extra: test_formats.py
             [{"type": "json_schema"}, {"type": "json_object", "json_schema": {}}, {"type": "xml"}],
         ),
         (
