@@ -139,22 +139,25 @@ def test_what_was_refused_aborted_or_failed_is_counted(server, monkeypatch):
 # --- the log ---
 
 
-def lines_of(caplog) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name == "uvicorn.error"]
+def lines_of(caplog, *ids: str) -> list[str]:
+    """The log's lines for these requests: those of earlier tests may still come."""
+    lines = [record.getMessage() for record in caplog.records if record.name == "uvicorn.error"]
+    return [line for i in ids for line in lines if line.endswith(f"id {i!r}")]
 
 
 def test_a_line_for_each_request(server, caplog):
     caplog.set_level(logging.INFO, "uvicorn.error")
-    logging.getLogger("uvicorn").setLevel("INFO")
-    server.complete(**{**SMALL, "n": 2})
-    server.http.post("/no%0Awhere", headers={"x-request-id": "mine"})
-    server.http.get("/health")
-    server.http.get("/metrics")
-    wait_for(lambda: len(lines_of(caplog)) == 2)  # probes that are well leave none
-    logging.getLogger("uvicorn").setLevel("CRITICAL")
-    lines = sorted(lines_of(caplog), reverse=True)
-    assert "POST '/v1/completions' 200: 1 tokens in, 2 out" in lines[0]
-    assert "POST '/no\\nwhere' 404" in lines[1] and lines[1].endswith("id 'mine'")
+    body = {**SMALL, "n": 2}
+    server.post(COMPLETIONS, body, headers={"x-request-id": "first"})
+    server.http.post("/no%0Awhere", headers={"x-request-id": "second"})
+    for path in ("/health", "/metrics"):
+        server.http.get(path, headers={"x-request-id": "probe"})
+    wait_for(lambda: len(lines_of(caplog, "first", "second")) == 2)
+    first, second = lines_of(caplog, "first", "second")
+    assert first.startswith("POST '/v1/completions' 200: 1 tokens in, 2 out")
+    assert second.startswith("POST '/no\\nwhere' 404")
+    server.complete(**SMALL)
+    assert not lines_of(caplog, "probe")  # those that are well leave none
 
 
 def test_no_line_if_none_is_wanted(caplog):
