@@ -246,8 +246,8 @@ class Remote:
         body = {"messages": history, **self.body, **stream}
         with self.opened("/v1/chat/completions", body) as lines:
             for line in lines:
-                event = line.removeprefix(b"data: ").strip()
-                if event in (b"", b"[DONE]"):
+                name, _, event = line.partition(b":")
+                if name != b"data" or event.strip() == b"[DONE]":  # others are comments
                     continue
                 news = json.loads(event)
                 if "error" in news:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import pytest
 from frames import states_of
-from server_tools import Running, left_idle, new_parrot
+from server_tools import Running, new_parrot
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
@@ -51,10 +51,9 @@ def running():
 
 
 @pytest.fixture
-def server(running):
-    running.llm.runner.answers.clear()
-    with left_idle(running):
-        yield running
+def server(server):
+    server.llm.runner.answers.clear()
+    return server
 
 
 def refused(capsys, *args: str) -> str:
@@ -477,12 +476,13 @@ def read_request(sock: socket.socket) -> None:
 
 
 MODELS = b'HTTP/1.0 200 OK\r\n\r\n{"data": [{"id": "m"}]}'
+COMMENT = b": the answer is still to come\n\n"
 EVENT = b'data: {"choices": [{"delta": {"content": "hi"}}], "usage": null}\n\n'
 LAST = b'data: {"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 2, "prompt_tokens_details": null}}\n\n'
 
 
 def test_a_server_that_breaks_off_does_not_end_the_chat(monkeypatch, capsys):
-    whole = b"HTTP/1.0 200 OK\r\n\r\n" + EVENT + LAST + b"data: [DONE]\n\n"
+    whole = b"HTTP/1.0 200 OK\r\n\r\n" + COMMENT + EVENT + LAST + b"data: [DONE]\n\n"
     cut = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n" % (len(EVENT) + 5) + EVENT
     answers = answering(
         monkeypatch,

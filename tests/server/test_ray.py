@@ -126,7 +126,7 @@ class Served:
             for line in answer.iter_lines():
                 if line == "data: [DONE]":
                     return ("error" if "error" in events[-1] else "done"), events
-                if line:
+                if line.startswith("data: "):  # else it is a comment
                     events.append(json.loads(line.removeprefix("data: ")))
                 if leave_after is not None and len(events) >= leave_after:
                     return "left", events

@@ -177,7 +177,7 @@ class Process:
             self.http.build_request("POST", "/v1/completions", json=body), stream=True
         )
         text = response.iter_text()
-        return next(text), text
+        return next(part for part in text if "data: " in part), text
 
     def end(self) -> int:
         _, rest = self.process.communicate(timeout=60)
@@ -202,7 +202,9 @@ def is_busy(connection) -> bool:
 
 
 def events_in(text: str) -> list[dict]:
-    *events, done, rest = text.split("\n\n")
+    """Those of a whole stream. A server that is slow sends comments between them."""
+    *events, rest = (part for part in text.split("\n\n") if not part.startswith(":"))
+    done = events.pop()
     assert done == "data: [DONE]" and rest == ""
     assert all(event.startswith("data: {") for event in events)
     return [json.loads(event.removeprefix("data: ")) for event in events]
