@@ -11,7 +11,7 @@ from uuid import uuid4
 
 from nanovllm.frontend.outputs import CompletionOutput, RequestOutput
 from nanovllm.sequence import Request, TokenLogprobs
-from nanovllm.server.protocol import Body
+from nanovllm.server.protocol import Body, CallBody, StreamOptions
 from nanovllm.server.texts import TokenTexts
 
 encode = json.JSONEncoder(ensure_ascii=False).encode
@@ -20,21 +20,17 @@ Rows = list[TokenLogprobs | None]
 
 
 class Answers(ABC):
-    """The answers to one call: several requests, each with n outputs, the choices."""
+    """The answers to one call: several requests, each with n outputs."""
 
     kind: str
     prefix: str
     is_prompt_only = False  # a token is drawn, because the engine draws one, but not shown
-    last_event = "data: [DONE]\n\n"
+    last_event = ""
 
-    def __init__(self, body: Body, requests: list[Request], model: str, texts: TokenTexts):
+    def __init__(self, body: CallBody, requests: list[Request], model: str, texts: TokenTexts):
         self.id = f"{self.prefix}-{uuid4().hex}"
         self.requests = requests
         self.texts = texts
-        self.streamed = body.streamed
-        self.has_token_ids = bool(body.return_token_ids)
-        self.begun: set[int] = set()  # choices of which something has been streamed
-        self.counts: dict[int, int] = {}  # tokens streamed, by choice
         self.frame = {
             "id": self.id,
             "object": self.kind,
@@ -44,22 +40,9 @@ class Answers(ABC):
         for i, request in enumerate(requests):
             request.request_id = f"{self.id}-{i}"
 
-    @cached_property
-    def head(self) -> str:
-        """The frame as JSON, up to its choices: the same for each event."""
-        return encode(self.frame)[:-1] + ', "choices": '
-
     def index_of(self, request_index: int, output_index: int) -> int:
-        """Choices are numbered prompt by prompt."""
+        """Outputs are numbered prompt by prompt."""
         return request_index * self.requests[request_index].params.n + output_index
-
-    def whole(self, outputs: list[RequestOutput]) -> dict:
-        choices = [
-            self.choice(i, output, one)
-            for i, output in enumerate(outputs)
-            for one in output.outputs
-        ]
-        return {**self.frame, "choices": choices, "usage": self.usage(outputs)}
 
     def usage(self, outputs: list[RequestOutput]) -> dict:
         num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
@@ -72,14 +55,53 @@ class Answers(ABC):
             "prompt_tokens_details": {"cached_tokens": num_cached},
         }
 
-    # --- streams ---
+    @abstractmethod
+    def whole(self, outputs: list[RequestOutput]) -> dict:
+        """The answer that is not streamed."""
 
     def first(self) -> list[str]:
-        """Events before the first token."""
+        """Events of a stream before the first token."""
         return []
 
+    @abstractmethod
     def events(self, i: int, delta: CompletionOutput) -> list[str]:
         """What is new in an output of request i."""
+
+    @abstractmethod
+    def last(self, outputs: list[RequestOutput]) -> list[str]:
+        """Events after the last token, but for `last_event`, which also ends what has failed."""
+
+    @abstractmethod
+    def error_event(self, error: dict) -> str:
+        """Tells that the stream has failed."""
+
+
+class Choices(Answers):
+    """Answers of the older endpoints: each output is a choice."""
+
+    last_event = "data: [DONE]\n\n"
+
+    def __init__(self, body: Body, requests: list[Request], model: str, texts: TokenTexts):
+        super().__init__(body, requests, model, texts)
+        self.wants = body.stream_options or StreamOptions()
+        self.has_token_ids = bool(body.return_token_ids)
+        self.begun: set[int] = set()  # choices of which something has been streamed
+        self.counts: dict[int, int] = {}  # tokens streamed, by choice
+
+    @cached_property
+    def head(self) -> str:
+        """The frame as JSON, up to its choices: the same for each event."""
+        return encode(self.frame)[:-1] + ', "choices": '
+
+    def whole(self, outputs: list[RequestOutput]) -> dict:
+        choices = [
+            self.choice(i, output, one)
+            for i, output in enumerate(outputs)
+            for one in output.outputs
+        ]
+        return {**self.frame, "choices": choices, "usage": self.usage(outputs)}
+
+    def events(self, i: int, delta: CompletionOutput) -> list[str]:
         index = self.index_of(i, delta.index)
         is_first = index not in self.begun
         self.begun.add(index)
@@ -90,14 +112,13 @@ class Answers(ABC):
             if is_first:
                 choice["prompt_token_ids"] = self.requests[i].prompt_token_ids
         usage = None
-        if self.streamed.continuous_usage_stats:
+        if self.wants.continuous_usage_stats:
             num_prompt = sum(len(request.prompt_token_ids) for request in self.requests)
             usage = counts_of(num_prompt, sum(self.counts.values()))
         return [self.event(choice, usage=usage)]
 
     def last(self, outputs: list[RequestOutput]) -> list[str]:
-        """Events after the last token."""
-        if not self.streamed.include_usage:
+        if not self.wants.include_usage:
             return []
         return [self.event(usage=self.usage(outputs))]
 

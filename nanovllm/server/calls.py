@@ -17,6 +17,7 @@ from nanovllm.sequence import Request
 from nanovllm.server.lanes import Lane
 
 SHORT = 64 * 2**10  # bytes: what is longer does not let shorter texts wait
+SECONDS_OF_SILENCE = 15.0  # then a reader is woken, though nothing has come
 T = TypeVar("T")
 
 
@@ -79,8 +80,13 @@ class Call:
         return not (self.num_open or self.news)
 
     async def take(self) -> list[News]:
-        """All that has come since the last time; waits for something."""
-        await self.has_news.wait()
+        """All that has come since the last time; waits for something. Nothing, after some seconds
+        in which nothing came."""
+        waking = asyncio.get_running_loop().call_later(SECONDS_OF_SILENCE, self.has_news.set)
+        try:
+            await self.has_news.wait()
+        finally:
+            waking.cancel()
         self.has_news.clear()
         taken = self.news
         self.news = []
@@ -132,7 +138,7 @@ class Backend(ABC):
         """Calls a function in a thread that may use its `inputs`. Meanwhile it counts as waiting.
         Raises Unavailable or Busy."""
         self.check_open()
-        self.check_room(self.num_preparing)
+        self.check_room(self.num_waiting + self.num_preparing)
         self.num_preparing += 1
         try:
             lane = self.short if num_bytes <= SHORT else self.long
@@ -144,16 +150,17 @@ class Backend(ABC):
         """A call is admitted as a whole; if no request waits, with any number of requests. Raises
         Unavailable or Busy."""
         self.check_open()
-        self.check_room(len(requests) if self.num_waiting else 0)
+        num_waiting = self.num_waiting
+        self.check_room(num_waiting + len(requests) if num_waiting else 0)
         call = Call(requests, is_streamed)
         self.open.update(call.tickets)
         return call
 
-    def check_room(self, num_more: int) -> None:
-        """Raises Busy."""
-        num_waiting = self.num_waiting + self.num_preparing
-        if self.num_waiting + num_more > self.max_waiting:
-            raise Busy(f"{num_waiting} requests wait already, at most {self.max_waiting} may")
+    def check_room(self, num_waiting: int) -> None:
+        """Raises Busy if so many requests may not wait."""
+        if num_waiting > self.max_waiting:
+            already = self.num_waiting + self.num_preparing
+            raise Busy(f"{already} requests wait already, at most {self.max_waiting} may")
 
     def check_open(self) -> None:
         """Raises Unavailable."""

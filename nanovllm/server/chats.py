@@ -11,7 +11,7 @@ from nanovllm.frontend.inputs import Inputs
 from nanovllm.frontend.outputs import CompletionOutput, RequestOutput
 from nanovllm.options import is_int, shown
 from nanovllm.sequence import Request, TokenLogprobs
-from nanovllm.server.answers import Answers
+from nanovllm.server.answers import Choices
 from nanovllm.server.errors import BadRequest
 from nanovllm.server.formats import CallNamed, Format, forced_calls
 from nanovllm.server.parsing import ForcedCalls, Parser, Parts
@@ -136,7 +136,7 @@ class TokenizeBody(ChatFields):
         return inputs.tokenizer.encode(self.prompt, add_special_tokens=is_special)
 
 
-class ChatCompletions(Answers):
+class ChatCompletions(Choices):
     kind = "chat.completion"
     prefix = "chatcmpl"
 

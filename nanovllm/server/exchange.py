@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
 from fastapi.responses import Response
@@ -19,9 +18,8 @@ from nanovllm.server.metrics import Metrics
 from nanovllm.server.visits import Clock, Visit
 
 T = TypeVar("T")
-SECONDS_OF_SILENCE = 15.0  # then a comment is sent: proxies end streams of which nothing comes
 FEW = 2000  # log-probabilities, which take a few milliseconds
-COMMENT = b": the answer is still to come\n\n"
+COMMENT = b": the answer is still to come\n\n"  # proxies end streams of which nothing comes
 STREAM = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-store"),
@@ -106,21 +104,20 @@ class Exchange:
         """What is to be sent. Raises what the engine raised."""
         events = self.answers.first()
         error: Exception | None = None
-        with waking(call):
-            while error is None and not call.is_over:
-                batch = await call.take()
-                for news in batch:
-                    error = error or news.error
-                    if news.error is None:
-                        events += self.events_of(news)
-                if error is None and call.is_over:
-                    events += self.answers.last([self.ended[i] for i in sorted(self.ended)])
-                    events.append(self.answers.last_event)
-                if events:
-                    yield "".join(events).encode()
-                elif not batch:
-                    yield COMMENT
-                events = []
+        while error is None and not call.is_over:
+            batch = await call.take()
+            for news in batch:
+                error = error or news.error
+                if news.error is None:
+                    events += self.events_of(news)
+            if error is None and call.is_over:
+                events += self.answers.last([self.ended[i] for i in sorted(self.ended)])
+                events.append(self.answers.last_event)
+            if events:
+                yield "".join(events).encode()
+            elif not batch:
+                yield COMMENT
+            events = []
         if error is not None:
             raise error
 
@@ -137,22 +134,6 @@ class Exchange:
         if news.output is not None:
             self.end(news)
         return events
-
-
-@contextmanager
-def waking(call: Call) -> Iterator[None]:
-    """Wakes the reader of a call now and then, also if nothing has come."""
-
-    async def wake() -> None:
-        while True:
-            await asyncio.sleep(SECONDS_OF_SILENCE)
-            call.has_news.set()
-
-    waking = asyncio.ensure_future(wake())
-    try:
-        yield
-    finally:
-        waking.cancel()
 
 
 def num_logprobs(outputs: list[RequestOutput]) -> int:

@@ -11,8 +11,6 @@ from nanovllm.server.protocol import Strict
 
 # the arguments of a function without parameters
 NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
-
-
 COMPACT = {"disable_any_whitespace": True}  # a client gets the arguments anew
 
 

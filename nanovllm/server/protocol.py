@@ -59,10 +59,27 @@ class StreamOptions(Strict):
     include_obfuscation: bool | None = None  # we add none
 
 
-class Body(Strict):
-    """What all endpoints that answer take."""
+class CallBody(Strict):
+    """What all calls that the model answers take, and what changes no answer."""
 
     model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    metadata: dict | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    def requests(self, inputs: Inputs) -> list[Request]:
+        """Raises ValueError or BadRequest."""
+        raise NotImplementedError
+
+
+class Body(CallBody):
+    """What completions and chats take."""
+
     n: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -82,24 +99,11 @@ class Body(Strict):
     seed: int | None = None
     prompt_logprobs: int | None = None
     priority: int | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     structured_outputs: dict | None = None
     allowed_token_ids: TokenIds | None = None
     bad_words: Annotated[list[str], Field(max_length=MOST_WORDS)] | None = None
     truncate_prompt_tokens: int | None = None
-    # these change no answer
-    user: str | None = None
-    metadata: dict | None = None
-    store: bool | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-
-    @property
-    def streamed(self) -> StreamOptions:
-        return self.stream_options or StreamOptions()
 
     def check(self) -> None:
         """What no single field shows. Raises BadRequest."""
@@ -124,10 +128,6 @@ class Body(Strict):
                 raise BadRequest(problem, "logit_bias")
             given["logit_bias"] = {int(key): bias for key, bias in self.logit_bias.items()}
         return SamplingParams(**{**vars(defaults), **given, **more})
-
-    def requests(self, inputs: Inputs) -> list[Request]:
-        """Raises ValueError or BadRequest."""
-        raise NotImplementedError
 
 
 def is_token_id(key: str) -> bool:

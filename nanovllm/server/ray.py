@@ -17,7 +17,6 @@ from ray.serve import Application
 
 from nanovllm.options import refusal
 from nanovllm.server import cli
-from nanovllm.server.cli import words_of
 from nanovllm.server.commands import replica_options
 from nanovllm.server.replicas import NO_LIMIT, Ingress
 from nanovllm.server.scaling import engines
@@ -42,7 +41,7 @@ def app(args: dict[str, Any]) -> Application:
 
 def parsed(args: dict[str, Any]) -> Namespace:
     """Parses options as the command line does. Raises ValueError."""
-    words = ["serve", *words_of(args)]
+    words = ["serve", *cli.words_of(args)]
     problem = io.StringIO()
     try:
         with redirect_stderr(problem):

@@ -25,7 +25,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from nanovllm.decoding.masks import add_masks
+from nanovllm.decoding.structured import grammar_of
 from nanovllm.engine import LLM
 from nanovllm.frontend.inputs import Inputs
 from nanovllm.options import shown
@@ -79,7 +79,7 @@ class Engine:
 
     async def generate(self, work: Work) -> AsyncIterator[list[News]]:
         if work.request.params.structured_outputs:  # its grammar did not travel
-            add_masks(work.request, self.engine.inputs)
+            work.request.grammar = grammar_of(work.request.params, self.engine.inputs)
         try:
             call = self.engine.submit([work.request], work.is_streamed)
         except Unavailable as error:
@@ -220,18 +220,22 @@ class Replicas(Backend):
         return has_begun
 
 
+def new_ingress(engines: DeploymentHandle, num_replicas: int, options: ServerOptions) -> FastAPI:
+    """The app of a server whose engines are elsewhere. It has no page."""
+    sizes = (num_replicas, options.max_waiting)
+    new_engine = partial(Replicas.connect, engines, *sizes, options.served_model_name[0])
+    return app_of(Server(new_engine, options))
+
+
 @serve.ingress()
 class Ingress:
     """The server, as a deployment."""
 
     def __init__(self, engines: DeploymentHandle, num_replicas: int, options: ServerOptions):
-        sizes = (num_replicas, options.max_waiting)
-        name = options.served_model_name[0]
-        new_engine = partial(Replicas.connect, engines, *sizes, name)
-        self.server = Server(new_engine, options)
+        self.settings = (engines, num_replicas, options)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return app_of(self.server)
+        return new_ingress(*self.settings)
 
 
 class RayRouter(RequestRouter):

@@ -5,6 +5,7 @@ Nothing is stored: a conversation is sent as a whole, and what only a store coul
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -16,7 +17,7 @@ from nanovllm.server.answers import Answers
 from nanovllm.server.chats import MOST_MESSAGES, MOST_TOOLS, ChatBody, ChatCompletions, Effort
 from nanovllm.server.errors import BadRequest
 from nanovllm.server.items import Items
-from nanovllm.server.protocol import StreamOptions, Strict, checked, given
+from nanovllm.server.protocol import CallBody, Strict, checked, given
 
 TEXTS = ("input_text", "output_text", "text")  # the kinds of parts of a message
 
@@ -39,8 +40,7 @@ class Reasoning(Strict):
     summary: str | None = None  # a model here makes none
 
 
-class ResponseBody(Strict):
-    model: str | None = None
+class ResponseBody(CallBody):
     input: str | Annotated[list[dict], Field(min_length=1, max_length=MOST_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: int | None = None
@@ -51,20 +51,11 @@ class ResponseBody(Strict):
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
     include: Annotated[list[str], Field(max_length=0)] | None = None
-    # these change no answer
-    metadata: dict | None = None
-    store: bool | None = None
-    user: str | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
 
-    @property
+    @cached_property
     def chat(self) -> ChatBody:
         """The same, as a chat. Raises BadRequest."""
         body = {
@@ -165,12 +156,11 @@ def chat_tool(tool: dict) -> dict:
 class Responses(Answers):
     kind = "response"
     prefix = "resp"
-    last_event = ""
 
     def __init__(self, body: ResponseBody, requests: list[Request], model: str, texts: Any):
         chat = body.chat
         self.inner = ChatCompletions(chat, requests, model, texts)
-        super().__init__(chat, requests, model, texts)
+        super().__init__(body, requests, model, texts)
         self.asked = body
         self.items = Items()
 
@@ -246,8 +236,3 @@ class Responses(Answers):
         details = {**error["error"], "code": str(error["error"]["code"])}
         self.items.tell("error", **{name: details[name] for name in ("code", "message", "param")})
         return "".join(self.items.take())
-
-    def choice(self, i: int, output: RequestOutput, one: CompletionOutput) -> dict:
-        raise NotImplementedError  # it has items
-
-    part = choice  # type: ignore[assignment]

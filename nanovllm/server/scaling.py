@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from functools import partial
 from math import ceil
 from typing import Any
 
@@ -16,8 +15,7 @@ from ray.serve.handle import DeploymentHandle
 
 from nanovllm.config import Config
 from nanovllm.options import refusal
-from nanovllm.server.app import Server, app_of
-from nanovllm.server.replicas import NO_LIMIT, Engine, Replicas
+from nanovllm.server.replicas import NO_LIMIT, Engine, new_ingress
 from nanovllm.server.serve import bind, serve_app
 from nanovllm.server.settings import ReplicaOptions, ServerOptions
 
@@ -83,10 +81,7 @@ def run(
             start(application)
             # a handle belongs to an event loop: what serve.run returns would end after it
             handle = DeploymentHandle("engine", NAME)
-            sizes = (options.replicas, server.max_waiting)
-            name = server.served_model_name[0]
-            new_engine = partial(Replicas.connect, handle, *sizes, name)
-            serve_app(app_of(Server(new_engine, server)), sock)
+            serve_app(new_ingress(handle, options.replicas, server), sock)
         finally:
             serve.delete(NAME)  # others may use the same cluster
     finally:

@@ -6,7 +6,7 @@ Run: pytest tests/server/test_formats.py
 import json
 
 import pytest
-from server_tools import Running, left_idle
+from server_tools import Running
 
 from nanovllm import LLM
 from tests.tools.extras import needs
@@ -34,18 +34,6 @@ MODEL = "org/tiny"
 def running():
     with Running(LLM(num_blocks=400, max_num_seqs=16), served_model_name=[MODEL]) as server:
         yield server
-
-
-@pytest.fixture
-def server(running):
-    with left_idle(running):
-        yield running
-
-
-@pytest.fixture
-def client(server):
-    with needs("openai").OpenAI(base_url=server.url + "/v1", api_key="any") as client:
-        yield client
 
 
 def is_person(value) -> bool:

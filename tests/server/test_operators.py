@@ -17,7 +17,6 @@ from server_tools import (
     Process,
     Running,
     checked_error,
-    left_idle,
     new_parrot,
     request_bytes,
     wait_for,
@@ -36,12 +35,6 @@ SMALL = {"prompt": "a", "max_tokens": 1}
 def running():
     with Running(new_parrot(), served_model_name=["first", "second"]) as server:
         yield server
-
-
-@pytest.fixture
-def server(running):
-    with left_idle(running):
-        yield running
 
 
 def change(server, function) -> dict[str, float]:

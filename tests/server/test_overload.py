@@ -5,12 +5,11 @@ Run: pytest tests/server/test_overload.py
 
 import asyncio
 import json
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from threading import Event
 
 import pytest
-from server_tools import Running, checked_error, left_idle, new_parrot, request_bytes, wait_for
+from server_tools import Running, checked_error, new_parrot, request_bytes, wait_for
 
 from nanovllm.server import bodies, connections
 from nanovllm.server.settings import ServerOptions
@@ -24,18 +23,6 @@ JSON = {"content-type": "application/json"}
 def running():
     with Running(new_parrot()) as server:
         yield server
-
-
-@pytest.fixture
-def server(running):
-    with left_idle(running):
-        yield running
-
-
-@pytest.fixture
-def pool():
-    with ThreadPoolExecutor(8) as pool:
-        yield pool
 
 
 @contextmanager

@@ -18,10 +18,9 @@ from hypothesis import strategies as st
 from server_tools import Running, checked_error, left_idle, new_parrot
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.server import exchange
+from nanovllm.server import calls
 from nanovllm.server.parsing import Parser, Parts
 from nanovllm.server.texts import TokenTexts
-from tests.tools.extras import needs
 
 MODEL = "org/tiny"
 PROMPT = "Once upon a time there was"
@@ -44,12 +43,6 @@ def running():
         yield server
 
 
-@pytest.fixture
-def server(running):
-    with left_idle(running):
-        yield running
-
-
 @pytest.fixture(scope="module")
 def running_parrot():
     with Running(new_parrot(), served_model_name=[MODEL]) as server:
@@ -60,18 +53,6 @@ def running_parrot():
 def parrot(running_parrot):
     with left_idle(running_parrot):
         yield running_parrot
-
-
-@pytest.fixture
-def openai():
-    """The official client."""
-    return needs("openai")
-
-
-@pytest.fixture
-def client(server, openai):
-    with openai.OpenAI(base_url=server.url + "/v1", api_key="any", max_retries=0) as client:
-        yield client
 
 
 # --- service ---
@@ -1142,15 +1123,14 @@ def test_token_ids_and_usage_of_each_event(server):
 
 
 def test_a_stream_that_waits_sends_comments(server, monkeypatch):
-    monkeypatch.setattr(exchange, "SECONDS_OF_SILENCE", 0.02)
+    monkeypatch.setattr(calls, "SECONDS_OF_SILENCE", 0.02)
     gate = threading.Event()
     server.engine.inbox.put(lambda: gate.wait(60))
     with server.http.stream("POST", "/v1/completions", json={**SMALL, "stream": True}) as response:
         assert response.headers["x-accel-buffering"] == "no"
         lines = response.iter_lines()
-        assert [next(lines) for _ in range(3)] == [": the answer is still to come", ""] * 1 + [
-            ": the answer is still to come"
-        ]
+        comment = ": the answer is still to come"
+        assert [next(lines) for _ in range(3)] == [comment, "", comment]
         gate.set()
         rest = [line for line in lines if line and not line.startswith(":")]
     assert rest[-1] == "data: [DONE]" and json.loads(rest[0].removeprefix("data: "))["choices"]
@@ -1214,6 +1194,6 @@ def test_reasoning_and_content_are_what_stands_between_the_tags(reasoning, conte
 def test_httpx_reads_a_stream_line_by_line(server):
     """As the simplest clients do."""
     with server.http.stream("POST", "/v1/completions", json={**SMALL, "stream": True}) as response:
-        lines = [line for line in response.iter_lines() if line]
+        lines = [line for line in response.iter_lines() if line.startswith("data:")]
     assert response.http_version == "HTTP/1.1" and isinstance(response, httpx.Response)
     assert len(lines) == 2 and lines[-1] == "data: [DONE]"

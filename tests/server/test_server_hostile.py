@@ -17,7 +17,7 @@ import struct
 import subprocess
 import sys
 from collections import Counter
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from http.client import HTTPResponse
 from pathlib import Path
@@ -99,12 +99,6 @@ def server(running, monkeypatch):
     gauges = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
     # a request may come late whose client has left
     wait_for(lambda: not any(map(running.metrics().get, gauges)))
-
-
-@pytest.fixture
-def pool():
-    with ThreadPoolExecutor(32) as pool:
-        yield pool
 
 
 def text_of(answer: dict) -> str:

@@ -1,0 +1,31 @@
+"""Fixtures that tests of the server share. A file says in its own `running` what is served."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from extras import needs
+
+
+@pytest.fixture
+def server(running):
+    """After the test nothing is left in it."""
+    yield running
+    running.check_idle()
+
+
+@pytest.fixture
+def openai():
+    """The official client."""
+    return needs("openai")
+
+
+@pytest.fixture
+def client(server, openai):
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="any", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def pool():
+    with ThreadPoolExecutor(32) as pool:
+        yield pool
