@@ -702,9 +702,8 @@ def values_of(schema: dict, components: dict, name: str | None = None) -> st.Sea
         fields = {
             key: values_of(value, components, key) for key, value in schema["properties"].items()
         }
-        required = {
-            key: fields.pop(key) for key in fields.keys() & {*schema.get("required", ()), "content"}
-        }
+        often = {*schema.get("required", ()), "content", "prompt"}
+        required = {key: fields.pop(key) for key in [*fields] if key in often}
         own = some_of(required, fields)
     elif schema.get("type") == "array":
         fewest = int(name == "messages")
