@@ -1,7 +1,7 @@
 """The cost model: the bytes and FLOPs of a step, and the least time that a machine needs for them.
 
-Plain numbers; imports no torch. The benchmark, the simulator and chapters 00 and 12 share it. The
-floor of a step is the larger of two times: its bytes divided by the memory bandwidth, and its FLOPs
+Plain numbers; imports no torch. The benchmark, the simulator and chapters 00 and 12 share it. How
+long a step really takes, is guessed in `machines.py`. The floor of a step is the larger of two times: its bytes divided by the memory bandwidth, and its FLOPs
 divided by the rate of arithmetic. Bytes are the weights once, the keys and values of every context
 once, and those of new tokens; FLOPs are those of the matrix products. The floor leaves out
 activations, softmax, sampling and kernel launches. It also ignores that small products do not reach
@@ -12,7 +12,6 @@ share counts for each of them. Only data that fits into a processor's cache can 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from nanovllm.config import check_heads
@@ -84,6 +83,7 @@ class Work(NamedTuple):
     weight_bytes: int
     kv_bytes: int
     flops: int
+    attention_flops: int = 0  # of the FLOPs, those of attention; the others are of products
 
     @property
     def bytes(self) -> int:
@@ -145,6 +145,12 @@ class Link(NamedTuple):
         sending = num_hops / num_ranks * num_bytes / self.bytes_per_second
         return self.seconds_per_call + num_hops * self.seconds_per_hop + sending
 
+    def gather(self, num_bytes: float, num_ranks: int) -> float:
+        """Seconds until the first rank has what all have, so many bytes each. It takes them one
+        after the other."""
+        sending = (num_ranks - 1) * num_bytes / self.bytes_per_second
+        return self.seconds_per_call + self.seconds_per_hop + sending
+
 
 # the latencies are those by which NCCL plans (src/graph/tuning.cc: ring, protocol LL)
 LINKS = {
@@ -152,7 +158,6 @@ LINKS = {
     "pcie": Link("PCIe 5.0 x16", 64e9, 1.0e-6, "NVIDIA H100 Tensor Core GPU, data sheet"),
     "network": Link("400 Gb/s network", 50e9, 2.7e-6, "NVIDIA ConnectX-7, data sheet"),
 }
-XEON = Hardware("Intel Xeon, one thread", 2.34e9, 70.7e9, 24e9)
 
 
 # --- the work of a step ---
@@ -203,67 +208,5 @@ def work_of(shape: Shape, items: Items, sampled: int) -> Work:
         weight_bytes=weights * shape.itemsize,
         kv_bytes=(contexts + tokens) * shape.kv_bytes,  # read and written
         flops=2 * shape.body * tokens + 2 * shape.head * sampled + attention,
+        attention_flops=attention,
     )
-
-
-# --- the time of a step ---
-
-
-@dataclass(frozen=True)
-class Machine:
-    """Hardware as it is in use: kernels reach a part of each ceiling, and every step has work
-    beside them.
-
-    The default shares and overheads are assumptions. For a machine that you have, measure them.
-    """
-
-    hardware: Hardware
-    bandwidth_share: float = 0.8
-    flops_share: float = 0.6
-    seconds_per_step: float = 1e-3  # planning, launching, sampling
-    seconds_per_sequence: float = 0.0
-    host_bytes_per_second: float = 25e9  # to the host's memory and back: PCIe 4.0 with 16 lanes
-    link: Link = LINKS["nvlink"]  # to the other devices of a replica
-
-    def seconds(
-        self,
-        shape: Shape,
-        items: Items,
-        num_sampled: int,
-        num_copies: int,
-        num_swaps: int,
-        block_size: int,
-        num_ranks: int = 1,
-    ) -> float:
-        """What a step takes that computes `items`, draws `num_sampled` tokens, copies `num_copies`
-        blocks of `block_size` tokens, and swaps `num_swaps` of them out or in. The shape is that of
-        one of `num_ranks`."""
-        work = work_of(shape, items, num_sampled)
-        copied = 2 * num_copies * block_size * shape.kv_bytes
-        reading = (work.bytes + copied) / (self.hardware.bytes_per_second * self.bandwidth_share)
-        computing = work.flops / (self.hardware.flops_per_second * self.flops_share)
-        overhead = self.seconds_per_step + self.seconds_per_sequence * len(items)
-        overhead += self.swap_seconds(shape, num_swaps, block_size)
-        return max(reading, computing) + overhead + self.link_seconds(shape, items, num_ranks)
-
-    def link_seconds(self, shape: Shape, items: Items, num_ranks: int) -> float:
-        """Two all-reduces per layer, of a number per token and hidden size (chapter 18)."""
-        if num_ranks == 1:
-            return 0.0
-        num_bytes = sum(num_tokens for num_tokens, _ in items) * shape.hidden * shape.itemsize
-        return 2 * shape.layers * self.link.all_reduce(num_bytes, num_ranks)
-
-    def swap_seconds(self, shape: Shape, num_swaps: int, block_size: int) -> float:
-        return num_swaps * block_size * shape.kv_bytes / self.host_bytes_per_second
-
-
-MACHINES = {name: Machine(hardware) for name, hardware in HARDWARE.items()}
-# with the embedded model in float32, fitted to 1,580 steps: tutorials/results/simulator_error.json
-MACHINES["cpu"] = Machine(
-    XEON,
-    bandwidth_share=1.0,
-    flops_share=1.0,
-    seconds_per_step=2.5e-3,
-    seconds_per_sequence=6.3e-5,
-    host_bytes_per_second=4e9,
-)

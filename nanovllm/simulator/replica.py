@@ -22,8 +22,9 @@ from nanovllm.options import shown
 from nanovllm.schedule import Schedule, ScheduleError
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
-from nanovllm.simulator.cost_model import SHAPES, Items, Machine, shape_of
+from nanovllm.simulator.cost_model import SHAPES, Items, shape_of
 from nanovllm.simulator.jobs import STOP, PlannedStep, Run, Served
+from nanovllm.simulator.machines import Machine
 
 
 def model_config(model: str) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.schedule import check_choice
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
-from nanovllm.simulator.cost_model import MACHINES, Machine
 from nanovllm.simulator.jobs import STOP, Arrivals, Job, Run, Served, check_job, total_of
+from nanovllm.simulator.machines import MACHINES, Machine
 from nanovllm.simulator.replica import Replica
 
 

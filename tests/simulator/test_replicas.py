@@ -17,7 +17,8 @@ from nanovllm.router import LeastLoaded, PrefixAffinity, RoundRobin, Router
 from nanovllm.schedule import ScheduleError
 from nanovllm.scheduler import Scheduler
 from nanovllm.simulator import simulate
-from nanovllm.simulator.cost_model import LINKS, MACHINES, SHAPES, shape_of
+from nanovllm.simulator.cost_model import LINKS, SHAPES, shape_of
+from nanovllm.simulator.machines import MACHINES
 from nanovllm.simulator.jobs import Job
 from tutorials.simulation.workloads import gamma, lognormal, multi_turn, poisson, workload
 

@@ -19,7 +19,7 @@ from nanovllm.config import Config
 from nanovllm.router import RoundRobin, Router
 from nanovllm.scheduler import Scheduler
 from nanovllm.simulator import Job, Run, simulate
-from nanovllm.simulator.cost_model import Machine
+from nanovllm.simulator.machines import Machine
 from tutorials.simulation.metrics import latency
 
 # each folder with a task.py: "a0", "a1", ..., "template"

@@ -8,7 +8,7 @@ scheduler and block manager; only the time of a step is a guess. So its error is
 cost model, and what follows from it.
 
 1. Calibration: short runs of random requests, which are none of the workloads below, give the time
-   of many steps. A cost model with five constants is fitted to them.
+   of many steps. The constants of a machine are fitted to them (calibrate.py).
 2. Each workload is played several times in real time, and simulated once. The workloads take turns,
    and calibration is repeated in each turn, because a computer is not equally fast all day.
 3. The difference between the real runs themselves is the noise. No simulator can have a smaller
@@ -21,6 +21,7 @@ the waiting time.
 
 import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
 from statistics import mean, median
 
@@ -28,25 +29,29 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 
-from nanovllm.config import EMBEDDED_MODEL
-from nanovllm.simulator.cost_model import shape_of
-from nanovllm.simulator.jobs import Run
-from nanovllm.simulator.replica import model_config
+from nanovllm import LLM
+from nanovllm.simulator import Run
+from nanovllm.simulator.machines import Machine
 from tutorials.performance.machine import device_name, environment, installed
 from tutorials.performance.report import markdown, write_json
-from tutorials.simulation.calibration import (
+from tutorials.performance.steps import Step
+from tutorials.simulation import pairs
+from tutorials.simulation.calibrate import (
+    ON_CPU,
     OPTIONS,
+    Cells,
     ProcessorTime,
     TimeOfDay,
     Watch,
     calibrated,
     calibration_steps,
-    host_rate,
     play,
+    shape_of_model,
+    start_of,
+    warm_up,
 )
 from tutorials.simulation.cases import CASES, Case, jobs_of, simulated
 from tutorials.simulation.metrics import distribution, tpot, ttft
-from tutorials.simulation.workloads import all_at_once, fixed, workload
 
 METRICS = {
     "seconds": "total time",
@@ -161,23 +166,42 @@ def draw(rows: dict[str, dict], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def compare(
-    cases: dict[str, Case], seconds: float, repeat: int, largest: int, watch: Watch
-) -> dict:
+class Meter:
+    """Fits the machine to steps of runs between those that are compared: a computer is not equally
+    fast all day."""
+
+    def __init__(self, watch: Watch, cells: Cells):
+        self.watch = watch
+        self.cells = cells
+        self.llm = LLM(**OPTIONS)
+        warm_up(self.llm, watch)
+        self.start = start_of(self.llm, {})
+        self.steps: list[Step] = []
+
+    def run(self) -> None:
+        """Runs all cells once more."""
+        seed = len(self.steps)
+        self.steps += calibration_steps(self.llm, seed, self.cells, self.watch)
+
+    def machine(self) -> tuple[Machine, dict]:
+        """What fits best so far, and a report."""
+        machine, errors = calibrated(shape_of_model({}), self.steps, self.start)
+        report = {"machine": asdict(machine), "steps": len(self.steps), "errors": errors}
+        return machine, report
+
+
+def compare(cases: dict[str, Case], seconds: float, repeat: int, meter: Meter) -> dict:
     """Calibrates and measures in turns, then simulates. What it prints is how far it is."""
-    shape = shape_of(model_config(EMBEDDED_MODEL), itemsize=4)
-    # the first steps of a process are slow
-    play(workload(all_at_once(), fixed(50, 20), 20), {}, watch)
-    rate, steps = host_rate(), calibration_steps(0, largest, watch)
-    first, _ = calibrated(shape, steps, rate)
+    meter.run()
+    first, _ = meter.machine()
     jobs = {name: jobs_of(case, first, seconds) for name, case in cases.items()}
     real: dict[str, list[dict]] = {name: [] for name in cases}
     for turn in range(repeat):
         for name, case in cases.items():
             print(f"turn {turn + 1} of {repeat}: {name}", flush=True)
-            real[name].append(measures(play(jobs[name][0], case.options, watch)[0]))
-        steps += calibration_steps(turn + 1, largest, watch)
-    machine, report = calibrated(shape, steps, rate)
+            real[name].append(measures(play(jobs[name][0], case.options, meter.watch)[0]))
+        meter.run()
+    machine, report = meter.machine()
     rows = {
         name: {
             "requests": len(jobs[name][0]),
@@ -191,6 +215,24 @@ def compare(
     return {"machine": report, "totals": totals(rows), "workloads": rows}
 
 
+def compare_policies(chosen: list[pairs.Pair], seconds: float, repeat: int, meter: Meter) -> dict:
+    """The same for pairs of policies, each on identical jobs."""
+    meter.run()
+    first, _ = meter.machine()
+    jobs = [pairs.jobs_of_pair(pair, first, seconds) for pair in chosen]
+    real = pairs.compare(chosen, jobs, repeat, meter.watch, meter.run)
+    machine, report = meter.machine()
+    rows = {
+        pair.name: {
+            "requests": len(own),
+            "real": runs,
+            "simulated": pairs.simulated_pair(pair, own, machine),
+        }
+        for pair, own, runs in zip(chosen, jobs, real)
+    }
+    return {"machine": report, "totals": pairs.totals(rows), "pairs": rows}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -201,6 +243,7 @@ def main() -> None:
     parser.add_argument(
         "--repeat", type=int, default=3, help="how often each is played in real time"
     )
+    parser.add_argument("--policies", action="store_true", help="compare pairs of policies")
     parser.add_argument(
         "--largest", type=int, default=20_000, help="tokens of the largest calibration run"
     )
@@ -219,12 +262,18 @@ def main() -> None:
     }
     watch = ProcessorTime() if args.processor_time else TimeOfDay()
     report |= {"clock": type(watch).__name__, "seconds": args.seconds, "repeat": args.repeat}
-    report |= compare(CASES, args.seconds, args.repeat, args.largest, watch)
-    print(f"\n{table(report['workloads'])}\n\n{json.dumps(report['machine'], indent=1)}")
+    meter = Meter(watch, ON_CPU._replace(most_tokens=args.largest))
+    if args.policies:
+        report |= compare_policies(pairs.PAIRS, args.seconds, args.repeat, meter)
+        rows, printed, picture = report["pairs"], pairs.table, pairs.draw
+    else:
+        report |= compare(CASES, args.seconds, args.repeat, meter)
+        rows, printed, picture = report["workloads"], table, draw
+    print(f"\n{printed(rows)}\n\n{json.dumps(report['machine'], indent=1)}")
     if args.json:
         write_json(report, args.json)
     if args.picture:
-        draw(report["workloads"], args.picture)
+        picture(rows, args.picture)
 
 
 if __name__ == "__main__":

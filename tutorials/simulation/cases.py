@@ -9,8 +9,8 @@ from nanovllm.config import EMBEDDED_MODEL, Config
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
 from nanovllm.simulator import Job, Run, simulate
-from nanovllm.simulator.cost_model import Machine
-from tutorials.simulation.calibration import OPTIONS, SWAP, Options
+from nanovllm.simulator.machines import Machine
+from tutorials.simulation.calibrate import OPTIONS, SWAP, Options
 from tutorials.simulation.workloads import (
     Arrivals,
     Lengths,

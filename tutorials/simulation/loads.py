@@ -10,7 +10,8 @@ from nanovllm.schedule import Schedule
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
 from nanovllm.simulator import Job, Run, simulate
-from nanovllm.simulator.cost_model import FIELDS, HARDWARE, Hardware, Machine
+from nanovllm.simulator.cost_model import FIELDS, HARDWARE, Hardware
+from nanovllm.simulator.machines import Machine
 from tutorials.baselines.contiguous import OrcaMax, OrcaOracle, OrcaPow2
 from tutorials.baselines.replay import NUM_SLOTS
 from tutorials.baselines.static_batching import StaticBatching

@@ -21,8 +21,9 @@ from pathlib import Path
 from nanovllm import LLM, SamplingParams
 from nanovllm.schedule import Schedule
 from nanovllm.sequence import Request
-from nanovllm.simulator.cost_model import Hardware, Items, Machine, Shape
+from nanovllm.simulator.cost_model import Hardware, Items, Shape
 from nanovllm.simulator.jobs import Arrivals, Job, Run, Runs, Served
+from nanovllm.simulator.machines import Machine
 from nanovllm.simulator.replica import items_of
 from tutorials.performance.steps import Step
 

@@ -22,8 +22,9 @@ from pathlib import Path
 from nanovllm.config import Config
 from nanovllm.router import LeastLoaded, PrefixAffinity, RoundRobin, Router
 from nanovllm.simulator import simulate
-from nanovllm.simulator.cost_model import LINKS, MACHINES
+from nanovllm.simulator.cost_model import LINKS
 from nanovllm.simulator.jobs import Job, Run
+from nanovllm.simulator.machines import MACHINES
 from tutorials.performance.machine import device_name, environment
 from tutorials.performance.report import aligned, write_json
 from tutorials.simulation.metrics import distribution, tpot, ttft

@@ -20,7 +20,8 @@ from pathlib import Path
 
 from nanovllm.config import Config
 from nanovllm.simulator import simulate
-from nanovllm.simulator.cost_model import MACHINES, Items, Machine, Shape
+from nanovllm.simulator.cost_model import Items, Shape
+from nanovllm.simulator.machines import MACHINES, Machine
 from tutorials.performance.machine import device_name, environment
 from tutorials.performance.report import write_json
 from tutorials.simulation.workloads import all_at_once, azure

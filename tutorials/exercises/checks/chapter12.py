@@ -2,7 +2,7 @@
 
 import random
 
-from nanovllm.simulator.cost_model import HARDWARE, SHAPES, XEON, shape_of
+from nanovllm.simulator.cost_model import HARDWARE, SHAPES, Hardware, shape_of
 from tutorials.exercises.checks.expect import Wrong, expect
 
 
@@ -86,6 +86,7 @@ def check_2(answers) -> None:
 
 
 def check_3(answers) -> None:
+    thread = Hardware("one thread of a CPU", 2.34e9, 70.7e9, 24e9)
     small = shape_of(SHAPES["qwen3-0.6b"], 2)
     gqa = shape_of(SHAPES["qwen2.5-7b"], 2)
     h100, a100 = HARDWARE["h100"], HARDWARE["a100"]
@@ -97,7 +98,7 @@ def check_3(answers) -> None:
         (gqa, h100, 64, 1000, 330),
         (gqa, a100, 256, 1000, 52),
         (gqa, a100, 256, 100, 0),
-        (small, XEON, 64, 100, 0),
+        (small, thread, 64, 100, 0),
         (small, h100, 0, 0, 306),
     ):
         said = answers.free_tokens(shape, hardware, decodes, context)

@@ -1,0 +1,407 @@
+"""Calibrate: short runs of the real engine on this machine, and the cost model that fits them.
+
+    python -m tutorials.simulation.calibrate machine.json
+
+On a CPU: the embedded model on one and two threads, in float32 and bfloat16, each in a process of
+its own; under two minutes. On a GPU: the model that --model names, in its own type; a minute. The
+file has a machine for each, which the simulator takes:
+
+    from nanovllm.simulator.machines import machines_in
+
+    simulate(jobs, Config(model=EMBEDDED_MODEL, dtype="float32"), machines_in("machine.json")["float32, 1 thread"])
+
+What is fitted: seconds per step, per sequence and per chunk, the rate of products, and two rates of
+attention, for its bytes and its FLOPs. What is measured by itself: how fast weights are read, by
+products of one row, and how fast blocks are swapped. `overlap` is the one that fits best of 0, 0.25,
+0.5, 0.75 and 1. The constants are those of one model: what its layers take to be launched is in the
+seconds per step.
+"""
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from itertools import accumulate
+from pathlib import Path
+from statistics import mean, median
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from nanovllm import LLM
+from nanovllm.config import EMBEDDED_MODEL
+from nanovllm.layers.linear import Linear
+from nanovllm.simulator import Job, Run
+from nanovllm.simulator.cost_model import Shape, shape_of, work_of
+from nanovllm.simulator.machines import Machine
+from nanovllm.simulator.replica import model_config
+from tutorials.performance.machine import ROOT, environment, seconds_of, this_machine
+from tutorials.performance.report import write_json
+from tutorials.performance.steps import Step
+from tutorials.simulation.recording import record
+from tutorials.simulation.workloads import all_at_once, fixed, workload
+
+Options = dict[str, Any]  # fields of Config
+# of the engine and of the simulator, unless a case has others
+OPTIONS: Options = {
+    "device": "cpu",
+    "dtype": "float32",
+    "max_num_batched_tokens": 1024,
+    "num_blocks": 4000,
+}
+SWAP: Options = {"preemption_mode": "swap", "swap_gib": 0.05}
+
+
+# --- the fit ---
+
+OVERLAPS = (0.0, 0.25, 0.5, 0.75, 1.0)
+ROUNDS = 20
+TINY = 1e-30  # seconds for what costs nothing
+MOST_DISTURBED = 2.0  # times as long as guessed; what took longer counts as this
+
+
+def fit(rows: list[list[float]], seconds: list[float], whole: list[float]) -> np.ndarray:
+    """Seconds per unit of each column, none of them below 0. It makes the mean of |error| as small
+    as it can, relative to the `whole` step, of which `seconds` are to be explained.
+
+    Weighted least squares, again and again: what is far off counts less in the next round. Then a
+    step in which the computer did something else has little weight.
+    """
+    table = np.array(rows, dtype=float) / np.array(whole)[:, None]
+    target = np.array(seconds) / np.array(whole)
+    scale = table.max(axis=0).clip(min=1e-300)
+    table = table / scale
+    used = np.ones(table.shape[1], dtype=bool)
+    weight = np.ones(len(target))
+    while True:
+        for _ in range(50):
+            costs = np.zeros(len(used))
+            weighted = table[:, used] * weight[:, None]
+            costs[used] = np.linalg.lstsq(weighted, target * weight, rcond=None)[0]
+            weight = np.abs(table @ costs - target).clip(min=1e-3) ** -0.5
+        if (costs >= 0).all():
+            return costs / scale
+        used &= costs >= 0
+
+
+def fitted(shape: Shape, steps: Sequence[Step], start: Machine, overlap: float) -> Machine:
+    """The machine with this overlap on which these steps take as long as they did. What is not
+    fitted is that of `start`: the hardware, and how fast weights are read.
+
+    Which part is hidden, reading or computing, depends on the rates; so they are fitted, and the
+    hidden parts are chosen again, until nothing changes any more. Such a fit finds the usual step.
+    What disturbs one now and then is a part of what a server does: at last all times are scaled, so
+    that real steps take as long as the guesses in the mean of their ratios.
+    """
+    machine = Machine(
+        start.hardware,
+        start.bandwidth_share,
+        host_bytes_per_second=start.host_bytes_per_second,
+        overlap=overlap,
+        seconds_per_layer=0.0,
+        sources=start.sources,
+    )
+    whole = [step.seconds for step in steps]
+    for _ in range(ROUNDS):
+        parts = [amounts(shape, step, machine) for step in steps]
+        seconds = [all_of_it - known for all_of_it, (known, _) in zip(whole, parts)]
+        before = machine
+        machine = with_costs(machine, *map(float, fit([row for _, row in parts], seconds, whole)))
+        if machine == before:
+            break
+    ratios = [step.seconds / guess(shape, step, machine) for step in steps]
+    return slower(machine, mean(min(ratio, MOST_DISTURBED) for ratio in ratios))
+
+
+def amounts(shape: Shape, step: Step, machine: Machine) -> tuple[float, list[float]]:
+    """The seconds of a step that are known, those of reading the weights; and how much of each of
+    `COSTS` it has. Of two that overlap, the shorter one counts in part."""
+    work = work_of(shape, step.items, step.sampled)
+    weights, products, keys, scores = machine.parts(work)
+    shown = 1 - machine.overlap
+    num_chunks = sum(num_tokens > 1 for num_tokens, _ in step.items)
+    row = [
+        1.0,
+        float(len(step.items)),
+        float(shape.layers * num_chunks),
+        (work.flops - work.attention_flops) * (1.0 if products > weights else shown),
+        work.kv_bytes * (1.0 if keys >= scores else shown),
+        work.attention_flops * (1.0 if scores > keys else shown),
+    ]
+    return weights * (1.0 if weights >= products else shown), row
+
+
+COSTS = (
+    "step",
+    "sequence",
+    "chunk",
+    "FLOP of products",
+    "byte of keys and values",
+    "FLOP of attention",
+)
+
+
+def with_costs(machine: Machine, *costs: float) -> Machine:
+    """The machine with so many seconds per unit of each of `COSTS`."""
+    step, sequence, chunk, *rates = costs
+    of_flops, of_bytes = machine.hardware.flops_per_second, machine.hardware.bytes_per_second
+    shares = [
+        1 / (max(cost, TINY) * ceiling)
+        for cost, ceiling in zip(rates, (of_flops, of_bytes, of_flops))
+    ]
+    return replace(
+        machine,
+        seconds_per_step=step,
+        seconds_per_sequence=sequence,
+        seconds_per_chunk=chunk,
+        flops_share=shares[0],
+        attention_bandwidth_share=shares[1],
+        attention_flops_share=shares[2],
+    )
+
+
+def slower(machine: Machine, factor: float) -> Machine:
+    """A machine that takes so many times as long for all that is fitted."""
+    return replace(
+        machine,
+        seconds_per_step=machine.seconds_per_step * factor,
+        seconds_per_sequence=machine.seconds_per_sequence * factor,
+        seconds_per_chunk=machine.seconds_per_chunk * factor,
+        bandwidth_share=machine.bandwidth_share / factor,
+        flops_share=machine.flops_share / factor,
+        attention_bandwidth_share=machine.attention_bandwidth_share / factor,
+        attention_flops_share=machine.attention_flops_share / factor,
+    )
+
+
+def errors_of(shape: Shape, steps: Sequence[Step], machine: Machine) -> dict[str, float]:
+    """Of the machine's guesses for these steps: the mean of |error|, and the error of their sum."""
+    guesses = [guess(shape, step, machine) for step in steps]
+    relative = [abs(one / step.seconds - 1) for one, step in zip(guesses, steps)]
+    return {"mean": mean(relative), "sum": sum(guesses) / sum(s.seconds for s in steps) - 1}
+
+
+def guess(shape: Shape, step: Step, machine: Machine) -> float:
+    return machine.seconds(shape, step.items, step.sampled, 0, 0, 16)
+
+
+def calibrated(
+    shape: Shape, steps: Sequence[Step], start: Machine
+) -> tuple[Machine, dict[str, dict[str, float]]]:
+    """The machine that describes these steps best, and the errors by overlap."""
+    machines = {overlap: fitted(shape, steps, start, overlap) for overlap in OVERLAPS}
+    errors = {overlap: errors_of(shape, steps, one) for overlap, one in machines.items()}
+    best = min(OVERLAPS, key=lambda overlap: errors[overlap]["mean"])
+    return machines[best], {str(overlap): error for overlap, error in errors.items()}
+
+
+# --- runs ---
+
+
+class ProcessorTime:
+    """A clock that stands still while other programs run, and jumps over every pause: for a
+    computer that is busy."""
+
+    def __init__(self):
+        self.slept = 0.0
+
+    def clock(self) -> float:
+        return time.process_time() + self.slept
+
+    def sleep(self, seconds: float) -> None:
+        self.slept += seconds
+
+
+class TimeOfDay:
+    """What a user's clock shows."""
+
+    clock, sleep = staticmethod(time.perf_counter), staticmethod(time.sleep)
+
+
+Watch = ProcessorTime | TimeOfDay
+
+
+def play(jobs: list[Job], options: Options, watch: Watch) -> tuple[Run, list[Step]]:
+    """In a new engine, whose cache is empty."""
+    return record(LLM(**OPTIONS | options), jobs, watch.clock, watch.sleep)
+
+
+class Cells(NamedTuple):
+    """Short runs: for each number of requests and mean length of prompts, up to a number of
+    tokens."""
+
+    batches: tuple[int, ...]
+    prompts: tuple[int, ...]
+    most_tokens: int
+
+    def pairs(self) -> list[tuple[int, int]]:
+        return [
+            (batch, prompt)
+            for batch in self.batches
+            for prompt in self.prompts
+            if batch * prompt <= self.most_tokens
+        ]
+
+
+ON_CPU = Cells((1, 2, 4, 8, 16, 32, 64), (16, 64, 200, 600, 1000), 20_000)
+ON_GPU = Cells((1, 4, 16, 64, 128, 256), (16, 200, 1000, 3000), 100_000)
+MOST_OUTPUTS = 60
+SECONDS_BETWEEN = 0.02  # on average
+
+
+def calibration_steps(llm: LLM, seed: int, cells: Cells, watch: Watch) -> list[Step]:
+    """Steps of short runs, one after the other in random order: for each of the cells so many
+    requests, with prompts of one token to twice the mean and up to 60 tokens to answer. Half of
+    them come in the same moment, the others one by one.
+
+    Neither equal lengths nor equal steps would tell what a real load costs: attention pads the
+    contexts that it computes together, and a step that follows others of its kind is faster.
+    """
+    rng = random.Random(seed)
+    steps: list[Step] = []
+    pairs = cells.pairs()
+    for batch, prompt in rng.sample(pairs, len(pairs)):
+        lengths = [(rng.randint(1, 2 * prompt), rng.randint(1, MOST_OUTPUTS)) for _ in range(batch)]
+        gaps = [rng.expovariate(1 / SECONDS_BETWEEN) for _ in range(batch // 2)]
+        times = [0.0] * (batch - batch // 2) + [*accumulate(gaps)]
+        jobs = workload(times, lengths, batch)
+        steps += record(llm, jobs, watch.clock, watch.sleep)[1]
+        llm.reset_prefix_cache()
+    return steps
+
+
+def warm_up(llm: LLM, watch: Watch) -> None:
+    """The first steps of a process are slow."""
+    record(llm, workload(all_at_once(), fixed(50, 20), 20), watch.clock, watch.sleep)
+    llm.reset_prefix_cache()
+
+
+def weights_rate(llm: LLM) -> float:
+    """Bytes per second of all products with weights, if each has one row: the median of some
+    rounds."""
+    runner = llm.runner
+    layers = [module for module in runner.model.modules() if isinstance(module, Linear)]
+    dtype = layers[0].weight.dtype
+    sizes = [layer.weight.shape for layer in layers]
+    rows = [torch.ones(1, n, dtype=dtype, device=runner.device) for _, n in sizes]
+    num_bytes = sum(m * n for m, n in sizes) * dtype.itemsize
+
+    def multiply() -> None:
+        for row, layer in zip(rows, layers):
+            layer(row)
+
+    with torch.inference_mode():
+        return num_bytes / median(seconds_of(multiply, runner.device) for _ in range(50))
+
+
+def host_rate(options: Options, num_blocks: int = 64) -> float:
+    """Bytes per second from the KV cache to where swapped blocks wait: the median of some
+    copies."""
+    runner = LLM(**OPTIONS | options | SWAP).runner
+    swaps, cache = {i: i for i in range(num_blocks)}, runner.host_cache
+    assert cache is not None
+    seconds = median(seconds_of(lambda: cache.swap_out(swaps), runner.device) for _ in range(20))
+    return num_blocks * runner.shape.block_bytes / seconds
+
+
+def start_of(llm: LLM, options: Options) -> Machine:
+    """What is measured by itself: the hardware, how fast weights are read, and swaps."""
+    device = llm.runner.device
+    ceilings = this_machine(device, llm.runner.model.lm_head.weight.dtype)
+    here = f"measured on {ceilings.name}, torch {torch.__version__}"
+    fitted_here = f"fitted to steps on {ceilings.name}"
+    sources = dict.fromkeys(("hardware", "bandwidth_share", "host_bytes_per_second"), here)
+    return Machine(
+        ceilings._replace(source=here),
+        bandwidth_share=weights_rate(llm) / ceilings.bytes_per_second,
+        host_bytes_per_second=host_rate(options),
+        sources=sources | dict.fromkeys(FITTED, fitted_here),
+    )
+
+
+FITTED = (
+    "seconds_per_step",
+    "seconds_per_sequence",
+    "seconds_per_chunk",
+    "flops_share",
+    "attention_bandwidth_share",
+    "attention_flops_share",
+    "overlap",
+)
+
+
+# --- the command ---
+
+VARIANTS = {
+    f"{dtype}, {threads} thread{'s' * (threads > 1)}": (dtype, threads)
+    for threads in (1, 2)
+    for dtype in ("float32", "bfloat16")
+}
+
+
+def calibrate(options: Options, cells: Cells, rounds: int, watch: Watch) -> dict:
+    """A machine, and how well it describes the steps, as JSON has them."""
+    llm = LLM(**OPTIONS | options)
+    warm_up(llm, watch)
+    steps = [step for seed in range(rounds) for step in calibration_steps(llm, seed, cells, watch)]
+    machine, errors = calibrated(shape_of_model(options), steps, start_of(llm, options))
+    return {"machine": asdict(machine), "steps": len(steps), "errors": errors}
+
+
+def shape_of_model(options: Options) -> Shape:
+    own = OPTIONS | options
+    itemsize = 4 if own["dtype"] == "float32" else 2
+    return shape_of(model_config(own.get("model", EMBEDDED_MODEL)), itemsize)
+
+
+def apart(name: str, rounds: int) -> dict:
+    """One variant, in a process with so many threads."""
+    dtype, threads = VARIANTS[name]
+    command = [sys.executable, "-m", "tutorials.simulation.calibrate", "--one", dtype]
+    done = subprocess.run(
+        [*command, "--rounds", str(rounds)],
+        env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("file", nargs="?", type=Path, help="where the machines are written")
+    parser.add_argument("--model", default=EMBEDDED_MODEL, help="on a GPU")
+    parser.add_argument("--rounds", type=int, default=2, help="of all short runs")
+    parser.add_argument("--one", metavar="DTYPE", help="print one machine, of this process")
+    args = parser.parse_args()
+    if args.one:
+        options = {"dtype": args.one}
+        print(json.dumps(calibrate(options, ON_CPU, args.rounds, TimeOfDay())))
+        return
+    if torch.cuda.is_available():
+        options = {"model": args.model, "dtype": "bfloat16", "device": "cuda"}
+        found = {"bfloat16, GPU": calibrate(options, ON_GPU, args.rounds, TimeOfDay())}
+    else:
+        found = {name: apart(name, args.rounds) for name in VARIANTS}
+    report = environment() | {
+        "machines": {name: one.pop("machine") for name, one in found.items()},
+        "fits": found,
+    }
+    for name, fit in report["fits"].items():
+        print(f"{name}: {fit['steps']} steps, errors by overlap {fit['errors']}")
+    if args.file:
+        write_json(report, args.file)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,338 @@
+"""Pairs of policies on identical jobs: does the simulator say which one is better?
+
+    OMP_NUM_THREADS=1 python -m tutorials.simulation.accuracy --policies --json tutorials/results/simulator_pairs.json
+
+For each pair, the real engine plays the same jobs with both policies, in turns, several times. Then
+both are simulated on the machine that was fitted to steps of other runs. What is compared is the
+difference between the two policies: its sign, and its size.
+
+A difference is *clear* if it is more than twice the range of what was measured: of the differences
+in the single turns.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean, median
+
+from matplotlib.figure import Figure
+
+from nanovllm.schedule import Schedule
+from nanovllm.scheduler import Scheduler
+from nanovllm.sequence import Request
+from nanovllm.simulator import Job, Run
+from nanovllm.simulator.machines import Machine
+from tutorials.performance.report import markdown, percentile
+from tutorials.simulation.calibrate import SWAP, Options, Watch, play
+from tutorials.simulation.cases import (
+    Case,
+    ShortestFirst,
+    chats,
+    documents,
+    jobs_of,
+    plain,
+    simulated,
+)
+from tutorials.simulation.metrics import between_tokens, latency, ttft
+from tutorials.simulation.workloads import (
+    Arrivals,
+    fixed,
+    labelled,
+    lognormal,
+    merged,
+    predicted,
+    workload,
+)
+
+MEASURES: dict[str, Callable[[Run], list[float]]] = {
+    "TTFT": lambda run: [*map(ttft, run.requests)],
+    "gaps": lambda run: between_tokens(run.requests),
+    "latency": lambda run: [*map(latency, run.requests)],
+}
+KINDS = ("mean", "p99")
+CLEAR = 2.0  # times the range of the real differences
+
+# --- policies ---
+
+
+class LastFirst(Scheduler):
+    def priority(self, request: Request) -> int:
+        return -request.arrival
+
+
+class ShortestPrompt(Scheduler):
+    def priority(self, request: Request) -> tuple[int, int]:
+        return len(request.prompt_token_ids), request.arrival
+
+
+class EarliestDeadline(Scheduler):
+    def priority(self, request: Request) -> tuple[float, int]:
+        return request.arrival_time + request.params.extra_args["deadline"], request.arrival
+
+
+class PushesOut(ShortestFirst):
+    """One that runs makes room for one that is expected to be shorter."""
+
+    def make_room(self, schedule: Schedule) -> None:
+        if self.waiting and len(self.running) == self.max_num_seqs:
+            urgent = min(self.waiting, key=self.priority)
+            last = max(self.running, key=self.priority)
+            if self.priority(urgent) < self.priority(last):
+                self.preempt(last)
+
+
+class PromptBound(Scheduler):
+    def step_budget(self) -> tuple[int, int]:
+        return self.max_num_batched_tokens, 64
+
+
+class PromptsFirst(Scheduler):
+    def running_order(self, request: Request) -> tuple:
+        return not request.is_prefilling, request.arrival
+
+
+class OnePrompt(Scheduler):
+    """Admits nothing while a prompt is being computed."""
+
+    def may_admit(self, request: Request, schedule: Schedule) -> bool:
+        return not any(one.is_prefilling for one in self.running)
+
+
+class WholePrompts(Scheduler):
+    """Admits only what the step can compute as a whole."""
+
+    def may_admit(self, request: Request, schedule: Schedule) -> bool:
+        return len(request.sequences[0]) <= schedule.tokens_left or not self.running
+
+
+class NoWatermark(Scheduler):
+    watermark = 0.0
+
+
+class HighWatermark(Scheduler):
+    watermark = 0.3
+
+
+class MostBlocks(Scheduler):
+    def victim(self, candidates: list[Request]) -> Request:
+        return max(candidates, key=lambda request: len(request.sequences[0].block_table))
+
+
+class Oldest(Scheduler):
+    def victim(self, candidates: list[Request]) -> Request:
+        return candidates[0]
+
+
+# --- loads ---
+
+
+def guessed(arrivals: Arrivals, count: int) -> list[Job]:
+    return predicted(workload(arrivals, chats(), count), sigma=0.5)
+
+
+def mixed(arrivals: Arrivals, count: int) -> list[Job]:
+    """Short questions, and every fifth is about a long text."""
+    times = [time for time, _ in zip(arrivals, range(count))]
+    questions = lognormal(60, 40, max_model_len=500)
+    texts = lognormal(700, 30, max_model_len=1800)
+    few = times[::5]
+    many = [time for i, time in enumerate(times) if i % 5]
+    return merged(workload(many, questions, len(many)), workload(few, texts, len(few)))
+
+
+def hurried(arrivals: Arrivals, count: int) -> list[Job]:
+    """Every second one is urgent, in no order of length."""
+    times = [time for time, _ in zip(arrivals, range(count))]
+    urgent = workload(times[::2], chats(), len(times[::2]))
+    patient = workload(times[1::2], lognormal(80, 60, max_model_len=1000), len(times[1::2]))
+    return merged(labelled(urgent, deadline=1.0), labelled(patient, deadline=20.0))
+
+
+long_outputs = plain(lambda: lognormal(30, 250, max_model_len=1500))
+equal = plain(lambda: fixed(40, 120))
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two settings for the same jobs: options of the engine, the usual ones first."""
+
+    name: str
+    case: Case
+    other: Options
+    base: Options = field(default_factory=dict)
+
+    @property
+    def cases(self) -> tuple[Case, Case]:
+        """Of the one and of the other."""
+        return tuple(
+            Case(self.case.build, self.case.load, self.case.cv, {**self.case.options, **own})
+            for own in (self.base, self.other)
+        )
+
+
+def by(cls: type[Scheduler]) -> Options:
+    return {"scheduler_cls": cls}
+
+
+few_seats = {"max_num_seqs": 8}
+scarce = {"num_blocks": 160, "enable_prefix_caching": False}
+PAIRS = [
+    Pair("last first", Case(plain(chats), 0.9, options=few_seats), by(LastFirst)),
+    Pair("shortest first, guessed", Case(guessed, 0.9, options=few_seats), by(ShortestFirst)),
+    Pair("shortest prompt first", Case(mixed, 0.9, options=few_seats), by(ShortestPrompt)),
+    Pair("earliest deadline", Case(hurried, 0.9, options=few_seats), by(EarliestDeadline)),
+    Pair("pushes out", Case(guessed, 0.9, options=few_seats), by(PushesOut), by(ShortestFirst)),
+    Pair("4 seats", Case(plain(chats), 0.6), {"max_num_seqs": 4}),
+    Pair("budget 64", Case(mixed, 0.5), {"max_num_batched_tokens": 64}),
+    Pair("budget 256", Case(mixed, 0.6), {"max_num_batched_tokens": 256}),
+    Pair("64 tokens for prompts", Case(mixed, 0.5), by(PromptBound)),
+    Pair("prompts first", Case(mixed, 0.7, options={"max_num_batched_tokens": 256}), by(PromptsFirst)),
+    Pair("one prompt at a time", Case(mixed, 0.6), by(OnePrompt)),
+    Pair("whole prompts", Case(mixed, 0.7, options={"max_num_batched_tokens": 256}), by(WholePrompts)),
+    Pair("no prefix cache", Case(documents, 0.5), {"enable_prefix_caching": False}),
+    Pair("no watermark", Case(long_outputs, None, options=scarce), by(NoWatermark)),
+    Pair("watermark 30 %", Case(long_outputs, None, options=scarce), by(HighWatermark)),
+    Pair("victim: most blocks", Case(long_outputs, None, options=scarce), by(MostBlocks)),
+    Pair("victim: the oldest", Case(equal, None, options=scarce), by(Oldest)),
+    Pair("swap", Case(long_outputs, None, options=scarce | by(NoWatermark)), SWAP),
+]  # fmt: skip
+
+
+# --- numbers ---
+
+
+def numbers(run: Run) -> dict[str, float]:
+    """Seconds, by measure and kind: "TTFT mean"."""
+    found = {}
+    for name, measure in MEASURES.items():
+        values = sorted(measure(run))
+        found[f"{name} mean"] = mean(values)
+        found[f"{name} p99"] = percentile(values, 99) or 0.0
+    return found
+
+
+KEYS = [f"{name} {kind}" for name in MEASURES for kind in KINDS]
+
+
+def difference(one: dict[str, float], other: dict[str, float], key: str) -> float:
+    return other[key] / one[key] - 1
+
+
+def judged(row: dict, key: str) -> dict:
+    """What a measure says of a pair. `row` has the numbers of both, real and simulated."""
+    real = [difference(*turn, key) for turn in zip(row["real"][0], row["real"][1])]
+    middle = median(real)
+    spread = max(real) - min(real)
+    guess = difference(*row["simulated"], key)
+    return {
+        "real": middle,
+        "range": spread,
+        "simulated": guess,
+        "is_clear": abs(middle) > CLEAR * spread,
+        "agrees": (guess > 0) == (middle > 0),
+    }
+
+
+def errors(row: dict, key: str) -> list[float]:
+    """Of the simulation, relative to the median of the real runs; for both policies."""
+    return [
+        simulated[key] / median(one[key] for one in real) - 1
+        for real, simulated in zip(row["real"], row["simulated"])
+    ]
+
+
+def totals(rows: dict[str, dict]) -> dict:
+    """Over all pairs, for each measure: how many differences are clear, how many of them have the
+    right sign, the largest one with the wrong sign; mean signed and mean absolute error."""
+    found = {}
+    for key in KEYS:
+        verdicts = [judged(row, key) for row in rows.values()]
+        clear = [one for one in verdicts if one["is_clear"]]
+        wrong = [abs(one["real"]) for one in verdicts if not one["agrees"]]
+        off = [error for row in rows.values() for error in errors(row, key)]
+        found[key] = {
+            "clear": len(clear),
+            "clear_and_right": sum(one["agrees"] for one in clear),
+            "largest_wrong": max(wrong, default=0.0),
+            "signed_error": mean(off),
+            "absolute_error": mean(map(abs, off)),
+        }
+    return found
+
+
+# --- runs ---
+
+
+def jobs_of_pair(pair: Pair, machine: Machine, seconds: float) -> list[Job]:
+    return jobs_of(pair.cases[0], machine, seconds)[0]
+
+
+def played(pair: Pair, jobs: list[Job], turn: int, watch: Watch) -> list[dict[str, float]]:
+    """One turn of both; every other turn begins with the other one."""
+    order = (0, 1) if turn % 2 == 0 else (1, 0)
+    found = {i: numbers(play(jobs, pair.cases[i].options, watch)[0]) for i in order}
+    return [found[0], found[1]]
+
+
+def simulated_pair(pair: Pair, jobs: list[Job], machine: Machine) -> list[dict[str, float]]:
+    return [numbers(simulated(jobs, case, machine)) for case in pair.cases]
+
+
+def compare(
+    pairs: Sequence[Pair],
+    jobs: Sequence[list[Job]],
+    repeat: int,
+    watch: Watch,
+    between_turns: Callable[[], object],
+) -> list[list[list[dict[str, float]]]]:
+    """The real runs of each pair, in turns: for each of the two policies, its runs."""
+    real: list[list[list[dict[str, float]]]] = [[[], []] for _ in pairs]
+    for turn in range(repeat):
+        for pair, own, runs in zip(pairs, jobs, real):
+            print(f"turn {turn + 1} of {repeat}: {pair.name}", flush=True)
+            for one, run in zip(runs, played(pair, own, turn, watch)):
+                one.append(run)
+        between_turns()
+    return real
+
+
+# --- table and picture ---
+
+
+def table(rows: dict[str, dict]) -> str:
+    """Markdown: for each pair and measure the difference, real and simulated. A star stands at a
+    clear one, an exclamation mark at a wrong sign."""
+    lines = [["the other policy", *KEYS]]
+    for name, row in rows.items():
+        lines.append([name, *(cell(judged(row, key)) for key in KEYS)])
+    summary = totals(rows)
+    for label, write in (
+        ("clear, of which right", "{clear}, {clear_and_right}"),
+        ("largest with a wrong sign", "{largest_wrong:.0%}"),
+        ("signed error, mean", "{signed_error:+.1%}"),
+        ("error, mean", "{absolute_error:.1%}"),
+    ):
+        lines.append([label, *(write.format(**summary[key]) for key in KEYS)])
+    return markdown(lines)
+
+
+def cell(verdict: dict) -> str:
+    star = "*" if verdict["is_clear"] else ""
+    mark = "" if verdict["agrees"] else " !"
+    return f"{verdict['real']:+.0%}{star}, {verdict['simulated']:+.0%}{mark}"
+
+
+def draw(rows: dict[str, dict], path: Path) -> None:
+    """The signed errors of both policies of each pair, a row of dots for each measure."""
+    figure = Figure(figsize=(7, 3.2), layout="constrained")
+    axes = figure.add_subplot()
+    for i, key in enumerate(KEYS):
+        off = sorted(100 * error for row in rows.values() for error in errors(row, key))
+        heights = [i + 0.25 * ((j % 5) - 2) / 2 for j in range(len(off))]
+        axes.plot(off, heights, "o", color="#444444", markersize=3.5, alpha=0.6)
+        axes.plot([mean(off)] * 2, [i - 0.38, i + 0.38], color="black", linewidth=2)
+    axes.axvline(0, color="#999999", linewidth=1)
+    axes.set(yticks=range(len(KEYS)), yticklabels=KEYS)
+    axes.set_xlabel("simulated beside measured (%); a bar is the mean")
+    axes.invert_yaxis()
+    figure.savefig(path, dpi=120)
