@@ -148,3 +148,19 @@ MACHINES = {
     )
     for name, hardware in HARDWARE.items()
 }
+# one thread, the embedded model in float32: tutorials/results/machines_cpu.json
+EPYC = Hardware("AMD EPYC, one thread", 37.8e9, 108e9, 24e9, "measured")
+MACHINES["cpu"] = Machine(
+    EPYC,
+    bandwidth_share=0.62,
+    flops_share=1.22,
+    attention_bandwidth_share=0.11,
+    attention_flops_share=0.47,
+    overlap=0.0,
+    seconds_per_step=1.37e-3,
+    seconds_per_sequence=4.2e-5,
+    seconds_per_layer=0.0,
+    seconds_per_chunk=2.9e-5,
+    host_bytes_per_second=12.8e9,
+    sources={"hardware": EPYC.source},
+)

@@ -14,10 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from nanovllm.config import EMBEDDED_MODEL
 from nanovllm.simulator.cost_model import (
     HARDWARE,
-    MACHINES,
     SHAPES,
     Hardware,
-    Machine,
+    Link,
     Shape,
     Work,
     shape_of,
@@ -45,7 +44,8 @@ def test_work_of_a_decode_step():
     # numbers each
     assert work.bytes == 2 * (100 + 2 * 4 + 40 + (13 + 2) * 2 * 2 * 3) == 656
     assert work.kv_bytes == 2 * (13 + 2) * 2 * 2 * 3 and work.weight_bytes == 2 * (100 + 2 * 4 + 40)
-    assert work.flops == 2 * 100 * 2 + 2 * 40 * 2 + 4 * 2 * 2 * 3 * 13
+    assert work.attention_flops == 4 * 2 * 2 * 3 * 13
+    assert work.flops == 2 * 100 * 2 + 2 * 40 * 2 + work.attention_flops
     assert work.intensity == work.flops / work.bytes
 
 
@@ -95,33 +95,10 @@ def test_hardware():
     assert all("NVIDIA" in hardware.source for hardware in HARDWARE.values())
 
 
-def test_what_a_step_takes_on_a_machine():
-    """656 bytes and 1,184 FLOPs, as above, at shares of the ceilings; then moves of blocks."""
-    hardware = Hardware("a machine", 1000.0, 1000.0, 0)
-    machine = Machine(
-        hardware,
-        bandwidth_share=0.5,
-        flops_share=1.0,
-        seconds_per_step=0.25,
-        seconds_per_sequence=0.125,
-        host_bytes_per_second=96.0,
-    )
-    decode = [(1, 5), (1, 8)]
-    overhead = 0.25 + 2 * 0.125
-    assert machine.seconds(SHAPE, decode, 2, 0, 0, 4) == max(656 / 500, 1.184) + overhead
-    slow = Machine(hardware, 1.0, 0.5, 0.0)
-    assert slow.seconds(SHAPE, decode, 2, 0, 0, 4) == 1184 / 500
-    block = 4 * SHAPE.kv_bytes  # bytes of a block of 4 tokens
-    copied = machine.seconds(SHAPE, decode, 2, 3, 0, 4)
-    assert copied == (656 + 2 * 3 * block) / 500 + overhead
-    swapped = machine.seconds(SHAPE, decode, 2, 0, 5, 4)
-    assert swapped == 656 / 500 + overhead + 5 * block / 96
-    assert machine.swap_seconds(SHAPE, 5, 4) == 5 * block / 96
-
-
-def test_machines():
-    assert MACHINES.keys() == {*HARDWARE, "cpu"}
-    assert all(MACHINES[name].hardware == hardware for name, hardware in HARDWARE.items())
+def test_a_link():
+    link = Link("a wire", 100.0, 0.5, "made up", seconds_per_call=2.0)
+    assert link.all_reduce(300, 3) == 2 + 4 * 0.5 + 4 / 3 * 300 / 100
+    assert link.gather(300, 3) == 2 + 0.5 + 2 * 300 / 100
 
 
 def machine(bandwidth: float, flops_rate: float) -> Hardware:

@@ -18,8 +18,8 @@ from nanovllm.schedule import ScheduleError
 from nanovllm.scheduler import Scheduler
 from nanovllm.simulator import simulate
 from nanovllm.simulator.cost_model import LINKS, SHAPES, shape_of
-from nanovllm.simulator.machines import MACHINES
 from nanovllm.simulator.jobs import Job
+from nanovllm.simulator.machines import MACHINES
 from tutorials.simulation.workloads import gamma, lognormal, multi_turn, poisson, workload
 
 SMALL = Config(model="qwen3-0.6b", num_blocks=300, block_size=16, max_model_len=2048)
@@ -210,7 +210,8 @@ def test_a_rank_has_its_part():
 
 
 def test_a_step_of_several_ranks_by_hand():
-    """One token: each rank reads its weights; then come two all-reduces per layer, of 5,120 numbers."""
+    """One token: each rank reads its weights; then come two all-reduces per layer and one for the embedding, of
+    5,120 numbers, and the first rank gathers its part of the logits from each other one."""
     machine = MACHINES["h100"]
     whole = shape_of(SHAPES["qwen3-32b"], itemsize=2)
     for num_ranks in (2, 8):
@@ -219,7 +220,8 @@ def test_a_step_of_several_ranks_by_hand():
         seconds = machine.seconds(part, *args, num_ranks=num_ranks)
         hops = 2 * (num_ranks - 1)
         one = 6.6e-6 + hops * 0.6e-6 + hops / num_ranks * 5120 * 2 / 450e9
-        assert seconds - machine.seconds(part, *args) == pytest.approx(128 * one)
+        gather = 6.6e-6 + 0.6e-6 + (num_ranks - 1) * 151936 / num_ranks * 2 / 450e9
+        assert seconds - machine.seconds(part, *args) == pytest.approx(129 * one + gather)
         slower = replace(machine, link=LINKS["network"])
         assert slower.seconds(part, *args, num_ranks=num_ranks) > seconds
     assert machine.seconds(whole, *args, num_ranks=1) == machine.seconds(whole, *args)

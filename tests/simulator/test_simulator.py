@@ -15,7 +15,8 @@ from nanovllm.config import EMBEDDED_MODEL, Config
 from nanovllm.schedule import ScheduleError
 from nanovllm.scheduler import Scheduler
 from nanovllm.simulator.cost_model import HARDWARE, SHAPES, shape_of, work_of
-from nanovllm.simulator.simulation import MACHINES, Job, Machine, simulate
+from nanovllm.simulator.machines import MACHINES, Machine
+from nanovllm.simulator.simulation import Job, simulate
 from tutorials.baselines.contiguous import OrcaOracle
 from tutorials.baselines.static_batching import StaticBatching
 from tutorials.simulation.metrics import summary
@@ -34,6 +35,8 @@ SECOND = replace(
     H100,
     hardware=H100.hardware._replace(bytes_per_second=1e30, flops_per_second=1e30),
     seconds_per_step=1.0,
+    seconds_per_sequence=0.0,
+    seconds_per_layer=0.0,
 )
 SMALL = {
     "model": "qwen3-0.6b",

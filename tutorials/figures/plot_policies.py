@@ -13,7 +13,8 @@ from matplotlib.figure import Figure
 from nanovllm.config import Config
 from nanovllm.scheduler import Scheduler
 from nanovllm.simulator import Job, simulate
-from nanovllm.simulator.cost_model import HARDWARE, Machine
+from nanovllm.simulator.cost_model import HARDWARE
+from nanovllm.simulator.machines import Machine
 from tutorials.figures.style import new_figure
 from tutorials.simulation.plots import gantt
 

@@ -360,12 +360,12 @@ def shape_of_model(options: Options) -> Shape:
     return shape_of(model_config(own.get("model", EMBEDDED_MODEL)), itemsize)
 
 
-def apart(name: str, rounds: int) -> dict:
+def apart(name: str, rounds: int, most_tokens: int) -> dict:
     """One variant, in a process with so many threads."""
     dtype, threads = VARIANTS[name]
     command = [sys.executable, "-m", "tutorials.simulation.calibrate", "--one", dtype]
     done = subprocess.run(
-        [*command, "--rounds", str(rounds)],
+        [*command, "--rounds", str(rounds), "--most-tokens", str(most_tokens)],
         env={**os.environ, "OMP_NUM_THREADS": str(threads)},
         cwd=ROOT,
         stdout=subprocess.PIPE,
@@ -382,17 +382,21 @@ def main() -> None:
     parser.add_argument("file", nargs="?", type=Path, help="where the machines are written")
     parser.add_argument("--model", default=EMBEDDED_MODEL, help="on a GPU")
     parser.add_argument("--rounds", type=int, default=2, help="of all short runs")
+    parser.add_argument("--most-tokens", type=int, help="of one of these runs")
     parser.add_argument("--one", metavar="DTYPE", help="print one machine, of this process")
     args = parser.parse_args()
+    has_gpu = torch.cuda.is_available() and not args.one
+    cells = ON_GPU if has_gpu else ON_CPU
+    most_tokens = args.most_tokens or cells.most_tokens
+    cells = cells._replace(most_tokens=most_tokens)
     if args.one:
-        options = {"dtype": args.one}
-        print(json.dumps(calibrate(options, ON_CPU, args.rounds, TimeOfDay())))
+        print(json.dumps(calibrate({"dtype": args.one}, cells, args.rounds, TimeOfDay())))
         return
-    if torch.cuda.is_available():
+    if has_gpu:
         options = {"model": args.model, "dtype": "bfloat16", "device": "cuda"}
-        found = {"bfloat16, GPU": calibrate(options, ON_GPU, args.rounds, TimeOfDay())}
+        found = {"bfloat16, GPU": calibrate(options, cells, args.rounds, TimeOfDay())}
     else:
-        found = {name: apart(name, args.rounds) for name in VARIANTS}
+        found = {name: apart(name, args.rounds, most_tokens) for name in VARIANTS}
     report = environment() | {
         "machines": {name: one.pop("machine") for name, one in found.items()},
         "fits": found,

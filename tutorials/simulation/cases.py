@@ -1,16 +1,14 @@
 """The workloads on which simulator and engine are compared: loads, policies, scarce memory."""
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
 
 from nanovllm.config import EMBEDDED_MODEL, Config
-from nanovllm.scheduler import Scheduler
-from nanovllm.sequence import Request
 from nanovllm.simulator import Job, Run, simulate
 from nanovllm.simulator.machines import Machine
 from tutorials.simulation.calibrate import OPTIONS, SWAP, Options
+from tutorials.simulation.policies import FairByTenant, ShortestFirst
 from tutorials.simulation.workloads import (
     Arrivals,
     Lengths,
@@ -26,25 +24,6 @@ from tutorials.simulation.workloads import (
 )
 
 Build = Callable[[Arrivals, int], list[Job]]
-
-
-class ShortestFirst(Scheduler):
-    """By a guess of the answer's length."""
-
-    def priority(self, request: Request) -> tuple[int, int]:
-        return request.params.extra_args["predicted_tokens"], request.arrival
-
-
-class FairByTenant(Scheduler):
-    """Admits a request of the tenant that has the fewest running."""
-
-    def next_waiting(self) -> Request | None:
-        running = Counter(request.params.extra_args["tenant"] for request in self.running)
-        return min(
-            self.waiting,
-            key=lambda r: (running[r.params.extra_args["tenant"]], r.arrival),
-            default=None,
-        )
 
 
 def chats() -> Lengths:

@@ -17,23 +17,28 @@ from statistics import mean, median
 
 from matplotlib.figure import Figure
 
-from nanovllm.schedule import Schedule
 from nanovllm.scheduler import Scheduler
-from nanovllm.sequence import Request
 from nanovllm.simulator import Job, Run
 from nanovllm.simulator.machines import Machine
 from tutorials.performance.report import markdown, percentile
 from tutorials.simulation.calibrate import SWAP, Options, Watch, play
-from tutorials.simulation.cases import (
-    Case,
-    ShortestFirst,
-    chats,
-    documents,
-    jobs_of,
-    plain,
-    simulated,
-)
+from tutorials.simulation.cases import Case, chats, documents, jobs_of, plain, simulated
 from tutorials.simulation.metrics import between_tokens, latency, ttft
+from tutorials.simulation.policies import (
+    EarliestDeadline,
+    HighWatermark,
+    LastFirst,
+    MostBlocks,
+    NoWatermark,
+    Oldest,
+    OnePrompt,
+    PromptsFirst,
+    ShortestFirst,
+    ShortestPrompt,
+    ShortPushesOut,
+    SmallPromptBound,
+    WholePrompts,
+)
 from tutorials.simulation.workloads import (
     Arrivals,
     fixed,
@@ -51,77 +56,6 @@ MEASURES: dict[str, Callable[[Run], list[float]]] = {
 }
 KINDS = ("mean", "p99")
 CLEAR = 2.0  # times the range of the real differences
-
-# --- policies ---
-
-
-class LastFirst(Scheduler):
-    def priority(self, request: Request) -> int:
-        return -request.arrival
-
-
-class ShortestPrompt(Scheduler):
-    def priority(self, request: Request) -> tuple[int, int]:
-        return len(request.prompt_token_ids), request.arrival
-
-
-class EarliestDeadline(Scheduler):
-    def priority(self, request: Request) -> tuple[float, int]:
-        return request.arrival_time + request.params.extra_args["deadline"], request.arrival
-
-
-class PushesOut(ShortestFirst):
-    """One that runs makes room for one that is expected to be shorter."""
-
-    def make_room(self, schedule: Schedule) -> None:
-        if self.waiting and len(self.running) == self.max_num_seqs:
-            urgent = min(self.waiting, key=self.priority)
-            last = max(self.running, key=self.priority)
-            if self.priority(urgent) < self.priority(last):
-                self.preempt(last)
-
-
-class PromptBound(Scheduler):
-    def step_budget(self) -> tuple[int, int]:
-        return self.max_num_batched_tokens, 64
-
-
-class PromptsFirst(Scheduler):
-    def running_order(self, request: Request) -> tuple:
-        return not request.is_prefilling, request.arrival
-
-
-class OnePrompt(Scheduler):
-    """Admits nothing while a prompt is being computed."""
-
-    def may_admit(self, request: Request, schedule: Schedule) -> bool:
-        return not any(one.is_prefilling for one in self.running)
-
-
-class WholePrompts(Scheduler):
-    """Admits only what the step can compute as a whole."""
-
-    def may_admit(self, request: Request, schedule: Schedule) -> bool:
-        return len(request.sequences[0]) <= schedule.tokens_left or not self.running
-
-
-class NoWatermark(Scheduler):
-    watermark = 0.0
-
-
-class HighWatermark(Scheduler):
-    watermark = 0.3
-
-
-class MostBlocks(Scheduler):
-    def victim(self, candidates: list[Request]) -> Request:
-        return max(candidates, key=lambda request: len(request.sequences[0].block_table))
-
-
-class Oldest(Scheduler):
-    def victim(self, candidates: list[Request]) -> Request:
-        return candidates[0]
-
 
 # --- loads ---
 
@@ -181,17 +115,17 @@ PAIRS = [
     Pair("shortest first, guessed", Case(guessed, 0.9, options=few_seats), by(ShortestFirst)),
     Pair("shortest prompt first", Case(mixed, 0.9, options=few_seats), by(ShortestPrompt)),
     Pair("earliest deadline", Case(hurried, 0.9, options=few_seats), by(EarliestDeadline)),
-    Pair("pushes out", Case(guessed, 0.9, options=few_seats), by(PushesOut), by(ShortestFirst)),
+    Pair("pushes out", Case(guessed, 0.9, options=few_seats), by(ShortPushesOut), by(ShortestFirst)),
     Pair("4 seats", Case(plain(chats), 0.6), {"max_num_seqs": 4}),
     Pair("budget 64", Case(mixed, 0.5), {"max_num_batched_tokens": 64}),
     Pair("budget 256", Case(mixed, 0.6), {"max_num_batched_tokens": 256}),
-    Pair("64 tokens for prompts", Case(mixed, 0.5), by(PromptBound)),
+    Pair("64 tokens for prompts", Case(mixed, 0.5), by(SmallPromptBound)),
     Pair("prompts first", Case(mixed, 0.7, options={"max_num_batched_tokens": 256}), by(PromptsFirst)),
     Pair("one prompt at a time", Case(mixed, 0.6), by(OnePrompt)),
     Pair("whole prompts", Case(mixed, 0.7, options={"max_num_batched_tokens": 256}), by(WholePrompts)),
     Pair("no prefix cache", Case(documents, 0.5), {"enable_prefix_caching": False}),
     Pair("no watermark", Case(long_outputs, None, options=scarce), by(NoWatermark)),
-    Pair("watermark 30 %", Case(long_outputs, None, options=scarce), by(HighWatermark)),
+    Pair("watermark 20 %", Case(long_outputs, None, options=scarce), by(HighWatermark)),
     Pair("victim: most blocks", Case(long_outputs, None, options=scarce), by(MostBlocks)),
     Pair("victim: the oldest", Case(equal, None, options=scarce), by(Oldest)),
     Pair("swap", Case(long_outputs, None, options=scarce | by(NoWatermark)), SWAP),

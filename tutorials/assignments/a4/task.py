@@ -3,8 +3,9 @@
 from statistics import mean
 
 from nanovllm.config import Config
+from nanovllm.simulator import Job, Run
 from nanovllm.simulator.cost_model import Hardware
-from nanovllm.simulator.simulation import Job, Machine, Run
+from nanovllm.simulator.machines import Machine
 from tutorials.assignments.task import Goal, Part, Task, mean_latency
 from tutorials.simulation.metrics import ttft
 from tutorials.simulation.workloads import lognormal, merged, poisson, shared_prefix, workload

@@ -1,0 +1,166 @@
+"""Which results depend on the machine? Studies and assignments again, on machines that differ.
+
+    python -m tutorials.simulation.sensitivity --json tutorials/results/sensitivity.json
+
+Nobody here has measured a GPU, so what the chapters and assignments say of one must not depend on a
+constant that is a guess. This runs each study of chapters 16 and 19, and each assignment with its
+solution and all silly policies, on twelve machines: `overlap` 0, 0.5 and 1, with 0.3 and 3 ms of the
+host per step, and with kernels that reach 0.3 and 0.6 of the FLOP/s.
+
+A study *holds* if its answer is the same on all of them. An assignment holds if on all of them, and
+on each seed, the solution gets at least 90 % of its goal points, and no silly policy half of them.
+"""
+
+import argparse
+import itertools
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from nanovllm.simulator.machines import MACHINES, Machine
+from tutorials.assignments.seeds import SILLY, Policy, measure_policy, points_of, policies_of
+from tutorials.assignments.task import NAMES, Task, load_task, serve_baseline
+from tutorials.performance.machine import ROOT, environment
+from tutorials.performance.report import markdown, write_json
+from tutorials.simulation.studies import STUDIES, Study
+
+OVERLAPS = (0.0, 0.5, 1.0)
+HOST_SECONDS = (0.3e-3, 3e-3)
+FLOPS_SHARES = (0.3, 0.6)
+ENOUGH = 0.9  # of the goal points, for a solution
+TOO_MUCH = 0.5  # for a silly policy
+SOLUTIONS = ROOT / "tests" / "course" / "solutions"
+
+
+def variants() -> dict[str, tuple[float, float, float]]:
+    """Overlap, seconds of the host per step, and share of the FLOP/s; by a name."""
+    return {
+        f"overlap {overlap:g}, host {1e3 * host:g} ms, {share:g} of the FLOP/s": (
+            overlap,
+            host,
+            share,
+        )
+        for overlap, host, share in itertools.product(OVERLAPS, HOST_SECONDS, FLOPS_SHARES)
+    }
+
+
+def changed(machine: str | Machine, overlap: float, host: float, share: float) -> Machine:
+    base = MACHINES[machine] if isinstance(machine, str) else machine
+    return replace(
+        base,
+        overlap=overlap,
+        seconds_per_step=host,
+        flops_share=share,
+        attention_flops_share=share,
+    )
+
+
+# --- studies ---
+
+
+def study_on(study: Study, variant: tuple[float, float, float]) -> dict:
+    """Its two numbers on a changed machine, and whether the answer is that of the chapter."""
+    one, other = study.measure(changed("h100", *variant))
+    return {"one": one, "other": other, "holds": study.says(one, other)}
+
+
+# --- assignments ---
+
+
+def on_machine(task: Task, variant: tuple[float, float, float]) -> Task:
+    parts = [replace(part, hardware=changed(part.hardware, *variant)) for part in task.parts]
+    return replace(task, parts=parts)
+
+
+def paths_of(name: str) -> list[Path]:
+    return [SILLY, SOLUTIONS / f"{name}_tried.py", SOLUTIONS / f"{name}_solution.py"]
+
+
+def assignment_on(name: str, seeds: Sequence[int], variant: tuple[float, float, float]) -> dict:
+    """The worst share of the goal points that the solution gets, the best of any silly policy, and
+    its name."""
+    task = on_machine(load_task(name), variant)
+    total = sum(goal.points for goal in task.goals.values())
+    worst = 1.0
+    best_silly, name_of_best = 0.0, ""
+    for seed in seeds:
+        baselines = [serve_baseline(part, seed) for part in task.parts]
+        for policy in relevant(task, name):
+            values = measure_policy(task, policy, baselines, check=False, seed=seed)
+            share = points_of(task, values) / total
+            if policy.kind == "solution":
+                worst = min(worst, share)
+            elif share > best_silly:
+                best_silly, name_of_best = share, policy.name
+    holds = worst >= ENOUGH and best_silly < TOO_MUCH
+    return {"solution": worst, "silly": best_silly, "by": name_of_best, "holds": holds}
+
+
+def relevant(task: Task, name: str) -> Iterator[Policy]:
+    """The solution and the silly ones."""
+    for policy in policies_of(task, paths_of(name)):
+        if policy.kind != "tried":
+            yield policy
+
+
+# --- all ---
+
+
+def measured(names: Sequence[str], seeds: Sequence[int]) -> dict:
+    """In as many processes as there are processors."""
+    found = variants()
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        studies = {
+            study.name: dict(zip(found, pool.map(partial(study_on, study), found.values())))
+            for study in STUDIES
+        }
+        assignments = {
+            name: dict(zip(found, pool.map(partial(assignment_on, name, seeds), found.values())))
+            for name in names
+        }
+    return {"studies": studies, "assignments": assignments}
+
+
+def verdict(rows: dict[str, dict]) -> str:
+    """In words: on which machines it does not hold."""
+    wrong = [name for name, row in rows.items() if not row["holds"]]
+    if not wrong:
+        return "holds under all"
+    return f"depends on the machine: not with {len(wrong)} of {len(rows)}, as {wrong[0]}"
+
+
+def table(report: dict) -> str:
+    lines = [["", "one / other", "says"]]
+    for name, rows in report["studies"].items():
+        ratios = sorted(row["one"] / row["other"] for row in rows.values() if row["other"])
+        spread = f"{ratios[0]:.2f} to {ratios[-1]:.2f}" if ratios else "-"
+        lines.append([name, spread, verdict(rows)])
+    more = [["assignment", "solution, at least", "silly, at most", "says"]]
+    for name, rows in report["assignments"].items():
+        worst = min(row["solution"] for row in rows.values())
+        best = max(rows.values(), key=lambda row: row["silly"])
+        silly = f"{best['silly']:.0%} ({best['by']})"
+        more.append([name, f"{worst:.0%}", silly, verdict(rows)])
+    return f"{markdown(lines)}\n\n{markdown(more)}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", help="of assignments (default: a1 to a8)")
+    parser.add_argument("--count", type=int, default=2, help="how many seeds (default: 2)")
+    parser.add_argument("--json", type=Path, help="write all numbers to this file")
+    args = parser.parse_args()
+    names = args.names or [name for name in NAMES if name not in ("a0", "template")]
+    report = environment() | measured(names, range(1, args.count + 1))
+    print(table(report))
+    if args.json:
+        write_json(report, args.json)
+
+
+if __name__ == "__main__":
+    main()
