@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from nanovllm.simulator.cost_model import (
@@ -77,6 +77,28 @@ class Machine:
             + self.copy_seconds(shape, num_copies, block_size)
             + self.swap_seconds(shape, num_swaps, block_size)
             + self.link_seconds(shape, items, num_sampled, num_ranks)
+        )
+
+    def slower(self, factor: float) -> Machine:
+        """A machine on which every step takes so many times as long; below 1, it is faster."""
+        hard, link = self.hardware, self.link
+        return replace(
+            self,
+            hardware=hard._replace(
+                bytes_per_second=hard.bytes_per_second / factor,
+                flops_per_second=hard.flops_per_second / factor,
+            ),
+            seconds_per_step=self.seconds_per_step * factor,
+            seconds_per_sequence=self.seconds_per_sequence * factor,
+            seconds_per_token=self.seconds_per_token * factor,
+            seconds_per_layer=self.seconds_per_layer * factor,
+            seconds_per_chunk=self.seconds_per_chunk * factor,
+            host_bytes_per_second=self.host_bytes_per_second / factor,
+            link=link._replace(
+                bytes_per_second=link.bytes_per_second / factor,
+                seconds_per_hop=link.seconds_per_hop * factor,
+                seconds_per_call=link.seconds_per_call * factor,
+            ),
         )
 
     def host_seconds(self, items: Items) -> float:

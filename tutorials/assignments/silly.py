@@ -49,6 +49,43 @@ class TinyBudget(Silly):
         return min(64, self.max_num_batched_tokens), 64
 
 
+class SmallBudget(TinyBudget):
+    """a quarter of the tokens per step"""
+
+    def step_budget(self):
+        most = max(1, self.max_num_batched_tokens // 4)
+        return most, most
+
+
+class HalfBudget(Silly):
+    """half of the tokens per step"""
+
+    def step_budget(self):
+        most = max(1, self.max_num_batched_tokens // 2)
+        return most, most
+
+
+class OnePrompt(Silly):
+    """one prompt at a time"""
+
+    def may_admit(self, request, schedule):
+        return not any(one.is_prefilling for one in self.running)
+
+
+class LongestPrompt(Silly):
+    """longest prompt first"""
+
+    def priority(self, request):
+        return -len(request.prompt_token_ids), request.arrival
+
+
+class FewRunning(Silly):
+    """at most half of the seats"""
+
+    def may_admit(self, request, schedule):
+        return 2 * len(self.running) < self.max_num_seqs or not self.running
+
+
 class SillyRouter(Router):
     is_silly = True
 

@@ -116,7 +116,7 @@ def fitted(shape: Shape, steps: Sequence[Step], start: Machine, overlap: float) 
         if machine == before:
             break
     ratios = [step.seconds / guess(shape, step, machine) for step in steps]
-    return slower(machine, mean(min(ratio, MOST_DISTURBED) for ratio in ratios))
+    return machine.slower(mean(min(ratio, MOST_DISTURBED) for ratio in ratios))
 
 
 def amounts(shape: Shape, step: Step, machine: Machine) -> tuple[float, list[float]]:
@@ -163,20 +163,6 @@ def with_costs(machine: Machine, *costs: float) -> Machine:
         flops_share=shares[0],
         attention_bandwidth_share=shares[1],
         attention_flops_share=shares[2],
-    )
-
-
-def slower(machine: Machine, factor: float) -> Machine:
-    """A machine that takes so many times as long for all that is fitted."""
-    return replace(
-        machine,
-        seconds_per_step=machine.seconds_per_step * factor,
-        seconds_per_sequence=machine.seconds_per_sequence * factor,
-        seconds_per_chunk=machine.seconds_per_chunk * factor,
-        bandwidth_share=machine.bandwidth_share / factor,
-        flops_share=machine.flops_share / factor,
-        attention_bandwidth_share=machine.attention_bandwidth_share / factor,
-        attention_flops_share=machine.attention_flops_share / factor,
     )
 
 

@@ -9,6 +9,8 @@ host per step, and with kernels that reach 0.3 and 0.6 of the FLOP/s.
 
 A study *holds* if its answer is the same on all of them. An assignment holds if on all of them, and
 on each seed, the solution gets at least 90 % of its goal points, and no silly policy half of them.
+For an assignment, each machine is made as much faster or slower as it takes to serve the load in the
+same time: its goals say seconds, and its rates are those that keep one machine busy.
 """
 
 import argparse
@@ -20,12 +22,14 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from nanovllm.router import RoundRobin
+from nanovllm.simulator import simulate
 from nanovllm.simulator.machines import MACHINES, Machine
 from tutorials.assignments.seeds import SILLY, Policy, measure_policy, points_of, policies_of
-from tutorials.assignments.task import NAMES, Task, load_task, serve_baseline
+from tutorials.assignments.task import NAMES, Part, Task, load_task, serve_baseline
 from tutorials.performance.machine import ROOT, environment
 from tutorials.performance.report import markdown, write_json
-from tutorials.simulation.studies import STUDIES, Study
+from tutorials.simulation.studies import STUDIES
 
 OVERLAPS = (0.0, 0.5, 1.0)
 HOST_SECONDS = (0.3e-3, 3e-3)
@@ -61,8 +65,9 @@ def changed(machine: str | Machine, overlap: float, host: float, share: float) -
 # --- studies ---
 
 
-def study_on(study: Study, variant: tuple[float, float, float]) -> dict:
+def study_on(name: str, variant: tuple[float, float, float]) -> dict:
     """Its two numbers on a changed machine, and whether the answer is that of the chapter."""
+    (study,) = (study for study in STUDIES if study.name == name)
     one, other = study.measure(changed("h100", *variant))
     return {"one": one, "other": other, "holds": study.says(one, other)}
 
@@ -71,8 +76,21 @@ def study_on(study: Study, variant: tuple[float, float, float]) -> dict:
 
 
 def on_machine(task: Task, variant: tuple[float, float, float]) -> Task:
-    parts = [replace(part, hardware=changed(part.hardware, *variant)) for part in task.parts]
+    """The assignment on changed machines that serve its loads as fast, if all come at once. So its
+    rates and its goals in seconds mean the same, and what differs is which steps take long."""
+    parts = []
+    for part in task.parts:
+        machine = changed(part.hardware, *variant)
+        factor = seconds_at_once(part, part.hardware) / seconds_at_once(part, machine)
+        parts.append(replace(part, hardware=machine.slower(factor)))
     return replace(task, parts=parts)
+
+
+def seconds_at_once(part: Part, machine: str | Machine) -> float:
+    jobs = [job._replace(time=0.0) for job in part.workload(1)]
+    return simulate(
+        jobs, part.config, machine, replicas=part.replicas, router_cls=RoundRobin
+    ).seconds
 
 
 def paths_of(name: str) -> list[Path]:
@@ -114,7 +132,7 @@ def measured(names: Sequence[str], seeds: Sequence[int]) -> dict:
     found = variants()
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         studies = {
-            study.name: dict(zip(found, pool.map(partial(study_on, study), found.values())))
+            study.name: dict(zip(found, pool.map(partial(study_on, study.name), found.values())))
             for study in STUDIES
         }
         assignments = {

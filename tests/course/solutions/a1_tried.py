@@ -19,8 +19,37 @@ class SlowlyAgeing(Scheduler):
         return request.params.extra_args["predicted_tokens"] - 50 * waited
 
 
-class TwoClasses(Scheduler):
+class TwoClasses(Silly):
     """two classes, below and above 150 tokens, FCFS in each"""
 
+    limit = 150
+
     def priority(self, request):
-        return request.params.extra_args["predicted_tokens"] > 150, request.arrival
+        return request.params.extra_args["predicted_tokens"] > self.limit, request.arrival
+
+
+class LowerClasses(TwoClasses):
+    """two classes, below and above 60 tokens"""
+
+    limit = 60
+
+
+class MiddleClasses(TwoClasses):
+    """two classes, below and above 100 tokens"""
+
+    limit = 100
+
+
+class ThreeClasses(Silly):
+    """three classes, FCFS in each"""
+
+    def priority(self, request):
+        guess = request.params.extra_args["predicted_tokens"]
+        return (guess > 60) + (guess > 200), request.arrival
+
+
+class Noted(Silly):
+    """shortest guess first, by powers of two"""
+
+    def priority(self, request):
+        return int(request.params.extra_args["predicted_tokens"]).bit_length(), request.arrival
