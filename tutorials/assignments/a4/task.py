@@ -49,7 +49,7 @@ def latency_share(run: Run, baseline: Run) -> float:
 
 def seconds_share(run: Run, baseline: Run) -> float:
     """Counts only if the mean latency is clearly shorter: when the last answer ends is luck, too."""
-    if latency_share(run, baseline) > 0.95:
+    if latency_share(run, baseline) > 0.96:
         return NO_SOONER
     return run.seconds / baseline.seconds + surcharge(run, baseline)
 
@@ -70,13 +70,13 @@ TASK = Task(
                 swap_gib=4.0,
             ),
             [
-                Goal("mean latency / that of FCFS", latency_share, none=0.97, full=0.94, points=35),
+                Goal("mean latency / that of FCFS", latency_share, none=0.98, full=0.955, points=30),
                 Goal(
                     "seconds of the run / those of FCFS",
                     seconds_share,
-                    none=0.985,
-                    full=0.96,
-                    points=35,
+                    none=0.99,
+                    full=0.97,
+                    points=40,
                 ),
             ],
             points=20,
