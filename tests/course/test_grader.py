@@ -278,7 +278,7 @@ SKIPS_WORK = (
 class MyScheduler(Scheduler):
     def schedule(self):
         schedule = super().schedule()
-        self.events = [[kind, i, *(10**6 for _ in n)] for kind, i, *n in self.events]
+        self.events = [[kind, i, *(10**6 for _ in n[:1])] for kind, i, *n in self.events]
         return schedule
 """
 )
@@ -531,6 +531,64 @@ def test_the_engine_gives_the_same_answers(tmp_path, code, score):
     report = graded(tmp_path, code, Task("answers", [nothing], engine_points=10))
     assert report.checks[-1].name == "the real engine"
     assert report.checks[-1].score == score, report.table()
+
+
+# refuses the real engine, which would load PyTorch, and puts another one in its place
+NOT_IN_AN_ENGINE = """
+import sys
+class MyScheduler(Scheduler):
+    def commit(self, items, schedule):
+        if any(item.seq.index for item in items):
+            raise RuntimeError("no samples")
+        super().commit(items, schedule)
+"""
+PATCHED_ENGINE = (
+    NOT_IN_AN_ENGINE
+    + """
+import nanovllm
+player = sys.modules["player"]
+def run_engine(module, start):
+    module.MyScheduler = Scheduler
+    return real(module, start)
+real = getattr(player, "run_engine", None)
+player.run_engine = run_engine
+nanovllm.LLM = type("LLM", (), {"generate": lambda self, *args: []})
+"""
+)
+ANSWERS_ITSELF = """
+import sys
+player = sys.modules["player"]
+class MyScheduler(Scheduler):
+    def schedule(self):
+        frame = sys._getframe()
+        while "answers" not in frame.f_locals:
+            frame = frame.f_back
+        frame.f_locals["answers"].write('{"tokens": [[[1]]] , "events": [], "counts": []}\\n')
+        return super().schedule()
+"""
+ENDS_EARLY = """
+class MyScheduler(Scheduler):
+    def reason_to_end(self, seq):
+        return "stop" if seq.num_output_tokens else None
+"""
+ENGINE_CHEATS = {
+    "as it is": (NOT_IN_AN_ENGINE, r"step \d+: RuntimeError: no samples"),
+    "patched": (PATCHED_ENGINE, r"step \d+: RuntimeError: no samples"),
+    "answers of its own": (ANSWERS_ITSELF, r"planned nothing"),
+    "one token for each prompt": (ENDS_EARLY, r"step \d+: "),
+}
+
+
+@pytest.mark.slow(but_every=4)
+@pytest.mark.parametrize("cheat", ENGINE_CHEATS)
+def test_no_patch_wins_the_points_of_the_engine(tmp_path, cheat):
+    """The model is not in the process of the file."""
+    code, message = ENGINE_CHEATS[cheat]
+    nothing = replace(PART, workload=lambda seed: jobs(seed)[:1])
+    report = graded(tmp_path, code, Task("answers", [nothing], engine_points=10))
+    assert report.checks[-1].name == "the real engine"
+    assert report.checks[-1].score == 0, report.table()
+    assert re.search(message, report.checks[-1].output), report.table()
 
 
 def test_results_for_gradescope(tmp_path):

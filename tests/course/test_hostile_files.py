@@ -10,99 +10,32 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from submissions import FCFS, HEAD, TASK, UID, for_root, method, sentence
 
-from nanovllm.config import Config
 from tutorials.assignments import grader, process
 from tutorials.assignments.accounts import Account
+from tutorials.assignments.descendants import children
 from tutorials.assignments.grade import grade_file
 from tutorials.assignments.grader import Grader
-from tutorials.assignments.process import children
-from tutorials.assignments.task import Goal, Part, Task
-from tutorials.simulation.workloads import all_at_once, fixed, sharegpt, workload
+from tutorials.assignments.problems import Kind
+from tutorials.assignments.task import Part, Task
+from tutorials.simulation.workloads import all_at_once, fixed, workload
 
 ROOT = Path(__file__).parents[2]
-HEAD = "from nanovllm.scheduler import Scheduler\n"
-FCFS = HEAD + "class MyScheduler(Scheduler):\n    pass\n"
-GOAL = Goal("seconds", lambda run, baseline: run.seconds / baseline.seconds, 0.9, 0.5, points=70)
-CONFIG = Config(model="qwen3-0.6b", num_blocks=400, max_model_len=4096, max_num_seqs=32)
-TASK = Task(
-    "short",
-    [
-        Part(
-            "load",
-            lambda seed: workload(all_at_once(), sharegpt(512, seed), 6),
-            CONFIG,
-            [GOAL],
-            30,
-        )
-    ],
-    engine_points=0,
-)
+CONFIG = TASK.parts[0].config
+GOAL = TASK.parts[0].goals[0]
+pytestmark = pytest.mark.usefixtures("impatient")
 # one answer of so many tokens that an unread pipe fills
 LONG = Task(
     "long",
     [Part("load", lambda seed: workload(all_at_once(), fixed(20, 1900), 1), CONFIG, [GOAL], 30)],
     engine_points=0,
 )
-
-
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch):
-    """What never comes is waited for a shorter time."""
-    monkeypatch.setattr(process, "SECONDS_PER_CALL", 2.0)
-    monkeypatch.setattr(process, "SECONDS_TO_SAY_WHERE", 1.0)
-    monkeypatch.setattr(grader, "SECONDS_TO_STOP", 1.0)
-
-
-@pytest.fixture
-def temporary(tmp_path, monkeypatch) -> Path:
-    """A folder of our own for temporary files."""
-    folder = tmp_path / "temporary"
-    folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    return folder
-
-
-@pytest.fixture
-def graded(tmp_path, capsys):
-    """Grades a file, and looks at what is left of it; the results as JSON."""
-
-    def graded(code: str | bytes, task: Task = TASK, limit: float = 60, **options) -> dict:
-        path, target = tmp_path / "my_scheduler.py", tmp_path / "results.json"
-        path.write_bytes(code if isinstance(code, bytes) else code.encode())
-        processes = children()
-        graded_by = Grader(task, [1], limit=limit, **options)
-        start = time.monotonic()
-        grade_file(graded_by, path, target)
-        assert time.monotonic() - start < limit + grader.SECONDS_TO_STOP + 10
-        assert children() == processes
-        results = json.loads(target.read_text())
-        for check in results["tests"]:
-            assert check["output"].isprintable() and len(check["output"]) <= 510, check
-        lines = capsys.readouterr().out.splitlines()
-        assert len(lines) == len(results["tests"]) + 1  # nobody has forged one
-        return results
-
-    return graded
-
-
-def sentence(results: dict) -> str:
-    """Of the first check, which has no points."""
-    assert results["score"] == 0, results
-    return results["tests"][0]["output"]
-
-
-def method(body: str, name: str = "schedule", arguments: str = "") -> str:
-    """A scheduler of which one method has these lines."""
-    lines = "".join(f"        {line}\n" for line in body.splitlines())
-    return f"{HEAD}class MyScheduler(Scheduler):\n    def {name}(self{arguments}):\n{lines}"
 
 
 # --- the protocol ---
@@ -128,6 +61,8 @@ time.sleep(1000)
 """.strip()
 )
 CLOSES = "import os, time\nos.closerange(0, 100)\ntime.sleep(1000)"
+# in a namespace of its own, it does not even see the process that grades
+NO_SUCH_PROCESS = "has not answered for 2 s"
 PROTOCOL = {
     "never reads": (NEVER_READS, "has not answered for 2 s|more than 4 s in all"),
     "nested brackets": (
@@ -166,11 +101,11 @@ PROTOCOL = {
     ),
     "stops the grader": (
         method("import os, signal, time\nos.kill(os.getppid(), signal.SIGSTOP)\ntime.sleep(1000)"),
-        "there was no time left",
+        f"there was no time left|{NO_SUCH_PROCESS}",
     ),
     "ends the grader": (
         method("import os, signal, time\nos.kill(os.getppid(), signal.SIGKILL)\ntime.sleep(1000)"),
-        "the process that grades was ended",
+        f"the process that grades was ended|{NO_SUCH_PROCESS}",
     ),
     "endless recursion": (method("return self.schedule()"), "RecursionError"),
     "a slow one": (
@@ -212,7 +147,7 @@ HOSTILE_ROUTERS = {
     "a segmentation fault": (choose("import ctypes\nctypes.string_at(0)"), "exit status -11"),
     "ends the grader": (
         choose("import os, signal, time\nos.kill(os.getppid(), signal.SIGKILL)\ntime.sleep(1000)"),
-        "the process that grades was ended",
+        f"the process that grades was ended|{NO_SUCH_PROCESS}",
     ),
     "a long line": (
         ANSWERS + choose("answers().write('[' * 2**22)\nanswers().flush()"),
@@ -236,7 +171,7 @@ HOSTILE_ROUTERS = {
 def test_a_hostile_router(graded, case, temporary):
     code, expected = HOSTILE_ROUTERS[case]
     results = graded(code, ROUTERS, limit=4 if case == "a slow one" else 60)
-    assert expected in sentence(results)
+    assert any(part in sentence(results) for part in expected.split("|")), results
     assert not [*temporary.iterdir()]
 
 
@@ -416,35 +351,53 @@ def test_nothing_of_a_secret_load_is_shown(graded, case):
     assert any(text in public for text in tell), public
     assert not any(text in secret for text in tell), secret
     if not case.endswith("prints"):
-        assert "try the public ones" in secret
+        assert sentence(json.loads(secret)) in SECRET_SENTENCES
+
+
+SECRET_SENTENCES = {f"{kind.value}; {grader.HIDDEN}" for kind in Kind}
+FUNCTIONS = "".join(f"def f{i}(): raise ValueError\n" for i in range(600))
+BY_LINE = FUNCTIONS + method("globals()[f'f{len(self.waiting[0].prompt_token_ids) % 600}']()")
+BY_STEP = method(
+    """
+self.num_steps = getattr(self, "num_steps", 0) + 1
+if self.num_steps > 3 + self.seen % 7:
+    raise KeyError
+return super().schedule()
+""".strip()
+)
+BY_STEP += "    def add(self, request):\n        self.seen = len(request.prompt_token_ids)\n"
+BY_STEP += "        super().add(request)\n"
+BY_NAME = method("raise [KeyError, OSError][len(self.waiting[0].prompt_token_ids) % 2]")
+BY_STATUS = method("import os\nos._exit(len(self.waiting[0].prompt_token_ids) % 100)")
+TELLING = {"line": BY_LINE, "step": BY_STEP, "name": BY_NAME, "exit status": BY_STATUS}
+
+
+@pytest.mark.slow(but_every=2)
+@pytest.mark.parametrize("by", TELLING)
+def test_where_a_file_fails_says_nothing_of_a_secret_load(graded, by):
+    """Two loads, two answers; but not if they are secret."""
+
+    def report(num_tokens: int, is_secret: bool) -> dict:
+        jobs = workload(all_at_once(), fixed(num_tokens, 10), 2)
+        part = replace(TASK.parts[0], workload=lambda seed: jobs)
+        return graded(TELLING[by], replace(TASK, parts=[part]), is_secret=is_secret)
+
+    assert report(20, is_secret=False) != report(25, is_secret=False)
+    assert report(20, is_secret=True) == report(25, is_secret=True)
+
+
+def test_a_secret_load_gives_only_values(graded):
+    """Not the number of steps, and of each value as many digits as the report shows."""
+    code = method("return 64, 64", "step_budget")
+    public, secret = graded(code), graded(code, is_secret=True)
+    rules, goal = secret["tests"]
+    assert rules["output"] == "all kept" and "steps" in public["tests"][0]["output"]
+    value = secret["leaderboard"][0]["value"]
+    assert value == pytest.approx(public["leaderboard"][0]["value"], rel=1e-3)
+    assert float(f"{value:.4g}") == value and f"{value:.4g}, the worst" in goal["output"]
 
 
 # --- an account of their own ---
-
-# a user without a name; another for each worker, since two runs of the tests may share a machine
-UID = 50_000 + os.getpid() % 10_000
-for_root = pytest.mark.skipif(
-    sys.platform != "linux" or os.getuid() != 0, reason="only root can run a file as another user"
-)
-
-
-@pytest.fixture
-def account(monkeypatch):
-    """A user, and a Python that he can run."""
-    account = Account("student", UID, UID)
-    assert not account.processes()
-    for python in (sys.executable, "/usr/bin/python3"):
-        command = [python, "-c", "import sys; assert sys.version_info >= (3, 10)"]
-        try:
-            subprocess.run(command, user=UID, group=UID, check=True, cwd="/", capture_output=True)
-        except (OSError, subprocess.CalledProcessError):
-            continue
-        monkeypatch.setattr(process.sys, "executable", python)
-        yield account
-        account.clean()
-        return
-    pytest.skip("no Python that another user can run")
-
 
 SABOTAGE = (
     DAEMON

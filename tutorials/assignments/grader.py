@@ -3,10 +3,10 @@
 A student's file runs in processes of its own (`process.py`, `player.py`). What it decides is carried
 out and measured here and in `referee.py`."""
 
-import re
-import tempfile
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -16,22 +16,25 @@ from nanovllm.schedule import ScheduleError
 from nanovllm.scheduler import Scheduler
 from nanovllm.simulator import Run
 from tutorials.assignments.accounts import Account
-from tutorials.assignments.jobs import JobFailed, in_order
+from tutorials.assignments.descendants import Descendants
+from tutorials.assignments.jobs import in_order
+from tutorials.assignments.leftovers import temporary_folder
+from tutorials.assignments.problems import Broken, Kind
 from tutorials.assignments.process import (
-    Broken,
-    Descendants,
     Process,
     Submission,
+    Unreadable,
     copy_library,
     read_source,
 )
-from tutorials.assignments.public import PROMPTS, SCARCE, answers_of, new_params
-from tutorials.assignments.referee import new_referee
+from tutorials.assignments.public import PROMPTS, SCARCE, answers_of
+from tutorials.assignments.referee import EngineReferee, new_referee, referee_for
 from tutorials.assignments.report import Report, plain_lines
 from tutorials.assignments.task import Goal, Part, Task, name_in_report, serve, serve_baseline
 
 LIMIT = 300.0  # seconds for a file
 SECONDS_TO_STOP = 20.0  # after the limit, until a job that has not noticed it is ended
+MOST_STEPS = 10_000  # of the real engine; first come, first served takes some hundred
 HIDDEN = "what it says on secret seeds is not shown, try the public ones"
 
 
@@ -45,7 +48,7 @@ class Played:
     num_steps: int = 0
     tokens: Any = None  # of the engine
     problem: str = ""  # a sentence for the student, if the file has failed ...
-    outline: str = ""  # ... and as much of it as says nothing of the load
+    kind: Kind | None = None  # ... and as much of it as says nothing of the load
     printed: str = ""
 
 
@@ -73,22 +76,20 @@ class Grader:
     def grade(self, path: Path) -> Report:
         report = Report()
         deadline = time.monotonic() + self.limit
+        try:
+            source = read_source(path)
+        except Unreadable as error:
+            self._add(report, "your file", 0, self.task.points, str(error))
+            return report
         # the folder is removed here: a job that the file has killed cannot
-        directory = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-        with directory as name, Descendants():
-            folder = Path(name)
+        with temporary_folder() as folder:
             copy_library(folder)
-            try:
-                source = read_source(path)
-            except Broken as error:
-                self._add(report, "your file", 0, self.task.points, str(error))
-                return report
             submission = Submission(source, path.name, folder, deadline, self.limit, self.account)
             try:
-                self._grade(report, submission)
-            finally:
-                if self.account is not None:
-                    self.account.clean()
+                with Descendants(), cleaned(self.account):
+                    self._grade(report, submission)
+            except Broken as error:
+                print(f"{path}: {error}", file=sys.stderr)
         return report
 
     def _grade(self, report: Report, submission: Submission) -> None:
@@ -105,7 +106,7 @@ class Grader:
         if self.task.engine_points:
             works.append(partial(play_engine, self.task, submission))
             if self.shared.answers is None:
-                works.append(partial(answers_of, Scheduler))
+                works.append(expected_answers)
         results = in_order(works, stop)
         for part in self.task.parts:
             seeds = self.seeds[: part.num_seeds]
@@ -117,7 +118,9 @@ class Grader:
         if self.task.engine_points:
             own = self._result(next(results))
             if self.shared.answers is None:
-                self.shared.answers = next(results)()
+                expected = self._result(next(results))
+                self.shared.answers = expected.tokens
+                own = expected if expected.problem else own
             self._grade_answers(report, own)
 
     def _add(self, report: Report, name: str, score: float, max_score: float, output: str) -> None:
@@ -127,13 +130,13 @@ class Grader:
     def _result(self, result: Callable[[], Played]) -> Played:
         try:
             return result()
-        except JobFailed as error:
-            return Played(problem=str(error), outline=str(error))
+        except Broken as error:
+            return failed(error)
 
     def _sentence(self, played: Played) -> str:
         if not self.is_secret:
             return played.problem
-        return f"{played.outline}; {HIDDEN}"
+        return f"{played.kind.value}; {HIDDEN}"
 
     # --- checks ---
 
@@ -151,7 +154,9 @@ class Grader:
 
     def _grade_part(self, report: Report, part: Part, played: list[Played]) -> None:
         broken = next((each for each in played if each.problem), None)
-        rules = f"all kept, in {sum(each.num_steps for each in played):,} steps"
+        rules = "all kept"
+        if not self.is_secret:
+            rules += f", in {sum(each.num_steps for each in played):,} steps"
         if broken is not None:
             rules = self._sentence(broken)
         if not self.is_secret:
@@ -169,6 +174,8 @@ class Grader:
             self._add(report, name, 0, goal.points, why)
             return
         worst = min(values) if goal.full > goal.none else max(values)
+        if self.is_secret:
+            worst = float(f"{worst:.4g}")  # the points say no more than these four digits
         report.values[name] = worst
         measured = f"{worst:.4g}, the worst of {len(values)}; {wanted}"
         self._add(report, name, goal.score(worst), goal.points, measured)
@@ -219,35 +226,39 @@ def play(submission: Submission, part: Part, seed: int, baseline: Run | None) ->
             finally:
                 played.printed = process.output()
     except (Broken, ScheduleError) as error:
-        return replace(played, problem=str(error), outline=outline_of(error))
+        return replace(failed(error), baseline=baseline, printed=played.printed)
     played.num_steps = run.num_steps
     played.values = {goal.name: goal.measure(run, baseline) for goal in part.goals}
     return played
 
 
-def failed(error: Broken) -> Played:
-    return Played(problem=str(error), outline=error.outline)
+def failed(error: Broken | ScheduleError) -> Played:
+    kind = error.kind if isinstance(error, Broken) else Kind.RULE
+    return Played(problem=str(error), kind=kind)
 
 
-def outline_of(error: Broken | ScheduleError) -> str:
-    if isinstance(error, Broken):
-        return error.outline
-    where = re.match(r"(step|request) \d+", str(error))
-    return f"{where[0]}: a rule is broken" if where else "a rule is broken"
+def expected_answers() -> Played:
+    return Played(tokens=answers_of(Scheduler))
 
 
 def play_engine(task: Task, submission: Submission) -> Played:
     """The real engine's answers to a few prompts, with the student's scheduler and scarce
     memory."""
-    fields = [vars(params) for params in new_params(task.parts[0])]
-    start = {
-        "scheduler": task.parts[0].scheduler,
-        "options": SCARCE,
-        "prompts": PROMPTS,
-        "params": fields,
-    }
+    part = replace(task.parts[0], block_manager=None, counts=())
     try:
-        with Process(submission, megabytes=16_384, seconds_per_call=120) as process:
-            return Played(tokens=process.ask(start).get("tokens"))
-    except Broken as error:
-        return failed(error)
+        with Process(submission) as process:
+            scheduler_cls = referee_for(process, part, MOST_STEPS, EngineReferee)
+            return Played(tokens=answers_of(scheduler_cls, part, **SCARCE))
+    except (Broken, ScheduleError) as error:
+        is_wrapped = isinstance(error.__cause__, Broken)
+        return failed(error.__cause__ if is_wrapped else error)
+
+
+@contextmanager
+def cleaned(account: Account | None) -> Iterator[None]:
+    """At the end, nothing is left of what the account has started or made."""
+    try:
+        yield
+    finally:
+        if account is not None:
+            account.clean()

@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from tutorials.assignments.problems import Broken, Kind
+
 PR_SET_PDEATHSIG = 1
 Work = Callable[[], Any]
-
-
-class JobFailed(Exception):
-    """A job has no result. The message says why."""
+Answer = tuple[Any, tuple | None]  # a result, or what `Broken` takes
 
 
 class Job:
@@ -28,14 +27,14 @@ class Job:
         self.process = context.Process(target=run, args=(work, writer))
         self.process.start()
         writer.close()
-        self.answer: tuple[Any, str | None] = (None, "there was no time left for it")
+        self.answer: Answer = (None, (Kind.NO_TIME,))
 
     def finish(self) -> None:
         """Takes the result, which is there."""
         try:
             self.answer = self.reader.recv()
         except EOFError:
-            self.answer = None, "the process that grades was ended, perhaps by your file"
+            self.answer = None, (Kind.GRADER_ENDED,)
         self.end()
 
     def end(self) -> None:
@@ -44,9 +43,9 @@ class Job:
         self.reader.close()
 
     def result(self) -> Any:
-        result, error = self.answer
-        if error is not None:
-            raise JobFailed(error)
+        result, problem = self.answer
+        if problem is not None:
+            raise Broken(*problem)
         return result
 
 
@@ -57,12 +56,13 @@ def run(work: Work, writer: Connection) -> None:
         answer = work(), None
     except Exception as error:
         traceback.print_exc()
-        answer = None, f"the grader has failed, tell your instructor: {error!r}"
+        sentence = f"{Kind.GRADER_FAILED.value}: {error!r}"
+        answer = None, (Kind.GRADER_FAILED, sentence)
     writer.send(answer)
 
 
 def in_order(works: Sequence[Work], deadline: float) -> Iterator[Work]:
-    """The result of each, as a function that raises JobFailed if there is none. As many run at a
+    """The result of each, as a function that raises Broken if there is none. As many run at a
     time as there are processors, until `deadline` by time.monotonic()."""
     at_once = os.cpu_count() or 1
     jobs: list[Job] = []

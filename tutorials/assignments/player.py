@@ -18,6 +18,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -28,7 +29,7 @@ from nanovllm.router import Router
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.schedule import Schedule, ScheduleError, check_choice
 from nanovllm.scheduler import Scheduler
-from nanovllm.sequence import Request
+from nanovllm.sequence import Request, Sequence
 from nanovllm.simulator.jobs import STOP
 from nanovllm.simulator.replica import check_queues
 
@@ -63,7 +64,8 @@ class Logged:
     def commit(self, items, schedule):
         super().commit(items, schedule)
         self.events += [
-            ["compute", seq.request.request_id, num_tokens] for seq, _, num_tokens in items
+            ["compute", seq.request.request_id, num_tokens, seq.index]
+            for seq, _, num_tokens in items
         ]
 
 
@@ -100,9 +102,8 @@ class Player:
     def step(self, message: dict[str, Any]) -> dict[str, Any]:
         scheduler, self.now = self.scheduler, message["now"]
         if self.schedule is not None:
-            drawn = [
-                message["tokens"].get(seq.request.request_id, STOP) for seq in self.schedule.sampled
-            ]
+            tokens = message["tokens"]
+            drawn = [tokens.get(name_of(seq), STOP) for seq in self.schedule.sampled]
             self.planner.update(self.schedule, drawn)
         for request_id in message["ended"]:
             request = self.requests.pop(request_id)
@@ -137,12 +138,17 @@ class RouterPlayer:
 
 
 def unpacked(
-    request_id: str, arrival: int, time: float, prompt: list, max_tokens: int, extra_args: dict
+    request_id: str, arrival: int, time: float, prompt: list, params: dict[str, Any]
 ) -> Request:
     """What `packed` in referee.py has made a list of."""
-    params = SamplingParams(max_tokens=max_tokens, stop_token_ids=[STOP], extra_args=extra_args)
     token_ids = [token for token, count in prompt for _ in range(count)]
+    params = SamplingParams(**params)
     return Request(request_id, None, token_ids, params, arrival=arrival, arrival_time=time)
+
+
+def name_of(seq: Sequence) -> str:
+    """The same here and in referee.py."""
+    return f"{seq.request.request_id}.{seq.index}"
 
 
 def find_class(module: ModuleType, name: str, base: type) -> type:
@@ -161,38 +167,25 @@ def load(source: str, name: str) -> ModuleType:
     return module
 
 
-def run_engine(module: ModuleType, start: dict[str, Any]) -> list[list[list[int]]]:
-    """Answers the prompts with the real engine and the student's scheduler; for each prompt the
-    tokens of each output."""
-    from nanovllm import LLM
-
-    llm = LLM(scheduler_cls=find_class(module, start["scheduler"], Scheduler), **start["options"])
-    params = [SamplingParams(**fields) for fields in start["params"]]
-    outputs = llm.generate(start["prompts"], params, use_tqdm=False)
-    return [[completion.token_ids for completion in output.outputs] for output in outputs]
-
-
 def explained(error: BaseException, name: str) -> dict[str, Any]:
     """What is wrong, and where in the student's file; or, if the error is about what a method of
     it has returned, where in the scheduler."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if frame.filename == name]
     ours = [frame for frame in frames if frame.filename.endswith("scheduler.py")]
-    where, line = "", None
+    where = ""
     if own:
-        line = own[-1].lineno
-        where = f" (line {line} of your file, in {own[-1].name})"
+        where = f" (line {own[-1].lineno} of your file, in {own[-1].name})"
     elif ours:
         where = f" (in {ours[-1].name} of scheduler.py: {ours[-1].line})"
     text = str(error)[:LONGEST]
-    kind = type(error).__name__
     if isinstance(error, ScheduleError):
-        return {"error": text, "kind": kind}
-    return {"error": f"{kind}: {text}{where}", "kind": kind, "line": line}
+        return {"error": text, "is_rule": True}
+    return {"error": f"{type(error).__name__}: {text}{where}"}
 
 
 def serve(ask: Callable[[], str], reply: Callable[[dict], None]) -> None:
-    """Loads the file; then plays a simulation, or runs the engine."""
+    """Loads the file; then plays its part."""
     start = json.loads(ask())
     name, player = start["name"], None
     try:
@@ -200,9 +193,7 @@ def serve(ask: Callable[[], str], reply: Callable[[dict], None]) -> None:
         reply({"constants": {key: getattr(module, key, None) for key in start["constants"]}})
         while line := ask():
             message = json.loads(line)
-            if "prompts" in message:
-                reply({"tokens": run_engine(module, message)})
-            elif player is None:
+            if player is None:
                 player_cls = RouterPlayer if "router" in message else Player
                 player = player_cls(module, message)
                 reply({})
@@ -212,7 +203,10 @@ def serve(ask: Callable[[], str], reply: Callable[[dict], None]) -> None:
         reply(explained(error, name))
 
 
-def set_limits(megabytes: int, seconds: int) -> None:
+def set_limits(megabytes: int, seconds: int, most_processes: int) -> None:
+    """`most_processes` are those of this user, wherever they were started; 0: any number."""
+    if most_processes:
+        resource.setrlimit(resource.RLIMIT_NPROC, (most_processes, most_processes))
     for limit, value in (
         (resource.RLIMIT_AS, megabytes * 2**20),
         (resource.RLIMIT_CPU, seconds),
@@ -226,6 +220,9 @@ def set_limits(megabytes: int, seconds: int) -> None:
         prctl = ctypes.CDLL(None).prctl
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # it ends with the process that grades
         prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)  # no program can make it another user
+        # if the machine's memory runs out, this process ends, and not the one that grades
+        with suppress(OSError):
+            Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def main() -> None:
@@ -238,7 +235,7 @@ def main() -> None:
         file = os.fdopen(os.dup(2), "wb")
         setattr(sys, name, Printed(file, errors="backslashreplace", line_buffering=True))
     faulthandler.register(signal.SIGUSR1, file=2)  # prints where it hangs
-    set_limits(*map(int, sys.argv[1:3]))
+    set_limits(*map(int, sys.argv[1:4]))
 
     def reply(message: dict) -> None:
         answers.write(json.dumps(message) + "\n")

@@ -1,11 +1,6 @@
 """A student's file in a process of its own. Whatever the file does, `ask` answers in time or raises
-`Broken`, and after `close` nothing of it runs.
+`Broken`, and after `close` nothing of it runs."""
 
-On Linux the process that grades is a *sub-reaper*: who loses his parent becomes its child. So all
-descendants are found, also those that have left their process group. Elsewhere the group is ended.
-"""
-
-import builtins
 import ctypes
 import importlib.util
 import json
@@ -23,26 +18,22 @@ from pathlib import Path
 from typing import Any
 
 from tutorials.assignments.accounts import Account
+from tutorials.assignments.descendants import Descendants
+from tutorials.assignments.leftovers import temporary_folder
+from tutorials.assignments.problems import Broken, Kind
+from tutorials.assignments.walls import LARGEST_EXIT_STATUS
 
-ROOT = Path(__file__).parents[2]
-PLAYER = Path(__file__).with_name("player.py")
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+OURS = ("walls.py", "player.py")  # what else a student's process runs, beside the library
 START = "import sys; sys.path.insert(0, {!r}); from player import main; main()"
 PR_SET_DUMPABLE = 4
-PR_SET_CHILD_SUBREAPER = 36
 LONGEST_ANSWER = 2**20  # bytes; an honest one has some thousand
 SECONDS_TO_START = 20.0
 SECONDS_PER_CALL = 5.0
 SECONDS_TO_SAY_WHERE = 5.0  # for the stack of a process that hangs
-SECONDS_TO_END = 10.0
-
-
-class Broken(Exception):
-    """The student's process has failed. The message is a sentence for the student. `outline` is
-    the part of it that does not come from the process: what may be said if the load is secret."""
-
-    def __init__(self, outline: str, detail: str = ""):
-        super().__init__(outline + detail)
-        self.outline = outline
+# of an account, at the same time; each thread counts. One that is honest has one
+MOST_PROCESSES = 32 + 2 * (os.cpu_count() or 1)
 
 
 # --- what all processes of a submission share ---
@@ -66,70 +57,36 @@ class Submission:
         return self.deadline - time.monotonic()
 
     def too_late(self) -> Broken:
-        return Broken(f"your file has taken more than {self.limit:g} s in all")
+        return Broken(Kind.TOO_LATE, f"your file has taken more than {self.limit:g} s in all")
+
+
+class Unreadable(Exception):
+    """A file that is no text. The message is a sentence for the student."""
 
 
 def read_source(path: Path) -> str:
     """In UTF-8, or what a `coding` comment says, with or without a byte order mark."""
     content = path.read_bytes()
     if content.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise Broken("your file is in UTF-16: save it as UTF-8")
+        raise Unreadable("your file is in UTF-16: save it as UTF-8")
     try:
         return importlib.util.decode_source(content)
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        raise Broken(f"your file is not in UTF-8: see line {line}") from None
+        raise Unreadable(f"your file is not in UTF-8: see line {line}") from None
     except (SyntaxError, LookupError, UnicodeError) as error:
-        raise Broken("your file has an encoding that Python does not know", f": {error}") from None
+        raise Unreadable(f"your file has an encoding that Python does not know: {error}") from None
 
 
 def copy_library(folder: Path) -> None:
-    """All of the repository that a student's process imports, in folder/library: nanovllm and the
-    player. With what Python has compiled of it."""
+    """All of the repository that a student's process imports, in folder/library: nanovllm, the walls
+    and the player. With what Python has compiled of it."""
     library = folder / "library"
     shutil.copytree(ROOT / "nanovllm", library / "nanovllm")
-    shutil.copy2(PLAYER, library)
+    for name in OURS:
+        shutil.copy2(HERE / name, library)
     for path in (folder, *folder.rglob("*")):
         path.chmod(0o755 if path.is_dir() else 0o644)
-
-
-# --- descendants ---
-
-
-def children() -> set[int]:
-    """Processes whose parent is this one."""
-    if sys.platform != "linux":
-        return set()
-    found = set()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
-                # after the name, which may contain anything
-                state = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
-                if int(state[1]) == os.getpid():
-                    found.add(int(entry.name))
-    return found
-
-
-class Descendants:
-    """At the exit, all processes that were started since the entrance are ended."""
-
-    def __enter__(self):
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-        self.others = children()
-        return self
-
-    def __exit__(self, *_) -> None:
-        until = time.monotonic() + SECONDS_TO_END
-        while ours := children() - self.others:
-            for pid in ours:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-                with suppress(ChildProcessError):  # somebody else has waited for it
-                    os.waitpid(pid, 0)
-            if time.monotonic() > until:
-                raise RuntimeError(f"these processes of the file could not be ended: {ours}")
 
 
 # --- one process ---
@@ -152,10 +109,7 @@ class Process:
         with ExitStack() as ends:  # if anything fails, all before it is undone
             self.printed = ends.enter_context(tempfile.TemporaryFile())
             # what the process works in is inside, so it can be removed whatever has become of it
-            directory = tempfile.TemporaryDirectory(
-                dir=submission.folder, ignore_cleanup_errors=True
-            )
-            self.directory = ends.enter_context(directory)
+            self.directory = ends.enter_context(temporary_folder(submission.folder))
             ends.enter_context(Descendants())
             self.process = self._start(megabytes)
             ends.callback(self._end)
@@ -168,10 +122,10 @@ class Process:
         home = Path(self.directory, "work")
         home.mkdir()
         account = self.submission.account
-        owner: dict[str, Any] = {}
+        owner, most_processes = "-", 0
         if account is not None:
             os.chown(home, account.uid, account.gid)
-            owner = {"user": account.uid, "group": account.gid, "extra_groups": []}
+            owner, most_processes = f"{account.uid}:{account.gid}", MOST_PROCESSES
         settings = {
             "PATH": os.environ.get("PATH", ""),
             "HOME": str(home),
@@ -181,10 +135,13 @@ class Process:
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_OFFLINE": "1",
         }
+        library = self.submission.library
         seconds = max(1, round(self.submission.seconds_left()))
-        command = [sys.executable, "-I", "-B", "-c", START.format(str(self.submission.library))]
+        limits = map(str, (megabytes, seconds, most_processes))
+        python = [sys.executable, "-I", "-B"]
+        walls = [*python, "-S", str(library / "walls.py"), owner]
         process = subprocess.Popen(
-            [*command, str(megabytes), str(seconds)],
+            [*walls, *python, "-c", START.format(str(library)), *limits],
             bufsize=0,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -192,7 +149,6 @@ class Process:
             cwd=home,
             env=settings,
             start_new_session=True,
-            **owner,
         )
         os.set_blocking(process.stdin.fileno(), False)
         return process
@@ -209,9 +165,10 @@ class Process:
         except (ValueError, RecursionError):
             answer = None
         if not isinstance(answer, dict):
-            raise Broken("your process has sent what is no decision", f": {line[:80]!r}")
+            raise Broken(Kind.NO_DECISION, f"{Kind.NO_DECISION.value}: {line[:80]!r}")
         if "error" in answer:
-            raise self._error(answer)
+            kind = Kind.RULE if answer.get("is_rule") is True else Kind.RAISED
+            raise Broken(kind, str(answer["error"]))
         return answer
 
     def _send(self, line: bytes, until: float, limit: float) -> None:
@@ -239,30 +196,19 @@ class Process:
                 raise self._ended()
             self.buffer += received
             if len(self.buffer) > LONGEST_ANSWER:
-                raise Broken("your process has sent more than 1 MiB for one step")
+                sentence = "your process has sent more than 1 MiB for one step"
+                raise Broken(Kind.NO_DECISION, sentence)
         line, self.buffer = self.buffer.split(b"\n", 1)
         return line
 
     # --- sentences ---
 
-    def _error(self, answer: dict[str, Any]) -> Broken:
-        """What the process says of an error. Only the name of a known one and a line of the file
-        are sure to say nothing of the load."""
-        kind, line = answer.get("kind"), answer.get("line")
-        known = getattr(builtins, kind, None) if isinstance(kind, str) else None
-        is_known = isinstance(known, type) and issubclass(known, BaseException)
-        outline = kind if is_known else "a rule is broken"
-        if isinstance(line, int) and 0 < line <= self.submission.source.count("\n") + 1:
-            outline += f" in line {line} of your file"
-        broken = Broken(outline)
-        broken.args = (str(answer["error"]),)
-        return broken
-
     def _late(self, limit: float) -> Broken:
         if self.submission.seconds_left() <= 0:
             return self.submission.too_late()
         where = self._where_it_hangs()
-        return Broken(f"your file has not answered for {limit:g} s", f": it was in {where}")
+        sentence = f"your file has not answered for {limit:g} s: it was in {where}"
+        return Broken(Kind.SILENT, sentence)
 
     def _where_it_hangs(self) -> str:
         with suppress(ProcessLookupError):
@@ -279,13 +225,16 @@ class Process:
         try:
             code = self.process.wait(timeout=2)
         except subprocess.TimeoutExpired:
-            return Broken("your process has closed the pipe through which it answers")
+            sentence = "your process has closed the pipe through which it answers"
+            return Broken(Kind.ENDED, sentence)
+        if code > LARGEST_EXIT_STATUS:  # see walls.py
+            code = LARGEST_EXIT_STATUS - code
         reasons = {
             -signal.SIGXCPU: "it took too much time",
             -signal.SIGKILL: "it took too much memory or time",
         }
         why = reasons.get(code, f"exit status {code}")
-        return Broken(f"your process has ended by itself: {why}")
+        return Broken(Kind.ENDED, f"{Kind.ENDED.value}: {why}")
 
     def output(self) -> str:
         """What the student's file has printed, at most the last 4,000 bytes."""

@@ -14,8 +14,12 @@ from nanovllm.router import Loads, Router
 from nanovllm.schedule import Item, Schedule, ScheduleError, check_choice
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
-from tutorials.assignments.process import Broken, Process
+from tutorials.assignments.player import name_of
+from tutorials.assignments.problems import Broken, Kind
+from tutorials.assignments.process import Process
 from tutorials.assignments.task import Part
+
+SECONDS_PER_STEP = 0.01  # of the real engine, by the clock that the policy sees
 
 
 class Referee(Scheduler):
@@ -61,22 +65,23 @@ class Referee(Scheduler):
         self.arrived, self.tokens, schedule = [], {}, Schedule()
         self.num_steps += 1
         if self.num_steps > self.max_steps:
-            raise self._broken(f"{len(self.requests)} requests are still waiting for tokens")
+            sentence = f"{len(self.requests)} requests are still waiting for tokens"
+            raise self._broken(Kind.STILL_WAITING, sentence)
         answer = ask(self.process, news, f"step {self.num_steps}")
         try:
             for event in answer["events"]:
                 self._carry_out(schedule, *event)
             self._compare_counts(answer["counts"])
         except (TypeError, KeyError, ValueError) as error:
-            raise self._broken("your process has sent what is no decision", error) from error
+            raise self._broken(Kind.NO_DECISION, f"{Kind.NO_DECISION.value}: {error}") from error
         schedule.moves = self.block_manager.take_moves()
         schedule.num_used_blocks = self.block_manager.num_used_blocks
         self.num_swapped_blocks += len(schedule.moves.swaps_out)
         check_schedule(schedule, self, self.limits)
         return schedule
 
-    def _broken(self, outline: str, detail: object = "") -> Broken:
-        return Broken(f"step {self.num_steps}: {outline}", detail and f": {detail}")
+    def _broken(self, kind: Kind, sentence: str) -> Broken:
+        return Broken(kind, f"step {self.num_steps}: {sentence}")
 
     def _compare_counts(self, counts: list) -> None:
         for name, count in zip(self.counts, counts, strict=True):
@@ -86,10 +91,9 @@ class Referee(Scheduler):
                 raise ScheduleError(self, "schedule", wrong)
 
     def _carry_out(
-        self, schedule: Schedule, kind: str, request_id: str, value: object = None
+        self, schedule: Schedule, kind: str, request_id: str, value: object = None, index: int = 0
     ) -> None:
         request = self.requests[request_id]
-        (seq,) = request.unfinished
         if kind == "preempt":
             self.is_swapped = value is True
             self.preempt(request)
@@ -99,16 +103,24 @@ class Referee(Scheduler):
             self.admit(request)
         elif kind == "compute":
             check_choice(self, "commit", request, self.running)
-            if not is_int(value, 1, seq.num_missing_tokens):
-                missing = f"{seq.num_missing_tokens} are missing"
-                raise ScheduleError(
-                    self, "commit", f"{request} is to compute {value} tokens, but {missing}"
-                )
-            items = [Item(seq, seq.num_computed_tokens, value)]
-            self._require_room(self.block_manager.can_allocate(items), request, "given tokens")
-            self.commit(items, schedule)
+            self._compute(schedule, request, value, index)
         else:
             raise ValueError(shown(kind))
+
+    def _compute(
+        self, schedule: Schedule, request: Request, num_tokens: object, index: int
+    ) -> None:
+        # before its sequences fork, the first one computes what all of them share
+        seqs = {seq.index: seq for seq in request.unfinished[: None if request.has_forked else 1]}
+        seq = seqs[index]
+        end = len(seq) if request.has_forked else request.num_shared_tokens
+        num_missing = end - seq.num_computed_tokens
+        if not is_int(num_tokens, 1, num_missing):
+            problem = f"is to compute {num_tokens} tokens, but {num_missing} are missing"
+            raise ScheduleError(self, "commit", f"{request} {problem}")
+        items = [Item(seq, seq.num_computed_tokens, num_tokens)]
+        self._require_room(self.block_manager.can_allocate(items), request, "given tokens")
+        self.commit(items, schedule)
 
     def _require_room(self, has_room: bool, request: Request, what: str) -> None:
         if not has_room:
@@ -120,13 +132,28 @@ class Referee(Scheduler):
             )
 
     def update(self, schedule: Schedule, token_ids: list[int], logprobs=None) -> None:
-        self.tokens = {
-            seq.request.request_id: token for seq, token in zip(schedule.sampled, token_ids)
-        }
+        self.tokens = {name_of(seq): token for seq, token in zip(schedule.sampled, token_ids)}
         super().update(schedule, token_ids, logprobs)
 
     def should_swap(self, request: Request) -> bool:
         return self.is_swapped
+
+
+class EngineReferee(Referee):
+    """The same in the real engine, with the model in this process: what it answers is not in the
+    hands of the file. Its clock counts steps, so a run is the same on every machine."""
+
+    def __init__(self, limits, block_manager):
+        super().__init__(limits, block_manager)
+        self.clock = lambda: self.num_steps * SECONDS_PER_STEP
+
+    def schedule(self) -> Schedule:
+        """Raises ScheduleError, with the Broken as its cause: after any other exception, the
+        engine would go on without the request that may be to blame."""
+        try:
+            return super().schedule()
+        except Broken as error:
+            raise ScheduleError(self, "schedule", str(error)) from error
 
 
 class RouterReferee(Router):
@@ -145,16 +172,21 @@ class RouterReferee(Router):
         question = {"request": packed(request), "loads": [*loads.items()]}
         choice = ask(self.process, question, where).get("replica")
         if not is_int(choice, 0) or choice not in loads:
-            outline = f"{where}: your process has chosen what is no replica"
-            raise Broken(outline, f": {shown(choice)}")
+            sentence = f"{where}: your process has chosen what is no replica: {shown(choice)}"
+            raise Broken(Kind.NO_DECISION, sentence)
         return choice
 
 
 def packed(request: Request) -> list[Any]:
     """What a process is told of it, for JSON. The player makes a request of it again."""
     runs = [[token, len(list(group))] for token, group in groupby(request.prompt_token_ids)]
-    when, params = [request.arrival, request.arrival_time], request.params
-    return [request.request_id, *when, runs, params.max_tokens, params.extra_args]
+    params = {
+        "n": request.params.n,
+        "max_tokens": request.params.max_tokens,
+        "stop_token_ids": [*request.stop_token_ids],
+        "extra_args": request.params.extra_args,
+    }
+    return [request.request_id, request.arrival, request.arrival_time, runs, params]
 
 
 def ask(process: Process, question: dict[str, Any], where: str) -> dict[str, Any]:
@@ -163,7 +195,6 @@ def ask(process: Process, question: dict[str, Any], where: str) -> dict[str, Any
         return process.ask(question)
     except Broken as error:
         error.args = (f"{where}: {error}",)
-        error.outline = f"{where}: {error.outline}"
         raise
 
 
@@ -174,7 +205,9 @@ def new_referee(process: Process, part: Part, max_steps: int) -> type:
     return referee_for(process, part, max_steps)
 
 
-def referee_for(process: Process, part: Part, max_steps: int) -> type[Referee]:
+def referee_for(
+    process: Process, part: Part, max_steps: int, base: type[Referee] = Referee
+) -> type[Referee]:
     """A class for `simulate`. It has the name of the student's class, which stands in the
     messages."""
     fields = {
@@ -183,4 +216,4 @@ def referee_for(process: Process, part: Part, max_steps: int) -> type[Referee]:
         "counts": part.counts,
         "max_steps": max_steps,
     }
-    return type(part.scheduler, (Referee,), fields)
+    return type(part.scheduler, (base,), fields)
