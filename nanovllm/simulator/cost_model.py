@@ -1,12 +1,13 @@
 """The cost model: the bytes and FLOPs of a step, and the least time that a machine needs for them.
 
 Plain numbers; imports no torch. The benchmark, the simulator and chapters 00 and 12 share it. How
-long a step really takes, is guessed in `machines.py`. The floor of a step is the larger of two times: its bytes divided by the memory bandwidth, and its FLOPs
-divided by the rate of arithmetic. Bytes are the weights once, the keys and values of every context
-once, and those of new tokens; FLOPs are those of the matrix products. The floor leaves out
-activations, softmax, sampling and kernel launches. It also ignores that small products do not reach
-the rate of large ones, and that reading and computing overlap imperfectly. A block that sequences
-share counts for each of them. Only data that fits into a processor's cache can beat the floor.
+long a step really takes is guessed in `machines.py`; this is its floor, the larger of two times:
+its bytes divided by the memory bandwidth, and its FLOPs divided by the rate of arithmetic. Bytes
+are the weights once, the keys and values of every context once, and those of new tokens; FLOPs are
+those of the matrix products. The floor leaves out activations, softmax, sampling and kernel
+launches. It also ignores that small products do not reach the rate of large ones, and that reading
+and computing overlap imperfectly. A block that sequences share counts for each of them. Only data
+that fits into a processor's cache can beat the floor.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ shorter one is hidden behind the longer one.
 
     overlap 0: reading + computing            overlap 1: the larger of the two
 
-Nobody has measured the GPUs here. Their hardware is that of data sheets, the host's work was
-measured without a GPU, all else is assumed: see `Machine.sources`. What `tutorials.simulation
-.calibrate` writes, is measured.
+The GPUs were not measured. Their hardware is that of data sheets, the host's work was measured
+without a GPU, all else is assumed: see `Machine.sources`. The CPU was measured, by
+`tutorials/simulation/calibrate.py`.
 """
 
 from __future__ import annotations

@@ -74,11 +74,15 @@ def test_silly_ones_stand_above_those_that_were_tried_and_the_solution_below(wri
         "tried.py",
     )
     policies = seeds.policies_of(TASK, [solution, tried, seeds.SILLY])
-    assert [policy.name for policy in policies] == [
-        *("a trick", "last first", "in random order", "shortest prompt first", "all alike"),
-        *("at most 64 tokens per step", "an idea", "NoName", "a1_solution"),
+    silly = ("a trick", "last first", "in random order", "shortest prompt first", "all alike")
+    silly += ("at most 64 tokens per step", "a quarter of the tokens per step")
+    silly += ("half of the tokens per step", "one prompt at a time", "longest prompt first")
+    silly += ("at most half of the seats",)
+    names = [policy.name for policy in policies]
+    assert names == [*silly, "an idea", "NoName", "a1_solution"]
+    assert [policy.kind for policy in policies] == ["silly"] * len(silly) + ["tried"] * 2 + [
+        "solution"
     ]
-    assert [policy.kind for policy in policies] == ["silly"] * 6 + ["tried"] * 2 + ["solution"]
 
 
 def test_a_whole_file_may_say_that_it_is_silly(write):

@@ -70,7 +70,9 @@ TASK = Task(
                 swap_gib=4.0,
             ),
             [
-                Goal("mean latency / that of FCFS", latency_share, none=0.965, full=0.95, points=30),
+                Goal(
+                    "mean latency / that of FCFS", latency_share, none=0.965, full=0.95, points=30
+                ),
                 Goal(
                     "seconds of the run / those of FCFS",
                     seconds_share,

@@ -1,6 +1,6 @@
 """What a step takes on a machine, counted by hand; what presets say of themselves; and machines in files.
 
-Run: pytest tests/simulator/test_machines.py
+Run: pytest tests/simulator/test_cost_of_machines.py
 """
 
 import json
