@@ -1,6 +1,6 @@
 """Which results depend on the machine? Studies and assignments again, on machines that differ.
 
-    python -m tutorials.simulation.sensitivity --json tutorials/results/sensitivity.json
+    python -m tutorials.assignments.sensitivity --json tutorials/results/sensitivity.json
 
 Nobody here has measured a GPU, so what the chapters and assignments say of one must not depend on a
 constant that is a guess. This runs each study of chapters 16 and 19, and each assignment with its

@@ -1,6 +1,6 @@
 """What is said of other machines: a part of it is computed again.
 
-Run: pytest tests/simulator/test_sensitivity.py [--slow]
+Run: pytest tests/course/test_sensitivity.py [--slow]
 """
 
 import json
@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from nanovllm.simulator.machines import MACHINES
-from tutorials.assignments.task import load_task
-from tutorials.simulation.sensitivity import (
+from tutorials.assignments.sensitivity import (
     assignment_on,
     changed,
     on_machine,
@@ -22,6 +21,7 @@ from tutorials.simulation.sensitivity import (
     variants,
     verdict,
 )
+from tutorials.assignments.task import load_task
 from tutorials.simulation.studies import STUDIES
 
 ROOT = Path(__file__).parents[2]
