@@ -7,12 +7,17 @@ import json
 import subprocess
 import sys
 from dataclasses import asdict, fields, replace
+from pathlib import Path
 
 import pytest
 
-from nanovllm.simulator.cost_model import HARDWARE, Hardware, Shape
+from nanovllm.config import EMBEDDED_MODEL
+from nanovllm.simulator.cost_model import HARDWARE, Hardware, Shape, shape_of
 from nanovllm.simulator.machines import MACHINES, Machine, machines_in
+from nanovllm.simulator.replica import model_config
 
+ROOT = Path(__file__).parents[2]
+EMBEDDED = shape_of(model_config(EMBEDDED_MODEL), itemsize=4)
 SHAPE = Shape(layers=2, hidden=4, heads=2, kv_heads=1, head_dim=3, vocab=10, body=100, itemsize=2)
 HARD = Hardware("a machine", 1000.0, 1000.0, 0)
 NOTHING = dict(seconds_per_step=0.0, seconds_per_sequence=0.0, seconds_per_layer=0.0)
@@ -92,6 +97,18 @@ def test_presets_say_where_their_numbers_come_from():
         if name != "cpu":
             assert machine.hardware == HARDWARE[name]
             assert {"overlap", "flops_share"}.isdisjoint(machine.sources), "nobody has measured it"
+
+
+def test_the_cpu_is_the_one_that_was_measured():
+    measured = machines_in(ROOT / "tutorials/results/machines_cpu.json")["float32, 1 thread"]
+    for name in ("overlap", "seconds_per_layer", "seconds_per_token"):
+        assert getattr(MACHINES["cpu"], name) == getattr(measured, name)
+    for step in (([(1, 100)], 1), ([(1, 500)] * 40, 40), ([(700, 700), (1, 50)], 2)):
+        own, theirs = (
+            machine.seconds(EMBEDDED, *step, num_copies=0, num_swaps=3, block_size=16)
+            for machine in (MACHINES["cpu"], measured)
+        )
+        assert own == pytest.approx(theirs, rel=0.01)
 
 
 def test_a_machine_in_a_file(tmp_path):
