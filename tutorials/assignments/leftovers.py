@@ -41,7 +41,7 @@ def remove(path: str | Path) -> None:
 
 def empty(path: str | Path) -> None:
     top = open_folder(path)
-    prefix = secrets.token_hex(8)  # nobody has chosen such a name
+    prefix = secrets.token_hex(8)  # as no file of a student is called
     new_names = (f"{prefix}-{i}" for i in count())
     stuck: set[str] = set()
     try:
