@@ -50,7 +50,7 @@ def test_studies_are_all_in_the_file():
     assert depends == [DEPENDS]
 
 
-@pytest.mark.slow(but_every=6)
+@pytest.mark.slow(but_every=8)
 @pytest.mark.parametrize("study", STUDIES, ids=lambda study: study.name)
 def test_a_study_is_measured_again(study):
     rows = report()["studies"][study.name]
@@ -67,8 +67,8 @@ def test_a_machine_for_an_assignment_is_as_fast_as_the_usual_one():
     assert seconds_at_once(other, other.hardware) == pytest.approx(usual)
 
 
-@pytest.mark.slow(but_every=8)
-@pytest.mark.parametrize("name", [f"a{i}" for i in range(1, 9)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["a3", "a4"])
 def test_an_assignment_is_measured_again(name):
     rows = report()["assignments"][name]
     variant_name, variant = [*variants().items()][int(name[1:])]
