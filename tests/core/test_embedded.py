@@ -120,11 +120,11 @@ def test_recorded_results_say_where_they_come_from():
     for file in (ROOT / "tutorials" / "results").glob("*.json"):
         result = json.loads(file.read_text())
         assert {"command", "commit", "device", "python"} <= result.keys(), file.name
-        if {"waste", "pages", "figure12", "runs", "routers", "day"} & result.keys():
+        if {"waste", "pages", "figure12", "runs", "routers", "day", "studies"} & result.keys():
             continue  # counted or simulated, without torch
         records = (
             [result]
-            if {"attention", "preemption", "threads", "host", "workloads", "versions"}
+            if {"attention", "preemption", "threads", "host", "workloads", "machines", "versions"}
             & result.keys()
             else [e for e in result["engines"].values() if "error" not in e]
         )

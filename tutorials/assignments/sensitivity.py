@@ -16,6 +16,7 @@ same time: its goals say seconds, and its rates are those that keep one machine 
 import argparse
 import itertools
 import os
+import platform
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -174,7 +175,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write all numbers to this file")
     args = parser.parse_args()
     names = args.names or [name for name in NAMES if name not in ("a0", "template")]
-    report = environment() | measured(names, range(1, args.count + 1))
+    device = {"device": f"simulated, on {platform.machine()}"}
+    report = environment() | device | measured(names, range(1, args.count + 1))
     print(table(report))
     if args.json:
         write_json(report, args.json)

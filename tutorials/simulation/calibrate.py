@@ -41,7 +41,14 @@ from nanovllm.simulator import Job, Run
 from nanovllm.simulator.cost_model import Shape, shape_of, work_of
 from nanovllm.simulator.machines import Machine
 from nanovllm.simulator.replica import model_config
-from tutorials.performance.machine import ROOT, environment, seconds_of, this_machine
+from tutorials.performance.machine import (
+    ROOT,
+    device_name,
+    environment,
+    installed,
+    seconds_of,
+    this_machine,
+)
 from tutorials.performance.report import write_json
 from tutorials.performance.steps import Step
 from tutorials.simulation.recording import record
@@ -383,7 +390,10 @@ def main() -> None:
         found = {"bfloat16, GPU": calibrate(options, cells, args.rounds, TimeOfDay())}
     else:
         found = {name: apart(name, args.rounds, most_tokens) for name in VARIANTS}
+    device = torch.device("cuda" if has_gpu else "cpu")
     report = environment() | {
+        "device": device_name(device),
+        "versions": {name: installed(name) for name in ("torch", "transformers")},
         "machines": {name: one.pop("machine") for name, one in found.items()},
         "fits": found,
     }
