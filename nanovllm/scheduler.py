@@ -88,11 +88,9 @@ class Scheduler:
         """Why the sequence ends with its last token, or None. Stop strings are the engine's
         business."""
         request = seq.request
-        num_tokens = len(seq.token_ids)
-        has_output = num_tokens > len(request.prompt_token_ids)
-        if has_output and seq.token_ids[-1] in request.stop_token_ids:
+        if seq.token_ids[-1] in request.stop_token_ids and seq.num_output_tokens > 0:
             return "stop"
-        return "length" if num_tokens >= request.max_len else None
+        return "length" if len(seq.token_ids) >= request.max_len else None
 
     # --- a request comes ---
 
@@ -168,12 +166,10 @@ class Scheduler:
 
     def schedule_waiting(self, schedule: Schedule) -> None:
         """Admits waiting requests in the policy's order, up to the first that does not fit."""
-        if not self.waiting:
+        if not self.waiting or len(self.running) >= self.max_num_seqs:
             return
         manager = self.block_manager
         num_seats = sum(request.num_seats for request in self.running)
-        if num_seats >= self.max_num_seqs:
-            return
         if not self.keeps_order:
             self.waiting.sort(key=self.priority)
         # blocks that are kept for samples, which will fork from a running request

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable
 from itertools import chain, repeat
+from operator import eq
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.sequence import Sequence
@@ -22,7 +23,7 @@ def check_blocks(manager: BlockManager, sequences: Iterable[Sequence]) -> None:
     for key, block in manager.findable.items():
         is_same = block.key is key or block.key == key
         assert is_same, f"{block} can be found by another prefix: {key}"
-    num_keys = sum(block.key is not None for block in manager.blocks)
+    num_keys = len([block for block in manager.blocks if block.key is not None])
     num_findable = len(manager.findable)
     assert num_keys == num_findable, f"{num_keys} blocks have a key, {num_findable} can be found"
 
@@ -32,10 +33,10 @@ def check_owners(
 ) -> None:
     owners = Counter(chain.from_iterable(tables))
     listed = [*map(owners.get, range(len(ref_counts)), repeat(0))]
-    for i, (ref_count, num_tables) in enumerate(zip(ref_counts, listed)):
-        if ref_count != num_tables:
-            where = f"is in {num_tables} tables"
-            raise AssertionError(f"{name} {i} {where}, but its ref_count is {ref_count}")
+    if listed != ref_counts:
+        i = [*map(eq, listed, ref_counts)].index(False)
+        where = f"is in {listed[i]} tables"
+        raise AssertionError(f"{name} {i} {where}, but its ref_count is {ref_counts[i]}")
     both = owners.keys() & free
     assert not both, f"these {name}s are free and in use: {both}"
     num_lost = len(ref_counts) - len(owners.keys() | free)

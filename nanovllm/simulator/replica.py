@@ -81,6 +81,7 @@ class Replica:
         self.scheduler.clock = lambda: self.now
         self.num_arrived = count()
         self.result = Run(served)
+        self.served: dict[str, Served] = {}  # of all requests that have come, by id
         self.unfinished: dict[str, Request] = {}
         self.planner = CheckedScheduler(self.scheduler, limits, self.unfinished, check)
 
@@ -103,6 +104,7 @@ class Replica:
             self.scheduler.add(request)
         except ValueError as error:
             raise ValueError(f"job {index}: {error}") from error
+        self.served[request.request_id] = self.result.requests[index]
         self.unfinished[request.request_id] = request
 
     def step(self, keep_steps: bool) -> list[int]:
@@ -135,25 +137,24 @@ class Replica:
             check_queues(self.scheduler, self.unfinished.values(), running)
         if self.scheduler.num_preemptions > num_preemptions:
             for request in {*running}.difference(self.scheduler.running):
-                self._served(request).num_preemptions += 1
+                self.served[request.request_id].num_preemptions += 1
         start = self.now
         self._go_on(schedule)
         if keep_steps:
             self.result.steps.append(self._planned_step(schedule, start))
-        self.planner.update(schedule, [self._token(seq.request) for seq in schedule.sampled])
-        ended = []
-        for seq in schedule.sampled:
-            if self.check:
+        self.planner.update(schedule, self._draw(schedule))
+        if self.check:
+            for seq in schedule.sampled:
                 self._check_length(seq.request)
-            if seq.finish_reason is not None:
-                del self.unfinished[seq.request.request_id]
-                self._served(seq.request).num_cached_tokens = seq.request.num_cached_tokens or 0
-                ended.append(int(seq.request.request_id))
-        return ended
+        ended = [seq.request for seq in schedule.sampled if seq.finish_reason is not None]
+        for request in ended:
+            del self.unfinished[request.request_id]
+            self.served[request.request_id].num_cached_tokens = request.num_cached_tokens or 0
+        return [int(request.request_id) for request in ended]
 
     def _check_length(self, request: Request) -> None:
         """Whether it has ended with its last token, and not before."""
-        served = self._served(request)
+        served = self.served[request.request_id]
         num_tokens = len(served.token_times)
         num_outputs = served.job.num_outputs
         is_complete = num_tokens == num_outputs
@@ -189,14 +190,15 @@ class Replica:
         running = [int(request.request_id) for request in self.scheduler.running]
         return PlannedStep(start, self.now, items, running)
 
-    def _served(self, request: Request) -> Served:
-        return self.result.requests[int(request.request_id)]
-
-    def _token(self, request: Request) -> int:
-        """The next token, which comes now."""
-        served = self._served(request)
-        served.token_times.append(self.now)
-        return STOP if len(served.token_times) == served.job.num_outputs else served.job.answer
+    def _draw(self, schedule: Schedule) -> list[int]:
+        """The next token of each sequence that gets one. They come now."""
+        token_ids = []
+        for seq in schedule.sampled:
+            served = self.served[seq.request.request_id]
+            served.token_times.append(self.now)
+            is_last = len(served.token_times) == served.job.num_outputs
+            token_ids.append(STOP if is_last else served.job.answer)
+        return token_ids
 
 
 # --- second reading: what can go wrong in the long run ---

@@ -1,4 +1,4 @@
-"""Simulator: thousands of requests in a second, under a virtual clock. Imports no torch.
+"""Simulator: a thousand requests in a second, under a virtual clock. Imports no torch.
 
 Each replica (`replica.py`) goes its own way, step by step, at the pace of the cost model
 (`simulator/cost_model.py`); they share nothing but the router before them.
