@@ -128,7 +128,13 @@ class Machine:
 
     def together(self, reading: float, computing: float) -> float:
         """The longer one, and what is not hidden of the shorter one."""
-        return max(reading, computing) + (1 - self.overlap) * min(reading, computing)
+        of_reading, of_computing = self.shown(reading, computing)
+        return of_reading * reading + of_computing * computing
+
+    def shown(self, reading: float, computing: float) -> tuple[float, float]:
+        """The share of each that is not hidden behind the other one: of the longer one, all."""
+        rest = 1 - self.overlap
+        return (1.0, rest) if reading >= computing else (rest, 1.0)
 
     def copy_seconds(self, shape: Shape, num_copies: int, block_size: int) -> float:
         num_bytes = 2 * num_copies * block_size * shape.kv_bytes  # read and written

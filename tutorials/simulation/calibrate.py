@@ -127,50 +127,50 @@ def fitted(shape: Shape, steps: Sequence[Step], start: Machine, overlap: float) 
 
 
 def amounts(shape: Shape, step: Step, machine: Machine) -> tuple[float, list[float]]:
-    """The seconds of a step that are known, those of reading the weights; and how much of each of
-    `COSTS` it has. Of two that overlap, the shorter one counts in part."""
+    """The seconds of a step that are known, those of reading the weights; and how much it has of
+    what `with_costs` gives a cost. Of two that overlap, the shorter one counts in part."""
     work = work_of(shape, step.items, step.sampled)
     weights, products, keys, scores = machine.parts(work)
-    shown = 1 - machine.overlap
+    of_weights, of_products = machine.shown(weights, products)
+    of_keys, of_scores = machine.shown(keys, scores)
     num_chunks = sum(num_tokens > 1 for num_tokens, _ in step.items)
     row = [
         1.0,
         float(len(step.items)),
         float(shape.layers * num_chunks),
-        (work.flops - work.attention_flops) * (1.0 if products > weights else shown),
-        work.kv_bytes * (1.0 if keys >= scores else shown),
-        work.attention_flops * (1.0 if scores > keys else shown),
+        (work.flops - work.attention_flops) * of_products,
+        work.kv_bytes * of_keys,
+        work.attention_flops * of_scores,
     ]
-    return weights * (1.0 if weights >= products else shown), row
+    return weights * of_weights, row
 
 
-COSTS = (
-    "step",
-    "sequence",
-    "chunk",
-    "FLOP of products",
-    "byte of keys and values",
-    "FLOP of attention",
-)
-
-
-def with_costs(machine: Machine, *costs: float) -> Machine:
-    """The machine with so many seconds per unit of each of `COSTS`."""
-    step, sequence, chunk, *rates = costs
-    of_flops, of_bytes = machine.hardware.flops_per_second, machine.hardware.bytes_per_second
-    shares = [
-        1 / (max(cost, TINY) * ceiling)
-        for cost, ceiling in zip(rates, (of_flops, of_bytes, of_flops))
-    ]
+def with_costs(
+    machine: Machine,
+    step: float,
+    sequence: float,
+    chunk: float,
+    product_flop: float,
+    kv_byte: float,
+    attention_flop: float,
+) -> Machine:
+    """The machine with so many seconds per step, per sequence, and so on."""
+    flops_per_second = machine.hardware.flops_per_second
+    bytes_per_second = machine.hardware.bytes_per_second
     return replace(
         machine,
         seconds_per_step=step,
         seconds_per_sequence=sequence,
         seconds_per_chunk=chunk,
-        flops_share=shares[0],
-        attention_bandwidth_share=shares[1],
-        attention_flops_share=shares[2],
+        flops_share=share_of(flops_per_second, product_flop),
+        attention_bandwidth_share=share_of(bytes_per_second, kv_byte),
+        attention_flops_share=share_of(flops_per_second, attention_flop),
     )
+
+
+def share_of(ceiling: float, seconds: float) -> float:
+    """Of a rate per second, what is reached if one unit takes so many seconds."""
+    return 1 / (max(seconds, TINY) * ceiling)
 
 
 def errors_of(shape: Shape, steps: Sequence[Step], machine: Machine) -> dict[str, float]:

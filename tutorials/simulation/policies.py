@@ -9,7 +9,7 @@ from nanovllm.schedule import Schedule
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
 
-# --- who is next ---
+# --- order of admission ---
 
 
 class LastFirst(Scheduler):
@@ -69,7 +69,7 @@ class LeastServed(Scheduler):
         return request.num_output_tokens, request.arrival
 
 
-# --- who gives way ---
+# --- preemption ---
 
 
 def push_out(scheduler: Scheduler) -> None:
