@@ -1,10 +1,15 @@
 """Conversations with two real replicas: what each router finds in their caches, and what it gains.
 
-    python -m tutorials.performance.replicas --json tutorials/results/cpu_replicas.json
+    OMP_NUM_THREADS=1 python -m tutorials.performance.replicas --json tutorials/results/cpu_replicas.json
 
 The server is `nanovllm serve --replicas 2` with the embedded model; the clients are in this
 process. Each user asks, reads, thinks, and sends all so far with the next question. The routers
 take turns, each time with new processes.
+
+The simulator serves the same conversations, for chapter 15. Its machine is one thread of a CPU. The
+real replicas share two cores with all else that runs: the clients, the web server and Ray. So each
+step is made as much slower as it takes until round robin ends as many turns per second as in
+reality. What the other routers change is then the simulator's own guess.
 """
 
 import argparse
@@ -12,14 +17,20 @@ import asyncio
 import json
 import random
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import mean
 
 import httpx
 
 from nanovllm import router
+from nanovllm.config import EMBEDDED_MODEL, Config
+from nanovllm.simulator import Job, simulate
+from nanovllm.simulator.machines import MACHINES, Machine
 from tutorials.performance.machine import device_name, environment, installed
 from tutorials.performance.report import aligned, median, percentile, write_json
 from tutorials.performance.serving import Process, free_port
+from tutorials.simulation.metrics import ttft
 
 ROUTERS = ("RoundRobin", "LeastLoaded", "PrefixAffinity")
 TURNS = 6
@@ -27,27 +38,39 @@ QUESTION = 150  # tokens
 ANSWER = 20
 THINK = 0.3  # seconds, in the mean
 BLOCKS = 1200  # of 16 tokens, in each replica: room for half of the conversations and a bit
+SAID = 1  # the token of which an answer is made in the next prompt; a replica has drawn others
+DRAWN = 2  # by a simulated one
 
 
-async def talk(client: httpx.AsyncClient, user: int, seed: int) -> list[dict]:
+def conversations(num_users: int, seed: int) -> list[Job]:
+    """The turns of each user, one user after the other. The answers are made up, so that the load
+    is the same with every router."""
+    jobs: list[Job] = []
+    for user in range(num_users):
+        rng = random.Random(f"{user} {seed}")
+        history: tuple[tuple[int, int], ...] = ()
+        after = None
+        for _ in range(TURNS):
+            history = (*history, (len(jobs) + 3, QUESTION))
+            jobs.append(Job(rng.expovariate(1) * THINK, history, ANSWER, DRAWN, after=after))
+            history = (*history, (SAID, ANSWER))
+            after = len(jobs) - 1
+    return jobs
+
+
+async def talk(client: httpx.AsyncClient, jobs: Sequence[Job]) -> list[dict]:
     """The turns of one user: prompt tokens, those of them that were cached, seconds to the first
     token."""
-    rng = random.Random(f"{user} {seed}")
-    history: list[int] = []
     turns = []
-    await asyncio.sleep(rng.expovariate(1) * THINK)
-    for _ in range(TURNS):
-        history += [rng.randrange(1000) for _ in range(QUESTION)]
-        turns.append(await ask(client, history))
-        history += turns[-1].pop("token_ids")
-        await asyncio.sleep(rng.expovariate(1) * THINK)
+    for job in jobs:
+        await asyncio.sleep(job.time)
+        turns.append(await ask(client, job.prompt_token_ids))
     return turns
 
 
-async def ask(client: httpx.AsyncClient, history: list[int]) -> dict:
-    """The answer's tokens are made up, so that the load is the same with every router."""
+async def ask(client: httpx.AsyncClient, prompt: list[int]) -> dict:
     body = {
-        "prompt": history,
+        "prompt": prompt,
         "max_tokens": ANSWER,
         "ignore_eos": True,
         "stream": True,
@@ -68,34 +91,69 @@ async def ask(client: httpx.AsyncClient, history: list[int]) -> dict:
         "seconds": time.perf_counter() - begin,
         "prompt": usage["prompt_tokens"],
         "cached": usage["prompt_tokens_details"]["cached_tokens"],
-        "token_ids": [7] * ANSWER,
     }
 
 
-async def load(url: str, num_users: int, seed: int) -> dict:
+async def load(url: str, jobs: list[Job]) -> dict:
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=300, limits=limits) as client:
         await asyncio.gather(*(ask(client, [user] * 5) for user in range(8)))  # warms up
         begin = time.perf_counter()
-        users = await asyncio.gather(*(talk(client, user, seed) for user in range(num_users)))
+        users = await asyncio.gather(*(talk(client, turns) for turns in of_each_user(jobs)))
         seconds = time.perf_counter() - begin
     turns = [turn for user in users for turn in user]
-    ttfts = [turn["ttft"] for turn in turns]
+    cached, prompts = (sum(turn[name] for turn in turns) for name in ("cached", "prompt"))
+    return numbers([turn["ttft"] for turn in turns], cached / prompts, seconds)
+
+
+def of_each_user(jobs: list[Job]) -> list[list[Job]]:
+    return [jobs[i : i + TURNS] for i in range(0, len(jobs), TURNS)]
+
+
+def numbers(ttfts: list[float], hit_rate: float, seconds: float) -> dict:
     return {
-        "hit_rate": sum(turn["cached"] for turn in turns) / sum(turn["prompt"] for turn in turns),
-        "ttft_ms": {f"p{q}": 1e3 * percentile(ttfts, q) for q in (50, 90, 99)},
-        "turns_per_second": len(turns) / seconds,
+        "hit_rate": hit_rate,
+        "ttft_ms": {"mean": 1e3 * mean(ttfts)}
+        | {f"p{q}": 1e3 * percentile(ttfts, q) for q in (50, 90, 99)},
+        "turns_per_second": len(ttfts) / seconds,
     }
 
 
-def measure(name: str, num_users: int, seed: int) -> dict:
+# --- simulated ---
+
+
+def simulated(name: str, jobs: list[Job], machine: Machine) -> dict:
+    config = Config(model=EMBEDDED_MODEL, dtype="float32", device="cpu", num_blocks=BLOCKS)
+    run = simulate(jobs, config, machine, replicas=2, router_cls=getattr(router, name))
+    return numbers(
+        [*map(ttft, run.requests)], run.num_cached_tokens / run.num_prompt_tokens, run.seconds
+    )
+
+
+def as_busy(jobs: list[Job], turns_per_second: float) -> Machine:
+    """One thread, so much slower that round robin ends so many turns per second: by bisection."""
+    low, high = 1.0, 100.0
+    while high / low > 1.001:
+        factor = (low * high) ** 0.5
+        found = simulated("RoundRobin", jobs, MACHINES["cpu"].slower(factor))
+        low, high = (
+            (factor, high) if found["turns_per_second"] > turns_per_second else (low, factor)
+        )
+    return MACHINES["cpu"].slower(low)
+
+
+# --- measured ---
+
+
+def measure(name: str, jobs: list[Job]) -> dict:
     port = free_port()
     options = (
-        f"--replicas 2 --router-cls nanovllm.router:{name} --num-blocks {BLOCKS} --port {port}"
+        f"--replicas 2 --router-cls nanovllm.router:{name} --num-blocks {BLOCKS} "
+        f"--dtype float32 --port {port}"
     )
     with Process("nanovllm", "serve", *options.split(), port=port) as server:
         wait_until_healthy(server)
-        return asyncio.run(load(server.url, num_users, seed))
+        return asyncio.run(load(server.url, jobs))
 
 
 def wait_until_healthy(server: Process) -> None:
@@ -118,24 +176,32 @@ def main() -> None:
     args = parser.parse_args()
     import torch
 
+    jobs = [conversations(args.users, seed) for seed in range(args.rounds)]
     runs: dict[str, list[dict]] = {name: [] for name in ROUTERS}
-    assert all(hasattr(router, name) for name in ROUTERS)
-    for seed in range(args.rounds):
+    guesses: dict[str, list[dict]] = {name: [] for name in ROUTERS}
+    for own in jobs:
         for name in ROUTERS:
-            runs[name].append(measure(name, args.users, seed))
+            runs[name].append(measure(name, own))
             print(name, runs[name][-1], flush=True)
+        machine = as_busy(own, runs["RoundRobin"][-1]["turns_per_second"])
+        for name in ROUTERS:
+            guesses[name].append(simulated(name, own, machine))
+            print(name, "simulated", guesses[name][-1], flush=True)
     report = environment() | {
         "device": device_name(torch.device("cpu"), threads=1),
         "versions": installed("torch", "ray"),
         "users": args.users,
         "turns": TURNS,
         "runs": {name: median(ones) for name, ones in runs.items()},
+        "simulated": {name: median(ones) for name, ones in guesses.items()},
+        "rounds": {"real": runs, "simulated": guesses},
     }
-    rows = [["", "hits", "TTFT p50", "p90", "p99 (ms)", "turns/s"]]
-    for name, run in report["runs"].items():
-        times = [f"{run['ttft_ms'][q]:.0f}" for q in ("p50", "p90", "p99")]
-        rows.append([name, f"{run['hit_rate']:.0%}", *times, f"{run['turns_per_second']:.1f}"])
-    print(aligned(rows))
+    for kind in ("runs", "simulated"):
+        rows = [[kind, "hits", "TTFT mean", "p50", "p90", "p99 (ms)", "turns/s"]]
+        for name, run in report[kind].items():
+            times = [f"{run['ttft_ms'][q]:.0f}" for q in ("mean", "p50", "p90", "p99")]
+            rows.append([name, f"{run['hit_rate']:.0%}", *times, f"{run['turns_per_second']:.1f}"])
+        print(aligned(rows))
     if args.json:
         write_json(report, args.json)
 

@@ -1,7 +1,6 @@
 """How wrong is the simulator? The same jobs in the real engine and in the simulator, side by side.
 
-    OMP_NUM_THREADS=1 python -m tutorials.simulation.accuracy --json tutorials/results/simulator_error.json \
-        --picture tutorials/figures/simulator_error.png
+    OMP_NUM_THREADS=1 python -m tutorials.simulation.accuracy --json tutorials/results/simulator_error.json
 
 The engine runs the embedded model in float32 on one thread of this CPU. The simulator runs the same
 scheduler and block manager; only the time of a step is a guess. So its error is the error of the
@@ -25,9 +24,7 @@ from dataclasses import asdict
 from pathlib import Path
 from statistics import mean, median
 
-import numpy as np
 import torch
-from matplotlib.figure import Figure
 
 from nanovllm import LLM
 from nanovllm.simulator import Run
@@ -39,6 +36,7 @@ from tutorials.simulation import pairs
 from tutorials.simulation.calibrate import (
     ON_CPU,
     OPTIONS,
+    SWAP,
     Cells,
     ProcessorTime,
     TimeOfDay,
@@ -90,20 +88,20 @@ def noise(row: dict, metric: str) -> float | None:
 
 
 def totals(rows: dict[str, dict]) -> dict[str, dict]:
-    """For each metric and for all: mean and worst |error| of the simulator, and the noise of
-    reality."""
-    errors = {metric: [abs(error(row, metric)) for row in rows.values()] for metric in METRICS}
+    """For each metric, and for all but the total time, which arrivals decide: mean error of the
+    simulator, mean and worst |error|, and the noise of reality."""
+    errors = {metric: [error(row, metric) for row in rows.values()] for metric in METRICS}
     noises = {
         metric: [n for row in rows.values() if (n := noise(row, metric)) is not None]
         for metric in METRICS
     }
-    errors["all"], noises["all"] = (
-        [x for values in kind.values() for x in values] for kind in (errors, noises)
-    )
+    for kind in (errors, noises):
+        kind["all"] = [x for metric, values in kind.items() if metric != "seconds" for x in values]
     return {
         metric: {
-            "mean_error": mean(errors[metric]),
-            "worst_error": max(errors[metric]),
+            "signed_error": mean(errors[metric]),
+            "mean_error": mean(map(abs, errors[metric])),
+            "worst_error": max(map(abs, errors[metric])),
             "mean_noise": mean(noises[metric]) if noises[metric] else None,
             "worst_noise": max(noises[metric], default=None),
         }
@@ -123,47 +121,21 @@ def table(rows: dict[str, dict]) -> str:
         lines.append([name, f"{row['requests']:,}", *cells])
     summary = totals(rows)
     for key, label in (
+        ("signed_error", "error with its sign, mean"),
         ("mean_error", "mean error"),
         ("worst_error", "worst error"),
         ("mean_noise", "between real runs: mean"),
         ("worst_noise", "between real runs: worst"),
     ):
         values = [summary[metric][key] for metric in METRICS]
-        lines.append([label, "", *("-" if value is None else f"{value:.1%}" for value in values)])
+        lines.append([label, "", *(shown(key, value) for value in values)])
     return markdown(lines)
 
 
-def draw(rows: dict[str, dict], path: Path) -> None:
-    """Simulated over measured seconds, a dot for each workload and metric; the band is 15 % wide on
-    each side."""
-    figure = Figure(figsize=(5, 5), layout="constrained")
-    axes = figure.add_subplot()
-    for (metric, name), marker in zip(METRICS.items(), "so^D*"):
-        real = [median(run[metric] for run in row["real"]) for row in rows.values()]
-        axes.scatter(
-            real,
-            [row["simulated"][metric] for row in rows.values()],
-            marker=marker,
-            s=22,
-            label=name,
-        )
-    values = [
-        run[metric]
-        for row in rows.values()
-        for run in (*row["real"], row["simulated"])
-        for metric in METRICS
-    ]
-    ends = np.array([min(values) / 2, max(values) * 2])
-    axes.plot(ends, ends, color="#999999", linewidth=1)
-    axes.fill_between(
-        ends, 0.85 * ends, 1.15 * ends, color="#999999", alpha=0.25, linewidth=0, label="15 %"
-    )
-    axes.set(
-        xscale="log", yscale="log", xlabel="measured (s)", ylabel="simulated (s)", aspect="equal"
-    )
-    axes.set(xlim=ends, ylim=ends)
-    axes.legend(fontsize="small")
-    figure.savefig(path, dpi=120)
+def shown(key: str, value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:+.1%}" if key == "signed_error" else f"{value:.1%}"
 
 
 class Meter:
@@ -173,9 +145,9 @@ class Meter:
     def __init__(self, watch: Watch, cells: Cells):
         self.watch = watch
         self.cells = cells
-        self.llm = LLM(**OPTIONS)
+        self.llm = LLM(**OPTIONS | SWAP)
         warm_up(self.llm, watch)
-        self.start = start_of(self.llm, {})
+        self.start = start_of(self.llm)
         self.steps: list[Step] = []
 
     def run(self) -> None:
@@ -251,7 +223,6 @@ def main() -> None:
         "--processor-time", action="store_true", help="for a computer that others use meanwhile"
     )
     parser.add_argument("--json", type=Path, help="write the results to this file")
-    parser.add_argument("--picture", type=Path, help="draw simulated over measured into this file")
     args = parser.parse_args()
     torch.set_num_threads(1)
     versions = {name: installed(name) for name in ("torch", "transformers")}
@@ -265,15 +236,13 @@ def main() -> None:
     meter = Meter(watch, ON_CPU._replace(most_tokens=args.largest))
     if args.policies:
         report |= compare_policies(pairs.PAIRS, args.seconds, args.repeat, meter)
-        rows, printed, picture = report["pairs"], pairs.table, pairs.draw
+        text = pairs.table(report["pairs"])
     else:
         report |= compare(CASES, args.seconds, args.repeat, meter)
-        rows, printed, picture = report["workloads"], table, draw
-    print(f"\n{printed(rows)}\n\n{json.dumps(report['machine'], indent=1)}")
+        text = table(report["workloads"])
+    print(f"\n{text}\n\n{json.dumps(report['machine'], indent=1)}")
     if args.json:
         write_json(report, args.json)
-    if args.picture:
-        picture(rows, args.picture)
 
 
 if __name__ == "__main__":

@@ -63,6 +63,13 @@ OPTIONS: Options = {
     "num_blocks": 4000,
 }
 SWAP: Options = {"preemption_mode": "swap", "swap_gib": 0.05}
+MOST_SWAPPED = 64  # blocks that are copied to measure how fast it goes
+OPTIONS_OF_GPU: Options = {
+    "device": "cuda",
+    "dtype": "bfloat16",
+    "max_num_batched_tokens": 8192,
+    "num_blocks": 8000,  # for all cells, so that none is preempted
+}
 
 
 # --- the fit ---
@@ -293,18 +300,19 @@ def weights_rate(llm: LLM) -> float:
         return num_bytes / median(seconds_of(multiply, runner.device) for _ in range(50))
 
 
-def host_rate(options: Options, num_blocks: int = 64) -> float:
+def host_rate(llm: LLM) -> float:
     """Bytes per second from the KV cache to where swapped blocks wait: the median of some
     copies."""
-    runner = LLM(**OPTIONS | options | SWAP).runner
-    swaps, cache = {i: i for i in range(num_blocks)}, runner.host_cache
+    runner, cache = llm.runner, llm.runner.host_cache
     assert cache is not None
+    swaps = {i: i for i in range(min(MOST_SWAPPED, len(cache.blocks)))}
     seconds = median(seconds_of(lambda: cache.swap_out(swaps), runner.device) for _ in range(20))
-    return num_blocks * runner.shape.block_bytes / seconds
+    return len(swaps) * runner.shape.block_bytes / seconds
 
 
-def start_of(llm: LLM, options: Options) -> Machine:
-    """What is measured by itself: the hardware, how fast weights are read, and swaps."""
+def start_of(llm: LLM) -> Machine:
+    """What is measured by itself: the hardware, how fast weights are read, and swaps. The engine
+    must have room on the host."""
     device = llm.runner.device
     ceilings = this_machine(device, llm.runner.model.lm_head.weight.dtype)
     here = f"measured on {ceilings.name}, torch {torch.__version__}"
@@ -313,7 +321,7 @@ def start_of(llm: LLM, options: Options) -> Machine:
     return Machine(
         ceilings._replace(source=here),
         bandwidth_share=weights_rate(llm) / ceilings.bytes_per_second,
-        host_bytes_per_second=host_rate(options),
+        host_bytes_per_second=host_rate(llm),
         sources=sources | dict.fromkeys(FITTED, fitted_here),
     )
 
@@ -340,10 +348,10 @@ VARIANTS = {
 
 def calibrate(options: Options, cells: Cells, rounds: int, watch: Watch) -> dict:
     """A machine, and how well it describes the steps, as JSON has them."""
-    llm = LLM(**OPTIONS | options)
+    llm = LLM(**OPTIONS | SWAP | options)
     warm_up(llm, watch)
     steps = [step for seed in range(rounds) for step in calibration_steps(llm, seed, cells, watch)]
-    machine, errors = calibrated(shape_of_model(options), steps, start_of(llm, options))
+    machine, errors = calibrated(shape_of_model(options), steps, start_of(llm))
     return {"machine": asdict(machine), "steps": len(steps), "errors": errors}
 
 
@@ -386,7 +394,7 @@ def main() -> None:
         print(json.dumps(calibrate({"dtype": args.one}, cells, args.rounds, TimeOfDay())))
         return
     if has_gpu:
-        options = {"model": args.model, "dtype": "bfloat16", "device": "cuda"}
+        options = OPTIONS_OF_GPU | {"model": args.model}
         found = {"bfloat16, GPU": calibrate(options, cells, args.rounds, TimeOfDay())}
     else:
         found = {name: apart(name, args.rounds, most_tokens) for name in VARIANTS}

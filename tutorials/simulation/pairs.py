@@ -12,10 +12,7 @@ in the single turns.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import mean, median
-
-from matplotlib.figure import Figure
 
 from nanovllm.scheduler import Scheduler
 from nanovllm.simulator import Job, Run
@@ -230,7 +227,7 @@ def compare(
     return real
 
 
-# --- table and picture ---
+# --- table ---
 
 
 def table(rows: dict[str, dict]) -> str:
@@ -254,19 +251,3 @@ def cell(verdict: dict) -> str:
     star = "*" if verdict["is_clear"] else ""
     mark = "" if verdict["agrees"] else " !"
     return f"{verdict['real']:+.0%}{star}, {verdict['simulated']:+.0%}{mark}"
-
-
-def draw(rows: dict[str, dict], path: Path) -> None:
-    """The signed errors of both policies of each pair, a row of dots for each measure."""
-    figure = Figure(figsize=(7, 3.2), layout="constrained")
-    axes = figure.add_subplot()
-    for i, key in enumerate(KEYS):
-        off = sorted(100 * error for row in rows.values() for error in errors(row, key))
-        heights = [i + 0.25 * ((j % 5) - 2) / 2 for j in range(len(off))]
-        axes.plot(off, heights, "o", color="#444444", markersize=3.5, alpha=0.6)
-        axes.plot([mean(off)] * 2, [i - 0.38, i + 0.38], color="black", linewidth=2)
-    axes.axvline(0, color="#999999", linewidth=1)
-    axes.set(yticks=range(len(KEYS)), yticklabels=KEYS)
-    axes.set_xlabel("simulated beside measured (%); a bar is the mean")
-    axes.invert_yaxis()
-    figure.savefig(path, dpi=120)

@@ -1,4 +1,4 @@
-"""Section 6: what some users ask for: penalties, streams, mapped memory, ranks; and what a failed
+"""Section 7: what some users ask for: penalties, streams, mapped memory, ranks; and what a failed
 step leaves behind."""
 
 import json

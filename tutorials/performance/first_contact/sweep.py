@@ -1,4 +1,4 @@
-"""Section 7: which tiles, splits and parts of attention are fastest, and which tile of the sampler."""
+"""Section 8: which tiles, splits and parts of attention are fastest, and which tile of the sampler."""
 
 import random
 import time

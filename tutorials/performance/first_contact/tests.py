@@ -1,4 +1,4 @@
-"""Section 8: the tests that use a GPU, as programs of their own."""
+"""Section 9: the tests that use a GPU, as programs of their own."""
 
 import importlib.util
 import sys
