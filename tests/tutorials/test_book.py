@@ -32,7 +32,8 @@ def test_a_first_reading_has_as_many_words_as_the_table_allows(chapter):
 
 def test_part_one_is_complete_and_short():
     assert [chapter.stem for chapter in CHAPTERS] == sorted(WORDS)
-    assert sum(num_words(chapter.read_text()) for chapter in CHAPTERS) <= 25_500
+    part_one = [chapter for chapter in CHAPTERS if chapter.stem < "14"]
+    assert sum(num_words(chapter.read_text()) for chapter in part_one) <= 25_500
 
 
 @each_chapter

@@ -161,7 +161,7 @@ def table(report: dict) -> str:
     for name, rows in report["assignments"].items():
         worst = min(row["solution"] for row in rows.values())
         best = max(rows.values(), key=lambda row: row["silly"])
-        silly = f"{best['silly']:.0%} ({best['by']})"
+        silly = f"{best['silly']:.0%} ({best['by']})" if best["by"] else "0%"
         more.append([name, f"{worst:.0%}", silly, verdict(rows)])
     return f"{markdown(lines)}\n\n{markdown(more)}"
 

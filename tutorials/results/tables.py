@@ -1,4 +1,4 @@
-"""Writes the tables of README, the appendix, chapters 12, 14 and 17 to 20 and the handouts from the files beside it:
+"""Writes the tables of README, the appendix, chapters 12, 14, 15 and 17 to 20 and the handouts from the files beside it:
 nobody types a number.
 
     python -m tutorials.results.tables
@@ -13,6 +13,7 @@ import os
 import re
 from pathlib import Path
 
+from tutorials.assignments import sensitivity
 from tutorials.assignments.seeds import handout_table
 from tutorials.performance.machine import ROOT
 from tutorials.performance.report import (
@@ -23,7 +24,7 @@ from tutorials.performance.report import (
     rounds_text,
     spread,
 )
-from tutorials.simulation import accuracy, figure12
+from tutorials.simulation import accuracy, figure12, pairs
 from tutorials.simulation.ablations import ablation_table
 
 RESULTS = ROOT / "tutorials" / "results"
@@ -32,6 +33,7 @@ PAGES = [
     ROOT / "tutorials" / "appendix.md",
     ROOT / "tutorials" / "12_performance.md",
     ROOT / "tutorials" / "14_simulator.md",
+    ROOT / "tutorials" / "15_believe.md",
     ROOT / "tutorials" / "17_serving.md",
     ROOT / "tutorials" / "18_parallel.md",
     ROOT / "tutorials" / "19_replicas.md",
@@ -177,14 +179,47 @@ def queue(reports: list[dict], links: list[str]) -> str:
 
 
 def error(reports: list[dict], links: list[str]) -> str:
-    """For chapter 14: real runs and the simulator, side by side."""
+    """For chapter 15: how far the simulator is from real runs, over all loads."""
     (report,), (link,) = reports, links
-    times = f"each workload {report['repeat']} times in reality, the median counts"
-    header = f"Embedded model in float32, {report['device']}, commit {report['commit']}; {times} ([all numbers]({link})):"
-    whole = report["totals"]["all"]
-    means = f"On average over all of these numbers the simulator is wrong by **{whole['mean_error']:.1%}**"
-    noise = f"two real runs of the same workload differ by {whole['mean_noise']:.1%}"
-    return f"{header}\n\n{accuracy.table(report['workloads'])}\n\n{means}; {noise}."
+    loads = f"{len(report['workloads'])} loads, each {report['repeat']} times in reality"
+    header = f"Embedded model in float32, {report['device']}, commit {report['commit']}; {loads} ([all numbers]({link})):"
+    rows = [["", "error with its sign", "error", "the largest", "between real runs"]]
+    for metric, found in accuracy.totals(report["workloads"]).items():
+        cells = [f"{found[key]:.1%}" for key in ("mean_error", "worst_error", "mean_noise")]
+        name = accuracy.METRICS.get(metric, "all but the total time")
+        rows.append([name, f"{found['signed_error']:+.1%}", *cells])
+    return f"{header}\n\n{markdown(rows)}"
+
+
+def policy_pairs(reports: list[dict], links: list[str]) -> str:
+    """For chapter 15: pairs of policies, real and simulated."""
+    (report,), (link,) = reports, links
+    about = f"{report['device']}, commit {report['commit']} ([all numbers]({link}))."
+    marks = "Measured, simulated; a star: clear; an exclamation mark: the wrong sign."
+    return f"{about} {marks}\n\n{pairs.table(report['pairs'])}"
+
+
+def sensitive(reports: list[dict], links: list[str]) -> str:
+    """For chapter 15: studies and assignments on twelve machines."""
+    (report,), (link,) = reports, links
+    about = f"Simulated, commit {report['commit']} ([all numbers]({link})):"
+    return f"{about}\n\n{sensitivity.table(report)}"
+
+
+def real_and_simulated(reports: list[dict], links: list[str]) -> str:
+    """For chapter 15: routers of two real replicas, and of two simulated ones."""
+    (report,), (link,) = reports, links
+    rounds = len(report["rounds"]["real"]["RoundRobin"])
+    users = f"{report['users']} users with {report['turns']} turns each, medians of {rounds} rounds"
+    about = f"{users}, {report['device']}, commit {report['commit']} ([all numbers]({link})):"
+    header = ["router", "hits: real", "simulated", "TTFT mean (ms): real", "simulated"]
+    rows = [[*header, "turns/s: real", "simulated"]]
+    for name, real in report["runs"].items():
+        both = real, report["simulated"][name]
+        cells = [f"{run['hit_rate']:.0%}" for run in both]
+        cells += [f"{run['ttft_ms']['mean']:.0f}" for run in both]
+        rows.append([name, *cells, *(f"{run['turns_per_second']:.1f}" for run in both)])
+    return f"{about}\n\n{markdown(rows)}"
 
 
 def sustained(reports: list[dict], links: list[str]) -> str:
@@ -545,6 +580,9 @@ TABLES = {
     "host": host,
     "queue": queue,
     "error": error,
+    "policy_pairs": policy_pairs,
+    "sensitive": sensitive,
+    "real_and_simulated": real_and_simulated,
     "sustained": sustained,
     "ablations": ablations,
     "simulator_speed": simulator_speed,

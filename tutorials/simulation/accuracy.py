@@ -78,21 +78,12 @@ def error(row: dict, metric: str) -> float:
     return row["simulated"][metric] / median(real[metric] for real in row["real"]) - 1
 
 
-def noise(row: dict, metric: str) -> float | None:
-    """How far a real run is from the median of the others, as a mean of |relative error|."""
-    values = [real[metric] for real in row["real"]]
-    if len(values) < 2:
-        return None
-    others = [median(values[:i] + values[i + 1 :]) for i in range(len(values))]
-    return mean(abs(value / other - 1) for value, other in zip(values, others))
-
-
 def totals(rows: dict[str, dict]) -> dict[str, dict]:
     """For each metric, and for all but the total time, which arrivals decide: mean error of the
     simulator, mean and worst |error|, and the noise of reality."""
     errors = {metric: [error(row, metric) for row in rows.values()] for metric in METRICS}
     noises = {
-        metric: [n for row in rows.values() if (n := noise(row, metric)) is not None]
+        metric: [n for row in rows.values() if (n := pairs.noise(row["real"], metric)) is not None]
         for metric in METRICS
     }
     for kind in (errors, noises):

@@ -172,21 +172,38 @@ def errors(row: dict, key: str) -> list[float]:
     ]
 
 
+def noise(runs: Sequence[dict], key: str) -> float | None:
+    """How far a real run is from the median of the others, as a mean of |relative error|."""
+    values = [run[key] for run in runs]
+    if len(values) < 2:
+        return None
+    others = [median(values[:i] + values[i + 1 :]) for i in range(len(values))]
+    return mean(abs(value / other - 1) for value, other in zip(values, others))
+
+
 def totals(rows: dict[str, dict]) -> dict:
     """Over all pairs, for each measure: how many differences are clear, how many of them have the
-    right sign, the largest one with the wrong sign; mean signed and mean absolute error."""
+    right sign, the largest one with the wrong sign; mean signed and mean absolute error, and the
+    noise of reality."""
     found = {}
     for key in KEYS:
         verdicts = [judged(row, key) for row in rows.values()]
         clear = [one for one in verdicts if one["is_clear"]]
         wrong = [abs(one["real"]) for one in verdicts if not one["agrees"]]
         off = [error for row in rows.values() for error in errors(row, key)]
+        noises = [
+            n
+            for row in rows.values()
+            for runs in row["real"]
+            if (n := noise(runs, key)) is not None
+        ]
         found[key] = {
             "clear": len(clear),
             "clear_and_right": sum(one["agrees"] for one in clear),
             "largest_wrong": max(wrong, default=0.0),
             "signed_error": mean(off),
             "absolute_error": mean(map(abs, off)),
+            "noise": mean(noises),
         }
     return found
 
@@ -242,6 +259,7 @@ def table(rows: dict[str, dict]) -> str:
         ("largest with a wrong sign", "{largest_wrong:.0%}"),
         ("signed error, mean", "{signed_error:+.1%}"),
         ("error, mean", "{absolute_error:.1%}"),
+        ("between real runs", "{noise:.1%}"),
     ):
         lines.append([label, *(write.format(**summary[key]) for key in KEYS)])
     return markdown(lines)
