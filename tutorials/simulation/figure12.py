@@ -142,9 +142,10 @@ def batch_table(results: dict[str, dict]) -> str:
 
 
 def draw(report: dict, path: Path) -> None:
-    """One picture for each load, side by side, each curve up to its first point above 1 s/token."""
+    """One picture for each load, side by side, each curve up to its first point above 1 s/token.
+    The names stand below, where no curve is."""
     loads = report["figure12"]
-    figure = Figure(figsize=(5.2 * len(loads), 3.8), layout="constrained")
+    figure = Figure(figsize=(5.2 * len(loads), 4.2), layout="constrained")
     for axes, (name, results) in zip(
         figure.subplots(1, len(loads), squeeze=False)[0], loads.items()
     ):
@@ -154,6 +155,9 @@ def draw(report: dict, path: Path) -> None:
             num_below = sum(latency < LIMITS[0] for _, latency in points)
             curves[system] = points[: num_below + 1]
         latency_over_rate(curves, axes, title=name)
+        axes.get_legend().remove()
+    lines = axes.get_legend_handles_labels()
+    figure.legend(*lines, loc="outside lower center", ncols=3, fontsize="small")
     figure.savefig(path, dpi=120)
 
 
