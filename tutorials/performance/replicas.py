@@ -30,7 +30,6 @@ from nanovllm.simulator.machines import MACHINES, Machine
 from tutorials.performance.machine import device_name, environment, installed
 from tutorials.performance.report import aligned, median, percentile, write_json
 from tutorials.performance.serving import Process, free_port
-from tutorials.simulation.metrics import ttft
 
 ROUTERS = ("RoundRobin", "LeastLoaded", "PrefixAffinity")
 TURNS = 6
@@ -125,9 +124,8 @@ def numbers(ttfts: list[float], hit_rate: float, seconds: float) -> dict:
 def simulated(name: str, jobs: list[Job], machine: Machine) -> dict:
     config = Config(model=EMBEDDED_MODEL, dtype="float32", device="cpu", num_blocks=BLOCKS)
     run = simulate(jobs, config, machine, replicas=2, router_cls=getattr(router, name))
-    return numbers(
-        [*map(ttft, run.requests)], run.num_cached_tokens / run.num_prompt_tokens, run.seconds
-    )
+    ttfts = [served.token_times[0] - served.arrival for served in run.requests]
+    return numbers(ttfts, run.num_cached_tokens / run.num_prompt_tokens, run.seconds)
 
 
 def as_busy(jobs: list[Job], turns_per_second: float) -> Machine:
