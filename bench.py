@@ -28,7 +28,7 @@ import os
 import shutil
 import signal
 import sys
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -36,6 +36,7 @@ from pathlib import Path
 from statistics import fmean
 
 from nanovllm.simulator.cost_model import SHAPES
+from tutorials.performance.arguments import checked, positive
 from tutorials.performance.checkpoints import model_directory
 from tutorials.performance.engines import Job
 from tutorials.performance.machine import environment
@@ -46,19 +47,6 @@ from tutorials.performance.turns import Turns
 from tutorials.performance.workloads import WORKLOADS, cut, make_requests
 
 FOLLOWED = ("dtype", "device", "kv_tokens", "kv_bytes", "batch_tokens")  # by the peers
-
-
-def checked(parse, is_allowed, allowed: str):
-    """An argparse type that says what is allowed."""
-
-    def convert(text: str):
-        with suppress(ValueError):
-            value = parse(text)
-            if is_allowed(value):
-                return value
-        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: it must be {allowed}")
-
-    return convert
 
 
 def pair(text: str, parse) -> tuple[str, object]:
@@ -81,7 +69,6 @@ def program(name: str) -> str | None:
 
 
 def parser() -> argparse.ArgumentParser:
-    positive = checked(int, lambda n: n > 0, "a positive integer")
     count = checked(int, lambda n: n >= 0, "0 or a positive integer")
     rate = checked(float, lambda x: x > 0, "a positive number, or inf")
     temperature = checked(float, lambda x: 0 <= x < math.inf, "0 (greedy) or a positive number")

@@ -12,7 +12,7 @@ import pytest
 from nanovllm.config import Config
 from nanovllm.simulator import Job, simulate
 from tests.tools.extras import needs
-from tutorials.assignments import public, seeds
+from tutorials.assignments import fresh, public, seeds, sensitivity
 from tutorials.assignments.task import NAMES, Goal, Part, Task, load_task, mean_latency
 from tutorials.simulation.workloads import all_at_once, fixed, predicted, workload
 
@@ -191,9 +191,9 @@ def test_a_file_that_ends_its_process_is_one_sentence(write):
         (["a99"], "invalid choice: 'a99'"),
         (["a1", "no_such_file.py"], "no_such_file.py: there is no such file"),
         (["a1", "tests"], "tests: there is no such file"),
-        (["a1", "--count", "0"], "'0' is not allowed: it must be an integer, 1 or more"),
-        (["a1", "--first", "two"], "'two' is not allowed: it must be an integer, 1 or more"),
-        (["a1", "--json", "no/such/folder.json"], "there is no such folder"),
+        (["a1", "--count", "0"], "'0' is not allowed: it must be a positive integer"),
+        (["a1", "--first", "two"], "'two' is not allowed: it must be a positive integer"),
+        (["a1", "--json", "no/such/folder.json"], "it must be a file in a folder that exists"),
     ],
 )
 def test_seeds_refuses_bad_input_in_a_sentence(argv, sentence, capsys):
@@ -201,6 +201,44 @@ def test_seeds_refuses_bad_input_in_a_sentence(argv, sentence, capsys):
         seeds.main(argv)
     assert refused.value.code == 2
     assert sentence in capsys.readouterr().err.splitlines()[-1]
+
+
+# --- fresh, sensitivity ---
+
+
+@pytest.mark.parametrize(
+    "command, argv, sentence",
+    [
+        (fresh, ["a1", "a99"], "'a99' is not allowed: choose from a0, a1"),
+        (fresh, ["--count", "0"], "'0' is not allowed: it must be a positive integer"),
+        (fresh, ["--json", "no/such/folder.json"], "it must be a file in a folder that exists"),
+        (sensitivity, ["a0"], "'a0' is not allowed: choose from a1"),
+        (sensitivity, ["--count", "0"], "'0' is not allowed: it must be a positive integer"),
+    ],
+)
+def test_authors_commands_refuse_bad_input_in_a_sentence(command, argv, sentence, capsys):
+    with pytest.raises(SystemExit) as refused:
+        command.main(argv)
+    assert refused.value.code == 2
+    assert sentence in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_a_solution_on_a_fresh_secret(tmp_path, capsys):
+    path = tmp_path / "fresh.json"
+    fresh.main(["template", "--count", "1", "--json", str(path)])
+    found = json.loads(path.read_text())["assignments"]["template"]
+    assert found["points"] == [found["of"]] and found["of"] > 0
+    assert "template" in capsys.readouterr().out
+
+
+def test_what_a_solution_has_lost():
+    checks = [
+        {"name": "rules", "score": 10, "max_score": 10, "output": "all kept"},
+        {"name": "latency", "score": 4, "max_score": 30, "output": "0.8"},
+    ]
+    assert fresh.points_of({"tests": checks}) == (14, 40)
+    assert fresh.lost({"tests": checks}) == ["latency: 0.8"]
 
 
 # --- public ---

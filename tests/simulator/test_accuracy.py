@@ -271,6 +271,28 @@ def test_the_command(tmp_path):
         assert machine.sources["hardware"].startswith("measured on")
 
 
+@pytest.mark.parametrize(
+    "module, arguments, said",
+    [
+        (accuracy, "--seconds 0", "a positive number of seconds"),
+        (accuracy, "--seconds nan", "a positive number of seconds"),
+        (accuracy, "--repeat 0", "a positive integer"),
+        (accuracy, "--policies --repeat 1", "only 2 turns or more"),
+        (accuracy, "--json no/such/folder.json", "a file in a folder that exists"),
+        (calibrate, "no/such/folder.json", "a file in a folder that exists"),
+        (calibrate, "--rounds -1", "a positive integer"),
+        (calibrate, "--most-tokens 15", "an integer, 16 or more"),
+    ],
+)
+def test_what_the_commands_refuse_before_they_run(module, arguments, said, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["command", *arguments.split()])
+    with pytest.raises(SystemExit) as end:
+        module.main()
+    assert end.value.code == 2 and f"is not allowed: {said}" in capsys.readouterr().err.replace(
+        "it must be ", ""
+    )
+
+
 # --- the comparison ---
 
 

@@ -13,10 +13,11 @@ import os
 import secrets
 import subprocess
 import sys
-from pathlib import Path
+from collections.abc import Sequence
 
 from tutorials.assignments.leftovers import temporary_folder
 from tutorials.assignments.task import NAMES
+from tutorials.performance.arguments import new_file, positive
 from tutorials.performance.machine import ROOT, environment
 from tutorials.performance.report import aligned, write_json
 
@@ -54,19 +55,17 @@ def lost(report: dict) -> list[str]:
     ]
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("names", nargs="*", help="of assignments (default: all)")
-    parser.add_argument("--count", type=int, default=20, help="how many secrets (default: 20)")
-    parser.add_argument("--json", type=Path, help="write the points to this file")
-    args = parser.parse_args()
+    parser.add_argument("--count", type=positive, default=20, help="how many secrets (default: 20)")
+    parser.add_argument("--json", type=new_file, help="write the points to this file")
+    args = parser.parse_args(argv)
     unknown = {*args.names} - {*NAMES}
     if unknown:
         parser.error(f"{min(unknown)!r} is not allowed: choose from {', '.join(NAMES)}")
-    if args.count < 1:
-        parser.error(f"--count {args.count} is not allowed: it must be 1 or more")
     rows = [["assignment", "secrets", "points, at least", "of"]]
     report = environment() | {"device": "simulated", "count": args.count, "assignments": {}}
     for name in args.names or NAMES:

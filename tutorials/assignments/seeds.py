@@ -32,6 +32,7 @@ from nanovllm.schedule import ScheduleError
 from nanovllm.simulator import Run
 from tutorials.assignments.public import check_rules, classes_of, load
 from tutorials.assignments.task import NAMES, Task, load_task, name_in_report, serve_baseline
+from tutorials.performance.arguments import new_file, positive
 from tutorials.performance.report import aligned, markdown
 
 SILLY = Path(__file__).with_name("silly.py")
@@ -231,14 +232,6 @@ def handout_table(report: dict) -> str:
 # --- the command ---
 
 
-def positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not allowed: it must be an integer, 1 or more"
-        )
-    return int(text)
-
-
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -249,13 +242,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--count", type=positive, default=20, help="how many seeds (default: 20)")
     parser.add_argument("--first", type=positive, default=1, help="the first (default: 1)")
     parser.add_argument("--check", action="store_true", help="check the rules in each step, too")
-    parser.add_argument("--json", type=Path, help="write all values to this file")
+    parser.add_argument("--json", type=new_file, help="write all values to this file")
     args = parser.parse_intermixed_args(argv)
     for path in args.paths:
         if not path.is_file():
             parser.error(f"{path}: there is no such file")
-    if args.json is not None and not args.json.parent.is_dir():
-        parser.error(f"--json {args.json}: there is no such folder")
     return args
 
 

@@ -28,6 +28,7 @@ from nanovllm.simulator import simulate
 from nanovllm.simulator.machines import MACHINES, Machine
 from tutorials.assignments.seeds import SILLY, Policy, measure_policy, points_of, policies_of
 from tutorials.assignments.task import NAMES, Part, Task, load_task, serve_baseline
+from tutorials.performance.arguments import new_file, positive
 from tutorials.performance.machine import ROOT, environment
 from tutorials.performance.report import markdown, write_json
 from tutorials.simulation.studies import STUDIES
@@ -166,15 +167,19 @@ def table(report: dict) -> str:
     return f"{markdown(lines)}\n\n{markdown(more)}"
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    known = [name for name in NAMES if name not in ("a0", "template")]
     parser.add_argument("names", nargs="*", help="of assignments (default: a1 to a8)")
-    parser.add_argument("--count", type=int, default=2, help="how many seeds (default: 2)")
-    parser.add_argument("--json", type=Path, help="write all numbers to this file")
-    args = parser.parse_args()
-    names = args.names or [name for name in NAMES if name not in ("a0", "template")]
+    parser.add_argument("--count", type=positive, default=2, help="how many seeds (default: 2)")
+    parser.add_argument("--json", type=new_file, help="write all numbers to this file")
+    args = parser.parse_args(argv)
+    unknown = {*args.names} - {*known}
+    if unknown:
+        parser.error(f"{min(unknown)!r} is not allowed: choose from {', '.join(known)}")
+    names = args.names or known
     device = {"device": f"simulated, on {platform.machine()}"}
     report = environment() | device | measured(names, range(1, args.count + 1))
     print(table(report))

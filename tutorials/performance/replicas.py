@@ -18,7 +18,6 @@ import json
 import random
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import mean
 
 import httpx
@@ -27,6 +26,7 @@ from nanovllm import router
 from nanovllm.config import EMBEDDED_MODEL, Config
 from nanovllm.simulator import Job, simulate
 from nanovllm.simulator.machines import MACHINES, Machine
+from tutorials.performance.arguments import new_file, positive
 from tutorials.performance.machine import device_name, environment, installed
 from tutorials.performance.report import aligned, median, percentile, write_json
 from tutorials.performance.serving import Process, free_port
@@ -168,9 +168,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--users", type=int, default=24)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="write the results to this file")
+    parser.add_argument("--users", type=positive, default=24)
+    parser.add_argument("--rounds", type=positive, default=3)
+    parser.add_argument("--json", type=new_file, help="write the results to this file")
     args = parser.parse_args()
     import torch
 

@@ -21,7 +21,6 @@ the waiting time.
 import argparse
 import json
 from dataclasses import asdict
-from pathlib import Path
 from statistics import mean, median
 
 import torch
@@ -29,6 +28,7 @@ import torch
 from nanovllm import LLM
 from nanovllm.simulator import Run
 from nanovllm.simulator.machines import Machine
+from tutorials.performance.arguments import duration, new_file, positive
 from tutorials.performance.machine import device_name, environment, installed
 from tutorials.performance.report import markdown, write_json
 from tutorials.performance.steps import Step
@@ -201,20 +201,22 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--seconds", type=float, default=12, help="how long each workload takes, about"
+        "--seconds", type=duration, default=12, help="how long each workload takes, about"
     )
     parser.add_argument(
-        "--repeat", type=int, default=3, help="how often each is played in real time"
+        "--repeat", type=positive, default=3, help="how often each is played in real time"
     )
     parser.add_argument("--policies", action="store_true", help="compare pairs of policies")
     parser.add_argument(
-        "--largest", type=int, default=20_000, help="tokens of the largest calibration run"
+        "--largest", type=positive, default=20_000, help="tokens of the largest calibration run"
     )
     parser.add_argument(
         "--processor-time", action="store_true", help="for a computer that others use meanwhile"
     )
-    parser.add_argument("--json", type=Path, help="write the results to this file")
+    parser.add_argument("--json", type=new_file, help="write the results to this file")
     args = parser.parse_args()
+    if args.policies and args.repeat < 2:
+        parser.error("--repeat 1 is not allowed: only 2 turns or more show how far they differ")
     torch.set_num_threads(1)
     versions = {name: installed(name) for name in ("torch", "transformers")}
     report = environment() | {

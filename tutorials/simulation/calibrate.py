@@ -27,7 +27,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import accumulate
-from pathlib import Path
 from statistics import mean, median
 from typing import Any, NamedTuple
 
@@ -41,6 +40,7 @@ from nanovllm.simulator import Job, Run
 from nanovllm.simulator.cost_model import Shape, shape_of, work_of
 from nanovllm.simulator.machines import Machine
 from nanovllm.simulator.replica import model_config
+from tutorials.performance.arguments import checked, new_file, positive
 from tutorials.performance.machine import (
     ROOT,
     device_name,
@@ -377,13 +377,15 @@ def apart(name: str, rounds: int, most_tokens: int) -> dict:
 
 
 def main() -> None:
+    fewest = min(ON_CPU.prompts)
+    enough = checked(int, lambda n: n >= fewest, f"an integer, {fewest} or more")
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("file", nargs="?", type=Path, help="where the machines are written")
+    parser.add_argument("file", nargs="?", type=new_file, help="where the machines are written")
     parser.add_argument("--model", default=EMBEDDED_MODEL, help="on a GPU")
-    parser.add_argument("--rounds", type=int, default=2, help="of all short runs")
-    parser.add_argument("--most-tokens", type=int, help="of one of these runs")
+    parser.add_argument("--rounds", type=positive, default=2, help="of all short runs")
+    parser.add_argument("--most-tokens", type=enough, help="of one of these runs")
     parser.add_argument("--one", metavar="DTYPE", help="print one machine, of this process")
     args = parser.parse_args()
     has_gpu = torch.cuda.is_available() and not args.one

@@ -1,0 +1,31 @@
+"""Types of arguments for argparse: each says what is allowed, before anything runs."""
+
+import argparse
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+
+def checked(
+    parse: Callable[[str], Any], is_allowed: Callable[[Any], bool], allowed: str
+) -> Callable[[str], Any]:
+    """A type of those values that are allowed. `allowed` names them in a sentence."""
+
+    def convert(text: str):
+        with suppress(ValueError):
+            value = parse(text)
+            if is_allowed(value):
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: it must be {allowed}")
+
+    return convert
+
+
+positive = checked(int, lambda n: n > 0, "a positive integer")
+duration = checked(float, lambda x: 0 < x < math.inf, "a positive number of seconds")
+# of a result that may take minutes to be measured
+new_file = checked(
+    Path, lambda path: path.absolute().parent.is_dir(), "a file in a folder that exists"
+)
