@@ -226,9 +226,11 @@ def test_authors_commands_refuse_bad_input_in_a_sentence(command, argv, sentence
 @pytest.mark.slow
 def test_a_solution_on_a_fresh_secret(tmp_path, capsys):
     path = tmp_path / "fresh.json"
+    path.write_text('{"assignments": {"a1": "as it was", "template": "old"}}')
     fresh.main(["template", "--count", "1", "--json", str(path)])
-    found = json.loads(path.read_text())["assignments"]["template"]
-    assert found["points"] == [found["of"]] and found["of"] > 0
+    report = json.loads(path.read_text())["assignments"]
+    found = report["template"]
+    assert found["points"] == [found["of"]] and found["of"] > 0 and report["a1"] == "as it was"
     assert "template" in capsys.readouterr().out
 
 

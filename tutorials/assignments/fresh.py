@@ -61,20 +61,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("names", nargs="*", help="of assignments (default: all)")
     parser.add_argument("--count", type=positive, default=20, help="how many secrets (default: 20)")
-    parser.add_argument("--json", type=new_file, help="write the points to this file")
+    help = "write the points to this file; other assignments in it stay"
+    parser.add_argument("--json", type=new_file, help=help)
     args = parser.parse_args(argv)
     unknown = {*args.names} - {*NAMES}
     if unknown:
         parser.error(f"{min(unknown)!r} is not allowed: choose from {', '.join(NAMES)}")
     rows = [["assignment", "secrets", "points, at least", "of"]]
-    report = environment() | {"device": "simulated", "count": args.count, "assignments": {}}
+    report = environment() | {"device": "simulated", "assignments": {}}
+    if args.json and args.json.exists():
+        report["assignments"] = json.loads(args.json.read_text())["assignments"]
     for name in args.names or NAMES:
         reports = [graded(name) for _ in range(args.count)]
         points, (most, *_) = zip(*map(points_of, reports))
         for sentence in (sentence for one in reports for sentence in lost(one)):
             print(f"{name}: {sentence}", file=sys.stderr)
         rows.append([name, str(args.count), f"{min(points):g}", f"{most:g}"])
-        report["assignments"][name] = {"points": points, "of": most}
+        commit = report["commit"]
+        report["assignments"][name] = {"points": points, "of": most, "commit": commit}
         print(*rows[-1], flush=True)
     print(aligned(rows))
     if args.json:

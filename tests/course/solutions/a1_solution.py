@@ -1,6 +1,6 @@
 from nanovllm.scheduler import Scheduler
 
-PATIENCE = 10.0  # seconds
+PATIENCE = 8.5  # seconds
 
 
 class MyScheduler(Scheduler):

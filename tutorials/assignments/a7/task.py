@@ -120,7 +120,7 @@ TASK = Task(
                     "goodput of the tenant who gets less",
                     smaller_goodput,
                     none=0.3,
-                    full=0.45,
+                    full=0.43,
                     points=20,
                 ),
                 Goal("longest delay (s)", worst_delay, none=GIVEN_UP, full=PATIENCE, points=20),
