@@ -1,6 +1,6 @@
 """Grades the reference solutions on secrets that are new each time, through the command.
 
-    python -m tutorials.assignments.fresh --count 20 --json tutorials/results/assignments/fresh.json
+    python -m tutorials.assignments.fresh --count 20 --json tutorials/results/fresh_secrets.json
     python -m tutorials.assignments.fresh a1 --count 3
 
 For an author who has changed a load or a goal: a solution that loses points on some secret asks
