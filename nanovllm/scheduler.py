@@ -168,8 +168,10 @@ class Scheduler:
         """Admits waiting requests in the policy's order, up to the first that does not fit."""
         if not self.waiting or len(self.running) >= self.max_num_seqs:
             return
-        manager = self.block_manager
         num_seats = sum(request.num_seats for request in self.running)
+        if num_seats >= self.max_num_seqs:
+            return
+        manager = self.block_manager
         if not self.keeps_order:
             self.waiting.sort(key=self.priority)
         # blocks that are kept for samples, which will fork from a running request

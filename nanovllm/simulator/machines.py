@@ -18,7 +18,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+from nanovllm.options import is_number, refusal
 from nanovllm.simulator.cost_model import (
     HARDWARE,
     LINKS,
@@ -30,14 +32,13 @@ from nanovllm.simulator.cost_model import (
     work_of,
 )
 
-ASSUMED = "assumed"
 HOST = "measured without a GPU: tutorials/results/cpu_host.json"
 
 
 @dataclass(frozen=True)
 class Machine:
     """Hardware as it is in use: kernels reach a part of each ceiling, and every step has work
-    beside them. Times are in seconds."""
+    beside them. Times are in seconds. Raises ValueError for a machine that cannot be."""
 
     hardware: Hardware
     bandwidth_share: float = 0.8  # of products: reading the weights
@@ -56,6 +57,16 @@ class Machine:
     link: Link = LINKS["nvlink"]  # to the other devices of a replica
     # where the numbers come from; a field that is not here is assumed
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+    def __post_init__(self):
+        for name, value in vars(self).items():
+            if name in ("hardware", "link", "sources"):
+                continue
+            least = 0.0 if name.startswith(("seconds", "overlap")) else 1e-9  # of a rate or a share
+            if not is_number(value, least):
+                raise refusal(name, value, f"it must be a finite number of at least {least:g}")
+        if self.overlap > 1:
+            raise refusal("overlap", self.overlap, "it must be at most 1")
 
     def seconds(
         self,
@@ -84,21 +95,9 @@ class Machine:
         hard, link = self.hardware, self.link
         return replace(
             self,
-            hardware=hard._replace(
-                bytes_per_second=hard.bytes_per_second / factor,
-                flops_per_second=hard.flops_per_second / factor,
-            ),
-            seconds_per_step=self.seconds_per_step * factor,
-            seconds_per_sequence=self.seconds_per_sequence * factor,
-            seconds_per_token=self.seconds_per_token * factor,
-            seconds_per_layer=self.seconds_per_layer * factor,
-            seconds_per_chunk=self.seconds_per_chunk * factor,
-            host_bytes_per_second=self.host_bytes_per_second / factor,
-            link=link._replace(
-                bytes_per_second=link.bytes_per_second / factor,
-                seconds_per_hop=link.seconds_per_hop * factor,
-                seconds_per_call=link.seconds_per_call * factor,
-            ),
+            hardware=hard._replace(**stretched(hard._asdict(), factor)),
+            link=link._replace(**stretched(link._asdict(), factor)),
+            **stretched(vars(self), factor),
         )
 
     def host_seconds(self, items: Items) -> float:
@@ -128,13 +127,7 @@ class Machine:
 
     def together(self, reading: float, computing: float) -> float:
         """The longer one, and what is not hidden of the shorter one."""
-        of_reading, of_computing = self.shown(reading, computing)
-        return of_reading * reading + of_computing * computing
-
-    def shown(self, reading: float, computing: float) -> tuple[float, float]:
-        """The share of each that is not hidden behind the other one: of the longer one, all."""
-        rest = 1 - self.overlap
-        return (1.0, rest) if reading >= computing else (rest, 1.0)
+        return max(reading, computing) + (1 - self.overlap) * min(reading, computing)
 
     def copy_seconds(self, shape: Shape, num_copies: int, block_size: int) -> float:
         num_bytes = 2 * num_copies * block_size * shape.kv_bytes  # read and written
@@ -153,10 +146,25 @@ class Machine:
         return adding + self.link.gather(num_sampled * shape.vocab * shape.itemsize, num_ranks)
 
 
+def stretched(fields: Mapping[str, Any], factor: float) -> dict[str, Any]:
+    """Its times, so many times as long, and its rates, as much lower."""
+    found = {}
+    for name, value in fields.items():
+        if name.startswith("seconds"):
+            found[name] = value * factor
+        elif name.endswith("per_second"):
+            found[name] = value / factor
+    return found
+
+
 def machines_in(path: str | Path) -> dict[str, Machine]:
-    """The machines that `python -m tutorials.simulation.calibrate` has written into a file."""
-    found = json.loads(Path(path).read_text())["machines"]
-    return {name: machine_of(fields) for name, fields in found.items()}
+    """The machines that `python -m tutorials.simulation.calibrate` has written into a file. Raises
+    ValueError for another file."""
+    try:
+        found = json.loads(Path(path).read_text())["machines"]
+        return {name: machine_of(fields) for name, fields in found.items()}
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} has no machines, as calibrate writes them: {error!r}") from error
 
 
 def machine_of(fields: dict) -> Machine:

@@ -18,7 +18,7 @@ from nanovllm.block_manager import BlockManager
 from nanovllm.checks.blocks import check_blocks
 from nanovllm.checks.schedules import CheckedScheduler
 from nanovllm.config import TOKENS_PER_STEP, Config
-from nanovllm.options import shown
+from nanovllm.options import refusal
 from nanovllm.schedule import Schedule, ScheduleError
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
@@ -34,8 +34,7 @@ def model_config(model: str) -> dict[str, Any]:
         return json.loads(path.read_text())
     name = model.rpartition("/")[2].lower()
     if name not in SHAPES:
-        allowed = f"it must be a directory or one of {', '.join(SHAPES)}"
-        raise ValueError(f"model={shown(model)} is not allowed: {allowed}")
+        raise refusal("model", model, f"it must be a directory or one of {', '.join(SHAPES)}")
     return SHAPES[name]
 
 
@@ -60,8 +59,8 @@ class Replica:
         served: list[Served],
     ):
         model = model_config(config.model)
-        limits = config.resolved(model["max_position_embeddings"], TOKENS_PER_STEP["cuda"])
-        self.limits = limits
+        self.limits = config.resolved(model["max_position_embeddings"], TOKENS_PER_STEP["cuda"])
+        limits = self.limits
         self.machine = machine
         self.num_ranks = config.tensor_parallel_size
         shape = shape_of(model, itemsize=4 if config.dtype == "float32" else 2)
@@ -72,10 +71,10 @@ class Replica:
             num_blocks = config.num_blocks_in(self._memory_left(config), block_bytes, limits)
         num_host_blocks = config.num_host_blocks(block_bytes, limits)
         manager_cls = config.block_manager_cls or BlockManager
-        self.manager: BlockManager = manager_cls(
+        self.manager = manager_cls(
             num_blocks, config.block_size, config.enable_prefix_caching, num_host_blocks
         )
-        self.scheduler: Scheduler = scheduler_cls(limits, self.manager)
+        self.scheduler = scheduler_cls(limits, self.manager)
         self.check = check
         self.now = 0.0
         self.scheduler.clock = lambda: self.now

@@ -41,13 +41,13 @@ def simulate(
     for what cannot run at all, and ScheduleError, with the number of the step, for a scheduler or a
     router that has gone wrong.
     """
-    if not isinstance(hardware, Machine) and hardware not in MACHINES:
+    machine = hardware if isinstance(hardware, Machine) else MACHINES.get(str(hardware))
+    if machine is None:
         raise refusal("hardware", hardware, f"it must be one of {', '.join(MACHINES)}")
     if not is_int(replicas, 1, MOST_REPLICAS):
         raise refusal("replicas", replicas, f"it must be an integer from 1 to {MOST_REPLICAS}")
     if not (isinstance(router_cls, type) and issubclass(router_cls, Router)):
         raise refusal("router_cls", router_cls, "it must be a subclass of nanovllm.router.Router")
-    machine = MACHINES[hardware] if isinstance(hardware, str) else hardware
     config = Config(model="qwen3-8b") if config is None else config
     scheduler_cls = scheduler_cls or config.scheduler_cls or Scheduler
     served = [Served(job) for job in jobs]

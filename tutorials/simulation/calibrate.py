@@ -138,8 +138,8 @@ def amounts(shape: Shape, step: Step, machine: Machine) -> tuple[float, list[flo
     what `with_costs` gives a cost. Of two that overlap, the shorter one counts in part."""
     work = work_of(shape, step.items, step.sampled)
     weights, products, keys, scores = machine.parts(work)
-    of_weights, of_products = machine.shown(weights, products)
-    of_keys, of_scores = machine.shown(keys, scores)
+    of_weights, of_products = shown(machine, weights, products)
+    of_keys, of_scores = shown(machine, keys, scores)
     num_chunks = sum(num_tokens > 1 for num_tokens, _ in step.items)
     row = [
         1.0,
@@ -150,6 +150,12 @@ def amounts(shape: Shape, step: Step, machine: Machine) -> tuple[float, list[flo
         work.attention_flops * of_scores,
     ]
     return weights * of_weights, row
+
+
+def shown(machine: Machine, reading: float, computing: float) -> tuple[float, float]:
+    """The share of each that `together` counts: all of the longer one."""
+    rest = 1 - machine.overlap
+    return (1.0, rest) if reading >= computing else (rest, 1.0)
 
 
 def with_costs(
