@@ -8,8 +8,9 @@ cost model, and what follows from it.
 
 1. Calibration: short runs of random requests, which are none of the workloads below, give the time
    of many steps. The constants of a machine are fitted to them (calibrate.py).
-2. Each workload is played several times in real time, and simulated once. The workloads take turns,
-   and calibration is repeated in each turn, because a computer is not equally fast all day.
+2. Each workload is played several times, and simulated once. The workloads take turns, and after
+   each of them a part of the calibration is repeated, because a computer is not equally fast all
+   day.
 3. The difference between the real runs themselves is the noise. No simulator can have a smaller
    error than that.
 
@@ -129,6 +130,9 @@ def shown(key: str, value: float | None) -> str:
     return f"{value:+.1%}" if key == "signed_error" else f"{value:.1%}"
 
 
+CELLS_BETWEEN = 6  # after each run that is compared
+
+
 class Meter:
     """Fits the machine to steps of runs between those that are compared: a computer is not equally
     fast all day."""
@@ -141,10 +145,13 @@ class Meter:
         self.start = start_of(self.llm)
         self.steps: list[Step] = []
 
-    def run(self) -> None:
-        """Runs all cells once more."""
+    def run(self, count: int | None = None) -> None:
+        """Runs all cells once more, or so many of them."""
         seed = len(self.steps)
-        self.steps += calibration_steps(self.llm, seed, self.cells, self.watch)
+        self.steps += calibration_steps(self.llm, seed, self.cells, self.watch, count)
+
+    def run_some(self) -> None:
+        self.run(min(CELLS_BETWEEN, len(self.cells.pairs())))
 
     def machine(self) -> tuple[Machine, dict]:
         """What fits best so far, and a report."""
@@ -163,7 +170,7 @@ def compare(cases: dict[str, Case], seconds: float, repeat: int, meter: Meter) -
         for name, case in cases.items():
             print(f"turn {turn + 1} of {repeat}: {name}", flush=True)
             real[name].append(measures(play(jobs[name][0], case.options, meter.watch)[0]))
-        meter.run()
+            meter.run_some()
     machine, report = meter.machine()
     rows = {
         name: {
@@ -183,7 +190,7 @@ def compare_policies(chosen: list[pairs.Pair], seconds: float, repeat: int, mete
     meter.run()
     first, _ = meter.machine()
     jobs = [pairs.jobs_of_pair(pair, first, seconds) for pair in chosen]
-    real = pairs.compare(chosen, jobs, repeat, meter.watch, meter.run)
+    real = pairs.compare(chosen, jobs, repeat, meter.watch, meter.run_some)
     machine, report = meter.machine()
     rows = {
         pair.name: {

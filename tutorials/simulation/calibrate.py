@@ -261,25 +261,35 @@ MOST_OUTPUTS = 60
 SECONDS_BETWEEN = 0.02  # on average
 
 
-def calibration_steps(llm: LLM, seed: int, cells: Cells, watch: Watch) -> list[Step]:
-    """Steps of short runs, one after the other in random order: for each of the cells so many
-    requests, with prompts of one token to twice the mean and up to 60 tokens to answer. Half of
-    them come in the same moment, the others one by one.
+def calibration_steps(
+    llm: LLM, seed: int, cells: Cells, watch: Watch, count: int | None = None
+) -> list[Step]:
+    """Steps of short runs, one after the other in random order: for each of the cells, or for
+    `count` of them, so many requests, with up to 60 tokens to answer. Half of them come in the same
+    moment, the others one by one.
 
-    Neither equal lengths nor equal steps would tell what a real load costs: attention pads the
-    contexts that it computes together, and a step that follows others of its kind is faster.
+    Many prompts are short and a few are long, as users send them. Neither equal lengths nor equal
+    steps would tell what a real load costs: attention on a CPU pads the contexts that it computes
+    together, and a step that follows others of its kind is faster.
     """
     rng = random.Random(seed)
     steps: list[Step] = []
     pairs = cells.pairs()
-    for batch, prompt in rng.sample(pairs, len(pairs)):
-        lengths = [(rng.randint(1, 2 * prompt), rng.randint(1, MOST_OUTPUTS)) for _ in range(batch)]
+    for batch, prompt in rng.sample(pairs, len(pairs) if count is None else count):
+        lengths = [
+            (prompt_length(rng, prompt, cells), rng.randint(1, MOST_OUTPUTS)) for _ in range(batch)
+        ]
         gaps = [rng.expovariate(1 / SECONDS_BETWEEN) for _ in range(batch // 2)]
         times = [0.0] * (batch - batch // 2) + [*accumulate(gaps)]
         jobs = workload(times, lengths, batch)
         steps += record(llm, jobs, watch.clock, watch.sleep)[1]
         llm.reset_prefix_cache()
     return steps
+
+
+def prompt_length(rng: random.Random, mean: int, cells: Cells) -> int:
+    """Exponential: the chance of one more token is always the same."""
+    return min(1 + int(rng.expovariate(1 / mean)), 2 * max(cells.prompts))
 
 
 def warm_up(llm: LLM, watch: Watch) -> None:

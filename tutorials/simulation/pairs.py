@@ -231,16 +231,17 @@ def compare(
     jobs: Sequence[list[Job]],
     repeat: int,
     watch: Watch,
-    between_turns: Callable[[], object],
+    between: Callable[[], object],
 ) -> list[list[list[dict[str, float]]]]:
-    """The real runs of each pair, in turns: for each of the two policies, its runs."""
+    """The real runs of each pair, in turns: for each of the two policies, its runs. After each pair
+    something else may run `between`."""
     real: list[list[list[dict[str, float]]]] = [[[], []] for _ in pairs]
     for turn in range(repeat):
         for pair, own, runs in zip(pairs, jobs, real):
             print(f"turn {turn + 1} of {repeat}: {pair.name}", flush=True)
             for one, run in zip(runs, played(pair, own, turn, watch)):
                 one.append(run)
-        between_turns()
+            between()
     return real
 
 
