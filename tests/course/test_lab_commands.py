@@ -212,7 +212,7 @@ def test_seeds_refuses_bad_input_in_a_sentence(argv, sentence, capsys):
         (fresh, ["a1", "a99"], "'a99' is not allowed: choose from a0, a1"),
         (fresh, ["--count", "0"], "'0' is not allowed: it must be a positive integer"),
         (fresh, ["--json", "no/such/folder.json"], "it must be a file in a folder that exists"),
-        (sensitivity, ["a0"], "'a0' is not allowed: choose from a1"),
+        (sensitivity, ["template"], "'template' is not allowed: choose from a0"),
         (sensitivity, ["--count", "0"], "'0' is not allowed: it must be a positive integer"),
     ],
 )

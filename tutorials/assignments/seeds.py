@@ -28,6 +28,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from nanovllm.block_manager import BlockManager
 from nanovllm.schedule import ScheduleError
 from nanovllm.simulator import Run
 from tutorials.assignments.public import check_rules, classes_of, load
@@ -83,7 +84,7 @@ def unused(name: str, names: set[str]) -> str:
 
 def policies_in(task: Task, path: Path, name: str) -> Iterator[Policy]:
     """One for a file with a class that the assignment asks for; otherwise one for each scheduler or
-    router."""
+    router, which stands for all classes that it asks for."""
     try:
         module = load(path)
     except (Exception, SystemExit) as error:
@@ -92,7 +93,8 @@ def policies_in(task: Task, path: Path, name: str) -> Iterator[Policy]:
     asked = dict(part.policy for part in task.parts)
     bases = tuple(asked.values())
     own = [cls for cls in vars(module).values() if is_policy(cls, bases, module.__name__)]
-    if asked.keys() & vars(module).keys() or not own:
+    names = [name for name in asked if getattr(module, name, None) not in (None, *bases)]
+    if names or not own:
         try:
             for part in task.parts:
                 classes_of(part, module)
@@ -101,9 +103,10 @@ def policies_in(task: Task, path: Path, name: str) -> Iterator[Policy]:
         else:
             yield Policy(name, "silly" if is_silly(module) else "solution", path, module)
         return
+    plain = {part.block_manager: BlockManager for part in task.parts if part.block_manager}
     for cls in own:
         doc = (cls.__doc__ or cls.__name__).splitlines()[0].rstrip(".")
-        classes = SimpleNamespace(**dict.fromkeys(asked, cls))
+        classes = SimpleNamespace(**dict.fromkeys(asked, cls), **plain)
         yield Policy(doc, "silly" if is_silly(cls) else "tried", path, classes)
 
 

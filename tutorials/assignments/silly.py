@@ -110,3 +110,38 @@ class ByTheBegin(SillyRouter):
     def choose(self, request, loads):
         begin = tuple(request.prompt_token_ids[:512])
         return [*loads][hash(begin) % len(loads)]
+
+
+class ByLength(SillyRouter):
+    """by the length of the prompt"""
+
+    def choose(self, request, loads):
+        return [*loads][len(request.prompt_token_ids) % len(loads)]
+
+
+class AnotherEachSecond(SillyRouter):
+    """all to one replica, each second to another"""
+
+    def choose(self, request, loads):
+        return [*loads][int(request.arrival_time) % len(loads)]
+
+
+class TenInARow(SillyRouter):
+    """ten in a row to the same replica"""
+
+    def __init__(self, block_size, num_blocks):
+        super().__init__(block_size, num_blocks)
+        self.num_chosen = 0
+
+    def choose(self, request, loads):
+        turn = self.num_chosen // 10
+        self.num_chosen += 1
+        return [*loads][turn % len(loads)]
+
+
+class HalfOfThem(SillyRouter):
+    """at random, to half of the replicas"""
+
+    def choose(self, request, loads):
+        some = [*loads][: max(1, len(loads) // 2)]
+        return Random(request.request_id).choice(some)

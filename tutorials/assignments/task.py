@@ -40,7 +40,7 @@ class Goal:
     name: str  # with its unit: "mean latency (s)"
     # of the student's run and of the baseline (`serve_baseline`) on the same workload
     measure: Callable[[Run, Run], float]
-    none: float  # no points at this value or a worse one: about what the baseline has
+    none: float  # no points at this value or a worse one: what the baseline has, or better
     full: float  # full points at this value or a better one
     points: float
 

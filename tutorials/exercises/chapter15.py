@@ -21,8 +21,9 @@ def pieces(reading: float, computing: float, count: int, overlap: float) -> floa
 def judge(turns: list[tuple[float, float]], simulated: tuple[float, float]) -> str:
     """What the real runs say of a simulation: "right", "wrong" or "not clear".
 
-    A pair of numbers is what FCFS has, and what the other policy has. There is one for each turn. A
-    difference is that of the other policy, as a share of FCFS's number.
+    A pair of numbers is what the usual policy has, and what the other one has. There is one for each
+    turn. A difference is that of the other policy, as a share of the usual one's number. What was
+    measured is the median of the turns; it is clear if it is more than twice their range.
     """
     raise NotImplementedError
 

@@ -11,4 +11,4 @@ class MyScheduler(Scheduler):
         return request.is_prefilling, self.priority(request)  # answers before any prompt
 
     def step_budget(self):
-        return self.max_num_batched_tokens, 704  # tokens of prompts beside the answers
+        return self.max_num_batched_tokens, 896  # tokens of prompts beside the answers

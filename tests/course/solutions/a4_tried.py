@@ -58,7 +58,7 @@ class FewestBlocks(Scheduler):
 
 
 class SwapOwnBlocks(Scheduler):
-    """swap only if most blocks are its own"""
+    """one rule for `should_swap`"""
 
     def should_swap(self, request):
         num_blocks = sum(len(seq.block_table) for seq in request.unfinished)
@@ -66,4 +66,4 @@ class SwapOwnBlocks(Scheduler):
 
 
 class SwapOwnBlocksOfTheSmallest(FewestBlocks, SwapOwnBlocks):
-    """the same, and the one with fewest blocks is the victim"""
+    """the same, and another victim"""

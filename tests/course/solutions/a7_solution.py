@@ -4,7 +4,7 @@ from nanovllm.scheduler import Scheduler
 
 HOPELESS = 0.9  # seconds without a first token: it will not come in time
 PATIENCE = 11.0  # seconds: then even a hopeless one comes first
-FREE_TOKENS = 288  # of prompts per step: about as many as are computed while weights are read
+FREE_TOKENS = 192  # of prompts per step: fewer than are computed while weights are read
 
 
 class MyScheduler(Scheduler):

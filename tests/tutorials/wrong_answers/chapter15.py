@@ -116,6 +116,11 @@ def pieces(reading, computing, count, overlap):
         ),
         "each turn is twice as slow as the one before, for both: 'right'",
     ),
+    "the mean of the turns": (
+        "15.2",
+        judge(middle="sum(found) / len(found)"),
+        "the median is 10 %: 'not clear', and judge says 'right'",
+    ),
     "half of the turns": (
         "15.2",
         judge(

@@ -64,7 +64,7 @@ def agents(seed: int) -> list[Job]:
 
 
 def cluster_load(seed: int) -> list[Job]:
-    """About 850 requests in a minute. Each has a user, and belongs to an application, whose 600
+    """About 900 requests in a minute. Each has a user, and belongs to an application, whose 600
     tokens its prompt begins with. A few users and applications have most of the requests."""
     jobs = merged(news(seed), reports(seed), chats(seed), agents(seed))
     rng = generator("cluster", seed)

@@ -35,6 +35,7 @@ def check_2(answers) -> None:
         ("50 % less, and it says 5 % more", [(1.0, 0.45), (1.0, 0.55), (1.0, 0.5)], (2.0, 2.1), "wrong"),
         ("each turn is twice as slow as the one before, for both", [(1.0, 1.2), (2.0, 2.4), (4.0, 4.8)], (1.0, 1.1), "right"),
         ("one turn of five was disturbed", [(1.0, 1.3), (1.0, 1.32), (1.0, 1.3), (1.0, 1.31), (1.0, 0.7)], (1.0, 1.2), "not clear"),
+        ("turns of 10, 10 and 15.5 %: the median is 10 %", [(1.0, 1.1), (1.0, 1.1), (1.0, 1.155)], (1.0, 1.2), "not clear"),
         ("milliseconds", [(0.004, 0.005), (0.004, 0.0051), (0.004, 0.005)], (0.003, 0.004), "right"),
     ):  # fmt: skip
         said = answers.judge(list(turns), simulated)
