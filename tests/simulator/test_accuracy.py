@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from statistics import mean, stdev
 
 import pytest
 
@@ -252,6 +253,17 @@ def test_runs_of_calibration_differ(monkeypatch):
     one, other = (calibration_steps(llm, seed, cells, watch) for seed in (0, 1))
     assert one and other and [s.items for s in one] != [s.items for s in other]
     assert max(len(step.items) for step in one) <= 4
+    lengths = {step.items[0][0] for step in calibration_steps(llm, 0, cells, watch, count=1)}
+    assert 0 < max(lengths) <= 2 * 20
+
+
+def test_prompts_of_calibration_are_as_uneven_as_those_of_users():
+    rng, cells = random.Random(0), calibrate.Cells((1,), (16, 1000), 1000)
+    for mean_length in (16, 200):
+        lengths = [calibrate.prompt_length(rng, mean_length, cells) for _ in range(3000)]
+        assert mean(lengths) == pytest.approx(mean_length, rel=0.1)
+        assert stdev(lengths) == pytest.approx(mean_length, rel=0.1)
+    assert max(calibrate.prompt_length(rng, 1000, cells) for _ in range(100)) == 2000
 
 
 @pytest.mark.slow
