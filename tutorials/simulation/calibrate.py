@@ -255,7 +255,7 @@ class Cells(NamedTuple):
         ]
 
 
-ON_CPU = Cells((1, 2, 4, 8, 16, 32, 64), (16, 64, 200, 600, 1000), 20_000)
+ON_CPU = Cells((1, 2, 4, 8, 16, 32, 64), (16, 64, 200, 600, 1000), 10_000)
 ON_GPU = Cells((1, 4, 16, 64, 128, 256), (16, 200, 1000, 3000), 100_000)
 MOST_OUTPUTS = 60
 SECONDS_BETWEEN = 0.02  # on average
