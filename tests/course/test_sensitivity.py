@@ -21,7 +21,7 @@ from tutorials.assignments.sensitivity import (
     variants,
     verdict,
 )
-from tutorials.assignments.task import load_task
+from tutorials.assignments.task import NAMES, load_task
 from tutorials.simulation.studies import STUDIES
 
 ROOT = Path(__file__).parents[2]
@@ -48,6 +48,14 @@ def test_studies_are_all_in_the_file():
     assert all(rows.keys() == variants().keys() for rows in studies.values())
     depends = [name for name, rows in studies.items() if verdict(rows) != "holds under all"]
     assert depends == [DEPENDS]
+
+
+def test_no_assignment_depends_on_the_machine():
+    assignments = report()["assignments"]
+    assert [*assignments] == [name for name in NAMES if name != "template"]
+    for name, rows in assignments.items():
+        assert rows.keys() == variants().keys()
+        assert verdict(rows) == "holds under all", name
 
 
 @pytest.mark.slow(but_every=8)
