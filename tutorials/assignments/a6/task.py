@@ -97,7 +97,7 @@ TASK = Task(
                     "late patient tokens / those of FCFS",
                     late_share,
                     none=0.87,
-                    full=0.77,
+                    full=0.82,
                     points=38,
                 ),
                 Goal(
