@@ -15,6 +15,7 @@ same time: its goals say seconds, and its rates are those that keep one machine 
 
 import argparse
 import itertools
+import json
 import os
 import platform
 from collections.abc import Iterator, Sequence
@@ -131,19 +132,23 @@ def relevant(task: Task, name: str) -> Iterator[Policy]:
 # --- all ---
 
 
-def measured(names: Sequence[str], seeds: Sequence[int]) -> dict:
-    """In as many processes as there are processors."""
+def studies_on_all() -> dict:
+    """In as many processes as there are processors, as below."""
     found = variants()
     with ProcessPoolExecutor(os.cpu_count()) as pool:
-        studies = {
+        return {
             study.name: dict(zip(found, pool.map(partial(study_on, study.name), found.values())))
             for study in STUDIES
         }
-        assignments = {
+
+
+def assignments_on_all(names: Sequence[str], seeds: Sequence[int]) -> dict:
+    found = variants()
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        return {
             name: dict(zip(found, pool.map(partial(assignment_on, name, seeds), found.values())))
             for name in names
         }
-    return {"studies": studies, "assignments": assignments}
 
 
 def verdict(rows: dict[str, dict]) -> str:
@@ -176,14 +181,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     known = [name for name in NAMES if name != "template"]
     parser.add_argument("names", nargs="*", help="of assignments (default: a0 to a8)")
     parser.add_argument("--count", type=positive, default=2, help="how many seeds (default: 2)")
-    parser.add_argument("--json", type=new_file, help="write all numbers to this file")
+    help = "write all numbers to this file; with names of assignments, all else in it stays"
+    parser.add_argument("--json", type=new_file, help=help)
     args = parser.parse_args(argv)
     unknown = {*args.names} - {*known}
     if unknown:
         parser.error(f"{min(unknown)!r} is not allowed: choose from {', '.join(known)}")
     names = args.names or known
     device = {"device": f"simulated, on {platform.machine()}"}
-    report = environment() | device | measured(names, range(1, args.count + 1))
+    report = environment() | device | {"studies": {}, "assignments": {}, "commits": {}}
+    if args.names and args.json and args.json.exists():
+        old = json.loads(args.json.read_text())
+        report |= {key: old.get(key, {}) for key in ("studies", "assignments", "commits")}
+    if not args.names:
+        report["studies"] = studies_on_all()
+    report["assignments"] |= assignments_on_all(names, range(1, args.count + 1))
+    report["commits"] |= dict.fromkeys(names, report["commit"])
     print(table(report))
     if args.json:
         write_json(report, args.json)

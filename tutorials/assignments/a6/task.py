@@ -104,7 +104,7 @@ TASK = Task(
                     "longest latency of patient ones / that of FCFS",
                     worst_latency,
                     none=4.2,
-                    full=3.2,
+                    full=3.4,
                     points=5,
                 ),
             ],
