@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from tutorials.assignments.leftovers import temporary_folder
 from tutorials.assignments.task import NAMES
 from tutorials.performance.arguments import new_file, positive
-from tutorials.performance.machine import ROOT, environment
+from tutorials.performance.machine import ROOT, environment, installed
 from tutorials.performance.report import aligned, write_json
 
 SOLUTIONS = ROOT / "tests" / "course" / "solutions"
@@ -69,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(f"{min(unknown)!r} is not allowed: choose from {', '.join(NAMES)}")
     rows = [["assignment", "secrets", "points, at least", "of"]]
     report = environment() | {"device": "simulated", "assignments": {}}
+    report["versions"] = {"torch": installed("torch")}  # of the check with the real engine
     if args.json and args.json.exists():
         report["assignments"] = json.loads(args.json.read_text())["assignments"]
     for name in args.names or NAMES:
