@@ -166,7 +166,7 @@ class Scheduler:
 
     def schedule_waiting(self, schedule: Schedule) -> None:
         """Admits waiting requests in the policy's order, up to the first that does not fit."""
-        if not self.waiting or len(self.running) >= self.max_num_seqs:
+        if not self.waiting or len(self.running) >= self.max_num_seqs:  # each has a seat, or more
             return
         num_seats = sum(request.num_seats for request in self.running)
         if num_seats >= self.max_num_seqs:

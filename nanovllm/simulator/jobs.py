@@ -139,7 +139,9 @@ class Arrivals:
             if job.after is not None:
                 self.followers.setdefault(job.after, []).append(i)
 
-    def follow(self, index: int, now: float) -> None:
-        """A job has ended: those that follow it will come."""
-        for follower in self.followers.get(index, []):
+    def follow(self, index: int, now: float) -> list[int]:
+        """A job has ended: its followers, which come later."""
+        followers = self.followers.get(index, [])
+        for follower in followers:
             heappush(self.coming, (now + self.jobs[follower].time, follower))
+        return followers

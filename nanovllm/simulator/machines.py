@@ -92,11 +92,10 @@ class Machine:
 
     def slower(self, factor: float) -> Machine:
         """A machine on which every step takes so many times as long; below 1, it is faster."""
-        hard, link = self.hardware, self.link
         return replace(
             self,
-            hardware=hard._replace(**stretched(hard._asdict(), factor)),
-            link=link._replace(**stretched(link._asdict(), factor)),
+            hardware=self.hardware._replace(**stretched(self.hardware._asdict(), factor)),
+            link=self.link._replace(**stretched(self.link._asdict(), factor)),
             **stretched(vars(self), factor),
         )
 
@@ -162,15 +161,14 @@ def machines_in(path: str | Path) -> dict[str, Machine]:
     ValueError for another file."""
     try:
         found = json.loads(Path(path).read_text())["machines"]
-        return {name: machine_of(fields) for name, fields in found.items()}
+        return {name: machine_of(**fields) for name, fields in found.items()}
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} has no machines, as calibrate writes them: {error!r}") from error
 
 
-def machine_of(fields: dict) -> Machine:
+def machine_of(hardware: list, link: list, **others: Any) -> Machine:
     """A machine from its fields as JSON has them."""
-    own = {**fields, "hardware": Hardware(*fields["hardware"]), "link": Link(*fields["link"])}
-    return Machine(**own)
+    return Machine(Hardware(*hardware), link=Link(*link), **others)
 
 
 MACHINES = {

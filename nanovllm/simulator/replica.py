@@ -59,22 +59,22 @@ class Replica:
         served: list[Served],
     ):
         model = model_config(config.model)
-        self.limits = config.resolved(model["max_position_embeddings"], TOKENS_PER_STEP["cuda"])
-        limits = self.limits
+        limits = config.resolved(model["max_position_embeddings"], TOKENS_PER_STEP["cuda"])
+        self.limits = limits
         self.machine = machine
         self.num_ranks = config.tensor_parallel_size
-        shape = shape_of(model, itemsize=4 if config.dtype == "float32" else 2)
-        self.shape = shape.shard(self.num_ranks)
+        itemsize = 4 if config.dtype == "float32" else 2
+        self.shape = shape_of(model, itemsize).shard(self.num_ranks)
         block_bytes = config.block_size * self.shape.kv_bytes
         num_blocks = config.num_blocks
         if num_blocks is None:
             num_blocks = config.num_blocks_in(self._memory_left(config), block_bytes, limits)
         num_host_blocks = config.num_host_blocks(block_bytes, limits)
         manager_cls = config.block_manager_cls or BlockManager
-        self.manager = manager_cls(
+        self.manager: BlockManager = manager_cls(
             num_blocks, config.block_size, config.enable_prefix_caching, num_host_blocks
         )
-        self.scheduler = scheduler_cls(limits, self.manager)
+        self.scheduler: Scheduler = scheduler_cls(limits, self.manager)
         self.check = check
         self.now = 0.0
         self.scheduler.clock = lambda: self.now

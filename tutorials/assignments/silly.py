@@ -129,19 +129,14 @@ class AnotherEachSecond(SillyRouter):
 class TenInARow(SillyRouter):
     """ten in a row to the same replica"""
 
-    def __init__(self, block_size, num_blocks):
-        super().__init__(block_size, num_blocks)
-        self.num_chosen = 0
-
     def choose(self, request, loads):
-        turn = self.num_chosen // 10
-        self.num_chosen += 1
+        turn = self.num_turns // 10
+        self.num_turns += 1
         return [*loads][turn % len(loads)]
 
 
-class HalfOfThem(SillyRouter):
+class HalfOfThem(AtRandom):
     """at random, to half of the replicas"""
 
     def choose(self, request, loads):
-        some = [*loads][: max(1, len(loads) // 2)]
-        return Random(request.request_id).choice(some)
+        return super().choose(request, [*loads][: max(1, len(loads) // 2)])

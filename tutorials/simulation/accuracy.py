@@ -146,12 +146,12 @@ class Meter:
         self.steps: list[Step] = []
 
     def run(self, count: int | None = None) -> None:
-        """Runs all cells once more, or so many of them."""
+        """Runs all cells once more, or at most so many of them."""
         seed = len(self.steps)
         self.steps += calibration_steps(self.llm, seed, self.cells, self.watch, count)
 
     def run_some(self) -> None:
-        self.run(min(CELLS_BETWEEN, len(self.cells.pairs())))
+        self.run(CELLS_BETWEEN)
 
     def machine(self) -> tuple[Machine, dict]:
         """What fits best so far, and a report."""

@@ -275,7 +275,7 @@ def calibration_steps(
     rng = random.Random(seed)
     steps: list[Step] = []
     pairs = cells.pairs()
-    for batch, prompt in rng.sample(pairs, len(pairs) if count is None else count):
+    for batch, prompt in rng.sample(pairs, len(pairs))[:count]:
         lengths = [
             (prompt_length(rng, prompt, cells), rng.randint(1, MOST_OUTPUTS)) for _ in range(batch)
         ]

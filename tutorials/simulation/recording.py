@@ -114,8 +114,7 @@ class Recorder:
             served.token_times.append(now)
             if seq.finish_reason is not None:
                 served.num_cached_tokens = seq.request.num_cached_tokens or 0
-                self.arrivals.follow(index, now)
-                for follower in self.arrivals.followers.get(index, []):
+                for follower in self.arrivals.follow(index, now):
                     self.continue_with(follower, seq.token_ids)
 
     def note_preemptions(self) -> None:
