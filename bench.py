@@ -18,7 +18,7 @@ but with the same weights, dtype and sampling. All are alive together, and answe
 turns: two rounds to warm up, then those that count, of which the median is shown. Round r adds r to
 every token id, so that no prefix cache knows a prompt from the round before. On a GPU, they share
 its memory. tutorials/appendix.md explains every column; the parts are in
-tutorials/performance.
+measure and tutorials/performance.
 """
 
 import argparse
@@ -35,16 +35,16 @@ from importlib import import_module
 from pathlib import Path
 from statistics import fmean
 
+from measure.peers import ENGINES
+from measure.threads import endless_loop
+from measure.turns import Turns
 from nanovllm.simulator.cost_model import SHAPES
-from tutorials.performance.arguments import checked, positive
+from tutorials.arguments import checked, positive
+from tutorials.machine import environment
 from tutorials.performance.checkpoints import model_directory
 from tutorials.performance.engines import Job
-from tutorials.performance.machine import environment
-from tutorials.performance.peers import ENGINES
-from tutorials.performance.report import conditions, engines_table, summary, write_json
-from tutorials.performance.threads import endless_loop
-from tutorials.performance.turns import Turns
 from tutorials.performance.workloads import WORKLOADS, cut, make_requests
+from tutorials.report import conditions, engines_table, summary, write_json
 
 FOLLOWED = ("dtype", "device", "kv_tokens", "kv_bytes", "batch_tokens")  # by the peers
 
@@ -234,7 +234,7 @@ def main() -> None:
             report = compare(args)
             print(conditions(report), engines_table(report), sep="\n\n")
         else:
-            module = import_module(f"tutorials.performance.{args.what}")  # only now: torch
+            module = import_module(f"measure.{args.what}")  # only now: torch
             report = module.measure(args)
     except ValueError as error:
         arguments.error(str(error))

@@ -15,13 +15,13 @@ import torch
 from checkpoints import new_model, save
 from compile_kernels import ptxas_problem
 
+from measure.first_contact.apart import interpreter_problem
+from measure.first_contact.kernels import moved_away
 from nanovllm import LLM, SamplingParams
 from nanovllm.layers import attention, torch_ops, triton_attention
 from nanovllm.layers.kv_cache import KVCache
+from tutorials.machine import installed
 from tutorials.performance.batches import BORDERS, random_batch
-from tutorials.performance.first_contact.apart import interpreter_problem
-from tutorials.performance.first_contact.kernels import moved_away
-from tutorials.performance.machine import installed
 
 ROOT = Path(__file__).parents[2]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,7 +1,7 @@
 """The goals of the assignments are honest: on each of 20 seeds, policies that do not address the subject get less than
 half of the goal points, and the reference solution gets all with a margin.
 
-The values are those of `python -m tutorials.assignments.seeds`. A simulation has the same numbers on each machine, so
+The values are those of `python -m measure.seeds`. A simulation has the same numbers on each machine, so
 a part of them is computed again.
 
 Run: pytest tests/course/test_goals.py [-k a1] [--slow]
@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from tutorials.assignments.seeds import (
+from measure.seeds import (
     baseline_of,
     measure_seed,
     points_of,
     policies_of,
 )
-from tutorials.assignments.sensitivity import paths_of
+from measure.sensitivity import paths_of
 from tutorials.assignments.task import NAMES, load_task
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +32,7 @@ MARGIN = 0.05  # of |none - full|
 def report_of(name: str) -> dict:
     path = RESULTS / f"{name}.json"
     if not path.is_file():
-        command = ["python -m tutorials.assignments.seeds", name, *paths_of(name), "--json", path]
+        command = ["python -m measure.seeds", name, *paths_of(name), "--json", path]
         text = " ".join(map(str, command)).replace(f"{ROOT}/", "")
         pytest.fail(f"{path.name} is missing: {text}", pytrace=False)
     return json.loads(path.read_text())

@@ -9,10 +9,11 @@ import random
 
 import pytest
 
+from measure import fresh, seeds, sensitivity
 from nanovllm.config import Config
 from nanovllm.simulator import Job, simulate
 from tests.tools.extras import needs
-from tutorials.assignments import fresh, public, seeds, sensitivity
+from tutorials.assignments import public
 from tutorials.assignments.task import NAMES, Goal, Part, Task, load_task, mean_latency
 from tutorials.simulation.workloads import all_at_once, fixed, predicted, workload
 
@@ -67,7 +68,7 @@ def write(tmp_path):
 def test_silly_ones_stand_above_those_that_were_tried_and_the_solution_below(write):
     solution = write(FCFS, "a1_solution.py")
     tried = write(
-        "from nanovllm.scheduler import Scheduler\nfrom tutorials.assignments.silly import Silly\n"
+        "from nanovllm.scheduler import Scheduler\nfrom measure.silly import Silly\n"
         'class Idea(Scheduler):\n    """an idea.\n\n    It is long."""\n'
         'class Trick(Silly):\n    """a trick"""\n'
         "class NoName(Scheduler): pass\n",

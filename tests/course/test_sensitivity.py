@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm.simulator.machines import MACHINES
-from tutorials.assignments.sensitivity import (
+from measure.sensitivity import (
     assignment_on,
     changed,
     on_machine,
@@ -21,6 +20,7 @@ from tutorials.assignments.sensitivity import (
     variants,
     verdict,
 )
+from nanovllm.simulator.machines import MACHINES
 from tutorials.assignments.task import NAMES, load_task
 from tutorials.simulation.studies import STUDIES
 

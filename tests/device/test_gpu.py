@@ -17,11 +17,11 @@ import pytest
 import torch
 from checkpoints import greedy, new_model, save
 
+from measure.first_contact.engine import compilations
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.checks.blocks import check_blocks
 from nanovllm.device.cuda_graphs import Size
 from nanovllm.layers import triton_ops
-from tutorials.performance.first_contact.engine import compilations
 
 pytestmark = [
     pytest.mark.gpu,

@@ -36,6 +36,7 @@ IN_THE_ROOT = {
     "bench.py",
     "conftest.py",
     "example.py",
+    "measure",
     "nanovllm",
     "pyproject.toml",
     "scripts",
@@ -96,7 +97,7 @@ def test_imports_make_no_circle():
 
 
 def test_first_contact_makes_no_circle():
-    folder = ROOT / "tutorials" / "performance" / "first_contact"
+    folder = ROOT / "measure" / "first_contact"
     trees = {path.stem: ast.parse(path.read_text()) for path in folder.glob("*.py")}
     needs = {}
     for name, tree in trees.items():

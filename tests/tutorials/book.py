@@ -50,8 +50,8 @@ def needs_the_interpreter(number: str) -> None:
     """Skips what is of chapter 10 where Triton's interpreter does not run."""
     if number == "10":
         # this file is also imported where the root is not on the path yet
-        from tutorials.performance.first_contact.apart import interpreter_problem
-        from tutorials.performance.machine import installed
+        from measure.first_contact.apart import interpreter_problem
+        from tutorials.machine import installed
 
         problem = interpreter_problem(installed("triton"), installed("numpy"))
         if problem:

@@ -22,28 +22,30 @@ from checkpoints import greedy
 from transformers import AutoModelForCausalLM
 
 import bench
+from measure import attention, host, preemption, tables
+from measure.peers import Vllm
+from measure.turns import Worker
 from nanovllm import LLM, SamplingParams
 from nanovllm.checks.blocks import check_blocks
 from nanovllm.config import EMBEDDED_MODEL
 from nanovllm.runners import CPURunner
 from nanovllm.simulator.cost_model import Hardware
-from tutorials.performance import attention, engines, host, preemption
+from tutorials.performance import engines
 from tutorials.performance.checkpoints import write_checkpoint
 from tutorials.performance.engines import Job, Loop, Nanovllm
-from tutorials.performance.peers import Vllm
-from tutorials.performance.report import (
+from tutorials.performance.steps import BIN
+from tutorials.performance.workloads import Request, cut, make_requests, read_trace
+from tutorials.report import (
     conditions,
     engines_table,
     percentile,
     summary,
     write_json,
 )
-from tutorials.performance.steps import BIN
-from tutorials.performance.turns import Worker
-from tutorials.performance.workloads import Request, cut, make_requests, read_trace
-from tutorials.results import tables
 
 ROOT = Path(__file__).parents[2]
+
+COMMON = ("arguments", "machine", "report")  # of all measurements, in the root of tutorials
 
 TINY = dict(
     hidden_size=32,
@@ -553,14 +555,30 @@ def test_loops_run_beside_the_rounds(monkeypatch):
     ],
 )
 def test_imports_go_one_way(folder, may_import):
-    """performance, then baselines, then simulation; figures and the tables of pages above them."""
-    imported = {
-        node.module.split(".")[1]
-        for path in (ROOT / "tutorials" / folder).rglob("*.py")
+    """performance, then baselines, then simulation; figures and instruments above them."""
+    imported = rooms_imported_by(ROOT / "tutorials" / folder)
+    assert folder in imported and imported <= {folder, *may_import, *COMMON}
+
+
+def test_a_lesson_needs_no_instrument():
+    """The folder measure is for authors: nothing in tutorials imports it."""
+    assert "measure" not in rooms_imported_by(ROOT / "tutorials")
+
+
+def rooms_imported_by(folder: Path) -> set[str]:
+    modules = {
+        node.module
+        for path in folder.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ImportFrom) and node.module.startswith("tutorials.")
+        if isinstance(node, ast.ImportFrom)
     }
-    assert folder in imported and imported <= {folder, *may_import}
+    return {
+        module.removeprefix("tutorials.").split(".")[0] for module in modules if is_ours(module)
+    }
+
+
+def is_ours(module: str) -> bool:
+    return module.split(".")[0] in ("tutorials", "measure")
 
 
 # --- what is written ---
@@ -589,7 +607,7 @@ def test_who_is_ended_while_writing_leaves_the_old_file(tmp_path, monkeypatch):
 def test_numbers_in_the_pages_are_those_of_the_files(page):
     text = page.read_text()
     assert len(tables.MARK.findall(text)) == text.count("<!-- table ") >= 1
-    assert tables.written(text, page) == text, "run python -m tutorials.results.tables"
+    assert tables.written(text, page) == text, "run python -m measure.tables"
 
 
 def test_a_number_that_is_not_the_files_is_noticed():

@@ -8,12 +8,12 @@ import math
 
 import pytest
 
+from measure import simulator_speed as speed
 from nanovllm.config import Config
 from nanovllm.simulator import simulate
 from nanovllm.simulator.cost_model import shape_of
 from nanovllm.simulator.replica import model_config
 from tutorials.baselines.replay import NUM_SLOTS
-from tutorials.simulation import speed
 from tutorials.simulation.ablations import CACHE, ablation, ablation_table, documents, watermarks
 from tutorials.simulation.figure12 import (
     LIMITS,

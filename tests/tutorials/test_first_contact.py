@@ -21,15 +21,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nanovllm.config import Config
-from nanovllm.device import memory
-from nanovllm.model_runner import ModelRunner
-from nanovllm.vattention import memory as virtual_memory
-from tutorials.performance import machine
-from tutorials.performance.first_contact import decode_step, options, start, sweep, tests
-from tutorials.performance.first_contact.apart import GRACE, interpreter_problem, run_apart
-from tutorials.performance.first_contact.engine import ALLOWED_OVER, compilations, complaints
-from tutorials.performance.first_contact.job import (
+from measure.first_contact import decode_step, options, start, sweep, tests
+from measure.first_contact.apart import GRACE, interpreter_problem, run_apart
+from measure.first_contact.engine import ALLOWED_OVER, compilations, complaints
+from measure.first_contact.job import (
     MINUTES,
     PACKAGE,
     SECTIONS,
@@ -37,14 +32,19 @@ from tutorials.performance.first_contact.job import (
     job_of,
     number_of,
 )
-from tutorials.performance.first_contact.machine import nvidia_smi
-from tutorials.performance.first_contact.section import (
+from measure.first_contact.machine import nvidia_smi
+from measure.first_contact.section import (
     PATIENCE,
     DeviceLostError,
     Section,
     interrupted,
 )
-from tutorials.performance.first_contact.section import run as run_program
+from measure.first_contact.section import run as run_program
+from nanovllm.config import Config
+from nanovllm.device import memory
+from nanovllm.model_runner import ModelRunner
+from nanovllm.vattention import memory as virtual_memory
+from tutorials import machine
 
 ROOT = Path(__file__).parents[2]
 PROBLEM = interpreter_problem(machine.installed("triton"), machine.installed("numpy"))

@@ -6,7 +6,7 @@ Run: pytest tests/tutorials/test_step_parts.py
 import json
 import sys
 
-from tutorials.performance import step_parts
+from measure import step_parts
 
 
 def test_the_parts_together_are_a_step():

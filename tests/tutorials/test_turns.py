@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from tutorials.performance import turns
+from measure import turns
+from measure.turns import Turns
+from tutorials.machine import cpu_seconds
 from tutorials.performance.engines import Job
-from tutorials.performance.machine import cpu_seconds
-from tutorials.performance.turns import Turns
 
 ROOT = Path(__file__).parents[2]
 # The name of an engine says how it behaves; job["model"] is a file that all write their turns into.
@@ -179,7 +179,7 @@ def test_the_end_of_the_driver_ends_an_engine(record):
 
 def test_an_endless_loop_ends_with_its_parent():
     script = (
-        "from tutorials.performance.threads import endless_loop\n"
+        "from measure.threads import endless_loop\n"
         "loop = endless_loop(); loop.__enter__()\n"
         "import os; print(os.getpid(), flush=True); os.kill(os.getpid(), 9)"
     )

@@ -25,7 +25,7 @@ from nanovllm.schedule import Schedule
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
 from tutorials.baselines.contiguous import OrcaMax, OrcaOracle, OrcaPow2
-from tutorials.performance.machine import environment
+from tutorials.machine import environment
 from tutorials.performance.workloads import lognormal_pairs, read_trace
 
 Lengths = list[tuple[int, int]]  # of prompts and outputs

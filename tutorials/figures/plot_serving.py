@@ -24,7 +24,7 @@ from nanovllm.server.exchange import Exchange
 from nanovllm.server.serve import bind
 from nanovllm.server.settings import ServerOptions
 from tutorials.figures.style import new_figure
-from tutorials.performance.machine import ROOT
+from tutorials.machine import ROOT
 
 RESULTS = ROOT / "tutorials" / "results"
 # of Okabe and Ito's colors, which the color-blind can tell apart

@@ -24,8 +24,8 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.config import EMBEDDED_MODEL
 from tutorials.ladder.qwen3 import Qwen3
 from tutorials.ladder.rung3 import SEATS
-from tutorials.performance.machine import device_name, environment
-from tutorials.performance.report import aligned, write_json
+from tutorials.machine import device_name, environment
+from tutorials.report import aligned, write_json
 
 BOOK = "phone book:\nAda 1234\nBen 5678\nCora 9012\nDaria 3456\n"
 QUESTIONS = {  # and how many tokens of the answer are wanted

@@ -26,10 +26,10 @@ from nanovllm import router
 from nanovllm.config import EMBEDDED_MODEL, Config
 from nanovllm.simulator import Job, simulate
 from nanovllm.simulator.machines import MACHINES, Machine
-from tutorials.performance.arguments import new_file, positive
-from tutorials.performance.machine import device_name, environment, installed
-from tutorials.performance.report import aligned, median, percentile, write_json
+from tutorials.arguments import new_file, positive
+from tutorials.machine import device_name, environment, installed
 from tutorials.performance.serving import Process, free_port
+from tutorials.report import aligned, median, percentile, write_json
 
 ROUTERS = ("RoundRobin", "LeastLoaded", "PrefixAffinity")
 TURNS = 6

@@ -35,11 +35,11 @@ from typing import Any
 
 from nanovllm.config import EMBEDDED_MODEL
 from nanovllm.simulator.cost_model import SHAPES
+from tutorials.machine import ROOT, device_name, environment, installed
 from tutorials.performance.checkpoints import model_directory
 from tutorials.performance.clients import Answer, Target, ask, at_once, at_rate, first_model
-from tutorials.performance.machine import ROOT, device_name, environment, installed
-from tutorials.performance.report import aligned, median, percentile, write_json
 from tutorials.performance.watch import serve_watch
+from tutorials.report import aligned, median, percentile, write_json
 
 TOGETHER = 64
 BEHIND = 2.0  # seconds until the first token of half of the requests: too much to go on

@@ -25,8 +25,8 @@ from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.decoding.masks import masked_logits
 from nanovllm.decoding.structured import LIMITS, grammar_of, grammar_text, new_vocabulary
 from nanovllm.sequence import Request
-from tutorials.performance.machine import device_name, environment, installed
-from tutorials.performance.report import aligned, percentile, write_json
+from tutorials.machine import device_name, environment, installed
+from tutorials.report import aligned, percentile, write_json
 
 END = "<|im_end|>"
 LARGE = 151_936  # Qwen3's embedding has so many rows, ...

@@ -27,9 +27,9 @@ from nanovllm.schedule import Item, Schedule
 from nanovllm.sequence import Request, Sequence
 from nanovllm.vattention import ops as vattention
 from nanovllm.vattention.cache import PageTable, VirtualCache
+from tutorials.machine import device_name, environment, installed
 from tutorials.performance.checkpoints import random_model
-from tutorials.performance.machine import device_name, environment, installed
-from tutorials.performance.report import aligned, percentile, write_json
+from tutorials.report import aligned, percentile, write_json
 
 CASES = {  # sequences, the shortest context, the longest
     "tiny-qwen3": [

@@ -5,7 +5,7 @@ import json
 import sys
 import time
 
-from tutorials.performance.report import percentile
+from tutorials.report import percentile
 
 
 class Watch:

@@ -22,7 +22,7 @@ from urllib.request import urlopen
 import torch
 
 from nanovllm.config import EMBEDDED_MODEL
-from tutorials.performance.machine import device_name, environment, installed
+from tutorials.machine import device_name, environment, installed
 
 TASKS = Path(__file__).parent / "lm_eval_tasks"
 ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}

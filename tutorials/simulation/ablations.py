@@ -2,7 +2,7 @@
 
 from nanovllm.scheduler import Scheduler
 from nanovllm.simulator import Job, Run
-from tutorials.performance.report import markdown
+from tutorials.report import markdown
 from tutorials.simulation.loads import A100_80GB, Load, Options, PromptsFirst, WholePrompts, run
 from tutorials.simulation.metrics import summary
 from tutorials.simulation.workloads import (

@@ -40,8 +40,8 @@ from nanovllm.simulator import Job, Run
 from nanovllm.simulator.cost_model import Shape, shape_of, work_of
 from nanovllm.simulator.machines import Machine
 from nanovllm.simulator.replica import model_config
-from tutorials.performance.arguments import checked, new_file, positive
-from tutorials.performance.machine import (
+from tutorials.arguments import checked, new_file, positive
+from tutorials.machine import (
     ROOT,
     device_name,
     environment,
@@ -49,8 +49,8 @@ from tutorials.performance.machine import (
     seconds_of,
     this_machine,
 )
-from tutorials.performance.report import write_json
 from tutorials.performance.steps import Step
+from tutorials.report import write_json
 from tutorials.simulation.recording import record
 from tutorials.simulation.workloads import all_at_once, fixed, workload
 

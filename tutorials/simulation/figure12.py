@@ -25,8 +25,8 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from tutorials.baselines.replay import NUM_SLOTS
-from tutorials.performance.machine import environment
-from tutorials.performance.report import markdown, write_json
+from tutorials.machine import environment
+from tutorials.report import markdown, write_json
 from tutorials.simulation.ablations import (
     CACHE,
     PREEMPTION,

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from nanovllm.options import is_number, shown
 from nanovllm.simulator.simulation import Run, Served
-from tutorials.performance.report import aligned, percentile, write_json
+from tutorials.report import aligned, percentile, write_json
 
 
 def is_finished(request: Served) -> bool:

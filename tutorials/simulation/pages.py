@@ -36,9 +36,9 @@ from nanovllm.simulator.cost_model import SHAPES, shape_of
 from nanovllm.vattention.cache import VirtualShape
 from nanovllm.vattention.memory import HostMemory, System
 from tutorials.baselines.replay import Lengths, Setting, lognormal_lengths, replay
-from tutorials.performance.machine import environment
-from tutorials.performance.report import table, write_json
+from tutorials.machine import environment
 from tutorials.performance.workloads import read_trace
+from tutorials.report import table, write_json
 
 MODEL = "qwen3-0.6b"
 MEMORY = 20 * 10**9  # bytes: what its weights leave of a GPU with 24 GB, about

@@ -1,6 +1,6 @@
 """Pairs of policies on identical jobs: does the simulator say which one is better?
 
-    OMP_NUM_THREADS=1 python -m tutorials.simulation.accuracy --policies --json tutorials/results/simulator_pairs.json
+    OMP_NUM_THREADS=1 python -m measure.accuracy --policies --json tutorials/results/simulator_pairs.json
 
 For each pair, the real engine plays the same jobs with both policies, in turns, several times. Then
 both are simulated on the machine that was fitted to steps of other runs. What is compared is the
@@ -17,7 +17,7 @@ from statistics import mean, median
 from nanovllm.scheduler import Scheduler
 from nanovllm.simulator import Job, Run
 from nanovllm.simulator.machines import Machine
-from tutorials.performance.report import markdown, percentile
+from tutorials.report import markdown, percentile
 from tutorials.simulation.calibrate import SWAP, Options, Watch, play
 from tutorials.simulation.cases import Case, chats, documents, jobs_of, plain, simulated
 from tutorials.simulation.metrics import between_tokens, latency, ttft

@@ -6,7 +6,7 @@ from statistics import mean
 from nanovllm.config import Config
 from nanovllm.simulator import Job, Run
 from tutorials.assignments.task import Goal, Part, Task
-from tutorials.performance.report import percentile
+from tutorials.report import percentile
 from tutorials.simulation.metrics import ttft
 from tutorials.simulation.workloads import (
     generator,

@@ -1,0 +1,249 @@
+"""How wrong is the simulator? The same jobs in the real engine and in the simulator, side by side.
+
+    OMP_NUM_THREADS=1 python -m measure.accuracy --json tutorials/results/simulator_error.json
+
+The engine runs the embedded model in float32 on one thread of this CPU. The simulator runs the same
+scheduler and block manager; only the time of a step is a guess. So its error is the error of the
+cost model, and what follows from it.
+
+1. Calibration: short runs of random requests, which are none of the workloads below, give the time
+   of many steps. The constants of a machine are fitted to them (calibrate.py).
+2. Each workload is played several times, and simulated once. The workloads take turns, and after
+   each of them a part of the calibration is repeated, because a computer is not equally fast all
+   day.
+3. The difference between the real runs themselves is the noise. No simulator can have a smaller
+   error than that.
+
+Rates are chosen as a share of the capacity, which is the throughput if all requests are there from
+the start. Near 100 % the queue grows, and a small error of the time per step becomes a large one of
+the waiting time.
+"""
+
+import argparse
+import json
+from dataclasses import asdict
+from statistics import mean, median
+
+import torch
+
+from nanovllm import LLM
+from nanovllm.simulator import Run
+from nanovllm.simulator.machines import Machine
+from tutorials.arguments import duration, new_file, positive
+from tutorials.machine import device_name, environment, installed
+from tutorials.performance.steps import Step
+from tutorials.report import markdown, write_json
+from tutorials.simulation import pairs
+from tutorials.simulation.calibrate import (
+    ON_CPU,
+    OPTIONS,
+    SWAP,
+    Cells,
+    ProcessorTime,
+    TimeOfDay,
+    Watch,
+    calibrated,
+    calibration_steps,
+    play,
+    shape_of_model,
+    start_of,
+    warm_up,
+)
+from tutorials.simulation.cases import CASES, Case, jobs_of, simulated
+from tutorials.simulation.metrics import distribution, tpot, ttft
+
+METRICS = {
+    "seconds": "total time",
+    "ttft_p50": "TTFT p50",
+    "ttft_p99": "TTFT p99",
+    "tpot_p50": "TPOT p50",
+    "tpot_p99": "TPOT p99",
+}
+
+
+def measures(run: Run) -> dict[str, float | None]:
+    """Total time, TTFT and TPOT, in seconds; and two counts."""
+    first, later = distribution(map(ttft, run.requests)), distribution(map(tpot, run.requests))
+    counts = {"steps": run.num_steps, "preemptions": run.num_preemptions}
+    times = {
+        "ttft_p50": first["p50"],
+        "ttft_p99": first["p99"],
+        "tpot_p50": later["p50"],
+        "tpot_p99": later["p99"],
+    }
+    return {"seconds": run.seconds, **times, **counts}
+
+
+def error(row: dict, metric: str) -> float:
+    """Of the simulation, relative to the median of the real runs."""
+    return row["simulated"][metric] / median(real[metric] for real in row["real"]) - 1
+
+
+def totals(rows: dict[str, dict]) -> dict[str, dict]:
+    """For each metric, and for all but the total time, which arrivals decide: mean error of the
+    simulator, mean and worst |error|, and the noise of reality."""
+    errors = {metric: [error(row, metric) for row in rows.values()] for metric in METRICS}
+    noises = {
+        metric: [n for row in rows.values() if (n := pairs.noise(row["real"], metric)) is not None]
+        for metric in METRICS
+    }
+    for kind in (errors, noises):
+        kind["all"] = [x for metric, values in kind.items() if metric != "seconds" for x in values]
+    return {
+        metric: {
+            "signed_error": mean(errors[metric]),
+            "mean_error": mean(map(abs, errors[metric])),
+            "worst_error": max(map(abs, errors[metric])),
+            "mean_noise": mean(noises[metric]) if noises[metric] else None,
+            "worst_noise": max(noises[metric], default=None),
+        }
+        for metric in errors
+    }
+
+
+def table(rows: dict[str, dict]) -> str:
+    """Markdown: real / simulated and the error, for each workload and metric; then the mean and the
+    worst."""
+    lines = [["", "requests", *(f"{name}: real, simulated (s)" for name in METRICS.values())]]
+    for name, row in rows.items():
+        cells = [
+            f"{median(r[m] for r in row['real']):.3g}, {row['simulated'][m]:.3g} ({error(row, m):+.0%})"
+            for m in METRICS
+        ]
+        lines.append([name, f"{row['requests']:,}", *cells])
+    summary = totals(rows)
+    for key, label in (
+        ("signed_error", "error with its sign, mean"),
+        ("mean_error", "mean error"),
+        ("worst_error", "worst error"),
+        ("mean_noise", "between real runs: mean"),
+        ("worst_noise", "between real runs: worst"),
+    ):
+        values = [summary[metric][key] for metric in METRICS]
+        lines.append([label, "", *(shown(key, value) for value in values)])
+    return markdown(lines)
+
+
+def shown(key: str, value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:+.1%}" if key == "signed_error" else f"{value:.1%}"
+
+
+CELLS_BETWEEN = 6  # after each run that is compared
+
+
+class Meter:
+    """Fits the machine to steps of runs between those that are compared: a computer is not equally
+    fast all day."""
+
+    def __init__(self, watch: Watch, cells: Cells):
+        self.watch = watch
+        self.cells = cells
+        self.llm = LLM(**OPTIONS | SWAP)
+        warm_up(self.llm, watch)
+        self.start = start_of(self.llm)
+        self.steps: list[Step] = []
+
+    def run(self, count: int | None = None) -> None:
+        """Runs all cells once more, or at most so many of them."""
+        seed = len(self.steps)
+        self.steps += calibration_steps(self.llm, seed, self.cells, self.watch, count)
+
+    def run_some(self) -> None:
+        self.run(CELLS_BETWEEN)
+
+    def machine(self) -> tuple[Machine, dict]:
+        """What fits best so far, and a report."""
+        machine, errors = calibrated(shape_of_model({}), self.steps, self.start)
+        report = {"machine": asdict(machine), "steps": len(self.steps), "errors": errors}
+        return machine, report
+
+
+def compare(cases: dict[str, Case], seconds: float, repeat: int, meter: Meter) -> dict:
+    """Calibrates and measures in turns, then simulates. What it prints is how far it is."""
+    meter.run()
+    first, _ = meter.machine()
+    jobs = {name: jobs_of(case, first, seconds) for name, case in cases.items()}
+    real: dict[str, list[dict]] = {name: [] for name in cases}
+    for turn in range(repeat):
+        for name, case in cases.items():
+            print(f"turn {turn + 1} of {repeat}: {name}", flush=True)
+            real[name].append(measures(play(jobs[name][0], case.options, meter.watch)[0]))
+            meter.run_some()
+    machine, report = meter.machine()
+    rows = {
+        name: {
+            "requests": len(jobs[name][0]),
+            "load": case.load,
+            "rate": jobs[name][1],
+            "real": real[name],
+            "simulated": measures(simulated(jobs[name][0], case, machine)),
+        }
+        for name, case in cases.items()
+    }
+    return {"machine": report, "totals": totals(rows), "workloads": rows}
+
+
+def compare_policies(chosen: list[pairs.Pair], seconds: float, repeat: int, meter: Meter) -> dict:
+    """The same for pairs of policies, each on identical jobs."""
+    meter.run()
+    first, _ = meter.machine()
+    jobs = [pairs.jobs_of_pair(pair, first, seconds) for pair in chosen]
+    real = pairs.compare(chosen, jobs, repeat, meter.watch, meter.run_some)
+    machine, report = meter.machine()
+    rows = {
+        pair.name: {
+            "requests": len(own),
+            "real": runs,
+            "simulated": pairs.simulated_pair(pair, own, machine),
+        }
+        for pair, own, runs in zip(chosen, jobs, real)
+    }
+    return {"machine": report, "totals": pairs.totals(rows), "pairs": rows}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--seconds", type=duration, default=12, help="how long each workload takes, about"
+    )
+    parser.add_argument(
+        "--repeat", type=positive, default=3, help="how often each is played in real time"
+    )
+    parser.add_argument("--policies", action="store_true", help="compare pairs of policies")
+    parser.add_argument(
+        "--largest", type=positive, default=20_000, help="tokens of the largest calibration run"
+    )
+    parser.add_argument(
+        "--processor-time", action="store_true", help="for a computer that others use meanwhile"
+    )
+    parser.add_argument("--json", type=new_file, help="write the results to this file")
+    args = parser.parse_args()
+    if args.policies and args.repeat < 2:
+        parser.error("--repeat 1 is not allowed: only 2 turns or more show how far they differ")
+    torch.set_num_threads(1)
+    versions = {name: installed(name) for name in ("torch", "transformers")}
+    report = environment() | {
+        "device": device_name(torch.device("cpu")),
+        "versions": versions,
+        "options": OPTIONS,
+    }
+    watch = ProcessorTime() if args.processor_time else TimeOfDay()
+    report |= {"clock": type(watch).__name__, "seconds": args.seconds, "repeat": args.repeat}
+    meter = Meter(watch, ON_CPU._replace(most_tokens=args.largest))
+    if args.policies:
+        report |= compare_policies(pairs.PAIRS, args.seconds, args.repeat, meter)
+        text = pairs.table(report["pairs"])
+    else:
+        report |= compare(CASES, args.seconds, args.repeat, meter)
+        text = table(report["workloads"])
+    print(f"\n{text}\n\n{json.dumps(report['machine'], indent=1)}")
+    if args.json:
+        write_json(report, args.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,285 @@
+"""Section 8: which tiles, splits and parts of attention are fastest, and which tile of the sampler."""
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+
+from measure.attention import seconds_per_layer
+from measure.first_contact.decode_step import milliseconds, seconds_behind_a_pause
+from measure.first_contact.job import Job
+from measure.first_contact.kernels import (
+    BLOCK_SIZE,
+    HEAD_DIM,
+    HEADS,
+    KV_HEADS,
+    SCALE,
+    difference,
+    randn,
+)
+from measure.first_contact.section import Section
+from nanovllm.layers import attention
+from nanovllm.layers.batch import Batch
+from nanovllm.layers.kv_cache import KVCache
+from nanovllm.layers.sampler import Sampling
+from nanovllm.simulator.cost_model import Hardware, visible_keys
+from tutorials.machine import this_machine
+from tutorials.report import percentile
+
+Tile = tuple[int, ...]  # tokens, rows, keys, warps, stages
+
+
+class Choice(NamedTuple):
+    """How attention is launched; what is None or 0 is chosen by the engine."""
+
+    tile: Tile | None = None
+    splits: int = 0
+    part: int = 0  # tokens of a context that are worth a program
+
+
+DECODE_TILES = [  # keys, warps, stages
+    (32, 4, 3),
+    (32, 4, 2),
+    (32, 4, 4),
+    (64, 4, 3),
+    (64, 8, 3),
+    (64, 4, 2),
+    (32, 2, 3),
+    (16, 2, 3),
+]
+PREFILL_TILES = [  # rows, keys, warps, stages
+    (64, 32, 4, 3),
+    (64, 32, 8, 3),
+    (64, 64, 4, 2),
+    (64, 64, 4, 3),
+    (128, 32, 8, 3),
+    (128, 64, 8, 2),
+    (128, 64, 8, 3),
+]
+SAMPLER_TILES = [(2048, 8), (4096, 4), (4096, 8), (8192, 8)]  # tokens, warps
+
+
+class Swept(NamedTuple):
+    """Sequences with equally many queries, over so many layers that no cache holds their keys."""
+
+    batch: Batch
+    q: torch.Tensor
+    layers: int
+    kv_bytes: int  # per layer
+
+
+def swept(section: Section, contexts: list[int], queries: int) -> Swept:
+    device = section.device
+    counts = torch.tensor([-(-context // BLOCK_SIZE) for context in contexts])
+    kv_bytes = 2 * sum(contexts) * KV_HEADS * HEAD_DIM * section.dtype.itemsize
+    layers = 1 if section.cpu else max(1, min(8, 2**29 // kv_bytes))
+    num_blocks = int(counts.sum())
+    num_tokens = len(contexts) * queries
+    shape = (2, layers, num_blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
+    batch = Batch(
+        kv_cache=KVCache(torch.empty(shape, dtype=section.dtype, device=device).normal_()),
+        slot_mapping=torch.empty(0, dtype=torch.int64, device=device),  # nothing is stored
+        cu_seqlens_q=torch.arange(0, num_tokens + 1, queries, dtype=torch.int32, device=device),
+        context_lens=torch.tensor(contexts, dtype=torch.int32, device=device),
+        cu_blocks=torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int().to(device),
+        block_tables=torch.randperm(num_blocks, device=device).int(),
+        num_decodes=len(contexts) if queries == 1 else 0,
+        max_context=max(contexts),
+    )
+    return Swept(batch, randn(section, num_tokens, HEADS, HEAD_DIM), layers, kv_bytes)
+
+
+@contextmanager
+def attention_with(case: Swept, choice: Choice) -> Iterator[Callable]:
+    """A function of a layer. What cannot be launched raises when it is called."""
+    from nanovllm.layers import triton_attention
+
+    sizes = triton_attention.tile_sizes
+    if choice.tile:
+        sizes = lambda *_: triton_attention.Tile(*choice.tile)  # noqa: E731
+    part = choice.part or triton_attention.PART
+    call = partial(triton_attention.paged_attention, case.q, case.batch, scale=SCALE)
+    with (
+        mock.patch.object(triton_attention, "tile_sizes", sizes),
+        mock.patch.object(triton_attention, "PART", part),
+        torch.inference_mode(),
+    ):
+        case.batch.layout = choice.splits or triton_attention.layout(case.batch)
+        yield call
+
+
+def time_of(section: Section, case: Swept, choice: Choice, expected: torch.Tensor) -> dict:
+    """Microseconds of a choice, and how far off its result is."""
+    with attention_with(case, choice) as call:
+        checked = difference(call(layer=0), expected)
+        return checked | {"us": 1e6 * seconds_per_layer(call, case.layers, section.device)}
+
+
+def all_times(section: Section, case: Swept, choices: list[Choice], floor_seconds: float) -> dict:
+    """Of all choices, best first; `share` is the floor by the time."""
+    expected = attention.paged_attention(case.q, case.batch, 0, SCALE)
+    rows: list[dict] = []
+    for choice in choices:
+        if section.seconds_left() < 0:
+            break
+        row = described(choice)
+        try:
+            row |= time_of(section, case, choice, expected)
+            row["share"] = floor_seconds / row["us"] * 1e6
+        except Exception as error:  # more registers or shared memory than there are, for example
+            row["failed"] = f"{type(error).__name__}: {error}"
+        rows.append(row)
+        if "failed" in row and section.why_lost():
+            break
+    rows.sort(key=lambda row: row.get("us", float("inf")))
+    result: dict = {"rows": rows, "left_out": len(choices) - len(rows)}
+    wrong = [row for row in rows if "error" in row or "failed" in row]
+    return result | {"error": f"{len(wrong)} choices failed: {wrong[0]}"} if wrong else result
+
+
+def described(choice: Choice) -> dict:
+    """A choice as the begin of a row."""
+    tile = "default"
+    if choice.tile:
+        tile = " ".join(map(str, choice.tile[1:]))
+    return {"tile": tile, "splits": choice.splits, "part": choice.part}
+
+
+def decode_choices(section: Section) -> list[Choice]:
+    """The engine's own choice is first."""
+    choices = [Choice()]
+    for tile in DECODE_TILES[: section.sizes.tiles]:
+        choices += [Choice((1, 16, *tile), splits) for splits in section.sizes.swept_splits]
+    return choices
+
+
+def prefill_choices(section: Section) -> list[Choice]:
+    """The engine's own choice is first."""
+    choices = [Choice(splits=1)]
+    for rows, *others in PREFILL_TILES[: section.sizes.tiles]:
+        tile = (rows * KV_HEADS // HEADS, rows, *others)
+        choices.append(Choice(tile, splits=1))
+    return choices
+
+
+def part_choices(section: Section) -> list[Choice]:
+    """With as many splits as fill the GPU, and with as many as there may be: few sequences leave
+    most of it without work."""
+    most = 2 if section.cpu else 32
+    return [Choice(None, splits, part) for part in section.sizes.parts for splits in (0, most)]
+
+
+def compile_choice(job: Job, folder: Path, choice: Choice, queries: int) -> None:
+    """In another process: leaves the kernel in Triton's cache on disk."""
+    section = Section(job, folder)
+    case = swept(section, [64, 32], queries)
+    with suppress(Exception), attention_with(case, choice) as call:
+        call(layer=0)  # what fails is reported when it is measured
+
+
+def compile_choices(section: Section, decode: list[Choice], prefill: list[Choice]) -> dict:
+    """Ends after half of the time: what is not compiled then will be when it is measured."""
+    kinds = [(choice, 1) for choice in decode] + [(choice, 8) for choice in prefill]
+    compiled = partial(compile_choice, section.job, section.folder)
+    start = time.perf_counter()
+    with get_context("spawn").Pool(1 if section.cpu else 8) as pool:  # whose end ends all workers
+        pool.starmap_async(compiled, kinds, chunksize=1).get(section.seconds_left() / 2)
+    return {"seconds": time.perf_counter() - start, "kernels": len(kinds)}
+
+
+def sweep(section: Section) -> None:
+    """Tiles and splits of decodes, as a share of a copy's speed, and of prompts, of a product's;
+    and tiles of the sampler."""
+    sizes = section.sizes
+    decode = decode_choices(section)
+    parts = part_choices(section)
+    prefill = prefill_choices(section)
+    section.case("compile", partial(compile_choices, section, [*parts, *decode], prefill))
+    section.case("sampler", partial(sampler_times, section))
+    section.show("sampler: tile, warps|ms", [("ms", ",.3f")], milliseconds(section, "sampler"))
+    measured = lambda: this_machine(section.device, section.dtype)._asdict()  # noqa: E731
+    section.case("ceilings", measured)
+    if "name" not in section.cases.get("ceilings", {}):
+        return  # it has failed, or there was no time
+    hardware = Hardware(**section.cases["ceilings"])
+    prompts, length = sizes.prefill
+    run = partial(swept_case, section, hardware)
+    for mean in sizes.contexts:
+        for count in sizes.few:
+            run(f"parts: {count} x {mean}", contexts_around(mean, count), 1, parts)
+    run("prompts", [length] * prompts, length, prefill)
+    for mean in sizes.contexts:
+        for count in sizes.swept:
+            run(f"{count} x {mean}", contexts_around(mean, count), 1, decode)
+
+
+def contexts_around(mean: int, count: int) -> list[int]:
+    rng = random.Random(count)
+    return [rng.randint(mean // 2, mean * 3 // 2) for _ in range(count)]
+
+
+class Relaunched:
+    """The kernel of the sampler, with another tile and other warps than the engine's."""
+
+    def __init__(self, kernel, tile: int, warps: int):
+        self.kernel = kernel
+        self.tile = tile
+        self.warps = warps
+
+    def __getitem__(self, grid: tuple) -> Callable:
+        return partial(self.launch, grid)
+
+    def launch(self, grid: tuple, *args, **_) -> None:
+        """The tile is the last argument."""
+        self.kernel[grid](*args[:-1], self.tile, num_warps=self.warps)
+
+
+def sampler_times(section: Section) -> dict:
+    """Milliseconds for a batch of logits, by tile and warps."""
+    from nanovllm.layers import triton_ops
+
+    logits = 4 * randn(section, section.sizes.rows, section.sizes.vocab)
+    numbers = torch.arange(len(logits), device=section.device)
+    sampling = Sampling(torch.ones_like(numbers).float(), seed=numbers, position=numbers)
+    call = partial(triton_ops.sample, logits, sampling)
+    medians = {}
+    for tile, warps in SAMPLER_TILES:
+        kernel = Relaunched(triton_ops.sample_kernel, tile, warps)
+        with mock.patch.object(triton_ops, "sample_kernel", kernel):
+            call()  # which compiles
+            times = [seconds_behind_a_pause(section, call) for _ in range(section.sizes.steps)]
+        medians[f"{tile} {warps}"] = 1000 * (percentile(times, 50) or 0.0)
+    return medians
+
+
+def swept_case(
+    section: Section,
+    hardware: Hardware,
+    name: str,
+    contexts: list[int],
+    queries: int,
+    choices: list[Choice],
+) -> None:
+    """Measures the choices for one batch, and prints the best five."""
+
+    def measured() -> dict:
+        case = swept(section, contexts, queries)
+        pairs = sum(visible_keys(queries, context) for context in contexts)
+        floor = 4 * HEADS * HEAD_DIM * pairs / hardware.flops_per_second
+        if queries == 1:
+            floor = case.kv_bytes / hardware.bytes_per_second
+        return all_times(section, case, choices, floor)
+
+    section.case(name, measured)
+    rows = section.cases.get(name, {}).get("rows", [])
+    best = {f"{i}: {row['tile']}": row for i, row in enumerate(rows[:5], 1)}
+    columns = [("splits", ""), ("part", ""), ("us", ",.1f")]
+    columns += [("share", ".0%"), ("difference", ".0e")]
+    section.show(f"{name}|splits|part|us|share|error", columns, best)

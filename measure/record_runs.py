@@ -1,0 +1,136 @@
+"""Records the runs that the server's page plays, each on the embedded model with a small cache.
+
+    python -m measure.record_runs
+
+Writes nanovllm/server/page/runs/*.json, and an index of them. Tokens are the same each time; the
+times in the files are those of the machine.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from nanovllm import LLM, BeamSearchParams, SamplingParams
+from nanovllm.server.recording import record
+from tutorials.baselines.static_batching import StaticBatching
+
+HERE = Path(__file__).resolve().parents[1] / "nanovllm" / "server" / "page" / "runs"
+BLOCK_SIZE = 4
+STORIES = [
+    "Once upon a time there was a shy fox",
+    "tell me a story about a duck",
+    "introduce yourself",
+    "list all prime numbers within 100",
+    "One windy day she lost her little bell",
+    "count from 3 to 30",
+    "reverse the words: river stone apple cloud",
+    "Why do you cry?",
+]
+
+
+def fixed_length(max_tokens: int, **options) -> SamplingParams:
+    """Exactly so many tokens, the likeliest ones unless a seed is given."""
+    options = {"temperature": 0} | options
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=True, **options)
+
+
+def batching(file: Path, title: str, explanation: str, **options) -> None:
+    lengths = [30, 8, 14, 11, 9, 24, 6, 16]
+    llm = LLM(block_size=BLOCK_SIZE, num_blocks=40, max_num_seqs=4, **options)
+    requests = [(text, fixed_length(n), 0) for text, n in zip(STORIES, lengths)]
+    record(llm, requests, file, title, explanation)
+
+
+def static_batching(file: Path) -> None:
+    title = "Static batching"
+    explanation = (
+        "Four requests start together, and the next four start when the last of them has ended: "
+        "watch how few blocks are in use while one long answer is awaited."
+    )
+    batching(file, title, explanation, scheduler_cls=StaticBatching)
+
+
+def continuous_batching(file: Path) -> None:
+    title = "Continuous batching"
+    explanation = (
+        "The same eight requests: whoever waits takes a seat in the step after it becomes free, "
+        "so all have their answers in far fewer steps."
+    )
+    batching(file, title, explanation)
+
+
+def scarce(file: Path, title: str, explanation: str, **options) -> None:
+    """Four requests, of which the cache holds two and a half."""
+    llm = LLM(block_size=BLOCK_SIZE, num_blocks=28, enable_prefix_caching=False, **options)
+    requests = [(text, fixed_length(36), 2 * i) for i, text in enumerate(STORIES[:4])]
+    record(llm, requests, file, title, explanation)
+
+
+def preemption_recompute(file: Path) -> None:
+    title = "Preemption: compute again"
+    explanation = (
+        "When the running requests need more blocks than there are, the one that came last loses "
+        "all of its blocks and waits; later its tokens are computed again in a single step."
+    )
+    scarce(file, title, explanation)
+
+
+def preemption_swap(file: Path) -> None:
+    title = "Preemption: swap"
+    explanation = (
+        "The same requests, but the blocks of the one that gives way are copied to the host's "
+        "memory, and come back, into other blocks, when there is room."
+    )
+    scarce(file, title, explanation, preemption_mode="swap", swap_gib=0.0003)
+
+
+def shared_prefix(file: Path) -> None:
+    title = "A shared prefix, and copy-on-write"
+    explanation = (
+        "Three answers share the blocks of their prompt, and a write into a shared block copies it "
+        "first; the second request begins like the first, and finds the full blocks of its prompt."
+    )
+    start = "Once upon a time there was a shy fox named Luna who lived on a green hill."
+    sampled = fixed_length(14, n=3, temperature=1.0, seed=4)
+    requests = [
+        (f"{start} One windy day she", sampled, 0),
+        (f"{start} One morning she saw", fixed_length(12, n=2, temperature=1.0, seed=5), 8),
+        (f"{start} Every day", fixed_length(10), 24),
+    ]
+    record(LLM(block_size=BLOCK_SIZE, num_blocks=40), requests, file, title, explanation)
+
+
+def beam_search(file: Path) -> None:
+    title = "Beam search"
+    explanation = (
+        "Four beams are one request. After each token some beams fork and others are dropped: "
+        "what they have in common stays shared, and a dropped beam's own blocks are free at once."
+    )
+    beams = BeamSearchParams(beam_width=4, max_tokens=36, ignore_eos=True)
+    llm = LLM(block_size=BLOCK_SIZE, num_blocks=44, enable_prefix_caching=False)
+    record(llm, [("Once upon a time there was", beams, 0)], file, title, explanation)
+
+
+RUNS: list[Callable[[Path], None]] = [
+    continuous_batching,
+    static_batching,
+    shared_prefix,
+    preemption_recompute,
+    preemption_swap,
+    beam_search,
+]
+
+
+def main() -> None:
+    HERE.mkdir(parents=True, exist_ok=True)
+    index = []
+    for run in RUNS:
+        file = HERE / f"{run.__name__}.json"
+        run(file)
+        index.append({"file": file.name, "title": json.loads(file.read_text())["title"]})
+        print(file)
+    (HERE / "index.json").write_text(json.dumps(index, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
