@@ -1,9 +1,11 @@
 """Settings for all tests; pytest reads this file first.
 
-What is marked slow is left out: by `@pytest.mark.slow` a test, by `@pytest.mark.slow(but_every=5)`
-all but every fifth of its variants. `pytest --slow` runs everything. So does the variable SOLUTION,
-with which students say what the public tests look at. `pytest --machine NAME` plays another machine
-(tests/tools/machines.py).
+`pytest` runs what a change of the engine can break. `pytest --all` runs the rooms of the book and
+the course, too, and `pytest tests/course` one of them. What is marked slow is left out: by
+`@pytest.mark.slow` a test, by `@pytest.mark.slow(but_every=5)` all but every fifth of its variants.
+`--slow` runs it. So does the variable SOLUTION, with which students say what the public tests look
+at. `--machine NAME` plays another machine (tests/tools/machines.py), `--cpu-limit SECONDS` limits
+the processor time (tests/tools/gauge.py).
 """
 
 import gc
@@ -17,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from tests.tools import extras, machines
+from tests.tools.gauge import Gauge, is_worker
 
 # Two threads are hardly faster for models this small, and ten times slower on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
@@ -30,7 +33,18 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 gc.disable()  # what is imported stays: until the tests begin, there is no garbage to look for
 
 
+# rooms of the book and the course, for which `pytest` without a path needs --all
+BOOK = [Path(__file__).parent / "tests" / name for name in ("course", "simulator", "tutorials")]
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="run the tests of the book, too")
+    parser.addoption(
+        "--cpu-limit",
+        type=float,
+        metavar="SECONDS",
+        help="fail if the tests take more processor seconds of the reference machine",
+    )
     parser.addoption("--slow", action="store_true", help="run the tests that are marked slow, too")
     parser.addoption(
         "--machine",
@@ -44,13 +58,24 @@ def pytest_configure(config: pytest.Config) -> None:
     name = config.getoption("--machine")
     if name is not None:
         try:
-            machines.play(name, is_worker=hasattr(config, "workerinput"))
+            machines.play(name, is_worker=is_worker(config))
         except machines.CannotBePlayed as error:
             raise pytest.UsageError(f"--machine {name} cannot be played here: {error}") from error
+    config.pluginmanager.register(Gauge(config.getoption("--cpu-limit")))
+    if not is_worker(config):  # a worker is told
+        choose_rooms(config)
     import torch  # only now: it reads the variables of the machine
 
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported: on the CPU
+
+
+def choose_rooms(config: pytest.Config) -> None:
+    if config.args_source != config.ArgsSource.TESTPATHS:
+        config.option.all = True  # what is named is run
+    elif config.option.all:
+        # the public tests with the starters; first, because they are long
+        config.args.insert(0, "tutorials/assignments")
 
 
 def pytest_terminal_summary(
@@ -59,6 +84,10 @@ def pytest_terminal_summary(
     name = config.getoption("--machine")
     if name is not None:
         terminalreporter.write_line(machines.described(name))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    return True if collection_path in BOOK and not config.getoption("--all") else None
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:

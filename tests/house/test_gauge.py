@@ -1,0 +1,87 @@
+"""What a run of tests costs is counted, and a limit makes it fail. Which rooms run without a path.
+
+Run: pytest tests/house/test_gauge.py [--slow]
+"""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import conftest
+import pytest
+
+ROOT = Path(__file__).parents[2]
+INNER = """
+import subprocess, sys, time
+
+LOOP = "import time; begin = time.process_time()\\nwhile time.process_time() < begin + 0.5: pass"
+
+def test_a_loop():
+    exec(LOOP)
+
+def test_a_loop_in_another_process():
+    subprocess.run([sys.executable, "-c", LOOP], check=True)
+
+def test_a_wait():
+    time.sleep(0.5)
+"""
+
+
+def run_pytest(*arguments: str, cwd: Path = ROOT) -> tuple[int, str]:
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.slow(but_every=2)
+@pytest.mark.parametrize("workers", [2, 0])
+def test_what_is_above_the_limit_fails(tmp_path, workers):
+    file = tmp_path / "test_inner.py"
+    file.write_text(INNER)
+    inner = ["-p", "conftest", "--rootdir", str(tmp_path), str(file)]
+    if workers:
+        pytest.importorskip("xdist")
+        inner += ["-n", str(workers)]
+    code, text = run_pytest(*inner, "--cpu-limit", "0.5")
+    assert code == pytest.ExitCode.TESTS_FAILED and "3 passed" in text, text
+    costs = {name: float(cost) for cost, name in re.findall(r"^ *([\d.]+)  .*::(\w+)$", text, re.M)}
+    assert costs["test_a_loop"] >= 0.5 and costs["test_a_loop_in_another_process"] >= 0.5
+    assert costs["test_a_wait"] < 0.2
+    assert list(costs)[-1] == "test_a_wait"  # the dearest first
+
+
+def test_what_is_below_the_limit_passes(tmp_path):
+    file = tmp_path / "test_inner.py"
+    file.write_text("def test_nothing():\n    pass\n")
+    code, text = run_pytest(
+        "-p", "conftest", "--rootdir", str(tmp_path), str(file), "--cpu-limit=999"
+    )
+    assert code == pytest.ExitCode.OK and "FAILED" not in text, text
+    here, reference = map(int, re.findall(r"(\d+) s", text)[-2:])
+    assert here > 0 and reference > 0
+
+
+@pytest.mark.parametrize(
+    "given, wants_all, book, first",
+    [
+        (["tests"], False, True, "tests"),
+        (["tests"], True, None, "tutorials/assignments"),
+        (["tests/course"], False, None, "tests/course"),
+    ],
+)
+def test_the_book_is_left_out_unless_it_is_named(given, wants_all, book, first):
+    sources = pytest.Config.ArgsSource
+    config = SimpleNamespace(
+        args=given,
+        args_source=sources.TESTPATHS if given == ["tests"] else sources.ARGS,
+        ArgsSource=sources,
+        option=SimpleNamespace(all=wants_all),
+        getoption=lambda name: config.option.all,
+    )
+    conftest.choose_rooms(config)
+    assert config.args[0] == first
+    for room in ("course", "simulator", "tutorials"):
+        assert conftest.pytest_ignore_collect(ROOT / "tests" / room, config) is book
+    assert conftest.pytest_ignore_collect(ROOT / "tests" / "core", config) is None
