@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import conftest
 import pytest
+
+import conftest
 
 ROOT = Path(__file__).parents[2]
 INNER = """
