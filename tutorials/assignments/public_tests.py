@@ -2,15 +2,22 @@
 grader needs no pytest."""
 
 import os
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from tutorials.assignments.public import check_answers, check_rules
-from tutorials.assignments.task import PUBLIC_SEEDS, Part
+from tutorials.assignments.public import check_answers, check_rules, solution
+from tutorials.assignments.task import PUBLIC_SEEDS, Part, load_task
 
 # a starter, which is there if nothing else is named, is right on all of them
 SEEDS = PUBLIC_SEEDS if "SOLUTION" in os.environ else PUBLIC_SEEDS[:1]
+
+
+def under_test(file: str) -> tuple[Part, ModuleType]:
+    """What the tests in this file look at: a part of the assignment, and the student's file."""
+    folder = Path(file).parent
+    return load_task(folder.name).parts[0], solution(folder / "starter.py")
 
 
 class RuleTests:

@@ -4,16 +4,12 @@ Run: SOLUTION=my_scheduler.py pytest tutorials/assignments/a1
 """
 
 from itertools import repeat
-from pathlib import Path
 
 from nanovllm.simulator import simulate
-from tutorials.assignments.public import solution
-from tutorials.assignments.public_tests import PublicTests
-from tutorials.assignments.task import load_task
+from tutorials.assignments.public_tests import PublicTests, under_test
 from tutorials.simulation.workloads import fixed, labelled, merged, poisson, workload
 
-PART = load_task("a1").parts[0]
-MODULE = solution(Path(__file__).with_name("starter.py"))
+PART, MODULE = under_test(__file__)
 
 
 class TestRules(PublicTests):

@@ -3,15 +3,10 @@
 Run: SOLUTION=my_scheduler.py pytest tutorials/assignments/a2
 """
 
-from pathlib import Path
-
 from nanovllm.simulator import Job, simulate
-from tutorials.assignments.public import solution
-from tutorials.assignments.public_tests import PublicTests
-from tutorials.assignments.task import load_task
+from tutorials.assignments.public_tests import PublicTests, under_test
 
-PART = load_task("a2").parts[0]
-MODULE = solution(Path(__file__).with_name("starter.py"))
+PART, MODULE = under_test(__file__)
 
 
 class TestRules(PublicTests):

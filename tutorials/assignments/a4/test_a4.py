@@ -4,19 +4,15 @@ Run: SOLUTION=my_scheduler.py pytest tutorials/assignments/a4
 """
 
 from itertools import repeat
-from pathlib import Path
 
 import pytest
 
 from nanovllm.config import Config
 from nanovllm.simulator import simulate
-from tutorials.assignments.public import solution
-from tutorials.assignments.public_tests import PublicTests
-from tutorials.assignments.task import load_task
+from tutorials.assignments.public_tests import PublicTests, under_test
 from tutorials.simulation.workloads import fixed, merged, poisson, workload
 
-PART = load_task("a4").parts[0]
-MODULE = solution(Path(__file__).with_name("starter.py"))
+PART, MODULE = under_test(__file__)
 
 
 class TestRules(PublicTests):

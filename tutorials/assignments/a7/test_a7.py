@@ -3,18 +3,13 @@
 Run: SOLUTION=my_scheduler.py pytest tutorials/assignments/a7
 """
 
-from pathlib import Path
-
 from nanovllm.simulator import simulate
 from tutorials.assignments.a7.task import SLO
-from tutorials.assignments.public import solution
-from tutorials.assignments.public_tests import PublicTests
-from tutorials.assignments.task import load_task
+from tutorials.assignments.public_tests import PublicTests, under_test
 from tutorials.simulation.metrics import meets
 from tutorials.simulation.workloads import labelled, poisson, predicted, sharegpt, workload
 
-PART = load_task("a7").parts[0]
-MODULE = solution(Path(__file__).with_name("starter.py"))
+PART, MODULE = under_test(__file__)
 
 
 class TestRules(PublicTests):

@@ -5,18 +5,16 @@ Run: SOLUTION=my_router.py pytest tutorials/assignments/a8
 
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 from nanovllm.router import Router
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import Request
-from tutorials.assignments.public import class_of, solution
-from tutorials.assignments.public_tests import RuleTests
-from tutorials.assignments.task import load_task, serve
+from tutorials.assignments.public import class_of
+from tutorials.assignments.public_tests import RuleTests, under_test
+from tutorials.assignments.task import serve
 from tutorials.simulation.workloads import fixed, labelled, poisson, shared_prefix
 
-PART = load_task("a8").parts[0]
-MODULE = solution(Path(__file__).with_name("starter.py"))
+PART, MODULE = under_test(__file__)
 MyRouter = class_of(MODULE, "MyRouter", Router)
 
 
