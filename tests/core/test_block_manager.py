@@ -9,18 +9,14 @@ from fake_model import FakeRunner
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from scheduling import new_sequence
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.checks.blocks import check_blocks
 from nanovllm.frontend.stats import slot_usage
-from nanovllm.sampling_params import SamplingParams
 from nanovllm.schedule import Item
-from nanovllm.sequence import Request, Sequence
+from nanovllm.sequence import Sequence
 from nanovllm.swapping.blocks import free_host, swap_in, swap_out
-
-
-def new_sequence(token_ids) -> Sequence:
-    return Request("r", None, list(token_ids), SamplingParams()).sequences[0]
 
 
 def next_item(seq: Sequence) -> Item:
@@ -228,6 +224,17 @@ def test_without_prefix_caching_nothing_is_found():
     probe = new_sequence(range(8))
     manager.take_prefix(probe)
     assert probe.num_computed_tokens == 0 and not manager.findable
+
+
+def test_blocks_that_one_has_to_spare_are_no_use_to_another():
+    """num_new_blocks: a chunk of a prompt that has all its blocks lacks none, and not less than none."""
+    manager = BlockManager(num_blocks=8, block_size=4)
+    chunked, decoding = new_sequence(range(16)), new_sequence(range(50, 54))
+    manager.allocate(chunked, 16)
+    manager.allocate(decoding, 4)
+    decoding.num_computed_tokens = 4
+    decoding.token_ids.append(1)
+    assert manager.num_new_blocks([(chunked, 0, 3), (decoding, 4, 1)]) == 1
 
 
 class RandomUse(RuleBasedStateMachine):

@@ -17,6 +17,7 @@ from nanovllm import LLM
 from nanovllm.config import EMBEDDED_MODEL, TOKENS_PER_STEP, Config, Limits
 from nanovllm.model_runner import choose_dtype
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.scheduler import Scheduler
 
 NAN = math.nan
 
@@ -274,3 +275,20 @@ def test_the_interpreter_computes_nothing_in_bfloat16(monkeypatch):
 
 def test_a_step_has_room_for_all_seats():
     assert LLM(num_blocks=8, max_num_seqs=500).limits.max_num_batched_tokens == 500
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(num_blocks=10**30), "num_blocks"),  # Overflow when unpacking long long
+        (dict(block_size=2**63, num_blocks=1), "block_size"),
+        (dict(max_model_len=1), "max_model_len=1"),  # accepted, and then no request is
+        (dict(device="cuda:99999999999999999999"), "device="),  # RuntimeError
+        (dict(model="x" * 10000), "model="),  # OSError
+        # an instance: TypeError
+        (dict(scheduler_cls=Scheduler.__new__(Scheduler)), "scheduler_cls="),
+    ],
+)
+def test_what_is_refused_is_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        LLM(**options)

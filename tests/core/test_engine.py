@@ -295,21 +295,6 @@ def test_generate_beside_requests_of_the_loop(llm, checkpoints):
     assert mine_so_far.finished and mine_so_far.outputs[0].token_ids[:MAX_TOKENS] == expected[0]
 
 
-def test_an_interrupted_generate_leaves_nothing_behind(llm, monkeypatch):
-    real, calls = llm.runner.launch, []
-
-    def run(schedule):
-        calls.append(1)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return real(schedule)
-
-    monkeypatch.setattr(llm.runner, "launch", run)
-    with pytest.raises(KeyboardInterrupt):
-        llm.generate([[1, 2, 3], [4, 5]], greedy_params(), use_tqdm=False)
-    assert llm.step() == [] and not llm.has_unfinished()
-
-
 def test_nan_in_the_cache_of_one_request_does_not_reach_another(llm, checkpoints):
     _, prompts, expected = checkpoints["qwen3"]
     sick = llm.add_request([1] * 60, greedy_params(4))

@@ -8,10 +8,9 @@ import time
 
 import pytest
 from fake_model import FakeRunner
-from test_scheduler import new_request, new_scheduler, step
+from scheduling import new_request, new_scheduler, step
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.schedule import ScheduleError
 from nanovllm.scheduler import Scheduler
 
 
@@ -211,50 +210,3 @@ def test_extra_args_are_the_requests_own():
     params = SamplingParams(extra_args=given)
     given["tenant"] = "b"
     assert params.extra_args == {"tenant": "a"} and SamplingParams().extra_args == {}
-
-
-NOT_RUNNING = type("NotRunning", (Scheduler,), {"victim": lambda self, candidates: self.waiting[0]})
-NOT_WAITING = type(
-    "NotWaiting", (Scheduler,), {"next_waiting": lambda self: (self.running + self.waiting)[0]}
-)
-SERVED = type("Served", (Scheduler,), {"victim": lambda self, candidates: self.running[0]})
-NOBODY = type("Nobody", (Scheduler,), {"victim": lambda self, candidates: None})
-
-
-@pytest.mark.parametrize(
-    "cls, message",
-    [
-        (
-            NOT_RUNNING,
-            r"NotRunning.victim\(\): Request\(2\) is not one of \[Request\(1\)\]",
-        ),
-        (
-            NOT_WAITING,
-            r"NotWaiting.next_waiting\(\): Request\(0\) is not one of \[Request\(1\), Request\(2\)\]",
-        ),
-        (NOBODY, r"Nobody.victim\(\): None is not one of "),
-        (SERVED, r"Served.victim\(\): Request\(0\) is not one of \[Request\(1\)\]"),
-    ],
-)
-def test_who_cannot_be_chosen(cls, message):
-    scheduler, runner = playing(cls, [4, 4, 4], max_tokens=9, num_blocks=4, seqs=2)
-    with pytest.raises(ScheduleError, match=message):
-        for _ in range(10):
-            step(scheduler, runner)
-
-
-class PreemptsEverybody(Scheduler):
-    def make_room(self, schedule):
-        for request in [*self.running]:
-            self.preempt(request)
-
-
-def test_a_livelock_ends_with_a_sentence():
-    """Each step computes something, and throws away what the one before has computed."""
-    options = {"enable_prefix_caching": False, "max_num_batched_tokens": 8, "max_model_len": 60}
-    llm = LLM(num_blocks=20, scheduler_cls=PreemptsEverybody, **options)
-    message = r"PreemptsEverybody.schedule\(\): 61 steps without a new token"
-    with pytest.raises(ScheduleError, match=message):
-        llm.generate([5] * 20, SamplingParams(max_tokens=3), use_tqdm=False)
-    llm.step()  # what was aborted ends now
-    assert not llm.has_unfinished() and llm.block_manager.num_used_blocks == 0

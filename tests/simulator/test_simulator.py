@@ -257,7 +257,7 @@ def test_embedded_model(hardware):
     assert run.num_computed_tokens == 102 and run.seconds > 3 * 2.7e-4
 
 
-# --- schedulers that are wrong in the long run; what one step can show is in test_faults.py ---
+# --- schedulers that are wrong in the long run; what one step can show is in test_foreign_schedulers.py ---
 
 
 class Forgets(Scheduler):

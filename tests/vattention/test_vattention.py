@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import new_model, save
+from dense_attention import dense_attention
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,7 +28,7 @@ from nanovllm.vattention import ops as vattention
 from nanovllm.vattention.cache import NO_ROW, PageTable, VirtualCache, VirtualShape
 from nanovllm.vattention.memory import HostMemory, System, mappings_free
 from nanovllm.vattention.ops import Layout, neighbors
-from tests.core.test_attention import dense_attention, random_batch
+from tutorials.performance.batches import random_batch
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="memfd_create is Linux's")
 
@@ -505,7 +506,7 @@ def test_engines_leave_nothing_behind(path, request):
 def test_what_holds_for_paging_in_software_holds_here():
     """The same tests, with this backend as the default. They ask for blocks of a size in bytes, or of three tokens."""
     others = "room_for_no_block or more_memory_than_there_is or block_size_does_not_matter"
-    names = ["core/test_hard_cases", "core/test_fuzz", "core/test_engine", "core/test_faults"]
+    names = ["core/test_fuzz", "core/test_engine", "core/test_recovery", "core/test_ctrl_c"]
     names += ["swapping", "decoding/test_beam_search", "parallel/test_parallel"]
     files = [str(path) for name in names for path in ROOT.glob(f"tests/{name}*")]
     command = [sys.executable, "-m", "pytest", "-x", "-p", "vattention_default", *files]
