@@ -12,7 +12,7 @@ from typing import ClassVar
 import pytest
 import torch
 from checkpoints import new_model, save
-from test_gpu import MAX_TOKENS, RECORDED, prompts_of_all_lengths
+from recorded_steps import MAX_TOKENS, RECORDED, prompts_of_all_lengths
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.block_manager import BlockManager, Moves

@@ -16,12 +16,12 @@ import pytest
 from server_tools import (
     Process,
     Running,
+    busy,
     checked_error,
     new_parrot,
     request_bytes,
     wait_for,
 )
-from test_overload import busy
 
 from nanovllm.scheduler import Scheduler
 from nanovllm.server import cli
