@@ -295,7 +295,7 @@ def chat_text(llm, messages) -> str:
     return llm.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
 
-@pytest.mark.slow(but_every=3)
+@pytest.mark.slow(but_every=4)
 @pytest.mark.parametrize("min_tokens", range(1, 8))
 def test_no_stop_string_ends_within_the_first_tokens(llm, min_tokens):
     """Also not one that began there and is shorter than another."""

@@ -70,7 +70,9 @@ def test_the_summands_add_up_to_the_whole(models, shape, size):
     assert ranks.leader.group.num_added == llm.counts.steps * (1 + 2 * num_layers)  # two per layer
 
 
-@pytest.mark.parametrize("size", [3, pytest.param(6, marks=pytest.mark.slow), 12])
+@pytest.mark.parametrize(
+    "size", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (6, 12))]
+)
 def test_ranks_that_divide_other_numbers(models, size):
     path = models("qwen2_12_heads")
     expected = LLM(str(path), dtype="float32", num_blocks=32).generate(IDS, GREEDY, use_tqdm=False)

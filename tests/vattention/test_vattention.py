@@ -381,6 +381,7 @@ def test_a_mixture_of_prompts_chunks_and_decodes(heads, head_dim, left_over):
     check(MIXTURE, *heads, head_dim, left_over=left_over)
 
 
+@pytest.mark.slow(but_every=4)
 @pytest.mark.parametrize("block_size", [1, 2, 4, 8, 16, 32])
 @pytest.mark.parametrize("num_rows", [1, 3, 64])
 def test_with_few_rows_the_others_are_gathered(block_size, num_rows):
@@ -436,7 +437,7 @@ def tokens(outputs) -> list[list[list[int]]]:
     return [[list(answer.token_ids) for answer in output.outputs] for output in outputs]
 
 
-@pytest.mark.slow(but_every=3)
+@pytest.mark.slow(but_every=6)
 @pytest.mark.parametrize("block_size", [1, 2, 4, 16, 64])
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 def test_the_tokens_are_those_of_paging_in_software(path, block_size, mode):
