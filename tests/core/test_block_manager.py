@@ -81,7 +81,7 @@ def test_no_part_of_a_block_is_copied_before_the_step_that_writes_it():
     late = new_sequence([0, 1, 2, 3, 4, 9])
     manager.allocate(parent, 9)
     manager.publish(parent, 8)
-    parent.num_computed_tokens = 8  # as for somebody who has found them in the same step
+    parent.num_computed_tokens = 8  # as if another request had found them in the same step
     manager.fork(parent, early, 5)
     assert early.num_computed_tokens == 4 and len(early.block_table) == 1
     manager.unwritten.clear()
@@ -198,7 +198,7 @@ def test_the_first_write_into_a_shared_block_copies_it():
 
 @pytest.mark.parametrize("parent_stays", [True, False])
 def test_writing_into_a_full_block_that_was_forked_in_its_middle(parent_stays):
-    """It is copied if somebody else reads it. If not, it can no longer be found, since it will hold
+    """It is copied if another sequence reads it. If not, it can no longer be found, since it will hold
     something else."""
     manager = BlockManager(num_blocks=8, block_size=4)
     parent, child = new_sequence(range(8)), new_sequence([0, 1, 2, 3, 4, 9])

@@ -1,4 +1,4 @@
-"""Every option is checked, a wrong one is named with what is allowed, and nobody changes what the
+"""Every option is checked, a wrong one is named with what is allowed, and no caller changes what the
 user configured.
 
 Run: pytest tests/core/test_config.py [-k nearest]
@@ -191,7 +191,7 @@ def test_auto_on_a_gpu_is_the_checkpoints_own_16_bits_or_bfloat16(checkpoint, ch
     hf_config, cuda = SimpleNamespace(**{name: checkpoint}), torch.device("cuda")
     for model in ("Qwen/Qwen3-0.6B", EMBEDDED_MODEL):
         assert choose_dtype(Config(model=model), hf_config, cuda) == chosen
-    # who asks for it gets it
+    # a caller that asks for it gets it
     assert choose_dtype(Config(dtype="float32"), hf_config, cuda) == torch.float32
 
 

@@ -221,7 +221,7 @@ def test_logprobs_are_those_of_the_model(llm, checkpoints):
         torch.testing.assert_close(torch.tensor(list(found.values())), values, atol=1e-4, rtol=1e-4)
 
 
-def test_logprobs_only_for_those_who_ask(llm):
+def test_logprobs_only_for_requests_that_ask(llm):
     params = [
         greedy_params(3),
         greedy_params(3, logprobs=0),
@@ -429,7 +429,7 @@ def test_a_request_id_twice(llm):
     assert llm.abort("a") is False
 
 
-def test_what_somebody_elses_steps_have_finished_is_still_reported(llm):
+def test_what_the_steps_of_another_call_have_finished_is_still_reported(llm):
     mine = llm.add_request([1], greedy_params(2))
     llm.generate([[2]], greedy_params(5), use_tqdm=False)
     assert llm.has_unfinished() and not llm.requests
@@ -511,7 +511,7 @@ def test_the_profiling_step_of_the_gpu_path(llm):
         llm.runner.kv_cache, llm.runner.limits = cache, llm.limits
 
 
-# --- as many as fit, who is first, and an empty cache ---
+# --- as many as fit, which is first, and an empty cache ---
 
 
 @pytest.mark.parametrize("n", [1, 3])

@@ -89,8 +89,8 @@ def test_every_split_into_cached_and_new_at_block_borders(context):
 @pytest.mark.parametrize("part", [1, 100, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_split_kv_of_decodes(splits, part, dtype, monkeypatch):
-    """Parts of one tile, of several and of none; and parts that are kept long. For one KV head: those of
-    the next test have two."""
+    """Parts of one tile, of several and of none; and parts that are kept long. For one KV head: the next
+    test has two."""
     sequences = [(1, context) for context in (1, 15, 64, 65, 400)]
     monkeypatch.setattr(triton_attention, "PART", part)
     check(sequences, 3, 1, 32, dtype, splits, num_blocks=120)

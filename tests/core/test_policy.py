@@ -32,7 +32,7 @@ class LastFirst(Scheduler):
         return -request.arrival
 
 
-def test_running_order_decides_who_gets_tokens_and_priority_who_is_admitted():
+def test_running_order_decides_about_tokens_and_priority_about_admission():
     scheduler, runner = playing(LastFirst, [12, 12, 12], tokens=16)
     assert [step(scheduler, runner) for _ in range(3)] == [
         [("0", 12), ("1", 4)],
@@ -50,7 +50,7 @@ class DecodesFirst(Scheduler):
 
 
 def test_decodes_first():
-    """With the last first, a new prompt would take the budget from those who decode."""
+    """With the last first, a new prompt would take the budget from the decodes."""
     for cls, plan in ((DecodesFirst, [("0", 1), ("1", 15)]), (None, [("1", 16)])):
         cls = cls or type("LastPrompt", (Scheduler,), {"priority": DecodesFirst.priority})
         scheduler, runner = playing(cls, [5], tokens=16)
@@ -65,7 +65,7 @@ class Second(Scheduler):
         return self.waiting[1] if len(self.waiting) > 1 else None
 
 
-def test_next_waiting_may_be_anybody_or_nobody():
+def test_next_waiting_may_be_any_request_or_none():
     scheduler, runner = playing(Second, [3, 3, 3])
     assert step(scheduler, runner) == [("1", 3), ("2", 3)] and names(scheduler.waiting) == ["0"]
 
@@ -112,7 +112,7 @@ class FirstOfThem(Scheduler):
 
 @pytest.mark.parametrize("cls, victim", [(Scheduler, "2"), (FirstOfThem, "1")])
 def test_victim(cls, victim):
-    """The candidates are those behind the one that needs a block."""
+    """The candidates are the requests behind the one that needs a block."""
     scheduler, runner = playing(cls, [4, 4, 4], max_tokens=9, num_blocks=6)
     while not scheduler.num_preemptions:
         step(scheduler, runner)
@@ -164,7 +164,7 @@ def test_make_room_for_an_urgent_request(num_host_blocks):
 
 
 def test_watermark():
-    """A part of all blocks stays free at admission, unless nobody runs."""
+    """A part of all blocks stays free at admission, unless no request runs."""
     for part, running in (
         (0, ["0", "1", "2"]),
         (0.05, ["0", "1", "2"]),

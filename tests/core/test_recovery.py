@@ -202,8 +202,8 @@ def test_a_request_that_comes_while_suspects_run_apart_waits():
 
 @pytest.mark.parametrize("is_running", [True, False])
 def test_suspects_may_be_aborted(is_running):
-    """Those that run: the others, which wait apart, are all that is left, and no scheduler is to blame for planning
-    nothing. Or those that wait."""
+    """If the running ones are aborted, the others, which wait apart, are all that is left: no scheduler is to blame for
+    planning nothing."""
     llm = new_llm()
     add_all(llm)
     raise_at(llm.runner, "launch", 1, error=Boom)

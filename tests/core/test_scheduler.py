@@ -251,7 +251,7 @@ def test_a_preempted_request_finds_its_own_blocks_again():
     assert dict(plan)["1"] < done  # not everything is computed again
 
 
-def test_priority_decides_who_goes_first():
+def test_priority_decides_which_request_goes_first():
     class ShortestPromptFirst(Scheduler):
         def priority(self, request):
             return len(request.prompt_token_ids)
@@ -357,8 +357,8 @@ def forget_the_cache(scheduler) -> None:
     ],
 )
 def test_blocks_of_samples_that_have_not_forked_are_reserved(tokens, num_free, last_plan):
-    """3 x 23 tokens, 8 of them shared: 6 + 2 x 4 blocks. Also when the first sample has 2 of its 6: those for its own
-    tokens are reserved, too."""
+    """3 x 23 tokens, 8 of them shared: 6 + 2 x 4 blocks. Also when the first sample has 2 of its 6: the blocks for its
+    own tokens are reserved, too."""
     scheduler = new_scheduler(num_blocks=40, tokens=tokens, enable_prefix_caching=False)
     runner = FakeRunner(4, vocab_size=50)
     samples, filler = new_request(0, 8, max_tokens=20, n=3), new_request(1, [9] * 20, max_tokens=1)

@@ -128,7 +128,7 @@ def test_on_the_embedded_model():
 
 @pytest.mark.parametrize("num_blocks, tokens", [(500, 2048), (500, 16), (32, 2048), (32, 16)])
 def test_beams_samples_and_greedy_requests_in_one_batch(models, num_blocks, tokens):
-    """With plenty and with little memory: everybody gets the tokens that they get alone."""
+    """With plenty and with little memory: each request gets the tokens that it gets alone."""
     _, path = models["qwen3"]
     all_params = [
         BeamSearchParams(beam_width=4, max_tokens=12),

@@ -220,8 +220,8 @@ def test_default_params_are_the_models_own(llm):
     }
 
 
-def test_text_is_made_when_somebody_reads_it(llm, monkeypatch):
-    """Not after each token; and whoever reads often gets the same as who reads once."""
+def test_text_is_made_when_it_is_read(llm, monkeypatch):
+    """Not after each token; reading often and reading once give the same."""
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     added = []
     add = Text.add

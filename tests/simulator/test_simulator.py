@@ -357,7 +357,7 @@ class HasLargerLimits(Scheduler):
     ],
 )
 def test_answers_and_limits_are_those_that_were_given(scheduler, message):
-    """Not those that the scheduler says."""
+    """Not the answers and limits that the scheduler says."""
     jobs = [Job(0.0, ((i, 30),), 9) for i in range(1, 9)]
     config = Config(**{**SMALL, "num_blocks": 64, "max_num_batched_tokens": 64, "max_num_seqs": 4})
     with pytest.raises(ScheduleError, match=f"^step .*{message}"):

@@ -19,8 +19,8 @@ MODULES = {name_of(path): ast.parse(path.read_text()) for path in PACKAGE.rglob(
 
 
 def imported(node: ast.AST, everywhere: bool) -> set[str]:
-    """Our modules that a module imports when it is loaded; with `everywhere` also those that its functions import, and
-    those that it imports for its types only, under `if TYPE_CHECKING:`.
+    """Our modules that a module imports when it is loaded; with `everywhere` also what its functions import, and
+    what it imports for its types only, under `if TYPE_CHECKING:`.
     """
     found: set[str] = set()
     for child in ast.iter_child_nodes(node):

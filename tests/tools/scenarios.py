@@ -88,7 +88,7 @@ def check_plan(scheduler: Scheduler, schedule: Schedule) -> None:
         assert sampled in (set(), set(request.unfinished))
     sources = {source for source, _ in schedule.moves.copies}
     targets = [target for _, target in schedule.moves.copies]
-    # nothing is copied that nobody else owns
+    # what is copied has owners
     assert all(manager.blocks[i].ref_count > 0 for i in sources)
     assert all(manager.blocks[i].ref_count > 0 for i in targets)
     assert len(set(targets)) == len(targets)

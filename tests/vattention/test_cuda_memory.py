@@ -126,7 +126,7 @@ def no_gpu(monkeypatch):
 
 
 class Memory(CudaMemory):
-    """A view is zeros that nobody sees: there is no GPU."""
+    """A view is memory that no kernel reads: there is no GPU."""
 
     def view(self, address, num_bytes):
         return torch.empty(num_bytes, dtype=torch.uint8)
@@ -221,7 +221,7 @@ def test_an_engine_with_long_rows_begins_with_few_calls(num_seqs):
     assert driver.has_all_back() and driver.num_calls < 20 + 3 * 3 * num_seqs
 
 
-def test_memory_is_given_back_when_nobody_reads_it(no_gpu):
+def test_memory_is_given_back_when_no_kernel_reads_it(no_gpu):
     driver = Driver(4)
     memory = Memory(3 * PAGE, DEVICE, driver)
     memory.wait()

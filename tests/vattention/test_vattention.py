@@ -1,4 +1,4 @@
-"""vAttention: mapped memory against a dictionary of pages, attention against dense attention, tokens against those of
+"""vAttention: mapped memory against a dictionary of pages, attention against dense attention, tokens against
 paging in software, and nothing left behind.
 
 Run: pytest tests/vattention/test_vattention.py [-k rows]
@@ -291,13 +291,13 @@ def test_only_what_is_new_is_mapped():
 
 
 def test_a_conversation_goes_on_where_it_was():
-    """Its blocks are still mapped when it comes back, if nobody needed its row."""
+    """Its blocks are still mapped when it comes back, if no other sequence needed its row."""
     table = counted_table()
     table.show([[5, 6], [7]], [0, 0])
     table.show([[7]], [3])
     mapped = table.memory.mapped
     assert table.show([[7], [5, 6, 1]], [4, 8]) == [1, 0] and table.memory.mapped == mapped + 1
-    table.show([[2], [3], [4], [9]], [0] * 4)  # who comes needs all rows
+    table.show([[2], [3], [4], [9]], [0] * 4)  # the new sequences need all rows
     assert table.shown == [[2], [3], [4], [9]] and table.memory.unmapped == 2
 
 
@@ -407,7 +407,7 @@ def test_what_is_no_number_stays_with_its_sequence(value):
     others = batch.slot_mapping.clone()
     batch.slot_mapping = (
         others + 1
-    )  # the next token's place, behind the end of those that have room
+    )  # the next token's place, behind the end of sequences that have room
     vattention.store_kv(new[0], new[1], batch, 1)
     behind = [1, 3]  # 17 and 18 tokens end within a block
     after = vattention.paged_attention(q, batch, 1, 0.2)
@@ -490,7 +490,7 @@ def test_a_mapping_that_fails_ends_one_step_and_the_engine_goes_on(path, monkeyp
 
 
 def test_engines_leave_nothing_behind(path, request):
-    """Neither do those that fail at their start."""
+    """Neither do engines that fail at their start."""
     before = our_mappings(), our_files(), len(os.listdir("/proc/self/fd"))
     for i in range(50 if request.config.getoption("--slow") else 5):
         llm = LLM(path, attention_backend="vattention", num_blocks=20, max_num_seqs=4)
