@@ -218,14 +218,6 @@ def test_writing_into_a_full_block_that_was_forked_in_its_middle(parent_stays):
     check_blocks(manager, [child, again, parent])
 
 
-def test_without_prefix_caching_nothing_is_found():
-    manager = BlockManager(num_blocks=8, block_size=2, enable_prefix_caching=False)
-    compute(manager, new_sequence(range(8)))
-    probe = new_sequence(range(8))
-    manager.take_prefix(probe)
-    assert probe.num_computed_tokens == 0 and not manager.findable
-
-
 def test_blocks_that_one_has_to_spare_are_no_use_to_another():
     """num_new_blocks: a chunk of a prompt that has all its blocks lacks none, and not less than none."""
     manager = BlockManager(num_blocks=8, block_size=4)
