@@ -112,23 +112,6 @@ def test_block_size_does_not_matter(checkpoints, block_size):
     assert token_ids(engine.generate(prompts, greedy_params(), use_tqdm=False)) == expected
 
 
-def test_other_shapes(tmp_path):
-    """GQA ratio 7, a head_dim that is not hidden / heads, tied embeddings."""
-    model = new_model(
-        "qwen3", num_attention_heads=7, num_key_value_heads=1, head_dim=20, tie_word_embeddings=True
-    )
-    engine = LLM(
-        save(model, tmp_path),
-        dtype="float32",
-        num_blocks=12,
-        block_size=BLOCK,
-        max_num_batched_tokens=16,
-    )
-    prompts = [[i] * (3 * i + 1) for i in range(8)]
-    expected = [greedy(model, prompt, 8) for prompt in prompts]
-    assert token_ids(engine.generate(prompts, greedy_params(8), use_tqdm=False)) == expected
-
-
 def test_max_model_len_ends_the_output(checkpoints):
     _, prompts, expected = checkpoints["qwen3"]
     engine = new_engine(checkpoints, max_model_len=20)

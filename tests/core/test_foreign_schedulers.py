@@ -114,47 +114,29 @@ class FromTheWrongToken(Scheduler):
         return schedule
 
 
-@pytest.mark.parametrize(
-    "cls, message",
-    [
-        (
-            Nothing,
-            r"Nothing.schedule\(\): it planned nothing, but there are unfinished requests: \['0', '1'\]",
-        ),
-        (NoSchedule, r"NoSchedule.schedule\(\): it returned None, and not a Schedule"),
-        (
-            Forgetful,
-            r"planned nothing, but there are unfinished requests: \['1'\]; neither waiting nor running: \['1'\]",
-        ),
-        (Twice, r"Twice.schedule\(\): Sequence\(0.0: .*\) is in the schedule twice"),
-        (OverBudget, "the schedule has 80 tokens, but max_num_batched_tokens=40"),
-        (NoBlocks, r"is to compute 40 tokens, but lacks blocks for them: allocate them first"),
-        (
-            NotRunning,
-            "is in the schedule, but it has ended, or its request is not in scheduler.running",
-        ),
-        (TooManyTokens, "is to compute 41 tokens, but 40 are missing"),
-        (
-            ForgetsMoves,
-            "blocks are to be moved, but the schedule lacks them: call take_moves last",
-        ),
-        (
-            NoCopies,
-            r"is to write into block \d+, which others read: allocate copies it first",
-        ),
-        (
-            TakesAnItemOut,
-            "who gets a token does not follow from its items: only commit adds an item",
-        ),
-        (FromTheWrongToken, "is to compute tokens from 1 on, but that is not the next one"),
-        (HalfOfTheSamples, "2 of 3 sequences of 1 would get a token: it must be all or none"),
-    ],
-)
-def test_a_scheduler_that_is_half_right_is_told_so(cls, message):
+SAID = {
+    Nothing: r"Nothing.schedule\(\): it planned nothing, but there are unfinished requests: \['0', '1'\]",
+    NoSchedule: r"NoSchedule.schedule\(\): it returned None, and not a Schedule",
+    Forgetful: r"there are unfinished requests: \['1'\]; neither waiting nor running: \['1'\]",
+    Twice: r"Twice.schedule\(\): Sequence\(0.0: .*\) is in the schedule twice",
+    OverBudget: "the schedule has 80 tokens, but max_num_batched_tokens=40",
+    NoBlocks: "is to compute 40 tokens, but lacks blocks for them: allocate them first",
+    NotRunning: "is in the schedule, but it has ended, or its request is not in scheduler.running",
+    TooManyTokens: "is to compute 41 tokens, but 40 are missing",
+    ForgetsMoves: "blocks are to be moved, but the schedule lacks them: call take_moves last",
+    NoCopies: r"is to write into block \d+, which others read: allocate copies it first",
+    TakesAnItemOut: "who gets a token does not follow from its items: only commit adds an item",
+    FromTheWrongToken: "is to compute tokens from 1 on, but that is not the next one",
+    HalfOfTheSamples: "2 of 3 sequences of 1 would get a token: it must be all or none",
+}
+
+
+@pytest.mark.parametrize("cls", SAID)
+def test_a_scheduler_that_is_half_right_is_told_so(cls):
     llm = new_llm(scheduler_cls=cls)
     n = 3 if cls in (ForgetsMoves, NoCopies, HalfOfTheSamples, TakesAnItemOut) else 1
     prompts = [[1] * (38 if n == 3 else 40), [2] * 40]
-    with pytest.raises(ScheduleError, match=message):
+    with pytest.raises(ScheduleError, match=SAID[cls]):
         llm.generate(prompts, SamplingParams(n=n, max_tokens=5, seed=1), use_tqdm=False)
     check_clean(llm)
     llm.add_request([3])
@@ -212,36 +194,25 @@ def test_what_is_findable_must_be_computed(cls):
 # --- what a method returns or leaves undone ---
 
 
-def choosing(name: str, **methods) -> type[Scheduler]:
-    return type(name, (Scheduler,), methods)
+CHOICES = [
+    ("victim", lambda self, _: self.waiting[0], r"Request\(2\) is not one of \[Request\(1\)\]"),
+    ("victim", lambda self, _: self.running[0], r"Request\(0\) is not one of \[Request\(1\)\]"),
+    ("victim", lambda *_: None, "None is not one of "),
+    (
+        "next_waiting",
+        lambda self: (self.running + self.waiting)[0],
+        r"Request\(0\) is not one of \[Request\(1\), Request\(2\)\]",
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    "cls, message",
-    [
-        (
-            choosing("NotRunning", victim=lambda self, candidates: self.waiting[0]),
-            r"NotRunning.victim\(\): Request\(2\) is not one of \[Request\(1\)\]",
-        ),
-        (
-            choosing("NotWaiting", next_waiting=lambda self: (self.running + self.waiting)[0]),
-            r"NotWaiting.next_waiting\(\): Request\(0\) is not one of \[Request\(1\), Request\(2\)\]",
-        ),
-        (
-            choosing("Nothing", victim=lambda self, candidates: None),
-            r"Nothing.victim\(\): None is not one of ",
-        ),
-        (
-            choosing("Served", victim=lambda self, candidates: self.running[0]),
-            r"Served.victim\(\): Request\(0\) is not one of \[Request\(1\)\]",
-        ),
-    ],
-)
-def test_a_request_that_cannot_be_chosen(cls, message):
+@pytest.mark.parametrize("method, choose, message", CHOICES)
+def test_a_request_that_cannot_be_chosen(method, choose, message):
+    cls = type("Wrong", (Scheduler,), {method: choose})
     scheduler, runner = new_scheduler(num_blocks=4, seqs=2, cls=cls), FakeRunner(4)
     for i in range(3):
         scheduler.add(new_request(i, [i] * 4, max_tokens=9))
-    with pytest.raises(ScheduleError, match=message):
+    with pytest.raises(ScheduleError, match=rf"Wrong.{method}\(\): {message}"):
         for _ in range(10):
             step(scheduler, runner)
 

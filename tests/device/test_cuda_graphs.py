@@ -199,19 +199,6 @@ def test_the_buffer_holds_every_step(max_num_seqs, max_model_len):
     assert needed <= graphs.buffer.nbytes <= 2 * needed + 500
 
 
-def test_rows_that_are_not_needed_are_padding():
-    graphs, step = new_graphs(), step_of(3, [])
-    padded = graphs.padded(step, Size(4))
-    batch = padded.batch
-    assert batch.num_decodes == 4 and batch.block_tables is step.batch.block_tables
-    assert padded.sampled_rows.tolist() == [0, 1, 2]
-    assert padded.input_ids.tolist() == [1, 2, 3, 0]
-    assert batch.slot_mapping.tolist() == [100, 101, 102, -1]
-    assert batch.context_lens.tolist() == [50, 51, 52, 0]
-    assert batch.cu_seqlens_q.tolist() == [0, 1, 2, 3, 4]
-    assert batch.cu_blocks[:3].tolist() == [0, 1, 2]
-
-
 def test_chunks_come_behind_the_padding_of_decodes(monkeypatch):
     monkeypatch.setattr("nanovllm.device.cuda_graphs.MAX_CHUNKS", 3)
     graphs, step = new_graphs(), step_of(2, [3, 2])
