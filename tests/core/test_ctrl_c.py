@@ -1,5 +1,5 @@
 """A Ctrl-C at any line of the engine, of a scheduler's hook or of a report, once or twice, loses no output, no token and
-no block, and leaves nothing behind.
+no block, and leaves nothing behind. Ranks are in parallel/test_parallel.py, a server in server/test_server_hostile.py.
 
 Run: pytest tests/core/test_ctrl_c.py [-k signal]
 At every line of the engine, not at some: NANOVLLM_EVERY_LINE=1 pytest tests/core/test_ctrl_c.py -k any_line

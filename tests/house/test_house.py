@@ -193,3 +193,10 @@ def test_the_root_holds_what_belongs_there():
         pytest.skip(f"git says: {listing.stderr}")
     paths = listing.stdout.split("\0")
     assert {path.partition("/")[0] for path in paths if path} == IN_THE_ROOT
+
+
+def test_a_file_of_tests_is_no_library():
+    """What several files of tests share is in tests/tools."""
+    importing = re.compile(r"^ *(from|import) ([\w.]+\.)?test_", re.MULTILINE)
+    for path in (ROOT / "tests").rglob("*.py"):
+        assert not importing.search(path.read_text()), path
