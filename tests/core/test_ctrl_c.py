@@ -129,6 +129,7 @@ def use(llm) -> None:
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_ctrl_c_at_any_line(setting, pytestconfig):
     num_lines = 20 if pytestconfig.getoption("--slow") else 4
+    answered_requests()  # before lines are counted
     llm = new_llm(**SETTINGS[setting])
     with Interrupter() as counter:
         use(llm)
@@ -141,7 +142,8 @@ def test_ctrl_c_at_any_line(setting, pytestconfig):
             use(llm)
         places.add(interrupter.place)
         check_clean(llm)
-    assert len(places) > num_lines // 2  # a run after a recovery has not always as many lines
+    # a run after a recovery has not always as many lines
+    assert len(places - {None}) > num_lines // 2
 
 
 def test_ctrl_c_by_a_real_signal():

@@ -25,12 +25,14 @@ from fake_engine import (
     result,
 )
 from fake_model import FakeRunner
+from garbage import look_at_little_garbage
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.schedule import ScheduleError
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
 
+assert look_at_little_garbage  # a fixture
 HOOKS = ("add", "priority", "running_order", "next_waiting", "may_admit", "step_budget", "make_room", "reason_to_end",
          "finish", "update", "schedule", "commit", "admit", "tokens_to_compute")  # fmt: skip
 
@@ -246,14 +248,6 @@ def test_a_stream_of_one_engine_is_collected_within_a_step_of_another():
     other.runner.launch = lambda schedule: (streams.clear(), run(schedule))[1]
     other.step()
     check_clean(one)
-
-
-@pytest.fixture
-def little_garbage():
-    """A collection looks only at what is made from here on."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import pytest
 import torch
 from checkpoints import new_model, save
 from dense_attention import dense_attention
+from garbage import look_at_little_garbage
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,6 +31,7 @@ from nanovllm.vattention.memory import HostMemory, System, mappings_free
 from nanovllm.vattention.ops import Layout, neighbors
 from tutorials.performance.batches import random_batch
 
+assert look_at_little_garbage  # a fixture
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="memfd_create is Linux's")
 
 ROOT = Path(__file__).parents[2]
@@ -52,7 +54,7 @@ def link_of(name: str) -> str:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left():
+def nothing_is_left(little_garbage):
     """Of any test: what is mapped, the files, and the addresses."""
     gc.collect()
     before = our_mappings(), our_files()
