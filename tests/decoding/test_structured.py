@@ -333,7 +333,7 @@ def test_other_rows_stay_as_they_are(source):
 )
 def test_both_backends_draw_what_is_allowed(source, options):
     """Also where a kernel sees nothing but forbidden tokens first, and where the filters would keep others."""
-    rows = 8
+    rows = 4
     vocab_size = 5000
     larger = SimpleNamespace(**{**vars(source), "vocab_size": vocab_size, "vocabulary": None})
     seq = new_seq(larger, choice=["!", "zz"])

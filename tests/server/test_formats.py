@@ -124,7 +124,7 @@ def test_several_calls_may_be_made(server):
     digit["additionalProperties"] = False
     tools = [{"type": "function", "function": {"name": "f", "parameters": digit}}]
     body = {**CHAT, "tools": tools, "tool_choice": "required"}
-    lengths = [(seed, 120) for seed in range(4)] + [(0, 3)]
+    lengths = [(0, 120), (1, 120), (0, 3)]
     found = [
         server.post(CHATS, {**body, "seed": seed, "max_tokens": length})["choices"][0]
         for seed, length in lengths
