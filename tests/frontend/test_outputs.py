@@ -1,4 +1,5 @@
-"""Outputs as users get them: whole texts, copies, what is new in each, and the names that users of vLLM know.
+"""Outputs as users get them: whole texts, copies, what is new in each, and the names that users of vLLM know; and what
+the statistics count.
 
 Run: pytest tests/frontend/test_outputs.py [-k pickled]
 """
@@ -7,6 +8,7 @@ import copy
 import pickle
 
 import pytest
+from fake_engine import new_llm
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.frontend.streaming import Reader
@@ -109,3 +111,20 @@ def test_a_reader_sees_what_the_cache_had_while_the_request_runs(real_llm):
     assert output.num_cached_tokens > 0 and not output.finished
     while real_llm.has_unfinished():
         real_llm.step()
+
+
+def test_statistics_of_samples_that_share_their_prompt():
+    """Of 8 tokens in two blocks, with 3 samples of 6 tokens, then of one request that finds the first block."""
+    llm = new_llm()
+    llm.generate([[5] * 8], SamplingParams(n=3, max_tokens=6, ignore_eos=True), use_tqdm=False)
+    expected = {"prompt_tokens": 8, "computed_tokens": 8 + 3 * 5, "output_tokens": 18, "steps": 6}
+    expected |= {"kv_blocks_used": 0, "kv_blocks_used_peak": 2 + 3 * 2, "preemptions": 0}
+    stats = llm.stats()
+    assert {name: stats[name] for name in expected} == expected
+    llm.add_request([5] * 7, SamplingParams(max_tokens=9))
+    llm.step()
+    stats = llm.stats()
+    assert (stats["requests_running"], stats["requests_waiting"]) == (1, 0)
+    assert (stats["kv_blocks_used"], stats["kv_blocks_used_peak"]) == (2, 8)
+    assert (stats["prompt_tokens"], stats["prefix_cache_hit_tokens"]) == (15, 4)
+    assert stats["computed_tokens"] == 8 + 3 * 5 + 3
