@@ -22,89 +22,63 @@ from nanovllm.scheduler import Scheduler
 NAN = math.nan
 
 
-@pytest.mark.parametrize(
-    "field, value",
-    [
-        ("n", 0),
-        ("n", 1.5),
-        ("n", True),
-        ("temperature", -0.1),
-        ("temperature", NAN),
-        ("temperature", math.inf),
-        ("temperature", "hot"),
-        ("top_k", -2),
-        ("top_k", 2.0),
-        ("top_p", 0),
-        ("top_p", 1.01),
-        ("top_p", NAN),
-        ("min_p", -0.1),
-        ("min_p", 1.1),
-        ("max_tokens", 0),
-        ("max_tokens", -1),
-        ("min_tokens", -1),
-        ("min_tokens", 257),
-        ("presence_penalty", 2.1),
-        ("frequency_penalty", NAN),
-        ("frequency_penalty", "1"),
-        ("repetition_penalty", 0),
-        ("repetition_penalty", True),
-        ("logit_bias", {"5": 1.0}),
-        ("logit_bias", {5: 101}),
-        ("logit_bias", {-1: 1}),
-        ("logit_bias", [5]),
-        ("prompt_logprobs", 21),
-        ("prompt_logprobs", True),
-        ("skip_special_tokens", 1),
-        ("include_stop_str_in_output", None),
-        ("stop", ""),
-        ("stop", ["a", ""]),
-        ("stop", [1]),
-        ("stop", 5),
-        ("ignore_eos", "false"),
-        ("stop_token_ids", [-1]),
-        ("stop_token_ids", ["a"]),
-        ("stop_token_ids", 0),
-        ("seed", -1),
-        ("seed", 2**63),
-        ("logprobs", -1),
-        ("logprobs", 21),
-    ],
-)
+def pairs(wrong: dict[str, list]) -> list[tuple]:
+    return [(field, value) for field, values in wrong.items() for value in values]
+
+
+WRONG_PARAMS = {
+    "n": [0, 1.5, True],
+    "temperature": [-0.1, NAN, math.inf, "hot"],
+    "top_k": [-2, 2.0],
+    "top_p": [0, 1.01, NAN],
+    "min_p": [-0.1, 1.1],
+    "max_tokens": [0, -1],
+    "min_tokens": [-1, 257],
+    "presence_penalty": [2.1],
+    "frequency_penalty": [NAN, "1"],
+    "repetition_penalty": [0, True],
+    "logit_bias": [{"5": 1.0}, {5: 101}, {-1: 1}, [5]],
+    "prompt_logprobs": [21, True],
+    "skip_special_tokens": [1],
+    "include_stop_str_in_output": [None],
+    "stop": ["", ["a", ""], [1], 5],
+    "ignore_eos": ["false"],
+    "stop_token_ids": [[-1], ["a"], 0],
+    "seed": [-1, 2**63],
+    "logprobs": [-1, 21],
+    "extra_args": [[], "a", 5, {1, 2}],
+}
+
+
+@pytest.mark.parametrize("field, value", pairs(WRONG_PARAMS))
 def test_sampling_params_name_the_field_the_value_and_what_is_allowed(field, value):
     with pytest.raises(ValueError) as error:
         SamplingParams(**{field: value})
     assert str(error.value).startswith(f"{field}={value!r} is not allowed: it must be ")
 
 
-@pytest.mark.parametrize(
-    "field, value",
-    [
-        ("dtype", "float64"),
-        ("device", "tpu"),
-        ("device", "cuda:x"),
-        ("device", "auto:0"),
-        ("device", "cuda:"),
-        ("model", 5),
-        ("max_model_len", 0),
-        ("max_num_seqs", 0),
-        ("max_num_batched_tokens", -5),
-        ("block_size", 0),
-        ("num_blocks", 0),
-        ("gpu_memory_utilization", 0),
-        ("gpu_memory_utilization", 1.5),
-        ("kv_cache_gib", -1),
-        ("kv_cache_gib", NAN),
-        ("kv_cache_gib", math.inf),
-        ("swap_gib", 0),
-        ("swap_gib", "4"),
-        ("preemption_mode", "hope"),
-        ("attention_backend", "magic"),
-        ("seed", -1),
-        ("scheduler_cls", int),
-        ("block_manager_cls", "BlockManager"),
-        ("enable_prefix_caching", "yes"),
-    ],
-)
+WRONG_OPTIONS = {
+    "dtype": ["float64"],
+    "device": ["tpu", "cuda:x", "auto:0", "cuda:"],
+    "model": [5],
+    "max_model_len": [0],
+    "max_num_seqs": [0],
+    "max_num_batched_tokens": [-5],
+    "block_size": [0],
+    "num_blocks": [0],
+    "gpu_memory_utilization": [0, 1.5],
+    "kv_cache_gib": [-1, NAN, math.inf],
+    "swap_gib": [0, "4"],
+    "preemption_mode": ["hope"],
+    "attention_backend": ["magic"],
+    "seed": [-1],
+    "scheduler_cls": [int],
+    "block_manager_cls": ["BlockManager"],
+    "enable_prefix_caching": ["yes"],
+}
+
+
+@pytest.mark.parametrize("field, value", pairs(WRONG_OPTIONS))
 def test_config_names_the_field_the_value_and_what_is_allowed(field, value):
     with pytest.raises(ValueError) as error:
         Config(**{field: value})

@@ -67,7 +67,7 @@ def test_no_torch():
     code = "import sys; from nanovllm.simulator.simulation import simulate; from tutorials.simulation.metrics import summary, table; "
     code += "from tutorials.simulation.workloads import poisson, sharegpt, workload; "
     code += "print(table({'a': summary(simulate(workload(poisson(5), sharegpt(), 20)))})); "
-    code += "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
+    code += "assert not {'torch', 'numpy', 'transformers', 'matplotlib'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True)
 
 
