@@ -5,6 +5,7 @@ Run: pytest tests/core/test_attention.py [-k borders]
 
 import pytest
 import torch
+from dense_attention import dense_attention
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,15 +13,6 @@ from nanovllm.layers import attention
 from nanovllm.layers.torch_attention import Layout, group_by_context
 from nanovllm.layers.torch_ops import layout, paged_attention, store_kv
 from tutorials.performance.batches import BORDERS, random_batch
-
-
-def dense_attention(q, k, v, scale):
-    """q [Q, heads, d], the last Q of k and v [S, kv_heads, d]'s positions."""
-    groups = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    scores = torch.einsum("qhd,shd->hqs", q, k) * scale
-    ahead = torch.arange(len(k)) > torch.arange(len(k) - len(q), len(k)).unsqueeze(1)
-    return torch.einsum("hqs,shd->qhd", scores.masked_fill(ahead, float("-inf")).softmax(-1), v)
 
 
 def check(sequences, num_heads, num_kv_heads, head_dim, **kwargs):

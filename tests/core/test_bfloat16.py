@@ -65,6 +65,7 @@ def compare(output, other, allowed: float) -> None:
             assert abs(number(row[token_id]) - number(other_row[token_id])) <= allowed
 
 
+@pytest.mark.slow(but_every=2)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_log_probability_moves_little_with_the_batch(alone, way):
     if way == "vattention" and not hasattr(os, "memfd_create"):
@@ -73,6 +74,7 @@ def test_a_log_probability_moves_little_with_the_batch(alone, way):
         compare(output, other, MOST)
 
 
+@pytest.mark.slow
 def test_in_float32_it_does_not_move():
     expected = answers(one_by_one=True, dtype="float32")
     for output, other in zip(answers(dtype="float32"), expected, strict=True):

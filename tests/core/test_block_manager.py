@@ -9,18 +9,14 @@ from fake_model import FakeRunner
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from scheduling import new_sequence
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.checks.blocks import check_blocks
 from nanovllm.frontend.stats import slot_usage
-from nanovllm.sampling_params import SamplingParams
 from nanovllm.schedule import Item
-from nanovllm.sequence import Request, Sequence
+from nanovllm.sequence import Sequence
 from nanovllm.swapping.blocks import free_host, swap_in, swap_out
-
-
-def new_sequence(token_ids) -> Sequence:
-    return Request("r", None, list(token_ids), SamplingParams()).sequences[0]
 
 
 def next_item(seq: Sequence) -> Item:
@@ -85,7 +81,7 @@ def test_no_part_of_a_block_is_copied_before_the_step_that_writes_it():
     late = new_sequence([0, 1, 2, 3, 4, 9])
     manager.allocate(parent, 9)
     manager.publish(parent, 8)
-    parent.num_computed_tokens = 8  # as for somebody who has found them in the same step
+    parent.num_computed_tokens = 8  # as if another request had found them in the same step
     manager.fork(parent, early, 5)
     assert early.num_computed_tokens == 4 and len(early.block_table) == 1
     manager.unwritten.clear()
@@ -202,7 +198,7 @@ def test_the_first_write_into_a_shared_block_copies_it():
 
 @pytest.mark.parametrize("parent_stays", [True, False])
 def test_writing_into_a_full_block_that_was_forked_in_its_middle(parent_stays):
-    """It is copied if somebody else reads it. If not, it can no longer be found, since it will hold
+    """It is copied if another sequence reads it. If not, it can no longer be found, since it will hold
     something else."""
     manager = BlockManager(num_blocks=8, block_size=4)
     parent, child = new_sequence(range(8)), new_sequence([0, 1, 2, 3, 4, 9])
@@ -222,12 +218,15 @@ def test_writing_into_a_full_block_that_was_forked_in_its_middle(parent_stays):
     check_blocks(manager, [child, again, parent])
 
 
-def test_without_prefix_caching_nothing_is_found():
-    manager = BlockManager(num_blocks=8, block_size=2, enable_prefix_caching=False)
-    compute(manager, new_sequence(range(8)))
-    probe = new_sequence(range(8))
-    manager.take_prefix(probe)
-    assert probe.num_computed_tokens == 0 and not manager.findable
+def test_blocks_that_one_has_to_spare_are_no_use_to_another():
+    """num_new_blocks: a chunk of a prompt that has all its blocks lacks none, and not less than none."""
+    manager = BlockManager(num_blocks=8, block_size=4)
+    chunked, decoding = new_sequence(range(16)), new_sequence(range(50, 54))
+    manager.allocate(chunked, 16)
+    manager.allocate(decoding, 4)
+    decoding.num_computed_tokens = 4
+    decoding.token_ids.append(1)
+    assert manager.num_new_blocks([(chunked, 0, 3), (decoding, 4, 1)]) == 1
 
 
 class RandomUse(RuleBasedStateMachine):

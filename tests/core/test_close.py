@@ -1,4 +1,4 @@
-"""LLM.close, and `with LLM() as llm`: what an engine holds is given back, whoever still refers to it.
+"""LLM.close, and `with LLM() as llm`: what an engine holds is given back, although references to it are left.
 
 Run: pytest tests/core/test_close.py --slow
 """

@@ -1,4 +1,4 @@
-"""Every option is checked, a wrong one is named with what is allowed, and nobody changes what the
+"""Every option is checked, a wrong one is named with what is allowed, and no caller changes what the
 user configured.
 
 Run: pytest tests/core/test_config.py [-k nearest]
@@ -17,93 +17,68 @@ from nanovllm import LLM
 from nanovllm.config import EMBEDDED_MODEL, TOKENS_PER_STEP, Config, Limits
 from nanovllm.model_runner import choose_dtype
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.scheduler import Scheduler
 
 NAN = math.nan
 
 
-@pytest.mark.parametrize(
-    "field, value",
-    [
-        ("n", 0),
-        ("n", 1.5),
-        ("n", True),
-        ("temperature", -0.1),
-        ("temperature", NAN),
-        ("temperature", math.inf),
-        ("temperature", "hot"),
-        ("top_k", -2),
-        ("top_k", 2.0),
-        ("top_p", 0),
-        ("top_p", 1.01),
-        ("top_p", NAN),
-        ("min_p", -0.1),
-        ("min_p", 1.1),
-        ("max_tokens", 0),
-        ("max_tokens", -1),
-        ("min_tokens", -1),
-        ("min_tokens", 257),
-        ("presence_penalty", 2.1),
-        ("frequency_penalty", NAN),
-        ("frequency_penalty", "1"),
-        ("repetition_penalty", 0),
-        ("repetition_penalty", True),
-        ("logit_bias", {"5": 1.0}),
-        ("logit_bias", {5: 101}),
-        ("logit_bias", {-1: 1}),
-        ("logit_bias", [5]),
-        ("prompt_logprobs", 21),
-        ("prompt_logprobs", True),
-        ("skip_special_tokens", 1),
-        ("include_stop_str_in_output", None),
-        ("stop", ""),
-        ("stop", ["a", ""]),
-        ("stop", [1]),
-        ("stop", 5),
-        ("ignore_eos", "false"),
-        ("stop_token_ids", [-1]),
-        ("stop_token_ids", ["a"]),
-        ("stop_token_ids", 0),
-        ("seed", -1),
-        ("seed", 2**63),
-        ("logprobs", -1),
-        ("logprobs", 21),
-    ],
-)
+def pairs(wrong: dict[str, list]) -> list[tuple]:
+    return [(field, value) for field, values in wrong.items() for value in values]
+
+
+WRONG_PARAMS = {
+    "n": [0, 1.5, True],
+    "temperature": [-0.1, NAN, math.inf, "hot"],
+    "top_k": [-2, 2.0],
+    "top_p": [0, 1.01, NAN],
+    "min_p": [-0.1, 1.1],
+    "max_tokens": [0, -1],
+    "min_tokens": [-1, 257],
+    "presence_penalty": [2.1],
+    "frequency_penalty": [NAN, "1"],
+    "repetition_penalty": [0, True],
+    "logit_bias": [{"5": 1.0}, {5: 101}, {-1: 1}, [5]],
+    "prompt_logprobs": [21, True],
+    "skip_special_tokens": [1],
+    "include_stop_str_in_output": [None],
+    "stop": ["", ["a", ""], [1], 5],
+    "ignore_eos": ["false"],
+    "stop_token_ids": [[-1], ["a"], 0],
+    "seed": [-1, 2**63],
+    "logprobs": [-1, 21],
+    "extra_args": [[], "a", 5, {1, 2}],
+}
+
+
+@pytest.mark.parametrize("field, value", pairs(WRONG_PARAMS))
 def test_sampling_params_name_the_field_the_value_and_what_is_allowed(field, value):
     with pytest.raises(ValueError) as error:
         SamplingParams(**{field: value})
     assert str(error.value).startswith(f"{field}={value!r} is not allowed: it must be ")
 
 
-@pytest.mark.parametrize(
-    "field, value",
-    [
-        ("dtype", "float64"),
-        ("device", "tpu"),
-        ("device", "cuda:x"),
-        ("device", "auto:0"),
-        ("device", "cuda:"),
-        ("model", 5),
-        ("max_model_len", 0),
-        ("max_num_seqs", 0),
-        ("max_num_batched_tokens", -5),
-        ("block_size", 0),
-        ("num_blocks", 0),
-        ("gpu_memory_utilization", 0),
-        ("gpu_memory_utilization", 1.5),
-        ("kv_cache_gib", -1),
-        ("kv_cache_gib", NAN),
-        ("kv_cache_gib", math.inf),
-        ("swap_gib", 0),
-        ("swap_gib", "4"),
-        ("preemption_mode", "hope"),
-        ("attention_backend", "magic"),
-        ("seed", -1),
-        ("scheduler_cls", int),
-        ("block_manager_cls", "BlockManager"),
-        ("enable_prefix_caching", "yes"),
-    ],
-)
+WRONG_OPTIONS = {
+    "dtype": ["float64"],
+    "device": ["tpu", "cuda:x", "auto:0", "cuda:"],
+    "model": [5],
+    "max_model_len": [0],
+    "max_num_seqs": [0],
+    "max_num_batched_tokens": [-5],
+    "block_size": [0],
+    "num_blocks": [0],
+    "gpu_memory_utilization": [0, 1.5],
+    "kv_cache_gib": [-1, NAN, math.inf],
+    "swap_gib": [0, "4"],
+    "preemption_mode": ["hope"],
+    "attention_backend": ["magic"],
+    "seed": [-1],
+    "scheduler_cls": [int],
+    "block_manager_cls": ["BlockManager"],
+    "enable_prefix_caching": ["yes"],
+}
+
+
+@pytest.mark.parametrize("field, value", pairs(WRONG_OPTIONS))
 def test_config_names_the_field_the_value_and_what_is_allowed(field, value):
     with pytest.raises(ValueError) as error:
         Config(**{field: value})
@@ -190,7 +165,7 @@ def test_auto_on_a_gpu_is_the_checkpoints_own_16_bits_or_bfloat16(checkpoint, ch
     hf_config, cuda = SimpleNamespace(**{name: checkpoint}), torch.device("cuda")
     for model in ("Qwen/Qwen3-0.6B", EMBEDDED_MODEL):
         assert choose_dtype(Config(model=model), hf_config, cuda) == chosen
-    # who asks for it gets it
+    # a caller that asks for it gets it
     assert choose_dtype(Config(dtype="float32"), hf_config, cuda) == torch.float32
 
 
@@ -274,3 +249,20 @@ def test_the_interpreter_computes_nothing_in_bfloat16(monkeypatch):
 
 def test_a_step_has_room_for_all_seats():
     assert LLM(num_blocks=8, max_num_seqs=500).limits.max_num_batched_tokens == 500
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(num_blocks=10**30), "num_blocks"),  # Overflow when unpacking long long
+        (dict(block_size=2**63, num_blocks=1), "block_size"),
+        (dict(max_model_len=1), "max_model_len=1"),  # accepted, and then no request is
+        (dict(device="cuda:99999999999999999999"), "device="),  # RuntimeError
+        (dict(model="x" * 10000), "model="),  # OSError
+        # an instance: TypeError
+        (dict(scheduler_cls=Scheduler.__new__(Scheduler)), "scheduler_cls="),
+    ],
+)
+def test_what_is_refused_is_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        LLM(**options)

@@ -19,6 +19,19 @@ from nanovllm.sequence import Sequence
 BLOCK, MAX_TOKENS = 4, 12
 
 
+def new_engine(checkpoints, **options) -> LLM:
+    defaults = {"dtype": "float32", "block_size": BLOCK, "num_blocks": 200}
+    return LLM(checkpoints["qwen3"][0], **defaults | options)
+
+
+def finish(llm) -> dict:
+    """Steps until all requests have ended; their outputs by id."""
+    outputs = {}
+    while llm.has_unfinished():
+        outputs |= {output.request_id: output for output in llm.step()}
+    return outputs
+
+
 def greedy_params(max_tokens=MAX_TOKENS, **kwargs) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens, **kwargs)
 
@@ -49,7 +62,7 @@ def checkpoints(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def llm(checkpoints):
-    return LLM(checkpoints["qwen3"][0], dtype="float32", block_size=BLOCK, num_blocks=200)
+    return new_engine(checkpoints)
 
 
 @pytest.fixture(autouse=True)
@@ -93,38 +106,17 @@ def test_greedy_tokens_equal_transformers(checkpoints, family, tokens, num_block
 
 @pytest.mark.parametrize("block_size", [1, 3, 16, 64])
 def test_block_size_does_not_matter(checkpoints, block_size):
-    path, prompts, expected = checkpoints["qwen3"]
-    engine = LLM(
-        path, dtype="float32", block_size=block_size, kv_cache_gib=0.01, max_num_batched_tokens=50
-    )
+    _, prompts, expected = checkpoints["qwen3"]
+    options = {"kv_cache_gib": 0.01, "max_num_batched_tokens": 50}
+    engine = new_engine(checkpoints, block_size=block_size, num_blocks=None, **options)
     assert token_ids(engine.generate(prompts, greedy_params(), use_tqdm=False)) == expected
 
 
-def test_other_shapes(tmp_path):
-    """GQA ratio 7, a head_dim that is not hidden / heads, tied embeddings."""
-    model = new_model(
-        "qwen3", num_attention_heads=7, num_key_value_heads=1, head_dim=20, tie_word_embeddings=True
-    )
-    engine = LLM(
-        save(model, tmp_path),
-        dtype="float32",
-        num_blocks=12,
-        block_size=BLOCK,
-        max_num_batched_tokens=16,
-    )
-    prompts = [[i] * (3 * i + 1) for i in range(8)]
-    expected = [greedy(model, prompt, 8) for prompt in prompts]
-    assert token_ids(engine.generate(prompts, greedy_params(8), use_tqdm=False)) == expected
-
-
 def test_max_model_len_ends_the_output(checkpoints):
-    path, prompts, expected = checkpoints["qwen3"]
-    engine = LLM(path, dtype="float32", max_model_len=20)
-    (output,) = engine.generate([prompts[8]], greedy_params(), use_tqdm=False)
-    assert (
-        output.outputs[0].token_ids == expected[8][:5]
-        and output.outputs[0].finish_reason == "length"
-    )
+    _, prompts, expected = checkpoints["qwen3"]
+    engine = new_engine(checkpoints, max_model_len=20)
+    (output,) = engine.generate([prompts[8]], greedy_params(), use_tqdm=False)[0].outputs
+    assert (output.token_ids, output.finish_reason) == (expected[8][:5], "length")
 
 
 # --- sampling ---
@@ -137,13 +129,7 @@ def test_a_seed_gives_the_same_tokens_in_any_company(llm, checkpoints):
     assert [
         token_ids(llm.generate(p, q, use_tqdm=False))[0] for p, q in zip(prompts, params)
     ] == together
-    tight = LLM(
-        checkpoints["qwen3"][0],
-        dtype="float32",
-        block_size=2,
-        num_blocks=22,
-        max_num_batched_tokens=5,
-    )
+    tight = new_engine(checkpoints, block_size=2, num_blocks=22, max_num_batched_tokens=5)
     assert token_ids(tight.generate(prompts, params, use_tqdm=False)) == together
     assert tight.stats()["preemptions"] > 0
     other = token_ids(
@@ -153,58 +139,21 @@ def test_a_seed_gives_the_same_tokens_in_any_company(llm, checkpoints):
 
 
 def test_without_a_seed_requests_differ_but_engines_agree(checkpoints):
-    path = checkpoints["qwen3"][0]
-    options = dict(dtype="float32", num_blocks=20)
-    first, second, third = (LLM(path, seed=seed, **options) for seed in (0, 0, 1))
-    runs = [
-        token_ids(e.generate([[1, 2, 3]] * 3, SamplingParams(max_tokens=20), use_tqdm=False))
-        for e in (first, second, third)
-    ]
+    engines = [new_engine(checkpoints, seed=seed) for seed in (0, 0, 1)]
+    params = SamplingParams(max_tokens=20)
+    runs = [token_ids(e.generate([[1, 2, 3]] * 3, params, use_tqdm=False)) for e in engines]
     assert runs[0] == runs[1] != runs[2]
     assert runs[0][0] != runs[0][1] != runs[0][2]
 
 
-def test_n_outputs_are_reproducible_and_differ(llm):
-    params = SamplingParams(n=3, seed=5, max_tokens=8)
-    first, second = (llm.generate([[1, 2, 3]], params, use_tqdm=False)[0].outputs for _ in range(2))
-    assert [o.token_ids for o in first] == [o.token_ids for o in second] and [
-        o.index for o in first
-    ] == [0, 1, 2]
-    assert len({tuple(o.token_ids) for o in first}) == 3
-
-
-def test_samples_share_their_prompt(checkpoints):
-    """8 samples of 200 tokens: the prompt is computed once, and held once."""
-    prompt = [i % 160 for i in range(200)]
-    params = SamplingParams(n=8, max_tokens=6, ignore_eos=True)
-    shared = LLM(
-        checkpoints["qwen3"][0],
-        dtype="float32",
-        block_size=4,
-        num_blocks=600,
-        enable_prefix_caching=False,
+def test_samples_differ_and_do_not_depend_on_how_many_there_are(llm):
+    five, two = (
+        llm.generate([[1, 2, 3]], SamplingParams(n=n, seed=5, max_tokens=8), use_tqdm=False)[0]
+        for n in (5, 2)
     )
-    (output,) = shared.generate([prompt], params, use_tqdm=False)
-    stats = shared.stats()
-    assert stats["prompt_tokens"] == 200 and stats["computed_tokens"] == 200 + 8 * 5
-    separate = LLM(
-        checkpoints["qwen3"][0],
-        dtype="float32",
-        block_size=4,
-        num_blocks=600,
-        enable_prefix_caching=False,
-    )
-    separate.generate([prompt] * 8, SamplingParams(max_tokens=6, ignore_eos=True), use_tqdm=False)
-    assert stats["kv_blocks_used_peak"] < separate.stats()["kv_blocks_used_peak"] / 4
-    assert len({tuple(o.token_ids) for o in output.outputs}) == 8
-
-
-def test_a_sample_does_not_depend_on_how_many_there_are(llm):
-    params = SamplingParams(n=5, seed=9, max_tokens=8)
-    five = llm.generate([[1, 2, 3]], params, use_tqdm=False)[0].outputs
-    params = SamplingParams(n=2, seed=9, max_tokens=8)
-    two = llm.generate([[1, 2, 3]], params, use_tqdm=False)[0].outputs
-    assert [o.token_ids for o in five[:2]] == [o.token_ids for o in two]
+    assert [o.token_ids for o in five.outputs[:2]] == [o.token_ids for o in two.outputs]
+    assert [o.index for o in five.outputs] == [0, 1, 2, 3, 4]
+    assert len({tuple(o.token_ids) for o in five.outputs}) == 5
 
 
 def test_logprobs_are_those_of_the_model(llm, checkpoints):
@@ -221,7 +170,7 @@ def test_logprobs_are_those_of_the_model(llm, checkpoints):
         torch.testing.assert_close(torch.tensor(list(found.values())), values, atol=1e-4, rtol=1e-4)
 
 
-def test_logprobs_only_for_those_who_ask(llm):
+def test_logprobs_only_for_requests_that_ask(llm):
     params = [
         greedy_params(3),
         greedy_params(3, logprobs=0),
@@ -239,11 +188,9 @@ def test_stop_token_ids_and_eos(checkpoints, llm, tmp_path):
     _, prompts, expected = checkpoints["qwen3"]
     stop = expected[3][4]
     first = expected[3].index(stop)
-    (output,) = llm.generate([prompts[3]], greedy_params(stop_token_ids=[stop]), use_tqdm=False)
-    assert (
-        output.outputs[0].token_ids == expected[3][: first + 1]
-        and output.outputs[0].finish_reason == "stop"
-    )
+    params = greedy_params(stop_token_ids=[stop])
+    (output,) = llm.generate([prompts[3]], params, use_tqdm=False)[0].outputs
+    assert (output.token_ids, output.finish_reason) == (expected[3][: first + 1], "stop")
     model = new_model("qwen3")
     model.generation_config.eos_token_id = [159, stop]  # a list, as real checkpoints have
     engine = LLM(save(model, tmp_path), dtype="float32")
@@ -272,13 +219,9 @@ def test_requests_may_come_and_go_at_any_step(llm, checkpoints):
     assert aborted and done.keys() | aborted == set(range(len(prompts)))
     for i, output in done.items():
         result = output.outputs[0]
-        if i in aborted:
-            assert (
-                result.finish_reason == "abort"
-                and result.token_ids == expected[i][: len(result.token_ids)]
-            )
-        else:
-            assert result.finish_reason == "length" and result.token_ids == expected[i]
+        assert result.finish_reason == ("abort" if i in aborted else "length")
+        length = len(result.token_ids) if i in aborted else MAX_TOKENS
+        assert result.token_ids == expected[i][:length]
 
 
 def test_generate_beside_requests_of_the_loop(llm, checkpoints):
@@ -287,27 +230,10 @@ def test_generate_beside_requests_of_the_loop(llm, checkpoints):
     (output,) = llm.generate([prompts[1]], greedy_params(), use_tqdm=False)
     assert output.outputs[0].token_ids == expected[1]
     (mine_so_far,) = llm.step()  # only the loop's own request is reported to the loop
-    assert (
-        mine_so_far.request_id == mine and len(mine_so_far.outputs[0].token_ids) == MAX_TOKENS + 1
-    )
-    while llm.has_unfinished():
-        llm.step()
+    assert mine_so_far.request_id == mine
+    assert len(mine_so_far.outputs[0].token_ids) == MAX_TOKENS + 1
+    finish(llm)
     assert mine_so_far.finished and mine_so_far.outputs[0].token_ids[:MAX_TOKENS] == expected[0]
-
-
-def test_an_interrupted_generate_leaves_nothing_behind(llm, monkeypatch):
-    real, calls = llm.runner.launch, []
-
-    def run(schedule):
-        calls.append(1)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return real(schedule)
-
-    monkeypatch.setattr(llm.runner, "launch", run)
-    with pytest.raises(KeyboardInterrupt):
-        llm.generate([[1, 2, 3], [4, 5]], greedy_params(), use_tqdm=False)
-    assert llm.step() == [] and not llm.has_unfinished()
 
 
 def test_nan_in_the_cache_of_one_request_does_not_reach_another(llm, checkpoints):
@@ -316,40 +242,11 @@ def test_nan_in_the_cache_of_one_request_does_not_reach_another(llm, checkpoints
     short = llm.add_request(prompts[6], greedy_params())
     llm.step()
     llm.runner.kv_cache.tensor[:, :, llm.requests[sick].sequences[0].block_table] = torch.nan
-    outputs = {}
-    while llm.has_unfinished():
-        outputs |= {output.request_id: output.outputs[0].token_ids for output in llm.step()}
-    assert outputs[short] == expected[6]
+    assert finish(llm)[short].outputs[0].token_ids == expected[6]
     llm.runner.kv_cache.tensor.zero_()  # nor any later test of this module
     llm.block_manager.findable.clear()
     for block in llm.block_manager.blocks:
         block.key = block.prefix_id = None
-
-
-def test_a_scheduler_of_ones_own(checkpoints):
-    class LastComeFirstServed(Scheduler):
-        def priority(self, request):
-            return -request.arrival
-
-    path, prompts, expected = checkpoints["qwen3"]
-    engine = LLM(
-        path,
-        dtype="float32",
-        block_size=BLOCK,
-        num_blocks=13,
-        max_num_seqs=2,
-        scheduler_cls=LastComeFirstServed,
-    )
-    for i in range(4):
-        engine.add_request(prompts[i], greedy_params(), request_id=str(i))
-    order, outputs = [], {}
-    while engine.has_unfinished():
-        for output in engine.step():
-            if output.finished:
-                order.append(output.request_id)
-                outputs[output.request_id] = output.outputs[0].token_ids
-    assert order == ["3", "2", "1", "0"] or sorted(order[:2]) == ["2", "3"]
-    assert [outputs[str(i)] for i in range(4)] == expected[:4]
 
 
 def test_generate_takes_one_prompt_or_many(llm, checkpoints):
@@ -400,9 +297,8 @@ def test_bad_requests(llm, prompts, params, message):
         llm.generate(prompts, params, use_tqdm=False)
     # nothing of a refused call was added, and the other request goes on
     assert list(llm.requests) == [running]
-    while llm.has_unfinished():
-        outputs = llm.step()
-    assert outputs[0].finished and len(outputs[0].outputs[0].token_ids) == 3
+    output = finish(llm)[running]
+    assert output.finished and len(output.outputs[0].token_ids) == 3
 
 
 def test_a_million_samples_are_refused_before_they_are_made(llm, monkeypatch):
@@ -426,9 +322,7 @@ def test_parameters_belong_to_the_request_once_it_is_added(llm):
     biased.logit_bias[10**9] = 50.0  # there is no such token
     with pytest.raises(FrozenInstanceError):
         params.temperature = -1.0
-    while llm.has_unfinished():
-        (output,) = llm.step()
-    assert output.request_id == request_id and [output.outputs[0].token_ids] == expected
+    assert token_ids([finish(llm)[request_id]]) == expected
 
 
 def test_a_request_id_twice(llm):
@@ -439,12 +333,11 @@ def test_a_request_id_twice(llm):
         llm.add_request([2], greedy_params(2), request_id="a")
     with pytest.raises(ValueError, match="request_id=5 is not allowed: it must be a string"):
         llm.add_request([2], greedy_params(2), request_id=5)
-    while llm.has_unfinished():
-        llm.step()
+    finish(llm)
     assert llm.abort("a") is False
 
 
-def test_what_somebody_elses_steps_have_finished_is_still_reported(llm):
+def test_what_the_steps_of_another_call_have_finished_is_still_reported(llm):
     mine = llm.add_request([1], greedy_params(2))
     llm.generate([[2]], greedy_params(5), use_tqdm=False)
     assert llm.has_unfinished() and not llm.requests
@@ -459,9 +352,7 @@ def test_ids_that_look_like_the_engines_own(llm):
         llm.add_request([2], greedy_params(1)),
     }
     ids.add(llm.add_request([3], greedy_params(1)))
-    assert len(ids) == 3
-    while llm.has_unfinished():
-        llm.step()
+    assert finish(llm).keys() == ids and len(ids) == 3
 
 
 @pytest.mark.parametrize(
@@ -489,7 +380,7 @@ def test_triton_without_a_gpu_and_without_the_interpreter(checkpoints, monkeypat
 
 
 def test_num_blocks_too_small_for_one_request(checkpoints):
-    engine = LLM(checkpoints["qwen3"][0], dtype="float32", block_size=BLOCK, num_blocks=3)
+    engine = new_engine(checkpoints, num_blocks=3)
     with pytest.raises(
         ValueError,
         match=r"may need 4 KV blocks of 4 tokens \(prompt of 5 tokens, max_tokens=9, n=1\)",
@@ -526,20 +417,14 @@ def test_the_profiling_step_of_the_gpu_path(llm):
         llm.runner.kv_cache, llm.runner.limits = cache, llm.limits
 
 
-# --- as many as fit, who is first, and an empty cache ---
+# --- as many as fit, which is first, and an empty cache ---
 
 
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("num_blocks", [5, 8, 11, 64])
 def test_as_many_tokens_as_fit(checkpoints, n, num_blocks):
     """Into max_model_len, and into the cache."""
-    llm = LLM(
-        checkpoints["qwen3"][0],
-        dtype="float32",
-        block_size=BLOCK,
-        num_blocks=num_blocks,
-        max_model_len=50,
-    )
+    llm = new_engine(checkpoints, num_blocks=num_blocks, max_model_len=50)
     params = SamplingParams(n=n, seed=1, max_tokens=None)
     (output,) = llm.generate([[5] * 6], params, use_tqdm=False)
     lengths = {len(answer.token_ids) for answer in output.outputs}
@@ -557,8 +442,8 @@ def test_as_many_tokens_as_fit(checkpoints, n, num_blocks):
 
 
 def test_the_smallest_priority_is_served_first(checkpoints):
-    path, prompts, _ = checkpoints["qwen3"]
-    llm = LLM(path, dtype="float32", block_size=BLOCK, num_blocks=200, max_num_seqs=1)
+    prompts = checkpoints["qwen3"][1]
+    llm = new_engine(checkpoints, max_num_seqs=1)
     for priorities in ([0, 0, 0], [2, 1, 0], [5, -5, 5]):
         ids = [
             llm.add_request(prompt, greedy_params(3), priority=priority)
@@ -578,8 +463,8 @@ def test_the_smallest_priority_is_served_first(checkpoints):
 
 def test_the_prefix_cache_can_be_emptied(checkpoints):
     """Also while others run; then nothing of it is found, and they are not disturbed."""
-    path, prompts, expected = checkpoints["qwen3"]
-    llm = LLM(path, dtype="float32", block_size=BLOCK, num_blocks=200)
+    _, prompts, expected = checkpoints["qwen3"]
+    llm = new_engine(checkpoints)
     prompt = prompts[-1]
 
     def hits() -> int:
@@ -597,21 +482,20 @@ def test_the_prefix_cache_can_be_emptied(checkpoints):
     assert llm.reset_prefix_cache() and not llm.block_manager.findable
     check_blocks(llm.block_manager, request.sequences)
     assert hits() == 0
-    while llm.has_unfinished():
-        llm.step()
+    finish(llm)
     assert request.sequences[0].output_token_ids == expected[-1]
     check_blocks(llm.block_manager, [])
 
 
 def test_a_hook_may_empty_the_prefix_cache_in_the_middle_of_a_plan(checkpoints):
-    path, prompts, expected = checkpoints["qwen3"]
+    _, prompts, expected = checkpoints["qwen3"]
 
     class Forgetful(Scheduler):
         def commit(self, items, schedule):
             super().commit(items, schedule)
             self.block_manager.forget_prefixes()
 
-    llm = LLM(path, dtype="float32", block_size=BLOCK, num_blocks=60, scheduler_cls=Forgetful)
+    llm = new_engine(checkpoints, num_blocks=60, scheduler_cls=Forgetful)
     outputs = llm.generate(prompts, greedy_params(), use_tqdm=False)
     assert token_ids(outputs) == expected
     check_blocks(llm.block_manager, [])

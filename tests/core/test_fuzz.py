@@ -16,6 +16,7 @@ from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.checks.blocks import check_blocks
 
 TINY = [5e-324, 1e-46, 1e-40, 1e-38]
+LONG = ["ab" * 50_000, "a" * 100_000]
 EDGES = {  # allowed, and not
     "n": ([1, 1, 1, 2, 3, 12], [0, -1, 13, 10**6, 10**30, 1.0, True, "1", None]),
     "temperature": (
@@ -33,21 +34,7 @@ EDGES = {  # allowed, and not
     "min_p": ([0, *TINY, 1e-10, 0.5, 1 - 2**-53, 1, 1.0], [-1e-46, 1.0000001, 10**400, None]),
     "max_tokens": ([1, 1, 2, 5, 9, 10**30, 10**5000], [0, -1, 1.5, None, "all"]),
     "stop": (
-        [
-            None,
-            [],
-            (),
-            "a",
-            " ",
-            "\n",
-            ["the", "e"],
-            ["x"] * 300,
-            "ab" * 50_000,
-            "a" * 100_000,
-            "\ud800",
-            "😀",
-            "\ufffd",
-        ],
+        [None, [], (), "a", " ", "\n", ["the", "e"], ["x"] * 300, *LONG, "\ud800", "😀", "\ufffd"],
         ["", ["a", ""], 5, [5], b"a", {"a"}, [None]],
     ),
     "stop_token_ids": (
@@ -65,53 +52,18 @@ BEAM_EDGES = {
     "early_stopping": ([True, False, "never"], [0, 1, None, "always"]),
     "ignore_eos": EDGES["ignore_eos"],
 }
+SPECIAL = ["<|im_end|>", "<|endoftext|>" * 3]
 PROMPTS = [
-    *[
-        "a",
-        " ",
-        "\n",
-        "\x00",
-        "what is 12 + 30?",
-        "😀😀",
-        "e\u0301",
-        "<|im_end|>",
-        "<|endoftext|>" * 3,
-        "word " * 12,
-    ],
+    *["a", " ", "\n", "\x00", "what is 12 + 30?", "😀😀", "e\u0301", *SPECIAL, "word " * 12],
     *[[0], [1535], [5] * 15, [5] * 16, [5] * 17, [9, 8] * 16, [7] * 63, (1, 2, 3), list(range(40))],
-    *[
-        [{"role": "user", "content": "list all prime numbers within 20"}],
-        [{"role": "x", "content": ""}],
-    ],
+    [{"role": "user", "content": "list all prime numbers within 20"}],
+    [{"role": "x", "content": ""}],
     [{"role": "user", "content": "1 + 1", "name": "a"}, {"role": "assistant", "content": "2"}],
 ]
 WRONG_PROMPTS = [
-    *[
-        "",
-        "\ud800",
-        [],
-        (),
-        [1536],
-        [-1],
-        [2**63],
-        [10**5000],
-        [1.0],
-        [True, 2.0],
-        [None],
-        [[1]],
-        [7] * 64,
-        "a " * 90,
-    ],
-    *[
-        None,
-        5,
-        1.5,
-        b"abc",
-        {1, 2},
-        {"role": "user", "content": "hi"},
-        [{"role": "user"}],
-        [{"content": "x"}, 5],
-    ],
+    *["", "\ud800", [], (), [1536], [-1], [2**63], [10**5000], [1.0], [True, 2.0], [None], [[1]]],
+    *[[7] * 64, "a " * 90, None, 5, 1.5, b"abc", {1, 2}, {"role": "user", "content": "hi"}],
+    *[[{"role": "user"}], [{"content": "x"}, 5]],
     *[[{"role": "user", "content": None}], [{"role": None, "content": 5}]],
 ]
 WRONG_PARAMS = [5, "greedy", {}, [SamplingParams()], SamplingParams, object()]

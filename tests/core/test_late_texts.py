@@ -1,4 +1,4 @@
-"""While the device computes a step, the host makes the texts of those who ended in the one before.
+"""While the device computes a step, the host makes the texts of requests that ended in the one before.
 
 The device is made up: it has a clock of its own, which goes on while the host does something else.
 
@@ -180,46 +180,3 @@ def test_a_stop_string_is_not_late(llm):
     outputs = llm.generate(PROMPTS, params(stop=stop), use_tqdm=False)
     assert outputs[-1].outputs[0].finish_reason == "stop"
     assert outputs[-1].outputs[0].text == text[: text.index(stop)]
-
-
-@pytest.mark.parametrize("error", (RuntimeError, KeyboardInterrupt))
-def test_a_text_that_cannot_be_made(llm, monkeypatch, error):
-    """The tokenizer's error ends this request alone; a Ctrl-C ends the call, and the next one works."""
-    expected = results(llm.generate(PROMPTS, params(), use_tqdm=False))
-    add, is_armed = Text.add, [True]
-
-    def failing(text, token_id):
-        if is_armed and len(text.token_ids) == 3:
-            is_armed.clear()
-            raise error("no text")
-        return add(text, token_id)
-
-    monkeypatch.setattr(Text, "add", failing)
-    with pytest.raises(error, match="no text"):
-        llm.generate(PROMPTS, params(), use_tqdm=False)
-    assert not llm.has_unfinished() or error is KeyboardInterrupt
-    assert results(llm.generate(PROMPTS, params(), use_tqdm=False)) == expected
-    assert not llm.replies.late and not llm.requests
-    assert llm.block_manager.num_used_blocks == 0
-
-
-def test_a_step_that_fails_loses_no_late_text(llm, monkeypatch):
-    expected = results(llm.generate(PROMPTS, params(), use_tqdm=False))
-    launch, calls = llm.runner.launch, []
-
-    def failing(schedule):
-        calls.append(1)
-        collect = launch(schedule)
-        if len(calls) in (5, 10):  # some have just ended
-
-            def fail():
-                raise MemoryError
-
-            return fail
-        if len(calls) == 16:
-            raise MemoryError
-        return collect
-
-    monkeypatch.setattr(llm.runner, "launch", failing)
-    assert results(llm.generate(PROMPTS, params(), use_tqdm=False)) == expected
-    assert llm.stats()["failed_steps"] == 3

@@ -152,7 +152,7 @@ def test_a_wrong_value_in_generation_config_json(changes, reason, embedded):
     "eos_token_id, expected", [(5, {5}), ([7, 6], {6, 7}), ([], set()), (None, set())]
 )
 def test_end_of_sequence_tokens(eos_token_id, expected, directory):
-    """Those of generation_config.json, or else of config.json."""
+    """The end tokens of generation_config.json, or else of config.json."""
     change(directory / "config.json", eos_token_id=eos_token_id)
     config = load_config(directory)
     assert load_generation_config(directory, config) == (SamplingParams(), expected)

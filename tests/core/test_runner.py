@@ -6,8 +6,6 @@ Run: pytest tests/core/test_runner.py [-k example]
 import gc
 import os
 import re
-import subprocess
-import sys
 import weakref
 
 import pytest
@@ -19,6 +17,7 @@ from nanovllm.device.choose import choose_device
 from nanovllm.device.memory import memory_left
 from nanovllm.layers import torch_attention, torch_ops
 from nanovllm.layers.batch import Batch
+from nanovllm.layers.kv_cache import CacheShape
 from nanovllm.model_runner import ModelRunner
 from nanovllm.schedule import Item, Schedule
 from nanovllm.sequence import Request
@@ -119,18 +118,14 @@ def test_room_for_a_block_that_is_larger_than_the_buffer_of_swaps(monkeypatch):
     assert left == [2**30 - 2**26, 2**30 - 2**28]
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
 def test_a_forked_process_does_not_write_into_our_cache():
-    code = """
-import os, torch
-from nanovllm.layers.kv_cache import CacheShape
-cache = CacheShape(2, 4, 1, 8, torch.float32).new_cache(10, torch.device("cpu"))
-cache.tensor.fill_(1.0)
-child = os.fork()
-if child == 0:
-    cache.tensor.fill_(2.0)
-    os._exit(0)
-os.waitpid(child, 0)
-assert cache.tensor.unique().tolist() == [1.0], cache.tensor.unique()
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
+    cache = CacheShape(2, 4, 1, 8, torch.float32).new_cache(10, torch.device("cpu"))
+    cache.tensor.fill_(1.0)
+    child = os.fork()
+    if child == 0:
+        cache.tensor.fill_(2.0)
+        os._exit(0)
+    assert os.waitpid(child, 0) == (child, 0)
+    assert cache.tensor.unique().tolist() == [1.0]

@@ -151,13 +151,13 @@ FILTERS = [  # temperature, top_k, top_p, min_p: of one row each
 
 
 def row_logits(dtype, ties: bool) -> torch.Tensor:
-    logits = torch.randn(20, KEEP_ALL, generator=torch.Generator().manual_seed(8)) * 3
+    logits = torch.randn(len(FILTERS), KEEP_ALL, generator=torch.Generator().manual_seed(8)) * 3
     return (logits.round() if ties else logits).to(DEVICE, dtype)
 
 
 def requested(rows: list[int]) -> Sampling:
-    """As ModelRunner makes it: row i wants FILTERS[i % 10]; what no row wants is None."""
-    wanted = torch.tensor([FILTERS[row % len(FILTERS)] for row in rows], device=DEVICE)
+    """As ModelRunner makes it: row i wants FILTERS[i]; what no row wants is None."""
+    wanted = torch.tensor([FILTERS[row] for row in rows], device=DEVICE)
     numbers = torch.tensor(rows, device=DEVICE)
     temperature, top_k, top_p, min_p = wanted.T.contiguous()
     top_k, is_drawn = top_k.long(), temperature > 0
@@ -195,7 +195,7 @@ def drawn_plainly(logits: torch.Tensor, sampling: Sampling) -> list[int]:
     return tokens
 
 
-@pytest.mark.slow(but_every=3)
+@pytest.mark.slow(but_every=7)
 @pytest.mark.parametrize("backend", [torch_ops, triton_ops])
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -206,10 +206,10 @@ def test_a_row_draws_the_same_whatever_filters_are_beside_it(dtype, ties, backen
     def drawn(rows):
         return backend.sample(logits[rows], requested(rows)).tolist()
 
-    alone = [drawn([row])[0] for row in range(20)]
-    assert alone == drawn_plainly(logits, requested(range(20)))
+    alone = [drawn([row])[0] for row in range(10)]
+    assert alone == drawn_plainly(logits[:10], requested(range(10)))
     for kinds in ([0, 3], [0, 2], [0, 9], [1, 9], [4, 2], [6, 0], [6, 1], [5, 7], range(10)):
-        rows = [row for row in range(20) if row % 10 in kinds]
+        rows = list(kinds)
         assert drawn(rows) == [alone[row] for row in rows], kinds
 
 

@@ -114,21 +114,20 @@ def test_on_the_embedded_model():
     from transformers import AutoModelForCausalLM
 
     model, llm = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL).float(), LLM()
-    questions = ["tell me a story", "what is 12 + 30?", "who are you?"]
-    chats = [[{"role": "user", "content": question}] for question in questions]
-    for output in llm.generate(
-        chats, BeamSearchParams(beam_width=4, max_tokens=40), use_tqdm=False
-    ):
-        expected = transformers_beams(model, output.prompt_token_ids, 4, 40)
+    params = BeamSearchParams(beam_width=4, max_tokens=20)
+    for question in ("tell me a story", "what is 12 + 30?"):
+        chat = [{"role": "user", "content": question}]
+        (output,) = llm.generate([chat], params, use_tqdm=False)
+        expected = transformers_beams(model, output.prompt_token_ids, 4, 20)
         assert [o.token_ids for o in output.outputs] == [tokens for tokens, _ in expected]
-        assert output.outputs[0].text == llm.tokenizer.decode(
-            expected[0][0], skip_special_tokens=True
-        )
+        text = llm.tokenizer.decode(expected[0][0], skip_special_tokens=True)
+        assert output.outputs[0].text == text
 
 
+@pytest.mark.slow(but_every=3)
 @pytest.mark.parametrize("num_blocks, tokens", [(500, 2048), (500, 16), (32, 2048), (32, 16)])
 def test_beams_samples_and_greedy_requests_in_one_batch(models, num_blocks, tokens):
-    """With plenty and with little memory: everybody gets the tokens that they get alone."""
+    """With plenty and with little memory: each request gets the tokens that it gets alone."""
     _, path = models["qwen3"]
     all_params = [
         BeamSearchParams(beam_width=4, max_tokens=12),

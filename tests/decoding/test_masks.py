@@ -89,7 +89,8 @@ def test_others_have_their_own_tokens(llm):
     assert all({*answer.outputs[0].token_ids} <= {5, 6} for answer in answers[1::2])
 
 
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.slow(but_every=2)
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
 def test_preemption_changes_nothing(mode):
     options = dict(block_size=4, dtype="float32", preemption_mode=mode)
     params = SamplingParams(

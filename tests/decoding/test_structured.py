@@ -151,7 +151,7 @@ SCHEMAS = st.recursive(
 )
 
 
-@pytest.mark.parametrize("num_examples", [3, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_examples", [2, pytest.param(100, marks=pytest.mark.slow)])
 def test_answers_to_random_schemas_are_valid(llm, num_examples):
     """Ten schemas at a time, each with a greedy answer and a drawn one."""
     counts: Counter = Counter()
@@ -200,6 +200,7 @@ REGEXES = [
 ]
 
 
+@pytest.mark.slow(but_every=3)
 @pytest.mark.parametrize("temperature", [0, 1])
 @pytest.mark.parametrize("regex", REGEXES)
 def test_a_regex(llm, regex, temperature):
@@ -326,13 +327,14 @@ def test_other_rows_stay_as_they_are(source):
     assert masked_logits(logits, [plain] * 3) is logits
 
 
+@pytest.mark.slow(but_every=2)
 @pytest.mark.parametrize(
     "options", [{}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.3}, {"temperature": 1e6}], ids=str
 )
 def test_both_backends_draw_what_is_allowed(source, options):
     """Also where a kernel sees nothing but forbidden tokens first, and where the filters would keep others."""
-    rows = 16
-    vocab_size = 9000
+    rows = 4
+    vocab_size = 5000
     larger = SimpleNamespace(**{**vars(source), "vocab_size": vocab_size, "vocabulary": None})
     seq = new_seq(larger, choice=["!", "zz"])
     expected = {vocab_size - 1 - i for i in allowed(seq, vocab_size)}
@@ -396,13 +398,14 @@ def flat(lists) -> list:
 
 
 SCHEDULES = [
-    {"num_blocks": 80, "preemption_mode": "recompute"},
     {"num_blocks": 80, "preemption_mode": "swap", "swap_gib": 0.01},
+    {"num_blocks": 80, "preemption_mode": "recompute"},
     {"num_blocks": 400, "max_num_batched_tokens": 24},
     {"num_blocks": 80, "max_num_batched_tokens": 30, "enable_prefix_caching": False},
 ]
 
 
+@pytest.mark.slow(but_every=3)
 @pytest.mark.parametrize("options", SCHEDULES, ids=str)
 def test_tokens_do_not_depend_on_the_schedule(expected, options):
     """Samples that fork, are preempted, computed again or swapped, in chunks, beside others; and these get the tokens
@@ -421,7 +424,8 @@ def test_samples_differ(expected):
     assert len({text for _, text, _ in expected[6]}) == 4
 
 
-@pytest.mark.parametrize("when", ["launch", "collect"])
+@pytest.mark.slow(but_every=2)
+@pytest.mark.parametrize("when", ["collect", "launch"])
 def test_tokens_after_a_fault(llm, expected, when, monkeypatch):
     """Steps fail, before their tokens are drawn and after."""
     launch = llm.runner.launch

@@ -12,7 +12,7 @@ from typing import ClassVar
 import pytest
 import torch
 from checkpoints import new_model, save
-from test_gpu import MAX_TOKENS, RECORDED, prompts_of_all_lengths
+from recorded_steps import MAX_TOKENS, RECORDED, prompts_of_all_lengths
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.block_manager import BlockManager, Moves
@@ -197,19 +197,6 @@ def test_the_buffer_holds_every_step(max_num_seqs, max_model_len):
     assert moved.sampling.min_p.tolist() == [1.0] * max_num_seqs
     needed = sum(tensor.nbytes for tensor in moved.tensors.values())
     assert needed <= graphs.buffer.nbytes <= 2 * needed + 500
-
-
-def test_rows_that_are_not_needed_are_padding():
-    graphs, step = new_graphs(), step_of(3, [])
-    padded = graphs.padded(step, Size(4))
-    batch = padded.batch
-    assert batch.num_decodes == 4 and batch.block_tables is step.batch.block_tables
-    assert padded.sampled_rows.tolist() == [0, 1, 2]
-    assert padded.input_ids.tolist() == [1, 2, 3, 0]
-    assert batch.slot_mapping.tolist() == [100, 101, 102, -1]
-    assert batch.context_lens.tolist() == [50, 51, 52, 0]
-    assert batch.cu_seqlens_q.tolist() == [0, 1, 2, 3, 4]
-    assert batch.cu_blocks[:3].tolist() == [0, 1, 2]
 
 
 def test_chunks_come_behind_the_padding_of_decodes(monkeypatch):
@@ -501,6 +488,7 @@ def test_the_trials_that_size_the_cache_of_a_gpu_run(
 
 
 @pytest.mark.filterwarnings("ignore:overflow|invalid:RuntimeWarning")
+@pytest.mark.slow(but_every=2)
 @pytest.mark.parametrize("eager", [False, True])
 def test_an_engine_that_is_gone_takes_its_memory_along(interpret_little, path, eager):
     """No cycle keeps the KV cache, so that the next engine has room."""

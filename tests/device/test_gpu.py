@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import greedy, new_model, save
+from recorded_steps import MAX_TOKENS, RECORDED, prompts_of_all_lengths
 
 from measure.first_contact.engine import compilations
 from nanovllm import LLM, BeamSearchParams, SamplingParams
@@ -27,23 +28,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-MAX_TOKENS = 12
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
-
-
-# first steps with so few prompts that a recording has room for them
-RECORDED = {"dtype": "float32", "num_blocks": 500, "max_num_seqs": 24, "max_num_batched_tokens": 64}
-
-
-def prompts_of_all_lengths() -> list[list[int]]:
-    """Around the ends of blocks; some begin with the same tokens."""
-    rng = random.Random(0)
-    stem = [rng.randrange(160) for _ in range(64)]
-    prompts = [
-        [rng.randrange(160) for _ in range(n)] for n in (1, 2, 7, 15, 16, 17, 31, 33, 65, 130)
-    ]
-    prompts += [[*stem[:n], rng.randrange(160)] for n in (15, 16, 17, 48, 63)]
-    return [*prompts, stem]
 
 
 @pytest.fixture(scope="module", params=["qwen2", "qwen3"])

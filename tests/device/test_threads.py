@@ -1,4 +1,4 @@
-"""How many threads a step runs on: as many as there are processors that nobody else needs, unless somebody has chosen.
+"""How many threads a step runs on: as many as there are processors that no other program needs, unless the caller has chosen.
 
 Run: pytest tests/device/test_threads.py [-k leave]
 """
@@ -124,6 +124,7 @@ def test_a_number_in_the_environment_is_kept(llm, monkeypatch, name):
     assert not LLM(num_blocks=10).runner.threads.can_change
 
 
+@pytest.mark.slow
 def test_the_defaults_are_pytorchs():
     environ = {
         name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")

@@ -101,14 +101,6 @@ def test_other_dicts_are_no_prompts(llm, prompt):
             llm.generate(prompts, use_tqdm=False)
 
 
-def test_vllms_keyword_for_the_parameters(llm):
-    (one,) = llm.generate("12 + 7", sampling_params=greedy(3), use_tqdm=False)
-    (other,) = llm.generate(["12 + 7"], greedy(3), use_tqdm=False)
-    assert one.outputs[0].token_ids == other.outputs[0].token_ids
-    (answer,) = llm.chat(user("12 + 7"), sampling_params=greedy(3), use_tqdm=False)
-    assert len(answer.outputs[0].token_ids) <= 3
-
-
 # --- what the chat template gets ---
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]

@@ -220,8 +220,8 @@ def test_default_params_are_the_models_own(llm):
     }
 
 
-def test_text_is_made_when_somebody_reads_it(llm, monkeypatch):
-    """Not after each token; and whoever reads often gets the same as who reads once."""
+def test_text_is_made_when_it_is_read(llm, monkeypatch):
+    """Not after each token; reading often and reading once give the same."""
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     added = []
     add = Text.add
@@ -295,7 +295,7 @@ def chat_text(llm, messages) -> str:
     return llm.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
 
-@pytest.mark.slow(but_every=3)
+@pytest.mark.slow(but_every=4)
 @pytest.mark.parametrize("min_tokens", range(1, 8))
 def test_no_stop_string_ends_within_the_first_tokens(llm, min_tokens):
     """Also not one that began there and is shorter than another."""

@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from imports import MODULES, imported
 
 from nanovllm import LLM, SamplingParams
 
@@ -43,35 +44,6 @@ IN_THE_ROOT = {
     "tests",
     "tutorials",
 }
-
-
-def name_of(path: Path) -> str:
-    return ".".join(("nanovllm", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(
-        ".__init__"
-    )
-
-
-MODULES = {name_of(path): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
-
-
-def imported(node: ast.AST, everywhere: bool) -> set[str]:
-    """Our modules that a module imports when it is loaded; with `everywhere` also those that its functions import, and
-    those that it imports for its types only, under `if TYPE_CHECKING:`.
-    """
-    found: set[str] = set()
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.Import):
-            found |= {alias.name for alias in child.names}
-        elif isinstance(child, ast.ImportFrom) and child.module:
-            names = {f"{child.module}.{alias.name}" for alias in child.names}
-            found |= names & MODULES.keys() or {child.module}
-        elif everywhere or not (isinstance(child, ast.FunctionDef) or is_for_types(child)):
-            found |= imported(child, everywhere)
-    return {name for name in found if name in MODULES}
-
-
-def is_for_types(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
 
 
 def test_what_counts_as_an_import():
@@ -222,3 +194,10 @@ def test_the_root_holds_what_belongs_there():
         pytest.skip(f"git says: {listing.stderr}")
     paths = listing.stdout.split("\0")
     assert {path.partition("/")[0] for path in paths if path} == IN_THE_ROOT
+
+
+def test_a_file_of_tests_is_no_library():
+    """What several files of tests share is in tests/tools."""
+    importing = re.compile(r"^ *(from|import) ([\w.]+\.)?test_", re.MULTILINE)
+    for path in (ROOT / "tests").rglob("*.py"):
+        assert not importing.search(path.read_text()), path

@@ -69,6 +69,7 @@ def processor() -> str:
     return torch.backends.cpu.get_cpu_capability()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
 @pytest.mark.skipif(not processor().startswith("AVX"), reason="there is no AVX2 to be played")
 def test_a_played_machine(tmp_path):
@@ -85,6 +86,7 @@ def test_bfloat16_is_reported_everywhere(tmp_path):
     assert "1 failed, 3 passed" in text, text
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="sched_setaffinity is Linux's")
 def test_one_core_and_busy_ones(tmp_path):
     """In a process that plays both, one after the other: it has one core, and another process that computes."""

@@ -107,7 +107,7 @@ def test_a_server_whose_rank_dies_says_so():
 @pytest.mark.slow
 def test_ctrl_c_ends_the_call_and_not_the_ranks(expected):
     llm = LLM(tensor_parallel_size=2, num_blocks=64)
-    steps: list[int] = []  # those to go until the signal
+    steps: list[int] = []  # how many are left until the signal
 
     def count_down(*_) -> None:
         if steps:

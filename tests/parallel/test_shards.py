@@ -70,7 +70,9 @@ def test_the_summands_add_up_to_the_whole(models, shape, size):
     assert ranks.leader.group.num_added == llm.counts.steps * (1 + 2 * num_layers)  # two per layer
 
 
-@pytest.mark.parametrize("size", [3, pytest.param(6, marks=pytest.mark.slow), 12])
+@pytest.mark.parametrize(
+    "size", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (6, 12))]
+)
 def test_ranks_that_divide_other_numbers(models, size):
     path = models("qwen2_12_heads")
     expected = LLM(str(path), dtype="float32", num_blocks=32).generate(IDS, GREEDY, use_tqdm=False)
@@ -78,7 +80,7 @@ def test_ranks_that_divide_other_numbers(models, size):
         same(llm.generate(IDS, GREEDY, use_tqdm=False), expected)
 
 
-def test_one_rank_that_talks_to_nobody(models):
+def test_one_rank_alone(models):
     path = str(models("qwen3_tied"))
     expected = LLM(path, dtype="float32", num_blocks=32).generate(IDS, GREEDY, use_tqdm=False)
     llm = one_rank("cpu", model=path, dtype="float32", num_blocks=32)
@@ -109,7 +111,7 @@ def test_each_rank_reads_its_part_and_all_parts_are_the_whole(models, shape):
                 assert all(torch.equal(part, whole) for part in parts)
 
 
-def test_who_has_which_kv_head(models):
+def test_which_rank_has_which_kv_head(models):
     """8 query heads, 2 KV heads, 4 ranks: query heads 0 to 3 belong to KV head 0."""
     config = load_config(models("qwen3"))
     parts = [Shard(config, rank, 4).rows for rank in range(4)]

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import pytest
 from frames import states_of
+from imports import MODULES, imported
 from server_tools import Running, new_parrot
 
 from nanovllm import LLM, SamplingParams
@@ -29,7 +30,6 @@ from nanovllm.config import Config
 from nanovllm.scheduler import Scheduler
 from nanovllm.server import cli, commands
 from nanovllm.server.live import Camera
-from tests.house.test_house import MODULES, imported
 
 
 class Own(Scheduler):

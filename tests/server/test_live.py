@@ -100,6 +100,7 @@ def check_requests_of(frame: dict, llm: LLM) -> None:
         assert said[name]["computed"] <= said[name]["prompt"] + num_own
 
 
+@pytest.mark.slow(but_every=3)
 @pytest.mark.parametrize("is_whole", [True, False])
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_frames_say_what_is_in_the_engine(mode, is_whole):

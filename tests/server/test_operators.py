@@ -10,18 +10,20 @@ import socket
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
+from threading import Event
 
 import pytest
 from server_tools import (
     Process,
     Running,
+    busy,
     checked_error,
     new_parrot,
     request_bytes,
     wait_for,
 )
-from test_overload import busy
 
 from nanovllm.scheduler import Scheduler
 from nanovllm.server import cli
@@ -255,7 +257,26 @@ def test_a_server_that_is_open_to_all_says_so():
         assert ("may use it" in server.log) == is_warned
 
 
-def test_sigterm_does_not_wait_for_a_body():
+def test_sigterm_does_not_wait_for_a_body_or_a_tokenizer(monkeypatch):
+    is_over = Event()
+    with Running(new_parrot()) as server, ExitStack() as clients:
+        body, head, text = (clients.enter_context(server.connect()) for _ in range(3))
+        clients.callback(is_over.set)
+        body.sendall(request_bytes(COMPLETIONS, SMALL)[:-5])
+        head.sendall(b"GET / HT")
+        tokenizer = server.engine.short.inputs.tokenizer
+        monkeypatch.setattr(tokenizer, "encode", lambda *_, **__: is_over.wait(60))
+        text.sendall(request_bytes("/tokenize", {"prompt": "a b"}))
+        wait_for(lambda: server.engine.num_preparing)
+        wait_for(lambda: server.http.get("/health").status_code == 200)
+        server.uvicorn.handle_exit(signal.SIGTERM, None)
+        assert b" 503 " in body.recv(100) and b" 503 " in text.recv(100)
+        server.thread.join(60)
+        assert not server.thread.is_alive()
+
+
+@pytest.mark.slow
+def test_a_process_does_not_wait_for_a_body():
     with Process() as server:
         address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
         with socket.create_connection(address) as sock, socket.create_connection(address) as other:
@@ -267,7 +288,8 @@ def test_sigterm_does_not_wait_for_a_body():
             assert server.end() == 0 and "Traceback" not in server.log, server.log
 
 
-def test_sigterm_does_not_wait_for_a_tokenizer():
+@pytest.mark.slow
+def test_a_process_does_not_wait_for_a_tokenizer():
     with Process("--max-body-bytes", "100000000") as server:
         address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
         with socket.create_connection(address) as sock:

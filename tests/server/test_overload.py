@@ -3,13 +3,10 @@
 Run: pytest tests/server/test_overload.py
 """
 
-import asyncio
 import json
-from contextlib import contextmanager
-from threading import Event
 
 import pytest
-from server_tools import Running, checked_error, new_parrot, request_bytes, wait_for
+from server_tools import Running, busy, checked_error, new_parrot, request_bytes, wait_for
 
 from nanovllm.server import bodies, connections
 from nanovllm.server.settings import ServerOptions
@@ -23,21 +20,6 @@ JSON = {"content-type": "application/json"}
 def running():
     with Running(new_parrot()) as server:
         yield server
-
-
-@contextmanager
-def busy(server, name: str):
-    """One of the threads that tokenize has something to do."""
-    lane = getattr(server.engine, name)
-    is_over = Event()
-    work = lane.do(lambda inputs: is_over.wait(60))
-    future = asyncio.run_coroutine_threadsafe(work, server.engine.loop)
-    wait_for(lambda: lane.waiting)
-    try:
-        yield
-    finally:
-        is_over.set()
-        future.result(60)
 
 
 # --- texts ---

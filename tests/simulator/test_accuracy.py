@@ -226,7 +226,7 @@ def test_a_fit_finds_the_machine(overlap):
 
 
 def test_a_fit_bears_steps_that_were_disturbed():
-    """Every fifth took four times as long: those are a part of the whole, but do not bend it."""
+    """Every fifth took four times as long: these steps are a part of the whole, but do not bend it."""
     machine = fitted(SHAPE, synthetic(TRUE, error=0.2), START, overlap=0.0)
     factor = machine.seconds_per_step / TRUE.seconds_per_step
     assert factor == pytest.approx(1.2, abs=0.05)  # four times counts as two

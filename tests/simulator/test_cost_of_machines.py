@@ -97,7 +97,9 @@ def test_presets_say_where_their_numbers_come_from():
         assert machine.sources["hardware"] and 0 <= machine.overlap <= 1
         if name != "cpu":
             assert machine.hardware == HARDWARE[name]
-            assert {"overlap", "flops_share"}.isdisjoint(machine.sources), "nobody has measured it"
+            assert {"overlap", "flops_share"}.isdisjoint(machine.sources), (
+                "it has not been measured"
+            )
 
 
 def test_the_cpu_is_the_one_that_was_measured():

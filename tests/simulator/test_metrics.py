@@ -248,7 +248,7 @@ def test_table():
     assert lines[1] == "requests                                 3        0"
     assert "TTFT, p99 (s)                        4.000        -" in lines
     assert "within the SLO                       66.7%        -" in lines
-    # nobody has tenants or deadlines
+    # no request has a tenant or a deadline
     assert not any("Jain" in line or "deadline" in line for line in lines)
     assert len({len(line) for line in lines}) == 1 and len(lines) <= 20
 

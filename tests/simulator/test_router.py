@@ -54,7 +54,7 @@ def test_a_conversation_stays_where_it_is():
     loads = dict.fromkeys("abc", 0)
     history = {user: [100 + user] * 9 for user in range(6)}
     first = {user: router.choose(request(*history[user]), loads) for user in history}
-    assert Counter(first.values()) == {"a": 2, "b": 2, "c": 2}  # who is new goes around
+    assert Counter(first.values()) == {"a": 2, "b": 2, "c": 2}  # new conversations go around
     for turn in range(5):
         for user in history:
             history[user] += [turn] * 7

@@ -67,7 +67,7 @@ def test_no_torch():
     code = "import sys; from nanovllm.simulator.simulation import simulate; from tutorials.simulation.metrics import summary, table; "
     code += "from tutorials.simulation.workloads import poisson, sharegpt, workload; "
     code += "print(table({'a': summary(simulate(workload(poisson(5), sharegpt(), 20)))})); "
-    code += "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
+    code += "assert not {'torch', 'numpy', 'transformers', 'matplotlib'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True)
 
 
@@ -257,7 +257,7 @@ def test_embedded_model(hardware):
     assert run.num_computed_tokens == 102 and run.seconds > 3 * 2.7e-4
 
 
-# --- schedulers that are wrong in the long run; what one step can show is in test_faults.py ---
+# --- schedulers that are wrong in the long run; what one step can show is in test_foreign_schedulers.py ---
 
 
 class Forgets(Scheduler):
@@ -357,7 +357,7 @@ class HasLargerLimits(Scheduler):
     ],
 )
 def test_answers_and_limits_are_those_that_were_given(scheduler, message):
-    """Not those that the scheduler says."""
+    """Not the answers and limits that the scheduler says."""
     jobs = [Job(0.0, ((i, 30),), 9) for i in range(1, 9)]
     config = Config(**{**SMALL, "num_blocks": 64, "max_num_batched_tokens": 64, "max_num_seqs": 4})
     with pytest.raises(ScheduleError, match=f"^step .*{message}"):

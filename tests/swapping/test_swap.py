@@ -1,4 +1,4 @@
-"""Preemption by swap: the moves themselves, and that nobody's tokens change.
+"""Preemption by swap: the moves themselves, and that no request's tokens change.
 
 Run: pytest tests/swapping/test_swap.py [-k same_tokens]
 """
@@ -232,7 +232,7 @@ def test_abort_while_swapped_out(path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
-def test_a_step_that_fails_harms_nobody(path, mode, monkeypatch):
+def test_a_step_that_fails_harms_no_request(path, mode, monkeypatch):
     """Whatever it was about to move or write is computed again. Here it fails with blocks to copy, out, and in."""
     expected = token_ids(
         new_llm(path, 500).generate(prompts(8), SamplingParams(n=2, seed=3), use_tqdm=False)
@@ -254,7 +254,7 @@ def test_a_step_that_fails_harms_nobody(path, mode, monkeypatch):
         try:
             llm.step()
         except KeyboardInterrupt:
-            check_blocks(llm.block_manager, [])  # nobody has a block
+            check_blocks(llm.block_manager, [])  # no sequence has a block
     assert [[o.token_ids for o in outputs[i].outputs] for i in ids] == expected
     assert kinds == ({"swaps_in", "swaps_out", "copies"} if mode == "swap" else {"copies"})
     assert llm.stats()["prompt_tokens"] == sum(map(len, prompts(8)))

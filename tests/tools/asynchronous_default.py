@@ -2,7 +2,7 @@
 
     PYTHONPATH=tests/tools pytest -p asynchronous_default tests/server/test_server.py
 
-So whatever holds for news that are made at once is asked of those that are made in the next step, too.
+So whatever holds for news that are made at once is asked of news that are made in the next step, too.
 """
 
 from fake_model import FakeRunner

@@ -1,7 +1,7 @@
 """Compiles the kernels for a GPU that need not be there, with what Triton is told when the engine launches them.
 
 Prints for each kernel: bytes of shared memory, bytes of registers that are spilled, registers of a thread, and buffers
-for keys and values. Sizes are those of Qwen3-0.6B. It needs ptxas, which Triton brings.
+for keys and values. Sizes are Qwen3-0.6B's. It needs ptxas, which Triton brings.
 
 Run: python tests/tools/compile_kernels.py [80 | 86 | 89 | 90 | 100] [head_dim] [query heads per KV head]
 """

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 def counting(action: Callable[[], object]) -> int:
-    """How many functions are called, ours and those of C."""
+    """How many functions are called, in Python and in C."""
     count = 0
 
     def profile(frame, event, arg):

@@ -15,12 +15,12 @@ from collections import Counter
 from functools import cache
 from pathlib import Path
 
+from fake_engine import Boom, check_clean
 from fake_model import FakeRunner
 
 import nanovllm
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.block_manager import BlockManager
-from nanovllm.checks.blocks import check_blocks
 from nanovllm.checks.schedules import CheckedScheduler
 from nanovllm.scheduler import Scheduler
 
@@ -28,10 +28,6 @@ PACKAGE = str(Path(nanovllm.__file__).parent)
 BLOCK_SIZE, VOCAB_SIZE, MAX_LEN = 4, 1536, 90
 ARMED: list[bool] = []  # while a Ctrl-C may come
 FAULTS = ("launch", "collect", "update", "plan", "enqueue", "allocate", "finish")
-
-
-class Boom(Exception):
-    """A fault of this program's making."""
 
 
 class Runner(FakeRunner):
@@ -163,7 +159,9 @@ class Life:
         for name, output in self.outputs.items():
             self.insist(lambda output=output: answer(output))
             self.check(name, output)
-        self.check_clean()
+        self.set_fault("")
+        check_clean(self.llm)
+        assert isinstance(self.llm.planner, CheckedScheduler)
 
     def ask(self) -> None:
         name = f"request {len(self.asked)}"
@@ -210,18 +208,6 @@ class Life:
             (expected,) = alone().generate([list(prompt)], params, use_tqdm=False)
             assert answer(output) == answer(expected), (name, prompt, params)
             self.counts["right"] += 1
-
-    def check_clean(self) -> None:
-        llm = self.llm
-        self.set_fault("")
-        llm.step()
-        assert not llm.requests and not llm.scheduler.has_unfinished()
-        assert not llm.recovery.is_changing and not llm.recovery.suspects
-        assert not llm.recovery.submitted and not llm.recovery.unwanted
-        assert llm.block_manager.num_used_blocks == 0
-        assert len(llm.block_manager.free_host_blocks) == llm.runner.num_host_blocks
-        check_blocks(llm.block_manager, [])
-        assert isinstance(llm.planner, CheckedScheduler)
 
 
 def interrupt(_, frame) -> None:

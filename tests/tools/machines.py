@@ -3,7 +3,7 @@
 An instruction set is hidden by the variables that PyTorch, oneDNN and MKL read; what PyTorch says of bfloat16 is
 replaced (machine/sitecustomize.py); cores are taken away, or kept busy by other processes.
 
-`python -m tests.tools.machines` prints the names of those on which scripts/check runs the fast tests, too.
+`python -m tests.tools.machines` prints the names of the machines on which scripts/check runs the fast tests, too.
 """
 
 import atexit

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
-from threading import Semaphore, Thread
+from threading import Event, Semaphore, Thread
 
 import httpx
 from fake_model import FakeRunner
@@ -131,6 +131,21 @@ def left_idle(server: Running):
     """For a fixture: after the test nothing is left."""
     yield server
     server.check_idle()
+
+
+@contextmanager
+def busy(server, name: str):
+    """One of the threads that tokenize has something to do."""
+    lane = getattr(server.engine, name)
+    is_over = Event()
+    work = lane.do(lambda inputs: is_over.wait(60))
+    future = asyncio.run_coroutine_threadsafe(work, server.engine.loop)
+    wait_for(lambda: lane.waiting)
+    try:
+        yield
+    finally:
+        is_over.set()
+        future.result(60)
 
 
 class Process:

@@ -1,5 +1,5 @@
 """Ranks as threads of one process: tensor parallelism without a network. And a single rank with a
-network, which has nobody to talk to.
+network, which has no other rank to talk to.
 
 Tests import this file. An example that does: pytest tests/parallel/test_shards.py
 """
@@ -64,7 +64,7 @@ class ThreadGroup:
 
 
 def arguments_of(device: torch.device, **options) -> tuple:
-    """Those of a model runner."""
+    """The arguments of a model runner."""
     config = Config(device=str(device), **options)
     path = Path(config.model)
     hf_config = load_config(path)

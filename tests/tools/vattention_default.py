@@ -1,6 +1,6 @@
 """A plugin for pytest: engines attend by mapped memory unless they are told otherwise.
 
-    PYTHONPATH=tests/tools pytest -p vattention_default tests/core/test_hard_cases.py
+    PYTHONPATH=tests/tools pytest -p vattention_default tests/core/test_recovery.py
 
 So whatever holds for paging in software is asked of vAttention, too.
 """

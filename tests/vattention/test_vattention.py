@@ -1,4 +1,4 @@
-"""vAttention: mapped memory against a dictionary of pages, attention against dense attention, tokens against those of
+"""vAttention: mapped memory against a dictionary of pages, attention against dense attention, tokens against
 paging in software, and nothing left behind.
 
 Run: pytest tests/vattention/test_vattention.py [-k rows]
@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import new_model, save
+from dense_attention import dense_attention
+from garbage import look_at_little_garbage
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,8 +29,9 @@ from nanovllm.vattention import ops as vattention
 from nanovllm.vattention.cache import NO_ROW, PageTable, VirtualCache, VirtualShape
 from nanovllm.vattention.memory import HostMemory, System, mappings_free
 from nanovllm.vattention.ops import Layout, neighbors
-from tests.core.test_attention import dense_attention, random_batch
+from tutorials.performance.batches import random_batch
 
+assert look_at_little_garbage  # a fixture
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="memfd_create is Linux's")
 
 ROOT = Path(__file__).parents[2]
@@ -51,7 +54,7 @@ def link_of(name: str) -> str:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left():
+def nothing_is_left(little_garbage):
     """Of any test: what is mapped, the files, and the addresses."""
     gc.collect()
     before = our_mappings(), our_files()
@@ -290,13 +293,13 @@ def test_only_what_is_new_is_mapped():
 
 
 def test_a_conversation_goes_on_where_it_was():
-    """Its blocks are still mapped when it comes back, if nobody needed its row."""
+    """Its blocks are still mapped when it comes back, if no other sequence needed its row."""
     table = counted_table()
     table.show([[5, 6], [7]], [0, 0])
     table.show([[7]], [3])
     mapped = table.memory.mapped
     assert table.show([[7], [5, 6, 1]], [4, 8]) == [1, 0] and table.memory.mapped == mapped + 1
-    table.show([[2], [3], [4], [9]], [0] * 4)  # who comes needs all rows
+    table.show([[2], [3], [4], [9]], [0] * 4)  # the new sequences need all rows
     assert table.shown == [[2], [3], [4], [9]] and table.memory.unmapped == 2
 
 
@@ -380,6 +383,7 @@ def test_a_mixture_of_prompts_chunks_and_decodes(heads, head_dim, left_over):
     check(MIXTURE, *heads, head_dim, left_over=left_over)
 
 
+@pytest.mark.slow(but_every=4)
 @pytest.mark.parametrize("block_size", [1, 2, 4, 8, 16, 32])
 @pytest.mark.parametrize("num_rows", [1, 3, 64])
 def test_with_few_rows_the_others_are_gathered(block_size, num_rows):
@@ -405,7 +409,7 @@ def test_what_is_no_number_stays_with_its_sequence(value):
     others = batch.slot_mapping.clone()
     batch.slot_mapping = (
         others + 1
-    )  # the next token's place, behind the end of those that have room
+    )  # the next token's place, behind the end of sequences that have room
     vattention.store_kv(new[0], new[1], batch, 1)
     behind = [1, 3]  # 17 and 18 tokens end within a block
     after = vattention.paged_attention(q, batch, 1, 0.2)
@@ -435,7 +439,7 @@ def tokens(outputs) -> list[list[list[int]]]:
     return [[list(answer.token_ids) for answer in output.outputs] for output in outputs]
 
 
-@pytest.mark.slow(but_every=3)
+@pytest.mark.slow(but_every=6)
 @pytest.mark.parametrize("block_size", [1, 2, 4, 16, 64])
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 def test_the_tokens_are_those_of_paging_in_software(path, block_size, mode):
@@ -488,7 +492,7 @@ def test_a_mapping_that_fails_ends_one_step_and_the_engine_goes_on(path, monkeyp
 
 
 def test_engines_leave_nothing_behind(path, request):
-    """Neither do those that fail at their start."""
+    """Neither do engines that fail at their start."""
     before = our_mappings(), our_files(), len(os.listdir("/proc/self/fd"))
     for i in range(50 if request.config.getoption("--slow") else 5):
         llm = LLM(path, attention_backend="vattention", num_blocks=20, max_num_seqs=4)
@@ -505,7 +509,7 @@ def test_engines_leave_nothing_behind(path, request):
 def test_what_holds_for_paging_in_software_holds_here():
     """The same tests, with this backend as the default. They ask for blocks of a size in bytes, or of three tokens."""
     others = "room_for_no_block or more_memory_than_there_is or block_size_does_not_matter"
-    names = ["core/test_hard_cases", "core/test_fuzz", "core/test_engine", "core/test_faults"]
+    names = ["core/test_fuzz", "core/test_engine", "core/test_recovery", "core/test_ctrl_c"]
     names += ["swapping", "decoding/test_beam_search", "parallel/test_parallel"]
     files = [str(path) for name in names for path in ROOT.glob(f"tests/{name}*")]
     command = [sys.executable, "-m", "pytest", "-x", "-p", "vattention_default", *files]

@@ -1,0 +1,340 @@
+"""A scheduler or a block manager of a user that is wrong is named in a sentence that says what is wrong, the engine goes
+on, and no request gets a wrong token.
+
+What a policy may decide is in test_policy.py, hooks that raise are in test_misuse.py.
+
+Run: pytest tests/core/test_foreign_schedulers.py [-k preempt]
+"""
+
+import pytest
+from fake_engine import check_clean, go_on, new_llm, raise_at
+from fake_model import FakeRunner
+from scheduling import new_request, new_scheduler, step
+
+from nanovllm import SamplingParams
+from nanovllm.block_manager import BlockManager
+from nanovllm.schedule import Item, Schedule, ScheduleError
+from nanovllm.scheduler import Scheduler
+
+# --- what one plan shows ---
+
+
+class Nothing(Scheduler):
+    def schedule(self):
+        return Schedule()
+
+
+class NoSchedule(Scheduler):
+    def schedule(self):
+        super().schedule()
+
+
+class Forgetful(Scheduler):
+    def schedule(self):
+        if self.waiting and not self.running:
+            self.waiting.pop()
+        return super().schedule()
+
+
+class Twice(Scheduler):
+    def schedule(self):
+        schedule = super().schedule()
+        schedule.items += schedule.items[:1]
+        return schedule
+
+
+class OverBudget(Scheduler):
+    def step_budget(self):
+        return 10**6, 10**6
+
+
+class NoBlocks(Scheduler):
+    def schedule(self):
+        schedule = Schedule()
+        while self.waiting:
+            request = self.waiting.pop(0)
+            self.running.append(request)
+            seq = request.sequences[0]
+            schedule.add(Item(seq, 0, seq.num_missing_tokens))
+        return schedule
+
+
+class NotRunning(Scheduler):
+    def schedule(self):
+        schedule = super().schedule()
+        self.running.clear()
+        return schedule
+
+
+class TooManyTokens(Scheduler):
+    def schedule(self):
+        schedule = super().schedule()
+        last = schedule.items[-1]
+        schedule.items[-1] = last._replace(num_tokens=last.num_tokens + 1)
+        return schedule
+
+
+class ForgetsMoves(Scheduler):
+    """Plans in its own way, and leaves the copies where they are."""
+
+    def schedule(self):
+        schedule = Schedule(*self.step_budget())
+        self.schedule_running(schedule)
+        self.schedule_waiting(schedule)
+        return schedule
+
+
+class NoCopies(Scheduler):
+    def commit(self, plan, schedule):
+        if schedule.items or plan[0].num_tokens > 1:
+            return super().commit(plan, schedule)
+        for item in plan:
+            schedule.add(item)
+
+
+class HalfOfTheSamples(Scheduler):
+    def commit(self, items, schedule):
+        super().commit(
+            [item for item in items if item.seq.index < 2 or not schedule.items], schedule
+        )
+
+
+class TakesAnItemOut(Scheduler):
+    def schedule(self):
+        schedule = super().schedule()
+        if schedule.items[-1].num_tokens == 1:
+            del schedule.items[-1]
+        return schedule
+
+
+class FromTheWrongToken(Scheduler):
+    def schedule(self):
+        schedule = super().schedule()
+        schedule.items[0] = schedule.items[0]._replace(start=1, num_tokens=1)
+        return schedule
+
+
+SAID = {
+    Nothing: r"Nothing.schedule\(\): it planned nothing, but there are unfinished requests: \['0', '1'\]",
+    NoSchedule: r"NoSchedule.schedule\(\): it returned None, and not a Schedule",
+    Forgetful: r"there are unfinished requests: \['1'\]; neither waiting nor running: \['1'\]",
+    Twice: r"Twice.schedule\(\): Sequence\(0.0: .*\) is in the schedule twice",
+    OverBudget: "the schedule has 80 tokens, but max_num_batched_tokens=40",
+    NoBlocks: "is to compute 40 tokens, but lacks blocks for them: allocate them first",
+    NotRunning: "is in the schedule, but it has ended, or its request is not in scheduler.running",
+    TooManyTokens: "is to compute 41 tokens, but 40 are missing",
+    ForgetsMoves: "blocks are to be moved, but the schedule lacks them: call take_moves last",
+    NoCopies: r"is to write into block \d+, which others read: allocate copies it first",
+    TakesAnItemOut: "who gets a token does not follow from its items: only commit adds an item",
+    FromTheWrongToken: "is to compute tokens from 1 on, but that is not the next one",
+    HalfOfTheSamples: "2 of 3 sequences of 1 would get a token: it must be all or none",
+}
+
+
+@pytest.mark.parametrize("cls", SAID)
+def test_a_scheduler_that_is_half_right_is_told_so(cls):
+    llm = new_llm(scheduler_cls=cls)
+    n = 3 if cls in (ForgetsMoves, NoCopies, HalfOfTheSamples, TakesAnItemOut) else 1
+    prompts = [[1] * (38 if n == 3 else 40), [2] * 40]
+    with pytest.raises(ScheduleError, match=SAID[cls]):
+        llm.generate(prompts, SamplingParams(n=n, max_tokens=5, seed=1), use_tqdm=False)
+    check_clean(llm)
+    llm.add_request([3])
+    if cls in (Nothing, NoSchedule, Twice, NoBlocks, NotRunning):
+        for _ in range(3):  # again and again, and it can be ended
+            with pytest.raises(ScheduleError):
+                llm.step()
+    (request_id,) = llm.requests
+    assert llm.abort(request_id)
+    llm.step()
+    check_clean(llm)
+
+
+class OnePromptAtATime(Scheduler):
+    """Takes all other prompts out of the step again."""
+
+    def schedule(self):
+        schedule = super().schedule()
+        prompts = [item for item in schedule.items if item.num_tokens > 1]
+        schedule.items = [item for item in schedule.items if item not in prompts[1:]]
+        return schedule
+
+
+class SmallChunks(Scheduler):
+    def schedule(self):
+        schedule = super().schedule()
+        schedule.items = [
+            item._replace(num_tokens=min(item.num_tokens, 5)) for item in schedule.items
+        ]
+        return schedule
+
+
+class TakesBack(Scheduler):
+    """Finds that a request that it has planned must give way after all."""
+
+    def schedule(self):
+        schedule = super().schedule()
+        if len(self.running) > 2:
+            victim = self.running[1]
+            self.preempt(victim)
+            schedule.items = [item for item in schedule.items if item.seq.request is not victim]
+        return schedule
+
+
+@pytest.mark.parametrize("cls", [OnePromptAtATime, SmallChunks, TakesBack])
+def test_what_is_findable_must_be_computed(cls):
+    """The blocks of what was taken out stay findable, but no step has written them: wrong answers,
+    in silence."""
+    llm = new_llm(scheduler_cls=cls, max_num_batched_tokens=100)
+    prompts = [[1] * 30, [2] * 21, [2] * 21, [2] * 21]
+    with pytest.raises(ScheduleError):
+        llm.generate(prompts, SamplingParams(seed=1, max_tokens=5), use_tqdm=False)
+
+
+# --- what a method returns or leaves undone ---
+
+
+CHOICES = [
+    ("victim", lambda self, _: self.waiting[0], r"Request\(2\) is not one of \[Request\(1\)\]"),
+    ("victim", lambda self, _: self.running[0], r"Request\(0\) is not one of \[Request\(1\)\]"),
+    ("victim", lambda *_: None, "None is not one of "),
+    (
+        "next_waiting",
+        lambda self: (self.running + self.waiting)[0],
+        r"Request\(0\) is not one of \[Request\(1\), Request\(2\)\]",
+    ),
+]
+
+
+@pytest.mark.parametrize("method, choose, message", CHOICES)
+def test_a_request_that_cannot_be_chosen(method, choose, message):
+    cls = type("Wrong", (Scheduler,), {method: choose})
+    scheduler, runner = new_scheduler(num_blocks=4, seqs=2, cls=cls), FakeRunner(4)
+    for i in range(3):
+        scheduler.add(new_request(i, [i] * 4, max_tokens=9))
+    with pytest.raises(ScheduleError, match=rf"Wrong.{method}\(\): {message}"):
+        for _ in range(10):
+            step(scheduler, runner)
+
+
+class Forgets(Scheduler):
+    def update(self, schedule, token_ids, logprobs=None):
+        return schedule.sampled  # no super().update(...)
+
+
+def test_an_update_that_changes_nothing_is_told_so():
+    llm = new_llm(scheduler_cls=Forgets)
+    llm.add_request([5] * 9)
+    with pytest.raises(ScheduleError):
+        go_on(llm, 50)
+
+
+def test_a_preempt_that_refuses_is_told_so():
+    """The step looked for room for ever."""
+
+    class Protects(Scheduler):
+        def preempt(self, request):
+            if request.request_id == "vip":
+                return
+            super().preempt(request)
+
+    llm = new_llm(num_blocks=8, scheduler_cls=Protects)
+    for name in ("a", "vip"):
+        llm.add_request([5, len(name)] * 6, SamplingParams(max_tokens=18, seed=1), name)
+    with pytest.raises(
+        ScheduleError, match=r"Protects.preempt\(\): Request\(vip\) is still running"
+    ):
+        go_on(llm)
+    llm.abort("vip")
+    assert len(go_on(llm)["a"].outputs[0].token_ids) == 18
+    check_clean(llm)
+
+
+def test_a_forgotten_reason_to_end():
+    """The sequence ends by its length all the same."""
+    llm = new_llm(scheduler_cls=type("Odd", (Scheduler,), {"reason_to_end": lambda *_: None}))
+    (output,) = llm.generate([5], SamplingParams(max_tokens=3), use_tqdm=False)[0].outputs
+    assert (len(output.token_ids), output.finish_reason) == (3, "length")
+    check_clean(llm)
+
+
+@pytest.mark.parametrize("odd", [5, False])
+def test_a_reason_to_end_that_is_no_text_is_believed_nowhere(odd):
+    class Odd(Scheduler):
+        def reason_to_end(self, seq):
+            return odd if seq.num_output_tokens == 3 else super().reason_to_end(seq)
+
+    llm = new_llm(scheduler_cls=Odd)
+    llm.add_request([5] * 4, SamplingParams(max_tokens=8, ignore_eos=True), "a")
+    problems = []
+    for _ in range(20):
+        try:
+            for output in llm.step():
+                assert output.outputs[0].finish_reason in (None, "length", "error")
+        except ScheduleError as error:
+            problems.append(str(error))
+    assert problems and f"it returned {odd}, and not a text or None" in problems[0]
+
+
+# --- what many steps show ---
+
+
+class PreemptsAll(Scheduler):
+    def make_room(self, schedule):
+        for request in [*self.running]:
+            self.preempt(request)
+
+
+def test_a_livelock_ends_with_a_sentence():
+    """Each step computes something, and throws away what the one before has computed."""
+    llm = new_llm(scheduler_cls=PreemptsAll, enable_prefix_caching=False)
+    message = r"PreemptsAll.schedule\(\): 101 steps without a new token"
+    with pytest.raises(ScheduleError, match=message):
+        llm.generate([[1] * 60, [2] * 60], SamplingParams(max_tokens=3), use_tqdm=False)
+    check_clean(llm)
+
+
+# --- what is right, but unusual ---
+
+
+class SkipsWhatDoesNotFit(Scheduler):
+    def schedule_waiting(self, schedule):
+        for request in list(self.waiting):
+            if schedule.tokens_left > 0 and self.block_manager.can_admit(request):
+                self.admit(request)
+                self.commit(self.tokens_to_compute(request, schedule), schedule)
+
+
+def test_the_request_that_is_admitted_is_the_one_that_was_given():
+    """`admit` popped waiting[0], whichever request that is."""
+    llm = new_llm(scheduler_cls=SkipsWhatDoesNotFit, num_blocks=12)
+    prompts = [[1] * 30, [2] * 30, [3] * 5]
+    llm.generate(prompts, SamplingParams(seed=1, max_tokens=5), use_tqdm=False)
+
+
+class NoBlockFree(BlockManager):
+    def can_admit(self, request, num_reserved=0):
+        return True
+
+
+def test_running_out_of_blocks_has_a_message():
+    llm = new_llm(block_manager_cls=NoBlockFree, num_blocks=12)
+    seen = []
+    real = llm.recovery._accuse
+    llm.recovery._accuse = lambda error: (seen.append(error), real(error))
+    llm.generate(
+        [[1] * 30, [2] * 30, [3] * 30], SamplingParams(seed=1, max_tokens=5), use_tqdm=False
+    )
+    assert seen and all("no free block" in str(error) for error in seen)
+
+
+def test_static_batching_after_a_failure_while_planning():
+    """A request that runs apart is not in its batch: nothing is planned, again and again."""
+    from tutorials.baselines.static_batching import StaticBatching
+
+    llm = new_llm(scheduler_cls=StaticBatching)
+    llm.scheduler.max_num_seqs = 2
+    for i in range(6):
+        llm.add_request([i + 1] * 6, SamplingParams(seed=i, max_tokens=6), str(i))
+    raise_at(llm.scheduler, "priority", 9, RuntimeError)
+    assert len(go_on(llm)) == 6

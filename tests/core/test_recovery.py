@@ -1,0 +1,450 @@
+"""A step that fails ends at most the request that made it fail, and all others get the tokens and texts that they get
+alone.
+
+What a Ctrl-C does is in test_ctrl_c.py.
+
+Run: pytest tests/core/test_recovery.py [-k culprit]
+"""
+
+from collections import Counter
+
+import pytest
+from fake_engine import (
+    SETTINGS,
+    Boom,
+    add_all,
+    answer,
+    answered_requests,
+    check_clean,
+    check_others,
+    go_on,
+    new_llm,
+    raise_at,
+    result,
+)
+
+from nanovllm import BeamSearchParams, SamplingParams
+from nanovllm.block_manager import BlockManager
+from nanovllm.frontend.text import Text
+from nanovllm.scheduler import Scheduler
+
+SHORT = SamplingParams(seed=5, max_tokens=6)
+
+
+def inject(llm, monkeypatch, place: str, is_hit) -> None:
+    """Raises Boom at this place whenever `is_hit` says so of the request there."""
+
+    def failing(owner, name, request_of, after=False):
+        real = getattr(owner, name)
+
+        def wrapper(*args, **kwargs):
+            if not after and any(map(is_hit, request_of(*args))):
+                raise Boom
+            value = real(*args, **kwargs)
+            if after and any(map(is_hit, request_of(*args))):
+                raise Boom
+            return value
+
+        monkeypatch.setattr(owner, name, wrapper)
+
+    def in_step(schedule, *_):
+        return {seq.request for seq, _, _ in schedule.items}
+
+    def sampled(schedule, *_):
+        return {seq.request for seq in schedule.sampled}
+
+    def of_seq(_, seq, *__):
+        return [seq.request]
+
+    def itself(request, *_):
+        return [request]
+
+    if place == "runner":
+        failing(llm.runner, "launch", in_step)
+    elif place == "sampler":  # the step has been computed
+        failing(llm.runner, "launch", sampled, after=True)
+    elif place == "priority":
+        failing(llm.scheduler, "priority", itself)
+    elif place == "plan":
+        failing(llm.scheduler, "tokens_to_compute", itself, after=True)
+    elif place == "update":
+        failing(llm.scheduler, "update", sampled, after=True)
+    elif place == "take prefix":
+        failing(BlockManager, "take_prefix", of_seq, after=True)
+    elif place == "allocate":
+        failing(BlockManager, "allocate", of_seq, after=True)
+    elif place == "preempt":
+        failing(llm.scheduler, "preempt", itself, after=True)
+    elif place == "detokeniser":
+        replies = llm.replies.unfinished.values()
+        owners = {id(text): reply.request for reply in replies for text in reply.texts}
+
+        def of_text(text, _):
+            return [owners[id(text)]] if id(text) in owners else []
+
+        failing(Text, "add", of_text, after=True)
+
+
+def fail_with(llm, is_wrong) -> list[set[str]]:
+    """Each step in which these requests are together raises Boom; the ids of all steps."""
+    launch, steps = llm.runner.launch, []
+
+    def launch_or_fail(schedule):
+        steps.append({seq.request.request_id for seq, _, _ in schedule.items})
+        if is_wrong(steps[-1]):
+            raise Boom
+        return launch(schedule)
+
+    llm.runner.launch = launch_or_fail
+    return steps
+
+
+CULPRITS = ["plain", "samples", "beams", "long"]
+PLACES = [
+    "runner", "sampler", "priority", "plan", "update", "take prefix", "allocate", "detokeniser",
+]  # fmt: skip
+CASES = [
+    (place, culprit, setting)
+    for i, place in enumerate(PLACES)
+    for j, culprit in enumerate(CULPRITS)
+    for k, setting in enumerate(SETTINGS)
+    if (i + j + k) % 2 == 0  # half of them: every pair of two is among them
+    and (place, culprit) != ("detokeniser", "beams")  # beams have no text before they end
+]
+
+
+@pytest.mark.slow(but_every=7)
+@pytest.mark.parametrize("place, culprit, setting", CASES)
+def test_only_the_culprit_ends(monkeypatch, place, culprit, setting):
+    """The fault comes whenever this request is in the step, at the beginning or when it has a few
+    tokens."""
+    for num_tokens in (0, 3):
+        llm = new_llm(**SETTINGS[setting])
+        add_all(llm)
+        seen = Counter()
+
+        def is_hit(request, num_tokens=num_tokens, seen=seen):
+            num_output_tokens = request.sequences[0].num_output_tokens
+            is_it = request.request_id == culprit and num_output_tokens >= num_tokens
+            seen["hit"] += is_it
+            return is_it
+
+        with monkeypatch.context() as patch:
+            inject(llm, patch, place, is_hit)
+            outputs = go_on(llm)
+        assert seen["hit"] or place == "take prefix"
+        check_others(outputs, *[culprit] * (seen["hit"] > 0))
+        assert (llm.stats()["failed_steps"] > 0) == (seen["hit"] > 0 and place != "detokeniser")
+        check_clean(llm)
+
+
+@pytest.mark.slow(but_every=9)
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("place", ["runner", "sampler", "plan", "update", "allocate", "preempt"])
+def test_a_fault_that_does_not_come_again_ends_no_request(monkeypatch, place, setting):
+    for when in (1, 2, 5, 17, 40):
+        llm, calls = new_llm(**SETTINGS[setting]), Counter()
+
+        def is_hit(request, calls=calls, when=when):
+            calls["all"] += 1
+            return calls["all"] == when
+
+        add_all(llm)
+        with monkeypatch.context() as patch:
+            inject(llm, patch, place, is_hit)
+            check_others(go_on(llm))
+        check_clean(llm)
+
+
+# --- suspects ---
+
+
+def test_two_that_fail_only_together():
+    """Neither is to blame: both get their tokens, one after the other."""
+    llm = new_llm()
+    fail_with(llm, {"plain", "samples"}.issubset)
+    add_all(llm)
+    check_others(go_on(llm))
+    assert llm.stats()["failed_steps"] > 5
+    check_clean(llm)
+
+
+def test_several_culprits_and_requests_that_come_meanwhile():
+    llm, outputs = new_llm(), {}
+    steps = fail_with(llm, lambda names: names & {"samples", "beams"})
+    todo = list(answered_requests())
+    while todo or llm.has_unfinished():
+        if todo:
+            name = todo.pop(0)
+            llm.add_request(*answered_requests()[name][:2], name)
+        outputs |= {output.request_id: output for output in llm.step()}
+    check_others(outputs, "samples", "beams")
+    assert {"samples"} in steps and {"beams"} in steps
+    check_clean(llm)
+
+
+def test_a_request_that_comes_while_suspects_run_apart_waits():
+    llm = new_llm()
+
+    def fails(names):
+        assert not (llm.recovery.suspects and "new" in names)
+        return "bad" in names
+
+    steps = fail_with(llm, fails)
+    for name in ("good", "bad", "better"):
+        llm.add_request([5] * 9, SHORT, name)
+    llm.step()
+    llm.add_request([8] * 9, SHORT, "new")
+    outputs = go_on(llm)
+    assert {name for name in outputs if outputs[name].error is not None} == {"bad"}
+    assert any("new" in names for names in steps)
+
+
+@pytest.mark.parametrize("is_running", [True, False])
+def test_suspects_may_be_aborted(is_running):
+    """If the running ones are aborted, the others, which wait apart, are all that is left: no scheduler is to blame for
+    planning nothing."""
+    llm = new_llm()
+    add_all(llm)
+    raise_at(llm.runner, "launch", 1, error=Boom)
+    llm.step()
+    assert llm.recovery.suspects
+    running = {
+        name for name, request in llm.requests.items() if request in llm.scheduler.unfinished()
+    }
+    waiting = llm.requests.keys() - running
+    assert running and waiting
+    aborted = running if is_running else waiting
+    for name in aborted:
+        assert llm.abort(name)
+    outputs = go_on(llm)
+    for name, output in outputs.items():
+        if name in aborted:
+            assert output.outputs[0].finish_reason == "abort"
+        else:
+            assert result(output) == answered_requests()[name][2]
+    check_clean(llm)
+
+
+# --- what the caller gets ---
+
+
+def test_generate_raises_the_error_once_the_others_are_done(monkeypatch):
+    llm = new_llm()
+    prompts, params, answers = zip(*answered_requests().values())
+    done, finish = [], Scheduler.finish
+
+    def launch(schedule, real=llm.runner.launch):
+        if any(seq.request.prompt_token_ids[0] == 5 for seq, _, _ in schedule.items):
+            raise Boom("the fifth")
+        return real(schedule)
+
+    def noted(scheduler, seq, reason):
+        done.append(seq.request.request_id)
+        finish(scheduler, seq, reason)
+
+    monkeypatch.setattr(llm.runner, "launch", launch)
+    monkeypatch.setattr(Scheduler, "finish", noted)
+    with pytest.raises(Boom, match="the fifth"):
+        llm.generate(list(prompts), list(params), use_tqdm=False)
+    assert len(set(done)) == len(prompts) - 2  # beams end in another way
+    check_clean(llm)
+    with pytest.raises(Boom):
+        list(llm.stream([5], SamplingParams(max_tokens=3)))
+    check_clean(llm)
+    assert result(llm.generate([prompts[1]], params[1], use_tqdm=False)[0]) == answers[1]
+
+
+def test_what_had_been_said_before_the_error_stays(monkeypatch):
+    llm = new_llm()
+    prompt, params, [(token_ids, text, _, _)] = answered_requests()["plain"]
+    llm.add_request(prompt, params, "plain")
+
+    def launch(schedule, real=llm.runner.launch):
+        if schedule.items[0].seq.num_output_tokens == 4:
+            raise Boom
+        return real(schedule)
+
+    monkeypatch.setattr(llm.runner, "launch", launch)
+    output = go_on(llm)["plain"].outputs[0]
+    assert output.token_ids == token_ids[:4]
+    assert output.text and text.startswith(output.text)
+    assert output.finish_reason == "error"
+
+
+def test_the_output_of_a_beam_search_that_fails_at_its_end(monkeypatch):
+    """Its text is made at the end, by the tokenizer."""
+    llm = new_llm()
+
+    def failing(*args):
+        raise Boom
+
+    monkeypatch.setattr("nanovllm.frontend.replies.results_of", failing)
+    add_all(llm)
+    check_others(go_on(llm), "beams")
+    check_clean(llm)
+
+
+# --- texts that are made late, or when they are read ---
+
+
+def test_a_tokenizer_that_fails_while_the_text_is_read(monkeypatch):
+    """The reader gets its error, nothing is left out of the text, and the request ends with the
+    error, as before."""
+    llm, prompt = new_llm(), [5] * 9
+    llm.add_request(prompt, SHORT, "sick")
+    (output,) = llm.step()
+    sick, add = output.completions[0], Text.add
+
+    def failing(text, token_id):
+        if text.output is sick:
+            raise RuntimeError("no such token")
+        return add(text, token_id)
+
+    monkeypatch.setattr(Text, "add", failing)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no such token"):
+            output.outputs  # noqa: B018 (it is read)
+    llm.add_request(prompt, SHORT, "innocent")
+    outputs = go_on(llm)
+    assert str(outputs["sick"].error) == "no such token"
+    assert outputs["sick"].outputs[0].finish_reason == "error"
+    assert result(outputs["innocent"]) == answer(prompt, SHORT)
+    check_clean(llm)
+
+
+def lengths() -> tuple[list, list]:
+    """Prompts and parameters: some end while others run, so that their texts are made in the next step."""
+    params = [SamplingParams(seed=n, max_tokens=n, ignore_eos=True) for n in (4, 9, 9, 15, 20)]
+    return [[i + 1] * 5 for i in range(5)], params
+
+
+def test_a_late_text_that_cannot_be_made(monkeypatch):
+    """The tokenizer's error ends its request alone."""
+    llm = new_llm()
+    expected = [result(output) for output in llm.generate(*lengths(), use_tqdm=False)]
+    add, is_armed = Text.add, [True]
+
+    def failing(text, token_id):
+        if is_armed and len(text.token_ids) == 3:
+            is_armed.clear()
+            raise Boom("no text")
+        return add(text, token_id)
+
+    monkeypatch.setattr(Text, "add", failing)
+    with pytest.raises(Boom, match="no text"):
+        llm.generate(*lengths(), use_tqdm=False)
+    assert not llm.has_unfinished()
+    outputs = llm.generate(*lengths(), use_tqdm=False)
+    assert [result(output) for output in outputs] == expected
+    assert not llm.replies.late
+    check_clean(llm)
+
+
+def test_a_step_that_fails_loses_no_late_text(monkeypatch):
+    llm = new_llm()
+    expected = [result(output) for output in llm.generate(*lengths(), use_tqdm=False)]
+    launch, calls = llm.runner.launch, []
+
+    def fail():
+        raise MemoryError
+
+    def failing(schedule):
+        calls.append(1)
+        collect = launch(schedule)
+        if len(calls) in (5, 10):  # some have just ended
+            return fail
+        if len(calls) == 16:
+            raise MemoryError
+        return collect
+
+    monkeypatch.setattr(llm.runner, "launch", failing)
+    outputs = llm.generate(*lengths(), use_tqdm=False)
+    assert [result(output) for output in outputs] == expected
+    assert llm.stats()["failed_steps"] == 3
+
+
+# --- hooks that the recovery itself calls ---
+
+
+class ForgetsOne(Scheduler):
+    """`enqueue` raises for request "1" once it has tokens, before or after it is queued."""
+
+    is_late = False
+
+    def enqueue(self, request):
+        is_hit = request.request_id == "1" and not request.is_new
+        if is_hit and not self.is_late:
+            raise KeyError("the hook of request 1")
+        super().enqueue(request)
+        if is_hit:
+            raise KeyError("the hook of request 1")
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_hook_that_fails_for_one_request_after_a_fault_ends_no_other(monkeypatch, is_late):
+    monkeypatch.setattr(ForgetsOne, "is_late", is_late)
+    llm = new_llm(scheduler_cls=ForgetsOne)
+    raise_at(llm.runner, "launch", 3, Boom)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    for name in ("0", "1"):
+        llm.add_request([5 + int(name)] * 6, params, name)
+    outputs = go_on(llm)
+    assert outputs["0"].error is None and len(outputs["0"].outputs[0].token_ids) == 8
+    assert isinstance(outputs["1"].error, KeyError)
+    assert not llm.scheduler.waiting
+    check_clean(llm)
+
+
+class Breaks(Scheduler):
+    """Its keys are computed once: that of request "bad" raises as soon as the scheduler is broken."""
+
+    priority_is_fixed = True
+    is_broken = False
+
+    def priority(self, request):
+        if self.is_broken and request.request_id == "bad":
+            raise KeyError("priority")
+        return 0
+
+
+def test_a_fixed_priority_that_raises_after_a_fault():
+    """The recovery queues all requests again: each attempt raised, and none could go on."""
+    llm = new_llm(scheduler_cls=Breaks)
+    for name in ("a", "bad", "c"):
+        llm.add_request([5] * 9, SHORT, name)
+    llm.step()
+    llm.scheduler.is_broken = True
+    llm.recovery.is_changing = True  # a Ctrl-C came
+    outputs = go_on(llm)
+    assert isinstance(outputs["bad"].error, KeyError)
+    assert all(result(outputs[name]) == answer([5] * 9, SHORT) for name in "ac")
+    check_clean(llm)
+
+
+def test_a_restart_that_raises():
+    class Restarts(Scheduler):
+        def restart(self, block_manager):
+            raise RuntimeError("no")
+
+    llm = new_llm(scheduler_cls=Restarts)
+    llm.add_request([5] * 9, SHORT, "a")
+    llm.step()
+    llm.recovery.is_changing = True  # a Ctrl-C came
+    assert result(go_on(llm)["a"]) == answer([5] * 9, SHORT)
+    check_clean(llm)
+
+
+def test_a_search_is_not_ended_by_a_policy_that_it_does_not_ask():
+    class Short(Scheduler):
+        def reason_to_end(self, seq):
+            return "length" if seq.num_output_tokens >= 3 else super().reason_to_end(seq)
+
+    params = BeamSearchParams(beam_width=2, max_tokens=8, ignore_eos=True)
+    llm = new_llm(scheduler_cls=Short)
+    llm.add_request([5] * 9, params, "beams")
+    for _ in range(5):
+        llm.step()
+    llm.recovery.is_changing = True  # a Ctrl-C came
+    assert result(go_on(llm)["beams"]) == answer([5] * 9, params)
+    check_clean(llm)
