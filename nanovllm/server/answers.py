@@ -5,18 +5,41 @@ from __future__ import annotations
 import json
 import time
 from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from functools import cached_property
 from typing import Any
 from uuid import uuid4
 
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
 from nanovllm.frontend.outputs import CompletionOutput, RequestOutput
 from nanovllm.sequence import Request, TokenLogprobs
+from nanovllm.server.errors import error_of
 from nanovllm.server.protocol import Body, CallBody, StreamOptions
+from nanovllm.server.streams import Stream
 from nanovllm.server.texts import TokenTexts
 
 encode = json.JSONEncoder(ensure_ascii=False).encode
 MANY = 100  # parts of a list
+COMMENT = ": the answer is still to come\n\n"  # proxies end streams of which nothing comes
 Rows = list[TokenLogprobs | None]
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events. Their generator ends with the response, also if the client leaves."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[str, None]):
+        # the second header is for nginx
+        super().__init__(events, headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        self.events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self.events):
+            await super().__call__(scope, receive, send)
 
 
 class Answers(ABC):
@@ -54,6 +77,33 @@ class Answers(ABC):
             **counts_of(num_prompt, num_completion),
             "prompt_tokens_details": {"cached_tokens": num_cached},
         }
+
+    async def stream(self, stream: Stream) -> AsyncGenerator[str, None]:
+        """The answer as it comes. The first item is empty, and says that something has come: an
+        error before it is raised, a later one becomes an event."""
+        events = self.first()
+        has_begun = False
+        try:
+            async for deltas in stream:
+                for delta in deltas:
+                    if delta.error is not None:
+                        raise delta.error
+                    for part in delta.parts:
+                        events += self.events(delta.index, part)
+                if not has_begun:
+                    yield ""
+                has_begun = True
+                if events or not deltas:
+                    yield "".join(events) or COMMENT
+                events = []
+            events = self.last(stream.outputs)
+        except Exception as error:
+            if not has_begun:
+                raise
+            events.append(self.error_event(error_of(error)[1]))
+        finally:
+            stream.close()
+        yield "".join([*events, self.last_event])
 
     @abstractmethod
     def whole(self, outputs: list[RequestOutput]) -> dict:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager, closing
 from copy import deepcopy
-from functools import partial
 from importlib.metadata import version
 from typing import Any, TypeVar
 
@@ -16,30 +14,28 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.types import Receive, Scope, Send
 
 from nanovllm.engine import LLM
 from nanovllm.frontend.inputs import Inputs
+from nanovllm.frontend.outputs import RequestOutput
 from nanovllm.options import shown
 from nanovllm.sequence import Request as EngineRequest
-from nanovllm.server.answers import Answers, encoded
+from nanovllm.server.answers import Answers, EventStream, encoded
 from nanovllm.server.async_llm import AsyncLLM
-from nanovllm.server.bodies import body_of
-from nanovllm.server.calls import Backend
 from nanovllm.server.chats import ChatBody, ChatCompletions, TokenizeBody
 from nanovllm.server.completions import CompletionBody, Completions
-from nanovllm.server.errors import BadRequest, answer_error
-from nanovllm.server.exchange import Exchange, while_connected
-from nanovllm.server.gate import Gate
+from nanovllm.server.errors import BadRequest
+from nanovllm.server.gate import Gate, body_of, no_route, while_connected
 from nanovllm.server.metrics import Metrics
 from nanovllm.server.page import Live, add_page
 from nanovllm.server.protocol import DetokenizeBody, in_words, parsed
 from nanovllm.server.responses import ResponseBody, Responses
 from nanovllm.server.settings import ServerOptions
+from nanovllm.server.streams import Backend, Stream
 from nanovllm.server.texts import TokenTexts
-from nanovllm.server.visits import Visit
 
 T = TypeVar("T")
+FEW = 2000  # log-probabilities, of which JSON is made in a few milliseconds
 Make = Callable[[Any, Inputs], T]  # from a body
 
 
@@ -51,7 +47,6 @@ class Server:
         self.options = options
         self.metrics = Metrics(options.served_model_name[0])
         self.started = int(time.time())
-        self.reading: set[asyncio.Task] = set()  # bodies
         # for one event loop, which does not run yet
         self.engine: Backend
         self.texts: TokenTexts
@@ -77,26 +72,43 @@ class Server:
         return self.engine.inputs.scheduler.max_model_len
 
     def close_views(self) -> None:
-        """Ends what would never end by itself: the connections of watchers, and bodies that are
-        still to come."""
+        """Ends what would never end by itself: the connections of watchers."""
         if self.live is not None:
             self.live.close()
-        for task in self.reading:
-            task.cancel()
 
-    # --- bodies become requests ---
+    # --- bodies become answers ---
 
-    async def read(self, scope: Scope, receive: Receive) -> bytes:
-        """The body of a request. Raises BadRequest, Unavailable or ClientDisconnect."""
-        most = self.options.most_bytes(self.max_model_len)
-        task = asyncio.ensure_future(body_of(scope, receive, most))
-        self.reading.add(task)
-        task.add_done_callback(self.reading.discard)
-        try:
-            return await task
-        except asyncio.CancelledError:
-            self.engine.check_open()  # it was `close_views`
-            raise
+    def route(self, respond: Callable[..., Coroutine[Any, Any, Response]], *args) -> Callable:
+        """A route that reads its body itself, since it is too long for the event loop to parse.
+        When it has come, the client may leave at any time."""
+
+        async def route(request: Request) -> Response:
+            most = self.options.most_bytes(self.max_model_len)
+            data = await self.engine.unless_closed(body_of(request, most))
+            return await while_connected(request.receive, respond(request, data, *args))
+
+        return route
+
+    async def answer(
+        self, request: Request, data: bytes, kind: type[Any], answers: type[Answers]
+    ) -> Response:
+        """The answer to a call; of a stream, when something of it has come."""
+        body, requests = await self.prepare(kind, data, with_requests)
+        made = answers(body, requests, self.options.served_model_name[0], self.texts)
+        stream = self.submit(request, requests, bool(body.stream))
+        if body.stream:
+            events = made.stream(stream)
+            await anext(events)
+            return EventStream(events)
+        content = await self.whole(made, stream)
+        return Response(content, media_type="application/json")
+
+    async def tell(
+        self, request: Request, data: bytes, kind: type[Any], make: Callable
+    ) -> Response:
+        """What a function makes of a body and the tokenizer."""
+        content = await self.prepare(kind, data, make)
+        return Response(content, media_type="application/json")
 
     async def prepare(self, kind: type[Any], data: bytes, make: Make[T]) -> T:
         """What is made of a body, in a thread that tokenizes. Raises BadRequest, Busy or
@@ -123,7 +135,8 @@ class Server:
         if name not in (None, *self.options.served_model_name):
             raise BadRequest(f"the model {shown(name)} does not exist", "model", 404)
 
-    def check_size(self, requests: list[EngineRequest]) -> None:
+    def submit(self, request: Request, requests: list[EngineRequest], is_streamed: bool) -> Stream:
+        """Raises BadRequest, Busy or Unavailable."""
         num_tokens = sum(
             request.params.n * (request.max_len - len(request.prompt_token_ids))
             for request in requests
@@ -132,31 +145,23 @@ class Server:
         if num_tokens > most:
             asked = f"prompts * n * max_tokens is {num_tokens:,}"
             raise BadRequest(f"{asked}, at most {most:,} are allowed in one call", "max_tokens")
+        stream = self.engine.submit(requests, is_streamed)
+        request.scope["clock"].watch(stream)
+        return stream
 
-    async def answer(
-        self, kind: type[Any], answers: type, scope: Scope, receive: Receive, send: Send
-    ) -> None:
-        """A call, from its body to the end of its answer."""
-
-        async def work(data: bytes) -> None:
-            body, requests = await self.prepare(kind, data, with_requests)
-            self.check_size(requests)
-            made = answers(body, requests, self.options.served_model_name[0], self.texts)
-            exchange = self.exchange(made, scope)
-            await exchange.run(scope, receive, send, bool(body.stream))
-
-        await while_connected(receive, work(await self.read(scope, receive)))
-
-    def exchange(self, answers: Answers, scope: Scope) -> Exchange:
-        return Exchange(self.engine, self.metrics, scope["visit"], answers)
-
-    async def tell(
-        self, kind: type[Any], make: Callable, scope: Scope, receive: Receive, send: Send
-    ) -> None:
-        """What a function makes of a body and the tokenizer, as JSON."""
-        work = self.prepare(kind, await self.read(scope, receive), make)
-        content = await while_connected(receive, work)
-        await Response(content, media_type="application/json")(scope, receive, send)
+    async def whole(self, answers: Answers, stream: Stream) -> str:
+        """The answer that is not streamed, as JSON. With many log-probabilities the loop does not
+        make it, and no two of them are made at a time."""
+        with closing(stream):
+            async for deltas in stream:
+                for delta in deltas:
+                    if delta.error is not None:
+                        raise delta.error
+        outputs = stream.outputs
+        if num_logprobs(outputs) <= FEW:
+            return encoded(answers.whole(outputs))
+        making = self.engine.long.do(lambda inputs: encoded(answers.whole(outputs)))
+        return await self.engine.unless_closed(making)
 
     # --- routes ---
 
@@ -195,29 +200,14 @@ class Server:
         return Response(self.metrics.text(stats), media_type="text/plain; version=0.0.4")
 
 
-class Later(Response):
-    """A response that says itself what it sends, and when."""
-
-    def __init__(self, respond: Callable[[Scope, Receive, Send], Awaitable[None]]):
-        super().__init__()
-        self.respond = respond
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self.respond(scope, receive, send)
-
-
-def route_of(respond: Callable[..., Awaitable[None]], *args) -> Callable:
-    """A route whose response reads the body itself: it is read before a client may wait, and is
-    too long for the event loop to parse."""
-
-    async def route(request: Request) -> Response:
-        return Later(partial(respond, *args))
-
-    return route
-
-
 def with_requests(body: Any, inputs: Inputs) -> tuple[Any, list[EngineRequest]]:
     return body, body.requests(inputs)
+
+
+def num_logprobs(outputs: list[RequestOutput]) -> int:
+    rows = [row for output in outputs for row in output.prompt_logprobs or ()]
+    rows += [row for output in outputs for one in output.outputs for row in one.logprobs or ()]
+    return sum(map(len, filter(None, rows)))
 
 
 def tokenized(body: TokenizeBody, inputs: Inputs) -> str:
@@ -275,23 +265,19 @@ def app_of(server: Server) -> FastAPI:
         "/metrics": server.show_metrics,
     }
     for path, (body, answers) in ANSWERED.items():
-        route = route_of(server.answer, body, answers)
+        route = server.route(server.answer, body, answers)
         app.add_api_route(path, route, methods=["POST"], response_model=None)
     for path, (body, make) in TOLD.items():
-        route = route_of(server.tell, body, make)
+        route = server.route(server.tell, body, make)
         app.add_api_route(path, route, methods=["POST"], response_model=None)
     for path, route in gets.items():
         app.add_api_route(path, route, response_model=None)
         app.add_api_route(path, route, methods=["HEAD"], include_in_schema=False)
     app.openapi = lambda: schema_of(app)  # type: ignore[method-assign]
-    app.add_exception_handler(HTTPException, answer_error)
+    app.add_exception_handler(HTTPException, no_route)  # type: ignore[arg-type]
     options = server.options
     known_paths = {*ANSWERED, *TOLD, *gets}
-
-    def at_end(visit: Visit) -> None:
-        visit.end(server.metrics, known_paths, options.log_requests)
-
-    app.add_middleware(Gate, api_keys=options.api_key, at_end=at_end)
+    app.add_middleware(Gate, options=options, metrics=server.metrics, known_paths=known_paths)
     if options.allowed_origins:  # outside of the gate: browsers ask first, without the key
         app.add_middleware(
             CORSMiddleware,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter as Counts
+import time
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from nanovllm.frontend.outputs import RequestOutput
+from nanovllm.server.streams import Delta, Stream
 
 SHORT = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 40)
 LONG = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
@@ -86,11 +86,60 @@ class Metrics:
         self.stats = stats
         return generate_latest(self.registry)
 
-    def count(self, finished_reason: str, num_outputs: int = 1) -> None:
+    def count(self, finished_reason: str | None, num_outputs: int = 1) -> None:
         """Counts outputs that have ended."""
         self.outputs.labels(self.model_name, finished_reason).inc(num_outputs)
 
-    def count_output(self, output: RequestOutput) -> None:
-        reasons = Counts(str(one.finish_reason) for one in output.outputs)
-        for reason, number in reasons.items():
-            self.count(reason, number)
+
+class Clock:
+    """The times at which the tokens of one HTTP request come, from its arrival on."""
+
+    def __init__(self, metrics: Metrics):
+        self.metrics = metrics
+        self.begin = time.perf_counter()
+        self.submitted = 0.0  # seconds after it
+        self.last: dict[tuple[int, int], float] = {}  # token of each output
+        self.num_prompt = 0  # tokens
+        self.num_output = 0
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self.begin
+
+    def watch(self, stream: Stream) -> None:
+        stream.clock = self
+        self.submitted = self.seconds
+        self.num_prompt = sum(len(one.prompt_token_ids) for one in stream.requests)
+
+    def see(self, delta: Delta) -> None:
+        """What is new of one request."""
+        now = self.seconds
+        for part in delta.parts:
+            self.num_output += len(part.token_ids)
+            before = self.last.get((delta.index, part.index))
+            if before is None:
+                self.metrics.first_token.observe(now)
+            else:
+                self.metrics.between_tokens.observe(now - before)
+            self.last[delta.index, part.index] = now
+        if delta.output is None:
+            return
+        self.metrics.whole.observe(now)
+        for one in delta.output.outputs:
+            self.metrics.count(one.finish_reason)
+            if delta.gaps:  # it was not streamed: all tokens come now
+                self.num_output += len(one.token_ids)
+                self.see_all(delta.gaps[: len(one.token_ids)])
+
+    def see_all(self, gaps: list[float]) -> None:
+        """The tokens of an output; the first gap begins when its request was submitted."""
+        for gap in gaps[:1]:
+            self.metrics.first_token.observe(self.submitted + gap)
+        for gap in gaps[1:]:
+            self.metrics.between_tokens.observe(gap)
+
+    def end(self, stream: Stream) -> None:
+        """What has not ended by itself never will."""
+        for i, request in enumerate(stream.requests):
+            if i not in stream.ended:
+                self.metrics.count("abort" if stream.error is None else "error", request.params.n)

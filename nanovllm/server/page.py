@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 
 from fastapi import FastAPI
 from fastapi.responses import Response
 from starlette.routing import Route
 from starlette.staticfiles import StaticFiles
-from starlette.types import Receive, Scope, Send
 
+from nanovllm.server.answers import EventStream
 from nanovllm.server.async_llm import AsyncLLM
-from nanovllm.server.exchange import STREAM, while_connected
 from nanovllm.server.live import LiveView
 
 FOLDER = Path(__file__).parent / "page"
@@ -66,6 +65,16 @@ class Live:
                 reader.put_nowait(None)
             reader.put_nowait(text)
 
+    async def frames(self) -> AsyncGenerator[str, None]:
+        """Frames for one reader, until it leaves or the server ends. The first item is empty."""
+        reader = self.enter()
+        try:
+            yield ""
+            while (frame := await reader.get()) is not None:
+                yield f"data: {frame}\n\n"
+        finally:
+            self.leave(reader)
+
     def enter(self) -> asyncio.Queue[str | None]:
         self.engine.check_open()
         reader: asyncio.Queue[str | None] = asyncio.Queue(MOST_FRAMES)
@@ -82,30 +91,6 @@ class Live:
         self._pass_on(None)
 
 
-class LiveResponse(Response):
-    """A stream of frames, until its reader leaves or the server ends."""
-
-    def __init__(self, live: Live):
-        super().__init__()
-        self.live = live
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reader = self.live.enter()
-        try:
-            await while_connected(receive, self.pass_on(reader, send))
-        finally:
-            self.live.leave(reader)
-
-    async def pass_on(self, reader: asyncio.Queue[str | None], send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": STREAM})
-        frame = await reader.get()
-        while frame is not None:
-            data = f"data: {frame}\n\n".encode()
-            await send({"type": "http.response.body", "body": data, "more_body": True})
-            frame = await reader.get()
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
 class Files(StaticFiles):
     """The page's files, each with the headers."""
 
@@ -119,7 +104,9 @@ def add_page(app: FastAPI, live: Callable[[], Live]) -> None:
     """Its files are in the root, each with a route of its own: all other paths stay unknown."""
 
     async def watch() -> Response:
-        return LiveResponse(live())
+        frames = live().frames()
+        await anext(frames)
+        return EventStream(frames)
 
     app.add_api_route("/live", watch, response_model=None, include_in_schema=False)
     files = Files(directory=FOLDER, html=True)
