@@ -7,7 +7,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from functools import cached_property
 from typing import Any
 from uuid import uuid4
 
@@ -24,6 +23,8 @@ from nanovllm.server.texts import TokenTexts
 encode = json.JSONEncoder(ensure_ascii=False).encode
 MANY = 100  # parts of a list
 COMMENT = ": the answer is still to come\n\n"  # proxies end streams of which nothing comes
+HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # the second one is nginx's
+REASONS: dict[Any, str] = {"abort": "stop", "error": "stop"}  # in words that clients know
 Rows = list[TokenLogprobs | None]
 
 
@@ -32,13 +33,8 @@ class EventStream(StreamingResponse):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[str, None]):
-        # the second header is for nginx
-        super().__init__(events, headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
-        self.events = events
-
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self.events):
+        async with aclosing(self.body_iterator):  # type: ignore[type-var]
             await super().__call__(scope, receive, send)
 
 
@@ -81,7 +77,7 @@ class Answers(ABC):
     async def stream(self, stream: Stream) -> AsyncGenerator[str, None]:
         """The answer as it comes. The first item is empty, and says that something has come: an
         error before it is raised, a later one becomes an event."""
-        events = self.first()
+        events: list[str] = []
         has_begun = False
         try:
             async for deltas in stream:
@@ -109,10 +105,6 @@ class Answers(ABC):
     def whole(self, outputs: list[RequestOutput]) -> dict:
         """The answer that is not streamed."""
 
-    def first(self) -> list[str]:
-        """Events of a stream before the first token."""
-        return []
-
     @abstractmethod
     def events(self, i: int, delta: CompletionOutput) -> list[str]:
         """What is new in an output of request i."""
@@ -129,19 +121,17 @@ class Answers(ABC):
 class Choices(Answers):
     """Answers of the older endpoints: each output is a choice."""
 
+    chunk_kind: str
     last_event = "data: [DONE]\n\n"
 
     def __init__(self, body: Body, requests: list[Request], model: str, texts: TokenTexts):
         super().__init__(body, requests, model, texts)
         self.wants = body.stream_options or StreamOptions()
         self.has_token_ids = bool(body.return_token_ids)
-        self.begun: set[int] = set()  # choices of which something has been streamed
         self.counts: dict[int, int] = {}  # tokens streamed, by choice
-
-    @cached_property
-    def head(self) -> str:
-        """The frame as JSON, up to its choices: the same for each event."""
-        return encode(self.frame)[:-1] + ', "choices": '
+        if body.stream:
+            self.frame["object"] = self.chunk_kind
+        self.head = encode(self.frame)[:-1] + ', "choices": '  # the same for each event
 
     def whole(self, outputs: list[RequestOutput]) -> dict:
         choices = [
@@ -153,8 +143,7 @@ class Choices(Answers):
 
     def events(self, i: int, delta: CompletionOutput) -> list[str]:
         index = self.index_of(i, delta.index)
-        is_first = index not in self.begun
-        self.begun.add(index)
+        is_first = index not in self.counts
         self.counts[index] = self.counts.get(index, 0) + len(delta.token_ids)
         choice = self.part(i, delta, is_first)
         if self.has_token_ids:
@@ -193,8 +182,8 @@ class Choices(Answers):
     # --- parts of a choice ---
 
     def reason(self, index: int, reason: str | None) -> str | None:
-        """Why a choice has ended, in words that clients know."""
-        return {"abort": "stop", "error": "stop"}.get(str(reason), reason)
+        """Why a choice has ended."""
+        return REASONS.get(reason, reason)
 
     def token_ids(self, output: RequestOutput, one: CompletionOutput) -> dict:
         if not self.has_token_ids:

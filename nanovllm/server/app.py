@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from fastapi import FastAPI, Request
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import Response
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
@@ -20,7 +21,7 @@ from nanovllm.frontend.inputs import Inputs
 from nanovllm.frontend.outputs import RequestOutput
 from nanovllm.options import shown
 from nanovllm.sequence import Request as EngineRequest
-from nanovllm.server.answers import Answers, EventStream, encoded
+from nanovllm.server.answers import HEADERS, Answers, EventStream, encoded
 from nanovllm.server.async_llm import AsyncLLM
 from nanovllm.server.chats import ChatBody, ChatCompletions, TokenizeBody
 from nanovllm.server.completions import CompletionBody, Completions
@@ -36,7 +37,7 @@ from nanovllm.server.texts import TokenTexts
 
 T = TypeVar("T")
 FEW = 2000  # log-probabilities, of which JSON is made in a few milliseconds
-Make = Callable[[Any, Inputs], T]  # from a body
+B = TypeVar("B", bound=BaseModel)
 
 
 class Server:
@@ -49,12 +50,14 @@ class Server:
         self.started = int(time.time())
         # for one event loop, which does not run yet
         self.engine: Backend
+        self.max_model_len: int
         self.texts: TokenTexts
         self.live: Live | None = None  # if the engine is in this process
 
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
         self.engine = await self.new_engine()
+        self.max_model_len = self.engine.inputs.scheduler.max_model_len
         self.texts = TokenTexts(deepcopy(self.engine.inputs.tokenizer))
         if self.options.chat_template is not None:
             for lane in (self.engine.short, self.engine.long):
@@ -66,10 +69,6 @@ class Server:
         finally:
             self.engine.close()
             await self.engine.ended()
-
-    @property
-    def max_model_len(self) -> int:
-        return self.engine.inputs.scheduler.max_model_len
 
     def close_views(self) -> None:
         """Ends what would never end by itself: the connections of watchers."""
@@ -93,13 +92,13 @@ class Server:
         self, request: Request, data: bytes, kind: type[Any], answers: type[Answers]
     ) -> Response:
         """The answer to a call; of a stream, when something of it has come."""
-        body, requests = await self.prepare(kind, data, with_requests)
+        body, requests = await self.prepare(kind, data, kind.requests)
         made = answers(body, requests, self.options.served_model_name[0], self.texts)
         stream = self.submit(request, requests, bool(body.stream))
         if body.stream:
             events = made.stream(stream)
             await anext(events)
-            return EventStream(events)
+            return EventStream(events, headers=HEADERS)
         content = await self.whole(made, stream)
         return Response(content, media_type="application/json")
 
@@ -107,18 +106,20 @@ class Server:
         self, request: Request, data: bytes, kind: type[Any], make: Callable
     ) -> Response:
         """What a function makes of a body and the tokenizer."""
-        content = await self.prepare(kind, data, make)
+        _, content = await self.prepare(kind, data, make)
         return Response(content, media_type="application/json")
 
-    async def prepare(self, kind: type[Any], data: bytes, make: Make[T]) -> T:
-        """What is made of a body, in a thread that tokenizes. Raises BadRequest, Busy or
+    async def prepare(
+        self, kind: type[B], data: bytes, make: Callable[[B, Inputs], T]
+    ) -> tuple[B, T]:
+        """A body, and what is made of it in a thread that tokenizes. Raises BadRequest, Busy or
         Unavailable."""
 
-        def work(inputs: Inputs) -> T:
+        def work(inputs: Inputs) -> tuple[B, T]:
             body = parsed(kind, data)
             self.check_body(body)
             try:
-                return make(body, inputs)
+                return body, make(body, inputs)
             except ValueError as error:
                 raise in_words(error, kind) from error
 
@@ -146,7 +147,8 @@ class Server:
             asked = f"prompts * n * max_tokens is {num_tokens:,}"
             raise BadRequest(f"{asked}, at most {most:,} are allowed in one call", "max_tokens")
         stream = self.engine.submit(requests, is_streamed)
-        request.scope["clock"].watch(stream)
+        stream.clock = request.scope["clock"]
+        stream.clock.num_prompt = sum(len(one.prompt_token_ids) for one in requests)
         return stream
 
     async def whole(self, answers: Answers, stream: Stream) -> str:
@@ -200,10 +202,6 @@ class Server:
         return Response(self.metrics.text(stats), media_type="text/plain; version=0.0.4")
 
 
-def with_requests(body: Any, inputs: Inputs) -> tuple[Any, list[EngineRequest]]:
-    return body, body.requests(inputs)
-
-
 def num_logprobs(outputs: list[RequestOutput]) -> int:
     rows = [row for output in outputs for row in output.prompt_logprobs or ()]
     rows += [row for output in outputs for one in output.outputs for row in one.logprobs or ()]
@@ -240,11 +238,7 @@ def new_app(llm: LLM, options: ServerOptions) -> FastAPI:
     server = Server(new_engine, options)
     app = app_of(server)
 
-    def live() -> Live:
-        assert server.live is not None
-        return server.live
-
-    add_page(app, live)
+    add_page(app)
     return app
 
 

@@ -31,10 +31,10 @@ SECONDS_OF_INBOX = 0.01  # between two steps: a call may have a thousand request
 class StreamReader(Reader):
     """Reads the reply to one request, and knows what has been told of it."""
 
-    def __init__(self, reply: Reply, is_streamed: bool, submitted: float):
+    def __init__(self, reply: Reply, is_streamed: bool):
         super().__init__(reply)
         self.is_streamed = is_streamed
-        self.times = [submitted]  # and those of its tokens
+        self.times: list[float] = []  # of its tokens
         self.runs: bool | None = None  # whether it has a place in a batch; None: nothing was told
         self.ended: set[int] = set()  # outputs
 
@@ -72,9 +72,8 @@ class AsyncLLM(Backend):
         return max(0, len(self.open) - len(self.llm.scheduler.running))
 
     def _begin(self, stream: Stream) -> None:
-        now = time.perf_counter()
         for request in stream.requests:
-            self.inbox.put(partial(self._add, request, stream.is_streamed, now))
+            self.inbox.put(partial(self._add, request, stream.is_streamed))
 
     def _abort(self, requests: list[Request]) -> None:
         self.inbox.put(partial(self._drop, requests))
@@ -127,13 +126,13 @@ class AsyncLLM(Backend):
         while not self.inbox.empty() and time.perf_counter() < end:
             self.inbox.get()()
 
-    def _add(self, request: Request, is_streamed: bool, submitted: float) -> None:
+    def _add(self, request: Request, is_streamed: bool) -> None:
         try:
             reply = self.llm._submit(request, "generate")
         except Exception as error:
             self._tell(self._hear, [(request, Delta(error=error))])
             return
-        self.live[request] = StreamReader(reply, is_streamed, submitted)
+        self.live[request] = StreamReader(reply, is_streamed)
 
     def _drop(self, requests: Iterable[Request]) -> None:
         for request in requests:

@@ -11,7 +11,7 @@ from nanovllm.frontend.inputs import Inputs
 from nanovllm.frontend.outputs import CompletionOutput, RequestOutput
 from nanovllm.options import is_int, shown
 from nanovllm.sequence import Request, TokenLogprobs
-from nanovllm.server.answers import Choices
+from nanovllm.server.answers import REASONS, Choices
 from nanovllm.server.errors import BadRequest
 from nanovllm.server.formats import CallNamed, Format, forced_calls
 from nanovllm.server.parsing import ForcedCalls, Parser, Parts
@@ -111,10 +111,6 @@ class ChatBody(ChatFields, Body):
     def forces_calls(self) -> bool:
         return self.tool_choice not in (None, "auto", "none")
 
-    @property
-    def has_tools(self) -> bool:
-        return bool(self.tools) and self.tool_choice != "none"
-
 
 class TokenizeBody(ChatFields):
     """A text, or a chat."""
@@ -138,6 +134,7 @@ class TokenizeBody(ChatFields):
 
 class ChatCompletions(Choices):
     kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
     prefix = "chatcmpl"
 
     def __init__(self, body: ChatBody, requests: list[Request], *args):
@@ -150,10 +147,9 @@ class ChatCompletions(Choices):
             name = choice.function.name if isinstance(choice, CallNamed) else None
             self.parsers: list[Any] = [ForcedCalls(name) for _ in range(n)]
         else:
-            self.parsers = [Parser(request.prompt, body.has_tools, most_calls) for _ in range(n)]
+            has_tools = bool(body.tools) and body.tool_choice != "none"
+            self.parsers = [Parser(request.prompt, has_tools, most_calls) for _ in range(n)]
         self.has_reasoning = body.include_reasoning is not False
-        if body.stream:
-            self.frame["object"] = "chat.completion.chunk"
 
     def whole(self, outputs: list[RequestOutput]) -> dict:
         return {
@@ -164,15 +160,11 @@ class ChatCompletions(Choices):
     def reason(self, index: int, reason: str | None) -> str | None:
         if reason == "stop" and self.parsers[index].num_calls:
             return "tool_calls"
-        return super().reason(index, reason)
+        return REASONS.get(reason, reason)
 
     def parts(self, one: CompletionOutput) -> Parts:
         """The parts of a whole output, or of what is new in it."""
-        parser = self.parsers[one.index]
-        parts = parser.add(one.text)
-        if one.finish_reason is not None:
-            parts += parser.end()
-        return parts
+        return self.parsers[one.index].add(one.text, one.finish_reason is not None)
 
     def choice(self, i: int, output: RequestOutput, one: CompletionOutput) -> dict:
         parts = self.parts(one)

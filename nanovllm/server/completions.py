@@ -74,7 +74,7 @@ class CompletionBody(Body):
 
 
 class Completions(Choices):
-    kind = "text_completion"
+    kind = chunk_kind = "text_completion"
     prefix = "cmpl"
 
     def __init__(self, body: CompletionBody, requests: list[Request], *args):

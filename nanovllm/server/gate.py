@@ -9,6 +9,7 @@ import asyncio
 import base64
 import binascii
 import logging
+import time
 from collections.abc import Coroutine
 from hmac import compare_digest
 from typing import Any, TypeVar
@@ -77,7 +78,7 @@ class Gate:
                 raise
             await error_response(error)(scope, receive, send_with_id)
         finally:
-            self.note(f"{scope['method']} {path[:200]!r} {status}", path, status, clock, request_id)
+            self.note(scope["method"], path, status, clock, request_id)
 
     def is_allowed(self, headers: Headers) -> bool:
         if not self.options.api_key:
@@ -94,7 +95,7 @@ class Gate:
         # all of them, so that the time does not say which
         return sum(compare_digest(given, key.encode()) for key in self.options.api_key) > 0
 
-    def note(self, what: str, path: str, status: int, clock: Clock, request_id: str) -> None:
+    def note(self, method: str, path: str, status: int, clock: Clock, request_id: str) -> None:
         """Counts and logs a request that has ended."""
         name = path if path in self.known_paths else "other"  # or each typo is a new series
         self.metrics.responses.labels(name, status).inc()
@@ -102,7 +103,9 @@ class Gate:
             tokens = ""
             if clock.num_prompt:
                 tokens = f" {clock.num_prompt} tokens in, {clock.num_output} out,"
-            logger.info("%s:%s %.3f s, id %r", what, tokens, clock.seconds, request_id)
+            what = f"{method} {path[:200]!r} {status}"
+            seconds = time.perf_counter() - clock.begin
+            logger.info("%s:%s %.3f s, id %r", what, tokens, seconds, request_id)
 
 
 def error_response(error: Exception) -> JSONResponse:

@@ -97,23 +97,13 @@ class Clock:
     def __init__(self, metrics: Metrics):
         self.metrics = metrics
         self.begin = time.perf_counter()
-        self.submitted = 0.0  # seconds after it
         self.last: dict[tuple[int, int], float] = {}  # token of each output
         self.num_prompt = 0  # tokens
         self.num_output = 0
 
-    @property
-    def seconds(self) -> float:
-        return time.perf_counter() - self.begin
-
-    def watch(self, stream: Stream) -> None:
-        stream.clock = self
-        self.submitted = self.seconds
-        self.num_prompt = sum(len(one.prompt_token_ids) for one in stream.requests)
-
     def see(self, delta: Delta) -> None:
         """What is new of one request."""
-        now = self.seconds
+        now = time.perf_counter() - self.begin
         for part in delta.parts:
             self.num_output += len(part.token_ids)
             before = self.last.get((delta.index, part.index))
@@ -127,19 +117,14 @@ class Clock:
         self.metrics.whole.observe(now)
         for one in delta.output.outputs:
             self.metrics.count(one.finish_reason)
-            if delta.gaps:  # it was not streamed: all tokens come now
+            if delta.gaps is not None and one.token_ids:  # all of its tokens come now
                 self.num_output += len(one.token_ids)
-                self.see_all(delta.gaps[: len(one.token_ids)])
-
-    def see_all(self, gaps: list[float]) -> None:
-        """The tokens of an output; the first gap begins when its request was submitted."""
-        for gap in gaps[:1]:
-            self.metrics.first_token.observe(self.submitted + gap)
-        for gap in gaps[1:]:
-            self.metrics.between_tokens.observe(gap)
+                self.metrics.first_token.observe(now - sum(delta.gaps))
+                for gap in delta.gaps[: len(one.token_ids) - 1]:
+                    self.metrics.between_tokens.observe(gap)
 
     def end(self, stream: Stream) -> None:
         """What has not ended by itself never will."""
-        for i, request in enumerate(stream.requests):
-            if i not in stream.ended:
+        for request, output in zip(stream.requests, stream.outputs):
+            if output is None:
                 self.metrics.count("abort" if stream.error is None else "error", request.params.n)

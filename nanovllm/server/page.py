@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from pathlib import Path
 
 from fastapi import FastAPI
@@ -12,12 +12,12 @@ from fastapi.responses import Response
 from starlette.routing import Route
 from starlette.staticfiles import StaticFiles
 
-from nanovllm.server.answers import EventStream
+from nanovllm.server.answers import HEADERS, EventStream
 from nanovllm.server.async_llm import AsyncLLM
 from nanovllm.server.live import LiveView
 
 FOLDER = Path(__file__).parent / "page"
-HEADERS = {
+FILE_HEADERS = {
     "Content-Security-Policy": (
         "default-src 'self'; style-src 'self'; script-src 'self'; connect-src 'self'; "
         "img-src 'self' data:; base-uri 'none'; frame-ancestors 'none'"
@@ -96,17 +96,17 @@ class Files(StaticFiles):
 
     def file_response(self, *args, **kwargs) -> Response:
         response = super().file_response(*args, **kwargs)
-        response.headers.update(HEADERS)
+        response.headers.update(FILE_HEADERS)
         return response
 
 
-def add_page(app: FastAPI, live: Callable[[], Live]) -> None:
+def add_page(app: FastAPI) -> None:
     """Its files are in the root, each with a route of its own: all other paths stay unknown."""
 
     async def watch() -> Response:
-        frames = live().frames()
+        frames = app.state.server.live.frames()
         await anext(frames)
-        return EventStream(frames)
+        return EventStream(frames, headers=HEADERS)
 
     app.add_api_route("/live", watch, response_model=None, include_in_schema=False)
     files = Files(directory=FOLDER, html=True)

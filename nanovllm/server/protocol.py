@@ -161,23 +161,18 @@ def parsed(kind: type[B], data: bytes) -> B:
         raise BadRequest(f"the body is no JSON: {str(error)[:200]}") from error
     if not isinstance(body, dict):
         raise BadRequest(f"the body must be an object, and not a {type(body).__name__}")
-    return checked(kind, given(kind, body))
+    return checked(kind, body)
 
 
-def given(kind: type[BaseModel], body: dict) -> dict:
-    """The fields that ask for something."""
+def checked(kind: type[B], body: dict) -> B:
+    """The fields that ask for something. Raises BadRequest."""
     wanted = {}
     for name, value in body.items():
         is_harmless = name not in kind.model_fields and value in HARMLESS.get(name, ())
         if value is not None and not is_harmless:
             wanted[name] = value
-    return wanted
-
-
-def checked(kind: type[B], body: dict) -> B:
-    """Raises BadRequest."""
     try:
-        return kind.model_validate(body)
+        return kind.model_validate(wanted)
     except ValidationError as error:
         problems = error.errors(include_url=False, include_context=False, include_input=False)
     first = problems[0]

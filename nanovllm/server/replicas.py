@@ -89,7 +89,7 @@ class Engine:
         with closing(stream):  # also if Ray cancels this, because nothing reads it any longer
             async for deltas in stream:
                 yield [sendable(delta) for delta in deltas]
-                if not stream.is_over:
+                if stream.num_open or stream.deltas:
                     await asyncio.sleep(SECONDS_BETWEEN)
 
 

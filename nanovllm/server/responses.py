@@ -17,7 +17,7 @@ from nanovllm.server.answers import Answers
 from nanovllm.server.chats import MOST_MESSAGES, MOST_TOOLS, ChatBody, ChatCompletions, Effort
 from nanovllm.server.errors import BadRequest
 from nanovllm.server.items import Items
-from nanovllm.server.protocol import CallBody, Strict, checked, given
+from nanovllm.server.protocol import CallBody, Strict, checked
 
 TEXTS = ("input_text", "output_text", "text")  # the kinds of parts of a message
 
@@ -71,7 +71,7 @@ class ResponseBody(CallBody):
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,
             "stream": self.stream,
         }
-        return checked(ChatBody, given(ChatBody, body))
+        return checked(ChatBody, body)
 
     @property
     def response_format(self) -> dict | None:
@@ -163,6 +163,8 @@ class Responses(Answers):
         super().__init__(body, requests, model, texts)
         self.asked = body
         self.items = Items()
+        for kind in ("created", "in_progress"):
+            self.items.tell(f"response.{kind}", response=self.response("in_progress"))
 
     def response(self, status: str, **more: Any) -> dict:
         body = self.asked
@@ -217,11 +219,6 @@ class Responses(Answers):
                 "total_tokens": usage["total_tokens"],
             },
         )
-
-    def first(self) -> list[str]:
-        for kind in ("created", "in_progress"):
-            self.items.tell(f"response.{kind}", response=self.response("in_progress"))
-        return self.items.take()
 
     def events(self, i: int, delta: CompletionOutput) -> list[str]:
         self.items.add(self.inner.parts(delta))

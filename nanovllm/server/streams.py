@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -27,6 +27,7 @@ from nanovllm.server.errors import Busy, Unavailable
 SHORT = 64 * 2**10  # bytes: what is longer does not let shorter texts wait
 SECONDS_OF_SILENCE = 15.0  # then a reader is woken, though nothing has come
 AT_A_TIME = 4  # streams that write before the loop looks for something else
+SHUTTING_DOWN = "the server is shutting down"
 T = TypeVar("T")
 
 
@@ -39,7 +40,7 @@ class Delta:
     parts: list[CompletionOutput] = field(default_factory=list)
     output: RequestOutput | None = None  # has finished
     error: Exception | None = None
-    gaps: list[float] = field(default_factory=list)  # seconds before each token, if not streamed
+    gaps: list[float] | None = None  # seconds between its tokens, if it is not streamed
     index: int = 0  # which of its stream's requests
 
     @property
@@ -58,7 +59,7 @@ class Stream:
         self.num_open = len(requests)  # those without an end
         self.deltas: list[Delta] = []
         self.has_more = asyncio.Event()
-        self.ended: dict[int, RequestOutput] = {}
+        self.outputs: list[Any] = [None] * len(requests)  # of requests that have ended
         self.error: Exception | None = None
 
     def put(self, delta: Delta) -> None:
@@ -66,42 +67,30 @@ class Stream:
         self.num_open -= delta.is_last
         self.has_more.set()
 
-    def __aiter__(self) -> Stream:
-        return self
-
-    async def __anext__(self) -> list[Delta]:
-        """All that has come since the last time; waits for something. Nothing, after some seconds
-        in which nothing came."""
-        if self.is_over:
-            raise StopAsyncIteration
-        waking = asyncio.get_running_loop().call_later(SECONDS_OF_SILENCE, self.has_more.set)
-        try:
-            await self.has_more.wait()
-        finally:
-            waking.cancel()
-        self.has_more.clear()
-        deltas = self.deltas
-        self.deltas = []
-        for delta in deltas:
-            self.error = self.error or delta.error
-            if delta.output is not None:
-                self.ended[delta.index] = delta.output
-            if self.clock is not None:
-                self.clock.see(delta)
-        return deltas
-
-    @property
-    def is_over(self) -> bool:
-        """All has come, and has been taken."""
-        return not (self.num_open or self.deltas)
-
-    @property
-    def outputs(self) -> list[RequestOutput]:
-        return [self.ended[i] for i in sorted(self.ended)]
+    async def __aiter__(self) -> AsyncIterator[list[Delta]]:
+        """Brings all that has come since the last time, or nothing, after some seconds in which
+        nothing came."""
+        loop = asyncio.get_running_loop()
+        while self.num_open or self.deltas:
+            waking = loop.call_later(SECONDS_OF_SILENCE, self.has_more.set)
+            try:
+                await self.has_more.wait()
+            finally:
+                waking.cancel()
+            self.has_more.clear()
+            deltas = self.deltas
+            self.deltas = []
+            for delta in deltas:
+                self.error = self.error or delta.error
+                self.outputs[delta.index] = delta.output
+                if self.clock is not None:
+                    self.clock.see(delta)
+            yield deltas
 
     def close(self) -> None:
         """Ends what has not ended: nothing more of it will be taken."""
-        self.leave(self)
+        if self.num_open:
+            self.leave(self)
         if self.clock is not None:
             self.clock.end(self)
 
@@ -131,9 +120,6 @@ class Lane:
         self.inputs = replace(inputs, tokenizer=deepcopy(inputs.tokenizer))
         self.jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         Thread(target=self._run, name=name, daemon=True).start()
-
-    def do(self, function: Callable[[Inputs], T]) -> asyncio.Future[T]:
-        return asked(self.jobs, partial(function, self.inputs))
 
     def _run(self) -> None:
         while (job := self.jobs.get()) is not None:
@@ -191,7 +177,7 @@ class Backend(ABC):
         self.num_preparing += 1
         try:
             lane = self.short if num_bytes <= SHORT else self.long
-            return await self.unless_closed(lane.do(function))
+            return await self.unless_closed(asked(lane.jobs, partial(function, lane.inputs)))
         finally:
             self.num_preparing -= 1
 
@@ -250,9 +236,8 @@ class Backend(ABC):
 
     def check_open(self) -> None:
         """Raises Unavailable."""
-        self.check_alive()
-        if self.is_draining:
-            raise Unavailable("the server is shutting down")
+        if self.end or self.is_draining:
+            raise Unavailable(self.end or SHUTTING_DOWN)
 
     def check_alive(self) -> None:
         if self.end:
@@ -267,7 +252,7 @@ class Backend(ABC):
 
     def close(self) -> None:
         """Ends all that is open, then the threads."""
-        self._end("the server is shutting down")
+        self._end(SHUTTING_DOWN)
         for lane in (self.short, self.long):
             lane.jobs.put(None)
 
