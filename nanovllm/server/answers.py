@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from nanovllm.frontend.outputs import CompletionOutput, RequestOutput
 from nanovllm.sequence import Request, TokenLogprobs
 from nanovllm.server.errors import error_of
-from nanovllm.server.protocol import Body, CallBody, StreamOptions
+from nanovllm.server.protocol import Body, StreamOptions
 from nanovllm.server.streams import Stream
 from nanovllm.server.texts import TokenTexts
 
@@ -39,23 +39,28 @@ class EventStream(StreamingResponse):
 
 
 class Answers(ABC):
-    """The answers to one call: several requests, each with n outputs."""
+    """The answers to one call: several requests, each with n outputs, which are choices."""
 
     kind: str
-    prefix: str
+    chunk_kind: str
+    prefix: str  # of ids
     is_prompt_only = False  # a token is drawn, because the engine draws one, but not shown
-    last_event = ""
+    last_event = "data: [DONE]\n\n"  # also of what has failed
 
-    def __init__(self, body: CallBody, requests: list[Request], model: str, texts: TokenTexts):
+    def __init__(self, body: Body, requests: list[Request], model: str, texts: TokenTexts):
         self.id = f"{self.prefix}-{uuid4().hex}"
         self.requests = requests
         self.texts = texts
+        self.wants = body.stream_options or StreamOptions()
+        self.has_token_ids = bool(body.return_token_ids)
+        self.counts: dict[int, int] = {}  # tokens streamed, by choice
         self.frame = {
             "id": self.id,
-            "object": self.kind,
+            "object": self.chunk_kind if body.stream else self.kind,
             "created": int(time.time()),
             "model": body.model or model,
         }
+        self.head = encode(self.frame)[:-1] + ', "choices": '  # the same for each event
         for i, request in enumerate(requests):
             request.request_id = f"{self.id}-{i}"
 
@@ -101,39 +106,8 @@ class Answers(ABC):
             stream.close()
         yield "".join([*events, self.last_event])
 
-    @abstractmethod
     def whole(self, outputs: list[RequestOutput]) -> dict:
         """The answer that is not streamed."""
-
-    @abstractmethod
-    def events(self, i: int, delta: CompletionOutput) -> list[str]:
-        """What is new in an output of request i."""
-
-    @abstractmethod
-    def last(self, outputs: list[RequestOutput]) -> list[str]:
-        """Events after the last token, but for `last_event`, which also ends what has failed."""
-
-    @abstractmethod
-    def error_event(self, error: dict) -> str:
-        """Tells that the stream has failed."""
-
-
-class Choices(Answers):
-    """Answers of the older endpoints: each output is a choice."""
-
-    chunk_kind: str
-    last_event = "data: [DONE]\n\n"
-
-    def __init__(self, body: Body, requests: list[Request], model: str, texts: TokenTexts):
-        super().__init__(body, requests, model, texts)
-        self.wants = body.stream_options or StreamOptions()
-        self.has_token_ids = bool(body.return_token_ids)
-        self.counts: dict[int, int] = {}  # tokens streamed, by choice
-        if body.stream:
-            self.frame["object"] = self.chunk_kind
-        self.head = encode(self.frame)[:-1] + ', "choices": '  # the same for each event
-
-    def whole(self, outputs: list[RequestOutput]) -> dict:
         choices = [
             self.choice(i, output, one)
             for i, output in enumerate(outputs)
@@ -142,6 +116,7 @@ class Choices(Answers):
         return {**self.frame, "choices": choices, "usage": self.usage(outputs)}
 
     def events(self, i: int, delta: CompletionOutput) -> list[str]:
+        """Events for what is new in an output of request i."""
         index = self.index_of(i, delta.index)
         is_first = index not in self.counts
         self.counts[index] = self.counts.get(index, 0) + len(delta.token_ids)
@@ -157,6 +132,7 @@ class Choices(Answers):
         return [self.event(choice, usage=usage)]
 
     def last(self, outputs: list[RequestOutput]) -> list[str]:
+        """Events after the last token."""
         if not self.wants.include_usage:
             return []
         return [self.event(usage=self.usage(outputs))]
@@ -167,6 +143,7 @@ class Choices(Answers):
         return f"data: {self.head}{encode(choices)}{end}}}\n\n"
 
     def error_event(self, error: dict) -> str:
+        """Tells that the stream has failed."""
         return f"data: {json.dumps(error)}\n\n"
 
     # --- for each kind ---

@@ -32,7 +32,7 @@ from nanovllm.server.page import Live, add_page
 from nanovllm.server.protocol import DetokenizeBody, in_words, parsed
 from nanovllm.server.responses import ResponseBody, Responses
 from nanovllm.server.settings import ServerOptions
-from nanovllm.server.streams import Backend, Stream
+from nanovllm.server.streams import Backend, Stream, asked
 from nanovllm.server.texts import TokenTexts
 
 T = TypeVar("T")
@@ -144,8 +144,8 @@ class Server:
         )
         most = self.options.max_tokens_per_call
         if num_tokens > most:
-            asked = f"prompts * n * max_tokens is {num_tokens:,}"
-            raise BadRequest(f"{asked}, at most {most:,} are allowed in one call", "max_tokens")
+            problem = f"prompts * n * max_tokens is {num_tokens:,}"
+            raise BadRequest(f"{problem}, at most {most:,} are allowed in one call", "max_tokens")
         stream = self.engine.submit(requests, is_streamed)
         stream.clock = request.scope["clock"]
         stream.clock.num_prompt = sum(len(one.prompt_token_ids) for one in requests)
@@ -162,7 +162,7 @@ class Server:
         outputs = stream.outputs
         if num_logprobs(outputs) <= FEW:
             return encoded(answers.whole(outputs))
-        making = self.engine.long.do(lambda inputs: encoded(answers.whole(outputs)))
+        making = asked(self.engine.long.jobs, lambda: encoded(answers.whole(outputs)))
         return await self.engine.unless_closed(making)
 
     # --- routes ---

@@ -11,11 +11,10 @@ from nanovllm.frontend.inputs import Inputs
 from nanovllm.frontend.outputs import CompletionOutput, RequestOutput
 from nanovllm.options import is_int, shown
 from nanovllm.sequence import Request, TokenLogprobs
-from nanovllm.server.answers import REASONS, Choices
+from nanovllm.server.answers import REASONS, Answers
 from nanovllm.server.errors import BadRequest
-from nanovllm.server.formats import CallNamed, Format, forced_calls
 from nanovllm.server.parsing import ForcedCalls, Parser, Parts
-from nanovllm.server.protocol import Body, Strict
+from nanovllm.server.protocol import Body, CallNamed, Format, Strict, forced_calls
 
 MOST_MESSAGES = 4096
 MOST_TOOLS = 128
@@ -132,7 +131,7 @@ class TokenizeBody(ChatFields):
         return inputs.tokenizer.encode(self.prompt, add_special_tokens=is_special)
 
 
-class ChatCompletions(Choices):
+class ChatCompletions(Answers):
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
     prefix = "chatcmpl"

@@ -10,7 +10,7 @@ from nanovllm.frontend.inputs import Inputs
 from nanovllm.frontend.outputs import CompletionOutput, RequestOutput
 from nanovllm.options import PromptTooLong, is_int, shown
 from nanovllm.sequence import Request
-from nanovllm.server.answers import Choices, Rows
+from nanovllm.server.answers import Answers, Rows
 from nanovllm.server.errors import BadRequest
 from nanovllm.server.protocol import MOST_CHOICES, Body
 
@@ -73,7 +73,7 @@ class CompletionBody(Body):
         return [inputs.request(prompt, params, self.priority or 0) for prompt in prompts]
 
 
-class Completions(Choices):
+class Completions(Answers):
     kind = chunk_kind = "text_completion"
     prefix = "cmpl"
 

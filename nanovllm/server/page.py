@@ -35,7 +35,6 @@ class Live:
         self.engine = engine
         self.view = LiveView(engine.llm, self._from_engine)
         self.readers: set[asyncio.Queue[str | None]] = set()
-        engine.on_idle.append(self._when_idle)
 
     # --- in the engine's thread ---
 
@@ -79,12 +78,14 @@ class Live:
         self.engine.check_open()
         reader: asyncio.Queue[str | None] = asyncio.Queue(MOST_FRAMES)
         self.readers.add(reader)
+        self.engine.on_idle = [self._when_idle]
         self.engine.inbox.put(self.view.start)
         return reader
 
     def leave(self, reader: asyncio.Queue[str | None]) -> None:
         self.readers.discard(reader)
         if not self.readers:
+            self.engine.on_idle = []
             self.engine.inbox.put(self.view.stop)
 
     def close(self) -> None:

@@ -39,7 +39,7 @@ class Parser:
         self.state = "reasoning" if is_open else "start"
         self.skips_newlines = is_open  # those behind a tag
 
-    def add(self, new: str, is_last: bool) -> Parts:
+    def add(self, new: str, is_last: bool = False) -> Parts:
         """What is new in each part. If no text follows, nothing is held back any longer."""
         self.text += new
         parts = Parts()

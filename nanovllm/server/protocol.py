@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, SkipValidation, ValidationError
 from pydantic_core import from_json
@@ -44,6 +44,9 @@ HARMLESS: dict[str, tuple] = {
     "use_beam_search": (False,),
     "verbosity": ("medium",),
 }
+# the arguments of a function without parameters
+NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+COMPACT = {"disable_any_whitespace": True}  # a client gets the arguments anew
 B = TypeVar("B", bound=BaseModel)
 
 TokenIds = Annotated[list[int], Field(max_length=MOST_IDS)]
@@ -134,6 +137,39 @@ def is_token_id(key: str) -> bool:
     return key.isascii() and key.isdigit() and len(key) <= 10
 
 
+class Schema(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore")  # its name and description
+    schema_: dict[str, Any] | bool = Field(True, alias="schema")
+
+
+class Format(Strict):
+    """`response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: Schema | None = None
+
+    @property
+    def wanted(self) -> dict[str, Any] | None:
+        """What SamplingParams.structured_outputs gets. Raises BadRequest."""
+        if (self.json_schema is None) == (self.type == "json_schema"):
+            problem = 'json_schema goes with type "json_schema" only, and is needed there'
+            raise BadRequest(f"response_format: {problem}", "response_format")
+        if self.json_schema is not None:
+            return {"json": self.json_schema.schema_}
+        return {"json_object": True} if self.type == "json_object" else None
+
+
+class Named(Strict):
+    name: str
+
+
+class CallNamed(Strict):
+    """A function that the model must call."""
+
+    type: Literal["function"]
+    function: Named
+
+
 class DetokenizeBody(Strict):
     model: str | None = None
     tokens: list[int]
@@ -144,6 +180,38 @@ class DetokenizeBody(Strict):
             raise BadRequest("the model has no tokenizer", status=501)
         inputs.check_ids("tokens", self.tokens)
         return inputs.tokenizer.decode(self.tokens)
+
+
+def forced_calls(choice: Any, tools: list[dict], may_be_many: bool) -> dict[str, Any]:
+    """What makes the answer one call of the named function: its arguments; or a list of calls of
+    any. Raises BadRequest."""
+    functions = {tool["function"]["name"]: tool["function"] for tool in tools}
+    schemas = {name: one.get("parameters", NOTHING) for name, one in functions.items()}
+    if isinstance(choice, CallNamed):
+        name = choice.function.name
+        if name not in schemas:
+            problem = f"tool_choice names {name[:200]!r}, which is none of the tools"
+            raise BadRequest(problem, "tool_choice")
+        return {"json": schemas[name], **COMPACT}
+    shared: dict[str, Any] = {}  # what the schemas refer to, which must be at the root
+    for schema in schemas.values():
+        for key, definition in schema.get("$defs", {}).items():
+            if shared.setdefault(key, definition) != definition:
+                problem = f"the tools define {key[:200]!r} in two ways"
+                raise BadRequest(f"tool_choice: {problem}", "tool_choice")
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": name}, "arguments": schema},
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for name, schema in schemas.items()
+    ]
+    wanted = {"type": "array", "items": {"anyOf": calls}, "minItems": 1, "$defs": shared}
+    if not may_be_many:
+        wanted["maxItems"] = 1
+    return {"json": wanted, **COMPACT}
 
 
 def parsed(kind: type[B], data: bytes) -> B:

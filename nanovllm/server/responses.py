@@ -13,7 +13,6 @@ from pydantic import Field
 from nanovllm.frontend.inputs import Inputs
 from nanovllm.frontend.outputs import CompletionOutput, RequestOutput
 from nanovllm.sequence import Request
-from nanovllm.server.answers import Answers
 from nanovllm.server.chats import MOST_MESSAGES, MOST_TOOLS, ChatBody, ChatCompletions, Effort
 from nanovllm.server.errors import BadRequest
 from nanovllm.server.items import Items
@@ -153,14 +152,15 @@ def chat_tool(tool: dict) -> dict:
     return {"type": "function", "function": function}
 
 
-class Responses(Answers):
-    kind = "response"
-    prefix = "resp"
+class Responses(ChatCompletions):
+    """A chat's answer, of which other events tell."""
 
-    def __init__(self, body: ResponseBody, requests: list[Request], model: str, texts: Any):
-        chat = body.chat
-        self.inner = ChatCompletions(chat, requests, model, texts)
-        super().__init__(body, requests, model, texts)
+    kind = chunk_kind = "response"
+    prefix = "resp"
+    last_event = ""
+
+    def __init__(self, body: ResponseBody, *args):
+        super().__init__(body.chat, *args)
         self.asked = body
         self.items = Items()
         for kind in ("created", "in_progress"):
@@ -199,7 +199,7 @@ class Responses(Answers):
 
     def whole(self, outputs: list[RequestOutput]) -> dict:
         (one,) = outputs[0].outputs
-        self.items.add(self.inner.parts(one))
+        self.items.add(self.parts(one))
         return self.ended(outputs)
 
     def ended(self, outputs: list[RequestOutput]) -> dict:
@@ -221,7 +221,7 @@ class Responses(Answers):
         )
 
     def events(self, i: int, delta: CompletionOutput) -> list[str]:
-        self.items.add(self.inner.parts(delta))
+        self.items.add(self.parts(delta))
         return self.items.take()
 
     def last(self, outputs: list[RequestOutput]) -> list[str]:

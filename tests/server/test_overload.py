@@ -3,7 +3,6 @@
 Run: pytest tests/server/test_overload.py
 """
 
-import asyncio
 import json
 from contextlib import contextmanager
 from threading import Event
@@ -11,7 +10,7 @@ from threading import Event
 import pytest
 from server_tools import Running, checked_error, new_parrot, request_bytes, wait_for
 
-from nanovllm.server import bodies, connections
+from nanovllm.server import connections, gate
 from nanovllm.server.settings import ServerOptions
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -29,15 +28,20 @@ def running():
 def busy(server, name: str):
     """One of the threads that tokenize has something to do."""
     lane = getattr(server.engine, name)
-    is_over = Event()
-    work = lane.do(lambda inputs: is_over.wait(60))
-    future = asyncio.run_coroutine_threadsafe(work, server.engine.loop)
-    wait_for(lambda: lane.waiting)
+    has_begun, is_over, has_ended = Event(), Event(), Event()
+
+    def work() -> None:
+        has_begun.set()
+        is_over.wait(60)
+        has_ended.set()
+
+    lane.jobs.put(work)
+    assert has_begun.wait(60)
     try:
         yield
     finally:
         is_over.set()
-        future.result(60)
+        assert has_ended.wait(60)
 
 
 # --- texts ---
@@ -189,7 +193,7 @@ def test_a_silent_second_request_ends_too(server, monkeypatch):
 
 
 def test_a_body_that_does_not_come(server, monkeypatch):
-    monkeypatch.setattr(bodies, "SECONDS", 0.1)
+    monkeypatch.setattr(gate, "SECONDS", 0.1)
     with server.connect() as sock:
         sock.sendall(request_bytes(COMPLETIONS, SMALL)[:-5])
         assert sock.recv(100).startswith(b"HTTP/1.1 408")
