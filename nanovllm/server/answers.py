@@ -182,11 +182,7 @@ class Answers(ABC):
         likeliest = sorted(row, key=lambda i: -row[i])
         ranks = {i: rank for rank, i in enumerate(likeliest, 1) if rank <= num_likeliest}
         return {
-            str(i): {
-                "logprob": logprob,
-                "rank": ranks.get(i),
-                "decoded_token": self.texts.of(i),
-            }
+            str(i): {"logprob": logprob, "rank": ranks.get(i), "decoded_token": self.texts.of(i)}
             for i, logprob in row.items()
         }
 

@@ -44,11 +44,7 @@ class AsyncLLM(Backend):
     requests run is only told if it `tells_places`: a server elsewhere must know it."""
 
     def __init__(
-        self,
-        llm: LLM,
-        max_waiting: int = 256,
-        model_name: str = "",
-        tells_places: bool = False,
+        self, llm: LLM, max_waiting: int = 256, model_name: str = "", tells_places: bool = False
     ):
         super().__init__(llm.inputs, max_waiting, model_name)
         self.llm = llm

@@ -151,10 +151,7 @@ class ChatCompletions(Answers):
         self.has_reasoning = body.include_reasoning is not False
 
     def whole(self, outputs: list[RequestOutput]) -> dict:
-        return {
-            **super().whole(outputs),
-            "prompt_logprobs": self.prompt_logprobs(outputs[0]),
-        }
+        return {**super().whole(outputs), "prompt_logprobs": self.prompt_logprobs(outputs[0])}
 
     def reason(self, index: int, reason: str | None) -> str | None:
         if reason == "stop" and self.parsers[index].num_calls:

@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 import uvicorn
 from matplotlib.figure import Figure
+from nanovllm.server.exchange import Exchange
 
 from nanovllm import LLM
 from nanovllm.server.app import new_app
-from nanovllm.server.exchange import Exchange
 from nanovllm.server.serve import bind
 from nanovllm.server.settings import ServerOptions
 from tutorials.figures.style import new_figure
