@@ -53,7 +53,7 @@ class Answers(ABC):
         self.texts = texts
         self.wants = body.stream_options or StreamOptions()
         self.has_token_ids = bool(body.return_token_ids)
-        self.counts: dict[int, int] = {}  # tokens streamed, by choice
+        self.counts: dict[tuple[int, int], int] = {}  # tokens streamed, by request and output
         self.frame = {
             "id": self.id,
             "object": self.chunk_kind if body.stream else self.kind,
@@ -63,10 +63,6 @@ class Answers(ABC):
         self.head = encode(self.frame)[:-1] + ', "choices": '  # the same for each event
         for i, request in enumerate(requests):
             request.request_id = f"{self.id}-{i}"
-
-    def index_of(self, request_index: int, output_index: int) -> int:
-        """Outputs are numbered prompt by prompt."""
-        return request_index * self.requests[request_index].params.n + output_index
 
     def usage(self, outputs: list[RequestOutput]) -> dict:
         num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
@@ -109,7 +105,7 @@ class Answers(ABC):
     def whole(self, outputs: list[RequestOutput]) -> dict:
         """The answer that is not streamed."""
         choices = [
-            self.choice(i, output, one)
+            self.choice(i, one, output, True) | self.token_ids(output, one)
             for i, output in enumerate(outputs)
             for one in output.outputs
         ]
@@ -117,10 +113,10 @@ class Answers(ABC):
 
     def events(self, i: int, delta: CompletionOutput) -> list[str]:
         """Events for what is new in an output of request i."""
-        index = self.index_of(i, delta.index)
-        is_first = index not in self.counts
-        self.counts[index] = self.counts.get(index, 0) + len(delta.token_ids)
-        choice = self.part(i, delta, is_first)
+        key = (i, delta.index)
+        is_first = key not in self.counts
+        self.counts[key] = self.counts.get(key, 0) + len(delta.token_ids)
+        choice = self.choice(i, delta, None, is_first)
         if self.has_token_ids:
             choice["token_ids"] = delta.token_ids
             if is_first:
@@ -149,18 +145,27 @@ class Answers(ABC):
     # --- for each kind ---
 
     @abstractmethod
-    def choice(self, i: int, output: RequestOutput, one: CompletionOutput) -> dict:
-        """A whole output of request i."""
-
-    @abstractmethod
-    def part(self, i: int, delta: CompletionOutput, is_first: bool) -> dict:
-        """What is new in an output of request i."""
+    def content(
+        self, i: int, one: CompletionOutput, whole: RequestOutput | None, is_first: bool
+    ) -> dict:
+        """What an output of request i says; or what is new in it, if the whole is not given."""
 
     # --- parts of a choice ---
 
-    def reason(self, index: int, reason: str | None) -> str | None:
-        """Why a choice has ended."""
-        return REASONS.get(reason, reason)
+    def choice(
+        self, i: int, one: CompletionOutput, whole: RequestOutput | None, is_first: bool
+    ) -> dict:
+        """Choices are numbered prompt by prompt."""
+        return {
+            "index": i * self.requests[i].params.n + one.index,
+            **self.content(i, one, whole, is_first),
+            "finish_reason": self.reason(one),
+            "stop_reason": one.stop_reason,
+        }
+
+    def reason(self, one: CompletionOutput) -> str | None:
+        """Why an output has ended."""
+        return REASONS.get(one.finish_reason, one.finish_reason)
 
     def token_ids(self, output: RequestOutput, one: CompletionOutput) -> dict:
         if not self.has_token_ids:
@@ -172,12 +177,9 @@ class Answers(ABC):
         known."""
         if output.prompt_logprobs is None:
             return None
-        rows: list[dict | None] = []
-        for row, token_id in zip(output.prompt_logprobs, output.prompt_token_ids):
-            rows.append(None if row is None else self.ranked(row, token_id))
-        return rows
+        return [row and self.ranked(row) for row in output.prompt_logprobs]
 
-    def ranked(self, row: TokenLogprobs, token_id: int) -> dict:
+    def ranked(self, row: TokenLogprobs) -> dict:
         num_likeliest = self.requests[0].params.prompt_logprobs or 0
         likeliest = sorted(row, key=lambda i: -row[i])
         ranks = {i: rank for rank, i in enumerate(likeliest, 1) if rank <= num_likeliest}

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from nanovllm.frontend.inputs import Inputs
 from nanovllm.frontend.outputs import CompletionOutput, RequestOutput
 from nanovllm.options import is_int, shown
-from nanovllm.sequence import Request, TokenLogprobs
+from nanovllm.sequence import Request
 from nanovllm.server.answers import REASONS, Answers
 from nanovllm.server.errors import BadRequest
 from nanovllm.server.parsing import ForcedCalls, Parser, Parts
@@ -153,44 +153,29 @@ class ChatCompletions(Answers):
     def whole(self, outputs: list[RequestOutput]) -> dict:
         return {**super().whole(outputs), "prompt_logprobs": self.prompt_logprobs(outputs[0])}
 
-    def reason(self, index: int, reason: str | None) -> str | None:
-        if reason == "stop" and self.parsers[index].num_calls:
+    def reason(self, one: CompletionOutput) -> str | None:
+        if one.finish_reason == "stop" and self.parsers[one.index].num_calls:
             return "tool_calls"
-        return REASONS.get(reason, reason)
+        return REASONS.get(one.finish_reason, one.finish_reason)
 
     def parts(self, one: CompletionOutput) -> Parts:
         """The parts of a whole output, or of what is new in it."""
         return self.parsers[one.index].add(one.text, one.finish_reason is not None)
 
-    def choice(self, i: int, output: RequestOutput, one: CompletionOutput) -> dict:
+    def content(
+        self, i: int, one: CompletionOutput, whole: RequestOutput | None, is_first: bool
+    ) -> dict:
         parts = self.parts(one)
-        message: dict[str, Any] = {"role": "assistant", **self.words(parts)}
-        message["content"] = parts.content or (None if parts.tool_calls else "")
-        if parts.tool_calls:
-            message["tool_calls"] = [
-                {name: value for name, value in call.items() if name != "index"}
-                for call in parts.tool_calls
-            ]
-        return {
-            "index": one.index,
-            "message": message,
-            "logprobs": self.logprobs(one.token_ids, one.logprobs),
-            "finish_reason": self.reason(one.index, one.finish_reason),
-            "stop_reason": one.stop_reason,
-            **self.token_ids(output, one),
-        }
-
-    def part(self, i: int, delta: CompletionOutput, is_first: bool) -> dict:
-        new = self.words(self.parts(delta))
+        message = self.words(parts)
         if is_first:
-            new["role"] = "assistant"
-        return {
-            "index": delta.index,
-            "delta": new,
-            "logprobs": self.logprobs(delta.token_ids, delta.logprobs),
-            "finish_reason": self.reason(delta.index, delta.finish_reason),
-            "stop_reason": delta.stop_reason,
-        }
+            message["role"] = "assistant"
+        name = "delta"
+        if whole is not None:
+            name = "message"
+            message["content"] = parts.content or (None if parts.tool_calls else "")
+            for call in parts.tool_calls:
+                del call["index"]
+        return {name: message, "logprobs": self.logprobs(one)}
 
     def words(self, parts: Parts) -> dict[str, Any]:
         """The fields of a message. Some clients know reasoning by its older name."""
@@ -202,14 +187,12 @@ class ChatCompletions(Answers):
             fields["tool_calls"] = parts.tool_calls
         return fields
 
-    def logprobs(
-        self, token_ids: list[int], rows: list[TokenLogprobs] | None
-    ) -> dict[str, list] | None:
-        if rows is None:
+    def logprobs(self, one: CompletionOutput) -> dict[str, list] | None:
+        if one.logprobs is None:
             return None
         content = []
         num_wanted = self.requests[0].params.logprobs
-        for token_id, row in zip(token_ids, rows):
+        for token_id, row in zip(one.token_ids, one.logprobs):
             likeliest = sorted(row.items(), key=lambda item: -item[1])[:num_wanted]
             entry: dict[str, Any] = self.entry(token_id, row[token_id])
             entry["top_logprobs"] = [self.entry(*item) for item in likeliest]

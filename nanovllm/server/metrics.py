@@ -14,6 +14,7 @@ SHORT = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 40)
 LONG = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
 
 GAUGES = {
+    "kv_cache_usage_perc": ("kv_blocks_share", "Used KV blocks, 1 is all."),
     "num_requests_running": ("requests_running", "Requests in the batch."),
     "num_requests_waiting": (
         "requests_waiting",
@@ -67,23 +68,15 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         """What a registry asks of a collector."""
-        stats = self.stats
-        values = {}
-        for name, (key, text) in GAUGES.items():
-            values[name] = (stats.get(key, 0), text)
-        used = stats.get("kv_blocks_used", 0) / max(1, stats.get("kv_blocks", 0))
-        values["kv_cache_usage_perc"] = (used, "Used KV blocks, 1 is all.")
-        for name, (value, text) in values.items():
-            gauge = GaugeMetricFamily(f"nanovllm:{name}", text, labels=["model_name"])
-            gauge.add_metric([self.model_name], value)
-            yield gauge
-        for name, (key, text) in COUNTERS.items():
-            counter = CounterMetricFamily(f"nanovllm:{name}", text, labels=["model_name"])
-            counter.add_metric([self.model_name], stats.get(key, 0))
-            yield counter
+        for kind, table in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
+            for name, (key, text) in table.items():
+                family = kind(f"nanovllm:{name}", text, labels=["model_name"])
+                family.add_metric([self.model_name], self.stats.get(key, 0))
+                yield family
 
     def text(self, stats: dict[str, float]) -> bytes:
-        self.stats = stats
+        share = stats.get("kv_blocks_used", 0) / max(1, stats.get("kv_blocks", 0))
+        self.stats = {**stats, "kv_blocks_share": share}
         return generate_latest(self.registry)
 
     def count(self, finished_reason: str | None, num_outputs: int = 1) -> None:

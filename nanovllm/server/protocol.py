@@ -16,7 +16,6 @@ from pydantic_core import from_json
 from nanovllm.frontend.inputs import Inputs
 from nanovllm.options import PromptTooLong, shown
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.sequence import Request
 from nanovllm.server.errors import BadRequest
 
 MOST_CHOICES = 1024  # of one call
@@ -74,10 +73,6 @@ class CallBody(Strict):
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-
-    def requests(self, inputs: Inputs) -> list[Request]:
-        """Raises ValueError or BadRequest."""
-        raise NotImplementedError
 
 
 class Body(CallBody):

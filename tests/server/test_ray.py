@@ -26,6 +26,7 @@ from server_tools import read_metrics
 from nanovllm import LLM, SamplingParams
 from nanovllm.router import LeastLoaded, PrefixAffinity, RoundRobin, Router
 from nanovllm.sequence import Request
+from nanovllm.server import cli
 from nanovllm.server.cli import main
 from tests.tools.extras import needs
 
@@ -695,7 +696,10 @@ def test_machines_without_room():
 
 def test_arguments_of_a_config_file():
     """Given as YAML has them, or as texts, by `serve run`."""
-    from nanovllm.server.ray import app, parsed
+    from nanovllm.server.ray import app
+
+    def parsed(options: dict):
+        return cli.parsed(["serve", *cli.words_of(options)])
 
     given = {"model": "m", "replicas": 2, "enforce_eager": True, "allowed_origins": ["a", "b"]}
     args = parsed(given)
@@ -711,9 +715,9 @@ def test_arguments_of_a_config_file():
     assert (args.enable_prefix_caching, args.kv_cache_gib) == (False, 1.5)
     assert args.router_cls is RoundRobin
     with pytest.raises(ValueError, match="no option '--replica' here: did you mean --replicas"):
-        parsed({"replica": 2})
+        app({"replica": 2})
     with pytest.raises(ValueError, match="invalid int value: 'two'"):
-        parsed({"replicas": "two"})
+        app({"replicas": "two"})
     with pytest.raises(ValueError, match="port=8000 .* http_options"):
         app({"port": 8000})
 
