@@ -105,7 +105,7 @@ class Answers(ABC):
     def whole(self, outputs: list[RequestOutput]) -> dict:
         """The answer that is not streamed."""
         choices = [
-            self.choice(i, one, output, True) | self.token_ids(output, one)
+            self.choice(i, one, output, is_first=True)
             for i, output in enumerate(outputs)
             for one in output.outputs
         ]
@@ -117,10 +117,6 @@ class Answers(ABC):
         is_first = key not in self.counts
         self.counts[key] = self.counts.get(key, 0) + len(delta.token_ids)
         choice = self.choice(i, delta, None, is_first)
-        if self.has_token_ids:
-            choice["token_ids"] = delta.token_ids
-            if is_first:
-                choice["prompt_token_ids"] = self.requests[i].prompt_token_ids
         usage = None
         if self.wants.continuous_usage_stats:
             num_prompt = sum(len(request.prompt_token_ids) for request in self.requests)
@@ -156,21 +152,21 @@ class Answers(ABC):
         self, i: int, one: CompletionOutput, whole: RequestOutput | None, is_first: bool
     ) -> dict:
         """Choices are numbered prompt by prompt."""
-        return {
+        choice = {
             "index": i * self.requests[i].params.n + one.index,
             **self.content(i, one, whole, is_first),
             "finish_reason": self.reason(one),
             "stop_reason": one.stop_reason,
         }
+        if self.has_token_ids:
+            choice["token_ids"] = one.token_ids
+            if is_first:
+                choice["prompt_token_ids"] = self.requests[i].prompt_token_ids
+        return choice
 
     def reason(self, one: CompletionOutput) -> str | None:
         """Why an output has ended."""
         return REASONS.get(one.finish_reason, one.finish_reason)
-
-    def token_ids(self, output: RequestOutput, one: CompletionOutput) -> dict:
-        if not self.has_token_ids:
-            return {}
-        return {"prompt_token_ids": output.prompt_token_ids, "token_ids": one.token_ids}
 
     def prompt_logprobs(self, output: RequestOutput) -> list[dict | None] | None:
         """Writes them as vLLM does. The rank of a token that is not among the likeliest is not

@@ -70,11 +70,6 @@ class Server:
             self.engine.close()
             await self.engine.ended()
 
-    def close_views(self) -> None:
-        """Ends what would never end by itself: the connections of watchers."""
-        if self.live is not None:
-            self.live.close()
-
     # --- bodies become answers ---
 
     def route(self, respond: Callable[..., Coroutine[Any, Any, Response]], *args) -> Callable:
@@ -102,11 +97,13 @@ class Server:
         content = await self.whole(made, stream)
         return Response(content, media_type="application/json")
 
-    async def tell(
-        self, request: Request, data: bytes, kind: type[Any], make: Callable
-    ) -> Response:
-        """What a function makes of a body and the tokenizer."""
-        _, content = await self.prepare(kind, data, make)
+    async def tell(self, request: Request, data: bytes, kind: type[Any]) -> Response:
+        """What a body and the tokenizer say alone."""
+
+        def told(body: Any, inputs: Inputs) -> str:
+            return encoded(body.told(inputs))
+
+        _, content = await self.prepare(kind, data, told)
         return Response(content, media_type="application/json")
 
     async def prepare(
@@ -208,24 +205,14 @@ def num_logprobs(outputs: list[RequestOutput]) -> int:
     return sum(map(len, filter(None, rows)))
 
 
-def tokenized(body: TokenizeBody, inputs: Inputs) -> str:
-    token_ids = body.token_ids(inputs)
-    longest = inputs.scheduler.max_model_len
-    return encoded({"count": len(token_ids), "max_model_len": longest, "tokens": token_ids})
-
-
-def detokenized(body: DetokenizeBody, inputs: Inputs) -> str:
-    return encoded({"prompt": body.text(inputs)})
-
-
 ANSWERED: dict[str, tuple[type[Any], type[Any]]] = {  # with what the model draws
     "/v1/completions": (CompletionBody, Completions),
     "/v1/chat/completions": (ChatBody, ChatCompletions),
     "/v1/responses": (ResponseBody, Responses),
 }
-TOLD: dict[str, tuple[type[Any], Callable]] = {  # without the model
-    "/tokenize": (TokenizeBody, tokenized),
-    "/detokenize": (DetokenizeBody, detokenized),
+TOLD: dict[str, type[Any]] = {  # without the model
+    "/tokenize": TokenizeBody,
+    "/detokenize": DetokenizeBody,
 }
 
 
@@ -261,8 +248,8 @@ def app_of(server: Server) -> FastAPI:
     for path, (body, answers) in ANSWERED.items():
         route = server.route(server.answer, body, answers)
         app.add_api_route(path, route, methods=["POST"], response_model=None)
-    for path, (body, make) in TOLD.items():
-        route = server.route(server.tell, body, make)
+    for path, body in TOLD.items():
+        route = server.route(server.tell, body)
         app.add_api_route(path, route, methods=["POST"], response_model=None)
     for path, route in gets.items():
         app.add_api_route(path, route, response_model=None)
@@ -286,7 +273,8 @@ def schema_of(app: FastAPI) -> dict:
     """OpenAPI's description of the app, with the bodies, which the routes read themselves."""
     schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
     components = schema.setdefault("components", {}).setdefault("schemas", {})
-    for path, (kind, _) in (ANSWERED | TOLD).items():
+    bodies = {path: body for path, (body, _) in ANSWERED.items()} | TOLD
+    for path, kind in bodies.items():
         body = kind.model_json_schema(ref_template="#/components/schemas/{model}")
         components |= body.pop("$defs", {})
         content = {"application/json": {"schema": body}}

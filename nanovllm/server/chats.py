@@ -119,16 +119,19 @@ class TokenizeBody(ChatFields):
     add_special_tokens: bool | None = None  # if not given, it is True; in a chat they are there
     messages: Messages | None = None
 
-    def token_ids(self, inputs: Inputs) -> list[int]:
+    def told(self, inputs: Inputs) -> dict:
         """Raises ValueError or BadRequest."""
         if (self.prompt is None) == (self.messages is None):
             raise BadRequest("give either prompt or messages", "prompt")
         if inputs.tokenizer is None:
             raise BadRequest("the model has no tokenizer", status=501)
         if self.messages is not None:
-            return inputs.encode(self.chat(self.messages))[1]
-        is_special = self.add_special_tokens is not False
-        return inputs.tokenizer.encode(self.prompt, add_special_tokens=is_special)
+            token_ids = inputs.encode(self.chat(self.messages))[1]
+        else:
+            is_special = self.add_special_tokens is not False
+            token_ids = inputs.tokenizer.encode(self.prompt, add_special_tokens=is_special)
+        longest = inputs.scheduler.max_model_len
+        return {"count": len(token_ids), "max_model_len": longest, "tokens": token_ids}
 
 
 class ChatCompletions(Answers):

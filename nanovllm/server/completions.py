@@ -108,7 +108,7 @@ class Completions(Answers):
         logprobs = None
         if one.logprobs is not None:
             logprobs = self.logprobs((i, one.index), token_ids, rows)
-        content = {"text": text, "logprobs": logprobs}
+        content: dict[str, Any] = {"text": text, "logprobs": logprobs}
         if whole is not None:  # those of an echo are asked for by `logprobs`
             is_asked_for = self.num_prompt_logprobs is not None
             content["prompt_logprobs"] = self.prompt_logprobs(whole) if is_asked_for else None
@@ -118,18 +118,12 @@ class Completions(Answers):
         texts = self.texts
         before = self.num_chars.get(key, 0)
         offsets, self.num_chars[key] = texts.offsets(token_ids, before)
-        of_token: list[float | None] = []
-        top: list[dict[str, float] | None] = []
-        for token_id, row in zip(token_ids, rows):
-            if row is None:  # the first token of a prompt has none
-                of_token.append(None)
-                top.append(None)
-                continue
-            of_token.append(row[token_id])
-            top.append({texts.name_of(j): logprob for j, logprob in row.items()})
         return {
             "tokens": [*map(texts.name_of, token_ids)],
-            "token_logprobs": of_token,
-            "top_logprobs": top,
+            # the first token of a prompt has no row
+            "token_logprobs": [row and row[i] for i, row in zip(token_ids, rows)],
+            "top_logprobs": [
+                row and {texts.name_of(i): logprob for i, logprob in row.items()} for row in rows
+            ],
             "text_offset": offsets,
         }

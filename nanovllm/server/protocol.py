@@ -169,12 +169,12 @@ class DetokenizeBody(Strict):
     model: str | None = None
     tokens: list[int]
 
-    def text(self, inputs: Inputs) -> str:
+    def told(self, inputs: Inputs) -> dict:
         """Raises ValueError or BadRequest."""
         if inputs.tokenizer is None:
             raise BadRequest("the model has no tokenizer", status=501)
         inputs.check_ids("tokens", self.tokens)
-        return inputs.tokenizer.decode(self.tokens)
+        return {"prompt": inputs.tokenizer.decode(self.tokens)}
 
 
 def forced_calls(choice: Any, tools: list[dict], may_be_many: bool) -> dict[str, Any]:

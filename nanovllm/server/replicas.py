@@ -121,15 +121,6 @@ class Replicas(Backend):
         self.runs: dict[Request, bool] = {}  # what replicas say of requests: False, it waits
         self.counted: dict[str, dict[str, float]] = {}  # of each replica that there ever was
 
-    @classmethod
-    async def connect(
-        cls, engines: DeploymentHandle, num_replicas: int, max_waiting: int, model_name: str
-    ) -> Replicas:
-        """Waits for the first replica."""
-        inputs = await engines.inputs.remote()
-        sizes = (num_replicas, max_waiting)
-        return cls(engines.options(stream=True), inputs, *sizes, model_name)
-
     @property
     def num_waiting(self) -> int:
         """How many requests wait in all replicas: those that a replica says so of, or those that
@@ -218,8 +209,13 @@ class Replicas(Backend):
 
 def new_ingress(engines: DeploymentHandle, num_replicas: int, options: ServerOptions) -> FastAPI:
     """The app of a server whose engines are elsewhere. It has no page."""
-    sizes = (num_replicas, options.max_waiting)
-    new_engine = partial(Replicas.connect, engines, *sizes, options.served_model_name[0])
+
+    async def new_engine() -> Backend:
+        inputs = await engines.inputs.remote()  # of the first replica
+        sizes = (num_replicas, options.max_waiting)
+        name = options.served_model_name[0]
+        return Replicas(engines.options(stream=True), inputs, *sizes, name)
+
     return app_of(Server(new_engine, options))
 
 

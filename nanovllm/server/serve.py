@@ -74,7 +74,8 @@ class DrainingServer(uvicorn.Server):
         seconds = self.server.options.drain_seconds
         engine = self.server.engine
         logger.info("Shutting down: %d requests have %g s to end", len(engine.open), seconds)
-        self.server.close_views()
+        if self.server.live is not None:
+            self.server.live.close()  # watchers would stay for ever
         await engine.drain(seconds)
         engine.close()  # what is left ends with an error
         await asyncio.sleep(0.1)  # which is sent
