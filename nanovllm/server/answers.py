@@ -1,7 +1,5 @@
 """Answers: what a call returns, whole or as a stream of events; what all kinds have in common."""
 
-from __future__ import annotations
-
 import json
 import time
 from abc import ABC, abstractmethod

@@ -1,7 +1,5 @@
 """App: the routes of the server, who may use them, and how it ends."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, closing

@@ -4,8 +4,6 @@ The thread owns the LLM. What the loop wants goes in through one queue; what is 
 one call per step.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -1,7 +1,5 @@
 """Chats: /v1/chat/completions, what it takes and what it answers."""
 
-from __future__ import annotations
-
 import json
 from typing import Annotated, Any, Literal
 

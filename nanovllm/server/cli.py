@@ -1,7 +1,5 @@
 """The command line: nanovllm serve, chat, complete and record."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import os

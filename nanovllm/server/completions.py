@@ -1,7 +1,5 @@
 """Completions: /v1/completions, what it takes and what it answers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from pydantic import SkipValidation

@@ -1,7 +1,5 @@
 """Errors: what a client is told when its request is refused or fails."""
 
-from __future__ import annotations
-
 import logging
 
 from nanovllm.schedule import ScheduleError

@@ -3,8 +3,6 @@
 Pure ASGI: other middleware would hide that a client has left.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import binascii

@@ -1,7 +1,5 @@
 """Items: what an answer of /v1/responses consists of."""
 
-from __future__ import annotations
-
 from typing import Any
 from uuid import uuid4
 

@@ -1,7 +1,5 @@
 """Metrics: what Prometheus reads, by the names of vLLM with our prefix."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 

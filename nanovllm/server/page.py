@@ -1,7 +1,5 @@
 """The page at /, and the live view's frames on their way to those who watch."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncGenerator
@@ -66,27 +64,20 @@ class Live:
 
     async def frames(self) -> AsyncGenerator[str, None]:
         """Frames for one reader, until it leaves or the server ends. The first item is empty."""
-        reader = self.enter()
-        try:
-            yield ""
-            while (frame := await reader.get()) is not None:
-                yield f"data: {frame}\n\n"
-        finally:
-            self.leave(reader)
-
-    def enter(self) -> asyncio.Queue[str | None]:
         self.engine.check_open()
         reader: asyncio.Queue[str | None] = asyncio.Queue(MOST_FRAMES)
         self.readers.add(reader)
         self.engine.on_idle = [self._when_idle]
         self.engine.inbox.put(self.view.start)
-        return reader
-
-    def leave(self, reader: asyncio.Queue[str | None]) -> None:
-        self.readers.discard(reader)
-        if not self.readers:
-            self.engine.on_idle = []
-            self.engine.inbox.put(self.view.stop)
+        try:
+            yield ""
+            while (frame := await reader.get()) is not None:
+                yield f"data: {frame}\n\n"
+        finally:
+            self.readers.discard(reader)
+            if not self.readers:
+                self.engine.on_idle = []
+                self.engine.inbox.put(self.view.stop)
 
     def close(self) -> None:
         self._pass_on(None)

@@ -1,7 +1,5 @@
 """Parsing: an answer's text, as it comes, is split into reasoning, content and calls of tools."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import dataclass, field

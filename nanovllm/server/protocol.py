@@ -4,8 +4,6 @@ A field is supported, or harmless, or refused by its name: nothing that would ch
 ignored. `null` is the same as nothing.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import fields
 from typing import Annotated, Any, Literal, TypeVar

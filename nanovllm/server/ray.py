@@ -5,8 +5,6 @@
 The server is a deployment there, too: Ray's proxies on each machine pass on to it what they get.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from ray import serve

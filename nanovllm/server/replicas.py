@@ -5,8 +5,6 @@ goes from one to the other, its deltas come back as a stream. Who gets it, a Rou
 says how many requests may wait in all replicas together; a replica takes what it is sent.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections import Counter

@@ -3,8 +3,6 @@
 Nothing is stored: a conversation is sent as a whole, and what only a store could do is refused.
 """
 
-from __future__ import annotations
-
 from functools import cached_property
 from typing import Annotated, Any, Literal
 

@@ -1,7 +1,5 @@
 """Serve: from a model and a port to a server that ends in an orderly way."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import logging

@@ -4,8 +4,6 @@
 each request has ended. `stream.close()` ends those that have not.
 """
 
-from __future__ import annotations
-
 import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
