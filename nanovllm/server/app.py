@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 from fastapi import FastAPI, Request
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import Response
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
@@ -35,7 +34,7 @@ from nanovllm.server.texts import TokenTexts
 
 T = TypeVar("T")
 FEW = 2000  # log-probabilities, of which JSON is made in a few milliseconds
-B = TypeVar("B", bound=BaseModel)
+Make = Callable[[Any, Inputs], T]  # from a body
 
 
 class Server:
@@ -104,13 +103,11 @@ class Server:
         _, content = await self.prepare(kind, data, told)
         return Response(content, media_type="application/json")
 
-    async def prepare(
-        self, kind: type[B], data: bytes, make: Callable[[B, Inputs], T]
-    ) -> tuple[B, T]:
+    async def prepare(self, kind: type[Any], data: bytes, make: Make[T]) -> tuple[Any, T]:
         """A body, and what is made of it in a thread that tokenizes. Raises BadRequest, Busy or
         Unavailable."""
 
-        def work(inputs: Inputs) -> tuple[B, T]:
+        def work(inputs: Inputs) -> tuple[Any, T]:
             body = parsed(kind, data)
             self.check_body(body)
             try:
