@@ -109,12 +109,12 @@ class Answers(ABC):
         ]
         return {**self.frame, "choices": choices, "usage": self.usage(outputs)}
 
-    def events(self, i: int, delta: CompletionOutput) -> list[str]:
+    def events(self, i: int, part: CompletionOutput) -> list[str]:
         """Events for what is new in an output of request i."""
-        key = (i, delta.index)
+        key = (i, part.index)
         is_first = key not in self.counts
-        self.counts[key] = self.counts.get(key, 0) + len(delta.token_ids)
-        choice = self.choice(i, delta, None, is_first)
+        self.counts[key] = self.counts.get(key, 0) + len(part.token_ids)
+        choice = self.choice(i, part, None, is_first)
         usage = None
         if self.wants.continuous_usage_stats:
             num_prompt = sum(len(request.prompt_token_ids) for request in self.requests)

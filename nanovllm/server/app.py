@@ -1,4 +1,4 @@
-"""App: the routes of the server, who may use them, and how it ends."""
+"""App: the routes of the server, and how a body becomes an answer."""
 
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine

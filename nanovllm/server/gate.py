@@ -1,5 +1,18 @@
 """Gate: what every HTTP request passes: its id, its API key, its line in the log; its body.
 
+This is the way of a streamed chat, from the socket to the engine and back:
+
+    gate.py       Gate            the key is right, the clock runs; at the end, a line in the log
+    app.py        Server.route    the body comes; from now on the client may leave
+                  Server.answer   one call after the other, down to the stream and its events
+    streams.py    prepare         in another thread, chats.py makes a request of the body
+                  submit          a Stream is open for it
+    async_llm.py  _begin, _add    through the inbox into the engine's thread
+                  _report         after a step: a Delta for each request, in one call to the loop
+    streams.py    _deal_out       each Delta goes to its Stream, a few at a time
+    answers.py    Answers.stream  `async for deltas in stream`: a Delta becomes an event
+                  EventStream     which is sent; however that ends, the Stream is closed
+
 Pure ASGI: other middleware would hide that a client has left.
 """
 

@@ -210,9 +210,8 @@ def new_ingress(engines: DeploymentHandle, num_replicas: int, options: ServerOpt
 
     async def new_engine() -> Backend:
         inputs = await engines.inputs.remote()  # of the first replica
-        sizes = (num_replicas, options.max_waiting)
-        name = options.served_model_name[0]
-        return Replicas(engines.options(stream=True), inputs, *sizes, name)
+        settings = (num_replicas, options.max_waiting, options.served_model_name[0])
+        return Replicas(engines.options(stream=True), inputs, *settings)
 
     return app_of(Server(new_engine, options))
 

@@ -218,8 +218,8 @@ class Responses(ChatCompletions):
             },
         )
 
-    def events(self, i: int, delta: CompletionOutput) -> list[str]:
-        self.items.add(self.parts(delta))
+    def events(self, i: int, part: CompletionOutput) -> list[str]:
+        self.items.add(self.parts(part))
         return self.items.take()
 
     def last(self, outputs: list[RequestOutput]) -> list[str]:
