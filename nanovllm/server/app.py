@@ -103,12 +103,12 @@ class Server:
         _, content = await self.prepare(kind, data, told)
         return Response(content, media_type="application/json")
 
-    async def prepare(self, kind: type[Any], data: bytes, make: Make[T]) -> tuple[Any, T]:
+    async def prepare(self, kind: type, data: bytes, make: Make[T]) -> tuple[Any, T]:
         """A body, and what is made of it in a thread that tokenizes. Raises BadRequest, Busy or
         Unavailable."""
 
         def work(inputs: Inputs) -> tuple[Any, T]:
-            body = parsed(kind, data)
+            body: Any = parsed(kind, data)
             self.check_body(body)
             try:
                 return body, make(body, inputs)
