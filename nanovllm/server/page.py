@@ -5,8 +5,7 @@ import json
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
-from fastapi import FastAPI
-from fastapi.responses import Response
+from fastapi import FastAPI, Response
 from starlette.routing import Route
 from starlette.staticfiles import StaticFiles
 
