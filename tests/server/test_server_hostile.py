@@ -472,6 +472,26 @@ def test_the_engines_thread_dies(monkeypatch, pool):
         assert not server.engine.open and not server.engine.waiting
 
 
+def test_a_question_whose_asker_has_left(server, expected):
+    """Before the engine's thread comes to it, or in the middle of it: an answer that nothing waits for does no harm."""
+    has_begun, go, answered = Event(), Event(), []
+
+    async def ask_and_leave() -> None:
+        middle = asyncio.ensure_future(server.engine.ask(lambda: (has_begun.set(), go.wait(60))))
+        await asyncio.to_thread(has_begun.wait, 60)
+        before = asyncio.ensure_future(server.engine.ask(lambda: answered.append(1)))
+        await asyncio.sleep(0)
+        for question in (middle, before):
+            question.cancel()
+        await asyncio.wait([middle, before])
+        assert middle.cancelled() and before.cancelled() and not server.engine.waiting
+        go.set()
+
+    asyncio.run_coroutine_threadsafe(ask_and_leave(), server.engine.loop).result(60)
+    assert text_of(server.complete(**NEIGHBOUR)) == expected
+    assert not answered and server.engine.thread.is_alive()
+
+
 # --- the end ---
 
 
