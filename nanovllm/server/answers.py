@@ -1,48 +1,66 @@
 """Answers: what a call returns, whole or as a stream of events; what all kinds have in common."""
 
-from __future__ import annotations
-
 import json
 import time
 from abc import ABC, abstractmethod
-from functools import cached_property
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 from uuid import uuid4
 
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
 from nanovllm.frontend.outputs import CompletionOutput, RequestOutput
 from nanovllm.sequence import Request, TokenLogprobs
-from nanovllm.server.protocol import Body, CallBody, StreamOptions
+from nanovllm.server.errors import error_of
+from nanovllm.server.protocol import Body, StreamOptions
+from nanovllm.server.streams import Stream
 from nanovllm.server.texts import TokenTexts
 
 encode = json.JSONEncoder(ensure_ascii=False).encode
 MANY = 100  # parts of a list
+COMMENT = ": the answer is still to come\n\n"  # proxies end streams of which nothing comes
+HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # the second one is nginx's
+REASONS: dict[Any, str] = {"abort": "stop", "error": "stop"}  # in words that clients know
 Rows = list[TokenLogprobs | None]
 
 
+class EventStream(StreamingResponse):
+    """Server-sent events. Their generator ends with the response, also if the client leaves."""
+
+    media_type = "text/event-stream"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self.body_iterator):  # type: ignore[type-var]
+            await super().__call__(scope, receive, send)
+
+
 class Answers(ABC):
-    """The answers to one call: several requests, each with n outputs."""
+    """The answers to one call: several requests, each with n outputs, which are choices."""
 
     kind: str
-    prefix: str
+    chunk_kind: str
+    prefix: str  # of ids
     is_prompt_only = False  # a token is drawn, because the engine draws one, but not shown
-    last_event = ""
+    last_event = "data: [DONE]\n\n"  # also of what has failed
 
-    def __init__(self, body: CallBody, requests: list[Request], model: str, texts: TokenTexts):
+    def __init__(self, body: Body, requests: list[Request], model: str, texts: TokenTexts):
         self.id = f"{self.prefix}-{uuid4().hex}"
         self.requests = requests
         self.texts = texts
+        self.wants = body.stream_options or StreamOptions()
+        self.has_token_ids = bool(body.return_token_ids)
+        self.counts: dict[tuple[int, int], int] = {}  # tokens streamed, by request and output
         self.frame = {
             "id": self.id,
-            "object": self.kind,
+            "object": self.chunk_kind if body.stream else self.kind,
             "created": int(time.time()),
             "model": body.model or model,
         }
+        self.head = encode(self.frame)[:-1] + ', "choices": '  # the same for each event
         for i, request in enumerate(requests):
             request.request_id = f"{self.id}-{i}"
-
-    def index_of(self, request_index: int, output_index: int) -> int:
-        """Outputs are numbered prompt by prompt."""
-        return request_index * self.requests[request_index].params.n + output_index
 
     def usage(self, outputs: list[RequestOutput]) -> dict:
         num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
@@ -55,62 +73,48 @@ class Answers(ABC):
             "prompt_tokens_details": {"cached_tokens": num_cached},
         }
 
-    @abstractmethod
+    async def stream(self, stream: Stream) -> AsyncGenerator[str, None]:
+        """The answer as it comes. The first item is empty, and says that something has come: an
+        error before it is raised, a later one becomes an event."""
+        events: list[str] = []
+        has_begun = False
+        try:
+            async for deltas in stream:
+                for delta in deltas:
+                    if delta.error is not None:
+                        raise delta.error
+                    for part in delta.parts:
+                        events += self.events(delta.index, part)
+                if not has_begun:
+                    yield ""
+                has_begun = True
+                if events or not deltas:
+                    yield "".join(events) or COMMENT
+                events = []
+            events = self.last(stream.outputs)
+        except Exception as error:
+            if not has_begun:
+                raise
+            events.append(self.error_event(error_of(error)[1]))
+        finally:
+            stream.close()
+        yield "".join([*events, self.last_event])
+
     def whole(self, outputs: list[RequestOutput]) -> dict:
         """The answer that is not streamed."""
-
-    def first(self) -> list[str]:
-        """Events of a stream before the first token."""
-        return []
-
-    @abstractmethod
-    def events(self, i: int, delta: CompletionOutput) -> list[str]:
-        """What is new in an output of request i."""
-
-    @abstractmethod
-    def last(self, outputs: list[RequestOutput]) -> list[str]:
-        """Events after the last token, but for `last_event`, which also ends what has failed."""
-
-    @abstractmethod
-    def error_event(self, error: dict) -> str:
-        """Tells that the stream has failed."""
-
-
-class Choices(Answers):
-    """Answers of the older endpoints: each output is a choice."""
-
-    last_event = "data: [DONE]\n\n"
-
-    def __init__(self, body: Body, requests: list[Request], model: str, texts: TokenTexts):
-        super().__init__(body, requests, model, texts)
-        self.wants = body.stream_options or StreamOptions()
-        self.has_token_ids = bool(body.return_token_ids)
-        self.begun: set[int] = set()  # choices of which something has been streamed
-        self.counts: dict[int, int] = {}  # tokens streamed, by choice
-
-    @cached_property
-    def head(self) -> str:
-        """The frame as JSON, up to its choices: the same for each event."""
-        return encode(self.frame)[:-1] + ', "choices": '
-
-    def whole(self, outputs: list[RequestOutput]) -> dict:
         choices = [
-            self.choice(i, output, one)
+            self.choice(i, one, output, is_first=True)
             for i, output in enumerate(outputs)
             for one in output.outputs
         ]
         return {**self.frame, "choices": choices, "usage": self.usage(outputs)}
 
-    def events(self, i: int, delta: CompletionOutput) -> list[str]:
-        index = self.index_of(i, delta.index)
-        is_first = index not in self.begun
-        self.begun.add(index)
-        self.counts[index] = self.counts.get(index, 0) + len(delta.token_ids)
-        choice = self.part(i, delta, is_first)
-        if self.has_token_ids:
-            choice["token_ids"] = delta.token_ids
-            if is_first:
-                choice["prompt_token_ids"] = self.requests[i].prompt_token_ids
+    def events(self, i: int, part: CompletionOutput) -> list[str]:
+        """Events for what is new in an output of request i."""
+        key = (i, part.index)
+        is_first = key not in self.counts
+        self.counts[key] = self.counts.get(key, 0) + len(part.token_ids)
+        choice = self.choice(i, part, None, is_first)
         usage = None
         if self.wants.continuous_usage_stats:
             num_prompt = sum(len(request.prompt_token_ids) for request in self.requests)
@@ -118,6 +122,7 @@ class Choices(Answers):
         return [self.event(choice, usage=usage)]
 
     def last(self, outputs: list[RequestOutput]) -> list[str]:
+        """Events after the last token."""
         if not self.wants.include_usage:
             return []
         return [self.event(usage=self.usage(outputs))]
@@ -128,49 +133,52 @@ class Choices(Answers):
         return f"data: {self.head}{encode(choices)}{end}}}\n\n"
 
     def error_event(self, error: dict) -> str:
+        """Tells that the stream has failed."""
         return f"data: {json.dumps(error)}\n\n"
 
     # --- for each kind ---
 
     @abstractmethod
-    def choice(self, i: int, output: RequestOutput, one: CompletionOutput) -> dict:
-        """A whole output of request i."""
-
-    @abstractmethod
-    def part(self, i: int, delta: CompletionOutput, is_first: bool) -> dict:
-        """What is new in an output of request i."""
+    def content(
+        self, i: int, one: CompletionOutput, whole: RequestOutput | None, is_first: bool
+    ) -> dict:
+        """What an output of request i says; or what is new in it, if the whole is not given."""
 
     # --- parts of a choice ---
 
-    def reason(self, index: int, reason: str | None) -> str | None:
-        """Why a choice has ended, in words that clients know."""
-        return {"abort": "stop", "error": "stop"}.get(str(reason), reason)
+    def choice(
+        self, i: int, one: CompletionOutput, whole: RequestOutput | None, is_first: bool
+    ) -> dict:
+        """Choices are numbered prompt by prompt."""
+        choice = {
+            "index": i * self.requests[i].params.n + one.index,
+            **self.content(i, one, whole, is_first),
+            "finish_reason": self.reason(one),
+            "stop_reason": one.stop_reason,
+        }
+        if self.has_token_ids:
+            choice["token_ids"] = one.token_ids
+            if is_first:
+                choice["prompt_token_ids"] = self.requests[i].prompt_token_ids
+        return choice
 
-    def token_ids(self, output: RequestOutput, one: CompletionOutput) -> dict:
-        if not self.has_token_ids:
-            return {}
-        return {"prompt_token_ids": output.prompt_token_ids, "token_ids": one.token_ids}
+    def reason(self, one: CompletionOutput) -> str | None:
+        """Why an output has ended."""
+        return REASONS.get(one.finish_reason, one.finish_reason)
 
     def prompt_logprobs(self, output: RequestOutput) -> list[dict | None] | None:
         """Writes them as vLLM does. The rank of a token that is not among the likeliest is not
         known."""
         if output.prompt_logprobs is None:
             return None
-        rows: list[dict | None] = []
-        for row, token_id in zip(output.prompt_logprobs, output.prompt_token_ids):
-            rows.append(None if row is None else self.ranked(row, token_id))
-        return rows
+        return [row and self.ranked(row) for row in output.prompt_logprobs]
 
-    def ranked(self, row: TokenLogprobs, token_id: int) -> dict:
+    def ranked(self, row: TokenLogprobs) -> dict:
         num_likeliest = self.requests[0].params.prompt_logprobs or 0
         likeliest = sorted(row, key=lambda i: -row[i])
         ranks = {i: rank for rank, i in enumerate(likeliest, 1) if rank <= num_likeliest}
         return {
-            str(i): {
-                "logprob": logprob,
-                "rank": ranks.get(i),
-                "decoded_token": self.texts.of(i),
-            }
+            str(i): {"logprob": logprob, "rank": ranks.get(i), "decoded_token": self.texts.of(i)}
             for i, logprob in row.items()
         }
 

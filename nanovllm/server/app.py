@@ -1,45 +1,38 @@
-"""App: the routes of the server, who may use them, and how it ends."""
+"""App: the routes of the server, and how a body becomes an answer."""
 
-from __future__ import annotations
-
-import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager, closing
 from copy import deepcopy
-from functools import partial
 from importlib.metadata import version
 from typing import Any, TypeVar
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
-from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.types import Receive, Scope, Send
 
 from nanovllm.engine import LLM
 from nanovllm.frontend.inputs import Inputs
+from nanovllm.frontend.outputs import RequestOutput
 from nanovllm.options import shown
 from nanovllm.sequence import Request as EngineRequest
-from nanovllm.server.answers import Answers, encoded
+from nanovllm.server.answers import HEADERS, Answers, EventStream, encoded
 from nanovllm.server.async_llm import AsyncLLM
-from nanovllm.server.bodies import body_of
-from nanovllm.server.calls import Backend
 from nanovllm.server.chats import ChatBody, ChatCompletions, TokenizeBody
 from nanovllm.server.completions import CompletionBody, Completions
-from nanovllm.server.errors import BadRequest, answer_error
-from nanovllm.server.exchange import Exchange, while_connected
-from nanovllm.server.gate import Gate
+from nanovllm.server.errors import BadRequest
+from nanovllm.server.gate import Gate, body_of, no_route, while_connected
 from nanovllm.server.metrics import Metrics
 from nanovllm.server.page import Live, add_page
 from nanovllm.server.protocol import DetokenizeBody, in_words, parsed
 from nanovllm.server.responses import ResponseBody, Responses
 from nanovllm.server.settings import ServerOptions
+from nanovllm.server.streams import Backend, Stream, asked
 from nanovllm.server.texts import TokenTexts
-from nanovllm.server.visits import Visit
 
 T = TypeVar("T")
+FEW = 2000  # log-probabilities, of which JSON is made in a few milliseconds
 Make = Callable[[Any, Inputs], T]  # from a body
 
 
@@ -51,15 +44,16 @@ class Server:
         self.options = options
         self.metrics = Metrics(options.served_model_name[0])
         self.started = int(time.time())
-        self.reading: set[asyncio.Task] = set()  # bodies
         # for one event loop, which does not run yet
         self.engine: Backend
+        self.max_model_len: int
         self.texts: TokenTexts
         self.live: Live | None = None  # if the engine is in this process
 
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
         self.engine = await self.new_engine()
+        self.max_model_len = self.engine.inputs.scheduler.max_model_len
         self.texts = TokenTexts(deepcopy(self.engine.inputs.tokenizer))
         if self.options.chat_template is not None:
             for lane in (self.engine.short, self.engine.long):
@@ -72,41 +66,51 @@ class Server:
             self.engine.close()
             await self.engine.ended()
 
-    @property
-    def max_model_len(self) -> int:
-        return self.engine.inputs.scheduler.max_model_len
+    # --- bodies become answers ---
 
-    def close_views(self) -> None:
-        """Ends what would never end by itself: the connections of watchers, and bodies that are
-        still to come."""
-        if self.live is not None:
-            self.live.close()
-        for task in self.reading:
-            task.cancel()
+    def route(self, respond: Callable[..., Coroutine[Any, Any, Response]], *args) -> Callable:
+        """A route that reads its body itself, since it is too long for the event loop to parse.
+        When it has come, the client may leave at any time."""
 
-    # --- bodies become requests ---
+        async def route(request: Request) -> Response:
+            most = self.options.most_bytes(self.max_model_len)
+            data = await self.engine.unless_closed(body_of(request, most))
+            return await while_connected(request.receive, respond(request, data, *args))
 
-    async def read(self, scope: Scope, receive: Receive) -> bytes:
-        """The body of a request. Raises BadRequest, Unavailable or ClientDisconnect."""
-        most = self.options.most_bytes(self.max_model_len)
-        task = asyncio.ensure_future(body_of(scope, receive, most))
-        self.reading.add(task)
-        task.add_done_callback(self.reading.discard)
-        try:
-            return await task
-        except asyncio.CancelledError:
-            self.engine.check_open()  # it was `close_views`
-            raise
+        return route
 
-    async def prepare(self, kind: type[Any], data: bytes, make: Make[T]) -> T:
-        """What is made of a body, in a thread that tokenizes. Raises BadRequest, Busy or
+    async def answer(
+        self, request: Request, data: bytes, kind: type[Any], answers: type[Answers]
+    ) -> Response:
+        """The answer to a call; of a stream, when something of it has come."""
+        body, requests = await self.prepare(kind, data, kind.requests)
+        made = answers(body, requests, self.options.served_model_name[0], self.texts)
+        stream = self.submit(request, requests, bool(body.stream))
+        if body.stream:
+            events = made.stream(stream)
+            await anext(events)
+            return EventStream(events, headers=HEADERS)
+        content = await self.whole(made, stream)
+        return Response(content, media_type="application/json")
+
+    async def tell(self, request: Request, data: bytes, kind: type[Any]) -> Response:
+        """What a body and the tokenizer say alone."""
+
+        def told(body: Any, inputs: Inputs) -> str:
+            return encoded(body.told(inputs))
+
+        _, content = await self.prepare(kind, data, told)
+        return Response(content, media_type="application/json")
+
+    async def prepare(self, kind: type, data: bytes, make: Make[T]) -> tuple[Any, T]:
+        """A body, and what is made of it in a thread that tokenizes. Raises BadRequest, Busy or
         Unavailable."""
 
-        def work(inputs: Inputs) -> T:
-            body = parsed(kind, data)
+        def work(inputs: Inputs) -> tuple[Any, T]:
+            body: Any = parsed(kind, data)
             self.check_body(body)
             try:
-                return make(body, inputs)
+                return body, make(body, inputs)
             except ValueError as error:
                 raise in_words(error, kind) from error
 
@@ -123,40 +127,34 @@ class Server:
         if name not in (None, *self.options.served_model_name):
             raise BadRequest(f"the model {shown(name)} does not exist", "model", 404)
 
-    def check_size(self, requests: list[EngineRequest]) -> None:
+    def submit(self, request: Request, requests: list[EngineRequest], is_streamed: bool) -> Stream:
+        """Raises BadRequest, Busy or Unavailable."""
         num_tokens = sum(
             request.params.n * (request.max_len - len(request.prompt_token_ids))
             for request in requests
         )
         most = self.options.max_tokens_per_call
         if num_tokens > most:
-            asked = f"prompts * n * max_tokens is {num_tokens:,}"
-            raise BadRequest(f"{asked}, at most {most:,} are allowed in one call", "max_tokens")
+            problem = f"prompts * n * max_tokens is {num_tokens:,}"
+            raise BadRequest(f"{problem}, at most {most:,} are allowed in one call", "max_tokens")
+        stream = self.engine.submit(requests, is_streamed)
+        stream.clock = request.scope["clock"]
+        stream.clock.num_prompt = sum(len(one.prompt_token_ids) for one in requests)
+        return stream
 
-    async def answer(
-        self, kind: type[Any], answers: type, scope: Scope, receive: Receive, send: Send
-    ) -> None:
-        """A call, from its body to the end of its answer."""
-
-        async def work(data: bytes) -> None:
-            body, requests = await self.prepare(kind, data, with_requests)
-            self.check_size(requests)
-            made = answers(body, requests, self.options.served_model_name[0], self.texts)
-            exchange = self.exchange(made, scope)
-            await exchange.run(scope, receive, send, bool(body.stream))
-
-        await while_connected(receive, work(await self.read(scope, receive)))
-
-    def exchange(self, answers: Answers, scope: Scope) -> Exchange:
-        return Exchange(self.engine, self.metrics, scope["visit"], answers)
-
-    async def tell(
-        self, kind: type[Any], make: Callable, scope: Scope, receive: Receive, send: Send
-    ) -> None:
-        """What a function makes of a body and the tokenizer, as JSON."""
-        work = self.prepare(kind, await self.read(scope, receive), make)
-        content = await while_connected(receive, work)
-        await Response(content, media_type="application/json")(scope, receive, send)
+    async def whole(self, answers: Answers, stream: Stream) -> str:
+        """The answer that is not streamed, as JSON. With many log-probabilities the loop does not
+        make it, and no two of them are made at a time."""
+        with closing(stream):
+            async for deltas in stream:
+                for delta in deltas:
+                    if delta.error is not None:
+                        raise delta.error
+        outputs = stream.outputs
+        if num_logprobs(outputs) <= FEW:
+            return encoded(answers.whole(outputs))
+        making = asked(self.engine.long.jobs, lambda: encoded(answers.whole(outputs)))
+        return await self.engine.unless_closed(making)
 
     # --- routes ---
 
@@ -195,39 +193,10 @@ class Server:
         return Response(self.metrics.text(stats), media_type="text/plain; version=0.0.4")
 
 
-class Later(Response):
-    """A response that says itself what it sends, and when."""
-
-    def __init__(self, respond: Callable[[Scope, Receive, Send], Awaitable[None]]):
-        super().__init__()
-        self.respond = respond
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self.respond(scope, receive, send)
-
-
-def route_of(respond: Callable[..., Awaitable[None]], *args) -> Callable:
-    """A route whose response reads the body itself: it is read before a client may wait, and is
-    too long for the event loop to parse."""
-
-    async def route(request: Request) -> Response:
-        return Later(partial(respond, *args))
-
-    return route
-
-
-def with_requests(body: Any, inputs: Inputs) -> tuple[Any, list[EngineRequest]]:
-    return body, body.requests(inputs)
-
-
-def tokenized(body: TokenizeBody, inputs: Inputs) -> str:
-    token_ids = body.token_ids(inputs)
-    longest = inputs.scheduler.max_model_len
-    return encoded({"count": len(token_ids), "max_model_len": longest, "tokens": token_ids})
-
-
-def detokenized(body: DetokenizeBody, inputs: Inputs) -> str:
-    return encoded({"prompt": body.text(inputs)})
+def num_logprobs(outputs: list[RequestOutput]) -> int:
+    rows = [row for output in outputs for row in output.prompt_logprobs or ()]
+    rows += [row for output in outputs for one in output.outputs for row in one.logprobs or ()]
+    return sum(map(len, filter(None, rows)))
 
 
 ANSWERED: dict[str, tuple[type[Any], type[Any]]] = {  # with what the model draws
@@ -235,9 +204,9 @@ ANSWERED: dict[str, tuple[type[Any], type[Any]]] = {  # with what the model draw
     "/v1/chat/completions": (ChatBody, ChatCompletions),
     "/v1/responses": (ResponseBody, Responses),
 }
-TOLD: dict[str, tuple[type[Any], Callable]] = {  # without the model
-    "/tokenize": (TokenizeBody, tokenized),
-    "/detokenize": (DetokenizeBody, detokenized),
+TOLD: dict[str, type[Any]] = {  # without the model
+    "/tokenize": TokenizeBody,
+    "/detokenize": DetokenizeBody,
 }
 
 
@@ -250,11 +219,7 @@ def new_app(llm: LLM, options: ServerOptions) -> FastAPI:
     server = Server(new_engine, options)
     app = app_of(server)
 
-    def live() -> Live:
-        assert server.live is not None
-        return server.live
-
-    add_page(app, live)
+    add_page(app)
     return app
 
 
@@ -275,23 +240,19 @@ def app_of(server: Server) -> FastAPI:
         "/metrics": server.show_metrics,
     }
     for path, (body, answers) in ANSWERED.items():
-        route = route_of(server.answer, body, answers)
+        route = server.route(server.answer, body, answers)
         app.add_api_route(path, route, methods=["POST"], response_model=None)
-    for path, (body, make) in TOLD.items():
-        route = route_of(server.tell, body, make)
+    for path, body in TOLD.items():
+        route = server.route(server.tell, body)
         app.add_api_route(path, route, methods=["POST"], response_model=None)
     for path, route in gets.items():
         app.add_api_route(path, route, response_model=None)
         app.add_api_route(path, route, methods=["HEAD"], include_in_schema=False)
     app.openapi = lambda: schema_of(app)  # type: ignore[method-assign]
-    app.add_exception_handler(HTTPException, answer_error)
+    app.add_exception_handler(HTTPException, no_route)  # type: ignore[arg-type]
     options = server.options
     known_paths = {*ANSWERED, *TOLD, *gets}
-
-    def at_end(visit: Visit) -> None:
-        visit.end(server.metrics, known_paths, options.log_requests)
-
-    app.add_middleware(Gate, api_keys=options.api_key, at_end=at_end)
+    app.add_middleware(Gate, options=options, metrics=server.metrics, known_paths=known_paths)
     if options.allowed_origins:  # outside of the gate: browsers ask first, without the key
         app.add_middleware(
             CORSMiddleware,
@@ -306,7 +267,8 @@ def schema_of(app: FastAPI) -> dict:
     """OpenAPI's description of the app, with the bodies, which the routes read themselves."""
     schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
     components = schema.setdefault("components", {}).setdefault("schemas", {})
-    for path, (kind, _) in (ANSWERED | TOLD).items():
+    bodies = {path: body for path, (body, _) in ANSWERED.items()} | TOLD
+    for path, kind in bodies.items():
         body = kind.model_json_schema(ref_template="#/components/schemas/{model}")
         components |= body.pop("$defs", {})
         content = {"application/json": {"schema": body}}

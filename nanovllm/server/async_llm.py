@@ -4,137 +4,93 @@ The thread owns the LLM. What the loop wants goes in through one queue; what is 
 one call per step.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import pairwise
 from queue import SimpleQueue
+from threading import Thread
 from typing import Any, TypeVar
 
 from nanovllm.engine import LLM
+from nanovllm.frontend.replies import Reply
 from nanovllm.frontend.streaming import Reader
 from nanovllm.schedule import Schedule, ScheduleError
 from nanovllm.sequence import Request
-from nanovllm.server.calls import Backend, Call, News, Ticket, Unavailable
-from nanovllm.server.lanes import settle
+from nanovllm.server.streams import Backend, Delta, Stream, asked
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-AT_A_TIME = 4  # streams that write before the loop looks for something else
 SECONDS_OF_INBOX = 0.01  # between two steps: a call may have a thousand requests
+
+
+class StreamReader(Reader):
+    """Reads the reply to one request, and knows what has been told of it."""
+
+    def __init__(self, reply: Reply, is_streamed: bool):
+        super().__init__(reply)
+        self.is_streamed = is_streamed
+        self.times: list[float] = []  # of its tokens
+        self.runs: bool | None = None  # whether it has a place in a batch; None: nothing was told
+        self.ended: set[int] = set()  # outputs
 
 
 class AsyncLLM(Backend):
     """All methods up to "in the engine's thread" belong to the thread of the event loop. Which
-    requests run is only news if it `tells_places`: a server elsewhere must know it."""
+    requests run is only told if it `tells_places`: a server elsewhere must know it."""
 
     def __init__(
-        self,
-        llm: LLM,
-        max_waiting: int = 256,
-        model_name: str = "",
-        tells_places: bool = False,
+        self, llm: LLM, max_waiting: int = 256, model_name: str = "", tells_places: bool = False
     ):
         super().__init__(llm.inputs, max_waiting, model_name)
         self.llm = llm
         self.tells_places = tells_places
-        self.questions: set[asyncio.Future] = set()  # without an answer
-        self.heard: deque[tuple[Ticket, News]] = deque()  # not yet dealt out
         self.inbox: SimpleQueue[Callable[[], object]] = SimpleQueue()
         # of the engine's thread
-        self.live: dict[Request, Ticket] = {}
+        self.live: dict[Request, StreamReader] = {}
         self.sampled: set[Request] = set()
         self.is_stopping = False
-        # on a GPU, news are made while it computes the next step
+        # on a GPU, deltas are made while it computes the next step
         self.is_late = llm.runner.is_asynchronous
         if self.is_late:
             llm.meanwhile.append(self._report)
         self.on_idle: list[Callable[[], object]] = []
         llm.observers.append(self._observe)
-        self.thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self.thread = Thread(target=self._run, name="engine", daemon=True)
         self.thread.start()
 
     @property
     def num_waiting(self) -> int:
         return max(0, len(self.open) - len(self.llm.scheduler.running))
 
-    def submit(self, requests: list[Request], is_streamed: bool) -> Call:
-        call = self.admit(requests, is_streamed)
-        now = time.perf_counter()
-        for ticket in call.tickets:
-            ticket.times.append(now)
-            self.inbox.put(partial(self._add, ticket))
-        return call
+    def _begin(self, stream: Stream) -> None:
+        for request in stream.requests:
+            self.inbox.put(partial(self._add, request, stream.is_streamed))
 
-    def leave(self, call: Call) -> None:
-        left = self.open.intersection(call.tickets)
-        if left:
-            self.open -= left
-            self.inbox.put(lambda: self._abort(left))
+    def _abort(self, requests: list[Request]) -> None:
+        self.inbox.put(partial(self._drop, requests))
 
     async def ask(self, question: Callable[[], T]) -> T:
         """The answer of a function that must be called in the engine's thread. Raises
         Unavailable."""
         self.check_alive()
-        future: asyncio.Future[T] = self.loop.create_future()
-        self.questions.add(future)
-        future.add_done_callback(self.questions.discard)
-
-        def answer() -> None:
-            try:
-                self._tell(settle, future, question(), None)
-            except Exception as error:
-                self._tell(settle, future, None, error)
-
-        self.inbox.put(answer)
-        return await future
+        return await self.unless_closed(asked(self.inbox, question))
 
     async def stats(self) -> dict[str, float]:
         return await self.ask(self.llm.stats)
 
     def close(self) -> None:
-        self._end("the server is shutting down")
-        self.inbox.put(self._stop)
         super().close()
+        self.inbox.put(self._stop)
 
     async def ended(self) -> None:
         await asyncio.to_thread(self.thread.join, 10)
 
-    def _hear(self, batch: list[tuple[Ticket, News]]) -> None:
-        """What the engine's thread has told."""
-        self.heard.extend(batch)
-        if len(self.heard) == len(batch):  # else it is being dealt out already
-            self._deal_out()
-
-    def _deal_out(self) -> None:
-        """Deals news out to a few calls at a time: between them the loop does its other work."""
-        for _ in range(min(AT_A_TIME, len(self.heard))):
-            ticket, news = self.heard.popleft()
-            if ticket not in self.open:
-                continue  # its client has left
-            if news.is_last:
-                self.open.remove(ticket)
-            ticket.call.put(news)
-        if self.heard:
-            self.loop.call_soon(self._deal_out)
-
     def _die(self, reason: str) -> None:
         self._end(reason)
         self.has_died.set()
-
-    def _end(self, reason: str) -> None:
-        """All that wait for something get the reason."""
-        self.end = self.end or reason
-        error = Unavailable(self.end)
-        self._hear([(ticket, News(ticket.index, error=error)) for ticket in self.open])
-        for future in [*self.questions]:
-            settle(future, None, error)
 
     # --- in the engine's thread ---
 
@@ -164,23 +120,21 @@ class AsyncLLM(Backend):
         while not self.inbox.empty() and time.perf_counter() < end:
             self.inbox.get()()
 
-    def _add(self, ticket: Ticket) -> None:
+    def _add(self, request: Request, is_streamed: bool) -> None:
         try:
-            ticket.reply = self.llm._submit(ticket.request, "generate")
+            reply = self.llm._submit(request, "generate")
         except Exception as error:
-            self._tell(self._hear, [(ticket, News(ticket.index, error=error))])
+            self._tell(self._hear, [(request, Delta(error=error))])
             return
-        self.live[ticket.request] = ticket
-        if ticket.is_streamed:
-            ticket.reader = Reader(ticket.reply)
+        self.live[request] = StreamReader(reply, is_streamed)
 
-    def _abort(self, tickets: Iterable[Ticket]) -> None:
-        for ticket in tickets:
-            if self.live.pop(ticket.request, None) is not None:
-                self.llm.abort(ticket.request.request_id)
+    def _drop(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            if self.live.pop(request, None) is not None:
+                self.llm.abort(request.request_id)
 
     def _stop(self) -> None:
-        self._abort([*self.live.values()])
+        self._drop([*self.live])
         self.is_stopping = True
 
     def _observe(self, schedule: Schedule, seconds: float) -> None:
@@ -210,43 +164,47 @@ class AsyncLLM(Backend):
         """Tells the loop what is new since the last call."""
         batch = []
         now = time.perf_counter()
-        for request in self.sampled & self.live.keys():
-            self.live[request].times.append(now)
-        for ticket in [*self.live.values()]:
-            news = self._news_of(ticket, failure)
-            if news is not None:
-                batch.append((ticket, news))
+        for request, reader in [*self.live.items()]:
+            if request in self.sampled:
+                reader.times.append(now)
+            delta = self._delta_of(request, reader, failure)
+            if delta is not None:
+                batch.append((request, delta))
+            if delta is not None and delta.is_last:
+                del self.live[request]
         if batch:
             self._tell(self._hear, batch)
         self.sampled = set()
 
-    def _news_of(self, ticket: Ticket, failure: Exception | None) -> News | None:
-        assert ticket.reply is not None
-        output = ticket.reply.output
-        request = ticket.request
+    def _delta_of(
+        self, request: Request, reader: StreamReader, failure: Exception | None
+    ) -> Delta | None:
+        output = reader.reply.output
         if failure is not None and not output.finished:
-            self._abort([ticket])
-            return News(ticket.index, error=failure)
+            self.llm.abort(request.request_id)
+            return Delta(error=failure)
         runs = request.num_cached_tokens is not None  # it has begun to run, in some step
-        is_new = self.tells_places and runs is not ticket.runs and not output.finished
-        ticket.runs = runs
+        is_news = self.tells_places and runs is not reader.runs and not output.finished
+        reader.runs = runs
         if not output.finished and request not in self.sampled:
-            return News(ticket.index, runs) if is_new else None
-        news = News(ticket.index)
-        if ticket.reader is not None:
+            return Delta(runs) if is_news else None
+        delta = Delta()
+        if reader.is_streamed:
             try:
-                news.deltas = ticket.reader.news()
+                parts = reader.news()
             except Exception as error:  # of the tokenizer: no other request is affected
-                self._abort([ticket])
-                return News(ticket.index, error=error)
+                self.llm.abort(request.request_id)
+                return Delta(error=error)
+            delta.parts = [one for one in parts if one.index not in reader.ended]
+            reader.ended.update(one.index for one in parts if one.finish_reason is not None)
         elif output.update is not None:
-            return news if is_new else None  # its text is made in the next step
+            return delta if is_news else None  # its text is made in the next step
         if output.finished:
-            del self.live[request]
-            news.output = output if output.error is None else None
-            news.error = output.error
-            news.gaps = [after - before for before, after in pairwise(ticket.times)]
-        return news
+            delta.output = output if output.error is None else None
+            delta.error = output.error
+            if not reader.is_streamed:
+                delta.gaps = [after - before for before, after in pairwise(reader.times)]
+        return delta
 
     def _tell(self, function: Callable[..., Any], *args) -> None:
         """Calls a function in the loop's thread."""

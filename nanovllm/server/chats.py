@@ -1,7 +1,5 @@
 """Chats: /v1/chat/completions, what it takes and what it answers."""
 
-from __future__ import annotations
-
 import json
 from typing import Annotated, Any, Literal
 
@@ -10,12 +8,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from nanovllm.frontend.inputs import Inputs
 from nanovllm.frontend.outputs import CompletionOutput, RequestOutput
 from nanovllm.options import is_int, shown
-from nanovllm.sequence import Request, TokenLogprobs
-from nanovllm.server.answers import Choices
+from nanovllm.sequence import Request
+from nanovllm.server.answers import REASONS, Answers
 from nanovllm.server.errors import BadRequest
-from nanovllm.server.formats import CallNamed, Format, forced_calls
 from nanovllm.server.parsing import ForcedCalls, Parser, Parts
-from nanovllm.server.protocol import Body, Strict
+from nanovllm.server.protocol import Body, CallNamed, Format, Strict, forced_calls
 
 MOST_MESSAGES = 4096
 MOST_TOOLS = 128
@@ -111,10 +108,6 @@ class ChatBody(ChatFields, Body):
     def forces_calls(self) -> bool:
         return self.tool_choice not in (None, "auto", "none")
 
-    @property
-    def has_tools(self) -> bool:
-        return bool(self.tools) and self.tool_choice != "none"
-
 
 class TokenizeBody(ChatFields):
     """A text, or a chat."""
@@ -124,20 +117,24 @@ class TokenizeBody(ChatFields):
     add_special_tokens: bool | None = None  # if not given, it is True; in a chat they are there
     messages: Messages | None = None
 
-    def token_ids(self, inputs: Inputs) -> list[int]:
+    def told(self, inputs: Inputs) -> dict:
         """Raises ValueError or BadRequest."""
         if (self.prompt is None) == (self.messages is None):
             raise BadRequest("give either prompt or messages", "prompt")
         if inputs.tokenizer is None:
             raise BadRequest("the model has no tokenizer", status=501)
         if self.messages is not None:
-            return inputs.encode(self.chat(self.messages))[1]
-        is_special = self.add_special_tokens is not False
-        return inputs.tokenizer.encode(self.prompt, add_special_tokens=is_special)
+            token_ids = inputs.encode(self.chat(self.messages))[1]
+        else:
+            is_special = self.add_special_tokens is not False
+            token_ids = inputs.tokenizer.encode(self.prompt, add_special_tokens=is_special)
+        longest = inputs.scheduler.max_model_len
+        return {"count": len(token_ids), "max_model_len": longest, "tokens": token_ids}
 
 
-class ChatCompletions(Choices):
+class ChatCompletions(Answers):
     kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
     prefix = "chatcmpl"
 
     def __init__(self, body: ChatBody, requests: list[Request], *args):
@@ -150,59 +147,36 @@ class ChatCompletions(Choices):
             name = choice.function.name if isinstance(choice, CallNamed) else None
             self.parsers: list[Any] = [ForcedCalls(name) for _ in range(n)]
         else:
-            self.parsers = [Parser(request.prompt, body.has_tools, most_calls) for _ in range(n)]
+            has_tools = bool(body.tools) and body.tool_choice != "none"
+            self.parsers = [Parser(request.prompt, has_tools, most_calls) for _ in range(n)]
         self.has_reasoning = body.include_reasoning is not False
-        if body.stream:
-            self.frame["object"] = "chat.completion.chunk"
 
     def whole(self, outputs: list[RequestOutput]) -> dict:
-        return {
-            **super().whole(outputs),
-            "prompt_logprobs": self.prompt_logprobs(outputs[0]),
-        }
+        return {**super().whole(outputs), "prompt_logprobs": self.prompt_logprobs(outputs[0])}
 
-    def reason(self, index: int, reason: str | None) -> str | None:
-        if reason == "stop" and self.parsers[index].num_calls:
+    def reason(self, one: CompletionOutput) -> str | None:
+        if one.finish_reason == "stop" and self.parsers[one.index].num_calls:
             return "tool_calls"
-        return super().reason(index, reason)
+        return REASONS.get(one.finish_reason, one.finish_reason)
 
     def parts(self, one: CompletionOutput) -> Parts:
         """The parts of a whole output, or of what is new in it."""
-        parser = self.parsers[one.index]
-        parts = parser.add(one.text)
-        if one.finish_reason is not None:
-            parts += parser.end()
-        return parts
+        return self.parsers[one.index].add(one.text, one.finish_reason is not None)
 
-    def choice(self, i: int, output: RequestOutput, one: CompletionOutput) -> dict:
+    def content(
+        self, i: int, one: CompletionOutput, whole: RequestOutput | None, is_first: bool
+    ) -> dict:
         parts = self.parts(one)
-        message: dict[str, Any] = {"role": "assistant", **self.words(parts)}
-        message["content"] = parts.content or (None if parts.tool_calls else "")
-        if parts.tool_calls:
-            message["tool_calls"] = [
-                {name: value for name, value in call.items() if name != "index"}
-                for call in parts.tool_calls
-            ]
-        return {
-            "index": one.index,
-            "message": message,
-            "logprobs": self.logprobs(one.token_ids, one.logprobs),
-            "finish_reason": self.reason(one.index, one.finish_reason),
-            "stop_reason": one.stop_reason,
-            **self.token_ids(output, one),
-        }
-
-    def part(self, i: int, delta: CompletionOutput, is_first: bool) -> dict:
-        new = self.words(self.parts(delta))
+        message = self.words(parts)
         if is_first:
-            new["role"] = "assistant"
-        return {
-            "index": delta.index,
-            "delta": new,
-            "logprobs": self.logprobs(delta.token_ids, delta.logprobs),
-            "finish_reason": self.reason(delta.index, delta.finish_reason),
-            "stop_reason": delta.stop_reason,
-        }
+            message["role"] = "assistant"
+        name = "delta"
+        if whole is not None:
+            name = "message"
+            message["content"] = parts.content or (None if parts.tool_calls else "")
+            for call in parts.tool_calls:
+                del call["index"]
+        return {name: message, "logprobs": self.logprobs(one)}
 
     def words(self, parts: Parts) -> dict[str, Any]:
         """The fields of a message. Some clients know reasoning by its older name."""
@@ -214,14 +188,12 @@ class ChatCompletions(Choices):
             fields["tool_calls"] = parts.tool_calls
         return fields
 
-    def logprobs(
-        self, token_ids: list[int], rows: list[TokenLogprobs] | None
-    ) -> dict[str, list] | None:
-        if rows is None:
+    def logprobs(self, one: CompletionOutput) -> dict[str, list] | None:
+        if one.logprobs is None:
             return None
         content = []
         num_wanted = self.requests[0].params.logprobs
-        for token_id, row in zip(token_ids, rows):
+        for token_id, row in zip(one.token_ids, one.logprobs):
             likeliest = sorted(row.items(), key=lambda item: -item[1])[:num_wanted]
             entry: dict[str, Any] = self.entry(token_id, row[token_id])
             entry["top_logprobs"] = [self.entry(*item) for item in likeliest]

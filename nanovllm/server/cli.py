@@ -1,7 +1,5 @@
 """The command line: nanovllm serve, chat, complete and record."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import os
@@ -24,27 +22,22 @@ NOT_AN_OPTION |= {"structured_outputs"}
 
 
 class Parser(argparse.ArgumentParser):
-    """Names the nearest option where one does not exist, and keeps its errors to one line."""
+    """Says in a ValueError what is wrong, and names the nearest option where one does not exist."""
 
     def __init__(self, **kwargs):
         super().__init__(allow_abbrev=False, **kwargs)
-        self.names: list[str] = []
-
-    def add(self, group: Any, *names: str, **how) -> None:
-        self.names += names
-        group.add_argument(*names, **how)
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message} ({self.prog} --help says more)\n")
+        raise ValueError(f"{message} ({self.prog} --help says more)")
 
-    def parse_args(self, args=None, namespace=None):
-        found, unknown = self.parse_known_args(args, namespace)
+    def parse_known_args(self, args=None, namespace=None):
+        found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             name = unknown[0].partition("=")[0]
-            nearest = get_close_matches(name, found.option_names, n=1, cutoff=0.75)
+            nearest = get_close_matches(name, self._option_string_actions, n=1, cutoff=0.75)
             hint = f": did you mean {nearest[0]}?" if nearest else ""
             self.error(f"there is no option {shown(name)} here{hint}")
-        return found
+        return found, unknown
 
 
 def new_parser() -> Parser:
@@ -53,17 +46,17 @@ def new_parser() -> Parser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     serve = commands.add_parser("serve", help="serve a model by OpenAI's API, with a page at /")
-    serve.add(serve, "--host", default="127.0.0.1", help="0.0.0.0 lets other machines in")
-    serve.add(serve, "--port", type=int, default=8000, help="0 is any free one (default: 8000)")
-    serve.add(serve, "--config", help="a YAML file with options; those given here go first")
+    serve.add_argument("--host", default="127.0.0.1", help="0.0.0.0 lets other machines in")
+    serve.add_argument("--port", type=int, default=8000, help="0 is any free one (default: 8000)")
+    serve.add_argument("--config", help="a YAML file with options; those given here go first")
     show = "for the page: a small cache, unless other options are given, and 10 steps a second"
-    serve.add(serve, "--show", action="store_true", help=show)
+    serve.add_argument("--show", action="store_true", help=show)
     add_options(serve, ServerOptions)
     add_options(serve, ReplicaOptions)
 
     chat = commands.add_parser("chat", help="talk to a model, or to a server")
-    chat.add(chat, "--url", help="of a server, for example http://localhost:8000")
-    chat.add(chat, "--api-key", help="that of the server (default: NANOVLLM_API_KEY)")
+    chat.add_argument("--url", help="of a server, for example http://localhost:8000")
+    chat.add_argument("--api-key", help="that of the server (default: NANOVLLM_API_KEY)")
 
     complete = commands.add_parser("complete", help="continue a text")
     complete.add_argument("text", help="- reads it from standard input")
@@ -76,11 +69,10 @@ def new_parser() -> Parser:
         model = "hub id or directory (default: the embedded one)"
         if command in (serve, chat):
             command.add_argument("positional", nargs="?", metavar="MODEL", help=model)
-        command.add(command, "--model", help=model)
+        command.add_argument("--model", help=model)
         if command is not serve:
             add_options(command, SamplingParams)
         add_options(command, Config)
-        command.set_defaults(option_names=command.names)
     return parser
 
 
@@ -89,10 +81,8 @@ def add_options(parser: Parser, kind: type[Options]) -> None:
     group = parser.add_argument_group(kind.__name__)
     for field in fields(kind):  # type: ignore[arg-type]
         option = "--" + field.name.replace("_", "-")
-        if field.name in NOT_AN_OPTION or option in parser.names:
-            continue
-        how = how_to_read(field.type)
-        parser.add(group, option, help=help_of(field), **how)
+        if field.name not in NOT_AN_OPTION and option not in parser._option_string_actions:
+            group.add_argument(option, help=help_of(field), **how_to_read(field.type))
 
 
 def help_of(field: Field) -> str:

@@ -68,9 +68,8 @@ def serve(args: Namespace) -> None:
         for name, value in (SHOWN | swap).items():
             if getattr(args, name) is None:
                 setattr(args, name, value)
-    for name in ("max_replicas", "target_requests", "router_cls", "cpus_per_rank"):
-        if getattr(args, name) is not None:
-            raise refusal(name, getattr(args, name), "it is for --replicas")
+    for name, value in given(args, ReplicaOptions).items():
+        raise refusal(name, value, "it is for --replicas")
     options = server_options(args)
     sock = server.bind(args.host, args.port)  # before a model is loaded in vain
     llm = new_llm(args)

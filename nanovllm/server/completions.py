@@ -1,7 +1,5 @@
 """Completions: /v1/completions, what it takes and what it answers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from pydantic import SkipValidation
@@ -10,7 +8,7 @@ from nanovllm.frontend.inputs import Inputs
 from nanovllm.frontend.outputs import CompletionOutput, RequestOutput
 from nanovllm.options import PromptTooLong, is_int, shown
 from nanovllm.sequence import Request
-from nanovllm.server.answers import Choices, Rows
+from nanovllm.server.answers import Answers, Rows
 from nanovllm.server.errors import BadRequest
 from nanovllm.server.protocol import MOST_CHOICES, Body
 
@@ -73,8 +71,8 @@ class CompletionBody(Body):
         return [inputs.request(prompt, params, self.priority or 0) for prompt in prompts]
 
 
-class Completions(Choices):
-    kind = "text_completion"
+class Completions(Answers):
+    kind = chunk_kind = "text_completion"
     prefix = "cmpl"
 
     def __init__(self, body: CompletionBody, requests: list[Request], *args):
@@ -82,7 +80,7 @@ class Completions(Choices):
         self.has_echo = bool(body.echo)
         self.num_prompt_logprobs = body.prompt_logprobs
         self.is_prompt_only = self.has_echo and body.max_tokens == 0
-        self.num_chars: dict[int, int] = {}  # of the tokens streamed, by choice
+        self.num_chars: dict[tuple[int, int], int] = {}  # that were streamed, as `counts`
 
     def echo(self, i: int) -> str:
         request = self.requests[i]
@@ -90,7 +88,9 @@ class Completions(Choices):
             return request.prompt
         return self.texts.of_all(request.prompt_token_ids)
 
-    def choice(self, i: int, output: RequestOutput, one: CompletionOutput) -> dict:
+    def content(
+        self, i: int, one: CompletionOutput, whole: RequestOutput | None, is_first: bool
+    ) -> dict:
         text = one.text
         token_ids = one.token_ids
         rows: Rows = [*(one.logprobs or [])]
@@ -98,55 +98,30 @@ class Completions(Choices):
             text = ""
             token_ids = []
             rows = []
-        if self.has_echo:
-            text = self.echo(i) + text
-            token_ids = output.prompt_token_ids + token_ids
-            rows = (output.prompt_logprobs or []) + rows
-        index = self.index_of(i, one.index)
-        # those of an echo are asked for by `logprobs`
-        is_asked_for = self.num_prompt_logprobs is not None
-        return {
-            "index": index,
-            "text": text,
-            "logprobs": None if one.logprobs is None else self.logprobs(index, token_ids, rows),
-            "finish_reason": self.reason(index, one.finish_reason),
-            "stop_reason": one.stop_reason,
-            "prompt_logprobs": self.prompt_logprobs(output) if is_asked_for else None,
-            **self.token_ids(output, one),
-        }
-
-    def part(self, i: int, delta: CompletionOutput, is_first: bool) -> dict:
-        index = self.index_of(i, delta.index)
-        text = "" if self.is_prompt_only else delta.text
         if self.has_echo and is_first:
             text = self.echo(i) + text
+        if self.has_echo and whole is not None:  # a stream has no log-probabilities of an echo
+            token_ids = whole.prompt_token_ids + token_ids
+            rows = (whole.prompt_logprobs or []) + rows
         logprobs = None
-        if delta.logprobs is not None:
-            logprobs = self.logprobs(index, delta.token_ids, [*delta.logprobs])
-        return {
-            "index": index,
-            "text": text,
-            "logprobs": logprobs,
-            "finish_reason": self.reason(index, delta.finish_reason),
-            "stop_reason": delta.stop_reason,
-        }
+        if one.logprobs is not None:
+            logprobs = self.logprobs((i, one.index), token_ids, rows)
+        content: dict[str, Any] = {"text": text, "logprobs": logprobs}
+        if whole is not None:  # those of an echo are asked for by `logprobs`
+            is_asked_for = self.num_prompt_logprobs is not None
+            content["prompt_logprobs"] = self.prompt_logprobs(whole) if is_asked_for else None
+        return content
 
-    def logprobs(self, index: int, token_ids: list[int], rows: Rows) -> dict:
+    def logprobs(self, key: tuple[int, int], token_ids: list[int], rows: Rows) -> dict:
         texts = self.texts
-        before = self.num_chars.get(index, 0)
-        offsets, self.num_chars[index] = texts.offsets(token_ids, before)
-        of_token: list[float | None] = []
-        top: list[dict[str, float] | None] = []
-        for token_id, row in zip(token_ids, rows):
-            if row is None:  # the first token of a prompt has none
-                of_token.append(None)
-                top.append(None)
-                continue
-            of_token.append(row[token_id])
-            top.append({texts.name_of(j): logprob for j, logprob in row.items()})
+        before = self.num_chars.get(key, 0)
+        offsets, self.num_chars[key] = texts.offsets(token_ids, before)
         return {
             "tokens": [*map(texts.name_of, token_ids)],
-            "token_logprobs": of_token,
-            "top_logprobs": top,
+            # the first token of a prompt has no row
+            "token_logprobs": [row and row[i] for i, row in zip(token_ids, rows)],
+            "top_logprobs": [
+                row and {texts.name_of(i): logprob for i, logprob in row.items()} for row in rows
+            ],
             "text_offset": offsets,
         }

@@ -1,7 +1,5 @@
 """Connections: what a client may do to one before there is a request."""
 
-from __future__ import annotations
-
 import asyncio
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol

@@ -1,15 +1,8 @@
 """Errors: what a client is told when its request is refused or fails."""
 
-from __future__ import annotations
-
 import logging
 
-from fastapi import Request
-from fastapi.responses import JSONResponse, Response
-from starlette.exceptions import HTTPException
-
 from nanovllm.schedule import ScheduleError
-from nanovllm.server.calls import Busy, Unavailable
 
 logger = logging.getLogger("uvicorn.error")
 
@@ -23,8 +16,16 @@ TYPES = {
 }
 
 
-class BadRequest(Exception):
-    """The client's mistake: a sentence, the field, the HTTP status, and a code for programs."""
+class Refused(Exception):
+    """A sentence for the client, with the HTTP status, the field, and a code for programs."""
+
+    status = 400
+    param: str | None = None
+    code: str | None = None
+
+
+class BadRequest(Refused):
+    """The client's mistake."""
 
     def __init__(
         self, message: str, param: str | None = None, status: int = 400, code: str | None = None
@@ -35,24 +36,29 @@ class BadRequest(Exception):
         self.code = code
 
 
+class Busy(Refused):
+    """Too many requests wait already."""
+
+    status = 429
+
+
+class Unavailable(Refused):
+    """The engine takes no requests: it ends, or it has died."""
+
+    status = 503
+
+
 def error_of(error: Exception) -> tuple[int, dict]:
-    """The HTTP status of an error, and what its client is told. What is neither the client's
-    mistake nor a refusal is logged."""
-    if isinstance(error, HTTPException):  # of a route that does not exist
-        status, message = error.status_code, str(error.detail).lower()
-    elif isinstance(error, BadRequest):
-        status, message = error.status, str(error)
-    elif isinstance(error, Busy):
-        status, message = 429, str(error)
-    elif isinstance(error, Unavailable):
-        status, message = 503, str(error)
+    """The HTTP status of an error, and what its client is told. What is no refusal is logged."""
+    status = 500
+    message = str(error)
+    if isinstance(error, Refused):
+        status = error.status
     else:
         logger.error("a request failed", exc_info=error)
-        name = type(error).__name__
-        message = f"the engine failed on this request ({name}); the server's log says more"
-        if isinstance(error, ScheduleError):  # a sentence for the scheduler's author
-            message = str(error)
-        status = 500
+        if not isinstance(error, ScheduleError):  # else a sentence for the scheduler's author
+            name = type(error).__name__
+            message = f"the engine failed on this request ({name}); the server's log says more"
     content = {
         "message": message,
         "type": TYPES.get(status, TYPES[400]),
@@ -60,17 +66,3 @@ def error_of(error: Exception) -> tuple[int, dict]:
         "code": getattr(error, "code", None) or status,
     }
     return status, {"error": content}
-
-
-def error_response(error: Exception) -> JSONResponse:
-    status, content = error_of(error)
-    response = JSONResponse(content, status)
-    if isinstance(error, HTTPException):
-        response.headers.update(error.headers or {})
-    if status in (429, 503):
-        response.headers["Retry-After"] = "1"
-    return response
-
-
-async def answer_error(request: Request, error: Exception) -> Response:
-    return error_response(error)

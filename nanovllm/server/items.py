@@ -1,7 +1,5 @@
 """Items: what an answer of /v1/responses consists of."""
 
-from __future__ import annotations
-
 from typing import Any
 from uuid import uuid4
 
@@ -17,6 +15,10 @@ class Items:
         self.events: list[str] = []
         self.num_events = 0
         self.is_open = False
+
+    @property
+    def index(self) -> int:
+        return len(self.output) - 1
 
     def tell(self, kind: str, **content: Any) -> None:
         data = {"type": kind, "sequence_number": self.num_events, **content}
@@ -78,7 +80,7 @@ class Items:
             "status": "in_progress",
         }
         self.add_item(item)
-        place = {"item_id": item["id"], "output_index": len(self.output) - 1}
+        place = {"item_id": item["id"], "output_index": self.index}
         self.tell("response.function_call_arguments.delta", **place, delta=arguments)
         done = {"name": item["name"], "arguments": arguments}
         self.tell("response.function_call_arguments.done", **place, **done)
@@ -87,18 +89,16 @@ class Items:
 
     def add_item(self, item: dict) -> None:
         self.output.append(item)
-        index = len(self.output) - 1
-        self.tell("response.output_item.added", output_index=index, item=item)
+        self.tell("response.output_item.added", output_index=self.index, item=item)
 
     def end_item(self, status: str) -> None:
         item = self.output[-1]
         item["status"] = status
-        index = len(self.output) - 1
-        self.tell("response.output_item.done", output_index=index, item=item)
+        self.tell("response.output_item.done", output_index=self.index, item=item)
 
     def place(self) -> dict[str, Any]:
-        index = len(self.output) - 1
-        return {"item_id": self.output[-1]["id"], "output_index": index, "content_index": 0}
+        item_id = self.output[-1]["id"]
+        return {"item_id": item_id, "output_index": self.index, "content_index": 0}
 
 
 def extra(content: dict) -> dict:

@@ -1,19 +1,18 @@
 """Metrics: what Prometheus reads, by the names of vLLM with our prefix."""
 
-from __future__ import annotations
-
-from collections import Counter as Counts
+import time
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from nanovllm.frontend.outputs import RequestOutput
+from nanovllm.server.streams import Delta, Stream
 
 SHORT = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 40)
 LONG = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
 
 GAUGES = {
+    "kv_cache_usage_perc": ("kv_blocks_share", "Used KV blocks, 1 is all."),
     "num_requests_running": ("requests_running", "Requests in the batch."),
     "num_requests_waiting": (
         "requests_waiting",
@@ -67,30 +66,56 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         """What a registry asks of a collector."""
-        stats = self.stats
-        values = {}
-        for name, (key, text) in GAUGES.items():
-            values[name] = (stats.get(key, 0), text)
-        used = stats.get("kv_blocks_used", 0) / max(1, stats.get("kv_blocks", 0))
-        values["kv_cache_usage_perc"] = (used, "Used KV blocks, 1 is all.")
-        for name, (value, text) in values.items():
-            gauge = GaugeMetricFamily(f"nanovllm:{name}", text, labels=["model_name"])
-            gauge.add_metric([self.model_name], value)
-            yield gauge
-        for name, (key, text) in COUNTERS.items():
-            counter = CounterMetricFamily(f"nanovllm:{name}", text, labels=["model_name"])
-            counter.add_metric([self.model_name], stats.get(key, 0))
-            yield counter
+        for kind, table in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
+            for name, (key, text) in table.items():
+                family = kind(f"nanovllm:{name}", text, labels=["model_name"])
+                family.add_metric([self.model_name], self.stats.get(key, 0))
+                yield family
 
     def text(self, stats: dict[str, float]) -> bytes:
-        self.stats = stats
+        share = stats.get("kv_blocks_used", 0) / max(1, stats.get("kv_blocks", 0))
+        self.stats = {**stats, "kv_blocks_share": share}
         return generate_latest(self.registry)
 
-    def count(self, finished_reason: str, num_outputs: int = 1) -> None:
+    def count(self, finished_reason: str | None, num_outputs: int = 1) -> None:
         """Counts outputs that have ended."""
         self.outputs.labels(self.model_name, finished_reason).inc(num_outputs)
 
-    def count_output(self, output: RequestOutput) -> None:
-        reasons = Counts(str(one.finish_reason) for one in output.outputs)
-        for reason, number in reasons.items():
-            self.count(reason, number)
+
+class Clock:
+    """The times at which the tokens of one HTTP request come, from its arrival on."""
+
+    def __init__(self, metrics: Metrics):
+        self.metrics = metrics
+        self.begin = time.perf_counter()
+        self.last: dict[tuple[int, int], float] = {}  # token of each output
+        self.num_prompt = 0  # tokens
+        self.num_output = 0
+
+    def see(self, delta: Delta) -> None:
+        """What is new of one request."""
+        now = time.perf_counter() - self.begin
+        for part in delta.parts:
+            self.num_output += len(part.token_ids)
+            before = self.last.get((delta.index, part.index))
+            if before is None:
+                self.metrics.first_token.observe(now)
+            else:
+                self.metrics.between_tokens.observe(now - before)
+            self.last[delta.index, part.index] = now
+        if delta.output is None:
+            return
+        self.metrics.whole.observe(now)
+        for one in delta.output.outputs:
+            self.metrics.count(one.finish_reason)
+            if delta.gaps is not None and one.token_ids:  # all of its tokens come now
+                self.num_output += len(one.token_ids)
+                self.metrics.first_token.observe(now - sum(delta.gaps))
+                for gap in delta.gaps[: len(one.token_ids) - 1]:
+                    self.metrics.between_tokens.observe(gap)
+
+    def end(self, stream: Stream) -> None:
+        """What has not ended by itself never will."""
+        for request, output in zip(stream.requests, stream.outputs):
+            if output is None:
+                self.metrics.count("abort" if stream.error is None else "error", request.params.n)

@@ -1,24 +1,20 @@
 """The page at /, and the live view's frames on their way to those who watch."""
 
-from __future__ import annotations
-
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import AsyncGenerator
 from pathlib import Path
 
-from fastapi import FastAPI
-from fastapi.responses import Response
+from fastapi import FastAPI, Response
 from starlette.routing import Route
 from starlette.staticfiles import StaticFiles
-from starlette.types import Receive, Scope, Send
 
+from nanovllm.server.answers import HEADERS, EventStream
 from nanovllm.server.async_llm import AsyncLLM
-from nanovllm.server.exchange import STREAM, while_connected
 from nanovllm.server.live import LiveView
 
 FOLDER = Path(__file__).parent / "page"
-HEADERS = {
+FILE_HEADERS = {
     "Content-Security-Policy": (
         "default-src 'self'; style-src 'self'; script-src 'self'; connect-src 'self'; "
         "img-src 'self' data:; base-uri 'none'; frame-ancestors 'none'"
@@ -36,7 +32,6 @@ class Live:
         self.engine = engine
         self.view = LiveView(engine.llm, self._from_engine)
         self.readers: set[asyncio.Queue[str | None]] = set()
-        engine.on_idle.append(self._when_idle)
 
     # --- in the engine's thread ---
 
@@ -66,44 +61,25 @@ class Live:
                 reader.put_nowait(None)
             reader.put_nowait(text)
 
-    def enter(self) -> asyncio.Queue[str | None]:
+    async def frames(self) -> AsyncGenerator[str, None]:
+        """Frames for one reader, until it leaves or the server ends. The first item is empty."""
         self.engine.check_open()
         reader: asyncio.Queue[str | None] = asyncio.Queue(MOST_FRAMES)
         self.readers.add(reader)
+        self.engine.on_idle = [self._when_idle]
         self.engine.inbox.put(self.view.start)
-        return reader
-
-    def leave(self, reader: asyncio.Queue[str | None]) -> None:
-        self.readers.discard(reader)
-        if not self.readers:
-            self.engine.inbox.put(self.view.stop)
+        try:
+            yield ""
+            while (frame := await reader.get()) is not None:
+                yield f"data: {frame}\n\n"
+        finally:
+            self.readers.discard(reader)
+            if not self.readers:
+                self.engine.on_idle = []
+                self.engine.inbox.put(self.view.stop)
 
     def close(self) -> None:
         self._pass_on(None)
-
-
-class LiveResponse(Response):
-    """A stream of frames, until its reader leaves or the server ends."""
-
-    def __init__(self, live: Live):
-        super().__init__()
-        self.live = live
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reader = self.live.enter()
-        try:
-            await while_connected(receive, self.pass_on(reader, send))
-        finally:
-            self.live.leave(reader)
-
-    async def pass_on(self, reader: asyncio.Queue[str | None], send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": STREAM})
-        frame = await reader.get()
-        while frame is not None:
-            data = f"data: {frame}\n\n".encode()
-            await send({"type": "http.response.body", "body": data, "more_body": True})
-            frame = await reader.get()
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class Files(StaticFiles):
@@ -111,15 +87,17 @@ class Files(StaticFiles):
 
     def file_response(self, *args, **kwargs) -> Response:
         response = super().file_response(*args, **kwargs)
-        response.headers.update(HEADERS)
+        response.headers.update(FILE_HEADERS)
         return response
 
 
-def add_page(app: FastAPI, live: Callable[[], Live]) -> None:
+def add_page(app: FastAPI) -> None:
     """Its files are in the root, each with a route of its own: all other paths stay unknown."""
 
     async def watch() -> Response:
-        return LiveResponse(live())
+        frames = app.state.server.live.frames()
+        await anext(frames)
+        return EventStream(frames, headers=HEADERS)
 
     app.add_api_route("/live", watch, response_model=None, include_in_schema=False)
     files = Files(directory=FOLDER, html=True)

@@ -1,7 +1,5 @@
 """Parsing: an answer's text, as it comes, is split into reasoning, content and calls of tools."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import dataclass, field
@@ -23,13 +21,6 @@ class Parts:
     content: str = ""
     tool_calls: list[dict] = field(default_factory=list)
 
-    def __add__(self, other: Parts) -> Parts:
-        return Parts(
-            self.reasoning + other.reasoning,
-            self.content + other.content,
-            self.tool_calls + other.tool_calls,
-        )
-
 
 class Parser:
     """Parses one answer. Tags may fall apart: what may become a tag is held back.
@@ -46,16 +37,14 @@ class Parser:
         self.state = "reasoning" if is_open else "start"
         self.skips_newlines = is_open  # those behind a tag
 
-    def add(self, new: str) -> Parts:
+    def add(self, new: str, is_last: bool = False) -> Parts:
+        """What is new in each part. If no text follows, nothing is held back any longer."""
         self.text += new
         parts = Parts()
         while self._step(parts):
             pass
-        return parts
-
-    def end(self) -> Parts:
-        """No text follows: nothing is held back any longer."""
-        parts = self.add("")
+        if not is_last:
+            return parts
         if self.state == "tool":  # it is no call
             parts.content += TOOL
         if self.state == "reasoning":
@@ -141,11 +130,10 @@ class ForcedCalls:
         self.text = ""
         self.num_calls = 0
 
-    def add(self, new: str) -> Parts:
+    def add(self, new: str, is_last: bool) -> Parts:
         self.text += new
-        return Parts()
-
-    def end(self) -> Parts:
+        if not is_last:
+            return Parts()
         try:
             found = json.loads(self.text)
         except ValueError:

@@ -4,11 +4,9 @@ A field is supported, or harmless, or refused by its name: nothing that would ch
 ignored. `null` is the same as nothing.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import fields
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, SkipValidation, ValidationError
 from pydantic_core import from_json
@@ -16,7 +14,6 @@ from pydantic_core import from_json
 from nanovllm.frontend.inputs import Inputs
 from nanovllm.options import PromptTooLong, shown
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.sequence import Request
 from nanovllm.server.errors import BadRequest
 
 MOST_CHOICES = 1024  # of one call
@@ -44,6 +41,9 @@ HARMLESS: dict[str, tuple] = {
     "use_beam_search": (False,),
     "verbosity": ("medium",),
 }
+# the arguments of a function without parameters
+NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+COMPACT = {"disable_any_whitespace": True}  # a client gets the arguments anew
 B = TypeVar("B", bound=BaseModel)
 
 TokenIds = Annotated[list[int], Field(max_length=MOST_IDS)]
@@ -71,10 +71,6 @@ class CallBody(Strict):
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-
-    def requests(self, inputs: Inputs) -> list[Request]:
-        """Raises ValueError or BadRequest."""
-        raise NotImplementedError
 
 
 class Body(CallBody):
@@ -134,16 +130,81 @@ def is_token_id(key: str) -> bool:
     return key.isascii() and key.isdigit() and len(key) <= 10
 
 
+class Schema(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore")  # its name and description
+    schema_: dict[str, Any] | bool = Field(True, alias="schema")
+
+
+class Format(Strict):
+    """`response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: Schema | None = None
+
+    @property
+    def wanted(self) -> dict[str, Any] | None:
+        """What SamplingParams.structured_outputs gets. Raises BadRequest."""
+        if (self.json_schema is None) == (self.type == "json_schema"):
+            problem = 'json_schema goes with type "json_schema" only, and is needed there'
+            raise BadRequest(f"response_format: {problem}", "response_format")
+        if self.json_schema is not None:
+            return {"json": self.json_schema.schema_}
+        return {"json_object": True} if self.type == "json_object" else None
+
+
+class Named(Strict):
+    name: str
+
+
+class CallNamed(Strict):
+    """A function that the model must call."""
+
+    type: Literal["function"]
+    function: Named
+
+
 class DetokenizeBody(Strict):
     model: str | None = None
     tokens: list[int]
 
-    def text(self, inputs: Inputs) -> str:
+    def told(self, inputs: Inputs) -> dict:
         """Raises ValueError or BadRequest."""
         if inputs.tokenizer is None:
             raise BadRequest("the model has no tokenizer", status=501)
         inputs.check_ids("tokens", self.tokens)
-        return inputs.tokenizer.decode(self.tokens)
+        return {"prompt": inputs.tokenizer.decode(self.tokens)}
+
+
+def forced_calls(choice: Any, tools: list[dict], may_be_many: bool) -> dict[str, Any]:
+    """What makes the answer one call of the named function: its arguments; or a list of calls of
+    any. Raises BadRequest."""
+    functions = {tool["function"]["name"]: tool["function"] for tool in tools}
+    schemas = {name: one.get("parameters", NOTHING) for name, one in functions.items()}
+    if isinstance(choice, CallNamed):
+        name = choice.function.name
+        if name not in schemas:
+            problem = f"tool_choice names {name[:200]!r}, which is none of the tools"
+            raise BadRequest(problem, "tool_choice")
+        return {"json": schemas[name], **COMPACT}
+    shared: dict[str, Any] = {}  # what the schemas refer to, which must be at the root
+    for schema in schemas.values():
+        for key, definition in schema.get("$defs", {}).items():
+            if shared.setdefault(key, definition) != definition:
+                problem = f"the tools define {key[:200]!r} in two ways"
+                raise BadRequest(f"tool_choice: {problem}", "tool_choice")
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": name}, "arguments": schema},
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for name, schema in schemas.items()
+    ]
+    wanted = {"type": "array", "items": {"anyOf": calls}, "minItems": 1, "$defs": shared}
+    if not may_be_many:
+        wanted["maxItems"] = 1
+    return {"json": wanted, **COMPACT}
 
 
 def parsed(kind: type[B], data: bytes) -> B:
@@ -161,23 +222,18 @@ def parsed(kind: type[B], data: bytes) -> B:
         raise BadRequest(f"the body is no JSON: {str(error)[:200]}") from error
     if not isinstance(body, dict):
         raise BadRequest(f"the body must be an object, and not a {type(body).__name__}")
-    return checked(kind, given(kind, body))
+    return checked(kind, body)
 
 
-def given(kind: type[BaseModel], body: dict) -> dict:
-    """The fields that ask for something."""
+def checked(kind: type[B], body: dict) -> B:
+    """The fields that ask for something. Raises BadRequest."""
     wanted = {}
     for name, value in body.items():
         is_harmless = name not in kind.model_fields and value in HARMLESS.get(name, ())
         if value is not None and not is_harmless:
             wanted[name] = value
-    return wanted
-
-
-def checked(kind: type[B], body: dict) -> B:
-    """Raises BadRequest."""
     try:
-        return kind.model_validate(body)
+        return kind.model_validate(wanted)
     except ValidationError as error:
         problems = error.errors(include_url=False, include_context=False, include_input=False)
     first = problems[0]

@@ -5,11 +5,6 @@
 The server is a deployment there, too: Ray's proxies on each machine pass on to it what they get.
 """
 
-from __future__ import annotations
-
-import io
-from argparse import Namespace
-from contextlib import redirect_stderr
 from typing import Any
 
 from ray import serve
@@ -28,7 +23,8 @@ def app(args: dict[str, Any]) -> Application:
     for name in ("host", "port"):
         if name in args:
             raise refusal(name, args[name], "Ray says where it listens: http_options")
-    config, server, options = replica_options(parsed(args))
+    words = ["serve", *cli.words_of(args)]
+    config, server, options = replica_options(cli.parsed(words))
     ingress = serve.deployment(
         Ingress,
         name="ingress",
@@ -37,14 +33,3 @@ def app(args: dict[str, Any]) -> Application:
         graceful_shutdown_timeout_s=server.drain_seconds,
     )
     return ingress.bind(engines(config, server, options), options.replicas, server)
-
-
-def parsed(args: dict[str, Any]) -> Namespace:
-    """Parses options as the command line does. Raises ValueError."""
-    words = ["serve", *cli.words_of(args)]
-    problem = io.StringIO()
-    try:
-        with redirect_stderr(problem):
-            return cli.parsed(words)
-    except SystemExit:
-        raise ValueError(problem.getvalue().strip().rpartition("error: ")[2]) from None

@@ -1,16 +1,15 @@
 """Replicas: several engines behind one server, as deployments of Ray Serve.
 
 `Ingress` has the routes of `app.py` and no model; `Engine` has a model and no routes. A request
-goes from one to the other, its news come back as a stream. Who gets it, a Router says. The server
+goes from one to the other, its deltas come back as a stream. Who gets it, a Router says. The server
 says how many requests may wait in all replicas together; a replica takes what it is sent.
 """
-
-from __future__ import annotations
 
 import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable
+from contextlib import closing
 from contextvars import Context
 from dataclasses import dataclass
 from functools import partial
@@ -34,10 +33,10 @@ from nanovllm.schedule import check_choice
 from nanovllm.sequence import Request
 from nanovllm.server.app import Server, app_of
 from nanovllm.server.async_llm import AsyncLLM
-from nanovllm.server.calls import Backend, Call, News, Ticket, Unavailable
-from nanovllm.server.errors import BadRequest, error_of
+from nanovllm.server.errors import BadRequest, Unavailable, error_of
 from nanovllm.server.metrics import COUNTERS
 from nanovllm.server.settings import ServerOptions
+from nanovllm.server.streams import Backend, Delta, Stream
 
 logger = logging.getLogger("ray.serve")
 SECONDS_BETWEEN = 0.02  # parts of a stream: each costs Ray about a millisecond, on both sides
@@ -77,30 +76,28 @@ class Engine:
         """Ray asks for it each second, and replaces a replica that raises."""
         self.engine.check_alive()
 
-    async def generate(self, work: Work) -> AsyncIterator[list[News]]:
+    async def generate(self, work: Work) -> AsyncIterator[list[Delta]]:
         if work.request.params.structured_outputs:  # its grammar did not travel
             work.request.grammar = grammar_of(work.request.params, self.engine.inputs)
         try:
-            call = self.engine.submit([work.request], work.is_streamed)
+            stream = self.engine.submit([work.request], work.is_streamed)
         except Unavailable as error:
-            yield [News(0, error=error)]
+            yield [Delta(error=error)]
             return
-        try:
-            while not call.is_over:
-                yield [sendable(news) for news in await call.take()]
-                if not call.is_over:
+        with closing(stream):  # also if Ray cancels this, because nothing reads it any longer
+            async for deltas in stream:
+                yield [sendable(delta) for delta in deltas]
+                if stream.num_open or stream.deltas:
                     await asyncio.sleep(SECONDS_BETWEEN)
-        finally:  # also if Ray cancels this, because nobody reads it any longer
-            self.engine.leave(call)
 
 
-def sendable(news: News) -> News:
+def sendable(delta: Delta) -> Delta:
     """Makes an error that can be pickled: a client only gets its status and a sentence."""
-    error = news.error
+    error = delta.error
     if error is not None and not isinstance(error, Unavailable):
         status, content = error_of(error)
-        news.error = BadRequest(content["error"]["message"], status=status)
-    return news
+        delta.error = BadRequest(content["error"]["message"], status=status)
+    return delta
 
 
 class Replicas(Backend):
@@ -118,42 +115,33 @@ class Replicas(Backend):
         self.engines = engines
         self.manager = inputs.scheduler.block_manager  # as it was when the first one began
         self.num_seats = num_replicas * inputs.scheduler.max_num_seqs
-        self.tasks: dict[Ticket, asyncio.Future[None]] = {}
+        self.tasks: dict[Request, asyncio.Future[None]] = {}
+        self.runs: dict[Request, bool] = {}  # what replicas say of requests: False, it waits
         self.counted: dict[str, dict[str, float]] = {}  # of each replica that there ever was
-
-    @classmethod
-    async def connect(
-        cls, engines: DeploymentHandle, num_replicas: int, max_waiting: int, model_name: str
-    ) -> Replicas:
-        """Waits for the first replica."""
-        inputs = await engines.inputs.remote()
-        sizes = (num_replicas, max_waiting)
-        return cls(engines.options(stream=True), inputs, *sizes, model_name)
 
     @property
     def num_waiting(self) -> int:
         """How many requests wait in all replicas: those that a replica says so of, or those that
         find no seat, as long as no replica has said anything of them."""
-        states = Counter(ticket.runs for ticket in self.open)
+        states = Counter(self.runs.values())
         num_seats = max(self.num_seats, states[True])
         return max(states[False], len(self.open) - num_seats)
 
-    def submit(self, requests: list[Request], is_streamed: bool) -> Call:
-        call = self.admit(requests, is_streamed)
-        for ticket in call.tickets:
+    def _begin(self, stream: Stream) -> None:
+        for request in stream.requests:
             # in our context, Ray would take all requests of a call for the same one
-            task = Context().run(asyncio.ensure_future, self._serve(ticket))
-            task.add_done_callback(partial(self._forget, ticket))
-            self.tasks[ticket] = task
-        return call
+            serving = self._serve(request, stream.is_streamed)
+            task = Context().run(asyncio.ensure_future, serving)
+            task.add_done_callback(partial(self._forget, request))
+            self.tasks[request] = task
 
-    def _forget(self, ticket: Ticket, task: asyncio.Future[None]) -> None:
-        self.open.discard(ticket)
-        del self.tasks[ticket]
+    def _forget(self, request: Request, task: asyncio.Future[None]) -> None:
+        del self.tasks[request]
+        self.runs.pop(request, None)
 
-    def leave(self, call: Call) -> None:
-        for ticket in self.open.intersection(call.tickets):
-            self.tasks[ticket].cancel()
+    def _abort(self, requests: list[Request]) -> None:
+        for request in requests:
+            self.tasks[request].cancel()
 
     async def stats(self) -> dict[str, float]:
         """Gauges are sums over the replicas that answer. Counters are sums over all that there ever
@@ -174,42 +162,39 @@ class Replicas(Backend):
         return dict(total)
 
     def close(self) -> None:
-        self.end = self.end or "the server is shutting down"
-        for ticket in self.open:
-            ticket.call.put(News(ticket.index, error=Unavailable(self.end)))
-            self.tasks[ticket].cancel()
         super().close()
+        for task in self.tasks.values():
+            task.cancel()
 
     async def ended(self) -> None:
         await self.engines.shutdown_async()
 
-    async def _serve(self, ticket: Ticket) -> None:
+    async def _serve(self, request: Request, is_streamed: bool) -> None:
         try:
             for pause in PAUSES:
                 await asyncio.sleep(pause)
-                if await self._is_served(ticket):
+                if await self._is_served(request, is_streamed):
                     return
             raise Unavailable("no replica answers")
         except Exception as error:  # perhaps of the router
-            ticket.call.put(News(ticket.index, error=error))
+            self._hear([(request, Delta(error=error))])
 
-    async def _is_served(self, ticket: Ticket) -> bool:
+    async def _is_served(self, request: Request, is_streamed: bool) -> bool:
         """Whether a replica has served the request. If nothing of the answer has come, another one
         may try."""
         has_begun = False
-        ticket.runs = None
+        self.runs.pop(request, None)
         sizes = (self.manager.block_size, len(self.manager.blocks))
-        work = Work(ticket.request, ticket.is_streamed, *sizes)
+        work = Work(request, is_streamed, *sizes)
         stream = self.engines.generate.remote(work)
         try:
-            async for batch in stream:
-                for news in batch:
-                    if isinstance(news.error, Unavailable) and not has_begun:
+            async for deltas in stream:
+                for delta in deltas:
+                    if isinstance(delta.error, Unavailable) and not has_begun:
                         return False
-                    has_begun = has_begun or bool(news.deltas) or news.is_last
-                    ticket.runs = news.runs
-                    news.index = ticket.index
-                    ticket.call.put(news)
+                    has_begun = has_begun or bool(delta.parts) or delta.is_last
+                    self.runs[request] = delta.runs
+                    self._hear([(request, delta)])
         except RayError as error:
             logger.warning("a replica failed: %s", shown(error))
             if has_begun:
@@ -222,8 +207,12 @@ class Replicas(Backend):
 
 def new_ingress(engines: DeploymentHandle, num_replicas: int, options: ServerOptions) -> FastAPI:
     """The app of a server whose engines are elsewhere. It has no page."""
-    sizes = (num_replicas, options.max_waiting)
-    new_engine = partial(Replicas.connect, engines, *sizes, options.served_model_name[0])
+
+    async def new_engine() -> Backend:
+        inputs = await engines.inputs.remote()  # of the first replica
+        settings = (num_replicas, options.max_waiting, options.served_model_name[0])
+        return Replicas(engines.options(stream=True), inputs, *settings)
+
     return app_of(Server(new_engine, options))
 
 

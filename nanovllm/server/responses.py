@@ -3,8 +3,6 @@
 Nothing is stored: a conversation is sent as a whole, and what only a store could do is refused.
 """
 
-from __future__ import annotations
-
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
@@ -13,11 +11,10 @@ from pydantic import Field
 from nanovllm.frontend.inputs import Inputs
 from nanovllm.frontend.outputs import CompletionOutput, RequestOutput
 from nanovllm.sequence import Request
-from nanovllm.server.answers import Answers
 from nanovllm.server.chats import MOST_MESSAGES, MOST_TOOLS, ChatBody, ChatCompletions, Effort
 from nanovllm.server.errors import BadRequest
 from nanovllm.server.items import Items
-from nanovllm.server.protocol import CallBody, Strict, checked, given
+from nanovllm.server.protocol import CallBody, Strict, checked
 
 TEXTS = ("input_text", "output_text", "text")  # the kinds of parts of a message
 
@@ -71,7 +68,7 @@ class ResponseBody(CallBody):
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,
             "stream": self.stream,
         }
-        return checked(ChatBody, given(ChatBody, body))
+        return checked(ChatBody, body)
 
     @property
     def response_format(self) -> dict | None:
@@ -153,16 +150,19 @@ def chat_tool(tool: dict) -> dict:
     return {"type": "function", "function": function}
 
 
-class Responses(Answers):
-    kind = "response"
-    prefix = "resp"
+class Responses(ChatCompletions):
+    """A chat's answer, of which other events tell."""
 
-    def __init__(self, body: ResponseBody, requests: list[Request], model: str, texts: Any):
-        chat = body.chat
-        self.inner = ChatCompletions(chat, requests, model, texts)
-        super().__init__(body, requests, model, texts)
+    kind = chunk_kind = "response"
+    prefix = "resp"
+    last_event = ""
+
+    def __init__(self, body: ResponseBody, *args):
+        super().__init__(body.chat, *args)
         self.asked = body
         self.items = Items()
+        for kind in ("created", "in_progress"):
+            self.items.tell(f"response.{kind}", response=self.response("in_progress"))
 
     def response(self, status: str, **more: Any) -> dict:
         body = self.asked
@@ -197,7 +197,7 @@ class Responses(Answers):
 
     def whole(self, outputs: list[RequestOutput]) -> dict:
         (one,) = outputs[0].outputs
-        self.items.add(self.inner.parts(one))
+        self.items.add(self.parts(one))
         return self.ended(outputs)
 
     def ended(self, outputs: list[RequestOutput]) -> dict:
@@ -218,13 +218,8 @@ class Responses(Answers):
             },
         )
 
-    def first(self) -> list[str]:
-        for kind in ("created", "in_progress"):
-            self.items.tell(f"response.{kind}", response=self.response("in_progress"))
-        return self.items.take()
-
-    def events(self, i: int, delta: CompletionOutput) -> list[str]:
-        self.items.add(self.inner.parts(delta))
+    def events(self, i: int, part: CompletionOutput) -> list[str]:
+        self.items.add(self.parts(part))
         return self.items.take()
 
     def last(self, outputs: list[RequestOutput]) -> list[str]:

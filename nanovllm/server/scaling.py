@@ -1,7 +1,5 @@
 """Scaling: starts as many replicas as are wanted, with Ray Serve."""
 
-from __future__ import annotations
-
 import os
 import re
 from math import ceil

@@ -1,7 +1,5 @@
 """Serve: from a model and a port to a server that ends in an orderly way."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import logging
@@ -28,7 +26,6 @@ class DrainingServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, server: Server):
         super().__init__(config)
         self.server = server
-        self.draining: asyncio.Future | None = None
         self.num_signals = 0
         self.has_failed = False
 
@@ -64,17 +61,17 @@ class DrainingServer(uvicorn.Server):
             self.force_exit = True
             return
         engine = self.server.engine
-        action = self.begin_to_drain if self.num_signals == 1 else engine.close
-        engine.loop.call_soon_threadsafe(action)
-
-    def begin_to_drain(self) -> None:
-        self.draining = asyncio.ensure_future(self.drain())
+        if self.num_signals == 1:
+            asyncio.run_coroutine_threadsafe(self.drain(), engine.loop)
+        else:
+            engine.loop.call_soon_threadsafe(engine.close)
 
     async def drain(self) -> None:
         seconds = self.server.options.drain_seconds
         engine = self.server.engine
         logger.info("Shutting down: %d requests have %g s to end", len(engine.open), seconds)
-        self.server.close_views()
+        if self.server.live is not None:
+            self.server.live.close()  # watchers would stay for ever
         await engine.drain(seconds)
         engine.close()  # what is left ends with an error
         await asyncio.sleep(0.1)  # which is sent

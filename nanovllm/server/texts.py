@@ -1,7 +1,5 @@
 """Texts: what single tokens look like to a client."""
 
-from __future__ import annotations
-
 import re
 from functools import lru_cache
 from typing import Any

@@ -121,13 +121,13 @@ def test_a_server_makes_texts_while_the_device_computes(llm, is_asynchronous):
 
     async def answers() -> list[list[int]]:
         engine = AsyncLLM(llm)
-        call = engine.submit([llm.inputs.request(*pair) for pair in zip(PROMPTS, params())], True)
+        stream = engine.submit([llm.inputs.request(*pair) for pair in zip(PROMPTS, params())], True)
         token_ids = [[] for _ in LENGTHS]
-        while not call.is_over:
-            for news in await call.take():
-                assert news.error is None
-                for delta in news.deltas:
-                    token_ids[news.index] += delta.token_ids
+        async for deltas in stream:
+            for delta in deltas:
+                assert delta.error is None
+                for part in delta.parts:
+                    token_ids[delta.index] += part.token_ids
         engine.close()
         await engine.ended()
         return token_ids
@@ -160,12 +160,11 @@ def test_an_answer_that_is_complete_is_given_although_the_engine_dies(
     async def ends() -> dict[int, bool]:
         engine = AsyncLLM(llm)
         requests = [llm.inputs.request(*pair) for pair in zip(PROMPTS, params())]
-        call = engine.submit(requests, is_streamed)
         ended = {}
-        while not call.is_over:
-            for news in await call.take():
-                if news.is_last:
-                    ended[news.index] = news.error is None
+        async for deltas in engine.submit(requests, is_streamed):
+            for delta in deltas:
+                if delta.is_last:
+                    ended[delta.index] = delta.error is None
         engine.close()
         await engine.ended()
         return ended

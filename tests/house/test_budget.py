@@ -92,9 +92,9 @@ LIMITS = {  # lines and tokens, with 3 % of air
     "parallel": (660, 5_750),
     "vattention": (446, 4_350),
     "simulator": (670, 5_550),  # with machines, by parts
-    "server": (2800, 24_600),  # with the command line
-    "page": (340, 3_060),
-    "replicas": (355, 2_930),
+    "server": (2545, 22_660),  # with the command line
+    "page": (323, 2_870),
+    "replicas": (325, 2_740),
 }
 PARTS = {  # of the server's folder
     "page": ("server/live.py", "server/page.py", "server/recording.py"),

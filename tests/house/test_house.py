@@ -185,6 +185,11 @@ def test_a_greedy_prompt_passes_few_files_and_functions():
     assert 50 < len(passed) <= 101, sorted(passed)
 
 
+def test_the_server_has_few_files():
+    """One for each thing that a reader looks for there."""
+    assert len([*(PACKAGE / "server").glob("*.py")]) <= 26
+
+
 def test_the_root_holds_what_belongs_there():
     """Of what git knows; a reader's own files may lie beside it."""
     if not (ROOT / ".git").exists() or shutil.which("git") is None:

@@ -391,12 +391,14 @@ def test_a_reader_that_is_too_slow_is_sent_away():
         live = server.uvicorn.server.live
 
         async def read_slowly() -> tuple:
-            reader = live.enter()
+            frames = live.frames()
+            await anext(frames)
+            (reader,) = live.readers
             for i in range(MOST_FRAMES):
                 live._pass_on({"step": i})
             is_complete = json.loads(reader._queue[0]) == {"step": 0}
             live._pass_on({"step": MOST_FRAMES})
-            live.leave(reader)
+            await frames.aclose()
             return is_complete, reader.get_nowait()
 
         reading = asyncio.run_coroutine_threadsafe(read_slowly(), server.engine.loop)

@@ -8,7 +8,7 @@ import json
 import pytest
 from server_tools import Running, busy, checked_error, new_parrot, request_bytes, wait_for
 
-from nanovllm.server import bodies, connections
+from nanovllm.server import connections, gate
 from nanovllm.server.settings import ServerOptions
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -171,7 +171,7 @@ def test_a_silent_second_request_ends_too(server, monkeypatch):
 
 
 def test_a_body_that_does_not_come(server, monkeypatch):
-    monkeypatch.setattr(bodies, "SECONDS", 0.1)
+    monkeypatch.setattr(gate, "SECONDS", 0.1)
     with server.connect() as sock:
         sock.sendall(request_bytes(COMPLETIONS, SMALL)[:-5])
         assert sock.recv(100).startswith(b"HTTP/1.1 408")

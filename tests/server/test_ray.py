@@ -26,6 +26,7 @@ from server_tools import read_metrics
 from nanovllm import LLM, SamplingParams
 from nanovllm.router import LeastLoaded, PrefixAffinity, RoundRobin, Router
 from nanovllm.sequence import Request
+from nanovllm.server import cli
 from nanovllm.server.cli import main
 from tests.tools.extras import needs
 
@@ -444,11 +445,11 @@ def some_requests(count: int) -> list[Request]:
 
 
 def test_a_call_is_admitted_as_a_whole():
-    from nanovllm.server.calls import Busy
+    from nanovllm.server.errors import Busy
 
     async def submit():
         replicas = new_replicas(OneStream(), max_waiting=8)
-        assert len(replicas.submit(some_requests(40), True).tickets) == 40
+        assert replicas.submit(some_requests(40), True).num_open == 40
         with pytest.raises(Busy, match="24 requests wait already, at most 8 may"):
             replicas.submit(some_requests(1), True)
         assert len(replicas.open) == 40
@@ -459,19 +460,18 @@ def test_a_call_is_admitted_as_a_whole():
 
 def test_requests_may_wait_in_the_whole_server():
     """Before the replicas have said anything, there are two times eight seats; then it counts what they say."""
-    from nanovllm.server.calls import Busy
+    from nanovllm.server.errors import Busy
 
     async def submit():
         replicas = new_replicas(OneStream(), max_waiting=8)
-        calls = [replicas.submit(some_requests(1), True) for _ in range(16 + 8)]
+        requests = some_requests(16 + 8)
+        for request in requests:
+            replicas.submit([request], True)
         with pytest.raises(Busy, match="8 requests wait"):
             replicas.submit(some_requests(1), True)
-        tickets = [call.tickets[0] for call in calls]
-        for ticket in tickets:
-            ticket.runs = True  # in replicas that were added
+        replicas.runs = dict.fromkeys(requests, True)  # in replicas that were added
         assert replicas.num_waiting == 0
-        for ticket in tickets[4:14]:
-            ticket.runs = False  # there are seats, but no blocks
+        replicas.runs |= dict.fromkeys(requests[4:14], False)  # there are seats, but no blocks
         assert replicas.num_waiting == 10
         with pytest.raises(Busy, match="10 requests wait"):
             replicas.submit(some_requests(1), True)
@@ -487,11 +487,11 @@ def test_an_engine_says_which_requests_wait():
     async def news():
         engine = AsyncLLM(LLM(num_blocks=64, max_num_seqs=2), tells_places=True)
         params = SamplingParams(max_tokens=4, ignore_eos=True)
-        call = engine.submit([Request("", None, [9] * 5, params) for _ in range(4)], False)
-        found = [[] for _ in call.tickets]
-        while not call.is_over:
-            for one in await call.take():
-                found[one.index].append((one.runs, one.is_last))
+        requests = [Request("", None, [9] * 5, params) for _ in range(4)]
+        found = [[] for _ in requests]
+        async for deltas in engine.submit(requests, False):
+            for delta in deltas:
+                found[delta.index].append((delta.runs, delta.is_last))
         engine.close()
         await engine.ended()
         return found
@@ -504,19 +504,19 @@ def test_an_engine_says_which_requests_wait():
 class Deaths(OneStream):
     """Plays a handle: the first replica says this and dies, the second one answers."""
 
-    def __init__(self, news):
+    def __init__(self, delta):
         super().__init__()
-        self.news = news
+        self.delta = delta
         self.answer = iter(())
 
     def remote(self, work):
-        self.answer = iter([[self.news]] if self.num_streams == 0 else [[self.last_news()]])
+        self.answer = iter([[self.delta]] if self.num_streams == 0 else [[self.last_delta()]])
         return super().remote(work)
 
-    def last_news(self):
-        from nanovllm.server.calls import News
+    def last_delta(self):
+        from nanovllm.server.streams import Delta
 
-        return News(0, output=SimpleNamespace())
+        return Delta(output=SimpleNamespace())
 
     async def __anext__(self):
         from ray.exceptions import RayError
@@ -526,21 +526,21 @@ class Deaths(OneStream):
         raise RayError("it has died") if self.num_streams == 1 else StopAsyncIteration
 
 
-@pytest.mark.parametrize(("deltas", "num_streams"), [([], 2), (["some text"], 1)])
-def test_only_what_has_answered_is_not_tried_again(deltas, num_streams):
+@pytest.mark.parametrize(("parts", "num_streams"), [([], 2), (["some text"], 1)])
+def test_only_what_has_answered_is_not_tried_again(parts, num_streams):
     """To run is no answer yet."""
-    from nanovllm.server.calls import News, Unavailable
+    from nanovllm.server.errors import Unavailable
+    from nanovllm.server.streams import Delta
 
     async def serve():
-        handle = Deaths(News(0, deltas=deltas))
+        handle = Deaths(Delta(parts=parts))
         replicas = new_replicas(handle)
-        call = replicas.submit(some_requests(1), True)
-        news = []
-        while not call.is_over:
-            news += await call.take()
+        found = []
+        async for deltas in replicas.submit(some_requests(1), True):
+            found += deltas
         replicas.close()
         assert handle.num_streams == num_streams
-        assert isinstance(news[-1].error, Unavailable) == (num_streams == 1)
+        assert isinstance(found[-1].error, Unavailable) == (num_streams == 1)
 
     asyncio.run(serve())
 
@@ -596,21 +596,23 @@ def test_counters_never_go_back():
 @pytest.mark.parametrize("turns", [0, 1, 3])
 def test_who_leaves_is_forgotten(turns):
     """Also before anything has been sent, and when the server ends."""
-    from nanovllm.server.calls import Unavailable
+    from nanovllm.server.errors import Unavailable
 
     async def leave():
         handle = OneStream()
         replicas = new_replicas(handle)
-        requests = some_requests(3)
-        left, kept = replicas.submit(requests, True), replicas.submit(requests, True)
+        requests, others = some_requests(3), some_requests(3)
+        left, kept = replicas.submit(requests, True), replicas.submit(others, True)
         for _ in range(turns):
             await asyncio.sleep(0)
-        replicas.leave(left)
+        left.close()
         for _ in range(3):
             await asyncio.sleep(0)
-        assert replicas.open == set(kept.tickets) == replicas.tasks.keys()
+        assert replicas.open.keys() == set(others) == replicas.tasks.keys()
         replicas.close()
-        assert [type(news.error) for news in await kept.take()] == [Unavailable] * 3
+        assert [[type(delta.error) for delta in deltas] async for deltas in kept] == [
+            [Unavailable] * 3
+        ]
         for _ in range(3):
             await asyncio.sleep(0)
         assert not replicas.open and not replicas.tasks
@@ -694,7 +696,10 @@ def test_machines_without_room():
 
 def test_arguments_of_a_config_file():
     """Given as YAML has them, or as texts, by `serve run`."""
-    from nanovllm.server.ray import app, parsed
+    from nanovllm.server.ray import app
+
+    def parsed(options: dict):
+        return cli.parsed(["serve", *cli.words_of(options)])
 
     given = {"model": "m", "replicas": 2, "enforce_eager": True, "allowed_origins": ["a", "b"]}
     args = parsed(given)
@@ -710,9 +715,9 @@ def test_arguments_of_a_config_file():
     assert (args.enable_prefix_caching, args.kv_cache_gib) == (False, 1.5)
     assert args.router_cls is RoundRobin
     with pytest.raises(ValueError, match="no option '--replica' here: did you mean --replicas"):
-        parsed({"replica": 2})
+        app({"replica": 2})
     with pytest.raises(ValueError, match="invalid int value: 'two'"):
-        parsed({"replicas": "two"})
+        app({"replicas": "two"})
     with pytest.raises(ValueError, match="port=8000 .* http_options"):
         app({"port": 8000})
 

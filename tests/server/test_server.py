@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from server_tools import Running, checked_error, left_idle, new_parrot
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.server import calls
+from nanovllm.server import streams
 from nanovllm.server.parsing import Parser, Parts
 from nanovllm.server.texts import TokenTexts
 
@@ -226,17 +226,9 @@ def test_an_answer_has_the_id_of_its_request_once(server):
     assert first != second
 
 
-def gate_of(running):
-    """The layer of the app that looks at the key."""
-    gate = running.uvicorn.config.loaded_app
-    while not hasattr(gate, "api_keys"):
-        gate = getattr(gate, "app", None) or gate.middleware_stack
-    return gate
-
-
 def test_api_key(monkeypatch, running):
     """On every route but /health; as a Bearer, or as the password that a browser asks for."""
-    monkeypatch.setattr(gate_of(running), "api_keys", ["other", "s3cret:ü"])
+    monkeypatch.setattr(running.uvicorn.server.options, "api_key", ["other", "s3cret:ü"])
 
     def status(method, path, authorization=None):
         headers = {} if authorization is None else {"authorization": authorization}
@@ -263,7 +255,7 @@ def test_api_key(monkeypatch, running):
 
 
 def test_the_official_client_without_the_key(monkeypatch, running, openai):
-    monkeypatch.setattr(gate_of(running), "api_keys", ["s3cret"])
+    monkeypatch.setattr(running.uvicorn.server.options, "api_key", ["s3cret"])
     with (
         openai.OpenAI(base_url=running.url + "/v1", api_key="wrong", max_retries=0) as client,
         pytest.raises(openai.AuthenticationError, match="the API key is missing or wrong"),
@@ -1124,7 +1116,7 @@ def test_token_ids_and_usage_of_each_event(server):
 
 
 def test_a_stream_that_waits_sends_comments(server, monkeypatch):
-    monkeypatch.setattr(calls, "SECONDS_OF_SILENCE", 0.02)
+    monkeypatch.setattr(streams, "SECONDS_OF_SILENCE", 0.02)
     gate = threading.Event()
     server.engine.inbox.put(lambda: gate.wait(60))
     with server.http.stream("POST", "/v1/completions", json={**SMALL, "stream": True}) as response:
@@ -1154,9 +1146,11 @@ def parsed(text: str, cuts: list[int], prompt: str | None, has_tools: bool) -> P
     parser = Parser(prompt, has_tools)
     parts = Parts()
     ends = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    for begin, end in itertools.pairwise(ends):
-        parts += parser.add(text[begin:end])
-    parts += parser.end()
+    for i, (begin, end) in enumerate(itertools.pairwise(ends), 2):
+        new = parser.add(text[begin:end], is_last=i == len(ends))
+        parts.reasoning += new.reasoning
+        parts.content += new.content
+        parts.tool_calls += new.tool_calls
     for call in parts.tool_calls:
         del call["id"]
     return parts

@@ -43,8 +43,8 @@ from server_tools import (
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.scheduler import Scheduler
-from nanovllm.server.async_llm import AT_A_TIME, AsyncLLM
-from nanovllm.server.calls import Call, News
+from nanovllm.server.async_llm import AsyncLLM
+from nanovllm.server.streams import AT_A_TIME, Delta, Stream
 
 BLOCK_SIZE, VOCAB_SIZE, NUM_BLOCKS = 4, 1536, 400
 COMPLETIONS = "/v1/completions"
@@ -156,7 +156,7 @@ def test_after_a_disconnect_the_blocks_are_free_within_two_steps(
     wait_for(lambda: len(server.engine.open) == 1)
     body = {"prompt": [9, 9, 9], "max_tokens": 100, "ignore_eos": True, **more}
     sock = new_client(server, body)
-    requests = {t.request for t in server.engine.open if t.request.params.max_tokens == 100}
+    requests = {request for request in server.engine.open if request.params.max_tokens == 100}
     runner.step(1 + num_steps)
     assert requests.isdisjoint(llm.scheduler.running) == is_waiting
     if body["stream"] and num_steps and not is_waiting and len(body["prompt"]) < 300:
@@ -174,10 +174,7 @@ def test_a_client_that_leaves_before_its_turn_costs_nothing(server, expected):
     """Its body has been read, and its request has not been made."""
     runner = server.llm.runner
     may_prepare = Event()
-    lane = server.engine.short
-    wait = lane.do(lambda inputs: may_prepare.wait(60))
-    waiting = asyncio.run_coroutine_threadsafe(wait, server.engine.loop)
-    wait_for(lambda: lane.waiting)
+    server.engine.short.jobs.put(lambda: may_prepare.wait(60))
     for i in range(4):
         with server.connect() as sock:
             body = {"prompt": "a", "max_tokens": 400, "stream": i % 2 == 0}
@@ -187,7 +184,6 @@ def test_a_client_that_leaves_before_its_turn_costs_nothing(server, expected):
     wait_for(lambda: not any(map(is_busy, server.uvicorn.server_state.connections)))
     runner.is_paced = True
     may_prepare.set()
-    waiting.result(60)
     wait_for(lambda: not server.uvicorn.server_state.tasks)
     runner.free()
     assert text_of(server.complete(**NEIGHBOUR)) == expected
@@ -455,7 +451,7 @@ def test_the_engines_thread_dies(monkeypatch, pool):
         early = pool.submit(server.http.post, COMPLETIONS, json={**NEIGHBOUR, "stream": True})
         wait_for(lambda: len(server.engine.open) == 3)
         question = pool.submit(server.http.get, "/metrics")
-        wait_for(lambda: server.engine.questions)
+        wait_for(lambda: server.engine.waiting)
 
         def dying(*_, **__):
             raise SystemError("/secret/place.py " + "x" * 9000)
@@ -473,7 +469,27 @@ def test_the_engines_thread_dies(monkeypatch, pool):
             response = server.http.post(path, json=body)
             assert int(response.headers["retry-after"]) > 0
             checked_error(response, 503)
-        assert not server.engine.open and not server.engine.questions
+        assert not server.engine.open and not server.engine.waiting
+
+
+def test_a_question_whose_asker_has_left(server, expected):
+    """Before the engine's thread comes to it, or in the middle of it: an answer that nothing waits for does no harm."""
+    has_begun, go, answered = Event(), Event(), []
+
+    async def ask_and_leave() -> None:
+        middle = asyncio.ensure_future(server.engine.ask(lambda: (has_begun.set(), go.wait(60))))
+        await asyncio.to_thread(has_begun.wait, 60)
+        before = asyncio.ensure_future(server.engine.ask(lambda: answered.append(1)))
+        await asyncio.sleep(0)
+        for question in (middle, before):
+            question.cancel()
+        await asyncio.wait([middle, before])
+        assert middle.cancelled() and before.cancelled() and not server.engine.waiting
+        go.set()
+
+    asyncio.run_coroutine_threadsafe(ask_and_leave(), server.engine.loop).result(60)
+    assert text_of(server.complete(**NEIGHBOUR)) == expected
+    assert not answered and server.engine.thread.is_alive()
 
 
 # --- the end ---
@@ -621,19 +637,18 @@ def test_many_streams_leave_the_loop_time_between_them():
 
     async def turns() -> None:
         engine = AsyncLLM(LLM(num_blocks=8))
-        calls = [Call([None], is_streamed=True) for _ in range(40)]
-        tickets = [call.tickets[0] for call in calls]
-        engine.open.update(tickets)
-        steps = [[(ticket, News(step)) for ticket in tickets] for step in range(2)]
+        streams = [Stream([name], True, engine.leave) for name in range(40)]
+        engine.open.update((i, (stream, 0)) for i, stream in enumerate(streams))
+        steps = [[(i, Delta(gaps=[step])) for i in range(40)] for step in range(2)]
         engine._hear(steps[0])
         num_told = []
         while sum(num_told) < 80:
-            num_told.append(sum(len(call.news) for call in calls) - sum(num_told))
+            num_told.append(sum(len(stream.deltas) for stream in streams) - sum(num_told))
             if len(num_told) == 3:
                 engine._hear(steps[1])  # while the first is on its way
             await asyncio.sleep(0)
         assert max(num_told) <= AT_A_TIME
-        assert all([news.index for news in call.news] == [0, 1] for call in calls)
+        assert all([delta.gaps for delta in one.deltas] == [[0], [1]] for one in streams)
         engine.open.clear()
         engine.close()
         engine.thread.join()

@@ -137,15 +137,20 @@ def left_idle(server: Running):
 def busy(server, name: str):
     """One of the threads that tokenize has something to do."""
     lane = getattr(server.engine, name)
-    is_over = Event()
-    work = lane.do(lambda inputs: is_over.wait(60))
-    future = asyncio.run_coroutine_threadsafe(work, server.engine.loop)
-    wait_for(lambda: lane.waiting)
+    has_begun, is_over, has_ended = Event(), Event(), Event()
+
+    def work() -> None:
+        has_begun.set()
+        is_over.wait(60)
+        has_ended.set()
+
+    lane.jobs.put(work)
+    assert has_begun.wait(60)
     try:
         yield
     finally:
         is_over.set()
-        future.result(60)
+        assert has_ended.wait(60)
 
 
 class Process:

@@ -19,8 +19,8 @@ import uvicorn
 from matplotlib.figure import Figure
 
 from nanovllm import LLM
+from nanovllm.server.answers import Answers
 from nanovllm.server.app import new_app
-from nanovllm.server.exchange import Exchange
 from nanovllm.server.serve import bind
 from nanovllm.server.settings import ServerOptions
 from tutorials.figures.style import new_figure
@@ -81,15 +81,15 @@ def recorded() -> list[Span]:
     engine.llm.step = timed("step", engine.llm.step)
     engine._step = timed("text", engine._step)  # the step is a part of it
     engine._deal_out = timed("hear", engine._deal_out)
-    events_of = Exchange.events_of
-    Exchange.events_of = timed("event", events_of)
+    events = Answers.events
+    Answers.events = timed("event", events)
     url = f"http://127.0.0.1:{sock.getsockname()[1]}"
     command = [sys.executable, "-m", "tutorials.performance.clients", url]
     try:
         options = ["--clients", str(NUM_CLIENTS), "--tokens", "60"]
         subprocess.run([*command, *options], cwd=ROOT, check=True, capture_output=True)
     finally:
-        Exchange.events_of = events_of
+        Answers.events = events
         web.should_exit = True
         thread.join()
     return spans
