@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools import extras, machines
+from tests.tools import extras, machines, rooms
 from tests.tools.gauge import Gauge, is_worker
 
 # Two threads are hardly faster for models this small, and ten times slower on a busy machine.
@@ -31,10 +31,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 gc.disable()  # what is imported stays: until the tests begin, there is no garbage to look for
-
-
-# rooms of the book and the course, for which `pytest` without a path needs --all
-BOOK = [Path(__file__).parent / "tests" / name for name in ("course", "simulator", "tutorials")]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -63,19 +59,11 @@ def pytest_configure(config: pytest.Config) -> None:
             raise pytest.UsageError(f"--machine {name} cannot be played here: {error}") from error
     config.pluginmanager.register(Gauge(config.getoption("--cpu-limit")))
     if not is_worker(config):  # a worker is told
-        choose_rooms(config)
+        rooms.choose(config)
     import torch  # only now: it reads the variables of the machine
 
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported: on the CPU
-
-
-def choose_rooms(config: pytest.Config) -> None:
-    if config.args_source != config.ArgsSource.TESTPATHS:
-        config.option.all = True  # what is named is run
-    elif config.option.all:
-        # the public tests with the starters; first, because they are long
-        config.args.insert(0, "tutorials/assignments")
 
 
 def pytest_terminal_summary(
@@ -87,7 +75,7 @@ def pytest_terminal_summary(
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    return True if collection_path in BOOK and not config.getoption("--all") else None
+    return rooms.is_left_out(collection_path, config) or None
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:

@@ -11,8 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 
-import conftest
-
 ROOT = Path(__file__).parents[2]
 INNER = """
 import subprocess, sys, time
@@ -65,24 +63,23 @@ def test_what_is_below_the_limit_passes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "given, wants_all, book, first",
+    "given, wants_all, is_left_out, first",
     [
         (["tests"], False, True, "tests"),
-        (["tests"], True, None, "tutorials/assignments"),
-        (["tests/course"], False, None, "tests/course"),
+        (["tests"], True, False, "tutorials/assignments"),
+        (["tests/course"], False, False, "tests/course"),
     ],
 )
-def test_the_book_is_left_out_unless_it_is_named(given, wants_all, book, first):
+def test_the_book_is_left_out_unless_it_is_named(given, wants_all, is_left_out, first):
     sources = pytest.Config.ArgsSource
     config = SimpleNamespace(
         args=given,
         args_source=sources.TESTPATHS if given == ["tests"] else sources.ARGS,
         ArgsSource=sources,
         option=SimpleNamespace(all=wants_all),
-        getoption=lambda name: config.option.all,
     )
-    conftest.choose_rooms(config)
+    rooms.choose(config)
     assert config.args[0] == first
     for room in ("course", "simulator", "tutorials"):
-        assert conftest.pytest_ignore_collect(ROOT / "tests" / room, config) is book
-    assert conftest.pytest_ignore_collect(ROOT / "tests" / "core", config) is None
+        assert rooms.is_left_out(ROOT / "tests" / room, config) == is_left_out
+    assert not rooms.is_left_out(ROOT / "tests" / "core", config)
