@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import rooms
 
 ROOT = Path(__file__).parents[2]
 INNER = """
