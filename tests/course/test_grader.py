@@ -4,7 +4,6 @@ Run: pytest tests/course/test_grader.py [-k cheat]
 """
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -343,17 +342,6 @@ def test_cheating_wins_nothing(tmp_path, cheat):
         assert report.score == 0 and re.search(message, rules(report)[1]), rules(report)[1]
 
 
-def test_a_file_that_writes_a_report_of_its_own(tmp_path, monkeypatch):
-    """Its process sees no path of ours, and what it writes is short and in a folder that is thrown away."""
-    code = "import os\nprint(os.listdir(), sorted(os.environ), os.getcwd())\nopen('results.json', 'w').write('x' * 2**21)\n"
-    monkeypatch.setenv("SECRET", "s3cret")
-    report = graded(tmp_path, code + FCFS)
-    assert report.score == 0 and "File too large" in rules(report)[1]
-    report = graded(tmp_path, "\n".join(code.splitlines()[:2]) + "\n" + FCFS)
-    assert report.printed.startswith("[] ['HF_HUB_OFFLINE', 'HOME', "), report.printed
-    assert "SECRET" not in report.printed
-
-
 # --- routers ---
 
 ROUTERS = Task("least loaded", [replace(PART, router="MyRouter", replicas=3)], engine_points=0)
@@ -653,7 +641,7 @@ def secret_file(tmp_path, text="a long enough secret", mode=0o600) -> Path:
 )
 def test_a_secret_that_is_none(tmp_path, text, mode, sentence):
     path = tmp_path / "secret.txt" if text is None else secret_file(tmp_path, text, mode)
-    result = run("a1", str(Path(__file__)), "--secret", str(path), "--as-root")
+    result = run("a1", str(Path(__file__)), "--secret", str(path))
     assert result.returncode == 2 and sentence in result.stderr
 
 
@@ -664,20 +652,10 @@ def test_the_command_of_the_guide_makes_a_secret(tmp_path):
     assert len(read_secret(tmp_path / "secret.txt")) == 64
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="for root")
-@pytest.mark.parametrize(
-    "options, sentence",
-    [
-        ([], "as root, a student's file could change everything: add --user NAME"),
-        (["--user", "no_such_user"], "--user no_such_user is not allowed: there is no such user"),
-        (["--user", "root"], "--user root is not allowed: it is root"),
-        (["--limit", "0", "--as-root"], "--limit 0 is not allowed"),
-    ],
-)
-def test_options_that_are_refused(options, sentence):
+def test_a_limit_that_is_refused():
     for module, first in (("grade", ["a1"]), ("leaderboard", ["--name", "x"])):
-        result = run(*first, str(Path(__file__)), *options, module=module)
-        assert result.returncode == 2 and sentence in result.stderr, result.stderr
+        result = run(*first, str(Path(__file__)), "--limit", "0", module=module)
+        assert result.returncode == 2 and "--limit 0 is not allowed" in result.stderr
 
 
 def test_two_files_with_one_name(tmp_path):
@@ -685,21 +663,24 @@ def test_two_files_with_one_name(tmp_path):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "x.py").write_text("")
     files = [str(tmp_path / folder / "x.py") for folder in ("a", "b")]
-    result = run("a1", *files, "--json", str(tmp_path / "results"), "--as-root")
+    result = run("a1", *files, "--json", str(tmp_path / "results"))
     assert result.returncode == 2 and "the same name" in result.stderr
 
 
 def test_several_files(tmp_path):
-    """Each has results of its own, also those that do not load."""
-    names = ("one", "two")
-    for name in names:
-        (tmp_path / f"{name}.py").write_text(f"raise ValueError('this is {name}')\n")
-    files = [str(tmp_path / f"{name}.py") for name in names]
-    result = run("a1", *files, "--json", str(tmp_path / "results"), "--as-root")
+    """Each has results of its own, also those that do not load. What cannot be written is a sentence."""
+    files = []
+    for name in ("blocked", "one", "two"):
+        files.append(tmp_path / f"{name}.py")
+        files[-1].write_text(f"raise ValueError('this is {name}')\n")
+    folder = tmp_path / "results"
+    (folder / "blocked.json").mkdir(parents=True)
+    result = run("a1", *map(str, files), "--json", str(folder))
     assert result.returncode == 0, result.stderr
-    for name in names:
-        results = json.loads((tmp_path / "results" / f"{name}.json").read_text())
+    assert f"{folder / 'blocked.json'} was not written: Is a directory" in result.stderr
+    assert "this is blocked" in result.stdout and "Traceback" not in result.stderr
+    for name in ("one", "two"):
+        results = json.loads((folder / f"{name}.json").read_text())
         assert results["score"] == 0
-        assert results["tests"][0]["output"] == (
-            f"ValueError: this is {name} (line 1 of your file, in <module>)"
-        )
+        sentence = f"ValueError: this is {name} (line 1 of your file, in <module>)"
+        assert results["tests"][0]["output"] == sentence
