@@ -1,18 +1,15 @@
 """Grades a file, and looks at what is left of it."""
 
 import json
-import subprocess
-import sys
+import shutil
 import tempfile
 import time
 from pathlib import Path
 
 import pytest
-from submissions import TASK, UID
+from submissions import TASK
 
-from tutorials.assignments import grader, process
-from tutorials.assignments.accounts import Account
-from tutorials.assignments.descendants import children
+from tutorials.assignments import box, grader, process
 from tutorials.assignments.grade import grade_file
 from tutorials.assignments.grader import Grader
 from tutorials.assignments.task import Task
@@ -22,32 +19,41 @@ from tutorials.assignments.task import Task
 def impatient(monkeypatch):
     """What never comes is waited for a shorter time."""
     monkeypatch.setattr(process, "SECONDS_PER_CALL", 2.0)
-    monkeypatch.setattr(process, "SECONDS_TO_SAY_WHERE", 1.0)
     monkeypatch.setattr(grader, "SECONDS_TO_STOP", 1.0)
 
 
 @pytest.fixture
-def temporary(tmp_path, monkeypatch) -> Path:
-    """A folder of our own for temporary files."""
-    folder = tmp_path / "temporary"
-    folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    return folder
+def boxed() -> None:
+    if why := box.why_no_box():
+        pytest.skip(why)
 
 
 @pytest.fixture
-def graded(tmp_path, capsys):
-    """Grades a file, and looks at what is left of it; the results as JSON."""
+def without_box(monkeypatch):
+    """Another machine, which has no bwrap."""
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    box.why_no_box.cache_clear()
+    yield
+    box.why_no_box.cache_clear()
+
+
+@pytest.fixture
+def graded(tmp_path, capsys, monkeypatch):
+    """Grades a file; the results as JSON. Afterwards nothing of it runs, and its folder is gone."""
+    mark = f"# {tmp_path}"  # in the command of all that a file starts
+    monkeypatch.setattr(process, "START", f"{process.START} {mark}")
 
     def graded(code: str | bytes, task: Task = TASK, limit: float = 60, **options) -> dict:
         path, target = tmp_path / "my_scheduler.py", tmp_path / "results.json"
         path.write_bytes(code if isinstance(code, bytes) else code.encode())
-        processes = children()
-        graded_by = Grader(task, [1], limit=limit, **options)
-        start = time.monotonic()
-        grade_file(graded_by, path, target)
-        assert time.monotonic() - start < limit + grader.SECONDS_TO_STOP + 10
-        assert children() == processes
+        with tempfile.TemporaryDirectory() as folder, monkeypatch.context() as patch:
+            Path(folder).chmod(0o755)
+            patch.setattr(tempfile, "tempdir", folder)
+            start = time.monotonic()
+            grade_file(Grader(task, [1], limit=limit, **options), path, target)
+            assert time.monotonic() - start < limit + grader.SECONDS_TO_STOP + 10
+            assert not [*Path(folder).iterdir()]
+        wait_until_none_runs(mark)
         results = json.loads(target.read_text())
         for check in results["tests"]:
             assert check["output"].isprintable() and len(check["output"]) <= 510, check
@@ -58,19 +64,21 @@ def graded(tmp_path, capsys):
     return graded
 
 
-@pytest.fixture
-def account(monkeypatch):
-    """A user, and a Python that he can run."""
-    account = Account("student", UID, UID)
-    assert not account.processes()
-    for python in (sys.executable, "/usr/bin/python3"):
-        command = [python, "-c", "import sys; assert sys.version_info >= (3, 10)"]
-        try:
-            subprocess.run(command, user=UID, group=UID, check=True, cwd="/", capture_output=True)
-        except (OSError, subprocess.CalledProcessError):
-            continue
-        monkeypatch.setattr(process.sys, "executable", python)
-        yield account
-        account.clean()
-        return
-    pytest.skip("no Python that another user can run")
+def wait_until_none_runs(mark: str, seconds: float = 5.0) -> None:
+    """The system needs a moment to end all of a box."""
+    until = time.monotonic() + seconds
+    while found := running(mark):
+        assert time.monotonic() < until, found
+        time.sleep(0.02)
+
+
+def running(mark: str) -> list[str]:
+    """The processes with this in their command, where the system lists them."""
+    return [path.parent.name for path in Path("/proc").glob("[0-9]*/cmdline") if mark in text(path)]
+
+
+def text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:  # it has just ended
+        return ""

@@ -4,7 +4,6 @@ Run: pytest tests/course/test_grader.py [-k cheat]
 """
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from submissions import FCFS, HEAD, choose, method
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import Config
@@ -30,11 +30,6 @@ from tutorials.simulation.workloads import (
 )
 
 ROOT = Path(__file__).parents[2]
-HEAD = """
-from nanovllm.block_manager import BlockManager
-from nanovllm.schedule import Schedule
-from nanovllm.scheduler import Scheduler
-"""
 
 
 def latency_ratio(run: Run, baseline: Run) -> float:
@@ -69,7 +64,7 @@ def impatient(monkeypatch):
 
 def graded(tmp_path, code: str, task: Task = TASK, seeds=(1,), **options):
     path = tmp_path / "solution.py"
-    path.write_text(HEAD + code)
+    path.write_text(code)
     return Grader(task, list(seeds), **options).grade(path)
 
 
@@ -77,12 +72,9 @@ def rules(report) -> tuple[float, str]:
     return report.checks[0].score, report.checks[0].output
 
 
-FCFS = "class MyScheduler(Scheduler):\n    pass\n"
-SHORTEST_FIRST = """
-class MyScheduler(Scheduler):
-    def priority(self, request):
-        return request.params.extra_args["predicted_tokens"]
-"""
+SHORTEST_FIRST = method(
+    "return request.params.extra_args['predicted_tokens']", "priority", ", request"
+)
 
 
 def test_fcfs_keeps_the_rules_and_reaches_no_goal(tmp_path):
@@ -97,132 +89,92 @@ def test_shortest_first_gets_all(tmp_path):
     assert report.score == report.max_score == 90, report.table()
 
 
-OVER_BUDGET = """
-class MyScheduler(Scheduler):
-    def step_budget(self):
-        return 10**6, 10**6
-"""
-TWICE = """
-class MyScheduler(Scheduler):
-    def schedule(self):
-        schedule = super().schedule()
-        schedule.items += schedule.items[:1]
-        return schedule
-"""
-LOSES = """
-class MyScheduler(Scheduler):
-    def schedule(self):
-        if len(self.waiting) > 3 and self.running:
-            self.waiting.pop()
-        return super().schedule()
-"""
-DOUBLES = """
-class MyScheduler(Scheduler):
-    def preempt(self, request):
-        super().preempt(request)
-        self.waiting.append(request)
-"""
-STARVES = """
-class MyScheduler(Scheduler):
-    def may_admit(self, request, schedule):
-        return request.request_id != "7"
-"""
-LIVELOCK = """
-class MyScheduler(Scheduler):
-    def make_room(self, schedule):
-        for request in [*self.running]:
-            self.preempt(request)
-
-    def step_budget(self):
-        return 8, 8
-"""
-CRASHES = """
-class MyScheduler(Scheduler):
-    def priority(self, request):
-        return request.arrival / (request.num_output_tokens - 5)
-"""
-HANGS = """
-class MyScheduler(Scheduler):
-    def next_waiting(self):
-        while len(self.running) > 5:
-            pass
-        return super().next_waiting()
-"""
-WRONG_VICTIM = """
-class MyScheduler(Scheduler):
-    def victim(self, candidates):
-        return None
-"""
-NEVER_ENDS = """
-class MyScheduler(Scheduler):
-    def finish(self, seq, reason):
-        if seq.request.request_id != "3":
-            super().finish(seq, reason)
-"""
-LEAKS = """
-class MyScheduler(Scheduler):
-    def preempt(self, request):
-        table = request.sequences[0].block_table[:1]
-        super().preempt(request)
-        for block_id in table:
-            self.block_manager.blocks[block_id].ref_count += 1
-"""
-STEALS = """
-class MyScheduler(Scheduler):
-    def admit(self, request):
-        super().admit(request)
-        if len(self.running) > 1:
-            request.sequences[0].block_table[-1] = self.running[0].sequences[0].block_table[-1]
-"""
+STEALS = method(
+    """
+super().admit(request)
+if len(self.running) > 1:
+    request.sequences[0].block_table[-1] = self.running[0].sequences[0].block_table[-1]
+""",
+    "admit",
+    ", request",
+)
+IN_QUEUES = r"step \d+: .*Request\(\d+\) has not ended, but is %d times in waiting and running"
 BROKEN = {
     "over the budget": (
-        OVER_BUDGET,
+        method("return 10**6, 10**6", "step_budget"),
         r"step 1: MyScheduler.schedule\(\): the schedule has \d+ tokens, but max_num_batched",
     ),
-    "twice": (TWICE, r"step 1: .* is in the schedule twice"),
+    "twice": (
+        method(
+            "schedule = super().schedule()\nschedule.items += schedule.items[:1]\nreturn schedule"
+        ),
+        r"step 1: .* is in the schedule twice",
+    ),
     "loses": (
-        LOSES,
-        r"step 2: .*Request\(\d+\) has not ended, but is 0 times in waiting and running",
+        method(
+            "if len(self.waiting) > 3 and self.running:\n    self.waiting.pop()\nreturn super().schedule()"
+        ),
+        IN_QUEUES % 0,
     ),
     "doubles": (
-        DOUBLES,
-        r"step \d+: .*Request\(\d+\) has not ended, but is 2 times in waiting and running",
+        method("super().preempt(request)\nself.waiting.append(request)", "preempt", ", request"),
+        IN_QUEUES % 2,
     ),
     "starves": (
-        STARVES,
+        method("return request.request_id != '7'", "may_admit", ", request, schedule"),
         r"step \d+: .* planned nothing, but there are unfinished requests: \['7', ",
     ),
-    "livelock": (LIVELOCK, r"step \d+.* \d+ steps without a new token"),
-    "crashes": (CRASHES, r"step \d+: ZeroDivisionError: .* \(line \d+ of your file, in priority\)"),
+    "livelock": (
+        method(
+            "for request in [*self.running]:\n    self.preempt(request)", "make_room", ", schedule"
+        )
+        + "    def step_budget(self):\n        return 8, 8\n",
+        r"step \d+.* \d+ steps without a new token",
+    ),
+    "crashes": (
+        method("return request.arrival / (request.num_output_tokens - 5)", "priority", ", request"),
+        r"step \d+: ZeroDivisionError: .* \(line \d+ of your file, in priority\)",
+    ),
     "hangs": (
-        HANGS,
+        method(
+            "while len(self.running) > 5:\n    pass\nreturn super().next_waiting()", "next_waiting"
+        ),
         r"step \d+: your file has not answered for 2 s: it was in .*solution.py.*next_waiting",
     ),
     "wrong victim": (
-        WRONG_VICTIM,
+        method("return None", "victim", ", candidates"),
         r"step \d+: MyScheduler.victim\(\): None is not one of \[Request",
     ),
     "never ends": (
-        NEVER_ENDS,
+        method(
+            "if seq.request.request_id != '3':\n    super().finish(seq, reason)",
+            "finish",
+            ", seq, reason",
+        ),
         r"step \d+: .*Request\(3\) has drawn its last token, but has not ended",
     ),
-    "leaks": (LEAKS, r"step \d+: .*block \d+ is in 0 tables, but its ref_count is 1"),
+    "leaks": (
+        method(
+            """
+table = request.sequences[0].block_table[:1]
+super().preempt(request)
+for block_id in table:
+    self.block_manager.blocks[block_id].ref_count += 1
+""",
+            "preempt",
+            ", request",
+        ),
+        r"step \d+: .*block \d+ is in 0 tables, but its ref_count is 1",
+    ),
     "steals": (STEALS, r"step \d+: .*block"),
-    "exits": (
-        "import os\nclass MyScheduler(Scheduler):\n    def priority(self, request):\n        os._exit(0)\n",
-        r"step 1: your process has ended by itself: exit status 0",
-    ),
     "does not load": (
-        "import no_such_module\n",
-        r"^ModuleNotFoundError: No module named 'no_such_module' \(line 5 of your file",
+        "\nimport no_such_module\n",
+        r"^ModuleNotFoundError: No module named 'no_such_module' \(line 2 of your file",
     ),
-    "no class": ("class Other(Scheduler):\n    pass\n", "your file has no class MyScheduler"),
+    "no class": ("class Other:\n    pass\n", "your file has no class MyScheduler"),
     "exits at once": ("raise SystemExit(0)\n", "^SystemExit: 0"),
-    "takes all memory": ("hoard = [0] * 10**9\n" + FCFS, "MemoryError"),
 }
-
-
-FAST_CASES = ("over the budget", "doubles", "crashes", "steals", "does not load")
+FAST_CASES = ("over the budget", "doubles", "crashes", "hangs", "steals", "does not load")
 
 
 @pytest.mark.parametrize(
@@ -334,7 +286,7 @@ CHEATS = {
 def test_cheating_wins_nothing(tmp_path, cheat):
     """It is refused with a sentence, or is as good as first come, first served."""
     code, message = CHEATS[cheat]
-    report = graded(tmp_path, code)
+    report = graded(tmp_path, HEAD + code)
     if message is None:
         assert [check.score for check in report.checks] == [30, 0] and [
             *report.values.values()
@@ -343,30 +295,10 @@ def test_cheating_wins_nothing(tmp_path, cheat):
         assert report.score == 0 and re.search(message, rules(report)[1]), rules(report)[1]
 
 
-def test_a_file_that_writes_a_report_of_its_own(tmp_path, monkeypatch):
-    """Its process sees no path of ours, and what it writes is short and in a folder that is thrown away."""
-    code = "import os\nprint(os.listdir(), sorted(os.environ), os.getcwd())\nopen('results.json', 'w').write('x' * 2**21)\n"
-    monkeypatch.setenv("SECRET", "s3cret")
-    report = graded(tmp_path, code + FCFS)
-    assert report.score == 0 and "File too large" in rules(report)[1]
-    report = graded(tmp_path, "\n".join(code.splitlines()[:2]) + "\n" + FCFS)
-    assert report.printed.startswith("[] ['HF_HUB_OFFLINE', 'HOME', "), report.printed
-    assert "SECRET" not in report.printed
-
-
 # --- routers ---
 
 ROUTERS = Task("least loaded", [replace(PART, router="MyRouter", replicas=3)], engine_points=0)
-ROUTER_HEAD = "from nanovllm.router import LeastLoaded, Router, RoundRobin\n"
-IN_TURN = ROUTER_HEAD + "class MyRouter(RoundRobin):\n    pass\n"
-
-
-def router(body: str, head: str = "") -> str:
-    """Its `choose` has these lines; `in_turn` is what the baseline does."""
-    lines = "".join(
-        f"        {line}\n" for line in ["in_turn = super().choose", *body.splitlines()]
-    )
-    return f"{ROUTER_HEAD}{head}class MyRouter(RoundRobin):\n    def choose(self, request, loads):\n{lines}"
+IN_TURN = choose("return in_turn(request, loads)")
 
 
 def test_a_router_is_graded(tmp_path):
@@ -374,7 +306,7 @@ def test_a_router_is_graded(tmp_path):
     report = graded(tmp_path, IN_TURN, ROUTERS, seeds=(1, 2))
     assert [check.score for check in report.checks] == [30, 0]
     assert report.values == {"load, mean latency / FCFS": 1.0}
-    code = router("return [*loads][len(request.prompt_token_ids) % len(loads)]")
+    code = choose("return [*loads][len(request.prompt_token_ids) % len(loads)]")
     report = graded(tmp_path, code, ROUTERS)
     namespace: dict = {}
     exec(code, namespace)
@@ -385,41 +317,27 @@ def test_a_router_is_graded(tmp_path):
 
 BROKEN_ROUTERS = {
     "no such replica": (
-        router("return 7"),
+        choose("return 7"),
         r"request 0: MyRouter.choose\(\): 7 is not one of \[0, 1, 2\]",
     ),
     "all replicas": (
-        router("return [*loads]"),
+        choose("return [*loads]"),
         r"request 0: .*\[0, 1, 2\] is not one of \[0, 1, 2\]",
     ),
-    "none": (router("pass"), r"request 0: MyRouter.choose\(\): None is not one of"),
     "crashes": (
-        router("return in_turn(request, loads) // (loads[0] < 3)"),
+        choose("return in_turn(request, loads) // (loads[0] < 3)"),
         r"request \d+: ZeroDivisionError: .* \(line \d+ of your file, in choose\)",
-    ),
-    "hangs": (
-        router("while loads[0] > 3:\n    pass\nreturn in_turn(request, loads)"),
-        r"request \d+: your file has not answered for 2 s: it was in .*solution.py.*choose",
-    ),
-    "exits": (
-        router("import os\nos._exit(0)"),
-        r"request 0: your process has ended by itself: exit status 0",
     ),
     "no class": (FCFS, "your file has no class MyRouter that is a subclass of Router"),
     "no choose": (
-        ROUTER_HEAD + "class MyRouter(Router):\n    pass\n",
+        "from nanovllm.router import Router\nclass MyRouter(Router):\n    pass\n",
         "request 0: NotImplementedError",
     ),
 }
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=[pytest.mark.slow] * (i % 3 > 0 or case == "hangs"))
-        for i, case in enumerate(BROKEN_ROUTERS)
-    ],
-)
+@pytest.mark.slow(but_every=2)
+@pytest.mark.parametrize("case", BROKEN_ROUTERS)
 def test_a_router_that_is_broken_is_one_sentence_with_the_request(tmp_path, case):
     code, message = BROKEN_ROUTERS[case]
     report = graded(tmp_path, code, ROUTERS)
@@ -427,7 +345,19 @@ def test_a_router_that_is_broken_is_one_sentence_with_the_request(tmp_path, case
     assert re.search(message, rules(report)[1]) and "\n" not in rules(report)[1], rules(report)[1]
 
 
-UNCHECKED = "import sys\nsys.modules['player'].check_choice = lambda *args: None\n"
+def unchecked(choice: str) -> str:
+    """A router that returns this, and patches what would look at it in its own process."""
+    return f"import sys\nsys.modules['player'].check_choice = lambda *args: None\n{choose(f'return {choice}')}"
+
+
+SENDS = """
+import sys
+frame = sys._getframe()
+while "answers" not in frame.f_locals:
+    frame = frame.f_back
+frame.f_locals["answers"].write('{"events": []}\\n')
+frame.f_locals["answers"].flush()
+"""
 SPOILS = """
 name = in_turn(request, loads)
 loads.clear()
@@ -445,18 +375,17 @@ while frame is not None:
 assert not any(type(thing).__name__ in kinds for thing in gc.get_objects())
 return in_turn(request, loads)
 """.strip()
+NO_REPLICA = "request 0: .* what is no replica: "
 ROUTER_CHEATS = {
     "patches the cost and the clock": (PATCHED_COST.partition("class")[0] + IN_TURN, None),
-    "spoils what it gets": (router(SPOILS), None),
-    "looks for the true lengths": (router(LOOKS), None),
-    "a replica of its own": (
-        router("return 99", UNCHECKED),
-        "request 0: your process has chosen what is no replica: 99",
-    ),
-    "true": (router("return True", UNCHECKED), "request 0: .* what is no replica: True"),
-    "a text": (router("return '0'", UNCHECKED), "request 0: .* what is no replica: '0'"),
-    "a fraction": (router("return 1e400", UNCHECKED), "request 0: .* what is no replica: inf"),
-    "a list": (router("return [0]", UNCHECKED), r"request 0: .* what is no replica: \[0\]"),
+    "spoils what it gets": (choose(SPOILS), None),
+    "looks for the true lengths": (choose(LOOKS), None),
+    "a replica of its own": (unchecked("99"), f"{NO_REPLICA}99"),
+    "true": (unchecked("True"), f"{NO_REPLICA}True"),
+    "a text": (unchecked("'0'"), f"{NO_REPLICA}'0'"),
+    "a fraction": (unchecked("1e400"), f"{NO_REPLICA}inf"),
+    "a list": (unchecked("[0]"), rf"{NO_REPLICA}\[0\]"),
+    "another answer": (choose(SENDS), f"{NO_REPLICA}None"),
 }
 
 
@@ -487,7 +416,7 @@ def test_one_part_that_breaks_leaves_the_other(tmp_path):
         goals,
         5,
     )
-    code = "class MyScheduler(Scheduler):\n    def victim(self, candidates):\n        return None\n"
+    code = BROKEN["wrong victim"][0]
     report = graded(tmp_path, code, Task("two", [PART, prefixes], engine_points=0))
     assert [check.score for check in report.checks] == [0, 0, 5, 10]
     assert "not measured" in report.checks[1].output
@@ -514,7 +443,7 @@ def test_what_a_block_manager_must_count(tmp_path):
             super().free(seq)
 
     part = replace(PART, block_manager="Counts", counting=Counting, counts=("num_freed",))
-    head = "class Counts(BlockManager):\n    num_freed = 0\n    def free(self, seq):\n        "
+    head = "from nanovllm.block_manager import BlockManager\nclass Counts(BlockManager):\n    num_freed = 0\n    def free(self, seq):\n        "
     count = "self.num_freed += len(seq.block_table)\n        "
     task = Task("count", [part], engine_points=0)
     right = graded(tmp_path, SHORTEST_FIRST + head + count + "super().free(seq)\n", task)
@@ -585,7 +514,7 @@ def test_no_patch_wins_the_points_of_the_engine(tmp_path, cheat):
     """The model is not in the process of the file."""
     code, message = ENGINE_CHEATS[cheat]
     nothing = replace(PART, workload=lambda seed: jobs(seed)[:1])
-    report = graded(tmp_path, code, Task("answers", [nothing], engine_points=10))
+    report = graded(tmp_path, HEAD + code, Task("answers", [nothing], engine_points=10))
     assert report.checks[-1].name == "the real engine"
     assert report.checks[-1].score == 0, report.table()
     assert re.search(message, report.checks[-1].output), report.table()
@@ -611,7 +540,7 @@ def test_secret_seeds():
 def test_seeds_side_by_side_are_those_one_after_the_other(tmp_path):
     """FCFS's runs are made once, and used for all files."""
     path = tmp_path / "solution.py"
-    path.write_text(HEAD + SHORTEST_FIRST)
+    path.write_text(SHORTEST_FIRST)
     task = replace(TASK, parts=[replace(PART, workload=lambda seed: jobs(seed)[:12])])
     grader = Grader(task, [1, 2, 3])
     first = grader.grade(path)
@@ -653,7 +582,7 @@ def secret_file(tmp_path, text="a long enough secret", mode=0o600) -> Path:
 )
 def test_a_secret_that_is_none(tmp_path, text, mode, sentence):
     path = tmp_path / "secret.txt" if text is None else secret_file(tmp_path, text, mode)
-    result = run("a1", str(Path(__file__)), "--secret", str(path), "--as-root")
+    result = run("a1", str(Path(__file__)), "--secret", str(path))
     assert result.returncode == 2 and sentence in result.stderr
 
 
@@ -664,20 +593,10 @@ def test_the_command_of_the_guide_makes_a_secret(tmp_path):
     assert len(read_secret(tmp_path / "secret.txt")) == 64
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="for root")
-@pytest.mark.parametrize(
-    "options, sentence",
-    [
-        ([], "as root, a student's file could change everything: add --user NAME"),
-        (["--user", "no_such_user"], "--user no_such_user is not allowed: there is no such user"),
-        (["--user", "root"], "--user root is not allowed: it is root"),
-        (["--limit", "0", "--as-root"], "--limit 0 is not allowed"),
-    ],
-)
-def test_options_that_are_refused(options, sentence):
+def test_a_limit_that_is_refused():
     for module, first in (("grade", ["a1"]), ("leaderboard", ["--name", "x"])):
-        result = run(*first, str(Path(__file__)), *options, module=module)
-        assert result.returncode == 2 and sentence in result.stderr, result.stderr
+        result = run(*first, str(Path(__file__)), "--limit", "0", module=module)
+        assert result.returncode == 2 and "--limit 0 is not allowed" in result.stderr
 
 
 def test_two_files_with_one_name(tmp_path):
@@ -685,21 +604,24 @@ def test_two_files_with_one_name(tmp_path):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "x.py").write_text("")
     files = [str(tmp_path / folder / "x.py") for folder in ("a", "b")]
-    result = run("a1", *files, "--json", str(tmp_path / "results"), "--as-root")
+    result = run("a1", *files, "--json", str(tmp_path / "results"))
     assert result.returncode == 2 and "the same name" in result.stderr
 
 
 def test_several_files(tmp_path):
-    """Each has results of its own, also those that do not load."""
-    names = ("one", "two")
-    for name in names:
-        (tmp_path / f"{name}.py").write_text(f"raise ValueError('this is {name}')\n")
-    files = [str(tmp_path / f"{name}.py") for name in names]
-    result = run("a1", *files, "--json", str(tmp_path / "results"), "--as-root")
+    """Each has results of its own, also those that do not load. What cannot be written is a sentence."""
+    files = []
+    for name in ("blocked", "one", "two"):
+        files.append(tmp_path / f"{name}.py")
+        files[-1].write_text(f"raise ValueError('this is {name}')\n")
+    folder = tmp_path / "results"
+    (folder / "blocked.json").mkdir(parents=True)
+    result = run("a1", *map(str, files), "--json", str(folder))
     assert result.returncode == 0, result.stderr
-    for name in names:
-        results = json.loads((tmp_path / "results" / f"{name}.json").read_text())
+    assert f"{folder / 'blocked.json'} was not written: Is a directory" in result.stderr
+    assert "this is blocked" in result.stdout and "Traceback" not in result.stderr
+    for name in ("one", "two"):
+        results = json.loads((folder / f"{name}.json").read_text())
         assert results["score"] == 0
-        assert results["tests"][0]["output"] == (
-            f"ValueError: this is {name} (line 1 of your file, in <module>)"
-        )
+        sentence = f"ValueError: this is {name} (line 1 of your file, in <module>)"
+        assert results["tests"][0]["output"] == sentence

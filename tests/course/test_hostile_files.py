@@ -1,45 +1,219 @@
 """Whatever a file does, its grading ends in time, with valid JSON and one sentence, and leaves nothing behind.
 
-Run: pytest tests/course/test_hostile_files.py [--slow] [-k daemon]
+Run: pytest tests/course/test_hostile_files.py [--slow] [-k note]
 """
 
 import json
 import os
-import random
 import re
-import shutil
+import signal
+import socket
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from textwrap import indent
 
 import pytest
-from submissions import FCFS, HEAD, TASK, UID, for_root, method, sentence
+from submissions import FCFS, HEAD, PART, TASK, choose, method, sentence
 
-from tutorials.assignments import grader, process
-from tutorials.assignments.accounts import Account
-from tutorials.assignments.descendants import children
-from tutorials.assignments.grade import grade_file
-from tutorials.assignments.grader import Grader
-from tutorials.assignments.problems import Kind
-from tutorials.assignments.task import Part, Task
+from conftest import wait_until_none_runs
+from tutorials.assignments import grade, grader
+from tutorials.assignments.player import MOST_PROCESSES
+from tutorials.assignments.problems import Broken, Kind
+from tutorials.assignments.side_by_side import in_order
+from tutorials.assignments.task import Task
 from tutorials.simulation.workloads import all_at_once, fixed, workload
 
 ROOT = Path(__file__).parents[2]
-CONFIG = TASK.parts[0].config
-GOAL = TASK.parts[0].goals[0]
+CONFIG = PART.config
 pytestmark = pytest.mark.usefixtures("impatient")
-# one answer of so many tokens that an unread pipe fills
-LONG = Task(
-    "long",
-    [Part("load", lambda seed: workload(all_at_once(), fixed(20, 1900), 1), CONFIG, [GOAL], 30)],
-    engine_points=0,
+
+
+# --- the box ---
+
+
+def is_harmless(answer) -> str | None:
+    return None if answer == "nothing" else f"harm: {answer}"
+
+
+# a file that is only loaded, and says what it has got
+LOADED = Task("loaded", [], engine_points=0, questions={"A": is_harmless}, question_points=30)
+IMPORTS = "import ctypes, glob, nanovllm, os, signal, socket, time\n"
+# name -> lines of a function that returns what it has got; an OSError or MemoryError is nothing
+ATTACKS = {
+    "reads the repository": f"return open({str(ROOT / 'README.md')!r}).read(9)",
+    "finds the tests": "return glob.glob(nanovllm.__path__[0] + '/../t*')",
+    "writes into the library": "return open(nanovllm.__file__, 'a').name",
+    "writes into Python": "return open(os.__file__, 'a').name",
+    "writes elsewhere": """
+for folder in '/', '/dev', '/dev/shm', '/var/tmp':
+    if os.access(folder, os.W_OK):
+        return folder
+""",
+    "fills the disk": """
+for i in range(65):
+    open(f'/tmp/{i}', 'wb').write(b'x' * 2**20)
+return '65 MiB'
+""",
+    "a large file": "return open('/tmp/x', 'wb').write(b'x' * 2**21)",
+    "takes all memory": "return len(bytearray(3 * 2**30))",
+    "leaves a note": "found = glob.glob('/tmp/*')\nopen('/tmp/note', 'w')\nreturn found",
+    "leaves a message": """
+queue = ctypes.CDLL(None).msgget(0x77, 0o1666)
+received = ctypes.CDLL(None).msgrcv(queue, ctypes.create_string_buffer(99), 50, 0, 0o4000)
+ctypes.CDLL(None).msgsnd(queue, b'12345678message', 7, 0)
+return received > 0
+""",
+    "becomes root": "os.setuid(0)\nreturn 'root'",
+    "sees other processes": "return len(glob.glob('/proc/[0-9]*')) > 2",
+    "ends its parent": "os.kill(os.getppid(), signal.SIGKILL)\ntime.sleep(0.1)",
+    "stops its parent": "os.kill(os.getppid(), signal.SIGSTOP)\ntime.sleep(0.1)",
+    "calls a server": "return socket.create_connection(('127.0.0.1', PORT), 1).getsockname()",
+    "calls a listener in /tmp": """
+with socket.socket(socket.AF_UNIX) as own:
+    own.connect(LISTENER)
+    return LISTENER
+""",
+    "starts many processes": """
+for i in range(MOST):
+    if os.fork() == 0:
+        time.sleep(1000)
+return MOST
+""",
+    "a daemon": """
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.closerange(0, 100)
+        time.sleep(1000)
+    os._exit(0)
+os.wait()
+""",
+}
+
+
+@pytest.fixture
+def listener():
+    """A socket that lies in /tmp, for everybody."""
+    path = Path(f"/tmp/listener {os.getpid()}")
+    with socket.socket(socket.AF_UNIX) as own:
+        own.bind(str(path))
+        own.listen()
+        path.chmod(0o666)
+        yield str(path)
+    path.unlink()
+
+
+@pytest.mark.parametrize("case", ATTACKS)
+def test_an_attack_fails_and_the_file_is_graded(graded, boxed, listener, case):
+    """The fixture looks for processes that are left."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        code = f"{IMPORTS}PORT, LISTENER = {server.getsockname()[1]}, {listener!r}\n"
+        code += f"MOST = {MOST_PROCESSES}\ndef attack():\n{indent(ATTACKS[case].strip(), '    ')}\n"
+        code += "try:\n    got = attack()\nexcept (OSError, MemoryError):\n    got = None\n"
+        for _ in range(1 + case.startswith("leaves")):
+            results = graded(code + "ANSWERS = {'A': got or 'nothing'}\n", LOADED)
+            assert results["score"] == 30, results
+
+
+def test_a_box_is_as_good_as_none_for_a_file_that_does_no_harm(graded, boxed, monkeypatch):
+    """Also if the file asks for what the system has."""
+    code = "import os, random, tempfile, threading\nopen('x', 'w').write('x')\n"
+    code += "print(sorted(os.environ), os.getcwd())\n"
+    monkeypatch.setenv("SECRET", "s3cret")
+    results = graded(code + FCFS)
+    assert results["score"] == 30
+    assert results["output"].endswith("/tmp\n") and "SECRET" not in results["output"]
+
+
+# --- without a box ---
+
+
+def test_without_a_box_there_are_limits_and_its_group_is_ended(graded, without_box, tmp_path):
+    """The fixture looks for processes that are left."""
+    leaves = "import os, time\nif os.fork() == 0:\n    time.sleep(1000)\n"
+    assert graded(leaves + FCFS)["score"] == 30
+    assert "not answered for 2 s" in sentence(graded(method("while True:\n    pass")))
+    assert "File too large" in sentence(graded("open('x', 'w').write('x' * 2**21)\n" + FCFS))
+    if sys.platform == "linux":
+        assert "MemoryError" in sentence(graded("x = bytearray(3 * 2**30)\n" + FCFS))
+
+
+def test_without_a_box_a_sentence_says_whom_to_trust(without_box, tmp_path, capsys):
+    (tmp_path / "x.py").write_text("raise ValueError\n")
+    grade.main(["a1", str(tmp_path / "x.py")])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("No box: there is no bwrap") and "only files that you trust" in line
+
+
+def test_what_bwrap_says_is_in_the_sentence(without_box, monkeypatch, tmp_path):
+    """As in a container that forbids namespaces."""
+    tool = tmp_path / "bwrap"
+    tool.write_text("#!/bin/sh\necho bwrap: No permissions >&2\nexit 1\n")
+    tool.chmod(0o755)
+    monkeypatch.setattr("shutil.which", lambda name: str(tool))
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert "no box here (bwrap: No permissions)" in grade.why_no_box()
+
+
+def test_a_system_without_limits():
+    """Windows, as far as it can be played here."""
+    code = "import sys; sys.modules['resource'] = None; import tutorials.assignments.grade"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 1
+    assert result.stderr == "the grader needs Linux or macOS: on Windows, run it in WSL\n"
+
+
+# --- what ends the grading itself ---
+
+
+def test_ctrl_c_is_a_sentence_and_leaves_nothing(tmp_path):
+    files = [tmp_path / "one.py", tmp_path / "two.py"]
+    for path in files:
+        path.write_text("while True:\n    pass\n")
+    (tmp_path / "temporary").mkdir()
+    program = "import signal\nfrom tutorials.assignments.grade import main\n"
+    program += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored in background
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"{program}main({['a1', *map(str, files)]})"],
+        cwd=ROOT,
+        env=os.environ | {"TMPDIR": str(tmp_path / "temporary")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout.readline().startswith("--- ")
+    os.killpg(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert said.splitlines()[-1] == "interrupted: what has no line above was not graded"
+    assert process.returncode == 1 and "Traceback" not in said
+    assert not [*(tmp_path / "temporary").iterdir()]
+    wait_until_none_runs(str(tmp_path / "temporary"))
+
+
+@pytest.mark.parametrize(
+    "work, kind",
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), Kind.GRADER_ENDED),
+        (lambda: os.kill(os.getpid(), signal.SIGSTOP), Kind.NO_TIME),
+        (lambda: 1 / 0, Kind.GRADER_FAILED),
+    ],
 )
+def test_a_job_that_fails_leaves_the_others(work, kind):
+    first, second = in_order([work, lambda: 7], grader.time.monotonic() + 1)
+    with pytest.raises(Broken) as error:
+        first()
+    assert error.value.kind == kind and second() == 7
 
 
 # --- the protocol ---
 
+# one answer of so many tokens that an unread pipe fills
+LONG_JOBS = workload(all_at_once(), fixed(20, 1900), 1)
+LONG = Task("long", [replace(PART, workload=lambda seed: LONG_JOBS)], engine_points=0)
 ANSWERS = """
 import sys
 def answers():
@@ -48,8 +222,7 @@ def answers():
         frame = frame.f_back
     return frame.f_locals["answers"]
 """
-NEVER_READS = ANSWERS + method(
-    """
+NEVER_READS = """
 self.calls = getattr(self, "calls", 0) + 1
 if self.calls < 3:
     return super().schedule()
@@ -58,54 +231,41 @@ for _ in range(3000):
 answers().flush()
 import time
 time.sleep(1000)
-""".strip()
-)
-CLOSES = "import os, time\nos.closerange(0, 100)\ntime.sleep(1000)"
-# in a namespace of its own, it does not even see the process that grades
-NO_SUCH_PROCESS = "has not answered for 2 s"
+"""
+ENDS = """
+import os
+self.calls = getattr(self, 'calls', 0) + 1
+if self.calls > 9:
+    os._exit(3)
+return super().schedule()
+"""
+
+
+def says(line: str) -> str:
+    """A scheduler that sends this in its first step."""
+    return ANSWERS + method(f"answers().write({line})\nanswers().flush()")
+
+
 PROTOCOL = {
-    "never reads": (NEVER_READS, "has not answered for 2 s|more than 4 s in all"),
-    "nested brackets": (
-        ANSWERS + method("answers().write('[' * 60000 + '\\n')\nanswers().flush()"),
-        "what is no decision: b'[[[[[",
+    "nested brackets": (says(r"'[' * 60000 + '\n'"), "what is no decision: b'[[[[["),
+    "closes everything": (method("import os, time\nos.closerange(0, 100)\ntime.sleep(1000)"), ""),
+    "ends in a step": (method(ENDS), "step 10: your process has ended by itself: exit status 3"),
+    "never reads": (
+        ANSWERS + method(NEVER_READS),
+        "has not answered for 2 s|more than 4 s in all",
     ),
-    "a long line": (
-        ANSWERS + method("answers().write('[' * 2**22)\nanswers().flush()"),
-        "more than 1 MiB for one step",
-    ),
+    "a long line": (says("'[' * 2**22"), "more than 1 MiB for one step"),
     "numbers that are none": (
-        ANSWERS
-        + method(
-            'answers().write(\'{"events": [["compute", "0", 1e400]], "counts": []}\\n\')\nanswers().flush()'
-        ),
+        says(r"""'{"events": [["compute", "0", 1e400]], "counts": []}\n'"""),
         "step 1",
     ),
     "an error of 100 MB": (method("raise ValueError('x' * 10**8)"), "step 1: ValueError: xxx"),
-    "closes everything in a step": (method(CLOSES), "closed the pipe"),
-    "closes everything at the start": (CLOSES, "closed the pipe"),
-    "ends in a step": (
-        method(
-            "import os\nself.calls = getattr(self, 'calls', 0) + 1\nif self.calls > 9:\n    os._exit(3)\nreturn super().schedule()"
-        ),
-        "step 10: your process has ended by itself: exit status 3",
-    ),
-    "json patched": (
-        "import json\njson.dumps = lambda *args: '{}'\n" + FCFS,
-        "what is no decision",
-    ),
+    "json patched": ("import json\njson.dumps = lambda *args: '{}'\n" + FCFS, "is no decision"),
     "answers that no JSON holds": ("ANSWERS = {1, 2}\n" + FCFS, "TypeError: Object of type set"),
     "a segmentation fault": (method("import ctypes\nctypes.string_at(0)"), "exit status -11"),
     "stops itself": (
         method("import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)"),
         "has not answered for 2 s|more than 4 s",
-    ),
-    "stops the grader": (
-        method("import os, signal, time\nos.kill(os.getppid(), signal.SIGSTOP)\ntime.sleep(1000)"),
-        f"there was no time left|{NO_SUCH_PROCESS}",
-    ),
-    "ends the grader": (
-        method("import os, signal, time\nos.kill(os.getppid(), signal.SIGKILL)\ntime.sleep(1000)"),
-        f"the process that grades was ended|{NO_SUCH_PROCESS}",
     ),
     "endless recursion": (method("return self.schedule()"), "RecursionError"),
     "a slow one": (
@@ -113,66 +273,18 @@ PROTOCOL = {
         "more than 4 s",
     ),
 }
-FAST = ("nested brackets", "closes everything in a step", "ends in a step", "ends the grader")
-SLOW = ("never reads", "stops itself", "stops the grader", "a slow one", "an error of 100 MB")
+CLOSED = "closed the pipe|has not answered for 2 s"
+FAST = ("nested brackets", "closes everything", "ends in a step")
+LATE = ("never reads", "stops itself", "a slow one", "an error of 100 MB")
 
 
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[pytest.mark.slow] * (case not in FAST)) for case in PROTOCOL]
 )
-def test_the_protocol(graded, case, temporary):
+def test_the_protocol(graded, case):
     code, expected = PROTOCOL[case]
-    results = graded(code, LONG, limit=4 if case in SLOW else 60)
-    assert any(part in sentence(results) for part in expected.split("|")), results
-    assert not [*temporary.iterdir()]
-
-
-# --- routers: the same process, another question ---
-
-ROUTERS = replace(TASK, parts=[replace(TASK.parts[0], router="MyRouter", replicas=2)])
-
-
-def choose(body: str) -> str:
-    """A router that does this before it chooses."""
-    lines = "".join(f"        {line}\n" for line in [*body.splitlines(), "return min(loads)"])
-    head = "from nanovllm.router import Router\nclass MyRouter(Router):\n"
-    return f"{head}    def choose(self, request, loads):\n{lines}"
-
-
-HOSTILE_ROUTERS = {
-    "closes everything": (
-        choose("import os, time\nos.closerange(0, 100)\ntime.sleep(1000)"),
-        "closed the pipe",
-    ),
-    "a segmentation fault": (choose("import ctypes\nctypes.string_at(0)"), "exit status -11"),
-    "ends the grader": (
-        choose("import os, signal, time\nos.kill(os.getppid(), signal.SIGKILL)\ntime.sleep(1000)"),
-        f"the process that grades was ended|{NO_SUCH_PROCESS}",
-    ),
-    "a long line": (
-        ANSWERS + choose("answers().write('[' * 2**22)\nanswers().flush()"),
-        "more than 1 MiB",
-    ),
-    "another answer": (
-        ANSWERS + choose("answers().write('{\"events\": []}\\n')\nanswers().flush()"),
-        "request 0: your process has chosen what is no replica: None",
-    ),
-    "a slow one": (choose("import time\ntime.sleep(1)"), "more than 4 s in all"),
-}
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=[pytest.mark.slow] * (case == "a slow one"))
-        for case in HOSTILE_ROUTERS
-    ],
-)
-def test_a_hostile_router(graded, case, temporary):
-    code, expected = HOSTILE_ROUTERS[case]
-    results = graded(code, ROUTERS, limit=4 if case == "a slow one" else 60)
-    assert any(part in sentence(results) for part in expected.split("|")), results
-    assert not [*temporary.iterdir()]
+    results = graded(code, LONG, limit=4 if case in LATE else 60)
+    assert any(part in sentence(results) for part in (expected or CLOSED).split("|")), results
 
 
 # --- texts ---
@@ -180,22 +292,19 @@ def test_a_hostile_router(graded, case, temporary):
 UMLAUT = "# J\u00fcrgen\n"
 TEXTS = {
     "BOM": (("\ufeff" + UMLAUT + FCFS).encode(), None),
-    "CRLF": (FCFS.replace("\n", "\r\n").encode(), None),
-    "Latin-1 as declared": (("# coding: latin-1\n" + UMLAUT + FCFS).encode("latin-1"), None),
     "Latin-1": ((HEAD + UMLAUT + FCFS).encode("latin-1"), "not in UTF-8: see line 2"),
+    "CRLF": (FCFS.replace("\n", "\r\n").encode(), None),
     "UTF-16": (FCFS.encode("utf-16"), "UTF-16: save it as UTF-8"),
-    "unknown coding": (
-        b"# coding: klingon\n" + FCFS.encode(),
-        "encoding that Python does not know",
-    ),
+    "Latin-1 as declared": (("# coding: latin-1\n" + UMLAUT + FCFS).encode("latin-1"), None),
+    "unknown coding": (b"# coding: klingon\n", "encoding that Python does not know"),
+    "prints": (b"print('\\x1b[31m\\ud800' * 10**6)\nprint('the end')\n" + FCFS.encode(), None),
     "NUL": (FCFS.encode() + b"\0", "null bytes"),
-    "surrogate in an error": (b"raise ValueError('\\ud800')\n", "ValueError: "),
     "surrogate in an answer": (b"ANSWERS = {'A': '\\ud800'}\n" + FCFS.encode(), None),
     "lines in an error": (
         b"raise ValueError('\\n 100.0 of  100  in all\\n\\x1b[31m\\u202e')\n",
         "ValueError: 100.0 of 100 in all [31m (line 1",
     ),
-    "prints": (b"print('\\x1b[31m\\ud800' * 10**6)\nprint('the end')\n" + FCFS.encode(), None),
+    "surrogate in an error": (b"raise ValueError('\\ud800')\n", "ValueError: "),
 }
 
 
@@ -231,145 +340,52 @@ def test_an_error_says_where(graded, case):
     assert re.search(expected, sentence(graded(code)))
 
 
-# --- processes and files that stay ---
-
-DAEMON = """
-import os, signal, sys, time
-def leave(work):
-    if os.fork() == 0:
-        os.setsid()
-        if os.fork() == 0:
-            try:
-                work()
-            finally:
-                os._exit(0)
-        os._exit(0)
-def sleep():
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    os.closerange(0, 100)
-    time.sleep(1000)
-def run_away():
-    until = time.monotonic() + 60
-    while time.monotonic() < until:
-        time.sleep(0.02)
-        if os.fork():
-            os._exit(0)
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs a sub-reaper")
-@pytest.mark.parametrize("work", ("sleep", "run_away"))
-@pytest.mark.parametrize("when", ("at the start", "in a step"))
-def test_a_daemon_is_ended(graded, work, when):
-    code = DAEMON + (f"leave({work})\n" + FCFS if when == "at the start" else "")
-    code += method(f"leave({work})\nreturn super().schedule()") if when == "in a step" else ""
-    limit = 20 * (when == "in a step")  # hundreds of them
-    task = TASK if not limit else replace(TASK, parts=[few(TASK.parts[0])])
-    assert graded(code, task)["score"] == 30  # the fixture looks for children
-
-
-def few(part: Part) -> Part:
-    return replace(part, workload=lambda seed: workload(all_at_once(), fixed(20, 10), 2))
-
-
-def test_its_folder_may_become_anything(graded, tmp_path, temporary):
-    """What a link points to is not touched."""
-    kept = tmp_path / "kept"
-    kept.mkdir()
-    (kept / "file").write_text("important")
-    for code in (
-        f"import os\nhere = os.getcwd()\nos.rmdir(here)\nos.symlink({str(kept)!r}, here)\n",
-        "import os\nos.makedirs('a/b')\nopen('a/b/c', 'w')\nos.chmod('a', 0)\n",
-        "import os\nhere = os.getcwd()\nos.rmdir(here)\nopen(here, 'w')\n",
-    ):
-        assert graded(code + FCFS)["score"] == 30
-    assert (kept / "file").read_text() == "important"
-    assert not [*temporary.iterdir()]
-
-
-def test_solutions_are_not_imported(graded):
-    """A process imports a copy of the library."""
-    for code in (
-        "import tests.assignments.a1_solution\n",
-        "import tutorials.assignments.grade\n",
-        "import nanovllm, pathlib\nassert (pathlib.Path(nanovllm.__file__).parents[1] / 'tests').exists()\n",
-    ):
-        assert "Error" in sentence(graded(code + FCFS))
-
-
 # --- secrets ---
 
-LEAKS = """
-import sys
-class Lengths(Exception):
-    pass
-"""
-LEAK = {
-    "prints": method(
-        "print('the load', [len(r.prompt_token_ids) for r in self.waiting])\nreturn super().schedule()"
-    ),
-    "an error": method("raise ValueError([len(r.prompt_token_ids) for r in self.waiting])"),
+ROUTERS = replace(TASK, parts=[replace(PART, router="MyRouter", replicas=2)])
+LENGTHS = "[len(r.prompt_token_ids) for r in self.waiting]"
+RULE = "from nanovllm.schedule import ScheduleError\n"
+LEAKS = {
+    "prints": method(f"print('the load', {LENGTHS})\nreturn super().schedule()"),
+    "an error": method(f"raise ValueError({LENGTHS})"),
+    "what is no decision": says(r"'lengths 1234\n'"),
+    "a router's choice": choose("return 'lengths 1234'"),
     "a class of its own": method("raise type('Lengths1234', (Exception,), {})('1234')"),
-    "a rule": HEAD
-    + "from nanovllm.schedule import ScheduleError\n"
-    + method("raise ScheduleError(self, 'schedule', 'lengths 1234')"),
-    "what is no decision": ANSWERS
-    + method("answers().write('lengths 1234\\n')\nanswers().flush()"),
-    "an unknown event": ANSWERS
-    + method(
-        'answers().write(\'{"events": [["lengths 1234", "0", 1]], "counts": []}\\n\')\nanswers().flush()'
-    ),
+    "a rule": RULE + method("raise ScheduleError(self, 'schedule', 'lengths 1234')"),
+    "an unknown event": says(r"""'{"events": [["lengths 1234", "0", 1]], "counts": []}\n'"""),
     "where it hangs": method("exec(compile('while True: pass', 'lengths1234', 'exec'))"),
 }
 
 
-LEAKING_ROUTERS = {
-    "a router prints": choose("print('the load', [len(request.prompt_token_ids)])"),
-    "a router's error": choose("raise ValueError([len(request.prompt_token_ids)])"),
-    "a router's choice": choose("return 'lengths 1234'"),
-}
-LEAK |= LEAKING_ROUTERS
-SLOW_LEAKS = (
-    "where it hangs",
-    "a class of its own",
-    "a rule",
-    "an unknown event",
-    "a router prints",
-)
-
-
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW_LEAKS)) for case in LEAK],
-)
+@pytest.mark.slow(but_every=2)
+@pytest.mark.parametrize("case", LEAKS)
 def test_nothing_of_a_secret_load_is_shown(graded, case):
     """The same file says it on a public seed."""
-    task = ROUTERS if case in LEAKING_ROUTERS else TASK
-    public = json.dumps(graded(LEAK[case], task))
-    secret = json.dumps(graded(LEAK[case], task, is_secret=True))
+    task = ROUTERS if case.startswith("a router") else TASK
+    public = json.dumps(graded(LEAKS[case], task))
+    secret = graded(LEAKS[case], task, is_secret=True)
     tell = ("1234", "ValueError: [", "the load [")
     assert any(text in public for text in tell), public
-    assert not any(text in secret for text in tell), secret
-    if not case.endswith("prints"):
-        assert sentence(json.loads(secret)) in SECRET_SENTENCES
+    assert not any(text in json.dumps(secret) for text in tell), secret
+    if case != "prints":
+        assert sentence(secret) in {f"{kind.value}; {grader.HIDDEN}" for kind in Kind}
 
 
-SECRET_SENTENCES = {f"{kind.value}; {grader.HIDDEN}" for kind in Kind}
+NUM_TOKENS = "len(self.waiting[0].prompt_token_ids)"
 FUNCTIONS = "".join(f"def f{i}(): raise ValueError\n" for i in range(600))
-BY_LINE = FUNCTIONS + method("globals()[f'f{len(self.waiting[0].prompt_token_ids) % 600}']()")
-BY_STEP = method(
-    """
+BY_STEP = """
 self.num_steps = getattr(self, "num_steps", 0) + 1
+self.seen = getattr(self, "seen", 0) or len(self.waiting[0].prompt_token_ids)
 if self.num_steps > 3 + self.seen % 7:
     raise KeyError
 return super().schedule()
-""".strip()
-)
-BY_STEP += "    def add(self, request):\n        self.seen = len(request.prompt_token_ids)\n"
-BY_STEP += "        super().add(request)\n"
-BY_NAME = method("raise [KeyError, OSError][len(self.waiting[0].prompt_token_ids) % 2]")
-BY_STATUS = method("import os\nos._exit(len(self.waiting[0].prompt_token_ids) % 100)")
-TELLING = {"line": BY_LINE, "step": BY_STEP, "name": BY_NAME, "exit status": BY_STATUS}
+"""
+TELLING = {
+    "line": FUNCTIONS + method(f"globals()[f'f{{{NUM_TOKENS} % 600}}']()"),
+    "step": method(BY_STEP),
+    "name": method(f"raise [KeyError, OSError][{NUM_TOKENS} % 2]"),
+    "exit status": method(f"import os\nos._exit({NUM_TOKENS} % 100)"),
+}
 
 
 @pytest.mark.slow(but_every=2)
@@ -379,7 +395,7 @@ def test_where_a_file_fails_says_nothing_of_a_secret_load(graded, by):
 
     def report(num_tokens: int, is_secret: bool) -> dict:
         jobs = workload(all_at_once(), fixed(num_tokens, 10), 2)
-        part = replace(TASK.parts[0], workload=lambda seed: jobs)
+        part = replace(PART, workload=lambda seed: jobs)
         return graded(TELLING[by], replace(TASK, parts=[part]), is_secret=is_secret)
 
     assert report(20, is_secret=False) != report(25, is_secret=False)
@@ -395,128 +411,3 @@ def test_a_secret_load_gives_only_values(graded):
     value = secret["leaderboard"][0]["value"]
     assert value == pytest.approx(public["leaderboard"][0]["value"], rel=1e-3)
     assert float(f"{value:.4g}") == value and f"{value:.4g}, the worst" in goal["output"]
-
-
-# --- an account of their own ---
-
-SABOTAGE = (
-    DAEMON
-    + """
-home = os.getcwd()
-def sabotage():
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    open('/tmp/left by a student', 'w').write('the load')
-    while os.path.exists(home):
-        time.sleep(0.05)
-    while True:
-        try:
-            os.kill(-1, signal.SIGKILL)
-        except OSError:
-            time.sleep(0.1)
-leave(sabotage)
-"""
-)
-
-
-@for_root
-@pytest.mark.slow
-def test_nobody_hurts_the_next_one(graded, account):
-    """A row of submissions of one user. In the first, a daemon waits for the next ones."""
-    assert graded(SABOTAGE + FCFS, account=account)["score"] == 30
-    for _ in range(2):
-        slow = method("import time\ntime.sleep(0.01)\nreturn super().schedule()")
-        assert graded(slow, account=account)["score"] == 30
-    assert not account.processes()
-    assert not os.path.exists("/tmp/left by a student")
-
-
-@for_root
-def test_what_another_user_cannot_do(graded, account, tmp_path):
-    secret = tmp_path / "secret.txt"
-    secret.write_text("s3cret")
-    secret.chmod(0o600)
-    for code in (
-        f"open({str(secret)!r})\n",
-        "import os\nopen(f'/proc/{os.getppid()}/mem')\n",
-        "import os\nopen(f'/proc/{os.getppid()}/environ').read()\n",
-        "import os\nos.kill(os.getppid(), 9)\n",
-        f"open({str(ROOT / 'README.md')!r}, 'a')\n",
-        "import nanovllm\nopen(nanovllm.__file__, 'a')\n",
-    ):
-        assert "PermissionError" in sentence(graded(code + FCFS, account=account))
-
-
-@for_root
-def test_accounts_that_are_refused(account, monkeypatch, tmp_path):
-    entry = SimpleNamespace(pw_uid=UID, pw_gid=UID, pw_dir="/nonexistent")
-    monkeypatch.setattr("pwd.getpwnam", lambda name: entry)
-    assert Account.named("student") == account
-    sleeper = subprocess.Popen(["sleep", "60"], user=UID, group=UID, cwd="/")
-    with pytest.raises(ValueError, match=f"other processes, such as {sleeper.pid}"):
-        Account.named("student")
-    account.clean()
-    assert sleeper.wait() == -9
-    entry.pw_dir = str(tmp_path)
-    os.chown(tmp_path, UID, UID)
-    with pytest.raises(ValueError, match="files could stay in its home"):
-        Account.named("student")
-    entry.pw_dir = "/nonexistent"
-    python = tmp_path / "python"
-    python.symlink_to(sys.executable)
-    tmp_path.chmod(0)
-    monkeypatch.setattr(process.sys, "executable", str(python))
-    with pytest.raises(ValueError, match="this user cannot run"):
-        Account.named("student")
-
-
-def test_a_system_without_accounts():
-    """Windows, as far as it can be played here."""
-    code = "import sys; sys.modules['pwd'] = None; import tutorials.assignments.grade"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert result.returncode == 1
-    assert result.stderr == "the grader needs Linux or macOS: on Windows, run it in WSL\n"
-
-
-# --- all of it ---
-
-
-NUM_FILES = 25  # the same with 200 takes some minutes
-
-
-@pytest.mark.slow
-def test_many_files_in_a_row_leave_nothing(tmp_path, temporary):
-    """Good ones and bad ones, in any order: no process, no file, and the repository as it was."""
-    files = {"fcfs": FCFS.encode(), "leak": LEAK["prints"].encode()}
-    quick = [case for case in PROTOCOL if case not in SLOW]
-    files |= {case: PROTOCOL[case][0].encode() for case in quick}
-    files |= {case: code for case, (code, _) in TEXTS.items()}
-    files["daemon"] = (DAEMON + "leave(sleep)\n" + FCFS).encode()
-    rng, names = random.Random(7), sorted(files)
-    state = repository(), children()
-    graded_by = Grader(TASK, [1], limit=60)
-    scores = {}
-    row = [*names, *rng.choices(names, k=NUM_FILES - len(names))]
-    for i, name in enumerate(rng.sample(row, k=NUM_FILES)):
-        path = tmp_path / f"{i}.py"
-        path.write_bytes(files[name])
-        target = tmp_path / f"{i}.json"
-        grade_file(graded_by, path, target)
-        score = json.loads(target.read_text())["score"]
-        assert scores.setdefault(name, score) == score, name
-        path.unlink()
-        target.unlink()
-    assert scores["fcfs"] == 30 and sum(score == 0 for score in scores.values()) > 10
-    assert (repository(), children()) == state
-    assert [*tmp_path.iterdir()] == [temporary] and not [*temporary.iterdir()]
-
-
-def repository() -> dict[str, float]:
-    """When each file was changed."""
-    ignored = shutil.ignore_patterns(
-        "__pycache__", ".git", ".pytest_cache", ".hypothesis", "*_cache"
-    )
-    found = {}
-    for folder, folders, names in os.walk(ROOT):
-        folders[:] = {*folders} - ignored(folder, folders)
-        found |= {f"{folder}/{name}": os.stat(f"{folder}/{name}").st_mtime for name in names}
-    return found

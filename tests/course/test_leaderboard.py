@@ -59,7 +59,7 @@ def enter(page, name: str, code: str, *options: str) -> list[list[str]]:
     """The lines of the table after this file was graded."""
     path = page.with_name("my_scheduler.py")
     path.write_text(code)
-    leaderboard.main([str(path), "--name", name, "--as-root", *options])
+    leaderboard.main([str(path), "--name", name, *options])
     lines = [line for line in page.read_text().splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 

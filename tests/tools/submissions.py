@@ -1,9 +1,6 @@
 """What students hand in, and an assignment that takes little time."""
 
-import os
-import sys
-
-import pytest
+from textwrap import indent
 
 from nanovllm.config import Config
 from tutorials.assignments.task import Goal, Part, Task
@@ -13,24 +10,10 @@ HEAD = "from nanovllm.scheduler import Scheduler\n"
 FCFS = HEAD + "class MyScheduler(Scheduler):\n    pass\n"
 GOAL = Goal("seconds", lambda run, baseline: run.seconds / baseline.seconds, 0.9, 0.5, points=70)
 CONFIG = Config(model="qwen3-0.6b", num_blocks=400, max_model_len=4096, max_num_seqs=32)
-TASK = Task(
-    "short",
-    [
-        Part(
-            "load",
-            lambda seed: workload(all_at_once(), sharegpt(512, seed), 6),
-            CONFIG,
-            [GOAL],
-            30,
-        )
-    ],
-    engine_points=0,
+PART = Part(
+    "load", lambda seed: workload(all_at_once(), sharegpt(512, seed), 6), CONFIG, [GOAL], 30
 )
-# a user without a name; another for each worker, since two runs of the tests may share a machine
-UID = 50_000 + os.getpid() % 10_000
-for_root = pytest.mark.skipif(
-    sys.platform != "linux" or os.getuid() != 0, reason="only root can run a file as another user"
-)
+TASK = Task("short", [PART], engine_points=0)
 
 
 def sentence(results: dict) -> str:
@@ -41,5 +24,12 @@ def sentence(results: dict) -> str:
 
 def method(body: str, name: str = "schedule", arguments: str = "") -> str:
     """A scheduler of which one method has these lines."""
-    lines = "".join(f"        {line}\n" for line in body.splitlines())
-    return f"{HEAD}class MyScheduler(Scheduler):\n    def {name}(self{arguments}):\n{lines}"
+    lines = indent(body.strip(), " " * 8)
+    return f"{HEAD}class MyScheduler(Scheduler):\n    def {name}(self{arguments}):\n{lines}\n"
+
+
+def choose(body: str) -> str:
+    """A router that has these lines; `in_turn` is what the baseline does."""
+    lines = indent(f"in_turn = super().choose\n{body.strip()}", " " * 8)
+    head = "from nanovllm.router import RoundRobin\nclass MyRouter(RoundRobin):\n"
+    return f"{head}    def choose(self, request, loads):\n{lines}\n"

@@ -6,11 +6,12 @@ Each check is a simulation or a run of the real engine, see `grader.py`. Needs L
 
 import argparse
 import hashlib
-import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from tutorials.assignments.accounts import Account
+from tutorials.assignments.box import why_no_box
 from tutorials.assignments.grader import LIMIT, Grader
 from tutorials.assignments.report import Report
 from tutorials.assignments.task import NAMES, PUBLIC_SEEDS, load_task
@@ -38,12 +39,6 @@ def read_secret(path: Path) -> str:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Those that leaderboard.py has, too."""
     parser.add_argument("--secret", type=Path, help="a file with a secret, which gives the seeds")
-    parser.add_argument("--user", help="run the students' files as this user (needs root)")
-    parser.add_argument(
-        "--as-root",
-        action="store_true",
-        help="as root without --user: the file may read and change everything, and I know it",
-    )
     help = f"seconds for a file (default: {LIMIT:g})"
     parser.add_argument("--limit", type=float, default=LIMIT, help=help)
 
@@ -59,14 +54,8 @@ def new_grader(parser: argparse.ArgumentParser, args: argparse.Namespace, name: 
         except (ValueError, OSError) as error:
             parser.error(f"--secret {args.secret} is not allowed: {error}")
         grader.is_secret = True
-    if args.user is not None:
-        try:
-            grader.account = Account.named(args.user)
-        except ValueError as error:
-            parser.error(f"--user {args.user} is not allowed: {error}")
-    elif os.getuid() == 0 and not args.as_root:
-        own = "for a file of your own, --as-root"
-        parser.error(f"as root, a student's file could change everything: add --user NAME; {own}")
+    if why := why_no_box():
+        print(f"No box: {why}.", file=sys.stderr)
     return grader
 
 
@@ -91,28 +80,49 @@ def main(arguments: list[str] | None = None) -> None:
         targets = [args.json / f"{path.stem}.json" for path in args.paths]
         if len({*targets}) < len(targets):
             parser.error("two of these files have the same name, and so would their results")
-        args.json.mkdir(parents=True, exist_ok=True)
+        try:
+            args.json.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            parser.error(f"--json {args.json} is not allowed: {error.strerror}")
     sys.stdout.reconfigure(errors="backslashreplace")  # whatever a file is called or says
     grader = new_grader(parser, args, args.task)
-    for path, target in zip(args.paths, targets * len(args.paths)):
-        if len(args.paths) > 1:
-            print(f"--- {path}", flush=True)
-        grade_file(grader, path, target)
+    with interruptible():
+        for path, target in zip(args.paths, targets * len(args.paths)):
+            if len(args.paths) > 1:
+                print(f"--- {path}", flush=True)
+            grade_file(grader, path, target)
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Ctrl-C ends the program with a sentence."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise SystemExit("interrupted: what has no line above was not graded") from None
 
 
 def grade_file(grader: Grader, path: Path, target: Path | None) -> None:
     def on_check(report: Report) -> None:
         print(report.lines()[-1], flush=True)
-        if target is not None:
-            report.write(target)
+        write(report, target)
 
-    if target is not None:
-        Report().write(target)
+    write(Report(), target)
     grader.on_check = on_check
     report = grader.grade(path)
     print(report.last_line(), flush=True)
     if report.printed:
         print(f"--- what your file has printed last ---\n{report.printed}", file=sys.stderr)
+
+
+def write(report: Report, target: Path | None) -> None:
+    """If it cannot be written, a sentence says so, and the grading goes on."""
+    if target is None:
+        return
+    try:
+        report.write(target)
+    except OSError as error:
+        print(f"{target} was not written: {error.strerror}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -3,33 +3,23 @@
 A student's file runs in processes of its own (`process.py`, `player.py`). What it decides is carried
 out and measured here and in `referee.py`."""
 
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from nanovllm.schedule import ScheduleError
 from nanovllm.scheduler import Scheduler
 from nanovllm.simulator import Run
-from tutorials.assignments.accounts import Account
-from tutorials.assignments.descendants import Descendants
-from tutorials.assignments.jobs import in_order
-from tutorials.assignments.leftovers import temporary_folder
 from tutorials.assignments.problems import Broken, Kind
-from tutorials.assignments.process import (
-    Process,
-    Submission,
-    Unreadable,
-    copy_library,
-    read_source,
-)
+from tutorials.assignments.process import Process, Submission, Unreadable, furnish, read_source
 from tutorials.assignments.public import PROMPTS, SCARCE, answers_of
 from tutorials.assignments.referee import EngineReferee, new_referee, referee_for
 from tutorials.assignments.report import Report, plain_lines
+from tutorials.assignments.side_by_side import in_order
 from tutorials.assignments.task import Goal, Part, Task, name_in_report, serve, serve_baseline
 
 LIMIT = 300.0  # seconds for a file
@@ -67,7 +57,6 @@ class Grader:
 
     task: Task
     seeds: list[int]
-    account: Account | None = None
     limit: float = LIMIT  # seconds for a file
     is_secret: bool = False  # nothing is shown that the file may have learned from the load
     on_check: Callable[[Report], None] = lambda report: None
@@ -81,15 +70,10 @@ class Grader:
         except Unreadable as error:
             self._add(report, "your file", 0, self.task.points, str(error))
             return report
-        # the folder is removed here: a job that the file has killed cannot
-        with temporary_folder() as folder:
-            copy_library(folder)
-            submission = Submission(source, path.name, folder, deadline, self.limit, self.account)
-            try:
-                with Descendants(), cleaned(self.account):
-                    self._grade(report, submission)
-            except Broken as error:
-                print(f"{path}: {error}", file=sys.stderr)
+        with TemporaryDirectory(ignore_cleanup_errors=True) as name:
+            folder = Path(name)
+            furnish(folder)
+            self._grade(report, Submission(source, path.name, folder, deadline, self.limit))
         return report
 
     def _grade(self, report: Report, submission: Submission) -> None:
@@ -252,13 +236,3 @@ def play_engine(task: Task, submission: Submission) -> Played:
     except (Broken, ScheduleError) as error:
         is_wrapped = isinstance(error.__cause__, Broken)
         return failed(error.__cause__ if is_wrapped else error)
-
-
-@contextmanager
-def cleaned(account: Account | None) -> Iterator[None]:
-    """At the end, nothing is left of what the account has started or made."""
-    try:
-        yield
-    finally:
-        if account is not None:
-            account.clean()

@@ -8,7 +8,7 @@ import argparse
 from datetime import date
 from pathlib import Path
 
-from tutorials.assignments.grade import add_options, check_path, new_grader
+from tutorials.assignments.grade import add_options, check_path, interruptible, new_grader
 from tutorials.assignments.report import Report
 from tutorials.assignments.task import Task
 
@@ -74,7 +74,9 @@ def main(arguments: list[str] | None = None) -> None:
             f"--name {name!r} is not allowed: it must be one line, not empty and without |"
         )
     grader = new_grader(parser, args, "a7")
-    task, report = grader.task, grader.grade(args.path)
+    with interruptible():
+        report = grader.grade(args.path)
+    task = grader.task
     print(report.table())
     if problem := problem_of(report):
         raise SystemExit(f"{name!r} gets no line, because not all rules were kept. {problem}")

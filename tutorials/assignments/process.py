@@ -1,7 +1,6 @@
 """A student's file in a process of its own. Whatever the file does, `ask` answers in time or raises
-`Broken`, and after `close` nothing of it runs."""
+`Broken`, and `close` ends it."""
 
-import ctypes
 import importlib.util
 import json
 import os
@@ -17,23 +16,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tutorials.assignments.accounts import Account
-from tutorials.assignments.descendants import Descendants
-from tutorials.assignments.leftovers import temporary_folder
+from tutorials.assignments.box import place_in
 from tutorials.assignments.problems import Broken, Kind
-from tutorials.assignments.walls import LARGEST_EXIT_STATUS
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-OURS = ("walls.py", "player.py")  # what else a student's process runs, beside the library
 START = "import sys; sys.path.insert(0, {!r}); from player import main; main()"
-PR_SET_DUMPABLE = 4
 LONGEST_ANSWER = 2**20  # bytes; an honest one has some thousand
+LARGEST_EXIT_STATUS = 128  # above, it is the number of a signal, as in a shell
 SECONDS_TO_START = 20.0
 SECONDS_PER_CALL = 5.0
-SECONDS_TO_SAY_WHERE = 5.0  # for the stack of a process that hangs
-# of an account, at the same time; each thread counts. One that is honest has one
-MOST_PROCESSES = 32 + 2 * (os.cpu_count() or 1)
+PATIENCE = 0.8  # of the seconds for an answer, until a process prints where it is
 
 
 # --- what all processes of a submission share ---
@@ -43,15 +36,9 @@ MOST_PROCESSES = 32 + 2 * (os.cpu_count() or 1)
 class Submission:
     source: str
     name: str  # of the file, for its messages
-    folder: Path  # of the submission: removed at its end, whatever has become of what is inside
+    folder: Path  # see `furnish`
     deadline: float  # for everything, by time.monotonic()
     limit: float  # the same as the number of seconds that there were
-    account: Account | None  # whom its processes run as
-
-    @property
-    def library(self) -> Path:
-        """See copy_library."""
-        return self.folder / "library"
 
     def seconds_left(self) -> float:
         return self.deadline - time.monotonic()
@@ -66,7 +53,10 @@ class Unreadable(Exception):
 
 def read_source(path: Path) -> str:
     """In UTF-8, or what a `coding` comment says, with or without a byte order mark."""
-    content = path.read_bytes()
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise Unreadable(f"your file cannot be read: {error.strerror}") from None
     if content.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise Unreadable("your file is in UTF-16: save it as UTF-8")
     try:
@@ -78,15 +68,17 @@ def read_source(path: Path) -> str:
         raise Unreadable(f"your file has an encoding that Python does not know: {error}") from None
 
 
-def copy_library(folder: Path) -> None:
-    """All of the repository that a student's process imports, in folder/library: nanovllm, the walls
-    and the player. With what Python has compiled of it."""
-    library = folder / "library"
-    shutil.copytree(ROOT / "nanovllm", library / "nanovllm")
-    for name in OURS:
-        shutil.copy2(HERE / name, library)
+def furnish(folder: Path) -> None:
+    """`library` has all of the repository that a student's process imports, with what Python has
+    compiled of it. `work` is where it works if it is in no box."""
+    library, work = folder / "library", folder / "work"
+    weights = shutil.ignore_patterns("tiny_qwen3")
+    shutil.copytree(ROOT / "nanovllm", library / "nanovllm", ignore=weights)
+    shutil.copy2(HERE / "player.py", library)
+    work.mkdir()
     for path in (folder, *folder.rglob("*")):
         path.chmod(0o755 if path.is_dir() else 0o644)
+    work.chmod(0o777)
 
 
 # --- one process ---
@@ -100,17 +92,11 @@ class Process:
         megabytes: int = 2048,
         seconds_per_call: float | None = None,
     ):
-        if sys.platform == "linux":
-            # a process of the same user cannot read our memory
-            ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0)
         self.submission = submission
         self.seconds_per_call = seconds_per_call or SECONDS_PER_CALL
         self.buffer = b""
         with ExitStack() as ends:  # if anything fails, all before it is undone
             self.printed = ends.enter_context(tempfile.TemporaryFile())
-            # what the process works in is inside, so it can be removed whatever has become of it
-            self.directory = ends.enter_context(temporary_folder(submission.folder))
-            ends.enter_context(Descendants())
             self.process = self._start(megabytes)
             ends.callback(self._end)
             start = {"source": submission.source, "name": submission.name, "constants": constants}
@@ -118,35 +104,23 @@ class Process:
             self.close = ends.pop_all().close
 
     def _start(self, megabytes: int) -> subprocess.Popen:
-        os.chmod(self.directory, 0o755)
-        home = Path(self.directory, "work")
-        home.mkdir()
-        account = self.submission.account
-        owner, most_processes = "-", 0
-        if account is not None:
-            os.chown(home, account.uid, account.gid)
-            owner, most_processes = f"{account.uid}:{account.gid}", MOST_PROCESSES
+        command, library, home = place_in(self.submission.folder)
         settings = {
             "PATH": os.environ.get("PATH", ""),
-            "HOME": str(home),
-            "TMPDIR": str(home),
+            "HOME": home,
+            "TMPDIR": home,
             "PYTHONHASHSEED": "0",
             "OMP_NUM_THREADS": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-            "HF_HUB_OFFLINE": "1",
         }
-        library = self.submission.library
         seconds = max(1, round(self.submission.seconds_left()))
-        limits = map(str, (megabytes, seconds, most_processes))
-        python = [sys.executable, "-I", "-B"]
-        walls = [*python, "-S", str(library / "walls.py"), owner]
+        python = [sys.executable, "-I", "-B", "-c", START.format(library)]
         process = subprocess.Popen(
-            [*walls, *python, "-c", START.format(str(library)), *limits],
+            [*command, *python, str(megabytes), str(seconds)],
             bufsize=0,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.printed,
-            cwd=home,
+            cwd=self.submission.folder / "work",
             env=settings,
             start_new_session=True,
         )
@@ -158,7 +132,8 @@ class Process:
         none."""
         limit = seconds or self.seconds_per_call
         until = min(time.monotonic() + limit, self.submission.deadline)
-        self._send(json.dumps(message).encode() + b"\n", until, limit)
+        question = message | {"patience": PATIENCE * limit}
+        self._send(json.dumps(question).encode() + b"\n", until, limit)
         line = self._receive(until, limit)
         try:
             answer = json.loads(line)
@@ -206,20 +181,10 @@ class Process:
     def _late(self, limit: float) -> Broken:
         if self.submission.seconds_left() <= 0:
             return self.submission.too_late()
-        where = self._where_it_hangs()
-        sentence = f"your file has not answered for {limit:g} s: it was in {where}"
-        return Broken(Kind.SILENT, sentence)
-
-    def _where_it_hangs(self) -> str:
-        with suppress(ProcessLookupError):
-            os.kill(self.process.pid, signal.SIGUSR1)  # its handler prints the stack
-        until = time.monotonic() + SECONDS_TO_SAY_WHERE
-        lines: list[str] = []
-        while not lines and self.process.poll() is None and time.monotonic() < until:
-            time.sleep(0.1)
-            printed = [line.strip() for line in self.output().splitlines()]
-            lines = [line for line in printed if "File" in line and "nanovllm" not in line]
-        return lines[0].removeprefix("File ") if lines else "an unknown place"
+        printed = [line.strip() for line in self.output().splitlines()]
+        lines = [line for line in printed if "File" in line and "nanovllm" not in line]
+        where = lines[0].removeprefix("File ") if lines else "an unknown place"
+        return Broken(Kind.SILENT, f"your file has not answered for {limit:g} s: it was in {where}")
 
     def _ended(self) -> Broken:
         try:
@@ -227,7 +192,7 @@ class Process:
         except subprocess.TimeoutExpired:
             sentence = "your process has closed the pipe through which it answers"
             return Broken(Kind.ENDED, sentence)
-        if code > LARGEST_EXIT_STATUS:  # see walls.py
+        if code > LARGEST_EXIT_STATUS:  # as bwrap says it
             code = LARGEST_EXIT_STATUS - code
         reasons = {
             -signal.SIGXCPU: "it took too much time",
