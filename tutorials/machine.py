@@ -27,6 +27,21 @@ def installed(*packages: str) -> str | None:
     return None
 
 
+def interpreter_problem() -> str | None:
+    """Why Triton's interpreter cannot run here, or None. None also where one of the two is missing:
+    that is told by what imports it."""
+    triton, numpy = installed("triton"), installed("numpy")
+    if triton is None or numpy is None or numbers(triton) >= (3, 7) or numbers(numpy) < (2, 4):
+        return None
+    return f"the interpreter of Triton {triton} needs numpy < 2.4, and this is {numpy}"
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """The first two numbers of a version."""
+    major, minor, *_ = version.split(".")
+    return int(major), int(minor)
+
+
 def git(*arguments: str) -> str:
     """What git prints, or nothing where there is no git."""
     with suppress(OSError):

@@ -1,5 +1,5 @@
 """The first minutes on a GPU: what runs, whether it is right, how fast it is.
 
-A program in parts: __main__ is the command, apart starts each section in a process of its own,
-section is what the sections share, and the other files are the sections.
+scripts/first_contact is the command. Each file here is one of its parts, but for section and start,
+which the parts share, and larger, which is a case of decode_step.
 """

@@ -1,4 +1,4 @@
-"""Section 4: where the time of a decode step goes."""
+"""Where the time of a decode step goes."""
 
 import random
 import time
@@ -12,18 +12,18 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from measure.first_contact.kernels import randn
 from measure.first_contact.larger import larger_step
-from measure.first_contact.section import Section
+from measure.first_contact.section import Section, milliseconds, run, show
 from measure.first_contact.start import (
+    Watched,
     begin_decodes,
+    leave,
     new_llm,
+    percentiles,
     random_prompts,
-    timed,
-    watch,
+    wall_time,
 )
 from nanovllm import LLM, SamplingParams, model_runner
-from nanovllm.device.cuda_graphs import Size
 from nanovllm.layers.sampler import Sampling
 from nanovllm.schedule import Schedule
 from nanovllm.step import StepInputs
@@ -35,11 +35,10 @@ PAUSE = 10**7  # cycles of the GPU: some 5 ms
 
 def decode_step(section: Section) -> None:
     """A decode step of 256: wall and GPU time, kernels, replays, phases; other steps beside it."""
-    section.case("sampling", partial(sampling_times, section))
-    section.show("sampling|ms", [("ms", ",.3f")], milliseconds(section, "sampling"))
+    times = section.case("sampling", partial(sampling_times, section))
+    show("sampling|ms", [("ms", ",.3f")], milliseconds(times))
     steps_of_engine(section)
-    section.case("larger", partial(larger_step, section))
-    print("larger model:", section.cases.get("larger"), flush=True)
+    print("larger model:", section.case("larger", partial(larger_step, section)), flush=True)
 
 
 def steps_of_engine(section: Section) -> None:
@@ -50,65 +49,50 @@ def steps_of_engine(section: Section) -> None:
     if not made:
         return
     (llm,) = made
-    sequences = [request.sequences[0] for request in llm.requests.values()]
-    contexts = [len(seq) for seq in sequences]
     step = partial(llm.step, report=False)
     mixed = partial(mixed_step, llm, sizes.chunk)
-    section.case("batch", lambda: {"sequences": len(sequences), "contexts": contexts})
-    section.case("wall", partial(wall_time, step, sizes.steps))
-    section.case("kernels", partial(profiled, section, step))
-    section.case("phases", partial(phases, llm, step, sizes.steps))
-    section.case("replays", partial(replays, section, llm))
-    section.case("all but one stay", partial(leave, llm, len(sequences) - 1))
-    section.case("mixed wall", partial(mixed_wall_time, mixed, sizes.steps))
-    section.case("mixed kernels", partial(profiled, section, mixed))
+    section.case("batch", partial(contexts_of, llm))
+    show_step(section, "all decode", partial(wall_time, step, sizes.steps), step)
+    phases = section.case("phases", partial(phases_of, llm, step, sizes.steps))
+    show("phase of the host|ms", [("ms", ",.3f")], milliseconds(phases))
+    times = section.case("replays", partial(replays, section, llm))
+    show("graph of|ms", [("ms", ",.3f")], milliseconds(times))
+    section.case("all but one stay", partial(leave, llm, sizes.batch - 1))
+    timed = partial(mixed_wall_time, mixed, sizes.steps)
+    show_step(section, "all but one decode, and a chunk", timed, mixed)
     with mock.patch.object(llm.runner, "graphs", None):
-        section.case("mixed wall, launched", partial(mixed_wall_time, mixed, sizes.steps))
+        show_step(section, "the same without a recording", timed, mixed)
     section.case("one stays", partial(leave, llm, 1))
-    section.case("wall of one", partial(wall_time, step, sizes.steps))
-    section.case("kernels of one", partial(profiled, section, step))
-    show(section)
+    show_step(section, "one decodes", partial(wall_time, step, sizes.steps), step)
 
 
-def show(section: Section) -> None:
-    section.show("phase of the host|ms", [("ms", ",.3f")], milliseconds(section, "phases"))
-    section.show("graph of|ms", [("ms", ",.3f")], milliseconds(section, "replays"))
-    for kind in ("kernels", "mixed kernels"):
-        rows = {row["name"][:60]: row for row in section.cases.get(kind, {}).get("kernels", [])}
-        section.show(f"{kind}|us per step|calls", [("us", ",.1f"), ("calls", ",.1f")], rows)
-    steps: dict[str, dict] = {}
-    for name, wall, kernels in (
-        ("all decode", "wall", "kernels"),
-        ("all but one decode, and a chunk", "mixed wall", "mixed kernels"),
-        ("the same without a recording", "mixed wall, launched", "mixed kernels"),
-        ("one decodes", "wall of one", "kernels of one"),
-    ):
-        wall_ms = section.cases.get(wall, {}).get("ms_p50")
-        busy_ms = section.cases.get(kernels, {}).get("busy_ms")
-        steps[name] = {"wall": wall_ms, "busy": busy_ms}
-        if wall_ms and busy_ms:
-            steps[name]["idle"] = max(0, wall_ms - busy_ms)
-    columns = [(name, ",.3f") for name in ("wall", "busy", "idle")]
-    section.show("a step|wall ms|device works|is idle", columns, steps)
+def show_step(section: Section, name: str, timed: Callable[[], dict], step: Callable) -> None:
+    """Two cases: the step by the host's clock, and its kernels."""
+    wall = section.case(name, timed).get("ms_p50")
+    found = section.case(f"{name}: kernels", partial(profiled, section, step))
+    busy = found.get("busy_ms")
+    row = {"wall": wall, "busy": busy}
+    if wall is not None and busy is not None:
+        row["idle"] = max(0, wall - busy)
+    columns = [(column, ",.3f") for column in ("wall", "busy", "idle")]
+    show("a step|wall ms|device works|is idle", columns, {name: row})
+    kernels = {kernel["name"][:60]: kernel for kernel in found.get("kernels", [])}
+    show("its kernels|us per step|calls", [("us", ",.1f"), ("calls", ",.1f")], kernels)
 
 
 def decoding(section: Section) -> LLM:
     """An engine whose sequences have computed their prompts, and do not end while measured."""
     sizes = section.sizes
-    options = {"max_model_len": 4096} | sizes.options
-    llm, _ = new_llm(section, dtype=section.dtype_name, attention_backend="triton", **options)
+    llm, _ = new_llm(section)
     params = SamplingParams(temperature=0.6, max_tokens=12 * sizes.steps + 10, ignore_eos=True)
     longest = sizes.context * 3 // 2  # then the mean is the context
     begin_decodes(llm, random_prompts(llm, sizes.batch, longest), params)
     return llm
 
 
-def leave(llm: LLM, count: int) -> dict:
-    """Aborts all requests but so many."""
-    for name in list(llm.requests)[count:]:
-        llm.abort(name)
-    llm.step(report=False)
-    return {"requests": len(llm.requests)}
+def contexts_of(llm: LLM) -> dict:
+    contexts = [len(request.sequences[0]) for request in llm.requests.values()]
+    return {"sequences": len(contexts), "contexts": contexts}
 
 
 def mixed_step(llm: LLM, chunk: int) -> float:
@@ -134,13 +118,9 @@ def sampling_times(section: Section) -> dict:
     """Milliseconds for a batch of logits, with and without filters."""
     from nanovllm.layers import triton_ops
 
-    rows = section.sizes.rows
-    vocab = section.sizes.vocab
-    logits = 4 * randn(section, rows, vocab)
-    numbers = torch.arange(rows, device=section.device)
-    top_k = torch.full_like(numbers, 20)
-    top_p = torch.full((rows,), 0.95, device=section.device)
-    plain = Sampling(torch.ones_like(top_p), seed=numbers, position=numbers)
+    logits, plain = sampled_rows(section)
+    top_k = torch.full_like(plain.seed, 20)
+    top_p = torch.full_like(plain.temperature, 0.95)
     short = replace(plain, top_k=top_k, max_top_k=20, all_have_top_k=True)
     kinds = {
         "plain": plain,
@@ -157,6 +137,14 @@ def sampling_times(section: Section) -> dict:
     return medians
 
 
+def sampled_rows(section: Section) -> tuple[torch.Tensor, Sampling]:
+    """Logits of a batch, and how their tokens are drawn: without filters."""
+    rows = section.sizes.batch
+    logits = 4 * torch.randn(rows, section.sizes.vocab, device=section.device).to(section.dtype)
+    numbers = torch.arange(rows, device=section.device)
+    return logits, Sampling(torch.ones_like(numbers).float(), seed=numbers, position=numbers)
+
+
 def seconds_behind_a_pause(section: Section, call: Callable) -> float:
     """Of the call's kernels: while the GPU pauses, Python launches all of them, as it does while
     the model runs."""
@@ -165,24 +153,7 @@ def seconds_behind_a_pause(section: Section, call: Callable) -> float:
     return seconds_of(call, section.device)
 
 
-def milliseconds(section: Section, name: str) -> dict[str, dict]:
-    """The numbers of a case as records of a table; none where it has failed."""
-    numbers = section.cases.get(name, {}).items()
-    return {str(key): {"ms": value} for key, value in numbers if isinstance(value, float)}
-
-
-def wall_time(step: Callable, count: int) -> dict:
-    seconds: list[float] = []
-    for _ in range(count):
-        timed(step, seconds)()
-    return percentiles(seconds)
-
-
-def percentiles(seconds: list[float]) -> dict:
-    return {f"ms_p{q}": 1000 * (percentile(seconds, q) or 0) for q in (10, 50, 90)}
-
-
-def phases(llm: LLM, step: Callable, count: int) -> dict:
+def phases_of(llm: LLM, step: Callable, count: int) -> dict:
     """Median milliseconds per step of each.
 
     `launch` has those from `prepare` to `sample` in it; `collect` waits for the tokens.
@@ -201,13 +172,11 @@ def phases(llm: LLM, step: Callable, count: int) -> dict:
         "update": (llm.scheduler, "update"),
         "_deliver": (llm, "_deliver"),
     }
-    log: dict[str, list[float]] = {label: [] for label in watched}
     with ExitStack() as patches:
-        for label, (owner, name) in watched.items():
-            patches.enter_context(watch(owner, name, log[label]))
+        calls = {label: Watched(patches, *place) for label, place in watched.items()}
         for _ in range(count):
             step()
-    return {label: 1000 * (percentile(seconds, 50) or 0) for label, seconds in log.items()}
+    return {label: 1000 * (percentile(call.seconds, 50) or 0) for label, call in calls.items()}
 
 
 def profiled(section: Section, step: Callable) -> dict:
@@ -240,12 +209,13 @@ def replays(section: Section, llm: LLM) -> dict:
     real = runner.launch
     medians: dict[int, float] = {}
 
-    def median(size: int) -> float:
-        graph = runner.graphs.replays[Size(size)]
+    def median(step: StepInputs) -> float:
+        size = runner.graphs.size_for(step)
+        runner.graphs.run(step, size)
 
         def in_a_row() -> None:
             for _ in range(count):
-                graph()
+                runner.graphs.replays[size]()
 
         times = [seconds_of(in_a_row, section.device) for _ in range(section.sizes.steps)]
         return 1000 * (percentile(times, 50) or 0) / count
@@ -254,11 +224,13 @@ def replays(section: Section, llm: LLM) -> dict:
     def replay_and_launch(schedule: Schedule):
         for size in section.sizes.replays:
             if len(schedule.items) >= size:
-                first = Schedule(items=schedule.items[:size])
-                runner.graphs.run(runner.prepare(first), Size(size))
-                medians[size] = median(size)
+                medians[size] = median(runner.prepare(Schedule(items=schedule.items[:size])))
         return real(schedule)
 
     with mock.patch.object(runner, "launch", replay_and_launch):
         llm.step(report=False)
     return medians
+
+
+if __name__ == "__main__":
+    run(decode_step)

@@ -11,7 +11,6 @@ from transformers import AutoConfig
 from measure.first_contact.section import Section
 from nanovllm import LLM, SamplingParams, model_runner
 from nanovllm.device import cuda_graphs, memory
-from nanovllm.device.cuda_graphs import Size
 from nanovllm.loader import new_model
 from nanovllm.model_runner import ModelRunner
 from nanovllm.models.qwen import Qwen
@@ -39,7 +38,7 @@ def larger_step(section: Section) -> dict:
     schedule = decodes(sizes.batch, sizes.context, blocks_each)
     runner.run(schedule)
     wall = [seconds_of_run(runner, schedule) for _ in range(sizes.steps)]
-    graph = runner.graphs.replays[Size(sizes.batch)]
+    graph = runner.graphs.replays[runner.graphs.size_for(runner.prepare(schedule))]
     replays = [seconds_of(graph, section.device) for _ in range(sizes.steps)]
     median = percentile(replays, 50) or 0.0
     work = work_of(shape, items, sampled=0)
@@ -61,13 +60,12 @@ def seconds_of_run(runner: ModelRunner, schedule: Schedule) -> float:
 
 
 def only_runner(section: Section, num_blocks: int) -> ModelRunner:
-    """With one graph: that of the whole batch."""
+    """With one graph of decodes: that of the whole batch."""
     folder = section.folder / "larger"
     AutoConfig.for_model(**COMMON | section.sizes.larger).save_pretrained(folder)
-    sizes = [Size(section.sizes.batch)]
     with (
         mock.patch.object(model_runner, "load_model", random_model),
-        mock.patch.object(cuda_graphs, "graph_sizes", lambda limits: sizes),
+        mock.patch.object(cuda_graphs, "DECODES", [section.sizes.batch]),
     ):
         llm = LLM(
             str(folder),
@@ -76,7 +74,7 @@ def only_runner(section: Section, num_blocks: int) -> ModelRunner:
             block_size=BLOCK_SIZE,
             num_blocks=num_blocks,
             max_num_seqs=section.sizes.batch,
-            max_model_len=section.sizes.options.get("max_model_len", 4096),
+            max_model_len=section.sizes.options["max_model_len"],
         )
     return llm.runner
 

@@ -1,4 +1,4 @@
-"""Section 1: what the machine is, and its two ceilings."""
+"""What the machine is, and its two ceilings; and the model that the other parts run."""
 
 import os
 import platform
@@ -10,20 +10,22 @@ from pathlib import Path
 
 import torch
 
-from measure.first_contact.section import Section
+from measure.first_contact.section import Section, run
 from tutorials.machine import environment, installed, this_machine
 
 
 def machine(section: Section) -> None:
     """Versions, the GPU, a C compiler (Triton needs one), and the two ceilings."""
-    section.case("versions", versions)
-    section.case("device", partial(device_facts, section))
-    section.case("ceilings", lambda: this_machine(section.device, section.dtype)._asdict())
-    section.case("under load", partial(under_load, section))
-    for case in section.cases.values():
-        for name, value in case.items():
+    cases = {
+        "versions": versions,
+        "device": partial(device_facts, section),
+        "ceilings": lambda: this_machine(section.device, section.dtype)._asdict(),
+        "under load": partial(under_load, section),
+        "model": lambda: {"path": section.model},
+    }
+    for case, call in cases.items():
+        for name, value in section.case(case, call).items():
             print(f"{name:17} {value}")
-    print()
 
 
 def versions() -> dict:
@@ -83,3 +85,7 @@ def under_load(section: Section) -> dict:
         for _ in range(500):
             a @ a
     return nvidia_smi("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")
+
+
+if __name__ == "__main__":
+    run(machine)

@@ -1,8 +1,5 @@
-"""Section 7: what some users ask for: penalties, streams, mapped memory, ranks; and what a failed
-step leaves behind."""
+"""What some users ask for: penalties, streams, mapped memory; and what a failed step leaves behind."""
 
-import json
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -14,19 +11,19 @@ from unittest import mock
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from measure.first_contact.decode_step import leave, phases, wall_time
-from measure.first_contact.engine import generate, token_ids
-from measure.first_contact.job import PACKAGE
-from measure.first_contact.section import Section, run
+from measure.first_contact.section import Section, run, show
 from measure.first_contact.start import (
+    Watched,
     begin_decodes,
+    leave,
     new_llm,
     random_prompts,
-    watch,
+    wall_time,
 )
 from nanovllm import LLM, SamplingParams
 from nanovllm.frontend.streaming import Reader
 from nanovllm.vattention.memory import HostMemory
+from tutorials.report import percentile
 
 KINDS: dict[str, dict] = {  # parameters of the requests
     "plain": {},
@@ -34,30 +31,16 @@ KINDS: dict[str, dict] = {  # parameters of the requests
     "streamed": {},
 }
 PAGE_CALLS = "cuMemCreate cuMemAddressReserve cuMemMap cuMemUnmap cuMemSetAccess".split()
-Seconds = dict[str, list[float]]  # of each call, by the function's name
 
 
 def options(section: Section) -> None:
-    """Steps with penalties and with streams, an answer after a failed step, vAttention, a rank."""
+    """Steps with penalties and with streams, an answer after a failed step, and vAttention."""
     of_one_engine(section)
-    section.case("vAttention", partial(mapped, section))
-    section.case("one rank", partial(one_rank, section))
-    show(section)
-
-
-def show(section: Section) -> None:
-    kinds = {kind: section.cases.get(kind, {}) for kind in KINDS}
-    columns = [(name, ",.3f") for name in ("ms", "launch_ms", "deliver_ms")]
-    columns += [("tokens_per_second", ",.0f")]
-    section.show("decodes|ms|launch|deliver|tokens/s", columns, kinds)
+    facts = section.case("vAttention", partial(mapped, section))
     for when in ("start", "step"):
-        calls = section.cases.get("vAttention", {}).get(f"calls_of_{when}", {})
         header = f"calls of vAttention's {when}|calls|ms"
-        section.show(header, [("calls", ",.1f"), ("ms", ",.3f")], calls)
-    ranks = section.cases.get("one rank", {}).get("report", {})
-    section.show("ranks|start s|ms", [("start_seconds", ",.1f"), ("ms", ",.3f")], ranks)
-    for name in ("a failed step", "vAttention"):
-        print(f"{name}:", section.cases.get(name), flush=True)
+        show(header, [("calls", ",.1f"), ("ms", ",.3f")], facts.get(f"calls_of_{when}", {}))
+    print("vAttention:", facts, flush=True)
 
 
 def of_one_engine(section: Section) -> None:
@@ -65,7 +48,8 @@ def of_one_engine(section: Section) -> None:
     made: list[LLM] = []
 
     def start() -> dict:
-        llm, facts = new_llm(section, dtype=section.dtype_name, **options_of(section))
+        # without a prefix cache the same prompts are computed again, in the same steps
+        llm, facts = new_llm(section, enable_prefix_caching=False)
         llm.tokenizer = SimpleNamespace(backend_tokenizer=words(llm.runner.vocab_size))
         made.append(llm)
         return facts
@@ -74,15 +58,13 @@ def of_one_engine(section: Section) -> None:
     if not made:
         return
     (llm,) = made
+    kinds = {}
     for name, params in KINDS.items():
-        section.case(name, partial(decodes, section, llm, params, name == "streamed"))
-    section.case("a failed step", partial(answer_after_failure, section, llm))
-
-
-def options_of(section: Section) -> dict:
-    """Without a prefix cache: the same prompts are computed again, in the same steps."""
-    options = {"attention_backend": "triton", "enable_prefix_caching": False}
-    return options | {"max_model_len": 4096} | section.sizes.options
+        kinds[name] = section.case(name, partial(decodes, section, llm, params, name == "streamed"))
+    columns = [(name, ",.3f") for name in ("ms", "launch_ms", "deliver_ms")]
+    columns += [("tokens_per_second", ",.0f")]
+    show("decodes|ms|launch|deliver|tokens/s", columns, kinds)
+    print("a failed step:", section.case("a failed step", partial(after_failure, section, llm)))
 
 
 def words(vocab_size: int) -> Tokenizer:
@@ -98,13 +80,16 @@ def decodes(section: Section, llm: LLM, params: dict, is_streamed: bool) -> dict
     num_tokens = 2 * sizes.steps + 100  # those that come first go on while others begin
     all_params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, **params)
     prompts = random_prompts(llm, sizes.batch, sizes.context * 3 // 2)
-    replies = begin_decodes(llm, prompts, all_params, "generate")
+    replies = begin_decodes(llm, prompts, all_params)
     readers = [Reader(reply) for reply in replies if is_streamed]
     step = partial(llm.step, report=False)
     llm.meanwhile.append(lambda: [reader.news() for reader in readers])
     try:
         ms = wall_time(step, sizes.steps)["ms_p50"]
-        host = phases(llm, step, sizes.steps)
+        with ExitStack() as patches:
+            launch = Watched(patches, llm.runner, "launch")
+            deliver = Watched(patches, llm, "_deliver")
+            wall_time(step, sizes.steps)
     finally:
         llm.meanwhile.pop()
     num_left = len(llm.requests)
@@ -114,24 +99,24 @@ def decodes(section: Section, llm: LLM, params: dict, is_streamed: bool) -> dict
     return {
         "ms": ms,
         "tokens_per_second": 1000 * sizes.batch / ms,
-        "launch_ms": host["launch"],
-        "deliver_ms": host["_deliver"],
+        "launch_ms": 1000 * (percentile(launch.seconds, 50) or 0),
+        "deliver_ms": 1000 * (percentile(deliver.seconds, 50) or 0),
     }
 
 
-def answer_after_failure(section: Section, llm: LLM) -> dict:
+def after_failure(section: Section, llm: LLM) -> dict:
     """A step fails once: its requests are answered all the same, and later ones as before."""
     leave(llm, 0)
-    facts: dict[str, Any] = {}
-    answer = partial(generate, section, llm, facts, 4)
-    before = token_ids(answer())
+    before = greedy(section, llm)
     with mock.patch.object(llm.runner, "sample", failing_once(llm.runner.sample)):
-        meanwhile = token_ids(answer())
-    after = token_ids(answer())
-    facts["failed_steps"] = llm.stats()["failed_steps"]
-    # those that began anew were computed in other chunks, which round differently
-    facts["same_meanwhile"] = sum(one == other for one, other in zip(before, meanwhile))
-    facts["same"] = sum(one == other for one, other in zip(before, after))
+        meanwhile = greedy(section, llm)
+    after = greedy(section, llm)
+    facts = {
+        "failed_steps": llm.stats()["failed_steps"],
+        # requests that began anew were computed in other chunks, which round differently
+        "same_meanwhile": sum(one == other for one, other in zip(before, meanwhile)),
+        "same": sum(one == other for one, other in zip(before, after)),
+    }
     if facts["failed_steps"] == 0:
         facts["error"] = "no step has failed"
     elif any(len(tokens) != 4 for tokens in meanwhile):
@@ -139,6 +124,14 @@ def answer_after_failure(section: Section, llm: LLM) -> dict:
     elif after != before:
         facts["error"] = f"{facts['same']} of {len(before)} answers are as before"
     return facts
+
+
+def greedy(section: Section, llm: LLM) -> list[list[int]]:
+    """Four tokens of each answer."""
+    prompts = random_prompts(llm, section.sizes.prompts, 4 * section.sizes.tokens)
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs]
 
 
 def failing_once(call: Callable) -> Callable:
@@ -153,31 +146,26 @@ def failing_once(call: Callable) -> Callable:
     return failing
 
 
-# --- vAttention ---
-
-
 def mapped(section: Section) -> dict:
     """Seconds of a start with mapped memory, milliseconds of a step, and the calls that map pages.
 
     With as many rows as an engine has by default.
     """
-    num_seqs, num_tokens = section.sizes.greedy
-    options = {"max_model_len": 4096} | section.sizes.options | {"num_blocks": 2000}
-    with page_calls(section) as seconds:
-        backend = {"dtype": section.dtype_name, "attention_backend": "vattention"}
-        llm, facts = new_llm(section, **backend, **options)
-        facts["calls_of_start"] = summary(seconds)
-        params = SamplingParams(max_tokens=section.sizes.steps + 60, ignore_eos=True)
-        begin_decodes(llm, random_prompts(llm, num_seqs, 4 * num_tokens), params)
-        seconds_before = {name: len(values) for name, values in seconds.items()}
-        facts["step"] = wall_time(partial(llm.step, report=False), section.sizes.steps)
-        of_steps = {name: values[seconds_before[name] :] for name, values in seconds.items()}
-    facts["calls_of_step"] = summary(of_steps, section.sizes.steps)
+    sizes = section.sizes
+    with page_calls(section) as calls:
+        llm, facts = new_llm(section, attention_backend="vattention", num_blocks=2000)
+        facts["calls_of_start"] = summary(calls)
+        params = SamplingParams(max_tokens=sizes.steps + 60, ignore_eos=True)
+        begin_decodes(llm, random_prompts(llm, sizes.prompts, 4 * sizes.tokens), params)
+        for call in calls.values():
+            call.seconds.clear()
+        facts["step"] = wall_time(partial(llm.step, report=False), sizes.steps)
+    facts["calls_of_step"] = summary(calls, sizes.steps)
     return facts
 
 
 @contextmanager
-def page_calls(section: Section) -> Iterator[Seconds]:
+def page_calls(section: Section) -> Iterator[dict[str, Watched]]:
     """Notes each call that maps pages: of the GPU's driver, or, with --cpu, of the host's memory."""
     owner: Any = HostMemory
     names = ["reserve", "map", "unmap"]
@@ -186,28 +174,18 @@ def page_calls(section: Section) -> Iterator[Seconds]:
 
         owner = driver
         names = PAGE_CALLS
-    seconds: Seconds = {name: [] for name in names}
     with ExitStack() as patches:
-        for name in names:
-            patches.enter_context(watch(owner, name, seconds[name]))
-        yield seconds
+        yield {name: Watched(patches, owner, name) for name in names}
 
 
-def summary(seconds: Seconds, steps: int = 1) -> dict[str, dict]:
+def summary(calls: dict[str, Watched], steps: int = 1) -> dict[str, dict]:
     """Calls and milliseconds per step."""
     found = {}
-    for name, values in seconds.items():
-        found[name] = {"calls": len(values) / steps, "ms": 1000 * sum(values) / steps}
+    for name, call in calls.items():
+        count = len(call.seconds)
+        found[name] = {"calls": count / steps, "ms": 1000 * sum(call.seconds) / steps}
     return found
 
 
-# --- ranks ---
-
-
-def one_rank(section: Section) -> dict:
-    """In a program of its own: what hangs in a collective is ended by the clock."""
-    file = section.folder / "one_rank.json"
-    program = [sys.executable, "-m", f"{PACKAGE}.one_rank"]
-    device = "cpu" if section.cpu else "cuda:0"
-    result = run([*program, section.model(), device, str(file)], section.seconds_left())
-    return result | {"report": json.loads(file.read_text())} if result["status"] == 0 else result
+if __name__ == "__main__":
+    run(options)

@@ -1,11 +1,11 @@
-"""Section 8: which tiles, splits and parts of attention are fastest, and which tile of the sampler."""
+"""Which tiles, splits and parts of attention are fastest, and which tile of the sampler."""
 
 import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from multiprocessing import get_context
+from multiprocessing import TimeoutError, get_context
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -13,26 +13,22 @@ from unittest import mock
 import torch
 
 from measure.attention import seconds_per_layer
-from measure.first_contact.decode_step import milliseconds, seconds_behind_a_pause
-from measure.first_contact.job import Job
-from measure.first_contact.kernels import (
-    BLOCK_SIZE,
-    HEAD_DIM,
-    HEADS,
-    KV_HEADS,
-    SCALE,
-    difference,
-    randn,
-)
-from measure.first_contact.section import Section
+from measure.first_contact.decode_step import sampled_rows, seconds_behind_a_pause
+from measure.first_contact.section import Section, milliseconds, run, show
 from nanovllm.layers import attention
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import KVCache
-from nanovllm.layers.sampler import Sampling
 from nanovllm.simulator.cost_model import Hardware, visible_keys
 from tutorials.machine import this_machine
 from tutorials.report import percentile
 
+HEADS = 16  # this and the next three: Qwen3-0.6B's attention
+KV_HEADS = 8
+HEAD_DIM = 128
+SCALE = HEAD_DIM**-0.5
+BLOCK_SIZE = 16
+ALLOWED = 2e-2  # error of a result, as a share of its largest number
+COMPILE_SECONDS = 25
 Tile = tuple[int, ...]  # tokens, rows, keys, warps, stages
 
 
@@ -66,7 +62,7 @@ PREFILL_TILES = [  # rows, keys, warps, stages
 SAMPLER_TILES = [(2048, 8), (4096, 4), (4096, 8), (8192, 8)]  # tokens, warps
 
 
-class Swept(NamedTuple):
+class Load(NamedTuple):
     """Sequences with equally many queries, over so many layers that no cache holds their keys."""
 
     batch: Batch
@@ -75,7 +71,7 @@ class Swept(NamedTuple):
     kv_bytes: int  # per layer
 
 
-def swept(section: Section, contexts: list[int], queries: int) -> Swept:
+def new_load(section: Section, contexts: list[int], queries: int) -> Load:
     device = section.device
     counts = torch.tensor([-(-context // BLOCK_SIZE) for context in contexts])
     kv_bytes = 2 * sum(contexts) * KV_HEADS * HEAD_DIM * section.dtype.itemsize
@@ -93,11 +89,12 @@ def swept(section: Section, contexts: list[int], queries: int) -> Swept:
         num_decodes=len(contexts) if queries == 1 else 0,
         max_context=max(contexts),
     )
-    return Swept(batch, randn(section, num_tokens, HEADS, HEAD_DIM), layers, kv_bytes)
+    q = torch.randn(num_tokens, HEADS, HEAD_DIM, device=device).to(section.dtype)
+    return Load(batch, q, layers, kv_bytes)
 
 
 @contextmanager
-def attention_with(case: Swept, choice: Choice) -> Iterator[Callable]:
+def attention_with(load: Load, choice: Choice) -> Iterator[Callable]:
     """A function of a layer. What cannot be launched raises when it is called."""
     from nanovllm.layers import triton_attention
 
@@ -105,43 +102,29 @@ def attention_with(case: Swept, choice: Choice) -> Iterator[Callable]:
     if choice.tile:
         sizes = lambda *_: triton_attention.Tile(*choice.tile)  # noqa: E731
     part = choice.part or triton_attention.PART
-    call = partial(triton_attention.paged_attention, case.q, case.batch, scale=SCALE)
+    call = partial(triton_attention.paged_attention, load.q, load.batch, scale=SCALE)
     with (
         mock.patch.object(triton_attention, "tile_sizes", sizes),
         mock.patch.object(triton_attention, "PART", part),
         torch.inference_mode(),
     ):
-        case.batch.layout = choice.splits or triton_attention.layout(case.batch)
+        load.batch.layout = choice.splits or triton_attention.layout(load.batch)
         yield call
 
 
-def time_of(section: Section, case: Swept, choice: Choice, expected: torch.Tensor) -> dict:
-    """Microseconds of a choice, and how far off its result is."""
-    with attention_with(case, choice) as call:
-        checked = difference(call(layer=0), expected)
-        return checked | {"us": 1e6 * seconds_per_layer(call, case.layers, section.device)}
-
-
-def all_times(section: Section, case: Swept, choices: list[Choice], floor_seconds: float) -> dict:
-    """Of all choices, best first; `share` is the floor by the time."""
-    expected = attention.paged_attention(case.q, case.batch, 0, SCALE)
-    rows: list[dict] = []
-    for choice in choices:
-        if section.seconds_left() < 0:
-            break
-        row = described(choice)
-        try:
-            row |= time_of(section, case, choice, expected)
-            row["share"] = floor_seconds / row["us"] * 1e6
-        except Exception as error:  # more registers or shared memory than there are, for example
-            row["failed"] = f"{type(error).__name__}: {error}"
-        rows.append(row)
-        if "failed" in row and section.why_lost():
-            break
-    rows.sort(key=lambda row: row.get("us", float("inf")))
-    result: dict = {"rows": rows, "left_out": len(choices) - len(rows)}
-    wrong = [row for row in rows if "error" in row or "failed" in row]
-    return result | {"error": f"{len(wrong)} choices failed: {wrong[0]}"} if wrong else result
+def time_of(section: Section, load: Load, choice: Choice, expected: torch.Tensor) -> dict:
+    """Microseconds of a choice, and how far off its result is. A choice may need more registers or
+    shared memory than there are, for example: then why."""
+    try:
+        with attention_with(load, choice) as call:
+            error = (call(layer=0).float() - expected.float()).abs().max().item()
+            seconds = seconds_per_layer(call, load.layers, section.device)
+    except Exception as problem:
+        return {"failed": f"{type(problem).__name__}: {problem}"}
+    row = {"us": 1e6 * seconds, "difference": error}
+    if not error <= ALLOWED * expected.abs().max().item():  # or it is NaN
+        row["failed"] = f"it differs by {error:g}"
+    return row
 
 
 def described(choice: Choice) -> dict:
@@ -156,7 +139,7 @@ def decode_choices(section: Section) -> list[Choice]:
     """The engine's own choice is first."""
     choices = [Choice()]
     for tile in DECODE_TILES[: section.sizes.tiles]:
-        choices += [Choice((1, 16, *tile), splits) for splits in section.sizes.swept_splits]
+        choices += [Choice((1, 16, *tile), splits) for splits in section.sizes.splits]
     return choices
 
 
@@ -176,21 +159,21 @@ def part_choices(section: Section) -> list[Choice]:
     return [Choice(None, splits, part) for part in section.sizes.parts for splits in (0, most)]
 
 
-def compile_choice(job: Job, folder: Path, choice: Choice, queries: int) -> None:
+def compile_choice(cpu: bool, choice: Choice, queries: int) -> None:
     """In another process: leaves the kernel in Triton's cache on disk."""
-    section = Section(job, folder)
-    case = swept(section, [64, 32], queries)
-    with suppress(Exception), attention_with(case, choice) as call:
+    section = Section(Path(), cpu, Path())
+    load = new_load(section, [64, 32], queries)
+    with suppress(Exception), attention_with(load, choice) as call:
         call(layer=0)  # what fails is reported when it is measured
 
 
 def compile_choices(section: Section, decode: list[Choice], prefill: list[Choice]) -> dict:
-    """Ends after half of the time: what is not compiled then will be when it is measured."""
-    kinds = [(choice, 1) for choice in decode] + [(choice, 8) for choice in prefill]
-    compiled = partial(compile_choice, section.job, section.folder)
+    """What is not compiled in its time will be when it is measured."""
+    kinds = [(section.cpu, choice, 1) for choice in decode]
+    kinds += [(section.cpu, choice, 8) for choice in prefill]
     start = time.perf_counter()
-    with get_context("spawn").Pool(1 if section.cpu else 8) as pool:  # whose end ends all workers
-        pool.starmap_async(compiled, kinds, chunksize=1).get(section.seconds_left() / 2)
+    with get_context("spawn").Pool(1 if section.cpu else 8) as pool, suppress(TimeoutError):
+        pool.starmap_async(compile_choice, kinds, chunksize=1).get(COMPILE_SECONDS)
     return {"seconds": time.perf_counter() - start, "kernels": len(kinds)}
 
 
@@ -202,22 +185,21 @@ def sweep(section: Section) -> None:
     parts = part_choices(section)
     prefill = prefill_choices(section)
     section.case("compile", partial(compile_choices, section, [*parts, *decode], prefill))
-    section.case("sampler", partial(sampler_times, section))
-    section.show("sampler: tile, warps|ms", [("ms", ",.3f")], milliseconds(section, "sampler"))
+    times = section.case("sampler", partial(sampler_times, section))
+    show("sampler: tile, warps|ms", [("ms", ",.3f")], milliseconds(times))
     measured = lambda: this_machine(section.device, section.dtype)._asdict()  # noqa: E731
-    section.case("ceilings", measured)
-    if "name" not in section.cases.get("ceilings", {}):
-        return  # it has failed, or there was no time
-    hardware = Hardware(**section.cases["ceilings"])
+    ceilings = section.case("ceilings", measured)
+    if "error" in ceilings:
+        return
+    swept = partial(swept_case, section, Hardware(**ceilings))
     prompts, length = sizes.prefill
-    run = partial(swept_case, section, hardware)
     for mean in sizes.contexts:
         for count in sizes.few:
-            run(f"parts: {count} x {mean}", contexts_around(mean, count), 1, parts)
-    run("prompts", [length] * prompts, length, prefill)
+            swept(f"parts: {count} x {mean}", contexts_around(mean, count), 1, parts)
+    swept("prompts", [length] * prompts, length, prefill)
     for mean in sizes.contexts:
         for count in sizes.swept:
-            run(f"{count} x {mean}", contexts_around(mean, count), 1, decode)
+            swept(f"{count} x {mean}", contexts_around(mean, count), 1, decode)
 
 
 def contexts_around(mean: int, count: int) -> list[int]:
@@ -245,10 +227,7 @@ def sampler_times(section: Section) -> dict:
     """Milliseconds for a batch of logits, by tile and warps."""
     from nanovllm.layers import triton_ops
 
-    logits = 4 * randn(section, section.sizes.rows, section.sizes.vocab)
-    numbers = torch.arange(len(logits), device=section.device)
-    sampling = Sampling(torch.ones_like(numbers).float(), seed=numbers, position=numbers)
-    call = partial(triton_ops.sample, logits, sampling)
+    call = partial(triton_ops.sample, *sampled_rows(section))
     medians = {}
     for tile, warps in SAMPLER_TILES:
         kernel = Relaunched(triton_ops.sample_kernel, tile, warps)
@@ -268,18 +247,38 @@ def swept_case(
     choices: list[Choice],
 ) -> None:
     """Measures the choices for one batch, and prints the best five."""
-
-    def measured() -> dict:
-        case = swept(section, contexts, queries)
-        pairs = sum(visible_keys(queries, context) for context in contexts)
-        floor = 4 * HEADS * HEAD_DIM * pairs / hardware.flops_per_second
-        if queries == 1:
-            floor = case.kv_bytes / hardware.bytes_per_second
-        return all_times(section, case, choices, floor)
-
-    section.case(name, measured)
-    rows = section.cases.get(name, {}).get("rows", [])
-    best = {f"{i}: {row['tile']}": row for i, row in enumerate(rows[:5], 1)}
+    facts = section.case(name, partial(swept, section, hardware, contexts, queries, choices))
+    best = {f"{i}: {row['tile']}": row for i, row in enumerate(facts.get("rows", [])[:5], 1)}
     columns = [("splits", ""), ("part", ""), ("us", ",.1f")]
     columns += [("share", ".0%"), ("difference", ".0e")]
-    section.show(f"{name}|splits|part|us|share|error", columns, best)
+    show(f"{name}|splits|part|us|share|error", columns, best)
+
+
+def swept(
+    section: Section,
+    hardware: Hardware,
+    contexts: list[int],
+    queries: int,
+    choices: list[Choice],
+) -> dict:
+    """All choices, best first; `share` is the floor by the time."""
+    load = new_load(section, contexts, queries)
+    pairs = sum(visible_keys(queries, context) for context in contexts)
+    floor = 4 * HEADS * HEAD_DIM * pairs / hardware.flops_per_second
+    if queries == 1:
+        floor = load.kv_bytes / hardware.bytes_per_second
+    expected = attention.paged_attention(load.q, load.batch, 0, SCALE)
+    rows = []
+    for choice in choices:
+        row = described(choice) | time_of(section, load, choice, expected)
+        if "us" in row:
+            row["share"] = floor / row["us"] * 1e6
+        rows.append(row)
+    rows.sort(key=lambda row: row.get("us", float("inf")))
+    wrong = [row for row in rows if "failed" in row]
+    error = {"error": f"{len(wrong)} choices failed: {wrong[0]}"} if wrong else {}
+    return {"rows": rows} | error
+
+
+if __name__ == "__main__":
+    run(sweep)

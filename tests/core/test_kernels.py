@@ -14,18 +14,17 @@ import pytest
 import torch
 from checkpoints import new_model, save
 from compile_kernels import ptxas_problem
+from far_blocks import moved_away
 
-from measure.first_contact.apart import interpreter_problem
-from measure.first_contact.kernels import moved_away
 from nanovllm import LLM, SamplingParams
 from nanovllm.layers import attention, torch_ops, triton_attention
 from nanovllm.layers.kv_cache import KVCache
-from tutorials.machine import installed
+from tutorials.machine import interpreter_problem
 from tutorials.performance.batches import BORDERS, random_batch
 
 ROOT = Path(__file__).parents[2]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-PROBLEM = interpreter_problem(installed("triton"), installed("numpy"))
+PROBLEM = interpreter_problem()
 pytestmark = pytest.mark.skipif(DEVICE == "cpu" and PROBLEM is not None, reason=str(PROBLEM))
 MIXTURE = [(1, 9), (5, 5), (3, 20), (1, 1), (1, 33), (17, 40)]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}

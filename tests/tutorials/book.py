@@ -50,10 +50,9 @@ def needs_the_interpreter(number: str) -> None:
     """Skips what is of chapter 10 where Triton's interpreter does not run."""
     if number == "10":
         # this file is also imported where the root is not on the path yet
-        from measure.first_contact.apart import interpreter_problem
-        from tutorials.machine import installed
+        from tutorials.machine import interpreter_problem
 
-        problem = interpreter_problem(installed("triton"), installed("numpy"))
+        problem = interpreter_problem()
         if problem:
             pytest.skip(problem)
         pytest.importorskip("triton", reason="Triton is there for Linux")

@@ -1,4 +1,4 @@
-"""The program for the first minutes on a GPU runs without one, so that no typo waits for that day.
+"""scripts/first_contact runs without a GPU, so that no typo waits for the first minutes on one.
 
 Run: pytest tests/tutorials/test_first_contact.py --slow
 """
@@ -8,95 +8,80 @@ import json
 import os
 import pkgutil
 import re
-import signal
 import subprocess
 import sys
-import time
-from contextlib import suppress
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from measure.first_contact import decode_step, options, start, sweep, tests
-from measure.first_contact.apart import GRACE, interpreter_problem, run_apart
+from measure.first_contact import decode_step, options, sweep
 from measure.first_contact.engine import ALLOWED_OVER, compilations, complaints
-from measure.first_contact.job import (
-    MINUTES,
-    PACKAGE,
-    SECTIONS,
-    Job,
-    job_of,
-    number_of,
-)
 from measure.first_contact.machine import nvidia_smi
-from measure.first_contact.section import (
-    PATIENCE,
-    DeviceLostError,
-    Section,
-    interrupted,
-)
-from measure.first_contact.section import run as run_program
-from nanovllm.config import Config
-from nanovllm.device import memory
-from nanovllm.model_runner import ModelRunner
+from measure.first_contact.section import Section
+from measure.first_contact.start import Watched
 from nanovllm.vattention import memory as virtual_memory
 from tutorials import machine
 
 ROOT = Path(__file__).parents[2]
-PROBLEM = interpreter_problem(machine.installed("triton"), machine.installed("numpy"))
-
-
-def sections(*names: str) -> list[dict]:
-    """What the command has written with --cpu, and a thousand minutes of time."""
-    numbers = ",".join(str(number_of(name)) for name in names)
-    with TemporaryDirectory() as folder:
-        options = ["--cpu", "--sections", numbers, "--out", folder, "--minutes", "1000"]
-        command = [sys.executable, "-m", PACKAGE, *options]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-        jobs = [job_of(name, Path(folder), 0, cpu=True) for name in names]
-        assert {job.path for job in jobs} == set(Path(folder).iterdir())
-        return [json.loads(job.path.read_text()) for job in jobs]
-
-
-def check(results: dict) -> None:
-    assert results["cases"] and results["skipped"] == []
-    assert not {"error", "doing"} & results.keys()
+SCRIPT = (ROOT / "scripts" / "first_contact").read_text()
+CALLS = re.findall(r"^(contact|tests|benchmark|part) (\w+) (\d+)", SCRIPT, re.MULTILINE)
+PARTS = [name for kind, name, _ in CALLS if kind == "contact"]
+PROBLEM = machine.interpreter_problem()
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="Triton runs on Linux")
 
 
 @pytest.mark.slow
+@on_linux
 @pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
-def test_the_machine_is_measured_on_a_cpu():
-    (results,) = sections("machine")
-    check(results)
-    assert results["cases"]["ceilings"]["flops_per_second"] > 0
+@pytest.mark.parametrize("name", [*PARTS, "benchmark_4096", "calibration"])
+def test_a_part_runs_on_a_cpu(name, tmp_path):
+    command = ["scripts/first_contact", "--cpu", name]
+    environ = os.environ | {"OUT": str(tmp_path)}
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.endswith("=== failed: nothing\n"), done.stdout
+    assert {path.name for path in tmp_path.iterdir()} == {f"{name}.json", f"{name}.txt"}
+    results = json.loads((tmp_path / f"{name}.json").read_text())
+    if name in PARTS:
+        assert results["cases"] and not {"error", "doing"} & results.keys()
+
+
+def test_the_parts_take_nine_minutes_together():
+    assert sum(int(seconds) for _, _, seconds in CALLS) == 9 * 60
+
+
+PYTHON = """#!/bin/sh
+case "$*" in
+    *.engine*) exit 3 ;;
+    *"-k memory_stays"*) trap 'echo FAILED late; exit' INT; while true; do sleep 0.1; done ;;
+    *.options*) trap '' INT; sleep 1000000 & wait; sleep 1000000 ;;
+esac
+"""
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
-@pytest.mark.skipif(sys.platform != "linux", reason="Triton's interpreter runs on Linux")
-@pytest.mark.parametrize("name", [*SECTIONS][1:-1])  # the last one runs what needs a GPU
-def test_a_section_runs_on_a_cpu(name):
-    (results,) = sections(name)
-    check(results)
+@on_linux
+def test_a_part_that_fails_or_hangs_spares_the_others(tmp_path):
+    """The limit ends a part: pytest then still says what has failed. The script says which parts failed, and how."""
+    (tmp_path / "scripts").mkdir()
+    script = re.sub(r"(contact options|tests memory) \d+", r"\1 1", SCRIPT)
+    for name, text in (("first_contact", script.replace("after=5", "after=1")), ("python", PYTHON)):
+        (tmp_path / "scripts" / name).write_text(text)
+        (tmp_path / "scripts" / name).chmod(0o755)
+    environ = os.environ | {"PATH": f"{tmp_path / 'scripts'}:{os.environ['PATH']}"}
+    command = [str(tmp_path / "scripts" / "first_contact")]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True)
+    assert done.stdout.endswith("=== failed: engine (3) options (137) memory (124)\n")
+    assert done.returncode == 1 and done.stdout.count("=== ") == len(CALLS) + 1
+    assert "FAILED late" in (tmp_path / "first_contact" / "memory.txt").read_text()
 
 
-def test_every_section_says_what_it_is():
-    for name in SECTIONS:
-        assert pkgutil.resolve_name(job_of(name, ROOT, 0, cpu=True).function).__doc__
-
-
-def test_the_sections_share_the_time_and_end_within_ten_minutes():
-    assert sum(SECTIONS.values()) == MINUTES * 60
-    assert MINUTES * 60 + GRACE < 10 * 60 and PATIENCE < GRACE
-
-
-SERVER = ["fastapi", "httpx", "openai", "prometheus_client", "ray", "starlette", "uvicorn"]
-MISSING = [*SERVER, "hypothesis", "matplotlib"]  # on a machine that is lent for some minutes
+MISSING = (
+    "fastapi httpx openai prometheus_client ray starlette uvicorn hypothesis matplotlib".split()
+)
 
 
 def without(modules: list[str], code: str) -> subprocess.CompletedProcess:
@@ -107,230 +92,119 @@ def without(modules: list[str], code: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arguments", [tests.alone(), tests.others()], ids=["alone", "others"])
-def test_the_tests_of_a_gpu_are_collected_without_extras(arguments, monkeypatch):
-    """Without other files, which would be skipped, or end the collection."""
-    options = ["--collect-only", "-p", "no:cacheprovider", *arguments]
-    if "-n" in arguments:
-        options += ["-p", "xdist.plugin"]
+def test_the_tests_of_a_gpu_are_collected_without_extras(monkeypatch):
+    """Other files would be skipped, or end the collection."""
+    names = re.findall(r"tests/(\w+)/test_(?:\{([\w,]+)\}|(\w+))\.py", SCRIPT)
+    files = {f"tests/{room}/test_{name}.py" for room, many, one in names for name in (many or one).split(",")}  # fmt: skip
+    assert len(files) == 6 and all((ROOT / file).exists() for file in files)
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # hypothesis is one
-    done = without(MISSING, f"import pytest; sys.exit(pytest.main({options}))")
+    arguments = ["--collect-only", "-p", "no:cacheprovider", "--slow", *sorted(files)]
+    done = without(MISSING, f"import pytest; sys.exit(pytest.main({arguments}))")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "SKIPPED" not in done.stdout
-    assert (tests.ALONE in done.stdout) == (arguments == tests.alone())
+    assert "SKIPPED" not in done.stdout and "memory_stays" in done.stdout
 
 
 @pytest.mark.slow
-def test_sections_are_imported_without_pytest_and_beside_another_package_of_tests(tmp_path):
+def test_parts_are_imported_without_pytest_and_beside_another_package_of_tests(tmp_path):
     """Some packages install their tests as a package `tests`, which wins over a mere folder."""
-    foreign = tmp_path / "tests"
-    foreign.mkdir()
-    (foreign / "__init__.py").touch()
-    names = [job_of(name, ROOT, 0, cpu=True).function for name in SECTIONS]
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "__init__.py").touch()
     code = f"import pkgutil; sys.path.append({str(tmp_path)!r})\n"
-    code += f"for name in {names}: assert pkgutil.resolve_name(name).__doc__\n"
+    code += f"for name in {PARTS}: pkgutil.resolve_name('measure.first_contact.' + name)\n"
     code += "import tests.tools.machines"  # as conftest.py does
     done = without([*MISSING, "pytest"], code)
     assert done.returncode == 0, done.stderr
 
 
-def test_which_numpy_the_interpreter_needs():
+def test_which_numpy_the_interpreter_needs(monkeypatch):
     told = "the interpreter of Triton 3.6.0 needs numpy < 2.4, and this is 2.4.6"
-    assert interpreter_problem("3.6.0", "2.4.6") == told
-    for versions in (("3.6.0", "2.3.5"), ("3.7.0", "2.4.6"), ("3.9.0", "2.10.0rc1")):
-        assert interpreter_problem(*versions) is None
-    assert interpreter_problem(None, "2.4.6") is None
+    for triton, numpy, expected in (
+        ("3.6.0", "2.4.6", told),
+        ("3.6.0", "2.3.5", None),
+        ("3.7.0", "2.4.6", None),
+        ("3.9.0", "2.10.0rc1", None),
+        (None, "2.4.6", None),
+    ):
+        monkeypatch.setattr(machine, "installed", {"triton": triton, "numpy": numpy}.get)
+        assert machine.interpreter_problem() == expected
 
 
-def endless(section: Section) -> None:
-    """A section that does not end."""
-    section.case("sleeping", lambda: time.sleep(10**6))
+# --- the cases of a part ---
 
 
-def crash(section: Section) -> None:
-    """A section whose process ends itself."""
-    section.case("crashing", os.abort)
-
-
-def leave_a_child(section: Section) -> None:
-    """A section whose process ends itself, but not what it has started."""
-    command = [sys.executable, "-c", "import time; time.sleep(10**6)"]
-    section.case("starting", lambda: {"child": subprocess.Popen(command).pid})
-    section.case("crashing", os.abort)
-
-
-def is_running(process_id: int) -> bool:
-    with suppress(OSError):
-        state = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
-        return state not in "ZX"  # ended, but nobody has asked how
-    return False
-
-
-def job(function, path: Path, seconds: float) -> Job:
-    name = f"{function.__module__}:{function.__name__}"
-    return Job(name, path / "x.json", time.time() + seconds, cpu=True)
-
-
-def test_who_is_ended_by_the_clock_is_told_so(tmp_path):
-    late = job(endless, tmp_path, seconds=0)
-    results = run_apart(late, grace=1)
-    told = r"section 'endless' was ended by the clock after \d+ seconds, while it was at '.+'"
-    assert re.fullmatch(told, results["error"])
-    assert json.loads(late.path.read_text())["error"] == results["error"]
-    assert list(tmp_path.iterdir()) == [late.path]
-
-
-@pytest.mark.slow
-def test_who_crashes_is_told_where(tmp_path):
-    results = run_apart(job(crash, tmp_path, seconds=10**6))
-    told = "section 'crash' was ended by SIGABRT, while it was at 'crashing'"
-    assert results["error"] == told
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="it looks into /proc")
-def test_who_has_ended_leaves_nobody_behind(tmp_path):
-    """A worker that compiles for a section would keep its memory of the GPU."""
-    results = run_apart(job(leave_a_child, tmp_path, seconds=10**6))
-    child = results["cases"]["starting"]["child"]
-    end = time.time() + 60
-    while is_running(child) and time.time() < end:
-        time.sleep(0.01)
-    is_left = is_running(child)
-    if is_left:
-        os.kill(child, signal.SIGKILL)
-    assert not is_left
+@pytest.fixture
+def section(tmp_path) -> Section:
+    return Section(tmp_path / "x.json", cpu=True, folder=tmp_path)
 
 
 def fail(message: str = "it fails"):
     raise RuntimeError(message)
 
 
-def test_a_case_that_fails_spares_the_others(tmp_path):
-    section = Section(job(endless, tmp_path, seconds=10**6), tmp_path)
+def test_a_case_that_fails_spares_the_others(section):
     section.case("bad", fail)
     section.case("no JSON", lambda: {"a set": {1}})
-    section.case("good", lambda: {"x": 1})
+    assert section.case("good", lambda: {"x": 1}) == {"x": 1}
     assert section.results["error"] == "bad: RuntimeError: it fails"
-    written = json.loads(section.job.path.read_text())["cases"]
+    written = json.loads(section.file.read_text())["cases"]
     assert written["good"] == {"x": 1} and "error" in written["no JSON"]
 
 
-def test_a_section_ends_when_its_device_is_lost(tmp_path, monkeypatch):
-    """After an illegal access CUDA gives the same error for whatever is asked of it."""
-    section = Section(job(endless, tmp_path, seconds=10**6), tmp_path)
-    text = "CUDA error: an illegal memory access was encountered\nSearch for ..."
-    monkeypatch.setattr(section, "synchronize", partial(fail, text))
-    told = "in 'bad' .CUDA error: an illegal memory access was encountered.: nothing was tried"
-    with pytest.raises(DeviceLostError, match=told):
-        section.case("bad", lambda: {})  # the error comes late: nothing waits for a kernel
-    assert "illegal" in json.loads(section.job.path.read_text())["cases"]["bad"]["error"]
+def test_an_error_that_comes_late_is_that_of_its_case(section, monkeypatch):
+    """Nothing waits for a kernel."""
+    monkeypatch.setattr(section, "synchronize", partial(fail, "an illegal access"))
+    section.case("bad", dict)
+    assert "illegal" in json.loads(section.file.read_text())["cases"]["bad"]["error"]
 
 
-def lose(section: Section) -> None:
-    """A section that loses its device."""
-    section.synchronize = partial(fail, "CUDA error: gone")
-    section.case("bad", fail)
-    section.case("after it", lambda: {})
+def test_what_is_being_done_is_written_before(section):
+    case = section.case("reading", lambda: json.loads(section.file.read_text()))
+    assert case["doing"] == "reading"
 
 
-@pytest.mark.slow
-def test_who_has_lost_its_device_says_so_in_one_sentence(tmp_path):
-    results = run_apart(job(lose, tmp_path, seconds=10**6))
-    assert list(results["cases"]) == ["bad"]
-    told = "the device has been lost in 'bad' (CUDA error: gone): nothing was tried after it"
-    assert results["error"] == told
-
-
-@pytest.mark.parametrize("name", SECTIONS)
-def test_cases_that_fail_spare_the_others(name, tmp_path, monkeypatch):
-    """If a case may fail, what stands between the cases must not depend on it."""
+@pytest.mark.parametrize("name", PARTS)
+def test_cases_that_fail_spare_the_others(name, section, monkeypatch):
+    """What stands between the cases must not depend on them: the last one is tried, too."""
     asked = []
-
-    def failed(section: Section, case: str, call) -> None:
-        asked.append(case)
-        section.cases[case] = {"error": "RuntimeError: it fails"}
-
-    monkeypatch.setattr(Section, "case", failed)
-    one = job_of(name, tmp_path, time.time() + 10**6, cpu=True)
-    section = Section(one, tmp_path)
-    pkgutil.resolve_name(one.function)(section)
-    assert asked and section.cases.keys() == {*asked}
+    failed = lambda case, call: asked.append(case) or {"error": "it fails"}  # noqa: E731
+    monkeypatch.setattr(section, "case", failed)
+    module = pkgutil.resolve_name(f"measure.first_contact.{name}")
+    vars(module)[name](section)
+    last = {"decode_step": "larger", "options": "vAttention", "sweep": "ceilings"}
+    assert asked and asked[-1] == last.get(name, asked[-1])
 
 
-def test_an_engine_that_fails_spares_the_cases_that_follow(tmp_path, monkeypatch):
+def test_an_engine_that_fails_spares_the_cases_that_follow(section, monkeypatch):
     """It is there, but each of its steps raises."""
-    asked = []
-
-    def noted(section: Section, case: str, call) -> None:
-        asked.append(case)
-        try:
-            section.cases[case] = call()
-        except (RuntimeError, AttributeError):  # this engine has nothing but steps
-            section.cases[case] = {"error": "RuntimeError: it fails"}
-
     llm = SimpleNamespace(
         requests={str(i): SimpleNamespace(sequences=[[0] * 5]) for i in range(3)},
         runner=SimpleNamespace(graphs=None),
         step=lambda report: fail(),
         abort=lambda name: True,
     )
-    monkeypatch.setattr(Section, "case", noted)
     monkeypatch.setattr(decode_step, "decoding", lambda section: llm)
-    monkeypatch.setattr(decode_step, "larger_step", lambda section: {})
-    section = Section(job(endless, tmp_path, seconds=10**6), tmp_path)
     decode_step.steps_of_engine(section)
-    assert asked[-1] == "kernels of one"
+    assert [*section.results["cases"]][-1] == "one decodes: kernels"
 
 
-def test_a_table_that_cannot_be_printed_spares_the_cases_that_follow(tmp_path, capsys):
-    section = Section(job(endless, tmp_path, seconds=10**6), tmp_path)
-    section.show("a|b", [("b", ",.1f")], {"row": {"b": "no number"}})
-    assert "ValueError" in capsys.readouterr().err
+# --- what is measured ---
 
 
-def test_what_is_being_done_is_written_before(tmp_path):
-    section = Section(job(endless, tmp_path, seconds=10**6), tmp_path)
-    section.case("reading", lambda: json.loads(section.job.path.read_text()))
-    assert section.cases["reading"]["doing"] == "reading"
+def test_calls_are_noted_with_their_results():
+    owner = SimpleNamespace(double=lambda x: 2 * x, fail=fail)
+    with ExitStack() as patches:
+        double = Watched(patches, owner, "double")
+        failing = Watched(patches, owner, "fail")
+        assert owner.double(4) == 8
+        with pytest.raises(RuntimeError):
+            owner.fail()
+    owner.double(5)  # not noted any more
+    assert double.results == [8] and len(double.seconds) == 1
+    assert failing.results == [] and len(failing.seconds) == 1
 
 
-def test_after_its_deadline_a_section_skips(tmp_path):
-    section = Section(job(endless, tmp_path, seconds=-1), tmp_path)
-    section.case("late", lambda: {})
-    assert json.loads(section.job.path.read_text())["skipped"] == ["late"]
-
-
-def test_a_program_is_ended_by_the_clock():
-    result = run_program([sys.executable, "-c", "import time; time.sleep(10**6)"], seconds=1)
-    assert re.match(r"ended by the clock after \d+ seconds: .+ -c", result["error"])
-
-
-@pytest.mark.parametrize(
-    "program, patience, said",
-    [
-        ("trap 'echo FAILED late; exit' INT; echo ready; while true; do sleep 0.1; done", 60, True),
-        ("trap '' INT; echo ready; sleep 1000000 & wait", 0.1, False),
-    ],
-    ids=["ends", "goes on"],
-)
-def test_a_program_that_is_interrupted_still_says_what_has_failed(program, patience, said):
-    """As pytest does. One that goes on is ended, with what it has started."""
-    options = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True}
-    with subprocess.Popen(["sh", "-c", program], **options) as process:
-        assert process.stdout.readline() == "ready\n"
-        assert interrupted(process, patience) == "FAILED late\n" * said
-
-
-def test_failures_are_kept_however_much_follows():
-    lines = ["[gw0] FAILED test_x.py::test_y", "ERROR test_z.py", *map(str, range(100))]
-    result = run_program([sys.executable, "-c", f"print(*{lines}, sep='\\n')"], seconds=10**6)
-    assert result["failures"] == lines[:2] and result["tail"] == lines[-60:]
-
-
-def test_sampling_is_timed_behind_a_pause(tmp_path, monkeypatch):
+def test_sampling_is_timed_behind_a_pause(section, monkeypatch):
     """Or the launches of Python would be timed."""
-    section = Section(job(endless, tmp_path, seconds=10**6), tmp_path)
     calls = []
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: calls.append("pause"))
     monkeypatch.setattr(decode_step, "seconds_of", lambda call, device: calls.append(call))
@@ -339,22 +213,20 @@ def test_sampling_is_timed_behind_a_pause(tmp_path, monkeypatch):
     assert calls == ["pause", "kernels"]
 
 
-def test_the_calls_of_a_gpus_driver_are_noted(tmp_path, monkeypatch):
+def test_the_calls_of_a_gpus_driver_are_noted(section, monkeypatch):
     """Those that map pages, by the names that vAttention uses."""
     used = re.findall(r"driver\.(cuMem\w+)", inspect.getsource(virtual_memory))
     assert {*options.PAGE_CALLS} <= {*used}
     driver = SimpleNamespace(**dict.fromkeys(options.PAGE_CALLS, lambda *arguments: arguments))
     monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=driver))
-    section = Section(job(endless, tmp_path, seconds=10**6), tmp_path)
     section.cpu = False
-    with options.page_calls(section) as seconds:
+    with options.page_calls(section) as noted:
         assert driver.cuMemMap(1, 2) == (1, 2)
-    driver.cuMemMap(3, 4)  # not noted any more
-    calls = options.summary(seconds, steps=2)
+    calls = options.summary(noted, steps=2)
     assert calls["cuMemMap"]["calls"] == 0.5 and calls["cuMemUnmap"] == {"calls": 0, "ms": 0}
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="Triton runs on Linux")
+@on_linux
 def test_the_sweep_replaces_the_tile_of_the_sampler():
     from nanovllm.layers import triton_ops
 
@@ -378,39 +250,6 @@ def test_a_slow_product_is_a_small_one(monkeypatch):
     assert max(sizes) == 256
 
 
-def test_the_trials_that_size_the_cache_are_not_slowed(monkeypatch):
-    """Triton compiles in them, in Python: with a profile on, the start would seem to take longer."""
-    watchers = []
-    answers = {
-        "mem_get_info": (800, 1000),
-        "memory_reserved": 50,
-        "max_memory_reserved": 70,
-        "empty_cache": None,
-        "synchronize": None,
-        "reset_peak_memory_stats": None,
-    }
-    for name, answer in answers.items():
-        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
-
-    def trial(*_) -> int:
-        watchers.append(sys.getprofile())
-        return 30
-
-    monkeypatch.setattr(ModelRunner, "run", trial)
-    monkeypatch.setattr(memory, "graph_memory", trial)
-
-    def fit(runner, config: Config) -> int:
-        run_largest = partial(ModelRunner.run, runner, None)
-        return memory.memory_left(torch.device("cuda"), config, 1, run_largest, lambda: None)
-
-    terms: dict[str, int] = {}
-    fit = start.noting_terms(fit, terms)
-    assert fit(None, Config(gpu_memory_utilization=0.5)) == 500 - 150 - 70 - 30
-    assert watchers == [None, None]
-    expected = {"granted": 500, "total": 1000, "others": 150, "peak": 70, "graphs": 30}
-    assert terms.items() >= expected.items()
-
-
 def test_what_serving_may_not_do():
     assert complaints(over=ALLOWED_OVER, compiled=[]) == {}
     assert complaints(over=-1, compiled=None) == {}
@@ -419,7 +258,7 @@ def test_what_serving_may_not_do():
     assert told == "2 kernels were compiled while serving: decode"
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="Triton runs on Linux")
+@on_linux
 def test_compilations_are_counted():
     """By a hook whose names and arguments are Triton's."""
     import triton

@@ -1,0 +1,247 @@
+"""Kernels and swaps at the sizes of Qwen3-0.6B, and its logits and tokens, beside PyTorch's. Without a GPU the same
+runs in Triton's interpreter with tiny sizes, so that no typo waits for a GPU.
+
+Run: pytest tests/device/test_real_sizes.py --slow [-k attention]
+"""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.layers import attention, torch_ops
+from nanovllm.layers.kv_cache import KVCache
+from nanovllm.layers.sampler import Sampling
+from nanovllm.simulator.cost_model import FIELDS
+from nanovllm.swapping.host_cache import HostCache
+from tutorials.machine import interpreter_problem
+from tutorials.performance.batches import random_batch
+from tutorials.performance.checkpoints import random_model, write_checkpoint
+
+triton_ops = pytest.importorskip("nanovllm.layers.triton_ops", reason="Triton is there for Linux")
+triton_attention = pytest.importorskip("nanovllm.layers.triton_attention")
+HAS_GPU = torch.cuda.is_available()
+PROBLEM = None if HAS_GPU else interpreter_problem()
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM)),
+    # padding rows attend to nothing: any numbers
+    pytest.mark.filterwarnings("ignore:overflow|invalid:RuntimeWarning"),
+]
+DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+DTYPE = torch.bfloat16 if HAS_GPU and torch.cuda.is_bf16_supported(False) else torch.float16
+ALLOWED = 2e-2  # error of a result, as a share of its largest number
+
+HEADS = 16  # this and the next two: Qwen3-0.6B's attention
+KV_HEADS = 8
+HEAD_DIM = 128
+BLOCK_SIZE = 16
+TINY = dict(zip(FIELDS.split(), ("qwen3", 64, 128, 1, 4, 2, 32, True, 300, 512)))
+
+if HAS_GPU:
+    ROWS, VOCAB, LAYERS, SWAPS = 256, 151_936, 28, 50
+    PROMPTS, TOKENS = 32, 48
+    OPTIONS = {}
+    DECODES = [
+        (1, 4000),
+        (8, 4000),
+        (33, 2500),
+        (48, 2500),
+        (256, 600),
+    ]  # sequences, longest context
+    SPLITS = [None, 1, 2, 4, 8, 16, 32]
+    CHUNKS = [
+        (1000, 1000),
+        (17, 17),
+        (513, 513),
+        (2, 700),
+        (64, 1500),
+        (300, 301),
+    ]  # queries, context
+else:
+    ROWS, VOCAB, LAYERS, SWAPS = 4, 1000, 1, 2
+    PROMPTS, TOKENS = 2, 2
+    OPTIONS = {
+        "kv_cache_gib": 0.01,
+        "max_num_seqs": 4,
+        "max_model_len": 256,
+        "max_num_batched_tokens": 64,
+    }
+    DECODES = [(2, 60)]
+    SPLITS = [None, 2]
+    CHUNKS = [(20, 20), (2, 30)]
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """New tensors are NaN, or the largest integer: a result that is not written shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def randn(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device=DEVICE).to(DTYPE)
+
+
+def norm(size: int) -> torch.nn.RMSNorm:
+    layer = torch.nn.RMSNorm(size, 1e-6).to(DEVICE, DTYPE).requires_grad_(False)
+    layer.weight.data.add_(0.2 * randn(size))
+    return layer
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, allowed: float = ALLOWED) -> None:
+    error = (actual.float() - expected.float()).abs().max().item()
+    assert error <= allowed * expected.float().abs().max().item()  # which NaN is not, either
+
+
+def decodes(count: int, longest: int) -> list[tuple[int, int]]:
+    rng = random.Random(0)
+    return [(1, longest), *((1, rng.randint(1, longest)) for _ in range(count - 1))]
+
+
+MIXTURE = [(1, 1), (1, CHUNKS[0][1]), (1, 17), *CHUNKS]
+STEPS = {f"{count} decodes": (decodes(count, longest), SPLITS) for count, longest in DECODES}
+STEPS |= {"chunks": (CHUNKS, [None]), "decodes, then chunks": (MIXTURE, SPLITS[:3])}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_attention(name):
+    """Keys and values are stored, and read by kernels with several numbers of splits."""
+    sequences, all_splits = STEPS[name]
+    num_blocks = sum(-(-context // BLOCK_SIZE) for _, context in sequences) + 8
+    batch, keys = random_batch(sequences, KV_HEADS, HEAD_DIM, BLOCK_SIZE, num_blocks, num_layers=1)
+    for field, value in vars(batch).items():
+        if isinstance(value, torch.Tensor):
+            setattr(batch, field, value.to(DEVICE, DTYPE if value.is_floating_point() else None))
+    batch.kv_cache = KVCache(batch.kv_cache.tensor.to(DEVICE, DTYPE))
+    new = torch.cat([kv[:, 0, -length:] for kv, (length, _) in zip(keys, sequences)], dim=1)
+    new = new.to(DEVICE, DTYPE)
+    expected_cache = KVCache(batch.kv_cache.tensor.clone())
+    torch_ops.store_kv(*new, replace(batch, kv_cache=expected_cache), 0)
+    # as in the model, keys and values are views of something larger
+    views = torch.cat([new[0], new[1]], dim=1).split(KV_HEADS, dim=1)
+    triton_attention.store_kv(*views, batch, 0)
+    assert torch.equal(*(c.tensor.nan_to_num(99) for c in (batch.kv_cache, expected_cache)))
+    q = randn(new.shape[1], HEADS, HEAD_DIM)
+    expected = attention.paged_attention(q, batch, 0, HEAD_DIM**-0.5)
+    for splits in all_splits:
+        batch.layout = splits or triton_attention.layout(batch)
+        with poisoned():
+            out = triton_attention.paged_attention(q, batch, 0, HEAD_DIM**-0.5)
+        assert_close(out, expected)
+
+
+def test_add_and_norm():
+    x, update, layer = randn(ROWS, 1024), randn(ROWS, 1024), norm(1024)
+    expected = torch_ops.add_and_norm(x.clone(), update, layer)
+    with poisoned():
+        found = triton_ops.add_and_norm(x, update, layer)
+    for pair in zip(found, expected):
+        assert_close(*pair)
+
+
+def test_norm_and_rotate():
+    heads = [HEADS, KV_HEADS, KV_HEADS]
+    angles = torch.randn(ROWS, HEAD_DIM // 2, device=DEVICE)
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
+    qkv, norms = randn(ROWS, sum(heads), HEAD_DIM), [norm(HEAD_DIM), norm(HEAD_DIM)]
+    expected = torch_ops.norm_and_rotate(qkv.clone(), *norms, cos_sin, heads)
+    for pair in zip(triton_ops.norm_and_rotate(qkv, *norms, cos_sin, heads), expected):
+        assert_close(*pair)
+
+
+def test_silu_and_mul():
+    x = randn(ROWS, 2 * 3072)
+    with poisoned():
+        out = triton_ops.silu_and_mul(x)
+    assert_close(out, torch_ops.silu_and_mul(x))
+
+
+def test_sample():
+    """Sums in another order may move a token to its neighbor, very rarely, and never a greedy one."""
+    logits = 4 * randn(ROWS, VOCAB)
+    rows = torch.arange(ROWS, device=DEVICE)
+    sampling = Sampling((rows % 4) * 0.5, seed=rows * 3**30, position=rows + 100)
+    with poisoned():
+        tokens = triton_ops.sample(logits, sampling)
+    unequal = tokens != torch_ops.sample(logits, sampling)
+    assert not unequal[::4].any() and unequal.float().mean() <= 0.02
+
+
+def test_swaps():
+    """Blocks go out, are overwritten at once, and come back elsewhere."""
+    rng = random.Random(0)
+    cache = randn(2, LAYERS, 64, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
+    host = HostCache(KVCache(cache), 50)
+    for _ in range(SWAPS):
+        blocks, places, host_ids = (rng.sample(range(n), 48) for n in (64, 64, 50))
+        expected = cache[:, :, blocks]
+        host.swap_out(dict(zip(blocks, host_ids)))
+        cache[:, :, blocks] = torch.nan
+        host.swap_in(dict(zip(host_ids, places)))
+        assert torch.equal(cache[:, :, places], expected)
+        cache.normal_()
+
+
+# --- the whole model ---
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    """Random weights."""
+    if HAS_GPU:
+        return str(random_model("qwen3-0.6b", Path("~/.cache/nanovllm")))
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    write_checkpoint(TINY, path)
+    return str(path)
+
+
+def answers(llm: LLM, max_tokens: int) -> list:
+    rng = random.Random(0)
+    lengths = [rng.randint(1, 4 * TOKENS) for _ in range(PROMPTS)]
+    prompts = [[rng.randrange(300) for _ in range(length)] for length in lengths]
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=2)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return [output.outputs[0] for output in outputs]
+
+
+def logits_of_two_steps(model: str, **options) -> list[torch.Tensor]:
+    llm = LLM(model, dtype=str(DTYPE).removeprefix("torch."), **OPTIONS, **options)
+    seen: list[torch.Tensor] = []
+    llm.runner.model.lm_head.register_forward_hook(
+        lambda module, args, out: seen.append(out[:64].float().cpu())
+    )
+    answers(llm, 2)
+    return seen
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_logits_are_near_those_of_pytorch(model, eager):
+    """In the engine's dtype. Those of the second step only where the first token is the same."""
+    expected = logits_of_two_steps(model, attention_backend="torch")
+    found = logits_of_two_steps(model, attention_backend="triton", enforce_eager=eager)
+    assert_close(found[0], expected[0], 0.1)
+    alike = found[0].argmax(dim=1) == expected[0].argmax(dim=1)
+    assert_close(found[1][alike], expected[1][alike], 0.1)
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_tokens_are_those_of_pytorch(model, eager):
+    """In float32, unless two tokens are equally likely: rounding decides a tie."""
+    options = OPTIONS | {"dtype": "float32"}
+    expected = answers(LLM(model, attention_backend="torch", **options), TOKENS)
+    llm = LLM(model, attention_backend="triton", enforce_eager=eager, **options)
+    for output, other in zip(answers(llm, TOKENS), expected):
+        pairs = zip(output.token_ids, other.token_ids)
+        at = next((i for i, pair in enumerate(pairs) if pair[0] != pair[1]), None)
+        if at is not None:
+            second, first = sorted(output.logprobs[at].values())[-2:]
+            assert first - second < 1e-4, (at, output.token_ids, other.token_ids)
