@@ -36,9 +36,9 @@ from nanovllm.layers.rotary import longest_context
 from nanovllm.loader import find_model, load_config, load_generation_config, load_tokenizer
 from nanovllm.options import refusal
 from nanovllm.recovery import Recovery
-from nanovllm.runners import new_runner
+from nanovllm.runners import Runner, new_runner
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.schedule import Runner, Schedule, ScheduleError
+from nanovllm.schedule import Schedule, ScheduleError
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
 

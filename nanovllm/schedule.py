@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from nanovllm.block_manager import Moves
 from nanovllm.options import shown
@@ -71,21 +71,6 @@ class Schedule:
 
 
 Drawn = tuple[list[int], StepLogprobs]  # what a step brings: tokens, and their log-probabilities
-
-
-class Runner(Protocol):
-    """Computes schedules: a ModelRunner (model_runner.py). `new_runner` chooses CPURunner on a
-    CPU, and the one of parallel/ for several ranks."""
-
-    num_blocks: int
-    num_host_blocks: int
-    is_asynchronous: bool  # whether `launch` returns before the step is computed
-
-    def launch(self, schedule: Schedule) -> Callable[[], Drawn]:
-        """Begins a step. The function that it returns waits for its end."""
-
-    def close(self) -> None:
-        """Gives back what it holds. It launches no step afterwards."""
 
 
 def check_choice(

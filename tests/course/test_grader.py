@@ -357,7 +357,7 @@ def test_a_file_that_writes_a_report_of_its_own(tmp_path, monkeypatch):
 # --- routers ---
 
 ROUTERS = Task("least loaded", [replace(PART, router="MyRouter", replicas=3)], engine_points=0)
-ROUTER_HEAD = "from nanovllm.router import LeastLoaded, Router, RoundRobin\n"
+ROUTER_HEAD = "from nanovllm.routing import LeastLoaded, Router, RoundRobin\n"
 IN_TURN = ROUTER_HEAD + "class MyRouter(RoundRobin):\n    pass\n"
 
 

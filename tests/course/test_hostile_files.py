@@ -135,7 +135,7 @@ ROUTERS = replace(TASK, parts=[replace(TASK.parts[0], router="MyRouter", replica
 def choose(body: str) -> str:
     """A router that does this before it chooses."""
     lines = "".join(f"        {line}\n" for line in [*body.splitlines(), "return min(loads)"])
-    head = "from nanovllm.router import Router\nclass MyRouter(Router):\n"
+    head = "from nanovllm.routing import Router\nclass MyRouter(Router):\n"
     return f"{head}    def choose(self, request, loads):\n{lines}"
 
 

@@ -92,6 +92,7 @@ LIMITS = {  # lines and tokens, with 3 % of air
     "parallel": (660, 5_750),
     "vattention": (446, 4_350),
     "simulator": (670, 5_550),  # with machines, by parts
+    "routing": (86, 790),
     "server": (2800, 24_600),  # with the command line
     "page": (340, 3_060),
     "replicas": (355, 2_930),
@@ -103,6 +104,7 @@ PARTS = {  # of the server's folder
 APART = (
     "parallel",
     "vattention",
+    "routing",
     "simulator",
     "server",
     "page",

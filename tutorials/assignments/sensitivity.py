@@ -24,7 +24,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from nanovllm.router import RoundRobin
+from nanovllm.routing import RoundRobin
 from nanovllm.simulator import simulate
 from nanovllm.simulator.machines import MACHINES, Machine
 from tutorials.assignments.seeds import SILLY, Policy, measure_policy, points_of, policies_of

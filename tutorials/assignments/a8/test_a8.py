@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-from nanovllm.router import Router
+from nanovllm.routing import Router
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import Request
 from tutorials.assignments.public import class_of, solution
