@@ -166,7 +166,7 @@ class AsyncLLM(Backend):
 
     def _add(self, ticket: Ticket) -> None:
         try:
-            ticket.reply = self.llm._submit(ticket.request, "generate")
+            ticket.reply = self.llm._submit(ticket.request, is_reported=False)
         except Exception as error:
             self._tell(self._hear, [(ticket, News(ticket.index, error=error))])
             return
@@ -239,7 +239,7 @@ class AsyncLLM(Backend):
             except Exception as error:  # of the tokenizer: no other request is affected
                 self._abort([ticket])
                 return News(ticket.index, error=error)
-        elif output.update is not None:
+        elif not ticket.reply.is_complete:
             return news if is_new else None  # its text is made in the next step
         if output.finished:
             del self.live[request]

@@ -17,6 +17,7 @@ from test_scheduler import new_request, new_scheduler, play, step
 from nanovllm import LLM, SamplingParams
 from nanovllm.block_manager import BlockManager
 from nanovllm.frontend.replies import Reply
+from nanovllm.frontend.streaming import Reader
 from nanovllm.frontend.text import Text
 from nanovllm.frontend.turns import Turns
 from nanovllm.schedule import ScheduleError
@@ -432,7 +433,7 @@ def test_the_target_of_a_copy_may_be_shared_in_the_same_step():
     )
 
 
-# --- outputs that are made when they are read ---
+# --- outputs while they grow ---
 
 
 def test_an_interrupted_ending_is_forgotten_by_the_output():
@@ -459,12 +460,12 @@ def test_a_reader_sees_what_the_cache_had_while_the_request_runs():
 
 
 def test_a_tokenizer_that_fails_while_somebody_reads(monkeypatch):
-    """The reader gets its error, nothing is left out of the text, and the request ends with the
-    error, as before."""
+    """The stream gets its error, nothing is left out of the text, and the request ends with the
+    error."""
     llm, prompt, params = new_llm(), [5] * 9, SamplingParams(seed=5, max_tokens=6)
-    llm.add_request(prompt, params, "sick")
-    (output,) = llm.step()
-    sick, add = output.completions[0], Text.add
+    reply = llm._submit(llm.inputs.request(prompt, params), is_reported=False)
+    llm.step()
+    (sick,), add = reply.output.outputs, Text.add
 
     def failing(text, token_id):
         if text.output is sick:
@@ -474,11 +475,11 @@ def test_a_tokenizer_that_fails_while_somebody_reads(monkeypatch):
     monkeypatch.setattr(Text, "add", failing)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="no such token"):
-            output.outputs  # noqa: B018 (it is read)
+            Reader(reply).news()
     llm.add_request(prompt, params, "innocent")
     outputs = go_on(llm, {})
-    assert str(outputs["sick"].error) == "no such token"
-    assert outputs["sick"].outputs[0].finish_reason == "error"
+    assert str(reply.output.error) == "no such token"
+    assert sick.finish_reason == "error"
     assert result(outputs["innocent"]) == answer(prompt, params)
     check_clean(llm)
 
