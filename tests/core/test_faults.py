@@ -638,7 +638,7 @@ class FromTheWrongToken(Scheduler):
         ),
         (
             TakesAnItemOut,
-            "who gets a token does not follow from its items: only commit adds an item",
+            "the sampled sequences do not match the items: add items with commit only",
         ),
         (FromTheWrongToken, "is to compute tokens from 1 on, but that is not the next one"),
         (HalfOfTheSamples, "2 of 3 sequences of 1 would get a token: it must be all or none"),

@@ -98,7 +98,7 @@ def decodes(section: Section, llm: LLM, params: dict, is_streamed: bool) -> dict
     num_tokens = 2 * sizes.steps + 100  # those that come first go on while others begin
     all_params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, **params)
     prompts = random_prompts(llm, sizes.batch, sizes.context * 3 // 2)
-    replies = begin_decodes(llm, prompts, all_params, "generate")
+    replies = begin_decodes(llm, prompts, all_params, is_reported=False)
     readers = [Reader(reply) for reply in replies if is_streamed]
     step = partial(llm.step, report=False)
     llm.meanwhile.append(lambda: [reader.news() for reader in readers])

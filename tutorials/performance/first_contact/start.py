@@ -12,7 +12,7 @@ from nanovllm import LLM, SamplingParams, model_runner
 from nanovllm.config import Config
 from nanovllm.device import memory
 from nanovllm.device.cuda_graphs import Size, StepGraphs
-from nanovllm.frontend.replies import ReaderKind, Reply
+from nanovllm.frontend.replies import Reply
 from nanovllm.model_runner import ModelRunner
 from tutorials.performance.first_contact.section import Section
 
@@ -140,10 +140,11 @@ def random_prompts(llm: LLM, count: int, longest: int) -> list[list[int]]:
 
 
 def begin_decodes(
-    llm: LLM, prompts: list[list[int]], params: SamplingParams, reader: ReaderKind = "step"
+    llm: LLM, prompts: list[list[int]], params: SamplingParams, is_reported: bool = True
 ) -> list[Reply]:
     """Adds requests, and computes their prompts: from now on each step decodes all of them."""
-    replies = [llm._submit(llm.inputs.request(prompt, params), reader) for prompt in prompts]
+    requests = [llm.inputs.request(prompt, params) for prompt in prompts]
+    replies = [llm._submit(request, is_reported) for request in requests]
     sequences = [request.sequences[0] for request in llm.requests.values()]
     while any(seq.num_missing_tokens > 1 for seq in sequences):
         llm.step(report=False)
