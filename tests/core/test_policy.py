@@ -201,7 +201,7 @@ def test_what_a_policy_can_know_of_a_request():
 @pytest.mark.parametrize("wrong", [[], "a", 5, {1, 2}])
 def test_extra_args_must_be_a_dict(wrong):
     with pytest.raises(
-        ValueError, match=r"extra_args=.* is not allowed: it must be None or a dict"
+        ValueError, match=r"extra_args=.* is not allowed: it must be a dict, or None"
     ):
         SamplingParams(extra_args=wrong)
 

@@ -82,7 +82,7 @@ SIZES = {
 
 
 LIMITS = {  # lines and tokens, with 3 % of air
-    "core": (2480, 22_000),  # what README means by its number of lines: the root, layers and models
+    "core": (2480, 21_350),  # what README means by its number of lines: the root, layers and models
     "triton": (498, 5_360),
     "frontend": (620, 5_200),
     "decoding": (590, 5_420),
