@@ -20,7 +20,7 @@ from itertools import islice
 from pathlib import Path
 
 from nanovllm.config import Config
-from nanovllm.router import LeastLoaded, PrefixAffinity, RoundRobin, Router
+from nanovllm.routing import LeastLoaded, PrefixAffinity, RoundRobin, Router
 from nanovllm.simulator import simulate
 from nanovllm.simulator.cost_model import LINKS
 from nanovllm.simulator.jobs import Job, Run

@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 
 from measure.seeds import SILLY, Policy, measure_policy, points_of, policies_of
-from nanovllm.router import RoundRobin
+from nanovllm.routing import RoundRobin
 from nanovllm.simulator import simulate
 from nanovllm.simulator.machines import MACHINES, Machine
 from tutorials.arguments import new_file, positive

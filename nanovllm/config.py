@@ -1,11 +1,11 @@
 """Config: every option of the engine, with its default and its limits. Imports no torch."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from re import fullmatch
-from typing import ClassVar, Literal, get_args, get_origin
+from typing import ClassVar, Literal
 
-from nanovllm.options import Options, is_int, is_number, option, refusal
+from nanovllm.options import SEED, Options, Rule, integer, number, option, refusal, share
 
 EMBEDDED_MODEL = str(Path(__file__).parent / "tiny_qwen3")
 LARGEST = 2**31 - 1
@@ -25,10 +25,27 @@ class Limits:
         return self.max_num_seqs * -(-self.max_model_len // block_size)
 
 
+COUNT = integer(1, LARGEST, "an integer from 1 to 2**31 - 1")
+SIZE = share(2**30, "a positive number, at most 2**30")
+
+
+def subclass(base: str, method: str) -> Rule:
+    """A rule for a class that is not imported here."""
+    return Rule(
+        lambda value: isinstance(value, type) and hasattr(value, method),
+        f"a subclass of {base}",
+    )
+
+
 @dataclass(kw_only=True)
 class Config(Options):
     model: str = option(
-        EMBEDDED_MODEL, "Local directory or Hugging Face hub id; the embedded model by default."
+        EMBEDDED_MODEL,
+        "Local directory or Hugging Face hub id; the embedded model by default.",
+        Rule(
+            lambda value: isinstance(value, str | Path) and len(str(value)) < 999,
+            "a hub id or a directory",
+        ),
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto",
@@ -37,32 +54,45 @@ class Config(Options):
         ' a CPU, "auto" is bfloat16 if the CPU has instructions for it, else float32 (always '
         "float32 for the embedded model).",
     )
-    device: str = option("auto", '"auto" (CUDA if there is one), "cpu", "cuda" or "cuda:N".')
+    device: str = option(
+        "auto",
+        '"auto" (CUDA if there is one), "cpu", "cuda" or "cuda:N".',
+        Rule(
+            lambda value: fullmatch(r"auto|cpu|cuda(:\d{1,3})?", str(value)),
+            "auto, cpu, cuda or cuda:N",
+        ),
+    )
     max_model_len: int | None = option(
         None,
         "Maximum tokens per sequence, prompt and output together. Default: the longest context "
         "that the model supports.",
+        integer(2, LARGEST, "an integer from 2 to 2**31 - 1"),
     )
-    max_num_seqs: int = option(256, "Maximum sequences per step.")
+    max_num_seqs: int = option(256, "Maximum sequences per step.", COUNT)
     max_num_batched_tokens: int | None = option(
         None,
         "Maximum tokens computed per step; longer prompts are computed in chunks. Default: 8192"
         " on CUDA, 384 on a CPU, or `max_num_seqs` if that is more.",
+        COUNT,
     )
     block_size: int = option(
         16,
         "Tokens per KV block (paper, section 7.2: 16 is large enough for the GPU and small "
         "enough to waste little).",
+        COUNT,
     )
     num_blocks: int | None = option(
         None,
         "Exact number of KV blocks. Default: as many as fit into `gpu_memory_utilization` or "
         "`kv_cache_gib`.",
+        COUNT,
     )
     gpu_memory_utilization: float = option(
-        0.9, "Fraction of GPU memory for weights, activations and KV cache together."
+        0.9,
+        "Fraction of GPU memory for weights, activations and KV cache together.",
+        share(1, "above 0 and at most 1"),
     )
-    kv_cache_gib: float = option(1.0, "Size of the KV cache on a CPU, in GiB.")
+    kv_cache_gib: float = option(1.0, "Size of the KV cache on a CPU, in GiB.", SIZE)
     enable_prefix_caching: bool = option(
         True,
         "Whether to keep full blocks after use and reuse them for requests with the same prefix.",
@@ -72,7 +102,7 @@ class Config(Options):
         'How a preempted request recovers. With "swap", its blocks wait in host memory (paper, '
         "section 4.5). What does not fit there is recomputed.",
     )
-    swap_gib: float = option(4.0, 'Host memory for `preemption_mode="swap"`, in GiB.')
+    swap_gib: float = option(4.0, 'Host memory for `preemption_mode="swap"`, in GiB.', SIZE)
     attention_backend: Literal["auto", "torch", "triton", "vattention"] = option(
         "auto",
         "What computes attention and the small layers. Triton needs CUDA, or TRITON_INTERPRET=1"
@@ -80,19 +110,29 @@ class Config(Options):
         "that attention needs no block tables (chapter 20); it needs Linux.",
     )
     tensor_parallel_size: int = option(
-        1, "Over how many ranks each layer is split: processes with a device each, see chapter 18."
+        1,
+        "Over how many ranks each layer is split: processes with a device each, see chapter 18.",
+        COUNT,
     )
     rank_timeout: float = option(
-        60.0, "Seconds after which a rank that gives no sign of life is given up."
+        60.0,
+        "Seconds after which a rank that gives no sign of life is given up.",
+        number(1, 2**30, "a number of seconds, at least 1"),
     )
     enforce_eager: bool = option(
         False, "Launch every kernel of a decode step from Python instead of replaying a CUDA graph."
     )
-    scheduler_cls: type | None = option(None, "A subclass of nanovllm.scheduler.Scheduler.")
-    block_manager_cls: type | None = option(
-        None, "A subclass of nanovllm.block_manager.BlockManager."
+    scheduler_cls: type | None = option(
+        None,
+        "A subclass of nanovllm.scheduler.Scheduler.",
+        subclass("Scheduler", "schedule"),
     )
-    seed: int = option(0, "Base seed for requests that set none.")
+    block_manager_cls: type | None = option(
+        None,
+        "A subclass of nanovllm.block_manager.BlockManager.",
+        subclass("BlockManager", "allocate"),
+    )
+    seed: int = option(0, "Base seed for requests that set none.", SEED)
 
     elsewhere: ClassVar[dict[str, str]] = {
         "enable_chunked_prefill": "it always does; max_num_batched_tokens is the limit of a chunk",
@@ -100,55 +140,9 @@ class Config(Options):
     }
 
     def __post_init__(self):
-        is_name = isinstance(self.model, str | Path) and len(str(self.model)) < 999
-        self.require("model", is_name, "a hub id or a directory")
+        super().__post_init__()
         self.model = str(self.model)
         self.device = str(self.device)
-        is_device = fullmatch(r"auto|cpu|cuda(:\d{1,3})?", self.device)
-        self.require("device", is_device, "auto, cpu, cuda or cuda:N")
-        self._check_choices()
-        self._check_counts()
-        self._check_memory()
-        self._check_classes()
-        self.require("seed", is_int(self.seed, 0, 2**63 - 1), "an integer from 0 to 2**63 - 1")
-
-    def _check_choices(self) -> None:
-        for field in fields(self):
-            if get_origin(field.type) is Literal:
-                *others, last = choices = get_args(field.type)
-                is_choice = getattr(self, field.name) in choices
-                self.require(field.name, is_choice, f"{', '.join(others)} or {last}")
-        for name in ("enable_prefix_caching", "enforce_eager"):
-            self.require(name, isinstance(getattr(self, name), bool), "True or False")
-
-    def _check_counts(self) -> None:
-        for name in ("max_num_seqs", "block_size", "tensor_parallel_size"):
-            is_count = is_int(getattr(self, name), 1, LARGEST)
-            self.require(name, is_count, "an integer from 1 to 2**31 - 1")
-        for name, low in (("max_model_len", 2), ("max_num_batched_tokens", 1), ("num_blocks", 1)):
-            value = getattr(self, name)
-            is_count = value is None or is_int(value, low, LARGEST)
-            self.require(name, is_count, f"an integer from {low} to 2**31 - 1 or None")
-
-    def _check_memory(self) -> None:
-        share = self.gpu_memory_utilization
-        is_share = is_number(share, 0, 1) and share > 0
-        self.require("gpu_memory_utilization", is_share, "above 0 and at most 1")
-        is_patience = is_number(self.rank_timeout, 1, 2**30)
-        self.require("rank_timeout", is_patience, "a number of seconds, at least 1")
-        for name in ("kv_cache_gib", "swap_gib"):
-            size = getattr(self, name)
-            is_size = is_number(size, 0, 2**30) and size > 0
-            self.require(name, is_size, "a positive number, at most 2**30")
-
-    def _check_classes(self) -> None:
-        for name, base, method in (
-            ("scheduler_cls", "Scheduler", "schedule"),
-            ("block_manager_cls", "BlockManager", "allocate"),
-        ):
-            cls = getattr(self, name)
-            is_subclass = isinstance(cls, type) and hasattr(cls, method)
-            self.require(name, cls is None or is_subclass, f"None or a subclass of {base}")
 
     def resolved(self, longest: int, num_batched_tokens: int) -> Limits:
         """Fills in the defaults: the model's longest context, and `TOKENS_PER_STEP` of the device.

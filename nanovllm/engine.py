@@ -28,7 +28,7 @@ from nanovllm.frontend.inputs import (
 from nanovllm.frontend.messages import Prompt, is_conversation
 from nanovllm.frontend.outputs import RequestOutput
 from nanovllm.frontend.progress import Progress
-from nanovllm.frontend.replies import ReaderKind, Replies, Reply
+from nanovllm.frontend.replies import Replies, Reply
 from nanovllm.frontend.stats import Counts, stats_of
 from nanovllm.frontend.streaming import stream
 from nanovllm.frontend.turns import Turns
@@ -36,9 +36,9 @@ from nanovllm.layers.rotary import longest_context
 from nanovllm.loader import find_model, load_config, load_generation_config, load_tokenizer
 from nanovllm.options import refusal
 from nanovllm.recovery import Recovery
-from nanovllm.runners import new_runner
+from nanovllm.runners import Runner, new_runner
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.schedule import Runner, Schedule, ScheduleError
+from nanovllm.schedule import Schedule, ScheduleError
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
 
@@ -182,7 +182,7 @@ class LLM:
         # all are checked before any is added
         requests = [self.inputs.request(*one) for one in together]
         try:
-            outputs = [self._submit(request, "generate").output for request in requests]
+            outputs = [self._submit(request, is_reported=False).output for request in requests]
             observed = (outputs, self.scheduler, self.counts, self.observers)
             with Progress(*observed) if use_tqdm else nullcontext():
                 for output in outputs:
@@ -284,7 +284,7 @@ class LLM:
 
     # --- inside ---
 
-    def _submit(self, request: Request, reader: ReaderKind = "step") -> Reply:
+    def _submit(self, request: Request, is_reported: bool = True) -> Reply:
         """Gives a checked request its arrival number, id and seed, and a reply. The next step
         queues it: see Recovery.settle."""
         with self.turns.take():
@@ -303,7 +303,7 @@ class LLM:
             if request.params.seed is None:
                 request.seed = (self.config.seed + request.arrival * SEED_STEP) % 2**63
             tokenizer = self.tokenizer and self.tokenizer.backend_tokenizer
-            reply = Reply(request, tokenizer, reader)
+            reply = Reply(request, tokenizer, is_reported)
             # in this order: `settle` drops a request without a reply, so a Ctrl-C does no harm here
             self.recovery.submitted.append(request)
             self.replies.unfinished[request.request_id] = reply
@@ -316,8 +316,6 @@ class LLM:
             reply = self.replies.unfinished[seq.request.request_id]
             if reply.is_watched or seq.finish_reason is not None:
                 news[reply] = None
-            elif reply.reader == "step":  # its output is made when it is read
-                self.replies.unreported[reply.output.request_id] = reply.output
         for reply in news:
             for seq in self.replies.report(reply):
                 self.scheduler.finish(seq, seq.finish_reason or "stop")

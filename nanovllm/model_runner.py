@@ -23,12 +23,10 @@ from nanovllm.layers.sampler import top_logprobs
 from nanovllm.loader import load_model
 from nanovllm.models.qwen import Qwen, head_dim_of
 from nanovllm.sampling import sampling_of
-from nanovllm.schedule import Drawn, Item, Schedule
+from nanovllm.schedule import Drawn, Schedule
 from nanovllm.sequence import TokenLogprobs
 from nanovllm.step import StepInputs, integers
 from nanovllm.swapping.host_cache import HostCache
-
-Rows = list[int]  # of the batch
 
 
 class ModelRunner:
@@ -146,11 +144,7 @@ class ModelRunner:
             slots          [8, 20, 21, 22]  block 2, offset 0, then block 5
             sampled_rows   [0, 3]          where the last tokens are
         """
-        items = schedule.items
-        sampled_from = schedule.sampled_from
-        num_decodes = sum(item.num_tokens == 1 for item in items)
-        if 0 < num_decodes < len(items):
-            items, sampled_from = decodes_first(items, sampled_from)
+        items = sorted(schedule.items, key=lambda item: item.num_tokens > 1)  # decodes first
         token_ids = array("q")
         all_tables = array("i")
         table_ends = array("i", [0])
@@ -176,15 +170,16 @@ class ModelRunner:
             context_lens=contexts.int(),
             cu_blocks=cu_blocks,
             block_tables=block_tables,
-            num_decodes=num_decodes,
+            num_decodes=int((counts == 1).sum()),
             max_context=int(contexts.max()),
         )
         sampling = None
         if not all(seq.request.is_plain for seq in schedule.sampled):
             sampling = sampling_of(schedule.sampled, self.vocab_size)
-        sampled_rows = (ends - 1)[integers(sampled_from)]
+        end_of = dict(zip([seq for seq, _, _ in items], ends.tolist()))
+        sampled_rows = integers([end_of[seq] - 1 for seq in schedule.sampled.values()])
         if schedule.scored:
-            sampled_rows = torch.cat([sampled_rows, rows_to_score(schedule.scored, items, ends)])
+            sampled_rows = torch.cat([sampled_rows, rows_to_score(schedule.scored, end_of)])
         return StepInputs(
             input_ids=torch.frombuffer(token_ids, dtype=torch.int64),
             positions=positions,
@@ -226,7 +221,7 @@ class ModelRunner:
 
     def sample(self, hidden: Tensor, inputs: StepInputs, schedule: Schedule) -> Callable[[], Drawn]:
         """Draws a token for each of `schedule.sampled`. See `launch`."""
-        seqs = schedule.sampled
+        seqs = [*schedule.sampled]
         hidden = hidden[inputs.sampled_rows]
         results: list[Tensor] = []
         wanted = [seq.request.num_logprobs for seq in seqs]
@@ -265,14 +260,3 @@ def collect(results: list[Tensor], wanted: list[int | None], scores: PromptScore
         else:  # the token itself, then the k likeliest
             logprobs.append(dict(zip(ids[: k + 1], values[: k + 1])))
     return token_ids, logprobs
-
-
-def decodes_first(items: list[Item], rows: Rows) -> tuple[list[Item], Rows]:
-    """The items with one token first, as attention wants them.
-
-    `rows` are items by number: of items with [5, 1, 3, 1] tokens, the rows [1, 2, 3] become the
-    rows [0, 3, 1] of items with [1, 1, 5, 3].
-    """
-    order = sorted(range(len(items)), key=lambda i: items[i].num_tokens > 1)
-    new_row = {i: row for row, i in enumerate(order)}
-    return [items[i] for i in order], [new_row[i] for i in rows]

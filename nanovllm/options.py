@@ -4,10 +4,18 @@ Imports no torch.
 """
 
 import sys
+from collections.abc import Callable
 from dataclasses import field, fields
 from difflib import get_close_matches
 from math import inf
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple, get_args
+
+
+class Rule(NamedTuple):
+    """Which values an option may have, and the same in words."""
+
+    allows: Callable[[Any], object]
+    words: str
 
 
 class Options:
@@ -24,6 +32,17 @@ class Options:
             if name not in names:
                 raise ValueError(f"{cls.__name__} has no field {name!r}: {cls.hint(name, names)}")
         return super().__new__(cls)
+
+    def __post_init__(self):
+        """Checks each option by its rule. None is allowed, too, where it is the default."""
+        for one in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, one.name)
+            allows, words = one.metadata["rule"] or rule_of_type(one.type)
+            if one.default is None:
+                words += ", or None"
+                if value is None:
+                    continue
+            self.require(one.name, allows(value), words)
 
     @classmethod
     def hint(cls, name: str, names: list[str]) -> str:
@@ -48,9 +67,59 @@ class PromptTooLong(ValueError):
     """A prompt has more tokens than the model or the cache can hold."""
 
 
-def option(default: Any, meaning: str) -> Any:
-    """A field of Options. Its meaning is also what the command line says of it."""
-    return field(default=default, metadata={"meaning": meaning})
+def option(default: Any, meaning: str, rule: Rule | None = None) -> Any:
+    """A field of Options. Its meaning is also what the command line says of it. The type of a bool
+    or a Literal is its rule."""
+    return field(default=default, metadata={"meaning": meaning, "rule": rule})
+
+
+# --- rules ---
+
+
+def rule_of_type(kind: Any) -> Rule:
+    if kind in (bool, "bool"):
+        return Rule(lambda value: isinstance(value, bool), "True or False")
+    *others, last = choices = get_args(kind)
+    return Rule(lambda value: value in choices, f"{', '.join(others)} or {last}")
+
+
+def integer(low: int, high: float = inf, words: str = "") -> Rule:
+    def allows(value: object) -> bool:
+        return is_int(value, low, high)
+
+    return Rule(allows, words or f"an integer from {low} to {high}")
+
+
+def number(low: float, high: float, words: str = "") -> Rule:
+    def allows(value: object) -> bool:
+        return is_number(value, low, high)
+
+    return Rule(allows, words or f"from {low} to {high}")
+
+
+def share(high: float, words: str) -> Rule:
+    """A number above 0."""
+
+    def allows(value: Any) -> bool:
+        return is_number(value, 0, high) and value > 0
+
+    return Rule(allows, words)
+
+
+def listed(allows: Callable[[Any], object], words: str, kinds: Any = list | tuple) -> Rule:
+    """A list, each item of which is allowed."""
+
+    def allows_all(values: Any) -> bool:
+        return isinstance(values, kinds) and all(map(allows, values))
+
+    return Rule(allows_all, words)
+
+
+POSITIVE = integer(1, inf, "a positive integer")
+SEED = integer(0, 2**63 - 1, "an integer from 0 to 2**63 - 1")
+
+
+# --- what rules and messages are made of ---
 
 
 def shown(value: object, max_chars: int = 200) -> str:
@@ -65,14 +134,25 @@ def shown(value: object, max_chars: int = 200) -> str:
     return text if is_short else f"{text[:max_chars]}... ({len(text):,} characters)"
 
 
-def is_int(value: object, low: float, high: float = inf) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+def is_int(value: Any, low: float, high: float = inf) -> bool:
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    return is_whole and low <= value <= high
 
 
-def is_number(value: object, low: float, high: float = sys.float_info.max) -> bool:
+def is_number(value: Any, low: float, high: float = sys.float_info.max) -> bool:
     """Whether it is a number that fits into a float. NaN fails every comparison."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+    is_one = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_one and low <= value <= high
 
 
 def refusal(name: str, value: object, allowed: str) -> ValueError:
     return ValueError(f"{name}={shown(value)} is not allowed: {allowed}")
+
+
+def is_token_id(value: object) -> bool:
+    return is_int(value, 0)
+
+
+def is_text(value: object) -> bool:
+    """Whether it is a text that is not empty."""
+    return isinstance(value, str) and bool(value)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -9,7 +10,22 @@ from nanovllm.config import Config, Limits
 from nanovllm.device.threads import Threads
 from nanovllm.model_runner import ModelRunner
 from nanovllm.models.qwen import Qwen
-from nanovllm.schedule import Drawn, Runner, Schedule
+from nanovllm.schedule import Drawn, Schedule
+
+
+class Runner(Protocol):
+    """Computes schedules: a ModelRunner (model_runner.py). `new_runner` chooses CPURunner on a
+    CPU, and the one of parallel/ for several ranks."""
+
+    num_blocks: int
+    num_host_blocks: int
+    is_asynchronous: bool  # whether `launch` returns before the step is computed
+
+    def launch(self, schedule: Schedule) -> Callable[[], Drawn]:
+        """Begins a step. The function that it returns waits for its end."""
+
+    def close(self) -> None:
+        """Gives back what it holds. It launches no step afterwards."""
 
 
 class CPURunner(ModelRunner):

@@ -1,11 +1,13 @@
 """Sampling: from the parameters of a step's requests to the tensors that draw their tokens."""
 
+from collections.abc import Collection
+
 from nanovllm.layers.sampler import Sampling
 from nanovllm.sequence import Sequence
 from nanovllm.step import floats, integers
 
 
-def sampling_of(seqs: list[Sequence], vocab_size: int) -> Sampling:
+def sampling_of(seqs: Collection[Sequence], vocab_size: int) -> Sampling:
     """How each sequence draws its token."""
     params = [seq.request.params for seq in seqs]
     temperature = floats([p.temperature for p in params])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from nanovllm.block_manager import Moves
 from nanovllm.options import shown
@@ -36,8 +36,9 @@ class Schedule:
     tokens_left: int = 0  # while it is planned: how many more tokens may be added, ...
     prompt_tokens_left: int = 0  # ... and how many of them for sequences that lack more than one
     items: list[Item] = field(default_factory=list)
-    sampled: list[Sequence] = field(default_factory=list)  # those that get a next token
-    sampled_from: list[int] = field(default_factory=list)  # after the last token of which item
+    # sequences that get a next token: each draws it after the last token of itself, or, before its
+    # request forks, after that of the first one
+    sampled: dict[Sequence, Sequence] = field(default_factory=dict)
     scored: list[Item] = field(default_factory=list)  # whose prompts' log-probabilities are wanted
     moves: Moves = field(default_factory=Moves)
     num_used_blocks: int = 0  # of the KV cache, while the step runs
@@ -58,10 +59,8 @@ class Schedule:
         seq, start, num_tokens = item
         num_missing = len(seq.token_ids) - start
         if num_tokens == num_missing:
-            # before a request forks, all its sequences draw from the logits of the first
             for member in (seq,) if seq.request.has_forked else seq.request.unfinished:
-                self.sampled.append(member)
-                self.sampled_from.append(len(self.items))
+                self.sampled[member] = seq
         self.items.append(item)
         self.tokens_left -= num_tokens
         if num_missing > 1:
@@ -71,21 +70,6 @@ class Schedule:
 
 
 Drawn = tuple[list[int], StepLogprobs]  # what a step brings: tokens, and their log-probabilities
-
-
-class Runner(Protocol):
-    """Computes schedules: a ModelRunner (model_runner.py). `new_runner` chooses CPURunner on a
-    CPU, and the one of parallel/ for several ranks."""
-
-    num_blocks: int
-    num_host_blocks: int
-    is_asynchronous: bool  # whether `launch` returns before the step is computed
-
-    def launch(self, schedule: Schedule) -> Callable[[], Drawn]:
-        """Begins a step. The function that it returns waits for its end."""
-
-    def close(self) -> None:
-        """Gives back what it holds. It launches no step afterwards."""
 
 
 def check_choice(

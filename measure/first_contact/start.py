@@ -101,7 +101,9 @@ def random_prompts(llm: LLM, count: int, longest: int) -> list[list[int]]:
 
 def begin_decodes(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[Reply]:
     """Adds requests, and computes their prompts: from now on each step decodes all of them."""
-    replies = [llm._submit(llm.inputs.request(prompt, params), "generate") for prompt in prompts]
+    replies = [
+        llm._submit(llm.inputs.request(prompt, params), is_reported=False) for prompt in prompts
+    ]
     sequences = [request.sequences[0] for request in llm.requests.values()]
     while any(seq.num_missing_tokens > 1 for seq in sequences):
         llm.step(report=False)

@@ -87,8 +87,8 @@ def check_schedule(schedule: Schedule, scheduler: Scheduler, limits: Limits) -> 
     manager = scheduler.block_manager
     running = set(scheduler.running)
     seen: set[Sequence] = set()
-    last_ones: list[int] = []  # items with the last token of their sequence
-    for i, item in enumerate(schedule.items):
+    last_ones: list[Sequence] = []  # whose last token is computed
+    for item in schedule.items:
         if not isinstance(item, Item):
             raise wrong(f"{shown(item)} is in the schedule, and not an Item")
         seq, start, num_tokens = item
@@ -112,7 +112,7 @@ def check_schedule(schedule: Schedule, scheduler: Scheduler, limits: Limits) -> 
             others = "which others read: allocate copies it first"
             raise wrong(f"{seq} is to write into block {block_id}, {others}")
         if end == len(seq.token_ids):
-            last_ones.append(i)
+            last_ones.append(seq)
     for name in ("max_num_batched_tokens", "max_num_seqs"):
         total = schedule.num_tokens if name == "max_num_batched_tokens" else len(schedule.items)
         limit = getattr(limits, name)
@@ -124,16 +124,16 @@ def check_schedule(schedule: Schedule, scheduler: Scheduler, limits: Limits) -> 
         raise wrong("blocks are to be moved, but the schedule lacks them: call take_moves last")
 
 
-def check_sampled(schedule: Schedule, last_ones: list[int], wrong: Wrong) -> None:
+def check_sampled(schedule: Schedule, last_ones: list[Sequence], wrong: Wrong) -> None:
     """Checks that exactly the sequences whose last token is computed get a next token, and that a
     request's samples get theirs together."""
-    sampled = set(schedule.sampled)
-    is_complete = len(sampled) == len(schedule.sampled_from)
-    if not is_complete or [*dict.fromkeys(schedule.sampled_from)] != last_ones:
-        raise wrong("who gets a token does not follow from its items: only commit adds an item")
+    sampled = schedule.sampled.keys()
+    if [*dict.fromkeys(schedule.sampled.values())] != last_ones:
+        problem = "the sampled sequences do not match the items: add items with commit only"
+        raise wrong(problem)
     for request in {seq.request for seq in sampled if seq.request.params.n > 1}:
         unfinished = request.unfinished
-        num_drawn = len(sampled.intersection(unfinished))
+        num_drawn = len(sampled & {*unfinished})
         if num_drawn < len(unfinished):
             who = f"{num_drawn} of {len(unfinished)} sequences of {request.request_id}"
             raise wrong(f"{who} would get a token: it must be all or none")

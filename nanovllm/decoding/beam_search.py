@@ -11,34 +11,31 @@ from copy import copy
 from dataclasses import dataclass, field
 
 from nanovllm.block_manager import BlockManager
-from nanovllm.options import Options, is_int, is_number, option
+from nanovllm.options import POSITIVE, Options, Rule, number, option
 from nanovllm.sampling_params import LARGEST_COUNT, SamplingParams
 from nanovllm.sequence import Request, Sequence, TokenLogprobs
 
 
 @dataclass(frozen=True, kw_only=True)
 class BeamSearchParams(Options):
-    beam_width: int = option(4, "Number of beams kept after each step, and of results.")
-    max_tokens: int = option(256, "Maximum tokens to generate.")
+    beam_width: int = option(4, "Number of beams kept after each step, and of results.", POSITIVE)
+    max_tokens: int = option(256, "Maximum tokens to generate.", POSITIVE)
     length_penalty: float = option(
         1.0,
         "A result's score is its log-probability / length ** length_penalty. Values above 0 "
         "favor long results.",
+        number(-10, 10),
     )
     early_stopping: bool | str = option(
         False,
         "When the search ends: True, as soon as there are `beam_width` results; False, when a "
         'better one is unlikely; "never", only when a better one is impossible.',
+        Rule(lambda value: isinstance(value, bool) or value == "never", "True, False or 'never'"),
     )
     ignore_eos: bool = option(False, "Continue past the model's end-of-sequence tokens.")
 
     def __post_init__(self):
-        self.require("beam_width", is_int(self.beam_width, 1), "a positive integer")
-        self.require("max_tokens", is_int(self.max_tokens, 1), "a positive integer")
-        self.require("length_penalty", is_number(self.length_penalty, -10, 10), "from -10 to 10")
-        is_allowed = isinstance(self.early_stopping, bool) or self.early_stopping == "never"
-        self.require("early_stopping", is_allowed, "True, False or 'never'")
-        self.require("ignore_eos", isinstance(self.ignore_eos, bool), "True or False")
+        super().__post_init__()
         self.put("max_tokens", min(self.max_tokens, LARGEST_COUNT))
 
     def sampling_params(self) -> SamplingParams:

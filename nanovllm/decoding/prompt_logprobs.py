@@ -8,18 +8,17 @@ from torch import Tensor
 
 from nanovllm.layers.sampler import top_logprobs
 from nanovllm.schedule import Item
-from nanovllm.sequence import Request
+from nanovllm.sequence import Request, Sequence
 from nanovllm.step import move
 
 ROWS_AT_A_TIME = 256  # the logits of a whole chunk might not fit into memory
 
 
-def rows_to_score(scored: list[Item], items: list[Item], ends: Tensor) -> Tensor:
-    """Where the tokens of the items to score are in the batch of all items, which end at `ends`."""
+def rows_to_score(scored: list[Item], end_of: dict[Sequence, int]) -> Tensor:
+    """Where the tokens of the items to score are in the batch, given where each sequence ends."""
     rows = []
     for item in scored:
-        i = items.index(item)
-        begin = int(ends[i]) - item.num_tokens
+        begin = end_of[item.seq] - item.num_tokens
         end = begin + num_scored(item)
         rows.append(torch.arange(begin, end))
     return torch.cat(rows)

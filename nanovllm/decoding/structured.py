@@ -22,7 +22,7 @@ from importlib.util import find_spec
 from math import lcm
 from typing import Any, ClassVar, Protocol
 
-from nanovllm.options import Options, option, refusal, shown
+from nanovllm.options import Options, Rule, listed, option, refusal, shown
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import Sequence
 
@@ -43,15 +43,30 @@ LIMITS: dict[str, Any] = dict(
 )
 
 
+TEXT = Rule(lambda value: isinstance(value, str), "a string")
+
+
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputsParams(Options):
     """What an output must match: exactly one of these kinds."""
 
-    json: dict | str | None = option(None, "A JSON schema, or its text.")
+    json: dict | str | None = option(
+        None,
+        "A JSON schema, or its text.",
+        Rule(lambda value: isinstance(value, dict | str), "a dict or its JSON text"),
+    )
     json_object: bool = option(False, "Any JSON object.")
-    regex: str | None = option(None, "A regular expression for the whole text, without lookaround.")
-    choice: Texts[str] | None = option(None, "The texts to choose from.")
-    grammar: str | None = option(None, "A context-free grammar, as Lark or as GBNF writes it.")
+    regex: str | None = option(
+        None, "A regular expression for the whole text, without lookaround.", TEXT
+    )
+    choice: Texts[str] | None = option(
+        None,
+        "The texts to choose from.",
+        listed(lambda text: isinstance(text, str), "a list of strings, not empty"),
+    )
+    grammar: str | None = option(
+        None, "A context-free grammar, as Lark or as GBNF writes it.", TEXT
+    )
     disable_any_whitespace: bool = option(False, "JSON without spaces and line ends.")
 
     elsewhere: ClassVar[dict[str, str]] = {
@@ -61,14 +76,9 @@ class StructuredOutputsParams(Options):
     }
 
     def __post_init__(self):
-        for name in ("json_object", "disable_any_whitespace"):
-            self.require(name, isinstance(getattr(self, name), bool), "True or False")
-        self.require("json", isinstance(self.json, dict | str | None), "a dict or its JSON text")
-        for name in ("regex", "grammar"):
-            self.require(name, isinstance(getattr(self, name), str | None), "a string")
-        is_list = isinstance(self.choice, list | tuple) and len(self.choice) > 0
-        is_choice = is_list and all(isinstance(text, str) for text in self.choice or ())
-        self.require("choice", self.choice is None or is_choice, "a list of strings, not empty")
+        super().__post_init__()
+        is_empty = self.choice is not None and len(self.choice) == 0
+        self.require("choice", not is_empty, "a list of strings, not empty")
         if len(self.given) != 1:
             has = " and ".join(self.given) or "nothing"
             raise ValueError(f"structured_outputs has {has}: give one of {', '.join(KINDS)}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from nanovllm.sequence import TokenLogprobs
@@ -23,34 +22,14 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """What a request returns. It grows while the request runs: what it has is brought up to date
-    when it is read, which must be in the thread that calls step(). A copy no longer grows."""
+    """What a request returns. Steps make it grow until it has finished; a deep copy stays as it
+    is."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
-    completions: list[CompletionOutput] = field(repr=False)
-    cached_tokens: int = field(default=0, repr=False)
+    outputs: list[CompletionOutput] = field(repr=False)
+    num_cached_tokens: int = 0  # of the prompt: their keys and values came from the prefix cache
     finished: bool = False
     error: Exception | None = None  # the cause, if finish_reason is "error"
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # the first token has none
-    update: Callable[[], None] | None = field(default=None, repr=False)  # until it has finished
-
-    @property
-    def outputs(self) -> list[CompletionOutput]:
-        if self.update is not None:
-            self.update()
-        return self.completions
-
-    @property
-    def num_cached_tokens(self) -> int:
-        """Prompt tokens whose keys and values came from the prefix cache."""
-        if self.update is not None:
-            self.update()
-        return self.cached_tokens
-
-    def __getstate__(self) -> dict:
-        """What copy and pickle keep: all but the engine's side of an unfinished request."""
-        if self.update is not None:
-            self.update()
-        return {**vars(self), "update": None}

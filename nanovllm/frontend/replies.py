@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Literal
 
 from tokenizers import Tokenizer
 
@@ -11,10 +10,6 @@ from nanovllm.decoding.beam_search import BeamRequest
 from nanovllm.frontend.outputs import CompletionOutput, RequestOutput
 from nanovllm.frontend.text import Text, results_of
 from nanovllm.sequence import Request, Sequence
-
-ReaderKind = Literal["step", "generate", "stream"]
-"""The method whose caller reads an output decides when its text is made. step: when it is read;
-generate: after the request has ended, while the device computes; stream: after each token."""
 
 
 class Reply:
@@ -27,26 +22,29 @@ class Reply:
         self,
         request: Request,
         tokenizer: Tokenizer | None,
-        reader: ReaderKind = "step",
+        is_reported: bool = True,
     ):
         self.request = request
         self.tokenizer = tokenizer
-        self.reader = reader
+        self.is_reported = is_reported  # whether `step` returns the output
         self.is_unwanted = False  # whether `abort` has been called
-        # brought up to date after each token; otherwise when it is read, or at its end
+        # brought up to date in each step; otherwise after the request's end, while the device
+        # computes the next step, or when a Reader asks for it
         has_stop = bool(request.params.stop)
-        self.is_watched = reader == "stream" or has_stop or isinstance(request, BeamRequest)
-        self.completions = [CompletionOutput(i) for i in range(request.params.n)]
+        self.is_watched = is_reported or has_stop or isinstance(request, BeamRequest)
+        outputs = [CompletionOutput(i) for i in range(request.params.n)]
         self.output = RequestOutput(
-            request.request_id, request.prompt, request.prompt_token_ids, self.completions
+            request.request_id, request.prompt, request.prompt_token_ids, outputs
         )
         self.restart()
 
     def restart(self) -> None:
         """Forgets all that was made from the tokens."""
         self.is_updating = False
+        self.is_complete = False  # whether the request has ended, and its whole output is made
         request = self.request
-        for output in self.completions:
+        outputs = self.output.outputs
+        for output in outputs:
             output.text = ""
             output.token_ids.clear()
             output.stop_reason = None
@@ -56,10 +54,9 @@ class Reply:
         self.texts: list[Text] = []  # of each output
         tokenizer = self.tokenizer
         if tokenizer is not None and not isinstance(request, BeamRequest):
-            self.texts = [Text(tokenizer, output, request.params) for output in self.completions]
+            self.texts = [Text(tokenizer, output, request.params) for output in outputs]
         self.output.error = None
         self.output.finished = False
-        self.output.update = self.update
 
     def update(self) -> None:
         """Brings the output up to date. Ends a sequence whose text contains a stop string."""
@@ -68,20 +65,20 @@ class Reply:
         self.is_updating = True
         request = self.request
         if not isinstance(request, BeamRequest):  # a search has outputs only at its end
-            for i in range(len(self.completions)):
+            for i in range(len(self.output.outputs)):
                 self._update_completion(i)
-        self.output.cached_tokens = request.num_cached_tokens or 0
+        self.output.num_cached_tokens = request.num_cached_tokens or 0
         if request.params.prompt_logprobs is not None:
             self.output.prompt_logprobs = request.prompt_logprobs
         if request.has_ended:
             if isinstance(request, BeamRequest):
-                self.completions[:] = results_of(request, self.tokenizer)
+                self.output.outputs[:] = results_of(request, self.tokenizer)
             self.output.finished = True
-            self.output.update = None
+            self.is_complete = True
         self.is_updating = False
 
     def _update_completion(self, i: int) -> None:
-        output = self.completions[i]
+        output = self.output.outputs[i]
         request = self.request
         seq = request.sequences[i]
         if seq.finish_reason == "stop" and request.grammar is not None:
@@ -120,11 +117,11 @@ class Reply:
         """Ends the request, whatever its state."""
         for seq in self.request.unfinished:
             seq.finish_reason = "error"
-        for output in self.completions:
+        for output in self.output.outputs:
             output.finish_reason = output.finish_reason or "error"
         self.output.error = error
         self.output.finished = True
-        self.output.update = None
+        self.is_complete = True
 
 
 class Replies:
@@ -144,14 +141,13 @@ class Replies:
         """Reports what is new about a request, or the error that ends it. Forgets the request once
         it has ended. Returns the sequences that its text or the error ends."""
         output = reply.output
-        is_late = reply.reader == "generate" and not reply.is_watched
         ended: list[Sequence] = []
-        if is_late and reply.request.has_ended and error is None:
+        if reply.request.has_ended and not reply.is_watched and error is None:
             self.late.append(reply)
             output.finished = True
         else:
             ended = reply.catch_up(error)
-        if reply.reader == "step":
+        if reply.is_reported:
             self.unreported[output.request_id] = output
         if output.finished:
             self.unfinished.pop(output.request_id, None)

@@ -9,20 +9,20 @@ from nanovllm.sequence import Request
 
 
 class Reader:
-    """Reads a reply that is watched, each part of it once."""
+    """Reads a reply, each part of it once."""
 
     def __init__(self, reply: Reply):
         self.reply = reply
-        self.num_read = [(0, 0)] * len(reply.completions)  # characters and tokens
+        self.num_read = [(0, 0)] * len(reply.output.outputs)  # characters and tokens
 
     def news(self) -> list[CompletionOutput]:
         """What is new in each output since the last call: its text as far as it may be shown, its
         tokens, and at the end the reason. To be called until the output has finished."""
         reply = self.reply
-        if reply.output.update is not None:
+        if not reply.is_complete:
             reply.update()
         deltas = []
-        for i, output in enumerate(reply.completions):
+        for i, output in enumerate(reply.output.outputs):
             num_chars, num_tokens = self.num_read[i]
             num_safe = reply.texts[i].num_safe_chars if reply.texts else len(output.text)
             text = output.text[num_chars:num_safe]
@@ -38,7 +38,7 @@ class Reader:
 def stream(llm: Any, request: Request) -> Iterator[str]:
     """What LLM.stream returns, for a checked request."""
     try:
-        reply = llm._submit(request, "stream")
+        reply = llm._submit(request, is_reported=False)
         reader = Reader(reply)
         is_last = False
         while not is_last:

@@ -122,7 +122,7 @@ class AsyncLLM(Backend):
 
     def _add(self, request: Request, is_streamed: bool) -> None:
         try:
-            reply = self.llm._submit(request, "generate")
+            reply = self.llm._submit(request, is_reported=False)
         except Exception as error:
             self._tell(self._hear, [(request, Delta(error=error))])
             return
@@ -197,7 +197,7 @@ class AsyncLLM(Backend):
                 return Delta(error=error)
             delta.parts = [one for one in parts if one.index not in reader.ended]
             reader.ended.update(one.index for one in parts if one.finish_reason is not None)
-        elif output.update is not None:
+        elif not reader.reply.is_complete:
             return delta if is_news else None  # its text is made in the next step
         if output.finished:
             delta.output = output if output.error is None else None

@@ -28,7 +28,7 @@ from nanovllm.decoding.structured import grammar_of
 from nanovllm.engine import LLM
 from nanovllm.frontend.inputs import Inputs
 from nanovllm.options import shown
-from nanovllm.router import Router
+from nanovllm.routing import Router
 from nanovllm.schedule import check_choice
 from nanovllm.sequence import Request
 from nanovllm.server.app import Server, app_of

@@ -5,7 +5,7 @@ from typing import Any
 
 from nanovllm.config import Config
 from nanovllm.options import Options, is_int, is_number, option
-from nanovllm.router import MOST_REPLICAS, PrefixAffinity, Router
+from nanovllm.routing import MOST_REPLICAS, PrefixAffinity, Router
 
 LARGEST_BODY = 4 * 2**20
 SMALLEST_BODY = 256 * 2**10
@@ -81,7 +81,7 @@ class ReplicaOptions(Options):
             value = getattr(self, name)
             self.require(name, is_number(value, 0) and value > 0, "a positive number")
         is_router = isinstance(self.router_cls, type) and issubclass(self.router_cls, Router)
-        self.require("router_cls", is_router, "a subclass of nanovllm.router.Router")
+        self.require("router_cls", is_router, "a subclass of nanovllm.routing.Router")
 
     def resources(self, config: Config, has_gpus: bool) -> dict[str, float]:
         """What Ray reserves for a replica: the ranks of one are on one machine."""

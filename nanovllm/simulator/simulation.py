@@ -12,7 +12,7 @@ from heapq import heappop, heappush
 
 from nanovllm.config import Config
 from nanovllm.options import is_int, refusal
-from nanovllm.router import MOST_REPLICAS, PrefixAffinity, Router
+from nanovllm.routing import MOST_REPLICAS, PrefixAffinity, Router
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.schedule import check_choice
 from nanovllm.scheduler import Scheduler
@@ -47,7 +47,7 @@ def simulate(
     if not is_int(replicas, 1, MOST_REPLICAS):
         raise refusal("replicas", replicas, f"it must be an integer from 1 to {MOST_REPLICAS}")
     if not (isinstance(router_cls, type) and issubclass(router_cls, Router)):
-        raise refusal("router_cls", router_cls, "it must be a subclass of nanovllm.router.Router")
+        raise refusal("router_cls", router_cls, "it must be a subclass of nanovllm.routing.Router")
     config = Config(model="qwen3-8b") if config is None else config
     scheduler_cls = scheduler_cls or config.scheduler_cls or Scheduler
     served = [Served(job) for job in jobs]

@@ -35,6 +35,7 @@ import nanovllm
 from nanovllm import SamplingParams
 from nanovllm.block_manager import BlockManager
 from nanovllm.frontend.replies import Reply
+from nanovllm.frontend.streaming import Reader
 from nanovllm.frontend.text import Text
 from nanovllm.frontend.turns import Turns
 
@@ -384,18 +385,21 @@ def test_a_stream_goes_on_after_an_interrupted_recovery(monkeypatch):
     assert text == expected[0][1]
 
 
-def test_a_ctrl_c_while_an_output_is_read_changes_no_text():
+def test_a_ctrl_c_while_a_stream_is_read_changes_no_text():
     """The text had got the token, the output had not: it got its text twice."""
     prompt, params = [5] * 9, SamplingParams(seed=5, max_tokens=12)
     expected = answer(prompt, params)
     for at in range(200):
         llm = new_llm()
-        llm.add_request(prompt, params, "a")
+        reply = llm._submit(llm.inputs.request(prompt, params), is_reported=False)
+        reader = Reader(reply)
         for _ in range(5):
-            (output,) = llm.step()
+            llm.step()
         with Interrupter(at) as interrupter, suppress(KeyboardInterrupt):
-            output.outputs  # noqa: B018 (it is read)
-        assert result(go_on(llm)["a"]) == expected
+            reader.news()
+        go_on(llm)
+        reader.news()
+        assert result(reply.output) == expected
         if interrupter.place is None:  # fewer lines are run
             break
     assert 30 < at < 199

@@ -125,7 +125,7 @@ SAID = {
     TooManyTokens: "is to compute 41 tokens, but 40 are missing",
     ForgetsMoves: "blocks are to be moved, but the schedule lacks them: call take_moves last",
     NoCopies: r"is to write into block \d+, which others read: allocate copies it first",
-    TakesAnItemOut: "who gets a token does not follow from its items: only commit adds an item",
+    TakesAnItemOut: "the sampled sequences do not match the items: add items with commit only",
     FromTheWrongToken: "is to compute tokens from 1 on, but that is not the next one",
     HalfOfTheSamples: "2 of 3 sequences of 1 would get a token: it must be all or none",
 }

@@ -25,6 +25,7 @@ from fake_engine import (
 
 from nanovllm import BeamSearchParams, SamplingParams
 from nanovllm.block_manager import BlockManager
+from nanovllm.frontend.streaming import Reader
 from nanovllm.frontend.text import Text
 from nanovllm.scheduler import Scheduler
 
@@ -288,13 +289,13 @@ def test_the_output_of_a_beam_search_that_fails_at_its_end(monkeypatch):
 # --- texts that are made late, or when they are read ---
 
 
-def test_a_tokenizer_that_fails_while_the_text_is_read(monkeypatch):
-    """The reader gets its error, nothing is left out of the text, and the request ends with the
-    error, as before."""
+def test_a_tokenizer_that_fails_while_a_stream_is_read(monkeypatch):
+    """The stream gets its error, nothing is left out of the text, and the request ends with the
+    error."""
     llm, prompt = new_llm(), [5] * 9
-    llm.add_request(prompt, SHORT, "sick")
-    (output,) = llm.step()
-    sick, add = output.completions[0], Text.add
+    reply = llm._submit(llm.inputs.request(prompt, SHORT), is_reported=False)
+    llm.step()
+    (sick,), add = reply.output.outputs, Text.add
 
     def failing(text, token_id):
         if text.output is sick:
@@ -304,11 +305,11 @@ def test_a_tokenizer_that_fails_while_the_text_is_read(monkeypatch):
     monkeypatch.setattr(Text, "add", failing)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="no such token"):
-            output.outputs  # noqa: B018 (it is read)
+            Reader(reply).news()
     llm.add_request(prompt, SHORT, "innocent")
     outputs = go_on(llm)
-    assert str(outputs["sick"].error) == "no such token"
-    assert outputs["sick"].outputs[0].finish_reason == "error"
+    assert str(reply.output.error) == "no such token"
+    assert sick.finish_reason == "error"
     assert result(outputs["innocent"]) == answer(prompt, SHORT)
     check_clean(llm)
 

@@ -330,7 +330,7 @@ BROKEN_ROUTERS = {
     ),
     "no class": (FCFS, "your file has no class MyRouter that is a subclass of Router"),
     "no choose": (
-        "from nanovllm.router import Router\nclass MyRouter(Router):\n    pass\n",
+        "from nanovllm.routing import Router\nclass MyRouter(Router):\n    pass\n",
         "request 0: NotImplementedError",
     ),
 }

@@ -555,7 +555,7 @@ def test_a_bias_chooses_among_what_is_allowed(llm):
 # --- what is refused ---
 
 REFUSED = [
-    ({}, "structured_outputs={} is not allowed: it must be None, StructuredOutputsParams or"),
+    ({}, "structured_outputs={} is not allowed: it must be StructuredOutputsParams or a dict"),
     ({"json_object": False}, "has nothing: give one of json, json_object, regex, choice, grammar"),
     ({"regex": "a", "choice": ["a"]}, "structured_outputs has regex and choice: give one of"),
     ({"jsn": {}}, "no field 'jsn': did you mean 'json'?"),

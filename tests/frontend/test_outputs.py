@@ -28,7 +28,9 @@ def test_a_text_that_ends_within_a_character_is_not_cut_short(
     """The last token is "Jos" and half a character; its whole text was held back."""
     tokens = [14, 1001]  # "/" and "Jos\xc3"
     monkeypatch.setattr(
-        real_llm.runner, "launch", lambda s: lambda: ([tokens[len(s.sampled[0]) - 1]], None)
+        real_llm.runner,
+        "launch",
+        lambda s: lambda: ([tokens[len(next(iter(s.sampled))) - 1]], None),
     )
     params = SamplingParams(max_tokens=2, temperature=0, stop=stop)
     (output,) = real_llm.generate([[5]], params, use_tqdm=False)[0].outputs

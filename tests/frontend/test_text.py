@@ -3,6 +3,7 @@
 Run: pytest tests/frontend/test_text.py [-k stop_string]
 """
 
+import threading
 from itertools import pairwise, zip_longest
 
 import pytest
@@ -220,27 +221,56 @@ def test_default_params_are_the_models_own(llm):
     }
 
 
-def test_text_is_made_when_it_is_read(llm, monkeypatch):
-    """Not after each token; reading often and reading once give the same."""
+def test_when_text_is_made(llm, monkeypatch):
+    """For the caller of `generate` once, at the end; in what `step` returns, after each token."""
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     added = []
     add = Text.add
-    (expected,) = llm.generate(["Once upon a time"], params, use_tqdm=False)
-    assert expected.update is None  # it has ended, and keeps nothing of the engine
     monkeypatch.setattr(
         Text, "add", lambda self, token_id: added.append(token_id) or add(self, token_id)
     )
+    num_added = []
+    monkeypatch.setattr(llm, "observers", [lambda *_: num_added.append(len(added))])
+    (expected,) = llm.generate(["Once upon a time"], params, use_tqdm=False)
+    assert num_added == [0] * 12 and added == expected.outputs[0].token_ids
+    added.clear()
     llm.add_request("Once upon a time", params)
-    for _ in range(5):
+    texts = []
+    while llm.has_unfinished():
         (output,) = llm.step()
-        assert len(added) == 0
-    assert output.outputs[0].token_ids == expected.outputs[0].token_ids[:5] == added
-    texts = [output.outputs[0].text]
+        assert output.outputs[0].token_ids == expected.outputs[0].token_ids[: len(texts) + 1]
+        assert output.outputs[0].token_ids == added
+        texts.append(output.outputs[0].text)
+    assert texts[-1] == expected.outputs[0].text
+    assert all(longer.startswith(shorter) for shorter, longer in pairwise(texts))
+
+
+def test_reading_an_output_computes_nothing(llm, monkeypatch):
+    """So one thread may read it while another one is in the middle of a step."""
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, stop=["zzzz"])
+    (expected,) = llm.generate(["Once upon a time"], params, use_tqdm=False)
+    llm.add_request("Once upon a time", params)
+    (output,) = llm.step()
+    is_inside, has_read = threading.Event(), threading.Event()
+    add = Text.add
+
+    def slow_add(text, token_id):
+        is_inside.set()
+        assert has_read.wait(60)
+        return add(text, token_id)
+
+    monkeypatch.setattr(Text, "add", slow_add)
+    thread = threading.Thread(target=llm.step)
+    thread.start()
+    assert is_inside.wait(60)
+    monkeypatch.setattr(Text, "add", add)
+    num_read = len(output.outputs[0].token_ids)
+    has_read.set()
+    thread.join()
+    assert num_read == 1
     while llm.has_unfinished():
         llm.step()
-        texts.append(output.outputs[0].text)
-    assert texts[-1] == expected.outputs[0].text and added == expected.outputs[0].token_ids
-    assert all(longer.startswith(shorter) for shorter, longer in pairwise(texts))
+    assert output.outputs == expected.outputs
 
 
 # --- why it has stopped, and what of it is shown ---

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "nanovllm"
 NO_TORCH = (
     *("options", "config", "sampling_params", "sequence", "block_manager"),
-    *("schedule", "scheduler", "router", "swapping.blocks", "decoding.groups"),
+    *("schedule", "scheduler", "routing", "swapping.blocks", "decoding.groups"),
     *("decoding.beam_search", "frontend.messages", "frontend.stats"),
     *("checks.schedules", "checks.blocks", "simulator"),
 )

@@ -24,7 +24,7 @@ import pytest
 from server_tools import read_metrics
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.router import LeastLoaded, PrefixAffinity, RoundRobin, Router
+from nanovllm.routing import LeastLoaded, PrefixAffinity, RoundRobin, Router
 from nanovllm.sequence import Request
 from nanovllm.server import cli
 from nanovllm.server.cli import main
@@ -650,11 +650,14 @@ def test_a_router_that_fails_fails_the_request(router_cls, words):
         ("--replicas 3 --max-replicas 2", "max_replicas=2"),
         ("--replicas 2 --target-requests 0", "target_requests=0.0"),
         ("--replicas 2 --cpus-per-rank -1", "cpus_per_rank=-1.0"),
-        ("--replicas 2 --router-cls json:JSONDecoder", "a subclass of nanovllm.router.Router"),
+        (
+            "--replicas 2 --router-cls json:JSONDecoder",
+            "a subclass of nanovllm.routing.Router",
+        ),
         ("--replicas 2 --max-num-seqs 0", "max_num_seqs=0"),
         ("--replicas 2 --port 70000", "port=70000"),
         ("--max-replicas 2", "max_replicas=2 is not allowed: it is for --replicas"),
-        ("--router-cls nanovllm.router:RoundRobin", "it is for --replicas"),
+        ("--router-cls nanovllm.routing:RoundRobin", "it is for --replicas"),
     ],
 )
 def test_bad_options(options, words, ray, capsys):
@@ -709,7 +712,7 @@ def test_arguments_of_a_config_file():
         {
             "enable_prefix_caching": "false",
             "kv_cache_gib": "1.5",
-            "router_cls": "nanovllm.router:RoundRobin",
+            "router_cls": "nanovllm.routing:RoundRobin",
         }
     )
     assert (args.enable_prefix_caching, args.kv_cache_gib) == (False, 1.5)

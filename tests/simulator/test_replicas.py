@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm.config import Config
-from nanovllm.router import LeastLoaded, PrefixAffinity, RoundRobin, Router
+from nanovllm.routing import LeastLoaded, PrefixAffinity, RoundRobin, Router
 from nanovllm.schedule import ScheduleError
 from nanovllm.scheduler import Scheduler
 from nanovllm.simulator import simulate
@@ -182,7 +182,7 @@ def test_a_router_that_is_wrong():
     run = simulate(independent(30), SMALL, check=True, replicas=2, router_cls=Spoils)
     assert all(served.token_times for served in run.requests)
     with pytest.raises(
-        ValueError, match="router_cls=.* must be a subclass of nanovllm.router.Router"
+        ValueError, match="router_cls=.* must be a subclass of nanovllm.routing.Router"
     ):
         simulate(independent(3), SMALL, replicas=2, router_cls=Scheduler)
     with pytest.raises(NotImplementedError):

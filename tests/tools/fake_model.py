@@ -85,8 +85,8 @@ class FakeRunner:
         for item in schedule.items:
             self.check(item.seq)
         prefixes = [
-            (seq, self.cache[self.slot(schedule.items[i].seq, len(seq) - 1)])
-            for seq, i in zip(schedule.sampled, schedule.sampled_from)
+            (seq, self.cache[self.slot(source, len(seq) - 1)])
+            for seq, source in schedule.sampled.items()
         ]
         tokens = []
         logprobs = []

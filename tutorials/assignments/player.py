@@ -25,7 +25,7 @@ from typing import Any
 from nanovllm.block_manager import BlockManager
 from nanovllm.checks.schedules import CheckedScheduler
 from nanovllm.config import Limits
-from nanovllm.router import Router
+from nanovllm.routing import Router
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.schedule import Schedule, ScheduleError, check_choice
 from nanovllm.scheduler import Scheduler

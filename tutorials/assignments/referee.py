@@ -10,7 +10,7 @@ from typing import Any
 
 from nanovllm.checks.schedules import check_schedule
 from nanovllm.options import is_int, shown
-from nanovllm.router import Loads, Router
+from nanovllm.routing import Loads, Router
 from nanovllm.schedule import Item, Schedule, ScheduleError, check_choice
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request

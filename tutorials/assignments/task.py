@@ -16,7 +16,7 @@ from typing import Any
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import Config
-from nanovllm.router import RoundRobin, Router
+from nanovllm.routing import RoundRobin, Router
 from nanovllm.scheduler import Scheduler
 from nanovllm.simulator import Job, Run, simulate
 from nanovllm.simulator.machines import Machine

@@ -146,7 +146,7 @@ def as_busy(jobs: list[Job], turns_per_second: float) -> Machine:
 def measure(name: str, jobs: list[Job]) -> dict:
     port = free_port()
     options = (
-        f"--replicas 2 --router-cls nanovllm.router:{name} --num-blocks {BLOCKS} "
+        f"--replicas 2 --router-cls nanovllm.routing:{name} --num-blocks {BLOCKS} "
         f"--dtype float32 --port {port}"
     )
     with Process("nanovllm", "serve", *options.split(), port=port) as server:

@@ -6,7 +6,7 @@ from operator import gt, lt
 from typing import Any
 
 from nanovllm.config import Config
-from nanovllm.router import PrefixAffinity, RoundRobin
+from nanovllm.routing import PrefixAffinity, RoundRobin
 from nanovllm.scheduler import Scheduler
 from nanovllm.simulator import Job, Run, simulate
 from nanovllm.simulator.machines import Machine

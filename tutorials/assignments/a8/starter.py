@@ -1,4 +1,4 @@
-from nanovllm.router import RoundRobin
+from nanovllm.routing import RoundRobin
 
 
 class MyRouter(RoundRobin):

@@ -1,6 +1,6 @@
 """Routers, without Ray: what they choose, and how near their picture of a replica's cache comes to the real one.
 
-Run: pytest tests/simulator/test_router.py
+Run: pytest tests/routing/test_router.py
 """
 
 from collections import Counter, OrderedDict
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm.block_manager import BlockManager
-from nanovllm.router import (
+from nanovllm.routing.router import (
     MOST_ABSENT,
     LeastLoaded,
     PrefixAffinity,
