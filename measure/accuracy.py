@@ -32,7 +32,7 @@ from nanovllm.simulator.machines import Machine
 from tutorials.arguments import duration, new_file, positive
 from tutorials.machine import device_name, environment, installed
 from tutorials.performance.steps import Step
-from tutorials.report import markdown, write_json
+from tutorials.report import markdown, rows_of, write_json
 from tutorials.simulation import pairs
 from tutorials.simulation.calibrate import (
     ON_CPU,
@@ -102,8 +102,7 @@ def totals(rows: dict[str, dict]) -> dict[str, dict]:
 
 
 def table(rows: dict[str, dict]) -> str:
-    """Markdown: real / simulated and the error, for each workload and metric; then the mean and the
-    worst."""
+    """Markdown: real, simulated and the error, for each workload and metric."""
     lines = [["", "requests", *(f"{name}: real, simulated (s)" for name in METRICS.values())]]
     for name, row in rows.items():
         cells = [
@@ -111,30 +110,25 @@ def table(rows: dict[str, dict]) -> str:
             for m in METRICS
         ]
         lines.append([name, f"{row['requests']:,}", *cells])
-    summary = totals(rows)
-    for key, label in (
-        ("signed_error", "error with its sign, mean"),
-        ("mean_error", "mean error"),
-        ("worst_error", "worst error"),
-        ("mean_noise", "between real runs: mean"),
-        ("worst_noise", "between real runs: worst"),
-    ):
-        values = [summary[metric][key] for metric in METRICS]
-        lines.append([label, "", *(shown(key, value) for value in values)])
     return markdown(lines)
 
 
-def shown(key: str, value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:+.1%}" if key == "signed_error" else f"{value:.1%}"
+def rows(report: dict) -> list[list[str]]:
+    """How far the simulator is from real runs, over all loads."""
+    found = {
+        METRICS.get(name, "all but the total time"): row
+        for name, row in totals(report["workloads"]).items()
+    }
+    columns = [("signed_error", "+.1%")]
+    columns += [(key, ".1%") for key in ("mean_error", "worst_error", "mean_noise")]
+    return rows_of("|error with its sign|error|the largest|between real runs", columns, found)
 
 
 CELLS_BETWEEN = 6  # after each run that is compared
 
 
 class Meter:
-    """Fits the machine to steps of runs between those that are compared: a computer is not equally
+    """Fits the machine to steps of runs between the runs that are compared: a computer is not equally
     fast all day."""
 
     def __init__(self, watch: Watch, cells: Cells):
@@ -239,7 +233,7 @@ def main() -> None:
         text = pairs.table(report["pairs"])
     else:
         report |= compare(CASES, args.seconds, args.repeat, meter)
-        text = table(report["workloads"])
+        text = f"{table(report['workloads'])}\n\n{markdown(rows(report))}"
     print(f"\n{text}\n\n{json.dumps(report['machine'], indent=1)}")
     if args.json:
         write_json(report, args.json)

@@ -40,7 +40,7 @@ def graded(name: str) -> dict:
 
 
 def points_of(report: dict) -> tuple[float, float]:
-    """Those that were reached, and those that are possible."""
+    """The points that were reached, and the points that are possible."""
     checks = report["tests"]
     return sum(check["score"] for check in checks), sum(check["max_score"] for check in checks)
 

@@ -19,7 +19,7 @@ from collections import Counter
 from pathlib import Path
 
 from tutorials.machine import ROOT, device_name, environment, installed
-from tutorials.report import percentile, table
+from tutorials.report import aligned, percentile, rows_of
 
 CASES = [(n, longest) for longest in (4096, 40960) for n in (1, 64, 256)]
 """Sequences, max_model_len."""
@@ -88,7 +88,7 @@ def seconds_per_step(llm) -> float:
 
 
 def seconds_per_phase(llm) -> dict[str, float]:
-    """What LLM.step does, phase by phase, the least of three; nobody reads the tokens. `prepare` is
+    """What LLM.step does, phase by phase, the least of three; no caller reads the tokens. `prepare` is
     a part of `run`, and is done once more, to be timed."""
 
     def timed(name, function, *args):
@@ -198,17 +198,29 @@ def measure(args) -> dict:
     runs = [{name: measured(tree) for name, tree in trees.items()} for _ in range(args.repeat)]
     report["host"] = {name: medians([run[name]["host"] for run in runs]) for name in trees}
     report["queue"] = medians([run["this"]["queue"] for run in runs])
-    rows = {f"{name}: {case}": row for name in trees for case, row in report["host"][name].items()}
     print(f"{report['device']}: CPU time of the host's part of a decode step, in ms\n")
-    print(milliseconds("sequences, max_model_len", rows))
-    print("\nwhile requests wait, in ms\n")
-    print(milliseconds("waiting", report["queue"]))
+    print(aligned(rows(report)), aligned(queue_rows(report)), sep="\n\n")
     return report
 
 
-def milliseconds(header: str, rows: dict[str, dict[str, float]]) -> str:
-    names = list(dict.fromkeys(name for row in rows.values() for name in row))
-    return table("|".join([header, *names]), [(name, ".3f", 1e3) for name in names], rows)
+def rows(report: dict) -> list[list[str]]:
+    """Milliseconds of a step by commit, and of its phases in the last one."""
+    names = [name for name in report["host"] if name != "this"]
+    phases = [name for name in next(iter(report["host"]["this"].values())) if name != "step"]
+    commits = [*names, str(report["commit"])]
+    found = [["sequences, max_model_len", *commits, *(f"`{phase}`" for phase in phases)]]
+    for case, now in report["host"]["this"].items():
+        times = [report["host"][name][case]["step"] for name in names]
+        times += [now["step"], *(now[phase] for phase in phases)]
+        found.append([case, *(f"{1e3 * seconds:.2f}" for seconds in times)])
+    return found
+
+
+def queue_rows(report: dict) -> list[list[str]]:
+    """Milliseconds of a step, of an abort and of a failed step while requests wait."""
+    names = list(next(iter(report["queue"].values())))
+    columns = [(name, ",.2f", 1e3) for name in names]
+    return rows_of("|".join(["requests that wait", *names]), columns, report["queue"])
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from tutorials.machine import ROOT, device_name, environment, installed
-from tutorials.report import aligned, median, percentile, write_json
+from tutorials.report import markdown, median, percentile, write_json
 
 COUNTS = (1, 64, 256)  # requests
 PROMPT = 40  # tokens
@@ -144,6 +144,31 @@ def measure(args) -> dict:
     return report
 
 
+WORDS = {
+    "pack": "to pack a step",
+    "tell": "to tell it",
+    "add_up": "an all-reduce, 11 in a step",
+    "gather": "to gather the logits",
+}
+
+
+def text(report: dict) -> str:
+    """Markdown: two ranks beside one, and what they say to each other."""
+    _, two = report["runs"].values()
+    counts = [name for name in two if name.isdigit()]
+    rows = [["", *(f"{count} requests" for count in counts)]]
+    for name, run in report["runs"].items():
+        rows.append([f"{name}: tokens/s", *(f"{run[i]['tokens_per_second']:,.0f}" for i in counts)])
+    for name, words in WORDS.items():
+        rows.append([f"{words} (ms)", *(f"{two[i][f'{name}_us'] / 1e3:.2f}" for i in counts)])
+    floor = {name: f"{value / 1e3:.2f}" for name, value in two["floor"].items()}
+    alone = (
+        f"Gloo alone, between two processes that do nothing else: {floor['tell_us']} ms to tell, "
+        f"{floor['add_up_1_us']} and {floor['add_up_256_us']} ms for an all-reduce of 1 and of 256 rows."
+    )
+    return f"{markdown(rows)}\n\n{alone}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -160,12 +185,7 @@ def main() -> None:
         work(int(args.work), args.tokens)
     else:
         report = measure(args)
-        rows = [["", *(f"{count} requests, tokens/s" for count in COUNTS)]]
-        for name, numbers in report["runs"].items():
-            speeds = [f"{numbers[str(count)]['tokens_per_second']:,.0f}" for count in COUNTS]
-            rows.append([name, *speeds])
-        print(aligned(rows))
-        print(json.dumps(report["runs"]["two ranks, one thread each"], indent=1))
+        print(text(report))
         if args.json:
             write_json(report, args.json)
 

@@ -3,7 +3,7 @@
     python -m measure.record_runs
 
 Writes nanovllm/server/page/runs/*.json, and an index of them. Tokens are the same each time; the
-times in the files are those of the machine.
+times in the files are the machine's.
 """
 
 import json
@@ -53,7 +53,7 @@ def static_batching(file: Path) -> None:
 def continuous_batching(file: Path) -> None:
     title = "Continuous batching"
     explanation = (
-        "The same eight requests: whoever waits takes a seat in the step after it becomes free, "
+        "The same eight requests: a request that waits takes a seat in the step after it becomes free, "
         "so all have their answers in far fewer steps."
     )
     batching(file, title, explanation)

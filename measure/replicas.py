@@ -26,7 +26,7 @@ from nanovllm.simulator.cost_model import LINKS
 from nanovllm.simulator.jobs import Job, Run
 from nanovllm.simulator.machines import MACHINES
 from tutorials.machine import device_name, environment
-from tutorials.report import aligned, write_json
+from tutorials.report import aligned, rows_of, write_json
 from tutorials.simulation.metrics import distribution, tpot, ttft
 from tutorials.simulation.workloads import (
     all_at_once,
@@ -93,7 +93,7 @@ def shapes(trace: Path) -> dict:
             config = Config(
                 model="qwen3-32b",
                 tensor_parallel_size=num_ranks,
-                max_num_seqs=1024,  # so that nobody waits for a seat
+                max_num_seqs=1024,  # so that no request waits for a seat
             )
             run = simulate(jobs, config, replicas=16 // num_ranks, router_cls=LeastLoaded)
             found[f"{rate} {16 // num_ranks}"] = numbers(run)
@@ -159,7 +159,7 @@ def least_shares() -> dict:
 
 def day(count: int) -> dict:
     """How long the simulator needs for the first requests of a day with a million, on 64 replicas.
-    They are as those of a service for programmers (medians of Splitwise, ISCA 2024, figure 3): long
+    They are like requests to a service for programmers (medians of Splitwise, ISCA 2024, figure 3): long
     prompts, short answers. With answers of 129 tokens, as in chats, there are ten times as many steps."""
     jobs = workload(poisson(10**6 / 86_400), fixed(1500, 13), count)
     begin = time.process_time()
@@ -176,18 +176,57 @@ def day(count: int) -> dict:
     }
 
 
-def show(title: str, found: dict) -> None:
-    columns = [*next(iter(found.values()))]
-    rows = [[title, *columns]]
-    for name, one in found.items():
-        rows.append([name, *(shown(one[column]) for column in columns)])
-    print(aligned(rows), flush=True)
+LINK_NAMES = {"nvlink": "NVLink", "pcie": "PCIe", "network": "network"}
+FIRST = [("ttft_ms.p50", ",.0f"), ("ttft_ms.p99", ",.0f")]
+FIRST_AND_LATER = [*FIRST, ("tpot_ms.p50", ".1f"), ("tpot_ms.p99", ".1f")]
+TIMES = "TTFT p50 (ms)|p99|per token p50 (ms)|p99"
+BUSIEST = ("most_requests", ".0%", 1 / 4)  # of 4 replicas
 
 
-def shown(value) -> str:
-    if isinstance(value, dict):
-        return "/".join(f"{one:.3g}" for one in value.values())
-    return f"{value:.3g}" if value < 100 else f"{value:,.0f}"
+def rank_rows(report: dict) -> list[list[str]]:
+    """Qwen3-32B on one to eight devices, one user alone and as many as possible."""
+
+    def label(name: str) -> list[str]:
+        num_ranks, link = name.split()
+        return [num_ranks, "-" if num_ranks == "1" else LINK_NAMES[link]]
+
+    header = "H100s|link|alone: TTFT (ms)|per token|full: tokens/s|of each H100|preempted"
+    columns = [("ttft_ms", ".0f"), ("tpot_ms", ".1f")]
+    columns += [("tokens_per_second", ",.0f"), ("per_device", ",.0f"), ("preemptions", "")]
+    return rows_of(header, columns, report["ranks"], label)
+
+
+def shape_rows(report: dict) -> list[list[str]]:
+    """Sixteen devices as many small replicas or few large ones."""
+
+    def label(name: str) -> list[str]:
+        rate, count = name.split()
+        return [rate, count, str(16 // int(count))]
+
+    header = f"requests/s|replicas|H100s of each|{TIMES}"
+    return rows_of(header, FIRST_AND_LATER, report["shapes"], label)
+
+
+def router_rows(report: dict) -> list[list[str]]:
+    """Three loads and three routers, on four replicas."""
+    columns = [("hit_rate", ".0%"), *FIRST_AND_LATER]
+    return rows_of(f"load, router|hits|{TIMES}", columns, report["routers"])
+
+
+def bound_rows(report: dict) -> list[list[str]]:
+    """How far a replica may be ahead of the others."""
+    header = "load, `most_ahead`|hits|TTFT p50 (ms)|p99|busiest of 4 serves"
+    columns = [("hit_rate", ".0%"), *FIRST, BUSIEST]
+    label = lambda name: [name.replace(" 1000000000", " no bound").replace(" ", ", ", 1)]  # noqa: E731
+    return rows_of(header, columns, report["bounds"], label)
+
+
+def share_rows(report: dict) -> list[list[str]]:
+    """How much of a prompt a replica must hold to be chosen for it."""
+    columns = [("hit_rate", ".0%"), *FIRST_AND_LATER, BUSIEST]
+    header = f"load, `least_share`|hits|{TIMES}|busiest of 4 serves"
+    label = lambda name: [name.replace(" ", ", ")]  # noqa: E731
+    return rows_of(header, columns, report["least_shares"], label)
 
 
 def main() -> None:
@@ -205,15 +244,15 @@ def main() -> None:
         report["day"] = day(args.day)
         print(report["day"])
     studies = (
-        ("ranks", ranks),
-        ("shapes", lambda: shapes(args.trace)),
-        ("routers", lambda: routers(args.trace)),
-        ("bounds", bounds),
-        ("least_shares", least_shares),
+        ("ranks", ranks, rank_rows),
+        ("shapes", lambda: shapes(args.trace), shape_rows),
+        ("routers", lambda: routers(args.trace), router_rows),
+        ("bounds", bounds, bound_rows),
+        ("least_shares", least_shares, share_rows),
     )
-    for name, study in () if args.day else studies:
+    for name, study, rows in () if args.day else studies:
         report[name] = study()
-        show(name, report[name])
+        print(aligned(rows(report)), flush=True)
     if args.json:
         write_json(report, args.json)
 

@@ -10,7 +10,7 @@ host per step, and with kernels that reach 0.3 and 0.6 of the FLOP/s.
 A study *holds* if its answer is the same on all of them. An assignment holds if on all of them, and
 on each seed, the solution gets at least 90 % of its goal points, and no silly policy half of them.
 For an assignment, each machine is made as much faster or slower as it takes to serve the load in the
-same time: its goals say seconds, and its rates are those that keep one machine busy.
+same time: its goals say seconds, and its rates are the ones that keep one machine busy.
 """
 
 import argparse

@@ -23,7 +23,7 @@ from nanovllm.simulator import simulate
 from nanovllm.simulator.cost_model import Items, Shape
 from nanovllm.simulator.machines import MACHINES, Machine
 from tutorials.machine import device_name, environment
-from tutorials.report import write_json
+from tutorials.report import aligned, write_json
 from tutorials.simulation.workloads import all_at_once, azure
 
 ARRIVALS = ("as recorded", "16 per second", "all at once")
@@ -76,6 +76,22 @@ def measure(trace: Path, count: int | None, arrivals: str) -> dict:
     }
 
 
+def rows(report: dict) -> list[list[str]]:
+    header = "19,366 requests arrive|of the server|steps|sequences in a step"
+    found = [f"{header}|processor time|us per step".split("|")]
+    for name, run in report["runs"].items():
+        seconds = run["processor_seconds"]
+        found.append([
+            name,
+            f"{run['simulated_seconds']:,.0f} s",
+            f"{run['steps']:,}",
+            f"{run['sequences_in_a_step']:.0f}",
+            f"{seconds:.0f} s",
+            f"{seconds / run['steps'] * 1e6:,.0f}",
+        ])  # fmt: skip
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -95,7 +111,7 @@ def main() -> None:
     for arrivals in ARRIVALS:
         with get_context("spawn").Pool(1) as pool:
             report["runs"][arrivals] = pool.apply(measure, (args.trace, args.requests, arrivals))
-        print(f"{arrivals}: {report['runs'][arrivals]}", flush=True)
+    print(aligned(rows(report)))
     if args.json:
         write_json(report, args.json)
 

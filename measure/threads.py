@@ -12,7 +12,7 @@ import sys
 from contextlib import ExitStack, contextmanager
 
 from tutorials.machine import ROOT, device_name, environment, installed
-from tutorials.report import percentile, table
+from tutorials.report import aligned, percentile
 
 # OMP_NUM_THREADS; engines before had "all"
 CHOICES = {"as many as are free": None, "one": "1", "all": str(os.cpu_count())}
@@ -79,7 +79,6 @@ def measure(args) -> dict:
         "model": "tiny_qwen3",
     }
     report |= {"versions": {name: installed(name) for name in ("torch",)}, "threads": {}}
-    rows = {}
     for load in ("quiet", "busy"):
         with ExitStack() as stack:
             for _ in range(os.cpu_count() if load == "busy" else 0):
@@ -88,18 +87,20 @@ def measure(args) -> dict:
         for choice in CHOICES:
             speeds = {count: [run[choice][count] for run in runs] for count in ("8", "64")}
             report["threads"][f"{load}, {choice}"] = speeds
-            rows[f"{load}, {choice}"] = {
-                f"{name}_{count}": value
-                for count, all_speeds in speeds.items()
-                for name, value in (
-                    ("median", percentile(all_speeds, 50)),
-                    ("worst", min(all_speeds)),
-                )
-            }
-    columns = [(f"{name}_{count}", ",.0f") for count in (8, 64) for name in ("median", "worst")]
     print(f"{report['model']}, {report['device']}: output tokens per second\n")
-    print(table("threads|8 requests|worst|64 requests|worst", columns, rows))
+    print(aligned(rows(report)))
     return report
+
+
+def rows(report: dict) -> list[list[str]]:
+    """Medians, and in brackets the slowest and the fastest run."""
+    found = [["machine, threads", "8 requests", "64 requests"]]
+    for setting, speeds in report["threads"].items():
+        cells = [
+            f"{percentile(s, 50):,.0f} ({min(s):,.0f} to {max(s):,.0f})" for s in speeds.values()
+        ]
+        found.append([setting, *cells])
+    return found
 
 
 if __name__ == "__main__":

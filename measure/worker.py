@@ -85,7 +85,7 @@ class MeasuredOurs(Measured):
 
     def observe(self, number: int) -> dict:
         """One more round, with every step timed: its roofline, and what its requests did to the
-        cache. The ceilings of a CPU are the better of those before and after all rounds."""
+        cache. The ceilings of a CPU are the better of two measurements, before and after all rounds."""
         from nanovllm.simulator.cost_model import Hardware
         from tutorials.performance.steps import binned, roofline
 

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -158,8 +159,21 @@ def markdown(rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def table(header: str, columns: list[tuple], records: dict[str, dict]) -> str:
-    """A line for each record; a column is its key, how to format it, and a factor."""
+def rows_of(
+    header: str,
+    columns: list[tuple],
+    records: dict[str, dict],
+    label: Callable[[str], list[str]] = lambda name: [name],
+) -> list[list[str]]:
+    """The header, and a row for each record: first its label, which is made of its name.
+
+    A column is a key, how to format its number, and a factor; "a.b" is the key b of the record's a.
+    """
+
+    def number(record: Any, key: str) -> Any:
+        for part in key.split("."):
+            record = record.get(part) if record else None
+        return record
 
     def shown(value, spec: str, factor: float = 1) -> str:
         if value in (None, ""):
@@ -168,8 +182,13 @@ def table(header: str, columns: list[tuple], records: dict[str, dict]) -> str:
 
     rows = [header.split("|")]
     for name, record in records.items():
-        rows.append([name, *(shown(record.get(key), *how) for key, *how in columns)])
-    return aligned(rows)
+        rows.append(label(name) + [shown(number(record, key), *how) for key, *how in columns])
+    return rows
+
+
+def table(header: str, columns: list[tuple], records: dict[str, dict]) -> str:
+    """The same for a terminal."""
+    return aligned(rows_of(header, columns, records))
 
 
 def ceiling_text(ceilings: dict) -> str:

@@ -156,7 +156,7 @@ def seconds_behind_a_pause(section: Section, call: Callable) -> float:
 def phases_of(llm: LLM, step: Callable, count: int) -> dict:
     """Median milliseconds per step of each.
 
-    `launch` has those from `prepare` to `sample` in it; `collect` waits for the tokens.
+    `launch` has the phases from `prepare` to `sample` in it; `collect` waits for the tokens.
     """
     runner = llm.runner
     watched = {

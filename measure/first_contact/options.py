@@ -77,7 +77,7 @@ def decodes(section: Section, llm: LLM, params: dict, is_streamed: bool) -> dict
     server reads them: while the device computes the next step."""
     sizes = section.sizes
     leave(llm, 0)  # none, unless the case before has failed
-    num_tokens = 2 * sizes.steps + 100  # those that come first go on while others begin
+    num_tokens = 2 * sizes.steps + 100  # the first requests go on while others begin
     all_params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, **params)
     prompts = random_prompts(llm, sizes.batch, sizes.context * 3 // 2)
     replies = begin_decodes(llm, prompts, all_params)

@@ -142,7 +142,7 @@ def dtype_of_engine(device: torch.device) -> torch.dtype:
 
 
 def show(header: str, columns: list[tuple], records: dict[str, Any]) -> None:
-    """Prints a table of the records that have a number for it; those of a failed case have none."""
+    """Prints a table of the records that have a number for it; records of a failed case have none."""
     records = {name: record for name, record in records.items() if isinstance(record, dict)}
     print(table(header, columns, records), end="\n\n", flush=True)
 

@@ -684,6 +684,8 @@ def test_the_host_is_measured_in_phases(monkeypatch):
 
 def test_medians_of_several_runs():
     reports = [{"1, 64": {"step": seconds, "run": 1.0}} for seconds in (3.0, 1.0, 2.0)]
-    assert host.medians(reports) == {"1, 64": {"step": 2.0, "run": 1.0}}
-    lines = host.milliseconds("case", host.medians(reports)).splitlines()
-    assert lines[1].split() == ["1,", "64", "2000.000", "1000.000"]
+    medians = host.medians(reports)
+    assert medians == {"1, 64": {"step": 2.0, "run": 1.0}}
+    old = {"1, 64": {"step": 4.0}}
+    _, row = host.rows({"host": {"old": old, "this": medians}, "commit": "abc"})
+    assert row == ["1, 64", "4000.00", "2000.00", "1000.00"]

@@ -37,7 +37,7 @@ class Target:
 
 @dataclass
 class Answer:
-    """Times are those of time.perf_counter."""
+    """Times are by time.perf_counter."""
 
     begin: float
     times: list[float] = field(default_factory=list)  # of each piece of text

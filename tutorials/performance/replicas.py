@@ -29,7 +29,7 @@ from nanovllm.simulator.machines import MACHINES, Machine
 from tutorials.arguments import new_file, positive
 from tutorials.machine import device_name, environment, installed
 from tutorials.performance.serving import Process, free_port
-from tutorials.report import aligned, median, percentile, write_json
+from tutorials.report import aligned, median, percentile, rows_of, write_json
 
 ROUTERS = ("RoundRobin", "LeastLoaded", "PrefixAffinity")
 TURNS = 6
@@ -58,7 +58,7 @@ def conversations(num_users: int, seed: int) -> list[Job]:
 
 
 async def talk(client: httpx.AsyncClient, jobs: Sequence[Job]) -> list[dict]:
-    """The turns of one user: prompt tokens, those of them that were cached, seconds to the first
+    """The turns of one user: prompt tokens, how many of them were cached, seconds to the first
     token."""
     turns = []
     for job in jobs:
@@ -164,6 +164,25 @@ def wait_until_healthy(server: Process) -> None:
     raise ValueError("the server has ended")
 
 
+def real_rows(report: dict) -> list[list[str]]:
+    """Routers of two real replicas."""
+    columns = [("hit_rate", ".0%"), *((f"ttft_ms.{q}", ",.0f") for q in ("p50", "p90", "p99"))]
+    columns.append(("turns_per_second", ".1f"))
+    return rows_of("router|hits|TTFT p50 (ms)|p90|p99|turns/s", columns, report["runs"])
+
+
+def both_rows(report: dict) -> list[list[str]]:
+    """Routers of two real replicas, and of two simulated ones."""
+    header = "router|hits: real|simulated|TTFT mean (ms): real|simulated|turns/s: real|simulated"
+    numbers = [("hit_rate", ".0%"), ("ttft_ms.mean", ".0f"), ("turns_per_second", ".1f")]
+    columns = [(f"{kind}.{key}", how) for key, how in numbers for kind in ("real", "simulated")]
+    records = {
+        name: {"real": run, "simulated": report["simulated"][name]}
+        for name, run in report["runs"].items()
+    }
+    return rows_of(header, columns, records)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -194,12 +213,7 @@ def main() -> None:
         "simulated": {name: median(ones) for name, ones in guesses.items()},
         "rounds": {"real": runs, "simulated": guesses},
     }
-    for kind in ("runs", "simulated"):
-        rows = [[kind, "hits", "TTFT mean", "p50", "p90", "p99 (ms)", "turns/s"]]
-        for name, run in report[kind].items():
-            times = [f"{run['ttft_ms'][q]:.0f}" for q in ("mean", "p50", "p90", "p99")]
-            rows.append([name, f"{run['hit_rate']:.0%}", *times, f"{run['turns_per_second']:.1f}"])
-        print(aligned(rows))
+    print(aligned(real_rows(report)), aligned(both_rows(report)), sep="\n\n")
     if args.json:
         write_json(report, args.json)
 

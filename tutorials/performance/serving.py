@@ -12,7 +12,7 @@ own; in every round all take turns.
 - load: Poisson arrivals at rising rates; a server that has fallen behind is not asked for more.
 - loop: how late the event loop of our server is at these rates, and how long it computes without a
   pause. A process that does nothing is as late as the operating system lets it be.
-- overload: more requests than can be answered, with a bound for those that wait and without.
+- overload: more requests than can be answered, with a bound for waiting requests and without.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from tutorials.machine import ROOT, device_name, environment, installed
 from tutorials.performance.checkpoints import model_directory
 from tutorials.performance.clients import Answer, Target, ask, at_once, at_rate, first_model
 from tutorials.performance.watch import serve_watch
-from tutorials.report import aligned, median, percentile, write_json
+from tutorials.report import aligned, median, percentile, rows_of, write_json
 
 TOGETHER = 64
 BEHIND = 2.0  # seconds until the first token of half of the requests: too much to go on
@@ -349,15 +349,6 @@ def measure(args) -> dict:
         if "together" in args.experiments:
             engine = stack.enter_context(Process(*WORKER, "engine", model))
             report["together"] = together(targets, engine, args)
-            rows = [
-                [
-                    name,
-                    f"{numbers['output_tokens_per_second']:,.0f} tokens/s",
-                    f"{numbers['of_generate']:.0%} of generate's",
-                ]
-                for name, numbers in report["together"].items()
-            ]
-            print(aligned(rows))
         if "load" in args.experiments:
             report["load"] = load(targets, args)
         if "loop" in args.experiments:
@@ -365,6 +356,80 @@ def measure(args) -> dict:
     if "overload" in args.experiments:
         report["overload"] = overload(model, args)
     return report
+
+
+# --- tables ---
+
+
+def eight_rows(report: dict) -> list[list[str]]:
+    """When each of eight clients sees its first text."""
+    header = "ms until the first text|1st client|4th|8th|all answers (s)|tokens/s"
+    found = dict(sorted(report["eight"].items(), key=lambda item: item[0] != "naive"))
+    records = {
+        name: run | {str(i): run["firsts"][i] for i in (0, 3, 7)} for name, run in found.items()
+    }
+    columns = [(i, ",.0f", 1e3) for i in "037"]
+    columns += [("seconds", ".2f"), ("output_tokens_per_second", ",.0f")]
+    return rows_of(header, columns, records)
+
+
+def load_rows(report: dict) -> list[list[str]]:
+    """Latency at rising rates."""
+    header = "requests per second|server|TTFT p50 (ms)|p99|between tokens p50 (ms)|p99|tokens/s"
+    names = sorted(report["load"], key=["nanovllm", "vllm", "naive"].index)
+    records = {}
+    for rate in [row["rate"] for row in report["load"]["nanovllm"]]:
+        for name in names:
+            for row in report["load"][name]:
+                if row["rate"] == rate:
+                    records[f"{rate:g} {name}"] = row
+    columns = [(f"{key}_{q}", ",.0f", 1e3) for key in ("ttft", "gap") for q in ("p50", "p99")]
+    columns.append(("output_tokens_per_second", ",.0f"))
+    return rows_of(header, columns, records, str.split)
+
+
+def loop_rows(report: dict) -> list[list[str]]:
+    """How late the event loop is, and what of it is its own work."""
+    header = "requests per second|loop late: p99 (ms)|most"
+    header += "|idle process late: p99|most|loop busy: p99|most"
+    kinds = ("late", "idler_late", "busy")
+    columns = [(f"{kind}_{which}", ".1f", 1e3) for kind in kinds for which in ("p99", "most")]
+    return rows_of(header, columns, report["loop"])
+
+
+def overload_rows(report: dict) -> list[list[str]]:
+    """A queue without a bound, and with one."""
+    found = report["overload"]
+    names = {"no bound": "unbounded", f"at most {found['bounded']} wait": "bounded"}
+    records = {}
+    for text, name in names.items():
+        run = found["runs"][name]
+        records[text] = run | {"share": run["refused"] / run["requests"]}
+    columns = [("share", ".0%"), ("ttft_p50", ".1f"), ("ttft_p99", ".1f")]
+    columns.append(("output_tokens_per_second", ",.0f"))
+    header = f"{found['rate']:g} requests per second|refused|TTFT p50 (s)|p99|tokens/s"
+    return rows_of(header, columns, records)
+
+
+def together_rows(reports: list[dict]) -> list[list[str]]:
+    """64 requests at once, through servers and without one, of one or more models."""
+    records = {}
+    for report in reports:
+        for name, run in report["together"].items():
+            low, high = run["range"]
+            speed = f"{run['output_tokens_per_second']:,.0f} ({low:,.0f} to {high:,.0f})"
+            records[f"{report['model']}: {name}"] = run | {"speed": speed}
+    columns = [("speed", ""), ("of_generate", ".0%")]
+    return rows_of("64 requests at once|tokens/s|of generate's", columns, records)
+
+
+TABLES = {  # of the experiments
+    "eight": eight_rows,
+    "together": lambda report: together_rows([report]),
+    "load": load_rows,
+    "loop": loop_rows,
+    "overload": overload_rows,
+}
 
 
 def version_of(url: str) -> str | None:
@@ -403,6 +468,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     report = measure(args)
+    for name in args.experiments:
+        print(aligned(TABLES[name](report)), end="\n\n")
     if args.json:
         write_json(report, args.json)
         print(args.json)

@@ -4,7 +4,7 @@ r"""What a mask costs, with two libraries: llguidance, which the engine uses, an
         --json tutorials/results/cpu_structured.json
 
 Two vocabularies: that of the embedded model, and one of Qwen3's size, which is made here: byte-level
-BPE of words that nobody has ever said. Both libraries go along the same answers, token by token: a
+BPE of made-up words. Both libraries go along the same answers, token by token: a
 mask, then the token. Then the engine: the same eight sequences with a grammar that allows
 everything, and without one. xgrammar is left out if it is not installed.
 """

@@ -141,6 +141,33 @@ def batch_table(results: dict[str, dict]) -> str:
     return markdown(lines)
 
 
+def sustained(report: dict) -> str:
+    """Markdown: the request rates of figure 12, ours and the paper's."""
+    lines = []
+    for name, results in report["figure12"].items():
+        lines += [f"{name}:", rates_table(results, paper=name.startswith("chats"))]
+        if name.startswith("chats"):
+            lines.append(batch_table(results))
+    return "\n\n".join(lines)
+
+
+SHOWN = (  # in chapter 14: the loads on which it shows
+    "prefix cache: ",
+    "scarce memory: ",
+    "chunks: Azure",
+    "watermark: chats, all at once, no",
+)
+
+
+def chosen_ablations(report: dict) -> str:
+    """Markdown: what single parts of the scheduler are worth."""
+    parts = []
+    for name, rows in report["ablations"].items():
+        if name.startswith(SHOWN):
+            parts += [f"{name[0].upper()}{name[1:]}:", ablation_table(rows)]
+    return "\n\n".join(parts)
+
+
 def draw(report: dict, path: Path) -> None:
     """One picture for each load, side by side, each curve up to its first point above 1 s/token.
     The names stand below, where no curve is."""
@@ -162,10 +189,7 @@ def draw(report: dict, path: Path) -> None:
 
 
 def show(report: dict) -> None:
-    for name, results in report["figure12"].items():
-        print(f"\n{name}\n\n{rates_table(results, name.startswith('chats'))}")
-        if name.startswith("chats"):
-            print(f"\n{batch_table(results)}")
+    print(sustained(report))
     for name, rows in report["ablations"].items():
         print(f"\n{name}\n\n{ablation_table(rows)}")
 

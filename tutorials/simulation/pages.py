@@ -10,9 +10,9 @@ tokens lie must be padded; one with a single layer of many tokens is wasted wher
 
 The requests of `tutorials.baselines.replay` go through the real scheduler and block manager without
 a model (about five minutes with a trace, half as long without). All wait from the start, and all
-caches take the same bytes. What is averaged are the steps in which somebody waits only because
+caches take the same bytes. The averages are over the steps in which a request waits only because
 memory lacks. Prefixes are not shared: no two prompts begin with the same token. Lengths with the
-means of ShareGPT are drawn; those of the trace are recorded.
+means of ShareGPT are drawn; lengths of the trace are recorded.
 
 Blocks are cut into pieces by the rule of `nanovllm.vattention.cache.VirtualShape`, also in ways that
 it would not choose. A mapping shows one piece. A GPU maps each of its `pages_per_piece` by itself:
@@ -38,7 +38,7 @@ from nanovllm.vattention.memory import HostMemory, System
 from tutorials.baselines.replay import Lengths, Setting, lognormal_lengths, replay
 from tutorials.machine import environment
 from tutorials.performance.workloads import read_trace
-from tutorials.report import table, write_json
+from tutorials.report import rows_of, table, write_json
 
 MODEL = "qwen3-0.6b"
 MEMORY = 20 * 10**9  # bytes: what its weights leave of a GPU with 24 GB, about
@@ -167,6 +167,33 @@ def shown(results: dict[str, dict]) -> str:
     columns += [("tokens", ".1%"), ("padding", ".1%"), ("empty", ".1%")]
     columns += [("running", ".1f"), ("mappings", ",.0f")]
     return table(header, columns, results)
+
+
+CHOSEN = [
+    "software",
+    "4 KiB, all layers",
+    "64 KiB, a page for each layer",
+    "256 KiB, a page for each layer",
+    "2 MiB, all layers",
+    "2 MiB, all layers, unpadded",
+    "2 MiB, a page for each layer",
+    "2 MiB, keys and values apart",
+]
+
+
+def chosen_rows(report: dict) -> list[list[str]]:
+    """What pages waste, of chosen sizes and layouts, on all loads."""
+    loads = {name.partition(",")[0]: load["layouts"] for name, load in report["pages"].items()}
+    records = {}
+    for name in CHOSEN:
+        records[name] = {load: layouts[name] for load, layouts in loads.items()}
+    header = "pages|tokens per block"
+    columns: list[tuple] = [(f"{next(iter(loads))}.block_size", ",")]
+    for load in loads:
+        for kind in ("tokens", "padding", "empty", "running"):
+            header += f"|{load}: {kind}"
+            columns.append((f"{load}.{kind}", ".0f" if kind == "running" else ".1%"))
+    return rows_of(header, columns, records)
 
 
 def loads(trace: Path | None, count: int) -> dict[str, Lengths]:

@@ -5,8 +5,8 @@ again without it.
     Recording(steps).save("steps.json")
     again = simulate(jobs, config, Recording.load("steps.json"))    # in an instant, at the recorded speed
 
-The loop has the simulator's rule: it looks at the clock once, at the end of a step, and adds all
-who have arrived until then. So a replay plans the same steps, and its tokens come at the same
+The loop has the simulator's rule: it looks at the clock once, at the end of a step, and adds
+all requests that have arrived until then. So a replay plans the same steps, and its tokens come at the same
 times. The config of the replay must say what the engine's limits are: `num_blocks`,
 `max_num_batched_tokens`.
 """
@@ -46,7 +46,7 @@ def record(
     """Serves the jobs in real time: when each of their tokens came, and the steps. The engine
     should be new.
 
-    The seconds of a step are those from the end of the last one, or, after a pause, from the
+    The seconds of a step count from the end of the last one, or, after a pause, from the
     arrival that ended it. So they also hold what adding the requests took. An answer ends by
     `max_tokens`, because a real model does not stop where we want. The next turn of a conversation
     begins with the answer that the model really gave: its tokens stand where the job has the run
@@ -153,7 +153,7 @@ def counters(llm: LLM) -> dict[str, int]:
 class Recording(Machine):
     """A machine for one simulation, on which the k-th step takes as long as it was recorded.
 
-    Another step than the recorded one is refused: nobody knows how long it would have taken. So
+    Another step than the recorded one is refused: it is not known how long it would have taken. So
     this is for checking that a scheduler still does the same, not for comparing schedulers.
     """
 
