@@ -9,9 +9,9 @@ from nanovllm.config import EMBEDDED_MODEL, Limits
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
 from tutorials.exercises.checks.expect import expect
-from tutorials.ladder.__main__ import Request as LadderRequest
-from tutorials.ladder.__main__ import run_rung
 from tutorials.ladder.qwen3 import Qwen3
+from tutorials.ladder.runs import Request as LadderRequest
+from tutorials.ladder.runs import run_rung
 
 CONFIGS = {  # and what a token takes in two bytes per number
     "Qwen3-0.6B": (

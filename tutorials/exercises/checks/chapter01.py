@@ -10,8 +10,8 @@ import torch
 from nanovllm.config import EMBEDDED_MODEL
 from tutorials.exercises.checks.expect import Wrong, expect
 from tutorials.ladder import rung3, rung5, rung6
-from tutorials.ladder.__main__ import Request, Step
 from tutorials.ladder.qwen3 import Qwen3
+from tutorials.ladder.runs import Request, Step
 
 FOUR = ((18, 6), (19, 4), (47, 3), (14, 5))  # tokens in and out
 Lengths = tuple[tuple[int, int], ...]
