@@ -14,17 +14,16 @@ from nanovllm.config import EMBEDDED_MODEL
 from tests.tools.extras import needs
 from tutorials.ladder import __main__ as command
 from tutorials.ladder import rung4, rung5, rung6
-from tutorials.ladder.__main__ import (
+from tutorials.ladder.__main__ import climb, main
+from tutorials.ladder.qwen3 import Qwen3
+from tutorials.ladder.runs import (
     Request,
-    climb,
     four_requests,
-    main,
     many_requests,
     new_llm,
     run_rung,
     seats,
 )
-from tutorials.ladder.qwen3 import Qwen3
 
 FOLDER = Path(rung4.__file__).parent
 RUNGS = [FOLDER / f"rung{number}.py" for number in range(1, 7)]

@@ -27,7 +27,8 @@ from tutorials.figures.style import (
     write,
 )
 from tutorials.figures.timeline import HEIGHT, Cell, draw_timeline, fill_of
-from tutorials.ladder.__main__ import (
+from tutorials.ladder.qwen3 import Qwen3
+from tutorials.ladder.runs import (
     Request,
     Run,
     Step,
@@ -37,7 +38,6 @@ from tutorials.ladder.__main__ import (
     run_rung,
     seats,
 )
-from tutorials.ladder.qwen3 import Qwen3
 
 DRAWN = ("rung 3", "rung 4", "rung 6")
 NUM_SEATS = 3

@@ -11,7 +11,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.simulator.cost_model import SHAPES, shape_of
 from tutorials.figures.style import BLUE, ORANGE, TEXT, bare, box, new_figure, write
 from tutorials.figures.timeline import HEIGHT, Cell, draw_timeline, fill_of
-from tutorials.ladder.__main__ import four_requests
+from tutorials.ladder.runs import four_requests
 
 BUDGET = 24  # tokens per step
 NAMES = ("sum", "sort", "book", "late")

@@ -26,8 +26,8 @@ from tutorials.figures.style import (
     write,
 )
 from tutorials.figures.timeline import HEIGHT, draw_timeline
-from tutorials.ladder.__main__ import Request, Step, run_rung, seats
 from tutorials.ladder.qwen3 import Qwen3
+from tutorials.ladder.runs import Request, Step, run_rung, seats
 from tutorials.play import Job, play
 
 # --- three ways to batch ---

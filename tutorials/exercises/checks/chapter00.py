@@ -1,6 +1,7 @@
 """Checks of chapter 00: tokens computed, bytes per token, steps with a number of seats."""
 
 import random
+from functools import cache
 
 from nanovllm import SamplingParams
 from nanovllm.block_manager import BlockManager
@@ -8,9 +9,9 @@ from nanovllm.config import EMBEDDED_MODEL, Limits
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
 from tutorials.exercises.checks.expect import expect
-from tutorials.ladder.__main__ import Request as LadderRequest
-from tutorials.ladder.__main__ import run_rung
 from tutorials.ladder.qwen3 import Qwen3
+from tutorials.ladder.runs import Request as LadderRequest
+from tutorials.ladder.runs import run_rung
 
 CONFIGS = {  # and what a token takes in two bytes per number
     "Qwen3-0.6B": (
@@ -31,12 +32,18 @@ CONFIGS = {  # and what a token takes in two bytes per number
 }
 
 
-def check_1(answers) -> None:
+@cache
+def tokens_of_rungs(*lengths: tuple[int, int]) -> tuple[int, int]:
+    """What rungs 1 and 2 compute for requests of these lengths, in and out."""
     model = Qwen3(EMBEDDED_MODEL)
+    requests = [LadderRequest([7] * prompt, output) for prompt, output in lengths]
+    one, two = (run_rung(rung, model, requests) for rung in (1, 2))
+    return sum(step.tokens for step in one.steps), sum(step.tokens for step in two.steps)
+
+
+def check_1(answers) -> None:
     for prompts, outputs in (([18, 19, 47, 14], [6, 4, 3, 5]), ([7], [1]), ([5, 9], [1, 12])):
-        requests = [LadderRequest([7] * p, o) for p, o in zip(prompts, outputs)]
-        runs = [run_rung(rung, model, requests) for rung in (1, 2)]
-        counted = tuple(sum(step.tokens for step in run.steps) for run in runs)
+        counted = tokens_of_rungs(*zip(prompts, outputs))
         said = answers.tokens_computed(prompts, outputs)
         what = f"prompts of {prompts} tokens and answers of {outputs}"
         expect(said == counted, f"{what}: rungs 1 and 2 compute {counted} tokens, you say {said}")

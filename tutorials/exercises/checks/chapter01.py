@@ -1,20 +1,23 @@
 """Checks of chapter 01: a rectangle's tokens, a batch that shrinks, a budget that is shared."""
 
 import random
+from functools import cache
 from itertools import pairwise
+from types import ModuleType
 
 import torch
 
 from nanovllm.config import EMBEDDED_MODEL
 from tutorials.exercises.checks.expect import Wrong, expect
 from tutorials.ladder import rung3, rung5, rung6
-from tutorials.ladder.__main__ import Request, Step
 from tutorials.ladder.qwen3 import Qwen3
+from tutorials.ladder.runs import Request, Step
 
-FOUR = [(18, 6), (19, 4), (47, 3), (14, 5)]  # tokens in and out
+FOUR = ((18, 6), (19, 4), (47, 3), (14, 5))  # tokens in and out
+Lengths = tuple[tuple[int, int], ...]
 
 
-def requests_of(lengths: list[tuple[int, int]]) -> list[Request]:
+def requests_of(lengths: Lengths) -> list[Request]:
     rng = random.Random(0)
     return [Request([rng.randrange(1500) for _ in range(n)], out) for n, out in lengths]
 
@@ -27,8 +30,15 @@ def run(generate, requests: list[Request]) -> tuple[list[Step], list[list[int]]]
     return steps, answers
 
 
+@cache
+def answers_of(rung: ModuleType, lengths: Lengths) -> list[list[int]]:
+    """What a rung of the ladder answers."""
+    _, right = run(rung.generate, requests_of(lengths))
+    return right
+
+
 def check_1(answers) -> None:
-    for lengths in (FOUR, [(5, 1)], [(3, 9), (8, 2)]):
+    for lengths in (FOUR, ((5, 1),), ((3, 9), (8, 2))):
         prompts, outputs = map(list, zip(*lengths))
         steps, _ = run(rung3.generate, requests_of(lengths))
         counted = sum(step.tokens for step in steps)
@@ -38,9 +48,9 @@ def check_1(answers) -> None:
 
 
 def check_2(answers) -> None:
-    lengths = [*FOUR, (5, 1), (6, 12), (9, 2), (4, 7), (11, 3), (3, 3)]  # more than SEATS
+    lengths = (*FOUR, (5, 1), (6, 12), (9, 2), (4, 7), (11, 3), (3, 3))  # more than SEATS
     requests = requests_of(lengths)
-    _, right = run(rung3.generate, requests)
+    right = answers_of(rung3, lengths)
     try:
         steps, said = run(answers.generate, requests)
     except NotImplementedError:
@@ -58,9 +68,9 @@ def check_2(answers) -> None:
 
 
 def check_3(answers) -> None:
-    lengths = [(513, 4), (20, 9), (12, 3), (30, 6)]
+    lengths = ((513, 4), (20, 9), (12, 3), (30, 6))
     requests = requests_of(lengths)
-    _, right = run(rung6.generate, requests)
+    right = answers_of(rung6, lengths)
     steps, said = run(with_plan(answers.plan), requests)
     expect(right == said, "the answers are not those of rung 6")
     most = max(step.tokens for step in steps)
@@ -84,7 +94,7 @@ def check_3(answers) -> None:
 
 def shares(plan, lengths: list[int], answering: int | None = None) -> list[int]:
     """What a plan gives to running sequences with these prompts, of which one has all but a token."""
-    running = [rung5.Sequence(request) for request in requests_of([(n, 5) for n in lengths])]
+    running = [rung5.Sequence(request) for request in requests_of(tuple((n, 5) for n in lengths))]
     for seq in running:
         seq.blocks = [0] * 100
     if answering is not None:

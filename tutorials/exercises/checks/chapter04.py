@@ -1,8 +1,10 @@
 """Checks of chapter 04: two ways back, blocks to grow into, blocks to the end."""
 
+from functools import cache
+
 from nanovllm.scheduler import Scheduler
 from tutorials.exercises.checks.expect import expect
-from tutorials.play import Job, num_preemptions, play, random_jobs, tokens
+from tutorials.play import Cells, num_preemptions, play, random_jobs, tokens
 
 MEMORY = dict(num_blocks=40, caching=False)
 
@@ -23,10 +25,13 @@ def check_1(answers) -> None:
         expect(said == right, f"{times}; you say {said!r}")
 
 
-def compare(name: str, answer, reference, jobs: list[Job]) -> None:
+@cache
+def log_of(reference: type[Scheduler], seed: int) -> list[Cells]:
+    return play(random_jobs(100, seed), reference, **MEMORY)
+
+
+def compare(name: str, said: list[Cells], right: list[Cells]) -> None:
     """Both must admit the same requests in the same steps."""
-    right = play(jobs, reference, **MEMORY)
-    said = play(jobs, answer, **MEMORY)
     for i, (mine, yours) in enumerate(zip(right, said), 1):
         for request in mine.keys() - {"free"}:
             waits = mine[request] == ".", yours.get(request) == "."
@@ -57,14 +62,15 @@ class ToTheEnd(Scheduler):
 def check_2(answers) -> None:
     expect(answers.Careful.watermark == 0, "leave `watermark` at 0: the rule takes its place")
     for seed in (1, 2, 3):
-        compare("two blocks each", answers.Careful, TwoEach, random_jobs(100, seed))
+        log = play(random_jobs(100, seed), answers.Careful, **MEMORY)
+        compare("two blocks each", log, log_of(TwoEach, seed))
 
 
 def check_3(answers) -> None:
     for seed in (1, 2, 3):
-        jobs = random_jobs(100, seed)  # seed 1: those of the chapter
-        log = play(jobs, answers.Reserved, **MEMORY)
+        # seed 1: as in the chapter
+        log = play(random_jobs(100, seed), answers.Reserved, **MEMORY)
         stopped = num_preemptions(log)
         computed = sum(map(tokens, log))
         expect(stopped == 0, f"requests were stopped {stopped} times, {computed:,} tokens computed")
-        compare("blocks to the end", answers.Reserved, ToTheEnd, jobs)
+        compare("blocks to the end", log, log_of(ToTheEnd, seed))

@@ -1,5 +1,6 @@
 """Checks of chapter 08: the filters on a list, a number for each token, top_p without a sort."""
 
+from functools import cache
 from unittest.mock import patch
 
 import torch
@@ -160,7 +161,9 @@ def leave_torch(*args, **kwargs):
     raise Wrong("it leaves torch, or goes over rows or tokens in a loop")
 
 
-def check_3(answers) -> None:
+@cache
+def cases_of_cutoffs() -> list[tuple[str, Tensor, float, Tensor]]:
+    """Name, probabilities, top_p, and what is kept then."""
     generator = torch.Generator().manual_seed(0)
     scores = torch.randn(100, 5000, dtype=torch.float64, generator=generator)
     halves = torch.tensor([[0.5, 0.25, 0.125, 0.125]], dtype=torch.float64)
@@ -181,8 +184,13 @@ def check_3(answers) -> None:
         "4,096 equal tokens": (flat, 0.5),
         "a single sure token": (sure, 0.9),
     }
-    for name, (probs, top_p) in cases.items():
-        wanted = kept_by_sort(probs, top_p)
+    return [
+        (name, probs, top_p, kept_by_sort(probs, top_p)) for name, (probs, top_p) in cases.items()
+    ]
+
+
+def check_3(answers) -> None:
+    for name, probs, top_p, wanted in cases_of_cutoffs():
         owners = [(owner, n) for n in SORTS for owner in (torch, Tensor) if hasattr(owner, n)]
         patches = [patch.object(owner, n, refuse) for owner, n in owners]
         patches += [patch.object(Tensor, n, leave_torch) for n in WAYS_OUT]
