@@ -160,7 +160,8 @@ def test_a_legend_on_data():
 
 def test_neighbors_that_are_alike_in_gray():
     axes = good()
-    from tutorials.figures.style import ORANGE, SKY, box
+    from tutorials.figures.fills import ORANGE, SKY
+    from tutorials.figures.style import box
 
     gray_like_orange = ORANGE._replace(color="#A2A2A2")
     box(axes, 0.2, 1.2, 0.5, 0.5, ORANGE)
@@ -188,7 +189,8 @@ def test_a_line_without_a_name():
 
 def test_a_text_without_contrast():
     axes = good()
-    from tutorials.figures.style import GREEN, ORANGE, WASTE, box
+    from tutorials.figures.fills import GREEN, ORANGE, WASTE
+    from tutorials.figures.style import box
 
     box(axes, 0.2, 1.2, 0.5, 0.5, ORANGE._replace(ink="white"), "c")
     box(axes, 1.2, 1.2, 0.1, 0.5, GREEN, "wider than its box")

@@ -10,21 +10,8 @@ from collections.abc import Callable
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from tutorials.figures.style import (
-    BLUE,
-    EMPTY,
-    GREEN,
-    ORANGE,
-    SKY,
-    SMALL,
-    WASTE,
-    Fill,
-    bare,
-    box,
-    new_figure,
-    title,
-    write,
-)
+from tutorials.figures.fills import BLUE, EMPTY, GREEN, ORANGE, SKY, WASTE, Fill
+from tutorials.figures.style import SMALL, bare, box, new_figure, title, write
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 12

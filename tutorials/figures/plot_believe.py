@@ -13,15 +13,8 @@ from statistics import mean
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from tutorials.figures.style import (
-    HERE,
-    SMALL,
-    WASTE,
-    bare,
-    box,
-    new_figure,
-    write,
-)
+from tutorials.figures.fills import WASTE
+from tutorials.figures.style import HERE, SMALL, bare, box, new_figure, write
 from tutorials.simulation.pairs import KEYS, errors, judged
 
 REPORT = HERE.parent / "results" / "simulator_pairs.json"

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from tutorials.figures.style import BLUE, HERE, SKY, bare, box, new_figure, save, title, write
+from tutorials.figures.fills import BLUE, SKY
+from tutorials.figures.style import HERE, bare, box, new_figure, save, title, write
 
 RESULTS = HERE.parent / "results"
 LABELS = {

@@ -14,23 +14,11 @@ from matplotlib.figure import Figure
 from nanovllm import SamplingParams
 from nanovllm.block_manager import BlockManager
 from nanovllm.sequence import Request, Sequence
-from tutorials.figures.style import (
-    EMPTY,
-    GREEN,
-    ORANGE,
-    SKY,
-    SMALL,
-    Fill,
-    bare,
-    box,
-    new_figure,
-    title,
-    write,
-)
+from tutorials.figures.blocks import BLOCK_SIZE, WIDTH, draw_slots
+from tutorials.figures.fills import EMPTY, GREEN, ORANGE, SKY
+from tutorials.figures.style import bare, box, new_figure, title, write
 
-BLOCK_SIZE = 4
 NUM_BLOCKS = 8
-WIDTH = 0.9  # of a block; from one to the next it is 1
 FILLS = {"ab": GREEN, "a": SKY, "b": ORANGE, "": EMPTY._replace(ink="0.55")}  # by owners
 
 
@@ -97,22 +85,13 @@ def draw_state(axes: Axes, state: State, slots: list[list[int]]) -> None:
         if not state.tables[name]:
             write(axes, 0, y + 0.2, "empty")
     for block, owners in enumerate(state.owners):
-        draw_slots(axes, block, slots[block], FILLS[owners])
+        draw_slots(axes, block, 2.05, 0.4, slots[block], FILLS[owners])
         write(axes, block + WIDTH / 2, 1.8, names[block], ha="center")
         write(axes, block + WIDTH / 2, 1.45, len(owners), ha="center")
     for place, block in enumerate(state.free):
         box(axes, place, 0.5, WIDTH, 0.4, EMPTY, names[block])
     axes.set_xlim(-2.2, NUM_BLOCKS)
     bare(axes)
-
-
-def draw_slots(axes: Axes, block: int, tokens: list[int], fill: Fill) -> None:
-    width = WIDTH / BLOCK_SIZE
-    for slot in range(BLOCK_SIZE):
-        x = block + slot * width
-        box(axes, x, 2.05, width, 0.4, fill)
-        if slot < len(tokens):
-            write(axes, x + width / 2, 2.25, tokens[slot], fill, ha="center", fontsize=SMALL)
 
 
 def draw() -> Figure:

@@ -19,23 +19,8 @@ from nanovllm import SamplingParams
 from nanovllm.config import EMBEDDED_MODEL
 from nanovllm.frontend.outputs import CompletionOutput
 from nanovllm.frontend.text import Text
-from tutorials.figures.style import (
-    BLUE,
-    EMPTY,
-    GREEN,
-    HERE,
-    ORANGE,
-    SKY,
-    SMALL,
-    WASTE,
-    Fill,
-    bare,
-    box,
-    new_figure,
-    point_out,
-    title,
-    write,
-)
+from tutorials.figures.fills import BLUE, EMPTY, GREEN, ORANGE, SKY, WASTE, Fill
+from tutorials.figures.style import HERE, SMALL, bare, box, new_figure, point_out, title, write
 
 RESULT = HERE.parent / "results" / "step_parts.json"
 ANSWER = "a fox \N{GRINNING FACE}\nUp\nUser:"

@@ -15,27 +15,13 @@ from matplotlib.figure import Figure
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.block_manager import BlockManager
 from nanovllm.sequence import Request, Sequence
-from tutorials.figures.style import (
-    BLUE,
-    EMPTY,
-    GREEN,
-    ORANGE,
-    SKY,
-    SMALL,
-    WASTE,
-    Fill,
-    bare,
-    box,
-    new_figure,
-    write,
-)
-
-BLOCK_SIZE = 4
+from tutorials.figures.blocks import BLOCK_SIZE, WIDTH, draw_slots
+from tutorials.figures.fills import BLUE, EMPTY, GREEN, ORANGE, SKY, WASTE, Fill
+from tutorials.figures.style import SMALL, bare, box, new_figure, write
 
 # --- three samples ---
 
 NUM_SHOWN = 7  # blocks
-WIDTH = 0.9  # of a block; from one to the next it is 1
 FILLS = {"0": SKY, "1": ORANGE, "2": BLUE, "": WASTE}  # by owner; several: GREEN
 
 
@@ -115,12 +101,7 @@ def draw_samples() -> Figure:
 def draw_block(axes: Axes, block: int, y: float, owners: str, tokens: list[int]) -> None:
     fill = FILLS.get(owners, GREEN)
     is_new = not owners and not tokens
-    width = WIDTH / BLOCK_SIZE
-    for slot in range(BLOCK_SIZE):
-        x = block + slot * width
-        box(axes, x, y, width, 0.5, EMPTY if is_new else fill)
-        if slot < len(tokens):
-            write(axes, x + width / 2, y + 0.25, tokens[slot], fill, ha="center", fontsize=SMALL)
+    draw_slots(axes, block, y, 0.5, tokens, EMPTY if is_new else fill)
     note = "free" if not owners else f"sample {owners}"
     if " " in owners:
         note = "samples " + owners.replace(" ", ", ")

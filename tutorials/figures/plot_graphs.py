@@ -18,21 +18,8 @@ from nanovllm.config import Config, Limits
 from nanovllm.device.cuda_graphs import graph_sizes
 from nanovllm.layers.linear import Linear
 from nanovllm.simulator.cost_model import SHAPES, shape_of
-from tutorials.figures.style import (
-    BLUE,
-    GREEN,
-    ORANGE,
-    SKY,
-    SMALL,
-    WASTE,
-    Fill,
-    bare,
-    box,
-    new_figure,
-    point_out,
-    title,
-    write,
-)
+from tutorials.figures.fills import BLUE, GREEN, ORANGE, SKY, WASTE, Fill
+from tutorials.figures.style import SMALL, bare, box, new_figure, point_out, title, write
 
 # --- ten operations ---
 

@@ -14,22 +14,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from tutorials.figures.style import (
-    BLUE,
-    EMPTY,
-    ORANGE,
-    SKY,
-    SMALL,
-    TEXT,
-    WASTE,
-    Fill,
-    bare,
-    box,
-    new_figure,
-    point_out,
-    title,
-    write,
-)
+from tutorials.figures.fills import BLUE, EMPTY, ORANGE, SKY, WASTE, Fill
+from tutorials.figures.style import SMALL, TEXT, bare, box, new_figure, point_out, title, write
 from tutorials.performance.batches import random_batch
 
 TOKENS, KEYS = 8, 16  # of a tile

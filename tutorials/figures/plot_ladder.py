@@ -14,18 +14,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from nanovllm.config import EMBEDDED_MODEL
-from tutorials.figures.style import (
-    BLUE,
-    EMPTY,
-    ORANGE,
-    TEXT,
-    WASTE,
-    bare,
-    new_figure,
-    style_of,
-    title,
-    write,
-)
+from tutorials.figures.fills import BLUE, EMPTY, ORANGE, WASTE
+from tutorials.figures.style import TEXT, bare, new_figure, style_of, title, write
 from tutorials.figures.timeline import HEIGHT, Cell, draw_timeline, fill_of
 from tutorials.ladder.qwen3 import Qwen3
 from tutorials.ladder.runs import (

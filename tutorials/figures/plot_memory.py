@@ -12,19 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from tutorials.baselines.replay import PAPER_SAVED, PAPER_TOKEN_STATES
-from tutorials.figures.style import (
-    BLUE,
-    HERE,
-    ORANGE,
-    SKY,
-    SMALL,
-    TEXT,
-    WASTE,
-    bare,
-    box,
-    new_figure,
-    write,
-)
+from tutorials.figures.fills import BLUE, ORANGE, SKY, WASTE
+from tutorials.figures.style import HERE, SMALL, TEXT, bare, box, new_figure, write
 
 RESULT = HERE.parent / "results" / "memory.json"
 

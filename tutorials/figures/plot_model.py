@@ -10,19 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from nanovllm.config import EMBEDDED_MODEL
-from tutorials.figures.style import (
-    BLUE,
-    ORANGE,
-    SKY,
-    SMALL,
-    WASTE,
-    Fill,
-    bare,
-    box,
-    new_figure,
-    title,
-    write,
-)
+from tutorials.figures.fills import BLUE, ORANGE, SKY, WASTE, Fill
+from tutorials.figures.style import SMALL, bare, box, new_figure, title, write
 from tutorials.ladder.qwen3 import Qwen3, attention
 
 A = ["Once", "upon", "a", "time", ","]

@@ -9,7 +9,8 @@ from matplotlib.figure import Figure
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.simulator.cost_model import SHAPES, shape_of
-from tutorials.figures.style import BLUE, ORANGE, TEXT, bare, box, new_figure, write
+from tutorials.figures.fills import BLUE, ORANGE
+from tutorials.figures.style import TEXT, bare, box, new_figure, write
 from tutorials.figures.timeline import HEIGHT, Cell, draw_timeline, fill_of
 from tutorials.ladder.runs import four_requests
 

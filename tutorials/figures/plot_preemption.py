@@ -12,26 +12,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from nanovllm.scheduler import Scheduler
-from tutorials.figures.style import (
-    BLUE,
-    EMPTY,
-    ORANGE,
-    SKY,
-    SMALL,
-    bare,
-    box,
-    new_figure,
-    point_out,
-    title,
-    write,
-)
+from tutorials.figures.blocks import BLOCK_SIZE, WIDTH
+from tutorials.figures.fills import BLUE, EMPTY, ORANGE, SKY
+from tutorials.figures.style import SMALL, bare, box, new_figure, point_out, title, write
 from tutorials.play import play
 
 JOBS = [("A", 0, 6, 12), ("B", 0, 7, 10), ("C", 1, 4, 8)]
 NUM_BLOCKS = 8
-BLOCK_SIZE = 4
 FILLS = {"A": SKY, "B": ORANGE, "C": BLUE, "": EMPTY}
-WIDTH = 0.9  # of a block; from one to the next it is 1
 
 
 class State(NamedTuple):

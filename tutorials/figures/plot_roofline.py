@@ -14,7 +14,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from nanovllm.simulator.cost_model import Hardware
-from tutorials.figures.style import BLUE, HERE, ORANGE, SMALL, TEXT, new_figure, title, write
+from tutorials.figures.fills import BLUE, ORANGE
+from tutorials.figures.style import HERE, SMALL, TEXT, new_figure, title, write
 
 MODELS = {"cpu_embedded": "embedded model", "cpu_qwen3_0.6b": "shapes of Qwen3-0.6B"}
 MARKS = {"decode": ("o", BLUE), "prefill": ("s", ORANGE)}

@@ -13,18 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from nanovllm.layers.sampler import Sampling, cutoff, uniform
-from tutorials.figures.style import (
-    EMPTY,
-    SKY,
-    SMALL,
-    WASTE,
-    Fill,
-    bare,
-    box,
-    new_figure,
-    title,
-    write,
-)
+from tutorials.figures.fills import EMPTY, SKY, WASTE, Fill
+from tutorials.figures.style import SMALL, bare, box, new_figure, title, write
 
 WORDS = ["fox", "cat", "dog", "hen", "owl", "elk"]
 PROBS = [0.40, 0.25, 0.15, 0.10, 0.06, 0.04]

@@ -13,18 +13,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from nanovllm.config import EMBEDDED_MODEL
+from tutorials.figures.fills import BLUE
 from tutorials.figures.plot_ladder import cells_of
-from tutorials.figures.style import (
-    BLUE,
-    HERE,
-    TEXT,
-    bare,
-    new_figure,
-    point_out,
-    style_of,
-    title,
-    write,
-)
+from tutorials.figures.style import HERE, TEXT, bare, new_figure, point_out, style_of, title, write
 from tutorials.figures.timeline import HEIGHT, draw_timeline
 from tutorials.ladder.qwen3 import Qwen3
 from tutorials.ladder.runs import Request, Step, run_rung, seats

@@ -18,18 +18,8 @@ from nanovllm.model_runner import ModelRunner
 from nanovllm.schedule import Item, Schedule
 from nanovllm.sequence import Request
 from nanovllm.step import StepInputs
-from tutorials.figures.style import (
-    BLUE,
-    ORANGE,
-    SKY,
-    SMALL,
-    WASTE,
-    Fill,
-    bare,
-    box,
-    new_figure,
-    write,
-)
+from tutorials.figures.fills import BLUE, ORANGE, SKY, WASTE, Fill
+from tutorials.figures.style import SMALL, bare, box, new_figure, write
 
 PLAN = {  # token ids, start, number of tokens, block table
     "A": (range(100, 110), 6, 4, [5, 0, 2]),

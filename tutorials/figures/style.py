@@ -1,11 +1,10 @@
-"""What pictures share: fills that differ in gray too, boxes with a label inside, one way to save.
+"""What pictures share: boxes with a label inside, text, one way to save.
 
 A picture says one thing. What it shows has its name beside it or inside; so it needs no legend.
 """
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -14,28 +13,12 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 
+from tutorials.figures.fills import EMPTY, Fill
+
 HERE = Path(__file__).resolve().parent
 TITLE = 10  # sizes of letters
 TEXT = 9
 SMALL = 8
-
-
-class Fill(NamedTuple):
-    """How an area is filled. `ink` is the color of text that can be read on it."""
-
-    color: str
-    ink: str = "black"
-    hatch: str = ""
-
-
-# their gray values are 212, 162, 106 and 51 of 255
-SKY = Fill("#BFD9EE")
-ORANGE = Fill("#E69F00")
-GREEN = Fill("#009E73", ink="white")
-BLUE = Fill("#0B3C6F", ink="white")
-EMPTY = Fill("white")
-FILLS = (SKY, ORANGE, GREEN, BLUE)
-WASTE = Fill("white", hatch="////")  # what is computed or held for nothing
 
 
 def new_figure(width: float, height: float) -> Figure:

@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 from matplotlib.axes import Axes
 
-from tutorials.figures.style import EMPTY, FILLS, TEXT, WASTE, Fill, bare, box
+from tutorials.figures.fills import EMPTY, FILLS, WASTE, Fill
+from tutorials.figures.style import TEXT, bare, box
 
 HEIGHT = 0.8  # of a row; from one to the next it is 1
 
