@@ -13,7 +13,6 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from nanovllm import LLM, SamplingParams, model_runner
-from nanovllm.device.cuda_graphs import Size
 from nanovllm.layers.sampler import Sampling
 from nanovllm.schedule import Schedule
 from nanovllm.step import StepInputs
@@ -241,7 +240,7 @@ def replays(section: Section, llm: LLM) -> dict:
     medians: dict[int, float] = {}
 
     def median(size: int) -> float:
-        graph = runner.graphs.replays[Size(size)]
+        graph = runner.graphs.replays[size]
 
         def in_a_row() -> None:
             for _ in range(count):
@@ -255,7 +254,7 @@ def replays(section: Section, llm: LLM) -> dict:
         for size in section.sizes.replays:
             if len(schedule.items) >= size:
                 first = Schedule(items=schedule.items[:size])
-                runner.graphs.run(runner.prepare(first), Size(size))
+                runner.graphs.run(runner.prepare(first), size)
                 medians[size] = median(size)
         return real(schedule)
 

@@ -10,7 +10,6 @@ from transformers import AutoConfig
 
 from nanovllm import LLM, SamplingParams, model_runner
 from nanovllm.device import cuda_graphs, memory
-from nanovllm.device.cuda_graphs import Size
 from nanovllm.loader import new_model
 from nanovllm.model_runner import ModelRunner
 from nanovllm.models.qwen import Qwen
@@ -39,7 +38,7 @@ def larger_step(section: Section) -> dict:
     schedule = decodes(sizes.batch, sizes.context, blocks_each)
     runner.run(schedule)
     wall = [seconds_of_run(runner, schedule) for _ in range(sizes.steps)]
-    graph = runner.graphs.replays[Size(sizes.batch)]
+    graph = runner.graphs.replays[sizes.batch]
     replays = [seconds_of(graph, section.device) for _ in range(sizes.steps)]
     median = percentile(replays, 50) or 0.0
     work = work_of(shape, items, sampled=0)
@@ -64,7 +63,7 @@ def only_runner(section: Section, num_blocks: int) -> ModelRunner:
     """With one graph: that of the whole batch."""
     folder = section.folder / "larger"
     AutoConfig.for_model(**COMMON | section.sizes.larger).save_pretrained(folder)
-    sizes = [Size(section.sizes.batch)]
+    sizes = [section.sizes.batch]
     with (
         mock.patch.object(model_runner, "load_model", random_model),
         mock.patch.object(cuda_graphs, "graph_sizes", lambda limits: sizes),

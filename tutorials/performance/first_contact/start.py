@@ -11,7 +11,7 @@ from unittest import mock
 from nanovllm import LLM, SamplingParams, model_runner
 from nanovllm.config import Config
 from nanovllm.device import memory
-from nanovllm.device.cuda_graphs import Size, StepGraphs
+from nanovllm.device.cuda_graphs import StepGraphs
 from nanovllm.frontend.replies import Reply
 from nanovllm.model_runner import ModelRunner
 from tutorials.performance.first_contact.section import Section
@@ -78,15 +78,13 @@ def noting_recordings(section: Section, recordings: list[dict]) -> Callable:
     """`StepGraphs.record`, which also notes the seconds and the memory of each graph."""
     record = StepGraphs.record
 
-    def noted(graphs: StepGraphs, size: Size) -> None:
+    def noted(graphs: StepGraphs, size: int) -> None:
         free = free_bytes(section)
         start = time.perf_counter()
         record(graphs, size)
         seconds = time.perf_counter() - start
         mib = (free - free_bytes(section)) / 2**20
-        recordings.append(
-            {"size": f"{size.decodes} + {size.tokens}", "seconds": seconds, "mib": mib}
-        )
+        recordings.append({"size": size, "seconds": seconds, "mib": mib})
 
     return noted
 
