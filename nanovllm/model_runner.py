@@ -23,10 +23,9 @@ from nanovllm.layers.kv_cache import CacheShape
 from nanovllm.layers.sampler import top_logprobs
 from nanovllm.loader import load_model
 from nanovllm.models.qwen import Qwen, head_dim_of
-from nanovllm.sampling import sampling_of
 from nanovllm.schedule import Drawn, Schedule
 from nanovllm.sequence import TokenLogprobs
-from nanovllm.step import StepInputs, integers
+from nanovllm.step import StepInputs, integers, sampling_of
 from nanovllm.swapping.host_cache import HostCache
 
 logger = logging.getLogger(__name__)

@@ -19,8 +19,8 @@ DECODES = [1, 2, 4, 8, *range(16, 513, 16)]
 
 
 def graph_sizes(limits: Limits) -> list[int]:
-    """For how many decodes a step is recorded, the smallest first: up to the limit, and the first
-    one that is not below it. Larger steps run eagerly, and so do steps with chunks of prompts."""
+    """The numbers of decodes for which a step is recorded, the smallest first: those below the
+    limit, and the next one. Larger steps run eagerly, and so do steps with chunks of prompts."""
     return [size for size, smaller in zip(DECODES, [0, *DECODES]) if smaller < limits.max_num_seqs]
 
 

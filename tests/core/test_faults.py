@@ -24,7 +24,7 @@ import nanovllm
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.block_manager import BlockManager
 from nanovllm.checks.blocks import check_blocks
-from nanovllm.checks.schedules import CheckedScheduler
+from nanovllm.checks.schedules import ScheduleChecks
 from nanovllm.frontend.text import Text
 from nanovllm.schedule import Item, Schedule, ScheduleError
 from nanovllm.scheduler import Scheduler
@@ -43,7 +43,7 @@ def new_llm(num_blocks=1000, num_host_blocks=0, **kwargs) -> LLM:
     runner = FakeRunner(options["block_size"], VOCAB_SIZE, num_blocks, num_host_blocks)
     llm = LLM(runner=runner, max_num_seqs=12, max_model_len=100, num_blocks=num_blocks, **options)
     # also our own scheduler
-    llm.planner = CheckedScheduler(llm.scheduler, llm.limits, llm.replies.unfinished)
+    llm.checks = ScheduleChecks(llm.scheduler, llm.limits, llm.replies.unfinished)
     return llm
 
 

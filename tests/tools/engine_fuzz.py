@@ -21,7 +21,7 @@ import nanovllm
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.block_manager import BlockManager
 from nanovllm.checks.blocks import check_blocks
-from nanovllm.checks.schedules import CheckedScheduler
+from nanovllm.checks.schedules import ScheduleChecks
 from nanovllm.scheduler import Scheduler
 
 PACKAGE = str(Path(nanovllm.__file__).parent)
@@ -221,7 +221,7 @@ class Life:
         assert llm.block_manager.num_used_blocks == 0
         assert len(llm.block_manager.free_host_blocks) == llm.runner.num_host_blocks
         check_blocks(llm.block_manager, [])
-        assert isinstance(llm.planner, CheckedScheduler)
+        assert isinstance(llm.checks, ScheduleChecks)
 
 
 def interrupt(_, frame) -> None:
