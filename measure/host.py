@@ -101,10 +101,10 @@ def seconds_per_phase(llm) -> dict[str, float]:
     for _ in range(3):
         spent: Counter = Counter()
         for _ in range(STEPS):
-            schedule = timed("schedule", llm.planner.schedule)
+            schedule = timed("schedule", llm.scheduler.schedule)
             timed("prepare", llm.runner.prepare, schedule)
             token_ids, logprobs = timed("run", llm.runner.run, schedule)
-            timed("update", llm.planner.update, schedule, token_ids, logprobs)
+            timed("update", llm.scheduler.update, schedule, token_ids, logprobs)
         rounds.append(spent)
     return {name: min(spent[name] for spent in rounds) / STEPS for name in rounds[0]}
 

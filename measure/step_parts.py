@@ -42,9 +42,9 @@ def step_in_parts(llm) -> dict[str, float]:
         return result
 
     timed("settle", llm.recovery.settle)
-    schedule = timed("plan", llm.planner.schedule)
+    schedule = timed("plan", llm.scheduler.schedule)
     token_ids, logprobs = timed("run", lambda: llm.runner.launch(schedule)())
-    timed("update", llm.planner.update, schedule, token_ids, logprobs)
+    timed("update", llm.scheduler.update, schedule, token_ids, logprobs)
     timed("deliver", llm._deliver, schedule)
     return {"tokens": schedule.num_tokens, **seconds}
 

@@ -156,7 +156,7 @@ class BlockManager:
         seq.found_blocks = [(block.id, block.prefix_id) for block in blocks]
         return blocks
 
-    # --- what it tells us to do ---
+    # --- changes that the scheduler asks for ---
 
     def take_prefix(self, seq: Sequence) -> None:
         """Gives a sequence the blocks that `find_prefix` finds beyond those it has, if any."""

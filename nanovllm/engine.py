@@ -12,7 +12,7 @@ from itertools import count
 from typing import Any
 
 from nanovllm.block_manager import BlockManager
-from nanovllm.checks.schedules import CheckedScheduler
+from nanovllm.checks.schedules import ScheduleChecks
 from nanovllm.config import TOKENS_PER_STEP, Config
 from nanovllm.decoding.beam_search import BeamRequest, BeamSearchParams
 from nanovllm.device.choose import choose_device
@@ -77,9 +77,9 @@ class LLM:
         scheduler_cls = config.scheduler_cls or Scheduler
         self.scheduler: Scheduler = scheduler_cls(limits, new_block_manager())
         self.replies = Replies()
-        self.planner: Scheduler | CheckedScheduler = self.scheduler
+        self.checks: ScheduleChecks | None = None
         if config.scheduler_cls or config.block_manager_cls:  # a user's: each plan is checked
-            self.planner = CheckedScheduler(self.scheduler, limits, self.replies.unfinished)
+            self.checks = ScheduleChecks(self.scheduler, limits, self.replies.unfinished)
         self.recovery = Recovery(self.scheduler, self.replies, new_block_manager)
         defaults = load_generation_config(path, hf_config)
         self.inputs = Inputs(
@@ -136,12 +136,17 @@ class LLM:
             return
         start = time.perf_counter()
         with self.recovery.of_step():  # an exception ends at most the request that has caused it
-            schedule = self.recovery.schedule = self.planner.schedule()
+            schedule = self.scheduler.schedule()
+            if self.checks is not None:
+                self.checks.after_schedule(schedule)
+            self.recovery.schedule = schedule
             collect = self.runner.launch(schedule)
             for function in self.meanwhile:  # while the device computes
                 function()
             token_ids, logprobs = collect()
-            self.planner.update(schedule, token_ids, logprobs)
+            self.scheduler.update(schedule, token_ids, logprobs)
+            if self.checks is not None:
+                self.checks.after_update(schedule)
             self._deliver(schedule)
         if self.recovery.schedule is not None:  # the step has not failed
             self._count(self.recovery.schedule, time.perf_counter() - start)

@@ -84,7 +84,9 @@ def load_config(path: Path):
             value = getattr(config, name)
             if not is_int(value, 1):
                 raise ValueError(f"{name}={shown(value)} is not a positive integer")
-        rope_table(config, head_dim_of(config), max_model_len=1)  # are its settings all right?
+        rope_table(
+            config, head_dim_of(config), max_model_len=1
+        )  # raises if the rope settings are invalid
     return config
 
 

@@ -1,5 +1,6 @@
 """ModelRunner: a schedule in, sampled tokens out. It owns the model and the KV cache."""
 
+import logging
 from array import array
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -22,11 +23,12 @@ from nanovllm.layers.kv_cache import CacheShape
 from nanovllm.layers.sampler import top_logprobs
 from nanovllm.loader import load_model
 from nanovllm.models.qwen import Qwen, head_dim_of
-from nanovllm.sampling import sampling_of
 from nanovllm.schedule import Drawn, Schedule
 from nanovllm.sequence import TokenLogprobs
-from nanovllm.step import StepInputs, integers
+from nanovllm.step import StepInputs, integers, sampling_of
 from nanovllm.swapping.host_cache import HostCache
+
+logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
@@ -37,8 +39,7 @@ class ModelRunner:
         self.limits = limits
         if device.type == "cpu":
             keep_freed_memory()
-        # Triton launches on the current device, which belongs to the thread: maybe the caller's is
-        # another one
+        # Triton launches on the thread's current device, which may be another GPU
         is_cuda = device.type == "cuda"
         self.is_asynchronous = is_cuda
         self.on_device = partial(torch.cuda.device, device) if is_cuda else nullcontext
@@ -95,6 +96,9 @@ class ModelRunner:
             if isinstance(error, OSError):
                 reason = error.strerror or str(error)
             raise ValueError(f"there is no room for {what}: {reason}") from error
+        gib = self.num_blocks * self.shape.block_bytes / 2**30
+        size = f"{self.num_blocks:,} blocks of {self.shape.block_size} tokens, {gib:.1f} GiB"
+        logger.info("KV cache: %s", size)
 
     def _new_graphs(self) -> StepGraphs:
         return StepGraphs(self.model, self.ops, self.kv_cache, self.limits)

@@ -62,7 +62,7 @@ class Recovery:
 
     @contextmanager
     def of_step(self) -> Iterator[None]:
-        """Fences a step in: an exception ends at most the request that has caused it."""
+        """Runs a step so that an exception ends at most the request that has caused it."""
         self.is_changing = True
         self.schedule = None
         try:

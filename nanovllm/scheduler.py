@@ -26,12 +26,13 @@ class Scheduler:
     """First come, first served, within a budget of tokens and sequences (paper, section 4.5).
 
     The first methods are the policy: subclasses override them. The other methods carry it out, and
-    decide which blocks a request gets. A policy may choose and refuse any request.
+    decide which blocks a request gets. A policy may pick any waiting request, or none.
     """
 
     # the part of the blocks that admission leaves free, so that running requests can grow
     watermark = 0.05
-    priority_is_fixed = False  # a policy whose priorities never change may say so: less is sorted
+    # True promises that a request's priority never changes: `waiting` is then kept sorted
+    priority_is_fixed = False
 
     def __init__(self, limits: Limits, block_manager: BlockManager):
         self.max_num_batched_tokens = limits.max_num_batched_tokens
@@ -97,10 +98,10 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queues a request. The engine has checked it before; others may not have."""
         if not request.max_len:
-            self.limit_length(request)
+            self.set_max_len(request)
         self.enqueue(request)
 
-    def limit_length(self, request: Request) -> None:
+    def set_max_len(self, request: Request) -> None:
         """Sets the request's `max_len`. Raises ValueError if it could not finish even with the
         whole cache to itself."""
         num_prompt = len(request.prompt_token_ids)
@@ -115,13 +116,15 @@ class Scheduler:
             if params.n > limit:
                 raise refusal(name_of_n, params.n, f"it must be at most {name}={limit}")
         manager = self.block_manager
-        max_tokens = None if params.max_tokens == LARGEST_COUNT else params.max_tokens
-        request.max_len = min(num_prompt + (max_tokens or LARGEST_COUNT), self.max_model_len)
-        if max_tokens is None:  # as many as fit
+        assert params.max_tokens is not None  # SamplingParams has put LARGEST_COUNT for it
+        request.max_len = min(num_prompt + params.max_tokens, self.max_model_len)
+        is_open = params.max_tokens == LARGEST_COUNT
+        if is_open:  # as many as fit
             longest = max(num_prompt + 1, manager.longest_that_fits(request))
             request.max_len = min(request.max_len, longest)
         needed = manager.max_blocks_needed(request)
         if needed > len(manager.blocks):
+            max_tokens = None if is_open else params.max_tokens
             what = f"prompt of {num_prompt} tokens, {max_tokens=}, {name_of_n}={params.n}"
             size = f"{manager.block_size} tokens ({what})"
             why = f"{needed} KV blocks of {size}, but num_blocks={len(manager.blocks)}"
@@ -166,8 +169,8 @@ class Scheduler:
 
     def schedule_waiting(self, schedule: Schedule) -> None:
         """Admits waiting requests in the policy's order, up to the first that does not fit."""
-        if not self.waiting or len(self.running) >= self.max_num_seqs:  # each has a seat, or more
-            return
+        if not self.waiting or len(self.running) >= self.max_num_seqs:
+            return  # each running request takes at least one seat
         num_seats = sum(request.num_seats for request in self.running)
         if num_seats >= self.max_num_seqs:
             return

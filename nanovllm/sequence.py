@@ -86,7 +86,7 @@ class Request:
     prompt_token_ids: list[int]
     params: SamplingParams
     eos_token_ids: Iterable[int] = ()
-    max_len: int = 0  # maximum tokens per sequence, prompt included; set by Scheduler.limit_length
+    max_len: int = 0  # maximum tokens per sequence, prompt included; set by Scheduler.set_max_len
     arrival: int = 0  # a counter, so that no two requests have the same
     arrival_time: float = 0.0  # in seconds, by the scheduler's clock
     num_cached_tokens: int | None = None  # prompt tokens found in the cache at the first admission
@@ -99,20 +99,20 @@ class Request:
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
 
     def __post_init__(self):
-        self.seed = self.params.seed or 0
-        self.num_logprobs = self.params.logprobs  # how many of the likeliest tokens to return
         params = self.params
+        self.seed = params.seed or 0
+        self.num_logprobs = params.logprobs  # how many of the likeliest tokens to return
+        self.logit_bias = {**(params.logit_bias or {})}  # checked: later changes do not count
+        is_listed = params.allowed_token_ids or params.bad_words
+        self.is_masked = bool(is_listed or params.structured_outputs)
         is_counted = params.presence_penalty or params.frequency_penalty
         self.has_penalty = bool(is_counted or params.repetition_penalty != 1)
-        self.logit_bias = {**(params.logit_bias or {})}  # checked: later changes do not count
-        self.is_adjusted = bool(self.has_penalty or self.logit_bias or params.min_tokens)
-        masks = (params.structured_outputs, params.allowed_token_ids, params.bad_words)
-        self.is_masked = any(masks)
-        self.is_adjusted |= self.is_masked
+        is_biased = self.logit_bias or params.min_tokens
+        self.is_adjusted = bool(is_biased or self.has_penalty or self.is_masked)
         # whether its tokens are just the likeliest ones
         self.is_plain = params.temperature == 0 and not self.is_adjusted
-        eos_token_ids = () if self.params.ignore_eos else self.eos_token_ids
-        self.stop_token_ids = frozenset(self.params.stop_token_ids or ()).union(eos_token_ids)
+        eos_token_ids = () if params.ignore_eos else self.eos_token_ids
+        self.stop_token_ids = frozenset(params.stop_token_ids or ()).union(eos_token_ids)
         self.own_stop_token_ids = self.stop_token_ids.difference(eos_token_ids)
 
     @cached_property

@@ -38,7 +38,7 @@ def larger_step(section: Section) -> dict:
     schedule = decodes(sizes.batch, sizes.context, blocks_each)
     runner.run(schedule)
     wall = [seconds_of_run(runner, schedule) for _ in range(sizes.steps)]
-    graph = runner.graphs.replays[runner.graphs.size_for(runner.prepare(schedule))]
+    graph = runner.graphs.replays[sizes.batch]
     replays = [seconds_of(graph, section.device) for _ in range(sizes.steps)]
     median = percentile(replays, 50) or 0.0
     work = work_of(shape, items, sampled=0)

@@ -44,7 +44,7 @@ def noting_recordings(section: Section, recordings: list[dict]) -> Callable:
     """`StepGraphs.record`, which also notes the seconds and the memory of each graph."""
     record = StepGraphs.record
 
-    def noted(graphs: StepGraphs, size) -> None:
+    def noted(graphs: StepGraphs, size: int) -> None:
         free = free_bytes(section)
         start = time.perf_counter()
         record(graphs, size)

@@ -10,17 +10,15 @@ from nanovllm.config import Limits
 from nanovllm.options import shown
 from nanovllm.schedule import Item, Schedule, ScheduleError
 from nanovllm.scheduler import Scheduler
-from nanovllm.sequence import Sequence, StepLogprobs
+from nanovllm.sequence import Sequence
 
 Wrong = Callable[[str], ScheduleError]
 
 
 @dataclass
-class CheckedScheduler:
-    """Wraps a user's scheduler. A wrong plan raises a ScheduleError, which names the method.
-
-    The built-in scheduler runs without it.
-    """
+class ScheduleChecks:
+    """Looks at what a user's scheduler plans and does. What is wrong raises a ScheduleError, which
+    names the method. The built-in scheduler runs without checks."""
 
     scheduler: Scheduler
     limits: Limits
@@ -30,8 +28,8 @@ class CheckedScheduler:
     num_idle_steps: int = 0  # since a request came, left or got a token ...
     num_idle_tokens: int = 0  # ... and the tokens that were computed in them
 
-    def schedule(self) -> Schedule:
-        schedule = self.scheduler.schedule()
+    def after_schedule(self, schedule: Schedule) -> None:
+        """Checks a plan that has just been made."""
         if not isinstance(schedule, Schedule):
             problem = f"it returned {shown(schedule)}, and not a Schedule"
             raise ScheduleError(self.scheduler, "schedule", problem)
@@ -40,12 +38,9 @@ class CheckedScheduler:
         if self.looks_at_items:
             check_schedule(schedule, self.scheduler, self.limits)
         self._check_progress(schedule)
-        return schedule
 
-    def update(
-        self, schedule: Schedule, token_ids: list[int], logprobs: StepLogprobs = None
-    ) -> None:
-        self.scheduler.update(schedule, token_ids, logprobs)
+    def after_update(self, schedule: Schedule) -> None:
+        """Checks that the step's result has been processed."""
         seq, start, _ = schedule.items[0]
         if seq.num_computed_tokens == start and seq in seq.request.unfinished:
             problem = "it did nothing: does it call super()?"

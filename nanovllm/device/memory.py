@@ -11,7 +11,6 @@ from nanovllm.device.cuda_graphs import StepGraphs
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.schedule import Item, Schedule
 from nanovllm.sequence import Request
-from nanovllm.swapping.host_cache import STAGED_BYTES
 
 
 def keep_freed_memory() -> None:
@@ -39,14 +38,15 @@ def memory_left(
     free_memory(device)
     torch.cuda.reset_peak_memory_stats(device)
     run_largest_step()
-    peak = torch.cuda.max_memory_reserved(device)  # what is taken, with what is lost in between
+    peak = torch.cuda.max_memory_reserved(device)  # reserved bytes: fragmentation counts, too
     _, total = torch.cuda.mem_get_info(device)
     # other processes, CUDA's own context
     others = total - free_memory(device) - torch.cuda.memory_reserved(device)
     graphs = graph_memory(device, new_graphs()) if new_graphs is not None else 0
-    staged = max(STAGED_BYTES, block_bytes) if config.preemption_mode == "swap" else 0
+    # swapping gathers a block before it goes to the host
+    gathered = block_bytes if config.preemption_mode == "swap" else 0
     granted = int(total * config.gpu_memory_utilization)
-    return granted - others - peak - graphs - staged
+    return granted - others - peak - graphs - gathered
 
 
 def graph_memory(device: torch.device, graphs: StepGraphs) -> int:

@@ -78,7 +78,9 @@ class Inputs:
         if sampling.truncate_prompt_tokens is not None:
             most = sampling.truncate_prompt_tokens
             most = self.scheduler.max_model_len - 1 if most == -1 else most
-            text = text if len(token_ids) <= most else None  # it is another one
+            text = (
+                text if len(token_ids) <= most else None
+            )  # the text no longer matches the token ids
             token_ids = token_ids[-most:]
         self.check_ids("stop_token_ids", sampling.stop_token_ids or [])
         self.check_ids("allowed_token_ids", sampling.allowed_token_ids or [])
@@ -91,7 +93,7 @@ class Inputs:
             room = min(params.max_tokens, self.scheduler.max_model_len - len(token_ids))
             request = BeamRequest(*fields, search=BeamSearch(params, request.stop_token_ids, room))
         request.user_priority = priority
-        self.scheduler.limit_length(request)
+        self.scheduler.set_max_len(request)
         if request.is_masked:
             add_masks(request, self)
         return request

@@ -16,7 +16,7 @@ from typing import Any
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.checks.blocks import check_blocks
-from nanovllm.checks.schedules import CheckedScheduler
+from nanovllm.checks.schedules import ScheduleChecks
 from nanovllm.config import TOKENS_PER_STEP, Config
 from nanovllm.options import refusal
 from nanovllm.schedule import Schedule, ScheduleError
@@ -66,15 +66,13 @@ class Replica:
         itemsize = 4 if config.dtype == "float32" else 2
         self.shape = shape_of(model, itemsize).shard(self.num_ranks)
         block_bytes = config.block_size * self.shape.kv_bytes
-        num_blocks = config.num_blocks
-        if num_blocks is None:
-            num_blocks = config.num_blocks_in(self._memory_left(config), block_bytes, limits)
+        num_blocks = config.num_blocks or self._num_blocks_that_fit(config, block_bytes)
         num_host_blocks = config.num_host_blocks(block_bytes, limits)
         manager_cls = config.block_manager_cls or BlockManager
         self.manager: BlockManager = manager_cls(
             num_blocks, config.block_size, config.enable_prefix_caching, num_host_blocks
         )
-        self.scheduler: Scheduler = scheduler_cls(limits, self.manager)
+        self.scheduler = scheduler_cls(limits, self.manager)
         self.check = check
         self.now = 0.0
         self.scheduler.clock = lambda: self.now
@@ -82,17 +80,17 @@ class Replica:
         self.result = Run(served)
         self.served: dict[str, Served] = {}  # of all requests that have come, by id
         self.unfinished: dict[str, Request] = {}
-        self.planner = CheckedScheduler(self.scheduler, limits, self.unfinished, check)
+        self.checks = ScheduleChecks(self.scheduler, limits, self.unfinished, check)
 
-    def _memory_left(self, config: Config) -> int:
-        """Bytes for the KV cache. Leaves out activations, which no cost model knows."""
+    def _num_blocks_that_fit(self, config: Config, block_bytes: int) -> int:
+        """KV blocks beside the weights. Leaves out activations, which no cost model knows."""
         memory = self.machine.hardware.memory_bytes * config.gpu_memory_utilization
         weights = self.shape.weight_bytes
         if memory <= weights:
             what = f"the weights take {weights:,} of {memory:,.0f} bytes"
             where = self.machine.hardware.name
             raise ValueError(f"model={config.model!r} does not fit on {where}: {what}")
-        return int(memory - weights)
+        return config.num_blocks_in(int(memory - weights), block_bytes, self.limits)
 
     def add(self, time: float, index: int, request: Request) -> None:
         """Adds the request of the job with this index, which arrives now."""
@@ -130,18 +128,18 @@ class Replica:
 
     def _step(self, keep_steps: bool) -> list[int]:
         running = [*self.scheduler.running]
-        num_preemptions = self.scheduler.num_preemptions
-        schedule = self.planner.schedule()
+        schedule = self.scheduler.schedule()
+        self.checks.after_schedule(schedule)
         if self.check:
             check_queues(self.scheduler, self.unfinished.values(), running)
-        if self.scheduler.num_preemptions > num_preemptions:
-            for request in {*running}.difference(self.scheduler.running):
-                self.served[request.request_id].num_preemptions += 1
+        for request in {*running}.difference(self.scheduler.running):
+            self.served[request.request_id].num_preemptions += 1
         start = self.now
         self._go_on(schedule)
         if keep_steps:
             self.result.steps.append(self._planned_step(schedule, start))
-        self.planner.update(schedule, self._draw(schedule))
+        self.scheduler.update(schedule, self._draw(schedule))
+        self.checks.after_update(schedule)
         if self.check:
             for seq in schedule.sampled:
                 self._check_length(seq.request)

@@ -156,8 +156,6 @@ def test_tokens_are_those_of_transformers(path, requests, tokens, num_blocks, mo
 def test_tokens_through_recorded_steps(interpret_little, path, requests, monkeypatch):
     """Recording and replay are plain calls here."""
     monkeypatch.setattr("nanovllm.device.cuda_graphs.DECODES", [4, 8])
-    monkeypatch.setattr("nanovllm.device.cuda_graphs.DECODES_BESIDE_CHUNKS", [8])
-    monkeypatch.setattr("nanovllm.device.cuda_graphs.CHUNK_TOKENS", [16, 64])
     monkeypatch.setattr(triton_ops, "CAN_BE_RECORDED", True)
     llm = LLM(
         path,
@@ -306,8 +304,6 @@ def expected_scores(model, prompt: list[int]) -> list[dict[int, float] | None]:
 def test_prompts_are_scored(path, model, monkeypatch, backend, recorded, tokens, num_blocks):
     """Whole, in chunks of any length, beside others, with a cached prefix, and preempted in the middle."""
     monkeypatch.setattr("nanovllm.device.cuda_graphs.DECODES", [8])
-    monkeypatch.setattr("nanovllm.device.cuda_graphs.DECODES_BESIDE_CHUNKS", [8])
-    monkeypatch.setattr("nanovllm.device.cuda_graphs.CHUNK_TOKENS", [16])
     monkeypatch.setattr(triton_ops, "CAN_BE_RECORDED", recorded)
     monkeypatch.setattr("nanovllm.decoding.prompt_logprobs.ROWS_AT_A_TIME", 3)
     llm = LLM(

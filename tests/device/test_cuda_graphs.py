@@ -19,7 +19,7 @@ from nanovllm.block_manager import BlockManager, Moves
 from nanovllm.checks.blocks import check_blocks
 from nanovllm.config import Limits
 from nanovllm.device import memory
-from nanovllm.device.cuda_graphs import MAX_CHUNKS, Size, StepGraphs, graph_sizes
+from nanovllm.device.cuda_graphs import StepGraphs, graph_sizes
 from nanovllm.layers import torch_ops, triton_attention, triton_ops
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import CacheShape, KVCache
@@ -51,18 +51,7 @@ def limits_of(max_num_seqs, max_num_batched_tokens=8192, max_model_len=12) -> Li
     ],
 )
 def test_sizes_of_decodes(max_num_seqs, expected):
-    sizes = graph_sizes(limits_of(max_num_seqs))
-    assert [size.decodes for size in sizes if size.tokens == 0] == expected
-    assert sizes == sorted(sizes, key=sum)
-
-
-def test_sizes_with_prompts():
-    """So many that all that is smaller than the largest one fits into one."""
-    sizes = [size for size in graph_sizes(limits_of(20, 100)) if size.tokens]
-    small = [Size(8, 16), Size(32, 16), Size(8, 64), Size(32, 64)]
-    assert sizes == [*small, Size(8, 128), Size(32, 128)]
-    assert graph_sizes(limits_of(10_000))[-1] == Size(512, 1024)
-    assert len(graph_sizes(limits_of(256))) == 20 + 5 * 6
+    assert graph_sizes(limits_of(max_num_seqs)) == expected
 
 
 def test_one_copy_and_always_the_same_places():
@@ -151,32 +140,13 @@ def step_of(num_decodes: int, chunks: list[int]) -> StepInputs:
 def test_which_steps_have_a_graph():
     graphs = new_graphs()
     sizes = {rows: graphs.size_for(step_of(rows, [])) for rows in (1, 2, 3, 9, 20, 32, 33)}
-    assert sizes == {
-        1: (1, 0),
-        2: (2, 0),
-        3: (4, 0),
-        9: (16, 0),
-        20: (32, 0),
-        32: (32, 0),
-        33: None,
-    }
-    for num_decodes, chunks, expected in (
-        (0, [1], (8, 16)),
-        (0, [2, 62], (8, 64)),
-        (8, [65], (8, 128)),
-        (9, [2], (32, 16)),
-        (32, [512], (32, 512)),
-        (32, [513], (32, 1024)),
-        (32, [1025], None),
-        (33, [2], None),
-        (3, [2] * MAX_CHUNKS, (8, 16)),
-        (3, [2] * (MAX_CHUNKS + 1), None),
-    ):
-        assert graphs.size_for(step_of(num_decodes, chunks)) == expected, (num_decodes, chunks)
-    long = step_of(4, [])  # the largest has 32 + 8 sequences, each with at most 3 blocks
-    long.batch.block_tables = torch.zeros(3 * 40, dtype=torch.int32)
-    assert graphs.size_for(long) == (4, 0)
-    long.batch.block_tables = torch.zeros(3 * 40 + 1, dtype=torch.int32)
+    assert sizes == {1: 1, 2: 2, 3: 4, 9: 16, 20: 32, 32: 32, 33: None}
+    for num_decodes, chunks in ((0, [2]), (1, [2]), (8, [65]), (3, [2] * 9)):
+        assert graphs.size_for(step_of(num_decodes, chunks)) is None
+    long = step_of(4, [])  # the largest has 32 sequences, each with at most 3 blocks
+    long.batch.block_tables = torch.zeros(3 * 32, dtype=torch.int32)
+    assert graphs.size_for(long) == 4
+    long.batch.block_tables = torch.zeros(3 * 32 + 1, dtype=torch.int32)
     assert graphs.size_for(long) is None
 
 
@@ -185,11 +155,10 @@ def test_the_buffer_holds_every_step(max_num_seqs, max_model_len):
     """All rows, the longest tables, every option of sampling; and hardly more."""
     graphs = new_graphs(max_num_seqs, max_model_len)
     rows = min(max_num_seqs, 512)
-    num_tables = graphs.sizes[-1].decodes + MAX_CHUNKS
-    step = step_of(rows, [64] * MAX_CHUNKS)
+    num_tables = graphs.sizes[-1]
+    step = step_of(rows, [])
     step.batch.block_tables = torch.zeros(num_tables * -(-max_model_len // 4), dtype=torch.int32)
-    num_sampled = max_num_seqs + graphs.limits.max_num_batched_tokens  # a whole prompt is scored
-    step.sampled_rows = torch.zeros(num_sampled, dtype=torch.int64)
+    step.sampled_rows = torch.zeros(2 * max_num_seqs, dtype=torch.int64)  # all draw, all are scored
     numbers = torch.ones(6, max_num_seqs)
     step.sampling = Sampling(*numbers[:1], *numbers[1:4].long(), *numbers[4:])
     size = graphs.size_for(step)
@@ -199,38 +168,31 @@ def test_the_buffer_holds_every_step(max_num_seqs, max_model_len):
     assert needed <= graphs.buffer.nbytes <= 2 * needed + 500
 
 
-def test_chunks_come_behind_the_padding_of_decodes(monkeypatch):
-    monkeypatch.setattr("nanovllm.device.cuda_graphs.MAX_CHUNKS", 3)
-    graphs, step = new_graphs(), step_of(2, [3, 2])
-    padded = graphs.padded(step, Size(4, 6))
+def test_rows_that_are_not_needed_are_padding():
+    graphs, step = new_graphs(), step_of(3, [])
+    padded = graphs.padded(step, 4)
     batch = padded.batch
-    assert padded.input_ids.tolist() == [1, 2, 0, 0, 3, 4, 5, 6, 7, 0]
-    assert padded.positions.tolist() == [300, 301, 0, 0, 302, 303, 304, 305, 306, 0]
-    assert batch.slot_mapping.tolist() == [100, 101, -1, -1, 102, 103, 104, 105, 106, -1]
-    assert batch.num_decodes == 4
-    assert batch.context_lens.tolist() == [50, 51, 0, 0, 52, 53, 0]
-    assert batch.cu_seqlens_q.tolist() == [0, 1, 2, 3, 4, 7, 9, 9]  # the third chunk has no token
-    assert batch.cu_blocks.tolist()[:2] + batch.cu_blocks.tolist()[4:6] == [0, 1, 2, 3]
-    assert padded.sampled_rows.tolist() == [0, 1, 6, 8]  # still the last tokens
+    assert batch.num_decodes == 4 and batch.block_tables is step.batch.block_tables
+    assert padded.sampled_rows.tolist() == [0, 1, 2]
+    assert padded.input_ids.tolist() == [1, 2, 3, 0]
+    assert batch.slot_mapping.tolist() == [100, 101, 102, -1]
+    assert batch.context_lens.tolist() == [50, 51, 52, 0]
+    assert batch.cu_seqlens_q.tolist() == [0, 1, 2, 3, 4]
+    assert batch.cu_blocks[:3].tolist() == [0, 1, 2]
 
 
-@pytest.mark.parametrize("num_decodes", [0, 1, 8, 20])
-@pytest.mark.parametrize("chunks", [[], [1], [5, 1, 40], [64], [2] * MAX_CHUNKS])
-def test_every_sequence_is_where_its_recording_looks_for_it(num_decodes, chunks):
+@pytest.mark.parametrize("num_decodes", [1, 3, 8, 20])
+def test_every_sequence_is_where_its_recording_looks_for_it(num_decodes):
     """By brute force: each sequence's tokens, context and blocks, in both forms of the step."""
-    if not num_decodes and not chunks:
-        return
-    graphs, step = new_graphs(), step_of(num_decodes, chunks)
+    graphs, step = new_graphs(), step_of(num_decodes, [])
     size = graphs.size_for(step)
     padded = graphs.padded(step, size)
     shapes = {name: (t.shape, t.dtype) for name, t in graphs.padding(size).model_inputs.items()}
     for name, tensor in padded.model_inputs.items():
         assert name == "block_tables" or (tensor.shape, tensor.dtype) == shapes[name]
-    places = [*range(num_decodes), *(size.decodes + i for i in range(len(chunks)))]
-    seen = [of_sequence(padded, place) for place in places]
-    assert seen == [of_sequence(step, i) for i in range(num_decodes + len(chunks))]
-    others = {*range(len(padded.batch.context_lens))} - {*places}
-    assert all(padded.batch.context_lens[i] == 0 for i in others)
+    seen = [of_sequence(padded, i) for i in range(num_decodes)]
+    assert seen == [of_sequence(step, i) for i in range(num_decodes)]
+    assert not padded.batch.context_lens[num_decodes:].any()
     num_real = len(step.input_ids)
     assert (padded.batch.slot_mapping >= 0).sum() == num_real
     sampled = padded.input_ids[padded.sampled_rows]
@@ -289,7 +251,7 @@ def test_the_engine_gives_the_same_tokens_as_without(interpret_little, path):
         check_blocks(llm.block_manager, [])
     for with_graphs, without in zip(*answers):
         assert with_graphs.token_ids == without.token_ids
-    assert {Size(1), Size(2), Size(4), Size(8, 16)} <= set(replayed)
+    assert {1, 2, 4} <= set(replayed)
 
 
 class Generous(BlockManager):
@@ -408,7 +370,7 @@ def test_all_recordings_of_an_engine_share_a_stream_and_a_pool(monkeypatch):
         for size in reversed(graphs.sizes):
             graphs.record(size)
         recordings = [graph.recording for graph in MadeUpGraph.made]
-        assert len(recordings) == len(graphs.sizes) == 6 + 4
+        assert len(recordings) == len(graphs.sizes) == 6
         assert {recording.stream for recording in recordings} == {graphs.stream}
         assert {recording.pool for recording in recordings[1:]} == {MadeUpGraph.made[0]}
         assert {recording.mode for recording in recordings} == {"thread_local"}
@@ -419,11 +381,10 @@ def test_all_recordings_of_an_engine_share_a_stream_and_a_pool(monkeypatch):
 @pytest.mark.parametrize("max_num_seqs, tried", [(1, [1, 1]), (2, [2, 1]), (20, [32, 16])])
 def test_what_the_graphs_take_is_estimated_from_large_ones(monkeypatch, max_num_seqs, tried):
     """The largest takes the activations, the next one what all others take at most."""
-    monkeypatch.setattr("nanovllm.device.cuda_graphs.CHUNK_TOKENS", [])  # only decodes
     taken, recorded = {32: 500, 2: 500, 1: 30, 16: 70}, []
 
     def record(graphs, size):
-        recorded.append(size.decodes)
+        recorded.append(size)
 
     monkeypatch.setattr(StepGraphs, "record", record)
     monkeypatch.setattr(
@@ -435,7 +396,7 @@ def test_what_the_graphs_take_is_estimated_from_large_ones(monkeypatch, max_num_
     assert recorded == tried
 
 
-def test_the_requests_of_a_gpus_test_need_both_kinds_of_recordings(path, monkeypatch):
+def test_the_requests_of_a_gpus_test_need_a_recording(path, monkeypatch):
     """On a GPU test_gpu.py sees them replayed."""
     llm = LLM(path, attention_backend="torch", **RECORDED)
     graphs = llm.runner._new_graphs()
@@ -449,7 +410,7 @@ def test_the_requests_of_a_gpus_test_need_both_kinds_of_recordings(path, monkeyp
     monkeypatch.setattr(llm.runner, "forward", noted)
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
     llm.generate(prompts_of_all_lengths(), params, use_tqdm=False)
-    assert Size(16) in sizes and any(size.tokens for size in sizes if size)
+    assert 16 in sizes and None in sizes
 
 
 def num_blocks_of_a_gpu(runner, config):
@@ -471,19 +432,13 @@ def test_the_trials_that_size_the_cache_of_a_gpu_run(
         path, dtype="float32", attention_backend=backend, max_num_seqs=2, max_num_batched_tokens=40, block_size=16,
         preemption_mode=mode, swap_gib=0.01,
     )  # fmt: skip
-    graphs = 2**24 + 3 * 2**20 if backend == "triton" else 0
-    left = (
-        int(device.total * 0.9)
-        - device.others
-        - device.peak
-        - graphs
-        - (2**26 if mode == "swap" else 0)
-    )
+    graphs = 2**24 + 2**20 if backend == "triton" else 0
+    swapped = llm.runner.shape.block_bytes if mode == "swap" else 0
+    left = int(device.total * 0.9) - device.others - device.peak - graphs - swapped
     num_blocks = left // llm.runner.shape.block_bytes
     assert llm.runner.num_blocks == llm.runner.kv_cache.num_blocks == num_blocks > 0
-    largest, *others = Size(8, 64), Size(8, 16), Size(2), Size(1)
-    sizes = [largest, others[0], largest, *others]  # two are tried, then all are recorded
-    assert device.sizes == (sizes if backend == "triton" else [])
+    # two are tried, then all are recorded
+    assert device.sizes == ([2, 1, 2, 1] if backend == "triton" else [])
     assert (llm.runner.host_cache is not None) == (mode == "swap")
 
 

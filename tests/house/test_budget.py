@@ -86,9 +86,9 @@ LIMITS = {  # lines and tokens, with 3 % of air
     "triton": (498, 5_360),
     "frontend": (620, 5_200),
     "decoding": (590, 5_420),
-    "swapping": (92, 900),
-    "device": (355, 3_170),
-    "checks": (165, 1_380),
+    "swapping": (63, 578),
+    "device": (321, 2_840),
+    "checks": (163, 1_325),
     "parallel": (660, 5_750),
     "vattention": (446, 4_350),
     "simulator": (670, 5_550),  # with machines, by parts

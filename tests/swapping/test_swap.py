@@ -4,8 +4,6 @@ Run: pytest tests/swapping/test_swap.py [-k same_tokens]
 """
 
 import random
-from contextlib import contextmanager
-from functools import partial
 
 import pytest
 import torch
@@ -44,13 +42,12 @@ def token_ids(outputs):
     return [[output.token_ids for output in result.outputs] for result in outputs]
 
 
-@pytest.mark.parametrize("blocks_at_a_time", [1, 3, 64])
-def test_blocks_go_out_and_come_back_elsewhere(monkeypatch, blocks_at_a_time):
+@pytest.mark.parametrize("blocks_of_a_piece", [1, 3, 64])
+def test_blocks_go_out_and_come_back_elsewhere(monkeypatch, blocks_of_a_piece):
     """[2, layers, blocks, block_size, heads, head_dim], 7 blocks out, 5 of them in again."""
     cache = torch.randn(2, 3, 20, 4, 2, 8, device=DEVICE)
-    monkeypatch.setattr(host_cache, "STAGED_BYTES", blocks_at_a_time * cache[:, :, 0].nbytes)
+    monkeypatch.setattr(host_cache, "PIECE_BYTES", blocks_of_a_piece * cache[:, :, 0].nbytes)
     host, before = HostCache(KVCache(cache), num_blocks=9), cache.clone()
-    assert len(host.staged) == blocks_at_a_time
     out = {3: 8, 19: 0, 0: 4, 7: 5, 11: 2, 12: 7, 5: 1}
     host.swap_out(out)
     cache[:, :, list(out)] = torch.nan  # overwritten at once, by the step that needed them
@@ -61,106 +58,6 @@ def test_blocks_go_out_and_come_back_elsewhere(monkeypatch, blocks_at_a_time):
         assert torch.equal(cache[:, :, block_id], before[:, :, where[host_id]])
     untouched = [i for i in range(20) if i not in out and i not in into.values()]
     assert torch.equal(cache[:, :, untouched], before[:, :, untouched])
-
-
-class Streams:
-    """In place of torch.cuda: notes what is put into which stream, to run it in any order that the streams allow."""
-
-    def __init__(self):
-        self.main = self.now = self.Stream()
-        self.real = torch.index_select, torch.Tensor.copy_, torch.Tensor.index_copy_
-
-    class Stream:
-        def __init__(self):
-            # waits: before the i-th piece of work, so much of others must be done
-            self.work, self.waits = (
-                [],
-                {},
-            )
-
-        def wait_stream(self, other):
-            self.waits.setdefault(len(self.work), []).append((other, len(other.work)))
-
-    def current_stream(self):
-        return self.main
-
-    @contextmanager
-    def stream(self, stream):
-        before, self.now = self.now, stream
-        yield
-        self.now = before
-
-    def do(self, call, *args, **kwargs):
-        self.now.work.append(lambda: call(*args, **kwargs))
-
-    @contextmanager
-    def recording(self, monkeypatch):
-        with monkeypatch.context() as patch:
-            select, copy, index_copy = self.real
-            patch.setattr(torch, "index_select", partial(self.do, select))
-            patch.setattr(
-                torch.Tensor,
-                "copy_",
-                lambda target, *a, non_blocking=False: self.do(copy, target, *a),
-            )
-            patch.setattr(
-                torch.Tensor, "index_copy_", lambda target, *a: self.do(index_copy, target, *a)
-            )
-            yield
-
-    def run(self, other, rng):
-        streams = [self.main, other]
-        done = dict.fromkeys(streams, 0)
-        while any(done[stream] < len(stream.work) for stream in streams):
-            able = [
-                stream
-                for stream in streams
-                if done[stream] < len(stream.work)
-                and all(done[first] >= count for first, count in stream.waits.get(done[stream], []))
-            ]
-            stream = rng.choice(able)
-            stream.work[done[stream]]()
-            done[stream] += 1
-
-
-def test_whatever_order_the_streams_allow(monkeypatch):
-    """Copies on a second stream run whenever it likes, but for wait_stream. No order may change what arrives."""
-    cache = torch.randn(2, 2, 12, 2, 1, 4)
-    monkeypatch.setattr(host_cache, "STAGED_BYTES", 2 * cache[:, :, 0].nbytes)
-    host, streams, seen = HostCache(KVCache(cache), num_blocks=8), Streams(), []
-    host.backend, host.stream = streams, streams.Stream()
-    first, second = {1: 4, 2: 0, 3: 7, 5: 1, 8: 3}, {6: 2, 7: 5, 9: 6}
-
-    def overwrite(blocks):
-        cache[:, :, list(blocks)] = torch.nan
-
-    def look(blocks):
-        seen.append(cache[:, :, list(blocks)].clone())
-
-    with streams.recording(monkeypatch):
-        host.swap_out(first)
-        streams.do(overwrite, first)  # by the step that follows
-        host.swap_out(second)
-        streams.do(overwrite, second)
-        host.swap_in({4: 11, 0: 3, 7: 1, 3: 0, 2: 10})  # blocks 1, 2, 3, 8 and 6
-        streams.do(look, [3, 1, 0, 10, 11])
-        streams.do(overwrite, [11])
-        host.swap_out({3: 4, 10: 0})
-        streams.do(overwrite, [3, 10])
-        host.swap_in({4: 6, 0: 7, 5: 9})  # blocks 2, 6 and 7
-        streams.do(look, [6, 7, 9])
-    assert len(streams.main.work) > 10 and len(host.stream.work) > 15
-    before = cache.clone()
-    for seed in range(200):
-        cache.copy_(before)
-        for block in host.blocks:
-            block.fill_(torch.nan)
-        host.staged.fill_(torch.nan)
-        seen.clear()
-        streams.run(host.stream, random.Random(seed))
-        assert torch.equal(seen[0], before[:, :, [2, 3, 8, 6, 1]]) and torch.equal(
-            seen[1], before[:, :, [2, 6, 7]]
-        )
 
 
 @pytest.mark.slow(but_every=4)
@@ -285,7 +182,7 @@ def test_the_hosts_memory_comes_in_pieces(monkeypatch):
     """PyTorch rounds a pinned tensor up to a power of two: one of 5 GiB would take 8."""
     cache = torch.zeros(2, 3, 9, 4, 2, 8)  # keys and values, layers, blocks, ...
     block_bytes = cache[:, :, 0].nbytes
-    monkeypatch.setattr(host_cache, "STAGED_BYTES", 4 * block_bytes)
+    monkeypatch.setattr(host_cache, "PIECE_BYTES", 4 * block_bytes)
     host = HostCache(KVCache(cache), 10)
     pieces = [block.untyped_storage().nbytes() // block_bytes for block in host.blocks]
     assert pieces == [4] * 8 + [2] * 2

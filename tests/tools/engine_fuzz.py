@@ -21,7 +21,7 @@ from fake_model import FakeRunner
 import nanovllm
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.block_manager import BlockManager
-from nanovllm.checks.schedules import CheckedScheduler
+from nanovllm.checks.schedules import ScheduleChecks
 from nanovllm.scheduler import Scheduler
 
 PACKAGE = str(Path(nanovllm.__file__).parent)
@@ -161,7 +161,7 @@ class Life:
             self.check(name, output)
         self.set_fault("")
         check_clean(self.llm)
-        assert isinstance(self.llm.planner, CheckedScheduler)
+        assert isinstance(self.llm.checks, ScheduleChecks)
 
     def ask(self) -> None:
         name = f"request {len(self.asked)}"

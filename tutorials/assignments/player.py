@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import Any
 
 from nanovllm.block_manager import BlockManager
-from nanovllm.checks.schedules import CheckedScheduler
+from nanovllm.checks.schedules import ScheduleChecks
 from nanovllm.config import Limits
 from nanovllm.routing import Router
 from nanovllm.sampling_params import SamplingParams
@@ -102,7 +102,7 @@ class Player:
         self.scheduler.clock = lambda: self.now
         self.now = 0.0
         self.requests: dict[str, Request] = {}
-        self.planner = CheckedScheduler(self.scheduler, limits, self.requests)
+        self.checks = ScheduleChecks(self.scheduler, limits, self.requests)
         self.schedule: Schedule | None = None
 
     def step(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -110,7 +110,8 @@ class Player:
         if self.schedule is not None:
             tokens = message["tokens"]
             drawn = [tokens.get(name_of(seq), STOP) for seq in self.schedule.sampled]
-            self.planner.update(self.schedule, drawn)
+            self.scheduler.update(self.schedule, drawn)
+            self.checks.after_update(self.schedule)
         for request_id in message["ended"]:
             request = self.requests.pop(request_id)
             if request.unfinished:
@@ -122,7 +123,8 @@ class Player:
             scheduler.add(request)
             self.requests[request.request_id] = request
         running, scheduler.events = [*scheduler.running], []
-        self.schedule = self.planner.schedule()
+        self.schedule = self.scheduler.schedule()
+        self.checks.after_schedule(self.schedule)
         check_queues(scheduler, self.requests.values(), running)
         counts = [getattr(self.manager, name, None) for name in self.counts]
         return {"events": scheduler.events, "counts": counts}

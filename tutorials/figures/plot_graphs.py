@@ -125,7 +125,7 @@ def parts() -> dict[str, float]:
     found = {
         "weights": shape.weight_bytes,
         "step": LIMITS.max_num_batched_tokens * per_token,
-        "recording": sum(graph_sizes(LIMITS)[-1]) * per_token,
+        "recording": graph_sizes(LIMITS)[-1] * per_token,
     }
     found["granted"] = int(Config().gpu_memory_utilization * TOTAL * GIB)
     found["block"] = 16 * shape.kv_bytes
