@@ -153,7 +153,7 @@ class OrcaPow2(ContiguousBlockManager):
 
 
 class OrcaOracle(ContiguousBlockManager):
-    """Knows the output's length, which nobody does."""
+    """Knows the output's length, which no real system does."""
 
     def tokens_to_reserve(self, request: Request) -> int:
         return len(request.prompt_token_ids) + request.params.max_tokens

@@ -5,8 +5,8 @@ the cache hold?
 
 prints the paper's figures 2 and 15 as tables (about five minutes); `python -m tutorials.figures
 memory_waste memory_sharing` draws them. All requests wait from the start, in the order of the trace,
-so that memory is what limits every system. What is averaged are the steps in which somebody waits
-only because memory lacks."""
+so that memory is what limits every system. What is averaged are the steps in which a request
+waits only because memory lacks."""
 
 import argparse
 import json
@@ -106,7 +106,7 @@ def replay(
         lacks_memory = schedule.num_tokens < setting.max_num_batched_tokens
         if scheduler.waiting and lacks_memory and num_steps % every == 0:
             usage = cache_usage(scheduler)
-            # free and not used by those who wait: lost, whatever the reason
+            # free and not used by waiting requests: lost, whatever the reason
             usage["external_fragmentation"] += usage.pop("free")
             shared = usage["shared"]
             usage["saved"] = shared / (shared + manager.num_used_blocks * block_size)

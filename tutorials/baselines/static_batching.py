@@ -17,7 +17,7 @@ class StaticBatching(Scheduler):
         self.batch: set[Request] = set()
 
     def restart(self, block_manager) -> None:
-        """After a step that failed: who runs then may be others."""
+        """After a step that failed, other requests may run."""
         super().restart(block_manager)
         self.batch = set()
 

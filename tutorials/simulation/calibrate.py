@@ -13,7 +13,7 @@ file has a machine for each, which the simulator takes:
 What is fitted: seconds per step, per sequence and per chunk, the rate of products, and two rates of
 attention, for its bytes and its FLOPs. What is measured by itself: how fast weights are read, by
 products of one row, and how fast blocks are swapped. `overlap` is the one that fits best of 0, 0.25,
-0.5, 0.75 and 1. The constants are those of one model: what its layers take to be launched is in the
+0.5, 0.75 and 1. The constants hold for one model: what its layers take to be launched is in the
 seconds per step.
 """
 
@@ -134,7 +134,7 @@ def fitted(shape: Shape, steps: Sequence[Step], start: Machine, overlap: float) 
 
 
 def amounts(shape: Shape, step: Step, machine: Machine) -> tuple[float, list[float]]:
-    """The seconds of a step that are known, those of reading the weights; and how much it has of
+    """The known seconds of a step, for reading the weights; and how much it has of
     what `with_costs` gives a cost. Of two that overlap, the shorter one counts in part."""
     work = work_of(shape, step.items, step.sampled)
     weights, products, keys, scores = machine.parts(work)

@@ -31,7 +31,7 @@ A100_80GB = Machine(HARDWARE["a100"])
 
 
 class WholePrompts(Scheduler):
-    """No chunks: a prompt is computed in one step, beside those who decode, as in Orca."""
+    """No chunks: a prompt is computed in one step, beside decoding requests, as in Orca."""
 
     def may_admit(self, request: Request, schedule: Schedule) -> bool:
         return len(request.sequences[0]) <= schedule.tokens_left or not self.running

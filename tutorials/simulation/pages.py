@@ -10,9 +10,9 @@ tokens lie must be padded; one with a single layer of many tokens is wasted wher
 
 The requests of `tutorials.baselines.replay` go through the real scheduler and block manager without
 a model (about five minutes with a trace, half as long without). All wait from the start, and all
-caches take the same bytes. What is averaged are the steps in which somebody waits only because
-memory lacks. Prefixes are not shared: no two prompts begin with the same token. Lengths with the
-means of ShareGPT are drawn; those of the trace are recorded.
+caches take the same bytes. What is averaged are the steps in which a request waits only
+because memory lacks. Prefixes are not shared: no two prompts begin with the same token. Lengths with the
+means of ShareGPT are drawn; the trace's are recorded.
 
 Blocks are cut into pieces by the rule of `nanovllm.vattention.cache.VirtualShape`, also in ways that
 it would not choose. A mapping shows one piece. A GPU maps each of its `pages_per_piece` by itself:

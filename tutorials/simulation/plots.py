@@ -114,7 +114,7 @@ def latency_over_rate(
 
 @contextmanager
 def canvas(target: Target, width: float, height: float) -> Iterator[Axes]:
-    """The given axes, or those of a new figure of this size in inches, which is then saved. Without
+    """The given axes, or the axes of a new figure of this size in inches, which is then saved. Without
     pyplot, which might want a display."""
     if isinstance(target, Axes):
         yield target

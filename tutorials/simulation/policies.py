@@ -73,7 +73,7 @@ class LeastServed(Scheduler):
 
 
 def push_out(scheduler: Scheduler) -> None:
-    """Preempts the last of those that run, if one that waits stands before it."""
+    """Preempts the last running request, if a waiting one stands before it."""
     if scheduler.waiting and len(scheduler.running) == scheduler.max_num_seqs:
         urgent = min(scheduler.waiting, key=scheduler.priority)
         last = max(scheduler.running, key=scheduler.priority)

@@ -6,7 +6,7 @@ again without it.
     again = simulate(jobs, config, Recording.load("steps.json"))    # in an instant, at the recorded speed
 
 The loop has the simulator's rule: it looks at the clock once, at the end of a step, and adds all
-who have arrived until then. So a replay plans the same steps, and its tokens come at the same
+requests that have arrived until then. So a replay plans the same steps, and its tokens come at the same
 times. The config of the replay must say what the engine's limits are: `num_blocks`,
 `max_num_batched_tokens`.
 """
@@ -46,7 +46,7 @@ def record(
     """Serves the jobs in real time: when each of their tokens came, and the steps. The engine
     should be new.
 
-    The seconds of a step are those from the end of the last one, or, after a pause, from the
+    The seconds of a step count from the end of the last one, or, after a pause, from the
     arrival that ended it. So they also hold what adding the requests took. An answer ends by
     `max_tokens`, because a real model does not stop where we want. The next turn of a conversation
     begins with the answer that the model really gave: its tokens stand where the job has the run
@@ -118,7 +118,7 @@ class Recorder:
                     self.continue_with(follower, seq.token_ids)
 
     def note_preemptions(self) -> None:
-        """Who ran, does so no longer, and has not ended."""
+        """Counts for each request that ran, runs no longer, and has not ended."""
         running = [*self.llm.scheduler.running]
         for request in set(self.running).difference(running):
             if not request.has_ended:
@@ -153,7 +153,7 @@ def counters(llm: LLM) -> dict[str, int]:
 class Recording(Machine):
     """A machine for one simulation, on which the k-th step takes as long as it was recorded.
 
-    Another step than the recorded one is refused: nobody knows how long it would have taken. So
+    Another step than the recorded one is refused: it is not known how long it would have taken. So
     this is for checking that a scheduler still does the same, not for comparing schedulers.
     """
 

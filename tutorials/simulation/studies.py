@@ -47,7 +47,7 @@ from tutorials.simulation.workloads import (
 
 
 def number(*path: str) -> Callable[[Run], float]:
-    """One of those in `summary`."""
+    """One number of `summary`."""
 
     def find(run: Run) -> float:
         value: Any = summary(run)

@@ -3,7 +3,7 @@ only, no torch.
 
     workload(poisson(rate=4), sharegpt(), 1000)                             # 1000 chats, 4 per second
     predicted(workload(gamma(4, cv=3), alpaca(), 1000), sigma=0.5)          # in bursts, with a guess of their lengths
-    merged(multi_turn(all_at_once(), sharegpt(), 8), azure("trace.csv"))    # 8 users who talk, beside a recorded load
+    merged(multi_turn(all_at_once(), sharegpt(), 8), azure("trace.csv"))    # 8 users that chat, beside a recorded load
 
 Arrivals and lengths are iterators without end. A workload takes from them what it needs. All that
 is random depends only on `seed`. Nothing is shared by accident: each prompt and each answer has a
@@ -101,13 +101,13 @@ def lognormal(
 
 
 def sharegpt(max_model_len: int = 2048, seed: int = 0) -> Iterator[tuple[int, int]]:
-    """Chats: the mean lengths are those of ShareGPT in the PagedAttention paper. Log-normal is our
+    """Chats: the mean lengths are as of ShareGPT in the PagedAttention paper. Log-normal is our
     assumption."""
     return lognormal(*MEANS["ShareGPT"], max_model_len=max_model_len, seed=seed)
 
 
 def alpaca(max_model_len: int = 2048, seed: int = 0) -> Iterator[tuple[int, int]]:
-    """Short instructions: the mean lengths are those of Alpaca in the PagedAttention paper.
+    """Short instructions: the mean lengths are as of Alpaca in the PagedAttention paper.
     Log-normal is our assumption."""
     return lognormal(*MEANS["Alpaca"], max_model_len=max_model_len, seed=seed)
 
@@ -182,7 +182,7 @@ def multi_turn(
     max_model_len: int = 8192,
     seed: int = 0,
 ) -> list[Job]:
-    """`count` conversations in a closed loop: who has read an answer, thinks, and then sends all so
+    """`count` conversations in a closed loop: a user reads an answer, thinks, and then sends all so
     far and a question.
 
     Each pair of `lengths` is a question and its answer. On average a conversation has `turns` turns
