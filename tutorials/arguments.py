@@ -11,7 +11,7 @@ from typing import Any
 def checked(
     parse: Callable[[str], Any], is_allowed: Callable[[Any], bool], allowed: str
 ) -> Callable[[str], Any]:
-    """A type of those values that are allowed. `allowed` names them in a sentence."""
+    """A type of the allowed values. `allowed` names them in a sentence."""
 
     def convert(text: str):
         with suppress(ValueError):

@@ -51,7 +51,7 @@ class Load(NamedTuple):
 
     program: tuple[int, int, int]
     name: str  # of the tensor
-    places: list[int]  # of the numbers in it, without those that a mask left out
+    places: list[int]  # of the numbers in it, without numbers that a mask left out
     num_bytes: int
 
 

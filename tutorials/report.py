@@ -202,7 +202,7 @@ def write_json(report: dict, path: Path) -> None:
     text = json.dumps(rounded, indent=2)
     text = re.sub(r"\[\n([\d\s,.e+-]*)\]", lambda match: f"[{' '.join(match[1].split())}]", text)
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(path.name + ".part")  # who is ended here leaves no half file
+    beside = path.with_name(path.name + ".part")  # a process that is ended here leaves no half file
     beside.write_text(text + "\n")
     os.replace(beside, path)
 

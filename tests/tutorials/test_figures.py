@@ -118,11 +118,12 @@ def test_a_good_picture():
 def good():
     """Two boxes, and two lines with their names."""
     needs("matplotlib")
-    from tutorials.figures import style
+    from tutorials.figures.fills import BLUE, WASTE
+    from tutorials.figures.style import box, new_figure
 
-    axes = style.new_figure(6, 3).subplots()
-    style.box(axes, 0, 0, 1, 1, style.BLUE, "a")
-    style.box(axes, 1, 0, 1, 1, style.WASTE, "b")
+    axes = new_figure(6, 3).subplots()
+    box(axes, 0, 0, 1, 1, BLUE, "a")
+    box(axes, 1, 0, 1, 1, WASTE, "b")
     for y, (name, line) in enumerate({"up": "-", "down": "--"}.items(), 2):
         axes.plot([0, 2], [y, y], line, color="black", label=name)
         axes.text(1, y + 0.05, name)

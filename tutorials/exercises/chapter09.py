@@ -18,7 +18,7 @@ def held_back(text: str, stops: Sequence[str]) -> int:
 
 def culprits(names: list[str], fails: Callable[[list[str]], bool]) -> list[str]:
     """The requests that fail alone, in order. `fails(group)` runs a step with these requests, at
-    least one. Call it with all first; if they do not fail, nobody does."""
+    least one. Call it with all first; if they do not fail, no request does."""
     raise NotImplementedError
 
 

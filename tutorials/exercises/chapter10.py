@@ -83,5 +83,5 @@ def causal_kernel(
 
 def windowed(out: Tensor, queries: Tensor, keys: Tensor, values: Tensor, window: int) -> None:
     """Launches your kernel, with tiles of 16 queries and 16 keys. Each query sees `window` keys:
-    its own, and those right before it. The rows have 16 numbers."""
+    its own, and the keys right before it. The rows have 16 numbers."""
     raise NotImplementedError

@@ -113,7 +113,7 @@ def draw_triangle(axes: Axes) -> None:
 
 
 def draw_masks(axes: Axes) -> None:
-    """Those of the other three, and a mistake."""
+    """The masks of the other three, and a mistake."""
     rows: list[tuple[float, str, int, int, Sees, Fill]] = [
         (0, "(7, 7): a prompt, the whole triangle", 7, 7, lambda q, k: k <= q, GREEN),
         (-9, "(1, 10): a decode sees all", 1, 10, lambda q, k: True, SKY),

@@ -3,7 +3,7 @@ and the memory of a GPU.
 
     python -m tutorials.figures graphs_replay graphs_memory
 
-The operations are those of the embedded model's first layer, in a real step. How long each takes is
+The operations are taken from the embedded model's first layer, in a real step. How long each takes is
 made up: nothing was run on a GPU. The bytes follow from the shapes of Qwen3-0.6B. Needs matplotlib.
 """
 

@@ -1,4 +1,4 @@
-"""Draws runs of the ladder: who sits where and computes what in each step, and the slots of the
+"""Draws runs of the ladder: which seat each request has and what it computes in each step, and the slots of the
 cache that are held and used.
 
     python -m tutorials.figures ladder_seats ladder_slots
@@ -33,7 +33,7 @@ DRAWN = ("rung 3", "rung 4", "rung 6")
 NUM_SEATS = 3
 MOST_STEPS = 20  # for which there is room
 
-# --- who sits where ---
+# --- seats ---
 
 
 def name_of(i: int) -> str:
@@ -126,7 +126,7 @@ HELD = {  # where to write it, in slots, and what is held
 
 
 def ended_slots(steps: list[Step], requests: list[Request]) -> list[int]:
-    """In each step the slots of those whose answer is complete, and who compute on all the same."""
+    """In each step the slots of requests that compute on although their answer is complete."""
     found = [0] * len(steps)
     computed: Counter[str] = Counter()
     for cell in cells_of(steps, requests):

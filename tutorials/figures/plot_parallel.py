@@ -215,7 +215,7 @@ def draw_timeline() -> Figure:
             last, span = rank[i], rank[i + 1]
             is_sampling = last.kind == "gather" and row == 0
             bar("sample" if is_sampling else "compute", row, last.end, span.begin)
-            only_sends = span.kind == "gather" and row == 1  # it waits for nobody
+            only_sends = span.kind == "gather" and row == 1  # it does not wait
             there = span.begin if only_sends else min(both_there, span.end)
             bar("wait", row, span.begin, there)
             bar(span.kind, row, there, span.end)

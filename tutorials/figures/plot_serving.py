@@ -99,7 +99,7 @@ def draw_threads() -> Figure:
     spans = recorded()
     steps = [span for span in spans if span.kind == "step"][10:]  # all clients have come
     windows = [*zip(steps, steps[NUM_STEPS:])]
-    # those in which no other program has had the processor
+    # the steps during which no other program had the processor
     first, last = min(windows, key=lambda pair: pair[1].begin - pair[0].begin)
     figure = new_figure(10, 3)
     axes = figure.subplots()

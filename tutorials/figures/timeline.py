@@ -1,5 +1,5 @@
-"""A picture of a run: a row for each seat or request, a column for each step, and in each cell who
-has computed how many tokens."""
+"""A picture of a run: a row for each seat or request, a column for each step, and in each cell which
+request has computed how many tokens."""
 
 from typing import NamedTuple
 
@@ -27,7 +27,7 @@ def fill_of(i: int) -> Fill:
 
 
 def draw_timeline(axes: Axes, cells: list[Cell], rows: list[str], num_steps: int) -> None:
-    """The first row is at the top. A row is white where nobody computes."""
+    """The first row is at the top. A row is white where no request computes."""
     length = 1 + max(cell.step for cell in cells)
     for row in range(len(rows)):
         box(axes, 0, -row, length, HEIGHT, EMPTY)
@@ -44,7 +44,7 @@ def draw_timeline(axes: Axes, cells: list[Cell], rows: list[str], num_steps: int
 
 
 def draw_cell(axes: Axes, cell: Cell) -> None:
-    """Tokens that nobody needs are hatched, in the upper half if there are others."""
+    """Tokens that are not needed are hatched, in the upper half if there are others."""
     name, x, y = cell.name, cell.step, -cell.row
     if not cell.wasted:
         box(axes, x, y, 1, HEIGHT, cell.fill, f"{name} {cell.needed}".strip())

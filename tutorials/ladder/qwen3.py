@@ -53,6 +53,6 @@ def rotate(x, positions):
 
 
 def attention(q, k, v, mask=None):
-    """q [..., T, heads, dim], k and v [..., keys, kv_heads, dim] -> as q. `mask` says who sees what."""
+    """q [..., T, heads, dim], k and v [..., keys, kv_heads, dim] -> as q. `mask` says what each query sees."""
     q, k, v = (x.transpose(-2, -3) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True).transpose(-2, -3)

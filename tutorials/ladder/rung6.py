@@ -34,7 +34,7 @@ def generate(model, requests, report):
 
 
 def plan(running, waiting, free):
-    """Gives each sequence some of the tokens that it lacks: first those that run, then new ones."""
+    """Gives each sequence some of the tokens that it lacks: first running ones, then new ones."""
     left = BUDGET
     for seq in [*running, *waiting]:
         if seq not in running:

@@ -31,7 +31,7 @@ class Request(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What a rung reports of a step: who computed how many tokens; slots held and used."""
+    """What a rung reports of a step: each request's tokens; slots held and used."""
 
     requests: list[Request]
     sizes: list[int]

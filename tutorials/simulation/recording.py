@@ -118,7 +118,7 @@ class Recorder:
                     self.continue_with(follower, seq.token_ids)
 
     def note_preemptions(self) -> None:
-        """Who ran, does so no longer, and has not ended."""
+        """Counts for each request that ran, runs no longer, and has not ended."""
         running = [*self.llm.scheduler.running]
         for request in set(self.running).difference(running):
             if not request.has_ended:

@@ -72,7 +72,7 @@ def micro_batches(tokenizer, rng, level, tokens=2048):
 
 
 def loss_of(model, ids, learned):
-    """Summed cross-entropy of predicting the learned tokens from those before them."""
+    """Summed cross-entropy of predicting the learned tokens from the tokens before them."""
     hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
     targets = ids.masked_fill(~learned, -100)[:, 1:]
     return F.cross_entropy(

@@ -148,7 +148,7 @@ def check_3(answers) -> None:
 
 
 def check_guesses_with_the_model(answers) -> None:
-    """With any guesses, the answers are those of the model alone."""
+    """With any guesses, the answers are as of the model alone."""
     llm = LLM(block_size=4, num_blocks=64, dtype="float32", device="cpu")
     prompts = [llm.tokenizer.encode(text) for text in ("Once upon a time", "There was a king who")]
     greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

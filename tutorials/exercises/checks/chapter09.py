@@ -1,4 +1,4 @@
-"""Checks of chapter 09: what must wait, who is guilty, many streams at once."""
+"""Checks of chapter 09: what must wait, which requests fail, many streams at once."""
 
 import random
 from itertools import pairwise
@@ -163,7 +163,7 @@ def check_3(answers) -> None:
 
 
 def check_leaving(answers, params: SamplingParams, num_pieces: int) -> None:
-    """A reader who leaves after so many pieces, while somebody else's request goes on."""
+    """A reader that leaves after so many pieces, while another reader's request goes on."""
     llm = new_engine()
     llm.add_request("somebody else's", SamplingParams(max_tokens=100), "other")
     stream = answers.stream_many(llm, [*SCRIPTS], params)

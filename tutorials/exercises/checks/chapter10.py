@@ -1,4 +1,4 @@
-"""Checks of chapter 10: who computes what, parts that are joined, a window."""
+"""Checks of chapter 10: what each program computes, parts that are joined, a window."""
 
 import math
 import os
