@@ -33,7 +33,7 @@ from tutorials.simulation.calibrate import (
     fitted,
     guess,
 )
-from tutorials.simulation.cases import CASES, jobs_of
+from tutorials.simulation.cases import CASES, jobs_of, simulated
 from tutorials.simulation.recording import Recording, record, token_ids
 from tutorials.simulation.workloads import (
     all_at_once,
@@ -376,7 +376,7 @@ def test_all_pairs_differ_in_one_thing_and_run():
     rows = {}
     for pair in pairs.PAIRS:
         jobs = pairs.jobs_of_pair(pair, TRUE, 0.2)
-        numbers = pairs.simulated_pair(pair, jobs, TRUE)
+        numbers = [pairs.numbers(simulated(jobs, case, TRUE)) for case in pair.cases]
         assert numbers[0].keys() == {*pairs.KEYS}
         rows[pair.name] = {"real": [[one] for one in numbers], "simulated": numbers}
     assert len(rows) == len(pairs.PAIRS) >= 12
@@ -389,10 +389,10 @@ def test_all_of_it(kind):
     meter = accuracy.Meter(ProcessorTime(), calibrate.Cells((1, 4), (16, 60), 240))
     if kind == "cases":
         cases = {name: CASES[name] for name in ("busy", "64 tokens per step")}
-        report = accuracy.compare(cases, 0.3, 1, meter)
+        report = accuracy.of_workloads(cases, 0.3, 1, meter)
         assert {*report["workloads"]} == {*cases} and table(report["workloads"])
     else:
-        report = accuracy.compare_policies(pairs.PAIRS[:2], 0.3, 2, meter)
+        report = accuracy.of_policies(pairs.PAIRS[:2], 0.3, 2, meter)
         assert [*report["pairs"]] == [pair.name for pair in pairs.PAIRS[:2]]
         assert all(len(runs) == 2 for row in report["pairs"].values() for runs in row["real"])
     assert report["machine"]["machine"]["seconds_per_step"] > 0
