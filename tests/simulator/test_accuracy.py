@@ -240,6 +240,15 @@ def test_no_cost_is_negative():
     assert [*fit(rows, seconds, seconds)] == pytest.approx([0, 1, 0], abs=1e-9)
 
 
+def test_what_no_step_shows_costs_nothing():
+    """With full overlap, reading may be hidden in all steps: not even rounding may give it a cost."""
+    rng = random.Random(0)
+    for _ in range(20):
+        rows = [[1.0, rng.uniform(1, 9), 0.0, rng.uniform(0, 1e9)] for _ in range(60)]
+        seconds = [0.01 + 1e-4 * row[1] + rng.uniform(0, 0.003) for row in rows]
+        assert fit(rows, seconds, seconds)[2] == 0
+
+
 def test_a_simulation_takes_what_its_steps_cost():
     run = simulate([Job(0.0, ((1, 100),), 3)], Config(model=EMBEDDED_MODEL, **OPTIONS), TRUE)
     steps = [([(64, 64)], 0), ([(36, 100)], 1), ([(1, 101)], 1), ([(1, 102)], 1)]
