@@ -238,8 +238,7 @@ def main() -> None:
             report = module.measure(args)
     except ValueError as error:
         arguments.error(str(error))
-    if args.json:
-        write_json(report, args.json)
+    write_json(report, args.json)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ the start. Near 100 % the queue grows, and a small error of the time per step be
 the waiting time.
 """
 
-import argparse
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from statistics import mean, median
 
@@ -29,7 +29,7 @@ import torch
 from nanovllm import LLM
 from nanovllm.simulator import Run
 from nanovllm.simulator.machines import Machine
-from tutorials.arguments import duration, new_file, positive
+from tutorials.arguments import duration, experiment, positive
 from tutorials.machine import device_name, environment, installed
 from tutorials.performance.steps import Step
 from tutorials.report import markdown, rows_of, write_json
@@ -154,53 +154,55 @@ class Meter:
         return machine, report
 
 
-def compare(cases: dict[str, Case], seconds: float, repeat: int, meter: Meter) -> dict:
-    """Calibrates and measures in turns, then simulates. What it prints is how far it is."""
+Measures = Callable[[Run], dict[str, float | None]]
+
+
+def compare(
+    cases: dict[str, Sequence[Case]], measures: Measures, seconds: float, repeat: int, meter: Meter
+) -> tuple[dict, dict[str, dict]]:
+    """Calibrates and measures in turns, then simulates. Cases of one name have the same jobs, and
+    every other turn plays them the other way round. A row has the real runs of each case, and its
+    simulation."""
     meter.run()
     first, _ = meter.machine()
-    jobs = {name: jobs_of(case, first, seconds) for name, case in cases.items()}
-    real: dict[str, list[dict]] = {name: [] for name in cases}
+    jobs = {name: jobs_of(same[0], first, seconds) for name, same in cases.items()}
+    real: dict[str, list[list[dict]]] = {name: [[] for _ in same] for name, same in cases.items()}
     for turn in range(repeat):
-        for name, case in cases.items():
+        for name, same in cases.items():
             print(f"turn {turn + 1} of {repeat}: {name}", flush=True)
-            real[name].append(measures(play(jobs[name][0], case.options, meter.watch)[0]))
+            pairs_of_case = list(zip(same, real[name]))
+            for case, runs in pairs_of_case if turn % 2 == 0 else reversed(pairs_of_case):
+                runs.append(measures(play(jobs[name][0], case.options, meter.watch)[0]))
             meter.run_some()
     machine, report = meter.machine()
-    rows = {
-        name: {
-            "requests": len(jobs[name][0]),
-            "load": case.load,
-            "rate": jobs[name][1],
-            "real": real[name],
-            "simulated": measures(simulated(jobs[name][0], case, machine)),
-        }
-        for name, case in cases.items()
-    }
-    return {"machine": report, "totals": totals(rows), "workloads": rows}
+    rows = {}
+    for name, same in cases.items():
+        own, rate = jobs[name]
+        guesses = [measures(simulated(own, case, machine)) for case in same]
+        rows[name] = {"requests": len(own), "rate": rate, "real": real[name], "simulated": guesses}
+    return report, rows
 
 
-def compare_policies(chosen: list[pairs.Pair], seconds: float, repeat: int, meter: Meter) -> dict:
-    """The same for pairs of policies, each on identical jobs."""
-    meter.run()
-    first, _ = meter.machine()
-    jobs = [pairs.jobs_of_pair(pair, first, seconds) for pair in chosen]
-    real = pairs.compare(chosen, jobs, repeat, meter.watch, meter.run_some)
-    machine, report = meter.machine()
-    rows = {
-        pair.name: {
-            "requests": len(own),
-            "real": runs,
-            "simulated": pairs.simulated_pair(pair, own, machine),
-        }
-        for pair, own, runs in zip(chosen, jobs, real)
-    }
-    return {"machine": report, "totals": pairs.totals(rows), "pairs": rows}
+def of_workloads(cases: dict[str, Case], seconds: float, repeat: int, meter: Meter) -> dict:
+    """One case of each name."""
+    alone = {name: [case] for name, case in cases.items()}
+    machine, rows = compare(alone, measures, seconds, repeat, meter)
+    for name, row in rows.items():
+        row["load"] = cases[name].load
+        (row["real"],) = row["real"]
+        (row["simulated"],) = row["simulated"]
+    return {"machine": machine, "totals": totals(rows), "workloads": rows}
+
+
+def of_policies(chosen: list[pairs.Pair], seconds: float, repeat: int, meter: Meter) -> dict:
+    """Two cases of each name: policies on identical jobs."""
+    cases = {pair.name: pair.cases for pair in chosen}
+    machine, rows = compare(cases, pairs.numbers, seconds, repeat, meter)
+    return {"machine": machine, "totals": pairs.totals(rows), "pairs": rows}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = experiment(__doc__)
     parser.add_argument(
         "--seconds", type=duration, default=12, help="how long each workload takes, about"
     )
@@ -214,7 +216,6 @@ def main() -> None:
     parser.add_argument(
         "--processor-time", action="store_true", help="for a computer that others use meanwhile"
     )
-    parser.add_argument("--json", type=new_file, help="write the results to this file")
     args = parser.parse_args()
     if args.policies and args.repeat < 2:
         parser.error("--repeat 1 is not allowed: only 2 turns or more show how far they differ")
@@ -229,14 +230,13 @@ def main() -> None:
     report |= {"clock": type(watch).__name__, "seconds": args.seconds, "repeat": args.repeat}
     meter = Meter(watch, ON_CPU._replace(most_tokens=args.largest))
     if args.policies:
-        report |= compare_policies(pairs.PAIRS, args.seconds, args.repeat, meter)
+        report |= of_policies(pairs.PAIRS, args.seconds, args.repeat, meter)
         text = pairs.table(report["pairs"])
     else:
-        report |= compare(CASES, args.seconds, args.repeat, meter)
+        report |= of_workloads(CASES, args.seconds, args.repeat, meter)
         text = f"{table(report['workloads'])}\n\n{markdown(rows(report))}"
     print(f"\n{text}\n\n{json.dumps(report['machine'], indent=1)}")
-    if args.json:
-        write_json(report, args.json)
+    write_json(report, args.json)
 
 
 if __name__ == "__main__":

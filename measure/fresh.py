@@ -7,7 +7,6 @@ For an author who has changed a load or a goal: a solution that loses points on 
 more of students than is possible. The secrets are not written down.
 """
 
-import argparse
 import json
 import secrets
 import subprocess
@@ -16,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from tutorials.arguments import new_file, positive
+from tutorials.arguments import experiment, positive
 from tutorials.assignments.task import NAMES
 from tutorials.machine import ROOT, environment, installed
 from tutorials.report import aligned, write_json
@@ -55,13 +54,9 @@ def lost(report: dict) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = experiment(__doc__, "write the points to this file; other assignments in it stay")
     parser.add_argument("names", nargs="*", help="of assignments (default: all)")
     parser.add_argument("--count", type=positive, default=20, help="how many secrets (default: 20)")
-    help = "write the points to this file; other assignments in it stay"
-    parser.add_argument("--json", type=new_file, help=help)
     args = parser.parse_args(argv)
     unknown = {*args.names} - {*NAMES}
     if unknown:
@@ -81,8 +76,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         report["assignments"][name] = {"points": points, "of": most, "commit": commit}
         print(*rows[-1], flush=True)
     print(aligned(rows))
-    if args.json:
-        write_json(report, args.json)
+    write_json(report, args.json)
 
 
 if __name__ == "__main__":

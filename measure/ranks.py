@@ -12,8 +12,8 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
+from tutorials.arguments import experiment
 from tutorials.machine import ROOT, device_name, environment, installed
 from tutorials.report import markdown, median, percentile, write_json
 
@@ -170,12 +170,9 @@ def text(report: dict) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = experiment(__doc__)
     parser.add_argument("--tokens", type=int, default=40, help="of each answer")
     parser.add_argument("--repeat", type=int, default=5, help="rounds; the median counts")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--work", help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -186,8 +183,7 @@ def main() -> None:
     else:
         report = measure(args)
         print(text(report))
-        if args.json:
-            write_json(report, args.json)
+        write_json(report, args.json)
 
 
 if __name__ == "__main__":

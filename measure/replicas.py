@@ -12,7 +12,6 @@
 - day: how long a day of a million requests takes here, from the first ones (only with --day).
 """
 
-import argparse
 import resource
 import time
 from dataclasses import replace
@@ -25,6 +24,7 @@ from nanovllm.simulator import simulate
 from nanovllm.simulator.cost_model import LINKS
 from nanovllm.simulator.jobs import Job, Run
 from nanovllm.simulator.machines import MACHINES
+from tutorials.arguments import experiment
 from tutorials.machine import device_name, environment
 from tutorials.report import aligned, rows_of, write_json
 from tutorials.simulation.metrics import distribution, tpot, ttft
@@ -230,12 +230,9 @@ def share_rows(report: dict) -> list[list[str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = experiment(__doc__)
     parser.add_argument("--trace", type=Path, required=True, help="the conversations of Azure 2023")
     parser.add_argument("--day", type=int, help="this one only, with so many requests of a day")
-    parser.add_argument("--json", type=Path, help="write the results to this file")
     args = parser.parse_args()
     import torch  # only here: the simulator itself needs none of its memory
 
@@ -253,8 +250,7 @@ def main() -> None:
     for name, study, rows in () if args.day else studies:
         report[name] = study()
         print(aligned(rows(report)), flush=True)
-    if args.json:
-        write_json(report, args.json)
+    write_json(report, args.json)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 from nanovllm.block_manager import BlockManager
 from nanovllm.schedule import ScheduleError
 from nanovllm.simulator import Run
-from tutorials.arguments import new_file, positive
+from tutorials.arguments import experiment, positive
 from tutorials.assignments.public import check_rules, classes_of, load
 from tutorials.assignments.task import NAMES, Task, load_task, name_in_report, serve_baseline
 from tutorials.report import aligned, markdown
@@ -236,16 +236,13 @@ def handout_table(report: dict) -> str:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = experiment(__doc__, "write all values to this file")
     parser.add_argument("task", choices=NAMES)
     parser.add_argument("paths", type=Path, nargs="*", metavar="FILE")
     parser.add_argument("--silly", action="store_true", help="also the policies of silly.py")
     parser.add_argument("--count", type=positive, default=20, help="how many seeds (default: 20)")
     parser.add_argument("--first", type=positive, default=1, help="the first (default: 1)")
     parser.add_argument("--check", action="store_true", help="check the rules in each step, too")
-    parser.add_argument("--json", type=new_file, help="write all values to this file")
     args = parser.parse_intermixed_args(argv)
     for path in args.paths:
         if not path.is_file():

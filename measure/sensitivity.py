@@ -13,7 +13,6 @@ For an assignment, each machine is made as much faster or slower as it takes to 
 same time: its goals say seconds, and its rates are the ones that keep one machine busy.
 """
 
-import argparse
 import itertools
 import json
 import os
@@ -28,7 +27,7 @@ from measure.seeds import SILLY, Policy, measure_policy, points_of, policies_of
 from nanovllm.routing import RoundRobin
 from nanovllm.simulator import simulate
 from nanovllm.simulator.machines import MACHINES, Machine
-from tutorials.arguments import new_file, positive
+from tutorials.arguments import experiment, positive
 from tutorials.assignments.task import NAMES, Part, Task, load_task, serve_baseline
 from tutorials.machine import ROOT, environment
 from tutorials.report import markdown, write_json
@@ -175,14 +174,12 @@ def table(report: dict) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = experiment(
+        __doc__, "write all numbers to this file; with names of assignments, all else in it stays"
     )
     known = [name for name in NAMES if name != "template"]
     parser.add_argument("names", nargs="*", help="of assignments (default: a0 to a8)")
     parser.add_argument("--count", type=positive, default=2, help="how many seeds (default: 2)")
-    help = "write all numbers to this file; with names of assignments, all else in it stays"
-    parser.add_argument("--json", type=new_file, help=help)
     args = parser.parse_args(argv)
     unknown = {*args.names} - {*known}
     if unknown:
@@ -198,8 +195,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     report["assignments"] |= assignments_on_all(names, range(1, args.count + 1))
     report["commits"] |= dict.fromkeys(names, report["commit"])
     print(table(report))
-    if args.json:
-        write_json(report, args.json)
+    write_json(report, args.json)
 
 
 if __name__ == "__main__":

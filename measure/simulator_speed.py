@@ -9,7 +9,6 @@ shown for each quarter of the steps, because a step must not become slower the l
 runs.
 """
 
-import argparse
 import resource
 import sys
 import time
@@ -22,6 +21,7 @@ from nanovllm.config import Config
 from nanovllm.simulator import simulate
 from nanovllm.simulator.cost_model import Items, Shape
 from nanovllm.simulator.machines import MACHINES, Machine
+from tutorials.arguments import experiment
 from tutorials.machine import device_name, environment
 from tutorials.report import aligned, write_json
 from tutorials.simulation.workloads import all_at_once, azure
@@ -93,9 +93,7 @@ def rows(report: dict) -> list[list[str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = experiment(__doc__)
     parser.add_argument(
         "--trace",
         type=Path,
@@ -103,7 +101,6 @@ def main() -> None:
         help="CSV with TIMESTAMP, ContextTokens, GeneratedTokens",
     )
     parser.add_argument("--requests", type=int, help="only the first so many")
-    parser.add_argument("--json", type=Path, help="write the results to this file")
     args = parser.parse_args()
     import torch  # only here: the simulator itself needs none of its memory
 
@@ -112,8 +109,7 @@ def main() -> None:
         with get_context("spawn").Pool(1) as pool:
             report["runs"][arrivals] = pool.apply(measure, (args.trace, args.requests, arrivals))
     print(aligned(rows(report)))
-    if args.json:
-        write_json(report, args.json)
+    write_json(report, args.json)
 
 
 if __name__ == "__main__":

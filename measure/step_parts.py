@@ -10,10 +10,9 @@ prompt, and the step after that. The numbers are medians of the CPU time of the 
 programs on the machine hardly change them.
 """
 
-import argparse
 import time
-from pathlib import Path
 
+from tutorials.arguments import experiment
 from tutorials.machine import device_name, environment, installed
 from tutorials.report import median, write_json
 
@@ -77,11 +76,8 @@ def measure(repeat: int) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = experiment(__doc__)
     parser.add_argument("--repeat", type=int, default=200)
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     report = measure(args.repeat)
     for step in report["steps"]:
@@ -89,8 +85,7 @@ def main() -> None:
             f"{name} {1000 * value:.3f} ms" for name, value in step.items() if name != "tokens"
         ]
         print(f"{step['tokens']:.0f} tokens:", ", ".join(parts))
-    if args.json:
-        write_json(report, args.json)
+    write_json(report, args.json)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Types of arguments for argparse: each says what is allowed, before anything runs."""
+"""The command line of an experiment, and types of its arguments: each says what is allowed, before
+anything runs."""
 
 import argparse
 import math
@@ -29,3 +30,14 @@ duration = checked(float, lambda x: 0 < x < math.inf, "a positive number of seco
 new_file = checked(
     Path, lambda path: path.absolute().parent.is_dir(), "a file in a folder that exists"
 )
+
+
+def experiment(
+    doc: str | None, json: str = "write the results to this file"
+) -> argparse.ArgumentParser:
+    """A parser that shows the docstring of a module, with `--json FILE`."""
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=new_file, metavar="FILE", help=json)
+    return parser

@@ -196,8 +196,11 @@ def ceiling_text(ceilings: dict) -> str:
     return f"a copy at {copy:,.1f} GB/s and a matmul at {flops:,.3f} TFLOP/s"
 
 
-def write_json(report: dict, path: Path) -> None:
-    """Lists of numbers are on one line each, and no number has more than nine digits."""
+def write_json(report: dict, path: Path | None) -> None:
+    """Lists of numbers are on one line each, and no number has more than nine digits. Without a path
+    nothing is written."""
+    if path is None:
+        return
     rounded = json.loads(json.dumps(report), parse_float=lambda x: float(f"{float(x):.9g}"))
     text = json.dumps(rounded, indent=2)
     text = re.sub(r"\[\n([\d\s,.e+-]*)\]", lambda match: f"[{' '.join(match[1].split())}]", text)

@@ -8,8 +8,6 @@ memory_waste memory_sharing` draws them. All requests wait from the start, in th
 so that memory is what limits every system. The averages are over the steps in which a request waits
 only because memory lacks."""
 
-import argparse
-import json
 import math
 import random
 from dataclasses import dataclass
@@ -24,9 +22,11 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.schedule import Schedule
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
+from tutorials.arguments import experiment
 from tutorials.baselines.contiguous import OrcaMax, OrcaOracle, OrcaPow2
 from tutorials.machine import environment
 from tutorials.performance.workloads import lognormal_pairs, read_trace
+from tutorials.report import write_json
 
 Lengths = list[tuple[int, int]]  # of prompts and outputs
 MEANS = {"ShareGPT": (161.31, 337.99), "Alpaca": (19.31, 58.45)}  # the paper's figure 11
@@ -187,9 +187,7 @@ def sharing(name: str, count: int) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = experiment(__doc__)
     parser.add_argument(
         "--trace",
         type=Path,
@@ -201,7 +199,6 @@ def main() -> None:
         default=4000,
         help="how many of the trace; half as many of the made-up lengths",
     )
-    parser.add_argument("--json", type=Path, help="write the results to this file")
     args = parser.parse_args()
     if args.requests < 400:
         parser.error(
@@ -222,11 +219,7 @@ def main() -> None:
             name: sharing(name, count) for name, count in {"Alpaca": 2000, "ShareGPT": 100}.items()
         },
     }
-    if args.json:
-        args.json.write_text(
-            json.dumps(environment() | {"device": "none: no model is run"} | results, indent=1)
-            + "\n"
-        )
+    write_json(environment() | {"device": "none: no model is run"} | results, args.json)
 
 
 if __name__ == "__main__":

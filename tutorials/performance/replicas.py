@@ -12,7 +12,6 @@ step is made as much slower as it takes until round robin ends as many turns per
 reality. What the other routers change is then the simulator's own guess.
 """
 
-import argparse
 import asyncio
 import json
 import random
@@ -26,7 +25,7 @@ from nanovllm import router
 from nanovllm.config import EMBEDDED_MODEL, Config
 from nanovllm.simulator import Job, simulate
 from nanovllm.simulator.machines import MACHINES, Machine
-from tutorials.arguments import new_file, positive
+from tutorials.arguments import experiment, positive
 from tutorials.machine import device_name, environment, installed
 from tutorials.performance.serving import Process, free_port
 from tutorials.report import aligned, median, percentile, rows_of, write_json
@@ -184,12 +183,9 @@ def both_rows(report: dict) -> list[list[str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = experiment(__doc__)
     parser.add_argument("--users", type=positive, default=24)
     parser.add_argument("--rounds", type=positive, default=3)
-    parser.add_argument("--json", type=new_file, help="write the results to this file")
     args = parser.parse_args()
     import torch
 
@@ -214,8 +210,7 @@ def main() -> None:
         "rounds": {"real": runs, "simulated": guesses},
     }
     print(aligned(real_rows(report)), aligned(both_rows(report)), sep="\n\n")
-    if args.json:
-        write_json(report, args.json)
+    write_json(report, args.json)
 
 
 if __name__ == "__main__":

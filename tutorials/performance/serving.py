@@ -35,6 +35,7 @@ from typing import Any
 
 from nanovllm.config import EMBEDDED_MODEL
 from nanovllm.simulator.cost_model import SHAPES
+from tutorials.arguments import experiment
 from tutorials.machine import ROOT, device_name, environment, installed
 from tutorials.performance.checkpoints import model_directory
 from tutorials.performance.clients import Answer, Target, ask, at_once, at_rate, first_model
@@ -452,9 +453,7 @@ def main() -> None:
     if sys.argv[1:2] == ["worker"]:
         work(*sys.argv[2:])
         return
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = experiment(__doc__)
     parser.add_argument("--model", help="hub id or directory; default: the embedded one")
     parser.add_argument("--random-weights", choices=SHAPES, help="a real shape")
     parser.add_argument("--weights-dir", type=Path, default=Path("~/.cache/nanovllm-bench"))
@@ -465,14 +464,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
     parser.add_argument("--repeat", type=int, default=3, help="rounds; the median counts")
     parser.add_argument("--threads", type=int, default=1, help="that compute, per server")
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     report = measure(args)
     for name in args.experiments:
         print(aligned(TABLES[name](report)), end="\n\n")
-    if args.json:
-        write_json(report, args.json)
-        print(args.json)
+    write_json(report, args.json)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ mask, then the token. Then the engine: the same eight sequences with a grammar t
 everything, and without one. xgrammar is left out if it is not installed.
 """
 
-import argparse
 import json
 import random
 import time
@@ -25,6 +24,7 @@ from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.decoding.masks import masked_logits
 from nanovllm.decoding.structured import LIMITS, grammar_of, grammar_text, new_vocabulary
 from nanovllm.sequence import Request
+from tutorials.arguments import experiment
 from tutorials.machine import device_name, environment, installed
 from tutorials.report import aligned, percentile, write_json
 
@@ -256,11 +256,8 @@ def package(name: str) -> dict | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = experiment(__doc__)
     parser.add_argument("--repeat", type=int, default=20)
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
     embedded = LLM(num_blocks=8).get_tokenizer()
@@ -287,8 +284,7 @@ def main() -> None:
         print({rows: f"{1000 * seconds:.3f} ms" for rows, seconds in masking.items()})
     report["steps"] = measure_steps(args.repeat)
     print({name: f"{1000 * seconds:.3f} ms" for name, seconds in report["steps"].items()})
-    if args.json:
-        write_json(report, args.json)
+    write_json(report, args.json)
 
 
 if __name__ == "__main__":

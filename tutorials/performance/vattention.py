@@ -7,7 +7,6 @@ blocks lie in no order. Prints milliseconds per step, and what mapping took. Qwe
 weights; it takes 18 GB of memory and about ten minutes.
 """
 
-import argparse
 import copy
 import random
 import time
@@ -27,6 +26,7 @@ from nanovllm.schedule import Item, Schedule
 from nanovllm.sequence import Request, Sequence
 from nanovllm.vattention import ops as vattention
 from nanovllm.vattention.cache import PageTable, VirtualCache
+from tutorials.arguments import experiment
 from tutorials.machine import device_name, environment, installed
 from tutorials.performance.checkpoints import random_model
 from tutorials.report import aligned, percentile, write_json
@@ -267,16 +267,12 @@ def rows_of_cases(all_cases: dict[str, list[dict]]) -> list[list[str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = experiment(__doc__)
     parser.add_argument("--models", nargs="+", default=[*CASES], choices=[*CASES])
     parser.add_argument("--weights-dir", type=Path, default=Path("~/.cache/nanovllm-bench"))
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     report = measure(args)
-    if args.json:
-        write_json(report, args.json)
+    write_json(report, args.json)
 
 
 if __name__ == "__main__":

@@ -91,7 +91,7 @@ def fit(rows: list[list[float]], seconds: list[float], whole: list[float]) -> np
     target = np.array(seconds) / np.array(whole)
     scale = table.max(axis=0).clip(min=1e-300)
     table = table / scale
-    used = np.ones(table.shape[1], dtype=bool)
+    used = table.any(axis=0)  # what is hidden in all steps has no cost that can be found
     weight = np.ones(len(target))
     while True:
         for _ in range(50):

@@ -16,7 +16,6 @@ the gaps between its requests are scaled to the rate. It lasts a quarter of the 
 rates are higher.
 """
 
-import argparse
 import math
 import tempfile
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from tutorials.arguments import experiment
 from tutorials.baselines.replay import NUM_SLOTS
 from tutorials.machine import environment
 from tutorials.report import markdown, write_json
@@ -220,24 +220,20 @@ def measure(trace: Path | None, minutes: float, model: Path) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = experiment(__doc__)
     parser.add_argument(
         "--trace", type=Path, help="CSV with TIMESTAMP, ContextTokens and GeneratedTokens"
     )
     parser.add_argument(
         "--minutes", type=float, default=10, help="how long chats arrive; Azure's a quarter of it"
     )
-    parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument("--picture", type=Path, help="draw the figure into this file")
     args = parser.parse_args()
     report = environment() | {"device": "none: simulated"}
     with tempfile.TemporaryDirectory() as folder:
         report |= measure(args.trace, args.minutes, Path(folder))
     show(report)
-    if args.json:
-        write_json(report, args.json)
+    write_json(report, args.json)
     if args.picture:
         draw(report, args.picture)
 

@@ -19,7 +19,6 @@ it would not choose. A mapping shows one piece. A GPU maps each of its `pages_pe
 there it takes as many mappings as pages are in use, whatever the layout.
 """
 
-import argparse
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -35,6 +34,7 @@ from nanovllm.layers.kv_cache import CacheShape
 from nanovllm.simulator.cost_model import SHAPES, shape_of
 from nanovllm.vattention.cache import VirtualShape
 from nanovllm.vattention.memory import HostMemory, System
+from tutorials.arguments import experiment
 from tutorials.baselines.replay import Lengths, Setting, lognormal_lengths, replay
 from tutorials.machine import environment
 from tutorials.performance.workloads import read_trace
@@ -206,14 +206,11 @@ def loads(trace: Path | None, count: int) -> dict[str, Lengths]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = experiment(__doc__)
     parser.add_argument(
         "--trace", type=Path, help="CSV with TIMESTAMP, ContextTokens and GeneratedTokens"
     )
     parser.add_argument("--requests", type=int, default=2000, help="of each load")
-    parser.add_argument("--json", type=Path, help="write the results to this file")
     args = parser.parse_args()
     report = environment() | {"device": "none: no model is run", "model": MODEL}
     report |= {"memory_bytes": MEMORY, "token_bytes": TOKEN_BYTES, "pages": {}}
@@ -224,8 +221,7 @@ def main() -> None:
             print(f"{name}: {len(lengths):,} requests\n\n{shown(results)}\n", flush=True)
     except ValueError as error:
         parser.error(str(error))
-    if args.json:
-        write_json(report, args.json)
+    write_json(report, args.json)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ from nanovllm.scheduler import Scheduler
 from nanovllm.simulator import Job, Run
 from nanovllm.simulator.machines import Machine
 from tutorials.report import markdown, percentile
-from tutorials.simulation.calibrate import SWAP, Options, Watch, play
-from tutorials.simulation.cases import Case, chats, documents, jobs_of, plain, simulated
+from tutorials.simulation.calibrate import SWAP, Options
+from tutorials.simulation.cases import Case, chats, documents, jobs_of, plain
 from tutorials.simulation.metrics import between_tokens, latency, ttft
 from tutorials.simulation.policies import (
     EarliestDeadline,
@@ -208,41 +208,8 @@ def totals(rows: dict[str, dict]) -> dict:
     return found
 
 
-# --- runs ---
-
-
 def jobs_of_pair(pair: Pair, machine: Machine, seconds: float) -> list[Job]:
     return jobs_of(pair.cases[0], machine, seconds)[0]
-
-
-def played(pair: Pair, jobs: list[Job], turn: int, watch: Watch) -> list[dict[str, float]]:
-    """One turn of both; every other turn begins with the other one."""
-    order = (0, 1) if turn % 2 == 0 else (1, 0)
-    found = {i: numbers(play(jobs, pair.cases[i].options, watch)[0]) for i in order}
-    return [found[0], found[1]]
-
-
-def simulated_pair(pair: Pair, jobs: list[Job], machine: Machine) -> list[dict[str, float]]:
-    return [numbers(simulated(jobs, case, machine)) for case in pair.cases]
-
-
-def compare(
-    pairs: Sequence[Pair],
-    jobs: Sequence[list[Job]],
-    repeat: int,
-    watch: Watch,
-    between: Callable[[], object],
-) -> list[list[list[dict[str, float]]]]:
-    """The real runs of each pair, in turns: for each of the two policies, its runs. After each pair
-    something else may run `between`."""
-    real: list[list[list[dict[str, float]]]] = [[[], []] for _ in pairs]
-    for turn in range(repeat):
-        for pair, own, runs in zip(pairs, jobs, real):
-            print(f"turn {turn + 1} of {repeat}: {pair.name}", flush=True)
-            for one, run in zip(runs, played(pair, own, turn, watch)):
-                one.append(run)
-            between()
-    return real
 
 
 # --- table ---
