@@ -84,8 +84,8 @@ SIZES = {
 LIMITS = {  # lines and tokens, with 3 % of air
     "core": (2480, 21_350),  # what README means by its number of lines: the root, layers and models
     "triton": (498, 5_360),
-    "frontend": (620, 5_200),
-    "decoding": (590, 5_420),
+    "frontend": (611, 5_115),
+    "decoding": (590, 5_300),
     "swapping": (63, 578),
     "device": (321, 2_840),
     "checks": (163, 1_325),
@@ -155,7 +155,7 @@ def test_every_folder_has_a_limit():
 
 def test_the_package_is_small():
     lines, tokens = total(name for name in SIZES if part_of(name) not in APART)
-    assert lines <= 4760 and tokens <= 43_000
+    assert lines <= 4760 and tokens <= 42_500
 
 
 @pytest.mark.parametrize("name", SIZES)
