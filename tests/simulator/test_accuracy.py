@@ -243,9 +243,9 @@ def test_no_cost_is_negative():
 def test_what_no_step_shows_costs_nothing():
     """With full overlap, reading may be hidden in all steps: not even rounding may give it a cost."""
     rng = random.Random(0)
-    for _ in range(20):
-        rows = [[1.0, rng.uniform(1, 9), 0.0, rng.uniform(0, 1e9)] for _ in range(60)]
-        seconds = [0.01 + 1e-4 * row[1] + rng.uniform(0, 0.003) for row in rows]
+    for _ in range(30):
+        rows = [[1.0, rng.randint(1, 9), 0.0, 1e9 * rng.random(), 1e6 * rng.random()] for _ in range(60)]  # fmt: skip
+        seconds = [0.01 + 1e-4 * row[1] + 1e-11 * row[3] + 0.003 * rng.random() for row in rows]
         assert fit(rows, seconds, seconds)[2] == 0
 
 
@@ -257,6 +257,7 @@ def test_a_simulation_takes_what_its_steps_cost():
 
 
 def test_runs_of_calibration_differ(monkeypatch):
+    monkeypatch.setattr(calibrate, "MOST_OUTPUTS", 8)
     cells = calibrate.Cells((1, 4), (5, 20), 40)
     assert cells.pairs() == [(1, 5), (1, 20), (4, 5)]
     llm, watch = LLM(**calibrate.OPTIONS), ProcessorTime()
@@ -393,8 +394,9 @@ def test_all_pairs_differ_in_one_thing_and_run():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["cases", "policies"])
-def test_all_of_it(kind):
+def test_all_of_it(kind, monkeypatch):
     """Two small ones; what comes out has no meaning, but it is complete."""
+    monkeypatch.setattr(calibrate, "MOST_OUTPUTS", 8)
     meter = accuracy.Meter(ProcessorTime(), calibrate.Cells((1, 4), (16, 60), 240))
     if kind == "cases":
         cases = {name: CASES[name] for name in ("busy", "64 tokens per step")}
@@ -404,4 +406,6 @@ def test_all_of_it(kind):
         report = accuracy.of_policies(pairs.PAIRS[:2], 0.3, 2, meter)
         assert [*report["pairs"]] == [pair.name for pair in pairs.PAIRS[:2]]
         assert all(len(runs) == 2 for row in report["pairs"].values() for runs in row["real"])
-    assert report["machine"]["machine"]["seconds_per_step"] > 0
+    machine = report["machine"]["machine"]
+    assert {*calibrate.FITTED} <= machine.keys() and machine["bandwidth_share"] > 0
+    assert report["machine"]["steps"] > 0
