@@ -60,8 +60,6 @@ def steps_of_engine(section: Section) -> None:
     section.case("all but one stay", partial(leave, llm, sizes.batch - 1))
     timed = partial(mixed_wall_time, mixed, sizes.steps)
     show_step(section, "all but one decode, and a chunk", timed, mixed)
-    with mock.patch.object(llm.runner, "graphs", None):
-        show_step(section, "the same without a recording", timed, mixed)
     section.case("one stays", partial(leave, llm, 1))
     show_step(section, "one decodes", partial(wall_time, step, sizes.steps), step)
 
