@@ -21,8 +21,8 @@ from statistics import mean
 
 import httpx
 
-from nanovllm import router
 from nanovllm.config import EMBEDDED_MODEL, Config
+from nanovllm.routing import router
 from nanovllm.simulator import Job, simulate
 from nanovllm.simulator.machines import MACHINES, Machine
 from tutorials.arguments import experiment, positive
