@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "tutorials" / "assignments" / "README.md"
-COPIED = ("nanovllm", "tutorials", "tests", "conftest.py", "pyproject.toml", "README.md")
+COPIED = ("nanovllm", "tutorials", "measure", "tests", "conftest.py", "pyproject.toml", "README.md")
 
 
 def commands() -> list[str]:
