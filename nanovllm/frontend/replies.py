@@ -142,7 +142,7 @@ class Replies:
         it has ended. Returns the sequences that its text or the error ends."""
         output = reply.output
         ended: list[Sequence] = []
-        if reply.request.has_ended and not reply.is_watched and error is None:
+        if not reply.is_watched and error is None and reply.request.has_ended:
             self.late.append(reply)
             output.finished = True
         else:
