@@ -58,7 +58,7 @@ return '65 MiB'
 """,
     "a large file": "return open('/tmp/x', 'wb').write(b'x' * 2**21)",
     "takes all memory": "return len(bytearray(3 * 2**30))",
-    "leaves a note": "found = glob.glob('/tmp/*')\nopen('/tmp/note', 'w')\nreturn found",
+    "leaves a note": "found = glob.glob('/tmp/note')\nopen('/tmp/note', 'w')\nreturn found",
     "leaves a message": """
 queue = ctypes.CDLL(None).msgget(0x77, 0o1666)
 received = ctypes.CDLL(None).msgrcv(queue, ctypes.create_string_buffer(99), 50, 0, 0o4000)
@@ -115,7 +115,7 @@ def test_an_attack_fails_and_the_file_is_graded(graded, boxed, listener, case):
         code += "try:\n    got = attack()\nexcept (OSError, MemoryError):\n    got = None\n"
         for _ in range(1 + case.startswith("leaves")):
             results = graded(code + "ANSWERS = {'A': got or 'nothing'}\n", LOADED)
-            assert results["score"] == 30, results
+            assert results["score"] == 30, results["tests"][0]["output"]
 
 
 def test_a_box_is_as_good_as_none_for_a_file_that_does_no_harm(graded, boxed, monkeypatch):

@@ -48,10 +48,12 @@ def options() -> list[str]:
     command += ["--perms", "1777", "--size", str(TMP_BYTES), "--tmpfs", "/tmp"]
     for path in SYSTEM:
         command += ["--ro-bind-try", path, path]
-    for path in (sys.prefix, sys.base_prefix):
-        for parent in [*reversed(Path(path).parents)][1:]:
-            command += ["--perms", "0755", "--dir", str(parent)]
-        command += ["--ro-bind", path, path]
+    for prefix in map(Path, (sys.prefix, sys.base_prefix)):
+        # also if only root may look into one of these folders
+        for folder in [*reversed(prefix.parents)][1:] + [prefix]:
+            command += ["--perms", "0755", "--dir", str(folder)]
+        for path in map(str, prefix.iterdir()):
+            command += ["--ro-bind", path, path]
     return command
 
 
