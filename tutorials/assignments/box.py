@@ -50,7 +50,7 @@ def options() -> list[str]:
         command += ["--ro-bind-try", path, path]
     for prefix in map(Path, (sys.prefix, sys.base_prefix)):
         # also if only root may look into one of these folders
-        for folder in [*reversed(prefix.parents)][1:] + [prefix]:
+        for folder in [*[*reversed(prefix.parents)][1:], prefix]:
             command += ["--perms", "0755", "--dir", str(folder)]
         for path in map(str, prefix.iterdir()):
             command += ["--ro-bind", path, path]
