@@ -3,6 +3,7 @@
 Run: pytest tests/course/test_new_assignment.py --slow
 """
 
+import json
 import os
 import re
 import shutil
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+RESULTS = "tutorials/results/assignments"
 GUIDE = ROOT / "tutorials" / "assignments" / "README.md"
 COPIED = ("nanovllm", "tutorials", "measure", "tests", "conftest.py", "pyproject.toml", "README.md")
 
@@ -41,10 +43,20 @@ def test_the_commands_of_the_guide_make_a_new_assignment(tmp_path):
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environ = {**os.environ, "PATH": path, "PYTHONPATH": str(tmp_path)}
     environ.pop("SOLUTION", None)
-    for block in commands():
+    making, measuring = commands()
+    # measured is one seed of 20; the template's numbers are also those of its copy
+    measure, written = re.match(
+        r"(python -m measure.seeds a9 .* --json (\S+))\n", measuring
+    ).groups()
+    stored = json.loads((ROOT / RESULTS / "template.json").read_text().replace("template", "a9"))
+    for block in (making, f"{measure} --count 1", measuring.removeprefix(measure)):
         command = ["bash", "-ec", block]
         done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
+        if "--count" in block:
+            measured = json.loads((tmp_path / written).read_text())
+            assert measured["rows"] == {name: rows[:1] for name, rows in stored["rows"].items()}
+            (tmp_path / written).write_text(json.dumps(stored))
     passed = re.findall(r"^(\d+) passed(?!.*(?:failed|skipped))", done.stdout, re.MULTILINE)
     assert len(passed) == 2 and min(map(int, passed)) >= 5, done.stdout
     folder = tmp_path / "tutorials" / "assignments" / "a9"

@@ -463,31 +463,30 @@ def test_what_cannot_be_split_begins_nothing(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("num_nodes", [1, 2])
 def test_torchrun(tmp_path, expected, num_nodes):
-    """Ranks above 0 serve, and end when rank 0 does. With two nodes, each has its own torchrun."""
+    """Ranks above 0 serve, and end when rank 0 does. Two nodes: what torchrun would start on each, in its environment;
+    two agents on one machine may wait for each other."""
     file = tmp_path / "script.py"
     file.write_text(
         "from nanovllm import LLM, SamplingParams\n"
         "llm = LLM(tensor_parallel_size=2, num_blocks=64)\n"
         + END.replace("print(", "print('answer', ")
     )
-    port = 20_000 + os.getpid() % 10_000
-    common = [sys.executable, "-m", "torch.distributed.run"]
+    command, environs = [sys.executable, str(file)], [{}]
     if num_nodes == 1:
-        commands = [[*common, "--standalone", "--nproc-per-node", "2", str(file)]]
+        run = "-m torch.distributed.run --standalone --nproc-per-node 2"
+        command[1:1] = run.split()
     else:
-        place = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
-        commands = [[*common, *place, "--rdzv-id", "1", str(file)]] * 2
-    environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20_000 + os.getpid() % 10_000)}
+        place |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+        environs = [place | {"RANK": str(rank)} for rank in range(2)]
+    common = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen(
-            command, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            command, env=common | own, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
-        for command in commands
+        for own in environs
     ]
     outputs = [process.communicate(timeout=120) for process in processes]
-    for process, (_, errors) in zip(processes, outputs, strict=True):
-        # of two agents, the one that ends last may find the other one's store gone, and says so
-        is_agents = num_nodes == 2 and "RendezvousConnectionError" in errors
-        assert process.returncode == 0 or is_agents, outputs
-        assert "ChildFailedError" not in errors, outputs
+    for process, _ in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, outputs
     assert [out.split() for out, _ in outputs if out] == [["answer", "42"]]

@@ -789,7 +789,7 @@ def test_no_body_whatsoever_breaks_the_server(expected, pytestconfig):
         cases = st.sampled_from(often).flatmap(lambda path: st.tuples(st.just(path), bodies[path]))
 
         @settings(
-            max_examples=int(os.environ.get("BODIES", 1000 if is_slow else 200)),
+            max_examples=int(os.environ.get("BODIES", 500 if is_slow else 100)),
             deadline=None,
             database=None,
             derandomize=True,
@@ -819,7 +819,13 @@ def test_what_holds_for_a_cpu_holds_for_news_that_are_made_a_step_later():
     command = [sys.executable, "-m", "pytest", "-x", "-p", "asynchronous_default", *files]
     tools = os.pathsep.join([str(root), str(root / "tests" / "tools")])
     done = subprocess.run(
-        [*command, "-k", "not a_step_that_fails_ends_its", "-p", "no:cacheprovider"],
+        [
+            *command,
+            "-k",
+            "not (a_step_that_fails_ends_its or no_body_whatsoever)",
+            "-p",
+            "no:cacheprovider",
+        ],
         cwd=root,
         env=os.environ | {"PYTHONPATH": tools},
         capture_output=True,

@@ -283,7 +283,7 @@ def test_the_command(tmp_path):
     file = tmp_path / "machines.json"
     command = [sys.executable, "-m", "tutorials.simulation.calibrate", str(file), "--rounds", "1"]
     done = subprocess.run(
-        [*command, "--most-tokens", "100"], cwd=ROOT, capture_output=True, text=True
+        [*command, "--most-tokens", "16"], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     machines = machines_in(file)
