@@ -2,7 +2,7 @@
 
     python -m measure.sensitivity --json tutorials/results/sensitivity.json
 
-Nobody here has measured a GPU, so what the chapters and assignments say of one must not depend on a
+No GPU has been measured here, so what the chapters and assignments say of one must not depend on a
 constant that is a guess. This runs each study of chapters 16 and 19, and each assignment with its
 solution and all silly policies, on twelve machines: `overlap` 0, 0.5 and 1, with 0.3 and 3 ms of the
 host per step, and with kernels that reach 0.3 and 0.6 of the FLOP/s.

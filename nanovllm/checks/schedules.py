@@ -130,8 +130,8 @@ def check_sampled(schedule: Schedule, last_ones: list[Sequence], wrong: Wrong) -
         unfinished = request.unfinished
         num_drawn = len(sampled & {*unfinished})
         if num_drawn < len(unfinished):
-            who = f"{num_drawn} of {len(unfinished)} sequences of {request.request_id}"
-            raise wrong(f"{who} would get a token: it must be all or none")
+            what = f"{num_drawn} of {len(unfinished)} sequences of {request.request_id}"
+            raise wrong(f"{what} would get a token: it must be all or none")
 
 
 def check_published(schedule: Schedule, manager: BlockManager, wrong: Wrong) -> None:

@@ -211,4 +211,4 @@ class AsyncLLM(Backend):
         try:
             self.loop.call_soon_threadsafe(function, *args)
         except RuntimeError:
-            self.is_stopping = True  # the loop is closed: nobody listens
+            self.is_stopping = True  # the loop is closed: no call listens

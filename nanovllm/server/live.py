@@ -74,7 +74,7 @@ class Camera:
         self.start_over()
 
     def start_over(self) -> None:
-        """Makes the next picture one for a reader who knows nothing."""
+        """Makes the next picture a whole one, for a new reader."""
         self.is_whole = True
         self.told = Told()
         self.told_of_host = Told()
@@ -114,8 +114,9 @@ class Camera:
         return frame
 
     def requests(self, schedules: list[Schedule]) -> dict[str, Any]:
-        """Says who runs; who waits, in the order of the queue, and who of them was preempted; who
-        has ended; and what is new in their block tables. Tokens are told of a few in each state."""
+        """Lists the requests that run, those that wait, in the order of the queue, with a mark if
+        preempted, and those that have ended; and what is new in their block tables. Tokens are told
+        of a few in each state."""
         running = self.llm.scheduler.running
         unfinished = dict.fromkeys(self.llm.scheduler.unfinished())
         for request in self.llm.requests.values():  # perhaps submitted, but not queued yet
@@ -236,7 +237,7 @@ class LiveView:
 
     def flush(self) -> None:
         """Sends what is now. For an engine that becomes idle: what has ended is gone, and what was
-        held back is not lost. Also for a new reader, who has seen nothing yet."""
+        held back is not lost. Also for a new reader."""
         if not self.is_watching:
             return
         with self.llm.turns.take():

@@ -1,4 +1,4 @@
-"""The page at /, and the live view's frames on their way to those who watch."""
+"""The page at /, and the live view's frames on their way to the browsers that watch."""
 
 import asyncio
 import json

@@ -1,7 +1,7 @@
 """Replicas: several engines behind one server, as deployments of Ray Serve.
 
 `Ingress` has the routes of `app.py` and no model; `Engine` has a model and no routes. A request
-goes from one to the other, its deltas come back as a stream. Who gets it, a Router says. The server
+goes from one to the other, its deltas come back as a stream. A Router chooses the replica. The server
 says how many requests may wait in all replicas together; a replica takes what it is sent.
 """
 

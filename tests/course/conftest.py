@@ -58,7 +58,7 @@ def graded(tmp_path, capsys, monkeypatch):
         for check in results["tests"]:
             assert check["output"].isprintable() and len(check["output"]) <= 510, check
         lines = capsys.readouterr().out.splitlines()
-        assert len(lines) == len(results["tests"]) + 1  # nobody has forged one
+        assert len(lines) == len(results["tests"]) + 1  # none is forged
         return results
 
     return graded

@@ -229,7 +229,11 @@ def test_the_load_alone_or_the_name_alone_are_no_answer(name):
 @pytest.mark.parametrize(
     "name, load, sentence",
     [
-        ("A", [[0, 60, 20], [5, 20, 20]], "no rule is broken by the load: nobody was preempted"),
+        (
+            "A",
+            [[0, 60, 20], [5, 20, 20]],
+            "no rule is broken by the load: no request was preempted",
+        ),
         ("A", [[0, 60, 60], [0, 60, 60]], "the load has 240 tokens, but at most 120 are allowed"),
         ("A", [[0, 5, 5]] * 4, "the load must be a list of 1 to 3 requests, and not [[0, 5, 5], "),
         ("A", [[0, 5]], "request 0 must be a list [seconds, prompt tokens, output tokens], and"),

@@ -244,7 +244,7 @@ def clients_that_leave(served):
 
 
 def full_replicas(served):
-    """Sixteen run, some wait, others are told to come again; nobody waits for ever."""
+    """Sixteen run, some wait, others are told to come again; no request waits for ever."""
     body = {"prompt": [9] * 10, "max_tokens": 200, "ignore_eos": True}
     with ThreadPoolExecutor(64) as pool:
         answers = [*pool.map(lambda _: served.post(body), range(64))]
@@ -266,7 +266,7 @@ def counters(served) -> dict[str, float]:
 
 
 def a_replica_dies(served):
-    """Whoever had something of its answer gets an error, all others an answer; and there is a new replica."""
+    """A request that had a part of its answer gets an error, all others an answer; and there is a new replica."""
     wait_for(lambda: len(served.engines()) == 2, "there are two")
     victim = served.engines()[0]
     before = counters(served)

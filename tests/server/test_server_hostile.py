@@ -1,4 +1,4 @@
-"""Clients that leave, dawdle and send nonsense, steps and schedulers that fail, signals: whoever is not meant gets the
+"""Clients that leave, dawdle and send nonsense, steps and schedulers that fail, signals: a request that is not meant gets the
 answer that it would get alone, and no block is lost.
 
 The model is the fake one of fake_model.py, so that a token that depends on a wrong slot is a wrong token.
@@ -439,7 +439,7 @@ def test_a_scheduler_that_is_half_right(server, pool, expected):
 
 
 def test_the_engines_thread_dies(monkeypatch, pool):
-    """All hear of it: those that run, those that come, and whoever asks for the health."""
+    """All hear of it: those that run, those that come, and a question for the health."""
     runner = PacedRunner(BLOCK_SIZE, VOCAB_SIZE, NUM_BLOCKS)
     runner.is_paced = True
     with Running(new_llm(runner)) as server:

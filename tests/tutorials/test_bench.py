@@ -171,7 +171,7 @@ def test_random_weights(tmp_path, family, tied):
 
 
 class Clock:
-    """Instead of the module `time`: each look takes a millisecond, and nobody really sleeps."""
+    """Instead of the module `time`: each look takes a millisecond, and no thread really sleeps."""
 
     def __init__(self):
         self.now = 100.0

@@ -60,7 +60,7 @@ def outputs(chapter: Path, with_solutions: bool = True):
 def test_code_blocks_run_and_print_what_the_chapter_says(chapter, monkeypatch, pytestconfig):
     needs_the_interpreter(chapter.name[:2])
     monkeypatch.chdir(ROOT)
-    monkeypatch.syspath_prepend(ROOT)  # as for whoever runs Python there
+    monkeypatch.syspath_prepend(ROOT)  # as for Python that is started there
     for match, i, printed in outputs(chapter, with_solutions=pytestconfig.getoption("--slow")):
         if match[2] is not None and not re.fullmatch(pattern(match[2]), printed):
             pytest.fail(

@@ -50,7 +50,7 @@ def test_pictures_and_chapters_belong_together():
     drawn = set(FIGURES.glob("*.png"))
     assert shown - drawn == set(), "a picture is missing"
     results = {path.stem for path in (ROOT / "tutorials" / "results").glob("*.json")}
-    assert {path.stem for path in drawn - shown} <= results, "a picture that nobody shows"
+    assert {path.stem for path in drawn - shown} <= results, "a picture that no page shows"
 
 
 @pytest.mark.parametrize("name", readable())

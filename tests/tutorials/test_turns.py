@@ -1,4 +1,4 @@
-"""Engines that compute in turns: who is asked when, what becomes of one that fails, and that nothing
+"""Engines that compute in turns: which engine is asked when, what becomes of one that fails, and that nothing
 is left running.
 
 Run: pytest tests/tutorials/test_turns.py [-k order]

@@ -1,4 +1,4 @@
-"""Who waits and who runs: a picture of two runs of the same load, of hundreds of requests and
+"""Which requests wait and which run: a picture of two runs of the same load, of hundreds of requests and
 thousands of steps. Needs matplotlib, but no display.
 
 A picture of single steps is in tutorials/simulation/plots.py.

@@ -150,7 +150,7 @@ class Process:
         pipe = self.process.stdin.fileno()
         while line:
             wait = until - time.monotonic()
-            # who reads nothing lets the pipe fill
+            # a process that reads nothing lets the pipe fill
             if wait <= 0 or not select.select([], [pipe], [], wait)[1]:
                 raise self._late(limit)
             try:

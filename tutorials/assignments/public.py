@@ -4,7 +4,7 @@
     python -m tutorials.assignments.public a1 my_scheduler.py 7    # on seed 7
     python -m tutorials.assignments.public a1 my_scheduler.py --gantt run.png
 
-It prints what both reach, and the value of each goal. --gantt draws who waits and who runs. It needs
+It prints what both reach, and the value of each goal. --gantt draws which requests wait and which run. It needs
 matplotlib.
 """
 

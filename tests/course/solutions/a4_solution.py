@@ -4,7 +4,7 @@ from nanovllm.scheduler import Scheduler
 class MyScheduler(Scheduler):
     """To the host goes only what would have to be computed again."""
 
-    watermark = 0.1  # so that those who run can grow
+    watermark = 0.1  # so that running requests can grow
 
     def should_swap(self, request):
         blocks = [self.block_manager.blocks[i] for s in request.unfinished for i in s.block_table]

@@ -45,7 +45,7 @@ class NeverSwap(Scheduler):
 
 
 def own_blocks(scheduler, request):
-    """Those that nobody else holds."""
+    """Those that no other request holds."""
     blocks = scheduler.block_manager.blocks
     return [i for s in request.unfinished for i in s.block_table if blocks[i].ref_count == 1]
 

@@ -5,7 +5,7 @@ from nanovllm.scheduler import Scheduler
 
 FREE_TOKENS = 288  # of prompts per step
 HOPELESS = 1.0  # seconds without a first token
-PATIENCE = 12.0  # seconds without a first token: nobody waits much longer
+PATIENCE = 12.0  # seconds without a first token: no request waits much longer
 
 
 class FewPromptTokens(Scheduler):

@@ -114,7 +114,7 @@ def small_config(**fields: Any) -> Config:
 
 
 def nobody_was_preempted(run: Run) -> str:
-    return "nobody was preempted"
+    return "no request was preempted"
 
 
 def was_anything_shared(run: Run) -> str:

@@ -46,13 +46,13 @@ def latency_share(run: Run, baseline: Run) -> float:
 
 
 def wait(request: Served) -> float:
-    """All seconds until its last token that the answer itself did not need. So who gets one token
-    and is then preempted still waits."""
+    """All seconds until its last token that the answer itself did not need. So a request that gets
+    one token and is then preempted still waits."""
     return latency(request) - TOKEN * len(request.token_times)
 
 
 def longest_wait(run: Run, baseline: Run) -> float:
-    """Counts only if the mean latency is much shorter than that of FCFS, which starves nobody."""
+    """Counts only if the mean latency is much shorter than that of FCFS, which starves no request."""
     return max(map(wait, run.requests)) if latency_share(run, baseline) < ORDERED else STARVED
 
 

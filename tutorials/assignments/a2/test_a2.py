@@ -14,8 +14,8 @@ class TestRules(PublicTests):
 
 
 def test_a_prompt_that_is_alone_makes_progress_in_every_step():
-    """Nobody else runs, so the steps need not be short; but each must compute something, up to the
-    last token."""
+    """No other request runs, so the steps need not be short; but each must compute something, up to
+    the last token."""
     run = simulate(
         [Job(0.0, ((1, 8000),), 10)],
         PART.config,

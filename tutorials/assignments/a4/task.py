@@ -38,7 +38,7 @@ def growing(seed: int) -> list[Job]:
 
 
 def surcharge(run: Run, baseline: Run) -> float:
-    """Whoever admits few preempts few, but the others wait for their first tokens."""
+    """A scheduler that admits few preempts few, but the others wait for their first tokens."""
     later = mean(map(ttft, run.requests)) / mean(map(ttft, baseline.requests)) - 1
     return LATE * max(0.0, later)
 

@@ -57,8 +57,8 @@ def missed_share(run: Run, baseline: Run) -> float:
 
 
 def late_share(run: Run, baseline: Run) -> float:
-    """Counts only if clearly fewer urgent deadlines are missed than under FCFS: who gives up the
-    urgent ones has time for the others."""
+    """Counts only if clearly fewer urgent deadlines are missed than under FCFS: a scheduler that
+    gives up the urgent ones has time for the others."""
     if missed_share(run, baseline) > 0.55:
         return ALL_LATE
     return late_tokens(run) / late_tokens(baseline)

@@ -70,8 +70,8 @@ def share_within_slo(requests: list[Served]) -> float:
 
 
 def delay(request: Served) -> float:
-    """How many seconds later than the SLO allows its last token came. So who gets one token soon
-    and the others late is late, too."""
+    """How many seconds later than the SLO allows its last token came. So a request that gets one
+    token soon and the others late is late, too."""
     return latency(request) - SLO[0] - SLO[1] * (len(request.token_times) - 1)
 
 
@@ -81,7 +81,7 @@ def longest_delay(run: Run) -> float:
 
 def goodput(run: Run, baseline: Run) -> float:
     """Of all requests. Their number is the same for every scheduler, and so is the time in which
-    they come. It is cut in proportion if somebody is given up."""
+    they come. It is cut in proportion if a request is given up."""
     return share_within_slo(run.requests) * PATIENCE / max(PATIENCE, longest_delay(run))
 
 
@@ -91,7 +91,7 @@ def smaller_goodput(run: Run, baseline: Run) -> float:
 
 
 def worst_delay(run: Run, baseline: Run) -> float:
-    """Counts only if both tenants get clearly more than from FCFS, which gives nobody up."""
+    """Counts only if both tenants get clearly more than from FCFS, which gives no request up."""
     return longest_delay(run) if smaller_goodput(run, baseline) > 0.3 else GIVEN_UP
 
 

@@ -33,7 +33,7 @@ def news(seed: int) -> list[Job]:
 
 
 def reports(seed: int) -> list[Job]:
-    """70 long prompts, of about 7,000 tokens, which nobody shares. Their answers are short."""
+    """70 long prompts, of about 7,000 tokens, which no other request shares. Their answers are short."""
     return workload(within(70, 4 * seed + 1), lognormal(7000, 20, 0.3, 16_000, 4 * seed + 1), 70)
 
 

@@ -33,7 +33,7 @@ def people_share(run: Run, baseline: Run) -> float:
 
 
 def longest_share(run: Run, baseline: Run) -> float:
-    """Counts only if people wait for half as long as under FCFS, which lets nobody wait for much
+    """Counts only if people wait for half as long as under FCFS, which lets no request wait for much
     longer than others."""
     longest = [max(map(ttft, r.requests)) for r in (run, baseline)]
     return longest[0] / longest[1] if people_share(run, baseline) < 0.5 else TOO_LONG

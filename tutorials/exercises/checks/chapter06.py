@@ -31,8 +31,8 @@ def check_1(answers) -> None:
         }
         for slot in range(num_blocks * size):
             said = answers.owner(slot, [*map(list, tables)], [*contexts], size)
-            who = f"slot {slot} of blocks of {size}, tables {tables}, contexts {contexts}"
-            expect(said == right.get(slot), f"{who}: {right.get(slot)}, you say {said}")
+            what = f"slot {slot} of blocks of {size}, tables {tables}, contexts {contexts}"
+            expect(said == right.get(slot), f"{what}: {right.get(slot)}, you say {said}")
 
 
 # --- attention ---

@@ -64,15 +64,15 @@ def judge(answers, n: int, guilty: list[int], pairs: bool = False, times: float 
 
     said = answers.culprits([*names], fails)
     wanted = [] if pairs or times == 1 else sorted(bad, key=names.index)
-    who = f"of {n} requests {sorted(bad, key=names.index)} fail"
+    what = f"of {n} requests {sorted(bad, key=names.index)} fail"
     if times == 1:
-        who = f"one of {n} requests fails once, and never again"
+        what = f"one of {n} requests fails once, and never again"
     elif pairs:
-        who += ", but only together"
-    expect(said == wanted, f"{who}: the culprits are {wanted}, and not {said}")
+        what += ", but only together"
+    expect(said == wanted, f"{what}: the culprits are {wanted}, and not {said}")
     most = 2 * max(1, len(guilty)) * ceil(log2(n)) + 1
     if not pairs:
-        expect(num_calls <= most, f"{who}: {num_calls} steps were run; {most} are enough")
+        expect(num_calls <= most, f"{what}: {num_calls} steps were run; {most} are enough")
 
 
 def check_2(answers) -> None:

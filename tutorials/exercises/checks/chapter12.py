@@ -74,7 +74,7 @@ def check_2(answers) -> None:
         expect(len(engine.calls) == rounds + 2, f"{len(engine.calls)} runs, and not {rounds + 2}")
         text = f"{sum(num_hits)} of {count * len(engine.calls)} prompts were in the prefix cache"
         expect(sum(num_hits) == 0, text)
-        expect(all(all_long), "answers ended early: nobody asked for ignore_eos")
+        expect(all(all_long), "answers ended early: ignore_eos was not asked for")
         expect(set(asked) == {max_tokens}, f"max_tokens was {asked}, and not {max_tokens}")
         tokens = count * max_tokens
         right = tokens / (READING * max_tokens + COMPUTING * (count * size + tokens))
