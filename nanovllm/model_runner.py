@@ -3,7 +3,7 @@
 import logging
 from array import array
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from nanovllm.decoding.prompt_logprobs import PromptScores, rows_to_score
 from nanovllm.device.choose import choose_cache, choose_dtype, choose_ops
 from nanovllm.device.cuda_graphs import StepGraphs
 from nanovllm.device.memory import keep_freed_memory, largest_step, memory_left, warm_up_steps
+from nanovllm.device.threads import Threads
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import CacheShape
 from nanovllm.layers.sampler import top_logprobs
@@ -37,16 +38,17 @@ class ModelRunner:
     def __init__(self, config: Config, limits: Limits, hf_config, path: Path, device: torch.device):
         self.device = device
         self.limits = limits
-        if device.type == "cpu":
-            keep_freed_memory()
-        # Triton launches on the thread's current device, which may be another GPU
         is_cuda = device.type == "cuda"
         self.is_asynchronous = is_cuda
-        self.on_device = partial(torch.cuda.device, device) if is_cuda else nullcontext
+        self.threads: Threads | None = None
+        if device.type == "cpu":
+            keep_freed_memory()
+            self.threads = Threads()
         self.dtype = choose_dtype(config, hf_config, device)
         self.ops = choose_ops(config, device, self.dtype)
         self.vocab_size = hf_config.vocab_size
         self.model = self.load(path, hf_config)
+        self.weights_per_layer = sum(w.numel() for w in self.model.model.layers[0].parameters())
         heads = (self.model.num_kv_heads, head_dim_of(hf_config))
         shape = CacheShape(hf_config.num_hidden_layers, config.block_size, *heads, self.dtype)
         self.shape = choose_cache(config, limits, device, shape)
@@ -54,7 +56,7 @@ class ModelRunner:
         self.graphs: StepGraphs | None = None
         self.host_cache: HostCache | None = None
         self.num_host_blocks = config.num_host_blocks(self.shape.block_bytes, limits)
-        with self.on_device():
+        with self.on_device(0):
             self.num_blocks = config.num_blocks or self._num_blocks_that_fit(config)
             self._allocate()
             if is_cuda:
@@ -67,6 +69,13 @@ class ModelRunner:
     def load(self, path: Path, hf_config, **options) -> Qwen:
         longest = self.limits.max_model_len
         return load_model(path, hf_config, longest, self.dtype, self.device, self.ops, **options)
+
+    def on_device(self, num_tokens: int) -> AbstractContextManager:
+        """Within it, a step with so many tokens runs on the right device."""
+        if self.threads is None:
+            # Triton launches on the thread's current device, which may be another GPU
+            return torch.cuda.device(self.device)
+        return self.threads.of_step(num_tokens * self.weights_per_layer)
 
     def _num_blocks_that_fit(self, config: Config) -> int:
         of_host = int(config.kv_cache_gib * 2**30)
@@ -114,7 +123,7 @@ class ModelRunner:
         The function that it returns does. It gives a token for each of `schedule.sampled`, and its
         log-probabilities if any of them wants some.
         """
-        with self.on_device():
+        with self.on_device(schedule.num_tokens):
             inputs = self.prepare(schedule)
             hidden, inputs = self.forward(inputs)
             return self.sample(hidden, inputs, schedule)

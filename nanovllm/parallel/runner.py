@@ -226,7 +226,7 @@ class Follower(RankRunner):
                 rest = torch.empty(sum(head.sizes) - FIRST, dtype=torch.int64)
                 self.group.tell(rest)
                 message = torch.cat([message, rest])
-            with self.on_device():
+            with self.on_device(head.num_tokens):
                 hidden, step = self.forward(unpacked(message, head, self.kv_cache))
                 self.give_logits(hidden, step, head.num_drawn)
 

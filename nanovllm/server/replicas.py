@@ -1,8 +1,8 @@
 """Replicas: several engines behind one server, as deployments of Ray Serve.
 
 `Ingress` has the routes of `app.py` and no model; `Engine` has a model and no routes. A request
-goes from one to the other, its deltas come back as a stream. A Router chooses the replica. The server
-says how many requests may wait in all replicas together; a replica takes what it is sent.
+goes from one to the other, its deltas come back as a stream. A Router chooses the replica. The
+server says how many requests may wait in all replicas together; a replica takes what it is sent.
 """
 
 import asyncio

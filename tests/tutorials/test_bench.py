@@ -28,7 +28,7 @@ from measure.turns import Worker
 from nanovllm import LLM, SamplingParams
 from nanovllm.checks.blocks import check_blocks
 from nanovllm.config import EMBEDDED_MODEL
-from nanovllm.runners import CPURunner
+from nanovllm.model_runner import ModelRunner
 from nanovllm.simulator.cost_model import Hardware
 from tutorials.performance import engines
 from tutorials.performance.checkpoints import write_checkpoint
@@ -249,7 +249,7 @@ def test_our_engine_is_plain_until_it_is_observed():
     engine = Nanovllm(new_job())
     requests = [Request([1, 2, 3], 4), Request([5], 2)]
     before = engine.run(requests)
-    assert type(engine.llm.runner) is CPURunner and not engine.llm.observers and not engine.steps
+    assert type(engine.llm.runner) is ModelRunner and not engine.llm.observers and not engine.steps
     engine.observe()
     after = engine.run(requests)
     assert [a.token_ids for a in after] == [b.token_ids for b in before]
