@@ -129,7 +129,7 @@ def use(llm) -> None:
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_ctrl_c_at_any_line(setting, pytestconfig):
-    num_lines = 20 if pytestconfig.getoption("--slow") else 5
+    num_lines = 10 if pytestconfig.getoption("--slow") else 5
     answered_requests()  # before lines are counted
     llm = new_llm(**SETTINGS[setting])
     with Interrupter() as counter:

@@ -81,8 +81,8 @@ class Eager(Scheduler):
 
 
 @pytest.mark.slow
-def test_64_answers_are_the_same_batched_and_one_by_one(llm):
-    questions = mixed_questions(64)
+def test_40_answers_are_the_same_batched_and_one_by_one(llm):
+    questions = mixed_questions(40)
     batched = llm.chat([user(q) for q in questions], GREEDY, use_tqdm=False)
     few, preempted = SamplingParams(temperature=0, max_tokens=200), {}
     for mode in ("recompute", "swap"):
@@ -95,7 +95,7 @@ def test_64_answers_are_the_same_batched_and_one_by_one(llm):
         )
         preempted[mode] = tight.chat([user(q) for q in questions], few, use_tqdm=False)
         stats = tight.stats()
-        assert stats["preemptions"] > 5 and (stats["swapped_blocks"] > 50) == (mode == "swap")
+        assert stats["preemptions"] >= 5 and (stats["swapped_blocks"] > 30) == (mode == "swap")
     for question, together, scarce, swapped in zip(questions, batched, *preempted.values()):
         (alone,) = llm.chat(user(question), GREEDY, use_tqdm=False)
         assert alone.outputs[0].token_ids == together.outputs[0].token_ids

@@ -80,10 +80,10 @@ def no_block_is_lost(request):
 # --- parity ---
 
 
-@pytest.mark.slow(but_every=5)
+@pytest.mark.slow(but_every=3)
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-@pytest.mark.parametrize("tokens", [16, 37, 2048])
-@pytest.mark.parametrize("num_blocks", [13, 40, 500])
+@pytest.mark.parametrize("tokens", [37, 2048])
+@pytest.mark.parametrize("num_blocks", [13, 500])
 @pytest.mark.parametrize("caching", [True, False])
 def test_greedy_tokens_equal_transformers(checkpoints, family, tokens, num_blocks, caching):
     path, prompts, expected = checkpoints[family]

@@ -174,7 +174,7 @@ class Fuzz:
     "options", [dict(num_blocks=400), dict(num_blocks=110, preemption_mode="swap", seed=5)]
 )
 def test_whatever_is_accepted_runs(options, pytestconfig):
-    total = 90 if pytestconfig.getoption("--slow") else 20
+    total = 40 if pytestconfig.getoption("--slow") else 20
     counts = Fuzz(**options).run(total, seed=len(options))
     assert counts["answered"] > 0.6 * total
     assert counts["refused"] > 0.08 * total and counts["greedy"] > 0.12 * total

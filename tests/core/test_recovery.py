@@ -109,7 +109,7 @@ CASES = [
     for i, place in enumerate(PLACES)
     for j, culprit in enumerate(CULPRITS)
     for k, setting in enumerate(SETTINGS)
-    if (i + j + k) % 2 == 0  # half of them: every pair of two is among them
+    if (i + j + k) % 3 == 0  # a third of them: every pair of two is among them
     and (place, culprit) != ("detokeniser", "beams")  # beams have no text before they end
 ]
 
@@ -143,7 +143,7 @@ def test_only_the_culprit_ends(monkeypatch, place, culprit, setting):
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("place", ["runner", "sampler", "plan", "update", "allocate", "preempt"])
 def test_a_fault_that_does_not_come_again_ends_no_request(monkeypatch, place, setting):
-    for when in (1, 2, 5, 17, 40):
+    for when in (1, 5, 40):
         llm, calls = new_llm(**SETTINGS[setting]), Counter()
 
         def is_hit(request, calls=calls, when=when):

@@ -151,7 +151,7 @@ SCHEMAS = st.recursive(
 )
 
 
-@pytest.mark.parametrize("num_examples", [2, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_examples", [2, pytest.param(10, marks=pytest.mark.slow)])
 def test_answers_to_random_schemas_are_valid(llm, num_examples):
     """Ten schemas at a time, each with a greedy answer and a drawn one."""
     counts: Counter = Counter()

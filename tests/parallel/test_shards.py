@@ -148,15 +148,14 @@ PROMPTS = ["Once upon a time", "Tell me a story about a duck.", "17 + 25 =", "On
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
 @pytest.mark.parametrize(
-    "params",
+    "mode, params",
     [
-        SamplingParams(temperature=0, max_tokens=20, logprobs=2, prompt_logprobs=1),
-        SamplingParams(temperature=0.8, top_p=0.9, seed=7, max_tokens=20, n=2),
+        ("swap", SamplingParams(temperature=0, max_tokens=20, logprobs=2, prompt_logprobs=1)),
+        ("recompute", SamplingParams(temperature=0.8, top_p=0.9, seed=7, max_tokens=20, n=2)),
         # with seed=1, two tokens are so near to each other in a draw that rounding decides
-        SamplingParams(temperature=1.0, frequency_penalty=0.5, seed=2, max_tokens=20),
-        BeamSearchParams(beam_width=3, max_tokens=12),
+        ("swap", SamplingParams(temperature=1.0, frequency_penalty=0.5, seed=2, max_tokens=20)),
+        ("recompute", BeamSearchParams(beam_width=3, max_tokens=12)),
     ],
     ids=["greedy", "samples", "penalties", "beams"],
 )
