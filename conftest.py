@@ -5,7 +5,7 @@ the course, too, and `pytest tests/course` one of them. What is marked slow is l
 `@pytest.mark.slow` a test, by `@pytest.mark.slow(but_every=5)` all but every fifth of its variants.
 `--slow` runs it. So does the variable SOLUTION, with which students say what the public tests look
 at. `--machine NAME` plays another machine (tests/tools/machines.py), `--cpu-limit SECONDS` limits
-the processor time of what plain `pytest` runs (tests/tools/gauge.py).
+the processor time (tests/tools/gauge.py).
 """
 
 import gc
@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from tests.tools import extras, machines, rooms
-from tests.tools.gauge import SLOW, Gauge, is_worker
+from tests.tools.gauge import Gauge, is_worker
 
 # Two threads are hardly faster for models this small, and ten times slower on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
@@ -41,7 +41,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--cpu-limit",
         type=float,
         metavar="SECONDS",
-        help="fail if plain pytest takes more processor seconds of the reference machine",
+        help="fail if the tests take more processor seconds of the reference machine",
     )
     parser.addoption("--slow", action="store_true", help="run the tests that are marked slow, too")
     parser.addoption(
@@ -117,7 +117,8 @@ def forget_frames(error: BaseException | None) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    runs_slow = config.getoption("--slow") or "SOLUTION" in os.environ
+    if config.getoption("--slow") or "SOLUTION" in os.environ:
+        return
     num_variants: Counter[str] = Counter()
     for item in items:
         slow = item.get_closest_marker("slow")
@@ -126,7 +127,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         name = item.nodeid.partition("[")[0]
         but_every = slow.kwargs.get("but_every")
         if but_every is None or num_variants[name] % but_every:
-            item.stash[SLOW] = True
-            if not runs_slow:
-                item.add_marker(pytest.mark.skip(reason="slow: pytest --slow runs it"))
+            item.add_marker(pytest.mark.skip(reason="slow: pytest --slow runs it"))
         num_variants[name] += 1

@@ -28,10 +28,10 @@ class Reply:
         self.tokenizer = tokenizer
         self.is_reported = is_reported  # whether `step` returns the output
         self.is_unwanted = False  # whether `abort` has been called
-        self.is_search = isinstance(request, BeamRequest)
         # brought up to date in each step; otherwise after the request's end, while the device
         # computes the next step, or when a Reader asks for it
-        self.is_watched = is_reported or self.is_search or bool(request.params.stop)
+        has_stop = bool(request.params.stop)
+        self.is_watched = is_reported or has_stop or isinstance(request, BeamRequest)
         outputs = [CompletionOutput(i) for i in range(request.params.n)]
         self.output = RequestOutput(
             request.request_id, request.prompt, request.prompt_token_ids, outputs
@@ -53,7 +53,7 @@ class Reply:
                 output.logprobs = []
         self.texts: list[Text] = []  # of each output
         tokenizer = self.tokenizer
-        if tokenizer is not None and not self.is_search:
+        if tokenizer is not None and not isinstance(request, BeamRequest):
             self.texts = [Text(tokenizer, output, request.params) for output in outputs]
         self.output.error = None
         self.output.finished = False
@@ -64,7 +64,7 @@ class Reply:
             self.restart()
         self.is_updating = True
         request = self.request
-        if not self.is_search:  # which has outputs only at its end
+        if not isinstance(request, BeamRequest):  # a search has outputs only at its end
             for i in range(len(self.output.outputs)):
                 self._update_completion(i)
         self.output.num_cached_tokens = request.num_cached_tokens or 0

@@ -56,10 +56,6 @@ class Text:
     def _append(self, new: str) -> bool:
         before = len(self.output.text)
         text = self.output.text + new
-        if not self.stop:
-            self.output.text = text
-            self.num_safe_chars = len(text)
-            return False
         found = []
         if len(self.token_ids) > self.params.min_tokens:
             for stop in self.stop:
@@ -73,7 +69,7 @@ class Text:
             is_kept = self.params.include_stop_str_in_output
             text = text[: begin + len(stop) if is_kept else begin]
         else:
-            num_held_back = max(overlap(text, stop) for stop in self.stop)
+            num_held_back = max((overlap(text, stop) for stop in self.stop), default=0)
         self.output.text = text
         self.num_safe_chars = len(text) - num_held_back
         return bool(found)

@@ -283,6 +283,7 @@ def test_whatever_the_policy_every_request_gets_its_own_tokens(scenario):
     play(*scenario, cls=AnyPolicy)
 
 
+@pytest.mark.slow
 def test_the_same_under_heavy_load(pytestconfig):
     """Hypothesis prefers small cases, in which memory is seldom scarce."""
     events, total = Counter(), 200 if pytestconfig.getoption("--slow") else 60

@@ -405,7 +405,7 @@ SCHEDULES = [
 ]
 
 
-@pytest.mark.slow(but_every=3)
+@pytest.mark.slow(but_every=4)
 @pytest.mark.parametrize("options", SCHEDULES, ids=str)
 def test_tokens_do_not_depend_on_the_schedule(expected, options):
     """Samples that fork, are preempted, computed again or swapped, in chunks, beside others; and these get the tokens

@@ -159,10 +159,10 @@ def test_a_rank_that_is_killed_in_the_middle_of_a_step():
 
 @pytest.mark.slow
 def test_a_rank_that_is_stopped_is_given_up():
-    llm = LLM(tensor_parallel_size=2, num_blocks=64, rank_timeout=2)
+    llm = LLM(tensor_parallel_size=2, num_blocks=64, rank_timeout=8)
     (pid,) = pids(llm)
     os.kill(pid, signal.SIGSTOP)
-    sentence = r"rank 1 gives no sign of life \(rank_timeout=2 seconds\)"
+    sentence = r"rank 1 gives no sign of life \(rank_timeout=8 seconds\)"
     for _ in range(2):
         with pytest.raises(RankError, match=sentence):
             llm.generate(PROMPTS, GREEDY, use_tqdm=False)
@@ -192,7 +192,7 @@ def test_the_second_ctrl_c_ends_a_step_that_hangs():
 @pytest.mark.slow
 def test_closing_with_a_rank_that_hangs():
     """A Ctrl-C in the middle leaves no process, and nothing that waits."""
-    llm = LLM(tensor_parallel_size=2, num_blocks=64, rank_timeout=2)
+    llm = LLM(tensor_parallel_size=2, num_blocks=64, rank_timeout=8)
     (pid,) = pids(llm)
     os.kill(pid, signal.SIGSTOP)
     interrupt()
@@ -220,7 +220,7 @@ if "FAILS" in os.environ:
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.setenv("FAILS", "1")
     with pytest.raises(RankError, match="(?s)rank 1 has died: .*there is no such interface"):
-        LLM(tensor_parallel_size=2, num_blocks=64, rank_timeout=2)
+        LLM(tensor_parallel_size=2, num_blocks=64, rank_timeout=8)
 
 
 @pytest.mark.slow
@@ -248,6 +248,7 @@ def test_a_timeout_is_a_positive_number(wrong):
         LLM(tensor_parallel_size=2, rank_timeout=wrong)
 
 
+@pytest.mark.slow
 def test_a_death_within_a_replayed_step():
     """A GPU computes a recorded step, and none of the calls that wait for it looks after ranks. Here the end of the
     step is an event that only `abort` sets; the other rank has no model, so it dies."""

@@ -311,6 +311,7 @@ class Dying(Scheduler):
         raise SystemExit("over")
 
 
+@pytest.mark.slow
 def test_a_server_whose_engine_has_died_ends_with_a_status():
     with Process(
         "--scheduler-cls", "test_operators:Dying", PYTHONPATH=os.pathsep.join(here())

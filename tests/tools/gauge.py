@@ -1,9 +1,8 @@
 """What a run of tests costs: processor seconds, also in those of a reference machine.
 
 Each process that runs tests first times a loop of known work. A limit in seconds of the reference machine then holds on
-any machine. It is for the tests of README's command: where others run too, what these take is not counted. Processor time
-is counted, that of ended child processes too, and no clock on the wall: a busy machine takes longer, and counts nearly the
-same.
+any machine. Processor time is counted, that of ended child processes too, and no clock on the wall: a busy machine takes
+longer, and counts nearly the same.
 """
 
 import os
@@ -11,12 +10,9 @@ import time
 
 import pytest
 
-from tests.tools import rooms
-
 # processor seconds of `loop` on the slowest machine that was met: two cores with AVX2
 REFERENCE_LOOP = 0.25
 NUM_DEAREST = 10
-SLOW = pytest.StashKey[bool]()  # of a test that only --slow runs
 
 
 def processor_seconds(*, children: bool = True) -> float:
@@ -56,7 +52,6 @@ class Gauge:
         self.limit = limit
         self.begin = 0.0  # processor seconds when the setup of the running test began
         self.cost_of_test: dict[str, float] = {}
-        self.cost_of_others = 0.0  # of tests that README's command does not run
         self.loops: list[float] = []  # one for each process that ran tests
         self.total = 0.0
 
@@ -74,18 +69,12 @@ class Gauge:
             return (yield)
         finally:
             cost = processor_seconds() - self.begin
-            counts = not (rooms.is_of_the_book(item.path) or is_slow(item))
-            item.user_properties.append(("seconds", (cost, counts)))
+            item.user_properties.append(("processor_seconds", cost))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         for name, value in report.user_properties:
-            if name != "seconds":
-                continue
-            cost, counts = value
-            if counts:
-                self.cost_of_test[report.nodeid] = cost
-            else:
-                self.cost_of_others += cost
+            if name == "processor_seconds":
+                self.cost_of_test[report.nodeid] = value
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node) -> None:
@@ -105,37 +94,26 @@ class Gauge:
         if self.is_above and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
-    def reference_seconds(self, seconds: float) -> float:
-        mean = sum(self.loops) / max(1, len(self.loops))
-        return seconds * REFERENCE_LOOP / mean if mean else 0.0
-
     @property
-    def counted(self) -> float:
-        """Seconds of the reference machine that README's command takes."""
-        return self.reference_seconds(self.total - self.cost_of_others)
+    def reference_seconds(self) -> float:
+        mean = sum(self.loops) / max(1, len(self.loops))
+        return self.total * REFERENCE_LOOP / mean if mean else 0.0
 
     @property
     def is_above(self) -> bool:
-        return self.limit is not None and self.counted > self.limit
+        return self.limit is not None and self.reference_seconds > self.limit
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         write = terminalreporter.write_line
         seconds = f"{self.total:.0f} s of processor time"
-        write(f"{seconds}, {self.reference_seconds(self.total):.0f} s on the reference machine")
-        if self.cost_of_others:
-            write(f"README's command alone: {self.counted:.0f} s on the reference machine")
+        write(f"{seconds}, {self.reference_seconds:.0f} s on the reference machine")
         if self.is_above:
             write(
-                f"FAILED: at most {self.limit:g} s are allowed. The dearest tests, in seconds here:"
+                f"FAILED: at most {self.limit:.0f} s are allowed. The dearest tests, in seconds here:"
             )
             dearest = sorted(self.cost_of_test.items(), key=lambda pair: -pair[1])
             for name, cost in dearest[:NUM_DEAREST]:
                 write(f"{cost:6.1f}  {name}")
-
-
-def is_slow(item: pytest.Item) -> bool:
-    """Whether only --slow runs it."""
-    return item.stash.get(SLOW, False)
 
 
 def is_worker(config: pytest.Config) -> bool:

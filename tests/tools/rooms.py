@@ -18,7 +18,3 @@ def choose(config: pytest.Config) -> None:
 
 def is_left_out(path: Path, config: pytest.Config) -> bool:
     return path in BOOK and not config.option.all
-
-
-def is_of_the_book(path: Path) -> bool:
-    return any(path.is_relative_to(room) for room in (*BOOK, ROOT / "tutorials"))

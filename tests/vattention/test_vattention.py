@@ -491,6 +491,7 @@ def test_a_mapping_that_fails_ends_one_step_and_the_engine_goes_on(path, monkeyp
     assert failures and llm.stats()["failed_steps"] == 1 and llm.stats()["kv_blocks_used"] == 0
 
 
+@pytest.mark.slow
 def test_engines_leave_nothing_behind(path, request):
     """Neither do engines that fail at their start."""
     before = our_mappings(), our_files(), len(os.listdir("/proc/self/fd"))
