@@ -87,6 +87,31 @@ class Bounded(Scheduler):
         return self.max_num_batched_tokens, 5
 
 
+def test_a_request_that_may_not_be_admitted_is_asked_for_once():
+    asked = []
+
+    class No(Scheduler):
+        def may_admit(self, request, schedule):
+            asked.append(request.request_id)
+            return False
+
+    scheduler = new_scheduler(cls=No)
+    scheduler.add(new_request(0, 3))
+    assert step(scheduler, FakeRunner(4)) == [] and asked == ["0"]
+
+
+def test_no_prompt_is_admitted_once_the_prompt_budget_is_used():
+    class Half(Scheduler):
+        def step_budget(self):
+            return 16, 8
+
+    scheduler = new_scheduler(cls=Half)
+    for i in range(2):
+        scheduler.add(new_request(i, [i] * 8))
+    assert step(scheduler, FakeRunner(4)) == [("0", 8)]
+    assert names(scheduler.waiting) == ["1"] and scheduler.block_manager.num_used_blocks == 2
+
+
 def test_the_prompt_tokens_of_a_step_are_bounded_and_its_decodes_are_not():
     scheduler, runner = playing(Bounded, [4, 9, 2], tokens=16)
     assert step(scheduler, runner) == [("0", 4), ("1", 1)]

@@ -466,3 +466,17 @@ def test_the_target_of_a_copy_may_be_shared_in_the_same_step():
         rng.randint(0, 4),
         *options,
     )
+
+
+def test_an_open_request_gets_as_many_tokens_as_fit():
+    scheduler = new_scheduler(num_blocks=10)
+    request = new_request(0, 20, max_tokens=None)
+    scheduler.add(request)
+    assert request.max_len == 41 and scheduler.block_manager.max_blocks_needed(request) == 10
+
+
+def test_each_sampled_sequence_must_get_a_token():
+    scheduler = new_scheduler()
+    scheduler.add(new_request(0, 3))
+    with pytest.raises(ValueError):
+        scheduler.update(scheduler.schedule(), [])

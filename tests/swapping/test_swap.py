@@ -8,11 +8,14 @@ import random
 import pytest
 import torch
 from checkpoints import new_model, save
+from scheduling import new_sequence
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
+from nanovllm.block_manager import BlockManager
 from nanovllm.checks.blocks import check_blocks
 from nanovllm.layers.kv_cache import KVCache
 from nanovllm.swapping import host_cache
+from nanovllm.swapping.blocks import swap_out
 from nanovllm.swapping.host_cache import HostCache
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -185,3 +188,12 @@ def test_the_hosts_memory_comes_in_pieces(monkeypatch):
     host = HostCache(KVCache(cache), 10)
     pieces = [block.untyped_storage().nbytes() // block_bytes for block in host.blocks]
     assert pieces == [4] * 8 + [2] * 2
+
+
+def test_the_host_may_have_just_enough_room():
+    manager = BlockManager(8, 4, num_host_blocks=2)
+    seq = new_sequence(range(8))
+    manager.allocate(seq, 8)
+    seq.num_computed_tokens = 8
+    assert swap_out(manager, [seq])
+    assert len(seq.host_table) == 2 and not manager.free_host_blocks
