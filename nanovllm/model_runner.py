@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
+from threading import Timer
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +31,8 @@ from nanovllm.step import StepInputs, integers, sampling_of
 from nanovllm.swapping.host_cache import HostCache
 
 logger = logging.getLogger(__name__)
+
+SECONDS_UNTIL_TOLD = 2.0
 
 
 class ModelRunner:
@@ -59,7 +62,7 @@ class ModelRunner:
         with self.on_device(0):
             self.num_blocks = config.num_blocks or self._num_blocks_that_fit(config)
             self._allocate()
-            if is_cuda:
+            if is_cuda or self.ops.IS_COMPILED:
                 self.warm_up()
             if self.has_graphs:
                 self.graphs = self._new_graphs()
@@ -113,8 +116,13 @@ class ModelRunner:
         return StepGraphs(self.model, self.ops, self.kv_cache, self.limits)
 
     def warm_up(self) -> None:
+        """Compiles all kernels, so that no request waits for it."""
+        told = "compiling kernels, which are kept on disk: the next start takes a second"
+        timer = Timer(SECONDS_UNTIL_TOLD, logger.warning, [told])
+        timer.start()
         for schedule in warm_up_steps(self.limits, self.shape.block_size):
             self.run(schedule)
+        timer.cancel()
 
     @torch.inference_mode()
     def launch(self, schedule: Schedule) -> Callable[[], Drawn]:

@@ -60,6 +60,16 @@ def choose_ops(config: Config, device: torch.device, dtype: torch.dtype) -> Ops:
         from nanovllm.vattention import ops as vattention_ops
 
         return vattention_ops
+    if backend == "numba":
+        if is_cuda or find_spec("numba") is None:
+            raise refusal(
+                "attention_backend", backend, "it needs a CPU, and the extra `cpu`: numba"
+            )
+        allowed = "float32 or bfloat16: the kernels read no float16"
+        config.require("dtype", dtype != torch.float16, allowed)
+        from nanovllm.layers import numba_ops
+
+        return numba_ops
     if not has_triton:
         needs = "it needs a GPU, or TRITON_INTERPRET=1 on Linux"
         raise refusal("attention_backend", backend, needs)

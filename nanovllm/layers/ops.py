@@ -1,4 +1,4 @@
-"""Ops: the functions of a backend. torch_ops, triton_ops and vattention are such modules.
+"""Ops: the functions of a backend, such as torch_ops, numba_ops, triton_ops and vattention.
 
 On a CPU it is torch_ops, on a GPU triton_ops: `choose_ops` says so when the model is built. The
 layers use nothing else that differs between them.
@@ -18,6 +18,8 @@ Norm = nn.RMSNorm | None
 class Ops(Protocol):
     # whether shapes alone decide what is launched, so that a CUDA graph may replay it
     CAN_BE_RECORDED: bool
+    # whether kernels are compiled when they first run: better before there are requests
+    IS_COMPILED: bool
 
     def layout(self, batch: Batch) -> object:
         """What this backend's attention must know of a step, made once for all layers.

@@ -12,6 +12,7 @@ from nanovllm.layers.torch_attention import Layout
 from nanovllm.layers.torch_attention import paged_attention as paged_attention
 
 CAN_BE_RECORDED = False  # attention reads lengths on the CPU
+IS_COMPILED = False
 layout = Layout
 
 

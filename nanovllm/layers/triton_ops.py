@@ -20,6 +20,7 @@ from nanovllm.layers.triton_attention import paged_attention as paged_attention
 from nanovllm.layers.triton_attention import store_kv as store_kv
 
 CAN_BE_RECORDED = True
+IS_COMPILED = True
 
 
 @triton.jit

@@ -19,6 +19,7 @@ Groups = list[list[int]]  # of sequences
 CALL_BYTES = 2**18
 
 CAN_BE_RECORDED = False
+IS_COMPILED = False
 add_and_norm = torch_ops.add_and_norm
 copy_blocks = torch_ops.copy_blocks
 norm_and_rotate = torch_ops.norm_and_rotate

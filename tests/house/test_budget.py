@@ -84,6 +84,7 @@ SIZES = {
 LIMITS = {  # lines and tokens, with 3 % of air
     "core": (2480, 21_350),  # what README means by its number of lines: the root, layers and models
     "triton": (498, 5_360),
+    "numba": (323, 3_215),
     "frontend": (611, 5_115),
     "decoding": (590, 5_300),
     "swapping": (63, 578),
@@ -102,6 +103,7 @@ PARTS = {  # of the server's folder
     "replicas": ("server/replicas.py", "server/scaling.py", "server/ray.py"),
 }
 APART = (
+    "numba",
     "parallel",
     "vattention",
     "routing",
@@ -119,7 +121,7 @@ def part_of(name: str) -> str:
             return part
     folder = name.partition("/")[0] if "/" in name else "core"
     if folder in ("layers", "models"):
-        return "triton" if "triton" in name else "core"
+        return next((backend for backend in ("triton", "numba") if backend in name), "core")
     return folder
 
 

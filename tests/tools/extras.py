@@ -13,6 +13,7 @@ EXTRAS = {
     "prometheus_client": "server",
     "uvicorn": "server",
     "llguidance": "structured",
+    "numba": "cpu",
     "httpx": "test",
     "hypothesis": "test",
     "jsonschema": "test",

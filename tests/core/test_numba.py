@@ -1,0 +1,233 @@
+"""The compiled kernels for a CPU against PyTorch and the plain reference.
+
+Run: pytest tests/core/test_numba.py [-k fork]
+"""
+
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.layers import attention, numba_attention, numba_ops, torch_ops
+from nanovllm.layers.kv_cache import KVCache
+from tutorials.performance.batches import BORDERS, random_batch
+
+ROOT = Path(__file__).parents[2]
+MIXTURE = [(1, 9), (1, 1), (1, 33), (5, 5), (3, 20), (17, 40)]  # decodes come first
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def attended(sequences, heads, kv_heads, head_dim, dtype=torch.float32, **kwargs):
+    """What the kernels and the reference say of a random batch, whose unowned slots are NaN."""
+    batch, keys = random_batch(sequences, kv_heads, head_dim, **kwargs)
+    lengths, layer, scale = [length for length, _ in sequences], 1, head_dim**-0.5
+    batch.kv_cache = KVCache(batch.kv_cache.tensor.to(dtype))
+    rng = torch.Generator().manual_seed(1)
+    q = torch.randn(sum(lengths), heads, head_dim, generator=rng).to(dtype)
+    new = torch.cat([kv[:, layer, -length:] for kv, length in zip(keys, lengths)], dim=1)
+    # as in the model, keys and values are views of something larger
+    qkv = torch.cat([*new.to(dtype)], dim=1)
+    numba_ops.store_kv(*qkv.split(kv_heads, dim=1), batch, layer)
+    stored = batch.kv_cache.tensor.clone()
+    torch_ops.store_kv(*qkv.split(kv_heads, dim=1), batch, layer)
+    assert torch.equal(batch.kv_cache.tensor.nan_to_num(), stored.nan_to_num())
+    batch.layout = numba_ops.layout(batch)
+    out = numba_ops.paged_attention(q, batch, layer, scale)
+    return out, attention.paged_attention(q, batch, layer, scale)
+
+
+def check(*args, dtype=torch.float32, **kwargs):
+    out, expected = attended(*args, dtype=dtype, **kwargs)
+    torch.testing.assert_close(out, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.slow(but_every=12)
+@pytest.mark.parametrize("heads", [(4, 2), (2, 2), (7, 1)])
+@pytest.mark.parametrize("head_dim", [16, 80])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_mixture_of_decodes_prompts_and_chunks(heads, head_dim, dtype):
+    check(MIXTURE, *heads, head_dim, dtype=dtype)
+
+
+@pytest.mark.parametrize("context", BORDERS)
+def test_every_split_into_cached_and_new_at_block_borders(context):
+    for length in {1, 2, context // 2, context - 1, context} & set(range(1, context + 1)):
+        check([(length, context)], 4, 2, 16, seed=length)
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 8, 64])
+def test_block_sizes(block_size):
+    check([(1, 10), (1, 3), (4, 12), (1, 70)], 4, 2, 16, block_size=block_size, num_blocks=200)
+
+
+@pytest.mark.parametrize("num_threads", [1, 5])
+def test_a_decode_is_the_same_in_any_company_on_any_number_of_threads(monkeypatch, num_threads):
+    """To the last bit: alone, and beside others, with threads that share the programs."""
+    monkeypatch.setattr(numba_attention, "SMALL", 0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    batch, _ = random_batch([(1, 9), (1, 33), (1, 40), (1, 1)], 2, 16)
+    batch.kv_cache.tensor.nan_to_num_()
+    q = torch.randn(4, 4, 16)
+    batch.layout = numba_ops.layout(batch)
+    together = numba_ops.paged_attention(q, batch, 1, 0.25)
+    for b in range(4):
+        tables = batch.block_tables[batch.cu_blocks[b] : batch.cu_blocks[b + 1]].clone()
+        alone = replace(
+            batch,
+            slot_mapping=batch.slot_mapping[b : b + 1],
+            cu_seqlens_q=torch.tensor([0, 1], dtype=torch.int32),
+            context_lens=batch.context_lens[b : b + 1].clone(),
+            cu_blocks=torch.tensor([0, len(tables)], dtype=torch.int32),
+            block_tables=tables,
+            num_decodes=1,
+        )
+        alone.layout = numba_ops.layout(alone)
+        out = numba_ops.paged_attention(q[b : b + 1], alone, 1, 0.25)
+        assert torch.equal(out[0], together[b])
+
+
+def norm(size, dtype):
+    layer = torch.nn.RMSNorm(size, 1e-6, dtype=dtype).requires_grad_(False)
+    layer.weight.data.copy_(1 + 0.2 * torch.randn(size))
+    return layer
+
+
+def assert_close(actual, expected):
+    tolerance = TOLERANCE[expected.dtype]
+    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.slow(but_every=6)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [48, 1, 200])
+def test_add_and_norm(size, dtype):
+    layer, update, x = norm(size, dtype), torch.randn(5, size).to(dtype), torch.randn(5, size).to(dtype)  # fmt: skip
+    in_place = x.clone()
+    total, normed = numba_ops.add_and_norm(in_place, update, layer)
+    assert total is in_place and torch.equal(total, x + update)
+    assert_close(normed, torch_ops.add_and_norm(x.clone(), update, layer)[1])
+
+
+@pytest.mark.slow(but_every=4)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_norm", [True, False])
+def test_norm_and_rotate(has_norm, dtype):
+    sizes, head_dim = [6, 2, 2], 80
+    norms = [norm(head_dim, dtype), norm(head_dim, dtype)] if has_norm else [None, None]
+    angles = torch.randn(7, head_dim // 2)
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
+    qkv = torch.randn(7, 10, head_dim).to(dtype)
+    expected = torch_ops.norm_and_rotate(qkv.clone(), *norms, cos_sin, sizes)
+    actual = numba_ops.norm_and_rotate(qkv.clone(), *norms, cos_sin, sizes)
+    for part, reference in zip(actual, expected):
+        assert_close(part, reference)
+    assert torch.equal(actual[2], qkv[:, 8:])
+
+
+@pytest.mark.slow(but_every=2)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_silu_and_mul(dtype):
+    x = (8 * torch.randn(5, 2 * 1030)).to(dtype)
+    assert_close(numba_ops.silu_and_mul(x), torch_ops.silu_and_mul(x))
+    extreme = torch.tensor([[-1e30, -100.0, 0.0, 100.0, 1.0, 1.0, 1.0, 1.0]]).to(dtype)
+    assert_close(numba_ops.silu_and_mul(extreme), torch_ops.silu_and_mul(extreme))
+
+
+def test_bfloat16_is_exact_and_rounds_to_even():
+    """All of them, and numbers half way between two."""
+    bits = np.arange(2**16, dtype=np.uint16)
+    exact = torch.from_numpy(bits).view(torch.bfloat16)
+    numbers = np.array([numba_attention.as_float32(x) for x in bits[:: 2**4]], np.float32)
+    assert np.array_equal(numbers, exact.float().numpy()[:: 2**4], equal_nan=True)
+    finite = exact[exact.isfinite()].float()
+    between = finite + finite.abs().clamp(min=1e-30) * 2.0**-9
+    back = [numba_attention.rounded(x, np.uint16(0)) for x in between.numpy()[::7]]
+    expected = between[::7].to(torch.bfloat16).view(torch.uint16).numpy()
+    assert np.array_equal(np.array(back, np.uint16), expected)
+
+
+# --- the engine ---
+
+GREEDY = SamplingParams(temperature=0, max_tokens=30)
+PROMPTS = ["Once upon a time", "what is 347 + 285?", "a long one " * 20, "list primes"]
+
+
+def tokens(backend: str, **options) -> list[list[int]]:
+    llm = LLM(attention_backend=backend, num_blocks=200, **options)
+    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 20}])
+def test_the_engine_gives_the_same_tokens(options):
+    assert tokens("numba", **options) == tokens("torch", **options)
+
+
+@pytest.mark.slow
+def test_two_threads_have_an_engine_each(monkeypatch):
+    monkeypatch.setattr(numba_attention, "SMALL", 0)
+    expected, found = tokens("numba"), {}
+    threads = [
+        threading.Thread(target=lambda i=i: found.update({i: tokens("numba")})) for i in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found == {0: expected, 1: expected}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+def test_a_fork_has_its_own_threads():
+    """An engine is used before the fork and after it, on both sides."""
+    code = """
+import os, torch
+torch.set_num_threads(2)
+from nanovllm import LLM, SamplingParams
+from nanovllm.layers import numba_attention
+numba_attention.SMALL = 0
+numba_attention.run(lambda begin, end: None, (), 2, 1)
+child = os.fork()
+seen = []
+numba_attention.run(lambda begin, end: seen.append(begin), (), 2, 1)
+if child == 0:
+    os._exit(7 if sorted(seen) == [0, 1] else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7 and sorted(seen) == [0, 1]
+print("right")
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)  # fmt: skip
+    assert done.stdout == "right\n", done.stderr
+
+
+@pytest.mark.slow
+def test_python_runs_the_kernels_as_they_stand():
+    """So that a reader can put a print into them."""
+    code = """
+from nanovllm import LLM, SamplingParams
+from nanovllm.layers import numba_ops
+for dtype in ("float32", "bfloat16"):
+    llm = LLM(attention_backend="numba", dtype=dtype, num_blocks=10, max_num_seqs=4)
+    assert llm.generate("7", SamplingParams(max_tokens=2), use_tqdm=False)
+assert not hasattr(numba_ops.add_and_norm_kernel, "signatures")
+print("right")
+"""
+    environ = os.environ | {"NUMBA_DISABLE_JIT": "1"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environ, capture_output=True, text=True)  # fmt: skip
+    assert done.stdout == "right\n", done.stderr
+
+
+def test_it_is_refused_with_a_sentence(monkeypatch):
+    with pytest.raises(ValueError, match="dtype='float16' is not allowed: it must be float32 or"):
+        LLM(attention_backend="numba", dtype="float16")
+    monkeypatch.setattr("nanovllm.device.choose.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="attention_backend='numba' is not allowed: .*extra `cpu`"):
+        LLM(attention_backend="numba")
