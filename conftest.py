@@ -23,9 +23,8 @@ from tests.tools.gauge import Gauge, is_worker
 
 # Two threads are hardly faster for models this small, and ten times slower on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
-os.environ.setdefault(
-    "OMP_WAIT_POLICY", "passive"
-)  # a thread that waits leaves the processor to others
+# a thread that waits leaves the processor to others
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach for the network
 
 # A job in the background ignores SIGINT, and so would each process that a test starts.

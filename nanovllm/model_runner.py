@@ -120,9 +120,11 @@ class ModelRunner:
         told = "compiling kernels, which are kept on disk: the next start takes a second"
         timer = Timer(SECONDS_UNTIL_TOLD, logger.warning, [told])
         timer.start()
-        for schedule in warm_up_steps(self.limits, self.shape.block_size):
-            self.run(schedule)
-        timer.cancel()
+        try:
+            for schedule in warm_up_steps(self.limits, self.shape.block_size):
+                self.run(schedule)
+        finally:
+            timer.cancel()
 
     @torch.inference_mode()
     def launch(self, schedule: Schedule) -> Callable[[], Drawn]:

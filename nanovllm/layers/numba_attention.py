@@ -6,10 +6,9 @@ a program goes through the context of one sequence in tiles of keys, to which th
 and its softmax is online. Nothing is gathered.
 
 What is a grid on a GPU is a range of programs here, from `begin` to `end`: each of a few threads
-gets one, see `launch`. A program's sums do not depend on what is beside it.
+gets one, see `run`. A program's sums do not depend on what is beside it.
 """
 
-import logging
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -24,8 +23,6 @@ from torch import Tensor
 
 from nanovllm.layers import torch_attention
 from nanovllm.layers.batch import Batch
-
-logger = logging.getLogger(__name__)
 
 KEYS = 16  # of a tile
 SMALL = 2**22  # multiplications: with fewer, a second thread is not worth its start
@@ -51,40 +48,38 @@ def kernel(function: Callable) -> Callable:
 # --- numbers ---
 
 
+@inlined
+def of_bfloat16(bits):
+    """A bfloat16 is the upper half of a float32."""
+    return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
+
+
+@inlined
+def to_bfloat16(x):
+    """Rounds to the nearest one, or of two to the even one."""
+    bits = np.float32(x).view(np.uint32)
+    is_odd = (bits >> np.uint32(16)) & np.uint32(1)
+    return np.uint16((bits + np.uint32(0x7FFF) + is_odd) >> np.uint32(16))
+
+
 def as_float32(x):
-    """The number. A uint16 has the bits of a bfloat16, which is the upper half of a float32."""
-    if isinstance(x, np.uint16):
-        return np.uint32(np.uint32(x) << np.uint32(16)).view(np.float32)
-    return x
+    """The number: a uint16 has the bits of a bfloat16."""
+    return of_bfloat16(x) if isinstance(x, np.uint16) else x
 
 
 @overload(as_float32)
 def _(x):
-    if x == types.uint16:
-        return lambda x: np.uint32(np.uint32(x) << np.uint32(16)).view(np.float32)
-    return lambda x: x
+    return (lambda x: of_bfloat16(x)) if x == types.uint16 else (lambda x: x)
 
 
 def rounded(x, like):
-    """The float32 as a number like the other one: to the nearest, or of two to the even one."""
-    if isinstance(like, np.uint16):
-        bits = np.float32(x).view(np.uint32)
-        is_odd = (bits >> np.uint32(16)) & np.uint32(1)
-        return np.uint16((bits + np.uint32(0x7FFF) + is_odd) >> np.uint32(16))
-    return x
+    """The float32 as a number of the same type as the other one."""
+    return to_bfloat16(x) if isinstance(like, np.uint16) else x
 
 
 @overload(rounded)
 def _(x, like):
-    if like != types.uint16:
-        return lambda x, like: x
-
-    def of_bfloat16(x, like):
-        bits = np.float32(x).view(np.uint32)
-        is_odd = (bits >> np.uint32(16)) & np.uint32(1)
-        return np.uint16((bits + np.uint32(0x7FFF) + is_odd) >> np.uint32(16))
-
-    return of_bfloat16
+    return (lambda x, like: to_bfloat16(x)) if like == types.uint16 else (lambda x, like: x)
 
 
 @inlined
