@@ -12,7 +12,7 @@ from itertools import count
 from typing import Any
 
 from nanovllm.block_manager import BlockManager
-from nanovllm.checks.schedules import ScheduleChecks
+from nanovllm.checks.schedules import ScheduleChecks, nothing_planned
 from nanovllm.config import TOKENS_PER_STEP, Config
 from nanovllm.decoding.beam_search import BeamRequest, BeamSearchParams
 from nanovllm.device.choose import choose_device
@@ -139,6 +139,8 @@ class LLM:
             schedule = self.scheduler.schedule()
             if self.checks is not None:
                 self.checks.after_schedule(schedule)
+            elif not schedule.items:
+                raise nothing_planned(self.scheduler, self.replies.unfinished)
             self.recovery.schedule = schedule
             collect = self.runner.launch(schedule)
             for function in self.meanwhile:  # while the device computes

@@ -1,6 +1,6 @@
 """Schedules: what can be wrong with them, if the scheduler is not ours. Imports no torch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -34,7 +34,7 @@ class ScheduleChecks:
             problem = f"it returned {shown(schedule)}, and not a Schedule"
             raise ScheduleError(self.scheduler, "schedule", problem)
         if not schedule.items:
-            self._explain_empty()
+            raise nothing_planned(self.scheduler, self.unfinished)
         if self.looks_at_items:
             check_schedule(schedule, self.scheduler, self.limits)
         self._check_progress(schedule)
@@ -45,16 +45,6 @@ class ScheduleChecks:
         if seq.num_computed_tokens == start and seq in seq.request.unfinished:
             problem = "it did nothing: does it call super()?"
             raise ScheduleError(self.scheduler, "update", problem)
-
-    def _explain_empty(self) -> None:
-        queued = {request.request_id for request in self.scheduler.unfinished()}
-        lost = self.unfinished.keys() - queued
-        why = "the policy serves none of them"
-        if lost:
-            why = f"neither waiting nor running: {shown(sorted(lost))}"
-        what = f"there are unfinished requests: {shown([*self.unfinished])}"
-        problem = f"it planned nothing, but {what}; {why}"
-        raise ScheduleError(self.scheduler, "schedule", problem)
 
     def _check_progress(self, schedule: Schedule) -> None:
         """Detects a livelock: preemptions so frequent that no request ever gets a token. Far more
@@ -74,6 +64,17 @@ class ScheduleChecks:
         if self.num_idle_tokens > 4 * num_held:
             problem = f"{self.num_idle_steps} steps without a new token"
             raise ScheduleError(self.scheduler, "schedule", problem)
+
+
+def nothing_planned(scheduler: Scheduler, unfinished: Collection[str]) -> ScheduleError:
+    """Says why a plan without items is wrong: requests are unfinished, given by their ids."""
+    queued = {request.request_id for request in scheduler.unfinished()}
+    lost = {*unfinished} - queued
+    why = "the policy serves none of them"
+    if lost:
+        why = f"neither waiting nor running: {shown(sorted(lost))}"
+    what = f"there are unfinished requests: {shown([*unfinished])}"
+    return ScheduleError(scheduler, "schedule", f"it planned nothing, but {what}; {why}")
 
 
 def check_schedule(schedule: Schedule, scheduler: Scheduler, limits: Limits) -> None:

@@ -90,10 +90,12 @@ class Inputs:
         fields = (request_id or "", text, token_ids, sampling, self.eos_token_ids)
         request = Request(*fields)
         if isinstance(params, BeamSearchParams):
-            room = min(params.max_tokens, self.scheduler.max_model_len - len(token_ids))
-            request = BeamRequest(*fields, search=BeamSearch(params, request.stop_token_ids, room))
+            search = BeamSearch(params, request.stop_token_ids, params.max_tokens)
+            request = BeamRequest(*fields, search=search)
         request.user_priority = priority
         self.scheduler.set_max_len(request)
+        if isinstance(request, BeamRequest):
+            request.search.max_output_tokens = request.max_len - len(token_ids)
         if request.is_masked:
             add_masks(request, self)
         return request

@@ -131,6 +131,17 @@ SAID = {
 }
 
 
+def test_even_our_own_scheduler_never_plans_nothing_in_silence(monkeypatch):
+    """A defect of ours is one sentence, too, and not a loop of failed steps."""
+    llm = new_llm()
+    llm.checks = None  # as without a scheduler of the user's
+    monkeypatch.setattr(llm.scheduler, "next_waiting", lambda: None)
+    with pytest.raises(ScheduleError, match=r"it planned nothing, .*\['0'\]"):
+        llm.generate([[1]], SamplingParams(max_tokens=2), use_tqdm=False)
+    monkeypatch.undo()
+    assert llm.generate([[1]], SamplingParams(max_tokens=2), use_tqdm=False)[0].finished
+
+
 @pytest.mark.parametrize("cls", SAID)
 def test_a_scheduler_that_is_half_right_is_told_so(cls):
     llm = new_llm(scheduler_cls=cls)

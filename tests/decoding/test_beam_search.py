@@ -223,6 +223,17 @@ def test_abort_keeps_results_that_are_better_than_what_runs(models):
     ]
 
 
+def test_a_search_without_a_limit_ends_where_the_cache_is_full(models):
+    """Otherwise its beams grow until they fit nowhere, are preempted, and wait for ever."""
+    options = dict(dtype="float32", block_size=4, num_blocks=20, max_model_len=64)
+    llm = LLM(models["qwen3"][1], **options)
+    params = BeamSearchParams(beam_width=6, max_tokens=10**12, ignore_eos=True)
+    (output,) = llm.beam_search([[1]], params, use_tqdm=False)
+    # 20 blocks: 3 for each beam, of 4 tokens, and the last token needs no place
+    assert {len(beam.token_ids) for beam in output.outputs} == {12}
+    check_blocks(llm.block_manager, [])
+
+
 @pytest.mark.parametrize(
     "kwargs, message",
     [
