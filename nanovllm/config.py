@@ -105,10 +105,10 @@ class Config(Options):
     swap_gib: float = option(4.0, 'Host memory for `preemption_mode="swap"`, in GiB.', SIZE)
     attention_backend: Literal["auto", "torch", "numba", "triton", "vattention"] = option(
         "auto",
-        "What computes attention and the small layers. Triton needs CUDA, or TRITON_INTERPRET=1"
-        ' on any device; "auto" uses Triton on CUDA. "numba" compiles kernels for the CPU; it '
-        'needs the extra `cpu`. With "vattention", memory is mapped so that attention needs no '
-        "block tables (chapter 20); it needs Linux.",
+        'What computes attention and the small layers. "auto" uses Triton on CUDA, numba on a CPU, '
+        "and PyTorch where these are missing. Triton needs CUDA, or TRITON_INTERPRET=1 on any "
+        'device; numba is the extra `cpu`. With "vattention", memory is mapped so that attention '
+        "needs no block tables (chapter 20); it needs Linux.",
     )
     tensor_parallel_size: int = option(
         1,

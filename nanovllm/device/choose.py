@@ -50,9 +50,19 @@ def choose_ops(config: Config, device: torch.device, dtype: torch.dtype) -> Ops:
     is_cuda = device.type == "cuda"
     can_launch = is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
     has_triton = can_launch and find_spec("triton") is not None
-    if backend == "auto":
-        backend = "triton" if is_cuda and has_triton else "torch"
-    if backend == "torch":
+    if backend == "auto" and is_cuda:
+        backend = "triton" if has_triton else "torch"
+    if backend in ("auto", "numba"):
+        config.require("attention_backend", not is_cuda, "another one on CUDA")
+        try:
+            from nanovllm.layers import numba_ops
+
+            return numba_ops
+        except ImportError as error:  # numba is not there, or not for this Python or NumPy
+            if backend == "numba":
+                problem = f"it needs the extra `cpu`: {error}"
+                raise refusal("attention_backend", backend, problem) from error
+    if backend in ("auto", "torch"):
         from nanovllm.layers import torch_ops
 
         return torch_ops
@@ -60,16 +70,6 @@ def choose_ops(config: Config, device: torch.device, dtype: torch.dtype) -> Ops:
         from nanovllm.vattention import ops as vattention_ops
 
         return vattention_ops
-    if backend == "numba":
-        if is_cuda or find_spec("numba") is None:
-            raise refusal(
-                "attention_backend", backend, "it needs a CPU, and the extra `cpu`: numba"
-            )
-        allowed = "float32 or bfloat16: the kernels read no float16"
-        config.require("dtype", dtype != torch.float16, allowed)
-        from nanovllm.layers import numba_ops
-
-        return numba_ops
     if not has_triton:
         needs = "it needs a GPU, or TRITON_INTERPRET=1 on Linux"
         raise refusal("attention_backend", backend, needs)

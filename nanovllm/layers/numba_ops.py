@@ -1,96 +1,108 @@
 """The backend in compiled Python, for a CPU: each kernel does in one pass over memory what PyTorch
 does in several.
 
-See ops.py for what the functions do; they are tested against torch_ops.py, and
-numba_attention.py says how to read the kernels. Sums are in float32; a bfloat16 is rounded once, at
-the end.
+See ops.py for what the functions do, and numba_kernels.py for the kernels, which are tested against
+torch_ops.py.
 """
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from nanovllm.layers import torch_ops
-from nanovllm.layers.numba_attention import (
-    ONE,
-    ZERO,
-    array,
-    as_float32,
-    exp,
-    kernel,
-    rounded,
-    run,
+from nanovllm.layers import torch_attention, torch_ops
+from nanovllm.layers.batch import Batch
+from nanovllm.layers.numba_kernels import (
+    add_and_norm_kernel,
+    decode_kernel,
+    norm_and_rotate_kernel,
+    silu_and_mul_kernel,
+    store_kv_kernel,
 )
-from nanovllm.layers.numba_attention import layout as layout
-from nanovllm.layers.numba_attention import paged_attention as paged_attention
-from nanovllm.layers.numba_attention import store_kv as store_kv
 from nanovllm.layers.ops import Norm
 
 CAN_BE_RECORDED = False
 IS_COMPILED = True
+SMALL = 2**22  # multiplications: with fewer, a second thread is not worth its start
+INTEGERS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
 copy_blocks = torch_ops.copy_blocks
 sample = torch_ops.sample
 
 
-@kernel
-def add_and_norm_kernel(out, x, update, weight, eps, begin, end):
-    """Program t: x[t] += update[t], then its RMSNorm."""
-    size = x.shape[1]
-    for t in range(begin, end):
-        squares = ZERO
-        for i in range(size):
-            x[t, i] = rounded(as_float32(x[t, i]) + as_float32(update[t, i]), x[t, i])
-            number = as_float32(x[t, i])
-            squares += number * number
-        scale = ONE / np.sqrt(squares / np.float32(size) + eps)
-        for i in range(size):
-            normed = as_float32(x[t, i]) * scale * as_float32(weight[i])
-            out[t, i] = rounded(normed, x[t, i])
+class Layout(torch_attention.Layout):
+    """Decodes need no more than these arrays. PyTorch computes prompts, and chunks of them: for
+    many queries, its products of matrices are faster than these loops."""
+
+    def __init__(self, batch: Batch):
+        self.starts = batch.cu_seqlens_q.tolist()
+        self.contexts = batch.context_lens.tolist()
+        chunks = range(batch.num_decodes, len(self.contexts))
+        self.parts = [self.chunk(batch, b) for b in chunks]
+        self.arrays = (*map(array, (batch.context_lens, batch.cu_blocks, batch.block_tables)),)
+        self.num_keys = sum(self.contexts[: batch.num_decodes])
 
 
-@kernel
-def norm_and_rotate_kernel(q, k, v, qkv, q_weight, k_weight, cos_sin, eps, has_norm, begin, end):
-    """Program t: the heads of token t. Each number in the first half of a head is rotated with one
-    in the second."""
-    num_heads = q.shape[1]
-    num_kv_heads, head_dim = k.shape[1:]
-    half = head_dim // 2
-    numbers = np.empty(head_dim, np.float32)
-    for t in range(begin, end):
-        for head in range(num_heads + num_kv_heads):
-            squares = ZERO
-            for i in range(head_dim):
-                numbers[i] = as_float32(qkv[t, head, i])
-                squares += numbers[i] * numbers[i]
-            if has_norm:
-                scale = ONE / np.sqrt(squares / np.float32(head_dim) + eps)
-                weight = q_weight if head < num_heads else k_weight
-                for i in range(head_dim):
-                    numbers[i] *= scale * as_float32(weight[i])
-            rotated = q[t, head] if head < num_heads else k[t, head - num_heads]
-            for i in range(half):
-                cos = cos_sin[t, i]
-                sin = cos_sin[t, half + i]
-                first = numbers[i] * cos - numbers[half + i] * sin
-                second = numbers[half + i] * cos + numbers[i] * sin
-                rotated[i] = rounded(first, rotated[i])
-                rotated[half + i] = rounded(second, rotated[i])
-        for head in range(num_kv_heads):
-            for i in range(head_dim):
-                v[t, head, i] = qkv[t, num_heads + num_kv_heads + head, i]
+layout = Layout
 
 
-@kernel
-def silu_and_mul_kernel(out, x, begin, end):
-    """Program t: row t."""
-    size = out.shape[1]
-    for t in range(begin, end):
-        for i in range(size):
-            gate = as_float32(x[t, i])
-            up = as_float32(x[t, size + i])
-            small = exp(-abs(gate))  # at most 1, so that nothing overflows
-            share = ONE if gate > 0 else small
-            out[t, i] = rounded(gate * share / (ONE + small) * up, x[t, i])
+def array(tensor: Tensor) -> np.ndarray:
+    """The same memory. numba knows no 16-bit numbers but integers: see numba_kernels.as_float32."""
+    tensor = tensor.detach().contiguous()
+    integer = INTEGERS.get(tensor.dtype)
+    return tensor.numpy() if integer is None else tensor.view(integer).numpy()
+
+
+@cache
+def pool(process: int) -> ThreadPoolExecutor:
+    """Threads of this process: a fork takes none along."""
+    return ThreadPoolExecutor(os.cpu_count(), "kernels")
+
+
+def run(kernel: Callable, arguments: tuple, num_programs: int, work: int) -> None:
+    """Runs all programs of a kernel, on as many threads as PyTorch uses if there is enough work."""
+    num_threads = min(torch.get_num_threads(), num_programs) if work >= SMALL else 1
+    if num_threads <= 1:
+        kernel(*arguments, 0, num_programs)
+        return
+    ends = [num_programs * i // num_threads for i in range(num_threads + 1)]
+    (begin, end), *others = pairwise(ends)
+    threads = pool(os.getpid())
+    running = [threads.submit(kernel, *arguments, *part) for part in others]
+    kernel(*arguments, begin, end)
+    for one in running:
+        one.result()
+
+
+def store_kv(k: Tensor, v: Tensor, batch: Batch, layer: int) -> None:
+    keys, values = map(array, batch.kv_cache.layers[layer])
+    run(store_kv_kernel, (keys, values, array(k), array(v), batch.slot_mapping.numpy()), len(k), 0)
+
+
+def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float) -> Tensor:
+    """Computes attention.paged_attention. Decodes come first in a batch."""
+    layout = batch.layout
+    assert isinstance(layout, Layout), "batch.layout must be a Layout of this batch"
+    out = torch_attention.paged_attention(q, batch, layer, scale)  # its rows of decodes are empty
+    num_decodes = batch.num_decodes
+    _, num_heads, head_dim = q.shape
+    num_kv_heads = batch.kv_cache.num_kv_heads
+    if num_decodes:
+        # the KV heads of a sequence lie side by side: apart only if threads would have no work
+        heads = num_kv_heads if num_decodes >= torch.get_num_threads() else 1
+        rows = (array(out[:num_decodes]), array(q[:num_decodes]))
+        cache = map(array, batch.kv_cache.layers[layer])
+        run(
+            decode_kernel(head_dim, num_heads // num_kv_heads),
+            (*rows, *cache, *layout.arrays, np.float32(scale), heads),
+            num_decodes * num_kv_heads // heads,
+            2 * layout.num_keys * num_heads * head_dim,
+        )
+    return out
 
 
 def add_and_norm(x: Tensor, update: Tensor, norm: nn.RMSNorm) -> tuple[Tensor, Tensor]:

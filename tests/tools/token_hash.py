@@ -1,10 +1,11 @@
 """One hash over the answers of 72 settings: what a change of the house must leave as it is.
 
-Run: python tests/tools/token_hash.py, before and after
+Run: python tests/tools/token_hash.py [torch | numba], before and after
 """
 
 import hashlib
 import json
+import sys
 from itertools import product
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
@@ -28,7 +29,7 @@ def answers(block_size: int, tokens: int, scarce: bool, mode: str, cached: bool)
     llm = LLM(
         device="cpu",
         dtype="float32",
-        attention_backend="torch",
+        attention_backend=sys.argv[1] if len(sys.argv) > 1 else "torch",
         block_size=block_size,
         max_num_batched_tokens=tokens,
         max_num_seqs=min(tokens, 12),

@@ -1,31 +1,29 @@
-"""Attention in compiled Python: attention.py for a CPU, as plain loops over numbers.
+"""The kernels in compiled Python: what Triton's do on a GPU, as plain loops over numbers.
 
-numba compiles the kernels for the processor that there is. With NUMBA_DISABLE_JIT=1, Python runs
-them as they stand: slowly, but a print or a debugger shows each number. As in triton_attention.py,
-a program goes through the context of one sequence in tiles of keys, to which the block table leads,
-and its softmax is online. Nothing is gathered.
+numba compiles them for the processor that there is. With NUMBA_DISABLE_JIT=1, Python runs them as
+they stand: slowly, but a print or a debugger shows each number. As in triton_attention.py, a
+program of the attention goes through the context of one sequence in tiles of keys, to which the
+block table leads, and its softmax is online. Nothing is gathered.
 
 What is a grid on a GPU is a range of programs here, from `begin` to `end`: each of a few threads
-gets one, see `run`. A program's sums do not depend on what is beside it.
+gets one, see numba_ops.run. A program's sums do not depend on what is beside it. They are in
+float32; a 16-bit result is rounded once, at the end.
+
+All that is compiled is in this file, because numba notices changes of the file of a kernel only.
 """
 
-import os
+import logging
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from itertools import pairwise
 
 import numpy as np
-import torch
 from numba import njit, types
+from numba.core.caching import FunctionCache
 from numba.extending import overload
-from torch import Tensor
 
-from nanovllm.layers import torch_attention
-from nanovllm.layers.batch import Batch
+logger = logging.getLogger(__name__)
 
 KEYS = 16  # of a tile
-SMALL = 2**22  # multiplications: with fewer, a second thread is not worth its start
 ZERO = np.float32(0)
 ONE = np.float32(1)
 MINUS_INFINITY = np.float32(-np.inf)
@@ -37,12 +35,37 @@ FAST_MATH = {"reassoc", "contract", "nsz", "arcp"}
 inlined = njit(inline="always")
 
 
+class Cache(FunctionCache):
+    """Keeps a compiled kernel on disk. A broken file is as good as none, and so is a full disk."""
+
+    def load_overload(self, *args):
+        try:
+            return super().load_overload(*args)
+        except Exception as error:  # whatever reading a broken file may raise
+            logger.warning("%s: a broken file, compiling again: %r", self.cache_path, error)
+            self._write(self.flush)
+            return None
+
+    def save_overload(self, *args):
+        self._write(super().save_overload, *args)
+
+    def _write(self, function: Callable, *args) -> None:
+        try:
+            function(*args)
+        except OSError as error:
+            logger.warning("%s: compiled kernels cannot be kept: %s", self.cache_path, error)
+
+
 def kernel(function: Callable) -> Callable:
     """Compiled where it is first called with arrays of these types, and kept on disk."""
-    try:
-        return njit(nogil=True, fastmath=FAST_MATH, cache=True)(function)
-    except RuntimeError:  # there is no folder that can be written to
-        return njit(nogil=True, fastmath=FAST_MATH)(function)
+    # a division by zero is infinite, as in PyTorch; a check of each would prevent vectorizing
+    compiled = njit(nogil=True, fastmath=FAST_MATH, error_model="numpy")(function)
+    if compiled is not function:  # otherwise NUMBA_DISABLE_JIT is set
+        try:
+            compiled._cache = Cache(function)  # type: ignore[attr-defined]
+        except RuntimeError:  # there is no folder that can be written to
+            logger.warning("compiled kernels cannot be kept: set NUMBA_CACHE_DIR to a folder")
+    return compiled
 
 
 # --- numbers ---
@@ -62,31 +85,65 @@ def to_bfloat16(x):
     return np.uint16((bits + np.uint32(0x7FFF) + is_odd) >> np.uint32(16))
 
 
+@inlined
+def of_float16(bits):
+    """A float16 has 5 bits of exponent and 10 of fraction, a float32 has 8 and 23."""
+    shifted = np.uint32(np.uint32(np.uint16(bits) & np.uint16(0x7FFF)) << np.uint32(13))
+    # exponents count from another begin
+    number = np.uint32(shifted).view(np.float32) * np.float32(2.0**112)
+    special = np.uint32(shifted | np.uint32(0x7F800000)).view(np.float32)  # infinite or NaN
+    number = special if shifted >= np.uint32(0x7C00 << 13) else number
+    return -number if bits < 0 else number
+
+
+@inlined
+def to_float16(x):
+    """Rounds to the nearest one, or of two to the even one."""
+    size = abs(np.float32(x))
+    bits = np.float32(size).view(np.uint32)
+    is_odd = (bits >> np.uint32(13)) & np.uint32(1)
+    normal = (bits - np.uint32(112 << 23) + np.uint32(0xFFF) + is_odd) >> np.uint32(13)
+    # below 2**-14, its fraction is that of 0.5 + size
+    tiny = np.float32(size + np.float32(0.5)).view(np.uint32) - np.uint32(126 << 23)
+    result = min(normal, np.uint32(0x7C00)) if size >= np.float32(2.0**-14) else tiny
+    result = result if size == size else np.uint32(0x7E00)  # NaN
+    sign = (np.float32(x).view(np.uint32) >> np.uint32(16)) & np.uint32(0x8000)
+    return np.uint16(result | sign).view(np.int16)
+
+
 def as_float32(x):
-    """The number: a uint16 has the bits of a bfloat16."""
-    return of_bfloat16(x) if isinstance(x, np.uint16) else x
+    """The number: a uint16 has the bits of a bfloat16, an int16 those of a float16."""
+    if isinstance(x, np.uint16):
+        return of_bfloat16(x)
+    return of_float16(x) if isinstance(x, np.int16) else x
 
 
 @overload(as_float32)
 def _(x):
-    return (lambda x: of_bfloat16(x)) if x == types.uint16 else (lambda x: x)
+    if x == types.uint16:
+        return lambda x: of_bfloat16(x)
+    return (lambda x: of_float16(x)) if x == types.int16 else (lambda x: x)
 
 
 def rounded(x, like):
     """The float32 as a number of the same type as the other one."""
-    return to_bfloat16(x) if isinstance(like, np.uint16) else x
+    if isinstance(like, np.uint16):
+        return to_bfloat16(x)
+    return to_float16(x) if isinstance(like, np.int16) else x
 
 
 @overload(rounded)
 def _(x, like):
-    return (lambda x, like: to_bfloat16(x)) if like == types.uint16 else (lambda x, like: x)
+    if like == types.uint16:
+        return lambda x, like: to_bfloat16(x)
+    return (lambda x, like: to_float16(x)) if like == types.int16 else (lambda x, like: x)
 
 
 @inlined
 def exp(x):
-    """e to the power of x, to 4e-6 of it; 1e-38 if that is less. Unlike np.exp, it is vectorized:
+    """e to the power of x, to 4e-6 of it, but from 1e-38 to 1e38. Unlike np.exp, it is vectorized:
     2 to the power of an integer is an exponent, and that of the rest a polynomial."""
-    power = max(x * LOG2_E, np.float32(-126))
+    power = min(max(x * LOG2_E, np.float32(-126)), np.float32(126))
     whole = np.floor(power + np.float32(0.5))
     rest = (power - whole) * LN_2
     result = np.float32(1 / 5040)
@@ -211,74 +268,60 @@ def decode_kernel(HEAD_DIM: int, GROUP: int) -> Callable:
     return decode
 
 
-# --- launching them ---
+@kernel
+def add_and_norm_kernel(out, x, update, weight, eps, begin, end):
+    """Program t: x[t] += update[t], then its RMSNorm."""
+    size = x.shape[1]
+    for t in range(begin, end):
+        squares = ZERO
+        for i in range(size):
+            x[t, i] = rounded(as_float32(x[t, i]) + as_float32(update[t, i]), x[t, i])
+            number = as_float32(x[t, i])
+            squares += number * number
+        scale = ONE / np.sqrt(squares / np.float32(size) + eps)
+        for i in range(size):
+            normed = as_float32(x[t, i]) * scale * as_float32(weight[i])
+            out[t, i] = rounded(normed, x[t, i])
 
 
-class Layout(torch_attention.Layout):
-    """Decodes need no more than these arrays. PyTorch computes prompts, and chunks of them: for
-    many queries, its products of matrices are faster than these loops."""
-
-    def __init__(self, batch: Batch):
-        self.starts = batch.cu_seqlens_q.tolist()
-        self.contexts = batch.context_lens.tolist()
-        chunks = range(batch.num_decodes, len(self.contexts))
-        self.parts = [self.chunk(batch, b) for b in chunks]
-        self.arrays = (*map(array, (batch.context_lens, batch.cu_blocks, batch.block_tables)),)
-        self.num_keys = sum(self.contexts[: batch.num_decodes])
-
-
-layout = Layout
-
-
-def array(tensor: Tensor) -> np.ndarray:
-    """The same memory. numba knows no bfloat16: its bits are a uint16."""
-    tensor = tensor.detach().contiguous()
-    return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
-
-
-@cache
-def pool(process: int) -> ThreadPoolExecutor:
-    """Threads of this process: a fork takes none along."""
-    return ThreadPoolExecutor(os.cpu_count(), "kernels")
-
-
-def run(kernel: Callable, arguments: tuple, num_programs: int, work: int) -> None:
-    """Runs all programs of a kernel, on as many threads as PyTorch uses if there is enough work."""
-    num_threads = min(torch.get_num_threads(), num_programs) if work >= SMALL else 1
-    if num_threads <= 1:
-        kernel(*arguments, 0, num_programs)
-        return
-    ends = [num_programs * i // num_threads for i in range(num_threads + 1)]
-    (begin, end), *others = pairwise(ends)
-    threads = pool(os.getpid())
-    running = [threads.submit(kernel, *arguments, *part) for part in others]
-    kernel(*arguments, begin, end)
-    for one in running:
-        one.result()
+@kernel
+def norm_and_rotate_kernel(q, k, v, qkv, q_weight, k_weight, cos_sin, eps, has_norm, begin, end):
+    """Program t: the heads of token t. Each number in the first half of a head is rotated with one
+    in the second."""
+    num_heads = q.shape[1]
+    num_kv_heads, head_dim = k.shape[1:]
+    half = head_dim // 2
+    numbers = np.empty(head_dim, np.float32)
+    for t in range(begin, end):
+        for head in range(num_heads + num_kv_heads):
+            squares = ZERO
+            for i in range(head_dim):
+                numbers[i] = as_float32(qkv[t, head, i])
+                squares += numbers[i] * numbers[i]
+            if has_norm:
+                scale = ONE / np.sqrt(squares / np.float32(head_dim) + eps)
+                weight = q_weight if head < num_heads else k_weight
+                for i in range(head_dim):
+                    numbers[i] *= scale * as_float32(weight[i])
+            rotated = q[t, head] if head < num_heads else k[t, head - num_heads]
+            for i in range(half):
+                cos = cos_sin[t, i]
+                sin = cos_sin[t, half + i]
+                first = numbers[i] * cos - numbers[half + i] * sin
+                second = numbers[half + i] * cos + numbers[i] * sin
+                rotated[i] = rounded(first, rotated[i])
+                rotated[half + i] = rounded(second, rotated[i])
+        for head in range(num_kv_heads):
+            for i in range(head_dim):
+                v[t, head, i] = qkv[t, num_heads + num_kv_heads + head, i]
 
 
-def store_kv(k: Tensor, v: Tensor, batch: Batch, layer: int) -> None:
-    keys, values = map(array, batch.kv_cache.layers[layer])
-    run(store_kv_kernel, (keys, values, array(k), array(v), batch.slot_mapping.numpy()), len(k), 0)
-
-
-def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float) -> Tensor:
-    """Computes attention.paged_attention. Decodes come first in a batch."""
-    layout = batch.layout
-    assert isinstance(layout, Layout), "batch.layout must be a Layout of this batch"
-    out = torch_attention.paged_attention(q, batch, layer, scale)  # its rows of decodes are empty
-    num_decodes = batch.num_decodes
-    _, num_heads, head_dim = q.shape
-    num_kv_heads = batch.kv_cache.num_kv_heads
-    if num_decodes:
-        # the KV heads of a sequence lie side by side: apart only if threads would have no work
-        heads = num_kv_heads if num_decodes >= torch.get_num_threads() else 1
-        rows = (array(out[:num_decodes]), array(q[:num_decodes]))
-        cache = map(array, batch.kv_cache.layers[layer])
-        run(
-            decode_kernel(head_dim, num_heads // num_kv_heads),
-            (*rows, *cache, *layout.arrays, np.float32(scale), heads),
-            num_decodes * num_kv_heads // heads,
-            2 * layout.num_keys * num_heads * head_dim,
-        )
-    return out
+@kernel
+def silu_and_mul_kernel(out, x, begin, end):
+    """Program t: row t."""
+    size = out.shape[1]
+    for t in range(begin, end):
+        for i in range(size):
+            gate = as_float32(x[t, i])
+            up = as_float32(x[t, size + i])
+            out[t, i] = rounded(gate / (ONE + exp(-gate)) * up, x[t, i])
