@@ -166,7 +166,7 @@ def load_model(
         raise ValueError(f"{path} does not match its config.json: {what}")
     for module in model.modules():
         if isinstance(module, Linear):
-            module.prepare_for_cpu(is_tied=module.weight is model.model.embed_tokens.weight)
+            module.prepare_for_cpu()
     return model.eval()
 
 

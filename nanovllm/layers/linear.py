@@ -31,26 +31,23 @@ class Linear(nn.Module):
             return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         return F.linear(x, self.weight, self.bias)
 
-    def prepare_for_cpu(self, is_tied: bool) -> None:
+    def prepare_for_cpu(self) -> None:
         """Lets oneDNN compute the product where it is faster. Call it once the weight is loaded.
 
         The dtype and the instruction set decide, not a measurement: the same model must always
-        round in the same way. The weight goes into oneDNN's layout, unless it `is_tied` and
-        float32: a plain one will do then. In bfloat16 it would take up to 4 times as long, so a
-        tied head becomes a second, packed tensor.
+        round in the same way. The weight goes into oneDNN's layout, and a head that is tied to the
+        embedding becomes a second tensor. With a plain weight, oneDNN sums up a single row in
+        another order than several, and is up to 4 times as slow in bfloat16.
         """
-        weight = self.weight
-        if weight.device.type != "cpu" or not onednn_is_faster(weight.dtype):
+        if self.weight.device.type != "cpu" or not onednn_is_faster(self.weight.dtype):
             return
         try:
-            if not is_tied or weight.dtype != torch.float32:
-                weight = torch.ops.mkldnn._reorder_linear_weight(weight)
+            weight = torch.ops.mkldnn._reorder_linear_weight(self.weight)
             torch.ops.mkldnn._linear_pointwise(self.weight[:1], weight, None, "none", [], "")
         except (AttributeError, RuntimeError):
             return  # not in this PyTorch, or not on this CPU
         self.by_onednn = True
-        if weight.is_mkldnn:
-            self.weight = nn.Parameter(weight, requires_grad=False)
+        self.weight = nn.Parameter(weight, requires_grad=False)
 
 
 def onednn_is_faster(dtype: torch.dtype) -> bool:

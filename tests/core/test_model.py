@@ -159,31 +159,32 @@ def test_the_default_dtype_of_the_process_changes_no_token(default, tmp_path):
     assert answers[0] == answers[1]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_tied_head_is_the_embedding_unless_it_is_prepacked(tied, tmp_path):
+def test_a_tied_head_is_the_embedding_unless_it_is_prepacked(tied, dtype, tmp_path):
     """A prepacked weight cannot be looked up in, so there the embedding stays as it is and the head is a second tensor."""
     save(new_model(tie_word_embeddings=tied), tmp_path)
-    model, _ = load(tmp_path)
-    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
-    model, _ = load(tmp_path, torch.bfloat16)
+    model, _ = load(tmp_path, dtype)
     assert not model.model.embed_tokens.weight.is_mkldnn
     one = tied and not model.lm_head.weight.is_mkldnn
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == one
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family, tied", [("qwen2", True), ("qwen3", False)])
-def test_prepacked_weights_give_the_same_logits(family, tied, tmp_path, monkeypatch):
+def test_prepacked_weights_give_the_same_logits(family, tied, dtype, tmp_path, monkeypatch):
     """Also with a bias, for a tied head beside its embedding, and where PyTorch cannot prepack."""
     save(new_model(family, tie_word_embeddings=tied), tmp_path)
-    model, config = load(tmp_path, torch.bfloat16)
+    model, config = load(tmp_path, dtype)
     if not model.lm_head.weight.is_mkldnn:
         pytest.skip("this PyTorch cannot prepack on this CPU")
     assert not model.model.embed_tokens.weight.is_mkldnn
     monkeypatch.setattr("nanovllm.layers.linear.onednn_is_faster", lambda dtype: False)
-    plain, _ = load(tmp_path, torch.bfloat16)
+    plain, _ = load(tmp_path, dtype)
     assert not plain.lm_head.weight.is_mkldnn
     actual, expected = (logits_of(m, config, list(range(40)), [40]) for m in (model, plain))
-    torch.testing.assert_close(actual, expected, atol=0.3, rtol=0.1)
+    tolerance = dict(atol=1e-4, rtol=1e-4) if dtype == torch.float32 else dict(atol=0.3, rtol=0.1)
+    torch.testing.assert_close(actual, expected, **tolerance)
 
 
 def test_sharded_checkpoint(tmp_path):

@@ -119,6 +119,8 @@ def test_add_and_norm(size, dtype):
     in_place = x.clone()
     total, normed = numba_ops.add_and_norm(in_place, update, layer)
     assert total is in_place and torch.equal(total, x + update)
+    alone = numba_ops.add_and_norm(x[3:4].clone(), update[3:4], layer)[1]
+    assert torch.equal(normed[3:4], alone)  # to the last bit, whatever is beside it
     assert_close(normed, torch_ops.add_and_norm(x.clone(), update, layer)[1])
 
 
@@ -133,8 +135,10 @@ def test_norm_and_rotate(has_norm, dtype):
     qkv = torch.randn(7, 10, head_dim).to(dtype)
     expected = torch_ops.norm_and_rotate(qkv.clone(), *norms, cos_sin, sizes)
     actual = numba_ops.norm_and_rotate(qkv.clone(), *norms, cos_sin, sizes)
-    for part, reference in zip(actual, expected):
+    alone = numba_ops.norm_and_rotate(qkv[3:4].clone(), *norms, cos_sin[3:4], sizes)
+    for part, reference, one in zip(actual, expected, alone):
         assert_close(part, reference)
+        assert torch.equal(part[3:4], one)
     assert torch.equal(actual[2], qkv[:, 8:])
 
 
@@ -142,7 +146,9 @@ def test_norm_and_rotate(has_norm, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_silu_and_mul(dtype):
     x = (8 * torch.randn(5, 2 * 1030)).to(dtype)
-    assert_close(numba_ops.silu_and_mul(x), torch_ops.silu_and_mul(x))
+    out = numba_ops.silu_and_mul(x)
+    assert_close(out, torch_ops.silu_and_mul(x))
+    assert torch.equal(out[3:4], numba_ops.silu_and_mul(x[3:4]))
     extreme = torch.tensor([[-6e4, -100.0, 0.0, 100.0, 1.0, 1.0, 1.0, 1.0]]).to(dtype)
     assert_close(numba_ops.silu_and_mul(extreme), torch_ops.silu_and_mul(extreme))
 
