@@ -56,3 +56,4 @@ def needs_the_interpreter(number: str) -> None:
         if problem:
             pytest.skip(problem)
         pytest.importorskip("triton", reason="Triton is there for Linux")
+        pytest.importorskip("numba", reason="numba is the extra `cpu`")

@@ -6,6 +6,7 @@ Linux only. Without a GPU the kernels run in Triton's interpreter, where you may
 import math
 import os
 
+import numpy as np
 import torch
 
 if not torch.cuda.is_available():
@@ -27,12 +28,17 @@ def programs(chunks: list[tuple[int, int]]) -> list[tuple[int, int, int] | None]
 
 # --- 10.2 ---
 
-Part = tuple[float, float, list[float]]  # the largest score, the sum of weights, that of values
-EMPTY: Part = (-math.inf, 0.0, [0.0, 0.0])
 
-
-def join(one: Part, other: Part) -> Part:
-    """What both parts together would keep. The weight of a key is 2 ** (its score - maximum)."""
+def add_block(
+    query: np.ndarray,  # [dim], float32, as the others
+    keys: np.ndarray,  # [block_size, dim]
+    values: np.ndarray,
+    num_keys: int,  # so many of the first rows belong to the sequence
+    sums: np.ndarray,  # [2]: the maximum so far, and the total of the weights; -inf and 0 at first
+    result: np.ndarray,  # [dim]: the weighted sum of the values so far
+) -> None:
+    """Adds the keys of one block to `sums` and `result`, in place. The weight of a key is
+    2 ** (its score - maximum)."""
     raise NotImplementedError
 
 

@@ -1,16 +1,18 @@
-"""Checks of chapter 10: what each program computes, parts that are joined, a window."""
+"""Checks of chapter 10: what each program computes, a block of keys, a window."""
 
 import math
 import os
-import random
 import warnings
 from contextlib import nullcontext
 from functools import cache
+from importlib.util import find_spec
+from timeit import repeat
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from tutorials.exercises.checks.expect import expect
+from tutorials.exercises.checks.expect import Wrong, expect
 
 IS_PLAYED = not torch.cuda.is_available()
 if IS_PLAYED:
@@ -62,56 +64,81 @@ def as_the_kernel_does(*chunks: tuple[int, int]) -> list[tuple[int, int, int] | 
 
 # --- 10.2 ---
 
-EMPTY = (-math.inf, 0.0, [0.0, 0.0])
-Part = tuple[float, float, list[float]]
+
+def rows(rng: np.random.Generator, count: int, dim: int) -> np.ndarray:
+    return rng.standard_normal((count, dim), dtype=np.float32)
 
 
-def part_of(scores: list[float], values: list[list[float]]) -> Part:
-    if not scores:
-        return EMPTY
-    maximum = max(scores)
-    weights = [2.0 ** (score - maximum) for score in scores]
-    sums = [math.fsum(w * v[i] for w, v in zip(weights, values)) for i in range(2)]
-    return maximum, math.fsum(weights), sums
+def as_softmax(query: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
+    scores = keys.astype(np.float64) @ query
+    weights = 2.0 ** (scores - scores.max())
+    return weights @ values / weights.sum()
 
 
 def check_2(answers) -> None:
-    rng = random.Random(10)
-    cases = {"two empty parts": (0, 0, 1.0), "nothing and 3 keys": (0, 3, 1.0)}
-    cases |= {"3 keys and nothing": (3, 0, 1.0), "2 and 5 keys": (2, 5, 5.0)}
-    cases |= {"scores around 10,000": (3, 3, 1.0), "scores from -10,000 to 10,000": (4, 4, 1e4)}
-    for name, (count, others, spread) in cases.items():
-        shift = 1e4 if "around" in name else 0.0
-        scores = [shift + spread * rng.uniform(-1, 1) for _ in range(count + others)]
-        values = [[rng.uniform(-1, 1), rng.uniform(-1, 1)] for _ in scores]
-        one = part_of(scores[:count], values[:count])
-        other = part_of(scores[count:], values[count:])
-        right = part_of(scores, values)
-        for said in (answers.join(one, other), answers.join(other, one)):
-            expect_same(name, said, right)
-    low = part_of([-10_000.0], [[1.0, 1.0]])
-    expect_same("scores of -10,000", answers.join(low, low), (-10_000.0, 2.0, [2.0, 2.0]))
-    parts = [part_of([rng.gauss(0, 9)], [[1.0, rng.random()]]) for _ in range(20)]
-    parts[::3] = [EMPTY] * 7
-    joined = EMPTY
-    for part in parts:
-        joined = answers.join(joined, part)
-    least = math.log2(joined[1]) + joined[0] if joined[1] > 0 else -math.inf
-    most = max(part[0] for part in parts)
-    expect(most <= least < most + 4, f"20 parts, 7 of them empty: the total is {joined[1]}")
-
-
-def expect_same(name: str, said: Part, right: Part) -> None:
-    for what, number, wanted in zip(
-        ("maximum", "total", "result"),
-        (said[0], said[1], *said[2]),
-        (right[0], right[1], *right[2]),
+    rng = np.random.default_rng(10)
+    for what, counts, size in (
+        ("one key", [1], 1.0),
+        ("a block of 4 keys", [4], 1.0),
+        ("blocks of 4, 4 and 2 keys", [4, 4, 2], 1.0),
+        ("a block without keys, then one of 3", [0, 3], 1.0),
+        ("a block of 3 keys, then one without", [3, 0], 1.0),
+        ("scores up to 10,000", [4, 4], 3e3),
     ):
-        close = number == wanted or abs(number - wanted) <= 1e-6 * max(1e-3, abs(wanted))
-        expect(close, f"{name}: the {what} should be {wanted:g}, and is {number:g}")
-    results = zip(said[2], right[2])
-    text = f"{name}: the result should be {right[2]}, and is {said[2]}"
-    expect(all(abs(a - b) <= 1e-6 for a, b in results), text)
+        query = rows(rng, 1, 8)[0] * np.float32(size)
+        keys = rows(rng, 4 * len(counts), 8).reshape(-1, 4, 8)
+        values = rows(rng, 4 * len(counts), 8).reshape(-1, 4, 8)
+        is_real = np.arange(4) < np.array(counts)[:, None]
+        right = as_softmax(query, keys[is_real], values[is_real])
+        keys[~is_real] = values[~is_real] = np.nan
+        sums, result = np.array([-np.inf, 0], np.float32), np.zeros(8, np.float32)
+        for block, count in enumerate(counts):
+            answers.add_block(query, keys[block], values[block], count, sums, result)
+            text = f"{what}: the sums are {sums.tolist()} after block {block}, with a NaN"
+            expect(not np.isnan(sums).any(), text)
+        highest = max(keys[is_real].astype(np.float64) @ query)
+        text = f"{what}: the maximum is {sums[0]:.4g}, and should be {highest:.4g}"
+        expect(abs(sums[0] - highest) <= 1e-4 * max(1, abs(highest)), text)
+        difference = np.abs(result / sums[1] - right).max()
+        text = f"{what}: result / total is wrong by {difference:.2g}"
+        expect(difference < 1e-3, text)
+    in_loops(answers.add_block)
+
+
+def in_loops(add_block) -> None:
+    """Compiles it, and prints its time for a long sequence beside that of PyTorch's gather."""
+    expect(find_spec("numba"), "numba is not installed: it is the extra `cpu`")
+    from numba import njit
+
+    compiled = njit(fastmath={"reassoc", "contract"})(add_block)
+
+    @njit
+    def attend(query, keys, values, table, sums, result):
+        for block in table:
+            compiled(query, keys[block], values[block], 16, sums, result)
+
+    rng = np.random.default_rng(11)
+    keys, values = rows(rng, 8000, 128).reshape(2, 250, 16, 128)
+    query, table = rows(rng, 1, 128)[0] / 8, rng.permutation(250)
+
+    def yours() -> np.ndarray:
+        sums, result = np.array([-np.inf, 0], np.float32), np.zeros(128, np.float32)
+        attend(query, keys, values, table, sums, result)
+        return result / sums[1]
+
+    def gathered() -> Tensor:
+        k, v = (torch.from_numpy(part)[table].flatten(0, 1) for part in (keys, values))
+        return torch.softmax(k @ torch.from_numpy(query) * math.log(2), 0) @ v
+
+    try:
+        difference = np.abs(yours() - gathered().numpy()).max()
+    except Exception as error:
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        what = f"{type(error).__name__}: {' '.join(lines[:2])}"
+        raise Wrong(f"numba cannot compile it: {what}") from error
+    expect(difference < 1e-3, f"compiled, it is wrong by {difference:.2g} after 250 blocks")
+    times = [1e3 * min(repeat(call, number=1, repeat=20)) for call in (yours, gathered)]
+    print("4,000 keys: yours {:.2f} ms, PyTorch with a gather {:.2f} ms".format(*times))
 
 
 # --- 10.3 ---
