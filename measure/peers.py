@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +12,13 @@ from tutorials.performance.engines import Answer, Job, Loop, Nanovllm
 from tutorials.performance.workloads import Request
 
 # Nothing else up here: a worker imports this file in the environment of any engine.
+
+
+class NanovllmTorch(Nanovllm):
+    """Ours in plain PyTorch: what runs on a CPU where the extra `cpu` is missing."""
+
+    def __init__(self, job: Job):
+        super().__init__(replace(job, options=job.options | {"attention_backend": "torch"}))
 
 
 class Transformers:
@@ -180,6 +188,7 @@ class NanovllmOriginal:
 
 ENGINES = {
     "nanovllm": Nanovllm,
+    "nanovllm-torch": NanovllmTorch,
     "hf": Transformers,
     "hf-cb": TransformersContinuous,
     "vllm": Vllm,

@@ -39,7 +39,8 @@ MARK = re.compile(
     re.DOTALL,
 )
 ENGINES = {
-    "nanovllm": "nanovllm",
+    "nanovllm-torch": "nanovllm as installed above",
+    "nanovllm": "nanovllm with the extra `cpu`",
     "vllm": "vLLM {}",
     "nanovllm-original": "nano-vllm {}",
     "hf": "transformers {}, `generate` on one padded batch",

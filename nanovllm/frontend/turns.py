@@ -1,9 +1,13 @@
 """Turns: threads that share an engine use it one after the other."""
 
+import atexit
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from weakref import WeakSet
+
+LONGEST_STEP = 10.0  # seconds
 
 
 class Turns:
@@ -12,6 +16,7 @@ class Turns:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.waiting: dict[int, bool] = {}  # threads, by their numbers
+        in_use.add(self)
 
     @contextmanager
     def take(self) -> Iterator[None]:
@@ -25,3 +30,14 @@ class Turns:
                 yield
         finally:
             self.waiting.pop(me, None)  # a Ctrl-C came while it waited
+
+
+in_use: WeakSet[Turns] = WeakSet()
+
+
+@atexit.register
+def end_with_the_program() -> None:
+    """Waits for a step that still runs in a daemon thread, and lets none begin: PyTorch aborts the
+    process if Python ends while a thread is inside it."""
+    for turns in [*in_use]:
+        turns.lock.acquire(timeout=LONGEST_STEP)

@@ -5,6 +5,8 @@ Run: pytest tests/core/test_close.py --slow
 
 import gc
 import os
+import subprocess
+import sys
 import threading
 import weakref
 
@@ -86,6 +88,24 @@ def test_a_thread_that_generates_meanwhile_hears_of_it():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("backend", ["torch", pytest.param("numba", marks=pytest.mark.slow)])
+def test_python_may_end_while_a_thread_generates(backend):
+    """Without an abort of the process, and without waiting for the whole answer."""
+    if backend == "numba":
+        pytest.importorskip("numba")
+    code = f"""
+import threading, time
+from nanovllm import LLM, SamplingParams
+llm = LLM(attention_backend={backend!r}, num_blocks=2000)
+params = SamplingParams(max_tokens=2000, ignore_eos=True)
+threading.Thread(target=llm.generate, args=([[1] * 50] * 8, params, False), daemon=True).start()
+while llm.stats()["output_tokens"] < 20:
+    time.sleep(0.01)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_closing_ends_the_ranks():
     before = {*children_of(os.getpid())}
     num_threads = torch.get_num_threads()
