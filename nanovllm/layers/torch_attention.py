@@ -15,8 +15,10 @@ from torch import Tensor
 
 from nanovllm.layers.batch import Batch
 
-# per group, so that the copy is still in the processor's caches when it is read
-GATHERED_BYTES = 4 * 2**20
+GATHERED_BYTES = {  # per group
+    "cpu": 4 * 2**20,  # the copy is still in the processor's caches when it is read
+    "cuda": 256 * 2**20,  # a call costs more than that
+}
 
 
 class Part(NamedTuple):
@@ -67,7 +69,8 @@ class Layout:
             elif end > start:
                 chunks.append(b)
         token_bytes = batch.kv_cache.tensor[:, 0, 0, 0].nbytes  # key and value in one layer
-        groups = self.groups(decodes, self.contexts, GATHERED_BYTES // token_bytes)
+        self.max_bytes = GATHERED_BYTES[batch.slot_mapping.device.type]
+        groups = self.groups(decodes, self.contexts, self.max_bytes // token_bytes)
         self.parts = [self.group(batch, seqs) for seqs in groups]
         self.parts += [self.chunk(batch, b) for b in chunks]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nanovllm.layers import torch_attention, torch_ops
 from nanovllm.layers.batch import Batch
-from nanovllm.layers.torch_attention import GATHERED_BYTES, group_by_context
+from nanovllm.layers.torch_attention import group_by_context
 from nanovllm.vattention.cache import NO_ROW, VirtualCache
 
 Groups = list[list[int]]  # of sequences
@@ -60,7 +60,7 @@ class Layout(torch_attention.Layout):
                 others.append(b)
             else:
                 seen[self.rows[b]] = b
-        num_keys = max_keys * CALL_BYTES // GATHERED_BYTES
+        num_keys = max_keys * CALL_BYTES // self.max_bytes
         gathered = group_by_context(others, contexts, max_keys)
         return neighbors(seen, contexts, num_keys) + gathered
 

@@ -9,7 +9,7 @@ from dense_attention import dense_attention
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanovllm.layers import attention
+from nanovllm.layers import attention, torch_attention
 from nanovllm.layers.torch_attention import Layout, group_by_context
 from nanovllm.layers.torch_ops import layout, paged_attention, store_kv
 from tutorials.performance.batches import BORDERS, random_batch
@@ -60,6 +60,16 @@ def test_a_long_context_beside_short_ones_is_a_group_of_its_own():
     batch, _ = random_batch(sequences, 2, 16, num_blocks=400)
     assert sorted(part.places[:, 0].numel() for part in Layout(batch).parts) == [15 * 50, 2000]
     check([(1, 900), (1, 3), (4, 9), (1, 70), (1, 16), (1, 17)], 4, 2, 16, num_blocks=140)
+
+
+def test_groups_on_a_gpu_are_large(monkeypatch):
+    """There, a call costs more than a copy that is in no cache."""
+    batch, _ = random_batch([(1, 130)] * 64, 8, 32, block_size=16, num_blocks=800)
+    counts = {}
+    for device, max_bytes in [*torch_attention.GATHERED_BYTES.items()]:
+        monkeypatch.setitem(torch_attention.GATHERED_BYTES, "cpu", max_bytes)
+        counts[device] = len(Layout(batch).parts)
+    assert counts == {"cpu": 5, "cuda": 1}
 
 
 @given(st.lists(st.integers(1, 5000), max_size=60), st.sampled_from([1000, 10**6]))

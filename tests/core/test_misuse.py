@@ -212,6 +212,29 @@ def test_threads_take_turns(eager_threads):
     check_clean(llm)
 
 
+def test_outputs_are_read_while_another_thread_steps(eager_threads):
+    """A thread reads what `step` has returned, outside of a turn, beside one that generates."""
+    params = SamplingParams(seed=3, max_tokens=40, ignore_eos=True, stop=["zzzz"])
+    prompts = [[i + 1, 5] for i in range(10)]
+    expected = [answer(prompt, params) for prompt in prompts]
+    llm, found = new_llm(), {}
+
+    def reading():
+        ids = [llm.add_request(prompt, params) for prompt in prompts]
+        while not all(i in found and found[i].finished for i in ids):
+            for output in llm.step():
+                found[output.request_id] = output
+                assert len(output.outputs[0].token_ids) <= 40
+        assert [result(found[i]) for i in ids] == expected
+
+    def generating():
+        for _ in range(8):
+            llm.generate([[7, 8]] * 3, SamplingParams(max_tokens=30), use_tqdm=False)
+
+    in_threads(reading, generating)
+    check_clean(llm)
+
+
 def test_a_thread_in_line_is_served_soon():
     """A lock is not fair: a thread in a loop of steps was first each time, until the end."""
     llm, steps_of_others = new_llm(), []
