@@ -1,7 +1,7 @@
 """Ops: the functions of a backend, such as torch_ops, numba_ops, triton_ops and vattention.
 
-On a CPU it is torch_ops, on a GPU triton_ops: `choose_ops` says so when the model is built. The
-layers use nothing else that differs between them.
+On a CPU it is numba_ops, on a GPU triton_ops, and torch_ops where these are missing: `choose_ops`
+says so when the model is built. The layers use nothing else that differs between them.
 """
 
 from typing import Protocol

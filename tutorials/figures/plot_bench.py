@@ -19,6 +19,7 @@ from tutorials.figures.style import HERE, bare, box, new_figure, save, title, wr
 
 RESULTS = HERE.parent / "results"
 LABELS = {
+    "nanovllm-torch": "nanovllm,\nin PyTorch alone",
     "vllm": "vLLM {}",
     "hf": "transformers {},\none padded batch",
     "hf-cb": "transformers {},\ncontinuous batching",
@@ -114,9 +115,9 @@ def draw_engines() -> Figure:
     """Two models, one above the other."""
     reports = [
         json.loads((RESULTS / f"{name}.json").read_text())
-        for name in ("cpu_embedded", "cpu_qwen3_0.6b")
+        for name in ("cpu_embedded", "cpu_qwen3_0.6b_float32")
     ]
-    figure = new_figure(8.5, 4.6)
+    figure = new_figure(8.5, 5.4)
     sizes = [len(report["engines"]) for report in reports]
     for axes, report in zip(figure.subplots(len(reports), 1, height_ratios=sizes), reports):
         plot_engines(axes, report)

@@ -3,7 +3,7 @@ nanovllm.
 
     python -m tutorials.figures cpu_roofline
 
-Reads cpu_embedded and cpu_qwen3_0.6b in tutorials/results. A mark is all steps of one kind with 1,
+Reads cpu_embedded and cpu_qwen3_0.6b_float32 in tutorials/results. A mark is all steps of one kind with 1,
 2 to 3, 4 to 7, ... sequences. Needs matplotlib.
 """
 
@@ -17,7 +17,7 @@ from nanovllm.simulator.cost_model import Hardware
 from tutorials.figures.fills import BLUE, ORANGE
 from tutorials.figures.style import HERE, SMALL, TEXT, new_figure, title, write
 
-MODELS = {"cpu_embedded": "embedded model", "cpu_qwen3_0.6b": "shapes of Qwen3-0.6B"}
+MODELS = {"cpu_embedded": "embedded model", "cpu_qwen3_0.6b_float32": "shapes of Qwen3-0.6B"}
 MARKS = {"decode": ("o", BLUE), "prefill": ("s", ORANGE)}
 
 
