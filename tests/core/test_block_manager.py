@@ -332,8 +332,12 @@ class RandomUse(RuleBasedStateMachine):
     @rule(data=st.data())
     def swap_in(self, data):
         group = data.draw(st.lists(st.sampled_from(self.away), min_size=1, unique_by=id))
-        if sum(len(seq.host_table) for seq in group) > self.manager.num_free_blocks:
-            return  # sequences of different lengths may find a shared block, or need it from the host, or both
+        # each may find all its tokens in the prefix cache, more than it has on the host
+        if (
+            sum(self.manager.num_blocks_for(len(seq)) for seq in group)
+            > self.manager.num_free_blocks
+        ):
+            return
         for seq in group:
             num_tokens = seq.num_host_tokens
             self.manager.take_prefix(seq)
