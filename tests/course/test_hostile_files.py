@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from textwrap import indent
@@ -192,6 +193,21 @@ def test_ctrl_c_is_a_sentence_and_leaves_nothing(tmp_path):
     assert process.returncode == 1 and "Traceback" not in said
     assert not [*(tmp_path / "temporary").iterdir()]
     wait_until_none_runs(str(tmp_path / "temporary"))
+
+
+def test_ctrl_c_as_the_folder_is_made_leaves_none(tmp_path, monkeypatch):
+    def mkdir(path, mode):
+        make(path, mode)
+        raise KeyboardInterrupt
+
+    make = os.mkdir
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    (tmp_path / "one.py").write_text("")
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    with pytest.raises(KeyboardInterrupt):
+        grader.Grader(TASK, [0]).grade(tmp_path / "one.py")
+    assert not [*(tmp_path / "temporary").iterdir()]
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,14 @@
 A student's file runs in processes of its own (`process.py`, `player.py`). What it decides is carried
 out and measured here and in `referee.py`."""
 
+import secrets
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import gettempdir
 from typing import Any
 
 from nanovllm.schedule import ScheduleError
@@ -70,10 +72,14 @@ class Grader:
         except Unreadable as error:
             self._add(report, "your file", 0, self.task.points, str(error))
             return report
-        with TemporaryDirectory(ignore_cleanup_errors=True) as name:
-            folder = Path(name)
+        # named before it is made: a Ctrl-C may come between the two
+        folder = Path(gettempdir(), f"grader-{secrets.token_hex(8)}")
+        try:
+            folder.mkdir(mode=0o700)
             furnish(folder)
             self._grade(report, Submission(source, path.name, folder, deadline, self.limit))
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
         return report
 
     def _grade(self, report: Report, submission: Submission) -> None:
