@@ -4,6 +4,8 @@ They are scheduled and preempted together. Before they fork, only the first one 
 token that all of them share.
 """
 
+from os.path import commonprefix
+
 from nanovllm.block_manager import BlockManager
 from nanovllm.schedule import Item, Schedule
 from nanovllm.sequence import Request
@@ -12,16 +14,10 @@ from nanovllm.swapping.blocks import swap_in
 
 def share(request: Request, manager: BlockManager) -> None:
     """The request has been admitted: what its sequences share is computed once."""
-    request.num_shared_tokens = common_length([seq.token_ids for seq in request.unfinished])
+    token_ids = [seq.token_ids for seq in request.unfinished]
+    # of lists: for paths it is of no use
+    request.num_shared_tokens = len(commonprefix(token_ids))  # noqa: RUF071
     fork(request, manager)
-
-
-def common_length(sequences: list[list[int]]) -> int:
-    """Length of the prefix that all of them share. They must be equally long."""
-    for i, column in enumerate(zip(*sequences)):
-        if len(set(column)) > 1:
-            return i
-    return len(sequences[0])
 
 
 def fork(request: Request, manager: BlockManager) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.decoding.structured import Source, grammar_of
+from nanovllm.decoding.structured import grammar_of
 from nanovllm.options import refusal
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import Request, Sequence
@@ -16,25 +16,28 @@ from nanovllm.sequence import Request, Sequence
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from nanovllm.frontend.inputs import Inputs
+
 
 @dataclass
 class Words:
     """The `allowed_token_ids` of a request, and its `bad_words`. Bit i of a number is token i."""
 
-    allowed: int
-    bad: list[list[int]]  # tokens of each word
+    allowed: int  # without bad words of one token
+    bad: dict[int, list[list[int]]]  # tokens of the others, by the last but one of them
 
     def bits(self, seq: Sequence) -> int:
         """All that is allowed, but no token that ends a bad word."""
         bits = self.allowed
         output = seq.output_token_ids
-        for *before, last in self.bad:
-            if output[len(output) - len(before) :] == before:
+        words = self.bad.get(seq.token_ids[-1], ())
+        for *before, last in words:
+            if output[-len(before) :] == before:
                 bits &= ~(1 << last)
         return bits
 
 
-def add_masks(request: Request, source: Source) -> None:
+def add_masks(request: Request, source: Inputs) -> None:
     """Gives a request what it needs for its masks. Raises ValueError."""
     params = request.params
     if params.allowed_token_ids or params.bad_words:
@@ -50,27 +53,30 @@ def words_of(params: SamplingParams, tokenizer: Any, vocab_size: int) -> Words:
         allowed = 0
         for i in params.allowed_token_ids:
             allowed |= 1 << i
-    bad = []
+    bad: dict[int, list[list[int]]] = {}
     if params.bad_words and tokenizer is None:
         raise refusal("bad_words", params.bad_words, "the model has no tokenizer")
     for word in params.bad_words or ():
-        for text in {word, " " + word.lstrip(" ")}:
+        spaced = " " + word.lstrip(" ")
+        for text in {word, spaced}:
             token_ids = tokenizer.encode(text, add_special_tokens=False)
-            if token_ids:
-                bad.append(token_ids)
+            if len(token_ids) > 1:
+                bad.setdefault(token_ids[-2], []).append(token_ids)
+            elif token_ids:
+                allowed &= ~(1 << token_ids[0])
     return Words(allowed, bad)
 
 
 def mask_of(seq: Sequence, num_bytes: int) -> bytes:
     """A bit for each token. If nothing is left, the sequence may end."""
     request = seq.request
-    if request.words is None:
-        return request.grammar.matcher_of(seq).compute_bitmask()[:num_bytes]
-    bits = request.words.bits(seq)
+    bits = (1 << 8 * num_bytes) - 1
+    if request.words is not None:
+        bits &= request.words.bits(seq)
     if request.grammar is not None:
-        mask = request.grammar.matcher_of(seq).compute_bitmask()
+        matcher = request.grammar.matcher_of(seq)
+        mask = matcher.compute_bitmask()
         bits &= int.from_bytes(mask, "little")
-    bits &= (1 << 8 * num_bytes) - 1
     if not bits:
         bits = sum(1 << i for i in request.eos_token_ids)
     return bits.to_bytes(num_bytes, "little")

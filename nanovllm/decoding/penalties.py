@@ -77,9 +77,7 @@ def adjustments_of(seqs: list[Sequence]) -> Adjustments:
         penalties.append(
             (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
         )
-        counted = array("i")
-        if seq.request.has_penalty:
-            counted = counts_of(seq)
+        counted = counts_of(seq) if seq.request.has_penalty else array("i")
         num_tokens.append(len(counted) // 2)
         tokens.extend(counted)
     return Adjustments(

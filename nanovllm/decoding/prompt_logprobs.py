@@ -1,7 +1,7 @@
 """Log-probabilities of the tokens of prompts, each given those before it."""
 
-from collections.abc import Callable, Iterator
-from itertools import islice
+from collections.abc import Callable
+from itertools import chain, islice
 
 import torch
 from torch import Tensor
@@ -56,7 +56,10 @@ class PromptScores:
 
     def deliver(self) -> None:
         """Waits for the device. What a request has from an earlier attempt is replaced."""
-        likeliest = self._likeliest()
+        rows = chain.from_iterable(
+            zip(ids.tolist(), values.tolist())  # likeliest first
+            for values, ids in self.parts
+        )
         for item in self.scored:
             request = item.seq.request
             known = request.prompt_logprobs
@@ -64,12 +67,6 @@ class PromptScores:
             del known[num_known:]
             known += [None] * (num_known - len(known))
             num_entries = 1 + num_wanted(request)
-            for row in islice(likeliest, num_scored(item)):
-                entries = islice(row, num_entries)
+            for ids, values in islice(rows, num_scored(item)):
+                entries = islice(zip(ids, values), num_entries)
                 known.append(dict(entries))
-
-    def _likeliest(self) -> Iterator[Iterator[tuple[int, float]]]:
-        """The likeliest ids of each row, and their log-probabilities."""
-        for values, ids in self.parts:
-            for row in zip(ids.tolist(), values.tolist()):
-                yield zip(*row)

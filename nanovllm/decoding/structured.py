@@ -19,31 +19,40 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Texts
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from math import lcm
-from typing import Any, ClassVar, Protocol
+from math import inf, lcm
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from nanovllm.options import Options, Rule, listed, option, refusal, shown
+from nanovllm.options import Options, Rule, is_number, listed, option, refusal, shown
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import Sequence
+
+if TYPE_CHECKING:
+    from nanovllm.frontend.inputs import Inputs
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 NO_TEXT = "no text matches it"
 # what clients send must neither keep a server busy nor fill its memory
 MOST_CHARS = 2**15  # of a schema, a regex, all choices or a grammar
 MOST_REMAINDERS = 100_000  # states that the multipleOf of a schema take
+MOST_TRIED = 2**16  # characters of its parts, each compiled by itself, to find what is wrong
+A_TRY = 500  # what a part costs, however small it is, in characters
 # between two parts of JSON: some models would write spaces without end
 SPACES: Any = {"whitespace_pattern": r" ?|\n {0,40}"}
 NO_SPACES: Any = {"whitespace_flexible": False}
+EXCLUDED = {"exclusiveMinimum", "exclusiveMaximum"}
+ENDS = {"minimum", "maximum", *EXCLUDED}
 LIMITS: dict[str, Any] = dict(
     max_items_in_row=1000,  # what a grammar may mean at once
-    step_max_items=10_000,
-    initial_lexer_fuel=500_000,
+    step_max_items=4000,  # as many as 245 optional properties need
+    initial_lexer_fuel=100_000,  # a tenth of a second
     max_lexer_states=50_000,
     verbose_errors=False,
 )
 
 
 TEXT = Rule(lambda value: isinstance(value, str), "a string")
+# what these classes are in most dialects; the library's hold the digits of all alphabets
+ASCII = {"d": "[0-9]", "D": "[^0-9]", "w": "[0-9A-Za-z_]", "W": "[^0-9A-Za-z_]"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,17 +112,7 @@ class StructuredOutputsParams(Options):
 # --- from what a user wrote to a grammar ---
 
 
-class Source(Protocol):
-    """What a grammar is compiled for: the engine's `Inputs`."""
-
-    model: str
-    tokenizer: Any
-    vocab_size: int
-    eos_token_ids: frozenset[int]
-    vocabulary: Any  # an LLTokenizer, made by the first request that needs it
-
-
-def grammar_of(sampling: SamplingParams, source: Source) -> Grammar:
+def grammar_of(sampling: SamplingParams, source: Inputs) -> Grammar:
     """Compiles the structured outputs that are asked for.
 
     Raises ValueError with the field, its value, and what is wrong where. Any thread may call it:
@@ -140,13 +139,13 @@ def grammar_of(sampling: SamplingParams, source: Source) -> Grammar:
     return Grammar(matcher, source.eos_token_ids)
 
 
-def prepare_vocabulary(source: Source) -> None:
+def prepare_vocabulary(source: Inputs) -> None:
     """Makes the vocabulary before the first request needs it, if structured outputs can be had."""
     if find_spec("llguidance") and source.tokenizer and source.eos_token_ids:
         source.vocabulary = new_vocabulary(source)
 
 
-def new_vocabulary(source: Source) -> Any:
+def new_vocabulary(source: Inputs) -> Any:
     """The tokens as bytes, for llguidance. Takes about a second for 150,000 of them."""
     try:
         from llguidance.hf import from_tokenizer
@@ -165,21 +164,21 @@ def grammar_text(params: StructuredOutputsParams) -> str:
     """The grammar as llguidance reads it. Raises an exception if it is too large for a server."""
     from llguidance import LLMatcher, grammar_from
 
+    choices = " | ".join(json.dumps(text) for text in params.choice or ())
+    for text in (params.regex, params.grammar, choices):
+        check_length(text or "")
     if params.regex is not None:
-        check_length(params.regex)
-        return LLMatcher.grammar_from_regex(params.regex)
+        regex = re.sub(r"\\(.)", lambda found: ASCII.get(found[1], found[0]), params.regex)
+        return LLMatcher.grammar_from_regex(regex)
     if params.choice is not None:
-        texts = " | ".join(json.dumps(text) for text in params.choice)
-        check_length(texts)
-        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
+        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
     if params.grammar is not None:
-        check_length(params.grammar)
         if "%json" in params.grammar:
             raise ValueError("%json is not supported: give the schema as json")
         return grammar_from("grammar", params.grammar)
     check_schema(params.schema)
-    spaces = not params.disable_any_whitespace
-    return LLMatcher.grammar_from_json_schema(params.schema, SPACES if spaces else NO_SPACES)
+    spaces = NO_SPACES if params.disable_any_whitespace else SPACES
+    return LLMatcher.grammar_from_json_schema(params.schema, spaces)
 
 
 def check_length(text: str) -> None:
@@ -189,7 +188,8 @@ def check_length(text: str) -> None:
 
 def check_schema(schema: dict) -> None:
     """Refuses what takes long to compile, though no limit of llguidance counts it: a number's
-    remainders by multipleOf, also by several together."""
+    remainders by multipleOf, also by several together. And what it compiles wrongly: of a range
+    within two whole numbers, it forgets that one of these is excluded."""
     check_length(json.dumps(schema))
     factors = [1]
     for path, part in parts_of(schema):
@@ -199,6 +199,11 @@ def check_schema(schema: dict) -> None:
             if lcm(*factors) * len(factors) > MOST_REMAINDERS:
                 value = shown(part["multipleOf"])
                 raise ValueError(f"at {path}: multipleOf={value} takes too long to compile")
+        ends = {name: part[name] for name in ENDS if is_number(part.get(name), -inf)}
+        for name in EXCLUDED & ends.keys():
+            is_whole = ends[name] % 1 == 0
+            if is_whole and any(0 < abs(end - ends[name]) < 1 for end in ends.values()):
+                raise ValueError(f"at {path}: {name}: the range must hold a whole number")
 
 
 def new_matcher(text: str, vocabulary: Any) -> Any:
@@ -239,14 +244,20 @@ def parts_of(schema: dict) -> Iterator[tuple[str, dict]]:
 
 
 def place_of(problem: str, schema: dict, vocabulary: Any) -> str:
-    """The smallest part of the schema that has the problem by itself."""
-    place = "#"
+    """The smallest part of the schema that has the problem by itself; all of it, if no part is
+    found soon."""
+    places: dict[str, str] = {}
     for path, part in parts_of(schema):
-        if path.startswith(place + "/"):
-            text = json.dumps({"grammars": [{"json_schema": part}]})
-            if new_matcher(text, vocabulary).get_error() == problem:
-                place = path
-    return place
+        places.setdefault(json.dumps(part), path)
+    room = MOST_TRIED
+    for text in sorted(places, key=len):
+        room -= len(text) + A_TRY
+        if room < 0:
+            break
+        grammar = f'{{"grammars": [{{"json_schema": {text}}}]}}'
+        if new_matcher(grammar, vocabulary).get_error() == problem:
+            return places[text]
+    return "#"
 
 
 def sentence(problem: str) -> str:
@@ -266,20 +277,13 @@ def sentence(problem: str) -> str:
 
 
 @dataclass
-class Match:
-    """How far a sequence has got: what the matcher has consumed."""
-
-    matcher: Any
-    token_ids: list[int] = field(default_factory=list)
-
-
-@dataclass
 class Grammar:
     """A request's compiled grammar, and what its sequences have matched of it."""
 
     start: Any  # an LLMatcher that has consumed nothing
     eos_token_ids: frozenset[int]
-    matches: dict[int, Match] = field(default_factory=dict)  # by the sequence's index
+    # by the sequence's index: a matcher, and the tokens that it has consumed
+    matches: dict[int, tuple[Any, list[int]]] = field(default_factory=dict)
 
     def __reduce__(self) -> tuple:
         """It does not travel: a process that gets the request compiles its own."""
@@ -289,14 +293,15 @@ class Grammar:
         """The matcher after all output tokens of the sequence: it consumes those that are new. It
         starts again where tokens have gone, as after a fault."""
         token_ids = seq.output_token_ids
-        match = self.matches.get(seq.index)
-        if match is None or match.token_ids != token_ids[: len(match.token_ids)]:
-            match = self.matches[seq.index] = Match(self.start.deep_copy())
-        for token_id in token_ids[len(match.token_ids) :]:
-            if not match.matcher.is_stopped():
-                match.matcher.consume_token(token_id)
-        match.token_ids = token_ids
-        return match.matcher
+        matcher, consumed = self.matches.pop(seq.index, (None, []))
+        if matcher is None or consumed != token_ids[: len(consumed)]:
+            matcher = self.start.deep_copy()
+            consumed = []
+        for token_id in token_ids[len(consumed) :]:
+            if not matcher.is_stopped():
+                matcher.consume_token(token_id)
+        self.matches[seq.index] = matcher, token_ids
+        return matcher
 
     def check(self, seq: Sequence) -> None:
         """Raises ValueError if the sequence has ended with an end-of-sequence token too early:

@@ -51,7 +51,7 @@ class Inputs:
     vocab_size: int
     default_params: SamplingParams
     eos_token_ids: frozenset[int]
-    vocabulary: Any = None  # see structured.Source
+    vocabulary: Any = None  # an LLTokenizer, made by the first request that needs it
 
     def request(
         self,

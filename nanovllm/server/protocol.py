@@ -18,10 +18,10 @@ from nanovllm.server.errors import BadRequest
 
 MOST_CHOICES = 1024  # of one call
 MOST_IDS = 1024  # of tokens that stop, or have a bias
-MOST_STOPS = 64
-MOST_WORDS = 256
+# strings that stop or are forbidden, and their characters in all: each is looked for after each
+# token, in the engine's thread
+MOST_TEXTS = {"stop": (64, 4096), "bad_words": (256, 4096)}
 MOST_PARTS = 50_000  # lists and objects of a body: Python's garbage collector looks at each
-MOST_STOP_CHARS = 4096  # in all: each is looked for after each token, in the engine's thread
 # fields with the names and meanings of SamplingParams
 SAME = {field.name for field in fields(SamplingParams)} - {"max_tokens", "logprobs", "logit_bias"}
 # values of fields that we do not have which ask for what is done anyway
@@ -98,7 +98,7 @@ class Body(CallBody):
     return_token_ids: bool | None = None
     structured_outputs: dict | None = None
     allowed_token_ids: TokenIds | None = None
-    bad_words: Annotated[list[str], Field(max_length=MOST_WORDS)] | None = None
+    bad_words: SkipValidation[list[str] | None] = None
     truncate_prompt_tokens: int | None = None
 
     def check(self) -> None:
@@ -107,12 +107,14 @@ class Body(CallBody):
             raise BadRequest("stream_options is allowed with stream=true only", "stream_options")
         if self.stream and self.prompt_logprobs is not None:
             raise BadRequest("prompt_logprobs cannot be streamed", "prompt_logprobs")
-        stop = self.stop if isinstance(self.stop, list) else [self.stop]
-        num_chars = sum(len(text) for text in stop if isinstance(text, str))
-        if len(stop) > MOST_STOPS or num_chars > MOST_STOP_CHARS:
-            asked = f"stop has {len(stop):,} strings with {num_chars:,} characters"
-            allowed = f"at most {MOST_STOPS} with {MOST_STOP_CHARS:,} in all are allowed"
-            raise BadRequest(f"{asked}: {allowed}", "stop")
+        for name, (most, most_chars) in MOST_TEXTS.items():
+            value = getattr(self, name)
+            texts = value if isinstance(value, list) else [value]
+            num_chars = sum(len(text) for text in texts if isinstance(text, str))
+            if len(texts) > most or num_chars > most_chars:
+                asked = f"{name} has {len(texts):,} strings with {num_chars:,} characters"
+                allowed = f"at most {most} with {most_chars:,} in all are allowed"
+                raise BadRequest(f"{asked}: {allowed}", name)
 
     def params(self, defaults: SamplingParams, **more: Any) -> SamplingParams:
         """The model's default parameters with those of the body. Raises ValueError."""

@@ -3,13 +3,15 @@
 Run: pytest tests/decoding/test_masks.py
 """
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.checks.blocks import check_blocks
-from nanovllm.decoding.masks import Words
+from nanovllm.decoding.masks import words_of
 from nanovllm.sequence import Request
 from tests.tools.extras import needs
 
@@ -26,14 +28,14 @@ def output(llm, prompt=PROMPT, **params):
     return answer.outputs[0]
 
 
-def naive(words: Words, token_ids: list[int], vocab_size: int) -> list[bool]:
+def naive(allowed: set, bad: list[list[int]], token_ids: list[int], vocab_size: int) -> list[bool]:
     """Whether each token is allowed next."""
-    allowed = []
+    found = []
     for i in range(vocab_size):
         text = [*token_ids, i]
-        is_bad = any(text[len(text) - len(bad) :] == bad for bad in words.bad)
-        allowed.append(bool(words.allowed >> i & 1) and not is_bad)
-    return allowed
+        is_bad = any(text[-len(word) :] == word for word in bad)
+        found.append(i in allowed and not is_bad)
+    return found
 
 
 ids = st.integers(0, 5)
@@ -46,11 +48,15 @@ ids = st.integers(0, 5)
     st.sets(ids, min_size=1),
 )
 def test_bits_say_what_a_loop_says(token_ids, bad, allowed):
-    words = Words(sum(1 << i for i in allowed), bad)
+    params = SamplingParams(
+        allowed_token_ids=[*allowed], bad_words=["".join(map(str, word)) for word in bad] or None
+    )
+    tokenizer = SimpleNamespace(encode=lambda text, **_: [int(char) for char in text.strip()])
+    words = words_of(params, tokenizer, vocab_size=6)
     (seq,) = Request("", None, [1, 2], SamplingParams()).sequences
     seq.token_ids = [1, 2, *token_ids]
     bits = words.bits(seq)
-    assert [bool(bits >> i & 1) for i in range(6)] == naive(words, token_ids, 6)
+    assert [bool(bits >> i & 1) for i in range(6)] == naive(allowed, bad, token_ids, 6)
 
 
 @pytest.mark.parametrize("temperature", [0, 1])

@@ -643,6 +643,15 @@ BOMBS = [
     ),
     ({"json": {"properties": {f"p{i}": {"multipleOf": 997} for i in range(300)}}}, "multipleOf"),
     ({"json": nested(12, lambda x: {"allOf": [x, x]}, {"type": "integer"})}, "characters"),
+    ({"regex": "(a{100}){2000}"}, "too many expressions"),  # half a second of work
+    *(
+        ({"json": {"type": "number"} | ends}, "at #: exclusiveM")
+        for ends in (
+            {"exclusiveMinimum": 1000, "exclusiveMaximum": 1000.5},  # 1000 would pass
+            {"exclusiveMinimum": 0, "maximum": 0.5},
+            {"minimum": -1000.5, "exclusiveMaximum": -1000},
+        )
+    ),
 ]
 
 
@@ -654,6 +663,55 @@ def test_it_is_refused_with_its_place(llm, fields, problem):
     assert problem in str(refused.value)
     assert len(str(refused.value)) < 1000 and "\n" not in str(refused.value)
     assert not llm.has_unfinished() and llm.block_manager.num_used_blocks == 0
+
+
+@pytest.mark.parametrize(
+    "schema, place",
+    [
+        (
+            {"properties": {f"p{i}": {} for i in range(1300)} | {"bad": {"not": {}}}},
+            "#/properties/bad",
+        ),
+        (
+            {"properties": {f"p{i}": {"maxLength": i} for i in range(900)} | {"bad": {"not": {}}}},
+            "#/",
+        ),
+        (nested(60, lambda x: {"items": x, "title": "t" * 400}, {"not": {}}), "#/items"),
+    ],
+    ids=["equal parts", "too many parts", "deep"],
+)
+def test_the_place_of_a_problem_is_found_with_little_work(llm, monkeypatch, schema, place):
+    def counted(text, vocabulary):
+        compiled.append(text)
+        return new_matcher(text, vocabulary)
+
+    compiled = []
+    new_matcher = structured.new_matcher
+    monkeypatch.setattr(structured, "new_matcher", counted)
+    with pytest.raises(ValueError, match=f"at {place}"):
+        llm.add_request("x", SamplingParams(structured_outputs={"json": schema}))
+    _, *parts = compiled  # without the schema as a whole
+    assert len(parts) < 140 and sum(map(len, parts)) < 100_000
+
+
+@pytest.mark.parametrize(
+    "regex, right, wrong",
+    [
+        (r"\d", "5", "٣"),  # a digit of Arabic
+        (r"[^\d]", "é", "5"),
+        (r"[\w.-]+", "a.-b_9", "é"),
+        (r"\W", "é", "a"),
+        (r"\\d", r"\d", "5"),  # a backslash and a letter
+    ],
+)
+def test_classes_of_a_regex_are_those_of_ascii(llm, regex, right, wrong):
+    for text, is_right in ((right, True), (wrong, False)):
+        grammar = structured.grammar_of(
+            SamplingParams(structured_outputs={"regex": regex}), llm.inputs
+        )
+        token_ids = llm.inputs.tokenizer.encode(text, add_special_tokens=False)
+        is_taken = grammar.start.validate_tokens(token_ids) == len(token_ids)
+        assert is_taken is is_right
 
 
 LARGE = [
