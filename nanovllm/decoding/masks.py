@@ -8,15 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.decoding.structured import grammar_of
+from nanovllm.decoding.structured import Source, grammar_of
 from nanovllm.options import refusal
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import Request, Sequence
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from nanovllm.frontend.inputs import Inputs
 
 
 @dataclass
@@ -37,7 +35,7 @@ class Words:
         return bits
 
 
-def add_masks(request: Request, source: Inputs) -> None:
+def add_masks(request: Request, source: Source) -> None:
     """Gives a request what it needs for its masks. Raises ValueError."""
     params = request.params
     if params.allowed_token_ids or params.bad_words:

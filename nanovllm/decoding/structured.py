@@ -20,14 +20,11 @@ from collections.abc import Sequence as Texts
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from math import inf, lcm
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from nanovllm.options import Options, Rule, is_number, listed, option, refusal, shown
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import Sequence
-
-if TYPE_CHECKING:
-    from nanovllm.frontend.inputs import Inputs
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 NO_TEXT = "no text matches it"
@@ -111,8 +108,10 @@ class StructuredOutputsParams(Options):
 
 # --- from what a user wrote to a grammar ---
 
+Source = Any  # the engine's `Inputs`, which imports this file
 
-def grammar_of(sampling: SamplingParams, source: Inputs) -> Grammar:
+
+def grammar_of(sampling: SamplingParams, source: Source) -> Grammar:
     """Compiles the structured outputs that are asked for.
 
     Raises ValueError with the field, its value, and what is wrong where. Any thread may call it:
@@ -139,13 +138,13 @@ def grammar_of(sampling: SamplingParams, source: Inputs) -> Grammar:
     return Grammar(matcher, source.eos_token_ids)
 
 
-def prepare_vocabulary(source: Inputs) -> None:
+def prepare_vocabulary(source: Source) -> None:
     """Makes the vocabulary before the first request needs it, if structured outputs can be had."""
     if find_spec("llguidance") and source.tokenizer and source.eos_token_ids:
         source.vocabulary = new_vocabulary(source)
 
 
-def new_vocabulary(source: Inputs) -> Any:
+def new_vocabulary(source: Source) -> Any:
     """The tokens as bytes, for llguidance. Takes about a second for 150,000 of them."""
     try:
         from llguidance.hf import from_tokenizer

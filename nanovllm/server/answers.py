@@ -3,7 +3,7 @@
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from typing import Any
 from uuid import uuid4
@@ -18,8 +18,9 @@ from nanovllm.server.protocol import Body, StreamOptions
 from nanovllm.server.streams import Stream
 from nanovllm.server.texts import TokenTexts
 
-encode = json.JSONEncoder(ensure_ascii=False).encode
-MANY = 100  # parts of a list
+encoder = json.JSONEncoder(ensure_ascii=False)
+encode = encoder.encode
+BLOCK = 2**16  # characters
 COMMENT = ": the answer is still to come\n\n"  # proxies end streams of which nothing comes
 HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # the second one is nginx's
 REASONS: dict[Any, str] = {"abort": "stop", "error": "stop"}  # in words that clients know
@@ -46,7 +47,8 @@ class Answers(ABC):
     last_event = "data: [DONE]\n\n"  # also of what has failed
 
     def __init__(self, body: Body, requests: list[Request], model: str, texts: TokenTexts):
-        self.id = f"{self.prefix}-{uuid4().hex}"
+        own = uuid4().hex
+        self.id = f"{self.prefix}-{body.request_id or own}"
         self.requests = requests
         self.texts = texts
         self.wants = body.stream_options or StreamOptions()
@@ -59,8 +61,21 @@ class Answers(ABC):
             "model": body.model or model,
         }
         self.head = encode(self.frame)[:-1] + ', "choices": '  # the same for each event
+        self.has_echo = bool(getattr(body, "echo", False))
+        # log-probabilities and token ids, at most: each choice has those of its prompt
+        self.num_entries = 0
         for i, request in enumerate(requests):
-            request.request_id = f"{self.id}-{i}"
+            # the client may give two calls the same id
+            request.request_id = f"{self.id}-{own}-{i}" if body.request_id else f"{self.id}-{i}"
+            params = request.params
+            # per token; -1: none are asked for
+            scored = -1 if params.prompt_logprobs is None else params.prompt_logprobs
+            drawn = -1 if params.logprobs is None else params.logprobs
+            of_prompt = self.has_token_ids + self.has_echo + scored + 1
+            of_output = self.has_token_ids + drawn + 1
+            num_prompt = len(request.prompt_token_ids)
+            num_entries = num_prompt * of_prompt + (request.max_len - num_prompt) * of_output
+            self.num_entries += params.n * num_entries
 
     def usage(self, outputs: list[RequestOutput]) -> dict:
         num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
@@ -100,8 +115,11 @@ class Answers(ABC):
             stream.close()
         yield "".join([*events, self.last_event])
 
+    def blocks(self, outputs: list[RequestOutput]) -> Iterator[bytes]:
+        """The answer that is not streamed, made where the first block is asked for."""
+        yield from blocks_of(self.whole(outputs))
+
     def whole(self, outputs: list[RequestOutput]) -> dict:
-        """The answer that is not streamed."""
         choices = [
             self.choice(i, one, output, is_first=True)
             for i, output in enumerate(outputs)
@@ -116,7 +134,7 @@ class Answers(ABC):
         self.counts[key] = self.counts.get(key, 0) + len(part.token_ids)
         choice = self.choice(i, part, None, is_first)
         usage = None
-        if self.wants.continuous_usage_stats:
+        if self.wants.include_usage and self.wants.continuous_usage_stats:
             num_prompt = sum(len(request.prompt_token_ids) for request in self.requests)
             usage = counts_of(num_prompt, sum(self.counts.values()))
         return [self.event(choice, usage=usage)]
@@ -191,14 +209,13 @@ def counts_of(num_prompt: int, num_completion: int) -> dict:
     }
 
 
-def encoded(content: Any) -> str:
-    """JSON, made in pieces: between two of them another thread may have the interpreter."""
-    if isinstance(content, dict):
-        parts = [f"{encode(name)}: {encoded(value)}" for name, value in content.items()]
-        return "{" + ", ".join(parts) + "}"
-    if isinstance(content, list) and len(content) > MANY:
-        slices = (content[i : i + MANY] for i in range(0, len(content), MANY))
-        return "[" + ", ".join(encode(part)[1:-1] for part in slices) + "]"
-    if isinstance(content, list):
-        return "[" + ", ".join(map(encoded, content)) + "]"
-    return encode(content)
+def blocks_of(content: dict) -> Iterator[bytes]:
+    """JSON in pieces of which each is worth a thread's turn. In between another thread may have the
+    interpreter."""
+    block = ""
+    for piece in encoder.iterencode(content):
+        block += piece
+        if len(block) > BLOCK:
+            yield block.encode()
+            block = ""
+    yield block.encode()

@@ -1,11 +1,12 @@
 """App: the routes of the server, and how a body becomes an answer."""
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import asynccontextmanager, closing
 from copy import deepcopy
 from importlib.metadata import version
-from typing import Any, TypeVar
+from typing import Any
+from weakref import WeakSet
 
 from fastapi import FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
@@ -14,26 +15,26 @@ from starlette.middleware.cors import CORSMiddleware
 
 from nanovllm.engine import LLM
 from nanovllm.frontend.inputs import Inputs
-from nanovllm.frontend.outputs import RequestOutput
 from nanovllm.options import shown
-from nanovllm.sequence import Request as EngineRequest
-from nanovllm.server.answers import HEADERS, Answers, EventStream, encoded
+from nanovllm.server.answers import HEADERS, Answers, EventStream, blocks_of
 from nanovllm.server.async_llm import AsyncLLM
 from nanovllm.server.chats import ChatBody, ChatCompletions, TokenizeBody
 from nanovllm.server.completions import CompletionBody, Completions
-from nanovllm.server.errors import BadRequest
+from nanovllm.server.errors import BadRequest, Busy
 from nanovllm.server.gate import Gate, body_of, no_route, while_connected
 from nanovllm.server.metrics import Metrics
 from nanovllm.server.page import Live, add_page
 from nanovllm.server.protocol import DetokenizeBody, in_words, parsed
 from nanovllm.server.responses import ResponseBody, Responses
 from nanovllm.server.settings import ServerOptions
-from nanovllm.server.streams import Backend, Stream, asked
+from nanovllm.server.streams import SHORT, Backend, Lane, Stream, collected
 from nanovllm.server.texts import TokenTexts
 
-T = TypeVar("T")
-FEW = 2000  # log-probabilities, of which JSON is made in a few milliseconds
-Make = Callable[[Any, Inputs], T]  # from a body
+# log-probabilities and token ids in an answer
+FEW = 2000  # of which JSON is made in a few milliseconds
+MOST_ENTRIES = 2**19  # some 40 MB
+MOST_UNSENT = 4 * MOST_ENTRIES  # in all answers together
+Make = Callable[[Any, Inputs], Iterator]  # from a body
 
 
 class Server:
@@ -49,6 +50,7 @@ class Server:
         self.max_model_len: int
         self.texts: TokenTexts
         self.live: Live | None = None  # if the engine is in this process
+        self.unsent: WeakSet[Answers] = WeakSet()
 
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
@@ -56,7 +58,7 @@ class Server:
         self.max_model_len = self.engine.inputs.scheduler.max_model_len
         self.texts = TokenTexts(deepcopy(self.engine.inputs.tokenizer))
         if self.options.chat_template is not None:
-            for lane in (self.engine.short, self.engine.long):
+            for lane in self.engine.lanes:
                 lane.inputs.tokenizer.chat_template = self.options.chat_template
         if isinstance(self.engine, AsyncLLM):
             self.live = Live(self.engine)
@@ -83,38 +85,46 @@ class Server:
         self, request: Request, data: bytes, kind: type[Any], answers: type[Answers]
     ) -> Response:
         """The answer to a call; of a stream, when something of it has come."""
-        body, requests = await self.prepare(kind, data, kind.requests)
+        first = self.engine.short if len(data) <= SHORT else self.engine.long
+        body, *requests = await self.prepare(first, kind, data, kind.requests)
         made = answers(body, requests, self.options.served_model_name[0], self.texts)
-        stream = self.submit(request, requests, bool(body.stream))
+        stream = self.submit(request, made, bool(body.stream))
         if body.stream:
             events = made.stream(stream)
             await anext(events)
             return EventStream(events, headers=HEADERS)
-        content = await self.whole(made, stream)
-        return Response(content, media_type="application/json")
+        return await self.whole(made, stream)
 
     async def tell(self, request: Request, data: bytes, kind: type[Any]) -> Response:
         """What a body and the tokenizer say alone."""
 
-        def told(body: Any, inputs: Inputs) -> str:
-            return encoded(body.told(inputs))
+        def told(body: Any, inputs: Inputs) -> Iterator[bytes]:
+            yield from blocks_of(body.told(inputs))
 
-        _, content = await self.prepare(kind, data, told)
-        return Response(content, media_type="application/json")
+        _, *blocks = await self.prepare(self.engine.told, kind, data, told)
+        return Response(b"".join(blocks), media_type="application/json")
 
-    async def prepare(self, kind: type, data: bytes, make: Make[T]) -> tuple[Any, T]:
-        """A body, and what is made of it in a thread that tokenizes. Raises BadRequest, Busy or
-        Unavailable."""
+    async def prepare(self, lane: Lane, kind: type, data: bytes, make: Make) -> list[Any]:
+        """A body, and what is made of it one by one, in threads that tokenize: in this lane, or, if
+        a form must be compiled, in theirs. Raises BadRequest, Busy or Unavailable."""
 
-        def work(inputs: Inputs) -> tuple[Any, T]:
-            body: Any = parsed(kind, data)
-            self.check_body(body)
+        def pieces(inputs: Inputs, body: Any = None) -> Iterator[Any]:
+            if body is None:
+                body = parsed(kind, data)
+                self.check_body(body)
+                yield body
+                if body.has_form:
+                    return
             try:
-                return body, make(body, inputs)
+                yield from make(body, inputs)
             except ValueError as error:
                 raise in_words(error, kind) from error
 
-        return await self.engine.prepare(len(data), work)
+        body, *made = await self.engine.prepare(lane, pieces(lane.inputs))
+        if body.has_form:
+            forms = self.engine.forms
+            made = await self.engine.prepare(forms, pieces(forms.inputs, body))
+        return [body, *made]
 
     def check_body(self, body: Any) -> None:
         self.check_model(body.model)
@@ -122,39 +132,51 @@ class Server:
             allowed = "the server was not started with --allow-priority"
             problem = f"priority={shown(body.priority)} is not allowed: {allowed}"
             raise BadRequest(problem, "priority")
+        n = getattr(body, "n", None) or 1
+        most = max(1, self.engine.inputs.scheduler.max_num_seqs // 2)
+        if n > most:
+            why = "half of max_num_seqs: it would have to wait for seats, and all others behind it"
+            raise BadRequest(f"n={shown(n)} is not allowed: at most {most}, {why}", "n")
 
     def check_model(self, name: str | None) -> None:
         if name not in (None, *self.options.served_model_name):
             raise BadRequest(f"the model {shown(name)} does not exist", "model", 404)
 
-    def submit(self, request: Request, requests: list[EngineRequest], is_streamed: bool) -> Stream:
+    def submit(self, request: Request, answers: Answers, is_streamed: bool) -> Stream:
         """Raises BadRequest, Busy or Unavailable."""
+        requests = answers.requests
         num_tokens = sum(
-            request.params.n * (request.max_len - len(request.prompt_token_ids))
-            for request in requests
+            one.params.n * (one.max_len - len(one.prompt_token_ids)) for one in requests
         )
         most = self.options.max_tokens_per_call
         if num_tokens > most:
             problem = f"prompts * n * max_tokens is {num_tokens:,}"
             raise BadRequest(f"{problem}, at most {most:,} are allowed in one call", "max_tokens")
+        num_entries = answers.num_entries
+        if num_entries > MOST_ENTRIES:
+            problem = f"the answer may have {num_entries:,} log-probabilities and token ids"
+            raise BadRequest(f"{problem}, at most {MOST_ENTRIES:,} are allowed in one call", "n")
+        if num_entries + sum(one.num_entries for one in self.unsent) > MOST_UNSENT:
+            raise Busy("too many answers with log-probabilities or token ids are not sent yet")
+        self.unsent.add(answers)
         stream = self.engine.submit(requests, is_streamed)
         stream.clock = request.scope["clock"]
         stream.clock.num_prompt = sum(len(one.prompt_token_ids) for one in requests)
         return stream
 
-    async def whole(self, answers: Answers, stream: Stream) -> str:
-        """The answer that is not streamed, as JSON. With many log-probabilities the loop does not
-        make it, and no two of them are made at a time."""
+    async def whole(self, answers: Answers, stream: Stream) -> Response:
+        """The answer that is not streamed. With many log-probabilities a thread makes it, block by
+        block: in between it makes others."""
         with closing(stream):
             async for deltas in stream:
                 for delta in deltas:
                     if delta.error is not None:
                         raise delta.error
-        outputs = stream.outputs
-        if num_logprobs(outputs) <= FEW:
-            return encoded(answers.whole(outputs))
-        making = asked(self.engine.long.jobs, lambda: encoded(answers.whole(outputs)))
-        return await self.engine.unless_closed(making)
+        blocks: Iterable[bytes] = answers.blocks(stream.outputs)
+        if answers.num_entries > FEW:
+            writing = collected(self.engine.writing.jobs, iter(blocks))
+            blocks = await self.engine.unless_closed(writing)
+        return Response(b"".join(blocks), media_type="application/json")
 
     # --- routes ---
 
@@ -191,12 +213,6 @@ class Server:
         num_waiting = stats.get("requests_waiting", 0)  # without a replica that answers, none
         stats["requests_waiting"] = num_waiting + self.engine.num_preparing
         return Response(self.metrics.text(stats), media_type="text/plain; version=0.0.4")
-
-
-def num_logprobs(outputs: list[RequestOutput]) -> int:
-    rows = [row for output in outputs for row in output.prompt_logprobs or ()]
-    rows += [row for output in outputs for one in output.outputs for row in one.logprobs or ()]
-    return sum(map(len, filter(None, rows)))
 
 
 ANSWERED: dict[str, tuple[type[Any], type[Any]]] = {  # with what the model draws

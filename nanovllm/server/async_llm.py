@@ -19,7 +19,7 @@ from nanovllm.frontend.replies import Reply
 from nanovllm.frontend.streaming import Reader
 from nanovllm.schedule import Schedule, ScheduleError
 from nanovllm.sequence import Request
-from nanovllm.server.streams import Backend, Delta, Stream, asked
+from nanovllm.server.streams import Backend, Delta, Stream, collected
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -76,7 +76,9 @@ class AsyncLLM(Backend):
         """The answer of a function that must be called in the engine's thread. Raises
         Unavailable."""
         self.check_alive()
-        return await self.unless_closed(asked(self.inbox, question))
+        pieces = (ask() for ask in [question])
+        (answer,) = await self.unless_closed(collected(self.inbox, pieces))
+        return answer
 
     async def stats(self) -> dict[str, float]:
         return await self.ask(self.llm.stats)
@@ -121,6 +123,8 @@ class AsyncLLM(Backend):
             self.inbox.get()()
 
     def _add(self, request: Request, is_streamed: bool) -> None:
+        if request not in self.open:
+            return  # its client has left
         try:
             reply = self.llm._submit(request, is_reported=False)
         except Exception as error:

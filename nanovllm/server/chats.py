@@ -1,6 +1,7 @@
 """Chats: /v1/chat/completions, what it takes and what it answers."""
 
 import json
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -69,6 +70,7 @@ class ChatBody(ChatFields, Body):
     response_format: Format | None = None
     modalities: list[Literal["text"]] | None = None
     include_reasoning: bool | None = None
+    add_special_tokens: Literal[False] | None = None  # they are in the template
 
     def check(self) -> None:
         super().check()
@@ -83,7 +85,7 @@ class ChatBody(ChatFields, Body):
         if self.tool_choice not in (None, "none") and not self.tools:
             raise BadRequest("tool_choice is allowed with tools only", "tool_choice")
 
-    def requests(self, inputs: Inputs) -> list[Request]:
+    def requests(self, inputs: Inputs) -> Iterator[Request]:
         self.check()
         most = self.max_completion_tokens
         most = self.max_tokens if most is None else most  # None: as many as fit
@@ -102,7 +104,11 @@ class ChatBody(ChatFields, Body):
                 raise BadRequest(both, "response_format")
             more["structured_outputs"] = self.response_format.wanted
         params = self.params(inputs.default_params, **more)
-        return [inputs.request(prompt, params, self.priority or 0)]
+        yield inputs.request(prompt, params, self.priority or 0)
+
+    @property
+    def has_form(self) -> bool:
+        return bool(self.structured_outputs or self.response_format or self.forces_calls)
 
     @property
     def forces_calls(self) -> bool:

@@ -141,6 +141,8 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
         args = parser.parse_args([command, *words_of(read_options(args.config)), *others])
     positional = getattr(args, "positional", None)
     if positional is not None:
+        if args.model not in (None, positional):
+            raise refusal("model", args.model, f"{positional!r} is given, too")
         args.model = positional
     return args
 
@@ -168,6 +170,6 @@ def main(words: Sequence[str] | None = None) -> None:
         sys.exit(130)
     except BrokenPipeError:  # the reader has enough, such as `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (ValueError, ImportError) as error:
+    except (ValueError, ImportError, OSError) as error:
         sys.stderr.write(f"nanovllm: {error}\n")
         sys.exit(2)

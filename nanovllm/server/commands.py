@@ -95,13 +95,14 @@ def check_template(llm: LLM, template: str) -> None:
 
 
 def serve_replicas(args: Namespace) -> None:
+    options = replica_options(args)  # before Ray, which takes seconds to begin
     for name, value in RAY_SETTINGS.items():
         os.environ.setdefault(name, value)  # Ray reads them when it is imported
     try:
         from nanovllm.server import scaling
     except ImportError as error:
         raise ImportError(f"{error}. Replicas need: pip install 'nanovllm[ray]'") from error
-    scaling.run(*replica_options(args), args.host, args.port)
+    scaling.run(*options, args.host, args.port)
 
 
 def replica_options(args: Namespace) -> tuple[Config, ServerOptions, ReplicaOptions]:

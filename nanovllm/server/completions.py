@@ -1,5 +1,6 @@
 """Completions: /v1/completions, what it takes and what it answers."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from pydantic import SkipValidation
@@ -19,6 +20,7 @@ class CompletionBody(Body):
     echo: bool | None = None
     logprobs: int | None = None
     best_of: int | None = None
+    add_special_tokens: bool | None = None  # if not given, it is True
 
     def check(self) -> None:
         super().check()
@@ -57,7 +59,7 @@ class CompletionBody(Body):
                 raise BadRequest(f"{problem}: they must be integers from 0 on", "prompt")
         return prompts
 
-    def requests(self, inputs: Inputs) -> list[Request]:
+    def requests(self, inputs: Inputs) -> Iterator[Request]:
         self.check()
         more: dict[str, Any] = {"logprobs": self.logprobs}
         if self.echo and self.logprobs is not None and self.prompt_logprobs is None:
@@ -68,7 +70,10 @@ class CompletionBody(Body):
             more["max_tokens"] = 1
         params = self.params(inputs.default_params, **more)
         prompts = self.prompts(inputs.scheduler.max_model_len - 1)
-        return [inputs.request(prompt, params, self.priority or 0) for prompt in prompts]
+        for prompt in prompts:
+            if isinstance(prompt, str) and self.add_special_tokens is False:
+                prompt = inputs.tokens(prompt, add_special_tokens=False)
+            yield inputs.request(prompt, params, self.priority or 0)
 
 
 class Completions(Answers):
@@ -77,7 +82,6 @@ class Completions(Answers):
 
     def __init__(self, body: CompletionBody, requests: list[Request], *args):
         super().__init__(body, requests, *args)
-        self.has_echo = bool(body.echo)
         self.num_prompt_logprobs = body.prompt_logprobs
         self.is_prompt_only = self.has_echo and body.max_tokens == 0
         self.num_chars: dict[tuple[int, int], int] = {}  # that were streamed, as `counts`

@@ -5,14 +5,13 @@ import asyncio
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 SECONDS = 15.0  # for a request's headers; between requests, uvicorn's own limit holds
-LONGEST_HEADERS = 64 * 2**10  # bytes
+LONGEST_HEADERS = 64 * 2**10  # bytes; also of those behind a body
 
 
 class Connection(HttpToolsProtocol):
     """Ends if headers do not come to an end: neither in time nor in size has httptools a limit."""
 
-    num_header_bytes = 0
-    is_in_headers = True
+    num_header_bytes = 0  # that have come since the last part of a body
     deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -33,19 +32,20 @@ class Connection(HttpToolsProtocol):
             self.deadline = None
 
     def data_received(self, data: bytes) -> None:
-        if self.is_in_headers:
-            self.num_header_bytes += len(data)
+        self.num_header_bytes += len(data)
         super().data_received(data)
-        if self.is_in_headers and self.num_header_bytes > LONGEST_HEADERS:
+        if self.num_header_bytes > LONGEST_HEADERS:
             self.send_400_response("The headers are too long.")
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self.is_in_headers = True
         self.num_header_bytes = 0
         self.set_deadline()
 
     def on_headers_complete(self) -> None:
-        self.is_in_headers = False
         self.clear_deadline()
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self.num_header_bytes = 0
+        super().on_body(body)

@@ -35,13 +35,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanovllm.server.errors import BadRequest, error_of
 from nanovllm.server.metrics import Clock, Metrics
+from nanovllm.server.protocol import LONGEST_ID
 from nanovllm.server.settings import ServerOptions
 
 logger = logging.getLogger("uvicorn.error")
 T = TypeVar("T")
 OPEN_PATHS = {"/health"}
 QUIET = {"/health", "/metrics"}  # what probes ask all the time is logged only if it fails
-LONGEST_ID = 200
 LEFT = 499  # the status, in log and metrics, if the client leaves before its answer begins
 SECONDS = 60.0  # for a whole body
 

@@ -11,6 +11,7 @@ from starlette.staticfiles import StaticFiles
 
 from nanovllm.server.answers import HEADERS, EventStream
 from nanovllm.server.async_llm import AsyncLLM
+from nanovllm.server.errors import Busy
 from nanovllm.server.live import LiveView
 
 FOLDER = Path(__file__).parent / "page"
@@ -22,6 +23,7 @@ FILE_HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-cache",
 }
+MOST_WATCHERS = 20
 MOST_FRAMES = 50  # that wait for a slow reader; then it is sent away
 
 
@@ -64,6 +66,8 @@ class Live:
     async def frames(self) -> AsyncGenerator[str, None]:
         """Frames for one reader, until it leaves or the server ends. The first item is empty."""
         self.engine.check_open()
+        if len(self.readers) == MOST_WATCHERS:
+            raise Busy(f"{MOST_WATCHERS} pages watch already")
         reader: asyncio.Queue[str | None] = asyncio.Queue(MOST_FRAMES)
         self.readers.add(reader)
         self.engine.on_idle = [self._when_idle]

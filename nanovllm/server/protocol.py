@@ -17,6 +17,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.errors import BadRequest
 
 MOST_CHOICES = 1024  # of one call
+LONGEST_ID = 200
 MOST_IDS = 1024  # of tokens that stop, or have a bias
 # strings that stop or are forbidden, and their characters in all: each is looked for after each
 # token, in the engine's thread
@@ -51,6 +52,11 @@ TokenIds = Annotated[list[int], Field(max_length=MOST_IDS)]
 
 class Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
+
+    @property
+    def has_form(self) -> bool:
+        """Whether it asks for a structured output, which must be compiled."""
+        return False
 
 
 class StreamOptions(Strict):
@@ -95,11 +101,16 @@ class Body(CallBody):
     seed: int | None = None
     prompt_logprobs: int | None = None
     priority: int | None = None
+    request_id: Annotated[str, Field(max_length=LONGEST_ID)] | None = None
     return_token_ids: bool | None = None
     structured_outputs: dict | None = None
     allowed_token_ids: TokenIds | None = None
     bad_words: SkipValidation[list[str] | None] = None
     truncate_prompt_tokens: int | None = None
+
+    @property
+    def has_form(self) -> bool:
+        return bool(self.structured_outputs)
 
     def check(self) -> None:
         """What no single field shows. Raises BadRequest."""
@@ -188,12 +199,15 @@ def forced_calls(choice: Any, tools: list[dict], may_be_many: bool) -> dict[str,
             problem = f"tool_choice names {name[:200]!r}, which is none of the tools"
             raise BadRequest(problem, "tool_choice")
         return {"json": schemas[name], **COMPACT}
-    shared: dict[str, Any] = {}  # what the schemas refer to, which must be at the root
+    # what the schemas refer to, which must be at the root
+    shared: dict[str, Any] = {"$defs": {}, "definitions": {}}
     for schema in schemas.values():
-        for key, definition in schema.get("$defs", {}).items():
-            if shared.setdefault(key, definition) != definition:
-                problem = f"the tools define {key[:200]!r} in two ways"
-                raise BadRequest(f"tool_choice: {problem}", "tool_choice")
+        for name, known in shared.items():
+            own = schema.get(name)
+            for key, definition in own.items() if isinstance(own, dict) else ():
+                if known.setdefault(key, definition) != definition:
+                    problem = f"the tools define {key[:200]!r} in two ways"
+                    raise BadRequest(f"tool_choice: {problem}", "tool_choice")
     calls = [
         {
             "type": "object",
@@ -203,7 +217,7 @@ def forced_calls(choice: Any, tools: list[dict], may_be_many: bool) -> dict[str,
         }
         for name, schema in schemas.items()
     ]
-    wanted = {"type": "array", "items": {"anyOf": calls}, "minItems": 1, "$defs": shared}
+    wanted = {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **shared}
     if not may_be_many:
         wanted["maxItems"] = 1
     return {"json": wanted, **COMPACT}
@@ -251,5 +265,8 @@ def in_words(error: ValueError, kind: type[BaseModel]) -> BadRequest:
     message = str(error)[:1000]
     words = re.findall(r"\w+", re.sub("StructuredOutputsParams", "structured_outputs", message))
     names = [word for word in words if word in kind.model_fields]
-    code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
+    code = None
+    if isinstance(error, PromptTooLong):
+        code = "context_length_exceeded"
+        message += " (the maximum context length)"  # the words that programs look for
     return BadRequest(message, names[0] if names else None, code=code)

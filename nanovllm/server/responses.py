@@ -3,6 +3,7 @@
 Nothing is stored: a conversation is sent as a whole, and what only a store could do is refused.
 """
 
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
@@ -16,6 +17,7 @@ from nanovllm.server.errors import BadRequest
 from nanovllm.server.items import Items
 from nanovllm.server.protocol import CallBody, Strict, checked
 
+AS_SENT: dict[str, Any] = {"by_alias": True, "exclude_none": True}
 TEXTS = ("input_text", "output_text", "text")  # the kinds of parts of a message
 
 
@@ -50,7 +52,7 @@ class ResponseBody(CallBody):
     reasoning: Reasoning | None = None
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
-    include: Annotated[list[str], Field(max_length=0)] | None = None
+    include: list[Literal["reasoning.encrypted_content"]] | None = None  # there is none
 
     @cached_property
     def chat(self) -> ChatBody:
@@ -94,7 +96,11 @@ class ResponseBody(CallBody):
                 messages.append(message)
         return messages
 
-    def requests(self, inputs: Inputs) -> list[Request]:
+    @property
+    def has_form(self) -> bool:
+        return self.chat.has_form
+
+    def requests(self, inputs: Inputs) -> Iterator[Request]:
         """Raises ValueError or BadRequest."""
         return self.chat.requests(inputs)
 
@@ -166,6 +172,7 @@ class Responses(ChatCompletions):
 
     def response(self, status: str, **more: Any) -> dict:
         body = self.asked
+        text = body.text
         params = self.requests[0].params
         return {
             "id": self.id,
@@ -185,7 +192,7 @@ class Responses(ChatCompletions):
             "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
             "store": False,
             "temperature": params.temperature,
-            "text": {"format": {"type": "text"} | (body.response_format or {})},
+            "text": {"format": ((text and text.format) or TextFormat()).model_dump(**AS_SENT)},
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools or [],
             "top_p": params.top_p,

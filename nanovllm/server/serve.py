@@ -5,6 +5,9 @@ import gc
 import logging
 import socket
 import sys
+import time
+from logging.handlers import QueueHandler, QueueListener
+from queue import Queue
 from types import FrameType
 
 import uvicorn
@@ -16,6 +19,7 @@ from nanovllm.server.connections import Connection
 
 logger = logging.getLogger("uvicorn.error")
 SWITCH = 0.0005  # seconds; by itself, Python lets a thread go on for ten times as long
+MOST_LINES = 10_000  # of the log that wait to be written
 SECONDS_TO_TELL = 1.0  # for the errors of those that wait, if the engine has died
 
 
@@ -83,17 +87,11 @@ def bind(host: str, port: int) -> socket.socket:
     ValueError if it cannot."""
     if not 0 <= port < 2**16:
         raise refusal("port", port, "it must be from 0 (any free one) to 65535")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        sock = socket.socket(family, kind, protocol)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-        sock.listen(2048)
+        return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
         raise ValueError(f"host={host!r}, port={port}: {error.strerror}") from error
-    return sock
 
 
 def new_server(app: FastAPI) -> DrainingServer:
@@ -108,9 +106,23 @@ def new_server(app: FastAPI) -> DrainingServer:
     return DrainingServer(config, app.state.server)
 
 
+class Unhurried(QueueHandler):
+    """Has a thread write the log: a line may have to wait for what reads it, such as a full pipe."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Forgets the line: too many wait already."""
+
+
 def serve_app(app: FastAPI, sock: socket.socket) -> None:
     """Serves until a signal comes. Exits with 1 if the engine has died."""
     server = new_server(app)
+    lines: Queue = Queue(MOST_LINES)
+    log = logging.getLogger("uvicorn")  # is configured now
+    QueueListener(lines, *log.handlers).start()
+    log.handlers = [Unhurried(lines)]
     server.run(sockets=[sock])
+    end = time.monotonic() + SECONDS_TO_TELL
+    while lines.unfinished_tasks and time.monotonic() < end:
+        time.sleep(0.01)  # the thread ends with the process
     if server.has_failed:
         sys.exit(1)

@@ -1,10 +1,11 @@
 """Settings: the options of the server, as the command line has them."""
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 from nanovllm.config import Config
-from nanovllm.options import Options, is_int, is_number, option
+from nanovllm.options import Options, Rule, integer, is_text, listed, number, option, share
 from nanovllm.routing import MOST_REPLICAS, PrefixAffinity, Router
 
 LARGEST_BODY = 4 * 2**20
@@ -12,47 +13,50 @@ SMALLEST_BODY = 256 * 2**10
 BYTES_PER_TOKEN = 32  # of text in JSON: 12 are a character that is written as \ud83d\ude00
 
 
-def texts(meaning: str) -> Any:
-    return field(default_factory=list, metadata={"meaning": meaning})
+TEXTS = listed(is_text, "a list of texts, none of them empty")
+NAMES = Rule(lambda value: value and TEXTS.allows(value), TEXTS.words)
+SECRET = Rule(lambda value: True, "")  # its message would show it
+LARGE = integer(1, inf, "an integer from 1 on")
+COUNT = integer(0, inf, "an integer from 0 on")
+TIME = number(0, inf, "a number from 0 on")
+SHARE = share(inf, "a positive number")
+ROUTER = Rule(
+    lambda value: isinstance(value, type) and issubclass(value, Router),
+    "a subclass of nanovllm.routing.Router",
+)
+
+
+def texts(meaning: str, rule: Rule = TEXTS) -> Any:
+    return field(default_factory=list, metadata={"meaning": meaning, "rule": rule})
 
 
 @dataclass(kw_only=True)
 class ServerOptions(Options):
     served_model_name: list[str] = texts(
-        "Names for clients; the first one is that of metrics. Default: that of the model."
+        "Names for clients; the first one is that of metrics. Default: that of the model.", NAMES
     )
     api_key: list[str] = texts(
         "What clients must send, one or several; also in NANOVLLM_API_KEY, where `ps` does not "
-        "show it."
+        "show it.",
+        SECRET,
     )
     allowed_origins: list[str] = texts("Pages of others that may ask (CORS).")
-    max_waiting: int = option(256, "Requests that may wait; others get a 429.")
+    max_waiting: int = option(256, "Requests that may wait; others get a 429.", COUNT)
     max_body_bytes: int | None = option(
-        None, "The longest body. Default: 32 times max_model_len, from 256 KiB to 4 MiB."
+        None, "The longest body. Default: 32 times max_model_len, from 256 KiB to 4 MiB.", LARGE
     )
-    max_tokens_per_call: int = option(2**20, "prompts * n * max_tokens.")
-    drain_seconds: float = option(30.0, "Time for running requests, at the end.")
+    max_tokens_per_call: int = option(2**20, "prompts * n * max_tokens.", LARGE)
+    drain_seconds: float = option(30.0, "Time for running requests, at the end.", TIME)
     allow_priority: bool = option(False, "Let clients say which request goes first.")
     chat_template: str | None = option(
-        None, "A file in Jinja, instead of the model's own template."
+        None, "A file in Jinja, instead of the model's own template.", Rule(is_text, "a text")
     )
     log_requests: bool = option(True, "A line in the log for each request.")
 
     def __post_init__(self):
-        names = self.served_model_name
-        is_names = is_texts(names) and len(names) > 0
-        self.require("served_model_name", is_names, "a list of texts, none of them empty")
-        if not is_texts(self.api_key):  # which the message does not show
-            raise ValueError(
-                "api_key is not allowed: it must be a list of texts, none of them empty"
-            )
-        is_bytes = self.max_body_bytes is None or is_int(self.max_body_bytes, 1)
-        self.require("max_body_bytes", is_bytes, "None, or an integer from 1 on")
-        for name, low in (("max_waiting", 0), ("max_tokens_per_call", 1)):
-            is_allowed = is_int(getattr(self, name), low)
-            self.require(name, is_allowed, f"an integer from {low} on")
-        is_time = is_number(self.drain_seconds, 0)
-        self.require("drain_seconds", is_time, "a number from 0 on")
+        super().__post_init__()
+        if not TEXTS.allows(self.api_key):
+            raise ValueError(f"api_key is not allowed: it must be {TEXTS.words}")
 
     def most_bytes(self, max_model_len: int) -> int:
         """The longest body. What is longer would not fit into the model, and reading it takes time
@@ -64,31 +68,23 @@ class ServerOptions(Options):
 
 @dataclass(kw_only=True)
 class ReplicaOptions(Options):
-    replicas: int = option(1, "Engines, by Ray Serve; if not given, there is one, without Ray.")
-    max_replicas: int | None = option(None, "More of them under load, up to so many.")
-    target_requests: float = option(32.0, "Open requests with which a replica is loaded.")
-    router_cls: type = option(PrefixAffinity, "Says which replica serves a request.")
-    cpus_per_rank: float = option(0.5, "Cores that Ray reserves for each rank of a replica.")
+    replicas: int = option(
+        1, "Engines, by Ray Serve; not given: one, without Ray.", integer(1, MOST_REPLICAS)
+    )
+    max_replicas: int | None = option(None, "More of them under load, up to so many.", LARGE)
+    target_requests: float = option(32.0, "Open requests with which a replica is loaded.", SHARE)
+    router_cls: type = option(PrefixAffinity, "Says which replica serves a request.", ROUTER)
+    cpus_per_rank: float = option(0.5, "Cores that Ray reserves for each rank.", SHARE)
 
     def __post_init__(self):
-        is_count = is_int(self.replicas, 1, MOST_REPLICAS)
-        self.require("replicas", is_count, f"an integer from 1 to {MOST_REPLICAS}")
+        super().__post_init__()
         most = self.max_replicas
-        is_most = most is None or is_int(most, self.replicas, MOST_REPLICAS)
+        is_most = most is None or self.replicas <= most <= MOST_REPLICAS
         allowed = f"None or an integer from replicas={self.replicas} to {MOST_REPLICAS}"
         self.require("max_replicas", is_most, allowed)
-        for name in ("target_requests", "cpus_per_rank"):
-            value = getattr(self, name)
-            self.require(name, is_number(value, 0) and value > 0, "a positive number")
-        is_router = isinstance(self.router_cls, type) and issubclass(self.router_cls, Router)
-        self.require("router_cls", is_router, "a subclass of nanovllm.routing.Router")
 
     def resources(self, config: Config, has_gpus: bool) -> dict[str, float]:
         """What Ray reserves for a replica: the ranks of one are on one machine."""
         num_ranks = config.tensor_parallel_size
         num_gpus = num_ranks if has_gpus and config.device != "cpu" else 0
         return {"CPU": self.cpus_per_rank * num_ranks, "GPU": num_gpus}
-
-
-def is_texts(values: object) -> bool:
-    return isinstance(values, list) and all(isinstance(one, str) and one for one in values)

@@ -7,11 +7,10 @@ each request has ended. `stream.close()` ends those that have not.
 import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from functools import partial
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any, TypeVar
@@ -93,18 +92,22 @@ class Stream:
             self.clock.end(self)
 
 
-def asked(jobs: SimpleQueue, function: Callable[[], T]) -> asyncio.Future[T]:
-    """What a function returns in the thread that does these jobs. If the future is cancelled
-    before, the function is not called."""
-    future: Future[T] = Future()
+def collected(jobs: SimpleQueue, pieces: Iterator[T]) -> asyncio.Future[list[T]]:
+    """Has all pieces made in the thread that does these jobs. Between two of them it does others. If
+    the future is cancelled, no more of them are made."""
+    future: Future[list[T]] = Future()
+    made: list[T] = []
 
     def job() -> None:
-        if not future.set_running_or_notify_cancel():
+        if future.cancelled():
             return
         try:
-            future.set_result(function())
+            made.append(next(pieces))
+            jobs.put(job)  # behind those that wait
         except Exception as error:
-            future.set_exception(error)
+            if future.set_running_or_notify_cancel():
+                is_over = isinstance(error, StopIteration)
+                future.set_result(made) if is_over else future.set_exception(error)
 
     jobs.put(job)
     return asyncio.wrap_future(future)
@@ -138,6 +141,10 @@ class Backend(ABC):
         prepare_vocabulary(self.inputs)
         self.short = Lane("short", self.inputs)
         self.long = Lane("long", self.inputs)
+        self.told = Lane("told", self.inputs)  # for calls that need no model
+        self.forms = Lane("forms", self.inputs)  # compiles them
+        self.writing = Lane("writing", replace(self.inputs, tokenizer=None))  # large answers
+        self.lanes = (self.short, self.long, self.told, self.forms)
         self.num_preparing = 0
         self.waiting: set[asyncio.Future] = set()  # of `unless_closed`
         self.open: dict[Request, tuple[Stream, int]] = {}  # requests that have not ended
@@ -167,15 +174,14 @@ class Backend(ABC):
     async def ended(self) -> None:
         """Waits, after `close`, until nothing of it runs."""
 
-    async def prepare(self, num_bytes: int, function: Callable[[Inputs], T]) -> T:
-        """Calls a function in a thread that may use its `inputs`. Meanwhile it counts as waiting.
-        Raises Unavailable or Busy."""
+    async def prepare(self, lane: Lane, pieces: Iterator[T]) -> list[T]:
+        """Has pieces made in a thread. Meanwhile they count as one request that waits. Raises
+        Unavailable or Busy."""
         self.check_open()
         self.check_room(self.num_waiting + self.num_preparing)
         self.num_preparing += 1
         try:
-            lane = self.short if num_bytes <= SHORT else self.long
-            return await self.unless_closed(asked(lane.jobs, partial(function, lane.inputs)))
+            return await self.unless_closed(collected(lane.jobs, pieces))
         finally:
             self.num_preparing -= 1
 
@@ -251,7 +257,7 @@ class Backend(ABC):
     def close(self) -> None:
         """Ends all that is open, then the threads."""
         self._end(SHUTTING_DOWN)
-        for lane in (self.short, self.long):
+        for lane in (*self.lanes, self.writing):
             lane.jobs.put(None)
 
     def _end(self, reason: str) -> None:

@@ -213,3 +213,68 @@ def test_a_forced_call_of_the_responses_api(server, client):
         )
         (call,) = answer.output
         assert call.type == "function_call" and is_person(json.loads(call.arguments))
+
+
+# --- small ones ---
+
+
+def test_a_client_chooses_the_id(server, pool):
+    """Two calls may have the same."""
+    body = {"prompt": "a", "max_tokens": 3, "request_id": "mine"}
+    answers = [pool.submit(server.complete, **body) for _ in range(8)]
+    assert {answer.result()["id"] for answer in answers} == {"cmpl-mine"}
+    assert (
+        server.refused("/v1/completions", body | {"request_id": "a" * 201})["param"] == "request_id"
+    )
+
+
+@pytest.mark.parametrize("definitions", [[], None, {}, "a", 5])
+def test_definitions_of_tools_that_are_none(server, definitions):
+    parameters = {"type": "object", "properties": {}, "$defs": definitions}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    messages = [{"role": "user", "content": "a"}]
+    body = {"messages": messages, "tools": tools, "tool_choice": "required", "max_tokens": 60}
+    assert server.post("/v1/chat/completions", body, status=None).keys() & {"choices", "error"}
+    status = server.http.post("/v1/chat/completions", json=body).status_code
+    assert status in (200, 400)
+
+
+def test_definitions_by_their_older_name(server):
+    parameters = {
+        "type": "object",
+        "properties": {"n": {"$ref": "#/definitions/number"}},
+        "required": ["n"],
+        "additionalProperties": False,
+        "definitions": {"number": {"enum": [7]}},
+    }
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    answer = server.chat(
+        "a", tools=tools, tool_choice="required", parallel_tool_calls=False, max_tokens=100
+    )
+    (call,) = answer["choices"][0]["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"n": 7}
+
+
+def test_a_response_says_its_format_as_it_was_asked_for(server):
+    wanted = {"type": "json_schema", "name": "n", "schema": {"enum": [7]}}
+    body = {"input": "a", "text": {"format": wanted}, "include": ["reasoning.encrypted_content"]}
+    answer = server.post("/v1/responses", body | {"max_output_tokens": 20})
+    assert answer["text"]["format"] == wanted
+    assert server.post("/v1/responses", {"input": "a", "max_output_tokens": 2})["text"][
+        "format"
+    ] == {"type": "text"}
+
+
+def test_programs_find_the_words_that_they_look_for(server):
+    error = server.refused("/v1/completions", {"prompt": [5] * 5000})
+    assert "maximum context length" in error["message"]
+
+
+def test_usage_in_a_stream_is_asked_for(server):
+    body = {"prompt": "a", "max_tokens": 3}
+    options = {"continuous_usage_stats": True}
+    events = server.events("/v1/completions", body | {"stream_options": options})
+    assert all("usage" not in event for event in events)
+    options["include_usage"] = True
+    events = server.events("/v1/completions", body | {"stream_options": options})
+    assert all("usage" in event for event in events)

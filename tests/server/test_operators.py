@@ -263,7 +263,7 @@ def test_sigterm_does_not_wait_for_a_body_or_a_tokenizer(monkeypatch):
         clients.callback(is_over.set)
         body.sendall(request_bytes(COMPLETIONS, SMALL)[:-5])
         head.sendall(b"GET / HT")
-        tokenizer = server.engine.short.inputs.tokenizer
+        tokenizer = server.engine.told.inputs.tokenizer
         monkeypatch.setattr(tokenizer, "encode", lambda *_, **__: is_over.wait(60))
         text.sendall(request_bytes("/tokenize", {"prompt": "a b"}))
         wait_for(lambda: server.engine.num_preparing)

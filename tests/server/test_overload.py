@@ -4,11 +4,21 @@ Run: pytest tests/server/test_overload.py
 """
 
 import json
+from threading import Event
 
 import pytest
-from server_tools import Running, busy, checked_error, new_parrot, request_bytes, wait_for
+from server_tools import (
+    Process,
+    Running,
+    busy,
+    checked_error,
+    new_parrot,
+    request_bytes,
+    wait_for,
+)
 
-from nanovllm.server import connections, gate
+from nanovllm import LLM
+from nanovllm.server import answers, app, connections, gate, page
 from nanovllm.server.settings import ServerOptions
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -27,7 +37,8 @@ def running():
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHATS, "/tokenize"])
 def test_a_text_that_cannot_fit_is_refused_and_not_tokenized(server, monkeypatch, path):
-    tokenizer = server.engine.long.inputs.tokenizer
+    lane = server.engine.told if path == "/tokenize" else server.engine.long
+    tokenizer = lane.inputs.tokenizer
     monkeypatch.setattr(tokenizer, "encode", lambda *_, **__: pytest.fail("it is tokenized"))
     text = "the quick brown fox " * 6_000
     body = (
@@ -86,6 +97,156 @@ def test_a_client_that_leaves_is_not_tokenized(server, monkeypatch):
     assert texts == ["a"]
 
 
+def test_a_client_that_leaves_ends_the_work_between_two_prompts(server, monkeypatch):
+    texts = []
+    tokenizer = server.engine.short.inputs.tokenizer
+    encode = tokenizer.encode
+    may_go_on = Event()
+
+    def slow(text, **more):
+        texts.append(text)
+        assert may_go_on.wait(60)
+        return encode(text, **more)
+
+    monkeypatch.setattr(tokenizer, "encode", slow)
+    with server.connect() as sock:
+        sock.sendall(request_bytes(COMPLETIONS, {"prompt": [f"gone {i}" for i in range(1000)]}))
+        wait_for(lambda: texts)
+    wait_for(lambda: server.engine.num_preparing == 0)
+    may_go_on.set()
+    server.complete(**SMALL)
+    assert texts == ["gone 0", "a"]
+
+
+def test_a_short_call_goes_between_the_prompts_of_a_long_one(server, pool, monkeypatch):
+    monkeypatch.setattr(server.engine, "max_waiting", 1000)
+    texts = []
+    tokenizer = server.engine.short.inputs.tokenizer
+    encode = tokenizer.encode
+
+    def noted(text, **more):
+        texts.append(text)
+        wait_for(lambda: len(texts) < 2 or server.engine.num_preparing == 2 or "a" in texts)
+        return encode(text, **more)
+
+    monkeypatch.setattr(tokenizer, "encode", noted)
+    many = pool.submit(server.complete, prompt=["0"] * 20, max_tokens=1)
+    wait_for(lambda: texts)
+    server.complete(**SMALL)
+    many.result()
+    assert texts.index("a") < 10 and len(texts) == 21
+
+
+FORM = {**SMALL, "structured_outputs": {"choice": ["a"]}}
+
+
+@pytest.mark.parametrize("lane, path, body", [
+    ("forms", COMPLETIONS, FORM),
+    ("forms", CHATS, {"messages": [{"role": "user", "content": "a"}], "response_format": {"type": "text"}}),
+    ("told", "/tokenize", {"prompt": "a"}),
+])  # fmt: skip
+def test_what_takes_long_has_a_lane_of_its_own(server, pool, lane, path, body):
+    with busy(server, lane):
+        waiting = pool.submit(server.http.post, path, json=body)
+        wait_for(lambda: server.engine.num_preparing == 1)
+        server.complete(**SMALL)
+        server.chat("hello", max_tokens=1)
+        assert not waiting.done()
+    assert waiting.result().status_code == 200
+
+
+# --- answers ---
+
+
+@pytest.fixture(scope="module")
+def scored():
+    """A model that gives log-probabilities."""
+    with Running(LLM(num_blocks=2000, max_num_seqs=32)) as server:
+        yield server
+        server.check_idle()
+
+
+SCORED = {"prompt": ["a b c", "d"], "n": 3, "max_tokens": 4, "logprobs": 2, "echo": True, "seed": 1}
+
+
+def without_id(answer: dict) -> dict:
+    return {name: value for name, value in answer.items() if name not in ("id", "created")}
+
+
+@pytest.mark.parametrize("more", [{}, {"prompt_logprobs": 1, "return_token_ids": True}])
+def test_a_large_answer_is_written_in_a_thread_and_is_the_same(scored, pool, monkeypatch, more):
+    server = scored
+    expected = server.complete(**SCORED, **more)
+    monkeypatch.setattr(app, "FEW", 0)
+    monkeypatch.setattr(answers, "BLOCK", 50)
+    with busy(server, "writing"):
+        waiting = pool.submit(server.complete, **SCORED, **more)
+        wait_for(lambda: server.engine.writing.jobs.qsize() == 1)
+        server.complete(**SMALL)
+        assert not waiting.done()
+    assert without_id(waiting.result()) == without_id(expected)
+
+
+@pytest.mark.parametrize("more, num_entries", [
+    ({"prompt_logprobs": 20}, 16 * 1000 * 21),
+    ({"return_token_ids": True}, 16 * 1001),
+    ({"echo": True, "logprobs": 3}, 16 * (1000 * 5 + 4)),
+    ({"logprobs": 4}, 16 * 5),
+])  # fmt: skip
+def test_an_answer_that_may_be_too_large_is_refused_before_it_begins(
+    scored, monkeypatch, more, num_entries
+):
+    server = scored
+    body = {"prompt": [5] * 1000, "n": 16, "max_tokens": 1, **more}
+    monkeypatch.setattr(app, "MOST_ENTRIES", num_entries - 1)
+    message = server.refused(COMPLETIONS, body)["message"]
+    assert f"{num_entries:,}" in message and f"{num_entries - 1:,}" in message
+    monkeypatch.setattr(app, "MOST_ENTRIES", num_entries)
+    server.complete(**body)
+
+
+def test_answers_that_are_not_sent_yet_are_bounded_together(scored, pool, monkeypatch):
+    server = scored
+    body = {**SMALL, "logprobs": 3}
+    monkeypatch.setattr(app, "FEW", 0)
+    monkeypatch.setattr(app, "MOST_UNSENT", 7)  # room for one
+    with busy(server, "writing"):
+        waiting = pool.submit(server.complete, **body)
+        wait_for(lambda: server.engine.writing.jobs.qsize() == 1)
+        assert "not sent yet" in server.refused(COMPLETIONS, body, 429)["message"]
+        server.complete(**SMALL)
+    waiting.result()
+    wait_for(lambda: len(server.uvicorn.server.unsent) == 0)
+    server.complete(**body)
+
+
+def test_a_call_may_have_half_of_the_seats(server):
+    server.complete(**SMALL, n=16)
+    error = server.refused(COMPLETIONS, {**SMALL, "n": 17})
+    assert error["param"] == "n" and "at most 16, half of max_num_seqs" in error["message"]
+
+
+def test_so_many_may_watch(server, monkeypatch):
+    monkeypatch.setattr(page, "MOST_WATCHERS", 2)
+    with server.http.stream("GET", "/live"), server.http.stream("GET", "/live"):
+        wait_for(lambda: len(server.uvicorn.server.live.readers) == 2)
+        checked_error(server.http.get("/live"), 429)
+    wait_for(lambda: not server.uvicorn.server.live.readers)
+    with server.http.stream("GET", "/live") as again:
+        assert again.status_code == 200
+
+
+@pytest.mark.slow
+def test_a_log_that_is_not_read_stops_nothing():
+    with Process() as server:
+        for _ in range(1200):  # lines of 300 characters, and a pipe holds 64 KiB
+            assert server.http.get("/" + "a" * 300).status_code == 404
+        assert server.http.post(COMPLETIONS, json=SMALL).status_code == 200
+        server.process.terminate()
+        assert server.end() == 0
+    assert server.log.count(" 404:") == 1200
+
+
 # --- bodies ---
 
 
@@ -118,6 +279,7 @@ TOO_MANY = {
     "stop_token_ids": (COMPLETIONS, {**SMALL, "stop_token_ids": [5] * 1_025}),
     "logit_bias": (COMPLETIONS, {**SMALL, "logit_bias": {str(i): 1 for i in range(1_025)}}),
     "prompt": (COMPLETIONS, {**SMALL, "prompt": ["a"] * 1_025}),
+    "bad_words": (COMPLETIONS, {**SMALL, "bad_words": ["a"] * 257}),
 }  # fmt: skip
 
 
@@ -128,11 +290,13 @@ def test_a_list_has_a_limit(server, name):
     assert error["param"] == name and any(digit in error["message"] for digit in "123456789")
 
 
-@pytest.mark.parametrize("stop", ["a" * 4_097, ["a" * 100] * 41])
-def test_stop_strings_have_a_limit_in_all(server, stop):
+@pytest.mark.parametrize("name, texts", [
+    ("stop", "a" * 4_097), ("stop", ["a" * 100] * 41), ("bad_words", ["a" * 4_097]), ("bad_words", ["b" * 20] * 205),
+])  # fmt: skip
+def test_strings_have_a_limit_in_all(server, name, texts):
     """Each is looked for after each token, in the thread that computes them for all."""
-    assert server.refused(COMPLETIONS, {**SMALL, "stop": stop})["param"] == "stop"
-    server.complete(**SMALL, stop=["a" * 64] * 64)
+    assert server.refused(COMPLETIONS, {**SMALL, name: texts})["param"] == name
+    server.complete(**SMALL, **{name: ["a" * 64] * 64})
 
 
 # --- connections ---
@@ -144,6 +308,18 @@ def test_headers_without_an_end_end_the_connection(server):
         with pytest.raises(OSError):  # it is closed while we write
             for _ in range(1_000):
                 sock.sendall(b"a" * 2**16)
+    assert server.http.get("/health").status_code == 200
+
+
+def test_headers_behind_a_body_are_headers(server):
+    head = request_bytes(COMPLETIONS, {}, "Transfer-Encoding: chunked").replace(
+        b"Content-Length: 2\r\n", b""
+    )
+    with server.connect() as sock:
+        sock.sendall(head.removesuffix(b"{}") + b"2\r\n{}\r\n0\r\n")
+        with pytest.raises(OSError):  # it is closed while we write
+            for i in range(1_000):
+                sock.sendall(b"x%d: " % i + b"a" * 2**14 + b"\r\n")
     assert server.http.get("/health").status_code == 200
 
 

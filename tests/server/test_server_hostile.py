@@ -143,14 +143,16 @@ def read_until(sock: socket.socket, word: bytes) -> bytes:
         ({"stream": False}, 5, False),
         ({"stream": False, "prompt": [9] * 300}, 3, False),
         ({"stream": False, "prompt": [[9, 8], [9, 9]]}, 3, False),
-        ({"stream": True, "n": 8}, 3, True),
-        ({"stream": False, "n": 8}, 3, True),
+        ({"stream": True}, 3, True),
+        ({"stream": False}, 3, True),
     ],
 )
 def test_after_a_disconnect_the_blocks_are_free_within_two_steps(
-    server, pool, expected, more, num_steps, is_waiting, is_abrupt
+    server, pool, expected, monkeypatch, more, num_steps, is_waiting, is_abrupt
 ):
     llm, runner = server.llm, server.llm.runner
+    if is_waiting:
+        monkeypatch.setattr(llm.scheduler, "max_num_seqs", 1)
     runner.is_paced = True
     neighbour = pool.submit(server.complete, **NEIGHBOUR)
     wait_for(lambda: len(server.engine.open) == 1)
