@@ -18,13 +18,16 @@ from nanovllm.server.protocol import Body, StreamOptions
 from nanovllm.server.streams import Stream
 from nanovllm.server.texts import TokenTexts
 
-encoder = json.JSONEncoder(ensure_ascii=False)
-encode = encoder.encode
-BLOCK = 2**16  # characters
+encode = json.JSONEncoder(ensure_ascii=False).encode
+MANY = 100  # parts of a list
 COMMENT = ": the answer is still to come\n\n"  # proxies end streams of which nothing comes
 HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # the second one is nginx's
 REASONS: dict[Any, str] = {"abort": "stop", "error": "stop"}  # in words that clients know
 Rows = list[TokenLogprobs | None]
+
+
+class Json(str):
+    """A text that is JSON already."""
 
 
 class EventStream(StreamingResponse):
@@ -47,31 +50,29 @@ class Answers(ABC):
     last_event = "data: [DONE]\n\n"  # also of what has failed
 
     def __init__(self, body: Body, requests: list[Request], model: str, texts: TokenTexts):
-        own = uuid4().hex
-        self.id = f"{self.prefix}-{body.request_id or own}"
+        self.id = f"{self.prefix}-{uuid4().hex}"
         self.requests = requests
         self.texts = texts
         self.wants = body.stream_options or StreamOptions()
         self.has_token_ids = bool(body.return_token_ids)
+        self.of_prompts: dict[int, Json] = {}
         self.counts: dict[tuple[int, int], int] = {}  # tokens streamed, by request and output
         self.frame = {
-            "id": self.id,
+            "id": f"{self.prefix}-{body.request_id}" if body.request_id else self.id,
             "object": self.chunk_kind if body.stream else self.kind,
             "created": int(time.time()),
             "model": body.model or model,
         }
         self.head = encode(self.frame)[:-1] + ', "choices": '  # the same for each event
-        self.has_echo = bool(getattr(body, "echo", False))
         # log-probabilities and token ids, at most: each choice has those of its prompt
         self.num_entries = 0
         for i, request in enumerate(requests):
-            # the client may give two calls the same id
-            request.request_id = f"{self.id}-{own}-{i}" if body.request_id else f"{self.id}-{i}"
+            request.request_id = f"{self.id}-{i}"  # a client may give two calls the same id
             params = request.params
             # per token; -1: none are asked for
             scored = -1 if params.prompt_logprobs is None else params.prompt_logprobs
             drawn = -1 if params.logprobs is None else params.logprobs
-            of_prompt = self.has_token_ids + self.has_echo + scored + 1
+            of_prompt = self.has_token_ids + scored + 1
             of_output = self.has_token_ids + drawn + 1
             num_prompt = len(request.prompt_token_ids)
             num_entries = num_prompt * of_prompt + (request.max_len - num_prompt) * of_output
@@ -116,16 +117,18 @@ class Answers(ABC):
         yield "".join([*events, self.last_event])
 
     def blocks(self, outputs: list[RequestOutput]) -> Iterator[bytes]:
-        """The answer that is not streamed, made where the first block is asked for."""
-        yield from blocks_of(self.whole(outputs))
+        """The answer that is not streamed, choice by choice."""
+        begin = self.head + "["
+        for i, output in enumerate(outputs):
+            for one in output.outputs:
+                choice = self.choice(i, one, output, is_first=True)
+                yield f"{begin}{encoded(choice)}".encode()
+                begin = ", "
+        yield f"], {encoded(self.end(outputs))[1:]}".encode()
 
-    def whole(self, outputs: list[RequestOutput]) -> dict:
-        choices = [
-            self.choice(i, one, output, is_first=True)
-            for i, output in enumerate(outputs)
-            for one in output.outputs
-        ]
-        return {**self.frame, "choices": choices, "usage": self.usage(outputs)}
+    def end(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        """What comes after the choices."""
+        return {"usage": self.usage(outputs)}
 
     def events(self, i: int, part: CompletionOutput) -> list[str]:
         """Events for what is new in an output of request i."""
@@ -184,12 +187,15 @@ class Answers(ABC):
         """Why an output has ended."""
         return REASONS.get(one.finish_reason, one.finish_reason)
 
-    def prompt_logprobs(self, output: RequestOutput) -> list[dict | None] | None:
-        """Writes them as vLLM does. The rank of a token that is not among the likeliest is not
-        known."""
+    def prompt_logprobs(self, i: int, output: RequestOutput) -> Json | None:
+        """Writes them as vLLM does, once for all choices. The rank of a token that is not among the
+        likeliest is not known."""
         if output.prompt_logprobs is None:
             return None
-        return [row and self.ranked(row) for row in output.prompt_logprobs]
+        if i not in self.of_prompts:
+            rows = [row and self.ranked(row) for row in output.prompt_logprobs]
+            self.of_prompts[i] = Json(encoded(rows))
+        return self.of_prompts[i]
 
     def ranked(self, row: TokenLogprobs) -> dict:
         num_likeliest = self.requests[0].params.prompt_logprobs or 0
@@ -209,13 +215,16 @@ def counts_of(num_prompt: int, num_completion: int) -> dict:
     }
 
 
-def blocks_of(content: dict) -> Iterator[bytes]:
-    """JSON in pieces of which each is worth a thread's turn. In between another thread may have the
-    interpreter."""
-    block = ""
-    for piece in encoder.iterencode(content):
-        block += piece
-        if len(block) > BLOCK:
-            yield block.encode()
-            block = ""
-    yield block.encode()
+def encoded(content: Any) -> str:
+    """JSON, made in pieces: between two of them another thread may have the interpreter."""
+    if isinstance(content, Json):
+        return content
+    if isinstance(content, dict):
+        parts = [f"{encode(name)}: {encoded(value)}" for name, value in content.items()]
+        return "{" + ", ".join(parts) + "}"
+    if isinstance(content, list) and len(content) > MANY:
+        slices = (content[i : i + MANY] for i in range(0, len(content), MANY))
+        return "[" + ", ".join(encode(part)[1:-1] for part in slices) + "]"
+    if isinstance(content, list):
+        return "[" + ", ".join(map(encoded, content)) + "]"
+    return encode(content)

@@ -1,7 +1,7 @@
 """App: the routes of the server, and how a body becomes an answer."""
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, closing
 from copy import deepcopy
 from importlib.metadata import version
@@ -12,11 +12,12 @@ from fastapi import FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import StreamingResponse
 
 from nanovllm.engine import LLM
 from nanovllm.frontend.inputs import Inputs
 from nanovllm.options import shown
-from nanovllm.server.answers import HEADERS, Answers, EventStream, blocks_of
+from nanovllm.server.answers import HEADERS, Answers, EventStream, encoded
 from nanovllm.server.async_llm import AsyncLLM
 from nanovllm.server.chats import ChatBody, ChatCompletions, TokenizeBody
 from nanovllm.server.completions import CompletionBody, Completions
@@ -30,6 +31,7 @@ from nanovllm.server.settings import ServerOptions
 from nanovllm.server.streams import SHORT, Backend, Lane, Stream, collected
 from nanovllm.server.texts import TokenTexts
 
+JSON = "application/json"
 # log-probabilities and token ids in an answer
 FEW = 2000  # of which JSON is made in a few milliseconds
 MOST_ENTRIES = 2**19  # some 40 MB
@@ -98,11 +100,11 @@ class Server:
     async def tell(self, request: Request, data: bytes, kind: type[Any]) -> Response:
         """What a body and the tokenizer say alone."""
 
-        def told(body: Any, inputs: Inputs) -> Iterator[bytes]:
-            yield from blocks_of(body.told(inputs))
+        def told(body: Any, inputs: Inputs) -> Iterator[str]:
+            yield encoded(body.told(inputs))
 
-        _, *blocks = await self.prepare(self.engine.told, kind, data, told)
-        return Response(b"".join(blocks), media_type="application/json")
+        _, content = await self.prepare(self.engine.told, kind, data, told)
+        return Response(content, media_type=JSON)
 
     async def prepare(self, lane: Lane, kind: type, data: bytes, make: Make) -> list[Any]:
         """A body, and what is made of it one by one, in threads that tokenize: in this lane, or, if
@@ -172,19 +174,17 @@ class Server:
                 for delta in deltas:
                     if delta.error is not None:
                         raise delta.error
-        blocks: Iterable[bytes] = answers.blocks(stream.outputs)
-        if answers.num_entries > FEW:
-            writing = collected(self.engine.writing.jobs, iter(blocks))
-            blocks = await self.engine.unless_closed(writing)
-        return Response(b"".join(blocks), media_type="application/json")
+        blocks = answers.blocks(stream.outputs)
+        if answers.num_entries <= FEW:
+            return Response(b"".join(blocks), media_type=JSON)
+        made = collected(self.engine.writing.jobs, blocks)
+        return StreamingResponse(await self.engine.unless_closed(made), media_type=JSON)
 
     # --- routes ---
 
     async def models(self) -> dict:
-        return {
-            "object": "list",
-            "data": [self.model(name) for name in self.options.served_model_name],
-        }
+        models = [self.model(name) for name in self.options.served_model_name]
+        return {"object": "list", "data": models}
 
     async def one_model(self, name: str) -> dict:
         self.check_model(name)

@@ -157,8 +157,8 @@ class ChatCompletions(Answers):
             self.parsers = [Parser(request.prompt, has_tools, most_calls) for _ in range(n)]
         self.has_reasoning = body.include_reasoning is not False
 
-    def whole(self, outputs: list[RequestOutput]) -> dict:
-        return {**super().whole(outputs), "prompt_logprobs": self.prompt_logprobs(outputs[0])}
+    def end(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        return {**super().end(outputs), "prompt_logprobs": self.prompt_logprobs(0, outputs[0])}
 
     def reason(self, one: CompletionOutput) -> str | None:
         if one.finish_reason == "stop" and self.parsers[one.index].num_calls:

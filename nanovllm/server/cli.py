@@ -141,8 +141,6 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
         args = parser.parse_args([command, *words_of(read_options(args.config)), *others])
     positional = getattr(args, "positional", None)
     if positional is not None:
-        if args.model not in (None, positional):
-            raise refusal("model", args.model, f"{positional!r} is given, too")
         args.model = positional
     return args
 

@@ -82,6 +82,7 @@ class Completions(Answers):
 
     def __init__(self, body: CompletionBody, requests: list[Request], *args):
         super().__init__(body, requests, *args)
+        self.has_echo = bool(body.echo)
         self.num_prompt_logprobs = body.prompt_logprobs
         self.is_prompt_only = self.has_echo and body.max_tokens == 0
         self.num_chars: dict[tuple[int, int], int] = {}  # that were streamed, as `counts`
@@ -113,7 +114,7 @@ class Completions(Answers):
         content: dict[str, Any] = {"text": text, "logprobs": logprobs}
         if whole is not None:  # those of an echo are asked for by `logprobs`
             is_asked_for = self.num_prompt_logprobs is not None
-            content["prompt_logprobs"] = self.prompt_logprobs(whole) if is_asked_for else None
+            content["prompt_logprobs"] = self.prompt_logprobs(i, whole) if is_asked_for else None
         return content
 
     def logprobs(self, key: tuple[int, int], token_ids: list[int], rows: Rows) -> dict:

@@ -265,8 +265,7 @@ def in_words(error: ValueError, kind: type[BaseModel]) -> BadRequest:
     message = str(error)[:1000]
     words = re.findall(r"\w+", re.sub("StructuredOutputsParams", "structured_outputs", message))
     names = [word for word in words if word in kind.model_fields]
-    code = None
-    if isinstance(error, PromptTooLong):
-        code = "context_length_exceeded"
-        message += " (the maximum context length)"  # the words that programs look for
+    is_long = isinstance(error, PromptTooLong)
+    code = "context_length_exceeded" if is_long else None
+    message += " (the maximum context length)" * is_long  # the words that programs look for
     return BadRequest(message, names[0] if names else None, code=code)

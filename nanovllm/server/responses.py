@@ -12,12 +12,12 @@ from pydantic import Field
 from nanovllm.frontend.inputs import Inputs
 from nanovllm.frontend.outputs import CompletionOutput, RequestOutput
 from nanovllm.sequence import Request
+from nanovllm.server.answers import encode
 from nanovllm.server.chats import MOST_MESSAGES, MOST_TOOLS, ChatBody, ChatCompletions, Effort
 from nanovllm.server.errors import BadRequest
 from nanovllm.server.items import Items
 from nanovllm.server.protocol import CallBody, Strict, checked
 
-AS_SENT: dict[str, Any] = {"by_alias": True, "exclude_none": True}
 TEXTS = ("input_text", "output_text", "text")  # the kinds of parts of a message
 
 
@@ -172,7 +172,7 @@ class Responses(ChatCompletions):
 
     def response(self, status: str, **more: Any) -> dict:
         body = self.asked
-        text = body.text
+        form = (body.text and body.text.format) or TextFormat()
         params = self.requests[0].params
         return {
             "id": self.id,
@@ -192,7 +192,7 @@ class Responses(ChatCompletions):
             "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
             "store": False,
             "temperature": params.temperature,
-            "text": {"format": ((text and text.format) or TextFormat()).model_dump(**AS_SENT)},
+            "text": {"format": form.model_dump(by_alias=True, exclude_none=True)},
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools or [],
             "top_p": params.top_p,
@@ -202,10 +202,10 @@ class Responses(ChatCompletions):
             **more,
         }
 
-    def whole(self, outputs: list[RequestOutput]) -> dict:
+    def blocks(self, outputs: list[RequestOutput]) -> Iterator[bytes]:
         (one,) = outputs[0].outputs
         self.items.add(self.parts(one))
-        return self.ended(outputs)
+        yield encode(self.ended(outputs)).encode()
 
     def ended(self, outputs: list[RequestOutput]) -> dict:
         (one,) = outputs[0].outputs

@@ -107,7 +107,7 @@ def new_server(app: FastAPI) -> DrainingServer:
 
 
 class Unhurried(QueueHandler):
-    """Has a thread write the log: a line may have to wait for what reads it, such as a full pipe."""
+    """Has a thread write the log: a line may have to wait for what reads it, as in a full pipe."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Forgets the line: too many wait already."""

@@ -93,8 +93,8 @@ class Stream:
 
 
 def collected(jobs: SimpleQueue, pieces: Iterator[T]) -> asyncio.Future[list[T]]:
-    """Has all pieces made in the thread that does these jobs. Between two of them it does others. If
-    the future is cancelled, no more of them are made."""
+    """Has all pieces made in the thread that does these jobs. Between two of them it does others.
+    If the future is cancelled, no more of them are made."""
     future: Future[list[T]] = Future()
     made: list[T] = []
 
@@ -139,12 +139,10 @@ class Backend(ABC):
         self.loop = asyncio.get_running_loop()
         self.inputs = replace(inputs, model=model_name or inputs.model)  # errors name no paths
         prepare_vocabulary(self.inputs)
-        self.short = Lane("short", self.inputs)
-        self.long = Lane("long", self.inputs)
-        self.told = Lane("told", self.inputs)  # for calls that need no model
-        self.forms = Lane("forms", self.inputs)  # compiles them
+        # for texts, for calls that need no model, and for what must be compiled
+        self.lanes = [Lane(name, self.inputs) for name in ("short", "long", "told", "forms")]
+        self.short, self.long, self.told, self.forms = self.lanes
         self.writing = Lane("writing", replace(self.inputs, tokenizer=None))  # large answers
-        self.lanes = (self.short, self.long, self.told, self.forms)
         self.num_preparing = 0
         self.waiting: set[asyncio.Future] = set()  # of `unless_closed`
         self.open: dict[Request, tuple[Stream, int]] = {}  # requests that have not ended
