@@ -169,7 +169,7 @@ def compare(args) -> dict:
     about = environment()
     names = dict.fromkeys(["nanovllm", *args.peer])
     path = model_directory(args)
-    config = json.loads((path / "config.json").read_text())
+    config = json.loads((path / "config.json").read_bytes())
     longest = args.max_model_len or config["max_position_embeddings"]
     wanted = make_requests(args, config["vocab_size"])
     requests = [cut(request, max(2, longest)) for request in wanted]

@@ -28,14 +28,14 @@ def graded(name: str) -> dict:
     with TemporaryDirectory() as folder:
         secret, report = Path(folder, "secret"), Path(folder, "results.json")
         secret.touch(mode=0o600)
-        secret.write_text(secrets.token_hex())
+        secret.write_text(secrets.token_hex(), encoding="utf-8")
         command = [sys.executable, "-m", "tutorials.assignments.grade", name]
         options = ["--secret", str(secret), "--json", str(report)]
         solution = SOLUTIONS / f"{name}_solution.py"
         subprocess.run(
             [*command, str(solution), *options], cwd=ROOT, check=True, capture_output=True
         )
-        return json.loads(report.read_text())
+        return json.loads(report.read_bytes())
 
 
 def points_of(report: dict) -> tuple[float, float]:
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     report = environment() | {"device": "simulated", "assignments": {}}
     report["versions"] = {"torch": installed("torch")}  # of the check with the real engine
     if args.json and args.json.exists():
-        report["assignments"] = json.loads(args.json.read_text())["assignments"]
+        report["assignments"] = json.loads(args.json.read_bytes())["assignments"]
     for name in args.names or NAMES:
         reports = [graded(name) for _ in range(args.count)]
         points, (most, *_) = zip(*map(points_of, reports))

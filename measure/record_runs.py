@@ -127,9 +127,9 @@ def main() -> None:
     for run in RUNS:
         file = HERE / f"{run.__name__}.json"
         run(file)
-        index.append({"file": file.name, "title": json.loads(file.read_text())["title"]})
+        index.append({"file": file.name, "title": json.loads(file.read_bytes())["title"]})
         print(file)
-    (HERE / "index.json").write_text(json.dumps(index, indent=1) + "\n")
+    (HERE / "index.json").write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

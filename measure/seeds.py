@@ -264,7 +264,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             policies = policies_of(task, paths)
         silly = [baseline_of(task), *(policy.name for policy in policies if policy.kind == "silly")]
         report = {"task": args.task, "seeds": [*seeds], "silly": silly, "rows": rows}
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

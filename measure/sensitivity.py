@@ -188,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     device = {"device": f"simulated, on {platform.machine()}"}
     report = environment() | device | {"studies": {}, "assignments": {}, "commits": {}}
     if args.names and args.json and args.json.exists():
-        old = json.loads(args.json.read_text())
+        old = json.loads(args.json.read_bytes())
         report |= {key: old.get(key, {}) for key in ("studies", "assignments", "commits")}
     if not args.names:
         report["studies"] = studies_on_all()

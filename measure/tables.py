@@ -225,7 +225,7 @@ def topics(page: Path) -> str:
     """The folders of the package: the first sentences of their docstrings, and their chapters."""
     rows = [["Folder", "Topic", "Chapter"]]
     for file in sorted((ROOT / "nanovllm").glob("*/__init__.py")):
-        text = ast.get_docstring(ast.parse(file.read_text()))
+        text = ast.get_docstring(ast.parse(file.read_bytes()))
         if text:
             chapters = []
             for name in re.findall(r"\d\d_\w+", text):
@@ -240,7 +240,7 @@ def core(page: Path) -> str:
     rows = [["Module", "What it is about"]]
     for folder in ("", "layers/", "models/"):
         for file in sorted((ROOT / "nanovllm" / folder).glob("*.py")):
-            sentence = ast.get_docstring(ast.parse(file.read_text()))
+            sentence = ast.get_docstring(ast.parse(file.read_bytes()))
             if sentence and not file.name.startswith("__"):
                 rows.append([f"`{folder}{file.name}`", first_sentence(sentence)])
     return markdown(rows)
@@ -260,7 +260,7 @@ def written(text: str, page: Path) -> str:
         name = mark["name"]
         paths = [RESULTS / f"{file}.json" for file in mark["files"].split()]
         links = [os.path.relpath(path, page.parent) for path in paths]
-        reports = [json.loads(path.read_text()) for path in paths]
+        reports = [json.loads(path.read_bytes()) for path in paths]
         if name in OF_THE_PACKAGE:
             found = OF_THE_PACKAGE[name](page)
         elif name in OF_SEVERAL:
@@ -274,10 +274,10 @@ def written(text: str, page: Path) -> str:
 
 def main() -> None:
     for page in PAGES:
-        before = page.read_text()
+        before = page.read_text(encoding="utf-8")
         after = written(before, page)
         if after != before:
-            page.write_text(after)
+            page.write_text(after, encoding="utf-8")
             print("rewritten:", page.relative_to(ROOT))
 
 

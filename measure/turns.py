@@ -42,7 +42,7 @@ class Worker:
         self.log = folder / job.engine
         self.connection, theirs = socket.socketpair()
         self.pipe = self.connection.makefile()
-        with theirs, self.log.open("w") as out:
+        with theirs, self.log.open("w", encoding="utf-8") as out:
             self.process = subprocess.Popen(
                 [python, "-m", "measure.worker", str(theirs.fileno())],
                 cwd=ROOT,
@@ -81,7 +81,11 @@ class Worker:
     def fail(self, error: str | None) -> None:
         """Ends the worker. Unless it said why it failed, the last line of its log does."""
         self.end(GRACE)
-        lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        lines = [
+            line
+            for line in self.log.read_text(errors="replace", encoding="utf-8").splitlines()
+            if line.strip()
+        ]
         last_words = lines[-1] if lines else f"exit status {self.process.returncode}"
         self.error = error or last_words
         if self.error != "not installed":

@@ -108,7 +108,7 @@ class MeasuredOurs(Measured):
     def shape(self):
         from nanovllm.simulator.cost_model import shape_of
 
-        config = json.loads((Path(self.job.model) / "config.json").read_text())
+        config = json.loads((Path(self.job.model) / "config.json").read_bytes())
         return shape_of(config, self.runner.dtype.itemsize)
 
     def ceilings(self):

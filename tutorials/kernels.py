@@ -96,7 +96,7 @@ def changed(old: str, new: str) -> ModuleType:
     source = inspect.getsource(triton_attention)
     assert source.count(old) == 1, f"this is there {source.count(old)} times: {old}"
     path = Path(FOLDER.name, f"changed{abs(hash((old, new)))}.py")
-    path.write_text(source.replace(old, new))
+    path.write_text(source.replace(old, new), encoding="utf-8")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

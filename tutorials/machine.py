@@ -71,7 +71,11 @@ def device_name(device, threads: int = 0) -> str:
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")
     names = (
-        [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        [
+            line
+            for line in info.read_text(encoding="utf-8").splitlines()
+            if line.startswith("model name")
+        ]
         if info.exists()
         else []
     )
@@ -85,7 +89,7 @@ def cpu_seconds(session: int) -> float | None:
     ticks = None
     for file in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has just ended
-            fields = file.read_text().rpartition(") ")[2].split()
+            fields = file.read_text(encoding="utf-8").rpartition(") ")[2].split()
             if int(fields[3]) == session:  # its own time, and that of its children that have ended
                 ticks = (ticks or 0) + sum(map(int, fields[11:15]))
     return None if ticks is None else ticks / os.sysconf("SC_CLK_TCK")

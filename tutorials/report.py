@@ -206,7 +206,7 @@ def write_json(report: dict, path: Path | None) -> None:
     text = re.sub(r"\[\n([\d\s,.e+-]*)\]", lambda match: f"[{' '.join(match[1].split())}]", text)
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(path.name + ".part")  # a process that is ended here leaves no half file
-    beside.write_text(text + "\n")
+    beside.write_text(text + "\n", encoding="utf-8")
     os.replace(beside, path)
 
 

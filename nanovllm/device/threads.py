@@ -22,14 +22,14 @@ def default_thread_counts() -> set[int]:
     for cpu in cpus:
         file = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
         if file.exists():
-            cores.add(file.read_text())
+            cores.add(file.read_text(encoding="utf-8"))
     return {len(cpus), len(cores)}
 
 
 def busy_seconds() -> float | None:
     """Busy seconds of our processors so far, over all programs; None if that is not known."""
     try:
-        text = Path("/proc/stat").read_text()
+        text = Path("/proc/stat").read_text(encoding="utf-8")
     except OSError:
         return None
     ours = {f"cpu{cpu}" for cpu in os.sched_getaffinity(0)}

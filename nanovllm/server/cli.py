@@ -150,7 +150,7 @@ def read_options(file: str) -> dict[str, Any]:
     import yaml
 
     try:
-        options = yaml.safe_load(Path(file).read_text())
+        options = yaml.safe_load(Path(file).read_bytes())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise refusal("config", file, shown(str(error))) from error
     if not isinstance(options, dict):

@@ -118,7 +118,7 @@ def server_options(args: Namespace) -> ServerOptions:
     options["api_key"] = options.get("api_key", []) + os.environ.get(KEY, "").split()
     if args.chat_template is not None:
         try:
-            options["chat_template"] = Path(args.chat_template).read_text()
+            options["chat_template"] = Path(args.chat_template).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise refusal("chat_template", args.chat_template, str(error)) from error
     return ServerOptions(**options)

@@ -160,7 +160,7 @@ def machines_in(path: str | Path) -> dict[str, Machine]:
     """The machines that `python -m tutorials.simulation.calibrate` has written into a file. Raises
     ValueError for another file."""
     try:
-        found = json.loads(Path(path).read_text())["machines"]
+        found = json.loads(Path(path).read_bytes())["machines"]
         return {name: machine_of(**fields) for name, fields in found.items()}
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} has no machines, as calibrate writes them: {error!r}") from error

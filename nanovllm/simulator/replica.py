@@ -31,7 +31,7 @@ def model_config(model: str) -> dict[str, Any]:
     """The Hugging Face config of a local directory, or one of `SHAPES` by the end of its name."""
     path = Path(model) / "config.json"
     if path.exists():
-        return json.loads(path.read_text())
+        return json.loads(path.read_bytes())
     name = model.rpartition("/")[2].lower()
     if name not in SHAPES:
         raise refusal("model", model, f"it must be a directory or one of {', '.join(SHAPES)}")

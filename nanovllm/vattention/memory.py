@@ -83,8 +83,8 @@ def system_of(device: torch.device) -> System:
 
 def mappings_free() -> int:
     """How many more mappings the system allows this process. Neighbors count as one."""
-    limit = int(Path("/proc/sys/vm/max_map_count").read_text())
-    return limit - Path("/proc/self/maps").read_text().count("\n")
+    limit = int(Path("/proc/sys/vm/max_map_count").read_text(encoding="utf-8"))
+    return limit - Path("/proc/self/maps").read_text(encoding="utf-8").count("\n")
 
 
 # --- on a CPU ---

@@ -119,7 +119,7 @@ def test_answers_equal_those_of_transformers(llm):
 
 def test_recorded_results_say_where_they_come_from():
     for file in (ROOT / "tutorials" / "results").glob("*.json"):
-        result = json.loads(file.read_text())
+        result = json.loads(file.read_bytes())
         assert {"command", "commit", "device", "python"} <= result.keys(), file.name
         if {"waste", "pages", "figure12", "runs", "routers", "day", "studies"} & result.keys():
             continue  # counted or simulated, without torch

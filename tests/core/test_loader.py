@@ -38,7 +38,7 @@ def directory(checkpoint, tmp_path) -> Path:
 
 
 def change(file: Path, **changes) -> None:
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    file.write_text(json.dumps(json.loads(file.read_bytes()) | changes))
 
 
 def rope(**settings) -> dict:

@@ -270,7 +270,7 @@ def test_a_shard_that_is_not_there(tmp_path):
 def test_unsupported_configs_name_what_is_supported(changes, message, tmp_path):
     save(new_model(), tmp_path)
     file = tmp_path / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    file.write_text(json.dumps(json.loads(file.read_bytes()) | changes))
     with pytest.raises(ValueError, match=message):
         check_supported(load_config(tmp_path))
 

@@ -54,7 +54,7 @@ def graded(tmp_path, capsys, monkeypatch):
             assert time.monotonic() - start < limit + grader.SECONDS_TO_STOP + 10
             assert not [*Path(folder).iterdir()]
         wait_until_none_runs(mark)
-        results = json.loads(target.read_text())
+        results = json.loads(target.read_bytes())
         for check in results["tests"]:
             assert check["output"].isprintable() and len(check["output"]) <= 510, check
         lines = capsys.readouterr().out.splitlines()
@@ -79,6 +79,6 @@ def running(mark: str) -> list[str]:
 
 def text(path: Path) -> str:
     try:
-        return path.read_text(errors="replace")
+        return path.read_text(errors="replace", encoding="utf-8")
     except OSError:  # it has just ended
         return ""

@@ -65,7 +65,7 @@ def test_the_points_of_a_task_add_up_to_100(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_handout_has_the_parts_that_a_handout_has(name):
-    text = (ASSIGNMENTS / name / "README.md").read_text()
+    text = (ASSIGNMENTS / name / "README.md").read_text(encoding="utf-8")
     assert re.search(r"^Level: .*hour", text, re.MULTILINE)
     headings = re.findall(r"^## (.*)$", text, re.MULTILINE)
     assert [heading for heading in headings if heading in SECTIONS] == SECTIONS
@@ -73,7 +73,9 @@ def test_the_handout_has_the_parts_that_a_handout_has(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_reference_is_short(name):
-    before, after = (path(name).read_text().splitlines() for path in (starter, reference))
+    before, after = (
+        path(name).read_text(encoding="utf-8").splitlines() for path in (starter, reference)
+    )
     changed = [
         line for line in difflib.ndiff(before, after) if line.startswith("+ ") and line.strip("+ ")
     ]
@@ -136,7 +138,7 @@ def test_the_starter_gets_hardly_any_points_for_goals(name, seed=101):
 
 
 def test_there_are_two_questions_for_each_assignment_with_what_a_good_answer_mentions():
-    _, *sections = (ASSIGNMENTS / "questions.md").read_text().split("\n## ")
+    _, *sections = (ASSIGNMENTS / "questions.md").read_text(encoding="utf-8").split("\n## ")
     assert [section.partition(":")[0] for section in sections] == list(NAMES[:9])
     for section in sections:
         _, *questions = re.split(r"^\*\*\d\. ", section, flags=re.MULTILINE)

@@ -111,7 +111,7 @@ def test_another_right_repair_gets_all():
     assert part_points(PARTS["C"], with_class(PARTS["C"], AlwaysAll)) == full_points(PARTS["C"])
 
 
-RIGHT = (FILES / "a0_solution.py").read_text()
+RIGHT = (FILES / "a0_solution.py").read_text(encoding="utf-8")
 BUDGET = "return min(len(self.running) + 256, self.max_num_batched_tokens), 256"
 COUNT = "sum(self.blocks[block_id].ref_count == 1 for block_id in seq.block_table)"
 NUM_FREED = "num_freed = 0\n\n    def free"

@@ -35,7 +35,7 @@ def report_of(name: str) -> dict:
         command = ["python -m measure.seeds", name, *paths_of(name), "--json", path]
         text = " ".join(map(str, command)).replace(f"{ROOT}/", "")
         pytest.fail(f"{path.name} is missing: {text}", pytrace=False)
-    return json.loads(path.read_text())
+    return json.loads(path.read_bytes())
 
 
 def margin(goal, value: float) -> float:

@@ -587,7 +587,7 @@ def test_a_secret_that_is_none(tmp_path, text, mode, sentence):
 
 
 def test_the_command_of_the_guide_makes_a_secret(tmp_path):
-    guide = (ROOT / "tutorials/assignments/README.md").read_text()
+    guide = (ROOT / "tutorials/assignments/README.md").read_text(encoding="utf-8")
     (command,) = re.findall(r"^.*> secret.txt\)$", guide, re.MULTILINE)
     subprocess.run(["bash", "-c", command], cwd=tmp_path, check=True)
     assert len(read_secret(tmp_path / "secret.txt")) == 64
@@ -621,7 +621,7 @@ def test_several_files(tmp_path):
     assert f"{folder / 'blocked.json'} was not written: Is a directory" in result.stderr
     assert "this is blocked" in result.stdout and "Traceback" not in result.stderr
     for name in ("one", "two"):
-        results = json.loads((folder / f"{name}.json").read_text())
+        results = json.loads((folder / f"{name}.json").read_bytes())
         assert results["score"] == 0
         sentence = f"ValueError: this is {name} (line 1 of your file, in <module>)"
         assert results["tests"][0]["output"] == sentence

@@ -175,7 +175,7 @@ def test_seeds_prints_a_table_and_writes_all_values(write, tmp_path, capsys):
     assert [line.split()[0] for line in lines] == ["Scheduler", "FCFS", "good", "broken", "broken,"]
     assert lines[2].split()[1:] == ["1", "2.2", "0"]
     assert lines[4] == "broken, seed 5: ValueError: it breaks (line 2 of the file)"
-    report = json.loads(result.read_text())
+    report = json.loads(result.read_bytes())
     assert report["task"] == "template"
     assert report["seeds"] == [5, 6] and report["silly"] == ["FCFS"]
     assert report["rows"]["good"] == report["rows"]["FCFS"]
@@ -229,7 +229,7 @@ def test_a_solution_on_a_fresh_secret(tmp_path, capsys):
     path = tmp_path / "fresh.json"
     path.write_text('{"assignments": {"a1": "as it was", "template": "old"}}')
     fresh.main(["template", "--count", "1", "--json", str(path)])
-    report = json.loads(path.read_text())["assignments"]
+    report = json.loads(path.read_bytes())["assignments"]
     found = report["template"]
     assert found["points"] == [found["of"]] and found["of"] > 0 and report["a1"] == "as it was"
     assert "template" in capsys.readouterr().out

@@ -60,7 +60,7 @@ def enter(page, name: str, code: str, *options: str) -> list[list[str]]:
     path = page.with_name("my_scheduler.py")
     path.write_text(code)
     leaderboard.main([str(path), "--name", name, *options])
-    lines = [line for line in page.read_text().splitlines() if line.startswith("|")]
+    lines = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
@@ -90,10 +90,10 @@ def test_only_the_secret_makes_a_line_verified(page):
 
 def test_who_breaks_a_rule_gets_no_line(page):
     enter(page, "FCFS", FCFS)
-    before = page.read_text()
+    before = page.read_text(encoding="utf-8")
     with pytest.raises(SystemExit, match="'Otto' gets no line.*planned nothing"):
         enter(page, "Otto", WRONG)
-    assert page.read_text() == before
+    assert page.read_text(encoding="utf-8") == before
 
 
 @pytest.mark.parametrize("name", ("", "a|b", "a\nb"))
@@ -104,5 +104,5 @@ def test_a_name_must_fit_into_a_table(page, name, capsys):
 
 
 def test_the_committed_page_is_written_by_the_command():
-    page = leaderboard.PAGE.read_text()
+    page = leaderboard.PAGE.read_text(encoding="utf-8")
     assert page == leaderboard.new_page(load_task("a7"), leaderboard.read_rows(page))

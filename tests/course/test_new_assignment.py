@@ -21,7 +21,11 @@ COPIED = ("nanovllm", "tutorials", "measure", "tests", "conftest.py", "pyproject
 
 def commands() -> list[str]:
     """The blocks of the guide's section."""
-    section = GUIDE.read_text().partition("\n## A new assignment\n")[2].partition("\n## ")[0]
+    section = (
+        GUIDE.read_text(encoding="utf-8")
+        .partition("\n## A new assignment\n")[2]
+        .partition("\n## ")[0]
+    )
     return re.findall(r"^```bash\n(.*?)^```\n", section, re.MULTILINE | re.DOTALL)
 
 
@@ -48,13 +52,15 @@ def test_the_commands_of_the_guide_make_a_new_assignment(tmp_path):
     measure, written = re.match(
         r"(python -m measure.seeds a9 .* --json (\S+))\n", measuring
     ).groups()
-    stored = json.loads((ROOT / RESULTS / "template.json").read_text().replace("template", "a9"))
+    stored = json.loads(
+        (ROOT / RESULTS / "template.json").read_text(encoding="utf-8").replace("template", "a9")
+    )
     for block in (making, f"{measure} --count 1", measuring.removeprefix(measure)):
         command = ["bash", "-ec", block]
         done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
         if "--count" in block:
-            measured = json.loads((tmp_path / written).read_text())
+            measured = json.loads((tmp_path / written).read_bytes())
             assert measured["rows"] == {name: rows[:1] for name, rows in stored["rows"].items()}
             (tmp_path / written).write_text(json.dumps(stored))
     passed = re.findall(r"^(\d+) passed(?!.*(?:failed|skipped))", done.stdout, re.MULTILINE)
@@ -62,5 +68,5 @@ def test_the_commands_of_the_guide_make_a_new_assignment(tmp_path):
     folder = tmp_path / "tutorials" / "assignments" / "a9"
     names = sorted(file.name for file in folder.iterdir() if file.is_file())
     assert names == ["README.md", "starter.py", "task.py", "test_a9.py"]
-    handout = (folder / "README.md").read_text()
+    handout = (folder / "README.md").read_text(encoding="utf-8")
     assert "template" not in handout and "| a9_solution |" in handout

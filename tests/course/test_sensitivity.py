@@ -30,7 +30,7 @@ DEPENDS = "bound for prompts: shorter latency"
 
 @cache
 def report() -> dict:
-    return json.loads((ROOT / "tutorials/results/sensitivity.json").read_text())
+    return json.loads((ROOT / "tutorials/results/sensitivity.json").read_bytes())
 
 
 def test_the_variants():

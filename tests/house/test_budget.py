@@ -77,7 +77,8 @@ def size_of(source: str) -> Size:
 
 
 SIZES = {
-    str(path.relative_to(PACKAGE)): size_of(path.read_text()) for path in PACKAGE.rglob("*.py")
+    str(path.relative_to(PACKAGE)): size_of(path.read_text(encoding="utf-8"))
+    for path in PACKAGE.rglob("*.py")
 }
 
 
@@ -146,7 +147,9 @@ def test_a_part_is_small(part):
 
 
 def test_the_readme_says_what_the_core_is():
-    (said,) = re.findall(r"The core is ([\d,]+) lines", (ROOT / "README.md").read_text())
+    (said,) = re.findall(
+        r"The core is ([\d,]+) lines", (ROOT / "README.md").read_text(encoding="utf-8")
+    )
     lines, _ = total(name for name in SIZES if part_of(name) == "core")
     assert 0.99 * lines < int(said.replace(",", "")) < 1.01 * lines
 
@@ -172,7 +175,7 @@ def test_a_file_is_short_and_has_air(name):
 
 
 def test_the_benchmark_is_short():
-    assert len((ROOT / "bench.py").read_text().splitlines()) < 300
+    assert len((ROOT / "bench.py").read_text(encoding="utf-8").splitlines()) < 300
 
 
 def report() -> None:

@@ -28,7 +28,9 @@ def collected(request, tmp_path):
 
 @pytest.mark.parametrize("module", EXTRAS)
 def test_an_extra_has_the_module(module):
-    (requirements,) = re.findall(rf"^{EXTRAS[module]} = (.*)", PROJECT.read_text(), re.MULTILINE)
+    (requirements,) = re.findall(
+        rf"^{EXTRAS[module]} = (.*)", PROJECT.read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert re.search(rf'"{module.replace("_", "-")}\b', requirements)
 
 

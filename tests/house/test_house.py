@@ -70,7 +70,7 @@ def test_imports_make_no_circle():
 
 def test_first_contact_makes_no_circle():
     folder = ROOT / "measure" / "first_contact"
-    trees = {path.stem: ast.parse(path.read_text()) for path in folder.glob("*.py")}
+    trees = {path.stem: ast.parse(path.read_bytes()) for path in folder.glob("*.py")}
     needs = {}
     for name, tree in trees.items():
         names = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
@@ -206,4 +206,4 @@ def test_a_file_of_tests_is_no_library():
     """What several files of tests share is in tests/tools."""
     importing = re.compile(r"^ *(from|import) ([\w.]+\.)?test_", re.MULTILINE)
     for path in (ROOT / "tests").rglob("*.py"):
-        assert not importing.search(path.read_text()), path
+        assert not importing.search(path.read_text(encoding="utf-8")), path

@@ -34,8 +34,8 @@ def is_quoted(lines: list[str], source: str) -> bool:
 
 @pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda path: path.stem)
 def test_quotes_are_exact(chapter):
-    sources = [path.read_text() for path in SOURCES]
-    for match in QUOTE.finditer(chapter.read_text()):
+    sources = [path.read_text(encoding="utf-8") for path in SOURCES]
+    for match in QUOTE.finditer(chapter.read_text(encoding="utf-8")):
         lines = textwrap.dedent(match[1]).splitlines()
         for i, line in enumerate(lines):
             if not any(is_quoted(lines[: i + 1], source) for source in sources):
@@ -66,11 +66,11 @@ def stands_in(lines: list[str], diff: list[str]) -> bool:
 def test_differences_between_rungs_are_exact():
     """Each diff of chapter 01 is a part of the difference between one rung and the next."""
     ladder = ROOT / "tutorials" / "ladder"
-    rungs = [(ladder / f"rung{i}.py").read_text().splitlines() for i in range(1, 7)]
+    rungs = [(ladder / f"rung{i}.py").read_text(encoding="utf-8").splitlines() for i in range(1, 7)]
     diffs = [
         [line.rstrip() for line in difflib.unified_diff(*pair, n=100)] for pair in pairwise(rungs)
     ]
-    shown = DIFF.findall((ROOT / "tutorials" / "01_ladder.md").read_text())
+    shown = DIFF.findall((ROOT / "tutorials" / "01_ladder.md").read_text(encoding="utf-8"))
     assert len(shown) > 5
     for block in shown:
         assert any(stands_in(block.splitlines(), diff) for diff in diffs), block
@@ -105,6 +105,6 @@ def test_what_is_a_quote():
 def test_every_fence_is_of_a_kind_that_is_tested_or_needs_no_test():
     kinds = {"python", "python (exercise)", "py", "diff", "text", "text (varies)", "bash"}
     for chapter in CHAPTERS:
-        found = set(re.findall(r"^ *```(.+)$", chapter.read_text(), re.MULTILINE))
+        found = set(re.findall(r"^ *```(.+)$", chapter.read_text(encoding="utf-8"), re.MULTILINE))
         solutions = {kind for kind in found if re.fullmatch(r"python \(solution \d\d\.\d\)", kind)}
         assert found - solutions <= kinds, chapter.name

@@ -56,7 +56,7 @@ def test_the_store_listens_on_this_machine_only():
     sockets = [
         line.split()
         for file in ("/proc/net/tcp", "/proc/net/tcp6")
-        for line in Path(file).read_text().splitlines()
+        for line in Path(file).read_text(encoding="utf-8").splitlines()
     ]
     listening = {fields[1] for fields in sockets if fields[3] == "0A"}
     assert {place for place in listening if place.endswith(f":{port:04X}")} == {

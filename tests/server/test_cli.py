@@ -288,7 +288,7 @@ def test_shown_steps_are_as_slow_as_people_see(monkeypatch):
 
 
 def questions_of_the_page() -> list[str]:
-    page = (Path(cli.__file__).parent / "page" / "page.js").read_text()
+    page = (Path(cli.__file__).parent / "page" / "page.js").read_text(encoding="utf-8")
     book, listed = re.search(
         r'const BOOK = (".*");\nconst QUESTIONS = (\[.*?\]);', page, re.S
     ).groups()

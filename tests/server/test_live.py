@@ -431,7 +431,7 @@ def test_record_lets_requests_come_when_they_should(tmp_path):
     late = [("introduce yourself", endless(4), 0), (STORY, endless(6), 2), (STORY, endless(2), 99)]
     record(llm, late, file, "A title", "A sentence.")
     assert not llm.observers
-    run = json.loads(file.read_text())
+    run = json.loads(file.read_bytes())
     assert (run["title"], run["explanation"]) == ("A title", "A sentence.")
     assert run["prompts"] == {"0": "introduce yourself", "1": STORY, "2": STORY}
     steps = {}
@@ -458,7 +458,7 @@ def test_recorded_runs_are_those_that_the_script_makes(tmp_path, monkeypatch):
     assert names == sorted(path.name for path in tmp_path.glob("*.json"))
     for name in names:
         assert (committed / name).stat().st_size < 150_000
-        old, new = (json.loads((folder / name).read_text()) for folder in (committed, tmp_path))
+        old, new = (json.loads((folder / name).read_bytes()) for folder in (committed, tmp_path))
         if name != "index.json":
             old, new = without_times(old), without_times(new)
         assert old == new, f"{name}: python -m measure.record_runs writes it again"
@@ -466,7 +466,7 @@ def test_recorded_runs_are_those_that_the_script_makes(tmp_path, monkeypatch):
 
 def test_recorded_runs_show_what_they_say():
     script = importlib.import_module("measure.record_runs")
-    runs = {path.stem: json.loads(path.read_text()) for path in script.HERE.glob("*_*.json")}
+    runs = {path.stem: json.loads(path.read_bytes()) for path in script.HERE.glob("*_*.json")}
     frames = {name: run["frames"] for name, run in runs.items()}
     assert len(frames["continuous_batching"]) < 0.7 * len(frames["static_batching"])
     assert frames["preemption_recompute"][-1]["preemptions"] > 0

@@ -44,7 +44,7 @@ def server(browser):
 
 
 def run_named(name: str) -> dict:
-    return json.loads((PAGE / "runs" / f"{name}.json").read_text())
+    return json.loads((PAGE / "runs" / f"{name}.json").read_bytes())
 
 
 def frame_of(running: list[str], queue: list[str], **more) -> dict:
@@ -619,7 +619,7 @@ def test_a_run_of_an_older_version_is_refused(browser, server, tmp_path):
 
 def test_every_recorded_run_can_be_chosen(browser, server):
     browser.open(server.url)
-    index = json.loads((PAGE / "runs" / "index.json").read_text())
+    index = json.loads((PAGE / "runs" / "index.json").read_bytes())
     for entry in index:
         choose_run(browser, Path(entry["file"]).stem)
         browser.value("goTo(player.run.frames.length / 2 | 0)")
@@ -677,7 +677,7 @@ def test_nothing_overflows_on_a_telephone(browser, server, scheme):
     assert has_no_overflow(browser, 360)
     browser.click("#options summary")
     assert has_no_overflow(browser, 360)
-    for entry in json.loads((PAGE / "runs" / "index.json").read_text()):
+    for entry in json.loads((PAGE / "runs" / "index.json").read_bytes()):
         choose_run(browser, Path(entry["file"]).stem)
         browser.value("goTo(player.run.frames.length / 2 | 0)")
         assert has_no_overflow(browser, 360)

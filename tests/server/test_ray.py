@@ -313,7 +313,11 @@ def test_replicas_and_then_a_cluster(tmp_path):
         for step in STEPS:
             step(served)
         assert served.end(signal.SIGTERM) == 0, served.log
-    config = (ROOT / "tutorials/serving/replicas.yaml").read_text().replace("8000", "PORT")
+    config = (
+        (ROOT / "tutorials/serving/replicas.yaml")
+        .read_text(encoding="utf-8")
+        .replace("8000", "PORT")
+    )
     run = (sys.executable, "-m", "ray.serve.scripts", "run", str(tmp_path / "config.yaml"))
     with Served(*run, files={tmp_path / "config.yaml": config}) as served:
         on_a_cluster(served)

@@ -256,7 +256,7 @@ def test_table():
 def test_save(tmp_path):
     result = summary(THREE)
     save(tmp_path / "new" / "runs.json", {"three": result}, workload="by hand", rate=None)
-    saved = json.loads((tmp_path / "new" / "runs.json").read_text())
+    saved = json.loads((tmp_path / "new" / "runs.json").read_bytes())
     assert (saved["workload"], saved["rate"], [*saved["runs"]]) == ("by hand", None, ["three"])
     assert saved["runs"]["three"]["ttft"] == result["ttft"]
 

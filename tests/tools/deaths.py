@@ -44,7 +44,7 @@ def children_of(pid: int) -> list[int]:
     found = []
     for file in Path("/proc").glob("[0-9]*/stat"):
         try:
-            fields = file.read_text().rpartition(")")[2].split()
+            fields = file.read_text(encoding="utf-8").rpartition(")")[2].split()
         except OSError:
             continue  # it has ended
         if int(fields[1]) == pid:
@@ -54,7 +54,10 @@ def children_of(pid: int) -> list[int]:
 
 def is_alive(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return (
+            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+            != "Z"
+        )
     except FileNotFoundError:
         return False
 

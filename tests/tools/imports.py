@@ -15,7 +15,7 @@ def name_of(path: Path) -> str:
     )
 
 
-MODULES = {name_of(path): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
+MODULES = {name_of(path): ast.parse(path.read_bytes()) for path in PACKAGE.rglob("*.py")}
 
 
 def imported(node: ast.AST, everywhere: bool) -> set[str]:

@@ -43,7 +43,7 @@ def num_words(text: str) -> int:
 
 def solutions(chapter: Path) -> dict[str, str]:
     """The code of the folded solutions, by the name of the exercise."""
-    return dict(SOLUTION.findall(chapter.read_text()))
+    return dict(SOLUTION.findall(chapter.read_text(encoding="utf-8")))
 
 
 def needs_the_interpreter(number: str) -> None:

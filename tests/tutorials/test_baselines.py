@@ -226,7 +226,7 @@ def test_the_whole_command(monkeypatch, tmp_path, capsys):
         sys, "argv", ["replay.py", "--requests", "400", "--trace", str(trace), "--json", str(file)]
     )
     replay.main()
-    report = json.loads(file.read_text())
+    report = json.loads(file.read_bytes())
     assert report["waste"].keys() == {"ShareGPT", "Azure"} and "paged" in capsys.readouterr().out
     assert report["waste"]["Azure"]["systems"]["paged"]["token_states"] > 0.9
     with pytest.raises(

@@ -105,7 +105,7 @@ def trace(tmp_path):
 
 def test_trace(trace):
     """Its own intervals, scaled so that the mean rate is the one that was asked for."""
-    trace.write_text(trace.read_text().replace("54.68059,", "55.6805900,"))
+    trace.write_text(trace.read_text(encoding="utf-8").replace("54.68059,", "55.6805900,"))
     rows = read_trace(trace, None, rate=2)
     # a request has one token at least
     assert [row[:2] for row in rows] == [
@@ -150,7 +150,7 @@ def test_random_weights(tmp_path, family, tied):
         TINY | dict(model_type=family, tie_word_embeddings=tied, head_dim=head_dim), path
     )
     assert not list(tmp_path.glob("*.part"))
-    settings = json.loads((path / "config.json").read_text())
+    settings = json.loads((path / "config.json").read_bytes())
     assert settings["rope_theta"] == settings.get("rope_parameters", settings)["rope_theta"] == 1e6
     model = AutoModelForCausalLM.from_pretrained(path, torch_dtype=torch.float32).eval()
     assert all(
@@ -352,7 +352,7 @@ def test_the_whole_command(tmp_path):
     command = [sys.executable, "bench.py", *options.split(), "--json", str(file)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    report = json.loads(file.read_text())
+    report = json.loads(file.read_bytes())
     assert {"commit", "device", "python", "dtype", "prompt_tokens", "cut_requests"} <= report.keys()
     assert report["requests"] == 3 and report["command"].startswith("python bench.py --requests 3")
     ours, hf = report["engines"]["nanovllm"], report["engines"]["hf"]
@@ -569,7 +569,7 @@ def rooms_imported_by(folder: Path) -> set[str]:
     modules = {
         node.module
         for path in folder.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(ast.parse(path.read_bytes()))
         if isinstance(node, ast.ImportFrom)
     }
     return {
@@ -589,7 +589,7 @@ def test_json_is_compact(tmp_path):
         {"name": "a [1,  2]", "rows": [[1, 2.00000000049, 1e-12], []], "text": ["b"]},
         tmp_path / "new" / "x.json",
     )
-    text = (tmp_path / "new" / "x.json").read_text()
+    text = (tmp_path / "new" / "x.json").read_text(encoding="utf-8")
     assert json.loads(text) == {"name": "a [1,  2]", "rows": [[1, 2.0, 1e-12], []], "text": ["b"]}
     assert "[1, 2.0, 1e-12]" in text
 
@@ -600,19 +600,19 @@ def test_who_is_ended_while_writing_leaves_the_old_file(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "write_text", lambda file, text: file.write_bytes(b"{") and 1 / 0)
     with pytest.raises(ZeroDivisionError):
         write_json({"new": 2}, path)
-    assert json.loads(path.read_text()) == {"old": 1}
+    assert json.loads(path.read_bytes()) == {"old": 1}
 
 
 @pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)
 def test_numbers_in_the_pages_are_those_of_the_files(page):
-    text = page.read_text()
+    text = page.read_text(encoding="utf-8")
     assert len(tables.MARK.findall(text)) == text.count("<!-- table ") >= 1
     assert tables.written(text, page) == text, "run python -m measure.tables"
 
 
 def test_a_number_that_is_not_the_files_is_noticed():
     page, changed = tables.PAGES[0], 0
-    text = page.read_text()
+    text = page.read_text(encoding="utf-8")
     for mark in tables.MARK.finditer(text):
         begin, end = mark.span("table")
         for i in range(begin, end):

@@ -16,7 +16,7 @@ each_chapter = pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda path: pat
 
 @each_chapter
 def test_something_runs_within_400_words_and_prints_a_number(chapter):
-    text = chapter.read_text()
+    text = chapter.read_text(encoding="utf-8")
     block = FIRST_BLOCK.search(text)
     assert block is not None, "no block with its output"
     words = num_words(text[: block.start()])
@@ -26,19 +26,21 @@ def test_something_runs_within_400_words_and_prints_a_number(chapter):
 
 @each_chapter
 def test_a_first_reading_has_as_many_words_as_the_table_allows(chapter):
-    words = num_words(chapter.read_text())
+    words = num_words(chapter.read_text(encoding="utf-8"))
     assert words <= WORDS[chapter.stem], f"{words} words"
 
 
 def test_part_one_is_complete_and_short():
     assert [chapter.stem for chapter in CHAPTERS] == sorted(WORDS)
     part_one = [chapter for chapter in CHAPTERS if chapter.stem < "14"]
-    assert sum(num_words(chapter.read_text()) for chapter in part_one) <= 25_500
+    assert sum(num_words(chapter.read_text(encoding="utf-8")) for chapter in part_one) <= 25_500
 
 
 @each_chapter
 def test_two_pictures(chapter):
-    pictures = re.findall(r"!\[([^]]*)\]\(figures/", first_reading(chapter.read_text()))
+    pictures = re.findall(
+        r"!\[([^]]*)\]\(figures/", first_reading(chapter.read_text(encoding="utf-8"))
+    )
     assert len(pictures) >= 2, pictures
     assert all(len(text.split()) > 4 for text in pictures), "a picture needs a text that says it"
 
@@ -59,7 +61,7 @@ def unversioned(text: str) -> list[str]:
 
 @each_chapter
 def test_what_is_said_of_vllm_has_a_version(chapter):
-    text = re.sub(r"\]\([^)]*\)", "]", FENCE.sub("", chapter.read_text()))
+    text = re.sub(r"\]\([^)]*\)", "]", FENCE.sub("", chapter.read_text(encoding="utf-8")))
     assert unversioned(text) == []
 
 
@@ -73,7 +75,7 @@ def test_what_needs_a_version():
 
 def glossary() -> dict[str, list[str]]:
     """The words for each anchor: a term, and other forms of it."""
-    text = (TUTORIALS / "glossary.md").read_text()
+    text = (TUTORIALS / "glossary.md").read_text(encoding="utf-8")
     return {m["anchor"]: m["terms"].split(", ") for m in GLOSSARY.finditer(text)}
 
 
@@ -103,7 +105,7 @@ def reading(text: str) -> str:
 
 @each_chapter
 def test_the_first_use_of_a_term_links_to_the_glossary(chapter):
-    whole = reading(chapter.read_text())
+    whole = reading(chapter.read_text(encoding="utf-8"))
     missing = []
     for anchor, terms in glossary().items():
         # "grouped-query attention" links to a term of its own
@@ -117,9 +119,9 @@ def test_the_first_use_of_a_term_links_to_the_glossary(chapter):
 
 def test_a_term_is_defined_where_it_is_used_first():
     """The glossary links to the chapter that explains a term, and no earlier chapter uses it."""
-    text = (TUTORIALS / "glossary.md").read_text()
+    text = (TUTORIALS / "glossary.md").read_text(encoding="utf-8")
     entries = re.split(r"\n(?=\*\*)", text)
-    texts = {chapter.name: reading(chapter.read_text()) for chapter in CHAPTERS}
+    texts = {chapter.name: reading(chapter.read_text(encoding="utf-8")) for chapter in CHAPTERS}
     for entry in entries[1:]:
         match = GLOSSARY.match(entry)
         assert match, entry
@@ -134,7 +136,7 @@ def test_the_glossary_is_in_order_and_every_link_to_it_has_an_entry():
     anchors = list(glossary())
     assert anchors == sorted(anchors)
     for page in [*TUTORIALS.glob("*.md"), ROOT / "README.md"]:
-        wanted = re.findall(r"glossary\.md#([\w-]+)", page.read_text())
+        wanted = re.findall(r"glossary\.md#([\w-]+)", page.read_text(encoding="utf-8"))
         assert set(wanted) <= set(anchors), page.name
 
 
@@ -162,14 +164,14 @@ def anchor_of(heading: str) -> str:
     "page", [*sorted(TUTORIALS.glob("*.md")), ROOT / "README.md"], ids=lambda path: path.stem
 )
 def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", page.read_text())):
+    for target in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", page.read_text(encoding="utf-8"))):
         if target.startswith("http"):
             continue
         file, _, anchor = target.partition("#")
         path = (page.parent / file) if file else page
         assert path.exists(), f"{page.name} links to {target}"
         if anchor and path.suffix == ".md":
-            text = path.read_text()
+            text = path.read_text(encoding="utf-8")
             headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
             found = {anchor_of(h) for h in headings} | set(re.findall(r'<a id="([^"]+)"', text))
             assert anchor in found, f"{page.name} links to {target}"

@@ -43,7 +43,7 @@ def is_solution(match: re.Match) -> bool:
 def outputs(chapter: Path, with_solutions: bool = True):
     """Runs the blocks in one namespace; yields the match, the number and the output of each."""
     namespace = {"__name__": "__main__"}
-    for i, match in enumerate(BLOCK.finditer(chapter.read_text())):
+    for i, match in enumerate(BLOCK.finditer(chapter.read_text(encoding="utf-8"))):
         if is_solution(match) and not with_solutions:
             continue
         with contextlib.redirect_stdout(io.StringIO()) as out:
@@ -76,7 +76,7 @@ def test_the_pattern_of_expected_output():
 
 
 def refresh(chapter: Path) -> None:
-    text = old = chapter.read_text()
+    text = old = chapter.read_text(encoding="utf-8")
     for match, _, printed in outputs(chapter):
         if match[2] is not None and not re.fullmatch(pattern(match[2]), printed):
             text = text.replace(

@@ -23,7 +23,7 @@ ALL_WRONG = [answer for answers in WRONG.values() for answer in answers]
 def judged(exercise: str, code: str, tmp_path) -> str | None:
     """What the check says of the stub's file with this code behind it."""
     needs_the_interpreter(exercise[:2])
-    stub = (EXERCISES / f"chapter{exercise[:2]}.py").read_text()
+    stub = (EXERCISES / f"chapter{exercise[:2]}.py").read_text(encoding="utf-8")
     path = tmp_path / "answers.py"
     path.write_text(f"{stub}\n{code}\n")
     answers = check.load(path)
@@ -37,7 +37,7 @@ def test_a_chapter_has_three_exercises(number):
     chapter = NAMES[number]
     names = [f"{number}.{i}" for i in (1, 2, 3)]
     assert [*check.checks_of(number)] == names
-    text = chapter.read_text()
+    text = chapter.read_text(encoding="utf-8")
     assert re.findall(r"^\*\*(\d\d\.\d) .*\((?:easy|medium|hard)\)\.\*\*", text, re.M) == names
     assert f"python -m tutorials.check {number}" in text
     assert {answer.exercise for answer in WRONG[number]} == {*names}
@@ -84,7 +84,7 @@ def test_the_command_says_each_result(tmp_path, capsys):
     number = "02"
     path = tmp_path / "mine.py"
     code = "\n".join([*solutions(NAMES[number]).values()][:2])
-    path.write_text((EXERCISES / f"chapter{number}.py").read_text() + code)
+    path.write_text((EXERCISES / f"chapter{number}.py").read_text(encoding="utf-8") + code)
     assert check.main([number, "--file", str(path)]) == 1
     printed = capsys.readouterr().out.splitlines()
     assert printed == ["02.1: holds", "02.2: holds", "02.3: not written yet"]

@@ -45,7 +45,7 @@ def test_pictures_and_chapters_belong_together():
     shown = {
         (chapter.parent / link).resolve()
         for chapter in CHAPTERS
-        for link in re.findall(r"!\[[^]]*\]\(([^)]+)\)", chapter.read_text())
+        for link in re.findall(r"!\[[^]]*\]\(([^)]+)\)", chapter.read_text(encoding="utf-8"))
     }
     drawn = set(FIGURES.glob("*.png"))
     assert shown - drawn == set(), "a picture is missing"

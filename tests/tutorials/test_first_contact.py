@@ -28,7 +28,7 @@ from nanovllm.vattention import memory as virtual_memory
 from tutorials import machine
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = (ROOT / "scripts" / "first_contact").read_text()
+SCRIPT = (ROOT / "scripts" / "first_contact").read_text(encoding="utf-8")
 CALLS = re.findall(r"^(contact|tests|benchmark|part) (\w+) (\d+)", SCRIPT, re.MULTILINE)
 PARTS = [name for kind, name, _ in CALLS if kind == "contact"]
 PROBLEM = machine.interpreter_problem()
@@ -36,7 +36,7 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="Triton runs on Li
 
 
 def check_results(path: Path) -> None:
-    results = json.loads(path.read_text())
+    results = json.loads(path.read_bytes())
     assert results["cases"] and not {"error", "doing"} & results.keys()
 
 
@@ -93,7 +93,7 @@ def test_a_part_that_fails_or_hangs_spares_the_others(tmp_path):
     done = subprocess.run(command, env=environ, capture_output=True, text=True)
     assert done.stdout.endswith("=== failed: engine (3) options (137) memory (124)\n")
     assert done.returncode == 1 and done.stdout.count("=== ") == len(CALLS) + 1
-    assert "FAILED late" in (tmp_path / "first_contact" / "memory.txt").read_text()
+    assert "FAILED late" in (tmp_path / "first_contact" / "memory.txt").read_text(encoding="utf-8")
 
 
 MISSING = (
@@ -163,7 +163,7 @@ def test_a_case_that_fails_spares_the_others(section):
     section.case("no JSON", lambda: {"a set": {1}})
     assert section.case("good", lambda: {"x": 1}) == {"x": 1}
     assert section.results["error"] == "bad: RuntimeError: it fails"
-    written = json.loads(section.file.read_text())["cases"]
+    written = json.loads(section.file.read_bytes())["cases"]
     assert written["good"] == {"x": 1} and "error" in written["no JSON"]
 
 
@@ -171,11 +171,11 @@ def test_an_error_that_comes_late_is_that_of_its_case(section, monkeypatch):
     """Nothing waits for a kernel."""
     monkeypatch.setattr(section, "synchronize", partial(fail, "an illegal access"))
     section.case("bad", dict)
-    assert "illegal" in json.loads(section.file.read_text())["cases"]["bad"]["error"]
+    assert "illegal" in json.loads(section.file.read_bytes())["cases"]["bad"]["error"]
 
 
 def test_what_is_being_done_is_written_before(section):
-    case = section.case("reading", lambda: json.loads(section.file.read_text()))
+    case = section.case("reading", lambda: json.loads(section.file.read_bytes()))
     assert case["doing"] == "reading"
 
 

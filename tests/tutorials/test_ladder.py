@@ -108,7 +108,7 @@ def test_the_command_draws(monkeypatch, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_the_recorded_tokens_are_those_of_this_code():
-    result = json.loads((FOLDER.parent / "results" / "ladder_many.json").read_text())
+    result = json.loads((FOLDER.parent / "results" / "ladder_many.json").read_bytes())
     for name in ("rung 4", "rung 6"):
         run = run_rung(int(name[-1]), Qwen3(EMBEDDED_MODEL), many_requests())
         assert [step.tokens for step in run.steps] == result["runs"][name]
@@ -117,7 +117,7 @@ def test_the_recorded_tokens_are_those_of_this_code():
 def test_the_command_writes(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["ladder", "--json", str(tmp_path / "x.json")])
     main()
-    runs = json.loads((tmp_path / "x.json").read_text())["runs"]
+    runs = json.loads((tmp_path / "x.json").read_bytes())["runs"]
     assert runs["rung 1"][:3] == [18, 19, 20] and runs["LLM"] == [98, 4, 4, 3, 2, 1]
 
 
@@ -145,7 +145,9 @@ def test_what_cannot_be_done_is_said_before_it_runs(arguments, said, monkeypatch
 
 @pytest.mark.parametrize("number", range(2, 7))
 def test_a_rung_is_short(number):
-    before, lines = (RUNGS[i].read_text().splitlines() for i in (number - 2, number - 1))
+    before, lines = (
+        RUNGS[i].read_text(encoding="utf-8").splitlines() for i in (number - 2, number - 1)
+    )
     assert len(lines) <= min(80, len(before) + 40)
 
 

@@ -166,6 +166,6 @@ def test_the_whole_command(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(pages, "all_layouts", lambda: few)
     monkeypatch.setattr(pages, "MEMORY", MEMORY)
     pages.main()
-    report = json.loads(file.read_text())
+    report = json.loads(file.read_bytes())
     assert report["pages"]["Azure, lengths recorded"]["layouts"].keys() == few.keys()
     assert "ShareGPT, lengths drawn: 30 requests" in capsys.readouterr().out

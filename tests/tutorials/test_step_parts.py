@@ -25,7 +25,7 @@ def test_two_steps(tmp_path, monkeypatch, capsys):
     path = tmp_path / "step_parts.json"
     monkeypatch.setattr(sys, "argv", ["step_parts", "--repeat", "2", "--json", str(path)])
     step_parts.main()
-    prompt, decodes = json.loads(path.read_text())["steps"]
+    prompt, decodes = json.loads(path.read_bytes())["steps"]
     assert (prompt["tokens"], decodes["tokens"]) == (58, 9)
     parts = ["tokens", "settle", "plan", "run", "update", "deliver"]
     assert list(prompt) == list(decodes) == parts and min(decodes.values()) > 0

@@ -79,7 +79,7 @@ def play(record: Path, names: list[str], num_rounds: int = 2) -> tuple[dict, lis
         for name in names:
             all_turns.start(Job(str(record), name))
         all_turns.play(num_rounds)
-    return all_turns.results(), record.read_text().splitlines()
+    return all_turns.results(), record.read_text(encoding="utf-8").splitlines()
 
 
 def running(lines: list[str]) -> list[int]:
@@ -88,7 +88,7 @@ def running(lines: list[str]) -> list[int]:
     found = []
     for file in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has just ended
-            state, _, _, session, *_ = file.read_text().rpartition(") ")[2].split()
+            state, _, _, session, *_ = file.read_text(encoding="utf-8").rpartition(") ")[2].split()
             if session in sessions and state != "Z":
                 found.append(int(session))
     return found
@@ -136,7 +136,7 @@ def test_an_engine_that_fails_is_reported_and_the_others_go_on(
 def test_without_ours_there_is_nothing_to_compare_with(record, name):
     with pytest.raises(ValueError, match=f"{name}: "):
         play(record, [name, "other"])
-    assert not running(record.read_text().splitlines())
+    assert not running(record.read_text(encoding="utf-8").splitlines())
 
 
 def test_an_engine_that_does_not_end_is_ended(record):
@@ -158,13 +158,13 @@ def test_ctrl_c_ends_an_engine_that_hangs(record):
         stderr=subprocess.PIPE,
     )
     while driver.poll() is None and (
-        not record.exists() or "hangs round 0" not in record.read_text()
+        not record.exists() or "hangs round 0" not in record.read_text(encoding="utf-8")
     ):
         time.sleep(0.05)
     driver.send_signal(signal.SIGINT)
     _, err = driver.communicate()
     assert b"KeyboardInterrupt" in err
-    assert not running(record.read_text().splitlines())
+    assert not running(record.read_text(encoding="utf-8").splitlines())
 
 
 def test_the_end_of_the_driver_ends_an_engine(record):

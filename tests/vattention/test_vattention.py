@@ -41,7 +41,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
 def our_mappings() -> int:
-    return Path("/proc/self/maps").read_text().count("memfd:nanovllm")
+    return Path("/proc/self/maps").read_text(encoding="utf-8").count("memfd:nanovllm")
 
 
 def our_files() -> int:
@@ -106,7 +106,7 @@ def test_mapped_memory_against_a_dictionary(actions):
 
 def test_a_terabyte_of_addresses_takes_no_memory():
     def resident() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
+        return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * PAGE
 
     memory = HostMemory(PAGE)
     before = resident()

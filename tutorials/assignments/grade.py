@@ -30,7 +30,7 @@ def read_secret(path: Path) -> str:
         raise ValueError("there is no such file")
     if path.stat().st_mode & 0o077:
         raise ValueError(f"others can read it: chmod 600 {path}")
-    secret = path.read_text().strip()
+    secret = path.read_text(encoding="utf-8").strip()
     if len(secret) < 16:
         raise ValueError("it has fewer than 16 characters: somebody could guess it")
     return secret

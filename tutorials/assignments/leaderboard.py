@@ -80,9 +80,9 @@ def main(arguments: list[str] | None = None) -> None:
     print(report.table())
     if problem := problem_of(report):
         raise SystemExit(f"{name!r} gets no line, because not all rules were kept. {problem}")
-    rows = read_rows(PAGE.read_text()) if PAGE.exists() else {}
+    rows = read_rows(PAGE.read_text(encoding="utf-8")) if PAGE.exists() else {}
     rows[name] = new_row(task, report, grader.is_secret)
-    PAGE.write_text(new_page(task, rows))
+    PAGE.write_text(new_page(task, rows), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -247,13 +247,16 @@ def set_limits(megabytes: int, seconds: int) -> None:
             resource.setrlimit(limit, (value, value))
     # if the machine's memory runs out, this process ends, and not the one that grades
     with suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="utf-8")
 
 
 def main() -> None:
     """Talks over what were standard input and output; what the student prints goes to standard
     error."""
-    questions, answers = os.fdopen(os.dup(0), "r"), os.fdopen(os.dup(1), "w")
+    questions, answers = (
+        os.fdopen(os.dup(0), "r", encoding="utf-8"),
+        os.fdopen(os.dup(1), "w", encoding="utf-8"),
+    )
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     for name in ("stdout", "stderr"):

@@ -69,7 +69,7 @@ class Report:
     def write(self, path: Path) -> None:
         """Beside the file first, so that there is never half a file."""
         beside = path.with_name(f"{path.name}.part")
-        beside.write_text(json.dumps(self.results(), indent=1) + "\n")
+        beside.write_text(json.dumps(self.results(), indent=1) + "\n", encoding="utf-8")
         os.replace(beside, path)
 
 

@@ -23,7 +23,7 @@ TICKS = {0.1: "0.1", 0.5: "half", 1.0: "equal", 2.0: "twice", 10.0: "10 times", 
 
 
 def pairs_of_report() -> dict[str, dict]:
-    return json.loads(REPORT.read_text())["pairs"]
+    return json.loads(REPORT.read_bytes())["pairs"]
 
 
 def draw_signs() -> Figure:

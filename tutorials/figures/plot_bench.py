@@ -99,7 +99,7 @@ def plot_preemption(axes, report: dict) -> None:
 
 
 def draw(path: Path) -> Figure:
-    report = json.loads(path.read_text())
+    report = json.loads(path.read_bytes())
     kind = next(kind for kind in KINDS if kind in report)
     rows = len(report[kind])
     height = {"engines": 1.5 + 0.5 * rows, "attention": 2 + 0.25 * rows, "preemption": 4}[kind]
@@ -114,7 +114,7 @@ KINDS = {"engines": plot_engines, "attention": plot_attention, "preemption": plo
 def draw_engines() -> Figure:
     """Two models, one above the other."""
     reports = [
-        json.loads((RESULTS / f"{name}.json").read_text())
+        json.loads((RESULTS / f"{name}.json").read_bytes())
         for name in ("cpu_embedded", "cpu_qwen3_0.6b_float32")
     ]
     figure = new_figure(8.5, 5.4)

@@ -139,7 +139,7 @@ def draw_gap(axes: Axes, before: dict[str, float], after: dict[str, float]) -> N
 
 
 def draw_steps() -> Figure:
-    steps = json.loads(RESULT.read_text())["steps"]
+    steps = json.loads(RESULT.read_bytes())["steps"]
     figure = new_figure(8.5, 3.6)
     above, below = figure.subplots(2, 1, height_ratios=[1.2, 1.4])
     gap_at = draw_line(above, steps)

@@ -34,7 +34,7 @@ def draw_mark(axes: Axes, y: float, share: float) -> None:
 
 def draw_waste() -> Figure:
     """A bar for each system, all of the cache long; below it a mark where the paper has it."""
-    systems = json.loads(RESULT.read_text())["waste"]["ShareGPT"]["systems"]
+    systems = json.loads(RESULT.read_bytes())["waste"]["ShareGPT"]["systems"]
     figure = new_figure(8.5, 3.6)
     axes = figure.subplots()
     for row, (name, shares) in enumerate(systems.items()):
@@ -55,7 +55,7 @@ def draw_waste() -> Figure:
 
 
 def draw_sharing() -> Figure:
-    results = json.loads(RESULT.read_text())["sharing"]
+    results = json.loads(RESULT.read_bytes())["sharing"]
     figure = new_figure(9, 3.5)
     all_axes = figure.subplots(1, 2, sharey=True)
     for axes, decoding in zip(all_axes, ("samples", "beams")):

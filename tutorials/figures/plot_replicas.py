@@ -97,7 +97,7 @@ def draw_bounds(bounds: dict) -> Figure:
 
 
 def report(part: str) -> dict:
-    return json.loads(RESULTS.read_text())[part]
+    return json.loads(RESULTS.read_bytes())[part]
 
 
 FIGURES = {

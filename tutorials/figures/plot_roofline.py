@@ -59,7 +59,7 @@ def roof(machine: Hardware, intensity: float) -> float:
 
 
 def draw_panel(axes: Axes, name: str) -> None:
-    report = json.loads((HERE.parent / "results" / f"{name}.json").read_text())
+    report = json.loads((HERE.parent / "results" / f"{name}.json").read_bytes())
     ours = report["engines"]["nanovllm"]
     machine = Hardware(**ours["ceilings"])
     left, right = 0.3, 3000

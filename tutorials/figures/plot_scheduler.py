@@ -82,7 +82,7 @@ def draw_run(axes: Axes, steps: list[Step], num_steps: int) -> None:
 
 
 def draw_tokens() -> Figure:
-    tokens = json.loads((HERE.parent / "results" / "ladder_many.json").read_text())["runs"]
+    tokens = json.loads((HERE.parent / "results" / "ladder_many.json").read_bytes())["runs"]
     figure = new_figure(8.5, 4)
     panels = figure.subplots(2, 1, sharex=True, sharey=True)
     for axes, name in zip(panels, ("rung 4", "rung 6")):

@@ -124,7 +124,7 @@ def draw_threads() -> Figure:
 
 
 def draw_load() -> Figure:
-    report = json.loads((RESULTS / "cpu_serving_load.json").read_text())
+    report = json.loads((RESULTS / "cpu_serving_load.json").read_bytes())
     figure = new_figure(8, 4)
     axes = figure.subplots()
     others = iter(("#D55E00", "#009E73", "#CC79A7"))

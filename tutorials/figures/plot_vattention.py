@@ -153,7 +153,7 @@ def parts_of(engine: dict) -> list[float]:
 
 def draw_steps() -> Figure:
     """The same number of keys in few sequences, and in many."""
-    report = json.loads(RESULTS.read_text())
+    report = json.loads(RESULTS.read_bytes())
     rows = [
         row for row in report["vattention"][MODEL] if (row["sequences"], row["context"]) in CASES
     ]

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 class Qwen3:
     def __init__(self, path):
         path = Path(path)
-        self.config = json.loads((path / "config.json").read_text())
+        self.config = json.loads((path / "config.json").read_bytes())
         weights = load_file(path / "model.safetensors")
         self.weights = {name.removeprefix("model."): w.float() for name, w in weights.items()}
         self.layers = range(self.config["num_hidden_layers"])

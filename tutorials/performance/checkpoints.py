@@ -48,7 +48,9 @@ def write_checkpoint(shape: dict, path: Path) -> None:
         "metadata": {"total_size": sum(2 * s.numel() for s in shapes.values())},
         "weight_map": files,
     }
-    (part / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    (part / "model.safetensors.index.json").write_text(
+        json.dumps(index, indent=2), encoding="utf-8"
+    )
     config.save_pretrained(part)
     # both spellings of what transformers 5 renamed, since engines bring different versions
     both = {
@@ -57,11 +59,11 @@ def write_checkpoint(shape: dict, path: Path) -> None:
         "rope_theta": (COMMON | shape)["rope_theta"],
     }
     settings = (
-        json.loads((part / "config.json").read_text())
+        json.loads((part / "config.json").read_bytes())
         | both
         | {"architectures": [type(model).__name__]}
     )
-    (part / "config.json").write_text(json.dumps(settings, indent=2))
+    (part / "config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
     part.rename(path)
 
 

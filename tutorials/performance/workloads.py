@@ -58,7 +58,7 @@ def read_trace(path: Path, count: int | None, rate: float | None) -> list[tuple[
     Raises ValueError for a file that is no trace, or too short.
     """
     try:
-        with path.open(newline="") as file:
+        with path.open(newline="", encoding="utf-8") as file:
             rows = list(islice(csv.DictReader(file), count))
         # to the microsecond
         times = [datetime.fromisoformat(row["TIMESTAMP"][:26]) for row in rows]

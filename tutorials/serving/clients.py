@@ -79,7 +79,7 @@ def bench(vllm: str, url: str, backend: str, folder: Path) -> dict:
     for name, value in options.items():
         command += [name, value]
     subprocess.run(command, check=True, cwd=folder)
-    result = json.loads(file.read_text())
+    result = json.loads(file.read_bytes())
     num_samples = sum(len(times) for times in result["itls"])
     num_tokens = sum(result["output_lens"])
     names = ("completed", "failed", "request_throughput", "output_throughput")
@@ -96,7 +96,7 @@ def bench(vllm: str, url: str, backend: str, folder: Path) -> dict:
 def write_sums(file: Path, count: int = 60) -> None:
     """Questions that the embedded model can answer, each with three wrong answers beside."""
     rng = random.Random(0)
-    with file.open("w") as lines:
+    with file.open("w", encoding="utf-8") as lines:
         for _ in range(count):
             a = rng.randrange(10, 500)
             b = rng.randrange(10, 500)
@@ -127,7 +127,7 @@ def lm_eval(program: str, url: str, folder: Path) -> dict:
     command += ["--include_path", str(TASKS), "--tasks", "sums_choice,sums_generate"]
     subprocess.run([*command, "--output_path", str(folder / "out")], check=True, cwd=folder)
     (file,) = (folder / "out").rglob("results_*.json")
-    results = json.loads(file.read_text())["results"]
+    results = json.loads(file.read_bytes())["results"]
     return {
         "sums_choice": results["sums_choice"]["acc,none"],
         "sums_generate": results["sums_generate"]["exact_match,none"],
@@ -163,7 +163,7 @@ def main() -> None:
     text = json.dumps(report, indent=2)
     print(text)
     if args.json:
-        Path(args.json).write_text(text + "\n")
+        Path(args.json).write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

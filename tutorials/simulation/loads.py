@@ -102,7 +102,9 @@ def run(jobs: list[Job], machine: Machine, options: Options) -> Run:
 
 
 def chats(model: Path, minutes: float) -> Load:
-    (model / "config.json").write_text(json.dumps(dict(zip(FIELDS.split(), OPT_13B))))
+    (model / "config.json").write_text(
+        json.dumps(dict(zip(FIELDS.split(), OPT_13B))), encoding="utf-8"
+    )
     options = dict(
         model=str(model), num_blocks=NUM_SLOTS // BLOCK_SIZE, max_num_batched_tokens=2048
     )

@@ -177,11 +177,11 @@ class Recording(Machine):
     def save(self, path: str | Path) -> None:
         """JSON: (items, sampled, seconds) of each step."""
         lines = ",\n".join(json.dumps(step[:3], separators=(",", ":")) for step in self.steps)
-        Path(path).write_text(f"[\n{lines}\n]\n")
+        Path(path).write_text(f"[\n{lines}\n]\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> "Recording":
-        rows = json.loads(Path(path).read_text())
+        rows = json.loads(Path(path).read_bytes())
         return cls([Step([tuple(item) for item in items], *others) for items, *others in rows])
 
 

@@ -98,7 +98,7 @@ def save(model, tokenizer, out):
         "generation_config.json": {"eos_token_id": [end, pad], "pad_token_id": pad, **sampling},
     }
     for name, content in files.items():
-        (out / name).write_text(json.dumps(content, indent=2) + "\n")
+        (out / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def main():

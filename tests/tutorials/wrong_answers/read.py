@@ -40,7 +40,7 @@ class WrongAnswer(NamedTuple):
 
 def wrong_answers(number: str, folder: Path = Path(__file__).parent) -> list[WrongAnswer]:
     """All of a chapter."""
-    text = (folder / f"{number}.txt").read_text()
+    text = (folder / f"{number}.txt").read_text(encoding="utf-8")
     found = []
     end = 0
     while end < len(text):

@@ -68,8 +68,8 @@ def random_qwen2(bias: float) -> Iterator[tuple[Path, Qwen2ForCausalLM]]:
     with TemporaryDirectory() as directory:
         path = Path(directory)
         model.save_pretrained(path)
-        settings = json.loads((path / "config.json").read_text())
-        (path / "config.json").write_text(json.dumps(settings | sizes))
+        settings = json.loads((path / "config.json").read_bytes())
+        (path / "config.json").write_text(json.dumps(settings | sizes), encoding="utf-8")
         yield path, model
 
 
