@@ -53,6 +53,15 @@ MACHINES = {
     "bf16": Machine("PyTorch reports bfloat16 in hardware", {"NANOVLLM_PLAYED_BF16": "1"}),
     "busy": Machine("another process computes on each core", {}, is_busy=True),
     "one-core": Machine("a single core", {}, has_one_core=True),
+    "elsewhere": Machine(
+        "without what only Linux has (machine/elsewhere.py), text in ASCII by default",
+        {
+            "NANOVLLM_PLAYED_ELSEWHERE": "1",
+            "LC_ALL": "C",
+            "PYTHONCOERCECLOCALE": "0",
+            "PYTHONUTF8": "0",
+        },
+    ),
 }
 
 
