@@ -28,6 +28,7 @@ QUESTIONS = [
 
 
 def main():
+    sys.stdout.reconfigure(errors="replace")  # a console may lack a letter
     llm = LLM(*sys.argv[1:2])
     exact = SamplingParams(temperature=0, max_tokens=256)
     free = SamplingParams(temperature=0.6, max_tokens=256, seed=0)

@@ -12,7 +12,6 @@
 - day: how long a day of a million requests takes here, from the first ones (only with --day).
 """
 
-import resource
 import time
 from dataclasses import replace
 from itertools import islice
@@ -25,7 +24,7 @@ from nanovllm.simulator.cost_model import LINKS
 from nanovllm.simulator.jobs import Job, Run
 from nanovllm.simulator.machines import MACHINES
 from tutorials.arguments import experiment
-from tutorials.machine import device_name, environment
+from tutorials.machine import device_name, environment, peak_bytes
 from tutorials.report import aligned, rows_of, write_json
 from tutorials.simulation.metrics import distribution, tpot, ttft
 from tutorials.simulation.workloads import (
@@ -172,7 +171,7 @@ def day(count: int) -> dict:
         "processor_seconds": seconds,
         "us_per_step": 1e6 * seconds / run.num_steps,
         "minutes_for_a_million": 1e6 * seconds / count / 60,
-        "peak_gigabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,
+        "peak_gigabytes": peak_bytes() / 1e9,
     }
 
 

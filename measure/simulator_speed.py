@@ -9,8 +9,6 @@ shown for each quarter of the steps, because a step must not become slower the l
 runs.
 """
 
-import resource
-import sys
 import time
 from array import array
 from itertools import pairwise
@@ -22,7 +20,7 @@ from nanovllm.simulator import simulate
 from nanovllm.simulator.cost_model import Items, Shape
 from nanovllm.simulator.machines import MACHINES, Machine
 from tutorials.arguments import experiment
-from tutorials.machine import device_name, environment
+from tutorials.machine import device_name, environment, peak_bytes
 from tutorials.report import aligned, write_json
 from tutorials.simulation.workloads import all_at_once, azure
 
@@ -60,9 +58,6 @@ def measure(trace: Path, count: int | None, arrivals: str) -> dict:
     machine = Watched()
     run = simulate(jobs, Config(model="qwen3-8b"), machine)
     seconds, processor_seconds = time.perf_counter() - start, time.process_time() - processor_start
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-        1 if sys.platform == "darwin" else 1024
-    )
     return {
         "requests": len(jobs),
         "simulated_seconds": run.seconds,
@@ -72,7 +67,7 @@ def measure(trace: Path, count: int | None, arrivals: str) -> dict:
         "processor_seconds": processor_seconds,
         "us_per_step": 1e6 * processor_seconds / run.num_steps,
         "us_per_sequence_by_quarter": machine.quarters(),
-        "peak_megabytes": peak / 1e6,
+        "peak_megabytes": peak_bytes() / 1e6,
     }
 
 

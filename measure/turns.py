@@ -34,6 +34,8 @@ class Worker:
     """The process of an engine, and what it has answered. `error` says why it is of no more use."""
 
     def __init__(self, python: str, job: Job, folder: Path):
+        if not hasattr(os, "killpg"):
+            raise ValueError("engines are compared on Linux or macOS: on Windows, run it in WSL")
         self.error: str | None = None
         self.facts: dict = {}
         self.rounds: list[dict] = []

@@ -1,7 +1,6 @@
 """Memory: how much a GPU has left for the KV cache, and the steps that try it out."""
 
 import ctypes
-import sys
 from collections.abc import Callable, Iterator
 
 import torch
@@ -14,14 +13,14 @@ from nanovllm.sequence import Request
 
 
 def keep_freed_memory() -> None:
-    """Tells glibc to keep large freed tensors, which it would return to the system at once.
+    """Tells glibc, if it is there, to keep large freed tensors, which it would return at once.
 
     The next step would have to fault all their pages in again.
     """
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if libc is not None and hasattr(libc, "mallopt"):
-        libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: keep up to 1 GiB of free memory
-        libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: 32 MiB is the maximum
+    # pythonapi exists on each system; it finds what is in Python and in the C library below it
+    if hasattr(ctypes.pythonapi, "mallopt"):
+        ctypes.pythonapi.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: keep up to 1 GiB of free memory
+        ctypes.pythonapi.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: 32 MiB is the maximum
 
 
 # --- what a GPU has left, measured on a cache of one block ---

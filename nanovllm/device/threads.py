@@ -16,25 +16,30 @@ SECONDS_BETWEEN_LOOKS = 0.2  # the system counts in hundredths of a second
 
 def default_thread_counts() -> set[int]:
     """How many threads PyTorch may use by default: one per logical processor, or one per core."""
-    count = os.cpu_count() or 1
-    cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(count)
-    cores = set()
+    cpus, cores = own_cpus(), set()
     for cpu in cpus:
         file = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
         if file.exists():
-            cores.add(file.read_text(encoding="utf-8"))
+            cores.add(file.read_bytes())
     return {len(cpus), len(cores)}
+
+
+def own_cpus() -> set[int]:
+    """The logical processors that this process may use: all, where the system does not tell."""
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
 
 
 def busy_seconds() -> float | None:
     """Busy seconds of our processors so far, over all programs; None if that is not known."""
     try:
-        text = Path("/proc/stat").read_text(encoding="utf-8")
+        lines = Path("/proc/stat").read_bytes().decode().splitlines()
     except OSError:
         return None
-    ours = {f"cpu{cpu}" for cpu in os.sched_getaffinity(0)}
+    ours = {f"cpu{cpu}" for cpu in own_cpus()}
     ticks = 0
-    for line in text.splitlines():
+    for line in lines:
         name, *times = line.split()
         if name in ours:
             # user, nice, system; then, behind idle and waiting, interrupts and other machines

@@ -28,7 +28,7 @@ class CacheShape(NamedTuple):
         if device.type == "cpu":
             # anonymous pages are zero and take no memory until they are touched; private ones,
             # or a process that is forked off would write into them, too
-            is_posix = hasattr(mmap, "MAP_PRIVATE")
+            is_posix = hasattr(mmap, "MAP_ANONYMOUS")
             private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if is_posix else {}
             pages = mmap.mmap(-1, num_blocks * self.block_bytes, **private)
             return KVCache(torch.frombuffer(pages, dtype=self.dtype).view(shape))

@@ -31,6 +31,7 @@ from nanovllm.layers.kv_cache import KVCache
 from nanovllm.loader import load_config
 from nanovllm.model_runner import Drawn, ModelRunner
 from nanovllm.models.qwen import Qwen
+from nanovllm.options import refusal
 from nanovllm.parallel.ranks import (
     Group,
     device_of,
@@ -253,6 +254,8 @@ def new_runner(
     and then ends the process."""
     size = config.tensor_parallel_size
     Shard(hf_config, 0, size)  # can it be divided?
+    if not hasattr(os, "register_at_fork"):
+        raise refusal("tensor_parallel_size", size, "ranks run on Linux and macOS only")
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         group = started_by_torchrun(size, config.rank_timeout)
         device = device_of(config, device, int(os.environ.get("LOCAL_RANK", 0)), 1)

@@ -22,6 +22,7 @@ from torch import Tensor
 MAP_FIXED = 0x10  # in place of what is there
 MAP_NORESERVE = 0x4000
 FAILED = 2**64 - 1  # -1, as an address
+MAPPINGS = Path("/proc/self/maps")  # of this process, one in a line
 
 Ranges = list[tuple[int, int]]  # of addresses: (begin, bytes)
 
@@ -68,8 +69,8 @@ def system_of(device: torch.device) -> System:
     """Raises ValueError if the system or the driver cannot map memory."""
     refused = "attention_backend='vattention' is not allowed: it needs"
     if device.type == "cpu":
-        if not hasattr(os, "memfd_create"):
-            raise ValueError(f"{refused} memfd_create, which Linux has, or a GPU")
+        if not (hasattr(os, "memfd_create") and MAPPINGS.exists()):
+            raise ValueError(f"{refused} memfd_create and /proc, which Linux has, or a GPU")
         # others need some, too
         return System(mmap.PAGESIZE, mappings_free() * 3 // 4, HostMemory)
     try:
@@ -83,8 +84,8 @@ def system_of(device: torch.device) -> System:
 
 def mappings_free() -> int:
     """How many more mappings the system allows this process. Neighbors count as one."""
-    limit = int(Path("/proc/sys/vm/max_map_count").read_text(encoding="utf-8"))
-    return limit - Path("/proc/self/maps").read_text(encoding="utf-8").count("\n")
+    limit = int(Path("/proc/sys/vm/max_map_count").read_bytes())
+    return limit - MAPPINGS.read_bytes().count(b"\n")
 
 
 # --- on a CPU ---

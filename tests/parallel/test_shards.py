@@ -4,6 +4,8 @@ whole model.
 Run: pytest tests/parallel/test_shards.py --slow
 """
 
+import os
+
 import pytest
 import torch
 from checkpoints import new_model, save
@@ -81,6 +83,7 @@ def test_ranks_that_divide_other_numbers(models, size):
         same(llm.generate(IDS, GREEDY, use_tqdm=False), expected)
 
 
+@pytest.mark.skipif(not hasattr(os, "register_at_fork"), reason="os.register_at_fork is not there")
 def test_one_rank_alone(models):
     path = str(models("qwen3_tied"))
     expected = LLM(path, dtype="float32", num_blocks=32).generate(IDS, GREEDY, use_tqdm=False)
@@ -131,6 +134,14 @@ def test_heads_that_cannot_be_divided(models, size):
     sentence = f"tensor_parallel_size={size} is not allowed: 8 query heads and 2 KV heads"
     with pytest.raises(ValueError, match=sentence):
         LLM(str(models("qwen3")), tensor_parallel_size=size)
+
+
+def test_a_system_without_fork_has_no_ranks(models, monkeypatch):
+    if hasattr(os, "register_at_fork"):
+        monkeypatch.delattr(os, "register_at_fork")
+    sentence = "tensor_parallel_size=2 is not allowed: ranks run on Linux and macOS only"
+    with pytest.raises(ValueError, match=sentence):
+        LLM(str(models("qwen3")), tensor_parallel_size=2)
 
 
 def test_a_file_that_does_not_fit_its_config(models):

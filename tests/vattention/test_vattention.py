@@ -528,9 +528,13 @@ def test_what_holds_for_paging_in_software_holds_here():
 # --- what cannot work ---
 
 
-def test_a_system_without_memfd(monkeypatch):
-    monkeypatch.delattr(os, "memfd_create")
-    with pytest.raises(ValueError, match="it needs memfd_create, which Linux has, or a GPU"):
+@pytest.mark.parametrize("missing", ["memfd_create", "/proc"])
+def test_a_system_that_cannot_map(missing, tmp_path, monkeypatch):
+    if missing == "/proc":
+        monkeypatch.setattr(virtual_memory, "MAPPINGS", tmp_path / "maps")
+    else:
+        monkeypatch.delattr(os, missing)
+    with pytest.raises(ValueError, match="it needs memfd_create and /proc, which Linux has, or a"):
         LLM(attention_backend="vattention")
     LLM(attention_backend="torch", num_blocks=10)
 

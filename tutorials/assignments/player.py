@@ -230,8 +230,8 @@ def become_nobody() -> None:
 
 
 def end_with_parent() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if hasattr(ctypes.pythonapi, "prctl"):  # Linux
+        ctypes.pythonapi.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def set_limits(megabytes: int, seconds: int) -> None:
