@@ -12,7 +12,6 @@ import weakref
 
 import pytest
 import torch
-from deaths import children_of, is_alive
 
 from nanovllm import LLM, SamplingParams
 
@@ -106,12 +105,12 @@ while llm.stats()["output_tokens"] < 20:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.skipif(not hasattr(os, "register_at_fork"), reason="this system can have no ranks")
 def test_closing_ends_the_ranks():
-    before = {*children_of(os.getpid())}
     num_threads = torch.get_num_threads()
     with LLM(tensor_parallel_size=2, **OPTIONS) as llm:
         assert llm.generate("17 + 25 =", GREEDY, use_tqdm=False)[0].outputs[0].text == " 42"
-        (pid,) = [child.process.pid for child in llm.runner.group.watch.children]
-        assert pid in children_of(os.getpid()) and pid not in before
-    assert not is_alive(pid) and torch.get_num_threads() == num_threads
+        (child,) = llm.runner.group.watch.children
+        assert child.process.poll() is None
+    assert child.process.poll() is not None and torch.get_num_threads() == num_threads
     assert not any(thread.name.startswith("watch") for thread in threading.enumerate())

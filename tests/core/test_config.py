@@ -12,6 +12,7 @@ from typing import get_args
 
 import pytest
 import torch
+from extras import needs
 
 from nanovllm import LLM
 from nanovllm.config import EMBEDDED_MODEL, TOKENS_PER_STEP, Config, Limits
@@ -241,6 +242,7 @@ def test_the_interpreter_computes_nothing_in_bfloat16(monkeypatch):
         choose_dtype(config, SimpleNamespace(dtype=torch.bfloat16), torch.device("cpu"))
         == torch.float32
     )
+    needs("triton")
     with pytest.raises(
         ValueError, match="dtype='bfloat16' is not allowed: it must be float32 or float16: "
     ):

@@ -40,6 +40,7 @@ from nanovllm.frontend.text import Text
 from nanovllm.frontend.turns import Turns
 
 PACKAGE = str(Path(nanovllm.__file__).parent)
+needs_alarms = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="there is no setitimer")
 
 
 # --- anywhere ---
@@ -147,6 +148,7 @@ def test_ctrl_c_at_any_line(setting, pytestconfig):
     assert len(places - {None}) > num_lines // 2
 
 
+@needs_alarms
 def test_ctrl_c_by_a_real_signal():
     llm, rng, count = new_llm(**SETTINGS["swap"]), random.Random(0), Counter()
 
@@ -177,6 +179,7 @@ def test_ctrl_c_by_a_real_signal():
 
 
 @pytest.mark.slow
+@needs_alarms
 def test_random_lives():
     """Two thousand steps of them; engine_fuzz.py by itself does more."""
     counts = engine_fuzz.run(steps=2000, seed=7)

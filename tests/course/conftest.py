@@ -1,4 +1,7 @@
-"""Grades a file, and looks at what is left of it."""
+"""Grades a file, and looks at what is left of it.
+
+The grader is imported late: it refuses a system on which other tests of this folder run.
+"""
 
 import json
 import shutil
@@ -9,15 +12,15 @@ from pathlib import Path
 import pytest
 from submissions import TASK
 
-from tutorials.assignments import box, grader, process
-from tutorials.assignments.grade import grade_file
-from tutorials.assignments.grader import Grader
+from tutorials.assignments import box, process
 from tutorials.assignments.task import Task
 
 
 @pytest.fixture
 def impatient(monkeypatch):
     """What never comes is waited for a shorter time."""
+    from tutorials.assignments import grader
+
     monkeypatch.setattr(process, "SECONDS_PER_CALL", 2.0)
     monkeypatch.setattr(grader, "SECONDS_TO_STOP", 1.0)
 
@@ -40,6 +43,9 @@ def without_box(monkeypatch):
 @pytest.fixture
 def graded(tmp_path, capsys, monkeypatch):
     """Grades a file; the results as JSON. Afterwards nothing of it runs, and its folder is gone."""
+    from tutorials.assignments import grader
+    from tutorials.assignments.grade import grade_file
+
     mark = f"# {tmp_path}"  # in the command of all that a file starts
     monkeypatch.setattr(process, "START", f"{process.START} {mark}")
 
@@ -50,7 +56,7 @@ def graded(tmp_path, capsys, monkeypatch):
             Path(folder).chmod(0o755)
             patch.setattr(tempfile, "tempdir", folder)
             start = time.monotonic()
-            grade_file(Grader(task, [1], limit=limit, **options), path, target)
+            grade_file(grader.Grader(task, [1], limit=limit, **options), path, target)
             assert time.monotonic() - start < limit + grader.SECONDS_TO_STOP + 10
             assert not [*Path(folder).iterdir()]
         wait_until_none_runs(mark)

@@ -8,11 +8,13 @@ import math
 import random
 from collections import Counter
 from functools import partial
+from importlib.util import find_spec
 
 import pytest
 import torch
 from checkpoints import new_model, save
 from counting import counting
+from extras import needs
 from transformers import (
     LogitsProcessorList,
     MinNewTokensLengthLogitsProcessor,
@@ -23,7 +25,7 @@ from transformers import (
 from nanovllm import LLM, SamplingParams
 from nanovllm.checks.blocks import check_blocks
 from nanovllm.decoding.penalties import adjusted_logits, adjustments_of
-from nanovllm.layers import torch_ops, triton_ops
+from nanovllm.layers import torch_ops
 from nanovllm.sequence import Request
 
 STOP = 98
@@ -87,9 +89,10 @@ def expected_tokens(model, prompt: list[int], options: dict) -> list[int]:
 @pytest.fixture
 def interpret_little(monkeypatch):
     """Layers that do not matter here do without Triton where it is interpreted."""
+    if find_spec("triton") is None or torch.cuda.is_available():
+        return
     for name in ("add_and_norm", "norm_and_rotate", "silu_and_mul"):
-        if not torch.cuda.is_available():
-            monkeypatch.setattr(triton_ops, name, getattr(torch_ops, name))
+        monkeypatch.setattr(f"nanovllm.layers.triton_ops.{name}", getattr(torch_ops, name))
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +138,8 @@ SCHEDULES = [
 @pytest.mark.usefixtures("interpret_little")
 def test_tokens_are_those_of_transformers(path, requests, tokens, num_blocks, mode, backend):
     """A token may be anywhere in the batch, computed in chunks, preempted and computed again."""
+    if backend == "triton":
+        needs("triton")
     llm = LLM(
         path,
         dtype="float32",
@@ -155,8 +160,9 @@ def test_tokens_are_those_of_transformers(path, requests, tokens, num_blocks, mo
 @pytest.mark.filterwarnings("ignore:overflow|invalid:RuntimeWarning")
 def test_tokens_through_recorded_steps(interpret_little, path, requests, monkeypatch):
     """Recording and replay are plain calls here."""
+    needs("triton")
     monkeypatch.setattr("nanovllm.device.cuda_graphs.DECODES", [4, 8])
-    monkeypatch.setattr(triton_ops, "CAN_BE_RECORDED", True)
+    monkeypatch.setattr("nanovllm.layers.triton_ops.CAN_BE_RECORDED", True)
     llm = LLM(
         path,
         dtype="float32",
@@ -304,7 +310,9 @@ def expected_scores(model, prompt: list[int]) -> list[dict[int, float] | None]:
 def test_prompts_are_scored(path, model, monkeypatch, backend, recorded, tokens, num_blocks):
     """Whole, in chunks of any length, beside others, with a cached prefix, and preempted in the middle."""
     monkeypatch.setattr("nanovllm.device.cuda_graphs.DECODES", [8])
-    monkeypatch.setattr(triton_ops, "CAN_BE_RECORDED", recorded)
+    if backend == "triton":
+        needs("triton")
+        monkeypatch.setattr("nanovllm.layers.triton_ops.CAN_BE_RECORDED", recorded)
     monkeypatch.setattr("nanovllm.decoding.prompt_logprobs.ROWS_AT_A_TIME", 3)
     llm = LLM(
         path,

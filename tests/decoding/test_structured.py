@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import jsonschema
@@ -24,7 +25,7 @@ from nanovllm.checks.blocks import check_blocks
 from nanovllm.decoding import structured
 from nanovllm.decoding.masks import masked_logits
 from nanovllm.decoding.structured import grammar_of
-from nanovllm.layers import sampler, torch_ops, triton_ops
+from nanovllm.layers import sampler, torch_ops
 from nanovllm.options import shown
 from nanovllm.sequence import Request
 
@@ -361,7 +362,10 @@ def test_both_backends_draw_what_is_allowed(source, options):
     assert set(drawn) <= expected
     if not options or "temperature" in options:
         assert len(set(drawn)) > 1
-    assert triton_ops.sample(masked, sampling).tolist() == drawn
+    if find_spec("triton"):
+        from nanovllm.layers import triton_ops
+
+        assert triton_ops.sample(masked, sampling).tolist() == drawn
 
 
 # --- whatever the schedule ---

@@ -9,7 +9,6 @@ import builtins
 import io
 import json
 import os
-import pty
 import re
 import select
 import signal
@@ -21,6 +20,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from extras import needs
 from frames import states_of
 from imports import MODULES, imported
 from server_tools import Running, new_parrot
@@ -513,7 +513,7 @@ def test_what_is_no_such_server(monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_ctrl_c_in_a_terminal():
-    master, slave = pty.openpty()
+    master, slave = needs("pty").openpty()
     command = [sys.executable, "-m", "nanovllm", "chat", "--num-blocks", "200", "--ignore-eos"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     login = "import fcntl, os, sys, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"

@@ -32,11 +32,11 @@ while True:
 """
 KINDS = ("kill a rank", "stop rank 0", "interrupt rank 0", "kill rank 0", "while it starts")
 SIGNALS = {
-    "kill a rank": signal.SIGKILL,
-    "stop rank 0": signal.SIGTERM,
-    "interrupt rank 0": signal.SIGINT,
-    "kill rank 0": signal.SIGKILL,
-    "while it starts": signal.SIGKILL,
+    "kill a rank": "SIGKILL",
+    "stop rank 0": "SIGTERM",
+    "interrupt rank 0": "SIGINT",
+    "kill rank 0": "SIGKILL",
+    "while it starts": "SIGKILL",
 }
 
 
@@ -83,7 +83,7 @@ def one_death(kind: str, model: Path, random_: random.Random) -> str:
         time.sleep(random_.uniform(0, 5))
         ranks = children_of(process.pid)
     victim = random_.choice(ranks) if kind == "kill a rank" else process.pid
-    os.kill(victim, SIGNALS[kind])
+    os.kill(victim, signal.Signals[SIGNALS[kind]])
     begin = time.monotonic()
     _, err = process.communicate(timeout=SECONDS)
     while any(map(is_alive, ranks)):

@@ -1,9 +1,11 @@
 """What the tests of the book share: the chapters, and the parts of a chapter's text."""
 
+import os
 import re
 from pathlib import Path
 
 import pytest
+from extras import needs
 
 ROOT = Path(__file__).parents[2]
 TUTORIALS = ROOT / "tutorials"
@@ -46,8 +48,11 @@ def solutions(chapter: Path) -> dict[str, str]:
     return dict(SOLUTION.findall(chapter.read_text(encoding="utf-8")))
 
 
-def needs_the_interpreter(number: str) -> None:
-    """Skips what is of chapter 10 where Triton's interpreter does not run."""
+def needs_of(number: str) -> None:
+    """Skips what is of a chapter that this system cannot run."""
+    name = {"18": "register_at_fork", "20": "memfd_create"}.get(number, "name")
+    if not hasattr(os, name):
+        pytest.skip(f"os.{name} is not there")
     if number == "10":
         # this file is also imported where the root is not on the path yet
         from tutorials.machine import interpreter_problem
@@ -55,5 +60,5 @@ def needs_the_interpreter(number: str) -> None:
         problem = interpreter_problem()
         if problem:
             pytest.skip(problem)
-        pytest.importorskip("triton", reason="Triton is there for Linux")
-        pytest.importorskip("numba", reason="numba is the extra `cpu`")
+        needs("triton")
+        needs("numba")

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from book import needs_the_interpreter
+from book import needs_of
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n?```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
@@ -58,7 +58,7 @@ def outputs(chapter: Path, with_solutions: bool = True):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the chapters show what a CPU prints")
 @pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda path: path.stem)
 def test_code_blocks_run_and_print_what_the_chapter_says(chapter, monkeypatch, pytestconfig):
-    needs_the_interpreter(chapter.name[:2])
+    needs_of(chapter.name[:2])
     monkeypatch.chdir(ROOT)
     monkeypatch.syspath_prepend(ROOT)  # as for Python that is started there
     for match, i, printed in outputs(chapter, with_solutions=pytestconfig.getoption("--slow")):
@@ -83,7 +83,7 @@ def refresh(chapter: Path) -> None:
                 match[0], match[0].replace(f"```text\n{match[2]}```", f"```text\n{printed}\n```")
             )
     if text != old:
-        chapter.write_text(text)
+        chapter.write_text(text, encoding="utf-8")
         print("refreshed", chapter.relative_to(ROOT))
 
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from book import CHAPTERS, ROOT, TUTORIALS, needs_the_interpreter, solutions
+from book import CHAPTERS, ROOT, TUTORIALS, needs_of, solutions
 from wrong_answers.read import WrongAnswer, wrong_answers
 
 from tutorials import check
@@ -22,7 +22,7 @@ ALL_WRONG = [answer for answers in WRONG.values() for answer in answers]
 
 def judged(exercise: str, code: str, tmp_path) -> str | None:
     """What the check says of the stub's file with this code behind it."""
-    needs_the_interpreter(exercise[:2])
+    needs_of(exercise[:2])
     stub = (EXERCISES / f"chapter{exercise[:2]}.py").read_text(encoding="utf-8")
     path = tmp_path / "answers.py"
     path.write_text(f"{stub}\n{code}\n")
@@ -33,7 +33,7 @@ def judged(exercise: str, code: str, tmp_path) -> str | None:
 
 @pytest.mark.parametrize("number", NAMES)
 def test_a_chapter_has_three_exercises(number):
-    needs_the_interpreter(number)
+    needs_of(number)
     chapter = NAMES[number]
     names = [f"{number}.{i}" for i in (1, 2, 3)]
     assert [*check.checks_of(number)] == names

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from book import needs_of
 
 from tests.tools.extras import needs
 
@@ -67,6 +68,8 @@ def test_a_picture_can_be_read(name, draw):
 @pytest.mark.slow(but_every=6)
 @pytest.mark.parametrize("name", sorted(OLD))
 def test_scripts_draw_what_is_committed(name, draw):
+    if name == "vattention_tables":
+        needs_of("20")
     check_committed(name, draw(name))
 
 

@@ -4,6 +4,7 @@ is left running.
 Run: pytest tests/tutorials/test_turns.py [-k order]
 """
 
+import os
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from measure.turns import Turns
 from tutorials.machine import cpu_seconds
 from tutorials.performance.engines import Job
 
+pytestmark = pytest.mark.skipif(not hasattr(os, "killpg"), reason="os.killpg is not there")
 ROOT = Path(__file__).parents[2]
 # The name of an engine says how it behaves; job["model"] is a file that all write their turns into.
 FAKE_WORKER = """
