@@ -117,6 +117,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # a console may lack a letter
     try:
         status = main()
     except KeyboardInterrupt:

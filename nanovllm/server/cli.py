@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import io
 import os
 import sys
 from collections.abc import Collection, Sequence
@@ -159,6 +160,8 @@ def read_options(file: str) -> dict[str, Any]:
 
 
 def main(words: Sequence[str] | None = None) -> None:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a console may lack a letter
     try:
         args = parsed(words)
         from nanovllm.server import commands  # torch takes seconds: not for --help

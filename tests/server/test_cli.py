@@ -402,6 +402,16 @@ def test_a_chat_knows_what_has_been_said_until_it_is_reset(side, monkeypatch, ca
     assert int(num_cached) > 0 and int(num_first) == len(llm.tokenizer.encode("first ☃")) + 1
 
 
+def test_a_console_that_lacks_a_letter(parrot, monkeypatch):
+    """It gets another sign in its place."""
+    console = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a ☃ b\n"))
+    monkeypatch.setattr(sys, "stdout", console)
+    cli.main(["chat"])
+    console.flush()
+    assert console.buffer.getvalue().split() == [b"a", b"?", b"b"]
+
+
 def test_the_end_of_the_input_ends_a_chat(side, monkeypatch, capsys):
     assert len(chat(monkeypatch, capsys, ["a"], *side[1])) == 2
 
