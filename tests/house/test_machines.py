@@ -107,6 +107,31 @@ def test_one_core_and_busy_ones(tmp_path):
         assert not Path(f"/proc/{pid}").exists()  # it has ended with the process that started it
 
 
+@pytest.mark.slow
+def test_elsewhere():
+    """In a process that plays it, and in one that this one starts: the same is missing, and the example runs."""
+    code = (
+        "import multiprocessing, os, signal, sys\n"
+        "from importlib.util import find_spec\n"
+        "from pathlib import Path\n"
+        "missing = [hasattr(os, 'fork'), hasattr(signal, 'SIGKILL'), Path('/proc/self').exists()]\n"
+        "assert not any([*missing, find_spec('triton'), find_spec('resource')]), missing\n"
+        "assert multiprocessing.get_start_method() == 'spawn'\n"
+        "assert open(os.devnull).encoding != 'utf-8'\n"
+    )
+    play = "from tests.tools import machines; machines.play('elsewhere', is_worker=False)\n"
+    inner = f"import subprocess; subprocess.run([sys.executable, '-c', {code!r}], check=True)\n"
+    example = "subprocess.run([sys.executable, 'example.py'], check=True, stdout=subprocess.PIPE)\n"
+    done = subprocess.run(
+        [sys.executable, "-c", play + code + inner + example],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONUTF8": "0"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_machine_cannot_be_chosen_too_late():
     from tests.tools import machines
 

@@ -105,6 +105,8 @@ def play(name: str, is_worker: bool) -> None:
         sys.path.insert(0, str(FOLDER))
         sys.modules.pop("sitecustomize", None)  # that of this Python, if it has one
         import_module("sitecustomize")
+    if name == "elsewhere" and sys.flags.utf8_mode:
+        raise CannotBePlayed("Python has begun with UTF-8 as its encoding: set PYTHONUTF8=0")
     import torch
 
     found = torch.backends.cpu.get_cpu_capability()
@@ -126,6 +128,8 @@ def described(name: str) -> str:
 
     machine = MACHINES[name]
     parts = [machine.meaning, *(f"{key}={value}" for key, value in machine.variables.items())]
+    if name == "elsewhere":
+        parts.append("not played: what machine/elsewhere.py says")
     if name == "bf16" and not torch.cpu.get_capabilities().get("avx512_bf16"):
         parts.append("not played: its speed, this processor computes bfloat16 in software")
     return f"machine: {name}, played: " + "; ".join(parts)
