@@ -43,6 +43,14 @@ def test_a_file_without_its_module_is_skipped(module, collected, monkeypatch):
         needs(module)
 
 
+def test_a_file_for_another_system_is_skipped(collected, monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(pytest.skip.Exception, match="needs triton, which this system does not"):
+        collected("from triton import jit\ndef test_a(): pass")
+    with pytest.raises(pytest.skip.Exception, match="the grader needs Linux"):
+        collected("raise SystemExit('the grader needs Linux')")
+
+
 def test_a_file_with_another_error_is_not_skipped(collected):
     for text in ("import nothing_of_this_name", "from pytest import nothing", "1 / 0", "1 +"):
         with pytest.raises((File.CollectError, ZeroDivisionError)):

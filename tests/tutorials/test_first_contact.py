@@ -110,6 +110,7 @@ def without(modules: list[str], code: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.slow
+@needs_triton
 def test_the_tests_of_a_gpu_are_collected_without_extras(monkeypatch):
     """Other files would be skipped, or end the collection."""
     names = re.findall(r"tests/(\w+)/test_(?:\{([\w,]+)\}|(\w+))\.py", SCRIPT)
