@@ -64,6 +64,7 @@ class Answers(ABC):
             "model": body.model or model,
         }
         self.head = encode(self.frame)[:-1] + ', "choices": '  # the same for each event
+        self.num_outputs = 0  # tokens, at most
         # log-probabilities and token ids, at most: each choice has those of its prompt
         self.num_entries = 0
         for i, request in enumerate(requests):
@@ -74,9 +75,10 @@ class Answers(ABC):
             drawn = -1 if params.logprobs is None else params.logprobs
             of_prompt = self.has_token_ids + scored + 1
             of_output = self.has_token_ids + drawn + 1
-            num_prompt = len(request.prompt_token_ids)
-            num_entries = num_prompt * of_prompt + (request.max_len - num_prompt) * of_output
-            self.num_entries += params.n * num_entries
+            num_prompt = params.n * len(request.prompt_token_ids)
+            num_outputs = params.n * request.max_len - num_prompt
+            self.num_outputs += num_outputs
+            self.num_entries += num_prompt * of_prompt + num_outputs * of_output
 
     def usage(self, outputs: list[RequestOutput]) -> dict:
         num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
@@ -137,7 +139,7 @@ class Answers(ABC):
         self.counts[key] = self.counts.get(key, 0) + len(part.token_ids)
         choice = self.choice(i, part, None, is_first)
         usage = None
-        if self.wants.include_usage and self.wants.continuous_usage_stats:
+        if self.wants.continuous_usage_stats:
             num_prompt = sum(len(request.prompt_token_ids) for request in self.requests)
             usage = counts_of(num_prompt, sum(self.counts.values()))
         return [self.event(choice, usage=usage)]

@@ -131,9 +131,8 @@ class Server:
     def check_body(self, body: Any) -> None:
         self.check_model(body.model)
         if getattr(body, "priority", None) and not self.options.allow_priority:
-            allowed = "the server was not started with --allow-priority"
-            problem = f"priority={shown(body.priority)} is not allowed: {allowed}"
-            raise BadRequest(problem, "priority")
+            problem = f"priority={shown(body.priority)} is not allowed"
+            raise BadRequest(f"{problem}: start with --allow-priority", "priority")
         n = getattr(body, "n", None) or 1
         most = max(1, self.engine.inputs.scheduler.max_num_seqs // 2)
         if n > most:
@@ -147,12 +146,9 @@ class Server:
     def submit(self, request: Request, answers: Answers, is_streamed: bool) -> Stream:
         """Raises BadRequest, Busy or Unavailable."""
         requests = answers.requests
-        num_tokens = sum(
-            one.params.n * (one.max_len - len(one.prompt_token_ids)) for one in requests
-        )
         most = self.options.max_tokens_per_call
-        if num_tokens > most:
-            problem = f"prompts * n * max_tokens is {num_tokens:,}"
+        if answers.num_outputs > most:
+            problem = f"prompts * n * max_tokens is {answers.num_outputs:,}"
             raise BadRequest(f"{problem}, at most {most:,} are allowed in one call", "max_tokens")
         num_entries = answers.num_entries
         if num_entries > MOST_ENTRIES:

@@ -6,7 +6,7 @@ ignored. `null` is the same as nothing.
 
 import re
 from dataclasses import fields
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, SkipValidation, ValidationError
 from pydantic_core import from_json
@@ -52,11 +52,7 @@ TokenIds = Annotated[list[int], Field(max_length=MOST_IDS)]
 
 class Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
-
-    @property
-    def has_form(self) -> bool:
-        """Whether it asks for a structured output, which must be compiled."""
-        return False
+    has_form: ClassVar[Any] = False  # whether it asks for a structured output
 
 
 class StreamOptions(Strict):

@@ -268,13 +268,3 @@ def test_a_response_says_its_format_as_it_was_asked_for(server):
 def test_programs_find_the_words_that_they_look_for(server):
     error = server.refused("/v1/completions", {"prompt": [5] * 5000})
     assert "maximum context length" in error["message"]
-
-
-def test_usage_in_a_stream_is_asked_for(server):
-    body = {"prompt": "a", "max_tokens": 3}
-    options = {"continuous_usage_stats": True}
-    events = server.events("/v1/completions", body | {"stream_options": options})
-    assert all("usage" not in event for event in events)
-    options["include_usage"] = True
-    events = server.events("/v1/completions", body | {"stream_options": options})
-    assert all("usage" in event for event in events)
