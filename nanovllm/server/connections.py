@@ -5,7 +5,7 @@ import asyncio
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 SECONDS = 15.0  # for a request's headers; between requests, uvicorn's own limit holds
-LONGEST_HEADERS = 64 * 2**10  # bytes; also of those behind a body
+LONGEST_HEADERS = 2**16  # bytes; also of those behind a body
 
 
 class Connection(HttpToolsProtocol):
