@@ -112,7 +112,8 @@ class SamplingParams(Options):
     skip_special_tokens: bool = option(True, "Leave special tokens out of the text.")
     seed: int | None = option(
         None,
-        "The same request with the same seed gives the same tokens, whatever it is batched with.",
+        "The same request with the same seed gives the same tokens, whatever it is batched with; "
+        "up to rounding, see chapter 08.",
         SEED,
     )
     logprobs: int | None = option(
