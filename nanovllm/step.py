@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nanovllm.block_manager import Moves
 from nanovllm.layers.batch import Batch
-from nanovllm.layers.sampler import Sampling
+from nanovllm.layers.sampler import SMALL, Sampling
 from nanovllm.sequence import Sequence
 
 
@@ -76,7 +76,8 @@ def sampling_of(seqs: Collection[Sequence], vocab_size: int) -> Sampling:
     if is_limited.any():
         sampling.top_k = top_k
         sampling.max_top_k = int(top_k[is_limited].max())
-        sampling.all_have_top_k = bool(is_limited.equal(is_drawn))
+        is_small = is_drawn & (top_k <= SMALL)
+        sampling.all_have_top_k = bool(is_small.equal(is_drawn))
     if (top_p[is_drawn] < 1).any():
         sampling.top_p = top_p
     if (min_p[is_drawn] > 0).any():

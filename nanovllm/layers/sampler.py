@@ -1,9 +1,11 @@
 """Sampling: one token per sequence, for the whole batch at once."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+SMALL = 1024  # tokens of which a row's filters are looked for first
 
 
 @dataclass
@@ -79,8 +81,10 @@ def cutoff(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | None]:
     """
     if sampling.min_p is sampling.top_k is sampling.top_p is None:
         return torch.full_like(logits[:, :1], -torch.inf), None
+    if sampling.top_k is not None and not sampling.all_have_top_k:
+        return cutoff_apart(logits, sampling, sampling.top_k), None
     vocab_size = logits.shape[1]
-    for k in (sampling.max_top_k if sampling.all_have_top_k else 1024, vocab_size):
+    for k in (sampling.max_top_k if sampling.all_have_top_k else SMALL, vocab_size):
         top, ids = logits.topk(min(k + 8, vocab_size))
         weights = softmax_weights(top, sampling)
         if sampling.top_k is not None:
@@ -99,6 +103,26 @@ def cutoff(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | None]:
         if sampling.all_have_top_k or (sampling.top_k is None and (top[:, -1:] < lowest).all()):
             return lowest, ids
     return lowest, None
+
+
+def cutoff_apart(logits: Tensor, sampling: Sampling, top_k: Tensor) -> Tensor:
+    """The lowest logits [B, 1], if only some rows have a small top_k: else these, too, would sort
+    the whole vocabulary."""
+    lowest = torch.empty_like(logits[:, :1])
+    is_small = top_k <= SMALL
+    for rows in (is_small, ~is_small):
+        if not rows.any():
+            continue
+        own = replace(sampling, max_top_k=int(top_k[rows].max()))
+        for name, column in vars(sampling).items():
+            if isinstance(column, Tensor):
+                setattr(own, name, column[rows])
+        is_limited = top_k[rows] < logits.shape[1]
+        own.all_have_top_k = bool(is_limited.any())
+        if not own.all_have_top_k:
+            own.top_k = None
+        lowest[rows], _ = cutoff(logits[rows], own)
+    return lowest
 
 
 def softmax_weights(logits: Tensor, sampling: Sampling) -> Tensor:

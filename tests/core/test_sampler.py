@@ -197,6 +197,28 @@ def drawn_plainly(logits: torch.Tensor, sampling: Sampling) -> list[int]:
     return tokens
 
 
+@pytest.mark.parametrize("large, num_sorted", [(KEEP_ALL, 0), (KEEP_ALL - 1, 1)])
+def test_rows_without_a_small_top_k_do_not_make_the_others_sort(monkeypatch, large, num_sorted):
+    """The others get what they get alone."""
+    looked_at = []
+    topk = torch.Tensor.topk
+
+    def noted(self, k, *args, **kwargs):
+        looked_at.append((len(self), k))
+        return topk(self, k, *args, **kwargs)
+
+    logits = torch.randn(5, KEEP_ALL, generator=torch.Generator().manual_seed(1), device="cpu")
+    alone = sample(logits, sampling(5, top_k=7, seed=3))
+    mixed = sampling(5, top_k=7, seed=3)
+    mixed.top_k[2] = large
+    mixed.max_top_k = 7 if large == KEEP_ALL else large
+    mixed.all_have_top_k = False
+    monkeypatch.setattr(torch.Tensor, "topk", noted)
+    together = sample(logits, mixed)
+    assert together[[0, 1, 3, 4]].tolist() == alone[[0, 1, 3, 4]].tolist()
+    assert looked_at == [(4, 15), *[(1, KEEP_ALL)] * num_sorted]
+
+
 @pytest.mark.slow(but_every=7)
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("ties", [False, True])
