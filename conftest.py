@@ -5,7 +5,8 @@ the course, too, and `pytest tests/course` one of them. What is marked slow is l
 `@pytest.mark.slow` a test, by `@pytest.mark.slow(but_every=5)` all but every fifth of its variants.
 `--slow` runs it. So does the variable SOLUTION, with which students say what the public tests look
 at. `--machine NAME` plays another machine (tests/tools/machines.py), `--cpu-limit SECONDS` limits
-the processor time (tests/tools/gauge.py).
+the processor time (tests/tools/gauge.py). `--gpu` lets tests see the GPU, for those that are meant
+for one: the others are about a CPU.
 """
 
 import gc
@@ -42,6 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="SECONDS",
         help="fail if the tests take more processor seconds of the reference machine",
     )
+    parser.addoption("--gpu", action="store_true", help="do not hide the GPU from the tests")
     parser.addoption("--slow", action="store_true", help="run the tests that are marked slow, too")
     parser.addoption(
         "--machine",
@@ -58,6 +60,8 @@ def pytest_configure(config: pytest.Config) -> None:
             machines.play(name, is_worker=is_worker(config))
         except machines.CannotBePlayed as error:
             raise pytest.UsageError(f"--machine {name} cannot be played here: {error}") from error
+    if not config.getoption("--gpu"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     config.pluginmanager.register(Gauge(config.getoption("--cpu-limit")))
     if not is_worker(config):  # a worker is told
         rooms.choose(config)

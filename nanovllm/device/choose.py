@@ -37,11 +37,11 @@ def choose_dtype(config: Config, hf_config, device: torch.device) -> torch.dtype
         return getattr(torch, config.dtype)
     if device.type == "cuda":
         own = getattr(hf_config, "dtype", None) or getattr(hf_config, "torch_dtype", None)
-        return torch.float16 if own == torch.float16 else torch.bfloat16
-    in_hardware = torch.cpu._is_avx512_bf16_supported()
-    if not in_hardware or config.model == EMBEDDED_MODEL or config.attention_backend == "triton":
+        has_bfloat16 = torch.cuda.get_device_capability(device) >= (8, 0)
+        return torch.bfloat16 if has_bfloat16 and own != torch.float16 else torch.float16
+    if config.model == EMBEDDED_MODEL or config.attention_backend == "triton":
         return torch.float32
-    return torch.bfloat16
+    return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
 
 
 def choose_ops(config: Config, device: torch.device, dtype: torch.dtype) -> Ops:

@@ -242,17 +242,19 @@ class Tile(NamedTuple):
     stages: int = 3
 
 
-def tile_sizes(dim: int, group: int, itemsize: int, is_decode: bool) -> Tile:
+def tile_sizes(dim: int, group: int, itemsize: int, is_decode: bool, is_old: bool = False) -> Tile:
     """So small that no registers spill, and with two buffers for keys and values.
 
     With two, a tile is loaded while the previous one is computed. See tests/core/test_kernels.py.
     """
     keys = max(16, min(64, 8192 // (dim * itemsize)))
+    if is_old:  # before sm_80: a tile of half precision takes more registers
+        keys = 16
     padded_group = triton.next_power_of_2(group)
     if is_decode:
         return Tile(1, max(16, padded_group), keys)
     rows = 64 if dim <= 128 else 32
-    if itemsize == 4:
+    if itemsize == 4 or is_old:
         rows = 16
     rows = max(rows, 2 * padded_group)  # at least two tokens: one means a decode
     return Tile(rows // group, rows, keys)
@@ -313,7 +315,8 @@ def launch(
     keys, values = cache.layers[layer]
     dim = triton.next_power_of_2(head_dim)
     is_decode = first_seq < batch.num_decodes
-    tile = tile_sizes(dim, heads // cache.num_kv_heads, q.element_size(), is_decode)
+    is_old = q.is_cuda and torch.cuda.get_device_capability(q.device) < (8, 0)
+    tile = tile_sizes(dim, heads // cache.num_kv_heads, q.element_size(), is_decode, is_old)
     num_tiles = num_seqs
     if not is_decode:  # see tile_of
         num_tiles += (num_tokens - batch.num_decodes) // tile.tokens

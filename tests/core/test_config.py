@@ -162,7 +162,14 @@ def test_stop_is_a_tuple_afterwards():
     ],
 )
 @pytest.mark.parametrize("name", ["dtype", "torch_dtype"])  # as transformers 5 and 4 call it
-def test_auto_on_a_gpu_is_the_checkpoints_own_16_bits_or_bfloat16(checkpoint, chosen, name):
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0)])
+def test_auto_on_a_gpu_is_16_bits_that_the_gpu_has(
+    checkpoint, chosen, name, capability, monkeypatch
+):
+    """Before sm_80 there is no bfloat16 in hardware."""
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
+    if capability < (8, 0):
+        chosen = torch.float16
     hf_config, cuda = SimpleNamespace(**{name: checkpoint}), torch.device("cuda")
     for model in ("Qwen/Qwen3-0.6B", EMBEDDED_MODEL):
         assert choose_dtype(Config(model=model), hf_config, cuda) == chosen

@@ -200,7 +200,7 @@ def test_the_engine_gives_the_same_tokens(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [80, 90, 120])
+@pytest.mark.parametrize("capability", [75, 80, 90, 120])
 def test_compiled_ahead_of_time(capability):
     """For the heads of Qwen3-0.6B: fits into consumer cards, spills no registers, and a tile of keys and values is loaded
     while the one before is computed."""
@@ -218,6 +218,8 @@ def test_compiled_ahead_of_time(capability):
     assert kernels.keys() == attention | others
     for name, found in kernels.items():
         assert found["shared"] <= 99 * 1024 and found["spilled"] == 0, name
+    if capability < 80:
+        return
     assert min(kernels[name]["buffers"] for name in ("decode", "prefill")) >= 2
     # then two programs of 8 warps share a multiprocessor, which has 65,536 registers
     assert max(kernels[name]["registers"] for name in ("cutoff", "sample")) <= 96

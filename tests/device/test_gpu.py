@@ -1,8 +1,8 @@
 """On a real GPU: Triton kernels and CUDA graphs through the whole engine. Skipped where there is none.
 
-test_kernels.py, test_fused.py, test_cuda_graphs.py and test_sampler.py also run on the GPU if there is one.
+With --gpu, test_kernels.py, test_fused.py, test_cuda_graphs.py and test_sampler.py run on the GPU, too.
 
-Run: pytest tests/device/test_gpu.py [-k replayed]
+Run: pytest --gpu tests/device/test_gpu.py [-k replayed]
 """
 
 import gc
@@ -25,7 +25,7 @@ from nanovllm.layers import triton_ops
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and --gpu"),
 ]
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
 

@@ -138,3 +138,10 @@ def test_a_machine_cannot_be_chosen_too_late():
     with pytest.raises(machines.CannotBePlayed, match="PyTorch has been imported before"):
         machines.play("plain", is_worker=False)
     assert all(machine.meaning for machine in MACHINES.values())
+
+
+def test_gpus_are_hidden_unless_they_are_asked_for(pytestconfig):
+    """Most tests are about a CPU, and would take a GPU as the default device."""
+    if pytestconfig.getoption("--gpu"):
+        pytest.skip("--gpu is given")
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "" and torch.cuda.device_count() == 0

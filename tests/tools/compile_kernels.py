@@ -3,7 +3,7 @@
 Prints for each kernel: bytes of shared memory, bytes of registers that are spilled, registers of a thread, and buffers
 for keys and values. Sizes are Qwen3-0.6B's. It needs ptxas, which Triton brings.
 
-Run: python tests/tools/compile_kernels.py [80 | 86 | 89 | 90 | 100] [head_dim] [query heads per KV head]
+Run: python tests/tools/compile_kernels.py [75 | 80 | 86 | 89 | 90 | 100] [head_dim] [query heads per KV head]
 """
 
 import re
@@ -30,8 +30,8 @@ from nanovllm.layers.sampler import Sampling
 KV_HEADS = 8
 HIDDEN = 1024
 VOCAB = 151_936
-POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int32: "*i32"}
-POINTERS |= {torch.int64: "*i64"}
+POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
+POINTERS |= {torch.int64: "*i64", torch.int32: "*i32"}
 
 empty = partial(torch.empty, device="meta")  # it has a shape and no memory
 half = partial(empty, dtype=torch.bfloat16)
@@ -170,7 +170,10 @@ def ptxas_problem(capability: int) -> str | None:
 
 def all_resources(capability: int = 80, head_dim: int = 128, group: int = 2) -> dict:
     """Of each kernel, by its name."""
-    launches = launches_of(head_dim, group)
+    sizes = triton_attention.tile_sizes
+    of_gpu = partial(sizes, is_old=capability < 80)
+    with mock.patch.object(triton_attention, "tile_sizes", lambda *args: of_gpu(*args[:4])):
+        launches = launches_of(head_dim, group)
     return {launch.name: resources_of(launch, capability)._asdict() for launch in launches}
 
 
