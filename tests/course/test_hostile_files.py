@@ -59,11 +59,17 @@ return '65 MiB'
 """,
     "a large file": "return open('/tmp/x', 'wb').write(b'x' * 2**21)",
     "takes all memory": "return len(bytearray(3 * 2**30))",
-    "leaves a note": "found = glob.glob('/tmp/note')\nopen('/tmp/note', 'w')\nreturn found",
+    "leaves a note": "found = glob.glob(NOTE)\nopen(NOTE, 'w')\nreturn found",
     "leaves a message": """
 queue = ctypes.CDLL(None).msgget(0x77, 0o1666)
 received = ctypes.CDLL(None).msgrcv(queue, ctypes.create_string_buffer(99), 50, 0, 0o4000)
 ctypes.CDLL(None).msgsnd(queue, b'12345678message', 7, 0)
+return received > 0
+""",
+    "leaves a message in a POSIX queue": """
+queue = ctypes.CDLL(None).mq_open(b'/note', os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o600, None)
+received = ctypes.CDLL(None).mq_receive(queue, ctypes.create_string_buffer(8192), 8192, None)
+ctypes.CDLL(None).mq_send(queue, b'message', 7, 0)
 return received > 0
 """,
     "becomes root": "os.setuid(0)\nreturn 'root'",
@@ -71,11 +77,8 @@ return received > 0
     "ends its parent": "os.kill(os.getppid(), signal.SIGKILL)\ntime.sleep(0.1)",
     "stops its parent": "os.kill(os.getppid(), signal.SIGSTOP)\ntime.sleep(0.1)",
     "calls a server": "return socket.create_connection(('127.0.0.1', PORT), 1).getsockname()",
-    "calls a listener in /tmp": """
-with socket.socket(socket.AF_UNIX) as own:
-    own.connect(LISTENER)
-    return LISTENER
-""",
+    "calls a listener in /tmp": "return socket.socket(socket.AF_UNIX).connect(LISTENER) or LISTENER",
+    "calls one without a file": "return socket.socket(socket.AF_UNIX).connect(HIDDEN) or HIDDEN",
     "starts many processes": """
 for i in range(MOST):
     if os.fork() == 0:
@@ -97,11 +100,13 @@ os.wait()
 
 @pytest.fixture
 def listener():
-    """A socket that lies in /tmp, for everybody."""
+    """A socket that lies in /tmp, for everybody, and one that lies nowhere, as Linux has them."""
     path = Path(f"/tmp/listener {os.getpid()}")
-    with socket.socket(socket.AF_UNIX) as own:
+    with socket.socket(socket.AF_UNIX) as own, socket.socket(socket.AF_UNIX) as hidden:
         own.bind(str(path))
-        own.listen()
+        hidden.bind(f"\0{path}")
+        for each in (own, hidden):
+            each.listen()
         path.chmod(0o666)
         yield str(path)
     path.unlink()
@@ -112,11 +117,13 @@ def test_an_attack_fails_and_the_file_is_graded(graded, boxed, listener, case):
     """The fixture looks for processes that are left."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         code = f"{IMPORTS}PORT, LISTENER = {server.getsockname()[1]}, {listener!r}\n"
+        code += "HIDDEN, NOTE = '\\0' + LISTENER, LISTENER + ' note'\n"
         code += f"MOST = {MOST_PROCESSES}\ndef attack():\n{indent(ATTACKS[case].strip(), '    ')}\n"
         code += "try:\n    got = attack()\nexcept (OSError, MemoryError):\n    got = None\n"
         for _ in range(1 + case.startswith("leaves")):
             results = graded(code + "ANSWERS = {'A': got or 'nothing'}\n", LOADED)
             assert results["score"] == 30, results["tests"][0]["output"]
+    assert not Path(f"{listener} note").exists()
 
 
 def test_a_box_is_as_good_as_none_for_a_file_that_does_no_harm(graded, boxed, monkeypatch):

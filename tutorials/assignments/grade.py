@@ -110,6 +110,7 @@ def grade_file(grader: Grader, path: Path, target: Path | None) -> None:
     write(Report(), target)
     grader.on_check = on_check
     report = grader.grade(path)
+    write(report, target)  # again: what has filled the disk is removed with the file's folder
     print(report.last_line(), flush=True)
     if report.printed:
         print(f"--- what your file has printed last ---\n{report.printed}", file=sys.stderr)

@@ -5,6 +5,7 @@ out and measured here and in `referee.py`."""
 
 import secrets
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -78,6 +79,13 @@ class Grader:
             folder.mkdir(mode=0o700)
             furnish(folder)
             self._grade(report, Submission(source, path.name, folder, deadline, self.limit))
+        except OSError as error:  # as if the disk is full
+            why = error.strerror or error.args[0][0][-1]  # of copytree: a list of them
+            print(f"{path} was not graded to the end: {why}", file=sys.stderr)
+            failure = Kind.GRADER_FAILED
+            played = Played(problem=f"{failure.value}: {why}", kind=failure)
+            rest = self.task.points - report.max_score
+            self._add(report, "what is missing", 0, rest, self._sentence(played))
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         return report

@@ -9,7 +9,7 @@ from datetime import date
 from pathlib import Path
 
 from tutorials.assignments.grade import add_options, check_path, interruptible, new_grader
-from tutorials.assignments.report import Report
+from tutorials.assignments.report import Report, write_whole
 from tutorials.assignments.task import Task
 
 PAGE = Path(__file__).with_name("a7") / "LEADERBOARD.md"
@@ -82,7 +82,10 @@ def main(arguments: list[str] | None = None) -> None:
         raise SystemExit(f"{name!r} gets no line, because not all rules were kept. {problem}")
     rows = read_rows(PAGE.read_text(encoding="utf-8")) if PAGE.exists() else {}
     rows[name] = new_row(task, report, grader.is_secret)
-    PAGE.write_text(new_page(task, rows), encoding="utf-8")
+    try:
+        write_whole(PAGE, new_page(task, rows))
+    except OSError as error:
+        raise SystemExit(f"{PAGE} was not written: {error.strerror}") from None
 
 
 if __name__ == "__main__":

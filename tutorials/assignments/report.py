@@ -67,10 +67,17 @@ class Report:
         }
 
     def write(self, path: Path) -> None:
-        """Beside the file first, so that there is never half a file."""
-        beside = path.with_name(f"{path.name}.part")
-        beside.write_text(json.dumps(self.results(), indent=1) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps(self.results(), indent=1) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Beside the file first, so that there is never half a file, and no other if the disk is full."""
+    beside = path.with_name(f"{path.name}.part")
+    try:
+        beside.write_text(text, encoding="utf-8")
         os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def one_line(text: str) -> str:
