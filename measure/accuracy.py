@@ -26,7 +26,6 @@ from statistics import mean, median
 
 import torch
 
-from nanovllm import LLM
 from nanovllm.simulator import Run
 from nanovllm.simulator.machines import Machine
 from tutorials.arguments import duration, experiment, positive
@@ -44,6 +43,7 @@ from tutorials.simulation.calibrate import (
     Watch,
     calibrated,
     calibration_steps,
+    new_engine,
     play,
     shape_of_model,
     start_of,
@@ -134,7 +134,7 @@ class Meter:
     def __init__(self, watch: Watch, cells: Cells):
         self.watch = watch
         self.cells = cells
-        self.llm = LLM(**OPTIONS | SWAP)
+        self.llm = new_engine(SWAP)
         warm_up(self.llm, watch)
         self.start = start_of(self.llm)
         self.steps: list[Step] = []

@@ -180,6 +180,20 @@ def test_the_next_turn_begins_with_the_real_answer():
     assert second[20:30] != token_ids(((2, 9), (STOP, 1)), llm.runner.vocab_size)
 
 
+def num_faults(function) -> int:
+    """Pages of memory that the system gives while it runs."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    function()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+def test_an_engine_that_is_measured_waits_for_no_page_of_its_cache():
+    """Of some thousand: that of the fit has served a while, and so has the one that is compared."""
+    tensor = calibrate.new_engine({"num_blocks": 1000}).runner.kv_cache.tensor
+    assert num_faults(tensor.zero_) < 100
+
+
 # --- the fit ---
 
 HERE = Hardware("made up", 20e9, 100e9, 0.0)

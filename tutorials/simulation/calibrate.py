@@ -233,9 +233,17 @@ class TimeOfDay:
 Watch = ProcessorTime | TimeOfDay
 
 
+def new_engine(options: Options) -> LLM:
+    """Nothing is in its cache, but all pages were touched, as after some minutes of serving. The
+    system gives a page of memory when it is touched first, and the step waits for it."""
+    llm = LLM(**OPTIONS | options)
+    llm.runner.kv_cache.tensor.zero_()
+    return llm
+
+
 def play(jobs: list[Job], options: Options, watch: Watch) -> tuple[Run, list[Step]]:
-    """In a new engine, whose cache is empty."""
-    return record(LLM(**OPTIONS | options), jobs, watch.clock, watch.sleep)
+    """In a new engine."""
+    return record(new_engine(options), jobs, watch.clock, watch.sleep)
 
 
 class Cells(NamedTuple):
@@ -364,7 +372,7 @@ VARIANTS = {
 
 def calibrate(options: Options, cells: Cells, rounds: int, watch: Watch) -> dict:
     """A machine, and how well it describes the steps, as JSON has them."""
-    llm = LLM(**OPTIONS | SWAP | options)
+    llm = new_engine(SWAP | options)
     warm_up(llm, watch)
     steps = [step for seed in range(rounds) for step in calibration_steps(llm, seed, cells, watch)]
     machine, errors = calibrated(shape_of_model(options), steps, start_of(llm))
