@@ -86,6 +86,13 @@ class FewRunning(Silly):
         return 2 * len(self.running) < self.max_num_seqs or not self.running
 
 
+class InBatches(Silly):
+    """a batch at a time: admits nothing while an answer is on its way"""
+
+    def may_admit(self, request, schedule):
+        return not any(one.num_output_tokens for one in self.running)
+
+
 class SillyRouter(Router):
     is_silly = True
 

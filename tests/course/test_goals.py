@@ -1,5 +1,5 @@
 """The goals of the assignments are honest: on each of 20 seeds, policies that do not address the subject get less than
-half of the goal points, and the reference solution gets all with a margin.
+half of the goal points, those that know nothing at all reach no goal, and the reference solution gets all with a margin.
 
 The values are those of `python -m measure.seeds`. A simulation has the same numbers on each machine, so
 a part of them is computed again.
@@ -14,12 +14,14 @@ from pathlib import Path
 import pytest
 
 from measure.seeds import (
+    SILLY,
     baseline_of,
     measure_seed,
     points_of,
     policies_of,
 )
 from measure.sensitivity import paths_of
+from tutorials.assignments.a8 import task as a8
 from tutorials.assignments.task import NAMES, load_task
 
 ROOT = Path(__file__).parents[2]
@@ -85,6 +87,27 @@ def test_what_does_not_address_the_subject_gets_less_than_half_of_the_points(nam
     for policy in report["silly"]:
         for seed, values in zip(report["seeds"], report["rows"][policy]):
             assert points_of(task, values) < half, f"{policy}, seed {seed}: {values}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_goal_is_reached_by_a_policy_that_knows_nothing(name):
+    """Not even on one seed: FCFS, and those of silly.py, such as last first or a batch at a time."""
+    task, report = load_task(name), report_of(name)
+    policies = [policy.name for policy in policies_of(task, [SILLY])]
+    for policy in [baseline_of(task), *policies]:
+        for seed, values in zip(report["seeds"], report["rows"][policy]):
+            for goal_name, goal in task.goals.items():
+                assert goal.score(values[goal_name]) < goal.points, (
+                    f"{policy}, seed {seed}: {values}"
+                )
+
+
+def test_in_no_load_of_a8_many_come_at_once():
+    """If each time is as likely as any other, one load in sixty is too heavy for all routers."""
+    for seed in range(200):
+        for count in (24, 70, 90):
+            shares = [int(time * count / a8.SECONDS) for time in a8.within(count, seed)]
+            assert shares == [*range(count)], f"seed {seed}"
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -79,6 +79,7 @@ def test_silly_ones_stand_above_those_that_were_tried_and_the_solution_below(wri
     silly += ("at most 64 tokens per step", "a quarter of the tokens per step")
     silly += ("half of the tokens per step", "one prompt at a time", "longest prompt first")
     silly += ("at most half of the seats",)
+    silly += ("a batch at a time: admits nothing while an answer is on its way",)
     names = [policy.name for policy in policies]
     assert names == [*silly, "an idea", "NoName", "a1_solution"]
     assert [policy.kind for policy in policies] == ["silly"] * len(silly) + ["tried"] * 2 + [

@@ -16,6 +16,8 @@ from tutorials.simulation.workloads import all_at_once, lognormal, poisson, shar
 
 MOST_TOKENS = 384  # of a step, in C
 MOST_PROMPT_TOKENS = 256
+LEAST_SHARE = 0.6  # of A's requests that were not overtaken: what earns nothing
+LEAST_USED = 0.5  # of C's room: what earns nothing
 
 
 # --- loads ---
@@ -60,7 +62,7 @@ def admissions(run: Run) -> list[Admission]:
     return found
 
 
-def short_first(run: Run, baseline: Run) -> float:
+def share_short_first(run: Run) -> float:
     """How many of the newcomers had been overtaken by no newcomer with a longer prompt."""
     newcomers = [
         (run.requests[admission.request], admission.step)
@@ -79,11 +81,9 @@ def short_first(run: Run, baseline: Run) -> float:
     return 1 - mean(were_overtaken)
 
 
-def in_turn(run: Run, baseline: Run) -> float:
+def share_in_turn(run: Run) -> float:
     """How many of those who came back had been overtaken by nobody: no newcomer, and none who was
-    preempted later. Counts only if short prompts are first: in FCFS order it is no art."""
-    if short_first(run, baseline) < 0.9:
-        return 0.0
+    preempted later."""
     admitted = admissions(run)
     were_overtaken = [
         any(preempted < other < step and later > preempted for _, other, later in admitted)
@@ -91,6 +91,17 @@ def in_turn(run: Run, baseline: Run) -> float:
         if preempted < inf
     ]
     return 1 - mean(were_overtaken or [1])
+
+
+def short_first(run: Run, baseline: Run) -> float:
+    """Counts only if preempted ones come back in turn: the order alone is there from the start."""
+    share = share_short_first(run)
+    return share if share_in_turn(run) > LEAST_SHARE else min(share, LEAST_SHARE)
+
+
+def in_turn(run: Run, baseline: Run) -> float:
+    """Counts only if short prompts are first: in FCFS order it is no art."""
+    return share_in_turn(run) if share_short_first(run) >= 0.9 else 0.0
 
 
 # --- B ---
@@ -145,16 +156,13 @@ def prompt_tokens(items: Iterable[tuple[int, int, bool]]) -> int:
     return sum(num_tokens for _, num_tokens, is_prompt in items if is_prompt)
 
 
-def most_prompt_tokens(run: Run, baseline: Run) -> float:
+def prompt_tokens_of_fullest(run: Run) -> int:
     return max(prompt_tokens(step.items) for step in run.steps)
 
 
-def room_used(run: Run, baseline: Run) -> float:
+def share_of_room(run: Run) -> float:
     """Prompt tokens, divided by those that had room in a step, beside a token for everybody else
-    who runs, until the last prompt was computed. Counts only if no step has many more than it
-    may."""
-    if most_prompt_tokens(run, baseline) > 300:
-        return 0.0
+    who runs, until the last prompt was computed."""
     of_steps = [prompt_tokens(step.items) for step in run.steps]
     last = max(i for i, num_tokens in enumerate(of_steps) if num_tokens)
     used = room = 0
@@ -163,6 +171,16 @@ def room_used(run: Run, baseline: Run) -> float:
         used += num_tokens
         room += min(MOST_PROMPT_TOKENS, MOST_TOKENS - others)
     return used / room
+
+
+def most_prompt_tokens(run: Run, baseline: Run) -> float:
+    """Counts only if the room is used: smaller steps alone are no art."""
+    return prompt_tokens_of_fullest(run) if share_of_room(run) > LEAST_USED else MOST_TOKENS
+
+
+def room_used(run: Run, baseline: Run) -> float:
+    """Counts only if no step has many more than it may."""
+    return share_of_room(run) if prompt_tokens_of_fullest(run) <= 300 else 0.0
 
 
 TASK = Task(
@@ -182,14 +200,14 @@ TASK = Task(
                 Goal(
                     "newcomers whom no longer prompt overtook",
                     short_first,
-                    none=0.6,
+                    none=LEAST_SHARE,
                     full=0.95,
                     points=10,
                 ),
                 Goal(
                     "preempted ones whom nobody overtook",
                     in_turn,
-                    none=0.6,
+                    none=LEAST_SHARE,
                     full=0.95,
                     points=12,
                 ),
@@ -236,7 +254,7 @@ TASK = Task(
                 Goal(
                     "prompt tokens / those that had room",
                     room_used,
-                    none=0.5,
+                    none=LEAST_USED,
                     full=0.95,
                     points=12,
                 ),

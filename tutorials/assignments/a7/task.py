@@ -20,6 +20,7 @@ from tutorials.simulation.workloads import (
 SLO = (1.0, 0.014)  # seconds: to the first token, and per output token after it
 PATIENCE = 14.0  # seconds: a longer delay of anybody makes all goodput count less
 GIVEN_UP = 22.0  # seconds: a delay that earns nothing
+TOO_LITTLE = 0.3  # goodput of a tenant that earns nothing
 
 
 def documents(seed: int) -> list[Job]:
@@ -85,14 +86,21 @@ def goodput(run: Run, baseline: Run) -> float:
     return share_within_slo(run.requests) * PATIENCE / max(PATIENCE, longest_delay(run))
 
 
-def smaller_goodput(run: Run, baseline: Run) -> float:
+def smaller_share(run: Run) -> float:
     """Of the requests of the tenant who gets less."""
     return min(map(share_within_slo, by_tenant(run.requests).values()))
 
 
+def smaller_goodput(run: Run, baseline: Run) -> float:
+    """Counts only if no request is given up: any order that gives up the late ones serves the
+    others in time."""
+    share = smaller_share(run)
+    return share if longest_delay(run) < GIVEN_UP else min(share, TOO_LITTLE)
+
+
 def worst_delay(run: Run, baseline: Run) -> float:
     """Counts only if both tenants get clearly more than from FCFS, which gives no request up."""
-    return longest_delay(run) if smaller_goodput(run, baseline) > 0.3 else GIVEN_UP
+    return longest_delay(run) if smaller_share(run) > TOO_LITTLE else GIVEN_UP
 
 
 TASK = Task(
@@ -119,7 +127,7 @@ TASK = Task(
                 Goal(
                     "goodput of the tenant who gets less",
                     smaller_goodput,
-                    none=0.3,
+                    none=TOO_LITTLE,
                     full=0.43,
                     points=20,
                 ),
