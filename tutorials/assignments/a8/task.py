@@ -85,9 +85,9 @@ def cluster_load(seed: int) -> list[Job]:
 
 
 def within(count: int, seed: int) -> list[float]:
-    """So many times, each of which is equally likely."""
+    """So many times, one in each of as many equal shares: nowhere come many more than elsewhere."""
     rng = generator("within", seed)
-    return sorted(SECONDS * rng.random() for _ in range(count))
+    return [SECONDS * (i + rng.random()) / count for i in range(count)]
 
 
 def zipf(most: int, count: int, rng: Random) -> list[int]:
