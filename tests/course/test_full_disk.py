@@ -107,7 +107,7 @@ def test_a_page_that_cannot_be_written_stays_as_it_was(tmp_path, monkeypatch):
     page.write_text(leaderboard.new_page(load_task("a7"), {}))
     before = page.read_text()
 
-    def write_text(path, text):
+    def write_text(path, text, **_):
         with path.open("w") as file:
             file.write(text[:100])
         raise OSError(28, "No space left on device")
