@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-import os
-from importlib.util import find_spec
+import logging
 from typing import TYPE_CHECKING
 
 import torch
 
 from nanovllm.config import EMBEDDED_MODEL, Config, Limits
+from nanovllm.layers import torch_ops
 from nanovllm.layers.kv_cache import CacheShape
-from nanovllm.layers.ops import Ops
-from nanovllm.options import refusal
+from nanovllm.layers.ops import Ops, try_out
+from nanovllm.options import refusal, shown
 
 if TYPE_CHECKING:
     from nanovllm.vattention.cache import VirtualShape
+
+logger = logging.getLogger(__name__)
+
+NEEDS = {
+    "numba": "the extra `cpu`",
+    "triton": "a GPU that it supports, gcc and Python's headers (apt install gcc python3-dev), or "
+    "TRITON_INTERPRET=1 on Linux; attention_backend='torch' needs none of these",
+}
 
 
 def choose_device(config: Config) -> torch.device:
@@ -46,38 +54,38 @@ def choose_dtype(config: Config, hf_config, device: torch.device) -> torch.dtype
 
 def choose_ops(config: Config, device: torch.device, dtype: torch.dtype) -> Ops:
     """Imports only the backend that is chosen: Triton does not exist on macOS and Windows."""
-    backend = config.attention_backend
+    asked = name = config.attention_backend
     is_cuda = device.type == "cuda"
-    can_launch = is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
-    has_triton = can_launch and find_spec("triton") is not None
-    if backend == "auto" and is_cuda:
-        backend = "triton" if has_triton else "torch"
-    if backend in ("auto", "numba"):
-        config.require("attention_backend", not is_cuda, "another one on CUDA")
-        try:
+    if asked == "auto":
+        name = "triton" if is_cuda else "numba"
+    config.require("attention_backend", not is_cuda or name != "numba", "another one on CUDA")
+    allowed = "float32 or float16: Triton's interpreter multiplies bfloat16 wrongly"
+    config.require("dtype", is_cuda or name != "triton" or dtype != torch.bfloat16, allowed)
+    try:
+        try_out(torch_ops, device)
+    except RuntimeError as error:  # for one, PyTorch was not built for this GPU
+        raise refusal("device", str(device), f"only 'cpu' works here: {shown(error)}") from error
+    try:
+        if name == "numba":
             from nanovllm.layers import numba_ops
 
             return numba_ops
-        except ImportError as error:  # numba is not there, or not for this Python or NumPy
-            if backend == "numba":
-                problem = f"it needs the extra `cpu`: {error}"
-                raise refusal("attention_backend", backend, problem) from error
-    if backend in ("auto", "torch"):
-        from nanovllm.layers import torch_ops
+        if name == "triton":
+            from nanovllm.layers import triton_ops
 
-        return torch_ops
-    if backend == "vattention":
+            try_out(triton_ops, device)
+            return triton_ops
+    except Exception as error:  # it is not there, not for this machine, or cannot compile
+        problem = f"{name} needs {NEEDS[name]}: {shown(error)}"
+        if name == asked:
+            raise refusal("attention_backend", name, problem) from error
+        if not isinstance(error, ImportError):
+            logger.warning("PyTorch computes instead, more slowly: %s", problem)
+    if name == "vattention":
         from nanovllm.vattention import ops as vattention_ops
 
         return vattention_ops
-    if not has_triton:
-        needs = "it needs a GPU, or TRITON_INTERPRET=1 on Linux"
-        raise refusal("attention_backend", backend, needs)
-    allowed = "float32 or float16: Triton's interpreter multiplies bfloat16 wrongly"
-    config.require("dtype", is_cuda or dtype != torch.bfloat16, allowed)
-    from nanovllm.layers import triton_ops
-
-    return triton_ops
+    return torch_ops
 
 
 def choose_cache(

@@ -62,14 +62,7 @@ class StepGraphs:
         step = self.padding(self.sizes[-1])
         step.batch.block_tables = torch.zeros(self.max_table_blocks, dtype=torch.int32)
         largest = torch.zeros(self.limits.max_num_seqs, dtype=torch.int64)
-        step.sampling = Sampling(
-            temperature=largest,
-            seed=largest,
-            position=largest,
-            top_k=largest,
-            top_p=largest,
-            min_p=largest,
-        )
+        step.sampling = Sampling(largest, largest, largest, largest, largest, largest)
         # a row for each sequence that draws, and for each whose prompt is scored
         step.sampled_rows = torch.zeros(2 * self.limits.max_num_seqs, dtype=torch.int64)
         return buffer_slices(step.tensors)[-1].stop

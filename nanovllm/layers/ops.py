@@ -6,6 +6,7 @@ says so when the model is built. The layers use nothing else that differs betwee
 
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from nanovllm.layers.batch import Batch
@@ -66,3 +67,10 @@ class Ops(Protocol):
 
     def sample(self, logits: Tensor, sampling: Sampling) -> Tensor:
         """What sampler.sample returns, for logits [B, vocab_size] in the model's dtype: ids [B]."""
+
+
+def try_out(ops: Ops, device: torch.device) -> None:
+    """Computes a few numbers. Raises what CUDA or Triton raises where they cannot start."""
+    x = torch.ones(1, 32, device=device)
+    with torch.cuda.device_of(x):  # Triton launches on the thread's current device
+        ops.silu_and_mul(x).tolist()  # waits for the device
