@@ -16,8 +16,6 @@ from nanovllm.options import refusal, shown
 if TYPE_CHECKING:
     from nanovllm.vattention.cache import VirtualShape
 
-logger = logging.getLogger(__name__)
-
 NEEDS = {
     "numba": "the extra `cpu`",
     "triton": "a GPU that it supports, gcc and Python's headers (apt install gcc python3-dev), or "
@@ -64,7 +62,7 @@ def choose_ops(config: Config, device: torch.device, dtype: torch.dtype) -> Ops:
     try:
         try_out(torch_ops, device)
     except RuntimeError as error:  # for one, PyTorch was not built for this GPU
-        raise refusal("device", str(device), f"only 'cpu' works here: {shown(error)}") from error
+        raise refusal("device", config.device, f"only 'cpu' works here: {shown(error)}") from error
     try:
         if name == "numba":
             from nanovllm.layers import numba_ops
@@ -80,7 +78,9 @@ def choose_ops(config: Config, device: torch.device, dtype: torch.dtype) -> Ops:
         if name == asked:
             raise refusal("attention_backend", name, problem) from error
         if not isinstance(error, ImportError):
-            logger.warning("PyTorch computes instead, more slowly: %s", problem)
+            logging.getLogger(__name__).warning(
+                "PyTorch computes instead, more slowly: %s", problem
+            )
     if name == "vattention":
         from nanovllm.vattention import ops as vattention_ops
 
