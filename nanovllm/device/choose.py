@@ -78,9 +78,7 @@ def choose_ops(config: Config, device: torch.device, dtype: torch.dtype) -> Ops:
         if name == asked:
             raise refusal("attention_backend", name, problem) from error
         if not isinstance(error, ImportError):
-            logging.getLogger(__name__).warning(
-                "PyTorch computes instead, more slowly: %s", problem
-            )
+            logging.getLogger(__name__).warning("PyTorch computes, more slowly: %s", problem)
     if name == "vattention":
         from nanovllm.vattention import ops as vattention_ops
 
