@@ -61,7 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
         except machines.CannotBePlayed as error:
             raise pytest.UsageError(f"--machine {name} cannot be played here: {error}") from error
     if not config.getoption("--gpu"):
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # Windows drops an empty one
     config.pluginmanager.register(Gauge(config.getoption("--cpu-limit")))
     if not is_worker(config):  # a worker is told
         rooms.choose(config)

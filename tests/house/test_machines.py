@@ -144,4 +144,4 @@ def test_gpus_are_hidden_unless_they_are_asked_for(pytestconfig):
     """Most tests are about a CPU, and would take a GPU as the default device."""
     if pytestconfig.getoption("--gpu"):
         pytest.skip("--gpu is given")
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "" and torch.cuda.device_count() == 0
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "-1" and torch.cuda.device_count() == 0
