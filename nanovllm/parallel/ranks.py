@@ -6,6 +6,7 @@ Rank 0 is the process of the LLM. It starts the others itself, unless `torchrun`
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import socket
 import sys
@@ -200,6 +201,8 @@ def start(settings: dict, size: int, patience: float) -> Group:
 def started(settings: dict) -> Group:
     """The group of a rank that rank 0 has started with these settings."""
     threading.Thread(target=end_with_rank_0, daemon=True).start()
+    # rank 0 says the same; the last line of a rank that dies is told as its reason
+    logging.getLogger("nanovllm").setLevel(logging.ERROR)
     store = dist.TCPStore("127.0.0.1", settings["port"], is_master=False)
     place = (settings["rank"], settings["size"], "127.0.0.1")
     return Group(store, *place, settings["config"]["rank_timeout"])
