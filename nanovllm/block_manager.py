@@ -10,6 +10,11 @@ from nanovllm.sequence import Request, Sequence
 EMPTY_PREFIX = 0
 
 
+def first_prefix(request: Request) -> int | str:
+    """The identity of the prefix before its first block: what has another one is never shared."""
+    return request.params.cache_salt or EMPTY_PREFIX
+
+
 @dataclass(slots=True)
 class Block:
     """`block_size` tokens of keys and values, for every layer.
@@ -21,7 +26,7 @@ class Block:
 
     id: int
     ref_count: int = 0
-    key: tuple[int, tuple[int, ...]] | None = None
+    key: tuple[int | str, tuple[int, ...]] | None = None
     prefix_id: int = EMPTY_PREFIX
 
 
@@ -58,7 +63,7 @@ class BlockManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.blocks = [Block(i) for i in range(num_blocks)]
         self.free_blocks = OrderedDict.fromkeys(range(num_blocks))  # the first is reused next
-        self.findable: dict[tuple[int, tuple[int, ...]], Block] = {}
+        self.findable: dict[tuple[int | str, tuple[int, ...]], Block] = {}
         self.prefix_ids = count(EMPTY_PREFIX + 1)
         self.unwritten: set[int] = set()  # findable blocks that the step being planned computes
         self.moves = Moves()  # that the next step has to make
@@ -136,7 +141,7 @@ class BlockManager:
         blocks: list[Block] = []
         if seq.request.lacks_prompt_logprobs:
             return blocks
-        prefix_id = EMPTY_PREFIX
+        prefix_id = first_prefix(seq.request)
         # what was found last time needs no second look at its tokens: a long prompt may wait for
         # many steps. Identities are never reused: same identity, same tokens
         for block_id, old_prefix_id in seq.found_blocks:
@@ -201,7 +206,7 @@ class BlockManager:
         for i in range(len(seq.prefix_ids), num_tokens // self.block_size):
             begin = i * self.block_size
             end = begin + self.block_size
-            prefix_id = seq.prefix_ids[-1] if seq.prefix_ids else EMPTY_PREFIX
+            prefix_id = seq.prefix_ids[-1] if seq.prefix_ids else first_prefix(seq.request)
             key = (prefix_id, tuple(seq.token_ids[begin:end]))
             block = self.findable.get(key)
             if block is None:  # else another one computed the same prefix: its block stays findable

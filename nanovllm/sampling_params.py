@@ -140,6 +140,12 @@ class SamplingParams(Options):
         "Keep so many tokens at the prompt's end, and forget those before; -1 as many as fit.",
         Rule(lambda value: value == -1 or is_int(value, 1), "-1 or a positive integer"),
     )
+    cache_salt: str | None = option(
+        None,
+        "Only requests with the same salt share what the prefix cache has: others cannot measure "
+        "that a prompt is in it.",
+        Rule(is_text, "a string that is not empty"),
+    )
     structured_outputs: Options | dict | None = option(
         None,
         "What the output must match: StructuredOutputsParams, or a dict of its fields.",

@@ -78,10 +78,9 @@ class Inputs:
         if sampling.truncate_prompt_tokens is not None:
             most = sampling.truncate_prompt_tokens
             most = self.scheduler.max_model_len - 1 if most == -1 else most
-            text = (
-                text if len(token_ids) <= most else None
-            )  # the text no longer matches the token ids
-            token_ids = token_ids[-most:]
+            if len(token_ids) > most:
+                text = None  # it no longer matches the token ids
+                token_ids = token_ids[-most:]
         self.check_ids("stop_token_ids", sampling.stop_token_ids or [])
         self.check_ids("allowed_token_ids", sampling.allowed_token_ids or [])
         self.check_ids("logit_bias", sampling.logit_bias or {})

@@ -205,9 +205,9 @@ class Server:
         return {"version": version("nanovllm")}
 
     async def show_metrics(self) -> Response:
-        stats = await self.engine.stats()
-        num_waiting = stats.get("requests_waiting", 0)  # without a replica that answers, none
-        stats["requests_waiting"] = num_waiting + self.engine.num_preparing
+        # without a replica that answers, none waits in an engine
+        stats = {"requests_waiting": 0} | await self.engine.stats()
+        stats["requests_waiting"] += self.engine.num_preparing
         return Response(self.metrics.text(stats), media_type="text/plain; version=0.0.4")
 
 
@@ -228,9 +228,7 @@ def new_app(llm: LLM, options: ServerOptions) -> FastAPI:
     async def new_engine() -> Backend:
         return AsyncLLM(llm, options.max_waiting, options.served_model_name[0])
 
-    server = Server(new_engine, options)
-    app = app_of(server)
-
+    app = app_of(Server(new_engine, options))
     add_page(app)
     return app
 

@@ -48,6 +48,7 @@ COMPACT = {"disable_any_whitespace": True}  # a client gets the arguments anew
 B = TypeVar("B", bound=BaseModel)
 
 TokenIds = Annotated[list[int], Field(max_length=MOST_IDS)]
+Name = Annotated[str, Field(max_length=LONGEST_ID)]
 
 
 class Strict(BaseModel):
@@ -97,7 +98,8 @@ class Body(CallBody):
     seed: int | None = None
     prompt_logprobs: int | None = None
     priority: int | None = None
-    request_id: Annotated[str, Field(max_length=LONGEST_ID)] | None = None
+    request_id: Name | None = None
+    cache_salt: Name | None = None
     return_token_ids: bool | None = None
     structured_outputs: dict | None = None
     allowed_token_ids: TokenIds | None = None

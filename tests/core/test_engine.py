@@ -490,6 +490,21 @@ def test_the_prefix_cache_can_be_emptied(checkpoints):
     check_blocks(llm.block_manager, [])
 
 
+def test_requests_share_with_those_of_the_same_salt_only(checkpoints):
+    _, prompts, expected = checkpoints["qwen3"]
+    llm = new_engine(checkpoints)
+
+    def hits(salt: str | None) -> int:
+        params = greedy_params(cache_salt=salt)
+        (output,) = llm.generate([prompts[-1]], params, use_tqdm=False)
+        assert output.outputs[0].token_ids == expected[-1]
+        return output.num_cached_tokens
+
+    salts = [None, "0", "a"]  # the first is no number
+    assert [*map(hits, salts)] == [0, 0, 0]
+    assert all(hits(salt) >= BLOCK for salt in salts)
+
+
 def test_a_hook_may_empty_the_prefix_cache_in_the_middle_of_a_plan(checkpoints):
     _, prompts, expected = checkpoints["qwen3"]
 

@@ -44,6 +44,7 @@ EDGES = {  # allowed, and not
     "ignore_eos": ([True, False], [1, 0, None, "no"]),
     "seed": ([None, 0, 1, 2**31, 2**32, 2**63 - 1], [-1, 2**63, 10**5000, 1.0, True, "0"]),
     "logprobs": ([None, 0, 1, 20], [-1, 21, 10**30, True, "1"]),
+    "cache_salt": ([None, "0", "a", "😀" * 99], ["", 0, b"a", ["a"]]),
 }
 BEAM_EDGES = {
     "beam_width": ([1, 2, 3, 12], [0, 13, 10**6, 10**30, None]),

@@ -70,6 +70,15 @@ def test_the_longest_prefix_wins():
     assert router.choose(request(*short), {"a": 0, "b": 1}) == "a"  # both have as much of it
 
 
+def test_prefixes_of_another_salt_are_others():
+    ids = [1] * 9
+    found = {
+        salt: Router(BLOCK, 0).prefixes(Request("", None, ids, SamplingParams(cache_salt=salt)))
+        for salt in (None, "a", "b")
+    }
+    assert len({prefix for prefixes in found.values() for prefix in prefixes}) == 6
+
+
 def test_a_prefix_is_not_worth_every_queue():
     router = PrefixAffinity(BLOCK, 100)
     prompt = [1] * 30

@@ -228,6 +228,20 @@ def test_a_client_chooses_the_id(server, pool):
     )
 
 
+def test_a_salt_of_the_prefix_cache(server):
+    """The second call with it finds what the first has left; the one without finds nothing."""
+
+    def num_cached(**salt) -> int:
+        usage = server.complete(prompt=[77] * 40, max_tokens=1, **salt)["usage"]
+        return usage["prompt_tokens_details"]["cached_tokens"]
+
+    assert num_cached(cache_salt="mine") == 0 == num_cached()
+    assert num_cached(cache_salt="mine") > 0
+    for salt in ("", "a" * 201, 5):
+        body = {"prompt": "a", "cache_salt": salt}
+        assert server.refused("/v1/completions", body)["param"] == "cache_salt"
+
+
 @pytest.mark.parametrize("definitions", [[], None, {}, "a", 5])
 def test_definitions_of_tools_that_are_none(server, definitions):
     parameters = {"type": "object", "properties": {}, "$defs": definitions}

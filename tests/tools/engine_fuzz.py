@@ -108,6 +108,7 @@ def random_request(rng: random.Random) -> tuple:
         "max_tokens": rng.randint(1, 25),
         "ignore_eos": rng.random() < 0.8,
         "logprobs": rng.choice([None] * 19 + [2]),
+        "cache_salt": rng.choice([None, None, None, "a"]),
     }
     if rng.random() < 0.3:
         options["stop"] = rng.sample(["a", "e", "th", "\n", " "], 2)

@@ -200,8 +200,9 @@ class Process:
         return next(part for part in text if "data: " in part), text
 
     def end(self) -> int:
-        _, rest = self.process.communicate(timeout=60)
-        self.log += rest
+        self.process.wait(timeout=60)
+        # not communicate(): it leaves out what this file object has read ahead
+        self.log += self.process.stderr.read()
         return self.process.returncode
 
 
