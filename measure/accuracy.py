@@ -210,6 +210,7 @@ def main() -> None:
         "--repeat", type=positive, default=3, help="how often each is played in real time"
     )
     parser.add_argument("--policies", action="store_true", help="compare pairs of policies")
+    parser.add_argument("--load", type=float, help="only those pairs with this load, such as 0.9")
     parser.add_argument(
         "--largest", type=positive, default=20_000, help="tokens of the largest calibration run"
     )
@@ -217,6 +218,9 @@ def main() -> None:
         "--processor-time", action="store_true", help="for a computer that others use meanwhile"
     )
     args = parser.parse_args()
+    chosen = [pair for pair in pairs.PAIRS if args.load in (None, pair.case.load)]
+    if not chosen:
+        parser.error(f"--load {args.load:g} is not allowed: no pair has this load")
     if args.policies and args.repeat < 2:
         parser.error("--repeat 1 is not allowed: only 2 turns or more show how far they differ")
     torch.set_num_threads(1)
@@ -230,7 +234,7 @@ def main() -> None:
     report |= {"clock": type(watch).__name__, "seconds": args.seconds, "repeat": args.repeat}
     meter = Meter(watch, ON_CPU._replace(most_tokens=args.largest))
     if args.policies:
-        report |= of_policies(pairs.PAIRS, args.seconds, args.repeat, meter)
+        report |= of_policies(chosen, args.seconds, args.repeat, meter)
         text = pairs.table(report["pairs"])
     else:
         report |= of_workloads(CASES, args.seconds, args.repeat, meter)

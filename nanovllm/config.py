@@ -123,6 +123,11 @@ class Config(Options):
     enforce_eager: bool = option(
         False, "Launch every kernel of a decode step from Python instead of replaying a CUDA graph."
     )
+    check_kernels: Literal["cuda", "always", "never"] = option(
+        "cuda",
+        "Where to compare each kernel with PyTorch before the first request. If one computes wrong "
+        "numbers on this machine, there is a ValueError, and no engine.",
+    )
     scheduler_cls: type | None = option(
         None,
         "A subclass of nanovllm.scheduler.Scheduler.",

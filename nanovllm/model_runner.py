@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.block_manager import Moves
+from nanovllm.checks.kernels import check_kernels
 from nanovllm.config import Config, Limits
 from nanovllm.decoding.penalties import adjusted_logits
 from nanovllm.decoding.prompt_logprobs import PromptScores, rows_to_score
@@ -68,6 +69,8 @@ class ModelRunner:
                 self.graphs = self._new_graphs()
                 for size in reversed(self.graphs.sizes):
                     self.graphs.record(size)
+            if config.check_kernels == "always" or (is_cuda and config.check_kernels == "cuda"):
+                check_kernels(self)
 
     def load(self, path: Path, hf_config, **options) -> Qwen:
         longest = self.limits.max_model_len

@@ -315,6 +315,7 @@ def test_the_command(tmp_path, monkeypatch):
         (accuracy, "--seconds nan", "a positive number of seconds"),
         (accuracy, "--repeat 0", "a positive integer"),
         (accuracy, "--policies --repeat 1", "only 2 turns or more"),
+        (accuracy, "--policies --load 0.33", "no pair has this load"),
         (accuracy, "--json no/such/folder.json", "a file in a folder that exists"),
         (calibrate, "no/such/folder.json", "a file in a folder that exists"),
         (calibrate, "--rounds -1", "a positive integer"),

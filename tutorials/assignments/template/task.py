@@ -64,7 +64,7 @@ TASK = Task(
                     "longest wait of all / that under FCFS",
                     longest_share,
                     none=TOO_LONG,
-                    full=1.65,
+                    full=1.85,
                     points=30,
                 ),
             ],

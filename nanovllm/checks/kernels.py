@@ -1,0 +1,118 @@
+"""Kernels: whether they compute what plain PyTorch does on this machine, before the first request.
+
+`runner` is a ModelRunner, which imports this.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanovllm.layers import torch_ops
+from nanovllm.layers.sampler import Sampling
+from nanovllm.options import refusal
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.schedule import Item, Schedule
+from nanovllm.sequence import Request
+from nanovllm.step import StepInputs
+
+LAYERS = 2  # of the model: a wrong kernel shows in these, before rounding has added up
+CONTEXT = 600  # tokens: attention computes it in several parts
+MOST_ERROR = 0.05  # of a row's length; bfloat16 rounds to 0.004
+OPERATIONS = (
+    "add_and_norm",
+    "norm_and_rotate",
+    "silu_and_mul",
+    "store_kv",
+    "paged_attention",
+)
+
+
+@torch.inference_mode()
+def check_kernels(runner: Any) -> None:
+    """Puts one operation after the other of the runner's backend into the model, and compares its
+    hidden states with those of torch_ops; then a replayed CUDA graph with the model. Raises
+    ValueError with all that is wrong. The KV cache holds nothing yet, and zeros afterwards."""
+    block_size = runner.shape.block_size
+    num_blocks = min(-(-CONTEXT // block_size), runner.num_blocks // 2)
+    if num_blocks == 0:
+        return
+    used = runner.kv_cache.tensor[:, :, : 2 * num_blocks]
+    generator = torch.Generator(runner.device).manual_seed(0)  # not the user's
+    used.normal_(generator=generator)
+    own = vars(runner.ops)
+    errors = {}
+
+    decoder = runner.model.model
+    layers = decoder.layers
+    decoder.layers = layers[:LAYERS]
+    both = step_of(runner, num_blocks, chunks=[1, 20])
+    expected = hidden_states(runner, both, torch_ops)
+    for name in OPERATIONS:
+        mixed = SimpleNamespace(**vars(torch_ops))
+        setattr(mixed, name, own[name])
+        if name == "paged_attention":
+            mixed.layout = own["layout"]
+        errors[name] = error(hidden_states(runner, both, mixed), expected)
+    decoder.layers = layers
+
+    decode = step_of(runner, num_blocks, chunks=[1])
+    expected = hidden_states(runner, decode, runner.ops)
+    if runner.graphs is not None:
+        hidden, _ = runner.forward(decode)
+        errors["a CUDA graph"] = error(hidden[:1], expected)
+    runner.ops.copy_blocks(runner.kv_cache, [(0, num_blocks)])
+    is_same = used[:, :, 0].equal(used[:, :, num_blocks])
+    errors["copy_blocks"] = float(not is_same)
+    errors["sample"] = error_of_draws(runner, generator)
+    used.zero_()
+    # NaN is wrong, too
+    wrong = {name: value for name, value in errors.items() if not value <= MOST_ERROR}
+    if wrong:
+        named = ", ".join(f"{name} {value:.0%}" for name, value in wrong.items())
+        problem = f"its numbers differ from PyTorch's here: {named}"
+        remedy = "take attention_backend='torch' and enforce_eager=True"
+        raise refusal("attention_backend", own["__name__"], f"{problem}; {remedy}")
+
+
+def step_of(runner: Any, num_blocks: int, chunks: list[int]) -> StepInputs:
+    """The last tokens of some sequences, each in blocks of its own."""
+    schedule = Schedule()
+    length = min(CONTEXT, runner.limits.max_model_len, num_blocks * runner.shape.block_size)
+    for i, chunk in enumerate(chunks):
+        token_ids = [j % runner.vocab_size for j in range(i, i + length)]
+        (seq,) = Request("", None, token_ids, SamplingParams()).sequences
+        seq.block_table = [*range(i * num_blocks, (i + 1) * num_blocks)]
+        start = max(0, length - chunk)
+        schedule.items.append(Item(seq, start, length - start))
+    return runner.prepare(schedule)
+
+
+def hidden_states(runner: Any, inputs: StepInputs, ops: Any) -> Tensor:
+    for module in runner.model.modules():
+        if hasattr(module, "ops"):
+            module.ops = ops
+    inputs = inputs.to(runner.device)
+    inputs.batch.layout = ops.layout(inputs.batch)
+    return runner.model(inputs.input_ids, inputs.positions, inputs.batch)
+
+
+def error_of_draws(runner: Any, generator: torch.Generator) -> float:
+    """The share of rows that get another token. Rounding may change one."""
+    logits = torch.randn(32, runner.vocab_size, device=runner.device, generator=generator)
+    logits = (4 * logits).to(runner.dtype)  # a few tokens are likely, as in a model
+    ones = torch.ones_like(logits[:, 0], dtype=torch.float32)
+    seed = ones.cumsum(0).long()
+    sampling = Sampling(ones, seed, seed, top_p=0.9 * ones)
+    found = runner.ops.sample(logits, sampling)
+    is_other = found != torch_ops.sample(logits, sampling)
+    return float(is_other.float().mean())
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    """The error of the worst row, as a share of its length."""
+    rows = expected.float()
+    differences = found.float() - rows
+    shares = differences.norm(dim=1) / rows.norm(dim=1)
+    return float(shares.max())
