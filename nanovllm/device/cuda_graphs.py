@@ -92,8 +92,7 @@ class StepGraphs:
         """Record the largest size first; the smaller ones then reuse its memory."""
         step = self.padding(size).to(self.device, self.buffer)
         step.batch.layout = self.ops.layout(step.batch)
-        call: Callable[[], Tensor]
-        call = partial(self.model, step.input_ids, step.positions, step.batch)
+        call: Callable[[], Tensor] = partial(self.model, step.input_ids, step.positions, step.batch)
         if self.device.type != "cpu":
             call = self._captured(call)
         self.replays[size] = call

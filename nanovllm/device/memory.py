@@ -57,7 +57,7 @@ def graph_memory(device: torch.device, graphs: StepGraphs) -> int:
     before = free_memory(device)
     graphs.record(graphs.sizes[-1])
     after_largest = free_memory(device)
-    second_largest = graphs.sizes[max(0, len(graphs.sizes) - 2)]
+    second_largest = graphs.sizes[-2:][0]  # the only one, if it is alone
     graphs.record(second_largest)
     another = after_largest - free_memory(device)
     return before - after_largest + another * (len(graphs.sizes) - 1)
@@ -82,8 +82,10 @@ def largest_step(limits: Limits, block_size: int) -> Schedule:
     num_tokens = limits.max_num_batched_tokens
     fewest_seqs = -(-num_tokens // limits.max_model_len)
     num_seqs = max(min(limits.max_num_seqs, num_tokens), fewest_seqs)
-    # sorts the whole vocabulary, if the backend sorts; and logits in fp32
-    params = SamplingParams(temperature=1e6, top_p=0.9999999, repetition_penalty=1.1)
+    # sorts the whole vocabulary, if the backend sorts; logits in fp32, and a mask of all tokens
+    params = SamplingParams(
+        temperature=1e6, top_p=0.9999999, repetition_penalty=1.1, allowed_token_ids=[0]
+    )
     return dummy_step(num_seqs, 0, num_tokens // num_seqs, block_size, params)
 
 

@@ -415,7 +415,9 @@ def test_the_profiling_step_of_the_gpu_path(llm):
             llm.runner.limits = replace(
                 llm.limits, max_num_batched_tokens=tokens, max_num_seqs=seqs
             )
-            llm.runner.run(largest_step(llm.runner.limits, llm.runner.shape.block_size))
+            step = largest_step(llm.runner.limits, llm.runner.shape.block_size)
+            assert all(seq.request.is_masked and seq.request.has_penalty for seq in step.sampled)
+            llm.runner.run(step)
     finally:
         llm.runner.kv_cache, llm.runner.limits = cache, llm.limits
 
