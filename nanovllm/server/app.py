@@ -199,7 +199,7 @@ class Server:
 
     async def health(self) -> Response:
         self.engine.check_open()
-        return Response(status_code=200)
+        return Response()
 
     async def version(self) -> dict:
         return {"version": version("nanovllm")}

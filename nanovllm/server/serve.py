@@ -1,6 +1,7 @@
 """Serve: from a model and a port to a server that ends in an orderly way."""
 
 import asyncio
+import atexit
 import gc
 import logging
 import socket
@@ -8,7 +9,6 @@ import sys
 import time
 from logging.handlers import QueueHandler, QueueListener
 from queue import Queue
-from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
@@ -42,10 +42,10 @@ class DrainingServer(uvicorn.Server):
         for sock in sockets or ():
             host, port = sock.getsockname()[:2]
             name = f"[{host}]" if ":" in host else host
-            model = self.server.options.served_model_name[0]
-            logger.info("Serving %s at http://%s:%d (Ctrl-C ends it)", model, name, port)
-            is_local = host.startswith("127.") or host == "::1"
-            if not (is_local or self.server.options.api_key):
+            options = self.server.options
+            served = "Serving %s at http://%s:%d (Ctrl-C ends it)"
+            logger.info(served, options.served_model_name[0], name, port)
+            if not (host.startswith("127.") or host == "::1" or options.api_key):
                 logger.warning("All that can reach %s may use it: --api-key asks for a key", host)
         self.watching = asyncio.ensure_future(self.end_with_the_engine())
 
@@ -58,16 +58,14 @@ class DrainingServer(uvicorn.Server):
         logger.error("Ending: %s", engine.end)
         self.should_exit = True
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+    def handle_exit(self, sig: int, frame: object) -> None:
         self.num_signals += 1
         if not self.started or self.num_signals > 2:
-            self.should_exit = True
-            self.force_exit = True
-            return
-        engine = self.server.engine
-        if self.num_signals == 1:
-            asyncio.run_coroutine_threadsafe(self.drain(), engine.loop)
+            self.should_exit = self.force_exit = True
+        elif self.num_signals == 1:
+            asyncio.run_coroutine_threadsafe(self.drain(), self.server.engine.loop)
         else:
+            engine = self.server.engine
             engine.loop.call_soon_threadsafe(engine.close)
 
     async def drain(self) -> None:
@@ -121,8 +119,10 @@ def serve_app(app: FastAPI, sock: socket.socket) -> None:
     QueueListener(lines, *log.handlers).start()
     log.handlers = [Unhurried(lines)]
     server.run(sockets=[sock])
-    end = time.monotonic() + SECONDS_TO_TELL
-    while lines.unfinished_tasks and time.monotonic() < end:
-        time.sleep(0.01)  # the thread ends with the process
-    if server.has_failed:
-        sys.exit(1)
+    for _ in range(100):
+        if lines.unfinished_tasks:
+            time.sleep(0.01)
+    if lines.unfinished_tasks:  # nothing reads them: at its end, Python would wait for the thread
+        atexit.unregister(logging.shutdown)
+        sys.stderr = None  # type: ignore[assignment]
+    sys.exit(server.has_failed)

@@ -242,8 +242,8 @@ def test_a_log_that_is_not_read_stops_nothing():
             assert server.http.get("/" + "a" * 300).status_code == 404
         assert server.http.post(COMPLETIONS, json=SMALL).status_code == 200
         server.process.terminate()
-        assert server.end() == 0
-    assert server.log.count(" 404:") == 1200
+        assert server.end() == 0  # what the pipe has no room for is lost
+    assert 100 < server.log.count(" 404:") < 1200
 
 
 # --- bodies ---

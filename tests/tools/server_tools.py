@@ -200,7 +200,7 @@ class Process:
         return next(part for part in text if "data: " in part), text
 
     def end(self) -> int:
-        self.process.wait(timeout=60)
+        self.process.wait(timeout=60)  # also if what it writes is not read
         # not communicate(): it leaves out what this file object has read ahead
         self.log += self.process.stderr.read()
         return self.process.returncode
