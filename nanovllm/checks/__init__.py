@@ -1,4 +1,4 @@
-"""Checks of schedulers and blocks that may be wrong.
+"""Checks of schedulers, blocks and kernels that may be wrong.
 
-Chapters: 03_scheduler.
+Chapters: 03_scheduler, 10_kernels.
 """

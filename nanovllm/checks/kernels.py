@@ -34,9 +34,8 @@ def check_kernels(runner: Any) -> None:
     """Puts one operation after the other of the runner's backend into the model, and compares its
     hidden states with those of torch_ops; then a replayed CUDA graph with the model. Raises
     ValueError with all that is wrong. The KV cache holds nothing yet, and zeros afterwards."""
-    block_size = runner.shape.block_size
-    num_blocks = min(-(-CONTEXT // block_size), runner.num_blocks // 2)
-    if num_blocks == 0:
+    num_blocks = min(-(-CONTEXT // runner.shape.block_size), runner.num_blocks // 2)
+    if not num_blocks:
         return
     used = runner.kv_cache.tensor[:, :, : 2 * num_blocks]
     generator = torch.Generator(runner.device).manual_seed(0)  # not the user's
@@ -47,19 +46,19 @@ def check_kernels(runner: Any) -> None:
     decoder = runner.model.model
     layers = decoder.layers
     decoder.layers = layers[:LAYERS]
-    both = step_of(runner, num_blocks, chunks=[1, 20])
+    both = step_of(runner, num_blocks, [1, 20])
     expected = hidden_states(runner, both, torch_ops)
     for name in OPERATIONS:
-        mixed = SimpleNamespace(**vars(torch_ops))
-        setattr(mixed, name, own[name])
+        mixed = SimpleNamespace(**vars(torch_ops) | {name: own[name]})
         if name == "paged_attention":
             mixed.layout = own["layout"]
         errors[name] = error(hidden_states(runner, both, mixed), expected)
     decoder.layers = layers
+    use(runner.ops, runner.model)
 
-    decode = step_of(runner, num_blocks, chunks=[1])
-    expected = hidden_states(runner, decode, runner.ops)
     if runner.graphs is not None:
+        decode = step_of(runner, num_blocks, [1])
+        expected = hidden_states(runner, decode, runner.ops)
         hidden, _ = runner.forward(decode)
         errors["a CUDA graph"] = error(hidden[:1], expected)
     runner.ops.copy_blocks(runner.kv_cache, [(0, num_blocks)])
@@ -84,15 +83,21 @@ def step_of(runner: Any, num_blocks: int, chunks: list[int]) -> StepInputs:
         token_ids = [j % runner.vocab_size for j in range(i, i + length)]
         (seq,) = Request("", None, token_ids, SamplingParams()).sequences
         seq.block_table = [*range(i * num_blocks, (i + 1) * num_blocks)]
-        start = max(0, length - chunk)
-        schedule.items.append(Item(seq, start, length - start))
+        num_tokens = min(chunk, length)
+        schedule.items.append(Item(seq, length - num_tokens, num_tokens))
     return runner.prepare(schedule)
 
 
-def hidden_states(runner: Any, inputs: StepInputs, ops: Any) -> Tensor:
-    for module in runner.model.modules():
+def use(ops: Any, model: Any) -> None:
+    """Gives all layers this backend."""
+    for module in model.modules():
         if hasattr(module, "ops"):
             module.ops = ops
+
+
+def hidden_states(runner: Any, inputs: StepInputs, ops: Any) -> Tensor:
+    """What the model computes with this backend."""
+    use(ops, runner.model)
     inputs = inputs.to(runner.device)
     inputs.batch.layout = ops.layout(inputs.batch)
     return runner.model(inputs.input_ids, inputs.positions, inputs.batch)
@@ -102,8 +107,8 @@ def error_of_draws(runner: Any, generator: torch.Generator) -> float:
     """The share of rows that get another token. Rounding may change one."""
     logits = torch.randn(32, runner.vocab_size, device=runner.device, generator=generator)
     logits = (4 * logits).to(runner.dtype)  # a few tokens are likely, as in a model
-    ones = torch.ones_like(logits[:, 0], dtype=torch.float32)
-    seed = ones.cumsum(0).long()
+    seed = torch.arange(32, device=runner.device)
+    ones = torch.ones_like(seed, dtype=torch.float32)
     sampling = Sampling(ones, seed, seed, top_p=0.9 * ones)
     found = runner.ops.sample(logits, sampling)
     is_other = found != torch_ops.sample(logits, sampling)

@@ -43,8 +43,8 @@ class DrainingServer(uvicorn.Server):
             host, port = sock.getsockname()[:2]
             name = f"[{host}]" if ":" in host else host
             options = self.server.options
-            served = "Serving %s at http://%s:%d (Ctrl-C ends it)"
-            logger.info(served, options.served_model_name[0], name, port)
+            model = options.served_model_name[0]
+            logger.info("Serving %s at http://%s:%d (Ctrl-C ends it)", model, name, port)
             if not (host.startswith("127.") or host == "::1" or options.api_key):
                 logger.warning("All that can reach %s may use it: --api-key asks for a key", host)
         self.watching = asyncio.ensure_future(self.end_with_the_engine())
@@ -119,10 +119,11 @@ def serve_app(app: FastAPI, sock: socket.socket) -> None:
     QueueListener(lines, *log.handlers).start()
     log.handlers = [Unhurried(lines)]
     server.run(sockets=[sock])
-    for _ in range(100):
+    for _ in range(100):  # a second at most
         if lines.unfinished_tasks:
             time.sleep(0.01)
     if lines.unfinished_tasks:  # nothing reads them: at its end, Python would wait for the thread
         atexit.unregister(logging.shutdown)
         sys.stderr = None  # type: ignore[assignment]
-    sys.exit(server.has_failed)
+    if server.has_failed:
+        sys.exit(1)

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
-from threading import Event, Semaphore, Thread
+from threading import Event, Semaphore, Thread, Timer
 
 import httpx
 from fake_model import FakeRunner
@@ -200,10 +200,12 @@ class Process:
         return next(part for part in text if "data: " in part), text
 
     def end(self) -> int:
-        self.process.wait(timeout=60)  # also if what it writes is not read
+        limit = Timer(60, self.process.kill)
+        limit.start()
         # not communicate(): it leaves out what this file object has read ahead
         self.log += self.process.stderr.read()
-        return self.process.returncode
+        limit.cancel()
+        return self.process.wait(timeout=60)
 
 
 def read_metrics(text: str) -> dict[str, float]:
