@@ -105,6 +105,7 @@ while llm.stats()["output_tokens"] < 20:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "register_at_fork"), reason="this system can have no ranks")
 def test_closing_ends_the_ranks():
     num_threads = torch.get_num_threads()

@@ -128,6 +128,7 @@ def use(llm) -> None:
         insist(llm.step)
 
 
+@pytest.mark.slow(but_every=2)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_ctrl_c_at_any_line(setting, pytestconfig):
     num_lines = 10 if pytestconfig.getoption("--slow") else 5

@@ -145,7 +145,7 @@ FILTERS = {
 }
 
 
-@pytest.mark.slow(but_every=7)
+@pytest.mark.slow(but_every=14)
 @pytest.mark.filterwarnings("ignore:invalid:RuntimeWarning")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(

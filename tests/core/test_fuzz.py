@@ -171,6 +171,7 @@ class Fuzz:
         return self.counts
 
 
+@pytest.mark.slow(but_every=2)
 @pytest.mark.parametrize(
     "options", [dict(num_blocks=400), dict(num_blocks=110, preemption_mode="swap", seed=5)]
 )

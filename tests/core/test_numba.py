@@ -309,6 +309,7 @@ def test_a_kernel_is_compiled_once(tmp_path):
     assert again.stats.cache_hits and not again.stats.cache_misses
 
 
+@pytest.mark.slow(but_every=5)
 @pytest.mark.parametrize("broken", ["nbi", "nbc"])
 @pytest.mark.parametrize("content", [b"", b"nonsense", None])
 def test_a_broken_file_is_made_again(tmp_path, broken, content, caplog):

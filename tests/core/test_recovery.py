@@ -139,7 +139,7 @@ def test_only_the_culprit_ends(monkeypatch, place, culprit, setting):
         check_clean(llm)
 
 
-@pytest.mark.slow(but_every=9)
+@pytest.mark.slow(but_every=17)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("place", ["runner", "sampler", "plan", "update", "allocate", "preempt"])
 def test_a_fault_that_does_not_come_again_ends_no_request(monkeypatch, place, setting):

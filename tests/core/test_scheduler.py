@@ -271,13 +271,13 @@ def test_what_can_never_fit_is_refused(prompt, max_tokens, n, message):
     assert not scheduler.has_unfinished()
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(scenarios)
 def test_whatever_happens_every_request_gets_its_own_tokens(scenario):
     play(*scenario)
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(scenarios)
 def test_whatever_the_policy_every_request_gets_its_own_tokens(scenario):
     play(*scenario, cls=AnyPolicy)

@@ -420,7 +420,7 @@ def num_blocks_of_a_gpu(runner, config):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="test_gpu.py does it with real memory")
 @pytest.mark.filterwarnings("ignore:overflow|invalid:RuntimeWarning")
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("mode", ["swap", pytest.param("recompute", marks=pytest.mark.slow)])
 def test_the_trials_that_size_the_cache_of_a_gpu_run(
     interpret_little, path, monkeypatch, backend, mode
 ):

@@ -60,7 +60,8 @@ def same(outputs, expected) -> None:
                     assert abs(logprob - other[token_id]) < 1e-3
 
 
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.slow(but_every=4)
+@pytest.mark.parametrize("size", [4, 2])
 @pytest.mark.parametrize("shape", [name for name in SHAPES if "12" not in name])
 def test_the_summands_add_up_to_the_whole(models, shape, size):
     path = models(shape)

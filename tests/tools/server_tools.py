@@ -71,11 +71,10 @@ class Running:
     def engine(self):
         return self.uvicorn.server.engine
 
-    def post(self, path: str, body=None, status: int | None = 200, **more) -> dict:
+    def post(self, path: str, body=None, status: int = 200, **more) -> dict:
         """The answer's JSON, whose status is as expected."""
         response = self.http.post(path, json=body, **more)
-        if status is not None:
-            assert response.status_code == status, response.text
+        assert response.status_code == status, response.text
         return response.json()
 
     def complete(self, **body) -> dict:
