@@ -3,6 +3,7 @@
 import json
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from typing import Any
@@ -56,7 +57,8 @@ class Answers(ABC):
         self.wants = body.stream_options or StreamOptions()
         self.has_token_ids = bool(body.return_token_ids)
         self.of_prompts: dict[int, Json] = {}
-        self.counts: dict[tuple[int, int], int] = {}  # tokens streamed, by request and output
+        # tokens streamed, by request and output
+        self.counts: Counter[tuple[int, int]] = Counter()
         self.frame = {
             "id": f"{self.prefix}-{body.request_id}" if body.request_id else self.id,
             "object": self.chunk_kind if body.stream else self.kind,
@@ -136,12 +138,12 @@ class Answers(ABC):
         """Events for what is new in an output of request i."""
         key = (i, part.index)
         is_first = key not in self.counts
-        self.counts[key] = self.counts.get(key, 0) + len(part.token_ids)
+        self.counts[key] += len(part.token_ids)
         choice = self.choice(i, part, None, is_first)
         usage = None
         if self.wants.continuous_usage_stats:
             num_prompt = sum(len(request.prompt_token_ids) for request in self.requests)
-            usage = counts_of(num_prompt, sum(self.counts.values()))
+            usage = counts_of(num_prompt, self.counts.total())
         return [self.event(choice, usage=usage)]
 
     def last(self, outputs: list[RequestOutput]) -> list[str]:

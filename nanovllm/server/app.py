@@ -1,7 +1,7 @@
 """App: the routes of the server, and how a body becomes an answer."""
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, closing
 from copy import deepcopy
 from importlib.metadata import version
@@ -9,7 +9,6 @@ from typing import Any
 from weakref import WeakSet
 
 from fastapi import FastAPI, Request, Response
-from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import StreamingResponse
@@ -72,14 +71,15 @@ class Server:
 
     # --- bodies become answers ---
 
-    def route(self, respond: Callable[..., Coroutine[Any, Any, Response]], *args) -> Callable:
+    def route(self, kind: type[Any], answers: type[Answers] | None) -> Callable:
         """A route that reads its body itself, since it is too long for the event loop to parse.
         When it has come, the client may leave at any time."""
 
         async def route(request: Request) -> Response:
             most = self.options.most_bytes(self.max_model_len)
             data = await self.engine.unless_closed(body_of(request, most))
-            return await while_connected(request.receive, respond(request, data, *args))
+            work = self.answer(request, data, kind, answers) if answers else self.tell(data, kind)
+            return await while_connected(request.receive, work)
 
         return route
 
@@ -97,7 +97,7 @@ class Server:
             return EventStream(events, headers=HEADERS)
         return await self.whole(made, stream)
 
-    async def tell(self, request: Request, data: bytes, kind: type[Any]) -> Response:
+    async def tell(self, data: bytes, kind: type[Any]) -> Response:
         """What a body and the tokenizer say alone."""
 
         def told(body: Any, inputs: Inputs) -> Iterator[str]:
@@ -166,10 +166,9 @@ class Server:
         """The answer that is not streamed. With many log-probabilities a thread makes it, block by
         block: in between it makes others."""
         with closing(stream):
-            async for deltas in stream:
-                for delta in deltas:
-                    if delta.error is not None:
-                        raise delta.error
+            async for _ in stream:
+                if stream.error is not None:
+                    raise stream.error
         blocks = answers.blocks(stream.outputs)
         if answers.num_entries <= FEW:
             return Response(b"".join(blocks), media_type=JSON)
@@ -211,14 +210,13 @@ class Server:
         return Response(self.metrics.text(stats), media_type="text/plain; version=0.0.4")
 
 
-ANSWERED: dict[str, tuple[type[Any], type[Any]]] = {  # with what the model draws
+# what comes in, and what goes out; None: the tokenizer alone answers
+POSTS: dict[str, tuple[type[Any], type[Answers] | None]] = {
     "/v1/completions": (CompletionBody, Completions),
     "/v1/chat/completions": (ChatBody, ChatCompletions),
     "/v1/responses": (ResponseBody, Responses),
-}
-TOLD: dict[str, type[Any]] = {  # without the model
-    "/tokenize": TokenizeBody,
-    "/detokenize": DetokenizeBody,
+    "/tokenize": (TokenizeBody, None),
+    "/detokenize": (DetokenizeBody, None),
 }
 
 
@@ -249,11 +247,8 @@ def app_of(server: Server) -> FastAPI:
         "/version": server.version,
         "/metrics": server.show_metrics,
     }
-    for path, (body, answers) in ANSWERED.items():
-        route = server.route(server.answer, body, answers)
-        app.add_api_route(path, route, methods=["POST"], response_model=None)
-    for path, body in TOLD.items():
-        route = server.route(server.tell, body)
+    for path, kinds in POSTS.items():
+        route = server.route(*kinds)
         app.add_api_route(path, route, methods=["POST"], response_model=None)
     for path, route in gets.items():
         app.add_api_route(path, route, response_model=None)
@@ -261,7 +256,7 @@ def app_of(server: Server) -> FastAPI:
     app.openapi = lambda: schema_of(app)  # type: ignore[method-assign]
     app.add_exception_handler(HTTPException, no_route)  # type: ignore[arg-type]
     options = server.options
-    known_paths = {*ANSWERED, *TOLD, *gets}
+    known_paths = {*POSTS, *gets}
     app.add_middleware(Gate, options=options, metrics=server.metrics, known_paths=known_paths)
     if options.allowed_origins:  # outside of the gate: browsers ask first, without the key
         app.add_middleware(
@@ -275,10 +270,9 @@ def app_of(server: Server) -> FastAPI:
 
 def schema_of(app: FastAPI) -> dict:
     """OpenAPI's description of the app, with the bodies, which the routes read themselves."""
-    schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    schema = FastAPI.openapi(app)
     components = schema.setdefault("components", {}).setdefault("schemas", {})
-    bodies = {path: body for path, (body, _) in ANSWERED.items()} | TOLD
-    for path, kind in bodies.items():
+    for path, (kind, _) in POSTS.items():
         body = kind.model_json_schema(ref_template="#/components/schemas/{model}")
         components |= body.pop("$defs", {})
         content = {"application/json": {"schema": body}}

@@ -8,9 +8,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from nanovllm.frontend.inputs import Inputs
 from nanovllm.frontend.outputs import CompletionOutput, RequestOutput
-from nanovllm.options import is_int, shown
+from nanovllm.options import is_int, is_text, shown
 from nanovllm.sequence import Request
-from nanovllm.server.answers import REASONS, Answers
+from nanovllm.server.answers import Answers
 from nanovllm.server.errors import BadRequest
 from nanovllm.server.parsing import ForcedCalls, Parser, Parts
 from nanovllm.server.protocol import Body, CallNamed, Format, Strict, forced_calls
@@ -163,7 +163,7 @@ class ChatCompletions(Answers):
     def reason(self, one: CompletionOutput) -> str | None:
         if one.finish_reason == "stop" and self.parsers[one.index].num_calls:
             return "tool_calls"
-        return REASONS.get(one.finish_reason, one.finish_reason)
+        return super().reason(one)
 
     def parts(self, one: CompletionOutput) -> Parts:
         """The parts of a whole output, or of what is new in it."""
@@ -173,7 +173,12 @@ class ChatCompletions(Answers):
         self, i: int, one: CompletionOutput, whole: RequestOutput | None, is_first: bool
     ) -> dict:
         parts = self.parts(one)
-        message = self.words(parts)
+        message: dict[str, Any] = {"content": parts.content}
+        if parts.reasoning and self.has_reasoning:
+            message["reasoning"] = parts.reasoning
+            message["reasoning_content"] = parts.reasoning  # its older name: some clients know it
+        if parts.tool_calls:
+            message["tool_calls"] = parts.tool_calls
         if is_first:
             message["role"] = "assistant"
         name = "delta"
@@ -183,16 +188,6 @@ class ChatCompletions(Answers):
             for call in parts.tool_calls:
                 del call["index"]
         return {name: message, "logprobs": self.logprobs(one)}
-
-    def words(self, parts: Parts) -> dict[str, Any]:
-        """The fields of a message. Some clients know reasoning by its older name."""
-        fields: dict[str, Any] = {"content": parts.content}
-        if parts.reasoning and self.has_reasoning:
-            fields["reasoning"] = parts.reasoning
-            fields["reasoning_content"] = parts.reasoning
-        if parts.tool_calls:
-            fields["tool_calls"] = parts.tool_calls
-        return fields
 
     def logprobs(self, one: CompletionOutput) -> dict[str, list] | None:
         if one.logprobs is None:
@@ -238,7 +233,7 @@ def checked_tool(i: int, tool: dict) -> dict:
     if not isinstance(function, dict):
         function = {}
     name = function.get("name")
-    if tool.get("type") != "function" or not isinstance(name, str) or not name:
+    if tool.get("type") != "function" or not is_text(name):
         form = '{"type": "function", "function": {"name": ...}}'
         raise BadRequest(f"tools[{i}] must be {form}", "tools")
     parameters = function.get("parameters")

@@ -22,13 +22,6 @@ from nanovllm.options import Options, refusal
 from nanovllm.schedule import Schedule
 from nanovllm.server.settings import ReplicaOptions, ServerOptions
 
-# three times as many tokens per second of small models as with Ray's own choices
-RAY_SETTINGS = {
-    "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
-    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
-    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
-    "RAY_SERVE_LOG_TO_STDERR": "0",
-}
 # what `serve --show` sets: twenty questions fill it, and some are preempted
 SHOWN = {"num_blocks": 128, "block_size": 4, "max_num_seqs": 12, "preemption_mode": "swap"}
 SHOWN_STEP = 0.1  # seconds
@@ -39,8 +32,8 @@ KEY = "NANOVLLM_API_KEY"
 def given(args: Namespace, kind: type[Options]) -> dict[str, Any]:
     """The fields of this class that have been given."""
     names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
-    values = {name: value for name, value in vars(args).items() if name in names}
-    return {name: value for name, value in values.items() if value is not None}
+    options = vars(args).items()
+    return {name: value for name, value in options if name in names and value is not None}
 
 
 def new_llm(args: Namespace) -> LLM:
@@ -96,8 +89,6 @@ def check_template(llm: LLM, template: str) -> None:
 
 def serve_replicas(args: Namespace) -> None:
     options = replica_options(args)  # before Ray, which takes seconds to begin
-    for name, value in RAY_SETTINGS.items():
-        os.environ.setdefault(name, value)  # Ray reads them when it is imported
     try:
         from nanovllm.server import scaling
     except ImportError as error:

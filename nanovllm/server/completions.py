@@ -36,8 +36,7 @@ class CompletionBody(Body):
             return [prompts]
         if not isinstance(prompts, list):
             raise BadRequest("prompt must be text, a list of texts, or token ids", "prompt")
-        is_one = not any(isinstance(one, str | list) for one in prompts[:1])
-        if is_one and prompts:
+        if prompts and not isinstance(prompts[0], str | list):
             prompts = [prompts]
         num_choices = len(prompts) * (self.n or 1)
         if not 0 < num_choices <= MOST_CHOICES:
@@ -69,8 +68,7 @@ class CompletionBody(Body):
         if self.echo and self.max_tokens == 0:
             more["max_tokens"] = 1
         params = self.params(inputs.default_params, **more)
-        prompts = self.prompts(inputs.scheduler.max_model_len - 1)
-        for prompt in prompts:
+        for prompt in self.prompts(inputs.scheduler.max_model_len - 1):
             if isinstance(prompt, str) and self.add_special_tokens is False:
                 prompt = inputs.tokens(prompt, add_special_tokens=False)
             yield inputs.request(prompt, params, self.priority or 0)

@@ -261,7 +261,7 @@ def checked(kind: type[B], body: dict) -> B:
 def in_words(error: ValueError, kind: type[BaseModel]) -> BadRequest:
     """What the engine refuses. Its sentences begin with the field that is wrong."""
     message = str(error)[:1000]
-    words = re.findall(r"\w+", re.sub("StructuredOutputsParams", "structured_outputs", message))
+    words = re.findall(r"\w+", message.replace("StructuredOutputsParams", "structured_outputs"))
     names = [word for word in words if word in kind.model_fields]
     is_long = isinstance(error, PromptTooLong)
     code = "context_length_exceeded" if is_long else None

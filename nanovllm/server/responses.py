@@ -18,6 +18,7 @@ from nanovllm.server.errors import BadRequest
 from nanovllm.server.items import Items
 from nanovllm.server.protocol import CallBody, Strict, checked
 
+ALIKE = {"model", "temperature", "top_p", "parallel_tool_calls", "stream"}  # fields, in a chat
 TEXTS = ("input_text", "output_text", "text")  # the kinds of parts of a message
 
 
@@ -58,17 +59,13 @@ class ResponseBody(CallBody):
     def chat(self) -> ChatBody:
         """The same, as a chat. Raises BadRequest."""
         body = {
-            "model": self.model,
+            **self.model_dump(include=ALIKE),
             "messages": self.messages(),
             "max_tokens": self.max_output_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
             "tools": [chat_tool(tool) for tool in self.tools or []] or None,
             "tool_choice": chat_choice(self.tool_choice),
-            "parallel_tool_calls": self.parallel_tool_calls,
             "response_format": self.response_format,
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,
-            "stream": self.stream,
         }
         return checked(ChatBody, body)
 
