@@ -5,7 +5,7 @@ from pathlib import Path
 from re import fullmatch
 from typing import ClassVar, Literal
 
-from nanovllm.options import SEED, Options, Rule, integer, number, option, refusal, share
+from nanovllm.options import ABOVE_0, SEED, Options, Rule, integer, number, option, refusal
 
 EMBEDDED_MODEL = str(Path(__file__).parent / "tiny_qwen3")
 LARGEST = 2**31 - 1
@@ -26,15 +26,13 @@ class Limits:
 
 
 COUNT = integer(1, LARGEST, "an integer from 1 to 2**31 - 1")
-SIZE = share(2**30, "a positive number, at most 2**30")
+SIZE = number(ABOVE_0, 2**30, "a positive number, at most 2**30")
 
 
 def subclass(base: str, method: str) -> Rule:
     """A rule for a class that is not imported here."""
-    return Rule(
-        lambda value: isinstance(value, type) and hasattr(value, method),
-        f"a subclass of {base}",
-    )
+    words = f"a subclass of {base}"
+    return Rule(lambda value: isinstance(value, type) and hasattr(value, method), words)
 
 
 @dataclass(kw_only=True)
@@ -90,7 +88,7 @@ class Config(Options):
     gpu_memory_utilization: float = option(
         0.9,
         "Fraction of GPU memory for weights, activations and KV cache together.",
-        share(1, "above 0 and at most 1"),
+        number(ABOVE_0, 1, "above 0 and at most 1"),
     )
     kv_cache_gib: float = option(1.0, "Size of the KV cache on a CPU, in GiB.", SIZE)
     enable_prefix_caching: bool = option(
@@ -127,6 +125,12 @@ class Config(Options):
         "cuda",
         "Where to compare each kernel with PyTorch before the first request. If one computes wrong "
         "numbers on this machine, there is a ValueError, and no engine.",
+    )
+    speculative_config: dict | None = option(
+        None,
+        "Guess tokens, and check several in one step (chapter 22): the fields of "
+        'SpeculativeConfig, such as {"method": "ngram", "num_speculative_tokens": 4}.',
+        Rule(lambda value: isinstance(value, dict), "a dict of SpeculativeConfig's fields"),
     )
     scheduler_cls: type | None = option(
         None,

@@ -6,6 +6,7 @@ Tensors go straight to their final place, dtype and device, one at a time.
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from os.path import expanduser
 from pathlib import Path
 
 import torch
@@ -22,16 +23,15 @@ from nanovllm.sampling_params import SamplingParams
 
 # weights, configs and tokenizer; no other formats
 FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
-SIZES = (  # of config.json
-    "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
-    "vocab_size max_position_embeddings"
-)
+# of config.json
+SIZES = "hidden_size intermediate_size num_hidden_layers num_attention_heads".split()
+SIZES += "num_key_value_heads vocab_size max_position_embeddings".split()
 
 
 def find_model(model: str) -> Path:
     """The model's directory: a local one, or that of a hub id, downloaded once. Raises ValueError
     if there is none."""
-    path = Path(model).expanduser()
+    path = Path(expanduser(model))  # which leaves an unknown user as it is
     if not path.is_dir():
         is_hub_id = model.count("/") < 2 and not model.startswith((".", "~"))
         if path.exists() or path.is_absolute() or not is_hub_id:
@@ -80,13 +80,12 @@ def load_config(path: Path):
     with reading(file):
         config = AutoConfig.from_pretrained(path)
         check_supported(config)
-        for name in SIZES.split():
+        for name in SIZES:
             value = getattr(config, name)
             if not is_int(value, 1):
                 raise ValueError(f"{name}={shown(value)} is not a positive integer")
-        rope_table(
-            config, head_dim_of(config), max_model_len=1
-        )  # raises if the rope settings are invalid
+        # raises if the rope settings are invalid
+        rope_table(config, head_dim_of(config), max_model_len=1)
     return config
 
 
@@ -106,7 +105,8 @@ def load_generation_config(path: Path, config) -> tuple[SamplingParams, frozense
     settings = read_json(file)
     eos_token_id = settings.get("eos_token_id", getattr(config, "eos_token_id", None))
     with reading(file if "eos_token_id" in settings else path / "config.json"):
-        eos_token_ids = as_token_ids(eos_token_id)
+        # some models name one that they cannot draw
+        eos_token_ids = frozenset(i for i in as_token_ids(eos_token_id) if i < config.vocab_size)
     return default_params(file, settings), eos_token_ids
 
 

@@ -97,15 +97,6 @@ def number(low: float, high: float, words: str = "") -> Rule:
     return Rule(allows, words or f"from {low} to {high}")
 
 
-def share(high: float, words: str) -> Rule:
-    """A number above 0."""
-
-    def allows(value: Any) -> bool:
-        return is_number(value, 0, high) and value > 0
-
-    return Rule(allows, words)
-
-
 def listed(allows: Callable[[Any], object], words: str, kinds: Any = list | tuple) -> Rule:
     """A list, each item of which is allowed."""
 
@@ -116,6 +107,7 @@ def listed(allows: Callable[[Any], object], words: str, kinds: Any = list | tupl
 
 
 POSITIVE = integer(1, inf, "a positive integer")
+ABOVE_0 = 5e-324  # the smallest number above 0
 SEED = integer(0, 2**63 - 1, "an integer from 0 to 2**63 - 1")
 
 
@@ -154,5 +146,5 @@ def is_token_id(value: object) -> bool:
 
 
 def is_text(value: object) -> bool:
-    """Whether it is a text that is not empty."""
-    return isinstance(value, str) and bool(value)
+    """Whether it is a text that is not empty, and has bytes: half a surrogate pair has none."""
+    return isinstance(value, str) and value.encode(errors="ignore").decode() == value != ""

@@ -6,6 +6,7 @@ from math import inf
 from typing import ClassVar
 
 from nanovllm.options import (
+    ABOVE_0,
     POSITIVE,
     SEED,
     Options,
@@ -18,7 +19,6 @@ from nanovllm.options import (
     listed,
     number,
     option,
-    share,
 )
 
 LARGEST_COUNT = 2**31 - 1  # stands for "all", whatever is counted
@@ -52,7 +52,7 @@ class SamplingParams(Options):
         1.0,
         "Keep only the most likely tokens whose total probability reaches this value, at least "
         "one.",
-        share(1, "above 0 and at most 1"),
+        number(ABOVE_0, 1, "above 0 and at most 1"),
     )
     min_p: float = option(
         0.0,
@@ -130,7 +130,7 @@ class SamplingParams(Options):
     allowed_token_ids: Sequence[int] | None = option(
         None,
         "Only these tokens are drawn.",
-        Rule(lambda value: value and IDS.allows(value), IDS.words),
+        Rule(lambda value: IDS.allows(value) and value, IDS.words),
     )
     bad_words: Sequence[str] | None = option(
         None, "No token is drawn that ends one of these words.", TEXTS
@@ -138,7 +138,7 @@ class SamplingParams(Options):
     truncate_prompt_tokens: int | None = option(
         None,
         "Keep so many tokens at the prompt's end, and forget those before; -1 as many as fit.",
-        Rule(lambda value: value == -1 or is_int(value, 1), "-1 or a positive integer"),
+        Rule(lambda value: is_int(value, -1) and value != 0, "-1 or a positive integer"),
     )
     cache_salt: str | None = option(
         None,

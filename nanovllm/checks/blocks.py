@@ -23,7 +23,7 @@ def check_blocks(manager: BlockManager, sequences: Iterable[Sequence]) -> None:
     for key, block in manager.findable.items():
         is_same = block.key is key or block.key == key
         assert is_same, f"{block} can be found by another prefix: {key}"
-    num_keys = len([block for block in manager.blocks if block.key is not None])
+    num_keys = sum(block.key is not None for block in manager.blocks)
     num_findable = len(manager.findable)
     assert num_keys == num_findable, f"{num_keys} blocks have a key, {num_findable} can be found"
 

@@ -6,7 +6,9 @@ from functools import partial
 from typing import Any
 
 from nanovllm.block_manager import BlockManager
+from nanovllm.checks.classes import check_kept
 from nanovllm.config import Limits
+from nanovllm.decoding.guesses import Guess
 from nanovllm.options import shown
 from nanovllm.schedule import Item, Schedule, ScheduleError
 from nanovllm.scheduler import Scheduler
@@ -37,11 +39,13 @@ class ScheduleChecks:
             raise nothing_planned(self.scheduler, self.unfinished)
         if self.looks_at_items:
             check_schedule(schedule, self.scheduler, self.limits)
+            check_kept(self.scheduler, schedule)
         self._check_progress(schedule)
 
     def after_update(self, schedule: Schedule) -> None:
         """Checks that the step's result has been processed."""
         seq, start, _ = schedule.items[0]
+        seq = seq.seq if isinstance(seq, Guess) else seq
         if seq.num_computed_tokens == start and seq in seq.request.unfinished:
             problem = "it did nothing: does it call super()?"
             raise ScheduleError(self.scheduler, "update", problem)
@@ -82,8 +86,8 @@ def check_schedule(schedule: Schedule, scheduler: Scheduler, limits: Limits) -> 
     wrong = partial(ScheduleError, scheduler, "schedule")
     manager = scheduler.block_manager
     running = set(scheduler.running)
-    seen: set[Sequence] = set()
-    last_ones: list[Sequence] = []  # whose last token is computed
+    seen = set[Sequence]()
+    last_ones = list[Sequence]()  # whose last token is computed
     for item in schedule.items:
         if not isinstance(item, Item):
             raise wrong(f"{shown(item)} is in the schedule, and not an Item")
@@ -109,8 +113,8 @@ def check_schedule(schedule: Schedule, scheduler: Scheduler, limits: Limits) -> 
             raise wrong(f"{seq} is to write into block {block_id}, {others}")
         if end == len(seq.token_ids):
             last_ones.append(seq)
-    for name in ("max_num_batched_tokens", "max_num_seqs"):
-        total = schedule.num_tokens if name == "max_num_batched_tokens" else len(schedule.items)
+    totals = {"max_num_batched_tokens": schedule.num_tokens, "max_num_seqs": len(schedule.items)}
+    for name, total in totals.items():
         limit = getattr(limits, name)
         if total > limit:
             raise wrong(f"the schedule has {total} {name.split('_')[-1]}, but {name}={limit}")
@@ -125,8 +129,7 @@ def check_sampled(schedule: Schedule, last_ones: list[Sequence], wrong: Wrong) -
     request's samples get theirs together."""
     sampled = schedule.sampled.keys()
     if [*dict.fromkeys(schedule.sampled.values())] != last_ones:
-        problem = "the sampled sequences do not match the items: add items with commit only"
-        raise wrong(problem)
+        raise wrong("the sampled sequences do not match the items: add items with commit only")
     for request in {seq.request for seq in sampled if seq.request.params.n > 1}:
         unfinished = request.unfinished
         num_drawn = len(sampled & {*unfinished})
@@ -139,7 +142,7 @@ def check_published(schedule: Schedule, manager: BlockManager, wrong: Wrong) -> 
     """Whether the step writes all blocks that can be found already."""
     if not manager.unwritten:
         return
-    written: set[int] = set()
+    written = set[int]()
     for seq, start, num_tokens in schedule.items:
         first = start // manager.block_size
         last = (start + num_tokens) // manager.block_size

@@ -1,6 +1,7 @@
 """Turns: threads that share an engine use it one after the other."""
 
 import atexit
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -16,10 +17,13 @@ class Turns:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.waiting: dict[int, bool] = {}  # threads, by their numbers
+        self.process = os.getpid()
         in_use.add(self)
 
     @contextmanager
     def take(self) -> Iterator[None]:
+        if os.getpid() != self.process:  # its threads, and who holds the lock, stayed there
+            raise RuntimeError("this LLM belongs to the process before a fork: make a new one here")
         me = threading.get_ident()
         if self.waiting.keys() - {me}:
             time.sleep(1e-4)  # locks are not fair: in a loop of steps, this thread would be first

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 SECONDS = 15.0  # for a request's headers; between requests, uvicorn's own limit holds
 LONGEST_HEADERS = 2**16  # bytes; also of those behind a body
@@ -12,24 +12,24 @@ class Connection(HttpToolsProtocol):
     """Ends if headers do not come to an end: neither in time nor in size has httptools a limit."""
 
     num_header_bytes = 0  # that have come since the last part of a body
-    deadline: asyncio.TimerHandle | None = None
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.cycles: list[RequestResponseCycle] = []  # one after the other, if they are pipelined
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.set_deadline()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.clear_deadline()
+        self.deadline.cancel()
         super().connection_lost(exc)
+        for cycle in self.cycles:  # uvicorn tells the last one only
+            cycle.disconnected = True
+            cycle.message_event.set()
 
     def set_deadline(self) -> None:
-        self.clear_deadline()
         self.deadline = self.loop.call_later(SECONDS, self.transport.close)
-
-    def clear_deadline(self) -> None:
-        if self.deadline is not None:
-            self.deadline.cancel()
-            self.deadline = None
 
     def data_received(self, data: bytes) -> None:
         self.num_header_bytes += len(data)
@@ -40,11 +40,14 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.num_header_bytes = 0
+        self.deadline.cancel()
         self.set_deadline()
 
     def on_headers_complete(self) -> None:
-        self.clear_deadline()
+        self.deadline.cancel()
         super().on_headers_complete()
+        running = [cycle for cycle in self.cycles if not cycle.response_complete]
+        self.cycles = [*running, self.cycle]
 
     def on_body(self, body: bytes) -> None:
         self.num_header_bytes = 0

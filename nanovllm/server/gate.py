@@ -135,6 +135,8 @@ async def no_route(request: Request, error: HTTPException) -> Response:
 
 async def body_of(request: Request, most_bytes: int) -> bytes:
     """Raises BadRequest or ClientDisconnect."""
+    if "upgrade" in request.headers:  # its body would be lost
+        raise BadRequest("there is no upgrade here: send it as HTTP/1.1, without that header")
     content_type = request.headers.get("content-type", "")
     if content_type.partition(";")[0].strip().lower() != "application/json":
         raise BadRequest("the content type must be application/json", status=415)

@@ -96,6 +96,7 @@ def new_server(app: FastAPI) -> DrainingServer:
     config = uvicorn.Config(
         app,
         access_log=False,  # the gate's line says more
+        use_colors=None if sys.stdout else False,  # it asks the terminal, if there is one
         http=Connection,
         ws="none",
         log_level="info",

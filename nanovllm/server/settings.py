@@ -5,7 +5,7 @@ from math import inf
 from typing import Any
 
 from nanovllm.config import Config
-from nanovllm.options import Options, Rule, integer, is_text, listed, number, option, share
+from nanovllm.options import ABOVE_0, Options, Rule, integer, is_text, listed, number, option
 from nanovllm.routing import MOST_REPLICAS, PrefixAffinity, Router
 
 LARGEST_BODY = 4 * 2**20
@@ -19,7 +19,7 @@ SECRET = Rule(lambda value: True, "")  # its message would show it
 LARGE = integer(1, inf, "an integer from 1 on")
 COUNT = integer(0, inf, "an integer from 0 on")
 TIME = number(0, inf, "a number from 0 on")
-SHARE = share(inf, "a positive number")
+SHARE = number(ABOVE_0, inf, "a positive number")
 ROUTER = Rule(
     lambda value: isinstance(value, type) and issubclass(value, Router),
     "a subclass of nanovllm.routing.Router",
@@ -36,9 +36,7 @@ class ServerOptions(Options):
         "Names for clients; the first one is that of metrics. Default: that of the model.", NAMES
     )
     api_key: list[str] = texts(
-        "What clients must send, one or several; also in NANOVLLM_API_KEY, where `ps` does not "
-        "show it.",
-        SECRET,
+        "Keys that clients send; also in NANOVLLM_API_KEY, where `ps` does not show them.", SECRET
     )
     allowed_origins: list[str] = texts("Pages of others that may ask (CORS).")
     max_waiting: int = option(256, "Requests that may wait; others get a 429.", COUNT)
@@ -61,9 +59,8 @@ class ServerOptions(Options):
     def most_bytes(self, max_model_len: int) -> int:
         """The longest body. What is longer would not fit into the model, and reading it takes time
         that all requests share."""
-        if self.max_body_bytes is not None:
-            return self.max_body_bytes
-        return min(LARGEST_BODY, max(SMALLEST_BODY, BYTES_PER_TOKEN * max_model_len))
+        of_model = min(LARGEST_BODY, max(SMALLEST_BODY, BYTES_PER_TOKEN * max_model_len))
+        return self.max_body_bytes or of_model
 
 
 @dataclass(kw_only=True)

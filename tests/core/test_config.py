@@ -48,6 +48,8 @@ WRONG_PARAMS = {
     "seed": [-1, 2**63],
     "logprobs": [-1, 21],
     "extra_args": [[], "a", 5, {1, 2}],
+    "allowed_token_ids": [[], [-1], torch.tensor([1, 2])],
+    "truncate_prompt_tokens": [0, -2, torch.tensor([1, 2])],
 }
 
 

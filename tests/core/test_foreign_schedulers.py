@@ -240,6 +240,24 @@ def test_an_update_that_changes_nothing_is_told_so():
         go_on(llm, 50)
 
 
+def test_a_finish_that_forgets_to_end_is_told_so():
+    """The sequence went on beyond its longest text, up to an index that is out of range."""
+
+    class Counts(Scheduler):
+        ended = 0
+
+        def finish(self, seq, reason):
+            self.ended += 1
+
+    llm = new_llm(scheduler_cls=Counts)
+    llm.add_request([5] * 9, SamplingParams(max_tokens=5))
+    message = (
+        r"Counts.finish\(\): .* has reached its end, 14 tokens, and goes on: does it call super"
+    )
+    with pytest.raises(ScheduleError, match=message):
+        go_on(llm, 10)
+
+
 def test_a_preempt_that_refuses_is_told_so():
     """The step looked for room for ever."""
 
@@ -349,3 +367,76 @@ def test_static_batching_after_a_failure_while_planning():
         llm.add_request([i + 1] * 6, SamplingParams(seed=i, max_tokens=6), str(i))
     raise_at(llm.scheduler, "priority", 9, RuntimeError)
     assert len(go_on(llm)) == 6
+
+
+# --- how it is made ---
+
+
+class NoSuper(Scheduler):
+    def __init__(self, limits, block_manager):
+        self.seen = 0
+
+
+class NoBlocksOfItsOwn(BlockManager):
+    def __init__(self, *sizes):
+        self.seen = 0
+
+
+class TwiceAsMany(BlockManager):
+    def __init__(self, num_blocks, *others):
+        super().__init__(2 * num_blocks, *others)
+
+
+class HalfTheSize(BlockManager):
+    def __init__(self, num_blocks, block_size, *others):
+        super().__init__(num_blocks, block_size // 2, *others)
+
+
+class OtherBlocks(Scheduler):
+    def __init__(self, limits, block_manager):
+        super().__init__(limits, BlockManager(10_000, block_manager.block_size))
+
+
+@pytest.mark.parametrize(
+    "cls, message",
+    [
+        (NoSuper, r"NoSuper.__init__\(\): it did nothing: does it call super\(\)\?"),
+        (NoBlocksOfItsOwn, r"NoBlocksOfItsOwn.__init__\(\): it did nothing: does it call super"),
+        (TwiceAsMany, r"TwiceAsMany.__init__\(\): it has 2000 blocks, but the KV cache has 1000"),
+        (HalfTheSize, "it has 2 tokens per block, but the KV cache has 4"),
+        (OtherBlocks, r"BlockManager.__init__\(\): it has 10000 blocks, but the KV cache has 1000"),
+    ],
+)
+def test_what_was_made_wrongly_is_told_at_once(cls, message):
+    """A block that the cache has not was a segmentation fault, and blocks of another size wrong tokens."""
+    name = "scheduler_cls" if issubclass(cls, Scheduler) else "block_manager_cls"
+    with pytest.raises(ScheduleError, match=message):
+        new_llm(**{name: cls})
+
+
+# --- blocks that are counted wrongly: others' tokens would be wrong ---
+
+
+class ForksInSilence(BlockManager):
+    def fork(self, parent, child, num_tokens=None):
+        super().fork(parent, child, num_tokens)
+        for block_id in child.block_table:
+            self.blocks[block_id].ref_count -= 1
+
+
+class FreesWhatIsShared(BlockManager):
+    def free(self, seq):
+        for block_id in seq.block_table:
+            self.blocks[block_id].ref_count = 1
+        super().free(seq)
+
+
+@pytest.mark.parametrize("cls", [ForksInSilence, FreesWhatIsShared])
+def test_a_block_manager_that_counts_wrongly_is_told_so(cls):
+    llm = new_llm(block_manager_cls=cls)
+    message = rf"Scheduler.schedule\(\): the blocks of {cls.__name__} do not add up: "
+    prompts = [[1] * 9, [2] * 9, [1] * 9]
+    params = [SamplingParams(n=3, seed=i, max_tokens=3 + 4 * i) for i in range(3)]
+    with pytest.raises(ScheduleError, match=message):
+        for _ in range(3):
+            llm.generate(prompts, params, use_tqdm=False)

@@ -15,7 +15,13 @@ from checkpoints import new_model, save
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import EMBEDDED_MODEL
-from nanovllm.loader import load_config, load_generation_config, load_tokenizer, weight_files
+from nanovllm.loader import (
+    find_model,
+    load_config,
+    load_generation_config,
+    load_tokenizer,
+    weight_files,
+)
 
 
 @pytest.fixture
@@ -149,7 +155,8 @@ def test_a_wrong_value_in_generation_config_json(changes, reason, embedded):
 
 
 @pytest.mark.parametrize(
-    "eos_token_id, expected", [(5, {5}), ([7, 6], {6, 7}), ([], set()), (None, set())]
+    "eos_token_id, expected",
+    [(5, {5}), ([7, 6], {6, 7}), ([], set()), (None, set()), ([7, 10**6], {7})],
 )
 def test_end_of_sequence_tokens(eos_token_id, expected, directory):
     """The end tokens of generation_config.json, or else of config.json."""
@@ -171,3 +178,8 @@ def test_a_repetition_penalty_is_a_default(penalty, expected, do_sample, embedde
 
 def test_a_directory_without_a_tokenizer(directory):
     assert load_tokenizer(directory) is None
+
+
+def test_a_home_of_a_user_that_there_is_not():
+    with pytest.raises(ValueError, match="model='~no-such-user/x' is not a directory"):
+        find_model("~no-such-user/x")

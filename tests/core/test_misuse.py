@@ -7,6 +7,7 @@ Run: pytest tests/core/test_misuse.py [-k threads]
 """
 
 import gc
+import os
 import sys
 import threading
 from collections import Counter
@@ -463,3 +464,20 @@ def test_adding_requests_copies_no_dictionaries():
     for _ in range(5):
         llm.add_request([1, 2])
     assert not copies
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_an_engine_does_not_go_along_with_a_fork():
+    """Another thread may hold its lock, and is not there any more: the child would wait for ever."""
+    llm = new_llm()
+    with llm.turns.take():
+        child = os.fork()
+        if child == 0:
+            try:
+                llm.generate([[1]], use_tqdm=False)
+                os._exit(1)
+            except RuntimeError as error:
+                os._exit(0 if "belongs to the process before a fork" in str(error) else 2)
+    assert os.waitpid(child, 0)[1] == 0
+    assert llm.generate([[1]], use_tqdm=False)[0].finished

@@ -192,6 +192,33 @@ def test_a_client_that_leaves_before_its_turn_costs_nothing(server, expected):
     assert runner.num_begun <= 24 + 2
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_pipelined_requests_end_with_their_connection(server, expected, caplog, stream):
+    """The one that runs, and those that have not begun: uvicorn tells the last one only."""
+    runner = server.llm.runner
+    runner.is_paced = True
+    body = {"prompt": [9, 9, 9], "max_tokens": 300, "ignore_eos": True, "stream": stream}
+    with server.connect() as sock:
+        sock.sendall(request_bytes(COMPLETIONS, body) * 3)
+        wait_for(lambda: len(server.engine.open) == 1)
+        runner.step(4)
+    wait_for(lambda: len(server.engine.open) == 0)
+    wait_for(lambda: not server.uvicorn.server_state.tasks)
+    runner.free()
+    assert text_of(server.complete(**NEIGHBOUR)) == expected
+    assert runner.num_begun <= 24 + 8
+    assert "Exception in ASGI" not in caplog.text
+
+
+def test_an_upgrade_is_refused_in_words(server):
+    """Some clients offer HTTP/2 so; the parser then takes the body for the new protocol."""
+    more = "Connection: Upgrade\r\nUpgrade: h2c"
+    with server.connect() as sock:
+        sock.sendall(request_bytes(COMPLETIONS, NEIGHBOUR, more))
+        answer = read_until(sock, b"}")
+    assert b" 400 " in answer and b"there is no upgrade here" in answer
+
+
 @pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.slow)])
 def test_many_clients_that_leave_at_random_moments(server, pool, expected, count):
     rng = random.Random(3)
