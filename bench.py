@@ -9,6 +9,7 @@ machine could do.
     python bench.py --model Qwen/Qwen3-0.6B --rate 8 --option max_num_seqs=32
     python bench.py attention                                  # the attention kernels alone
     python bench.py preemption --random-weights qwen3-0.6b     # what it takes to recover, by swap and by recompute
+    python bench.py speculative                                # with guesses and without, alone and in a crowd
     python bench.py threads                                    # one thread or all, on a quiet machine and a busy one
     python bench.py host                                       # what Python does between two launches of the model
 
@@ -82,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    things = ["engine", "attention", "preemption", "threads", "host"]
+    things = ["engine", "attention", "preemption", "speculative", "threads", "host"]
     add("what", nargs="?", choices=things, default="engine", help="default: engine")
     add("--model", help="hub id or directory; default: the embedded model")
     add("--random-weights", choices=SHAPES, help="a model of this shape, written once")
@@ -128,7 +129,12 @@ def parser() -> argparse.ArgumentParser:
     add("--rounds", type=positive, default=9, help="of each engine, after two to warm up")
     add("--busy", type=count, default=0, metavar="N", help="endless loops beside all rounds")
     add("--cold", action="store_true", help="also show the start and the rounds to warm up")
-    add("--repeat", type=positive, default=3, help="preemption, threads, host: runs of each case")
+    add(
+        "--repeat",
+        type=positive,
+        default=3,
+        help="preemption, speculative, threads, host: runs of each case",
+    )
     add(
         "--beside",
         type=Path,

@@ -1,4 +1,4 @@
-"""Writes the tables of README, the appendix, chapters 12, 14, 15 and 17 to 20 and the handouts from the files in tutorials/results.
+"""Writes the tables of README, the appendix, chapters 12, 14, 15, 17 to 20 and 22 and the handouts from the files in tutorials/results.
 
     python -m measure.tables
 
@@ -13,7 +13,16 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from measure import accuracy, host, ranks, replicas, sensitivity, simulator_speed, threads
+from measure import (
+    accuracy,
+    host,
+    ranks,
+    replicas,
+    sensitivity,
+    simulator_speed,
+    speculative,
+    threads,
+)
 from measure.seeds import handout_table
 from tutorials.machine import ROOT
 from tutorials.performance import replicas as real
@@ -32,6 +41,7 @@ PAGES = [
     ROOT / "tutorials" / "18_parallel.md",
     ROOT / "tutorials" / "19_replicas.md",
     ROOT / "tutorials" / "20_vattention.md",
+    ROOT / "tutorials" / "22_guesses.md",
     *sorted((ROOT / "tutorials" / "assignments").glob("*/README.md")),
 ]
 MARK = re.compile(
@@ -73,6 +83,7 @@ TABLES: dict[str, tuple[str | None, Callable[[dict], Rows | str]]] = {
     "threads": (f"Embedded model, {HERE}:", threads.rows),
     "host": (f"{{device}}, ms per step by commit, and its parts {NUMBERS}:", host.rows),
     "queue": (None, host.queue_rows),
+    "speculative": (f"Embedded model in {{dtype}}, {HERE}:", speculative.rows),
     "error": (f"Embedded model in float32, {LOADS}:", accuracy.rows),
     "policy_pairs": (f"{HERE}. {SIGNS}", lambda report: pairs.table(report["pairs"])),
     "sensitive": (SIMULATED, sensitivity.table),

@@ -99,9 +99,8 @@ class BlockManager:
     def can_allocate(self, items: Iterable[tuple[Sequence, int, int]]) -> bool:
         """Whether there are blocks for the items of a schedule: (sequence, start, num_tokens)."""
         num_free = len(self.free_blocks)
-        upper_bound = 0
-        for _, _, num_tokens in items:
-            upper_bound += num_tokens + 1  # a block for each token, and a copy
+        # a block for each token, and a copy
+        upper_bound = sum([num_tokens + 1 for _, _, num_tokens in items])
         return upper_bound <= num_free or self.num_new_blocks(items) <= num_free
 
     def num_new_blocks(self, items: Iterable[tuple[Sequence, int, int]]) -> int:
@@ -240,8 +239,7 @@ class BlockManager:
 
     def take_moves(self) -> Moves:
         """All moves that were asked for since the last call, for the step that is being planned."""
-        moves = self.moves
-        self.moves = Moves()
+        moves, self.moves = self.moves, Moves()
         return moves
 
     # --- inside ---

@@ -12,9 +12,11 @@ from itertools import count
 from typing import Any
 
 from nanovllm.block_manager import BlockManager
+from nanovllm.checks.classes import check_made
 from nanovllm.checks.schedules import ScheduleChecks, nothing_planned
 from nanovllm.config import TOKENS_PER_STEP, Config
 from nanovllm.decoding.beam_search import BeamRequest, BeamSearchParams
+from nanovllm.decoding.guesses import new_guesser
 from nanovllm.device.choose import choose_device
 from nanovllm.frontend.inputs import (
     AllParams,
@@ -59,6 +61,8 @@ class LLM:
 
     def __init__(self, model: str | None = None, *, runner: Runner | None = None, **kwargs):
         self.config = config = Config(**kwargs) if model is None else Config(model=model, **kwargs)
+        fields = config.speculative_config
+        guesser = None if fields is None else new_guesser(fields)
         path = find_model(config.model)
         hf_config = load_config(path)
         device = choose_device(config)
@@ -76,9 +80,11 @@ class LLM:
         )
         scheduler_cls = config.scheduler_cls or Scheduler
         self.scheduler: Scheduler = scheduler_cls(limits, new_block_manager())
+        self.scheduler.guesser = guesser
         self.replies = Replies()
         self.checks: ScheduleChecks | None = None
         if config.scheduler_cls or config.block_manager_cls:  # a user's: each plan is checked
+            check_made(self.scheduler, config, self.runner)
             self.checks = ScheduleChecks(self.scheduler, limits, self.replies.unfinished)
         self.recovery = Recovery(self.scheduler, self.replies, new_block_manager)
         defaults = load_generation_config(path, hf_config)
@@ -276,9 +282,8 @@ class LLM:
 
     def stats(self) -> dict[str, float]:
         """Counters since the start, and the current state."""
-        num_unfinished = len(self.replies.unfinished)
-        num_failed_steps = self.recovery.num_failed_steps
-        return stats_of(self.scheduler, self.counts, num_unfinished, num_failed_steps)
+        num_failed = self.recovery.num_failed_steps
+        return stats_of(self.scheduler, self.counts, len(self.replies.unfinished), num_failed)
 
     @property
     def requests(self) -> dict[str, Request]:

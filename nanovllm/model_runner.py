@@ -203,7 +203,9 @@ class ModelRunner:
         if not all(seq.request.is_plain for seq in schedule.sampled):
             sampling = sampling_of(schedule.sampled, self.vocab_size)
         end_of = dict(zip([seq for seq, _, _ in items], ends.tolist()))
-        sampled_rows = integers([end_of[seq] - 1 for seq in schedule.sampled.values()])
+        pairs = schedule.sampled.items()
+        behind = [len(last.token_ids) - len(seq.token_ids) for seq, last in pairs]  # guesses
+        sampled_rows = integers([end_of[last] - 1 - n for (_, last), n in zip(pairs, behind)])
         if schedule.scored:
             sampled_rows = torch.cat([sampled_rows, rows_to_score(schedule.scored, end_of)])
         return StepInputs(

@@ -15,6 +15,7 @@ from nanovllm.block_manager import BlockManager
 from nanovllm.config import Limits
 from nanovllm.decoding import groups
 from nanovllm.decoding.beam_search import BeamRequest
+from nanovllm.decoding.guesses import Guesser, Rows
 from nanovllm.options import PromptTooLong, refusal, shown
 from nanovllm.sampling_params import LARGEST_COUNT
 from nanovllm.schedule import Item, Schedule, ScheduleError, check_choice
@@ -39,6 +40,7 @@ class Scheduler:
         self.max_num_seqs = limits.max_num_seqs
         self.max_model_len = limits.max_model_len
         self.block_manager = block_manager
+        self.guesser: Guesser | None = None  # the engine sets it
         self.clock = time.monotonic  # in seconds; a simulator has its own
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -84,6 +86,11 @@ class Scheduler:
 
     def make_room(self, schedule: Schedule) -> None:
         """Called before the step is planned. May `preempt` running requests for waiting ones."""
+
+    def num_guesses(self, request: Request) -> int:
+        """How many tokens to guess for each of its sequences, if the engine guesses (chapter 22).
+        A step makes so many guesses only if it has room."""
+        return self.guesser.config.num_speculative_tokens if self.guesser else 0
 
     def reason_to_end(self, seq: Sequence) -> str | None:
         """Why the sequence ends with its last token, or None. Stop strings are the engine's
@@ -141,6 +148,8 @@ class Scheduler:
         self.schedule_running(schedule)
         if self.num_preemptions == num_preemptions:  # otherwise there is no room
             self.schedule_waiting(schedule)
+        if self.guesser is not None:
+            self.guesser.add_guesses(schedule, self)
         schedule.moves = self.block_manager.take_moves()
         schedule.num_used_blocks = self.block_manager.num_used_blocks
         self.num_swapped_blocks += len(schedule.moves.swaps_out)
@@ -268,7 +277,10 @@ class Scheduler:
         if logprobs is None:
             logprobs = [None] * len(token_ids)
         searches: dict[BeamRequest, list[tuple[Sequence, TokenLogprobs]]] = {}
-        for seq, token_id, likeliest in zip(schedule.sampled, token_ids, logprobs, strict=True):
+        drawn: Rows = zip(schedule.sampled, token_ids, logprobs, strict=True)
+        if self.guesser is not None:
+            drawn = self.guesser.accepted(schedule, self.block_manager, drawn)
+        for seq, token_id, likeliest in drawn:
             if isinstance(seq.request, BeamRequest):
                 searches.setdefault(seq.request, []).append((seq, likeliest or {}))
                 continue

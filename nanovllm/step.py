@@ -58,11 +58,7 @@ def sampling_of(seqs: Collection[Sequence], vocab_size: int) -> Sampling:
     """How each sequence draws its token."""
     params = [seq.request.params for seq in seqs]
     temperature = floats([p.temperature for p in params])
-    counts = []
-    for p in params:
-        is_filter = 0 < p.top_k < vocab_size
-        counts.append(p.top_k if is_filter else vocab_size)
-    top_k = integers(counts)
+    top_k = integers([p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params])
     top_p = floats([p.top_p for p in params])
     min_p = floats([p.min_p for p in params])
     sampling = Sampling(

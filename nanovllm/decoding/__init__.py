@@ -1,4 +1,4 @@
-"""Decoding beyond one plain sequence: samples, beams, penalties, prompt log-probabilities.
+"""Decoding beyond one plain sequence: samples, beams, penalties, prompt log-probabilities, guesses.
 
-Chapters: 13_samples.
+Chapters: 13_samples, 22_guesses.
 """

@@ -47,7 +47,7 @@ def add_masks(request: Request, source: Source) -> None:
 def words_of(params: SamplingParams, tokenizer: Any, vocab_size: int) -> Words:
     """Raises ValueError. A bad word has other tokens after a space: both are looked for."""
     allowed = (1 << vocab_size) - 1
-    if params.allowed_token_ids is not None:
+    if params.allowed_token_ids:
         allowed = 0
         for i in params.allowed_token_ids:
             allowed |= 1 << i
@@ -55,8 +55,7 @@ def words_of(params: SamplingParams, tokenizer: Any, vocab_size: int) -> Words:
     if params.bad_words and tokenizer is None:
         raise refusal("bad_words", params.bad_words, "the model has no tokenizer")
     for word in params.bad_words or ():
-        spaced = " " + word.lstrip(" ")
-        for text in {word, spaced}:
+        for text in {word, " " + word.lstrip(" ")}:
             token_ids = tokenizer.encode(text, add_special_tokens=False)
             if len(token_ids) > 1:
                 bad.setdefault(token_ids[-2], []).append(token_ids)

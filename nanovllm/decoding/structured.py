@@ -118,7 +118,9 @@ def grammar_of(sampling: SamplingParams, source: Source) -> Grammar:
     the requests share nothing but the vocabulary, which does not change.
     """
     given = sampling.structured_outputs
-    params = StructuredOutputsParams(**given) if isinstance(given, dict) else given
+    params = given
+    if isinstance(given, dict):
+        params = StructuredOutputsParams(**{str(name): value for name, value in given.items()})
     if not isinstance(params, StructuredOutputsParams):
         raise refusal("structured_outputs", given, "it must be StructuredOutputsParams or a dict")
     if source.vocabulary is None:
@@ -151,7 +153,7 @@ def new_vocabulary(source: Source) -> Any:
     except ImportError as error:
         install = "pip install 'nanovllm[structured]'"
         raise ValueError(f"structured_outputs needs llguidance: {install}") from error
-    eos_token_ids = sorted(i for i in source.eos_token_ids if i < source.vocab_size)
+    eos_token_ids = sorted(source.eos_token_ids)
     for name, value in (("tokenizer", source.tokenizer), ("end-of-sequence token", eos_token_ids)):
         if not value:
             raise ValueError(f"structured_outputs: model={source.model!r} has no {name}")
@@ -289,17 +291,18 @@ class Grammar:
         return type(None), ()
 
     def matcher_of(self, seq: Sequence) -> Any:
-        """The matcher after all output tokens of the sequence: it consumes those that are new. It
-        starts again where tokens have gone, as after a fault."""
+        """The matcher after all output tokens of the sequence. It takes back those that are gone,
+        as after a wrong guess or a fault, and consumes those that are new."""
         token_ids = seq.output_token_ids
         matcher, consumed = self.matches.pop(seq.index, (None, []))
-        if matcher is None or consumed != token_ids[: len(consumed)]:
+        if matcher is None:
             matcher = self.start.deep_copy()
-            consumed = []
-        for token_id in token_ids[len(consumed) :]:
-            if not matcher.is_stopped():
-                matcher.consume_token(token_id)
-        self.matches[seq.index] = matcher, token_ids
+        num_right = len(consumed)
+        while consumed[:num_right] != token_ids[:num_right]:
+            num_right -= 1
+        matcher.rollback(len(consumed) - num_right)
+        num_new = matcher.try_consume_tokens(token_ids[num_right:])
+        self.matches[seq.index] = matcher, token_ids[: num_right + num_new]
         return matcher
 
     def check(self, seq: Sequence) -> None:

@@ -83,13 +83,16 @@ class Reply:
         seq = request.sequences[i]
         if seq.finish_reason == "stop" and request.grammar is not None:
             request.grammar.check(seq)
-        begin = len(request.prompt_token_ids) + len(output.token_ids)
+        num_prompt = len(request.prompt_token_ids)
         stops = () if request.params.include_stop_str_in_output else request.stop_token_ids
-        for token_id in seq.token_ids[begin:]:
+        for token_id in seq.token_ids[num_prompt + len(output.token_ids) :]:
             is_text = bool(self.texts) and token_id not in stops
-            if is_text and self.texts[i].add(token_id):  # an error is raised again at each read
-                seq.finish_reason = "stop"
+            is_end = is_text and self.texts[i].add(token_id)  # an error is raised at each read
             output.token_ids.append(token_id)
+            if is_end:
+                seq.finish_reason = "stop"
+                del seq.token_ids[num_prompt + len(output.token_ids) :]  # right guesses
+                break
         if output.logprobs is not None and seq.logprobs is not None:
             new = seq.logprobs[len(output.logprobs) : len(output.token_ids)]
             output.logprobs += new

@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import io
+import json
 import os
 import sys
 from collections.abc import Collection, Sequence
@@ -18,8 +19,7 @@ from nanovllm.options import Options, refusal, shown
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.settings import ReplicaOptions, ServerOptions
 
-NOT_AN_OPTION = {"model", "n", "logprobs", "prompt_logprobs", "logit_bias", "extra_args"}
-NOT_AN_OPTION |= {"structured_outputs"}
+NOT_AN_OPTION = "model n logprobs prompt_logprobs logit_bias extra_args structured_outputs".split()
 
 
 class Parser(argparse.ArgumentParser):
@@ -107,7 +107,12 @@ def how_to_read(kind: Any) -> dict[str, Any]:
     if lists:
         return {"nargs": "+", "action": "extend", "type": get_args(lists[0])[0]}
     kinds = [one for one in get_args(kind) or (kind,) if one is not NoneType]
-    return {"type": imported if kinds[0] is type else kinds[0]}
+    return {"type": {type: imported, dict: json_object}.get(kinds[0], kinds[0])}
+
+
+def json_object(text: str) -> dict:
+    """An argparse.ArgumentTypeError would say no more than this name."""
+    return json.loads(text)
 
 
 def imported(name: str) -> type:
@@ -124,12 +129,14 @@ def words_of(options: dict[str, Any]) -> list[str]:
     words: list[str] = []
     for name, value in options.items():
         option = "--" + str(name).replace("_", "-")
-        if str(value).lower() in ("true", "false"):
-            words.append(option if str(value).lower() == "true" else "--no" + option[1:])
+        text = json.dumps(value) if isinstance(value, dict) else str(value)
+        switch = {"true": option, "false": "--no" + option[1:]}.get(text.lower())
+        if switch is not None:
+            words.append(switch)
         elif isinstance(value, list):
             words += [option, *map(str, value)]
         elif value is not None:
-            words.append(f"{option}={value}")
+            words.append(f"{option}={text}")
     return words
 
 
@@ -162,6 +169,8 @@ def read_options(file: str) -> dict[str, Any]:
 def main(words: Sequence[str] | None = None) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a console may lack a letter
+    if sys.stdin is None:  # it is closed
+        sys.stdin = io.StringIO()
     try:
         args = parsed(words)
         from nanovllm.server import commands  # torch takes seconds: not for --help

@@ -106,6 +106,7 @@ class Camera:
             "preemptions": scheduler.num_preemptions,
             "prompt_tokens": scheduler.num_prompt_tokens,
             "prefix_cache_hit_tokens": scheduler.num_cached_tokens,
+            **(scheduler.guesser.stats if scheduler.guesser else {}),
             "computed_tokens": counts.computed_tokens,
             "output_tokens": counts.output_tokens,
             "output_tokens_per_second": round(num_sampled / seconds, 1) if seconds else 0.0,

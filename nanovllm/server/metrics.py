@@ -14,10 +14,7 @@ LONG = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
 GAUGES = {
     "kv_cache_usage_perc": ("kv_blocks_share", "Used KV blocks, 1 is all."),
     "num_requests_running": ("requests_running", "Requests in the batch."),
-    "num_requests_waiting": (
-        "requests_waiting",
-        "Requests that wait for a place in it, or are being tokenized.",
-    ),
+    "num_requests_waiting": ("requests_waiting", "Those that wait for it, or are tokenized now."),
 }
 COUNTERS = {
     "prompt_tokens": ("prompt_tokens", "Tokens of prompts that were admitted."),
@@ -25,6 +22,8 @@ COUNTERS = {
     "num_preemptions": ("preemptions", "Requests that lost their blocks."),
     "prefix_cache_queries": ("prompt_tokens", "Tokens that were looked up in the prefix cache."),
     "prefix_cache_hits": ("prefix_cache_hit_tokens", "Those of them that were found."),
+    "spec_decode_num_draft_tokens": ("guesses", "Tokens that were guessed."),
+    "spec_decode_num_accepted_tokens": ("accepted_guesses", "Those of them that were right."),
 }
 
 
@@ -74,7 +73,7 @@ class Metrics:
 
     def text(self, stats: dict[str, float]) -> bytes:
         share = stats.get("kv_blocks_used", 0) / max(1, stats.get("kv_blocks", 0))
-        self.stats = {**stats, "kv_blocks_share": share}
+        self.stats = stats | {"kv_blocks_share": share}
         return generate_latest(self.registry)
 
     def count(self, finished_reason: str | None, num_outputs: int = 1) -> None:

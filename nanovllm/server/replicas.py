@@ -155,7 +155,7 @@ class Replicas(Backend):
         for answer in answers:
             if isinstance(answer, tuple):  # else this replica is being replaced
                 replica_id, stats = answer
-                self.counted[replica_id] = {key: stats.pop(key) for key in COUNTED}
+                self.counted[replica_id] = {key: stats.pop(key, 0) for key in COUNTED}
                 total.update(stats)
         for counts in self.counted.values():
             total.update(counts)

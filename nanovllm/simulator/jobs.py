@@ -33,6 +33,8 @@ class Job(NamedTuple):
     max_tokens: int = 2048  # what the client allows; the cache must have room for so many
     extra_args: dict[str, Any] = NO_ARGS
     after: int | None = None  # index of the job that this one follows, in a conversation
+    # before each output token, how many guesses would be right; -1 if nothing would be guessed
+    right_guesses: Sequence[int] = ()
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -71,15 +73,9 @@ class PlannedStep(NamedTuple):
     running: list[int]  # indices of all that run, also of those without a part in this step
 
 
-SUMS = (
-    "busy_seconds",
-    "num_steps",
-    "num_computed_tokens",
-    "num_prompt_tokens",
-    "num_cached_tokens",
-    "num_preemptions",
-    "num_swapped_blocks",
-)
+# what a scheduler counts
+COUNTS = ("num_prompt_tokens", "num_cached_tokens", "num_preemptions", "num_swapped_blocks")
+SUMS = ("busy_seconds", "num_steps", "num_computed_tokens", *COUNTS)
 
 
 @dataclass

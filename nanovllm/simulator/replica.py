@@ -22,8 +22,9 @@ from nanovllm.options import refusal
 from nanovllm.schedule import Schedule, ScheduleError
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
+from nanovllm.simulator.answers import Answers, JobGuesser
 from nanovllm.simulator.cost_model import SHAPES, Items, shape_of
-from nanovllm.simulator.jobs import STOP, PlannedStep, Run, Served
+from nanovllm.simulator.jobs import COUNTS, PlannedStep, Run, Served
 from nanovllm.simulator.machines import Machine
 
 
@@ -79,7 +80,10 @@ class Replica:
         self.num_arrived = count()
         self.result = Run(served)
         self.served: dict[str, Served] = {}  # of all requests that have come, by id
+        self.answers = Answers(self.served)
         self.unfinished: dict[str, Request] = {}
+        if config.speculative_config is not None:
+            self.scheduler.guesser = JobGuesser(config.speculative_config, self.answers)
         self.checks = ScheduleChecks(self.scheduler, limits, self.unfinished, check)
 
     def _num_blocks_that_fit(self, config: Config, block_bytes: int) -> int:
@@ -117,12 +121,7 @@ class Replica:
         result = self.result
         result.seconds = self.now
         result.kv_use /= (result.busy_seconds or 1) * len(self.manager.blocks)
-        for name in (
-            "num_prompt_tokens",
-            "num_cached_tokens",
-            "num_preemptions",
-            "num_swapped_blocks",
-        ):
+        for name in COUNTS:
             setattr(result, name, getattr(self.scheduler, name))
         return result
 
@@ -138,8 +137,9 @@ class Replica:
         self._go_on(schedule)
         if keep_steps:
             self.result.steps.append(self._planned_step(schedule, start))
-        self.scheduler.update(schedule, self._draw(schedule))
+        self.scheduler.update(schedule, self.answers.drawn(schedule))
         self.checks.after_update(schedule)
+        self.answers.came(schedule, self.now)
         if self.check:
             for seq in schedule.sampled:
                 self._check_length(seq.request)
@@ -186,19 +186,6 @@ class Replica:
         ]
         running = [int(request.request_id) for request in self.scheduler.running]
         return PlannedStep(start, self.now, items, running)
-
-    def _draw(self, schedule: Schedule) -> list[int]:
-        """The next token of each sequence that gets one. They come now."""
-        token_ids = []
-        for seq in schedule.sampled:
-            served = self.served[seq.request.request_id]
-            served.token_times.append(self.now)
-            is_last = len(served.token_times) == served.job.num_outputs
-            token_ids.append(STOP if is_last else served.job.answer)
-        return token_ids
-
-
-# --- second reading: what can go wrong in the long run ---
 
 
 def check_queues(

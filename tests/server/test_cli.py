@@ -30,6 +30,7 @@ from nanovllm.config import Config
 from nanovllm.scheduler import Scheduler
 from nanovllm.server import cli, commands
 from nanovllm.server.live import Camera
+from nanovllm.server.settings import ServerOptions
 
 
 class Own(Scheduler):
@@ -95,6 +96,32 @@ def test_what_is_not_given_keeps_its_default():
     for command in (["serve"], ["chat"], ["complete", "a"]):
         args = cli.new_parser().parse_args(command)
         assert commands.given(args, Config) == {} and commands.given(args, SamplingParams) == {}
+
+
+@pytest.mark.parametrize("option", ["api_key", "served_model_name"])
+def test_what_has_no_bytes_is_refused(option):
+    """As the environment gives a key that is no UTF-8: each request was a 500."""
+    with pytest.raises(ValueError, match=f"{option}.* is not allowed: it must be ") as refused:
+        ServerOptions(**{"served_model_name": ["m"], option: ["s\udcffcret"]})
+    assert option != "api_key" or "cret" not in str(refused.value)
+
+
+def test_a_standard_input_that_is_closed(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(SystemExit):
+        cli.main(["complete", "-", "--max-tokens", "3"])
+    assert "prompt='' is empty" in capsys.readouterr().err
+
+
+def test_a_dict_is_json():
+    """On the command line, and by way of a file of options."""
+    fields = {"num_speculative_tokens": 3}
+    words = cli.words_of({"speculative_config": fields, "enforce_eager": False, "seed": 5})
+    args = cli.parsed(["serve", *words])
+    given = commands.given(args, Config)
+    assert given == {"speculative_config": fields, "enforce_eager": False, "seed": 5}
+    with pytest.raises(ValueError, match="--speculative-config: invalid json_object value: '{'"):
+        cli.parsed(["serve", "--speculative-config", "{"])
 
 
 def test_values_have_the_types_of_their_fields():

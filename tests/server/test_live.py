@@ -21,6 +21,7 @@ from server_tools import Running
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.server.live import MOST_LOOKED_AT, MOST_TOLD, MOST_WAITING, Camera, LiveView
+from nanovllm.server.metrics import Metrics
 from nanovllm.server.page import MOST_FRAMES
 from nanovllm.server.recording import record
 
@@ -98,6 +99,19 @@ def check_requests_of(frame: dict, llm: LLM) -> None:
         if len(seqs) == 1:
             assert said[name]["computed"] == seqs[0].num_computed_tokens
         assert said[name]["computed"] <= said[name]["prompt"] + num_own
+
+
+def test_guesses_are_told():
+    llm = LLM(num_blocks=200, speculative_config={"prompt_lookup_min": 1})
+    llm.generate([[5, 6, 7] * 9], SamplingParams(temperature=0, max_tokens=20), use_tqdm=False)
+    frame, stats = Camera(llm).frame([], 0.0, 0.0), llm.stats()
+    assert 0 < stats["accepted_guesses"] < stats["guesses"]
+    for name in ("guesses", "accepted_guesses", "output_tokens"):
+        assert frame[name] == stats[name]
+    text = Metrics("m").text(stats).decode()
+    assert f'spec_decode_num_draft_tokens_total{{model_name="m"}} {stats["guesses"]:.1f}' in text
+    accepted = stats["accepted_guesses"]
+    assert f'spec_decode_num_accepted_tokens_total{{model_name="m"}} {accepted:.1f}' in text
 
 
 @pytest.mark.slow(but_every=3)

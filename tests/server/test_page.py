@@ -387,6 +387,9 @@ def test_what_bars_and_counts_mean_is_in_sight(browser, server):
     browser.open(server.url)
     browser.wait(IS_LIVE)
     assert browser.value("$('hits').innerText").split() == ["48", "of", "63", "tokens"]
+    assert browser.value("$('guessed').hidden")
+    show_frame(browser, server, {**server.last_frame, "guesses": 1200, "accepted_guesses": 7})
+    assert browser.value("$('guesses').innerText").split() == ["7", "of", "1,200"]
     assert browser.text(".request .count") == "15 + 48"
     key = browser.value("$('key').innerText")
     for words in ("15 + 48", "tokens of the prompt", "not computed yet", "white line", "gray"):

@@ -289,7 +289,7 @@ class Stubborn(Scheduler):
         (
             Scheduler,
             Keeps,
-            r"step \d+, at .*: Scheduler.schedule\(\): block 0 is in 0 tables, but its ref_count is 1",
+            r"step \d+, at .*: Scheduler.schedule\(\): .*block 0 is in 0 tables, but its ref_count is 1",
         ),
         (Preempts, None, r"Preempts.schedule\(\): 513 steps without a new token"),
         (Stubborn, None, r"planned nothing, but there are unfinished requests: \['2', '3'\]"),
@@ -362,3 +362,28 @@ def test_answers_and_limits_are_those_that_were_given(scheduler, message):
     config = Config(**{**SMALL, "num_blocks": 64, "max_num_batched_tokens": 64, "max_num_seqs": 4})
     with pytest.raises(ScheduleError, match=f"^step .*{message}"):
         simulate(jobs, config, SECOND, scheduler, check=True)
+
+
+# --- guesses ---
+
+
+GUESSING = SMALL | {"speculative_config": {"num_speculative_tokens": 4}}
+
+
+@pytest.mark.parametrize(
+    "guesses, steps",
+    [
+        ((), 20),
+        ((-1,) * 20, 20),
+        ((0,) * 20, 20),
+        ((2,) * 20, 7),
+        ((9,) * 20, 4),
+        ((4, -1, -1, -1, -1, 0) * 4, 7),
+    ],
+)
+def test_a_job_says_how_many_guesses_are_right(guesses, steps):
+    (served,) = simulate(
+        [job(outputs=20, right_guesses=guesses)], Config(**GUESSING), SECOND, check=True
+    ).requests
+    assert len(served.token_times) == 20
+    assert len({*served.token_times}) == steps

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 
 from fake_engine import Boom, check_clean
-from fake_model import FakeRunner
+from fake_model import FakeRunner, Oracle
 
 import nanovllm
 from nanovllm import LLM, BeamSearchParams, SamplingParams
@@ -139,6 +139,8 @@ class Life:
             max_num_batched_tokens=rng.choice([16, 40, 200]),
             enable_prefix_caching=rng.random() < 0.7,
         )
+        if rng.random() < 0.7:
+            self.llm.scheduler.guesser = Oracle(rng, VOCAB_SIZE, right=rng.choice([1, 0.8, 0.8, 0]))
         self.asked: dict[str, tuple] = {}
         self.outputs: dict = {}
         self.counts: Counter[str] = Counter()
@@ -237,6 +239,10 @@ def run(steps: int, seed: int) -> Counter:
             raise
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
+        guesser = life.llm.scheduler.guesser
+        if guesser is not None:
+            life.counts["guesses"] += guesser.num_guesses
+            life.counts["accepted"] += guesser.num_right.total()
         counts += life.counts
         seed += 1
     signal.signal(signal.SIGALRM, before)

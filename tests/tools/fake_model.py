@@ -6,10 +6,12 @@ Reading a wrong, stale or unwritten slot therefore gives a wrong prefix, and fro
 Tests import this file. An example that does: pytest tests/core/test_scheduler.py
 """
 
+import random
 import zlib
 from functools import partial
 
 from nanovllm.decoding.beam_search import Beam
+from nanovllm.decoding.guesses import Guesser, SpeculativeConfig
 from nanovllm.sequence import Sequence
 
 
@@ -96,6 +98,22 @@ class FakeRunner:
             wants_some = count is not None
             logprobs.append(likeliest(prefix, count, self.vocab_size) if wants_some else None)
         return tokens, logprobs
+
+
+class Oracle(Guesser):
+    """Guesses what the model will draw, and is often right."""
+
+    def __init__(self, rng: random.Random, vocab_size: int, right: float = 0.8):
+        super().__init__(SpeculativeConfig(num_speculative_tokens=rng.randint(1, 8)))
+        self.rng, self.vocab_size, self.right = rng, vocab_size, right
+
+    def guess(self, seq: Sequence, most: int) -> list[int]:
+        prefix = [*seq.token_ids]
+        for _ in range(self.rng.randint(0, most)):
+            right = next_token(tuple(prefix), seq.seed, self.vocab_size)
+            is_right = self.rng.random() < self.right
+            prefix.append(right if is_right else self.rng.randrange(self.vocab_size))
+        return prefix[len(seq) :]
 
 
 def expected_output(request, index: int, max_model_len: int, vocab_size: int) -> list[int]:

@@ -15,7 +15,7 @@ from nanovllm.checks.blocks import check_blocks
 from nanovllm.decoding.beam_search import BeamRequest, BeamSearch, BeamSearchParams
 from nanovllm.schedule import Schedule
 from nanovllm.scheduler import Scheduler
-from nanovllm.sequence import Request
+from nanovllm.sequence import Request, Sequence
 
 VOCAB_SIZE, MAX_MODEL_LEN = 3, 22
 
@@ -84,7 +84,9 @@ def check_plan(scheduler: Scheduler, schedule: Schedule) -> None:
     assert all(0 < n <= seq.num_missing_tokens for seq, _, n in schedule.items)
     for request in scheduler.running:
         # all or nothing: sequences of a request have next tokens in the same step
-        sampled = {seq for seq in schedule.sampled if seq.request is request}
+        sampled = {
+            seq for seq in schedule.sampled if seq.request is request and type(seq) is Sequence
+        }
         assert sampled in (set(), set(request.unfinished))
     sources = {source for source, _ in schedule.moves.copies}
     targets = [target for _, target in schedule.moves.copies]
@@ -105,7 +107,16 @@ def check_plan(scheduler: Scheduler, schedule: Schedule) -> None:
 
 
 def play(
-    arrivals, block_size, tokens, seqs, spare, caching, num_host_blocks, failures, cls=Scheduler
+    arrivals,
+    block_size,
+    tokens,
+    seqs,
+    spare,
+    caching,
+    num_host_blocks,
+    failures,
+    cls=Scheduler,
+    guesser=None,
 ) -> Counter:
     """Runs a scenario under scarce blocks, host blocks and budgets. The oracle is the fake model,
     asked for one request alone. Counts what has happened."""
@@ -118,6 +129,7 @@ def play(
     scheduler = new_scheduler(
         longest + spare, block_size, tokens, seqs, MAX_MODEL_LEN, cls, **options
     )
+    scheduler.guesser = guesser
     manager, runner, events = scheduler.block_manager, FakeRunner(block_size, VOCAB_SIZE), Counter()
     todo, aborts, all_requests, clock = [], [], [], 0
     for i, (wait, prompt, max_tokens, eos, n, is_beams, abort) in enumerate(arrivals):

@@ -22,6 +22,7 @@ from fake_model import FakeRunner
 
 from nanovllm import LLM
 from nanovllm.checks.blocks import check_blocks
+from nanovllm.decoding.guesses import Guess
 from nanovllm.server.app import new_app
 from nanovllm.server.serve import bind, new_server
 from nanovllm.server.settings import ServerOptions
@@ -341,11 +342,16 @@ class Parrot:
             self.answers[request] = [*ids, EOS]
         return self.answers[request]
 
+    def next_of(self, seq) -> int:
+        tokens = self.tokens_of(seq.request)
+        is_behind = isinstance(seq, Guess) and seq.num_output_tokens >= len(tokens)
+        return EOS if is_behind else tokens[seq.num_output_tokens]
+
     def launch(self, schedule):
         return lambda: self.run(schedule)
 
     def run(self, schedule):
-        tokens = [self.tokens_of(seq.request)[seq.num_output_tokens] for seq in schedule.sampled]
+        tokens = [self.next_of(seq) for seq in schedule.sampled]
         wants = [seq.request.num_logprobs is not None for seq in schedule.sampled]
         return tokens, [{i: -0.5} if w else None for i, w in zip(tokens, wants)]
 

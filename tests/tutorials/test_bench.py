@@ -8,6 +8,7 @@ import json
 import math
 import os
 import random
+import re
 import subprocess
 import sys
 import time
@@ -23,7 +24,7 @@ from extras import needs
 from transformers import AutoModelForCausalLM
 
 import bench
-from measure import attention, host, preemption, tables
+from measure import attention, host, preemption, speculative, tables
 from measure.peers import Vllm
 from measure.turns import Worker
 from nanovllm import LLM, SamplingParams
@@ -399,6 +400,27 @@ def test_attention_case(batch, queries, context):
     assert row["bytes_per_second"] == pytest.approx(size / row["seconds"])
 
 
+def test_speculative(monkeypatch, capsys):
+    """Guesses save steps where the answer is in the question; the seconds are whatever they are."""
+    monkeypatch.setattr(speculative, "AT_A_TIME", {1: 2, 2: 2})
+    monkeypatch.setattr(speculative, "NUM_GUESSES", (0, 4))
+    monkeypatch.setattr(speculative, "MOST_TOKENS", 12)
+    args = bench.parser().parse_args(["speculative", "--repeat", "1", "--dtype", "float32"])
+    rows = {
+        (row["task"], row["at_a_time"], row["guesses"]): row
+        for row in speculative.measure(args)["speculative"]
+    }
+    assert len(rows) == 2 * 2 * len(speculative.TASKS)
+    for task in speculative.TASKS:
+        without, guessed = rows[task, 1, 0], rows[task, 1, 4]
+        assert without["tokens_per_turn"] == 1 and without["guessed"] == 0
+        assert guessed["tokens"] == without["tokens"]
+        assert guessed["steps"] == without["steps"] - guessed["accepted"]
+    assert rows["phone book", 1, 4]["tokens_per_turn"] > 1
+    printed = capsys.readouterr().out
+    assert re.search("phone book +2 ", printed)
+
+
 def test_preemption(monkeypatch, capsys):
     """What was swapped is not computed again, and everything is given back; the seconds are
     whatever they are."""
@@ -554,7 +576,7 @@ def test_loops_run_beside_the_rounds(monkeypatch):
     [
         ("performance", []),
         ("baselines", ["performance"]),
-        ("simulation", ["performance", "baselines"]),
+        ("simulation", ["performance", "baselines", "tiny_qwen3"]),
     ],
 )
 def test_imports_go_one_way(folder, may_import):

@@ -841,6 +841,8 @@ function showNumbers(frame, speed) {
   number("speed", speed === null ? "\u2013" : grouped.format(Math.round(speed)));
   number("use", `${percent.toFixed(percent > 0 && percent < 1 ? 1 : 0)}%`, `${grouped.format(frame.kv_blocks_used)} blocks`);
   number("hits", grouped.format(frame.prefix_cache_hit_tokens), `of ${plural(frame.prompt_tokens, "token")}`);
+  $("guessed").hidden = frame.guesses === undefined; // an engine that does not guess
+  if (!$("guessed").hidden) number("guesses", grouped.format(frame.accepted_guesses), `of ${grouped.format(frame.guesses)}`);
   number("preemptions", grouped.format(frame.preemptions));
   number("step", grouped.format(frame.step));
 }

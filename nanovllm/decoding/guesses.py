@@ -1,0 +1,177 @@
+"""Guesses: what may come next, so that one step can check several tokens (Leviathan et al., 2023).
+
+A step computes the guesses behind a sequence's last token, and draws a token after each of them as
+if there were no guesses: random numbers depend on seed and position alone. A guess is kept while it
+is what was drawn before it. So the tokens are the same with and without. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from nanovllm.block_manager import BlockManager
+from nanovllm.decoding.beam_search import BeamRequest
+from nanovllm.options import Options, Rule, integer, is_int, option, shown
+from nanovllm.schedule import Item, Schedule, ScheduleError
+from nanovllm.sequence import Request, Sequence, TokenLogprobs
+
+# each with the token that it has drawn, and the likeliest ones
+Rows = Iterable[tuple[Sequence, int, TokenLogprobs | None]]
+AT_ONCE = 1024  # tokens of a text whose places are noted: a long prompt holds no step up
+FEW = integer(1, 64, "an integer from 1 to 64")
+
+
+@dataclass(kw_only=True)
+class SpeculativeConfig(Options):
+    """How to guess. The names are those of vLLM."""
+
+    method: str = option(
+        "ngram",
+        'With "ngram", what followed the last tokens when they came for the first time (prompt '
+        "lookup: Saxena, 2023).",
+        Rule(lambda value: value == "ngram", "'ngram'"),
+    )
+    num_speculative_tokens: int = option(4, "Maximum guesses for a sequence in a step.", FEW)
+    prompt_lookup_max: int = option(4, "The most last tokens to look for.", FEW)
+    prompt_lookup_min: int = option(2, "The fewest last tokens to look for.", FEW)
+
+    def __post_init__(self):
+        super().__post_init__()
+        most = self.prompt_lookup_max
+        allowed = f"at most prompt_lookup_max={most}"
+        self.require("prompt_lookup_min", self.prompt_lookup_min <= most, allowed)
+
+
+class Lookup:
+    """Where the n-grams of a text came for the first time. Grows with the text."""
+
+    def __init__(self, config: SpeculativeConfig):
+        self.sizes = range(config.prompt_lookup_max, config.prompt_lookup_min - 1, -1)
+        self.ends: dict[tuple[int, ...], int] = {}  # of an n-gram: the place behind it
+        self.num_tokens = 0  # whose n-grams are known
+
+    def guess(self, token_ids: Tokens[int], most: int) -> Tokens[int]:
+        """What followed the longest of the last n-grams, up to `most` tokens; or nothing."""
+        new = range(self.num_tokens + 1, len(token_ids))[:AT_ONCE]
+        for end in new:
+            for size in self.sizes:
+                if size <= end:
+                    self.ends.setdefault(tuple(token_ids[end - size : end]), end)
+        self.num_tokens += len(new)
+        for size in self.sizes:
+            begin = self.ends.get(tuple(token_ids[-size:]))
+            if begin is not None:
+                return token_ids[begin : begin + most]
+        return []
+
+
+class Guess(Sequence):
+    """A sequence as it will be if so many guesses are right. It draws the token behind them."""
+
+    def __init__(self, seq: Sequence, token_ids: list[int]):
+        super().__init__(seq.request, seq.index, token_ids)
+        self.seq = seq
+        self.place = len(token_ids) - len(seq)
+        self.num_computed_tokens = seq.num_computed_tokens
+        self.block_table = seq.block_table
+
+
+class Guesser:
+    """Adds guesses to steps that have been planned, and keeps those that were right."""
+
+    def __init__(self, config: SpeculativeConfig):
+        self.config = config
+        self.lookups = WeakKeyDictionary[Sequence, Lookup]()
+        self.num_guesses = 0
+        self.num_right = Counter[int]()  # by place: 1 is the first guess of a sequence
+
+    @property
+    def stats(self) -> dict[str, float]:
+        """Counters since the start: how many guesses, and how many were right, also by place."""
+        right = self.num_right
+        by_place = {f"accepted_guesses_{place}": n for place, n in sorted(right.items())}
+        return {"guesses": self.num_guesses, "accepted_guesses": right.total(), **by_place}
+
+    def guess(self, seq: Sequence, most: int) -> Tokens[int]:
+        """Up to `most` tokens that may follow."""
+        lookup = self.lookups.get(seq)
+        if lookup is None or lookup.num_tokens >= len(seq):  # it has lost tokens, in a fault
+            lookup = self.lookups[seq] = Lookup(self.config)
+        return lookup.guess(seq.token_ids, most)
+
+    def add_guesses(self, schedule: Schedule, scheduler: Any) -> None:
+        """Takes only tokens that the step has left, and blocks that are free: the next step finds
+        them free again, unless the guesses are right. Raises ScheduleError if the policy is wrong.
+        """
+        manager = scheduler.block_manager
+        waiting = [request for request in scheduler.running if not request.has_forked]
+        promised = sum(map(manager.num_blocks_at_fork, waiting))
+        for i, (seq, start, num_tokens) in enumerate(schedule.items):
+            if schedule.sampled.get(seq) is not seq or not allows_guesses(seq.request):
+                continue
+            wanted = scheduler.num_guesses(seq.request)
+            if not is_int(wanted, 0):
+                problem = f"{shown(wanted)} is no number of guesses"
+                raise ScheduleError(scheduler, "num_guesses", problem)
+            num_blocks = len(seq.block_table) + manager.num_free_blocks - promised
+            room = num_blocks * manager.block_size
+            longest = min(room, seq.request.max_len - 1)
+            most = min(wanted, schedule.tokens_left, longest - len(seq))
+            rows = self.rows(seq, most) if most > 0 else []
+            if rows:
+                while len(seq.block_table) * manager.block_size < len(rows[-1]):
+                    seq.block_table.append(manager.take_block().id)
+                schedule.items[i] = Item(rows[-1], start, num_tokens + len(rows))
+                schedule.sampled |= dict.fromkeys([seq, *rows], rows[-1])
+                schedule.tokens_left -= len(rows)
+
+    def rows(self, seq: Sequence, most: int) -> list[Guess]:
+        """The sequence with one guess, with two, and so on."""
+        token_ids = seq.token_ids
+        rows = []
+        for token_id in self.guess(seq, most)[:most]:
+            token_ids = [*token_ids, token_id]
+            rows.append(Guess(seq, token_ids))
+        return rows
+
+    def accepted(self, schedule: Schedule, manager: BlockManager, drawn: Rows) -> Rows:
+        """The sequences with the tokens that count: what a guess has drawn counts if the sequence
+        has become what was guessed. Only these rows are left in the schedule."""
+        for row, token_id, likeliest in [*drawn]:
+            source = schedule.sampled[row]
+            if not isinstance(source, Guess):
+                yield row, token_id, likeliest
+                continue
+            seq = source.seq
+            is_right = seq.finish_reason is None and seq.token_ids == row.token_ids
+            if not is_right:
+                del schedule.sampled[row]
+                continue
+            if isinstance(row, Guess):
+                self.num_right[row.place] += 1
+            seq.num_computed_tokens = len(row)
+            yield seq, token_id, likeliest
+        for row, _, _ in schedule.items:
+            if isinstance(row, Guess):  # gives back the blocks behind the last token
+                self.num_guesses += row.place
+                end = manager.num_blocks_for(len(row.seq))
+                row.block_table = row.seq.block_table[end:]
+                del row.seq.block_table[end:]
+                manager.free(row)
+
+
+def new_guesser(fields: dict[str, Any]) -> Guesser:
+    """Raises ValueError if one of SpeculativeConfig's fields is wrong."""
+    named = {str(name): value for name, value in fields.items()}
+    return Guesser(SpeculativeConfig(**named))
+
+
+def allows_guesses(request: Request) -> bool:
+    """Whether it draws tokens, as beams do not, and its prompt is not scored any more."""
+    is_drawn = request.has_forked and not isinstance(request, BeamRequest)
+    return is_drawn and not request.lacks_prompt_logprobs

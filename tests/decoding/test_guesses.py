@@ -1,0 +1,368 @@
+"""Guesses change no token, whoever makes them: they are looked up, always right, sometimes right, or nonsense.
+
+Run: pytest tests/decoding/test_guesses.py; with --slow also other tests with guesses as the default
+"""
+
+import gc
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from extras import needs
+from fake_engine import check_clean, go_on, result
+from fake_engine import new_llm as new_fake_llm
+from fake_model import FakeRunner, Oracle
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from scenarios import play, scenarios
+from scheduling import new_request, new_scheduler, step
+
+from nanovllm import LLM, BeamSearchParams, SamplingParams
+from nanovllm.checks.blocks import check_blocks
+from nanovllm.decoding.guesses import Guesser, Lookup, SpeculativeConfig
+from nanovllm.schedule import ScheduleError
+from nanovllm.scheduler import Scheduler
+
+ROOT = Path(__file__).parents[2]
+GREEDY = SamplingParams(temperature=0, max_tokens=30)
+
+
+# --- what is guessed ---
+
+
+def naive(token_ids: list[int], most: int, sizes) -> list[int]:
+    """Looks at the whole text each time."""
+    for size in sizes:
+        if size > len(token_ids):
+            continue
+        for begin in range(len(token_ids) - size):
+            if token_ids[begin : begin + size] == token_ids[-size:]:
+                return token_ids[begin + size :][:most]
+    return []
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.integers(0, 2), min_size=1, max_size=40),
+    st.integers(1, 6),
+    st.tuples(st.integers(1, 4), st.integers(1, 4)).map(sorted),
+    st.lists(st.integers(1, 40), max_size=5),
+)
+def test_a_lookup_finds_what_a_search_of_the_whole_text_finds(text, most, ends, stops):
+    low, high = ends
+    lookup = Lookup(SpeculativeConfig(prompt_lookup_min=low, prompt_lookup_max=high))
+    for end in sorted({*stops, len(text)}):
+        so_far = text[:end]
+        assert lookup.guess(so_far, most) == naive(so_far, most, range(high, low - 1, -1))
+
+
+def test_a_lookup_looks_at_new_tokens_only():
+    class Text(list):
+        num_slices = 0
+
+        def __getitem__(self, i):
+            Text.num_slices += isinstance(i, slice)
+            return super().__getitem__(i)
+
+    lookup = Lookup(SpeculativeConfig())
+    text = Text(range(5000))
+    for _ in range(5):  # a long prompt takes several steps
+        Text.num_slices = 0
+        lookup.guess(text, 4)
+        assert 500 < Text.num_slices < 3500
+    for token_id in range(5000, 5010):
+        Text.num_slices = 0
+        text.append(token_id)
+        lookup.guess(text, 4)
+        assert Text.num_slices < 10
+
+
+def test_an_index_is_made_again_if_tokens_are_gone():
+    guesser = Guesser(SpeculativeConfig(prompt_lookup_min=1))
+    seq = new_request(0, [1, 2, 3, 1]).sequences[0]
+    assert guesser.guess(seq, 4) == [2, 3, 1]
+    seq.token_ids[1:] = [7, 1]
+    assert guesser.guess(seq, 4) == [7, 1]
+    lookups = guesser.lookups
+    del seq
+    gc.collect()
+    assert not lookups
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        (5, r"speculative_config=5 is not allowed: it must be a dict of SpeculativeConfig's fields, or None"),
+        ({"method": "eagle"}, "method='eagle' is not allowed: it must be 'ngram'"),
+        ({"num_speculative_tokens": 0}, "num_speculative_tokens=0 is not allowed: it must be an integer from 1 to 64"),
+        ({"num_speculative_tokens": True}, "num_speculative_tokens=True is not allowed"),
+        ({"prompt_lookup_min": 5}, "prompt_lookup_min=5 is not allowed: it must be at most prompt_lookup_max=4"),
+        ({"prompt_lookup_max": 1}, "prompt_lookup_min=2 is not allowed: it must be at most prompt_lookup_max=1"),
+        ({"model": "x"}, "SpeculativeConfig has no field 'model'"),
+        ({5: 1}, "SpeculativeConfig has no field '5'"),
+    ],
+)  # fmt: skip
+def test_wrong_fields(fields, message):
+    with pytest.raises(ValueError, match=message):
+        LLM(runner=FakeRunner(4), speculative_config=fields)
+
+
+# --- how many steps it takes ---
+
+
+class Known(Guesser):
+    """Knows the answers of a run before, and is right so often."""
+
+    def __init__(self, outputs, all_params, right: float = 1.0, k: int = 4):
+        super().__init__(SpeculativeConfig(num_speculative_tokens=k))
+        self.jobs = [
+            (output.prompt_token_ids, params, [one.token_ids for one in output.outputs])
+            for output, params in zip(outputs, all_params, strict=True)
+        ]
+        self.right, self.rng = right, random.Random(k)
+
+    def guess(self, seq, most):
+        asked = seq.request.prompt_token_ids, seq.request.params
+        answer = next(answers[seq.index] for *job, answers in self.jobs if tuple(job) == asked)
+        coming = answer[seq.num_output_tokens :][:most] or [7] * most
+        return [i if self.rng.random() < self.right else self.rng.randrange(1000) for i in coming]
+
+
+@pytest.mark.parametrize("k", [1, 3, 8])
+def test_right_guesses_save_steps(k):
+    llm = new_fake_llm()
+    params = SamplingParams(seed=1, max_tokens=37, ignore_eos=True)
+    (expected,) = llm.generate([[5] * 9], params, use_tqdm=False)
+    llm.scheduler.guesser = Known([expected], [params], k=k)
+    before = llm.stats()
+    (output,) = llm.generate([[5] * 9], params, use_tqdm=False)
+    after = llm.stats()
+    assert result(output) == result(expected)
+    # a step for the prompt, which gives a token; each of the others gives 1 + k
+    num_steps = 1 + -(-36 // (1 + k))
+    assert after["steps"] - before["steps"] == num_steps
+    assert after["output_tokens"] - before["output_tokens"] == 37
+    assert after["accepted_guesses"] == 37 - num_steps == after["guesses"]
+    check_clean(llm)
+
+
+# --- guesses take nothing from anybody ---
+
+
+class Zeros(Guesser):
+    """Which is all that a model with one token says."""
+
+    def __init__(self, k: int):
+        super().__init__(SpeculativeConfig(num_speculative_tokens=k))
+
+    def guess(self, seq, most):
+        return [0] * most
+
+
+def test_guesses_take_what_the_budget_has_left():
+    """Two sequences decode, and a prompt comes: it gets its tokens first."""
+    scheduler, runner = new_scheduler(tokens=12), FakeRunner(4, vocab_size=1)
+    for i in range(2):
+        scheduler.add(new_request(i, 3, max_tokens=40))
+    step(scheduler, runner)
+    scheduler.guesser = Zeros(6)
+    scheduler.add(new_request(2, 8, max_tokens=4))
+    assert step(scheduler, runner) == [("0", 1 + 2), ("1", 1), ("2", 8)]
+    assert [request.num_output_tokens for request in scheduler.running] == [4, 2, 1]
+
+
+def test_guesses_take_free_blocks_only_and_give_them_back():
+    scheduler, runner = new_scheduler(num_blocks=5, tokens=64), FakeRunner(4, vocab_size=3)
+    scheduler.guesser = Zeros(20)
+    scheduler.add(new_request(0, 7, max_tokens=7))
+    scheduler.add(new_request(1, 7, max_tokens=7))
+    while scheduler.has_unfinished():
+        schedule = scheduler.schedule()
+        assert schedule.num_used_blocks <= 5
+        scheduler.update(schedule, *runner.run(schedule))
+        sequences = [seq for r in scheduler.unfinished() for seq in r.unfinished]
+        check_blocks(scheduler.block_manager, sequences)
+        assert all(len(seq.block_table) <= -(-len(seq) // 4) for seq in sequences)
+    stats = scheduler.guesser.stats
+    assert stats["guesses"] > 10 and stats["accepted_guesses"] < stats["guesses"] / 2
+
+
+def test_a_policy_says_how_many():
+    class OnlyTheFirst(Scheduler):
+        def num_guesses(self, request):
+            return 3 if request.arrival == 0 else 0
+
+    scheduler, runner = new_scheduler(cls=OnlyTheFirst, tokens=40), FakeRunner(4, vocab_size=1)
+    scheduler.guesser = Zeros(9)
+    for i in range(2):
+        scheduler.add(new_request(i, 3, max_tokens=9))
+    assert step(scheduler, runner) == [("0", 3 + 3), ("1", 3)]
+    assert step(scheduler, runner) == [("0", 4), ("1", 1)]
+
+
+@pytest.mark.parametrize("wrong", [None, -1, "4", 2.0, True])
+def test_a_policy_that_says_nonsense_is_told_so(wrong):
+    class Wrong(Scheduler):
+        def num_guesses(self, request):
+            return wrong
+
+    llm = new_fake_llm(scheduler_cls=Wrong, speculative_config={})
+    message = rf"Wrong.num_guesses\(\): {wrong!r} is no number of guesses"
+    with pytest.raises(ScheduleError, match=message):
+        llm.generate([[5] * 9], GREEDY, use_tqdm=False)
+    check_clean(llm)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(scenarios, st.integers(0, 999))
+def test_whatever_happens_every_request_gets_its_own_tokens(scenario, seed):
+    play(*scenario, guesser=Oracle(random.Random(seed), 3))
+
+
+# --- the same tokens, on a real model ---
+
+PROMPTS = [
+    "repeat: apple river stone cloud garden",
+    "sort 7, 3, 9, 1, 5",
+    [5, 6, 7] * 12,
+    "Once upon a time there was a fox. Once upon a time",
+]
+CHOICE = [f"{word} river {word}" for word in ("stone", "cloud", "candle")]
+KINDS = [
+    SamplingParams(temperature=0, max_tokens=30, ignore_eos=True),
+    SamplingParams(seed=1, max_tokens=24, n=3, top_p=0.9, logprobs=2),
+    SamplingParams(seed=2, max_tokens=24, top_k=40, presence_penalty=0.5, stop=["e "]),
+    SamplingParams(temperature=0, max_tokens=24, repetition_penalty=1.3, frequency_penalty=0.2),
+    SamplingParams(temperature=0, max_tokens=16, prompt_logprobs=1, stop=["r", "s"]),
+    SamplingParams(seed=3, max_tokens=24, logit_bias={11: 5.0}, min_tokens=9, min_p=0.02),
+    SamplingParams(temperature=0, max_tokens=30, structured_outputs={"regex": "([a-f]{3} )*z"}),
+    SamplingParams(seed=4, max_tokens=30, n=2, structured_outputs={"choice": CHOICE}),
+    SamplingParams(seed=5, max_tokens=30, ignore_eos=True, bad_words=["the", "a", "river"]),
+    SamplingParams(seed=6, max_tokens=20, allowed_token_ids=[*range(40, 60)], temperature=3.0),
+    BeamSearchParams(beam_width=3, max_tokens=8),
+]
+JOBS = [(prompt, params) for params in KINDS for prompt in PROMPTS]
+
+
+def answers(llm: LLM) -> list:
+    prompts, params = zip(*JOBS)
+    return llm.generate(list(prompts), list(params), use_tqdm=False)
+
+
+def told(outputs) -> list:
+    """All that a user sees; log-probabilities nearly, as their order of summing differs."""
+    told = []
+    for one in (one for output in outputs for one in output.outputs):
+        told.append((one.token_ids, one.text, one.finish_reason, one.stop_reason))
+        for row in one.logprobs or []:
+            told += [(i, pytest.approx(value, abs=1e-3)) for i, value in row.items()]
+    return told
+
+
+def new_llm(**options) -> LLM:
+    return LLM(**dict(dtype="float32", num_blocks=1000, block_size=4, device="cpu") | options)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    needs("llguidance")
+    return answers(new_llm())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"attention_backend": "torch"},
+        {"num_blocks": 90, "max_num_batched_tokens": 40, "max_num_seqs": 16},
+        {"num_blocks": 90, "preemption_mode": "swap", "swap_gib": 0.01, "max_num_seqs": 16},
+        {"enable_prefix_caching": False, "max_num_batched_tokens": 300},
+        {"block_size": 1, "num_blocks": 4000},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("right", [None, 1.0, 0.7, 0.0])
+@pytest.mark.slow(but_every=7)
+def test_the_same_tokens_whatever_is_guessed(expected, options, right):
+    llm = new_llm(speculative_config={"prompt_lookup_min": 1}, **options)
+    if right is not None:
+        llm.scheduler.guesser = Known(expected, [params for _, params in JOBS], right, k=5)
+    outputs = answers(llm)
+    assert told(outputs) == told(expected)
+    stats = llm.stats()
+    assert stats["guesses"] > 100 and (stats["accepted_guesses"] > 100 or right == 0)
+    assert stats["output_tokens"] >= sum(len(o.token_ids) for out in outputs for o in out.outputs)
+    if llm.block_manager.num_free_blocks == 90:
+        assert llm.scheduler.num_preemptions > 0
+    check_blocks(llm.block_manager, [])
+
+
+@pytest.mark.parametrize("k", range(1, 9))
+@pytest.mark.slow(but_every=4)
+def test_any_number_of_guesses(expected, k):
+    llm = new_llm(speculative_config={"num_speculative_tokens": k, "prompt_lookup_max": 2})
+    assert told(answers(llm)) == told(expected)
+
+
+@pytest.mark.slow
+def test_triton(expected):
+    needs("triton")
+    llm = new_llm(speculative_config={}, attention_backend="triton", block_size=16)
+    jobs = [3, 8, 12, 24]
+    prompts, params = zip(*[JOBS[i] for i in jobs])
+    outputs = llm.generate(list(prompts), list(params), use_tqdm=False)
+    assert told(outputs) == told([expected[i] for i in jobs])
+    assert llm.stats()["accepted_guesses"] > 0
+
+
+def test_a_stop_string_within_right_guesses_ends_there():
+    llm = new_llm()
+    plain = SamplingParams(temperature=0, max_tokens=40, logprobs=0)
+    (whole,) = llm.generate(["repeat: apple river stone"], plain, use_tqdm=False)
+    params = SamplingParams(temperature=0, max_tokens=40, stop="river", logprobs=0)
+    (cut,) = llm.generate(["repeat: apple river stone"], params, use_tqdm=False)
+    llm.scheduler.guesser = Known([whole], [params], k=12)
+    (guessed,) = llm.generate(["repeat: apple river stone"], params, use_tqdm=False)
+    assert llm.stats()["accepted_guesses"] > 1
+    assert told([guessed]) == told([cut])
+    assert len(guessed.outputs[0].logprobs) == len(guessed.outputs[0].token_ids)
+    text = "".join(llm.stream("repeat: apple river stone", params))
+    assert text == cut.outputs[0].text
+    check_clean(llm)
+
+
+def test_a_grammar_takes_wrong_guesses_back(expected, monkeypatch):
+    """It does not begin its text again after each of them."""
+    llm = new_llm()
+    params = SamplingParams(
+        temperature=0, max_tokens=60, structured_outputs={"regex": "[0-9a-c ]{40}"}
+    )
+    (plain,) = llm.generate(["count from 1 to 20"], params, use_tqdm=False)
+    llm.scheduler.guesser = Known([plain], [params], right=0.5)
+    llm.add_request("count from 1 to 20", params, "a")
+    llm.step()
+    grammar = llm.requests["a"].grammar
+    grammar.start = None  # a copy of it would fail
+    assert result(go_on(llm)["a"]) == result(plain)
+    assert 0 < llm.stats()["accepted_guesses"] < llm.stats()["guesses"]
+
+
+@pytest.mark.slow
+def test_what_holds_without_guesses_holds_with_them():
+    """The same tests, with guesses as the default. They count no steps."""
+    names = ["core/test_ctrl_c", "core/test_late_texts", "core/test_fuzz", "decoding/test_[bmps]"]
+    names += ["frontend/test_text", "server/test_formats", "parallel/test_parallel"]
+    files = [str(path) for name in names for path in ROOT.glob(f"tests/{name}*.py")]
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "guesses_default", *files]
+    done = subprocess.run(
+        [*command, "-p", "no:cacheprovider"],
+        cwd=ROOT,
+        env=os.environ
+        | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "tools")])},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    assert " passed" in done.stdout
