@@ -5,7 +5,6 @@ does not read them. They are carried out by mapping memory.
 """
 
 import math
-import os
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -104,7 +103,6 @@ class VirtualCache(KVCache):
     """
 
     def __init__(self, shape: VirtualShape, num_blocks: int):
-        self.process = os.getpid()
         size = num_blocks * shape.block_bytes
         memory = shape.system.new_memory(size)
         address = memory.reserve(size)
@@ -120,9 +118,6 @@ class VirtualCache(KVCache):
 
     def show(self, batch: Batch) -> list[int]:
         """Brings the blocks of each sequence of a step into a row, or NO_ROW if none is left."""
-        if os.getpid() != self.process:
-            problem = "its memory is that of the process that has made the engine, not of a fork"
-            raise RuntimeError(f"attention_backend='vattention': {problem}")
         block_ids = batch.block_tables.tolist()
         firsts = batch.cu_blocks.tolist()
         ends = batch.cu_seqlens_q.tolist()

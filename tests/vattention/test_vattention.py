@@ -539,18 +539,6 @@ def test_a_system_that_cannot_map(missing, tmp_path, monkeypatch):
     LLM(attention_backend="torch", num_blocks=10)
 
 
-def test_a_fork_is_refused(path, monkeypatch):
-    """It would write into the memory of its parent, which is a file that both have mapped."""
-    llm = LLM(path, attention_backend="vattention", num_blocks=20, max_num_seqs=4)
-    expected = tokens(llm.generate([[5] * 9], GREEDY, use_tqdm=False))
-    with monkeypatch.context() as fork:
-        fork.setattr(os, "getpid", lambda: 1)
-        fork.setattr(logging.getLogger("nanovllm.recovery"), "disabled", True)  # it keeps the error
-        with pytest.raises(RuntimeError, match="that of the process that has made the engine"):
-            llm.generate([[5] * 9], GREEDY, use_tqdm=False)
-    assert tokens(llm.generate([[5] * 9], GREEDY, use_tqdm=False)) == expected
-
-
 def test_no_room_for_another_file(path, monkeypatch):
     """The reason is the system's, and not a lack of memory."""
 
