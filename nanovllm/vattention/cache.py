@@ -114,7 +114,8 @@ class VirtualCache(KVCache):
         self.page_table = PageTable(shape, num_blocks, memory)
         rows = memory.view(self.page_table.address, self.page_table.num_bytes)
         length = shape.row_blocks * shape.block_size
-        self.rows = shape.seen_in(rows, length).unbind(1)
+        by_layer = shape.seen_in(rows, length)
+        self.rows = by_layer.unbind(1)
 
     def show(self, batch: Batch) -> list[int]:
         """Brings the blocks of each sequence of a step into a row, or NO_ROW if none is left."""
