@@ -36,8 +36,9 @@ class Schedule:
     tokens_left: int = 0  # while it is planned: how many more tokens may be added, ...
     prompt_tokens_left: int = 0  # ... and how many of them for sequences that lack more than one
     items: list[Item] = field(default_factory=list)
-    # sequences that get a next token: each draws it after the last token of itself, or, before its
-    # request forks, after that of the first one
+    # sequences that get a next token: each draws it after its own last token, which is computed by
+    # itself, by the first one before its request forks, or by the longest of its guesses; these
+    # draw, too, and once the step has run, only those are left that were right
     sampled: dict[Sequence, Sequence] = field(default_factory=dict)
     scored: list[Item] = field(default_factory=list)  # whose prompts' log-probabilities are wanted
     moves: Moves = field(default_factory=Moves)

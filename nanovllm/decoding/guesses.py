@@ -87,15 +87,18 @@ class Guesser:
     def __init__(self, config: SpeculativeConfig):
         self.config = config
         self.lookups = WeakKeyDictionary[Sequence, Lookup]()
+        self.num_drafts = 0  # how often a sequence had guesses
         self.num_guesses = 0
         self.num_right = Counter[int]()  # by place: 1 is the first guess of a sequence
 
     @property
     def stats(self) -> dict[str, float]:
-        """Counters since the start: how many guesses, and how many were right, also by place."""
+        """Counters since the start: how often guesses were made, how many, and how many were right,
+        also by place."""
         right = self.num_right
         by_place = {f"accepted_guesses_{place}": n for place, n in sorted(right.items())}
-        return {"guesses": self.num_guesses, "accepted_guesses": right.total(), **by_place}
+        made = {"drafts": self.num_drafts, "guesses": self.num_guesses}
+        return {**made, "accepted_guesses": right.total(), **by_place}
 
     def guess(self, seq: Sequence, most: int) -> Tokens[int]:
         """Up to `most` tokens that may follow."""
@@ -158,6 +161,7 @@ class Guesser:
             yield seq, token_id, likeliest
         for row, _, _ in schedule.items:
             if isinstance(row, Guess):  # gives back the blocks behind the last token
+                self.num_drafts += 1
                 self.num_guesses += row.place
                 end = manager.num_blocks_for(len(row.seq))
                 row.block_table = row.seq.block_table[end:]

@@ -1,6 +1,7 @@
 """Connections: what a client may do to one before there is a request."""
 
 import asyncio
+from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -13,7 +14,7 @@ class Connection(HttpToolsProtocol):
 
     num_header_bytes = 0  # that have come since the last part of a body
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.cycles: list[RequestResponseCycle] = []  # one after the other, if they are pipelined
 

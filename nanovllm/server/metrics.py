@@ -22,6 +22,7 @@ COUNTERS = {
     "num_preemptions": ("preemptions", "Requests that lost their blocks."),
     "prefix_cache_queries": ("prompt_tokens", "Tokens that were looked up in the prefix cache."),
     "prefix_cache_hits": ("prefix_cache_hit_tokens", "Those of them that were found."),
+    "spec_decode_num_drafts": ("drafts", "How often a sequence had guesses."),
     "spec_decode_num_draft_tokens": ("guesses", "Tokens that were guessed."),
     "spec_decode_num_accepted_tokens": ("accepted_guesses", "Those of them that were right."),
 }
@@ -70,6 +71,18 @@ class Metrics:
                 family = kind(f"nanovllm:{name}", text, labels=["model_name"])
                 family.add_metric([self.model_name], self.stats.get(key, 0))
                 yield family
+        yield self.by_place()
+
+    def by_place(self) -> Metric:
+        """Right guesses by their place, of which 0 is the first."""
+        name = "nanovllm:spec_decode_num_accepted_tokens_per_pos"
+        labels = ["model_name", "position"]
+        family = CounterMetricFamily(name, "Guesses that were right.", labels=labels)
+        for key, value in self.stats.items():
+            kind, _, place = key.rpartition("_")
+            if kind == "accepted_guesses":
+                family.add_metric([self.model_name, str(int(place) - 1)], value)
+        return family
 
     def text(self, stats: dict[str, float]) -> bytes:
         share = stats.get("kv_blocks_used", 0) / max(1, stats.get("kv_blocks", 0))

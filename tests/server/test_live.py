@@ -110,6 +110,9 @@ def test_guesses_are_told():
         assert frame[name] == stats[name]
     text = Metrics("m").text(stats).decode()
     assert f'spec_decode_num_draft_tokens_total{{model_name="m"}} {stats["guesses"]:.1f}' in text
+    of_first = 'spec_decode_num_accepted_tokens_per_pos_total{model_name="m",position="0"}'
+    assert f"{of_first} {stats['accepted_guesses_1']:.1f}" in text
+    assert stats["drafts"] <= stats["guesses"] <= 4 * stats["drafts"]
     accepted = stats["accepted_guesses"]
     assert f'spec_decode_num_accepted_tokens_total{{model_name="m"}} {accepted:.1f}' in text
 
