@@ -289,7 +289,8 @@ def a_replica_dies(served):
     assert served.post({"prompt": "2+2=", "max_tokens": 3}).status_code == 200
     after = counters(served)
     assert before.keys() == after.keys()
-    assert all(after[name] > before[name] for name in before), (before, after)
+    grown = {name for name in before if after[name] > before[name]}
+    assert {name for name in before if "spec_decode" not in name} == grown  # without guesses
 
 
 STEPS = (
