@@ -294,7 +294,7 @@ def test_the_same_tokens_whatever_is_guessed(expected, options, right):
     stats = llm.stats()
     assert stats["guesses"] > 100 and (stats["accepted_guesses"] > 100 or right == 0)
     assert stats["output_tokens"] >= sum(len(o.token_ids) for out in outputs for o in out.outputs)
-    if llm.block_manager.num_free_blocks == 90:
+    if llm.block_manager.num_free_blocks == 90 and right in (None, 0.0):
         assert llm.scheduler.num_preemptions > 0
     check_blocks(llm.block_manager, [])
 
