@@ -4,13 +4,10 @@ Run: pytest tests/decoding/test_guesses.py; with --slow also other tests with gu
 """
 
 import gc
-import os
 import random
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from defaults import check_with
 from extras import needs
 from fake_engine import check_clean, go_on, result
 from fake_engine import new_llm as new_fake_llm
@@ -26,7 +23,6 @@ from nanovllm.decoding.guesses import Guesser, Lookup, SpeculativeConfig
 from nanovllm.schedule import ScheduleError
 from nanovllm.scheduler import Scheduler
 
-ROOT = Path(__file__).parents[2]
 GREEDY = SamplingParams(temperature=0, max_tokens=30)
 
 
@@ -333,7 +329,7 @@ def test_a_stop_string_within_right_guesses_ends_there():
     check_clean(llm)
 
 
-def test_a_grammar_takes_wrong_guesses_back(expected, monkeypatch):
+def test_a_grammar_takes_wrong_guesses_back(expected):
     """It does not begin its text again after each of them."""
     llm = new_llm()
     params = SamplingParams(
@@ -354,15 +350,4 @@ def test_what_holds_without_guesses_holds_with_them():
     """The same tests, with guesses as the default. They count no steps."""
     names = ["core/test_ctrl_c", "core/test_late_texts", "core/test_fuzz", "decoding/test_[bmps]"]
     names += ["frontend/test_text", "server/test_formats", "parallel/test_parallel"]
-    files = [str(path) for name in names for path in ROOT.glob(f"tests/{name}*.py")]
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "guesses_default", *files]
-    done = subprocess.run(
-        [*command, "-p", "no:cacheprovider"],
-        cwd=ROOT,
-        env=os.environ
-        | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "tools")])},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
-    assert " passed" in done.stdout
+    check_with("guesses_default", [f"{name}*.py" for name in names])

@@ -14,17 +14,15 @@ import re
 import signal
 import socket
 import struct
-import subprocess
-import sys
 from collections import Counter
 from concurrent.futures import Future
 from contextlib import suppress
 from http.client import HTTPResponse
-from pathlib import Path
 from threading import Event
 
 import httpx
 import pytest
+from defaults import check_with
 from fake_model import FakeRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -841,16 +839,4 @@ def test_no_body_whatsoever_breaks_the_server(expected, pytestconfig):
 @pytest.mark.slow
 def test_what_holds_for_a_cpu_holds_for_news_that_are_made_a_step_later():
     """As on a GPU."""
-    root = Path(__file__).parents[2]
-    file = str(root / "tests/server/test_server.py")
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "asynchronous_default", file]
-    tools = os.pathsep.join([str(root), str(root / "tests" / "tools")])
-    done = subprocess.run(
-        [*command, "-p", "no:cacheprovider"],
-        cwd=root,
-        env=os.environ | {"PYTHONPATH": tools},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
-    assert " passed" in done.stdout
+    check_with("asynchronous_default", ["server/test_server.py"])

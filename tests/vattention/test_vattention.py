@@ -8,14 +8,13 @@ import errno
 import gc
 import logging
 import os
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from checkpoints import new_model, save
+from defaults import check_with
 from dense_attention import dense_attention
 from garbage import look_at_little_garbage
 from hypothesis import given, settings
@@ -511,18 +510,7 @@ def test_what_holds_for_paging_in_software_holds_here():
     """The same tests, with this backend as the default. They ask for blocks of a size in bytes, or of three tokens."""
     others = "room_for_no_block or more_memory_than_there_is or block_size_does_not_matter"
     names = ["core/test_fuzz", "core/test_recovery", "swapping", "decoding/test_beam_search"]
-    files = [str(path) for name in names for path in ROOT.glob(f"tests/{name}*")]
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "vattention_default", *files]
-    done = subprocess.run(
-        [*command, "-k", f"not ({others})", "-p", "no:cacheprovider"],
-        cwd=ROOT,
-        env=os.environ
-        | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "tools")])},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
-    assert " passed" in done.stdout
+    check_with("vattention_default", [f"{name}*" for name in names], "-k", f"not ({others})")
 
 
 # --- what cannot work ---

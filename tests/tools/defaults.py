@@ -1,0 +1,27 @@
+"""Runs tests once more in a process of its own, with a plugin of this folder that sets another default.
+
+Tests import this file. An example that does: pytest tests/vattention/test_vattention.py --slow -k paging_in_software
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def check_with(plugin: str, patterns: list[str], *more: str) -> None:
+    """Asserts that these files of tests pass with the plugin. They are given within tests, as `glob` has them."""
+    files = [str(path) for pattern in patterns for path in ROOT.glob(f"tests/{pattern}")]
+    command = [sys.executable, "-m", "pytest", "-x", "-p", plugin, *files]
+    done = subprocess.run(
+        [*command, *more, "-p", "no:cacheprovider"],
+        cwd=ROOT,
+        env=os.environ
+        | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "tools")])},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    assert " passed" in done.stdout
