@@ -28,6 +28,14 @@ COUNTERS = {
 }
 
 
+OF_A_PLACE = "accepted_guesses_"  # and 1 for the first guess
+
+
+def is_counter(key: str) -> bool:
+    """Whether a statistic only grows. The others are gauges."""
+    return key.startswith(OF_A_PLACE) or key in dict(COUNTERS.values())
+
+
 class Metrics:
     """The metrics of one server. The engine's counters are read from its `stats` on request."""
 
@@ -76,12 +84,11 @@ class Metrics:
     def by_place(self) -> Metric:
         """Right guesses by their place, of which 0 is the first."""
         name = "nanovllm:spec_decode_num_accepted_tokens_per_pos"
-        labels = ["model_name", "position"]
-        family = CounterMetricFamily(name, "Guesses that were right.", labels=labels)
+        family = CounterMetricFamily(name, "Right guesses.", labels=["model_name", "position"])
         for key, value in self.stats.items():
-            kind, _, place = key.rpartition("_")
-            if kind == "accepted_guesses":
-                family.add_metric([self.model_name, str(int(place) - 1)], value)
+            if key.startswith(OF_A_PLACE):
+                place = int(key.removeprefix(OF_A_PLACE)) - 1
+                family.add_metric([self.model_name, str(place)], value)
         return family
 
     def text(self, stats: dict[str, float]) -> bytes:

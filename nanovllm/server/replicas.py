@@ -34,7 +34,7 @@ from nanovllm.sequence import Request
 from nanovllm.server.app import Server, app_of
 from nanovllm.server.async_llm import AsyncLLM
 from nanovllm.server.errors import BadRequest, Unavailable, error_of
-from nanovllm.server.metrics import COUNTERS
+from nanovllm.server.metrics import is_counter
 from nanovllm.server.settings import ServerOptions
 from nanovllm.server.streams import Backend, Delta, Stream
 
@@ -42,7 +42,6 @@ logger = logging.getLogger("ray.serve")
 SECONDS_BETWEEN = 0.02  # parts of a stream: each costs Ray about a millisecond, on both sides
 PAUSES = (0, 0.1, 0.3, 1, 3)  # seconds before each try to find a replica that answers
 NO_LIMIT = 10**6  # of requests in a replica: the server says when there are too many
-COUNTED = {key for key, _ in COUNTERS.values()}  # the other statistics are gauges
 
 
 @dataclass
@@ -155,7 +154,8 @@ class Replicas(Backend):
         for answer in answers:
             if isinstance(answer, tuple):  # else this replica is being replaced
                 replica_id, stats = answer
-                self.counted[replica_id] = {key: stats.pop(key, 0) for key in COUNTED}
+                counters = filter(is_counter, [*stats])
+                self.counted[replica_id] = {key: stats.pop(key) for key in counters}
                 total.update(stats)
         for counts in self.counted.values():
             total.update(counts)
