@@ -16,7 +16,7 @@ from nanovllm.checks.classes import check_made
 from nanovllm.checks.schedules import ScheduleChecks, nothing_planned
 from nanovllm.config import TOKENS_PER_STEP, Config
 from nanovllm.decoding.beam_search import BeamRequest, BeamSearchParams
-from nanovllm.decoding.guesses import new_guesser
+from nanovllm.decoding.guesses import Guesser, config_of
 from nanovllm.device.choose import choose_device
 from nanovllm.frontend.inputs import (
     AllParams,
@@ -62,7 +62,7 @@ class LLM:
     def __init__(self, model: str | None = None, *, runner: Runner | None = None, **kwargs):
         self.config = config = Config(**kwargs) if model is None else Config(model=model, **kwargs)
         fields = config.speculative_config
-        guesser = None if fields is None else new_guesser(fields)
+        guesser = None if fields is None else Guesser(config_of(fields))
         path = find_model(config.model)
         hf_config = load_config(path)
         device = choose_device(config)

@@ -8,7 +8,7 @@ from typing import Any
 from nanovllm.block_manager import BlockManager
 from nanovllm.checks.classes import check_kept
 from nanovllm.config import Limits
-from nanovllm.decoding.guesses import Guess
+from nanovllm.decoding.guesses import unguessed
 from nanovllm.options import shown
 from nanovllm.schedule import Item, Schedule, ScheduleError
 from nanovllm.scheduler import Scheduler
@@ -45,7 +45,7 @@ class ScheduleChecks:
     def after_update(self, schedule: Schedule) -> None:
         """Checks that the step's result has been processed."""
         seq, start, _ = schedule.items[0]
-        seq = seq.seq if isinstance(seq, Guess) else seq
+        seq = unguessed(seq)
         if seq.num_computed_tokens == start and seq in seq.request.unfinished:
             problem = "it did nothing: does it call super()?"
             raise ScheduleError(self.scheduler, "update", problem)
@@ -87,7 +87,7 @@ def check_schedule(schedule: Schedule, scheduler: Scheduler, limits: Limits) -> 
     manager = scheduler.block_manager
     running = set(scheduler.running)
     seen = set[Sequence]()
-    last_ones = list[Sequence]()  # whose last token is computed
+    last_ones: list[Sequence] = []  # whose last token is computed
     for item in schedule.items:
         if not isinstance(item, Item):
             raise wrong(f"{shown(item)} is in the schedule, and not an Item")

@@ -81,6 +81,11 @@ class Guess(Sequence):
         self.block_table = seq.block_table
 
 
+def unguessed(row: Sequence) -> Sequence:
+    """The sequence itself."""
+    return row.seq if isinstance(row, Guess) else row
+
+
 class Guesser:
     """Adds guesses to steps that have been planned, and keeps those that were right."""
 
@@ -169,10 +174,10 @@ class Guesser:
                 manager.free(row)
 
 
-def new_guesser(fields: dict[str, Any]) -> Guesser:
-    """Raises ValueError if one of SpeculativeConfig's fields is wrong."""
+def config_of(fields: dict[str, Any]) -> SpeculativeConfig:
+    """Raises ValueError if a field is wrong."""
     named = {str(name): value for name, value in fields.items()}
-    return Guesser(SpeculativeConfig(**named))
+    return SpeculativeConfig(**named)
 
 
 def allows_guesses(request: Request) -> bool:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence as Tokens
 from typing import Any
 
-from nanovllm.decoding.guesses import Guesser, SpeculativeConfig
+from nanovllm.decoding.guesses import Guesser, config_of
 from nanovllm.schedule import Schedule
 from nanovllm.sequence import Sequence
 from nanovllm.simulator.jobs import STOP, Job, Served
@@ -41,7 +41,7 @@ class JobGuesser(Guesser):
     """Guesses as often, and as rightly, as `Job.right_guesses` says."""
 
     def __init__(self, fields: dict[str, Any], answers: Answers):
-        super().__init__(SpeculativeConfig(**fields))
+        super().__init__(config_of(fields))
         self.answers = answers
 
     def guess(self, seq: Sequence, most: int) -> Tokens[int]:

@@ -18,6 +18,7 @@ from nanovllm.block_manager import BlockManager
 from nanovllm.checks.blocks import check_blocks
 from nanovllm.checks.schedules import ScheduleChecks
 from nanovllm.config import TOKENS_PER_STEP, Config
+from nanovllm.decoding.guesses import unguessed
 from nanovllm.options import refusal
 from nanovllm.schedule import Schedule, ScheduleError
 from nanovllm.scheduler import Scheduler
@@ -181,7 +182,7 @@ class Replica:
 
     def _planned_step(self, schedule: Schedule, start: float) -> PlannedStep:
         items = [
-            (int(seq.request.request_id), num_tokens, len(seq) - begin > 1)
+            (int(seq.request.request_id), num_tokens, len(unguessed(seq)) - begin > 1)
             for seq, begin, num_tokens in schedule.items
         ]
         running = [int(request.request_id) for request in self.scheduler.running]

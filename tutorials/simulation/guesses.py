@@ -8,6 +8,7 @@ prompt lookup would have guessed, and how much of it would have been right.
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
@@ -67,9 +68,9 @@ def rows() -> list[list[str]]:
     """The mean latency of a request, without guesses and with four, by kind of answer and rate."""
     found = [["requests/s", "no guesses (s)", *[f"4, {name} (s)" for name in TASKS]]]
     answers = {name: recorded(task) for name, task in TASKS.items()}
+    guessing = replace(SERVER, speculative_config={"num_speculative_tokens": 4})
     for rate in RATES:
         plain = latency(simulate(load(rate, answers["story"]), SERVER))
-        guessing = Config(**{**vars(SERVER), "speculative_config": {"num_speculative_tokens": 4}})
         others = [latency(simulate(load(rate, one), guessing)) for one in answers.values()]
         found.append([str(rate), f"{plain:.2f}", *[f"{seconds:.2f}" for seconds in others]])
     return found
