@@ -178,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         __doc__, "write all numbers to this file; with names of assignments, all else in it stays"
     )
     known = [name for name in NAMES if name != "template"]
-    parser.add_argument("names", nargs="*", help="of assignments (default: a0 to a8)")
+    parser.add_argument("names", nargs="*", help="of assignments (default: a0 to a9)")
     parser.add_argument("--count", type=positive, default=2, help="how many seeds (default: 2)")
     args = parser.parse_args(argv)
     unknown = {*args.names} - {*known}

@@ -295,6 +295,94 @@ def test_cheating_wins_nothing(tmp_path, cheat):
         assert report.score == 0 and re.search(message, rules(report)[1]), rules(report)[1]
 
 
+# --- guesses ---
+
+
+def guessed(seed: int):
+    """Of every second answer all is guessed rightly, of the others nothing."""
+    return [
+        job._replace(right_guesses=[16 * (i % 2)] * (job.num_outputs - 16))
+        for i, job in enumerate(jobs(seed))
+    ]
+
+
+GUESSING = Task(
+    "guesses",
+    [
+        replace(
+            PART,
+            workload=guessed,
+            config=replace(PART.config, speculative_config={"method": "ngram"}),
+        )
+    ],
+    engine_points=0,
+)
+SOMETIMES = method("return 9 * (request.num_output_tokens % 3 > 0)", "num_guesses", ", request")
+
+
+def test_guesses_are_graded(tmp_path):
+    """The same runs as in this process, to the last digit: also the policy that is graded sees of
+    each answer as many tokens as were right."""
+    assert [*graded(tmp_path, FCFS, GUESSING).values.values()] == [1.0]
+    report = graded(tmp_path, SOMETIMES, GUESSING, seeds=(1, 2))
+    assert report.checks[0].score == 30, report.table()
+    namespace: dict = {}
+    exec(SOMETIMES, namespace)
+    expected = [measure(GUESSING.parts[0], namespace["MyScheduler"], seed) for seed in (1, 2)]
+    assert [*report.values.values()] == [max(each.popitem()[1] for each in expected)] != [1.0]
+
+
+FEWER_WISHES = """
+class MyScheduler(Scheduler):
+    def schedule(self):
+        schedule = super().schedule()
+        self.wanted = {}
+        return schedule
+"""
+WRONG_GUESSES = {
+    "a float": (
+        method("return 0.5", "num_guesses", ", request"),
+        r"step \d+.*: MyScheduler.num_guesses\(\): 0.5 is no number of guesses",
+    ),
+    "fewer than none": (
+        method("return -1", "num_guesses", ", request"),
+        r"step \d+.*: MyScheduler.num_guesses\(\): -1 is no number of guesses",
+    ),
+    "wishes that are lost": (
+        FEWER_WISHES.format("[]"),
+        r"step \d+.*: MyScheduler.num_guesses\(\): None is no number of guesses",
+    ),
+    "wishes that are no numbers": (
+        FEWER_WISHES.format("['x'] * 99"),
+        r"step \d+.*: MyScheduler.num_guesses\(\): 'x' is no number of guesses",
+    ),
+    "wishes that are no list": (FEWER_WISHES.format("7"), r"step \d+: .* no decision"),
+}
+
+
+@pytest.mark.slow(but_every=2)
+@pytest.mark.parametrize("case", WRONG_GUESSES)
+def test_wrong_guesses_are_one_sentence_with_the_step(tmp_path, case):
+    code, message = WRONG_GUESSES[case]
+    report = graded(tmp_path, HEAD + code, GUESSING)
+    assert report.score == 0
+    assert re.search(message, rules(report)[1]) and "\n" not in rules(report)[1], rules(report)[1]
+
+
+def test_no_budget_is_exceeded_by_guesses(tmp_path):
+    """Not by one who wants all there is, and says that more is left than there is."""
+    greedy = method("return 10**12", "num_guesses", ", request")
+    lies = """
+    def schedule(self):
+        schedule = super().schedule()
+        schedule.tokens_left = 10**12
+        return schedule
+"""
+    for code in (greedy, greedy + lies):
+        report = graded(tmp_path, code, GUESSING)
+        assert report.checks[0].score == 30, report.table()
+
+
 # --- routers ---
 
 ROUTERS = Task("least loaded", [replace(PART, router="MyRouter", replicas=3)], engine_points=0)
@@ -454,9 +542,13 @@ def test_what_a_block_manager_must_count(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("code, score", [(SHORTEST_FIRST, 10), (STEALS, 0)], ids=["right", "wrong"])
-def test_the_engine_gives_the_same_answers(tmp_path, code, score):
-    nothing = replace(PART, workload=lambda seed: jobs(seed)[:1])
+@pytest.mark.parametrize(
+    "code, score, part",
+    [(SHORTEST_FIRST, 10, PART), (STEALS, 0, PART), (SOMETIMES, 10, GUESSING.parts[0])],
+    ids=["right", "wrong", "guesses"],
+)
+def test_the_engine_gives_the_same_answers(tmp_path, code, score, part):
+    nothing = replace(part, workload=lambda seed: jobs(seed)[:1])
     report = graded(tmp_path, code, Task("answers", [nothing], engine_points=10))
     assert report.checks[-1].name == "the real engine"
     assert report.checks[-1].score == score, report.table()

@@ -31,8 +31,8 @@ def commands() -> list[str]:
 
 def test_the_guide_has_commands_for_a_new_assignment():
     making, measuring = commands()
-    assert "cp -r tutorials/assignments/template tutorials/assignments/a9" in making
-    assert "seeds a9" in measuring and "pytest" in measuring
+    assert "cp -r tutorials/assignments/template tutorials/assignments/a10" in making
+    assert "seeds a10" in measuring and "pytest" in measuring
 
 
 @pytest.mark.slow
@@ -50,10 +50,10 @@ def test_the_commands_of_the_guide_make_a_new_assignment(tmp_path):
     making, measuring = commands()
     # measured is one seed of 20; the template's numbers are also those of its copy
     measure, written = re.match(
-        r"(python -m measure.seeds a9 .* --json (\S+))\n", measuring
+        r"(python -m measure.seeds a10 .* --json (\S+))\n", measuring
     ).groups()
     stored = json.loads(
-        (ROOT / RESULTS / "template.json").read_text(encoding="utf-8").replace("template", "a9")
+        (ROOT / RESULTS / "template.json").read_text(encoding="utf-8").replace("template", "a10")
     )
     for block in (making, f"{measure} --count 1", measuring.removeprefix(measure)):
         command = ["bash", "-ec", block]
@@ -65,8 +65,8 @@ def test_the_commands_of_the_guide_make_a_new_assignment(tmp_path):
             (tmp_path / written).write_text(json.dumps(stored))
     passed = re.findall(r"^(\d+) passed(?!.*(?:failed|skipped))", done.stdout, re.MULTILINE)
     assert len(passed) == 2 and min(map(int, passed)) >= 5, done.stdout
-    folder = tmp_path / "tutorials" / "assignments" / "a9"
+    folder = tmp_path / "tutorials" / "assignments" / "a10"
     names = sorted(file.name for file in folder.iterdir() if file.is_file())
-    assert names == ["README.md", "starter.py", "task.py", "test_a9.py"]
+    assert names == ["README.md", "starter.py", "task.py", "test_a10.py"]
     handout = (folder / "README.md").read_text(encoding="utf-8")
-    assert "template" not in handout and "| a9_solution |" in handout
+    assert "template" not in handout and "| a10_solution |" in handout

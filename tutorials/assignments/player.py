@@ -25,11 +25,14 @@ from typing import Any
 from nanovllm.block_manager import BlockManager
 from nanovllm.checks.schedules import ScheduleChecks
 from nanovllm.config import Limits
+from nanovllm.decoding.guesses import Guess, Guesser, config_of
+from nanovllm.options import is_int
 from nanovllm.routing import Router
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import LARGEST_COUNT, SamplingParams
 from nanovllm.schedule import Schedule, ScheduleError, check_choice
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request, Sequence
+from nanovllm.simulator.answers import WRONG
 from nanovllm.simulator.jobs import STOP
 from nanovllm.simulator.replica import check_queues
 
@@ -53,6 +56,8 @@ class Logged:
         super().__init__(*args)
         self.events: list[list] = []
         self.is_swapped = False
+        self.wanted: list[int] = []  # guesses, of the sequences in turn
+        self.is_told = False  # what was guessed
 
     def should_swap(self, request):
         self.is_swapped = bool(super().should_swap(request))
@@ -73,6 +78,25 @@ class Logged:
             ["compute", seq.request.request_id, num_tokens, seq.index]
             for seq, _, num_tokens in items
         ]
+
+    def num_guesses(self, request):
+        if self.is_told:
+            return LARGEST_COUNT
+        wanted = super().num_guesses(request)
+        if is_int(wanted, 0):
+            self.wanted.append(int(wanted))
+        return wanted
+
+
+class ToldGuesser(Guesser):
+    """Guesses nothing while a step is planned. Once it has run, the referee says what was guessed."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.told: dict[str, list[int]] = {}  # by sequence
+
+    def guess(self, seq, most):
+        return self.told.get(name_of(seq), [])
 
 
 class Printed(io.TextIOWrapper):
@@ -100,6 +124,8 @@ class Player:
         limits = Limits(**start["limits"])
         self.scheduler = logged(limits, self.manager)
         self.scheduler.clock = lambda: self.now
+        if start["guesses"] is not None:
+            self.scheduler.guesser = ToldGuesser(config_of(start["guesses"]))
         self.now = 0.0
         self.requests: dict[str, Request] = {}
         self.checks = ScheduleChecks(self.scheduler, limits, self.requests)
@@ -108,10 +134,7 @@ class Player:
     def step(self, message: dict[str, Any]) -> dict[str, Any]:
         scheduler, self.now = self.scheduler, message["now"]
         if self.schedule is not None:
-            tokens = message["tokens"]
-            drawn = [tokens.get(name_of(seq), STOP) for seq in self.schedule.sampled]
-            self.scheduler.update(self.schedule, drawn)
-            self.checks.after_update(self.schedule)
+            self._update(self.schedule, message["tokens"], message["guessed"])
         for request_id in message["ended"]:
             request = self.requests.pop(request_id)
             if request.unfinished:
@@ -122,12 +145,44 @@ class Player:
             request = unpacked(*packed)
             scheduler.add(request)
             self.requests[request.request_id] = request
-        running, scheduler.events = [*scheduler.running], []
+        running, scheduler.events, scheduler.wanted = [*scheduler.running], [], []
         self.schedule = self.scheduler.schedule()
         self.checks.after_schedule(self.schedule)
         check_queues(scheduler, self.requests.values(), running)
         counts = [getattr(self.manager, name, None) for name in self.counts]
-        return {"events": scheduler.events, "counts": counts}
+        return {
+            "events": scheduler.events,
+            "counts": counts,
+            "guesses": scheduler.wanted,
+            "tokens_left": max(0, self.schedule.tokens_left),
+        }
+
+    def _update(
+        self, schedule: Schedule, tokens: dict[str, list[int]], num_guessed: dict[str, int]
+    ) -> None:
+        """The step has run: of each sequence the tokens that it got, and how many were guessed."""
+        if num_guessed:
+            self._add_guesses(schedule, tokens, num_guessed)
+        drawn = []
+        for row in schedule.sampled:
+            place = row.place if isinstance(row, Guess) else 0
+            drawn.append(tokens.get(name_of(row), [])[place : place + 1] or [STOP])
+        self.scheduler.update(schedule, [token for (token,) in drawn])
+        self.checks.after_update(schedule)
+
+    def _add_guesses(
+        self, schedule: Schedule, tokens: dict[str, list[int]], num_guessed: dict[str, int]
+    ) -> None:
+        """Makes the rows that the referee has: right guesses, then wrong ones."""
+        scheduler = self.scheduler
+        guesser = scheduler.guesser
+        for name, count in num_guessed.items():
+            right = tokens[name][:-1]
+            guesser.told[name] = right + [WRONG] * (count - len(right))
+        scheduler.is_told = True
+        guesser.add_guesses(schedule, scheduler)
+        scheduler.is_told = False
+        guesser.told = {}
 
 
 class RouterPlayer:

@@ -121,7 +121,8 @@ def answers_of(
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from nanovllm import LLM
 
-    llm = LLM(scheduler_cls=scheduler_cls, **options)
+    guesses = part and part.config.speculative_config
+    llm = LLM(scheduler_cls=scheduler_cls, speculative_config=guesses, **options)
     outputs = llm.generate(PROMPTS, new_params(part), use_tqdm=False)
     return [[list(completion.token_ids) for completion in output.outputs] for output in outputs]
 

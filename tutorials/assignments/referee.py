@@ -5,10 +5,12 @@ A `Referee` is a scheduler like any other, so `simulate` runs it. What it is tol
 with the base class's own methods, its own block tables and its own limits. Whatever a process
 claims, it can only choose among what is allowed. A `RouterReferee` is a router in the same way."""
 
+from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
 from nanovllm.checks.schedules import check_schedule
+from nanovllm.decoding.guesses import Guess
 from nanovllm.options import is_int, shown
 from nanovllm.routing import Loads, Router
 from nanovllm.schedule import Item, Schedule, ScheduleError, check_choice
@@ -29,13 +31,16 @@ class Referee(Scheduler):
     block_manager_name: str | None
     counts: tuple[str, ...]  # what the student's block manager must count as ours does
     max_steps: int
+    speculative_config: dict[str, Any] | None
 
     def __init__(self, limits, block_manager):
         super().__init__(limits, block_manager)
         self.limits = limits
         # what the process has not been told yet
         self.arrived = list[list]()
-        self.tokens = dict[str, int]()
+        self.tokens = dict[str, list[int]]()  # by sequence, as is this: guesses, right or wrong
+        self.num_guessed = dict[str, int]()
+        self.wanted: Iterator[object] = iter(())  # guesses, of the sequences in turn
         self.requests = dict[str, Request]()  # unfinished
         self.num_steps, self.is_swapped = 0, False
         sizes = len(block_manager.blocks), block_manager.block_size
@@ -46,6 +51,7 @@ class Referee(Scheduler):
             "counts": self.counts,
             "limits": vars(limits),
             "blocks": blocks,
+            "guesses": self.speculative_config,
         }
         self.process.ask(start)
 
@@ -61,8 +67,14 @@ class Referee(Scheduler):
         ]
         for request_id in ended:
             del self.requests[request_id]
-        news = {"now": self.clock(), "tokens": self.tokens, "ended": ended, "arrived": self.arrived}
-        self.arrived, self.tokens, schedule = [], {}, Schedule()
+        news = {
+            "now": self.clock(),
+            "tokens": self.tokens,
+            "guessed": self.num_guessed,
+            "ended": ended,
+            "arrived": self.arrived,
+        }
+        self.arrived, self.tokens, self.num_guessed, schedule = [], {}, {}, Schedule()
         self.num_steps += 1
         if self.num_steps > self.max_steps:
             sentence = f"{len(self.requests)} requests are still waiting for tokens"
@@ -72,6 +84,8 @@ class Referee(Scheduler):
             for event in answer["events"]:
                 self._carry_out(schedule, *event)
             self._compare_counts(answer["counts"])
+            if self.guesser is not None:
+                self._add_guesses(schedule, answer["guesses"], answer["tokens_left"])
         except (TypeError, KeyError, ValueError) as error:
             raise self._broken(Kind.NO_DECISION, f"{Kind.NO_DECISION.value}: {error}") from error
         schedule.moves = self.block_manager.take_moves()
@@ -131,9 +145,25 @@ class Referee(Scheduler):
                 f"{request} is {what}, but needs more than the {num_free} free blocks",
             )
 
+    def _add_guesses(self, schedule: Schedule, wanted: list, tokens_left: object) -> None:
+        if not is_int(tokens_left, 0):
+            raise ValueError(shown(tokens_left))
+        most = self.limits.max_num_batched_tokens - schedule.num_tokens
+        schedule.tokens_left = min(tokens_left, most)
+        self.wanted = iter(wanted)
+        self.guesser.add_guesses(schedule, self)
+
+    def num_guesses(self, request: Request) -> object:
+        return next(self.wanted, None)
+
     def update(self, schedule: Schedule, token_ids: list[int], logprobs=None) -> None:
-        self.tokens = {name_of(seq): token for seq, token in zip(schedule.sampled, token_ids)}
+        drawn = dict(zip(schedule.sampled, token_ids))
+        for row, _, _ in schedule.items:
+            if isinstance(row, Guess):
+                self.num_guessed[name_of(row)] = row.place
         super().update(schedule, token_ids, logprobs)
+        for row in schedule.sampled:  # of guesses, only the right ones are left
+            self.tokens.setdefault(name_of(row), []).append(drawn[row])
 
     def should_swap(self, request: Request) -> bool:
         return self.is_swapped
@@ -215,5 +245,6 @@ def referee_for(
         "block_manager_name": part.block_manager,
         "counts": part.counts,
         "max_steps": max_steps,
+        "speculative_config": part.config.speculative_config,
     }
     return type(part.scheduler, (base,), fields)
