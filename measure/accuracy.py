@@ -210,6 +210,7 @@ def main() -> None:
         "--repeat", type=positive, default=3, help="how often each is played in real time"
     )
     parser.add_argument("--policies", action="store_true", help="compare pairs of policies")
+    parser.add_argument("--guesses", action="store_true", help="compare pairs with and without")
     parser.add_argument("--load", type=float, help="only those pairs with this load, such as 0.9")
     parser.add_argument(
         "--largest", type=positive, default=20_000, help="tokens of the largest calibration run"
@@ -218,10 +219,12 @@ def main() -> None:
         "--processor-time", action="store_true", help="for a computer that others use meanwhile"
     )
     args = parser.parse_args()
-    chosen = [pair for pair in pairs.PAIRS if args.load in (None, pair.case.load)]
+    known = pairs.GUESSES if args.guesses else pairs.PAIRS
+    chosen = [pair for pair in known if args.load in (None, pair.case.load)]
     if not chosen:
         parser.error(f"--load {args.load:g} is not allowed: no pair has this load")
-    if args.policies and args.repeat < 2:
+    of_pairs = args.policies or args.guesses
+    if of_pairs and args.repeat < 2:
         parser.error("--repeat 1 is not allowed: only 2 turns or more show how far they differ")
     torch.set_num_threads(1)
     versions = {name: installed(name) for name in ("torch", "transformers")}
@@ -233,7 +236,7 @@ def main() -> None:
     watch = ProcessorTime() if args.processor_time else TimeOfDay()
     report |= {"clock": type(watch).__name__, "seconds": args.seconds, "repeat": args.repeat}
     meter = Meter(watch, ON_CPU._replace(most_tokens=args.largest))
-    if args.policies:
+    if of_pairs:
         report |= of_policies(chosen, args.seconds, args.repeat, meter)
         text = pairs.table(report["pairs"])
     else:

@@ -96,7 +96,7 @@ def test_a_question_is_answered(browser, server):
     assert answer_to(browser, "what is 347 + 285?") == "347 + 285 = 632"
     (body,) = server.bodies
     assert body["model"] == "tiny-qwen3" and body["stream"] is True
-    assert body["stream_options"] == {"include_usage": True}
+    assert body["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
     question = {"role": "user", "content": "what is 347 + 285?"}
     assert body["messages"] == [question]
     assert "temperature" not in body and "seed" not in body
@@ -111,6 +111,29 @@ def test_a_question_is_answered(browser, server):
     assert browser.value("document.querySelectorAll('.message').length") == 0
     answer_to(browser, "hello")
     assert server.bodies[2]["messages"] == [{"role": "user", "content": "hello"}]
+    assert browser.errors == []
+
+
+SEVERAL = "[...document.querySelectorAll('.several')].map((one) => [one.textContent, one.title])"
+
+
+def test_what_several_tokens_of_a_step_say_is_marked(browser, server):
+    """If the engine guesses. A character may need several tokens, too."""
+    server.answer = [{"content": "12"}, {"content": ", 31"}, {"content": ","}]
+    server.counts = [2, 6, 7]
+    server.last_frame = frame_of([], [])
+    browser.open(server.url)
+    browser.wait(IS_LIVE)
+    assert answer_to(browser, "sort 31, 12") == "12, 31,"
+    assert browser.value(SEVERAL) == []
+    show_frame(
+        browser, server, {**server.last_frame, "step": 1001, "guesses": 9, "accepted_guesses": 4}
+    )
+    assert answer_to(browser, "sort 31, 12") == "12, 31,"
+    assert browser.value(SEVERAL) == [
+        ["12", "2 tokens in one step"],
+        [", 31", "4 tokens in one step"],
+    ]
     assert browser.errors == []
 
 

@@ -33,9 +33,10 @@ from tutorials.simulation.calibrate import (
     guess,
 )
 from tutorials.simulation.cases import CASES, jobs_of, simulated
-from tutorials.simulation.recording import Recording, record, token_ids
+from tutorials.simulation.recording import KnownGuesser, Recording, record, token_ids
 from tutorials.simulation.workloads import (
     all_at_once,
+    copied,
     fixed,
     lognormal,
     merged,
@@ -65,7 +66,10 @@ class Clock:
 
 def play(jobs, clock=None, **options):
     clock = clock or Clock()
-    return record(LLM(device="cpu", **OPTIONS | options), jobs, clock, clock.sleep)
+    llm = LLM(device="cpu", **OPTIONS | options)
+    if "speculative_config" in options:
+        llm.scheduler.guesser = KnownGuesser(LLM(device="cpu", **OPTIONS), jobs)
+    return record(llm, jobs, clock, clock.sleep)
 
 
 def replay(jobs, steps, scheduler_cls=None, **options):
@@ -98,6 +102,10 @@ WORKLOADS = {
     ),
     "recompute": (cramped(), {"num_blocks": 16}),
     "swap": (cramped(), {"num_blocks": 16} | SWAP),
+    "guesses": (
+        pairs.with_guesses(copied)(poisson(20.0), 12),
+        {"speculative_config": {}},
+    ),
 }
 
 
@@ -399,12 +407,12 @@ def test_what_is_said_of_a_pair():
 def test_all_pairs_differ_in_one_thing_and_run():
     """Simulated, with a few jobs each."""
     rows = {}
-    for pair in pairs.PAIRS:
+    for pair in [*pairs.PAIRS, *pairs.GUESSES]:
         jobs = pairs.jobs_of_pair(pair, TRUE, 0.2)
         numbers = [pairs.numbers(simulated(jobs, case, TRUE)) for case in pair.cases]
         assert numbers[0].keys() == {*pairs.KEYS}
         rows[pair.name] = {"real": [[one] for one in numbers], "simulated": numbers}
-    assert len(rows) == len(pairs.PAIRS) >= 12
+    assert len(rows) == len(pairs.PAIRS) + len(pairs.GUESSES) >= 12
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import json
 import threading
+from collections.abc import Iterable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from queue import Queue
@@ -28,6 +29,7 @@ class FakeServer(ThreadingHTTPServer):
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
         self.answer = [{"content": "Hello"}]
+        self.counts: Iterable[int] = range(1, 1000)  # tokens up to each delta
         self.answer_id = "chatcmpl-1"
         self.is_endless = False
         self.may_begin = threading.Event()
@@ -115,8 +117,8 @@ class Handler(BaseHTTPRequestHandler):
             return
         self._begin_events()
         try:
-            for delta in answer:
-                self._choice({"delta": delta})
+            for num_tokens, delta in zip(self.server.counts, answer):
+                self._choice({"delta": delta}, usage={"completion_tokens": num_tokens})
             while self.server.is_endless:
                 self._choice({"delta": {"content": " more"}})
                 threading.Event().wait(0.01)
@@ -129,9 +131,9 @@ class Handler(BaseHTTPRequestHandler):
         self._event(json.dumps({"choices": [], "usage": usage}))
         self._event("[DONE]")
 
-    def _choice(self, choice: dict, index: int = 0) -> None:
+    def _choice(self, choice: dict, index: int = 0, **more) -> None:
         choice = {"index": index, **choice}
-        self._event(json.dumps({"id": self.server.answer_id, "choices": [choice]}))
+        self._event(json.dumps({"id": self.server.answer_id, "choices": [choice], **more}))
 
     def _complete(self, prompts: list) -> None:
         """Each answer is the length of its prompt."""

@@ -1,6 +1,7 @@
 """One hash over the answers of 72 settings: what a change of the house must leave as it is.
 
 Run: python tests/tools/token_hash.py [torch | numba], before and after
+With a number behind it, the engine makes so many guesses for a sequence: the hash must be the same.
 """
 
 import hashlib
@@ -24,6 +25,9 @@ PARAMS = [
 ]
 
 
+GUESSES = {"num_speculative_tokens": int(sys.argv[2])} if len(sys.argv) > 2 else None
+
+
 def answers(block_size: int, tokens: int, scarce: bool, mode: str, cached: bool) -> list:
     """Texts, token ids and reasons. Log-probabilities to three digits: their order of summing may differ."""
     llm = LLM(
@@ -37,6 +41,7 @@ def answers(block_size: int, tokens: int, scarce: bool, mode: str, cached: bool)
         num_blocks=(120 if scarce else 1200) * 4 // block_size,
         preemption_mode=mode,
         enable_prefix_caching=cached,
+        speculative_config=GUESSES,
     )
     found = []
     for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False):

@@ -152,9 +152,10 @@ def serve(
 
 
 def serve_baseline(part: Part, seed: int) -> Run:
-    """First come, first served; on several replicas, one after the other."""
+    """First come, first served, without guesses; on several replicas, one after the other."""
     policy_cls = Scheduler if part.router is None else RoundRobin
-    return serve(part, policy_cls, seed, check=False)
+    silent = replace(part, config=replace(part.config, speculative_config=None))
+    return serve(silent, policy_cls, seed, check=False)
 
 
 def mean_latency(run: Run) -> float:

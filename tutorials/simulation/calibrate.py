@@ -52,7 +52,7 @@ from tutorials.machine import (
 )
 from tutorials.performance.steps import Step
 from tutorials.report import write_json
-from tutorials.simulation.recording import record
+from tutorials.simulation.recording import KnownGuesser, record
 from tutorials.simulation.workloads import all_at_once, fixed, workload
 
 Options = dict[str, Any]  # fields of Config
@@ -246,8 +246,12 @@ def new_engine(options: Options) -> LLM:
 
 
 def play(jobs: list[Job], options: Options, watch: Watch) -> tuple[Run, list[Step]]:
-    """In a new engine."""
-    return record(new_engine(options), jobs, watch.clock, watch.sleep)
+    """In a new engine. Its guesses are those that the jobs tell."""
+    llm = new_engine(options)
+    if llm.scheduler.guesser is not None:
+        silent = {name: value for name, value in options.items() if name != "speculative_config"}
+        llm.scheduler.guesser = KnownGuesser(new_engine(silent), jobs)
+    return record(llm, jobs, watch.clock, watch.sleep)
 
 
 class Cells(NamedTuple):

@@ -1,6 +1,7 @@
 """Pairs of policies on identical jobs: does the simulator say which one is better?
 
     OMP_NUM_THREADS=1 python -m measure.accuracy --policies --json tutorials/results/simulator_pairs.json
+    OMP_NUM_THREADS=1 python -m measure.accuracy --guesses --json tutorials/results/simulator_pairs_guesses.json
 
 For each pair, the real engine plays the same jobs with both policies, in turns, several times. Then
 both are simulated on the machine that was fitted to steps of other runs. What is compared is the
@@ -10,8 +11,9 @@ A difference is *clear* if it is more than twice the range of what was measured:
 in the single turns.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from random import Random
 from statistics import mean, median
 
 from nanovllm.scheduler import Scheduler
@@ -19,7 +21,7 @@ from nanovllm.simulator import Job, Run
 from nanovllm.simulator.machines import Machine
 from tutorials.report import markdown, percentile
 from tutorials.simulation.calibrate import SWAP, Options
-from tutorials.simulation.cases import Case, chats, documents, jobs_of, plain
+from tutorials.simulation.cases import Build, Case, chats, documents, jobs_of, plain
 from tutorials.simulation.metrics import between_tokens, latency, ttft
 from tutorials.simulation.policies import (
     EarliestDeadline,
@@ -38,7 +40,10 @@ from tutorials.simulation.policies import (
 )
 from tutorials.simulation.workloads import (
     Arrivals,
+    copied,
     fixed,
+    generator,
+    invented,
     labelled,
     lognormal,
     merged,
@@ -77,6 +82,20 @@ def hurried(arrivals: Arrivals, count: int) -> list[Job]:
     urgent = workload(times[::2], chats(), len(times[::2]))
     patient = workload(times[1::2], lognormal(80, 60, max_model_len=1000), len(times[1::2]))
     return merged(labelled(urgent, deadline=1.0), labelled(patient, deadline=20.0))
+
+
+def with_guesses(kind: Callable[[Random, int], Iterator[int]]) -> Build:
+    """Chats whose answers are copied or invented. The real engine knows when they end, and guesses no
+    further; so these jobs tell it, too."""
+
+    def build(arrivals: Arrivals, count: int) -> list[Job]:
+        rng = generator("guesses", 0)
+        return [
+            job._replace(max_tokens=job.num_outputs, right_guesses=[*kind(rng, job.num_outputs)])
+            for job in workload(arrivals, lognormal(100, 100, max_model_len=1000), count)
+        ]
+
+    return build
 
 
 long_outputs = plain(lambda: lognormal(30, 250, max_model_len=1500))
@@ -127,6 +146,14 @@ PAIRS = [
     Pair("victim: the oldest", Case(equal, None, options=scarce), by(Oldest)),
     Pair("swap", Case(long_outputs, None, options=scarce | by(NoWatermark)), SWAP),
 ]  # fmt: skip
+four = {"speculative_config": {"num_speculative_tokens": 4}}
+many = {"max_num_seqs": 64}
+GUESSES = [
+    Pair("4 guesses, copied answers", Case(with_guesses(copied), 0.3), four),
+    Pair("4 guesses, invented answers", Case(with_guesses(invented), 0.3), four),
+    Pair("64 at a time, copied answers", Case(with_guesses(copied), None, options=many), four),
+    Pair("64 at a time, invented answers", Case(with_guesses(invented), None, options=many), four),
+]
 
 
 # --- numbers ---

@@ -19,8 +19,11 @@ from heapq import heappop
 from pathlib import Path
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.decoding.guesses import Guess
 from nanovllm.schedule import Schedule
 from nanovllm.sequence import Request
+from nanovllm.sequence import Sequence as Seq
+from nanovllm.simulator.answers import WRONG, Answers, JobGuesser
 from nanovllm.simulator.cost_model import Hardware, Items, Shape
 from nanovllm.simulator.jobs import Arrivals, Job, Run, Runs, Served
 from nanovllm.simulator.machines import Machine
@@ -35,6 +38,12 @@ def token_ids(runs: Runs, vocab_size: int) -> list[int]:
     return [
         i for token, count in runs for i in random.Random(token).choices(range(vocab_size), k=count)
     ]
+
+
+def params_of(job: Job) -> SamplingParams:
+    return SamplingParams(
+        temperature=0, ignore_eos=True, max_tokens=job.num_outputs, extra_args=job.extra_args
+    )
 
 
 def record(
@@ -93,18 +102,14 @@ class Recorder:
         self.schedule = schedule
 
     def add(self, time: float, index: int) -> None:
-        job = self.jobs[index]
         self.run.requests[index].arrival = time
-        params = SamplingParams(
-            temperature=0, ignore_eos=True, max_tokens=job.num_outputs, extra_args=job.extra_args
-        )
-        self.llm.add_request(self.prompts[index], params, str(index))
+        self.llm.add_request(self.prompts[index], params_of(self.jobs[index]), str(index))
 
     def note(self, now: float, seconds: float) -> None:
         """A step has ended `now`."""
         schedule = self.schedule
         run = self.run
-        self.steps.append(Step(items_of(schedule), len(schedule.sampled), seconds))
+        self.steps.append(Step(items_of(schedule), num_rows(schedule), seconds))
         run.busy_seconds += seconds
         run.kv_use += schedule.num_used_blocks * seconds
         self.note_preemptions()
@@ -144,10 +149,39 @@ class Recorder:
         return run
 
 
+def num_rows(schedule: Schedule) -> int:
+    """That drew a token. Of guesses, only those that were right are still in the schedule."""
+    num_guesses = sum(seq.place for seq, _, _ in schedule.items if isinstance(seq, Guess))
+    return num_guesses + sum(not isinstance(row, Guess) for row in schedule.sampled)
+
+
 def counters(llm: LLM) -> dict[str, int]:
     """What the scheduler counts, by the names in `Run`."""
     names = ("num_prompt_tokens", "num_cached_tokens", "num_preemptions", "num_swapped_blocks")
     return {name: getattr(llm.scheduler, name) for name in names}
+
+
+class KnownGuesser(JobGuesser):
+    """Guesses in a real engine as often, and as rightly, as `Job.right_guesses` says."""
+
+    def __init__(self, llm: LLM, jobs: Sequence[Job]):
+        """Needs all answers beforehand: the engine, which makes no guesses yet, gives them here."""
+        assert all(job.after is None for job in jobs), "what follows an answer is not known"
+        served = {str(i): Served(job) for i, job in enumerate(jobs)}
+        super().__init__({}, Answers(served))
+        self.vocab_size = llm.runner.vocab_size
+        prompts = [token_ids(job.prompt, self.vocab_size) for job in jobs]
+        outputs = llm.generate(prompts, [*map(params_of, jobs)], use_tqdm=False)
+        said = [output.outputs[0].token_ids for output in outputs]
+        self.said = dict(zip(served, said))
+
+    def guess(self, seq: Seq, most: int) -> list[int]:
+        answer = self.said[seq.request.request_id][seq.num_output_tokens :]
+        guesses = super().guess(seq, most)
+        return [
+            (token + 1) % self.vocab_size if guess == WRONG else token
+            for token, guess in zip(answer, guesses)
+        ]
 
 
 class Recording(Machine):

@@ -21,6 +21,8 @@ from nanovllm.simulator.jobs import Job, Runs
 from tutorials.baselines.replay import MEANS
 from tutorials.performance.workloads import lognormal_pairs, read_trace
 
+MOST_RIGHT = 16  # guesses in a row
+
 Arrivals = Iterable[float]  # seconds since the start, in order
 Lengths = Iterable[tuple[int, int]]  # tokens of a prompt and of its answer
 
@@ -286,6 +288,25 @@ def deadlines(
     return workload(
         arrivals, (next(kinds[is_urgent][0]) for is_urgent in chosen), count, labels=labels
     )
+
+
+# --- guesses: how many would be right, before each token of an answer ---
+
+
+def copied(rng: random.Random, count: int) -> Iterator[int]:
+    """The answer copies a part of the question, says some words of its own, copies the next part."""
+    while count > 0:
+        run = min(count, 1 + int(rng.expovariate(1 / 20)))
+        yield from (min(MOST_RIGHT, left) for left in range(run, 0, -1))
+        own = min(count - run, rng.randrange(1, 6))
+        yield from (rng.choice((-1, 0)) for _ in range(own))
+        count -= run + own
+
+
+def invented(rng: random.Random, count: int) -> Iterator[int]:
+    """The answer is new: words come again, but seldom with the same ones behind them."""
+    for left in range(count, 0, -1):
+        yield min(left, rng.choices((-1, 0, 1, 2), (0.3, 0.6, 0.07, 0.03))[0])
 
 
 # --- workloads out of others ---

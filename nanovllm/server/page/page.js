@@ -124,8 +124,10 @@ async function post(path, body, signal) {
   return response;
 }
 
+const COUNTS = { include_usage: true, continuous_usage_stats: true }; // of tokens, in each event
+
 async function stream(path, body, signal, onEvent) {
-  const response = await post(path, { stream: true, stream_options: { include_usage: true }, ...body }, signal);
+  const response = await post(path, { stream: true, stream_options: COUNTS, ...body }, signal);
   for await (const data of dataLines(response.body)) {
     if (data === "[DONE]") return;
     const event = JSON.parse(data);
@@ -160,13 +162,14 @@ async function* dataLines(body) {
 
 function take(event, answer, message) {
   const isAtEnd = atEnd();
+  const numBefore = answer.usage?.completion_tokens;
   answer.usage = event.usage ?? answer.usage;
   const choice = event.choices?.[0];
   answer.reason = choice?.finish_reason ?? answer.reason;
   const { content, reasoning } = choice?.delta ?? {};
   if (content) {
     answer.text += content;
-    message.querySelector(".text").textContent = answer.text;
+    message.querySelector(".text").append(piece(content, answer.usage?.completion_tokens - (numBefore ?? 0)));
   }
   if (reasoning) {
     answer.reasoning += reasoning;
@@ -175,6 +178,15 @@ function take(event, answer, message) {
     folded.querySelector("div").textContent = answer.reasoning;
   }
   if (isAtEnd) scrollToEnd();
+}
+
+// A step brings one token, unless guesses were right: then the text shows it.
+function piece(content, numTokens) {
+  const isGuessed = numTokens > 1 && live.frame?.accepted_guesses > 0;
+  if (!isGuessed) return content;
+  const several = element("span", "several", content);
+  several.title = `${numTokens} tokens in one step`;
+  return several;
 }
 
 function summaryOf(answer) {
