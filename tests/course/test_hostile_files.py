@@ -284,7 +284,10 @@ PROTOCOL = {
     ),
     "an error of 100 MB": (method("raise ValueError('x' * 10**8)"), "step 1: ValueError: xxx"),
     "json patched": ("import json\njson.dumps = lambda *args: '{}'\n" + FCFS, "is no decision"),
-    "answers that no JSON holds": ("ANSWERS = {1, 2}\n" + FCFS, "TypeError: Object of type set"),
+    "answers that no JSON holds": (
+        "ANSWERS = []\nANSWERS.append(ANSWERS)\n" + FCFS,
+        "ValueError: Circular reference",
+    ),
     "a segmentation fault": (method("import ctypes\nctypes.string_at(0)"), "exit status -11"),
     "stops itself": (
         method("import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)"),

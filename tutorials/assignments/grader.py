@@ -17,6 +17,8 @@ from typing import Any
 from nanovllm.schedule import ScheduleError
 from nanovllm.scheduler import Scheduler
 from nanovllm.simulator import Run
+from tutorials.assignments.own_questions import Own, own_seed
+from tutorials.assignments.own_tables import tables_of
 from tutorials.assignments.problems import Broken, Kind
 from tutorials.assignments.process import Process, Submission, Unreadable, furnish, read_source
 from tutorials.assignments.public import PROMPTS, SCARCE, answers_of
@@ -29,6 +31,7 @@ LIMIT = 300.0  # seconds for a file
 SECONDS_TO_STOP = 20.0  # after the limit, until a job that has not noticed it is ended
 MOST_STEPS = 10_000  # of the real engine; first come, first served takes some hundred
 HIDDEN = "what it says on secret seeds is not shown, try the public ones"
+HIDDEN_OWN = "try it with python -m tutorials.assignments.own"
 
 
 @dataclass
@@ -36,6 +39,7 @@ class Played:
     """What became of a file that was loaded, a simulation, or a run of the engine."""
 
     verdicts: dict[str, str | None] = field(default_factory=dict)  # what is wrong with an answer
+    own: Own = field(default_factory=Own)
     baseline: Run | None = None
     values: dict[str, float] = field(default_factory=dict)  # of each goal
     num_steps: int = 0
@@ -93,8 +97,10 @@ class Grader:
     def _grade(self, report: Report, submission: Submission) -> None:
         stop = submission.deadline + SECONDS_TO_STOP
         (loaded,) = in_order([partial(load, self.task, submission)], stop)
-        if not self._grade_load(report, loaded):
+        played = self._result(loaded)
+        if not self._grade_load(report, played):
             return
+        own = played.own
         plays = [
             (part, seed, self.shared.baselines.get((part.name, seed)))
             for part in self.task.parts
@@ -105,6 +111,8 @@ class Grader:
             works.append(partial(play_engine, self.task, submission))
             if self.shared.answers is None:
                 works.append(expected_answers)
+        if self.task.own:
+            works.append(partial(play_own, self.task, submission, own))
         results = in_order(works, stop)
         for part in self.task.parts:
             seeds = self.seeds[: part.num_seeds]
@@ -114,12 +122,14 @@ class Grader:
                     self.shared.baselines[part.name, seed] = each.baseline
             self._grade_part(report, part, played)
         if self.task.engine_points:
-            own = self._result(next(results))
+            answered = self._result(next(results))
             if self.shared.answers is None:
                 expected = self._result(next(results))
                 self.shared.answers = expected.tokens
-                own = expected if expected.problem else own
-            self._grade_answers(report, own)
+                answered = expected if expected.problem else answered
+            self._grade_answers(report, answered)
+        if self.task.own:
+            self._grade_own(report, own, self._result(next(results)))
 
     def _add(self, report: Report, name: str, score: float, max_score: float, output: str) -> None:
         report.add(name, score, max_score, output)
@@ -131,16 +141,15 @@ class Grader:
         except Broken as error:
             return failed(error)
 
-    def _sentence(self, played: Played) -> str:
-        if not self.is_secret:
+    def _sentence(self, played: Played, hidden: str = HIDDEN) -> str:
+        if not self.is_secret or played.kind is None:
             return played.problem
-        return f"{played.kind.value}; {HIDDEN}"
+        return f"{played.kind.value}; {hidden}"
 
     # --- checks ---
 
-    def _grade_load(self, report: Report, loaded: Callable[[], Any]) -> bool:
+    def _grade_load(self, report: Report, played: Played) -> bool:
         """Whether the file can be loaded; and the answers to questions in it."""
-        played = self._result(loaded)
         if played.problem:
             self._add(report, "your file", 0, self.task.points, self._sentence(played))
             return False
@@ -192,6 +201,17 @@ class Grader:
             other = "other answers than with FCFS and enough memory"
             self._add(report, name, 0, points, f"{other} for the prompts {wrong}")
 
+    def _grade_own(self, report: Report, own: Own, played: Played) -> None:
+        points, count = self.task.own_points, len(self.task.own)
+        wrong = [f"{name} {verdict}" for name, verdict in played.verdicts.items() if verdict]
+        num_right = len(played.verdicts) - len(wrong)
+        output = f"{num_right} of {count} right"
+        if wrong:
+            output += f": {', '.join(wrong)}"
+        if played.problem:
+            output = self._sentence(played, HIDDEN_OWN)
+        self._add(report, own.title, num_right * points, count * points, output)
+
 
 # --- jobs: what is done side by side ---
 
@@ -199,35 +219,57 @@ class Grader:
 def load(task: Task, submission: Submission) -> Played:
     """Whether the file can be loaded, and its answers to questions."""
     try:
-        with Process(submission, constants=("ANSWERS",)) as process:
+        with Process(submission, constants=("ANSWERS", "NAME")) as process:
             constants = process.constants
     except Broken as error:
         return failed(error)
-    answers = constants.get("ANSWERS") if isinstance(constants, dict) else None
-    if not isinstance(answers, dict):
-        answers = {}
+    if not isinstance(constants, dict):
+        constants = {}
+    own = Own(constants.get("NAME"), constants.get("ANSWERS"))
+    answers = own.answers if isinstance(own.answers, dict) else {}
     verdicts = {name: check(answers.get(name)) for name, check in task.questions.items()}
-    return Played(verdicts)
+    return Played(verdicts, own)
 
 
 def play(submission: Submission, part: Part, seed: int, baseline: Run | None) -> Played:
     """The student's run beside the baseline's, and what each goal measures."""
     if baseline is None:
         baseline = serve_baseline(part, seed)
-    max_steps = 20 * baseline.num_steps + 10_000
     played = Played(baseline=baseline)
     try:
-        with Process(submission) as process:
-            try:
-                referee = new_referee(process, part, max_steps)
-                run = serve(part, referee, seed, part.counting, check=False)
-            finally:
-                played.printed = process.output()
+        run = run_of(submission, part, seed, played)
     except (Broken, ScheduleError) as error:
         return replace(failed(error), baseline=baseline, printed=played.printed)
     played.num_steps = run.num_steps
     played.values = {goal.name: goal.measure(run, baseline) for goal in part.goals}
     return played
+
+
+def play_own(task: Task, submission: Submission, own: Own) -> Played:
+    """The run on the student's own seed, and what is wrong with the answers to questions on it."""
+    part = task.own_part
+    if problem := own.why_no_run(task.own):
+        return Played(problem=problem)
+    seed = own_seed(own.name)
+    played = Played(baseline=serve_baseline(part, seed))
+    try:
+        run = run_of(submission, part, seed, played)
+    except (Broken, ScheduleError) as error:
+        return failed(error)
+    tables = tables_of(run, played.baseline)
+    return Played({each.__name__: own.verdict(each, tables) for each in task.own})
+
+
+def run_of(submission: Submission, part: Part, seed: int, played: Played) -> Run:
+    """The student's run, beside the baseline's of `played`, which gets what the file prints. Raises
+    Broken or ScheduleError."""
+    max_steps = 20 * played.baseline.num_steps + 10_000
+    with Process(submission) as process:
+        try:
+            referee = new_referee(process, part, max_steps)
+            return serve(part, referee, seed, part.counting, check=False)
+        finally:
+            played.printed = process.output()
 
 
 def failed(error: Broken | ScheduleError) -> Played:

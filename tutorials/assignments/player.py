@@ -230,6 +230,12 @@ def load(source: str, name: str) -> ModuleType:
     return module
 
 
+def plain(value: Any) -> Any:
+    """As JSON has it; what it cannot hold is a dict, which is no answer to anything."""
+    text = json.dumps(value, skipkeys=True, default=lambda other: {"type": type(other).__name__})
+    return json.loads(text)
+
+
 def explained(error: BaseException, name: str) -> dict[str, Any]:
     """What is wrong, and where in the student's file; or, if the error is about what a method of
     it has returned, where in the scheduler."""
@@ -253,7 +259,7 @@ def serve(ask: Callable[[], str], reply: Callable[[dict], None]) -> None:
     name, player = start["name"], None
     try:
         module = load(start["source"], name)
-        reply({"constants": {key: getattr(module, key, None) for key in start["constants"]}})
+        reply({"constants": {key: plain(getattr(module, key, None)) for key in start["constants"]}})
         while line := ask():
             message = read(line)
             if player is None:

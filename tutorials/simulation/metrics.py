@@ -282,10 +282,10 @@ ROWS = (  # name and unit, where it is in a summary, format
 )
 
 
-def table(summaries: dict[str, dict]) -> str:
+def table(summaries: dict[str, dict], rows: Iterable[tuple[str, str, str]] = ROWS) -> str:
     """A column for each run. A row that no run has anything for is left out."""
     lines = [["", *summaries]]
-    for label, path, spec in ROWS:
+    for label, path, spec in rows:
         values = list(summaries.values())
         for key in path.split():
             values = [value[key] for value in values]

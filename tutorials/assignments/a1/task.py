@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from nanovllm.config import Config
 from nanovllm.simulator.simulation import Job, Run, Served
+from tutorials.assignments import own_questions
 from tutorials.assignments.task import Goal, Part, Task, mean_latency
 from tutorials.simulation.metrics import latency
 from tutorials.simulation.workloads import lognormal, merged, poisson, predicted, workload
@@ -81,4 +82,9 @@ TASK = Task(
             points=10,
         ),
     ],
+    own=(
+        own_questions.longest_wait,
+        own_questions.overtaken_by,
+        own_questions.lost_most,
+    ),
 )

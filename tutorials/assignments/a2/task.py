@@ -4,6 +4,7 @@ from statistics import mean
 
 from nanovllm.config import Config
 from nanovllm.simulator import Job, Run
+from tutorials.assignments import own_questions
 from tutorials.assignments.task import Goal, Part, Task
 from tutorials.report import percentile
 from tutorials.simulation.metrics import between_tokens, ttft
@@ -90,4 +91,9 @@ TASK = Task(
             points=20,
         )
     ],
+    own=(
+        own_questions.longest_wait,
+        own_questions.longest_step,
+        own_questions.answers_then,
+    ),
 )

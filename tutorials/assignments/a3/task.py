@@ -2,6 +2,7 @@
 
 from nanovllm.config import Config
 from nanovllm.simulator import Job, Run
+from tutorials.assignments import own_questions
 from tutorials.assignments.task import Goal, Part, Task
 from tutorials.simulation.metrics import largest_service_gap
 from tutorials.simulation.workloads import labelled, lognormal, merged, poisson, workload
@@ -72,4 +73,9 @@ TASK = Task(
             points=20,
         )
     ],
+    own=(
+        own_questions.longest_wait,
+        own_questions.overtaken_by,
+        own_questions.lost_most,
+    ),
 )

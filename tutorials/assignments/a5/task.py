@@ -4,6 +4,7 @@ from itertools import pairwise
 
 from nanovllm.config import Config
 from nanovllm.simulator import Job, Run
+from tutorials.assignments import own_questions
 from tutorials.assignments.task import Goal, Part, Task, mean_latency
 from tutorials.simulation.workloads import (
     lognormal,
@@ -113,4 +114,9 @@ TASK = Task(
             points=20,
         )
     ],
+    own=(
+        own_questions.longest_wait,
+        own_questions.overtaken_by,
+        own_questions.lost_most,
+    ),
 )

@@ -2,6 +2,7 @@
 
 from nanovllm.config import Config
 from nanovllm.simulator.simulation import Job, Run, Served
+from tutorials.assignments import own_questions
 from tutorials.assignments.task import Goal, Part, Task
 from tutorials.simulation.metrics import latency, meets_deadline
 from tutorials.simulation.workloads import (
@@ -114,4 +115,9 @@ TASK = Task(
             points=25,
         )
     ],
+    own=(
+        own_questions.longest_wait,
+        own_questions.overtaken_by,
+        own_questions.longest_gap,
+    ),
 )

@@ -3,6 +3,7 @@ measured."""
 
 from nanovllm.config import Config
 from nanovllm.simulator.simulation import Job, Run, Served
+from tutorials.assignments import own_questions
 from tutorials.assignments.task import Goal, Part, Task
 from tutorials.simulation.metrics import by_tenant, latency, meets
 from tutorials.simulation.workloads import (
@@ -136,4 +137,9 @@ TASK = Task(
             points=20,
         )
     ],
+    own=(
+        own_questions.longest_wait,
+        own_questions.overtaken_by,
+        own_questions.lost_most,
+    ),
 )

@@ -5,6 +5,7 @@ from statistics import mean
 
 from nanovllm.config import Config
 from nanovllm.simulator import Job, Run
+from tutorials.assignments import own_questions
 from tutorials.assignments.task import Goal, Part, Task
 from tutorials.report import percentile
 from tutorials.simulation.metrics import ttft
@@ -142,4 +143,9 @@ TASK = Task(
         )
     ],
     engine_points=0,
+    own=(
+        own_questions.longest_wait,
+        own_questions.there_before,
+        own_questions.lost_most,
+    ),
 )

@@ -5,6 +5,7 @@ from statistics import mean
 from nanovllm.config import Config
 from nanovllm.simulator import Job, Run
 from nanovllm.simulator.jobs import Served
+from tutorials.assignments import own_questions
 from tutorials.assignments.task import Goal, Part, Task
 from tutorials.simulation.metrics import latency
 from tutorials.simulation.workloads import (
@@ -99,4 +100,9 @@ TASK = Task(
             points=20,
         )
     ],
+    own=(
+        own_questions.lost_most,
+        own_questions.most_in_vain,
+        own_questions.in_vain,
+    ),
 )

@@ -4,6 +4,7 @@ from statistics import mean
 
 from nanovllm.config import Config
 from nanovllm.simulator.simulation import Job, Run, Served
+from tutorials.assignments import own_questions
 from tutorials.assignments.task import Goal, Part, Task
 from tutorials.simulation.metrics import ttft
 from tutorials.simulation.workloads import labelled, lognormal, merged, poisson, workload
@@ -71,4 +72,9 @@ TASK = Task(
             points=20,
         )
     ],
+    own=(
+        own_questions.longest_wait,
+        own_questions.overtaken_by,
+        own_questions.lost_most,
+    ),
 )
