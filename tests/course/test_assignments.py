@@ -84,6 +84,13 @@ def test_the_reference_is_short(name):
     assert 0 < len(changed) <= 15 or (name in ("a7", "a8") and len(after) < 40)
 
 
+@pytest.mark.parametrize("name", POLICIES)
+def test_one_constant_is_for_another_year(name):
+    source = (ASSIGNMENTS / name / "task.py").read_text(encoding="utf-8")
+    (constant,) = re.findall(r"^# from year to year: .*\n([A-Z_]+) = ", source, re.MULTILINE)
+    assert len(re.findall(rf"\b{constant}\b", source)) > 1  # it is used
+
+
 # --- correct ---
 
 

@@ -9,6 +9,8 @@ from tutorials.assignments.task import Goal, Part, Task, mean_latency
 from tutorials.simulation.metrics import latency
 from tutorials.simulation.workloads import lognormal, merged, poisson, predicted, workload
 
+# from year to year: another value, and the goals are measured again
+LOAD = 1.2  # what short questions ask for, as a part of what their seats can do
 STARVED = 13.5  # seconds: a wait that earns nothing
 ORDERED = 0.85  # of FCFS's mean latency: an order that is worse than this earns nothing
 TOKEN = 0.007  # seconds: what each token of an answer takes if nothing stands in its way
@@ -39,7 +41,7 @@ def short_questions(seed: int) -> list[Job]:
         workload(poisson(rate=14.5, seed=seed), short, count=725),
         workload(poisson(rate=1, seed=seed + 1), long, count=12),
     )
-    return predicted(paced(jobs, seats=4, load=1.2), sigma=0.5, seed=seed)
+    return predicted(paced(jobs, seats=4, load=LOAD), sigma=0.5, seed=seed)
 
 
 def latency_share(run: Run, baseline: Run) -> float:

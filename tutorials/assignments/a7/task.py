@@ -18,6 +18,7 @@ from tutorials.simulation.workloads import (
     workload,
 )
 
+# from year to year: another value, and the goals are measured again
 SLO = (1.0, 0.014)  # seconds: to the first token, and per output token after it
 PATIENCE = 14.0  # seconds: a longer delay of anybody makes all goodput count less
 GIVEN_UP = 22.0  # seconds: a delay that earns nothing

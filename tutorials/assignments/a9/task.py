@@ -18,6 +18,8 @@ from tutorials.simulation.workloads import (
     workload,
 )
 
+# from year to year: another value, and the goals are measured again
+WRITERS = 300  # in each burst
 BURSTS = (4.0, 11.0)  # when writers begin to come ...
 SECONDS = 4.0  # ... and for how long
 NO_GAIN = 0.8  # of the latency without guesses: what earns nothing for editors ...
@@ -39,7 +41,7 @@ def editors(seed: int) -> list[Job]:
 def writers(seed: int) -> list[Job]:
     """300 within four seconds, twice: new stories for prompts that are as long as those of editors."""
     rng = generator("writers", seed)
-    times = sorted(begin + SECONDS * rng.random() for begin in BURSTS for _ in range(300))
+    times = sorted(begin + SECONDS * rng.random() for begin in BURSTS for _ in range(WRITERS))
     jobs = workload(times, lognormal(300, 250, 0.4, 2000, 2 * seed + 1), len(times))
     return [job._replace(right_guesses=[*invented(rng, job.num_outputs)]) for job in jobs]
 
