@@ -50,11 +50,13 @@ def sentences(text: str) -> list[str]:
 
 
 def unversioned(text: str) -> list[str]:
-    """Sentences that mention vLLM without a version, in sections whose heading has none."""
+    """Sentences that mention vLLM without a version, in sections whose heading has none. The table of
+    the same in vLLM is of the version that its section names."""
     found = []
     for section in re.split(r"^(?=#+ )", text, flags=re.MULTILINE):
         heading = section.partition("\n")[0]
-        if not VERSION.search(heading):
+        versioned = section if heading == "## The same in vLLM" else heading
+        if not VERSION.search(versioned):
             found += [s for s in sentences(section) if "vLLM" in s and not VERSION.search(s)]
     return found
 
@@ -68,6 +70,8 @@ def test_what_is_said_of_vllm_has_a_version(chapter):
 def test_what_needs_a_version():
     assert unversioned("# 01\nvLLM has one. It has two.\n") == ["# 01\nvLLM has one."]
     assert unversioned("# vLLM 0.32\n- vLLM has one.\n\n# 01\nvLLM 0.32 has two.\n") == []
+    table = "## The same in vLLM\n\n| Ours | In vLLM |\n"
+    assert len(unversioned(table)) == 2 and unversioned(f"{table}\nIn 0.33.0.\n") == []
 
 
 # --- the glossary ---
