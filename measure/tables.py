@@ -75,7 +75,6 @@ SIGNS = "Measured, simulated; a star: clear; an exclamation mark: the wrong sign
 LOADS = "{device}, commit {commit}; {num_loads} loads, each {repeat} times in reality " + NUMBERS
 USERS = "{users} users with {turns} turns each"
 TOKENS = "{tokens} tokens per answer"
-EIGHT = TOKENS + ", {device}, commit {commit}, the median of {repeat} rounds " + NUMBERS
 RANKS = "prompts of {prompt} tokens, " + TOKENS + ", {processor}, commit {commit}"
 REPEATED = "medians of {repeat}"
 TABLES: dict[str, tuple[str | None, Callable[[dict], Rows | str]]] = {
@@ -95,13 +94,8 @@ TABLES: dict[str, tuple[str | None, Callable[[dict], Rows | str]]] = {
         figure12.chosen_ablations,
     ),
     "simulator_speed": (f"{HERE}:", simulator_speed.rows),
-    "eight_clients": (f"Embedded model, {EIGHT}:", serving.eight_rows),
-    "under_load": (
-        f"{{device}}, commit {{commit}}, {REPEATED} rounds {NUMBERS}:",
-        serving.load_rows,
-    ),
-    "event_loop": (None, serving.loop_rows),
-    "overloaded": (None, serving.overload_rows),
+    "overloaded": (f"{HERE}:", serving.overload_rows),
+    "streams_beside_generate": (f"{HERE}:", serving.together_rows),
     "ranks": (f"Embedded model, {RANKS}, {REPEATED} runs {NUMBERS}:", ranks.text),
     "split": (SIMULATED, replicas.rank_rows),
     "copies": (None, replicas.shape_rows),
@@ -217,15 +211,10 @@ def recovery(reports: list[dict], links: list[str]) -> str:
     return "\n".join([*lines, "", markdown(rows)])
 
 
-def streams_beside_generate(reports: list[dict], links: list[str]) -> str:
-    return markdown(serving.together_rows(reports))
-
-
 OF_SEVERAL = {
     "speed": speed,
     "settings": settings,
     "recovery": recovery,
-    "streams_beside_generate": streams_beside_generate,
 }
 
 

@@ -3,148 +3,141 @@ token takes under load.
 
     python -m tutorials.figures serving_threads serving_load
 
-The first is from a run here and now, the second from tutorials/results/cpu_serving_load.json. Needs
-matplotlib and the server.
+Both read files in tutorials/results, see measure/serving_threads.py and performance/serving.py. Needs
+matplotlib.
 """
 
 import json
-import subprocess
-import sys
-import threading
-import time
-from collections.abc import Callable
-from typing import NamedTuple
 
-import uvicorn
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from nanovllm import LLM
-from nanovllm.server.answers import Answers
-from nanovllm.server.app import new_app
-from nanovllm.server.serve import bind
-from nanovllm.server.settings import ServerOptions
-from tutorials.figures.style import new_figure
-from tutorials.machine import ROOT
+from tutorials.figures.fills import BLUE, GREEN, ORANGE, Fill
+from tutorials.figures.style import HERE, SMALL, bare, box, new_figure, point_out, title, write
 
-RESULTS = ROOT / "tutorials" / "results"
-# of Okabe and Ito's colors, which the color-blind can tell apart
-OURS = "#0072B2"
-THEIRS = "#999999"
-NUM_CLIENTS = 8
-NUM_STEPS = 3  # that are drawn
-KINDS = {  # the row, the color, and what it is
-    "step": (1, OURS, "engine: a step"),
-    "text": (1, "#56B4E9", "engine: what is new"),
-    "hear": (0, "#D55E00", "loop: takes the news in"),
-    "event": (0, "#E69F00", "loop: makes an event"),
-    "write": (0, "#009E73", "loop: writes to a socket"),
+RESULTS = HERE.parent / "results"
+
+# --- two threads ---
+
+CLIENTS = ("slow", "fast", "gone")  # for the three streams
+ENGINE, LOOP = 1.4, 0.0  # the rows
+FILLS: dict[str, tuple[float, Fill]] = {
+    "step": (ENGINE, BLUE),
+    "report": (ENGINE, ORANGE),
+    "hear": (LOOP, ORANGE),
+    "write": (LOOP, GREEN),
 }
+Bar = tuple[str, float, float, str]  # what, begin and end in ms, label
 
 
-class Span(NamedTuple):
-    kind: str
-    begin: float
-    end: float
+def bars() -> list[Bar]:
+    """What is drawn. To make an event and to write it is one bar."""
+    spans = json.loads((RESULTS / "serving_threads.json").read_bytes())["spans"]
+    found: list[Bar] = []
+    begin = 0.0
+    for span in spans:
+        what, label = span["what"], ""
+        if what != "write":
+            begin = span["begin"]
+        if what == "event":
+            continue
+        if what == "write":
+            label = CLIENTS[span["stream"]]
+        found.append((what, 1000 * begin, 1000 * span["end"], label))
+    return found
 
 
-def recorded() -> list[Span]:
-    """A server, and clients in a process of their own; what its threads did, and when."""
-    spans: list[Span] = []
-    app = new_app(LLM(num_blocks=256), ServerOptions(served_model_name=["embedded"]))
-
-    async def timed_app(scope, receive, send) -> None:
-        async def timed_send(message) -> None:
-            begin = time.perf_counter()
-            await send(message)
-            if message.get("body"):
-                spans.append(Span("write", begin, time.perf_counter()))
-
-        await app(scope, receive, timed_send)
-
-    def timed(kind: str, function: Callable) -> Callable:
-        def call(*args, **kwargs):
-            begin = time.perf_counter()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                spans.append(Span(kind, begin, time.perf_counter()))
-
-        return call
-
-    sock = bind("127.0.0.1", 0)
-    web = uvicorn.Server(uvicorn.Config(timed_app, log_level="warning"))
-    thread = threading.Thread(target=web.run, args=([sock],))
-    thread.start()
-    while not web.started:
-        time.sleep(0.01)
-    engine = app.state.server.engine
-    engine.llm.step = timed("step", engine.llm.step)
-    engine._step = timed("text", engine._step)  # the step is a part of it
-    engine._deal_out = timed("hear", engine._deal_out)
-    events = Answers.events
-    Answers.events = timed("event", events)
-    url = f"http://127.0.0.1:{sock.getsockname()[1]}"
-    command = [sys.executable, "-m", "tutorials.performance.clients", url]
-    try:
-        options = ["--clients", str(NUM_CLIENTS), "--tokens", "60"]
-        subprocess.run([*command, *options], cwd=ROOT, check=True, capture_output=True)
-    finally:
-        Answers.events = events
-        web.should_exit = True
-        thread.join()
-    return spans
+def draw_bars(axes: Axes, found: list[Bar], low: float, high: float) -> None:
+    """Those between two times, as far as they lie there."""
+    for what, begin, end, label in found:
+        begin, end = max(begin, low), min(end, high)
+        if begin < end:
+            row, fill = FILLS[what]
+            box(axes, begin, row, end - begin, 1, fill)
+            middle = (begin + end) / 2
+            write(axes, middle, row + 0.5, label, fill, ha="center", fontsize=SMALL)
+    axes.set_xlim(low, high)
+    axes.set_yticks([ENGINE + 0.5, LOOP + 0.5], ["engine's thread", "event loop"])
+    bare(axes, ["left"])
+    axes.spines["left"].set_visible(False)
+    axes.tick_params(length=0)
 
 
 def draw_threads() -> Figure:
-    spans = recorded()
-    steps = [span for span in spans if span.kind == "step"][10:]  # all clients have come
-    windows = [*zip(steps, steps[NUM_STEPS:])]
-    # the steps during which no other program had the processor
-    first, last = min(windows, key=lambda pair: pair[1].begin - pair[0].begin)
-    figure = new_figure(10, 3)
-    axes = figure.subplots()
-    for kind in ("text", "step", "hear", "event", "write"):
-        row, color, label = KINDS[kind]
-        bars = [
-            (1e3 * (span.begin - first.begin), 1e3 * (span.end - span.begin))
-            for span in spans
-            if span.kind == kind and first.begin < span.end and span.begin < last.begin
-        ]
-        axes.broken_barh(bars, (row - 0.3, 0.6), color=color, label=label, linewidth=0)
-    for span in spans:
-        if span.kind == "text" and first.begin <= span.end < last.begin:
-            x = 1e3 * (span.end - first.begin)
-            axes.annotate("", (x, 0.3), (x, 0.7), arrowprops={"arrowstyle": "->"})
-    axes.set_yticks([1, 0], ["engine's thread", "event loop"])
-    axes.set_ylim(-0.5, 1.5)
-    axes.set_xlim(0, 1e3 * (last.begin - first.begin))
-    axes.set_xlabel(f"milliseconds; {NUM_CLIENTS} streams")
-    figure.legend(loc="outside upper center", ncols=5, frameon=False, fontsize="small")
+    found = bars()
+    steps = [bar for bar in found if bar[0] == "step"]
+    reports = [bar for bar in found if bar[0] == "report"]
+    writes = [bar for bar in found if bar[0] == "write"]
+    figure = new_figure(8.5, 4.4)
+    above, below = figure.subplots(2, 1, height_ratios=[1.2, 1.6])
+    whole = [(what, begin, end, "") for what, begin, end, _ in found]
+    draw_bars(above, whole, 0, reports[-1][2])
+    for i, (_, begin, end, _) in enumerate(steps, 11):
+        text = f"step {i}, {end - begin:.1f} ms"
+        above.text((begin + end) / 2, ENGINE + 0.5, text, color="white", ha="center", va="center")
+    at = (reports[0][1] + writes[5][2]) / 2
+    point_out(above, "enlarged below", (at, LOOP + 0.1), (at, -0.55), ha="center", fontsize=SMALL)
+    above.set_ylim(-0.8, 2.5)
+    title(above, "three steps with three streams")
+
+    low, high = reports[0][1] - 0.02, writes[5][2] + 0.02
+    draw_bars(below, found, low, high)
+    report, hear = reports[0], next(bar for bar in found if bar[0] == "hear" and bar[1] > low)
+    middle = (report[1] + report[2]) / 2
+    below.text(middle, ENGINE + 0.5, "report", ha="center", va="center")
+    below.text((report[2] + high) / 2, ENGINE + 0.5, "step 12", color="white", va="center")
+    below.annotate("", (hear[1], LOOP + 1), (report[2], ENGINE), arrowprops={"arrowstyle": "->"})
+    below.text(report[2] - 0.003, 1.15, "one call", ha="right", va="center", fontsize=SMALL)
+    note = "takes the news in"
+    point_out(below, note, (hear[1], LOOP + 0.5), (hear[1] - 0.01, 0.5), ha="right", fontsize=SMALL)
+    between = (writes[3][1] + writes[5][2]) / 2
+    below.text(between, 1.15, "writes to each client", ha="center", va="center", fontsize=SMALL)
+    below.set_ylim(-0.1, 2.5)
+    width = high - low
+    title(
+        below, f"{width:.2f} ms of it: between the model's steps 11 and 12, the news is handed over"
+    )
     return figure
+
+
+# --- load ---
+
+STYLES = {"nanovllm": "o-", "vllm": "s--", "naive": "^:"}
 
 
 def draw_load() -> Figure:
     report = json.loads((RESULTS / "cpu_serving_load.json").read_bytes())
-    figure = new_figure(8, 4)
+    names = {
+        "nanovllm": "nanovllm",
+        "vllm": f"vLLM {report['servers']['vllm']}",
+        "naive": "naive server",
+    }
+    figure = new_figure(7.5, 3.6)
     axes = figure.subplots()
-    others = iter(("#D55E00", "#009E73", "#CC79A7"))
-    colors = {"nanovllm": OURS, "naive": THEIRS}
-    for name, rows in report["load"].items():
-        color = colors.get(name) or next(others)
+    for name, label in names.items():
+        rows = report["load"][name]
         rates = [row["rate"] for row in rows]
-        for q, style in ((50, "o-"), (99, "x--")):
-            seconds = [row[f"ttft_p{q}"] for row in rows]
-            label = f"{name}, {'half of all' if q == 50 else '99 of 100'} had it after"
-            axes.plot(rates, seconds, style, color=color, label=label)
+        times = [1000 * row["ttft_p50"] for row in rows]
+        axes.plot(rates, times, STYLES[name], color="black", linewidth=1, label=label)
+    axes.text(6, 190, names["naive"], ha="right", va="bottom", fontsize=SMALL)
+    axes.text(118, 1100, names["nanovllm"], ha="right", va="center", fontsize=SMALL)
+    axes.text(155, 150, names["vllm"], ha="left", va="center", fontsize=SMALL)
+    axes.text(17.5, 1400, "and falls behind", ha="left", va="center", fontsize=SMALL)
+    full = next(row for row in report["load"]["nanovllm"] if row["refused"])
+    note = f"{full['refused']:.0f} of {full['requests']:,.0f}\nare refused"
+    at = (full["rate"], 1000 * full["ttft_p50"])
+    point_out(axes, note, at, (110, 3500), ha="right", fontsize=SMALL)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    ticks = [row["rate"] for row in report["load"]["nanovllm"]]
+    ticks = [row["rate"] for row in report["load"]["nanovllm"] if row["rate"] != 96]
     axes.set_xticks(ticks, [f"{rate:g}" for rate in ticks])
+    axes.set_yticks([10, 100, 1000], ["10 ms", "100 ms", "1 s"])
+    axes.minorticks_off()
+    axes.set_xlim(0.9, 330)
+    axes.set_ylim(5, 6000)
     axes.set_xlabel("requests per second")
-    axes.set_ylabel("seconds until the first token")
-    axes.set_title(f"embedded model, {report['tokens']} tokens per answer\n{report['device']}")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
+    axes.set_ylabel("time to the first token, p50")
+    bare(axes, ["left", "bottom"])
     return figure
 
 

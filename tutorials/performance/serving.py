@@ -412,21 +412,20 @@ def overload_rows(report: dict) -> list[list[str]]:
     return rows_of(header, columns, records)
 
 
-def together_rows(reports: list[dict]) -> list[list[str]]:
-    """64 requests at once, through servers and without one, of one or more models."""
+def together_rows(report: dict) -> list[list[str]]:
+    """64 requests at once, through servers and without one."""
     records = {}
-    for report in reports:
-        for name, run in report["together"].items():
-            low, high = run["range"]
-            speed = f"{run['output_tokens_per_second']:,.0f} ({low:,.0f} to {high:,.0f})"
-            records[f"{report['model']}: {name}"] = run | {"speed": speed}
+    for name, run in report["together"].items():
+        low, high = run["range"]
+        speed = f"{run['output_tokens_per_second']:,.0f} ({low:,.0f} to {high:,.0f})"
+        records[name] = run | {"speed": speed}
     columns = [("speed", ""), ("of_generate", ".0%")]
     return rows_of("64 requests at once|tokens/s|of generate's", columns, records)
 
 
 TABLES = {  # of the experiments
     "eight": eight_rows,
-    "together": lambda report: together_rows([report]),
+    "together": together_rows,
     "load": load_rows,
     "loop": loop_rows,
     "overload": overload_rows,
