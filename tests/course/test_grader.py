@@ -323,13 +323,16 @@ SOMETIMES = method("return 9 * (request.num_output_tokens % 3 > 0)", "num_guesse
 def test_guesses_are_graded(tmp_path):
     """The same runs as in this process, to the last digit: also the policy that is graded sees of
     each answer as many tokens as were right."""
-    assert [*graded(tmp_path, FCFS, GUESSING).values.values()] == [1.0]
-    report = graded(tmp_path, SOMETIMES, GUESSING, seeds=(1, 2))
-    assert report.checks[0].score == 30, report.table()
-    namespace: dict = {}
-    exec(SOMETIMES, namespace)
-    expected = [measure(GUESSING.parts[0], namespace["MyScheduler"], seed) for seed in (1, 2)]
-    assert [*report.values.values()] == [max(each.popitem()[1] for each in expected)] != [1.0]
+    values = []
+    for code in (FCFS, SOMETIMES):
+        report = graded(tmp_path, code, GUESSING)
+        assert report.checks[0].score == 30, report.table()
+        namespace: dict = {}
+        exec(code, namespace)
+        expected = measure(GUESSING.parts[0], namespace["MyScheduler"], seed=1)
+        assert [*report.values.values()] == [*expected.values()]
+        values += expected.values()
+    assert values[0] != values[1] and max(values) < 0.9, "guesses change nothing"
 
 
 FEWER_WISHES = """
