@@ -19,7 +19,7 @@ FIGURES = (ROOT / "tutorials" / "figures").resolve()
 
 OLD = set(  # drawn before there were rules
     "cpu_preemption_embedded memory_sharing parallel_shards "
-    "parallel_timeline policies policies_clock replicas_bounds replicas_ranks replicas_routers "
+    "parallel_timeline policies policies_clock "
     "vattention_steps vattention_tables".split()
 )
 

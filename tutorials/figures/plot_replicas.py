@@ -1,107 +1,118 @@
-"""Draws the replicas of chapter 19: what splitting a model wins and costs, what routers find, and how
-far a router should follow a prefix.
+"""Draws the replicas of chapter 19: what each turn of three conversations computes, and how far a router
+should follow a prefix.
 
-    python -m tutorials.figures replicas_ranks replicas_routers replicas_bounds
+    python -m tutorials.figures replicas_turns replicas_bounds
 
-Reads tutorials/results/replicas.json. Needs matplotlib.
+The first one simulates the turns, the second one reads tutorials/results/replicas.json. Needs matplotlib.
 """
 
 import json
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from tutorials.figures.style import HERE, new_figure
+from nanovllm.config import Config
+from nanovllm.routing import PrefixAffinity, RoundRobin, Router
+from nanovllm.simulator import simulate
+from nanovllm.simulator.jobs import Served
+from tutorials.figures.fills import ORANGE, SKY, WASTE
+from tutorials.figures.style import (
+    HERE,
+    SMALL,
+    TEXT,
+    bare,
+    box,
+    new_figure,
+    title,
+    write,
+)
+from tutorials.simulation.talks import TURNS, num_computed, talks
 
 RESULTS = HERE.parent / "results" / "replicas.json"
-# of Okabe and Ito's colors, which the color-blind can tell apart
-ROUTERS = {"round robin": "#999999", "least loaded": "#E69F00", "prefix affinity": "#0072B2"}
-LINKS = {
-    "nvlink": ("NVLink", "#0072B2"),
-    "pcie": ("PCIe", "#E69F00"),
-    "network": ("network", "#009E73"),
-}
-LOADS = {"conversations": "#0072B2", "documents": "#D55E00"}
+USERS = "ABC"
+
+# --- nine turns ---
+
+
+def by_arrival(router_cls: type[Router]) -> list[tuple[str, Served]]:
+    """Each turn with its name, in the order in which they came."""
+    config = Config(model="qwen3-8b", num_blocks=4000)
+    run = simulate(talks(USERS), config, replicas=2, router_cls=router_cls)
+    names = [f"{user}{turn + 1}" for user in USERS for turn in range(TURNS)]
+    return sorted(zip(names, run.requests), key=lambda named: named[1].arrival)
+
+
+def draw_turns() -> Figure:
+    figure = new_figure(8.5, 3.6)
+    routers = {"by turns": RoundRobin, "by prefix": PrefixAffinity}
+    least = [num_computed(turn) for _, turn in by_arrival(PrefixAffinity)]
+    for axes, (name, router_cls) in zip(figure.subplots(1, 2, sharey=True), routers.items()):
+        turns = by_arrival(router_cls)
+        for i, (turn_name, turn) in enumerate(turns):
+            draw_turn(axes, i, turn, least[i])
+            write(axes, i + 0.4, -110, turn_name, ha="center")
+            write(axes, i + 0.4, -260, turn.replica, ha="center")
+        num_tokens = sum(num_computed(turn) for _, turn in turns)
+        title(axes, f"{name}: {num_tokens:,} tokens computed")
+        axes.set_xlim(-0.1, len(turns))
+        axes.set_ylim(-330, 1850)
+        bare(axes, ["left"])
+        axes.set_yticks([0, 500, 1000, 1500])
+    first, _ = figure.axes
+    first.set_ylabel("tokens of the prompt", fontsize=TEXT)
+    write(first, -0.25, -260, "replica", ha="right", clip_on=False)
+    return figure
+
+
+def draw_turn(axes: Axes, place: int, turn: Served, num_new: int) -> None:
+    """From below: what is in the cache, what is computed though another cache has it, what is new."""
+    num_again = num_computed(turn) - num_new
+    parts = [
+        ("found", turn.num_cached_tokens, SKY),
+        ("again", num_again, WASTE),
+        ("new", num_new, ORANGE),
+    ]
+    base = 0
+    for name, num_tokens, fill in parts:
+        box(axes, place, base, 0.8, num_tokens, fill)
+        if num_tokens:
+            write(axes, place + 0.4, base + num_tokens / 2, name, fill, ha="center", fontsize=SMALL)
+        base += num_tokens
+
+
+# --- how far ahead ---
+
 NO_BOUND = 10**9
+LINES = {"conversations": ("0.1", "o-"), "documents": ("0.6", "s--")}
 
 
-def draw_ranks(ranks: dict) -> Figure:
-    """A line for each link: what a user waits for a token, and what a device is used for."""
-    figure = new_figure(7, 4.2)
-    axes = figure.subplots()
-    for link, (label, color) in LINKS.items():
-        points = {1: ranks["1 nvlink"]}  # which needs no link
-        points |= {int(name.split()[0]): one for name, one in ranks.items() if name.endswith(link)}
-        x = [one["tpot_ms"] for one in points.values()]
-        y = [one["per_device"] for one in points.values()]
-        axes.plot(x, y, "o-", color=color, label=label)
-        for num_ranks, place in zip(points, zip(x, y)):
-            axes.annotate(str(num_ranks), place, (-3, 7), textcoords="offset points", color=color)
-    axes.set_xlim(0)
-    axes.set_ylim(0, 1.1 * max(one["per_device"] for one in ranks.values()))
-    axes.set_xlabel("ms per token, for a user who is alone")
-    axes.set_ylabel("tokens/s of each H100, with many users")
-    axes.set_title("Qwen3-32B, simulated; the number is that of the H100s", fontsize="medium")
-    axes.grid(alpha=0.3)
-    axes.legend(title="between them", frameon=False)
-    return figure
-
-
-def draw_routers(routers: dict) -> Figure:
-    loads = list(dict.fromkeys(name.partition(", ")[0] for name in routers))
-    figure = new_figure(9, 3.6)
+def draw_bounds() -> Figure:
+    bounds = json.loads(RESULTS.read_bytes())["bounds"]
+    figure = new_figure(8.5, 3.4)
     hits, times = figure.subplots(1, 2)
-    for i, (router, color) in enumerate(ROUTERS.items()):
-        ones = [routers[f"{load}, {router}"] for load in loads]
-        x = [place + 0.27 * (i - 1) for place in range(len(loads))]
-        hits.bar(x, [100 * one["hit_rate"] for one in ones], 0.25, color=color, label=router)
-        times.bar(x, [one["ttft_ms"]["p50"] for one in ones], 0.25, color=color)
-        tails = [one["ttft_ms"]["p99"] for one in ones]
-        times.plot(x, tails, "_", color=color, markersize=14, markeredgewidth=3)
-    hits.set_ylabel("% of prompt tokens found in a cache")
-    times.set_ylabel("ms to the first token")
-    times.set_title("bar: half of all; dash: 99 in 100", fontsize="small")
-    for axes in (hits, times):
-        axes.set_xticks(range(len(loads)), loads)
-        axes.grid(axis="y", alpha=0.3)
-    figure.legend(
-        *hits.get_legend_handles_labels(), loc="outside upper center", ncols=3, frameon=False
-    )
-    return figure
-
-
-def draw_bounds(bounds: dict) -> Figure:
-    figure = new_figure(9, 3.6)
-    hits, times = figure.subplots(1, 2)
-    for load, color in LOADS.items():
+    for load, (color, style) in LINES.items():
         ones = {int(name.split()[1]): one for name, one in bounds.items() if name.startswith(load)}
         x = range(len(ones))
-        hits.plot(
-            x, [100 * one["hit_rate"] for one in ones.values()], "o-", color=color, label=load
-        )
-        for q, style in (("p50", "o-"), ("p99", "x--")):
-            label = f"{load}, {'half of all' if q == 'p50' else '99 in 100'}"
-            times.plot(
-                x, [one["ttft_ms"][q] for one in ones.values()], style, color=color, label=label
-            )
-        for axes in (hits, times):
-            axes.set_xticks(x, ["none" if most == NO_BOUND else str(most) for most in ones])
-    hits.set_ylabel("% of prompt tokens found in a cache")
-    hits.set_ylim(0, 100)
-    times.set_ylabel("ms to the first token")
+        ticks = ["no\nbound" if most == NO_BOUND else str(most) for most in ones]
+        found = [100 * one["hit_rate"] for one in ones.values()]
+        late = [one["ttft_ms"]["p50"] for one in ones.values()]
+        for axes, values in ((hits, found), (times, late)):
+            axes.plot(x, values, style, color=color, label=load)
+            axes.set_xticks(x, ticks)
+    title(hits, "prompt tokens found in a cache (%)")
+    hits.set_ylim(0, 105)
+    write(hits, 3.0, 99.5, "documents", ha="center", color="0.35")
+    write(hits, 3.0, 79, "conversations", ha="center")
+    title(times, "half of the first tokens come within (ms)")
     times.set_yscale("log")
+    write(times, 5.9, 8.3, "documents", ha="right", color="0.35")
+    write(times, 5.35, 300, "conversations", ha="right")
+    times.set_ylim(6, 20_000)
+    times.set_yticks([10, 100, 1000, 10_000], ["10", "100", "1,000", "10,000"])
     for axes in (hits, times):
-        axes.set_xlabel("most_ahead")
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize="small")
+        axes.set_xlabel("most_ahead", fontsize=TEXT)
+        bare(axes, ["left", "bottom"])
     return figure
 
 
-def report(part: str) -> dict:
-    return json.loads(RESULTS.read_bytes())[part]
-
-
-FIGURES = {
-    "replicas_ranks": lambda: draw_ranks(report("ranks")),
-    "replicas_routers": lambda: draw_routers(report("routers")),
-    "replicas_bounds": lambda: draw_bounds(report("bounds")),
-}
+FIGURES = {"replicas_turns": draw_turns, "replicas_bounds": draw_bounds}
