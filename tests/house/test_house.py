@@ -30,6 +30,7 @@ NO_TORCH = (
 IN_THE_ROOT = {
     ".ci",
     ".gitignore",
+    "AGENTS.md",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
     "LICENSE",

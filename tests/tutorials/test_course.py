@@ -1,0 +1,65 @@
+"""The plans of the course: chapters, exercises and constants are there, and words are counted.
+
+Run: pytest tests/tutorials/test_course.py
+"""
+
+import ast
+import re
+
+import pytest
+from book import ROOT, TUTORIALS, num_words
+
+COURSE = (TUTORIALS / "course.md").read_text(encoding="utf-8")
+WEEK = re.compile(r"^\| (\d+) \| (\d\d(?:, \d\d)*) \| ([\d,]+) \| (\d+) \| (.*?) \|", re.MULTILINE)
+WEEKS = WEEK.findall(COURSE)
+CONSTANT = re.compile(r"^\| (a\d) \| `(\w+)` \| (.*?) \|", re.MULTILINE)
+
+
+def words_of(number: str) -> int:
+    (chapter,) = TUTORIALS.glob(f"{number}_*.md")
+    return num_words(chapter.read_text(encoding="utf-8"))
+
+
+def test_there_are_two_plans():
+    assert [int(week) for week, *_ in WEEKS] == [*range(1, 5), *range(1, 13)]
+
+
+@pytest.mark.parametrize("week", WEEKS, ids=lambda week: f"{week[0]}: {week[1]}")
+def test_the_words_of_a_week(week):
+    """Within a hundred words, and a hundred of them are a minute."""
+    _, chapters, words, minutes, _ = week
+    num_said = int(words.replace(",", ""))
+    assert abs(sum(map(words_of, chapters.split(", "))) - num_said) <= 100
+    assert int(minutes) == num_said // 100
+
+
+@pytest.mark.parametrize("week", WEEKS, ids=lambda week: f"{week[0]}: {week[1]}")
+def test_the_exercises_of_a_week(week):
+    """They are of its chapters, and have a check."""
+    _, chapters, _, _, exercises = week
+    for exercise in exercises.split(", "):
+        number, _, k = exercise.partition(".")
+        assert number in chapters.split(", ")
+        checks = TUTORIALS / "exercises" / "checks" / f"chapter{number}.py"
+        assert f"def check_{k}(" in checks.read_text(encoding="utf-8"), exercise
+
+
+def test_the_constants_of_the_assignments():
+    """Each stands below its comment, with the value that the page says."""
+    constants = CONSTANT.findall(COURSE)
+    assert [name for name, *_ in constants] == [f"a{i}" for i in range(1, 10)]
+    for name, constant, value in constants:
+        task = TUTORIALS / "assignments" / name / "task.py"
+        lines = task.read_text(encoding="utf-8").splitlines()
+        (at,) = [i for i, line in enumerate(lines) if line.startswith("# from year to year")]
+        assigned = ast.parse(lines[at + 1]).body[0]
+        assert isinstance(assigned, ast.Assign)
+        assert ast.unparse(assigned.targets[0]) == constant
+        assert ast.literal_eval(assigned.value) == ast.literal_eval(value), name
+
+
+def test_what_assistants_are_told_of_is_there():
+    text = (ROOT / "AGENTS.md").read_text(encoding="utf-8")
+    paths = re.findall(r"`((?:tests|tutorials|scripts)/[\w./]+)`", text)
+    assert len(paths) > 4
+    assert [path for path in paths if not (ROOT / path).exists()] == []
