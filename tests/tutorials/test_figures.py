@@ -19,7 +19,7 @@ FIGURES = (ROOT / "tutorials" / "figures").resolve()
 
 OLD = set(  # drawn before there were rules
     "cpu_preemption_embedded memory_sharing parallel_shards "
-    "parallel_timeline policies policies_clock "
+    "parallel_timeline policies "
     "vattention_steps vattention_tables".split()
 )
 

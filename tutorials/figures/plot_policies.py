@@ -1,9 +1,8 @@
-"""Draws simulated runs: one run by steps and by time, and one small workload under several
-policies.
+"""Draws one small workload under several policies.
 
-    python -m tutorials.figures policies_clock policies
+    python -m tutorials.figures policies
 
-The first is for chapter 14, the second for chapter 16. Needs matplotlib, no torch.
+It is for chapter 16. Needs matplotlib, no torch.
 """
 
 from dataclasses import replace
@@ -97,15 +96,4 @@ def draw_policies() -> Figure:
     return figure
 
 
-def draw_clock() -> Figure:
-    """Four answers and a prompt of 4,000 tokens, by steps and by seconds."""
-    jobs = [Job(0.0, ((i, 100),), num_outputs=12 + 2 * i, answer=10) for i in range(1, 5)]
-    jobs.append(Job(0.02, ((5, 4000),), num_outputs=6, answer=10))
-    run = simulate(jobs, Config(model="qwen3-8b", max_num_batched_tokens=4096), keep_steps=True)
-    figure = new_figure(8, 4.6)
-    for axes, by in zip(figure.subplots(2, 1), ("steps", "seconds")):
-        gantt(run, axes, by=by)
-    return figure
-
-
-FIGURES = {"policies_clock": draw_clock, "policies": draw_policies}
+FIGURES = {"policies": draw_policies}

@@ -151,7 +151,7 @@ def sustained(report: dict) -> str:
     return "\n\n".join(lines)
 
 
-SHOWN = (  # in chapter 14: the loads on which it shows
+SHOWN = (  # in the appendix: the loads on which it shows
     "prefix cache: ",
     "scarce memory: ",
     "chunks: Azure",
