@@ -35,7 +35,7 @@ class Job(NamedTuple):
 
 
 def request_of(job: Job, arrival: int) -> Request:
-    """It is the `arrival`-th to come, counted from 0."""
+    """`arrival` counts those that have come before."""
     prompt = [1000 + arrival] * job.num_prompt
     params = SamplingParams(max_tokens=job.num_outputs)
     return Request(job.name, None, prompt, params, arrival=arrival)

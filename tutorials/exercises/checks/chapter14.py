@@ -20,6 +20,10 @@ PAUSE = (10.0, 4, [10.25, 10.25, 11.0, 11.0])  # one pause of 0.75 s; the mean i
 ALONE = (4.0, 1, [5.0])
 
 
+def copied(requests: list[tuple]) -> list[tuple]:
+    return [(arrival, num_outputs, [*times]) for arrival, num_outputs, times in requests]
+
+
 def check_1(answers) -> None:
     for name, requests, right in (
         ("each token comes just in time", [KEPT], 1.0),
@@ -29,12 +33,15 @@ def check_1(answers) -> None:
         ("an answer of one token, in time", [ALONE, PAUSE], 0.5),
         ("an answer of one token, too late", [(4.0, 1, [5.25])], 0.0),
         ("one is unfinished", [KEPT, (10.0, 4, [10.5, 11.0])], 0.5),
+        ("one lacks its last token", [KEPT, (10.0, 3, [10.5, 11.0])], 0.5),
         ("one has no token", [KEPT, KEPT, (10.0, 2, []), PAUSE], 0.5),
         ("none is kept", [PAUSE, PAUSE], 0.0),
     ):
-        said = answers.promised([(a, n, [*times]) for a, n, times in requests], 1.0, 0.5)
+        given = copied(requests)
+        said = answers.promised(given, 1.0, 0.5)
         expect(abs(said - right) < 1e-9, f"{name}: {right:g}, and promised says {said}")
-    said = answers.promised([KEPT, ALONE], 0.0, 9.0)
+        expect(given == requests, f"{name}: promised has changed the requests")
+    said = answers.promised(copied([KEPT, ALONE]), 0.0, 9.0)
     expect(said == 0, f"no first token comes at once: 0, and promised says {said}")
 
 
