@@ -1,38 +1,29 @@
-"""Draws the ranks of chapter 18: which part of a layer each has, and what two of them do in a step.
+"""Draws the ranks of chapter 18: which part of each matrix a rank has, and what two ranks do over time.
 
     python -m tutorials.figures parallel_shards parallel_timeline
 
-The second is from a run here and now with two processes. Needs matplotlib.
+The second reads tutorials/results/parallel_timeline.json, see measure/parallel_timeline.py. Needs
+matplotlib.
 """
 
-import multiprocessing
-import time
-from itertools import pairwise
+import json
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
-import torch.distributed as dist
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch, Rectangle
 
-from nanovllm import LLM, SamplingParams
-from nanovllm.config import EMBEDDED_MODEL, TOKENS_PER_STEP, Config
-from nanovllm.layers.rotary import longest_context
+from nanovllm.config import EMBEDDED_MODEL
 from nanovllm.loader import load_config
-from nanovllm.parallel.ranks import Group
-from nanovllm.parallel.runner import Follower, Leader, end_steps
 from nanovllm.parallel.shards import Part, Shard
-from tutorials.figures.style import new_figure
+from tutorials.figures.fills import BLUE, EMPTY, FILLS, GREEN, ORANGE, SKY, WASTE, Fill
+from tutorials.figures.style import HERE, SMALL, bare, box, new_figure, point_out, title
 
-# of Okabe and Ito's colors, which the color-blind can tell apart
-RANKS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7"]
-ALL = "#BBBBBB"
+# --- which part of each matrix a rank has ---
 
-# --- which part of a layer each rank has ---
-
-UNEVEN = SimpleNamespace(
+UNEVEN = SimpleNamespace(  # the model of the chapter
     hidden_size=32,
     num_attention_heads=8,
     num_key_value_heads=2,
@@ -41,200 +32,173 @@ UNEVEN = SimpleNamespace(
     vocab_size=101,
 )
 MATRICES = ("embed_tokens q_proj k_proj v_proj o_proj gate_proj up_proj down_proj lm_head").split()
-SPACE = 6.2  # from one matrix to the next
+SPACE = 5.6  # from one matrix to the next
+SIDE = 3.2  # of a square matrix
 
 
-def draw_matrix(axes, x: float, name: str, shards: list[Shard], hidden: int) -> None:
+class Piece(NamedTuple):
+    """Neighbouring rows or columns of a matrix, and the ranks that have them."""
+
+    part: Part
+    ranks: list[int]
+
+
+def pieces_of(name: str, shards: list[Shard]) -> list[Piece]:
+    found: dict[int, Piece] = {}
+    for rank, shard in enumerate(shards):
+        part = (shard.rows | shard.columns)[name]
+        found.setdefault(part.begin, Piece(part, [])).ranks.append(rank)
+    return [found[begin] for begin in sorted(found)]
+
+
+def fills_of(piece: Piece) -> Iterator[tuple[int, Fill, str]]:
+    """How many rows or columns, their fill, and what is written there. Zeros are hatched."""
+    part = piece.part
+    yield part.end - part.begin, FILLS[piece.ranks[0]], " ".join(map(str, piece.ranks))
+    if part.padding:
+        yield part.padding, WASTE, ""
+
+
+def draw_matrix(axes: Axes, x: float, name: str, shards: list[Shard], hidden: int) -> None:
     """Its sides are drawn as the square roots of the real ones: otherwise some could not be seen."""
     by_rows = name in shards[0].rows
-    table = shards[0].rows if by_rows else shards[0].columns
-    length = table[name].length
+    pieces = pieces_of(name, shards)
+    length = pieces[0].part.length
     shape = (length, hidden) if by_rows else (hidden, length)
-    height, width = (3.2 * (side / hidden) ** 0.5 for side in shape)
-    owners: dict[int, list[int]] = {}
-    parts: dict[int, Part] = {}
-    for rank, shard in enumerate(shards):
-        part = (shard.rows if by_rows else shard.columns)[name]
-        owners.setdefault(part.begin, []).append(rank)
-        parts[part.begin] = part
-    padded = sum(part.size for part in parts.values())
-    begin = 0
-    for key in sorted(parts):
-        part = parts[key]
-        for size, is_padding in ((part.size - part.padding, False), (part.padding, True)):
-            if size == 0:
-                continue
-            low, extent = begin / padded, size / padded
-            begin += size
+    height, width = (SIDE * (side / hidden) ** 0.5 for side in shape)
+    share = 1 / sum(piece.part.size for piece in pieces)
+    done = 0.0
+    for piece in pieces:
+        for size, fill, label in fills_of(piece):
+            begin, extent = done, size * share
+            done += extent
             if by_rows:
-                box = (x - width / 2, -height * (low + extent), width, height * extent)
+                box(axes, x - width / 2, -height * done, width, height * extent, fill, label)
             else:
-                box = (x - width / 2 + width * low, -height, width * extent, height)
-            if is_padding:
-                draw_box(axes, box, facecolor="white", edgecolor="black", linewidth=0.6)
-                continue
-            first, *others = owners[key]
-            draw_box(axes, box, facecolor=RANKS[first], edgecolor="white", linewidth=1)
-            if others:
-                color = RANKS[others[0]]
-                style = {"facecolor": "none", "hatch": "////", "linewidth": 0}
-                draw_box(axes, box, edgecolor=color, **style)
-    axes.text(x, 0.25, name, ha="center", fontsize=8)
-    axes.text(x, -height - 0.6, f"{shape[0]} x {shape[1]}", ha="center", fontsize=7, color="0.35")
+                left = x - width / 2 + width * begin
+                box(axes, left, -height, width * extent, height, fill, label)
+    axes.text(x, 0.5, name, ha="center", va="bottom", fontsize=SMALL)
+    axes.text(x, -height - 0.4, f"{shape[0]} x {shape[1]}", ha="center", va="top", fontsize=SMALL)
 
 
-def draw_box(axes, box: tuple[float, float, float, float], **style: Any) -> None:
-    x, y, width, height = box
-    axes.add_patch(Rectangle((x, y), width, height, **style))
+def draw_model(axes: Axes, config, num_ranks: int) -> None:
+    shards = [Shard(config, rank, num_ranks) for rank in range(num_ranks)]
+    for i, name in enumerate(MATRICES):
+        draw_matrix(axes, SPACE * i, name, shards, config.hidden_size)
+    right = SPACE * len(MATRICES)
+    box(axes, right - 1.6, -1.2, 3.2, 1.2, EMPTY, "all")
+    axes.text(right, 0.5, "norms", ha="center", va="bottom", fontsize=SMALL)
+    axes.set_xlim(-2.9, right + 2)
+    longest = max(config.vocab_size / config.hidden_size, 1)
+    axes.set_ylim(-SIDE * longest**0.5 - 1.8, 2)
+    axes.set_aspect("equal")
+    axes.set_axis_off()
 
 
 def draw_shards() -> Figure:
-    figure = new_figure(11, 4.9)
-    embedded = load_config(Path(EMBEDDED_MODEL))
-    panels = [
-        (embedded, 2, "the embedded model, 2 ranks: 6 query heads, 2 KV heads"),
-        (UNEVEN, 4, "another model, 4 ranks: 8 query heads, 2 KV heads"),
-    ]
-    for axes, (config, size, title) in zip(figure.subplots(2, 1, height_ratios=[12, 9]), panels):
-        shards = [Shard(config, rank, size) for rank in range(size)]
-        for i, name in enumerate(MATRICES):
-            draw_matrix(axes, SPACE * i, name, shards, config.hidden_size)
-        right = SPACE * len(MATRICES)
-        draw_box(axes, (right - 1.6, -0.4, 3.2, 0.4), facecolor=ALL)
-        axes.text(right, 0.25, "norms", ha="center", fontsize=8)
-        axes.set_xlim(-3, right + 1.7)
-        longest = max(config.vocab_size / config.hidden_size, 1)
-        axes.set_ylim(-3.2 * longest**0.5 - 1, 1.2)
-        axes.set_aspect("equal")
-        axes.set_axis_off()
-        axes.set_title(title, fontsize=10, loc="left")
-    handles = [Patch(color=color, label=f"rank {i}") for i, color in enumerate(RANKS)]
-    handles += [
-        Patch(color=ALL, label="all ranks"),
-        Patch(facecolor="white", edgecolor="black", linewidth=0.6, label="zeros"),
-    ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=6, frameon=False)
+    figure = new_figure(9.5, 5.3)
+    above, below = figure.subplots(2, 1, height_ratios=[12, 10])
+    draw_model(above, load_config(Path(EMBEDDED_MODEL)), 2)
+    title(above, "the embedded model on 2 ranks: 6 query heads, 2 KV heads")
+    draw_model(below, UNEVEN, 4)
+    title(below, "a smaller model on 4 ranks: 8 query heads, 2 KV heads")
+    for name, at in (("gate_proj", 5), ("lm_head", 8)):
+        height = SIDE * ((50 if name == "gate_proj" else 101) / 32) ** 0.5
+        x = SPACE * at + SIDE / 2
+        point_out(below, "zeros", (x, 0.1 - height), (x + 0.5, -height - 1.2), fontsize=SMALL)
     return figure
 
 
-# --- what two ranks do in a step ---
+# --- what two ranks do over time ---
+
+RESULT = HERE.parent / "results" / "parallel_timeline.json"
+ROWS = (1.3, 0.0)  # of rank 0 and rank 1
+KINDS = {
+    "compute": BLUE,
+    "wait": WASTE,
+    "add_up": ORANGE,
+    "gather": SKY,
+    "sample": GREEN,
+    "tell": SKY,
+}
+Labels = dict[tuple[int, int], str]  # by rank, and place among its spans
 
 
-class Span(NamedTuple):
-    kind: str
-    begin: float
-    end: float
+def draw_ranks(axes: Axes, ranks: list[list[dict]], labels: Labels, end: float) -> None:
+    """A row for each rank. Times are in milliseconds."""
+    for rank, spans in enumerate(ranks):
+        for i, span in enumerate(spans):
+            begin, width = 1000 * span["begin"], 1000 * (span["end"] - span["begin"])
+            label = labels.get((rank, i), "")
+            box(axes, begin, ROWS[rank], width, 1, KINDS[span["kind"]], label)
+    axes.set_xlim(-0.005 * end, end)
+    axes.set_ylim(ROWS[1] - 0.1, ROWS[0] + 1.1)
+    axes.set_yticks([row + 0.5 for row in ROWS], ["rank 0", "rank 1"])
+    bare(axes, ["left", "bottom"])
+    axes.spines["left"].set_visible(False)
+    axes.tick_params(axis="y", length=0)
 
 
-class TimedGroup(Group):
-    """Notes when this rank comes to each place where it needs others, and when it goes on."""
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.spans: list[Span] = []
-
-    def add_up(self, x):
-        return self._timed("add_up", super().add_up, x)
-
-    def gather(self, x):
-        return self._timed("gather", super().gather, x)
-
-    def tell(self, message):
-        return self._timed("tell", super().tell, message)
-
-    def _timed(self, kind: str, function, x):
-        begin = time.perf_counter()  # on Linux it is one clock for all processes
-        result = function(x)
-        self.spans.append(Span(kind, begin, time.perf_counter()))
-        return result
+def middle_of(span: dict) -> float:
+    return 500 * (span["begin"] + span["end"])
 
 
-def group_and_arguments(store: dist.Store, rank: int) -> tuple[TimedGroup, tuple]:
-    torch.set_num_threads(1)
-    config = Config(tensor_parallel_size=2, num_blocks=64, device="cpu")
-    path = Path(EMBEDDED_MODEL)
-    hf_config = load_config(path)
-    limits = config.resolved(longest_context(hf_config), TOKENS_PER_STEP["cpu"])
-    group = TimedGroup(store, rank, 2, "127.0.0.1")
-    device = torch.device("cpu")
-    group.connect(device)
-    return group, (config, limits, hf_config, path, device)
+def longest(ranks: list[list[dict]]) -> float:
+    """In milliseconds, and a little room."""
+    return 1020 * max(spans[-1]["end"] for spans in ranks)
 
 
-def follow(port: int, pipe) -> None:
-    """The process of rank 1."""
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    group, arguments = group_and_arguments(store, 1)
-    Follower(group, *arguments).follow()
-    pipe.send(group.spans)
+def draw_token(
+    axes: Axes, ranks: list[list[dict]], end: float, words: dict[str, list[str]]
+) -> None:
+    """What takes less than 0.2 ms cannot be seen."""
+    seen = [[span for span in spans if span["end"] - span["begin"] > 2e-4] for spans in ranks]
+    labels = {}
+    for rank, spans in enumerate(seen):
+        for i, span in enumerate(spans):
+            labels[rank, i] = words[span["kind"]][rank]
+    draw_ranks(axes, seen, labels, end)
 
 
-def recorded() -> list[list[Span]]:
-    """Of each rank, in the same order: both come to the same places."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ours, theirs = multiprocessing.Pipe()
-    context = multiprocessing.get_context("spawn")
-    process = context.Process(target=follow, args=(store.port, theirs), daemon=True)
-    process.start()
-    group, arguments = group_and_arguments(store, 0)
-    llm = LLM(runner=Leader(group, *arguments), num_blocks=64, device="cpu")
-    params = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
-    llm.generate("Once upon a time", params, use_tqdm=False)
-    end_steps(group)
-    spans = [group.spans, ours.recv()]
-    process.join()
-    return spans
+def draw_step(axes: Axes, ranks: list[list[dict]]) -> None:
+    """Each kind is named where it is seen well."""
+    draw_ranks(axes, ranks, {}, longest(ranks))
+    first, second = ranks
+    above, below = ROWS[0] + 1, ROWS[1]
+    adds = [span for span in first if span["kind"] == "add_up"]
+    computes = [span for span in first if span["kind"] == "compute"]
+    waits = [span for span in second if span["kind"] == "wait"]
+    notes = [
+        ("computes", computes[1], above, -0.2),
+        ("all-reduce", adds[1], above, 0.3),
+        ("samples, plans the next step", first[-2], above, -0.9),
+        ("waits", max(waits[:-1], key=lambda span: span["end"] - span["begin"]), below, 0.0),
+        ("the next step is told", second[-1], below, -0.1),
+        ("logits to rank 0", next(s for s in second if s["kind"] == "gather"), below, -0.9),
+    ]
+    for text, span, y, shift in notes:
+        away = 0.75 if y == above else -0.75
+        at = middle_of(span), y
+        point_out(axes, text, at, (at[0] + shift, y + away), ha="center", fontsize=SMALL)
+    axes.set_ylim(below - 1.1, above + 1.1)
+    axes.set_xlabel("milliseconds")
 
 
 def draw_timeline() -> Figure:
-    ranks = recorded()
-    first, second = ranks
-    assert [span.kind for span in first] == [span.kind for span in second]
-    steps = [i for i, span in enumerate(first) if span.kind == "tell"][10:]
-
-    def seconds(pair: tuple[int, int]) -> float:
-        begin, end = pair
-        return max(rank[end].end for rank in ranks) - min(rank[begin].end for rank in ranks)
-
-    begin, end = min(pairwise(steps), key=seconds)  # no other program has had a processor
-    zero = min(rank[begin].end for rank in ranks)
-
-    figure = new_figure(11, 2.8)
-    axes = figure.subplots()
-    colors = {"compute": "#0072B2", "wait": "#DDDDDD", "add_up": "#D55E00"}
-    colors |= {"gather": "#E69F00", "sample": "#56B4E9", "tell": "#CC79A7"}
-    bars: dict[tuple[str, int], list[tuple[float, float]]] = {}
-
-    def bar(kind: str, row: int, start: float, stop: float) -> None:
-        if stop > start:
-            bars.setdefault((kind, row), []).append((1e3 * (start - zero), 1e3 * (stop - start)))
-
-    for i in range(begin, end):
-        both_there = max(rank[i + 1].begin for rank in ranks)
-        for row, rank in enumerate(ranks):
-            last, span = rank[i], rank[i + 1]
-            is_sampling = last.kind == "gather" and row == 0
-            bar("sample" if is_sampling else "compute", row, last.end, span.begin)
-            only_sends = span.kind == "gather" and row == 1  # it does not wait
-            there = span.begin if only_sends else min(both_there, span.end)
-            bar("wait", row, span.begin, there)
-            bar(span.kind, row, there, span.end)
-    labels = {
-        "compute": "computes",
-        "wait": "waits for the other one",
-        "add_up": "all-reduce",
-        "gather": "logits to rank 0",
-        "sample": "samples and plans",
-        "tell": "the next step is told",
-    }
-    for (kind, row), times in bars.items():
-        axes.broken_barh(times, (0.7 - row, 0.6), color=colors[kind], linewidth=0)
-    axes.set_yticks([1, 0], ["rank 0", "rank 1"])
-    axes.set_ylim(-0.5, 1.5)
-    axes.set_xlim(0, 1e3 * (max(rank[end].end for rank in ranks) - zero))
-    axes.set_xlabel("milliseconds; one decode step of one sequence, the embedded model")
-    handles = [Patch(color=colors[kind], label=label) for kind, label in labels.items()]
-    figure.legend(handles=handles, loc="outside upper center", ncols=6, frameon=False, fontsize=9)
+    report = json.loads(RESULT.read_bytes())
+    figure = new_figure(8.5, 5.4)
+    first, second, third = figure.subplots(3, 1, height_ratios=[2.4, 2.4, 4.8])
+    end = longest(report["by_layers"])
+    words = {"compute": ["up", "down"], "wait": ["waits", "waits"]}
+    draw_token(first, report["by_layers"], end, words)
+    title(first, "two matrices, one token, split by layers")
+    words["compute"] = [f"{half} half of up, {half} half of down" for half in ("first", "second")]
+    draw_token(second, report["inside"], end, words)
+    at = longest(report["inside"]) / 1.02, 1.15
+    point_out(second, "all-reduce", at, (at[0] + 0.4, 1.15), fontsize=SMALL)
+    title(second, "the same, each matrix split")
+    draw_step(third, report["step"])
+    title(third, "one step of the embedded model: two processes, 11 all-reduces")
     return figure
 
 
