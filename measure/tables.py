@@ -97,7 +97,6 @@ TABLES: dict[str, tuple[str | None, Callable[[dict], Rows | str]]] = {
     "overloaded": (f"{HERE}:", serving.overload_rows),
     "streams_beside_generate": (f"{HERE}:", serving.together_rows),
     "ranks": (f"Embedded model, {RANKS}, {REPEATED} runs {NUMBERS}:", ranks.text),
-    "split": (SIMULATED, replicas.rank_rows),
     "copies": (None, replicas.shape_rows),
     "routed": (SIMULATED, replicas.router_rows),
     "bounds": (None, replicas.bound_rows),
