@@ -29,6 +29,7 @@ NO_TORCH = (
 
 IN_THE_ROOT = {
     ".ci",
+    ".github",
     ".gitignore",
     "AGENTS.md",
     "CHANGELOG.md",

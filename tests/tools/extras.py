@@ -21,6 +21,7 @@ EXTRAS = {
     "hypothesis": "test",
     "jsonschema": "test",
     "ray": "ray",
+    "check_jsonschema": "dev",
     "matplotlib": "dev",
     "openai": "dev",
 }

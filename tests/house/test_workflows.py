@@ -1,0 +1,47 @@
+"""The forge's workflows have a syntax that it accepts, and run what is there. They cannot run here.
+
+Run: pytest tests/house/test_workflows.py
+"""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.tools.extras import needs
+
+ROOT = Path(__file__).parents[2]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+def problems(*paths: Path) -> str:
+    needs("check_jsonschema")
+    command = [sys.executable, "-m", "check_jsonschema"]
+    command += ["--builtin-schema", "vendor.github-workflows", *map(str, paths)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return done.stdout + done.stderr if done.returncode else ""
+
+
+def test_the_syntax():
+    assert problems(*WORKFLOWS) == ""
+
+
+def test_a_wrong_syntax_is_found(tmp_path):
+    wrong = tmp_path / "wrong.yml"
+    wrong.write_text(WORKFLOWS[0].read_text(encoding="utf-8").replace("runs-on", "runs-at"))
+    assert "runs-on" in problems(wrong) or "runs-at" in problems(wrong)
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_what_is_run_is_there(path):
+    text = path.read_text(encoding="utf-8")
+    extras = re.findall(r"\[(\w+)\]\"", text)
+    assert extras
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert all(re.search(rf"^{extra} = ", project, re.MULTILINE) for extra in extras)
+    for script in re.findall(r"run: (scripts/\w+)", text):
+        assert (ROOT / script).exists()
+    for module in re.findall(r"python -m (tutorials[.\w]*)", text):
+        assert (ROOT / module.replace(".", "/")).exists()
