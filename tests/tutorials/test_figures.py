@@ -18,7 +18,7 @@ CHAPTERS = [*(ROOT / "tutorials").glob("[0-9]*.md"), ROOT / "README.md"]
 FIGURES = (ROOT / "tutorials" / "figures").resolve()
 
 OLD = set(  # drawn before there were rules
-    "cpu_preemption_embedded memory_sharing policies vattention_steps vattention_tables".split()
+    "cpu_preemption_embedded memory_sharing vattention_steps vattention_tables".split()
 )
 
 
