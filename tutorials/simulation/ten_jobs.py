@@ -1,5 +1,6 @@
 """The ten jobs of chapter 16: four answers that run, a long prompt, and five questions behind it."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 from statistics import mean
 
@@ -7,6 +8,8 @@ from nanovllm.config import Config
 from nanovllm.scheduler import Scheduler
 from nanovllm.simulator import Job, Run, simulate
 from nanovllm.simulator.jobs import Served
+from nanovllm.simulator.machines import Machine
+from tutorials.simulation.metrics import meets_deadline
 
 NAMES = "ABCDEFGHIJ"
 ROWS = {  # times are in milliseconds, lengths in tokens
@@ -29,8 +32,8 @@ def ten_jobs() -> list[Job]:
     return jobs
 
 
-def run_ten(scheduler_cls: type[Scheduler] = Scheduler) -> Run:
-    return simulate(ten_jobs(), FIVE_SEATS, "h100", scheduler_cls, check=True, keep_steps=True)
+def run_ten(scheduler_cls: type[Scheduler] = Scheduler, machine: str | Machine = "h100") -> Run:
+    return simulate(ten_jobs(), FIVE_SEATS, machine, scheduler_cls, check=True, keep_steps=True)
 
 
 def first_token(request: Served) -> float:
@@ -43,24 +46,30 @@ def longest_pause(requests: list[Served]) -> float:
     return 1000 * max(b - a for request in requests for a, b in pairwise(request.token_times))
 
 
+def late(requests: list[Served]) -> str:
+    """The names of the jobs that miss their deadlines."""
+    return "".join(name for name, one in zip(NAMES, requests) if not meets_deadline(one)) or "-"
+
+
 def show_jobs() -> None:
     show_row("job", NAMES)
     for name, cells in ROWS.items():
         show_row(name, cells)
 
 
-def show(*scheduler_classes: type[Scheduler]) -> None:
-    """Prints a row for each: milliseconds to the first token of each job, their mean, and the longest
-    pause of an answer that runs."""
-    show_row("first token after", [*NAMES, "mean", "pause"])
+def show(*scheduler_classes: type[Scheduler], machine: str | Machine = "h100") -> None:
+    """Prints a row for each: milliseconds to the first token of each job, their mean, the longest
+    pause of an answer, and which jobs end too late."""
+    show_row("first token after", [*NAMES, "mean", "pause", "late"])
     for scheduler_cls in scheduler_classes:
-        requests = run_ten(scheduler_cls).requests
+        requests = run_ten(scheduler_cls, machine).requests
         times = [first_token(request) for request in requests]
         numbers = [*times, mean(times), longest_pause(requests)]
-        show_row(scheduler_cls.__name__, [f"{number:.0f}" for number in numbers])
+        cells = [f"{number:.0f}" for number in numbers]
+        show_row(scheduler_cls.__name__, [*cells, late(requests)])
 
 
-def show_row(name: str, cells) -> None:
-    print(
-        f"{name:17}", *(f"{cell:>4}" for cell in cells[:10]), *(f"{cell:>6}" for cell in cells[10:])
-    )
+def show_row(name: str, cells: Sequence[object]) -> None:
+    of_jobs, of_all = cells[: len(NAMES)], cells[len(NAMES) :]
+    row = [f"{cell:>4}" for cell in of_jobs] + [f"{cell:>6}" for cell in of_all]
+    print(f"{name:17}", *row)
