@@ -1,0 +1,239 @@
+"""What the book says is in vLLM is there: files and symbols of the tables "The same in vLLM" and of
+`reading_vllm.md` are in the list that `measure/vllm_symbols.py` made. What the tables name on our side is there, too.
+
+Run: pytest tests/tutorials/test_vllm.py [-k 03_scheduler] [--slow]
+"""
+
+import ast
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+import zipfile
+from functools import cache
+from pathlib import Path
+
+import pytest
+from book import CHAPTERS, TUTORIALS
+
+from measure.vllm_symbols import measure
+
+LIST = json.loads((TUTORIALS / "results" / "vllm_symbols.json").read_bytes())
+HEADING = "## The same in vLLM\n"
+COLUMNS = f"| Here | In vLLM {LIST['version']} | What is more there, and why |"
+CODE = re.compile(r"`([^`]+)`")
+LINK = re.compile(r"\[([^]]+)\]\(([^)#]+)\)")
+PLACE = re.compile(r"`([^`]+\.py)`: (`[^`]+`(?:, `[^`]+`)*)")
+PAGE = TUTORIALS / "reading_vllm.md"
+STOP = re.compile(r"^## \d+\. .*?\n\n(`.*?)\n\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
+each_chapter = pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda path: path.stem)
+
+
+def section_of(text: str) -> str:
+    """The part of a chapter that has the table."""
+    assert text.count(HEADING) == 1, "there is no table 'The same in vLLM', or more than one"
+    return text.partition(HEADING)[2].partition("\n## ")[0]
+
+
+def rows_of(section: str) -> list[list[str]]:
+    """The cells of each row, without the heads of the columns."""
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[2:]]
+
+
+@cache
+def names_of(path: Path) -> set[str]:
+    """Functions, classes, methods, fields and constants of a source file."""
+    found = set()
+
+    def visit(body: list[ast.stmt], prefix: str) -> None:
+        for node in body:
+            match node:
+                case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                    found.add(prefix + name)
+                case ast.ClassDef(name=name):
+                    found.add(prefix + name)
+                    visit(node.body, f"{prefix}{name}.")
+                case ast.AnnAssign(target=ast.Name(id=name)):
+                    found.add(prefix + name)
+                case ast.Assign(targets=[ast.Name(id=name)]):
+                    found.add(prefix + name)
+
+    visit(ast.parse(path.read_bytes()).body, "")
+    return found
+
+
+def problems_here(cell: str, folder: Path = TUTORIALS) -> list[str]:
+    """What the first cell of a row names and is not there: links to files, whose texts are names."""
+    links = LINK.findall(cell)
+    problems = [] if links else [f"no link: {cell}"]
+    for text, target in links:
+        path = (folder / target).resolve()
+        names = CODE.findall(text)
+        if not path.is_file() or not names:
+            problems.append(f"{text} in {target}")
+        else:
+            problems += [f"{name} in {target}" for name in names if name not in names_of(path)]
+    return problems
+
+
+def named_in_vllm(cell: str) -> list[tuple[str, str]]:
+    """Files and symbols, written as in `PLACE`, with a semicolon between two files."""
+    pairs = []
+    for part in cell.split("; "):
+        place = PLACE.fullmatch(part)
+        assert place is not None, f"a file and its symbols: {part}"
+        pairs += [(place[1], symbol) for symbol in CODE.findall(place[2])]
+    return pairs
+
+
+def is_in_list(file: str, symbol: str) -> bool:
+    classes = LIST["files"].get(file, {})
+    owner, _, name = symbol.rpartition(".")
+    return name in classes.get(owner, "").split() or (not owner and name in classes)
+
+
+def problems_there(cell: str) -> list[str]:
+    """What the second cell of a row names and vLLM does not have."""
+    return [f"{s} in {file}" for file, s in named_in_vllm(cell) if not is_in_list(file, s)]
+
+
+def unknown_files(text: str) -> list[str]:
+    """Those that are named anywhere, perhaps without their folder, and are not in the list."""
+    files = [f"/{file}" for file in LIST["files"]]
+    named = [name for name in CODE.findall(text) if name.endswith(".py")]
+    return [name for name in named if not any(file.endswith(f"/{name}") for file in files)]
+
+
+@each_chapter
+def test_what_a_table_names_is_there(chapter):
+    section = section_of(chapter.read_text(encoding="utf-8"))
+    assert COLUMNS in section
+    rows = rows_of(section)
+    assert len(rows) >= 3, rows
+    for row in rows:
+        assert len(row) == 3, row
+        assert problems_here(row[0]) == []
+        assert problems_there(row[1]) == []
+        assert len(row[2].split()) > 2 and unknown_files(row[2]) == [], row
+
+
+@each_chapter
+def test_a_table_is_of_the_version_of_the_list(chapter):
+    section = section_of(chapter.read_text(encoding="utf-8"))
+    versions = set(re.findall(r"vLLM (\d+\.\d+\.\d+)", section))
+    assert versions == {LIST["version"]}
+
+
+def test_the_way_of_a_request_has_twelve_stops():
+    text = PAGE.read_text(encoding="utf-8")
+    assert text.startswith(f"# Reading vLLM {LIST['version']} after this book\n")
+    stops = STOP.findall(text)
+    assert len(stops) == 12
+    for symbols, what in stops:
+        assert problems_there(symbols) == []
+        assert re.search(r"\[chapter \d\d\]\(\d\d_", what), f"no chapter explains it: {what}"
+    assert unknown_files(text) == []
+
+
+def test_what_is_not_there_is_found(tmp_path):
+    (tmp_path / "a.py").write_text(
+        "LIMIT = 1\n\nclass A:\n    x: int\n    y = 2\n\n    def f(self): pass\n"
+    )
+    good = "[`LIMIT`, `A.x`, `A.y`, `A.f`, `A`](a.py)"
+    assert problems_here(good, tmp_path) == []
+    assert problems_here("`A`", tmp_path) == ["no link: `A`"]
+    assert problems_here("[`A`](b.py), [A](a.py)", tmp_path) == ["`A` in b.py", "A in a.py"]
+    assert problems_here("[`A.g`, `f`](a.py)", tmp_path) == ["A.g in a.py", "f in a.py"]
+    file = "v1/core/block_pool.py"
+    known = f"`{file}`: `BlockPool`, `BlockPool.touch`; `envs.py`: `env_bool`"
+    assert named_in_vllm(known) == [
+        (file, "BlockPool"),
+        (file, "BlockPool.touch"),
+        ("envs.py", "env_bool"),
+    ]
+    assert problems_there(known) == ["env_bool in envs.py"]
+    assert problems_there(f"`{file}`: `touch`") == [f"touch in {file}"]
+    assert problems_there("`v1/core/pool.py`: `BlockPool`") == ["BlockPool in v1/core/pool.py"]
+    for incomplete in ("`BlockPool`", f"`{file}`", f"`{file}`: `BlockPool`; `envs.py`"):
+        with pytest.raises(AssertionError, match="a file and its symbols"):
+            problems_there(incomplete)
+    assert unknown_files("`block_pool.py`, `core/block_pool.py`, `ool.py`") == ["ool.py"]
+    assert rows_of("|a|b|\n|---|---|\n| `a` | b |\n") == [["`a`", "b"]]
+    with pytest.raises(AssertionError, match="no table"):
+        section_of("# 01\n")
+
+
+# --- the list itself ---
+
+SOURCE = """
+X = 1
+size: int = 2
+
+if X:
+    def f(): pass
+
+class A:
+    n: int
+
+    async def g(self): pass
+
+class B: pass
+"""
+
+
+def test_a_wheel_and_its_folder_give_the_same_list(tmp_path):
+    wheel = tmp_path / "vllm-1.2.3-py3-none-any.whl"
+    files = {"vllm/v1/a.py": SOURCE, "vllm/empty.py": "", "vllm/models/x.py": SOURCE}
+    others = {"other/a.py": SOURCE, "vllm/a.so": "", "vllm-1.2.3.dist-info/METADATA": ""}
+    with zipfile.ZipFile(wheel, "w") as file:
+        for name, text in (files | others).items():
+            file.writestr(name, text)
+    report = measure(wheel)
+    assert report["files"] == {"v1/a.py": {"": "size f", "A": "n g", "B": ""}}
+    assert report["version"] == "1.2.3" and report["date"] and report["command"]
+    with zipfile.ZipFile(wheel) as file:
+        file.extractall(tmp_path / "unpacked")
+    unpacked = measure(tmp_path / "unpacked" / "vllm")
+    assert {**unpacked, "date": report["date"]} == report
+    (tmp_path / "nameless").mkdir()
+    with pytest.raises(ValueError, match="no files of vLLM"):
+        measure(tmp_path / "nameless")
+    with pytest.raises(ValueError, match="which version"):
+        measure((tmp_path / "unpacked" / "vllm").rename(tmp_path / "nameless" / "vllm"))
+
+
+def test_the_list_is_small():
+    """It belongs to every clone."""
+    assert (TUTORIALS / "results" / "vllm_symbols.json").stat().st_size < 500_000
+
+
+def package(folder: Path) -> Path:
+    """vLLM of the list's version: installed, or as a wheel of some 350 MB from the package index."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is not None and spec.submodule_search_locations:
+        installed = Path(spec.submodule_search_locations[0])
+        if [*installed.parent.glob(f"vllm-{LIST['version']}*.dist-info")]:
+            return installed
+    wanted = f"vllm=={LIST['version']}"
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:"]
+    try:
+        done = subprocess.run(
+            [*command, "--dest", str(folder), wanted], capture_output=True, text=True, timeout=900
+        )
+    except subprocess.TimeoutExpired:
+        pytest.skip(f"{wanted} was not there after 15 minutes")
+    if done.returncode != 0:
+        pytest.skip(f"pip cannot download {wanted}: {done.stderr.strip()[-300:]}")
+    (wheel,) = folder.glob("vllm-*.whl")
+    return wheel
+
+
+@pytest.mark.slow
+def test_the_list_is_that_of_the_package(tmp_path):
+    report = measure(package(tmp_path))
+    for wheel in tmp_path.glob("*.whl"):
+        wheel.unlink()  # pytest keeps the folder
+    assert report["version"] == LIST["version"]
+    assert report["files"] == LIST["files"]
