@@ -109,9 +109,11 @@ def run_engine(llm: LLM, requests: list[Request]) -> Run:
     steps: list[Step] = []
 
     def observe(schedule, seconds: float) -> None:
-        blocks = llm.block_manager
-        held = blocks.num_used_blocks * blocks.block_size
-        used = sum(seq.num_computed_tokens for r in llm.scheduler.running for seq in r.sequences)
+        """Slots held and used while the step ran, as a rung reports them."""
+        held = schedule.num_used_blocks * llm.block_manager.block_size
+        planned = {item.seq: item.start + item.num_tokens for item in schedule.items}
+        others = (seq for r in llm.scheduler.running for seq in r.sequences if seq not in planned)
+        used = sum(planned.values()) + sum(seq.num_computed_tokens for seq in others)
         computing = [item.seq.request for item in schedule.items]
         same = [Request(r.prompt_token_ids, r.params.max_tokens) for r in computing]
         steps.append(Step(same, [item.num_tokens for item in schedule.items], held, used))
