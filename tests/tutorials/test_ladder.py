@@ -4,6 +4,7 @@ Run: pytest tests/tutorials/test_ladder.py
 """
 
 import json
+import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -21,6 +22,7 @@ from tutorials.ladder.runs import (
     four_requests,
     many_requests,
     new_llm,
+    run_engine,
     run_rung,
     seats,
 )
@@ -108,10 +110,27 @@ def test_the_command_draws(monkeypatch, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_the_recorded_tokens_are_those_of_this_code():
-    result = json.loads((FOLDER.parent / "results" / "ladder_many.json").read_bytes())
-    for name in ("rung 4", "rung 6"):
-        run = run_rung(int(name[-1]), Qwen3(EMBEDDED_MODEL), many_requests())
-        assert [step.tokens for step in run.steps] == result["runs"][name]
+    recorded = recorded_runs()
+    requests = many_requests()
+    runs = {f"rung {n}": run_rung(n, Qwen3(EMBEDDED_MODEL), requests) for n in (4, 6)}
+    runs["LLM"] = run_engine(new_llm(), requests)
+    for name, run in runs.items():
+        assert [step.tokens for step in run.steps] == recorded[name]
+
+
+def recorded_runs() -> dict[str, list[int]]:
+    """How many tokens each step computed, for 64 requests."""
+    path = FOLDER.parent / "results" / "ladder_many.json"
+    return json.loads(path.read_bytes())["runs"]
+
+
+def test_the_chapter_prints_what_is_recorded():
+    text = (FOLDER.parent / "01_ladder.md").read_text(encoding="utf-8")
+    table = text[text.index("## What it costs") :]
+    for name, steps in recorded_runs().items():
+        (row,) = re.findall(rf"^{name} {{3,}}(.*)", table, re.MULTILINE)
+        num_steps, num_tokens = row.split()[name != "LLM" :][:2]  # a rung also has lines
+        assert (num_steps, num_tokens) == (f"{len(steps):,}", f"{sum(steps):,}"), name
 
 
 def test_the_command_writes(monkeypatch, tmp_path):

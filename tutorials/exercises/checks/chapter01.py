@@ -60,6 +60,8 @@ def check_2(answers) -> None:
         raise Wrong(f"PyTorch says: {error}. {hint}") from error
     for i, (mine, theirs) in enumerate(zip(right, said, strict=True)):
         expect(mine == theirs, f"request {i}: rung 3 answers {mine}, yours {theirs}")
+    most = max(len(step.requests) for step in steps)
+    expect(most <= rung3.SEATS, f"{most} requests are in a step, and there are {rung3.SEATS} seats")
     steps, _ = run(answers.generate, requests_of(FOUR))
     counted = sum(step.tokens for step in steps)
     expect(counted == 202, f"the four requests: 202 tokens would do, yours computes {counted}")
@@ -90,6 +92,8 @@ def check_3(answers) -> None:
     expect(shares(answers.plan, [100] * 4 + [30], answering=4)[4] == 1, "an answer gets no token")
     two = shares(answers.plan, [200, 200])
     expect(two == [32, 32], f"two prompts of 200 tokens share 64 as {two}, and not by turns of 16")
+    check_shares(answers.plan)
+    check_admission(answers.plan)
 
 
 def shares(plan, lengths: list[int], answering: int | None = None) -> list[int]:
@@ -101,6 +105,31 @@ def shares(plan, lengths: list[int], answering: int | None = None) -> list[int]:
         running[answering].computed = lengths[answering] - 1
     plan(running, [], [])
     return [seq.new for seq in running]
+
+
+def check_shares(plan) -> None:
+    """The whole budget is used, 16 tokens in each turn."""
+    for lengths in ([513, 20, 12, 30], [5, 100], [30, 20], [100] * 5):
+        given = shares(plan, lengths)
+        lacking = min(rung6.BUDGET, sum(lengths))
+        what = f"prompts of {lengths} tokens get {given}: {sum(given)} tokens"
+        expect(sum(given) == lacking, f"{what}, and {lacking} fit into the budget")
+    three = shares(plan, [100] * 3)
+    said = f"three prompts of 100 tokens get {three}"
+    expect(three == [32, 16, 16], f"{said}; by turns of 16 it is [32, 16, 16]")
+
+
+def check_admission(plan) -> None:
+    """A new sequence needs a seat, and blocks for all its tokens."""
+    for num_waiting, num_blocks, num_right, lack in (
+        (12, 100, rung6.SEATS, f"there are {rung6.SEATS} seats"),
+        (3, 5, 2, "each needs two blocks, and five are free"),
+    ):
+        waiting = [rung5.Sequence(request) for request in requests_of(((20, 5),) * num_waiting)]
+        running: list[rung5.Sequence] = []
+        plan(running, waiting, [*range(num_blocks)])
+        what = f"{num_waiting} prompts of 20 tokens wait, and {len(running)} begin"
+        expect(len(running) == num_right, f"{what}; {num_right} may, because {lack}")
 
 
 def lengths_in(step: Step) -> list[int]:
