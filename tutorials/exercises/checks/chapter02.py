@@ -1,9 +1,10 @@
 """Checks of chapter 02: prefixes that hit, another order of eviction, blocks that are twice there."""
 
 from collections import Counter
+from collections.abc import Iterator
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.block_manager import BlockManager
+from nanovllm.block_manager import EMPTY_PREFIX, BlockManager
 from nanovllm.checks.blocks import check_blocks
 from nanovllm.sequence import Request, Sequence
 from tutorials.exercises.checks.expect import expect
@@ -51,18 +52,34 @@ def hits_in_turn(manager: BlockManager) -> int:
 
 
 def check_2(answers) -> None:
-    num_hits = hits_in_turn(
-        answers.MostRecent(num_blocks=9, block_size=4)
-    )  # one for the last token
+    # nine blocks: one for the last token
+    num_hits = hits_in_turn(answers.MostRecent(num_blocks=9, block_size=4))
     said = (
         f"nine prompts in turn, room for eight: {num_hits} of 180 requests hit; more than 100 can"
     )
     expect(num_hits > 100, said)
+    check_taken(answers.MostRecent(num_blocks=3, block_size=4))
+
+
+def check_taken(manager: BlockManager) -> None:
+    """Three blocks are free, and all can be found: the last one is taken, and can be found no more."""
+    for token in range(3):
+        seq = sequence([token] * 4)
+        compute(manager, seq)
+        (last,) = seq.block_table
+        manager.free(seq)
+    taken = manager.take_block()
+    what = f"blocks were freed in this order: 0, 1, 2. It takes block {taken.id}"
+    expect(taken.id == last, f"{what}, and not the last one")
+    is_found = taken.key is not None or taken in manager.findable.values()
+    what = f"block {taken.id} is taken, and its old prefix can still be found"
+    expect(not is_found, f"{what}: it would hit what another sequence overwrites")
 
 
 def check_3(answers) -> None:
     llm = LLM(num_blocks=64, block_manager_cls=answers.NoDuplicates)
     blocks = llm.block_manager
+    duplicates: list[str] = []
 
     def observe(schedule, seconds: float) -> None:
         check_blocks(blocks, [seq for r in llm.scheduler.running for seq in r.unfinished])
@@ -72,6 +89,9 @@ def check_3(answers) -> None:
             writers.update(seq.block_table[written])
         for block, count in writers.items():
             expect(count == 1, f"{count} sequences write into block {block} in the same step")
+        for seq, start, num_tokens in schedule.items:
+            if seq.block_table and (start + num_tokens) // 16 > start // 16:  # it was published
+                duplicates.extend(kept_duplicates(blocks, seq, start // 16))
 
     llm.observers.append(observe)
     long = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
@@ -92,3 +112,33 @@ def check_3(answers) -> None:
     llm.add_request({"messages": CHAT}, long)
     while llm.has_unfinished():
         llm.step()
+    expect(not duplicates, "".join(duplicates[:1]))
+    check_owners_of_both(answers.NoDuplicates(num_blocks=16, block_size=4))
+
+
+def kept_duplicates(manager: BlockManager, seq: Sequence, num_full: int) -> Iterator[str]:
+    """Of its first blocks, which earlier steps have filled: those that another one could replace."""
+    for i in range(num_full):
+        prefix_id = seq.prefix_ids[i - 1] if i else EMPTY_PREFIX
+        size = manager.block_size
+        tokens = tuple(seq.token_ids[i * size : (i + 1) * size])
+        block = manager.findable.get((prefix_id, tokens))
+        if block is not None and block.id != seq.block_table[i]:
+            state = "free" if block.id in manager.free_blocks else "in use"
+            what = f"block {block.id} is {state} and has the prefix of block {seq.block_table[i]}"
+            yield f"{what}, which a sequence keeps: it should take block {block.id}"
+
+
+def check_owners_of_both(manager: BlockManager) -> None:
+    """A block that is given back may have another owner: here a sequence that was forked."""
+    first, second = sequence(range(12)), sequence(range(12))
+    child = Request("r", None, [*range(12)], SamplingParams()).sequences[0]
+    compute(manager, first)
+    manager.allocate(second, 12)  # in the same step as the first one: nothing is found
+    second.num_computed_tokens = 12
+    own = [*second.block_table]
+    manager.fork(second, child)
+    manager.publish(second, 12)
+    counts = [manager.blocks[i].ref_count for i in own]
+    what = f"the blocks {own} have another owner still, but their ref_counts are {counts}"
+    expect(second.block_table != own and counts == [1, 1, 1], what)

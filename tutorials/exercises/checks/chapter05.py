@@ -8,6 +8,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config
+from transformers.utils.logging import disable_progress_bar
 
 from nanovllm.config import EMBEDDED_MODEL
 from nanovllm.layers import torch_ops
@@ -65,6 +66,7 @@ def random_qwen2(bias: float) -> Iterator[tuple[Path, Qwen2ForCausalLM]]:
     for name, parameter in model.named_parameters():
         size = bias if name.endswith("bias") else 0.3
         parameter.copy_(torch.randn(parameter.shape, generator=generator) * size)
+    disable_progress_bar()  # of save_pretrained: the check prints one sentence
     with TemporaryDirectory() as directory:
         path = Path(directory)
         model.save_pretrained(path)

@@ -99,6 +99,7 @@ def check_2(answers) -> None:
         (token,) = answers.gumbel_tokens(cut, seeds[:1], positions[:1], same_number).tolist()
         expect(token == 2, f"only token 2 is not cut off, but if u is {u:.7f} it draws {token}")
     check_small_numbers(answers)
+    check_smallest_number(answers)
     check_large_vocabulary(answers)
 
 
@@ -114,6 +115,21 @@ def check_small_numbers(answers) -> None:
     share = (tokens == 0).float().mean().item()  # of 16 pairs one is equal: then token 0 is first
     said = f"if all numbers are below 0.000002, the first of two equal tokens wins {share:.0%}"
     expect(0.4 < share < 0.6, f"{said} of the time; small numbers must differ, too")
+
+
+def check_smallest_number(answers) -> None:
+    """With the number 2^-23, the first token has not quite enough to win over 0.5."""
+
+    def one_of_two(seed, position):
+        return torch.where(uniform(seed, position) < 0.5, 2.0**-23, 0.5)
+
+    n = 4000
+    logits = torch.tensor([[3.1225, 0.0]]).expand(n, -1)
+    tokens = answers.gumbel_tokens(logits, torch.full((n,), 7), torch.arange(n), one_of_two)
+    share = (tokens == 0).float().mean().item()
+    said = f"if each number is 2^-23 or 0.5, a token with the logit 3.1225 wins {share:.0%} over 0"
+    hint = "Is 2^-23 still 2^-23?"
+    expect(0.7 < share < 0.8, f"{said}, and should win 75%. {hint}")
 
 
 def check_large_vocabulary(answers) -> None:

@@ -85,6 +85,8 @@ def check_2(answers) -> None:
     judge(answers, 16, [3, 4])
     judge(answers, 16, [0, 7, 15])
     judge(answers, 4, [0, 1, 2, 3])
+    judge(answers, 6, [1, 3])  # in halves of three, r3 is alone before r1 is
+    judge(answers, 13, [2, 5, 6])
     for i in (0, 9, 15):
         judge(answers, 16, [i], times=1)
     judge(answers, 16, [2, 12], pairs=True)
