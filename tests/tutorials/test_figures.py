@@ -17,9 +17,7 @@ ROOT = Path(__file__).parents[2]
 CHAPTERS = [*(ROOT / "tutorials").glob("[0-9]*.md"), ROOT / "README.md"]
 FIGURES = (ROOT / "tutorials" / "figures").resolve()
 
-OLD = set(  # drawn before there were rules
-    "cpu_preemption_embedded memory_sharing vattention_steps vattention_tables".split()
-)
+OLD = {"vattention_steps", "vattention_tables"}  # drawn before there were rules
 
 
 def readable() -> list[str]:

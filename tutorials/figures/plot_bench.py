@@ -9,7 +9,6 @@ Writes NAME.png next to this script for a result NAME.json. Needs matplotlib.
 
 import argparse
 import json
-from functools import partial
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -124,10 +123,7 @@ def draw_engines() -> Figure:
     return figure
 
 
-FIGURES = {
-    "performance_engines": draw_engines,
-    "cpu_preemption_embedded": partial(draw, RESULTS / "cpu_preemption_embedded.json"),
-}
+FIGURES = {"performance_engines": draw_engines}
 
 
 def main() -> None:

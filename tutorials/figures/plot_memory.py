@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from tutorials.baselines.replay import PAPER_SAVED, PAPER_TOKEN_STATES
 from tutorials.figures.fills import BLUE, ORANGE, SKY, WASTE
-from tutorials.figures.style import HERE, SMALL, TEXT, bare, box, new_figure, write
+from tutorials.figures.style import HERE, SMALL, TEXT, bare, box, new_figure, title, write
 
 RESULT = HERE.parent / "results" / "memory.json"
 
@@ -46,6 +46,9 @@ def draw_waste() -> Figure:
             if row == 0:
                 write(axes, left + width / 2, 0.32, label, ha="center", va="bottom", fontsize=SMALL)
             left += width
+        if shares["reserved"] < 0.03:
+            said = f"{100 * shares['reserved']:.1f} reserved, {100 * shares['external_fragmentation']:.1f} free"
+            write(axes, 100, 0.4 - row, said, ha="right", fontsize=SMALL)
         draw_mark(axes, -row, 100 * PAPER_TOKEN_STATES[name])
     axes.set_xlim(0, 101)
     axes.set_ylim(-len(systems) + 0.5, 0.9)
@@ -54,29 +57,36 @@ def draw_waste() -> Figure:
     return figure
 
 
+def draw_paper(axes: Axes, width: int, share: float, name: str, side: int) -> None:
+    """The paper's number, left (-1) or right (1) of ours."""
+    axes.scatter(width + 0.3 * side, share, 30, marker="<" if side > 0 else ">", color="black")
+    ha = "left" if side > 0 else "right"
+    said = f"paper, {name}: {share:.0f}"
+    write(axes, width + 0.5 * side, share, said, ha=ha, fontsize=SMALL)
+
+
 def draw_sharing() -> Figure:
+    """A line for each data set; a triangle where the paper has it, at 2 and at 6 sequences."""
     results = json.loads(RESULT.read_bytes())["sharing"]
-    figure = new_figure(9, 3.5)
+    figure = new_figure(9, 3.6)
     all_axes = figure.subplots(1, 2, sharey=True)
     for axes, decoding in zip(all_axes, ("samples", "beams")):
-        for (name, result), color in zip(results.items(), ("tab:blue", "tab:purple")):
-            widths = sorted(result[decoding], key=int)
-            saved = [100 * result[decoding][width]["saved"] for width in widths]
-            axes.plot(widths, saved, "o-", color=color, label=f"{name}, replayed")
-            paper = [100 * share for share in PAPER_SAVED[name, decoding]]
-            axes.plot(
-                [widths[0], widths[-1]],
-                paper,
-                "_",
-                color=color,
-                markersize=20,
-                label=f"{name}, paper",
-            )
-        axes.set_title(f"{decoding} of a prompt", fontsize="medium")
-        axes.set_xlabel("sequences per request")
+        for (name, result), style in zip(results.items(), ("o--", "o-")):
+            widths = sorted(int(width) for width in result[decoding])
+            saved = [100 * result[decoding][str(width)]["saved"] for width in widths]
+            axes.plot(widths, saved, style, color=BLUE.color, label=name)
+            above = 5 if style == "o-" else -5
+            write(axes, widths[1], saved[1] + above, name, ha="center")
+            first, last = PAPER_SAVED[name, decoding]
+            draw_paper(axes, widths[0], 100 * first, name, -1)
+            draw_paper(axes, widths[-1], 100 * last, name, 1)
+        title(axes, f"{decoding} of a prompt")
+        axes.set_xticks(widths)
+        axes.set_xlabel("sequences per request", fontsize=TEXT)
+        axes.set_xlim(-1.5, 9.5)
         axes.set_ylim(0, 90)
-    all_axes[0].legend(fontsize="small", markerscale=0.7)
-    all_axes[0].set_ylabel("% of blocks saved by sharing")
+        bare(axes, ["left", "bottom"])
+    all_axes[0].set_ylabel("% of blocks saved by sharing", fontsize=TEXT)
     return figure
 
 

@@ -21,8 +21,6 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from matplotlib.figure import Figure
-
 from tutorials.arguments import experiment
 from tutorials.baselines.replay import NUM_SLOTS
 from tutorials.machine import environment
@@ -39,7 +37,6 @@ from tutorials.simulation.ablations import (
 )
 from tutorials.simulation.loads import Load, Options, chats, recorded, systems
 from tutorials.simulation.metrics import summary
-from tutorials.simulation.plots import latency_over_rate
 
 LIMITS = (1.0, 0.2)  # seconds per token: the paper's, and a stricter one
 # sections 1 and 6.2: how many times the rate of each system vLLM sustains on ShareGPT, over three
@@ -168,26 +165,6 @@ def chosen_ablations(report: dict) -> str:
     return "\n\n".join(parts)
 
 
-def draw(report: dict, path: Path) -> None:
-    """One picture for each load, side by side, each curve up to its first point above 1 s/token.
-    The names stand below, where no curve is."""
-    loads = report["figure12"]
-    figure = Figure(figsize=(5.2 * len(loads), 4.2), layout="constrained")
-    for axes, (name, results) in zip(
-        figure.subplots(1, len(loads), squeeze=False)[0], loads.items()
-    ):
-        curves = {}
-        for system, result in results.items():
-            points = [(point["rate"], point["latency"]) for point in result["points"]]
-            num_below = sum(latency < LIMITS[0] for _, latency in points)
-            curves[system] = points[: num_below + 1]
-        latency_over_rate(curves, axes, title=name)
-        axes.get_legend().remove()
-    lines = axes.get_legend_handles_labels()
-    figure.legend(*lines, loc="outside lower center", ncols=3, fontsize="small")
-    figure.savefig(path, dpi=120)
-
-
 def show(report: dict) -> None:
     print(sustained(report))
     for name, rows in report["ablations"].items():
@@ -235,7 +212,10 @@ def main() -> None:
     show(report)
     write_json(report, args.json)
     if args.picture:
-        draw(report, args.picture)
+        from tutorials.figures.plot_figure12 import draw
+        from tutorials.figures.style import save
+
+        save(draw(report), args.picture)
 
 
 if __name__ == "__main__":
