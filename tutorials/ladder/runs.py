@@ -12,6 +12,7 @@ from unittest.mock import patch
 import torch
 
 from nanovllm import LLM, SamplingParams
+from tutorials.ladder import rung5
 from tutorials.ladder.qwen3 import Qwen3
 from tutorials.ladder.rung3 import SEATS
 
@@ -83,6 +84,20 @@ def many_requests() -> list[Request]:
     prompts = [[rng.randrange(1500) for _ in range(rng.randint(4, 30))] for _ in lengths]
     prompts[19] = [rng.randrange(1500) for _ in range(513)]
     return [Request(*pair) for pair in zip(prompts, lengths)]
+
+
+def decodes(contexts: list[int], num_blocks: int) -> list[rung5.Sequence]:
+    """Sequences of rung 5 with so many tokens, in blocks in no order. Each lacks its last token."""
+    rng = random.Random(0)
+    free = rng.sample(range(num_blocks), num_blocks)
+    sequences = []
+    for context in contexts:
+        prompt = [rng.randrange(1500) for _ in range(context)]
+        seq = rung5.Sequence(Request(prompt, max_tokens=1))
+        rung5.grow(seq, free)  # blocks for all its tokens
+        seq.computed = context - 1
+        sequences.append(seq)
+    return sequences
 
 
 def run_rung(number: int, model: Qwen3, requests: list[Request]) -> Run:
