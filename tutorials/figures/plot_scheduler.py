@@ -73,7 +73,7 @@ def draw_run(axes: Axes, steps: list[Step], num_steps: int) -> None:
     cells = [cell._replace(name="") for cell in cells_of(steps, ABC, range(len(ABC)))]
     draw_timeline(axes, cells, ["A: 6 in, 6 out", "B: 20 in, 4 out", "C: 5 in, 4 out"], num_steps)
     first = min(cell.step for cell in cells if cell.row == 2)
-    write(axes, ARRIVALS[2] - 0.1, HEIGHT / 2 - 2, "arrives", ha="right")
+    write(axes, ARRIVALS[2] - 0.1, HEIGHT / 2 - 2, "comes after step 2", ha="right")
     if first > ARRIVALS[2]:
         write(axes, (ARRIVALS[2] + first) / 2, HEIGHT / 2 - 2, "waits", ha="center")
 
