@@ -3,6 +3,7 @@
 Run: pytest tests/tutorials/test_book.py [-k 02_blocks]
 """
 
+import json
 import re
 
 import pytest
@@ -154,6 +155,13 @@ def test_what_a_first_use_is():
     assert found and not linked(later, found, "block")
     assert occurrence(["block"], "blocked, block-wise") is None
     assert prose("a\n```python\nb c\n```\n| d |\n<details>\ne\n</details>\n").split() == ["a"]
+
+
+def test_results_are_of_clean_commits():
+    """A number on a page can be measured again only if its code is known."""
+    for path in (TUTORIALS / "results").glob("*.json"):
+        commit = json.loads(path.read_bytes()).get("commit", "")
+        assert not commit.endswith("-dirty"), path.name
 
 
 # --- links ---
