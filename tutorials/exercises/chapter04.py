@@ -5,12 +5,8 @@ from nanovllm.scheduler import Scheduler
 # --- 04.1 ---
 
 
-def cheaper(n: int, kv_bytes: int, bus: float, a: float, b: float) -> str:
-    """ "swap" or "recompute", for a request with n computed tokens.
-
-    A token has `kv_bytes` bytes, the bus moves `bus` bytes per second, and to compute the tokens
-    again takes n * a + n * n * b seconds.
-    """
+def predict() -> dict[str, list[str]]:
+    """The cells of A and of B, step by step, such as {"A": ["6*", ...], "B": [...]}."""
     raise NotImplementedError
 
 
