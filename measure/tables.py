@@ -26,7 +26,7 @@ from measure import (
 from measure.seeds import handout_table
 from tutorials.machine import ROOT
 from tutorials.performance import replicas as real
-from tutorials.performance import serving, vattention
+from tutorials.performance import serving
 from tutorials.report import conditions, engines_table, markdown, rounds_text, spread
 from tutorials.simulation import figure12, pages, pairs
 
@@ -101,7 +101,6 @@ TABLES: dict[str, tuple[str | None, Callable[[dict], Rows | str]]] = {
     "routed": (SIMULATED, replicas.router_rows),
     "bounds": (None, replicas.bound_rows),
     "least_shares": (None, replicas.share_rows),
-    "vattention": (f"{HERE}:", vattention.chosen_rows),
     "pages": (
         f"{{gigabytes:.0f}} GB for the cache, commit {{commit}} {NUMBERS}:",
         pages.chosen_rows,

@@ -17,16 +17,14 @@ ROOT = Path(__file__).parents[2]
 CHAPTERS = [*(ROOT / "tutorials").glob("[0-9]*.md"), ROOT / "README.md"]
 FIGURES = (ROOT / "tutorials" / "figures").resolve()
 
-OLD = {"vattention_steps", "vattention_tables"}  # drawn before there were rules
 
-
-def readable() -> list[str]:
-    """The pictures that are held to the rules, if they can be drawn here."""
+def names() -> list[str]:
+    """Of all pictures, if they can be drawn here."""
     if find_spec("matplotlib") is None:  # an extra
         return []
     from tutorials.figures.__main__ import figures
 
-    return sorted(figures().keys() - OLD)
+    return sorted(figures())
 
 
 @pytest.fixture
@@ -50,27 +48,24 @@ def test_pictures_and_chapters_belong_together():
     assert {path.stem for path in drawn - shown} <= results, "a picture that no page shows"
 
 
-@pytest.mark.parametrize("name", readable())
+@pytest.mark.parametrize("name", names())
 def test_a_picture_can_be_read(name, draw):
+    if name == "vattention_tables":
+        needs_of("20")
     figure = draw(name)
     from tests.tools.pictures import faults
 
     assert faults(figure) == []
-    check_committed(name, figure)
     image = (FIGURES / f"{name}.png").read_bytes()
     assert b"Description" in image and len(image) < 150_000
 
 
-@pytest.mark.slow(but_every=6)
-@pytest.mark.parametrize("name", sorted(OLD))
-def test_scripts_draw_what_is_committed(name, draw):
+@pytest.mark.parametrize("name", names())
+def test_what_is_committed_is_what_is_drawn(name, draw):
+    """It has the size and the texts of what is drawn now."""
     if name == "vattention_tables":
         needs_of("20")
-    check_committed(name, draw(name))
-
-
-def check_committed(name: str, figure) -> None:
-    """The file has the size, and where it has them, the texts of what is drawn now."""
+    figure = draw(name)
     from PIL import Image  # matplotlib needs it, too
 
     from tutorials.figures.style import words
@@ -78,8 +73,7 @@ def check_committed(name: str, figure) -> None:
     image = Image.open(FIGURES / f"{name}.png")
     assert image.size == figure.canvas.get_width_height()
     figure.draw_without_rendering()
-    again = f"python -m tutorials.figures {name}"
-    assert image.text.get("Description", words(figure)) == words(figure), again
+    assert image.text["Description"] == words(figure), f"python -m tutorials.figures {name}"
 
 
 def test_the_command(tmp_path, monkeypatch, capsys):

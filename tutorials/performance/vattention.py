@@ -231,31 +231,15 @@ def measure(args) -> dict:
     return report
 
 
-MANY_KEYS = {  # cases of chapter 20
-    "qwen3-0.6b": ["4 of 4,000", "16 of 1,000", "16 of 200 to 1,800", "64 of 250"],
-    "tiny-qwen3": ["64 of 1,000", "64 of 100 to 1,900"],
-}
-
-
-def chosen_rows(report: dict) -> list[list[str]]:
-    """Of the cases that have many keys to read."""
-    cases = {}
-    for model, names in MANY_KEYS.items():
-        cases[model] = [case for case in report["vattention"][model] if name_of(case) in names]
-    return rows_of_cases(cases)
-
-
-def name_of(case: dict) -> str:
-    return f"{case['sequences']} of {case['context']}"
-
-
 def rows_of_cases(all_cases: dict[str, list[dict]]) -> list[list[str]]:
     """The parts of decode steps, and their memory."""
     header = "sequences of tokens|engine, tokens per block|step|attention"
     rows = [f"{header}|of it gather|mapping|µs per new block|empty memory".split("|")]
     for model, cases in all_cases.items():
         for case in cases:
-            name = "embedded model: " * (model == "tiny-qwen3") + name_of(case)
+            name = f"{case['sequences']} of {case['context']}"
+            if model == "tiny-qwen3":
+                name = f"embedded model: {name}"
             for engine, parts in case["engines"].items():
                 times = [1e3 * parts[kind] for kind in ("total", "attention", "gather", "mapping")]
                 cells = [f"{ms:,.{0 if ms >= 100 else 1 if ms >= 10 else 2}f}" for ms in times]

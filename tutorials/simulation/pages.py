@@ -173,7 +173,6 @@ CHOSEN = [
     "software",
     "4 KiB, all layers",
     "64 KiB, a page for each layer",
-    "256 KiB, a page for each layer",
     "2 MiB, all layers",
     "2 MiB, all layers, unpadded",
     "2 MiB, a page for each layer",
@@ -190,7 +189,7 @@ def chosen_rows(report: dict) -> list[list[str]]:
     header = "pages|tokens per block"
     columns: list[tuple] = [(f"{next(iter(loads))}.block_size", ",")]
     for load in loads:
-        for kind in ("tokens", "padding", "empty", "running"):
+        for kind in ("tokens", "running"):
             header += f"|{load}: {kind}"
             columns.append((f"{load}.{kind}", ".0f" if kind == "running" else ".1%"))
     return rows_of(header, columns, records)
