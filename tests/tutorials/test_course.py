@@ -24,6 +24,14 @@ def test_there_are_two_plans():
     assert [int(week) for week, *_ in WEEKS] == [*range(1, 5), *range(1, 13)]
 
 
+def test_the_words_of_an_evening():
+    page = (TUTORIALS / "how_to_read.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \[(\d\d) .*?\) \| ([\d,]+) \|", page, re.MULTILINE)
+    assert [number for number, _ in rows] == ["00", "01", "02", "03"]
+    for number, words in rows:
+        assert abs(words_of(number) - int(words.replace(",", ""))) <= 100, number
+
+
 @pytest.mark.parametrize("week", WEEKS, ids=lambda week: f"{week[0]}: {week[1]}")
 def test_the_words_of_a_week(week):
     """Within a hundred words, and a hundred of them are a minute."""

@@ -56,24 +56,20 @@ def test_a_picture_can_be_read(name, draw):
     from tests.tools.pictures import faults
 
     assert faults(figure) == []
-    image = (FIGURES / f"{name}.png").read_bytes()
-    assert b"Description" in image and len(image) < 150_000
+    check_committed(FIGURES / f"{name}.png", figure)
 
 
-@pytest.mark.parametrize("name", names())
-def test_what_is_committed_is_what_is_drawn(name, draw):
-    """It has the size and the texts of what is drawn now."""
-    if name == "vattention_tables":
-        needs_of("20")
-    figure = draw(name)
+def check_committed(path: Path, figure) -> None:
+    """The file has the size and the texts of what is drawn now."""
     from PIL import Image  # matplotlib needs it, too
 
     from tutorials.figures.style import words
 
-    image = Image.open(FIGURES / f"{name}.png")
+    image = Image.open(path)
     assert image.size == figure.canvas.get_width_height()
     figure.draw_without_rendering()
-    assert image.text["Description"] == words(figure), f"python -m tutorials.figures {name}"
+    assert image.text["Description"] == words(figure), f"python -m tutorials.figures {path.stem}"
+    assert path.stat().st_size < 150_000
 
 
 def test_the_command(tmp_path, monkeypatch, capsys):
