@@ -5,7 +5,7 @@ Output that differs between machines stands in a ```text block whose fence says 
 A check that needs what the reader has written is fenced as ```python (exercise) and not run. Quotes are tested in
 tests/house/test_quotes.py.
 
-Run: pytest tests/tutorials/test_chapters.py [-k scheduler]; with --slow the solutions of chapters 14 to 20, too
+Run: pytest tests/tutorials/test_chapters.py [-k scheduler]; with --slow what is folded, too
 To write the present output into the chapters, if it has changed and is right: python tests/tutorials/test_chapters.py
 """
 
