@@ -424,7 +424,7 @@ def test_a_reader_that_is_too_slow_is_sent_away():
 
 def test_files_have_their_headers_and_no_other_path_becomes_one():
     with Running(LLM(num_blocks=40)) as server:
-        for path in ("/", "/page.js", "/page.css", "/runs/index.json"):
+        for path in ("/", "/page.js", "/page.css", "/player.js", "/player.css", "/runs/index.json"):
             for method in ("GET", "HEAD"):
                 response = server.http.request(method, path)
                 assert response.status_code == 200

@@ -20,7 +20,7 @@ pytestmark = [
         CHROMIUM is None, reason="there is no Chromium (Debian's package: chromium)"
     ),
 ]
-LETTERS = "[...document.querySelectorAll('#blocks .cell')].map((cell) => cell.textContent)"
+LETTERS = "[...view.shadowRoot.querySelectorAll('#blocks .cell')].map((cell) => cell.textContent)"
 IS_CONNECTED = "document.querySelector('#connection').textContent === 'Connected'"
 IS_LIVE = f"{IS_CONNECTED} && view.frame !== null"
 HAS_NOTE = "[...document.querySelectorAll('.note')].at(-1)?.textContent"
@@ -79,11 +79,11 @@ def answer_to(browser: Browser, question: str) -> str:
 
 def choose_run(browser: Browser, name: str) -> None:
     browser.click("input[value=recorded]")
-    browser.wait("player.run !== null")
+    browser.wait("view.run !== null")
     browser.value(
-        f"player.run = null; $('run').value = '{name}.json'; $('run').dispatchEvent(new Event('change'))"
+        f"view.run = null; $('run').value = '{name}.json'; $('run').dispatchEvent(new Event('change'))"
     )
-    browser.wait(f"player.run?.title === {json.dumps(run_named(name)['title'])}")
+    browser.wait(f"view.run?.title === {json.dumps(run_named(name)['title'])}")
 
 
 # --- chat ---
@@ -212,9 +212,7 @@ def test_an_error_is_a_sentence(browser, server):
 
 
 def test_nothing_moves_while_an_answer_comes(browser, server):
-    boxes = (
-        "['composer', 'blocks', 'queues', 'numbers'].map((id) => $(id).getBoundingClientRect().top)"
-    )
+    boxes = "['composer', 'blocks', 'queues', 'numbers'].map((id) => ($(id) ?? view.$(id)).getBoundingClientRect().top)"
     server.is_endless = True
     server.last_frame = run_named("shared_prefix")["frames"][4]
     browser.open(server.url)
@@ -243,7 +241,9 @@ def test_blocks_appear_and_disappear(browser, server):
             ("shared", lambda e: e not in ("empty", "cached", 1)),
             ("cached", lambda e: e == "cached"),
         ):
-            marked = browser.value(f"kv.cells.map((cell) => cell.classList.contains('{name}'))")
+            marked = browser.value(
+                f"view.kv.cells.map((cell) => cell.classList.contains('{name}'))"
+            )
             assert marked == [is_so(e) for e in expected], name
     assert browser.errors == []
 
@@ -255,12 +255,14 @@ def test_a_copy_is_marked_and_told_in_words(browser, server):
     server.last_frame = frame
     browser.open(server.url)
     browser.wait(IS_LIVE)
-    assert browser.value(f"kv.cells[{target}].classList.contains('moved')")
+    assert browser.value(f"view.kv.cells[{target}].classList.contains('moved')")
     browser.hover(f"#blocks .cell:nth-child({target + 1})")
-    words = browser.wait("$('words').textContent.startsWith('Block') && $('words').textContent")
+    words = browser.wait(
+        "view.$('words').textContent.startsWith('Block') && view.$('words').textContent"
+    )
     assert words.startswith(f"Block {target}: request A (0)")
     assert f"copied from block {source} just now" in words
-    browser.value("$('blocks').focus()")
+    browser.value("view.$('blocks').focus()")
     browser.press("End")
     browser.press("ArrowLeft")
     last = frame["kv_blocks"] - 2
@@ -274,11 +276,11 @@ def test_queues_say_who_runs_and_who_waits(browser, server):
     browser.open(server.url)
     browser.wait(IS_LIVE)
     counts = browser.value(
-        "[...document.querySelectorAll('#queues h4 small')].map((e) => e.textContent)"
+        "[...view.shadowRoot.querySelectorAll('#queues h4 small')].map((e) => e.textContent)"
     )
     states = [*states_of(frame).values()]
     assert counts == [str(states.count(state)) for state in ("running", "swapped", "waiting")]
-    assert browser.value("document.querySelectorAll('.request').length") == len(states)
+    assert browser.value("view.shadowRoot.querySelectorAll('.request').length") == len(states)
     on_top = ("running", "waiting", "preempted", "swapped")
     shown = [browser.text(f"#num-{state}") for state in on_top]
     assert shown == [str(states.count(state)) for state in on_top]
@@ -296,15 +298,15 @@ def test_those_who_wait_are_in_sight_however_many_run(browser, server):
         "39",
         "3",
     ]
-    top = "document.querySelector('.{}').getBoundingClientRect().top"
+    top = "view.shadowRoot.querySelector('.{}').getBoundingClientRect().top"
     assert browser.value(top.format("running")) == browser.value(top.format("preempted"))
     gap = f"{top.format('waiting')} - {top.format('running')}"
     assert browser.value(gap) < 150
     browser.value("document.querySelector('.view').scrollTop = 10000")
-    box = browser.value("document.querySelector('#counts').getBoundingClientRect().toJSON()")
+    box = browser.value("view.shadowRoot.querySelector('#counts').getBoundingClientRect().toJSON()")
     above = browser.value("document.querySelector('.view').getBoundingClientRect().top")
     assert box["top"] >= above - 1 and box["height"] > 20
-    hit = f"document.elementFromPoint({box['left'] + 30}, {box['top'] + 15}).closest('#counts')"
+    hit = f"view.shadowRoot.elementFromPoint({box['left'] + 30}, {box['top'] + 15}).closest('#counts')"
     assert browser.value(f"{hit} !== null")
 
 
@@ -315,14 +317,14 @@ def test_a_large_cache_is_drawn_where_it_is_used(browser, server):
     browser.open(server.url)
     browser.wait(IS_CONNECTED)
     show_frame(browser, server, few)
-    assert browser.value("kv.cells.length") == 256
+    assert browser.value("view.kv.cells.length") == 256
     assert "25,744 more" in browser.text("#size")
     hint = "26,000 blocks: start the server with nanovllm serve --show to see them fill up."
     assert browser.text("#hint") == hint and not browser.value("$('hint').hidden")
     show_frame(browser, server, many)
-    assert browser.value("kv.cells.length") == 0
-    assert browser.value("document.querySelector('#blocks canvas').width") > 300
-    browser.value("$('blocks').focus()")
+    assert browser.value("view.kv.cells.length") == 0
+    assert browser.value("view.shadowRoot.querySelector('#blocks canvas').width") > 300
+    browser.value("view.$('blocks').focus()")
     browser.press("ArrowRight")
     assert browser.text("#words").startswith("Blocks 3 to 5, most of them: request A")
     show_frame(browser, server, frame_of(["x"], [], step=1001))
@@ -336,11 +338,11 @@ def test_of_a_huge_cache_a_square_is_what_most_of_its_blocks_are(browser, server
     browser.open(server.url)
     browser.wait(IS_CONNECTED)
     show_frame(browser, server, frame | {"tables": [["x", 0, 0, table]]})
-    each = browser.value("kv.each")
+    each = browser.value("view.kv.each")
     assert each > 50 and browser.text("#size").endswith(
         f"each square is what most of {each} blocks are"
     )
-    kinds = browser.value("kv.blocks.map((block) => block.kind)")
+    kinds = browser.value("view.kv.blocks.map((block) => block.kind)")
     assert len(kinds) == -(-400_000 // each)
     assert {*kinds[: 49_000 // each]} == {"owned"}
     assert {*kinds[51_000 // each : 299_000 // each]} == {"cached"}
@@ -375,7 +377,7 @@ def test_frames_of_changes_make_the_picture(browser, server):
             ("kv", expected.blocks()),
             ("host", expected.host_blocks()[::-1]),  # the last one is used first
         ):
-            owners = browser.value(f"{grid}.blocks.map((block) => block.id ?? null)")
+            owners = browser.value(f"view.{grid}.blocks.map((block) => block.id ?? null)")
             assert owners == [said[0] if len(said) == 2 else None for said in blocks]
     assert browser.errors == []
 
@@ -387,18 +389,20 @@ def test_the_hosts_blocks_have_the_letters_of_their_requests(browser, server):
     browser.open(server.url)
     browser.wait(IS_LIVE)
     ((name, *_, blocks),) = frame["host_tables"]
-    letter = browser.value(f"owners.get('{name}').letter")
-    letters = browser.value("host.cells.map((cell) => cell.textContent)")
+    letter = browser.value(f"view.owners.get('{name}').letter")
+    letters = browser.value("view.host.cells.map((cell) => cell.textContent)")
     assert [*filter(None, letters)] == [letter] * len(blocks)
     assert browser.text("#host-size") == f"{frame['host_blocks']} blocks of 4 tokens"
     (source, target), *_ = frame["moves"]["out"]
     place = frame["host_blocks"] - target
     browser.hover(f"#host-blocks .cell:nth-child({place})")
-    words = browser.wait("$('words').textContent.startsWith('Host') && $('words').textContent")
+    words = browser.wait(
+        "view.$('words').textContent.startsWith('Host') && view.$('words').textContent"
+    )
     assert f"Host block {target}: request {letter}" in words
     assert f"swapped out from block {source} just now" in words
     show_frame(browser, server, frame_of(["x"], [], host_blocks=0))
-    assert browser.value("$('host').hidden")
+    assert browser.value("view.$('host').hidden")
     assert browser.errors == []
 
 
@@ -409,17 +413,17 @@ def test_what_bars_and_counts_mean_is_in_sight(browser, server):
     }
     browser.open(server.url)
     browser.wait(IS_LIVE)
-    assert browser.value("$('hits').innerText").split() == ["48", "of", "63", "tokens"]
-    assert browser.value("$('guessed').hidden")
+    assert browser.value("view.$('hits').innerText").split() == ["48", "of", "63", "tokens"]
+    assert browser.value("view.$('guessed').hidden")
     show_frame(browser, server, {**server.last_frame, "guesses": 1200, "accepted_guesses": 7})
-    assert browser.value("$('guesses').innerText").split() == ["7", "of", "1,200"]
+    assert browser.value("view.$('guesses').innerText").split() == ["7", "of", "1,200"]
     assert browser.text(".request .count") == "15 + 48"
-    key = browser.value("$('key').innerText")
+    key = browser.value("view.$('key').innerText")
     for words in ("15 + 48", "tokens of the prompt", "not computed yet", "white line", "gray"):
         assert words in key
     assert "gray: up to 64 tokens" in " ".join(key.split())
-    assert browser.value("$('key').getBoundingClientRect().height") > 15
-    marks = browser.value("[...document.querySelectorAll('.axis')].map((e) => e.innerText)")
+    assert browser.value("view.$('key').getBoundingClientRect().height") > 15
+    marks = browser.value("[...view.shadowRoot.querySelectorAll('.axis')].map((e) => e.innerText)")
     assert [" ".join(mark.split()) for mark in marks] == ["60 s ago 30 s now"] * 2
 
 
@@ -445,9 +449,9 @@ def test_an_answer_has_the_letter_of_its_request_and_says_where_it_is(browser, s
     assert heading(browser) == ["", ""]
     queue = [*others[2:13], me, *others[13:]]
     show_frame(browser, server, frame_of(others[:2], queue, step=1))
-    letter = browser.value(f"owners.get('{me}').letter")
+    letter = browser.value(f"view.owners.get('{me}').letter")
     assert heading(browser) == [letter, "waiting, 12th"]
-    color = browser.value(f"owners.get('{me}').color")
+    color = browser.value(f"view.owners.get('{me}').color")
     assert browser.value(
         f"document.querySelector('.assistant .tag').matches('.owned.owner-{color}')"
     )
@@ -484,14 +488,17 @@ def test_before_its_first_token_an_answer_is_the_only_chat_that_has_come(browser
     show_frame(browser, server, frame_of(before, two, step=2))
     assert heading(browser) == ["", ""]
     show_frame(browser, server, frame_of(before, ["cmpl-text-0", "chatcmpl-me-0"], step=3))
-    letter = browser.value("owners.get('chatcmpl-me-0').letter")
+    letter = browser.value("view.owners.get('chatcmpl-me-0').letter")
     assert heading(browser) == [letter, "waiting, 2nd"]
     server.is_endless = True
     server.answer_id = "chatcmpl-really"
     server.may_begin.set()
     browser.wait("document.querySelector('.assistant .text')?.textContent.includes('more')")
     show_frame(browser, server, frame_of(["chatcmpl-really-0"], [], step=4))
-    assert heading(browser) == [browser.value("owners.get('chatcmpl-really-0').letter"), "running"]
+    assert heading(browser) == [
+        browser.value("view.owners.get('chatcmpl-really-0').letter"),
+        "running",
+    ]
     server.is_endless = False
 
 
@@ -515,7 +522,7 @@ def test_twenty_questions_are_one_call(browser, server):
     show_frame(browser, server, frame_of(names[:12], names[12:]))
     rows = browser.value(ROWS)
     assert [row[0] for row in rows] == browser.value(
-        f"{json.dumps(names)}.map((id) => owners.get(id).letter)"
+        f"{json.dumps(names)}.map((id) => view.owners.get(id).letter)"
     )
     assert [row[2] for row in rows[:12]] == ["running"] * 12
     assert rows[12][2] == "waiting, 1st" and rows[19][2] == "waiting, 8th"
@@ -582,17 +589,17 @@ def test_a_recorded_run_plays(browser, server):
     browser.press("ArrowLeft")
     browser.click("#previous")
     assert browser.text("#position") == f"step 1 of {count}"
-    browser.value("$('slider').focus()")
+    browser.value("view.$('slider').focus()")
     browser.press("ArrowRight")
     assert browser.text("#position") == f"step 2 of {count}"
     browser.press("End")
     assert browser.text("#position") == f"step {count} of {count}"
     assert set(browser.value(LETTERS)) == {""}
     browser.click("#play")  # from the start again
-    browser.wait("player.i >= 2")
+    browser.wait("view.i >= 2")
     assert browser.text("#play") == "Pause"
     browser.click("#play")
-    i = browser.value("player.i")
+    i = browser.value("view.i")
     frame = run["frames"][i]
     num_owned = sum(len(said) == 2 for said in blocks_of(frame))
     assert sum(letter != "" for letter in browser.value(LETTERS)) == num_owned
@@ -602,31 +609,31 @@ def test_a_recorded_run_plays(browser, server):
 def test_space_plays_and_pauses(browser, server):
     browser.open(server.url)
     choose_run(browser, "preemption_recompute")
-    browser.value("$('blocks').focus()")
+    browser.value("view.$('blocks').focus()")
     browser.press(" ")
-    browser.wait("player.timer !== null && player.i >= 1")
+    browser.wait("view.timer !== null && view.i >= 1")
     browser.press(" ")
-    assert browser.value("player.timer === null") and browser.text("#play") == "Play"
-    browser.value("$('next').focus()")  # what a button does with it stays
-    i = browser.value("player.i")
+    assert browser.value("view.timer === null") and browser.text("#play") == "Play"
+    browser.value("view.$('next').focus()")  # what a button does with it stays
+    i = browser.value("view.i")
     browser.press(" ")
-    assert browser.value("player.i") == i + 1 and browser.value("player.timer === null")
+    assert browser.value("view.i") == i + 1 and browser.value("view.timer === null")
     browser.click("#question")
     browser.press(" ")
-    assert browser.value("player.timer === null")
+    assert browser.value("view.timer === null")
 
 
 def test_a_recorded_run_shows_prompts_and_the_marks_of_its_steps(browser, server):
     browser.open(server.url)
     choose_run(browser, "preemption_swap")
-    browser.value("goTo(29)")
+    browser.value("view.goTo(29)")
     run = run_named("preemption_swap")
     prompts = browser.value(
-        "[...document.querySelectorAll('.request .asked')].map((e) => e.innerText)"
+        "[...view.shadowRoot.querySelectorAll('.request .asked')].map((e) => e.innerText)"
     )
     assert sorted(prompts) == sorted(run["prompts"].values())
     count = len(run["frames"])
-    marks = browser.value("[...document.querySelectorAll('.axis')].map((e) => e.innerText)")
+    marks = browser.value("[...view.shadowRoot.querySelectorAll('.axis')].map((e) => e.innerText)")
     assert [mark.split() for mark in marks] == [["step", "1", str(-(-count // 2)), str(count)]] * 2
 
 
@@ -639,7 +646,7 @@ def test_a_run_of_an_older_version_is_refused(browser, server, tmp_path):
     node = browser.call("DOM.querySelector", nodeId=root, selector="#file")["nodeId"]
     browser.call("DOM.setFileInputFiles", nodeId=node, files=[str(old)])
     sentence = "old.json is not a recorded run: another version has recorded it."
-    browser.wait(f"$('explanation').textContent === {json.dumps(sentence)}")
+    browser.wait(f"view.$('explanation').textContent === {json.dumps(sentence)}")
     assert browser.errors == []
 
 
@@ -648,7 +655,7 @@ def test_every_recorded_run_can_be_chosen(browser, server):
     index = json.loads((PAGE / "runs" / "index.json").read_bytes())
     for entry in index:
         choose_run(browser, Path(entry["file"]).stem)
-        browser.value("goTo(player.run.frames.length / 2 | 0)")
+        browser.value("view.goTo(view.run.frames.length / 2 | 0)")
     titles = browser.value("[...$('run').options].map((option) => option.text)")
     assert titles == [entry["title"] for entry in index]
     assert browser.errors == []
@@ -659,26 +666,26 @@ def test_without_a_live_view_recorded_runs_are_offered(browser, server, monkeypa
         "page_server.Handler._live", lambda self: self._send(404, "text/plain", b"")
     )
     browser.open(server.url)
-    browser.wait("player.run !== null")
+    browser.wait("view.run !== null")
     assert browser.text("#connection") == "This server has no live view"
 
 
 def test_opened_as_a_file_it_asks_for_a_run(browser):
     browser.errors.clear()
     browser.open((PAGE / "index.html").as_uri())
-    browser.wait("!$('player').hidden")
+    browser.wait("!view.$('player').hidden")
     assert browser.text("#model") == "no server"
     root = browser.call("DOM.getDocument")["root"]["nodeId"]
     node = browser.call("DOM.querySelector", nodeId=root, selector="#file")["nodeId"]
     bad = str(PAGE / "runs" / "index.json")
     browser.call("DOM.setFileInputFiles", nodeId=node, files=[bad])
     browser.wait(
-        "$('explanation').textContent === 'index.json is not a recorded run: it has no frames.'"
+        "view.$('explanation').textContent === 'index.json is not a recorded run: it has no frames.'"
     )
     browser.call(
         "DOM.setFileInputFiles", nodeId=node, files=[str(PAGE / "runs" / "beam_search.json")]
     )
-    browser.wait("player.run?.title === 'Beam search'")
+    browser.wait("view.run?.title === 'Beam search'")
     browser.click("#next")
     assert browser.text("#position").startswith("step 2 of ")
     assert browser.errors == []
@@ -705,7 +712,7 @@ def test_nothing_overflows_on_a_telephone(browser, server, scheme):
     assert has_no_overflow(browser, 360)
     for entry in json.loads((PAGE / "runs" / "index.json").read_bytes()):
         choose_run(browser, Path(entry["file"]).stem)
-        browser.value("goTo(player.run.frames.length / 2 | 0)")
+        browser.value("view.goTo(view.run.frames.length / 2 | 0)")
         assert has_no_overflow(browser, 360)
     assert browser.errors == []
 
@@ -741,14 +748,16 @@ def test_a_large_screen_scrolls_only_within_the_columns(browser, server):
 def test_everything_can_be_reached_with_the_keyboard_and_has_a_name(browser, server):
     browser.open(server.url)
     choose_run(browser, "beam_search")
-    unnamed = """[...document.querySelectorAll('button, input, select, textarea')].filter((e) =>
+    unnamed = """[document, view.shadowRoot].flatMap((root) => [...root.querySelectorAll('button, input, select, textarea')]).filter((e) =>
         !e.labels?.length && !e.textContent.trim() && !e.getAttribute('aria-label')).map((e) => e.outerHTML)"""
     assert browser.value(unnamed) == []
     browser.value("document.activeElement.blur()")
     reached = set()
     for _ in range(30):
         browser.press("Tab")
-        reached.add(browser.value("document.activeElement.id"))
+        reached.add(
+            browser.value("(document.activeElement.shadowRoot ?? document).activeElement.id")
+        )
     expected = {
         "ask-many",
         "new-chat",
@@ -783,11 +792,11 @@ def test_pictures_can_be_taken(browser, server, tmp_path):
         server.last_frame = None
         browser.open(server.url, height=950, scheme=scheme)
         choose_run(browser, "preemption_recompute")
-        browser.value("goTo(29); document.querySelector('.view').scrollTop = 0")
+        browser.value("view.goTo(29); document.querySelector('.view').scrollTop = 0")
         browser.screenshot(folder / f"page_recorded_{scheme}.png")
         browser.open(server.url, width=360, height=740, scheme=scheme)
         choose_run(browser, "continuous_batching")
-        browser.value("goTo(20); document.querySelector('.view').scrollIntoView()")
+        browser.value("view.goTo(20); document.querySelector('.view').scrollIntoView()")
         browser.screenshot(folder / f"page_360_{scheme}.png")
     names = {
         f"page_{what}_{scheme}.png"

@@ -18,6 +18,12 @@ CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
 PATIENCE = 60  # seconds until something that has not come is an error
 
 
+def found(selector: str) -> str:
+    """JavaScript for the first element, of the page or within its <nano-run>."""
+    where = f"querySelector({json.dumps(selector)})"
+    return f"(document.{where} ?? document.querySelector('nano-run').shadowRoot.{where})"
+
+
 class Browser:
     """One page. `errors` are what its console and its network have complained of."""
 
@@ -112,11 +118,11 @@ class Browser:
         return value
 
     def text(self, selector: str) -> str:
-        return self.value(f"document.querySelector({json.dumps(selector)}).textContent")
+        return self.value(f"{found(selector)}.textContent")
 
     def click(self, selector: str) -> None:
         """With the mouse, in the middle of it."""
-        where = f"document.querySelector({json.dumps(selector)})"
+        where = found(selector)
         self.value(f"{where}.scrollIntoView({{block: 'center'}})")
         box = self.value(
             f"(({{x, y, width, height}}) => [x + width / 2, y + height / 2])({where}.getBoundingClientRect())"
@@ -132,7 +138,7 @@ class Browser:
             )
 
     def hover(self, selector: str) -> None:
-        where = f"document.querySelector({json.dumps(selector)})"
+        where = found(selector)
         self.value(f"{where}.scrollIntoView({{block: 'center'}})")
         box = self.value(
             f"(({{x, y, width, height}}) => [x + width / 2, y + height / 2])({where}.getBoundingClientRect())"

@@ -1,17 +1,7 @@
-// The page of the server: a chat, and a view of the engine that answers it. No library, no build.
+// The page of the server: a chat, and a view of the engine that answers it (player.js). No library, no build.
 "use strict";
 
 const $ = (id) => document.getElementById(id);
-
-function element(tag, className, text) {
-  const made = document.createElement(tag);
-  if (className) made.className = className;
-  if (text !== undefined) made.textContent = text; // text is never markup
-  return made;
-}
-
-const grouped = new Intl.NumberFormat("en-US");
-const plural = (n, one) => `${grouped.format(n)} ${one}${n === 1 ? "" : "s"}`;
 
 const ORDINALS = { one: "st", two: "nd", few: "rd", other: "th" };
 const ordinalRules = new Intl.PluralRules("en-US", { type: "ordinal" });
@@ -382,8 +372,6 @@ function unfollow(followed, why) {
 }
 
 // Those that have not ended, first those that run.
-const idsOf = (frame) => (frame ? [...frame.running, ...frame.queue] : []);
-
 function placeOf(id, frame) {
   if (frame.running.includes(id)) return "running";
   if (frame.preempted.includes(id)) return "preempted";
@@ -408,7 +396,7 @@ function showMine(frame) {
   guessIds(frame);
   for (const followed of mine) {
     const id = followed.id ?? followed.guess;
-    const owner = owners.get(id);
+    const owner = view.owners.get(id);
     const place = owner && placeOf(id, frame);
     if (!place) continue;
     followed.tag.textContent = owner.letter;
@@ -417,347 +405,9 @@ function showMine(frame) {
   }
 }
 
-// --- who owns what: each request has a letter and a colour while it lives ---
+// --- the view of the engine ---
 
-const NUM_COLORS = 8;
-const owners = new Map(); // id -> {letter, color}
-let numNamed = 0;
-
-function letterOf(n) {
-  const letter = String.fromCharCode(65 + (n % 26));
-  return n < 26 ? letter : letter + Math.floor(n / 26);
-}
-
-function nameOwners(frame, keepsOld) {
-  const ids = new Set([...idsOf(frame), ...frame.ended]);
-  if (!keepsOld) {
-    for (const id of owners.keys()) if (!ids.has(id)) owners.delete(id);
-  }
-  const taken = new Set([...ids].map((id) => owners.get(id)?.color));
-  for (const id of ids) {
-    if (owners.has(id)) continue;
-    let color = numNamed % NUM_COLORS;
-    for (let i = 0; i < NUM_COLORS && taken.has(color); i++) color = (color + 1) % NUM_COLORS;
-    taken.add(color);
-    owners.set(id, { letter: letterOf(numNamed), color });
-    numNamed += 1;
-  }
-}
-
-function forgetOwners() {
-  owners.clear();
-  numNamed = 0;
-}
-
-// --- the picture: frames tell what has changed in it ---
-
-const EMPTY = { kind: "empty" };
-const CACHED = { kind: "cached" };
-const picture = { tables: new Map(), hostTables: new Map(), cached: [] };
-
-function forgetPicture() {
-  picture.tables.clear();
-  picture.hostTables.clear();
-  picture.cached = [];
-  kv.forget();
-  host.forget();
-}
-
-function readFrame(frame) {
-  if (frame.is_whole) {
-    picture.tables.clear();
-    picture.hostTables.clear();
-  }
-  readTables(picture.tables, frame.tables);
-  readTables(picture.hostTables, frame.host_tables);
-  if (picture.cached.length !== frame.kv_blocks) picture.cached = new Array(frame.kv_blocks).fill(false);
-  const [begin, bits] = frame.cached;
-  for (let i = 0; i < bits.length; i++) picture.cached[begin + i] = bits[i] === "1";
-}
-
-function readTables(tables, news) {
-  for (const [id, index, numSame, added] of news) {
-    const key = `${index} ${id}`;
-    const table = tables.get(key) ?? { id, blocks: [] };
-    table.blocks.splice(numSame, Infinity, ...added);
-    if (table.blocks.length) tables.set(key, table);
-    else tables.delete(key);
-  }
-}
-
-// For each block EMPTY, CACHED, or whose it is and how many sequences share it.
-function blocksOf(tables, free) {
-  const blocks = free;
-  for (const { id, blocks: owned } of tables.values()) {
-    const alone = { kind: "owned", id, sharing: 1 };
-    for (const i of owned) {
-      const before = blocks[i];
-      blocks[i] = before?.kind === "owned" ? { ...before, sharing: before.sharing + 1 } : alone;
-    }
-  }
-  return blocks;
-}
-
-// --- the blocks as squares ---
-
-const MOST_CELLS = 2000; // as elements; more are drawn on a canvas
-const MOST_DRAWN = 6000; // with more, a square stands for several blocks
-const FEW = 256;
-const BIG_SIZES = [48, 40, 32, 26, 20, 14, 10];
-const SMALL_SIZES = [12, 10, 8, 6, 5, 4, 3];
-const REST = "Point at a block, or move there with the arrow keys, to read what it is.";
-
-class Grid {
-  constructor(id, noun, height) {
-    this.box = $(id);
-    this.noun = noun;
-    this.height = height;
-    this.most = MOST_CELLS; // with more blocks, only the part that has been used is shown
-    this.larger = null; // a grid whose squares are not smaller
-    this.isFromEnd = false; // whether the last block is the first to be used, and so shown
-    this.forget();
-    this.box.addEventListener("pointermove", (event) => this.moveCursor(this.cellAt(event)));
-    this.box.addEventListener("pointerleave", () => this.moveCursor(-1));
-    this.box.addEventListener("focus", () => this.cursor < 0 && this.blocks.length && this.moveCursor(0));
-    this.box.addEventListener("blur", () => this.moveCursor(-1));
-    this.box.addEventListener("keydown", (event) => this.onKey(event));
-    new ResizeObserver(() => this.redraw()).observe(this.box);
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.redraw());
-  }
-
-  forget() {
-    this.blocks = []; // one for each square
-    this.cells = [];
-    this.marks = new Map();
-    this.numShown = 0;
-    this.each = 1; // blocks that a square stands for
-    this.cursor = -1;
-  }
-
-  // Of a large cache only the part that has ever been used: the rest is empty.
-  numToShow(blocks) {
-    if (blocks.length <= this.most) return blocks.length;
-    const used = blocks.findLastIndex((block) => block !== EMPTY) + 1;
-    let shown = Math.max(FEW, this.numShown);
-    while (shown < used) shown *= 2;
-    return Math.min(shown, blocks.length);
-  }
-
-  show(blocks, marks) {
-    this.total = blocks.length;
-    if (this.isFromEnd) blocks.reverse();
-    const isNewSize = this.numShown !== this.numToShow(blocks);
-    this.numShown = this.numToShow(blocks);
-    this.each = Math.ceil(this.numShown / MOST_DRAWN);
-    this.blocks = this.each === 1 ? blocks.slice(0, this.numShown) : this.summed(blocks);
-    this.marks = this.each === 1 ? marks : new Map();
-    if (isNewSize) this.layOut();
-    this.draw();
-    if (this.cursor >= 0) this.say();
-  }
-
-  // What most blocks of each square are.
-  summed(blocks) {
-    const squares = [];
-    for (let begin = 0; begin < this.numShown; begin += this.each) {
-      const counts = new Map();
-      let most = EMPTY;
-      for (let i = begin; i < Math.min(begin + this.each, this.numShown); i++) {
-        const count = (counts.get(blocks[i]) ?? 0) + 1;
-        counts.set(blocks[i], count);
-        if (count > (counts.get(most) ?? 0)) most = blocks[i];
-      }
-      squares.push(most);
-    }
-    return squares;
-  }
-
-  sizeInWords(frame) {
-    const rest = this.total - this.numShown;
-    const parts = [`${plural(this.numShown, "block")} of ${plural(frame.block_size, "token")}`];
-    if (rest) parts.push(`and ${grouped.format(rest)} more that are empty`);
-    if (this.each > 1) parts.push(`each square is what most of ${this.each} blocks are`);
-    return parts.join(", ");
-  }
-
-  layOut() {
-    const width = this.box.clientWidth;
-    const count = this.blocks.length;
-    if (!width) return;
-    const isCanvas = count > MOST_CELLS;
-    const sizes = isCanvas ? SMALL_SIZES : BIG_SIZES;
-    const most = this.larger?.size ?? Infinity;
-    const fits = (size) => size <= most && Math.ceil(count / Math.floor(width / size)) * size <= this.height;
-    this.size = sizes.find(fits) ?? sizes.at(-1);
-    this.columns = Math.floor(width / this.size);
-    this.box.classList.toggle("small", this.size < 26);
-    if (isCanvas) this.layOutCanvas(width, count);
-    else this.layOutCells(count);
-  }
-
-  layOutCells(count) {
-    this.canvas = null;
-    this.box.style.gridTemplateColumns = `repeat(${this.columns}, minmax(0, 1fr))`;
-    if (this.cells.length === count) return;
-    this.cells = Array.from({ length: count }, () => element("div", "cell"));
-    this.box.replaceChildren(...this.cells);
-  }
-
-  layOutCanvas(width, count) {
-    const height = Math.ceil(count / this.columns) * this.size;
-    this.cells = [];
-    this.canvas = element("canvas");
-    this.canvas.width = width * devicePixelRatio;
-    this.canvas.height = height * devicePixelRatio;
-    this.canvas.style.width = `${width}px`;
-    this.canvas.style.height = `${height}px`;
-    this.box.style.gridTemplateColumns = "none";
-    this.box.replaceChildren(this.canvas);
-  }
-
-  redraw() {
-    if (!this.blocks.length) return;
-    this.layOut();
-    this.draw();
-  }
-
-  draw() {
-    if (this.canvas) this.drawCanvas();
-    else this.cells.forEach((cell, i) => this.showCell(cell, i));
-  }
-
-  showCell(cell, i) {
-    const block = this.blocks[i];
-    const classes = ["cell"];
-    let letter = "";
-    if (block === CACHED) classes.push("cached");
-    else if (block !== EMPTY) {
-      const owner = owners.get(block.id);
-      letter = owner.letter;
-      classes.push("owned", `owner-${owner.color}`);
-      if (block.sharing > 1) classes.push("shared");
-    }
-    if (this.marks.get(this.numberOf(i))?.isNew) classes.push("moved");
-    if (i === this.cursor) classes.push("cursor");
-    const className = classes.join(" ");
-    if (cell.className !== className) cell.className = className;
-    if (cell.textContent !== letter) cell.textContent = letter;
-  }
-
-  drawCanvas() {
-    const style = getComputedStyle(document.documentElement);
-    const names = ["ink", "accent", "ground", "line", "hatch"];
-    for (let i = 0; i < NUM_COLORS; i++) names.push(`owner-${i}`);
-    const colors = Object.fromEntries(names.map((name) => [name, style.getPropertyValue(`--${name}`)]));
-    const context = this.canvas.getContext("2d");
-    context.setTransform(devicePixelRatio, 0, 0, devicePixelRatio, 0, 0);
-    context.clearRect(0, 0, this.canvas.width, this.canvas.height);
-    this.blocks.forEach((block, i) => this.drawBlock(context, colors, block, i));
-  }
-
-  drawBlock(context, colors, block, i) {
-    const inner = this.size - (this.size > 4 ? 1 : 0.5);
-    const x = (i % this.columns) * this.size;
-    const y = Math.floor(i / this.columns) * this.size;
-    const names = { empty: "line", cached: "hatch" };
-    context.fillStyle = colors[names[block.kind] ?? `owner-${owners.get(block.id).color}`];
-    context.fillRect(x, y, inner, inner);
-    if (block.sharing > 1) {
-      context.fillStyle = colors.ground;
-      context.fillRect(x + inner / 3, y + inner / 3, inner / 3, inner / 3);
-    }
-    if (i === this.cursor || this.marks.get(this.numberOf(i))?.isNew) {
-      context.strokeStyle = i === this.cursor ? colors.ink : colors.accent;
-      context.strokeRect(x - 0.5, y - 0.5, inner + 1, inner + 1);
-    }
-  }
-
-  say() {
-    const words = $("words");
-    const text = this.cursor < 0 ? REST : this.wordsOf(this.cursor);
-    if (words.textContent !== text) words.textContent = text;
-  }
-
-  wordsOf(i) {
-    const block = this.blocks[i];
-    const mark = this.marks.get(this.numberOf(i));
-    let what = "free and empty";
-    if (block === CACHED) what = "free, but what it holds can still be found by its prefix";
-    else if (block !== EMPTY) {
-      const sharing = block.sharing > 1 ? `shared by ${block.sharing} sequences` : "of one sequence";
-      what = `request ${owners.get(block.id).letter} (${block.id}), ${sharing}`;
-    }
-    if (this.each > 1) {
-      const last = Math.min((i + 1) * this.each, this.numShown) - 1;
-      return `${this.noun}s ${this.numberOf(i * this.each)} to ${this.numberOf(last)}, most of them: ${what}.`;
-    }
-    return `${this.noun} ${this.numberOf(i)}: ${what}${mark ? `; ${mark.text}` : ""}.`;
-  }
-
-  numberOf(i) {
-    return this.isFromEnd ? this.total - 1 - i : i;
-  }
-
-  moveCursor(i) {
-    this.cursor = i < this.blocks.length ? i : -1;
-    if (this.blocks.length) this.draw();
-    this.say();
-  }
-
-  cellAt(event) {
-    if (!this.canvas) return this.cells.indexOf(event.target);
-    const box = this.canvas.getBoundingClientRect();
-    const column = Math.floor((event.clientX - box.left) / this.size);
-    const row = Math.floor((event.clientY - box.top) / this.size);
-    const i = row * this.columns + column;
-    return column < this.columns && i < this.blocks.length ? i : -1;
-  }
-
-  onKey(event) {
-    const last = this.blocks.length - 1;
-    const { columns } = this;
-    const jumps = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -columns, ArrowDown: columns, Home: -last, End: last };
-    if (!(event.key in jumps)) return;
-    event.preventDefault();
-    this.moveCursor(Math.min(last, Math.max(0, this.cursor + jumps[event.key])));
-  }
-}
-
-const view = { frame: null };
-const kv = new Grid("blocks", "Block", 260);
-const host = new Grid("host-blocks", "Host block", 100);
-host.most = FEW;
-host.larger = kv;
-host.isFromEnd = true;
-
-// What has happened to a block just now, in words.
-function marksOf(moves) {
-  const marks = new Map();
-  for (const [block] of moves.out) marks.set(block, { text: "what it held went to the host's memory just now" });
-  for (const [, block] of moves.in) marks.set(block, { text: "swapped in just now", isNew: true });
-  for (const [from, to] of moves.copies) marks.set(to, { text: `copied from block ${from} just now`, isNew: true });
-  return marks;
-}
-
-function hostMarksOf(moves) {
-  const marks = new Map();
-  for (const [block] of moves.in) marks.set(block, { text: "what it held went back just now" });
-  for (const [block, to] of moves.out) marks.set(to, { text: `swapped out from block ${block} just now`, isNew: true });
-  return marks;
-}
-
-function showBlocks(frame) {
-  const free = picture.cached.map((isCached) => (isCached ? CACHED : EMPTY));
-  kv.show(blocksOf(picture.tables, free), marksOf(frame.moves));
-  $("size").textContent = kv.sizeInWords(frame);
-  $("host").hidden = !frame.host_blocks;
-  if (frame.host_blocks) {
-    const all = new Array(frame.host_blocks).fill(EMPTY);
-    host.show(blocksOf(picture.hostTables, all), hostMarksOf(frame.moves));
-    $("host-size").textContent = host.sizeInWords(frame);
-  } else host.forget();
-  showHint(frame);
-}
+const view = $("view"); // see player.js
 
 function showHint(frame) {
   $("hint").hidden = mode() !== "live" || frame.kv_blocks <= MOST_CELLS;
@@ -765,137 +415,8 @@ function showHint(frame) {
   $("hint").replaceChildren(`${plural(frame.kv_blocks, "block")}: start the server with `, command, " to see them fill up.");
 }
 
-// --- the requests ---
-
-const QUEUES = [
-  ["Running", ["running"]],
-  ["Preempted", ["preempted", "swapped"]],
-  ["Waiting", ["waiting"]],
-];
-
-function countsOf(frame) {
-  const { running, preempted, swapped } = frame;
-  const waiting = frame.queue.length - preempted.length - swapped.length + frame.not_listed;
-  return { running: running.length, preempted: preempted.length, swapped: swapped.length, waiting };
-}
-
-function showRequests(frame) {
-  const counts = countsOf(frame);
-  for (const [state, count] of Object.entries(counts)) $(`num-${state}`).textContent = grouped.format(count);
-  const states = new Map(frame.queue.map((id) => [id, "waiting"]));
-  for (const state of ["running", "preempted", "swapped"]) {
-    for (const id of frame[state]) states.set(id, state);
-  }
-  const longest = Math.max(32, ...frame.requests.map((request) => request.prompt + request.output));
-  const scale = 2 ** Math.ceil(Math.log2(longest)); // so that bars do not change their scale in each step
-  $("scale").textContent = grouped.format(scale);
-  const parts = QUEUES.map(([title, ofQueue]) => {
-    const rows = frame.requests.filter((request) => ofQueue.includes(states.get(request.id)));
-    const count = ofQueue.reduce((sum, state) => sum + counts[state], 0);
-    return queue(title, rows.map((request) => row(request, states.get(request.id), scale)), count);
-  });
-  const letters = frame.ended.map((id) => owners.get(id).letter);
-  parts.push(element("p", "more", letters.length ? `Ended just now: ${letters.join(", ")}` : ""));
-  $("queues").replaceChildren(...parts);
-}
-
-function queue(title, rows, count) {
-  const box = element("div", title.toLowerCase());
-  const heading = element("h4", "", title);
-  heading.append(element("small", "", grouped.format(count)));
-  box.append(heading, ...rows);
-  const rest = count - rows.length;
-  if (rest > 0) box.append(element("p", "more", `and ${grouped.format(rest)} more`));
-  return box;
-}
-
-function row(request, state, scale) {
-  const { letter, color } = owners.get(request.id);
-  const made = element("div", `request owner-${color}`);
-  const bar = element("div", "middle");
-  const prompt = player.run?.prompts?.[request.id];
-  if (prompt) bar.append(element("p", "asked", prompt));
-  const track = element("div", "track");
-  const all = request.prompt + request.output;
-  for (const [name, tokens] of [["all", all], ["done", request.computed], ["prompt", request.prompt]]) {
-    const part = element("div", name);
-    part.style.width = `${(100 * tokens) / scale}%`;
-    track.append(part);
-  }
-  bar.append(track);
-  const prefix = state === "swapped" ? "on host, " : request.sequences > 1 ? `${request.sequences} \u00d7, ` : "";
-  const count = element("span", "count", `${prefix}${request.prompt} + ${request.output}`);
-  made.title = wordsOfRequest(request);
-  made.append(element("span", state === "running" ? "tag owned" : "tag owned idle", letter), bar, count);
-  made.append(element("span", "unseen", made.title));
-  return made;
-}
-
-function wordsOfRequest(request) {
-  const parts = [plural(request.prompt, "prompt token"), plural(request.output, "output token")];
-  parts.push(`${grouped.format(request.computed)} computed`);
-  if (request.sequences > 1) parts.push(plural(request.sequences, "sequence"));
-  const prompt = player.run?.prompts?.[request.id];
-  return `${request.id}: ${parts.join(", ")}${prompt ? `\n${prompt}` : ""}`;
-}
-
-// --- numbers and charts ---
-
 const SECONDS = 60;
 const live = { source: null, points: [], speed: 0, frame: null };
-
-function showNumbers(frame, speed) {
-  const number = (id, value, unit) => {
-    $(id).textContent = value;
-    if (unit) $(id).append(" ", element("small", "", unit));
-  };
-  const percent = (100 * frame.kv_blocks_used) / frame.kv_blocks;
-  number("speed", speed === null ? "\u2013" : grouped.format(Math.round(speed)));
-  number("use", `${percent.toFixed(percent > 0 && percent < 1 ? 1 : 0)}%`, `${grouped.format(frame.kv_blocks_used)} blocks`);
-  number("hits", grouped.format(frame.prefix_cache_hit_tokens), `of ${plural(frame.prompt_tokens, "token")}`);
-  $("guessed").hidden = frame.guesses === undefined; // an engine that does not guess
-  if (!$("guessed").hidden) number("guesses", grouped.format(frame.accepted_guesses), `of ${grouped.format(frame.guesses)}`);
-  number("preemptions", grouped.format(frame.preemptions));
-  number("step", grouped.format(frame.step));
-}
-
-// Steps and slopes alike: a curve through `values`, from the left edge to the right one.
-function drawChart(id, values, top, position = null) {
-  const parts = [75, 150, 225].map((at) => shape("line", { class: "tick", x1: at, x2: at, y1: 0, y2: 56 }));
-  const x = (i) => (300 * i) / Math.max(1, values.length - 1);
-  const y = (value) => 56 - 54 * Math.min(1, value / top);
-  const points = values.map((value, i) => `${x(i).toFixed(1)},${y(value).toFixed(1)}`).join(" ");
-  if (values.length > 1) {
-    parts.push(shape("polygon", { class: "area", points: `0,56 ${points} 300,56` }));
-    parts.push(shape("polyline", { class: "curve", points }));
-  }
-  if (position !== null) {
-    parts.push(shape("line", { class: "now", x1: x(position), x2: x(position), y1: 0, y2: 56 }));
-  }
-  $(id).replaceChildren(...parts);
-}
-
-function shape(tag, attributes) {
-  const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
-  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
-  return made;
-}
-
-// A round number that is not smaller.
-function roundUp(value) {
-  const unit = 10 ** Math.floor(Math.log10(Math.max(1, value)));
-  return unit * [1, 2, 5, 10].find((factor) => factor * unit >= value);
-}
-
-// `marks` are those of the time axis: at its begin, in the middle, at its end.
-function nameCharts(speed, use, top, marks) {
-  for (const axis of document.querySelectorAll(".axis")) {
-    marks.forEach((mark, i) => (axis.children[i].textContent = mark));
-  }
-  $("speed-title").textContent = speed;
-  $("use-title").textContent = use;
-  $("speed-top").textContent = grouped.format(top);
-}
 
 // How many tokens there were at a time, between the frames that say it.
 function tokensAt(time) {
@@ -919,20 +440,11 @@ function showLastMinute() {
   const tokens = [tokensAt(times[0] - 1), ...times.map(tokensAt)];
   const speeds = times.map((_, i) => tokens[i + 1] - tokens[i]);
   const top = roundUp(Math.max(10, ...speeds));
-  nameCharts("Output tokens per second, last minute", "Cache in use, last minute", top, ["60 s ago", "30 s", "now"]);
-  drawChart("speed-chart", speeds, top);
-  drawChart("use-chart", times.map(useAt), 1);
+  view.nameCharts("Output tokens per second, last minute", "Cache in use, last minute", top, ["60 s ago", "30 s", "now"]);
+  view.drawChart("speed-chart", speeds, top);
+  view.drawChart("use-chart", times.map(useAt), 1);
   live.speed = speeds.at(-1);
-  showNumbers(view.frame, live.speed);
-}
-
-// --- a frame, from wherever it comes ---
-
-function show(frame) {
-  view.frame = frame;
-  readFrame(frame);
-  showBlocks(frame);
-  showRequests(frame);
+  view.showNumbers(view.frame, live.speed);
 }
 
 function mode() {
@@ -948,8 +460,7 @@ function say(text, isGood = false) {
 
 function connect() {
   if (live.source || document.hidden) return;
-  forgetOwners();
-  forgetPicture();
+  view.forget();
   live.points = [];
   say("Connecting");
   const source = new EventSource("live");
@@ -973,36 +484,33 @@ function disconnect() {
 }
 
 function receive(frame) {
-  nameOwners(frame, false);
+  view.owners.name(frame, false);
   const use = frame.kv_blocks_used / frame.kv_blocks;
   const time = performance.now() / 1000;
   // a server that was started again counts from the beginning
   if (frame.output_tokens < (live.points.at(-1)?.tokens ?? 0)) live.points = [];
   live.points.push({ time, tokens: frame.output_tokens, use });
   live.frame = frame;
-  show(frame);
+  view.show(frame);
+  showHint(frame);
   showMine(frame);
-  showNumbers(frame, live.speed);
+  view.showNumbers(frame, live.speed);
   if (live.points.length === 1) showLastMinute();
 }
 
 // --- recorded ---
 
-const STEP_MILLISECONDS = 250;
-const player = { run: null, i: 0, timer: null, speeds: [], uses: [], note: "" };
-
 function playInstead(why) {
-  player.note = why;
   document.querySelector("input[value=recorded]").checked = true;
   changeMode();
+  say(why);
 }
 
 async function listRuns() {
   if ($("run").options.length) return loadRun($("run").value);
   if (location.protocol === "file:") {
-    explain("A page that was opened as a file may not read others: open one of the files in its folder \u201cruns\u201d.");
+    view.explain("A page that was opened as a file may not read others: open one of the files in its folder \u201cruns\u201d.");
     $("run").hidden = true;
-    $("controls").hidden = true;
     $("file").parentElement.classList.replace("quiet", "main");
     return;
   }
@@ -1011,153 +519,59 @@ async function listRuns() {
     for (const { file, title } of runs) $("run").append(new Option(title, file));
     await loadRun(runs[0].file);
   } catch {
-    explain("The recorded runs cannot be read from this server. You can open a file.", true);
+    view.explain("The recorded runs cannot be read from this server. You can open a file.", true);
   }
 }
 
 async function loadRun(file) {
   if (!file) return;
   try {
-    openRun(await (await fetch(`runs/${file}`)).json());
+    view.run = await (await fetch(`runs/${file}`)).json();
   } catch (error) {
-    explain(readable(error), true);
+    view.explain(readable(error), true);
   }
 }
 
 async function openFile(file) {
   if (!file) return;
   try {
-    openRun(JSON.parse(await file.text()));
+    view.run = JSON.parse(await file.text()) ?? {};
   } catch (error) {
     const why = error instanceof SyntaxError ? "it is not JSON" : error.message;
-    explain(`${file.name} is not a recorded run: ${why}.`, true);
+    view.explain(`${file.name} is not a recorded run: ${why}.`, true);
     return;
   }
   $("run").hidden = false;
-  $("run").prepend(new Option(player.run.title || file.name, ""));
+  $("run").prepend(new Option(view.run.title || file.name, ""));
   $("run").selectedIndex = 0;
-}
-
-function openRun(run) {
-  if (!Array.isArray(run.frames) || !run.frames.length) throw new Error("it has no frames");
-  if (!run.frames[0].tables) throw new Error("another version has recorded it");
-  pause();
-  forgetOwners();
-  for (const frame of run.frames) nameOwners(frame, true);
-  player.run = run;
-  let before = 0;
-  player.speeds = run.frames.map((frame) => {
-    const tokens = frame.output_tokens - before;
-    before = frame.output_tokens;
-    return tokens;
-  });
-  player.uses = run.frames.map((frame) => frame.kv_blocks_used / frame.kv_blocks);
-  forgetPicture();
-  $("controls").hidden = false;
-  $("slider").max = run.frames.length - 1;
-  explain(run.explanation ?? "");
-  goTo(0);
-}
-
-function explain(text, isProblem = false) {
-  $("explanation").textContent = text;
-  $("explanation").classList.toggle("problem", isProblem);
-}
-
-function goTo(i) {
-  const { run } = player;
-  if (!run) return;
-  player.i = Math.min(run.frames.length - 1, Math.max(0, i));
-  const frame = run.frames[player.i];
-  const top = roundUp(Math.max(2, ...player.speeds));
-  const count = run.frames.length;
-  const position = `step ${player.i + 1} of ${count}`;
-  const marks = ["step 1", Math.ceil(count / 2), count];
-  $("slider").value = player.i;
-  $("slider").setAttribute("aria-valuetext", position);
-  $("position").textContent = position;
-  show(frame);
-  showNumbers(frame, frame.output_tokens_per_second);
-  nameCharts("Output tokens in each step", "Cache in use in each step", top, marks);
-  drawChart("speed-chart", player.speeds, top, player.i);
-  drawChart("use-chart", player.uses, 1, player.i);
-}
-
-function play() {
-  if (!player.run) return;
-  if (player.i === player.run.frames.length - 1) goTo(0);
-  player.timer = setInterval(() => {
-    goTo(player.i + 1);
-    if (player.i === player.run.frames.length - 1) pause();
-  }, STEP_MILLISECONDS);
-  $("play").textContent = "Pause";
-}
-
-function pause() {
-  clearInterval(player.timer);
-  player.timer = null;
-  $("play").textContent = "Play";
-}
-
-function step(by) {
-  pause();
-  goTo(player.i + by);
 }
 
 function changeMode() {
   const isLive = mode() === "live";
-  $("player").hidden = isLive;
+  view.$("player").hidden = isLive;
   if (isLive) {
-    pause();
-    player.run = null;
+    view.run = null;
     connect();
   } else {
+    $("hint").hidden = true;
     disconnect();
-    say(player.note || "Playing a recorded run");
-    player.note = "";
+    say("Playing a recorded run");
     listRuns();
   }
-}
-
-// The arrow keys step, and space plays, unless what has the focus uses them itself.
-function onKey(event) {
-  if (mode() !== "recorded" || event.altKey || event.ctrlKey || event.metaKey) return;
-  const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-  if (by && !event.target.closest("input, textarea, select, .grid, #log")) {
-    event.preventDefault();
-    step(by);
-  }
-  if (event.key === " " && !event.target.closest("input:not([type=range]), textarea, select, button, summary, a, #log")) {
-    event.preventDefault();
-    playOrPause();
-  }
-}
-
-function playOrPause() {
-  if (player.timer) pause();
-  else play();
 }
 
 function setUpView() {
   for (const choice of document.querySelectorAll("input[name=mode]")) {
     choice.addEventListener("change", changeMode);
   }
-  $("play").addEventListener("click", playOrPause);
-  $("previous").addEventListener("click", () => step(-1));
-  $("next").addEventListener("click", () => step(1));
-  $("slider").addEventListener("input", () => {
-    pause();
-    goTo(Number($("slider").value));
-  });
   $("run").addEventListener("change", () => loadRun($("run").value));
   $("file").addEventListener("change", () => openFile($("file").files[0]));
-  document.addEventListener("keydown", onKey);
+  document.addEventListener("keydown", (event) => view.onKey(event));
   document.addEventListener("visibilitychange", () => {
     if (mode() !== "live") return;
     if (document.hidden) disconnect();
     else connect();
   });
-  kv.say();
   setInterval(showLastMinute, 500);
   if (location.protocol === "file:") playInstead("No server: the page was opened as a file");
   else connect();
