@@ -1,4 +1,4 @@
-"""Records the runs that the server's page plays, each on the embedded model with a small cache.
+"""Records the runs that the server's page and the chapters play, each on the embedded model with a small cache.
 
     python -m measure.record_runs
 
@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
+from nanovllm.scheduler import Scheduler
+from nanovllm.sequence import Request
 from nanovllm.server.recording import record
 from tutorials.baselines.static_batching import StaticBatching
 
@@ -26,6 +28,13 @@ STORIES = [
     "reverse the words: river stone apple cloud",
     "Why do you cry?",
 ]
+
+
+class ShortestFirst(Scheduler):
+    """That of chapter 03."""
+
+    def priority(self, request: Request) -> tuple[int, int]:
+        return request.params.max_tokens, request.arrival
 
 
 def fixed_length(max_tokens: int, **options) -> SamplingParams:
@@ -59,6 +68,31 @@ def continuous_batching(file: Path) -> None:
     batching(file, title, explanation)
 
 
+def one_seat(file: Path, title: str, explanation: str, **options) -> None:
+    lengths = [24, 4, 6, 3, 8, 5]
+    llm = LLM(block_size=BLOCK_SIZE, num_blocks=24, max_num_seqs=1, **options)
+    requests = [(text, fixed_length(n), 0) for text, n in zip(STORIES, lengths)]
+    record(llm, requests, file, title, explanation)
+
+
+def first_come(file: Path) -> None:
+    title = "One seat: first come, first served"
+    explanation = (
+        "Six requests come together, and one runs at a time. The first wants 24 tokens, the others "
+        "3 to 8: all of them wait until the long answer has ended."
+    )
+    one_seat(file, title, explanation)
+
+
+def shortest_first(file: Path) -> None:
+    title = "One seat: shortest first"
+    explanation = (
+        "The same six requests, and the shortest answer is the next: five have theirs "
+        "before the long one begins. The last step is the same."
+    )
+    one_seat(file, title, explanation, scheduler_cls=ShortestFirst)
+
+
 def scarce(file: Path, title: str, explanation: str, **options) -> None:
     """Four requests, of which the cache holds two and a half."""
     llm = LLM(block_size=BLOCK_SIZE, num_blocks=28, enable_prefix_caching=False, **options)
@@ -82,6 +116,32 @@ def preemption_swap(file: Path) -> None:
         "memory, and come back, into other blocks, when there is room."
     )
     scarce(file, title, explanation, preemption_mode="swap", swap_gib=0.0003)
+
+
+def prefix_hit(file: Path) -> None:
+    title = "A prefix hit"
+    explanation = (
+        "The second prompt begins with the same eight tokens: their two blocks get a second owner. "
+        "When both have ended, the third request still finds them, until others overwrite them."
+    )
+    start = "Once upon a time there was a shy"  # eight tokens
+    requests = [
+        (f"{start} fox who", fixed_length(8), 0),
+        (f"{start} cat who", fixed_length(8), 4),
+        (f"{start} duck who", fixed_length(6), 14),
+    ]
+    record(LLM(block_size=BLOCK_SIZE, num_blocks=8), requests, file, title, explanation)
+
+
+def copy_on_write(file: Path) -> None:
+    title = "Copy-on-write"
+    explanation = (
+        "Three answers share the two blocks of a prompt of six tokens. Each writes its first token "
+        "into the second block: two of them copy it before, and the third keeps it."
+    )
+    samples = fixed_length(10, n=3, temperature=1.0, top_k=20, seed=5)
+    llm = LLM(block_size=BLOCK_SIZE, num_blocks=16, enable_prefix_caching=False)
+    record(llm, [("Once upon a time there was", samples, 0)], file, title, explanation)
 
 
 def shared_prefix(file: Path) -> None:
@@ -114,6 +174,10 @@ def beam_search(file: Path) -> None:
 RUNS: list[Callable[[Path], None]] = [
     continuous_batching,
     static_batching,
+    first_come,
+    shortest_first,
+    prefix_hit,
+    copy_on_write,
     shared_prefix,
     preemption_recompute,
     preemption_swap,

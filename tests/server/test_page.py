@@ -324,6 +324,8 @@ def test_a_large_cache_is_drawn_where_it_is_used(browser, server):
     show_frame(browser, server, many)
     assert browser.value("view.kv.cells.length") == 0
     assert browser.value("view.shadowRoot.querySelector('#blocks canvas').width") > 300
+    pixel = "[...view.kv.canvas.getContext('2d').getImageData(0, 0, 1, 1).data]"
+    assert browser.value(pixel) == [0, 114, 178, 255]  # --owner-0
     browser.value("view.$('blocks').focus()")
     browser.press("ArrowRight")
     assert browser.text("#words").startswith("Blocks 3 to 5, most of them: request A")

@@ -68,7 +68,7 @@ const INSIDE = `
   </div>
 
   <div id="line">
-    <h3>Requests in each step</h3>
+    <h3>Requests in each step <small>bar: it runs, line: it waits, hatched: preempted</small></h3>
     <div id="timeline"></div>
   </div>
 
@@ -553,7 +553,8 @@ class NanoRun extends HTMLElement {
     this.$("controls").hidden = !run;
     if (!run) return;
     this.forget();
-    for (const frame of run.frames) this.owners.name(frame, true);
+    const all = Object.keys(run.prompts ?? {}); // in the order in which they came
+    for (const frame of [{ running: all, queue: [], ended: [] }, ...run.frames]) this.owners.name(frame, true);
     const tokens = run.frames.map((frame) => frame.output_tokens);
     this.speeds = tokens.map((count, i) => count - (tokens[i - 1] ?? 0));
     this.uses = run.frames.map((frame) => frame.kv_blocks_used / frame.kv_blocks);
@@ -561,6 +562,7 @@ class NanoRun extends HTMLElement {
     this.$("title").textContent = run.title;
     this.explain(run.explanation ?? "");
     this.showTimes();
+    this.$("queues").style.minHeight = 0;
     this.goTo(Number(this.getAttribute("step") ?? 1) - 1);
   }
 
@@ -626,7 +628,10 @@ class NanoRun extends HTMLElement {
     });
     const letters = frame.ended.map((id) => this.owners.get(id).letter);
     parts.push(element("p", "more", letters.length ? `Ended just now: ${letters.join(", ")}` : ""));
-    this.$("queues").replaceChildren(...parts);
+    const queues = this.$("queues");
+    queues.replaceChildren(...parts);
+    // what follows in a chapter stays where it is while the run plays
+    if (!this.hasAttribute("full")) queues.style.minHeight = `${queues.offsetHeight}px`;
   }
 
   row(request, state, scale) {
@@ -662,9 +667,10 @@ class NanoRun extends HTMLElement {
   // --- who runs and who waits in each step of a run ---
 
   showTimes() {
-    const times = [...timesOf(this.run.frames)];
-    const lines = times.slice(0, MOST_LINES).map(([id, parts]) => this.lineOf(id, parts));
-    const rest = times.length - lines.length;
+    const times = timesOf(this.run.frames);
+    const ids = [...this.owners.keys()].filter((id) => times.has(id));
+    const lines = ids.slice(0, MOST_LINES).map((id) => this.lineOf(id, times.get(id)));
+    const rest = ids.length - lines.length;
     if (rest > 0) lines.push(element("p", "more", `and ${plural(rest, "more request")}`));
     this.$("timeline").replaceChildren(element("i", "now"), ...lines);
   }

@@ -1,0 +1,158 @@
+"""The element <nano-run> where it is not the page of the server: in chapters, several on a page. All of them are slow;
+they need a Chromium. What chapters say of runs is in tests/tutorials/test_runs.py.
+
+Run: pytest tests/server/test_player.py --slow
+"""
+
+import json
+import shutil
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from browser import CHROMIUM, Browser
+from page_server import PAGE
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        CHROMIUM is None, reason="there is no Chromium (Debian's package: chromium)"
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    browser = Browser(tmp_path_factory.mktemp("profile"))
+    yield browser
+    browser.close()
+
+
+SENTENCE = """<!doctype html><meta charset="utf-8"><meta name="color-scheme" content="light dark">
+<link rel="icon" href="data:,"><script src="player.js" defer></script><p id="text">A sentence.</p>"""
+PLACE = """
+    const runs = document.getElementsByTagName('nano-run');
+    function place(attributes) {
+      const made = document.createElement('nano-run');
+      for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+      document.body.append(made);
+    }
+"""
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *args) -> None:
+        """Says nothing."""
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory):
+    """Of a page with a sentence, beside the player and the runs."""
+    folder = tmp_path_factory.mktemp("site")
+    for file in ("player.js", "player.css"):
+        shutil.copy(PAGE / file, folder)
+    shutil.copytree(PAGE / "runs", folder / "runs")
+    (folder / "index.html").write_text(SENTENCE, encoding="utf-8")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=folder))
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}/"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def chapter(browser, address):
+    browser.errors.clear()
+    browser.open(address)
+    browser.value(PLACE)
+    return browser
+
+
+def place(browser: Browser, i: int, name: str, **attributes) -> None:
+    browser.value(f"place({json.dumps({'src': f'runs/{name}.json', **attributes})})")
+    browser.wait(f"runs[{i}].frame !== null && runs[{i}].$('all').checkVisibility()")
+
+
+def test_several_on_a_page_do_not_know_each_other(chapter):
+    place(chapter, 0, "prefix_hit", step=5)
+    place(chapter, 1, "first_come")
+    assert chapter.value("[...runs].map((run) => run.i)") == [4, 0]
+    chapter.click("#next")
+    chapter.press("ArrowRight")
+    chapter.press(" ")  # the button has the focus
+    assert chapter.value("[...runs].map((run) => run.i)") == [7, 0]
+    chapter.value("document.activeElement.blur()")
+    chapter.press("ArrowRight")
+    assert chapter.value("[...runs].map((run) => run.i)") == [7, 0]
+    letters = "[...runs].map((run) => run.kv.cells.map((cell) => cell.textContent).join(''))"
+    assert chapter.value(letters) == ["BBBB", "AAA"]
+    assert chapter.errors == []
+
+
+def test_step_and_src_may_change(chapter):
+    place(chapter, 0, "prefix_hit", step=500)
+    assert chapter.text("#position") == "step 18 of 18"
+    for step, i in (("3", 2), ("-2", 0), ("x", 0)):
+        chapter.value(f"runs[0].setAttribute('step', '{step}')")
+        assert chapter.value("runs[0].i") == i
+    chapter.value("runs[0].setAttribute('src', 'runs/first_come.json')")
+    chapter.wait("runs[0].run.frames.length === 50")
+    run = json.loads((PAGE / "runs" / "copy_on_write.json").read_bytes())
+    chapter.value(f"runs[0].run = {json.dumps(run)}")
+    assert chapter.text("#title") == "Copy-on-write"
+    assert chapter.errors == []
+
+
+def test_a_run_that_cannot_be_read_is_a_sentence(chapter):
+    chapter.value("place({src: 'runs/index.json'})")
+    chapter.wait("!runs[0].$('player').hidden")
+    assert chapter.text("#explanation") == "The recorded run cannot be shown: it has no frames."
+    assert not chapter.value("runs[0].$('controls').checkVisibility()")
+
+
+def test_the_time_line_says_who_runs_and_who_waits(chapter):
+    place(chapter, 0, "preemption_swap", step=23)
+    lines = chapter.value(
+        "[...runs[0].$('timeline').querySelectorAll('.line')].map((e) => e.title)"
+    )
+    assert lines[0] == "running in steps 1 to 36"
+    assert lines[2] == (
+        "running in steps 5 to 31, swapped in steps 32 to 36, running in steps 37 to 45"
+    )
+    place(chapter, 1, "shortest_first")
+    lines = chapter.value(
+        "[...runs[1].$('timeline').querySelectorAll('.line')].map((e) => e.title)"
+    )
+    assert lines[0] == "waiting in steps 1 to 26, running in steps 27 to 50"
+    box = "(e) => e.getBoundingClientRect()"
+    now, part = chapter.value(
+        f"['#timeline .now', '#timeline .swapped'].map((name) => runs[0].shadowRoot.querySelector(name)).map({box}).map((b) => [b.left, b.right])"
+    )
+    assert now[0] < part[0]  # C is swapped out later
+    chapter.value("runs[0].goTo(33)")
+    now = chapter.value(f"({box})(runs[0].shadowRoot.querySelector('#timeline .now')).left")
+    assert part[0] < now < part[1]
+
+
+def test_what_follows_stays_where_it_is_while_a_run_plays(chapter):
+    place(chapter, 0, "static_batching")
+    heights = []
+    for i in range(54):
+        chapter.value(f"runs[0].goTo({i})")
+        heights.append(chapter.value("runs[0].offsetHeight"))
+    assert heights == sorted(heights) and heights[-1] == heights[30]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_nothing_overflows_on_a_telephone(chapter, address, scheme):
+    chapter.open(address, width=360, height=740, scheme=scheme)
+    chapter.value(PLACE)
+    for i, name in enumerate(("preemption_swap", "static_batching", "beam_search")):
+        place(chapter, i, name, step=23)
+    assert chapter.value("document.documentElement.scrollWidth") <= 360
+    ground = "getComputedStyle(runs[0]).backgroundColor"
+    assert (
+        chapter.value(ground) == {"light": "rgb(247, 247, 244)", "dark": "rgb(18, 20, 22)"}[scheme]
+    )
+    assert chapter.errors == []
