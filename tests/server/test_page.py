@@ -417,7 +417,9 @@ def test_what_bars_and_counts_mean_is_in_sight(browser, server):
     browser.wait(IS_LIVE)
     assert browser.value("view.$('hits').innerText").split() == ["48", "of", "63", "tokens"]
     assert browser.value("view.$('guessed').hidden")
-    show_frame(browser, server, {**server.last_frame, "guesses": 1200, "accepted_guesses": 7})
+    show_frame(
+        browser, server, {**server.last_frame, "step": 1001, "guesses": 1200, "accepted_guesses": 7}
+    )
     assert browser.value("view.$('guesses').innerText").split() == ["7", "of", "1,200"]
     assert browser.text(".request .count") == "15 + 48"
     key = browser.value("view.$('key').innerText")
