@@ -20,6 +20,11 @@ def words_of(number: str) -> int:
     return num_words(chapter.read_text(encoding="utf-8"))
 
 
+def is_about(num_said: int, num_words: int) -> bool:
+    """Within a tenth, so that a sentence more in a chapter changes no plan."""
+    return abs(num_said - num_words) <= num_words / 10
+
+
 def test_there_are_two_plans():
     assert [int(week) for week, *_ in WEEKS] == [*range(1, 5), *range(1, 13)]
 
@@ -29,15 +34,15 @@ def test_the_words_of_an_evening():
     rows = re.findall(r"^\| \[(\d\d) .*?\) \| ([\d,]+) \|", page, re.MULTILINE)
     assert [number for number, _ in rows] == ["00", "01", "02", "03"]
     for number, words in rows:
-        assert abs(words_of(number) - int(words.replace(",", ""))) <= 100, number
+        assert is_about(int(words.replace(",", "")), words_of(number)), number
 
 
 @pytest.mark.parametrize("week", WEEKS, ids=lambda week: f"{week[0]}: {week[1]}")
 def test_the_words_of_a_week(week):
-    """Within a hundred words, and a hundred of them are a minute."""
+    """About so many, and a hundred of them are a minute."""
     _, chapters, words, minutes, _ = week
     num_said = int(words.replace(",", ""))
-    assert abs(sum(map(words_of, chapters.split(", "))) - num_said) <= 100
+    assert is_about(num_said, sum(map(words_of, chapters.split(", "))))
     assert int(minutes) == num_said // 100
 
 
