@@ -12,6 +12,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from nanovllm.schedule import ScheduleError
 from nanovllm.scheduler import Scheduler
 from nanovllm.simulator import Run, simulate
 from tutorials.assignments.a0.questions import INVARIANTS, QUESTIONS, Question
@@ -69,6 +70,14 @@ def question_points(answers: dict) -> float:
 
 def test_the_points_add_up_to_100():
     assert TASK.points == 100
+
+
+@pytest.mark.parametrize("part", TASK.parts, ids=lambda part: part.name)
+def test_the_handout_has_what_the_public_tests_say_of_the_starter(part):
+    handout = STARTER.with_name("README.md").read_text(encoding="utf-8")
+    with pytest.raises(ScheduleError) as problem:
+        check_rules(part, load(STARTER), 1)
+    assert f"{part.name} is broken, seed 1: ScheduleError: {problem.value}\n" in handout
 
 
 # --- classes ---
