@@ -75,4 +75,5 @@ def test_what_assistants_are_told_of_is_there():
     text = (ROOT / "AGENTS.md").read_text(encoding="utf-8")
     paths = re.findall(r"`((?:tests|tutorials|scripts)/[\w./]+)`", text)
     assert len(paths) > 4
-    assert [path for path in paths if not (ROOT / path).exists()] == []
+    missing = {path for path in paths if not (ROOT / path).exists()}
+    assert missing <= {"tests/course/solutions/"}  # which is not handed out
