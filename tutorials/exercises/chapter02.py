@@ -19,6 +19,7 @@ class MostRecent(BlockManager):
     freed last."""
 
     def take_block(self):
+        """Returns a free `Block`. Leaves it as `BlockManager.take_block` does."""
         raise NotImplementedError
 
 
