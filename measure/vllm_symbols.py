@@ -107,7 +107,7 @@ def measure(path: Path) -> dict:
     files = {name: symbols(source) for name, source in sources(path) if is_kept(name)}
     if not files:
         raise ValueError(f"{path} has no files of vLLM")
-    report = environment() | {"version": version_of(path)}
+    report = environment() | {"device": "none: source is read", "version": version_of(path)}
     report["date"] = datetime.now(timezone.utc).date().isoformat()
     report["files"] = {name: files[name] for name in sorted(files) if files[name]}
     return report

@@ -1,7 +1,7 @@
 """Checks your answers to the exercises of a chapter, which you write into `tutorials/exercises`.
 
 python -m tutorials.check 02              all three exercises of chapter 02
-python -m tutorials.check 02.3            one of them
+python -m tutorials.check 02.3 03.1       one of them, and one of another chapter
 python -m tutorials.check 02 --file MY    answers in another file
 """
 
@@ -77,43 +77,53 @@ def verdict(call: Callable[[], None], path: Path, limit: float = LIMIT) -> str |
 
 
 def parsed(arguments: list[str] | None) -> argparse.Namespace:
-    """`chapter`, the `exercise` or None for all, the `file` with the answers, and the `limit`."""
-    chapters = [path.stem[-2:] for path in sorted(EXERCISES.glob("chapter*.py"))]
+    """`wanted`: for each argument its chapter, the exercise or None for all, and the file with the
+    answers; and the `limit`."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", help="a chapter, such as 02, or one exercise, such as 02.3")
+    what = "a chapter, such as 02, or one exercise, such as 02.3"
+    parser.add_argument("what", nargs="+", help=what)
     parser.add_argument("--file", type=Path, help="default: tutorials/exercises/chapterNN.py")
     parser.add_argument("--limit", type=float, default=LIMIT, help="seconds for one exercise")
     args = parser.parse_args(arguments)
     if not 0 < args.limit < threading.TIMEOUT_MAX:
         parser.error(f"--limit {args.limit} is not allowed: it must be a positive number")
-    match = re.fullmatch(r"(\d{1,2})(\.[123])?", args.what)
-    args.chapter = match[1].zfill(2) if match else ""
-    if match is None or args.chapter not in chapters:
-        parser.error(f"{args.what!r} has no exercises: choose from {', '.join(chapters)}")
-    args.exercise = args.chapter + match[2] if match[2] else None
-    args.file = (args.file or EXERCISES / f"chapter{args.chapter}.py").resolve()
-    if not args.file.is_file():
-        parser.error(f"there is no file {args.file}")
+    chapters = [path.stem[-2:] for path in sorted(EXERCISES.glob("chapter*.py"))]
+    args.wanted = []
+    for what in args.what:
+        match = re.fullmatch(r"(\d{1,2})(\.[123])?", what)
+        chapter = match[1].zfill(2) if match else ""
+        if match is None or chapter not in chapters:
+            parser.error(f"{what!r} has no exercises: choose from {', '.join(chapters)}")
+        file = (args.file or EXERCISES / f"chapter{chapter}.py").resolve()
+        if not file.is_file():
+            parser.error(f"there is no file {file}")
+        args.wanted.append((chapter, chapter + match[2] if match[2] else None, file))
     return args
+
+
+def all_hold(chapter: str, exercise: str | None, file: Path, limit: float) -> bool:
+    """Prints a line for each exercise."""
+    modules: list[ModuleType] = []
+    problem = verdict(lambda: modules.append(load(file)), file, limit)
+    if problem:
+        print(f"your file does not load: {problem}")
+        return False
+    num_wrong = 0
+    for name, check in checks_of(chapter).items():
+        if exercise in (None, name):
+            problem = verdict(partial(check, modules[0]), file, limit)
+            num_wrong += problem is not None
+            print(f"{name}: {problem or 'holds'}", flush=True)
+    return num_wrong == 0
 
 
 def main(arguments: list[str] | None = None) -> int:
     args = parsed(arguments)
-    logging.disable()  # the engine logs what an answer raises, and it is printed below
-    modules: list[ModuleType] = []
-    problem = verdict(lambda: modules.append(load(args.file)), args.file, args.limit)
-    if problem:
-        print(f"your file does not load: {problem}")
-        return 1
-    num_wrong = 0
-    for name, check in checks_of(args.chapter).items():
-        if args.exercise in (None, name):
-            problem = verdict(partial(check, modules[0]), args.file, args.limit)
-            num_wrong += problem is not None
-            print(f"{name}: {problem or 'holds'}", flush=True)
-    return int(num_wrong > 0)
+    logging.disable()  # the engine logs what an answer raises, and it is printed
+    judged = [all_hold(*wanted, args.limit) for wanted in args.wanted]
+    return int(not all(judged))
 
 
 if __name__ == "__main__":

@@ -90,6 +90,8 @@ def test_the_command_says_each_result(tmp_path, capsys):
     assert printed == ["02.1: holds", "02.2: holds", "02.3: not written yet"]
     assert check.main(["2.1", "--file", str(path)]) == 0
     assert capsys.readouterr().out == "02.1: holds\n"
+    assert check.main(["02.1", "02.3", "--file", str(path)]) == 1
+    assert capsys.readouterr().out == "02.1: holds\n02.3: not written yet\n"
 
 
 @pytest.mark.parametrize(
