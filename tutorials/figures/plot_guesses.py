@@ -49,7 +49,7 @@ def draw_steps() -> Figure:
 
     def cell(step, height, token_id, fill):
         box(axes, step - 0.45, height, 0.9, 0.9, fill)
-        text = tokenizer.decode([token_id]).replace(" ", "\u2423")
+        text = tokenizer.decode([token_id]).replace(" ", "\u2423").replace("\n", "\\n")
         write(axes, step, height + 0.45, "end" if text.startswith("<") else text, fill, ha="center")
 
     for step, (guessed, num_right, own) in enumerate(found, 1):
@@ -80,14 +80,14 @@ def draw_gain() -> Figure:
     figure = new_figure(6, 3.2)
     axes = figure.subplots()
     axes.axhline(1, color="0.6", linewidth=1, label="no guesses")
-    axes.text(len(counts) - 0.85, 1.02, "no guesses", ha="right", va="bottom", fontsize=SMALL)
+    axes.text(len(counts) - 0.94, 0.98, "no guesses", ha="left", va="top", fontsize=SMALL)
     for task, style in SHOWN.items():
         gains = [speeds[task, n, 4] / speeds[task, n, 0] for n in counts]
         axes.plot(
             range(len(counts)), gains, style, color="black", markersize=5, linewidth=1, label=task
         )
         axes.text(0.04, gains[0] + 0.03, task, ha="left", va="bottom", fontsize=SMALL)
-    axes.set_xlim(-0.2, len(counts) - 0.8)
+    axes.set_xlim(-0.2, len(counts) - 0.6)
     axes.set_ylim(0, 2.1)
     axes.set_xticks(range(len(counts)), [str(n) for n in counts])
     axes.set_xlabel("requests at a time")

@@ -52,3 +52,15 @@ def check_3(answers) -> None:
             f"p={p}, q={q}: {num_kept / num_draws:.2f} of the guesses are kept, not {most:.2f}"
         )
         expect(num_kept / num_draws > most - 0.02, sentence)
+    judge_numbers(answers)
+
+
+def judge_numbers(answers) -> None:
+    """It is `u` and `v` that decide, and no other random numbers."""
+    p, q = [0.25, 0.25, 0.5], [1.0, 0.0, 0.0]
+    for u in (0.1, 0.24, 0.26, 0.9):
+        for v in (0.1, 0.3, 0.4, 0.9):
+            right = 0 if u < 0.25 else 1 if v < 1 / 3 else 2
+            said = answers.checked(0, [*p], [*q], u, v)
+            case = f"p={p}, q={q}, guess 0, u={u}, v={v}"
+            expect(said == right, f"{case}: token {right}, but checked says {said}")
