@@ -2,7 +2,7 @@
 worth: simulated.
 
     python -m tutorials.simulation.figure12 --trace AzureLLMInferenceTrace_conv.csv \
-        --json tutorials/results/figure12.json --picture tutorials/figures/figure12.png
+        --json tutorials/results/figure12.json
 
 How many requests per second can a system serve before its answers become slow? Each system runs on
 the same simulated GPU; they differ only in the scheduler and the block manager. The mean normalized
@@ -204,18 +204,12 @@ def main() -> None:
     parser.add_argument(
         "--minutes", type=float, default=10, help="how long chats arrive; Azure's a quarter of it"
     )
-    parser.add_argument("--picture", type=Path, help="draw the figure into this file")
     args = parser.parse_args()
     report = environment() | {"device": "none: simulated"}
     with tempfile.TemporaryDirectory() as folder:
         report |= measure(args.trace, args.minutes, Path(folder))
     show(report)
     write_json(report, args.json)
-    if args.picture:
-        from tutorials.figures.plot_figure12 import draw
-        from tutorials.figures.style import save
-
-        save(draw(report), args.picture)
 
 
 if __name__ == "__main__":
