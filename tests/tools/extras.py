@@ -20,6 +20,8 @@ EXTRAS = {
     "httpx": "test",
     "hypothesis": "test",
     "jsonschema": "test",
+    "properdocs": "site",
+    "pygments": "site",
     "ray": "ray",
     "check_jsonschema": "dev",
     "matplotlib": "dev",

@@ -1,0 +1,413 @@
+"""The book as a site: what is staged, and how the pages look in a browser. Those that build it are slow, and the browser is
+a Chromium.
+
+Run: pytest tests/tutorials/test_site.py [--slow]
+To see it: SHOTS=some/folder pytest tests/tutorials/test_site.py --slow -k phone
+"""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+from book import CHAPTERS, ROOT, TUTORIALS, num_words
+from browser import CHROMIUM, Browser
+
+from tutorials.site.api import api_page
+from tutorials.site.links import (
+    CODE,
+    PLACE,
+    VLLM,
+    VLLM_ADDRESS,
+    Links,
+    module_named,
+    page_of,
+    vllm_address,
+)
+from tutorials.site.pages import Page, minutes
+from tutorials.site.search import sections
+from tutorials.site.sources import source_page
+
+HERE = Path("tutorials/03_scheduler.md")
+SITE = ROOT / "tutorials" / "site"
+
+
+def staged(text: str, path: Path = HERE) -> str:
+    return Page(path, text).body()
+
+
+# --- what becomes of a text ---
+
+
+def test_code_shows_its_output():
+    text = "```python\nx = 1\nprint(x)\n```\n\n```text (varies)\n<1>\n```\n\n```text\n2\n```\n"
+    code, output, other = re.findall(r"<pre.*?</pre>", staged(text), re.DOTALL)
+    assert 'class="code runs"' in code and "<span" in code
+    assert 'data-label="prints, for example"' in output and "&lt;1&gt;\n</code>" in output
+    assert 'class="code quote"' in other  # below no code: it is no output
+    assert 'data-label="prints"' in staged(text.replace(" (varies)", ""))
+
+
+def test_a_line_of_code_is_no_heading_and_no_link():
+    text = "```python\n# [a](b.md)\n| `step.py` |\n```\n"
+    assert staged(text).count("<pre") == 1 and "# [a](b.md)<" in staged(text)
+    assert "step.py.md" not in staged(text)
+    assert [heading for heading, *_ in sections(f"# A\n\n{text}\n## B\n")] == ["A", "B"]
+
+
+def test_a_run_is_an_element_with_its_run_and_step():
+    link = "[Play: a hit, from step 5](../nanovllm/server/page/runs/prefix_hit.json#5)"
+    found = staged(f"before\n\n{link}\n\nafter\n")
+    (element,) = re.findall(r"<nano-run.*?</nano-run>", found)
+    assert element.startswith('<nano-run step="5"><script type="application/json">{"')
+    assert element.count("<") == 4, "a < in the run would end it"
+    assert (
+        "before\n\n<div" in found and "</div>\n\nafter" in found and "A hit, from step 5" in found
+    )
+
+
+def test_boxes_and_folded_parts():
+    text = "> **Take away:** one\n> two.\n\n> **Change one number:** a.\n\n> said\n\n<details>\n"
+    found = staged(text)
+    assert '<div class="box take" markdown="1">\n\n**Take away.** one\ntwo.\n\n</div>' in found
+    assert '<div class="box change"' in found and "\n> said\n" in found
+    assert '<details markdown="1">' in found
+
+
+def test_a_table_is_in_a_frame():
+    found = staged("a\n\n| b |\n|---|\n| c |\n\nd\n")
+    assert '<div class="table" tabindex="0" markdown="1">\n\n| b |\n|---|\n| c |\n\n</div>' in found
+
+
+# --- links ---
+
+
+def test_names_of_modules_lead_to_their_source():
+    assert module_named("scheduler.py", Path("tutorials")) == Path("nanovllm/scheduler.py")
+    assert module_named("layers/", Path("tutorials")) == Path("nanovllm/layers/")
+    assert module_named("starter.py", Path("tutorials/assignments/a1")).name == "starter.py"
+    for no_module in ("a.py", "layers", "x = layers/", "../bench.py", "/etc/"):
+        assert module_named(no_module, Path("tutorials")) is None
+    assert staged("`scheduler.py`") == "[`scheduler.py`](../nanovllm/scheduler.py.md)"
+    assert staged("# `scheduler.py`\n") == "# `scheduler.py`\n"
+
+
+def test_links_lead_to_pages():
+    links = Links(HERE)
+    assert links.target("../nanovllm/scheduler.py", "`Scheduler.victim`, `Nothing`").endswith(
+        "nanovllm/scheduler.py.md#Scheduler.victim"
+    )
+    assert links.target("../nanovllm/swapping", "x") == "../nanovllm/swapping/index.md"
+    assert links.target("../README.md#how-fast", "x") == "../repository.md#how-fast"
+    assert links.target("results/memory.json", "x") == "results/memory.json"
+    assert links.target("https://arxiv.org", "x") == "https://arxiv.org"
+    assert Path("nanovllm/scheduler.py") in links.wanted
+    with pytest.raises(ValueError, match="links to nothing.md, which is not there"):
+        links.target("nothing.md", "x")
+    picture = "[![a](figures/overview_seats.png)](01_ladder.md)"
+    assert staged(picture) == picture
+    assert page_of(Path("LICENSE")) == Path("LICENSE.md")
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda path: path.stem)
+def test_symbols_of_vllm_lead_to_their_file(chapter):
+    text = chapter.read_text(encoding="utf-8")
+    found = staged(text, chapter.relative_to(ROOT))
+    assert f"/v{VLLM['version']}/" in VLLM_ADDRESS
+    places = PLACE.findall(text.partition("## The same in vLLM\n")[2].partition("\n## ")[0])
+    assert len(places) >= 3
+    for file, symbols in places:
+        assert f"[`{file}`]({VLLM_ADDRESS}{file})" in found
+        for symbol in CODE.findall(symbols):
+            assert re.search(rf"\[`{re.escape(symbol)}`\]\({re.escape(VLLM_ADDRESS)}", found)
+
+
+def test_what_is_no_symbol_of_vllm():
+    file = "v1/core/block_pool.py"
+    assert vllm_address("BlockPool.touch", [file]) == VLLM_ADDRESS + file
+    assert vllm_address("touch", [file]) is None
+    assert vllm_address("block_pool.py", []) == VLLM_ADDRESS + file
+    assert vllm_address("scheduler.py", []) is None  # there are several
+    assert staged("## The same in vLLM\n\n`scheduler.py`\n\n## B\n\n`step.py`\n").count("](") == 1
+
+
+# --- a chapter, and all of them ---
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda path: path.stem)
+def test_minutes_are_those_of_the_course(chapter):
+    text = chapter.read_text(encoding="utf-8")
+    assert minutes(text) == max(1, round(num_words(text) / 100))
+    top = Page(chapter.relative_to(ROOT), text).staged()
+    assert f'<p class="minutes">{minutes(text)} minutes to read' in top
+    assert f'data-chapter="{chapter.stem[:2]}"' in top
+
+
+def test_a_section_has_one_sentence_to_take_away_at_most():
+    for chapter in CHAPTERS:
+        for section in re.split(r"^## ", chapter.read_text(encoding="utf-8"), flags=re.MULTILINE):
+            assert len(re.findall(r"^> \*\*Take away:\*\*", section, re.MULTILINE)) <= 1, section
+
+
+def test_every_chapter_and_handout_is_in_the_menu():
+    menu = set(
+        re.findall(r"^      - (.*)$", (SITE / "mkdocs.yml").read_text("utf-8"), re.MULTILINE)
+    )
+    text_pages = [*TUTORIALS.glob("*.md"), *TUTORIALS.glob("assignments/a?/README.md")]
+    assert {page.relative_to(ROOT).as_posix() for page in text_pages} <= menu
+
+
+def test_the_api_has_the_public_names():
+    page = api_page()
+    for name in ("LLM.generate", "LLM.stream", "Scheduler.victim", "BlockManager"):
+        assert re.search(rf"^#+ {re.escape(name)}$", page, re.MULTILINE)
+    for name in ("temperature", "max_num_batched_tokens", "beam_width", "choice"):
+        assert f"| `{name}` |" in page
+    assert "Scheduler.schedule_running" not in page  # the mechanism
+    assert "| `outputs` | <code>list[CompletionOutput]</code>" in page
+
+
+def test_each_line_of_a_module_has_its_number():
+    page = source_page(Path("nanovllm/schedule.py"))
+    source = (ROOT / "nanovllm" / "schedule.py").read_text(encoding="utf-8")
+    assert page.count('<i id="L') == len(source.splitlines())
+    line = next(
+        node for node in ast.parse(source).body if getattr(node, "name", "") == "Schedule"
+    ).lineno
+    assert f'<a id="Schedule"></a><i id="L{line}">' in page
+
+
+# --- colours ---
+
+
+def luminance(color: str) -> float:
+    """As WCAG 2 defines it."""
+    parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    red, green, blue = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts]
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(one: str, other: str) -> float:
+    dark, light = sorted((luminance(one), luminance(other)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+def test_every_text_can_be_read_in_light_and_dark():
+    style = (SITE / "static" / "site.css").read_text(encoding="utf-8")
+    colors = {
+        name: pair for name, *pair in re.findall(r"--([\w-]+): light-dark\((#\w+), (#\w+)\)", style)
+    }
+    grounds = {"ground", "surface", "take", "change"}
+    texts = colors.keys() - grounds - {"line"}
+    assert {"ink", "soft", "link", "comment", "take-line"} <= texts
+    assert contrast("#000000", "#ffffff") == pytest.approx(21)
+    for text in texts:
+        for ground in grounds:
+            for i in (0, 1):
+                ratio = contrast(colors[text][i], colors[ground][i])
+                assert ratio >= 4.5 or (text, ground) in NEVER_TOGETHER, (text, ground, ratio)
+
+
+NEVER_TOGETHER = {("take-line", "change"), ("change-line", "take")}
+
+
+# --- the pages, built ---
+
+
+class Parts(HTMLParser):
+    """Of a page: what it links to, and where it can be linked to."""
+
+    def __init__(self, page: Path):
+        super().__init__()
+        self.targets: list[str] = []
+        self.ids: set[str] = set()
+        self.feed(page.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag, attributes):
+        found = dict(attributes)
+        self.targets += [found[name] for name in ("href", "src") if name in found]
+        if "id" in found:
+            assert found["id"] not in self.ids, f"twice: {found['id']}"
+            self.ids.add(found["id"])
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    pytest.importorskip("properdocs", reason="needs the extra 'site': properdocs is not installed")
+    out = tmp_path_factory.mktemp("built") / "site"
+    command = [sys.executable, "-m", "tutorials.site", "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^\d+ pages: [\d.]+ MB, \d+ s$", done.stdout, re.MULTILINE)
+    return out
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    if CHROMIUM is None:
+        pytest.skip("there is no Chromium (Debian's package: chromium)")
+    browser = Browser(tmp_path_factory.mktemp("profile"))
+    yield browser
+    browser.close()
+
+
+def pages_of_book(site: Path) -> list[Path]:
+    """All but the lab, which has tests of its own."""
+    return [page for page in site.rglob("*.html") if page != site / "lab.html"]
+
+
+@pytest.mark.slow
+def test_no_link_is_broken_and_nothing_comes_from_a_network(site):
+    parts = {page: Parts(page) for page in pages_of_book(site)}
+    assert len(parts) > 200
+    for page, found in parts.items():
+        for target in found.targets:
+            if target.startswith(("https:", "mailto:", "data:")):
+                continue
+            file, _, anchor = unquote(target).partition("#")
+            path = Path(os.path.normpath(page.parent / file)) if file else page
+            assert path.is_file(), f"{page.relative_to(site)} links to {target}"
+            if anchor and path in parts:
+                assert anchor in parts[path].ids, f"{page.relative_to(site)} links to {target}"
+    text = "".join(page.read_text(encoding="utf-8") for page in parts)
+    assert not re.search(r"<(script|img|link|iframe)[^>]*(src|href)=.?https?:", text)
+
+
+@pytest.mark.slow
+def test_no_mark_of_markdown_is_left(site):
+    """A generator that reads a text otherwise than GitHub leaves its marks in the page."""
+    for page in pages_of_book(site):
+        text = page.read_text(encoding="utf-8")
+        text = re.sub(r"<(pre|code|script|style)\b.*?</\1>", "", text, flags=re.DOTALL)
+        found = MARKS.search(text)
+        assert not found, f"{page.relative_to(site)}: {found[0][:200]}"
+
+
+MARKS = re.compile(
+    r".*(?:\]\(|```|\*\*\S|markdown=|<p>(?:- |1\. )).*|^(?:\||- |1\. ).*", re.MULTILINE
+)
+PAGES = [
+    "index.html",
+    "api.html",
+    "repository.html",
+    "nanovllm/index.html",
+    "nanovllm/scheduler.py.html",
+]
+PROBLEMS = """[
+    ...[...document.images].filter((one) => !one.complete || !one.naturalWidth).map((one) => one.src),
+    ...(document.documentElement.scrollWidth > innerWidth ? [`${document.documentElement.scrollWidth} wide`] : []),
+    ...[...document.querySelectorAll('main *')].filter((one) => one.getBoundingClientRect().right > innerWidth
+        && !one.closest('pre, .table, nano-run')).map((one) => one.outerHTML.slice(0, 80)),
+]"""
+
+
+def text_pages(site: Path) -> list[str]:
+    tutorials = [page.relative_to(site).as_posix() for page in site.glob("tutorials/*.html")]
+    handouts = [
+        page.relative_to(site).as_posix()
+        for page in site.glob("tutorials/assignments/**/index.html")
+    ]
+    return [*PAGES, *sorted(tutorials), *sorted(handouts)]
+
+
+@pytest.mark.slow
+def test_nothing_is_wider_than_a_phone_and_every_picture_is_there(site, browser):
+    browser.errors.clear()
+    for name in text_pages(site):
+        browser.open((site / name).as_uri(), width=360, height=740)
+        browser.value("document.querySelectorAll('main details').forEach((one) => one.open = true)")
+        browser.wait("[...document.querySelectorAll('nano-run')].every((run) => run.frame)")
+        assert browser.value(PROBLEMS) == [], name
+        assert browser.errors == [], name
+        if "SHOTS" in os.environ:
+            file = name.replace("/", "_").replace(".html", ".png")
+            browser.screenshot(Path(os.environ["SHOTS"]) / file)
+
+
+@pytest.mark.slow
+def test_blocks_move_within_one_click(site, browser):
+    browser.open((site / "index.html").as_uri())
+    before = browser.wait("document.querySelector('nano-run').frame?.step")
+    browser.click("#play")
+    browser.wait(f"document.querySelector('nano-run').frame.step > {before}")
+    browser.click("#play")
+
+
+@pytest.mark.slow
+def test_what_is_read_is_kept(site, browser):
+    chapter = (site / "tutorials" / "03_scheduler.html").as_uri()
+    count = len(CHAPTERS)
+    browser.open(chapter)
+    browser.value("localStorage.clear()")
+    browser.open((site / "index.html").as_uri())
+    assert browser.text("#progress") == f"0 of {count} read. "
+    browser.open(chapter)
+    browser.click("input[data-chapter]")
+    assert browser.text(".done span") == f"(1 of {count} read)"
+    browser.wait("localStorage.getItem('nanovllm-place')?.includes('Exercises')")
+    browser.open((site / "index.html").as_uri())
+    assert browser.text("#progress").startswith(f"1 of {count} read. Go on: 03. The scheduler")
+    assert browser.text("[data-read='03']").endswith("minutes, read")
+    browser.click("#progress a")
+    browser.wait("location.href.includes('03_scheduler.html#exercises')")
+    browser.wait(
+        "document.querySelector('input[data-chapter]')?.checked && document.readyState === 'complete'"
+    )
+    browser.click("input[data-chapter]")
+    assert browser.text(".done span") == f"(0 of {count} read)"
+    browser.value("localStorage.clear()")
+
+
+@pytest.mark.slow
+def test_search_finds_and_needs_only_the_keyboard(site, browser):
+    browser.errors.clear()
+    browser.open((site / "tutorials" / "05_model.html").as_uri())
+    browser.value(
+        "document.body.dispatchEvent(new KeyboardEvent('keydown', {key: '/', bubbles: true}))"
+    )
+    browser.wait("document.activeElement.id === 'words'")
+    browser.write("block table")
+    browser.wait("document.querySelectorAll('#found a').length > 3")
+    assert browser.text("#found a").startswith("block table (Glossary)")
+    down = "dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowDown', bubbles: true}))"
+    browser.value(f"document.activeElement.{down}")
+    assert browser.value("document.activeElement === document.querySelector('#found a')")
+    browser.press("Enter")
+    browser.wait(
+        "location.href.endsWith('glossary.html#block-table') && document.readyState === 'complete'"
+    )
+    browser.click("#words")
+    browser.write("SchedulerThatIsNotThere")
+    browser.wait("document.querySelector('#found p')?.textContent === '0 found'")
+    assert browser.errors == []
+
+
+@pytest.mark.slow
+def test_light_and_dark(site, browser):
+    ground = "getComputedStyle(document.body).backgroundColor"
+    page = (site / "tutorials" / "00_overview.html").as_uri()
+    browser.open(page, scheme="dark")
+    dark = browser.value(ground)
+    browser.click("#scheme")  # light, whatever the system has
+    light = browser.value(ground)
+    assert light == "rgb(255, 255, 255)" != dark
+    browser.open(page, scheme="dark")
+    assert browser.value(ground) == light
+    browser.click("#scheme")
+    assert browser.value(ground) == dark
+    browser.click("#scheme")
+    assert browser.text("#scheme") == "Auto"
+
+
+@pytest.mark.slow
+def test_a_folder_of_others_is_not_emptied(tmp_path):
+    (tmp_path / "mine.txt").write_text("mine")
+    command = [sys.executable, "-m", "tutorials.site", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and "files that are not of the site" in done.stderr
+    assert (tmp_path / "mine.txt").exists()

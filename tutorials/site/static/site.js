@@ -1,0 +1,225 @@
+// Habits of a reader, kept in the browser: chapters that are read, the place in the book, light or dark; and the search.
+// Without JavaScript or storage, all text is there.
+"use strict";
+
+const script = document.currentScript;
+const root = script.dataset.root.replace(/\/?$/, "/"); // of the site, as seen from this page
+const page = script.dataset.page;
+const $ = (id) => document.getElementById(id);
+
+function element(tag, text, className) {
+  const made = document.createElement(tag);
+  if (text !== undefined) made.textContent = text; // text is never markup
+  if (className) made.className = className;
+  return made;
+}
+
+// --- what is kept: if the browser keeps nothing, it lasts as long as the page ---
+
+const unkept = new Map();
+
+function kept(key, otherwise) {
+  try {
+    return JSON.parse(localStorage.getItem(`nanovllm-${key}`)) ?? otherwise;
+  } catch {
+    return unkept.get(key) ?? otherwise;
+  }
+}
+
+function keep(key, value) {
+  unkept.set(key, value);
+  try {
+    localStorage.setItem(`nanovllm-${key}`, JSON.stringify(value));
+  } catch {
+    // it is in `unkept`
+  }
+}
+
+// --- light and dark ---
+
+const SCHEMES = ["", "light", "dark"];
+
+function showScheme(scheme) {
+  document.documentElement.style.colorScheme = scheme;
+  $("scheme").textContent = scheme ? `${scheme[0].toUpperCase()}${scheme.slice(1)}` : "Auto";
+  $("scheme").setAttribute("aria-label", `Colours: ${scheme || "as the system has them"}. Change`);
+}
+
+function nextScheme() {
+  const scheme = SCHEMES[(SCHEMES.indexOf(kept("scheme", "")) + 1) % SCHEMES.length];
+  keep("scheme", scheme);
+  showScheme(scheme);
+}
+
+// --- what is read ---
+
+const chapterLinks = () => [...document.querySelectorAll("nav a")].filter((link) => numberOf(link.href));
+const numberOf = (address) => address.match(/\/tutorials\/(\d\d)_\w+\.html/)?.[1];
+
+function showRead() {
+  const read = kept("read", []);
+  const links = chapterLinks().filter((link) => !link.hash);
+  for (const link of links) link.classList.toggle("read", read.includes(numberOf(link.href)));
+  const count = `${links.filter((link) => link.classList.contains("read")).length} of ${links.length} read`;
+  for (const box of document.querySelectorAll("input[data-chapter]")) {
+    box.checked = read.includes(box.dataset.chapter);
+    box.closest("p").querySelector("span").textContent = `(${count})`;
+  }
+  for (const mark of document.querySelectorAll("[data-read]")) {
+    mark.dataset.minutes ??= mark.textContent;
+    mark.textContent = mark.dataset.minutes + (read.includes(mark.dataset.read) ? ", read" : "");
+  }
+  if ($("progress")) showPlace(count);
+}
+
+// The first page says where to go on.
+function showPlace(count) {
+  const place = kept("place", null);
+  $("progress").replaceChildren(`${count}. `);
+  if (!place) return;
+  const link = element("a", place.title);
+  link.href = root + place.page + (place.anchor ? `#${place.anchor}` : "");
+  $("progress").append("Go on: ", link);
+}
+
+function tick(box) {
+  const others = kept("read", []).filter((number) => number !== box.dataset.chapter);
+  keep("read", box.checked ? [...others, box.dataset.chapter] : others);
+  showRead();
+}
+
+// The last heading above the middle of the window.
+function notePlace() {
+  const headings = [...document.querySelectorAll("main h2[id]")];
+  const heading = headings.findLast((one) => one.getBoundingClientRect().top < innerHeight / 2);
+  const chapter = document.querySelector("h1").textContent;
+  const title = heading ? `${chapter}: ${heading.textContent}` : chapter;
+  keep("place", { page, anchor: heading?.id ?? "", title });
+}
+
+// --- search ---
+
+const MOST_FOUND = 20;
+let loading = null;
+
+function load() {
+  loading ??= new Promise((resolve, reject) => {
+    const made = element("script");
+    made.src = `${root}static/search_index.js`;
+    made.onload = resolve;
+    made.onerror = reject;
+    document.head.append(made);
+  });
+  return loading;
+}
+
+// Each word must be there; in a heading it counts more, and at the beginning of a word, and all of them together.
+function score(row, words) {
+  const heading = `${row[1] || row[0]}`.toLowerCase();
+  const title = row[0].toLowerCase();
+  const text = (row.lower ??= row[3].toLowerCase());
+  const phrase = words.join(" ");
+  let sum = 100 * (heading === phrase) + 20 * heading.includes(phrase) + 5 * text.includes(phrase);
+  for (const word of words) {
+    const inHeading = heading.includes(word);
+    const at = text.search(new RegExp(`(^|[^a-z0-9])${word.replace(/[^\w]/g, "\\$&")}`));
+    const points = 20 * inHeading + 3 * title.includes(word) + 2 * (at >= 0) + text.includes(word);
+    if (points === 0) return 0;
+    sum += points;
+  }
+  return sum;
+}
+
+function excerpt(row, words) {
+  const at = Math.max(0, row.lower.indexOf(words[0]));
+  const begin = row[3].lastIndexOf(" ", Math.max(0, at - 40)) + 1;
+  const made = element("small", begin ? "\u2026 " : "");
+  const shown = row[3].slice(begin, begin + 140);
+  const from = at - begin;
+  const isThere = row.lower.includes(words[0]);
+  const mark = element("mark", isThere ? shown.slice(from, from + words[0].length) : "");
+  made.append(shown.slice(0, isThere ? from : undefined), mark, isThere ? shown.slice(from + words[0].length) : "");
+  return made;
+}
+
+async function search() {
+  const words = $("words").value.toLowerCase().split(/\s+/).filter(Boolean);
+  $("found").hidden = words.length === 0;
+  if (words.length === 0) return;
+  await load();
+  const scored = window.searchIndex.map((row) => [score(row, words), row]).filter(([points]) => points > 0);
+  const rows = scored.sort((a, b) => b[0] - a[0]).slice(0, MOST_FOUND);
+  const links = rows.map(([, row]) => {
+    const link = element("a", row[1] ? `${row[1]} (${row[0]})` : row[0]);
+    link.href = root + row[2];
+    link.append(excerpt(row, words));
+    return link;
+  });
+  $("found").replaceChildren(element("p", `${scored.length} found`, "soft"), ...links);
+  $("found").firstChild.setAttribute("role", "status");
+}
+
+function closeSearch() {
+  $("found").hidden = true;
+}
+
+function onKey(event) {
+  if (event.target.closest?.("input, textarea, select") && event.target.id !== "words") return;
+  const isInSearch = $("search").contains(event.target);
+  if (event.key === "/" && !isInSearch && !event.ctrlKey && !event.metaKey && !event.altKey) {
+    event.preventDefault();
+    $("words").focus();
+  }
+  if (!isInSearch) return;
+  const links = [$("words"), ...$("found").querySelectorAll("a")];
+  const by = { ArrowDown: 1, ArrowUp: -1 }[event.key];
+  if (by) {
+    event.preventDefault();
+    links[Math.min(links.length - 1, Math.max(0, links.indexOf(event.target) + by))].focus();
+  }
+  if (event.key === "Escape") {
+    closeSearch();
+    $("words").focus();
+  }
+}
+
+// --- code can be copied ---
+
+function addCopy(block) {
+  const button = element("button", "Copy", "copy");
+  button.type = "button";
+  const code = block.querySelector("code").textContent;
+  button.addEventListener("click", async () => {
+    try {
+      await navigator.clipboard.writeText(code);
+      button.textContent = "Copied";
+    } catch {
+      getSelection().selectAllChildren(block.querySelector("code"));
+      button.textContent = "Selected";
+    }
+  });
+  block.append(button);
+}
+
+// --- when the page is there ---
+
+$("search").hidden = $("scheme").hidden = false;
+showScheme(kept("scheme", ""));
+$("scheme").addEventListener("click", nextScheme);
+for (const box of document.querySelectorAll("input[data-chapter]")) {
+  box.disabled = false;
+  box.addEventListener("change", () => tick(box));
+}
+showRead();
+if (numberOf(`/${page}`)) addEventListener("scrollend", notePlace);
+$("menu").open = matchMedia("(min-width: 901px)").matches;
+document.querySelector("nav [aria-current]")?.scrollIntoView({ block: "nearest" });
+$("words").addEventListener("focus", load);
+$("words").addEventListener("input", search);
+$("search").addEventListener("submit", (event) => {
+  event.preventDefault();
+  $("found").querySelector("a")?.click();
+});
+addEventListener("click", (event) => $("search").contains(event.target) || closeSearch());
+addEventListener("keydown", onKey);
+for (const block of document.querySelectorAll("pre.runs")) addCopy(block);
