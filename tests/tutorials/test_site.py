@@ -81,7 +81,7 @@ def test_boxes_and_folded_parts():
 
 def test_a_table_is_in_a_frame():
     found = staged("a\n\n| b |\n|---|\n| c |\n\nd\n")
-    assert '<div class="table" tabindex="0" markdown="1">\n\n| b |\n|---|\n| c |\n\n</div>' in found
+    assert 'tabindex="0" markdown="1">\n\n| b |\n|---|\n| c |\n\n</div>' in found
 
 
 # --- links ---

@@ -76,7 +76,7 @@ def with_boxes(text: str) -> str:
 
 def with_tables(text: str) -> str:
     """Tables in a frame that scrolls, so that a page is not wider than a phone."""
-    frame = '<div class="table" tabindex="0" markdown="1">\n\n{}\n</div>\n'
+    frame = '<div class="table" role="region" aria-label="Table" tabindex="0" markdown="1">\n\n{}\n</div>\n'
     return TABLE.sub(lambda table: frame.format(table[0]), text)
 
 

@@ -1,6 +1,7 @@
 """Code as HTML: the blocks of a chapter with their recorded output, and a module's source with its lines."""
 
 import ast
+import re
 from html import escape
 from pathlib import Path
 
@@ -12,11 +13,13 @@ from pygments.util import ClassNotFound
 from tutorials.site.links import ROOT, is_source, lines_of_names
 
 PLAIN = HtmlFormatter(nowrap=True)
+UNCOLORED = re.compile(r'<span class="(?:n|na|o|p|w|err|nn|x)">([^<]*)</span>')
 LABELS = {"varies": "prints, for example", "": "prints"}
 
 
-def colored(code: str, language: str) -> str:
-    return highlight(code, get_lexer_by_name(language, stripnl=False), PLAIN)
+def colored(code: str, lexer) -> str:
+    """Without the spans of names, signs and spaces, which have no colour: they are most of a page."""
+    return UNCOLORED.sub(r"\1", highlight(code, lexer, PLAIN))
 
 
 def block(language: str, note: str, code: str, is_output: bool) -> str:
@@ -25,22 +28,23 @@ def block(language: str, note: str, code: str, is_output: bool) -> str:
         label = LABELS[note]
         return f'<pre class="output" data-label="{label}" tabindex="0"><code>{escape(code, False)}</code></pre>\n'
     runs = "runs" if language in ("python", "bash") else "quote"
-    inside = colored(code, "python" if language == "py" else language or "text")
+    lexer = get_lexer_by_name("python" if language == "py" else language or "text", stripnl=False)
+    inside = colored(code, lexer)
     return f'<pre class="code {runs}" tabindex="0"><code>{inside}</code></pre>\n'
 
 
 def lexer_for(path: Path):
     try:
-        return get_lexer_for_filename(path.name)
+        return get_lexer_for_filename(path.name, stripnl=False)
     except ClassNotFound:
-        return get_lexer_by_name("bash")
+        return get_lexer_by_name("bash", stripnl=False)
 
 
 def source_page(path: Path) -> str:
     """The page of a module: each line has a number, each name an anchor."""
     source = (ROOT / path).read_text(encoding="utf-8")
     names = {line: name for name, line in lines_of_names(ROOT / path).items()}
-    lines = highlight(source, lexer_for(path), PLAIN).splitlines()
+    lines = colored(source, lexer_for(path)).splitlines()
     width = len(str(len(lines)))
     shown = []
     for number, line in enumerate(lines, 1):
