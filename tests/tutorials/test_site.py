@@ -345,15 +345,16 @@ def test_what_is_read_is_kept(site, browser):
     browser.open(chapter)
     browser.value("localStorage.clear()")
     browser.open((site / "index.html").as_uri())
-    assert browser.text("#progress") == f"0 of {count} read. "
+    assert browser.text("#site-progress") == f"0 of {count} read. "
     browser.open(chapter)
     browser.click("input[data-chapter]")
     assert browser.text(".done span") == f"(1 of {count} read)"
     browser.wait("localStorage.getItem('nanovllm-place')?.includes('Exercises')")
     browser.open((site / "index.html").as_uri())
-    assert browser.text("#progress").startswith(f"1 of {count} read. Go on: 03. The scheduler")
+    assert browser.text("#site-progress").startswith(f"1 of {count} read. Go on: 03. The scheduler")
     assert browser.text("[data-read='03']").endswith("minutes, read")
-    browser.click("#progress a")
+    browser.wait("document.querySelector('nano-run').frame")  # what is below it moves no more
+    browser.click("#site-progress a")
     browser.wait("location.href.includes('03_scheduler.html#exercises')")
     browser.wait(
         "document.querySelector('input[data-chapter]')?.checked && document.readyState === 'complete'"
@@ -370,20 +371,20 @@ def test_search_finds_and_needs_only_the_keyboard(site, browser):
     browser.value(
         "document.body.dispatchEvent(new KeyboardEvent('keydown', {key: '/', bubbles: true}))"
     )
-    browser.wait("document.activeElement.id === 'words'")
+    browser.wait("document.activeElement.id === 'site-words'")
     browser.write("block table")
-    browser.wait("document.querySelectorAll('#found a').length > 3")
-    assert browser.text("#found a").startswith("block table (Glossary)")
+    browser.wait("document.querySelectorAll('#site-found a').length > 3")
+    assert browser.text("#site-found a").startswith("block table (Glossary)")
     down = "dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowDown', bubbles: true}))"
     browser.value(f"document.activeElement.{down}")
-    assert browser.value("document.activeElement === document.querySelector('#found a')")
+    assert browser.value("document.activeElement === document.querySelector('#site-found a')")
     browser.press("Enter")
     browser.wait(
         "location.href.endsWith('glossary.html#block-table') && document.readyState === 'complete'"
     )
-    browser.click("#words")
+    browser.click("#site-words")
     browser.write("SchedulerThatIsNotThere")
-    browser.wait("document.querySelector('#found p')?.textContent === '0 found'")
+    browser.wait("document.querySelector('#site-found p')?.textContent === '0 found'")
     assert browser.errors == []
 
 
@@ -393,15 +394,15 @@ def test_light_and_dark(site, browser):
     page = (site / "tutorials" / "00_overview.html").as_uri()
     browser.open(page, scheme="dark")
     dark = browser.value(ground)
-    browser.click("#scheme")  # light, whatever the system has
+    browser.click("#site-scheme")  # light, whatever the system has
     light = browser.value(ground)
     assert light == "rgb(255, 255, 255)" != dark
     browser.open(page, scheme="dark")
     assert browser.value(ground) == light
-    browser.click("#scheme")
+    browser.click("#site-scheme")
     assert browser.value(ground) == dark
-    browser.click("#scheme")
-    assert browser.text("#scheme") == "Auto"
+    browser.click("#site-scheme")
+    assert browser.text("#site-scheme") == "Auto"
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@
 const script = document.currentScript;
 const root = script.dataset.root.replace(/\/?$/, "/"); // of the site, as seen from this page
 const page = script.dataset.page;
-const $ = (id) => document.getElementById(id);
+const $ = (id) => document.getElementById(`site-${id}`); // no heading and no name in a module has such an id
 
 function element(tag, text, className) {
   const made = document.createElement(tag);
@@ -164,7 +164,7 @@ function closeSearch() {
 }
 
 function onKey(event) {
-  if (event.target.closest?.("input, textarea, select") && event.target.id !== "words") return;
+  if (event.target.closest?.("input, textarea, select") && event.target !== $("words")) return;
   const isInSearch = $("search").contains(event.target);
   if (event.key === "/" && !isInSearch && !event.ctrlKey && !event.metaKey && !event.altKey) {
     event.preventDefault();
