@@ -130,7 +130,8 @@ def test_symbols_of_vllm_lead_to_their_file(chapter):
 def test_what_is_no_symbol_of_vllm():
     file = "v1/core/block_pool.py"
     assert vllm_address("BlockPool.touch", [file]) == VLLM_ADDRESS + file
-    assert vllm_address("touch", [file]) is None
+    assert vllm_address("get_new_blocks", [file]) == VLLM_ADDRESS + file
+    assert vllm_address("touch", [file]) is None  # a word
     assert vllm_address("block_pool.py", []) == VLLM_ADDRESS + file
     assert vllm_address("scheduler.py", []) is None  # there are several
     assert staged("## The same in vLLM\n\n`scheduler.py`\n\n## B\n\n`step.py`\n").count("](") == 1

@@ -73,9 +73,13 @@ def module_named(name: str, folder: Path) -> Path | None:
 
 
 def has_symbol(file: str, symbol: str) -> bool:
+    """A method may stand without its class, if its name is no usual word."""
     classes = VLLM_FILES[file]
     owner, _, name = symbol.rpartition(".")
-    return name in classes.get(owner, "").split() or (not owner and name in classes)
+    if name in classes.get(owner, "").split() or (not owner and name in classes):
+        return True
+    is_method = not owner and "_" in name
+    return is_method and any(name in names.split() for names in classes.values())
 
 
 def vllm_file(name: str) -> str | None:
