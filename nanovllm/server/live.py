@@ -5,15 +5,19 @@ watches. A picture costs its thread a millisecond at most, however large the cac
 what has changed, and of that at most so much. The next ones tell the rest.
 """
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable, Iterable
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.block_manager import BlockManager
-from nanovllm.engine import LLM
 from nanovllm.schedule import Schedule
 from nanovllm.sequence import Request, Sequence
+
+if TYPE_CHECKING:  # the lab has a scheduler, but no engine
+    from nanovllm.engine import LLM
 
 # in one frame at most
 MOST_TOLD = 4096  # blocks of tables, and as many moves of each kind

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappush
 from itertools import chain
+from math import fsum, inf
 from typing import Any, NamedTuple
 
 from nanovllm.options import is_int, is_number, shown
@@ -55,7 +55,7 @@ class Served:
     """What became of a job. Times are in seconds since the start of the run."""
 
     job: Job
-    arrival: float = math.inf  # while it has not arrived
+    arrival: float = inf  # while it has not arrived
     # when each output token came
     token_times: array[float] = field(default_factory=lambda: array("d"))
     num_cached_tokens: int = 0  # of its prompt, when it was first admitted
@@ -75,7 +75,7 @@ class PlannedStep(NamedTuple):
 
 # what a scheduler counts
 COUNTS = ("num_prompt_tokens", "num_cached_tokens", "num_preemptions", "num_swapped_blocks")
-SUMS = ("busy_seconds", "num_steps", "num_computed_tokens", *COUNTS)
+SUMS = ("num_steps", "num_computed_tokens", *COUNTS)
 
 
 @dataclass
@@ -102,7 +102,9 @@ def total_of(runs: list[Run]) -> Run:
     for name in SUMS:
         setattr(total, name, sum(getattr(run, name) for run in runs))
     total.seconds = max(run.seconds for run in runs)
-    used = sum(run.kv_use * run.busy_seconds for run in runs)
+    # Python's own sum of floats is another one since 3.12
+    total.busy_seconds = fsum(run.busy_seconds for run in runs)
+    used = fsum(run.kv_use * run.busy_seconds for run in runs)
     total.kv_use = used / (total.busy_seconds or 1)
     return total
 

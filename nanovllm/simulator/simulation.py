@@ -85,7 +85,8 @@ class Simulation:
         return total_of(runs)
 
     def _arrive(self, time: float, index: int) -> None:
-        job = self.served[index].job
+        served = self.served[index]
+        job = served.job
         params = SamplingParams(
             max_tokens=job.max_tokens,
             stop_token_ids=[STOP],
@@ -93,8 +94,8 @@ class Simulation:
         )
         request = Request(str(index), None, job.prompt_token_ids, params, arrival_time=time)
         name = self._choose(time, request)
-        self.served[index].arrival = time
-        self.served[index].replica = name
+        served.arrival = time
+        served.replica = name
         self.loads[name] += 1
         replica = self.replicas[name]
         is_idle = not replica.unfinished
@@ -109,9 +110,8 @@ class Simulation:
             self.loads[name] -= 1
         if len(self.replicas) == 1:
             return 0
-        names = [*self.loads]
         chosen = self.router.choose(request, self.loads.copy())
-        check_choice(self.router, "choose", chosen, names)
+        check_choice(self.router, "choose", chosen, [*self.loads])
         return int(chosen)
 
     def _step(self, keep_steps: bool) -> None:

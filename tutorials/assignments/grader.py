@@ -175,17 +175,15 @@ class Grader:
 
     def _grade_goal(self, report: Report, part: Part, goal: Goal, values: list[float]) -> None:
         name = name_in_report(part, goal)
-        wanted = f"full points at {goal.full:g}, none at {goal.none:g}"
         if not values:
-            why = f"not measured, because a rule was broken; {wanted}"
+            why = f"not measured, because a rule was broken; {goal.wanted}"
             self._add(report, name, 0, goal.points, why)
             return
-        worst = min(values) if goal.full > goal.none else max(values)
+        worst = goal.worst(values)
         if self.is_secret:
             worst = float(f"{worst:.4g}")  # the points say no more than these four digits
         report.values[name] = worst
-        measured = f"{worst:.4g}, the worst of {len(values)}; {wanted}"
-        self._add(report, name, goal.score(worst), goal.points, measured)
+        self._add(report, name, goal.score(worst), goal.points, goal.sentence(worst, len(values)))
 
     def _grade_answers(self, report: Report, played: Played) -> None:
         name, points, expected = "the real engine", self.task.engine_points, self.shared.answers

@@ -49,6 +49,18 @@ class Goal:
         share = (value - self.none) / (self.full - self.none)
         return self.points * min(1.0, max(0.0, share))
 
+    def worst(self, values: list[float]) -> float:
+        """That of all seeds which counts."""
+        return min(values) if self.full > self.none else max(values)
+
+    @property
+    def wanted(self) -> str:
+        return f"full points at {self.full:g}, none at {self.none:g}"
+
+    def sentence(self, value: float, count: int) -> str:
+        """What a report says of the worst of so many values."""
+        return f"{value:.4g}, the worst of {count}; {self.wanted}"
+
 
 @dataclass
 class Part:

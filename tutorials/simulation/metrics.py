@@ -106,7 +106,7 @@ def jain(values: Iterable[float]) -> float | None:
     numbers = list(values)
     if len(numbers) < 2:
         return None
-    return ratio(sum(numbers) ** 2, len(numbers) * sum(x * x for x in numbers))
+    return ratio(fsum(numbers) ** 2, len(numbers) * fsum(x * x for x in numbers))
 
 
 def service(requests: list[Served]) -> Counter[float]:
@@ -141,7 +141,7 @@ def backlog(requests: list[Served], end: float) -> list[tuple[float, float]]:
 
 def service_rate(requests: list[Served], end: float) -> float:
     """Service per second of backlog."""
-    seconds = sum(until - begin for begin, until in backlog(requests, end))
+    seconds = fsum(until - begin for begin, until in backlog(requests, end))
     return ratio(service(requests).total(), seconds) or 0.0
 
 
@@ -284,6 +284,11 @@ ROWS = (  # name and unit, where it is in a summary, format
 
 def table(summaries: dict[str, dict], rows: Iterable[tuple[str, str, str]] = ROWS) -> str:
     """A column for each run. A row that no run has anything for is left out."""
+    return aligned(cells(summaries, rows))
+
+
+def cells(summaries: dict[str, dict], rows: Iterable[tuple[str, str, str]] = ROWS) -> list[list]:
+    """The same as texts: a line for each row, the first one with the names."""
     lines = [["", *summaries]]
     for label, path, spec in rows:
         values = list(summaries.values())
@@ -293,7 +298,7 @@ def table(summaries: dict[str, dict], rows: Iterable[tuple[str, str, str]] = ROW
             lines.append(
                 [label, *("-" if value is None else format(value, spec) for value in values)]
             )
-    return aligned(lines)
+    return lines
 
 
 def save(path: str | Path, summaries: dict[str, dict], **about: object) -> None:
