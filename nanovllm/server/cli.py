@@ -1,4 +1,4 @@
-"""The command line: nanovllm serve, chat, complete and record."""
+"""The command line: nanovllm serve, chat, complete, record and lab."""
 
 import argparse
 import importlib
@@ -15,6 +15,7 @@ from types import NoneType
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from nanovllm.config import Config
+from nanovllm.lab import serving
 from nanovllm.options import Options, refusal, shown
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.settings import ReplicaOptions, ServerOptions
@@ -66,6 +67,7 @@ def new_parser() -> Parser:
     record.add_argument("file")
     record.add_argument("prompts", nargs="+", help="texts that the model continues together")
 
+    serving.add_command(commands)
     for command in (serve, chat, complete, record):
         model = "hub id or directory (default: the embedded one)"
         if command in (serve, chat):
@@ -173,6 +175,8 @@ def main(words: Sequence[str] | None = None) -> None:
         sys.stdin = io.StringIO()
     try:
         args = parsed(words)
+        if args.command == "lab":
+            return serving.run(args)
         from nanovllm.server import commands  # torch takes seconds: not for --help
 
         getattr(commands, args.command)(args)

@@ -1,0 +1,49 @@
+"""The lab on this machine: a web server for the folder of a built site."""
+
+from argparse import Namespace
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from nanovllm.options import refusal
+
+PAGE = "lab.html"
+HOW = "it must have lab.html; `python -m tutorials.site`, in the repository, builds the site"
+
+
+class Files(SimpleHTTPRequestHandler):
+    """Files of the folder, as they are now."""
+
+    # a system may say otherwise, and browsers then refuse them
+    extensions_map = SimpleHTTPRequestHandler.extensions_map | dict.fromkeys(
+        (".js", ".mjs"), "text/javascript"
+    )
+
+    def end_headers(self) -> None:
+        self.send_header("Cache-Control", "no-cache")
+        super().end_headers()
+
+    def log_message(self, *_) -> None:
+        pass
+
+
+def new_server(folder: str, port: int) -> ThreadingHTTPServer:
+    """Listens to this machine only. Raises ValueError for a folder without the lab."""
+    if not (Path(folder) / PAGE).is_file():
+        raise refusal("folder", folder, HOW)
+    return ThreadingHTTPServer(("127.0.0.1", port), partial(Files, directory=folder))
+
+
+def add_command(commands: Any) -> None:
+    """Adds `lab` to the commands of a parser."""
+    lab = commands.add_parser("lab", help="serve the scheduler lab of a built site")
+    lab.add_argument("folder", nargs="?", default="build/site", help="default: build/site")
+    lab.add_argument("--port", type=int, default=8001, help="0 is any free one (default: 8001)")
+
+
+def run(args: Namespace) -> None:
+    with new_server(args.folder, args.port) as server:
+        address = f"http://127.0.0.1:{server.server_port}/{PAGE}"
+        print(f"The lab: {address} (Ctrl-C ends it)", flush=True)
+        server.serve_forever()

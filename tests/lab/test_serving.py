@@ -1,0 +1,48 @@
+"""`nanovllm lab`: a built site for this machine, or a sentence how to get one.
+
+Run: pytest tests/lab
+"""
+
+import http.client
+import threading
+
+import pytest
+
+from nanovllm.lab.serving import new_server
+from nanovllm.server import cli
+
+
+def test_without_a_site_the_command_says_how_to_build_it(capsys, tmp_path):
+    with pytest.raises(SystemExit) as info:
+        cli.main(["lab", str(tmp_path)])
+    assert info.value.code == 2
+    said = capsys.readouterr().err
+    assert "it must have lab.html" in said and "python -m tutorials.site" in said
+
+
+def test_a_built_site_is_served_to_this_machine(tmp_path):
+    (tmp_path / "lab.html").write_text("the lab", encoding="utf-8")
+    for name in ("a.js", "b.mjs", "c.wasm"):
+        (tmp_path / name).write_bytes(b"x")
+    with new_server(str(tmp_path), 0) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            assert server.server_address[0] == "127.0.0.1"
+            types = {}
+            for name in ("lab.html", "a.js", "b.mjs", "c.wasm", "../secret"):
+                connection = http.client.HTTPConnection(*server.server_address, timeout=30)
+                connection.request("GET", f"/{name}")
+                response = connection.getresponse()
+                types[name] = response.status, response.headers["Content-Type"].partition(";")[0]
+                connection.close()
+        finally:
+            server.shutdown()
+            thread.join()
+    assert types == {
+        "lab.html": (200, "text/html"),
+        "a.js": (200, "text/javascript"),
+        "b.mjs": (200, "text/javascript"),
+        "c.wasm": (200, "application/wasm"),
+        "../secret": (404, "text/html"),
+    }
