@@ -1,0 +1,111 @@
+"""A run of the lab: a policy beside the baseline on the same jobs, as data for the page.
+
+`tutorials.assignments.public` prints the same on a terminal. Imports no torch.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+from itertools import groupby
+from types import SimpleNamespace
+from typing import Any
+
+from nanovllm.scheduler import Scheduler
+from nanovllm.simulator import Run
+from nanovllm.simulator.jobs import PlannedStep
+from tutorials.assignments.public import check_rules, classes_of
+from tutorials.assignments.task import Part, load_task, serve_baseline
+from tutorials.lab.film import NUM_FRAMES, Film, filmed
+from tutorials.simulation.metrics import cells, is_finished, states, summary
+
+NUM_LINES = 40  # requests in the time line
+
+
+@lru_cache(maxsize=6)
+def baseline_of(name: str, index: int, seed: int) -> Run:
+    """Of part `index` of an assignment."""
+    return serve_baseline(replace(load_task(name).parts[index], keep_steps=True), seed)
+
+
+def run_beside(part: Part, baseline: Run, module: Any, seed: int) -> tuple[Run, Film]:
+    """The student's run, which is filmed. Raises ScheduleError, AssertionError, or what the file
+    raises."""
+    num_steps = max(one.num_steps for one in baseline.replicas or [baseline])
+    film = Film(num_steps // NUM_FRAMES)
+    part = replace(part, keep_steps=True)
+    if part.router is not None:  # the replicas have schedulers of ours
+        part = replace(part, config=replace(part.config, scheduler_cls=filmed(Scheduler, film)))
+        return check_rules(part, module, seed, check=False), film
+    policy_cls, manager_cls = classes_of(part, module)
+    seen = SimpleNamespace(**{part.scheduler: filmed(policy_cls, film)})
+    if manager_cls is not None:
+        setattr(seen, part.block_manager, manager_cls)
+    return check_rules(part, seen, seed, check=False), film
+
+
+def results(part: Part, baseline: Run, run: Run, film: Film) -> dict[str, Any]:
+    """What the page shows of it."""
+    names = part.baseline, part.policy[0]
+    where = " of one replica" if part.router is not None else ""
+    return {
+        "table": cells(dict(zip(names, map(summary, (baseline, run))))),
+        "goals": [goal_of(goal, goal.measure(run, baseline)) for goal in part.goals],
+        "lines": [
+            {"name": name, "lines": [*time_line(one)]} for name, one in zip(names, (baseline, run))
+        ],
+        "film": film.run(f"The blocks{where} under {names[1]}"),
+    }
+
+
+def goal_of(goal, value: float) -> dict[str, str]:
+    points = f"{goal.score(value):.0f} of {goal.points:.0f} points"
+    return {"name": goal.name, "value": f"{value:.3f}", "points": points, "wanted": goal.wanted}
+
+
+# --- the time line ---
+
+
+def time_line(run: Run) -> Iterator[dict[str, Any]]:
+    """A line for each of the first requests: spans of (state, begin, end), in seconds. The states
+    are those of `metrics.states`."""
+    order = sorted(range(len(run.requests)), key=lambda i: run.requests[i].arrival)[:NUM_LINES]
+    rows = dict[int, tuple[str, list[PlannedStep]]]()
+    for index, replica in enumerate(run.replicas or [run]):
+        chosen = [i for i in order if run.requests[i].replica == index]
+        if chosen:
+            steps = steps_of(run, chosen, replica.steps)
+            rows |= {i: (row, steps) for i, row in rows_of(run, chosen, steps).items()}
+    for i in order:
+        yield {"request": i, "spans": [*spans(*rows[i])]}
+
+
+def steps_of(run: Run, chosen: list[int], steps: list[PlannedStep]) -> list[PlannedStep]:
+    """The steps until all of the chosen requests have ended, with nothing else in them. The requests
+    are counted anew."""
+    place = {i: k for k, i in enumerate(chosen)}
+    requests = [run.requests[i] for i in chosen]
+    end = max((r.token_times[-1] if is_finished(r) else run.seconds) for r in requests)
+    return [
+        PlannedStep(
+            step.start,
+            step.end,
+            [(place[i], count, is_prompt) for i, count, is_prompt in step.items if i in place],
+            [place[i] for i in step.running if i in place],
+        )
+        for step in steps
+        if step.start < end
+    ]
+
+
+def rows_of(run: Run, chosen: list[int], steps: list[PlannedStep]) -> dict[int, str]:
+    some = Run([run.requests[i] for i in chosen], steps=steps)
+    return {chosen[k]: row for k, row in states(some).items()}
+
+
+def spans(row: str, steps: list[PlannedStep]) -> Iterator[list]:
+    """Steps with the same state are one span."""
+    column = 0
+    for state, same in groupby(row):
+        first, column = column, column + len(list(same))
+        if state != " ":
+            yield [state, round(steps[first].start, 4), round(steps[column - 1].end, 4)]
