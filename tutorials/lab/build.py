@@ -10,6 +10,7 @@ import argparse
 import json
 import shutil
 import subprocess
+import tempfile
 import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -105,17 +106,29 @@ def sheets() -> Iterator[dict[str, Any]]:
 
 def install() -> None:
     """Installs the packages, unless they are there. Runs none of their scripts."""
-    lock, done = HERE / "package-lock.json", PACKAGES / ".package-lock.json"
-    if done.is_file() and done.stat().st_mtime >= lock.stat().st_mtime:
+    lock, done = HERE / "package-lock.json", PACKAGES / "installed.json"
+    if done.is_file() and done.read_bytes() == lock.read_bytes():
         return
     npm = shutil.which("npm")
     if npm is None:
         raise CannotBuild("the lab needs npm, which comes with Node.js: https://nodejs.org")
-    command = [npm, "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--prefer-offline"]
-    finished = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
-    if finished.returncode:
-        raise CannotBuild(f"npm ci has failed: {finished.stderr.strip()[-500:]}")
-    done.touch()
+    (ROOT / "build").mkdir(exist_ok=True)
+    # elsewhere, and then moved: two may build at the same time
+    with tempfile.TemporaryDirectory(dir=ROOT / "build") as folder:
+        for name in ("package.json", lock.name):
+            shutil.copy(HERE / name, folder)
+        command = [npm, "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--prefer-offline"]
+        finished = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+        if finished.returncode:
+            raise CannotBuild(f"npm ci has failed: {finished.stderr.strip()[-500:]}")
+        new = Path(folder, PACKAGES.name)
+        shutil.copy(lock, new / done.name)
+        shutil.rmtree(PACKAGES, ignore_errors=True)
+        try:
+            new.rename(PACKAGES)
+        except OSError:
+            if not done.is_file():  # not put there by the other one
+                raise
 
 
 def bundle(target: Path) -> None:

@@ -86,9 +86,13 @@ export class Workers {
           if (this.stop !== end) return;
           current.hear = ({ answer, broken }) => {
             if (broken !== undefined) return end(`Python has broken down, and was started again: ${broken}`);
-            const said = JSON.parse(answer);
-            onAnswer(said);
-            if (said.done) end("");
+            try {
+              const said = JSON.parse(answer);
+              onAnswer(said);
+              if (said.done) end("");
+            } catch (error) {
+              end(`The worker has sent what is no answer: ${error.message}`); // the file can do so, too
+            }
           };
           current.worker.postMessage(JSON.stringify(question));
         },
