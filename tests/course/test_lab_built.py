@@ -271,6 +271,20 @@ def test_a_slider_simulates(browser, address):
     assert browser.errors == []
 
 
+def test_another_sheet_ends_a_run_that_is_on_its_way(browser, address):
+    open_lab(browser, address)
+    type_file(browser, ENDLESS)
+    browser.click("#run")
+    browser.wait("!document.querySelector('#stop').disabled")
+    browser.value("location.hash = 'blocks'")
+    browser.wait(DONE)
+    assert "of the blocks in use, empty" in cells(browser)
+    browser.value("location.hash = 'a1'")
+    browser.wait(f"{TEXT} === {json.dumps(ENDLESS)}")
+    assert browser.value("document.querySelectorAll('.metrics').length") == 0
+    assert browser.errors == []
+
+
 # --- security ---
 
 REACH = """import js

@@ -53,6 +53,7 @@ function show(name) {
   if (isCode) showFile();
   else showControls();
   showButtons();
+  if (!isCode) start("sheet");
 }
 
 function about({ text, goals: wanted = [], question, try_this: tryThis }) {
@@ -207,11 +208,13 @@ $("file").addEventListener("change", loadFile);
 $("starter").addEventListener("click", () => {
   if (confirm("Replace your file by the starter?")) editor.text = open.starter;
 });
-$("sheet").addEventListener("change", () => {
+function go(name) {
+  if (name === open.name) return;
   workers.stop?.("Stopped.");
-  show($("sheet").value);
-});
-window.addEventListener("hashchange", () => location.hash.slice(1) !== open.name && show(location.hash.slice(1)));
+  show(name);
+}
+$("sheet").addEventListener("change", () => go($("sheet").value));
+window.addEventListener("hashchange", () => go(location.hash.slice(1)));
 
 for (const [group, label] of [["sliders", "Sliders"], ["assignments", "Assignments"], ["free", "Free"]]) {
   const options = data.sheets.filter((sheet) => sheet.group === group).map((sheet) => new Option(sheet.label, sheet.name));
@@ -229,7 +232,7 @@ try {
   document.body.dataset.ready = Math.round(performance.now()); // milliseconds, for who measures
   say("Ready.");
   showButtons();
-  if (open.starter === undefined) start("sheet");
+  if (open.starter === undefined) start("sheet"); // the first one was opened before Python was there
 } catch (error) {
   say(`Python cannot be loaded: ${error.message}`, true);
 }
