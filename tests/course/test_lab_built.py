@@ -178,6 +178,7 @@ def test_an_endless_loop_is_stopped_and_a_warm_worker_takes_its_place(browser, a
         assert browser.value("document.querySelector('#run').disabled")
         browser.click("#stop")
         browser.wait(f"{STATUS} === 'Stopped.'")
+        assert browser.text("#results") == ""  # those of the run before are gone
         type_file(browser, SHORTEST)
         run(browser)
         assert cells(browser)["requests"] == ["500", "500"]

@@ -159,6 +159,7 @@ async function start(what) {
   });
   isBusy = false;
   if (sheet.name === open.name) {
+    if (!found.isConnected) $("results").replaceChildren(); // they are those of an earlier run
     const seconds = ((performance.now() - begin) / 1000).toFixed(1);
     say(sentence || (hasProblem ? "Your file has raised an error." : `Done in ${seconds} s.`), Boolean(sentence) || hasProblem);
   }
