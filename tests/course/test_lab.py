@@ -203,9 +203,11 @@ def test_without_pytest_there_are_the_same_tests(monkeypatch, tmp_path, name):
 
 
 def test_a_test_that_fails_says_its_sentence(ask, monkeypatch):
+    def without_torch(*_, **__):
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+
     monkeypatch.setenv("SOLUTION", "")
-    monkeypatch.setitem(sys.modules, "torch", None)
-    monkeypatch.delitem(sys.modules, "nanovllm.engine", raising=False)
+    monkeypatch.setattr("tutorials.assignments.public.answers_of", without_torch)
     answers = ask(do="tests", task="a1", source=SHORTEST)
     found = {answer["test"]: answer for answer in answers if "test" in answer}
     starved = found["a long request starts while short ones keep coming"]
