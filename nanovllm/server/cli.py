@@ -71,7 +71,9 @@ def new_parser() -> Parser:
     for command in (serve, chat, complete, record):
         model = "hub id or directory (default: the embedded one)"
         if command in (serve, chat):
-            command.add_argument("positional", nargs="?", metavar="MODEL", help=model)
+            command.add_argument(
+                "model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help=model
+            )
         command.add_argument("--model", help=model)
         if command is not serve:
             add_options(command, SamplingParams)
@@ -133,7 +135,7 @@ def words_of(options: dict[str, Any]) -> list[str]:
         option = "--" + str(name).replace("_", "-")
         text = json.dumps(value) if isinstance(value, dict) else str(value)
         switch = {"true": option, "false": "--no" + option[1:]}.get(text.lower())
-        if switch is not None:
+        if switch:
             words.append(switch)
         elif isinstance(value, list):
             words += [option, *map(str, value)]
@@ -148,10 +150,7 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(words)
     if getattr(args, "config", None) is not None:
         command, *others = sys.argv[1:] if words is None else words
-        args = parser.parse_args([command, *words_of(read_options(args.config)), *others])
-    positional = getattr(args, "positional", None)
-    if positional is not None:
-        args.model = positional
+        return parser.parse_args([command, *words_of(read_options(args.config)), *others])
     return args
 
 
@@ -161,7 +160,7 @@ def read_options(file: str) -> dict[str, Any]:
 
     try:
         options = yaml.safe_load(Path(file).read_bytes())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, yaml.YAMLError) as error:
         raise refusal("config", file, shown(str(error))) from error
     if not isinstance(options, dict):
         raise refusal("config", file, "it must have a line for each option, as `port: 8000`")

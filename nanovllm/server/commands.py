@@ -123,9 +123,8 @@ def name_of(model: str) -> str:
 
 def complete(args: Namespace) -> None:
     llm = new_llm(args)
-    params = params_of(args, llm.inputs.default_params)
     prompt = sys.stdin.read() if args.text == "-" else args.text
-    for text in llm.stream(prompt, params):
+    for text in llm.stream(prompt, params_of(args, llm.inputs.default_params)):
         print(text, end="", flush=True)
     print()
 

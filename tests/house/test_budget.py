@@ -103,7 +103,7 @@ LIMITS = {  # lines and tokens, with 3 % of air
     "simulator": (670, 5_550),  # with machines, by parts
     "routing": (86, 790),
     "lab": (34, 260),
-    "server": (2545, 22_700),  # with the command line
+    "server": (2545, 22_660),  # with the command line
     "page": (323, 2_870),
     "replicas": (325, 2_740),
 }
