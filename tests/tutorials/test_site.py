@@ -7,6 +7,7 @@ To see it: SHOTS=some/folder pytest tests/tutorials/test_site.py --slow -k phone
 
 import ast
 import os
+import json
 import re
 import subprocess
 import sys
@@ -255,6 +256,17 @@ def browser(tmp_path_factory):
     browser = Browser(tmp_path_factory.mktemp("profile"))
     yield browser
     browser.close()
+
+
+@pytest.mark.slow
+def test_the_lab_leads_to_the_handouts(site):
+    page = site / "lab.html"
+    if not page.exists():
+        pytest.skip("the lab could not be built: it needs npm")
+    (data,) = re.findall(r'id="data">(.*?)</script>', page.read_text(encoding="utf-8"))
+    handouts = [one["handout"] for one in json.loads(data)["sheets"] if "handout" in one]
+    assert len(handouts) == 7
+    assert [handout for handout in handouts if not (site / handout).is_file()] == []
 
 
 def pages_of_book(site: Path) -> list[Path]:

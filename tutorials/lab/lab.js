@@ -56,10 +56,16 @@ function show(name) {
   if (!isCode) start("sheet");
 }
 
-function about({ text, goals: wanted = [], question, try_this: tryThis }) {
+function about({ text, goals: wanted = [], question, try_this: tryThis, handout }) {
   const texts = [text, tryThis].filter(Boolean).map((one) => element("p", "", one));
-  const list = element("ul", "wanted", undefined, ...wanted.map((one) => element("li", "", one)));
-  return [...(question ? [element("p", "question", question)] : []), ...texts, ...(wanted.length ? [list] : [])];
+  const parts = question ? [element("p", "question", question), ...texts] : texts;
+  if (wanted.length) parts.push(element("ul", "wanted", undefined, ...wanted.map((one) => element("li", "", one))));
+  if (handout) {
+    const link = element("a", "", "The handout");
+    link.href = handout;
+    parts.push(element("p", "", undefined, link));
+  }
+  return parts;
 }
 
 function showFile() {
