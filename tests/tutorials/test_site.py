@@ -6,8 +6,8 @@ To see it: SHOTS=some/folder pytest tests/tutorials/test_site.py --slow -k phone
 """
 
 import ast
-import os
 import json
+import os
 import re
 import subprocess
 import sys
