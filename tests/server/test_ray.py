@@ -272,13 +272,14 @@ def a_replica_dies(served):
     before = counters(served)
     assert before["prompt_tokens_total"] > 400
     body = {"max_tokens": 300, "ignore_eos": True}
-    bodies = [body | {"prompt": [40 + i] * 20} for i in range(6)]  # one replica has room for all
+    # one replica has room for all; a busy machine may prepare all eight at a time, and so many may wait
+    bodies = [body | {"prompt": [40 + i] * 20} for i in range(4)]
     with ThreadPoolExecutor(16) as pool:
         streams = [pool.submit(served.stream, body) for body in bodies]
         whole = [pool.submit(served.post, body) for body in bodies]
         time.sleep(0.5)
         os.kill(victim, signal.SIGKILL)
-        assert [answer.result().status_code for answer in whole] == [200] * 6
+        assert [answer.result().status_code for answer in whole] == [200] * 4
         ends = [stream.result() for stream in streams]
     for how, events in ends:
         if how == "error":
