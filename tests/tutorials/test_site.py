@@ -42,6 +42,19 @@ def staged(text: str, path: Path = HERE) -> str:
     return Page(path, text).body()
 
 
+def names_of_all(script: Path) -> set[str]:
+    """What a script shares with the other scripts of a page."""
+    text = script.read_text(encoding="utf-8")
+    return set(re.findall(r"^(?:async )?(?:function|const|let|class) (\w+)", text, re.MULTILINE))
+
+
+def test_no_script_of_a_page_takes_a_name_of_another():
+    player = names_of_all(ROOT / "nanovllm" / "server" / "page" / "player.js")
+    site = names_of_all(SITE / "static" / "site.js")
+    assert len(player) > 20 and len(site) > 20
+    assert player & site == set()
+
+
 # --- what becomes of a text ---
 
 
@@ -348,6 +361,8 @@ def test_blocks_move_within_one_click(site, browser):
     before = browser.wait("document.querySelector('nano-run').frame?.step")
     browser.click("#play")
     browser.wait(f"document.querySelector('nano-run').frame.step > {before}")
+    rows = "[...document.querySelector('nano-run').shadowRoot.querySelectorAll('.request .tag')]"
+    assert browser.value(f"{rows}.map((tag) => tag.textContent).includes('A')")
     browser.click("#play")
 
 
@@ -399,6 +414,16 @@ def test_search_finds_and_needs_only_the_keyboard(site, browser):
     browser.write("SchedulerThatIsNotThere")
     browser.wait("document.querySelector('#site-found p')?.textContent === '0 found'")
     assert browser.errors == []
+
+
+@pytest.mark.slow
+def test_the_first_tab_leads_to_the_text(site, browser):
+    browser.open("about:blank")
+    browser.open((site / "tutorials" / "22_guesses.html").as_uri())
+    current = "document.querySelector('nav [aria-current]').getBoundingClientRect()"
+    assert browser.value(f"{current}.top > 0 && {current}.bottom <= innerHeight")
+    browser.press("Tab")
+    assert browser.value("document.activeElement.className") == "skip"
 
 
 @pytest.mark.slow

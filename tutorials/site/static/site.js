@@ -7,7 +7,8 @@ const root = script.dataset.root.replace(/\/?$/, "/"); // of the site, as seen f
 const page = script.dataset.page;
 const $ = (id) => document.getElementById(`site-${id}`); // no heading and no name in a module has such an id
 
-function element(tag, text, className) {
+// Not `element`: player.js, a script of the same page, has a function of that name.
+function newElement(tag, text, className) {
   const made = document.createElement(tag);
   if (text !== undefined) made.textContent = text; // text is never markup
   if (className) made.className = className;
@@ -77,7 +78,7 @@ function showPlace(count) {
   const place = kept("place", null);
   $("progress").replaceChildren(`${count}. `);
   if (!place) return;
-  const link = element("a", place.title);
+  const link = newElement("a", place.title);
   link.href = root + place.page + (place.anchor ? `#${place.anchor}` : "");
   $("progress").append("Go on: ", link);
 }
@@ -104,7 +105,7 @@ let loading = null;
 
 function load() {
   loading ??= new Promise((resolve, reject) => {
-    const made = element("script");
+    const made = newElement("script");
     made.src = `${root}static/search_index.js`;
     made.onload = resolve;
     made.onerror = reject;
@@ -133,11 +134,11 @@ function score(row, words) {
 function excerpt(row, words) {
   const at = Math.max(0, row.lower.indexOf(words[0]));
   const begin = row[3].lastIndexOf(" ", Math.max(0, at - 40)) + 1;
-  const made = element("small", begin ? "\u2026 " : "");
+  const made = newElement("small", begin ? "\u2026 " : "");
   const shown = row[3].slice(begin, begin + 140);
   const from = at - begin;
   const isThere = row.lower.includes(words[0]);
-  const mark = element("mark", isThere ? shown.slice(from, from + words[0].length) : "");
+  const mark = newElement("mark", isThere ? shown.slice(from, from + words[0].length) : "");
   made.append(shown.slice(0, isThere ? from : undefined), mark, isThere ? shown.slice(from + words[0].length) : "");
   return made;
 }
@@ -150,12 +151,12 @@ async function search() {
   const scored = window.searchIndex.map((row) => [score(row, words), row]).filter(([points]) => points > 0);
   const rows = scored.sort((a, b) => b[0] - a[0]).slice(0, MOST_FOUND);
   const links = rows.map(([, row]) => {
-    const link = element("a", row[1] ? `${row[1]} (${row[0]})` : row[0]);
+    const link = newElement("a", row[1] ? `${row[1]} (${row[0]})` : row[0]);
     link.href = root + row[2];
     link.append(excerpt(row, words));
     return link;
   });
-  $("found").replaceChildren(element("p", `${scored.length} found`, "soft"), ...links);
+  $("found").replaceChildren(newElement("p", `${scored.length} found`, "soft"), ...links);
   $("found").firstChild.setAttribute("role", "status");
 }
 
@@ -186,7 +187,7 @@ function onKey(event) {
 // --- code can be copied ---
 
 function addCopy(block) {
-  const button = element("button", "Copy", "copy");
+  const button = newElement("button", "Copy", "copy");
   button.type = "button";
   const code = block.querySelector("code").textContent;
   button.addEventListener("click", async () => {
@@ -201,6 +202,15 @@ function addCopy(block) {
   block.append(button);
 }
 
+// --- the menu ---
+
+// In the menu, the page that is open. `scrollIntoView` would also move the place from which Tab goes on.
+function showCurrent() {
+  const current = $("menu").querySelector("[aria-current]");
+  const below = current ? current.getBoundingClientRect().bottom + 8 - innerHeight : 0;
+  if (below > 0) $("menu").scrollTop += below;
+}
+
 // --- when the page is there ---
 
 $("search").hidden = $("scheme").hidden = false;
@@ -213,7 +223,7 @@ for (const box of document.querySelectorAll("input[data-chapter]")) {
 showRead();
 if (numberOf(`/${page}`)) addEventListener("scrollend", notePlace);
 $("menu").open = matchMedia("(min-width: 901px)").matches;
-document.querySelector("nav [aria-current]")?.scrollIntoView({ block: "nearest" });
+showCurrent();
 $("words").addEventListener("focus", load);
 $("words").addEventListener("input", search);
 $("search").addEventListener("submit", (event) => {
