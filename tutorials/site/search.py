@@ -3,6 +3,7 @@
 It is a script and not JSON, because a page that was opened as a file may read scripts only.
 """
 
+import html
 import json
 import re
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ def anchor_of(heading: str) -> str:
 def plain(text: str) -> str:
     """Words without marks: no addresses, no tags."""
     text = re.sub(r"\]\([^)]*\)|<[a-z/!][^>]*>", " ", text)
+    text = html.unescape(text)
     return " ".join(re.sub(r"[*`|#[\]]|!\[|-{3,}", " ", text).split())
 
 
