@@ -423,7 +423,13 @@ def test_what_bars_and_counts_mean_is_in_sight(browser, server):
     assert browser.value("view.$('guesses').innerText").split() == ["7", "of", "1,200"]
     assert browser.text(".request .count") == "15 + 48"
     key = browser.value("view.$('key').innerText")
-    for words in ("15 + 48", "tokens of the prompt", "not computed yet", "white line", "gray"):
+    for words in (
+        "15 + 48",
+        "tokens of the prompt",
+        "not computed yet",
+        "gap: end of the prompt",
+        "gray",
+    ):
         assert words in key
     assert "gray: up to 64 tokens" in " ".join(key.split())
     assert browser.value("view.$('key').getBoundingClientRect().height") > 15

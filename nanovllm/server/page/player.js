@@ -93,7 +93,7 @@ const INSIDE = `
     <li><b>15 + 48</b>tokens of the prompt + of the output</li>
     <li><i class="track"><i class="done"></i></i>computed</li>
     <li><i class="track"><i class="all"></i></i>not computed yet</li>
-    <li><i class="track"><i class="done"></i><i class="prompt"></i></i>white line: end of the prompt</li>
+    <li><i class="track"><i class="done"></i><i class="prompt"></i></i>gap: end of the prompt</li>
     <li><i class="track"></i>gray: up to <span id="scale">32</span> tokens</li>
   </ul>
   <div id="queues"></div>
