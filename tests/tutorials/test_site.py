@@ -67,6 +67,11 @@ def test_code_shows_its_output():
     assert 'data-label="prints"' in staged(text.replace(" (varies)", ""))
 
 
+def test_the_search_reads_what_an_entity_stands_for():
+    ((_, _, words),) = sections("# A\n\n<code>Literal[&#x27;swap&#x27;]</code> a &lt; b\n")
+    assert words == "Literal 'swap' a < b"
+
+
 def test_a_line_of_code_is_no_heading_and_no_link():
     text = "```python\n# [a](b.md)\n| `step.py` |\n```\n"
     assert staged(text).count("<pre") == 1 and "# [a](b.md)<" in staged(text)
@@ -302,6 +307,19 @@ def test_no_link_is_broken_and_nothing_comes_from_a_network(site):
                 assert anchor in parts[path].ids, f"{page.relative_to(site)} links to {target}"
     text = "".join(page.read_text(encoding="utf-8") for page in parts)
     assert not re.search(r"<(script|img|link|iframe)[^>]*(src|href)=.?https?:", text)
+
+
+@pytest.mark.slow
+def test_handouts_and_the_lab_lead_to_each_other(site):
+    if not (site / "lab.html").is_file():
+        pytest.skip("the lab was not built: there is no npm")
+    data = (site / "lab.html").read_text(encoding="utf-8")
+    handouts = re.findall(r'"handout": "([^"]*)"', data)
+    assert len(handouts) == 7
+    for handout in handouts:
+        name = Path(handout).parent.name
+        targets = Parts(site / handout).targets
+        assert f"../../../lab.html#{name}" in targets
 
 
 @pytest.mark.slow

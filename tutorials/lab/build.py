@@ -84,7 +84,7 @@ def sheets() -> Iterator[dict[str, Any]]:
             "label": f"{name}: {task.title}",
             "title": task.title,
             "text": ABOUT,
-            "handout": f"tutorials/assignments/{name}/index.html",  # of the site
+            "handout": f"tutorials/assignments/{name}/index.html",  # a page of the book
             "goals": [f"{goal_name}: {goal.wanted}" for goal_name, goal in task.goals.items()],
             "starter": starter,
             "parts": [part.name for part in task.parts],

@@ -41,6 +41,7 @@ export function newEditor(parent, onChange, onRun) {
       indentUnit.of("    "),
       syntaxHighlighting(colours),
       wrongLine,
+      EditorView.lineWrapping,
       EditorView.cspNonce.of("lab"), // its style sheet; style attributes are Chromium's own, when one types
       EditorView.contentAttributes.of({ "aria-label": "your file, in Python" }),
       EditorView.updateListener.of((update) => update.docChanged && onChange(update.state.doc.toString())),

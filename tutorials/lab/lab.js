@@ -1,6 +1,6 @@
 // The page of the lab: which sheet is open, its file, and what its buttons do.
 import { newEditor } from "./editor.js";
-import { check, element, film, goals, problem, table, test, timeLines } from "./results.js";
+import { check, element, film, goals, meanings, problem, table, test, timeLines } from "./results.js";
 import { fetchAll, Workers } from "./workers.js";
 
 const LIMITS = { run: 60, sheet: 60, tests: 180, points: 300 }; // seconds
@@ -58,14 +58,15 @@ function show(name) {
 
 function about({ text, goals: wanted = [], question, try_this: tryThis, handout }) {
   const texts = [text, tryThis].filter(Boolean).map((one) => element("p", "", one));
-  const parts = question ? [element("p", "question", question), ...texts] : texts;
-  if (wanted.length) parts.push(element("ul", "wanted", undefined, ...wanted.map((one) => element("li", "", one))));
-  if (handout) {
-    const link = element("a", "", "The handout");
-    link.href = handout;
-    parts.push(element("p", "", undefined, link));
-  }
-  return parts;
+  const list = element("ul", "wanted", undefined, ...wanted.map((one) => element("li", "", one)));
+  if (handout) texts.push(element("p", "", "What is asked, and hints: ", handoutLink(handout)));
+  return [...(question ? [element("p", "question", question)] : []), ...texts, ...(wanted.length ? [list] : [])];
+}
+
+function handoutLink(href) {
+  const link = element("a", "", "the handout");
+  link.href = href;
+  return link;
 }
 
 function showFile() {
@@ -158,7 +159,7 @@ async function start(what) {
     if (answer.test) list.append(test(answer));
     if (answer.check) list.append(check(answer));
     if (answer.total !== undefined) found.append(element("p", "total", `${answer.total} of ${answer.most} points that the lab can give, on the public seeds`));
-    if (answer.table) found.append(table(answer.table), goals(answer.goals), timeLines(answer.lines), film(answer.film));
+    if (answer.table) found.append(table(answer.table), meanings(), goals(answer.goals), timeLines(answer.lines), film(answer.film));
     if (answer.printed) found.append(element("h3", "", "Printed"), element("pre", "printed", answer.printed));
     if (list.children.length && !list.isConnected) found.prepend(list);
     if (!found.isConnected) $("results").replaceChildren(found);

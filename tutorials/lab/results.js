@@ -24,6 +24,17 @@ export function problem({ sentence, trace }) {
   return made;
 }
 
+const MEANINGS = [
+  ["FCFS", "first come, first served: the scheduler that yours is compared with"],
+  ["p50, p99", "half of the requests are below the first number, 99 of 100 below the second"],
+  ["TTFT", "time to first token: from the arrival of a request to its first token"],
+  ["TPOT", "time per output token, in the mean of one request"],
+  ["between tokens", "the pause before the next token of the same answer"],
+  ["end to end, latency", "from the arrival of a request to its last token"],
+  ["KV blocks in use", "the part of the cache that requests hold, in the mean over the run"],
+  ["preemptions", "how often a running request lost its blocks, and had to wait and come back"],
+];
+
 export function table([head, ...rows]) {
   const cells = (tag, texts) => texts.map((text, i) => {
     const cell = element(i === 0 ? "th" : tag, "", text);
@@ -38,6 +49,14 @@ export function table([head, ...rows]) {
   });
   const whole = element("table", "metrics", undefined, element("thead", "", undefined, line("th", head)), element("tbody", "", undefined, ...body));
   return element("div", "wide", undefined, whole);
+}
+
+export function meanings() {
+  const made = element("details", "soft", undefined, element("summary", "", "What the rows mean"));
+  const list = element("dl");
+  for (const [word, meaning] of MEANINGS) list.append(element("dt", "", word), element("dd", "", meaning));
+  made.append(list);
+  return made;
 }
 
 export function goals(all) {

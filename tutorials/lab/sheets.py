@@ -221,10 +221,9 @@ SHEETS = {
     ),
     "order": Sheet(
         "The order of the queue",
-        "Shortest first has the smallest mean latency. Who pays for it, and what does a little "
-        "ageing change?",
-        "Choose the shortest guess first without ageing, and look at the mean and at the longest "
-        "wait. Then raise the ageing step by step.",
+        "Shortest first has the smallest mean latency. Who pays for it, and how much ageing helps?",
+        "Choose the shortest guess first without ageing, and look at the mean latency and at the "
+        "longest TTFT (time to first token). Then raise the ageing step by step.",
         (
             Control("first", "who is first", tuple(ORDERS), "first come"),
             Control(

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from tutorials.lab.build import ASSIGNMENTS
 from tutorials.site.api import api_page
 from tutorials.site.links import ROOT, is_source, page_of
 from tutorials.site.pages import Page, minutes
@@ -18,6 +19,7 @@ HERE = Path(__file__).parent
 PLAYER = ROOT / "nanovllm" / "server" / "page"
 BOOK = ("tutorials/*.md", "tutorials/assignments/README.md", "tutorials/assignments/a?/README.md")
 LAB = '<a class="button" href="lab.html">Open the lab</a>'
+IN_LAB = '<p><a class="button" href="../../../lab.html#{}">Open it in the lab</a></p>'
 NO_LAB = "The lab is not part of this copy: it needs npm when the site is built."
 
 
@@ -40,6 +42,16 @@ def first_page(has_lab: bool) -> Page:
     text = (HERE / "index.md").read_text(encoding="utf-8")
     text = text.replace("<!-- chapters -->\n", list_of_chapters())
     return Page(Path("index.md"), text.replace("<!-- lab -->", LAB if has_lab else NO_LAB))
+
+
+def with_button(text: str, path: Path, has_lab: bool) -> str:
+    """A handout has one below its title, if its assignment is in the lab."""
+    name = path.parent.name
+    is_handout = path == Path("tutorials/assignments", name, "README.md") and name in ASSIGNMENTS
+    if not (has_lab and is_handout):
+        return text
+    title, _, rest = text.partition("\n")
+    return f"{title}\n\n{IN_LAB.format(name)}\n{rest}"
 
 
 def folder_page(path: Path) -> Page:
@@ -91,7 +103,7 @@ def stage(folder: Path, has_lab: bool = False) -> None:
             elif page.path.suffix != ".md" and (ROOT / page.path).is_file():
                 write_page(pages, page, source_page(page.path))
             else:
-                write_page(pages, page, page.staged())
+                write_page(pages, page, with_button(page.staged(), page.path, has_lab))
                 found |= page.links.wanted
                 texts.append(page)
         wanted = found
