@@ -31,7 +31,7 @@ const MEANINGS = [
   ["TPOT", "time per output token, in the mean of one request"],
   ["between tokens", "the pause before the next token of the same answer"],
   ["end to end, latency", "from the arrival of a request to its last token"],
-  ["KV blocks in use", "the part of the cache that requests hold, in the mean over the run"],
+  ["KV blocks in use", "the part of the cache that requests hold, in the mean over the time of all steps"],
   ["preemptions", "how often a running request lost its blocks, and had to wait and come back"],
 ];
 
