@@ -1,1 +1,4 @@
-"""The scheduler lab: `nanovllm lab` serves it. It is built by `tutorials.lab.build`."""
+"""The scheduler lab: `nanovllm lab` serves it. `tutorials.lab.build` builds it.
+
+Chapters: 14_simulator, 16_policies.
+"""
