@@ -43,11 +43,16 @@ def fixed_length(max_tokens: int, **options) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, ignore_eos=True, **options)
 
 
-def batching(file: Path, title: str, explanation: str, **options) -> None:
-    lengths = [30, 8, 14, 11, 9, 24, 6, 16]
-    llm = LLM(block_size=BLOCK_SIZE, num_blocks=40, max_num_seqs=4, **options)
+def together(lengths: list[int], file: Path, title: str, explanation: str, **options) -> None:
+    """As many stories as there are lengths, all from the first step on."""
+    llm = LLM(block_size=BLOCK_SIZE, **options)
     requests = [(text, fixed_length(n), 0) for text, n in zip(STORIES, lengths)]
     record(llm, requests, file, title, explanation)
+
+
+def batching(file: Path, title: str, explanation: str, **options) -> None:
+    lengths = [30, 8, 14, 11, 9, 24, 6, 16]
+    together(lengths, file, title, explanation, num_blocks=40, max_num_seqs=4, **options)
 
 
 def static_batching(file: Path) -> None:
@@ -69,10 +74,9 @@ def continuous_batching(file: Path) -> None:
 
 
 def one_seat(file: Path, title: str, explanation: str, **options) -> None:
-    lengths = [24, 4, 6, 3, 8, 5]
-    llm = LLM(block_size=BLOCK_SIZE, num_blocks=24, max_num_seqs=1, **options)
-    requests = [(text, fixed_length(n), 0) for text, n in zip(STORIES, lengths)]
-    record(llm, requests, file, title, explanation)
+    together(
+        [24, 4, 6, 3, 8, 5], file, title, explanation, num_blocks=24, max_num_seqs=1, **options
+    )
 
 
 def first_come(file: Path) -> None:

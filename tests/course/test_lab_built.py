@@ -15,7 +15,7 @@ from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from browser import CHROMIUM, Browser
+from browser import Browser, opened
 from lab_numbers import NUM_OF_EACH, numbers
 
 from nanovllm.lab.serving import Files
@@ -96,11 +96,7 @@ def address(site):
 
 @pytest.fixture(scope="module")
 def chromium(tmp_path_factory):
-    if CHROMIUM is None:
-        pytest.skip("there is no Chromium (Debian's package: chromium)")
-    browser = Browser(tmp_path_factory.mktemp("profile"))
-    yield browser
-    browser.close()
+    yield from opened(tmp_path_factory)
 
 
 @pytest.fixture

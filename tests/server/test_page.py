@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 import pytest
-from browser import CHROMIUM, Browser
+from browser import CHROMIUM, Browser, opened
 from frames import Reader, blocks_of, states_of
 from page_server import PAGE, FakeServer
 
@@ -28,9 +28,7 @@ HAS_NOTE = "[...document.querySelectorAll('.note')].at(-1)?.textContent"
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
-    browser = Browser(tmp_path_factory.mktemp("profile"))
-    yield browser
-    browser.close()
+    yield from opened(tmp_path_factory)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from browser import CHROMIUM, Browser
+from browser import CHROMIUM, Browser, opened
 from page_server import PAGE
 
 pytestmark = [
@@ -24,9 +24,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
-    browser = Browser(tmp_path_factory.mktemp("profile"))
-    yield browser
-    browser.close()
+    yield from opened(tmp_path_factory)
 
 
 SENTENCE = """<!doctype html><meta charset="utf-8"><meta name="color-scheme" content="light dark">

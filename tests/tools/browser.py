@@ -9,9 +9,12 @@ import shutil
 import subprocess
 import threading
 import time
+from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from queue import Queue
+
+import pytest
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
@@ -160,3 +163,12 @@ class Browser:
         png = self.call("Page.captureScreenshot", format="png")["data"]
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(base64.b64decode(png))
+
+
+def opened(tmp_path_factory) -> Iterator[Browser]:
+    """For a fixture: a browser with a profile of its own. Skips where there is no Chromium."""
+    if CHROMIUM is None:
+        pytest.skip("there is no Chromium (Debian's package: chromium)")
+    browser = Browser(tmp_path_factory.mktemp("profile"))
+    yield browser
+    browser.close()

@@ -7,6 +7,11 @@ from pathlib import Path
 import pytest
 from extras import needs
 
+from tutorials.machine import interpreter_problem
+from tutorials.words import FENCE, first_reading, num_words, prose
+
+__all__ = ["FENCE", "first_reading", "num_words", "prose"]  # of tutorials.words
+
 ROOT = Path(__file__).parents[2]
 TUTORIALS = ROOT / "tutorials"
 WORDS = {  # of a first reading: outside code, tables and second readings
@@ -18,26 +23,7 @@ WORDS = {  # of a first reading: outside code, tables and second readings
     **{"20_vattention": 2000, "22_guesses": 1300},
 }
 CHAPTERS = sorted(TUTORIALS.glob("[0-9]*.md"))
-FENCE = re.compile(r"^ *```.*?^ *```\n", re.MULTILINE | re.DOTALL)
-FOLDED = re.compile(r"<details>.*?</details>", re.DOTALL)
 SOLUTION = re.compile(r"^```python \(solution (\d\d\.\d)\)\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
-
-
-def first_reading(text: str) -> str:
-    """A chapter without what is folded."""
-    return FOLDED.sub("", text)
-
-
-def prose(text: str) -> str:
-    """What a reader reads word by word: no code, no output, no table, no address of a link."""
-    text = FENCE.sub("", first_reading(text))
-    text = re.sub(r"^\|.*\n", "", text, flags=re.MULTILINE)
-    text = re.sub(r"!\[[^]]*\]\([^)]*\)\n", "", text)
-    return re.sub(r"\]\([^)]*\)", "]", text)
-
-
-def num_words(text: str) -> int:
-    return len(prose(text).split())
 
 
 def solutions(chapter: Path) -> dict[str, str]:
@@ -51,9 +37,6 @@ def needs_of(number: str) -> None:
     if not hasattr(os, name):
         pytest.skip(f"os.{name} is not there")
     if number == "10":
-        # this file is also imported where the root is not on the path yet
-        from tutorials.machine import interpreter_problem
-
         problem = interpreter_problem()
         if problem:
             pytest.skip(problem)

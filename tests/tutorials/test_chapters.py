@@ -6,7 +6,8 @@ A check that needs what the reader has written is fenced as ```python (exercise)
 tests/house/test_quotes.py.
 
 Run: pytest tests/tutorials/test_chapters.py [-k scheduler]; with --slow what is folded, too
-To write the present output into the chapters, if it has changed and is right: python tests/tutorials/test_chapters.py
+To write the present output into chapter 03, if it has changed and is right (without a number, into all of them):
+PYTHONPATH=.:tests/tools python tests/tutorials/test_chapters.py 03
 """
 
 import contextlib
@@ -88,7 +89,6 @@ def refresh(chapter: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"  # as conftest.py does
     numbers = sys.argv[1:] or [path.name[:2] for path in CHAPTERS]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from book import TUTORIALS
-from browser import CHROMIUM, Browser
+from browser import CHROMIUM, opened
 from page_server import PAGE
 
 LINK = re.compile(r"\[Play: [^]]*\]\([^)]*\)")
@@ -116,9 +116,7 @@ TAGS = """(is) => [...document.querySelector('nano-run').$('queues').querySelect
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
-    browser = Browser(tmp_path_factory.mktemp("profile"))
-    yield browser
-    browser.close()
+    yield from opened(tmp_path_factory)
 
 
 def plain_page(folder: Path, name: str, step: int) -> str:

@@ -6,7 +6,6 @@ To see it: SHOTS=some/folder pytest tests/tutorials/test_site.py --slow -k phone
 """
 
 import ast
-import json
 import os
 import re
 import subprocess
@@ -17,7 +16,8 @@ from urllib.parse import unquote
 
 import pytest
 from book import CHAPTERS, ROOT, TUTORIALS, num_words
-from browser import CHROMIUM, Browser
+from browser import opened
+from extras import needs
 
 from tutorials.site.api import api_page
 from tutorials.site.links import (
@@ -258,7 +258,7 @@ class Parts(HTMLParser):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
-    pytest.importorskip("properdocs", reason="needs the extra 'site': properdocs is not installed")
+    needs("properdocs")
     out = tmp_path_factory.mktemp("built") / "site"
     command = [sys.executable, "-m", "tutorials.site", "--out", str(out)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -269,22 +269,7 @@ def site(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
-    if CHROMIUM is None:
-        pytest.skip("there is no Chromium (Debian's package: chromium)")
-    browser = Browser(tmp_path_factory.mktemp("profile"))
-    yield browser
-    browser.close()
-
-
-@pytest.mark.slow
-def test_the_lab_leads_to_the_handouts(site):
-    page = site / "lab.html"
-    if not page.exists():
-        pytest.skip("the lab could not be built: it needs npm")
-    (data,) = re.findall(r'id="data">(.*?)</script>', page.read_text(encoding="utf-8"))
-    handouts = [one["handout"] for one in json.loads(data)["sheets"] if "handout" in one]
-    assert len(handouts) == 7
-    assert [handout for handout in handouts if not (site / handout).is_file()] == []
+    yield from opened(tmp_path_factory)
 
 
 def pages_of_book(site: Path) -> list[Path]:

@@ -4,27 +4,25 @@
 Run: pytest tests/tutorials/test_vllm.py [-k 03_scheduler] [--slow]
 """
 
-import ast
 import importlib.util
 import json
 import re
 import subprocess
 import sys
 import zipfile
-from functools import cache
 from pathlib import Path
 
 import pytest
 from book import CHAPTERS, TUTORIALS
 
 from measure.vllm_symbols import measure
+from tutorials.site.links import PLACE, lines_of_names
 
 LIST = json.loads((TUTORIALS / "results" / "vllm_symbols.json").read_bytes())
 HEADING = "## The same in vLLM\n"
 COLUMNS = f"| Here | In vLLM {LIST['version']} | What is more there, and why |"
 CODE = re.compile(r"`([^`]+)`")
 LINK = re.compile(r"\[([^]]+)\]\(([^)#]+)\)")
-PLACE = re.compile(r"`([^`]+\.py)`: (`[^`]+`(?:, `[^`]+`)*)")
 PAGE = TUTORIALS / "reading_vllm.md"
 STOP = re.compile(r"^## \d+\. .*?\n\n(`.*?)\n\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 each_chapter = pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda path: path.stem)
@@ -42,28 +40,6 @@ def rows_of(section: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[2:]]
 
 
-@cache
-def names_of(path: Path) -> set[str]:
-    """Functions, classes, methods, fields and constants of a source file."""
-    found = set()
-
-    def visit(body: list[ast.stmt], prefix: str) -> None:
-        for node in body:
-            match node:
-                case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
-                    found.add(prefix + name)
-                case ast.ClassDef(name=name):
-                    found.add(prefix + name)
-                    visit(node.body, f"{prefix}{name}.")
-                case ast.AnnAssign(target=ast.Name(id=name)):
-                    found.add(prefix + name)
-                case ast.Assign(targets=[ast.Name(id=name)]):
-                    found.add(prefix + name)
-
-    visit(ast.parse(path.read_bytes()).body, "")
-    return found
-
-
 def problems_here(cell: str, folder: Path = TUTORIALS) -> list[str]:
     """What the first cell of a row names and is not there: links to files, whose texts are names."""
     links = LINK.findall(cell)
@@ -74,7 +50,9 @@ def problems_here(cell: str, folder: Path = TUTORIALS) -> list[str]:
         if not path.is_file() or not names:
             problems.append(f"{text} in {target}")
         else:
-            problems += [f"{name} in {target}" for name in names if name not in names_of(path)]
+            problems += [
+                f"{name} in {target}" for name in names if name not in lines_of_names(path)
+            ]
     return problems
 
 

@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from tutorials.lab.build import CannotBuild, build_lab
 from tutorials.site.links import ROOT
 from tutorials.site.stage import stage
 
@@ -31,12 +32,8 @@ def generate(folder: Path, out: Path) -> None:
         raise SystemExit(f"{GENERATOR} has failed; its messages are above")
 
 
-def build_lab(folder: Path) -> bool:
+def has_built_lab(folder: Path) -> bool:
     """The lab, if it can be built here. It is built first, because the pages link to it if it is there."""
-    if not (ROOT / "tutorials" / "lab" / "build.py").exists():
-        return False
-    from tutorials.lab.build import CannotBuild, build_lab
-
     try:
         build_lab(folder)
     except CannotBuild as error:
@@ -58,7 +55,7 @@ def build(out: Path) -> None:
     with TemporaryDirectory() as folder:
         lab = Path(folder) / "lab"
         lab.mkdir()
-        has_lab = build_lab(lab)
+        has_lab = has_built_lab(lab)
         if has_lab:
             print_size("the lab", lab, begin)
         begin = time.perf_counter()

@@ -15,26 +15,18 @@ from pathlib import Path
 
 from tutorials.site.links import ROOT, Links
 from tutorials.site.sources import block
+from tutorials.words import num_words
 
 FENCE = re.compile(r"^```(\w*)(?: \(([^)\n]*)\))?\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
-FOLDED = re.compile(r"<details>.*?</details>", re.DOTALL)
 RUN = re.compile(r"^\[Play: ([^]\n]*)\]\(([^)#\s]+\.json)#(\d+)\)$", re.MULTILINE)
 TABLE = re.compile(r"(?:^\|.*\n)+", re.MULTILINE)
 BOX = re.compile(r"^> \*\*(Take away|Change one number):\*\* (.*(?:\n>.*)*)\n", re.MULTILINE)
 HEADING = re.compile(r"^(#+) (.*)$", re.MULTILINE)
 CHAPTER = re.compile(r"\d\d_\w+")
-WORDS_A_MINUTE = (
-    100  # as in the course: slow enough for a second language, and for a look at each block
-)
+# as in the course: slow enough for a second language, and for a look at each block
+WORDS_A_MINUTE = 100
 READING_VLLM = Path("tutorials/reading_vllm.md")
 SAME_IN_VLLM = "## The same in vLLM\n"
-
-
-def num_words(text: str) -> int:
-    """What is read word by word: no code, no output, no table, nothing that is folded."""
-    text = FENCE.sub("", FOLDED.sub("", text))
-    text = re.sub(r"^(\||!\[).*\n", "", text, flags=re.MULTILINE)
-    return len(re.sub(r"\]\([^)]*\)", "]", text).split())
 
 
 def minutes(text: str) -> int:

@@ -1,0 +1,23 @@
+"""The words of a chapter: those that are read one by one."""
+
+import re
+
+FENCE = re.compile(r"^ *```.*?^ *```\n", re.MULTILINE | re.DOTALL)
+FOLDED = re.compile(r"<details>.*?</details>", re.DOTALL)
+
+
+def first_reading(text: str) -> str:
+    """A chapter without what is folded."""
+    return FOLDED.sub("", text)
+
+
+def prose(text: str) -> str:
+    """What a reader reads word by word: no code, no output, no table, no address of a link."""
+    text = FENCE.sub("", first_reading(text))
+    text = re.sub(r"^\|.*\n", "", text, flags=re.MULTILINE)
+    text = re.sub(r"!\[[^]]*\]\([^)]*\)\n", "", text)
+    return re.sub(r"\]\([^)]*\)", "]", text)
+
+
+def num_words(text: str) -> int:
+    return len(prose(text).split())
