@@ -8,7 +8,6 @@ from typing import Any
 
 from nanovllm.options import refusal
 
-PAGE = "lab.html"
 HOW = "it must have lab.html; `python -m tutorials.site`, in the repository, builds the site"
 
 
@@ -16,9 +15,10 @@ class Files(SimpleHTTPRequestHandler):
     """Files of the folder, as they are now."""
 
     # a system may say otherwise, and browsers then refuse them
-    extensions_map = SimpleHTTPRequestHandler.extensions_map | dict.fromkeys(
-        (".js", ".mjs"), "text/javascript"
-    )
+    extensions_map = SimpleHTTPRequestHandler.extensions_map | {
+        ".js": "text/javascript",
+        ".mjs": "text/javascript",
+    }
 
     def end_headers(self) -> None:
         self.send_header("Cache-Control", "no-cache")
@@ -29,9 +29,12 @@ class Files(SimpleHTTPRequestHandler):
 
 
 def new_server(folder: str, port: int) -> ThreadingHTTPServer:
-    """Listens to this machine only. Raises ValueError for a folder without the lab."""
-    if not (Path(folder) / PAGE).is_file():
+    """Listens to this machine only. Raises ValueError for a folder without the lab, and for a port
+    that cannot be."""
+    if not Path(folder, "lab.html").is_file():
         raise refusal("folder", folder, HOW)
+    if not 0 <= port < 2**16:
+        raise refusal("port", port, "it must be from 0 (any free one) to 65535")
     return ThreadingHTTPServer(("127.0.0.1", port), partial(Files, directory=folder))
 
 
@@ -44,6 +47,7 @@ def add_command(commands: Any) -> None:
 
 def run(args: Namespace) -> None:
     with new_server(args.folder, args.port) as server:
-        address = f"http://127.0.0.1:{server.server_port}/{PAGE}"
-        print(f"The lab: {address} (Ctrl-C ends it)", flush=True)
+        print(
+            f"The lab: http://127.0.0.1:{server.server_port}/lab.html (Ctrl-C ends it)", flush=True
+        )
         server.serve_forever()

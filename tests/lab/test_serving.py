@@ -20,6 +20,16 @@ def test_without_a_site_the_command_says_how_to_build_it(capsys, tmp_path):
     assert "it must have lab.html" in said and "python -m tutorials.site" in said
 
 
+@pytest.mark.parametrize("port", [-1, 65536])
+def test_a_port_that_cannot_be_is_refused(port, capsys, tmp_path):
+    (tmp_path / "lab.html").write_text("the lab", encoding="utf-8")
+    with pytest.raises(SystemExit) as info:
+        cli.main(["lab", str(tmp_path), f"--port={port}"])
+    assert info.value.code == 2
+    said = f"nanovllm: port={port} is not allowed: it must be from 0 (any free one) to 65535\n"
+    assert capsys.readouterr().err == said
+
+
 def test_a_built_site_is_served_to_this_machine(tmp_path):
     (tmp_path / "lab.html").write_text("the lab", encoding="utf-8")
     for name in ("a.js", "b.mjs", "c.wasm"):
