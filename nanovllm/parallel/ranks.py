@@ -18,6 +18,7 @@ from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -48,11 +49,13 @@ class Group:
         own: Any = store
         self.watch = Watch(own.clone(), size, patience)
         self.num_gathered = 0  # calls of `gather`
+        # process groups: `control` tells a step, `data` is for what layers do
+        self.connections = SimpleNamespace()
         self.ending = ExitStack()  # what is to be done at the end of the group
         self.ending.callback(self.watch.close)
+        # before Python's own end: a thread of theirs that frees a tensor later aborts the process
+        self.ending.callback(vars(self.connections).clear)
         self.close = weakref.finalize(self, end_in, self.process, self.ending)
-        self.control: Any = None  # a process group, to tell a step
-        self.data: Any = None  # another one, for what layers do
 
     @property
     def end(self) -> str:
@@ -64,16 +67,17 @@ class Group:
         # a Watch gives up a little earlier, and says why
         timeout = timedelta(seconds=self.watch.patience + GRACE)
         try:
-            self.control = self._gloo("control", FOREVER if self.rank else timeout)
-            self.data = (self._nccl if device.type == "cuda" else self._gloo)("data", timeout)
+            control = self._gloo("control", FOREVER if self.rank else timeout)
+            data = (self._nccl if device.type == "cuda" else self._gloo)("data", timeout)
+            vars(self.connections).update(control=control, data=data)
         except RuntimeError as error:
             if self.rank:
                 raise  # rank 0 hears why
             raise RankError(self._look_for(error)) from error
         if device.type == "cuda":
-            self.watch.abort = self.data.abort
-            self.ending.callback(self.data.abort)
-        for connection in (self.control, self.data):
+            self.watch.abort = data.abort
+            self.ending.callback(data.abort)
+        for connection in (control, data):
             os.register_at_fork(after_in_child=partial(keep_forever, weakref.ref(connection)))
 
     def begin_watch(self) -> None:
@@ -112,25 +116,25 @@ class Group:
         """The sum over all ranks, on each of them, in place."""
         options = dist.AllreduceOptions()
         options.asyncOp = False  # NCCL then stays on the current stream
-        self._wait(lambda: self.data.allreduce([x], options))
+        self._wait(lambda: self.connections.data.allreduce([x], options))
         return x
 
     def least(self, number: int) -> int:
         numbers = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        self._wait(lambda: self.control.allgather([numbers], [torch.tensor([number])]))
+        self._wait(lambda: self.connections.control.allgather([numbers], [torch.tensor([number])]))
         return int(min(numbers))
 
     def gather(self, x: Tensor) -> list[Tensor]:
         """Gathers the tensors of all ranks on rank 0."""
         parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else []
         outputs = [parts] if self.rank == 0 else []
-        self._wait(lambda: self.data.gather(outputs, [x], dist.GatherOptions()))
+        self._wait(lambda: self.connections.data.gather(outputs, [x], dist.GatherOptions()))
         self.num_gathered += 1
         return parts
 
     def tell(self, message: Tensor) -> None:
         """Sends the tensor from rank 0 to all other ranks."""
-        self._wait(lambda: self.control.broadcast([message], dist.BroadcastOptions()))
+        self._wait(lambda: self.connections.control.broadcast([message], dist.BroadcastOptions()))
 
     def _wait(self, begin: Callable[[], dist.Work | None]) -> None:
         if os.getpid() != self.process:

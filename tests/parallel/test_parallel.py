@@ -10,6 +10,7 @@ import sys
 import textwrap
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -309,10 +310,10 @@ def test_an_error_of_nccl_does_not_end_the_process_of_the_user(monkeypatch):
     monkeypatch.setattr(dist, "ProcessGroupNCCL", NCCL, raising=False)
     group = ranks.start({}, size=1, patience=7)
     group.connect(torch.device("cuda", 0))
-    assert group.data.handling == "0" and group.data.seconds > 7
+    data = group.connections.data
+    assert data.handling == "0" and data.seconds > 7
     group.watch.give_up("a reason")
-    assert len(group.data.aborted) == 1
-    data = group.data
+    assert len(data.aborted) == 1
     group.close()
     assert len(data.aborted) == 2
 
@@ -320,10 +321,20 @@ def test_an_error_of_nccl_does_not_end_the_process_of_the_user(monkeypatch):
 def test_collectives_of_a_gpu_are_only_queued():
     """On the current stream: without an event and a second stream for each."""
     group = ranks.start({}, size=1, patience=60)
-    group.data = QueuedOnly()
+    group.connections.data = data = QueuedOnly()
     x = torch.ones(2)
     assert group.add_up(x) is x
-    assert [options.asyncOp for options in group.data.options] == [False]
+    assert [options.asyncOp for options in data.options] == [False]
+
+
+def test_the_threads_of_a_group_end_before_python_does():
+    """One that frees a tensor while Python ends aborts the process."""
+    group = ranks.start({}, size=1, patience=60)
+    group.connect(torch.device("cpu"))
+    connections = [weakref.ref(each) for each in vars(group.connections).values()]
+    assert len(connections) == 2 and all(each() for each in connections)
+    group.close()
+    assert not any(each() for each in connections)
 
 
 FORK = """
