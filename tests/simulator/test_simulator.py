@@ -19,6 +19,7 @@ from nanovllm.simulator.machines import MACHINES, Machine
 from nanovllm.simulator.simulation import Job, simulate
 from tutorials.baselines.contiguous import OrcaOracle
 from tutorials.baselines.static_batching import StaticBatching
+from tutorials.simulation import guesses
 from tutorials.simulation.metrics import summary
 from tutorials.simulation.workloads import (
     fixed,
@@ -371,7 +372,7 @@ GUESSING = SMALL | {"speculative_config": {"num_speculative_tokens": 4}}
 
 
 @pytest.mark.parametrize(
-    "guesses, steps",
+    "right, steps",
     [
         ((), 20),
         ((-1,) * 20, 20),
@@ -381,9 +382,17 @@ GUESSING = SMALL | {"speculative_config": {"num_speculative_tokens": 4}}
         ((4, -1, -1, -1, -1, 0) * 4, 7),
     ],
 )
-def test_a_job_says_how_many_guesses_are_right(guesses, steps):
+def test_a_job_says_how_many_guesses_are_right(right, steps):
     (served,) = simulate(
-        [job(outputs=20, right_guesses=guesses)], Config(**GUESSING), SECOND, check=True
+        [job(outputs=20, right_guesses=right)], Config(**GUESSING), SECOND, check=True
     ).requests
     assert len(served.token_times) == 20
     assert len({*served.token_times}) == steps
+
+
+@pytest.mark.slow
+def test_a_row_of_the_table_in_chapter_22():
+    """Its numbers come from answers of the embedded model."""
+    _, row = guesses.rows([60])
+    text = (ROOT / "tutorials" / "22_guesses.md").read_text(encoding="utf-8")
+    assert row in map(str.split, text.splitlines())

@@ -64,12 +64,12 @@ def load(rate: float, answers: list[list[int]], count: int = 300) -> list[Job]:
     return jobs
 
 
-def rows() -> list[list[str]]:
+def rows(rates: Sequence[int] = RATES) -> list[list[str]]:
     """The mean latency of a request, without guesses and with four, by kind of answer and rate."""
     found = [["requests/s", "no guesses (s)", *[f"4, {name} (s)" for name in TASKS]]]
     answers = {name: recorded(task) for name, task in TASKS.items()}
     guessing = replace(SERVER, speculative_config={"num_speculative_tokens": 4})
-    for rate in RATES:
+    for rate in rates:
         plain = latency(simulate(load(rate, answers["story"]), SERVER))
         others = [latency(simulate(load(rate, one), guessing)) for one in answers.values()]
         found.append([str(rate), f"{plain:.2f}", *[f"{seconds:.2f}" for seconds in others]])

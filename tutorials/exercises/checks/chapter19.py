@@ -9,7 +9,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
 from nanovllm.simulator import simulate
-from nanovllm.simulator.jobs import Served
+from nanovllm.simulator.jobs import Run, Served
 from nanovllm.simulator.machines import MACHINES
 from nanovllm.simulator.replica import Replica
 from nanovllm.simulator.simulation import Simulation
@@ -77,6 +77,14 @@ class Table(PrefixAffinity):
         return self.block_size * cache.num_found(self.prefixes(request)) if cache else 0
 
 
+def conversations(num_blocks: int, router_cls: type[Router]) -> Run:
+    """Thirty of them on four replicas, each with so many blocks."""
+    lengths = lognormal(150, 40, 0.8)
+    talks = multi_turn(poisson(6), lengths, 30, turns=6, think=4, max_model_len=2048)
+    config = Config(model="qwen3-8b", num_blocks=num_blocks, max_model_len=2048)
+    return simulate(talks, config, replicas=4, router_cls=router_cls)
+
+
 def check_2(answers) -> None:
     made = []
 
@@ -94,15 +102,12 @@ def check_2(answers) -> None:
             self.table.caches[chosen].add(self.prefixes(request))
             return chosen
 
-    lengths = lognormal(150, 40, 0.8)
-    talks = multi_turn(poisson(6), lengths, 30, turns=6, think=4, max_model_len=2048)
     for num_blocks in (4000, 150):
-        config = Config(model="qwen3-8b", num_blocks=num_blocks, max_model_len=2048)
-        run = simulate(talks, config, replicas=4, router_cls=Kept)
-        usual = simulate(talks, config, replicas=4, router_cls=PrefixAffinity)
+        run = conversations(num_blocks, Kept)
+        usual = conversations(num_blocks, PrefixAffinity)
         same = [one.replica for one in run.requests] == [one.replica for one in usual.requests]
         expect(same, f"{num_blocks} blocks: it chooses others than PrefixAffinity")
-        for i in range(len(talks)):
+        for i in range(len(run.requests)):
             right, said = made[-1].right[str(i)], made[-1].expected.get(str(i))
             where = f"{num_blocks} blocks, request {i}"
             expect(
