@@ -12,8 +12,12 @@ def tokens_computed(prompts: list[int], answers: list[int]) -> tuple[int, int]:
 # --- 00.2 ---
 
 
-def kv_bytes(config: dict, bytes_per_number: int) -> int:
-    """Bytes in the KV cache per token, for a model with this config.json."""
+def how_many_fit(
+    memory: int, weights: int, per_token: int, requests: list[tuple[int, int]], longest: int
+) -> tuple[int, int]:
+    """How many of the first requests fit into so many bytes at the same time: with room for
+    `longest` tokens for each, and with the room that each needs. A request is the lengths of its
+    prompt and of its answer. Beside the weights, each token in the cache takes `per_token` bytes."""
     raise NotImplementedError
 
 

@@ -1,5 +1,7 @@
 """Your answers to the exercises of chapter 07. To check them: python -m tutorials.check 07"""
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from torch import Tensor
 
@@ -27,14 +29,14 @@ def rectangle(block_tables: Tensor, cu_blocks: Tensor) -> Tensor:
 # --- 07.3 ---
 
 
-def rows_to_check(counts: list[int], num_guesses: list[int]) -> list[int]:
-    """Which rows of the batch go to the head. Sequence b computes counts[b] tokens in this step,
-    and the last num_guesses[b] of them are guesses; it may have none. The rows of the first
-    sequence come first."""
-    raise NotImplementedError
+class Tables:
+    """Block tables that stay from step to step."""
 
+    def __init__(self, rows: int, columns: int):
+        """A step has at most so many sequences, and a table so many blocks."""
+        raise NotImplementedError
 
-def new_tokens(guesses: list[list[int]], likeliest: list[int]) -> list[list[int]]:
-    """Which tokens each sequence gets: the guesses that are right, and one of the model's own.
-    `likeliest` has the model's next token for each of the rows above."""
-    raise NotImplementedError
+    def step(self, tables: Mapping[str, Sequence[int]]) -> Tensor:
+        """The block tables of a step by the names of its sequences, as rows of a rectangle, int32,
+        [sequences, columns], in the order of `tables`, with -1 behind the end of each."""
+        raise NotImplementedError

@@ -54,8 +54,14 @@ class Recorded:
 # --- 11.3 ---
 
 
-def best_sizes(counts: dict[int, int], k: int) -> list[int]:
-    """At most k sizes in ascending order, such that the fewest rows are computed. `counts` says for
-    each number of decodes how many steps had it. Each step runs in the smallest size that is large
-    enough, so the last size must hold all of them."""
-    raise NotImplementedError
+class Graphs:
+    """A model, recorded for several numbers of rows."""
+
+    def __init__(self, model: Callable[[Tensor, Tensor], Tensor], sizes: list[int], no_slot: int):
+        """`model` and `no_slot` are as in Recorded."""
+        raise NotImplementedError
+
+    def run(self, ids: Tensor, slots: Tensor) -> Tensor:
+        """The new ids, by a replay of the smallest recording that is large enough. Without one, by
+        the model."""
+        raise NotImplementedError

@@ -3,9 +3,16 @@
 # --- 22.1 ---
 
 
-def tokens_of_a_step(right: float, k: int) -> float:
-    """The mean number of tokens that a step brings with `k` guesses, each right with this
-    probability."""
+def rows_to_check(counts: list[int], num_guesses: list[int]) -> list[int]:
+    """Which rows of the batch go to the head. Sequence b computes counts[b] tokens in this step,
+    and the last num_guesses[b] of them are guesses; it may have none. The rows of the first
+    sequence come first."""
+    raise NotImplementedError
+
+
+def new_tokens(guesses: list[list[int]], likeliest: list[int]) -> list[list[int]]:
+    """Which tokens each sequence gets: the guesses that are right, and one of the model's own.
+    `likeliest` has the model's next token for each of the rows above."""
     raise NotImplementedError
 
 

@@ -1,4 +1,4 @@
-"""Checks of chapter 00: tokens computed, bytes per token, steps with a number of seats."""
+"""Checks of chapter 00: tokens computed, requests that fit, steps with a number of seats."""
 
 import random
 from functools import cache
@@ -13,23 +13,8 @@ from tutorials.ladder.qwen3 import Qwen3
 from tutorials.ladder.runs import Request as LadderRequest
 from tutorials.ladder.runs import run_rung
 
-CONFIGS = {  # and what a token takes in two bytes per number
-    "Qwen3-0.6B": (
-        dict(
-            num_hidden_layers=28,
-            hidden_size=1024,
-            num_attention_heads=16,
-            num_key_value_heads=8,
-            head_dim=128,
-        ),
-        114_688,
-    ),
-    "Qwen2-0.5B": (
-        dict(num_hidden_layers=24, hidden_size=896, num_attention_heads=14, num_key_value_heads=2),
-        12_288,
-    ),
-    "OPT-13B": (dict(num_hidden_layers=40, hidden_size=5120, num_attention_heads=40), 819_200),
-}
+FOUR = [(18, 6), (19, 4), (47, 3), (14, 5)]  # those of the chapter: 112 tokens in the cache
+QWEN = (1_192_099_840, 114_688)  # Qwen3-0.6B: its weights, and a token in the cache
 
 
 @cache
@@ -51,14 +36,22 @@ def check_1(answers) -> None:
 
 
 def check_2(answers) -> None:
-    for name, (config, expected) in CONFIGS.items():
-        for size in (2, 4):
-            said = answers.kv_bytes({**config}, size)
-            right = expected * size // 2
-            sentence = (
-                f"{name}: {right:,} bytes per token at {size} bytes per number, you say {said}"
-            )
-            expect(said == right, sentence)
+    thousands = [(900, 101)] * 300
+    cases = [
+        ((112, 0, 1, FOUR, 56), (2, 4)),
+        ((111, 0, 1, FOUR, 56), (1, 3)),
+        ((1000 + 9 * 140, 1000, 9, FOUR, 28), (4, 4)),
+        ((1000 + 9 * 112 - 1, 1000, 9, FOUR, 28), (3, 3)),
+        ((24 * 10**9, *QWEN, thousands, 40_960), (4, 198)),
+        ((100, 0, 1, [(90, 2), (20, 2), (5, 2)], 50), (2, 1)),
+        ((10**9, *QWEN, FOUR, 1000), (0, 0)),
+    ]
+    for (memory, weights, per_token, requests, longest), right in cases:
+        said = answers.how_many_fit(memory, weights, per_token, [*requests], longest)
+        same = isinstance(said, tuple | list) and (*said,) == right
+        some = f"{len(requests)} requests, the first with {requests[0]} tokens"
+        what = f"{memory:,} bytes, weights of {weights:,}, {per_token:,} per token, {some}"
+        expect(same, f"{what}, longest={longest:,}: {right} fit, you say {said}")
 
 
 def steps_of_the_scheduler(outputs: list[int], seats: int) -> int:

@@ -1,8 +1,8 @@
-"""Checks of chapter 07: arrays by hand, tables as a rectangle, guesses that a step checks."""
+"""Checks of chapter 07: arrays by hand, tables as a rectangle, tables that stay."""
 
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -118,61 +118,62 @@ def num_touched(answers, block_tables: torch.Tensor, cu_blocks: torch.Tensor) ->
     return touched.count
 
 
+class Table(Sequence):
+    """A block table that counts what is read of it."""
+
+    def __init__(self, blocks: list[int]):
+        self.blocks = blocks
+        self.num_read = 0
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def __getitem__(self, place):
+        found = self.blocks[place]
+        self.num_read += len(found) if isinstance(place, slice) else 1
+        return found
+
+
 def check_3(answers) -> None:
-    cases = {
-        "one sequence, no guess": ([1], [[]], [7], [0], [[7]]),
-        "two guesses, both right": ([3], [[5, 6]], [5, 6, 7], [0, 1, 2], [[5, 6, 7]]),
-        "two guesses, the second is wrong": ([3], [[5, 9]], [5, 6, 7], [0, 1, 2], [[5, 6]]),
-        "two guesses, the first is wrong": ([3], [[9, 6]], [5, 6, 7], [0, 1, 2], [[5]]),
-        "a prompt of 4 tokens, then a sequence with one guess": (
-            [4, 2],
-            [[], [8]],
-            [3, 8, 9],
-            [3, 4, 5],
-            [[3], [8, 9]],
-        ),
-        "the last 2 of 5 tokens are guesses, then a decode": (
-            [5, 1],
-            [[4, 4], []],
-            [4, 2, 4, 1],
-            [2, 3, 4, 5],
-            [[4, 2], [1]],
-        ),
-    }
-    for case, (counts, guesses, likeliest, rows, tokens) in cases.items():
-        said = list(answers.rows_to_check(counts, [len(guess) for guess in guesses]))
-        expect(said == rows, f"{case}: the rows should be {rows}, but you say {said}")
-        got = [list(one) for one in answers.new_tokens(guesses, likeliest)]
-        expect(got == tokens, f"{case}: the new tokens should be {tokens}, but you say {got}")
-    check_guesses_with_the_model(answers)
+    steps = [
+        {"A": [5, 2], "B": [7, 1]},
+        {"B": [7, 1], "A": [5, 2, 8]},
+        {"A": [5, 2, 8]},  # B is preempted
+        {"A": [5, 2, 8, 6], "B": [4]},
+        {"C": [3], "A": [5, 2, 8, 6]},
+    ]
+    check_steps(answers.Tables(2, 4), 4, steps)
+    check_steps(answers.Tables(6, 9), 9, [*random_steps(random.Random(0), 200)])
 
 
-def check_guesses_with_the_model(answers) -> None:
-    """With any guesses, the answers are as of the model alone."""
-    llm = LLM(block_size=4, num_blocks=64, dtype="float32", device="cpu")
-    prompts = [llm.tokenizer.encode(text) for text in ("Once upon a time", "There was a king who")]
-    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    outputs = llm.generate(prompts, greedy, use_tqdm=False)
-    truth = [output.outputs[0].token_ids for output in outputs]
-    rng = random.Random(0)
-    gained: list[list[int]] = [[], []]
-    for _ in range(6):
-        guesses = []
-        for right, so_far in zip(truth, gained):
-            guess = right[len(so_far) : len(so_far) + rng.randint(0, 3)]
-            guesses.append([t if rng.random() < 0.7 else t + 1 for t in guess])
-        parts, counts = [], []
-        for i, (prompt, so_far, guess) in enumerate(zip(prompts, gained, guesses)):
-            token_ids = [*prompt, *so_far, *guess]
-            parts.append((token_ids, 0, len(token_ids), list(range(16 * i, 16 * i + 16))))
-            counts.append(len(token_ids))
-        with torch.inference_mode():
-            hidden, _ = llm.runner.forward(llm.runner.prepare(plan_of(*parts)))
-            rows = answers.rows_to_check(counts, [len(guess) for guess in guesses])
-            likeliest = llm.runner.model.lm_head(hidden[list(rows)]).argmax(-1).tolist()
-        for so_far, tokens in zip(gained, answers.new_tokens(guesses, likeliest)):
-            so_far += tokens
-    for so_far, right in zip(gained, truth):
-        num = min(len(so_far), len(right))
-        said = f"the embedded model alone answers {right[:num]}, but with guesses {so_far[:num]}"
-        expect(so_far[:num] == right[:num], said)
+def random_steps(rng: random.Random, count: int) -> Iterator[dict[str, list[int]]]:
+    """Sequences come, grow, are preempted, come back with other blocks, and leave."""
+    tables: dict[str, list[int]] = {}
+    for _ in range(count):
+        names = rng.sample("ABCDEFGHI", rng.randint(1, 6))
+        tables = {
+            name: [*tables.get(name, []), *(rng.randrange(99) for _ in range(rng.randint(0, 2)))]
+            for name in names
+        }
+        tables = {name: table[:9] or [rng.randrange(99)] for name, table in tables.items()}
+        yield tables
+
+
+def check_steps(kept, columns: int, steps: list[dict[str, list[int]]]) -> None:
+    before: dict[str, list[int]] = {}
+    for i, blocks in enumerate(steps, 1):
+        tables = {name: Table(table) for name, table in blocks.items()}
+        said = kept.step(tables)
+        case = f"step {i} with {', '.join(blocks)}"
+        is_tensor = isinstance(said, torch.Tensor) and said.dtype == torch.int32
+        expect(is_tensor, f"{case}: a tensor of torch.int32 is wanted")
+        shape = [len(blocks), columns]
+        expect([*said.shape] == shape, f"{case}: it should be {shape}, but is {[*said.shape]}")
+        for (name, table), row in zip(blocks.items(), said.tolist()):
+            wanted = table + [-1] * (columns - len(table))
+            expect(row == wanted, f"{case}: {name}'s row should be {wanted}, but is {row}")
+        for name, table in tables.items():
+            num_new = len(table) - len(before.get(name, []))
+            says = f"{num_new} blocks of {name} are new, but {table.num_read} are read"
+            expect(table.num_read <= num_new, f"{case}: {says}")
+        before = blocks

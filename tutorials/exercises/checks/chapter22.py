@@ -1,19 +1,72 @@
-"""Checks of chapter 22: tokens of a step, how many guesses, another rule."""
+"""Checks of chapter 22: guesses that a step checks, how many guesses, another rule."""
 
 import random
-from math import isclose
 
+import torch
+
+from nanovllm import LLM, SamplingParams
+from tutorials.exercises.checks.chapter07 import plan_of
 from tutorials.exercises.checks.expect import expect
 
 
 def check_1(answers) -> None:
-    for right in (0.5, 0.0, 1.0, 0.9):
-        for k in (2, 0, 1, 7):
-            outcomes = [(i + 1, right**i * (1 - right)) for i in range(k)] + [(k + 1, right**k)]
-            mean = sum(tokens * share for tokens, share in outcomes)
-            said = answers.tokens_of_a_step(right, k)
-            case = f"{k} guesses, each right with probability {right}"
-            expect(isclose(said, mean), f"{case}: {mean:.4f} tokens, but you say {said:.4f}")
+    cases = {
+        "one sequence, no guess": ([1], [[]], [7], [0], [[7]]),
+        "two guesses, both right": ([3], [[5, 6]], [5, 6, 7], [0, 1, 2], [[5, 6, 7]]),
+        "two guesses, the second is wrong": ([3], [[5, 9]], [5, 6, 7], [0, 1, 2], [[5, 6]]),
+        "two guesses, the first is wrong": ([3], [[9, 6]], [5, 6, 7], [0, 1, 2], [[5]]),
+        "a prompt of 4 tokens, then a sequence with one guess": (
+            [4, 2],
+            [[], [8]],
+            [3, 8, 9],
+            [3, 4, 5],
+            [[3], [8, 9]],
+        ),
+        "the last 2 of 5 tokens are guesses, then a decode": (
+            [5, 1],
+            [[4, 4], []],
+            [4, 2, 4, 1],
+            [2, 3, 4, 5],
+            [[4, 2], [1]],
+        ),
+    }
+    for case, (counts, guesses, likeliest, rows, tokens) in cases.items():
+        said = list(answers.rows_to_check(counts, [len(guess) for guess in guesses]))
+        expect(said == rows, f"{case}: the rows should be {rows}, but you say {said}")
+        got = [list(one) for one in answers.new_tokens(guesses, likeliest)]
+        expect(got == tokens, f"{case}: the new tokens should be {tokens}, but you say {got}")
+    check_guesses_with_the_model(answers)
+
+
+def check_guesses_with_the_model(answers) -> None:
+    """With any guesses, the answers are as of the model alone."""
+    llm = LLM(block_size=4, num_blocks=64, dtype="float32", device="cpu")
+    prompts = [llm.tokenizer.encode(text) for text in ("Once upon a time", "There was a king who")]
+    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    outputs = llm.generate(prompts, greedy, use_tqdm=False)
+    truth = [output.outputs[0].token_ids for output in outputs]
+    rng = random.Random(0)
+    gained: list[list[int]] = [[], []]
+    for _ in range(6):
+        guesses = []
+        for right, so_far in zip(truth, gained):
+            guess = right[len(so_far) : len(so_far) + rng.randint(0, 3)]
+            guesses.append([t if rng.random() < 0.7 else t + 1 for t in guess])
+        parts, counts = [], []
+        for i, (prompt, so_far, guess) in enumerate(zip(prompts, gained, guesses)):
+            token_ids = [*prompt, *so_far, *guess]
+            parts.append((token_ids, 0, len(token_ids), list(range(16 * i, 16 * i + 16))))
+            counts.append(len(token_ids))
+        with torch.inference_mode():
+            hidden, _ = llm.runner.forward(llm.runner.prepare(plan_of(*parts)))
+            rows = answers.rows_to_check(counts, [len(guess) for guess in guesses])
+            likeliest = llm.runner.model.lm_head(hidden[list(rows)]).argmax(-1).tolist()
+        for so_far, tokens in zip(gained, answers.new_tokens(guesses, likeliest)):
+            so_far += tokens
+    for so_far, right in zip(gained, truth):
+        num = min(len(so_far), len(right))
+        said = f"the embedded model alone answers {right[:num]}, but with guesses {so_far[:num]}"
+        expect(so_far[:num] == right[:num], said)
 
 
 def check_2(answers) -> None:
