@@ -247,8 +247,9 @@ def test_a_file_is_kept_saved_and_loaded(browser, address, tmp_path):
     assert browser.errors == []
 
 
-@pytest.mark.parametrize("sheet", [*build.ASSIGNMENTS, build.FREE])
-def test_every_starter_runs(browser, address, sheet):
+@pytest.mark.parametrize("sheet", ["a2", "a8", build.FREE])
+def test_a_starter_runs(browser, address, sheet):
+    """Too many blocks to be drawn, several replicas, a load of one's own."""
     open_lab(browser, address, sheet)
     run(browser)
     found = cells(browser)
@@ -369,9 +370,10 @@ def test_everything_has_a_name_and_the_editor_can_be_left(browser, address):
     assert browser.value("document.activeElement.id") == "run"
 
 
-def test_pictures_can_be_taken(browser, address, tmp_path):
+@pytest.mark.skipif("SHOTS" not in os.environ, reason="SHOTS names no folder for pictures")
+def test_pictures_can_be_taken(browser, address):
     """For people to look at."""
-    folder = Path(os.environ.get("SHOTS", tmp_path))
+    folder = Path(os.environ["SHOTS"])
     for scheme in ("light", "dark"):
         open_lab(browser, address, "a1", height=1000, scheme=scheme)
         type_file(browser, SHORTEST)

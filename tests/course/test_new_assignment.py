@@ -40,7 +40,7 @@ def test_the_guide_has_commands_for_a_new_assignment():
 def test_the_commands_of_the_guide_make_a_new_assignment(tmp_path):
     for name in COPIED:
         if (ROOT / name).is_dir():
-            ignored = shutil.ignore_patterns("__pycache__")
+            ignored = shutil.ignore_patterns("__pycache__", "node_modules")
             shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
         else:
             shutil.copy(ROOT / name, tmp_path)

@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from shorter import shorter
 from submissions import FCFS, HEAD, method
 
 from nanovllm.config import Config
@@ -409,7 +410,7 @@ def test_a_task_goes_to_another_process(name):
 @pytest.mark.parametrize("file", ["solution", "starter"])
 def test_answers_that_are_read_by_hand_are_right(name, file, tmp_path):
     """Of each assignment: in the tables, and for the grader, which lets the file play in its process."""
-    task = load_task(name)
+    task = shorter(load_task(name))
     assert len(task.own) == 3
     starter = Path(own.__file__).parent / name / "starter.py"
     path = starter if file == "starter" else SOLUTIONS / f"{name}_solution.py"

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
 
+from shorter import shorter_part
+
 from nanovllm.routing import Router
 from nanovllm.scheduler import Scheduler
 from tutorials.assignments.task import load_task, serve, serve_baseline
@@ -21,7 +23,7 @@ NUM_OF_EACH = {"a1": 4, "a2": 3, "a3": 3, "a4": 3, "a5": 2, "a6": 3, "a8": 2}
 def numbers(root: Path) -> Iterator[tuple[str, str]]:
     """Name, and the numbers as JSON: the metrics, the goals, and a digest of the times of all tokens."""
     for name, count in NUM_OF_EACH.items():
-        part = load_task(name).parts[0]
+        part = shorter_part(load_task(name).parts[0])
         baseline = serve_baseline(part, 1)
         for cls in policies(root, name, part.policy[1])[:count]:
             run = serve(part, cls, 1, check=False)
