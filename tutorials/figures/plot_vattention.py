@@ -141,7 +141,7 @@ LARGE = {
 SMALL_MODEL = {"torch 16": "gathered", "vattention 16": "rows"}
 CASES = [
     Case("qwen3-0.6b", "Qwen3-0.6B's shape", 4, "4,000", LARGE),
-    Case("qwen3-0.6b", "Qwen3-0.6B's shape", 64, "250", LARGE),
+    Case("qwen3-0.6b", "Qwen3-0.6B's shape", 16, "1,000", LARGE),
     Case("tiny-qwen3", "embedded model", 64, "1,000", SMALL_MODEL),
     Case("tiny-qwen3", "embedded model", 64, "100 to 1,900", SMALL_MODEL),
 ]
