@@ -17,7 +17,8 @@ def how_many_fit(
 ) -> tuple[int, int]:
     """How many of the first requests fit into so many bytes at the same time: with room for
     `longest` tokens for each, and with the room that each needs. A request is the lengths of its
-    prompt and of its answer. Beside the weights, each token in the cache takes `per_token` bytes."""
+    prompt and of its answer, and none needs room for more than `longest`. The first one that does
+    not fit ends the count. If not even the weights fit, both are 0."""
     raise NotImplementedError
 
 

@@ -38,5 +38,6 @@ class Tables:
 
     def step(self, tables: Mapping[str, Sequence[int]]) -> Tensor:
         """The block tables of a step by the names of its sequences, as rows of a rectangle, int32,
-        [sequences, columns], in the order of `tables`, with -1 behind the end of each."""
+        [sequences, columns], in the order of `tables`, with -1 behind the end of each. Of a table,
+        read its length, a block, or a slice. A row of a sequence that has left is free again."""
         raise NotImplementedError

@@ -36,22 +36,23 @@ def check_1(answers) -> None:
 
 
 def check_2(answers) -> None:
-    thousands = [(900, 101)] * 300
     cases = [
         ((112, 0, 1, FOUR, 56), (2, 4)),
         ((111, 0, 1, FOUR, 56), (1, 3)),
-        ((1000 + 9 * 140, 1000, 9, FOUR, 28), (4, 4)),
-        ((1000 + 9 * 112 - 1, 1000, 9, FOUR, 28), (3, 3)),
-        ((24 * 10**9, *QWEN, thousands, 40_960), (4, 198)),
-        ((100, 0, 1, [(90, 2), (20, 2), (5, 2)], 50), (2, 1)),
+        ((300, 0, 1, FOUR, 50), (4, 4)),
+        ((1000 + 9 * 200, 1000, 9, FOUR, 50), (4, 4)),
+        ((1000 + 9 * 200 - 1, 1000, 9, FOUR, 50), (3, 4)),
+        ((24 * 10**9, *QWEN, [(900, 101)] * 300, 40_960), (4, 198)),
+        ((100, 0, 1, [(90, 2), (20, 2), (5, 2)], 91), (1, 1)),
         ((10**9, *QWEN, FOUR, 1000), (0, 0)),
+        ((100, 0, 1, [], 50), (0, 0)),
     ]
     for (memory, weights, per_token, requests, longest), right in cases:
         said = answers.how_many_fit(memory, weights, per_token, [*requests], longest)
         same = isinstance(said, tuple | list) and (*said,) == right
-        some = f"{len(requests)} requests, the first with {requests[0]} tokens"
-        what = f"{memory:,} bytes, weights of {weights:,}, {per_token:,} per token, {some}"
-        expect(same, f"{what}, longest={longest:,}: {right} fit, you say {said}")
+        some = requests if len(requests) < 5 else f"{len(requests)} of {requests[0]}"
+        what = f"{memory:,} bytes, weights of {weights:,}, {per_token:,} per token"
+        expect(same, f"{what}, requests {some}, longest={longest:,}: {right} fit, you say {said}")
 
 
 def steps_of_the_scheduler(outputs: list[int], seats: int) -> int:

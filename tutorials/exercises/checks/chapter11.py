@@ -38,7 +38,7 @@ class Model:
         self.places = []  # in memory, of the ids of each run
 
     def __call__(self, ids: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        self.places.append(ids.untyped_storage().data_ptr())
+        self.places.append(ids.data_ptr())
         self.cache.index_copy_(0, slots, ids)
         return (ids * 7 + 3) % 1000
 
@@ -73,11 +73,13 @@ def check_2(answers) -> None:
 def check_3(answers) -> None:
     sizes = [4, 1, 8, 2]
     model = Model()
-    graphs = answers.Graphs(model, sizes, NUM_SLOTS)
+    graphs = answers.Graphs(model, [*sizes], NUM_SLOTS)
     num_runs = model.num_runs
     expect(num_runs == 4, f"the model should run once for each of 4 sizes; runs: {num_runs}")
     num_places = len({*model.places})
-    expect(num_places == 1, f"the recordings read {num_places} sets of inputs, and not one")
+    expect(
+        num_places == 1, f"the ids of the recordings begin at {num_places} places, and not at one"
+    )
     check_steps(graphs, model, sizes, (4, 2, 3, 1, 8, 5, 9, 7, 2, 6, 10, 1, 3))
 
 
@@ -96,7 +98,8 @@ def check_steps(graphs, model: Model, sizes: list[int], steps: Iterable[int]) ->
         size = min((size for size in sizes if size >= num_rows), default=0)
         num_before = model.num_runs
         with Rows() as rows:
-            result = graphs.run(torch.tensor(ids), torch.tensor(slots))
+            given = torch.tensor(ids), torch.tensor(slots)
+            result = graphs.run(*given)
         num_runs = model.num_runs - num_before
         case = f"step {i + 1}, {num_rows} rows" + (f" of {size}" if size else "")
         if size:
@@ -104,6 +107,9 @@ def check_steps(graphs, model: Model, sizes: list[int], steps: Iterable[int]) ->
             expect(rows.count == size, f"{case}: {rows.count} rows were replayed")
         else:
             expect(num_runs == 1, f"{case}: no recording is large enough; runs: {num_runs}")
+            expect(rows.count == num_rows, f"{case}: the model computed {rows.count} rows")
+        same = [one.tolist() for one in given] == [ids, slots]
+        expect(same, f"{case}: the ids and slots that were given have been changed")
         expect(len(result) == num_rows, f"{case}: there are {len(result)} results")
         expect(
             result.tolist() == wanted, f"{case}: {ids} give {wanted}, but you say {result.tolist()}"

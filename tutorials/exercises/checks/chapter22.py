@@ -15,6 +15,9 @@ def check_1(answers) -> None:
         "two guesses, both right": ([3], [[5, 6]], [5, 6, 7], [0, 1, 2], [[5, 6, 7]]),
         "two guesses, the second is wrong": ([3], [[5, 9]], [5, 6, 7], [0, 1, 2], [[5, 6]]),
         "two guesses, the first is wrong": ([3], [[9, 6]], [5, 6, 7], [0, 1, 2], [[5]]),
+        "three guesses, all right": ([4], [[5, 6, 7]], [5, 6, 7, 8], [0, 1, 2, 3], [[5, 6, 7, 8]]),
+        "a wrong guess behind the same token": ([3], [[5, 9]], [5, 5, 1], [0, 1, 2], [[5, 5]]),
+        "a right guess, token 0": ([2], [[0]], [0, 4], [0, 1], [[0, 4]]),
         "a prompt of 4 tokens, then a sequence with one guess": (
             [4, 2],
             [[], [8]],
