@@ -21,8 +21,9 @@ pytestmark = [
     ),
 ]
 LETTERS = "[...view.shadowRoot.querySelectorAll('#blocks .cell')].map((cell) => cell.textContent)"
-IS_CONNECTED = "document.querySelector('#connection').textContent === 'Connected'"
-IS_LIVE = f"{IS_CONNECTED} && view.frame !== null"
+# the view is hidden until it has its style, and draws blocks when it has a width
+IS_CONNECTED = "document.querySelector('#connection').textContent === 'Connected' && view.$('all').checkVisibility()"
+IS_LIVE = f"{IS_CONNECTED} && view.frame !== null && view.$('blocks').children.length > 0"
 HAS_NOTE = "[...document.querySelectorAll('.note')].at(-1)?.textContent"
 
 
@@ -82,6 +83,7 @@ def choose_run(browser: Browser, name: str) -> None:
         f"view.run = null; $('run').value = '{name}.json'; $('run').dispatchEvent(new Event('change'))"
     )
     browser.wait(f"view.run?.title === {json.dumps(run_named(name)['title'])}")
+    browser.wait("view.$('blocks').children.length")
 
 
 # --- chat ---

@@ -121,7 +121,7 @@ class Handler(BaseHTTPRequestHandler):
                 self._choice({"delta": delta}, usage={"completion_tokens": num_tokens})
             while self.server.is_endless:
                 self._choice({"delta": {"content": " more"}})
-                threading.Event().wait(0.01)
+                threading.Event().wait(0.03)
         except OSError:
             self.server.has_left.set()
             return
@@ -143,7 +143,7 @@ class Handler(BaseHTTPRequestHandler):
                 self._choice({"text": str(len(prompt)), "finish_reason": None}, i)
             while self.server.is_endless:
                 self._choice({"text": " more", "finish_reason": None})
-                threading.Event().wait(0.01)
+                threading.Event().wait(0.03)
             for i in range(len(prompts)):
                 self._choice({"text": "!", "finish_reason": "stop"}, i)
             self._event("[DONE]")

@@ -140,7 +140,8 @@ def plain_page(folder: Path, name: str, step: int) -> str:
 def test_what_a_chapter_says_of_a_step_is_shown(browser, tmp_path, name, step):
     browser.errors.clear()
     browser.open(plain_page(tmp_path, name, step - 1), width=760)
-    browser.wait("document.querySelector('nano-run').frame !== null")
+    # it draws blocks when it has a width
+    browser.wait("document.querySelector('nano-run').$('blocks').children.length")
     assert browser.text("#title") == run_named(name)["title"]
     browser.click("#next")
     assert browser.text("#position") == f"step {step} of {len(run_named(name)['frames'])}"

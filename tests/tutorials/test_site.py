@@ -358,10 +358,14 @@ def test_nothing_is_wider_than_a_phone_and_every_picture_is_there(site, browser)
             browser.screenshot(Path(os.environ["SHOTS"]) / file)
 
 
+DRAWN = "document.querySelector('nano-run').$('blocks').children.length"
+
+
 @pytest.mark.slow
 def test_blocks_move_within_one_click(site, browser):
     browser.open((site / "index.html").as_uri())
-    before = browser.wait("document.querySelector('nano-run').frame?.step")
+    browser.wait(DRAWN)
+    before = browser.value("document.querySelector('nano-run').frame.step")
     browser.click("#play")
     browser.wait(f"document.querySelector('nano-run').frame.step > {before}")
     rows = "[...document.querySelector('nano-run').shadowRoot.querySelectorAll('.request .tag')]"
@@ -384,7 +388,7 @@ def test_what_is_read_is_kept(site, browser):
     browser.open((site / "index.html").as_uri())
     assert browser.text("#site-progress").startswith(f"1 of {count} read. Go on: 03. The scheduler")
     assert browser.text("[data-read='03']").endswith("minutes, read")
-    browser.wait("document.querySelector('nano-run').frame")  # what is below it moves no more
+    browser.wait(DRAWN)  # what is below it moves no more
     browser.click("#site-progress a")
     browser.wait("location.href.includes('03_scheduler.html#exercises')")
     browser.wait(
