@@ -69,7 +69,8 @@ class Group:
         try:
             control = self._gloo("control", FOREVER if self.rank else timeout)
             data = (self._nccl if device.type == "cuda" else self._gloo)("data", timeout)
-            vars(self.connections).update(control=control, data=data)
+            self.connections.control = control
+            self.connections.data = data
         except RuntimeError as error:
             if self.rank:
                 raise  # rank 0 hears why
