@@ -72,7 +72,7 @@ def sampling_of(seqs: Collection[Sequence], vocab_size: int) -> Sampling:
     if is_limited.any():
         sampling.top_k = top_k
         sampling.max_top_k = int(top_k[is_limited].max())
-        is_small = is_drawn & (top_k <= SMALL) & (top_k < vocab_size)  # a row without top_k is none
+        is_small = is_limited & (top_k <= SMALL)
         sampling.all_have_top_k = bool(is_small.equal(is_drawn))
     if (top_p[is_drawn] < 1).any():
         sampling.top_p = top_p

@@ -12,6 +12,9 @@ from extras import needs
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from nanovllm.layers.sampler import Sampling, sample, top_logprobs, uniform
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.sequence import Request
+from nanovllm.step import sampling_of
 
 VOCAB = 50
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -217,6 +220,20 @@ def test_rows_without_a_small_top_k_do_not_make_the_others_sort(monkeypatch, lar
     together = sample(logits, mixed)
     assert together[[0, 1, 3, 4]].tolist() == alone[[0, 1, 3, 4]].tolist()
     assert looked_at == [(4, 15), *[(1, KEEP_ALL)] * num_sorted]
+
+
+@pytest.mark.parametrize("vocab_size", [5, 200, 1024, 1025])
+def test_a_neighbor_with_top_k_leaves_a_row_without_it_alone(vocab_size):
+    """Also where the whole vocabulary is not larger than what the short cut looks at."""
+    logits = (
+        torch.randn(1, vocab_size, generator=torch.Generator().manual_seed(1), device="cpu") / 10
+    )
+    for seed in range(40):
+        params = [SamplingParams(seed=seed), SamplingParams(seed=seed, top_k=3)]
+        free, cut = (Request("a", None, [1], p).sequences[0] for p in params)
+        alone = sample(logits, sampling_of([free], vocab_size))
+        together = sample(logits.expand(2, -1), sampling_of([free, cut], vocab_size))
+        assert together[0] == alone[0]
 
 
 @pytest.mark.slow(but_every=7)

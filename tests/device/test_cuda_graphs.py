@@ -475,7 +475,7 @@ def test_serving_launches_nothing_that_is_not_warm(path, monkeypatch):
     monkeypatch.setattr(
         torch.cuda,
         "get_device_properties",
-        lambda device: SimpleNamespace(multi_processor_count=40),
+        lambda device: SimpleNamespace(multi_processor_count=40, major=9, minor=0),
     )
     monkeypatch.setattr(
         triton_attention, "num_splits", lambda programs, most, _: real(programs, most, fake)
