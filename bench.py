@@ -7,11 +7,6 @@ machine could do.
     python bench.py --random-weights qwen3-0.6b --workload nano-vllm --peer vllm --python vllm=~/vllm/bin/python
     python bench.py --random-weights qwen3-8b --trace AzureLLMInferenceTrace_conv.csv --requests 500 --rate 4
     python bench.py --model Qwen/Qwen3-0.6B --rate 8 --option max_num_seqs=32
-    python bench.py attention                                  # the attention kernels alone
-    python bench.py preemption --random-weights qwen3-0.6b     # what it takes to recover, by swap and by recompute
-    python bench.py speculative                                # with guesses and without, alone and in a crowd
-    python bench.py threads                                    # one thread or all, on a quiet machine and a busy one
-    python bench.py host                                       # what Python does between two launches of the model
 
 Prompts are random token ids and every request gets exactly as many tokens as it asks for, so all
 engines do the same work. Each engine runs in a process of its own, as it comes (its own defaults)
@@ -19,7 +14,7 @@ but with the same weights, dtype and sampling. All are alive together, and answe
 turns: two rounds to warm up, then those that count, of which the median is shown. Round r adds r to
 every token id, so that no prefix cache knows a prompt from the round before. On a GPU, they share
 its memory. tutorials/appendix.md explains every column; the parts are in
-measure and tutorials/performance.
+tutorials/measure and tutorials/performance.
 """
 
 import argparse
@@ -32,16 +27,15 @@ import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from statistics import fmean
 
-from measure.peers import ENGINES
-from measure.threads import endless_loop
-from measure.turns import Turns
 from nanovllm.simulator.cost_model import SHAPES
 from tutorials.arguments import checked, positive
 from tutorials.machine import environment
+from tutorials.measure.busy import endless_loop
+from tutorials.measure.peers import ENGINES
+from tutorials.measure.turns import Turns
 from tutorials.performance.checkpoints import model_directory
 from tutorials.performance.engines import Job
 from tutorials.performance.workloads import WORKLOADS, cut, make_requests
@@ -83,8 +77,6 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    things = ["engine", "attention", "preemption", "speculative", "threads", "host"]
-    add("what", nargs="?", choices=things, default="engine", help="default: engine")
     add("--model", help="hub id or directory; default: the embedded model")
     add("--random-weights", choices=SHAPES, help="a model of this shape, written once")
     add(
@@ -129,20 +121,6 @@ def parser() -> argparse.ArgumentParser:
     add("--rounds", type=positive, default=9, help="of each engine, after two to warm up")
     add("--busy", type=count, default=0, metavar="N", help="endless loops beside all rounds")
     add("--cold", action="store_true", help="also show the start and the rounds to warm up")
-    add(
-        "--repeat",
-        type=positive,
-        default=3,
-        help="preemption, speculative, threads, host: runs of each case",
-    )
-    add(
-        "--beside",
-        type=Path,
-        nargs="+",
-        metavar="DIR",
-        default=[],
-        help="host: also measure these checkouts",
-    )
     add("--json", type=Path, help="write the result here")
     return parser
 
@@ -236,14 +214,10 @@ def main() -> None:
     arguments = parser()
     args = arguments.parse_args()
     try:
-        if args.what == "engine":
-            report = compare(args)
-            print(conditions(report), engines_table(report), sep="\n\n")
-        else:
-            module = import_module(f"measure.{args.what}")  # only now: torch
-            report = module.measure(args)
+        report = compare(args)
     except ValueError as error:
         arguments.error(str(error))
+    print(conditions(report), engines_table(report), sep="\n\n")
     write_json(report, args.json)
 
 

@@ -9,12 +9,12 @@ import random
 
 import pytest
 
-from measure import fresh, seeds, sensitivity
 from nanovllm.config import Config
 from nanovllm.simulator import Job, simulate
 from tests.tools.extras import needs
 from tutorials.assignments import public
 from tutorials.assignments.task import NAMES, Goal, Part, Task, load_task, mean_latency
+from tutorials.measure import seeds
 from tutorials.simulation.workloads import all_at_once, fixed, predicted, workload
 
 HEAD = "from nanovllm.scheduler import Scheduler\nclass MyScheduler(Scheduler):\n    "
@@ -68,7 +68,7 @@ def write(tmp_path):
 def test_silly_ones_stand_above_those_that_were_tried_and_the_solution_below(write):
     solution = write(FCFS, "a1_solution.py")
     tried = write(
-        "from nanovllm.scheduler import Scheduler\nfrom measure.silly import Silly\n"
+        "from nanovllm.scheduler import Scheduler\nfrom tutorials.assignments.silly import Silly\n"
         'class Idea(Scheduler):\n    """an idea.\n\n    It is long."""\n'
         'class Trick(Silly):\n    """a trick"""\n'
         "class NoName(Scheduler): pass\n",
@@ -203,46 +203,6 @@ def test_seeds_refuses_bad_input_in_a_sentence(argv, sentence, capsys):
         seeds.main(argv)
     assert refused.value.code == 2
     assert sentence in capsys.readouterr().err.splitlines()[-1]
-
-
-# --- fresh, sensitivity ---
-
-
-@pytest.mark.parametrize(
-    "command, argv, sentence",
-    [
-        (fresh, ["a1", "a99"], "'a99' is not allowed: choose from a0, a1"),
-        (fresh, ["--count", "0"], "'0' is not allowed: it must be a positive integer"),
-        (fresh, ["--json", "no/such/folder.json"], "it must be a file in a folder that exists"),
-        (sensitivity, ["template"], "'template' is not allowed: choose from a0"),
-        (sensitivity, ["--count", "0"], "'0' is not allowed: it must be a positive integer"),
-    ],
-)
-def test_authors_commands_refuse_bad_input_in_a_sentence(command, argv, sentence, capsys):
-    with pytest.raises(SystemExit) as refused:
-        command.main(argv)
-    assert refused.value.code == 2
-    assert sentence in capsys.readouterr().err.splitlines()[-1]
-
-
-@pytest.mark.slow
-def test_a_solution_on_a_fresh_secret(tmp_path, capsys):
-    path = tmp_path / "fresh.json"
-    path.write_text('{"assignments": {"a1": "as it was", "template": "old"}}')
-    fresh.main(["template", "--count", "1", "--json", str(path)])
-    report = json.loads(path.read_bytes())["assignments"]
-    found = report["template"]
-    assert found["points"] == [found["of"]] and found["of"] > 0 and report["a1"] == "as it was"
-    assert "template" in capsys.readouterr().out
-
-
-def test_what_a_solution_has_lost():
-    checks = [
-        {"name": "rules", "score": 10, "max_score": 10, "output": "all kept"},
-        {"name": "latency", "score": 4, "max_score": 30, "output": "0.8"},
-    ]
-    assert fresh.points_of({"tests": checks}) == (14, 40)
-    assert fresh.lost({"tests": checks}) == ["latency: 0.8"]
 
 
 # --- public ---

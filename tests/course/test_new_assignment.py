@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 RESULTS = "tutorials/results/assignments"
 GUIDE = ROOT / "tutorials" / "assignments" / "README.md"
-COPIED = ("nanovllm", "tutorials", "measure", "tests", "conftest.py", "pyproject.toml", "README.md")
+COPIED = ("nanovllm", "tutorials", "tests", "conftest.py", "pyproject.toml", "README.md")
 
 
 def commands() -> list[str]:
@@ -50,7 +50,7 @@ def test_the_commands_of_the_guide_make_a_new_assignment(tmp_path):
     making, measuring = commands()
     # measured is one seed of 20; the template's numbers are also those of its copy
     measure, written = re.match(
-        r"(python -m measure.seeds a10 .* --json (\S+))\n", measuring
+        r"(python -m tutorials.measure.seeds a10 .* --json (\S+))\n", measuring
     ).groups()
     stored = json.loads(
         (ROOT / RESULTS / "template.json").read_text(encoding="utf-8").replace("template", "a10")

@@ -18,10 +18,10 @@ import torch
 from checkpoints import greedy, new_model, save
 from recorded_steps import MAX_TOKENS, RECORDED, prompts_of_all_lengths
 
-from measure.first_contact.engine import compilations
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.checks.blocks import check_blocks
 from nanovllm.layers import triton_ops
+from tutorials.measure.first_contact.engine import compilations
 
 pytestmark = [
     pytest.mark.gpu,

@@ -39,7 +39,6 @@ IN_THE_ROOT = {
     "bench.py",
     "conftest.py",
     "example.py",
-    "measure",
     "nanovllm",
     "pyproject.toml",
     "scripts",
@@ -71,7 +70,7 @@ def test_imports_make_no_circle():
 
 
 def test_first_contact_makes_no_circle():
-    folder = ROOT / "measure" / "first_contact"
+    folder = ROOT / "tutorials" / "measure" / "first_contact"
     trees = {path.stem: ast.parse(path.read_bytes()) for path in folder.glob("*.py")}
     needs = {}
     for name, tree in trees.items():

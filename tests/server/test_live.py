@@ -467,7 +467,7 @@ def without_times(run: dict) -> dict:
 
 @pytest.mark.slow
 def test_recorded_runs_are_those_that_the_script_makes(tmp_path, monkeypatch):
-    script = importlib.import_module("measure.record_runs")
+    script = importlib.import_module("tutorials.measure.record_runs")
     committed = script.HERE
     monkeypatch.setattr(script, "HERE", tmp_path)
     script.main()
@@ -478,11 +478,11 @@ def test_recorded_runs_are_those_that_the_script_makes(tmp_path, monkeypatch):
         old, new = (json.loads((folder / name).read_bytes()) for folder in (committed, tmp_path))
         if name != "index.json":
             old, new = without_times(old), without_times(new)
-        assert old == new, f"{name}: python -m measure.record_runs writes it again"
+        assert old == new, f"{name}: python -m tutorials.measure.record_runs writes it again"
 
 
 def test_recorded_runs_show_what_they_say():
-    script = importlib.import_module("measure.record_runs")
+    script = importlib.import_module("tutorials.measure.record_runs")
     runs = {path.stem: json.loads(path.read_bytes()) for path in script.HERE.glob("*_*.json")}
     frames = {name: run["frames"] for name, run in runs.items()}
     assert len(frames["continuous_batching"]) < 0.7 * len(frames["static_batching"])

@@ -11,8 +11,6 @@ from statistics import mean, stdev
 
 import pytest
 
-from measure import accuracy
-from measure.accuracy import METRICS, error, table, totals
 from nanovllm import LLM
 from nanovllm.config import EMBEDDED_MODEL, Config
 from nanovllm.scheduler import Scheduler
@@ -21,6 +19,8 @@ from nanovllm.simulator.cost_model import Hardware, shape_of
 from nanovllm.simulator.jobs import STOP, Job
 from nanovllm.simulator.machines import Machine, machines_in
 from nanovllm.simulator.replica import model_config
+from tutorials.measure import accuracy
+from tutorials.measure.accuracy import METRICS, error, table, totals
 from tutorials.performance.steps import Step
 from tutorials.simulation import calibrate, pairs
 from tutorials.simulation.calibrate import (

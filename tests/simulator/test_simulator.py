@@ -19,7 +19,6 @@ from nanovllm.simulator.machines import MACHINES, Machine
 from nanovllm.simulator.simulation import Job, simulate
 from tutorials.baselines.contiguous import OrcaOracle
 from tutorials.baselines.static_batching import StaticBatching
-from tutorials.simulation import guesses
 from tutorials.simulation.metrics import summary
 from tutorials.simulation.workloads import (
     fixed,
@@ -388,11 +387,3 @@ def test_a_job_says_how_many_guesses_are_right(right, steps):
     ).requests
     assert len(served.token_times) == 20
     assert len({*served.token_times}) == steps
-
-
-@pytest.mark.slow
-def test_a_row_of_the_table_in_chapter_22():
-    """Its numbers come from answers of the embedded model."""
-    _, row = guesses.rows([60])
-    text = (ROOT / "tutorials" / "22_guesses.md").read_text(encoding="utf-8")
-    assert row in map(str.split, text.splitlines())

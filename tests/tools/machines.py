@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
-from measure.threads import endless_loop  # imports no PyTorch
+from tutorials.measure.busy import endless_loop  # imports no PyTorch
 
 FOLDER = Path(__file__).parent / "machine"
 NO_BF16 = {"NANOVLLM_PLAYED_BF16": "0"}

@@ -8,30 +8,25 @@ import json
 import math
 import os
 import random
-import re
 import subprocess
 import sys
 import time
-from contextlib import contextmanager, redirect_stdout
-from io import StringIO
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from checkpoints import greedy
-from extras import needs
 from transformers import AutoModelForCausalLM
 
 import bench
-from measure import attention, host, preemption, speculative, tables
-from measure.peers import Vllm
-from measure.turns import Worker
 from nanovllm import LLM, SamplingParams
-from nanovllm.checks.blocks import check_blocks
 from nanovllm.config import EMBEDDED_MODEL
 from nanovllm.model_runner import ModelRunner
-from nanovllm.simulator.cost_model import Hardware
+from tutorials.measure import tables
+from tutorials.measure.peers import Vllm
+from tutorials.measure.turns import Worker
 from tutorials.performance import engines
 from tutorials.performance.checkpoints import write_checkpoint
 from tutorials.performance.engines import Job, Loop, Nanovllm
@@ -384,71 +379,7 @@ def test_the_whole_command(tmp_path):
     assert "nanovllm-original: not installed" in done.stdout and "100.0%" in done.stdout
 
 
-# --- attention and report ---
-
-
-@pytest.mark.parametrize("batch, queries, context", [(3, 1, 32), (1, 16, 16), (2, 5, 32)])
-def test_attention_case(batch, queries, context):
-    machine, case = (
-        Hardware("a machine", 1e9, 1e9, 0),
-        attention.Case(4, 2, 16, batch, queries, context),
-    )
-    row = attention.attention_case(case, torch.device("cpu"), torch.float32, machine)
-    assert row["max_difference"] < 1e-5
-    assert row["seconds"] > 0 and row["torch_seconds"] > 0
-    size = 4 * (2 * batch * context * 2 * 16 + 2 * batch * queries * 4 * 16)
-    assert row["bytes_per_second"] == pytest.approx(size / row["seconds"])
-
-
-def test_speculative(monkeypatch, capsys):
-    """Guesses save steps where the answer is in the question; the seconds are whatever they are."""
-    monkeypatch.setattr(speculative, "AT_A_TIME", {1: 2, 2: 2})
-    monkeypatch.setattr(speculative, "NUM_GUESSES", (0, 4))
-    monkeypatch.setattr(speculative, "MOST_TOKENS", 12)
-    args = bench.parser().parse_args(["speculative", "--repeat", "1", "--dtype", "float32"])
-    rows = {
-        (row["task"], row["at_a_time"], row["guesses"]): row
-        for row in speculative.measure(args)["speculative"]
-    }
-    assert len(rows) == 2 * 2 * len(speculative.TASKS)
-    for task in speculative.TASKS:
-        without, guessed = rows[task, 1, 0], rows[task, 1, 4]
-        assert without["tokens_per_turn"] == 1 and without["guessed"] == 0
-        assert guessed["tokens"] == without["tokens"]
-        assert guessed["steps"] == without["steps"] - guessed["accepted"]
-    assert rows["phone book", 1, 4]["tokens_per_turn"] > 1
-    printed = capsys.readouterr().out
-    assert re.search("phone book +2 ", printed)
-
-
-def test_preemption(monkeypatch, capsys):
-    """What was swapped is not computed again, and everything is given back; the seconds are
-    whatever they are."""
-    engines, computed = [], []
-    recovery = preemption.recovery
-
-    def watched(llm, context, swap):
-        before = llm.counts.computed_tokens
-        seconds = recovery(llm, context, swap)
-        engines.append(llm)
-        computed.append((context, swap, llm.counts.computed_tokens - before))
-        return seconds
-
-    monkeypatch.setattr(preemption, "recovery", watched)
-    args = bench.parser().parse_args(
-        ["preemption", "--max-model-len", "300", "--repeat", "1", "--option", "swap_gib=0.1"]
-    )
-    report = preemption.measure(args)
-    rows = report["preemption"]
-    assert [(row["block_size"], row["context"]) for row in rows] == [
-        (size, 250) for size in (1, 4, 16, 64, 256)
-    ]
-    assert all(row["swap_out_seconds"] > 0 and row["recompute_seconds"] > 0 for row in rows)
-    assert set(computed) == {(250, True, 250 + 5 + 1), (250, False, 250 + 5 + 256)}
-    for llm in engines:
-        check_blocks(llm.block_manager, [])
-        assert llm.block_manager.num_used_blocks == 0 and not llm.has_unfinished()
-    assert "recompute" in capsys.readouterr().out
+# --- report ---
 
 
 def test_percentile():
@@ -585,11 +516,6 @@ def test_imports_go_one_way(folder, may_import):
     assert folder in imported and imported <= {folder, *may_import, *COMMON}
 
 
-def test_a_lesson_needs_no_instrument():
-    """The folder measure is for authors: nothing in tutorials imports it."""
-    assert "measure" not in rooms_imported_by(ROOT / "tutorials")
-
-
 def rooms_imported_by(folder: Path) -> set[str]:
     modules = {
         node.module
@@ -603,7 +529,7 @@ def rooms_imported_by(folder: Path) -> set[str]:
 
 
 def is_ours(module: str) -> bool:
-    return module.split(".")[0] in ("tutorials", "measure")
+    return module.split(".")[0] == "tutorials"
 
 
 # --- what is written ---
@@ -632,7 +558,7 @@ def test_who_is_ended_while_writing_leaves_the_old_file(tmp_path, monkeypatch):
 def test_numbers_in_the_pages_are_those_of_the_files(page):
     text = page.read_text(encoding="utf-8")
     assert len(tables.MARK.findall(text)) == text.count("<!-- table ") >= 1
-    assert tables.written(text, page) == text, "run python -m measure.tables"
+    assert tables.written(text, page) == text, "run python -m tutorials.measure.tables"
 
 
 def test_a_number_that_is_not_the_files_is_noticed():
@@ -687,31 +613,3 @@ def test_options_are_json_or_text():
         "--option", "num_blocks=8", "--option", "dtype=float32", "--option", "enforce_eager=true"
     )
     assert dict(args.option) == {"num_blocks": 8, "dtype": "float32", "enforce_eager": True}
-
-
-@pytest.mark.filterwarnings("ignore:overflow|invalid:RuntimeWarning")
-def test_the_host_is_measured_in_phases(monkeypatch):
-    """`bench.py host`, with little to do: each phase takes some of the step."""
-    needs("triton")
-    monkeypatch.setattr(host, "CONTEXT", 20)
-    monkeypatch.setattr(host, "STEPS", 4)
-    monkeypatch.setattr(host, "CASES", [(3, 64)])
-    monkeypatch.setattr(host, "QUEUES", (3,))
-    monkeypatch.setattr(host.logging, "disable", lambda level: None)  # not for all other tests
-    with redirect_stdout(StringIO()) as out:
-        host.worker()
-    report = json.loads(out.getvalue())
-    (phases,) = report["host"].values()
-    assert set(phases) == {"step", "schedule", "prepare", "run", "update"}
-    assert all(0 < seconds < 1 for seconds in phases.values())
-    ((name, row),) = report["queue"].items()
-    assert name == "3" and set(row) == {"step", "abort", "failed step"} and row["step"] > 0
-
-
-def test_medians_of_several_runs():
-    reports = [{"1, 64": {"step": seconds, "run": 1.0}} for seconds in (3.0, 1.0, 2.0)]
-    medians = host.medians(reports)
-    assert medians == {"1, 64": {"step": 2.0, "run": 1.0}}
-    old = {"1, 64": {"step": 4.0}}
-    _, row = host.rows({"host": {"old": old, "this": medians}, "commit": "abc"})
-    assert row == ["1, 64", "4000.00", "2000.00", "1000.00"]

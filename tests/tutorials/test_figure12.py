@@ -5,11 +5,9 @@ Run: pytest tests/tutorials/test_figure12.py [-k order]
 """
 
 import math
-from importlib.util import find_spec
 
 import pytest
 
-from measure import simulator_speed as speed
 from nanovllm.config import Config
 from nanovllm.simulator import simulate
 from nanovllm.simulator.cost_model import shape_of
@@ -125,14 +123,3 @@ def test_tables_and_picture(tmp_path):
 
     figure = draw({"figure12": {"chats": results, "others": results}})
     assert [len(axes.lines) for axes in figure.axes] == [6, 6]
-
-
-def test_how_fast_the_simulator_is(tmp_path):
-    """No claim about the time, only that each quarter has its own."""
-    trace = tmp_path / "trace.csv"
-    rows = [f"2024-05-10 00:00:{i:02}.000000,{100 + i},{5 + i}" for i in range(20)]
-    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "\n".join(rows))
-    for arrivals in speed.ARRIVALS:
-        report = speed.measure(trace, None, arrivals)
-        assert report["requests"] == 20 and len(report["us_per_sequence_by_quarter"]) == 4
-        assert (report["peak_megabytes"] > 1) == (find_spec("resource") is not None)

@@ -19,14 +19,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from measure.first_contact import decode_step, options, sweep
-from measure.first_contact import section as section_of_parts
-from measure.first_contact.engine import ALLOWED_OVER, compilations, complaints
-from measure.first_contact.machine import nvidia_smi
-from measure.first_contact.section import Section
-from measure.first_contact.start import Watched
 from nanovllm.vattention import memory as virtual_memory
 from tutorials import machine
+from tutorials.measure.first_contact import decode_step, options, sweep
+from tutorials.measure.first_contact import section as section_of_parts
+from tutorials.measure.first_contact.engine import ALLOWED_OVER, compilations, complaints
+from tutorials.measure.first_contact.machine import nvidia_smi
+from tutorials.measure.first_contact.section import Section
+from tutorials.measure.first_contact.start import Watched
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = (ROOT / "scripts" / "first_contact").read_text(encoding="utf-8")
@@ -62,7 +62,7 @@ def test_a_part_runs_on_a_cpu(name, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", [name, str(file), "--cpu"])
     monkeypatch.setattr(section_of_parts, "gc", SimpleNamespace(freeze=int, unfreeze=int, collect=int))  # fmt: skip
     with pytest.raises(SystemExit) as ended:
-        section_of_parts.run(pkgutil.resolve_name(f"measure.first_contact.{name}:{name}"))
+        section_of_parts.run(pkgutil.resolve_name(f"tutorials.measure.first_contact.{name}:{name}"))
     assert not ended.value.code
     check_results(file)
 
@@ -129,7 +129,9 @@ def test_parts_are_imported_without_pytest_and_beside_another_package_of_tests(t
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "__init__.py").touch()
     code = f"import pkgutil; sys.path.append({str(tmp_path)!r})\n"
-    code += f"for name in {PARTS}: pkgutil.resolve_name('measure.first_contact.' + name)\n"
+    code += (
+        f"for name in {PARTS}: pkgutil.resolve_name('tutorials.measure.first_contact.' + name)\n"
+    )
     code += "import tests.tools.machines"  # as conftest.py does
     done = without([*MISSING, "pytest"], code)
     assert done.returncode == 0, done.stderr
@@ -187,7 +189,7 @@ def test_cases_that_fail_spare_the_others(name, section, monkeypatch):
     asked = []
     failed = lambda case, call: asked.append(case) or {"error": "it fails"}  # noqa: E731
     monkeypatch.setattr(section, "case", failed)
-    module = pkgutil.resolve_name(f"measure.first_contact.{name}")
+    module = pkgutil.resolve_name(f"tutorials.measure.first_contact.{name}")
     vars(module)[name](section)
     last = {"decode_step": "larger", "options": "vAttention", "sweep": "ceilings"}
     assert asked and asked[-1] == last.get(name, asked[-1])

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from measure import turns
-from measure.turns import Turns
 from tutorials.machine import cpu_seconds
+from tutorials.measure import turns
+from tutorials.measure.turns import Turns
 from tutorials.performance.engines import Job
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "killpg"), reason="os.killpg is not there")
@@ -181,7 +181,7 @@ def test_the_end_of_the_driver_ends_an_engine(record):
 
 def test_an_endless_loop_ends_with_its_parent():
     script = (
-        "from measure.threads import endless_loop\n"
+        "from tutorials.measure.busy import endless_loop\n"
         "loop = endless_loop(); loop.__enter__()\n"
         "import os; print(os.getpid(), flush=True); os.kill(os.getpid(), 9)"
     )

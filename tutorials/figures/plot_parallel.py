@@ -2,8 +2,7 @@
 
     python -m tutorials.figures parallel_shards parallel_timeline
 
-The second reads tutorials/results/parallel_timeline.json, see measure/parallel_timeline.py. Needs
-matplotlib.
+The second reads tutorials/results/parallel_timeline.json. Needs matplotlib.
 """
 
 import json

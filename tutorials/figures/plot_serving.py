@@ -3,8 +3,7 @@ token takes under load.
 
     python -m tutorials.figures serving_threads serving_load
 
-Both read files in tutorials/results, see measure/serving_threads.py and performance/serving.py. Needs
-matplotlib.
+Both read files in tutorials/results. Needs matplotlib.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Pairs of policies on identical jobs: does the simulator say which one is better?
 
-    OMP_NUM_THREADS=1 python -m measure.accuracy --policies --json tutorials/results/simulator_pairs.json
-    OMP_NUM_THREADS=1 python -m measure.accuracy --guesses --json tutorials/results/simulator_pairs_guesses.json
+    OMP_NUM_THREADS=1 python -m tutorials.measure.accuracy --policies --json tutorials/results/simulator_pairs.json
+    OMP_NUM_THREADS=1 python -m tutorials.measure.accuracy --guesses --json tutorials/results/simulator_pairs_guesses.json
 
 For each pair, the real engine plays the same jobs with both policies, in turns, several times. Then
 both are simulated on the machine that was fitted to steps of other runs. What is compared is the

@@ -1,5 +1,6 @@
 """The studies of chapters 16 and 19, each as two numbers and what the chapter says of them."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import gt, lt
@@ -9,7 +10,7 @@ from nanovllm.config import Config
 from nanovllm.routing import PrefixAffinity, RoundRobin
 from nanovllm.scheduler import Scheduler
 from nanovllm.simulator import Job, Run, simulate
-from nanovllm.simulator.machines import Machine
+from nanovllm.simulator.machines import MACHINES, Machine
 from tutorials.simulation.metrics import by_tenant, distribution, summary, ttft
 from tutorials.simulation.policies import (
     EarliestDeadline,
@@ -210,3 +211,40 @@ STUDIES = [
     Study("8 cards: a user alone waits less", one_by_one, LARGE, {"tensor_parallel_size": 8}, {}, latency, lt, 0.75),
     Study("8 cards: fewer tokens of each card", crowd, LARGE, {"tensor_parallel_size": 8}, {}, tokens_per_second, lt, 4.0),
 ]  # fmt: skip
+
+
+# --- on machines that differ in what is not known ---
+
+OVERLAPS = (0.0, 0.5, 1.0)
+HOST_SECONDS = (0.3e-3, 3e-3)
+FLOPS_SHARES = (0.3, 0.6)
+
+
+def variants() -> dict[str, tuple[float, float, float]]:
+    """Overlap, seconds of the host per step, and share of the FLOP/s; by a name."""
+    return {
+        f"overlap {overlap:g}, host {1e3 * host:g} ms, {share:g} of the FLOP/s": (
+            overlap,
+            host,
+            share,
+        )
+        for overlap, host, share in itertools.product(OVERLAPS, HOST_SECONDS, FLOPS_SHARES)
+    }
+
+
+def changed(machine: str | Machine, overlap: float, host: float, share: float) -> Machine:
+    base = MACHINES[machine] if isinstance(machine, str) else machine
+    return replace(
+        base,
+        overlap=overlap,
+        seconds_per_step=host,
+        flops_share=share,
+        attention_flops_share=share,
+    )
+
+
+def study_on(name: str, variant: tuple[float, float, float]) -> dict:
+    """Its two numbers on a changed machine, and whether the answer is that of the chapter."""
+    (study,) = (study for study in STUDIES if study.name == name)
+    one, other = study.measure(changed("h100", *variant))
+    return {"one": one, "other": other, "holds": study.says(one, other)}

@@ -1,7 +1,7 @@
 """What was tried for assignment 2, beside its solution."""
 
-from measure.silly import Silly
 from nanovllm.scheduler import Scheduler
+from tutorials.assignments.silly import Silly
 
 
 class BestSizeOfSteps(Silly):

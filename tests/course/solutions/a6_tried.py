@@ -1,7 +1,7 @@
 """What was tried for assignment 6, beside its solution."""
 
-from measure.silly import Silly
 from nanovllm.scheduler import Scheduler
+from tutorials.assignments.silly import Silly
 
 STEP = 0.007  # seconds
 

@@ -1,7 +1,7 @@
 """What was tried for assignment 7, beside its solution."""
 
-from measure.silly import LastFirst, ShortestPrompt, Silly
 from nanovllm.scheduler import Scheduler
+from tutorials.assignments.silly import LastFirst, ShortestPrompt, Silly
 
 FREE_TOKENS = 288  # of prompts per step
 HOPELESS = 1.0  # seconds without a first token

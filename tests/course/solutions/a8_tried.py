@@ -1,7 +1,7 @@
 """What was tried for assignment 8, beside its solution."""
 
-from measure.silly import SillyRouter
 from nanovllm.routing.router import LeastLoaded, PrefixAffinity, PrefixCache
+from tutorials.assignments.silly import SillyRouter
 
 
 class ByUser(SillyRouter):

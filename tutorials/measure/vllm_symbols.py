@@ -1,7 +1,7 @@
 r"""Which files and symbols a version of vLLM has. Tests hold the book's tables "The same in vLLM" against it.
 
     pip download --no-deps vllm==0.33.0
-    python -m measure.vllm_symbols vllm-0.33.0-*.whl --json tutorials/results/vllm_symbols.json
+    python -m tutorials.measure.vllm_symbols vllm-0.33.0-*.whl --json tutorials/results/vllm_symbols.json
 
 Reads a wheel or an unpacked package. Nothing of it is imported or run. Only names are kept: of each
 file its functions, and its classes with their methods and declared fields. Models, kernels of single

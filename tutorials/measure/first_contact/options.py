@@ -11,8 +11,11 @@ from unittest import mock
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from measure.first_contact.section import Section, run, show
-from measure.first_contact.start import (
+from nanovllm import LLM, SamplingParams
+from nanovllm.frontend.streaming import Reader
+from nanovllm.vattention.memory import HostMemory
+from tutorials.measure.first_contact.section import Section, run, show
+from tutorials.measure.first_contact.start import (
     Watched,
     begin_decodes,
     leave,
@@ -20,9 +23,6 @@ from measure.first_contact.start import (
     random_prompts,
     wall_time,
 )
-from nanovllm import LLM, SamplingParams
-from nanovllm.frontend.streaming import Reader
-from nanovllm.vattention.memory import HostMemory
 from tutorials.report import percentile
 
 KINDS: dict[str, dict] = {  # parameters of the requests

@@ -1,6 +1,6 @@
-"""Writes the tables of README, the appendix, chapters 12, 14, 15, 17 to 20 and 22 and the handouts from the files in tutorials/results.
+"""Writes the tables of README, the appendix, chapters 12, 15 and 20 and the handouts from the files in tutorials/results.
 
-    python -m measure.tables
+    python -m tutorials.measure.tables
 
 A table stands between <!-- table NAME FILE... --> and <!-- end of table -->. A test compares it
 with the files.
@@ -13,20 +13,9 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from measure import (
-    accuracy,
-    host,
-    ranks,
-    replicas,
-    sensitivity,
-    simulator_speed,
-    speculative,
-    threads,
-)
-from measure.seeds import handout_table
 from tutorials.machine import ROOT
-from tutorials.performance import replicas as real
-from tutorials.performance import serving
+from tutorials.measure import accuracy
+from tutorials.measure.seeds import handout_table
 from tutorials.report import conditions, engines_table, markdown, rounds_text, spread
 from tutorials.simulation import figure12, pages, pairs
 
@@ -35,13 +24,8 @@ PAGES = [
     ROOT / "README.md",
     ROOT / "tutorials" / "appendix.md",
     ROOT / "tutorials" / "12_performance.md",
-    ROOT / "tutorials" / "14_simulator.md",
     ROOT / "tutorials" / "15_believe.md",
-    ROOT / "tutorials" / "17_serving.md",
-    ROOT / "tutorials" / "18_parallel.md",
-    ROOT / "tutorials" / "19_replicas.md",
     ROOT / "tutorials" / "20_vattention.md",
-    ROOT / "tutorials" / "22_guesses.md",
     *sorted((ROOT / "tutorials" / "assignments").glob("*/README.md")),
 ]
 MARK = re.compile(
@@ -69,38 +53,18 @@ def printed(report: dict) -> str:
 Rows = list[list[str]]
 NUMBERS = "([all numbers]({link}))"
 HERE = "{device}, commit {commit} " + NUMBERS
-SIMULATED = f"Simulated, commit {{commit}} {NUMBERS}:"
 FILE = "[{file}]({link}), commit {commit}:"
 SIGNS = "Measured, simulated; a star: clear; an exclamation mark: the wrong sign."
 LOADS = "{device}, commit {commit}; {num_loads} loads, each {repeat} times in reality " + NUMBERS
-USERS = "{users} users with {turns} turns each"
-TOKENS = "{tokens} tokens per answer"
-RANKS = "prompts of {prompt} tokens, " + TOKENS + ", {processor}, commit {commit}"
-REPEATED = "medians of {repeat}"
 TABLES: dict[str, tuple[str | None, Callable[[dict], Rows | str]]] = {
     "engines": (FILE, printed),
-    "threads": (f"Embedded model, {HERE}:", threads.rows),
-    "host": (f"{{device}}, ms per step by commit, and its parts {NUMBERS}:", host.rows),
-    "queue": (None, host.queue_rows),
-    "speculative": (f"Embedded model in {{dtype}}, {HERE}:", speculative.rows),
     "error": (f"Embedded model in float32, {LOADS}:", accuracy.rows),
     "policy_pairs": (f"{HERE}. {SIGNS}", lambda report: pairs.table(report["pairs"])),
-    "sensitive": (SIMULATED, sensitivity.table),
-    "real_and_simulated": (f"{USERS}, medians of {{num_rounds}} rounds, {HERE}:", real.both_rows),
-    "real_replicas": (f"Embedded model, two replicas, {USERS}, {HERE}:", real.real_rows),
     "sustained": (f"Commit {{commit}} {NUMBERS}:", figure12.sustained),
     "ablations": (
         "[All numbers]({link}), also of other loads and with a prefix cache.",
         figure12.chosen_ablations,
     ),
-    "simulator_speed": (f"{HERE}:", simulator_speed.rows),
-    "overloaded": (f"{HERE}:", serving.overload_rows),
-    "streams_beside_generate": (f"{HERE}:", serving.together_rows),
-    "ranks": (f"Embedded model, {RANKS}, {REPEATED} runs {NUMBERS}:", ranks.text),
-    "copies": (None, replicas.shape_rows),
-    "routed": (SIMULATED, replicas.router_rows),
-    "bounds": (None, replicas.bound_rows),
-    "least_shares": (None, replicas.share_rows),
     "pages": (
         f"{{gigabytes:.0f}} GB for the cache, commit {{commit}} {NUMBERS}:",
         pages.chosen_rows,
@@ -186,33 +150,9 @@ def settings(reports: list[dict], links: list[str]) -> str:
     return markdown(rows)
 
 
-def recovery(reports: list[dict], links: list[str]) -> str:
-    """For the appendix: preemption of a request with 1,000 tokens, of two models."""
-    header, lines = ["tokens per block"], []
-    for report, link in zip(reports, links):
-        name = MODELS.get(report["model"], report["model"])
-        lines.append(f"- {name} in {report['dtype']}, {report['device']} ([all numbers]({link}))")
-        header += [f"{name}: out", "in", "recompute"]
-    rows = [header]
-    chosen = [
-        [measured for measured in report["preemption"] if measured["context"] == 1000]
-        for report in reports
-    ]
-    for together in zip(*chosen):
-        times = [
-            m[f"{way}_seconds"] * 1e3
-            for m in together
-            for way in ("swap_out", "swap_in", "recompute")
-        ]
-        cells = [f"{t:,.{0 if t >= 10 else 1}f}" for t in times]
-        rows.append([str(together[0]["block_size"]), *cells])
-    return "\n".join([*lines, "", markdown(rows)])
-
-
 OF_SEVERAL = {
     "speed": speed,
     "settings": settings,
-    "recovery": recovery,
 }
 
 

@@ -1,6 +1,6 @@
 """Records the runs that the server's page and the chapters play, each on the embedded model with a small cache.
 
-    python -m measure.record_runs
+    python -m tutorials.measure.record_runs
 
 Writes nanovllm/server/page/runs/*.json, and an index of them. Tokens are the same each time; the
 times in the files are the machine's.

@@ -12,14 +12,13 @@ from unittest import mock
 
 import torch
 
-from measure.attention import seconds_per_layer
-from measure.first_contact.decode_step import sampled_rows, seconds_behind_a_pause
-from measure.first_contact.section import Section, milliseconds, run, show
 from nanovllm.layers import attention
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import KVCache
 from nanovllm.simulator.cost_model import Hardware, visible_keys
-from tutorials.machine import this_machine
+from tutorials.machine import seconds_of, this_machine
+from tutorials.measure.first_contact.decode_step import sampled_rows, seconds_behind_a_pause
+from tutorials.measure.first_contact.section import Section, milliseconds, run, show
 from tutorials.report import percentile
 
 HEADS = 16  # this and the next three: Qwen3-0.6B's attention
@@ -91,6 +90,24 @@ def new_load(section: Section, contexts: list[int], queries: int) -> Load:
     )
     q = torch.randn(num_tokens, HEADS, HEAD_DIM, device=device).to(section.dtype)
     return Load(batch, q, layers, kv_bytes)
+
+
+def seconds_per_layer(call, layers: int, device) -> float:
+    """Median of a few sweeps over all layers; on CUDA as a graph, or we would time Python's
+    launches."""
+
+    def sweep():
+        for layer in range(layers):
+            call(layer=layer)
+
+    sweep()
+    if device.type != "cuda":
+        return percentile([seconds_of(sweep, device) / layers for _ in range(5)], 50)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        sweep()
+    graph.replay()
+    return percentile([seconds_of(graph.replay, device) / layers for _ in range(20)], 50)
 
 
 @contextmanager

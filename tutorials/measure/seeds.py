@@ -1,8 +1,8 @@
 """Many seeds and policies as one table, for an author or a grader of an assignment.
 
-    python -m measure.seeds a1 my_scheduler.py            # beside FCFS, on 20 seeds
-    python -m measure.seeds a1 submissions/*.py --count 5 --check
-    python -m measure.seeds a1 --silly tried.py --json a1.json
+    python -m tutorials.measure.seeds a1 my_scheduler.py            # beside FCFS, on 20 seeds
+    python -m tutorials.measure.seeds a1 submissions/*.py --count 5 --check
+    python -m tutorials.measure.seeds a1 --silly tried.py --json a1.json
 
 A file with the class that the assignment asks for is one row. From any other file, each scheduler
 in it is one, and for an assignment about routers, each router. `--silly` adds the policies of silly.py. A row shows for each goal the best and the worst
@@ -32,11 +32,12 @@ from nanovllm.block_manager import BlockManager
 from nanovllm.schedule import ScheduleError
 from nanovllm.simulator import Run
 from tutorials.arguments import experiment, positive
+from tutorials.assignments import silly
 from tutorials.assignments.public import check_rules, classes_of, load
 from tutorials.assignments.task import NAMES, Task, load_task, name_in_report, serve_baseline
 from tutorials.report import aligned, markdown
 
-SILLY = Path(__file__).with_name("silly.py")
+SILLY = Path(silly.__file__)
 Values = dict[str, float]  # of each goal, by its name in a report
 Rows = dict[str, list[Values | str]]  # name of a policy -> for each seed: values, or what it broke
 BASES = ("Silly", "SillyRouter")  # of policies, and none themselves

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from measure.first_contact.section import Section, run, show
-from measure.first_contact.start import random_prompts
 from nanovllm import LLM, SamplingParams
 from tutorials.machine import ROOT
+from tutorials.measure.first_contact.section import Section, run, show
+from tutorials.measure.first_contact.start import random_prompts
 from tutorials.report import percentile
 
 NUM_SEQS = 32

@@ -1,5 +1,5 @@
 """One engine in a process of its own, with the Python of its own environment: -m
-measure.worker FD.
+tutorials.measure.worker FD.
 
 FD is a socket that carries a line of JSON in each direction in turn. The first line is a Job, and
 its answer what the engine told of itself. Each later line is the name of a method of `Measured` with
@@ -14,8 +14,8 @@ import time
 import traceback
 from pathlib import Path
 
-from measure.peers import ENGINES
 from tutorials.machine import installed, this_machine
+from tutorials.measure.peers import ENGINES
 from tutorials.performance.engines import Job, Nanovllm
 from tutorials.performance.workloads import Request, shifted
 

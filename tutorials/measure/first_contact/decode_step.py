@@ -12,9 +12,14 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from measure.first_contact.larger import larger_step
-from measure.first_contact.section import Section, milliseconds, run, show
-from measure.first_contact.start import (
+from nanovllm import LLM, SamplingParams, model_runner
+from nanovllm.layers.sampler import Sampling
+from nanovllm.schedule import Schedule
+from nanovllm.step import StepInputs
+from tutorials.machine import seconds_of
+from tutorials.measure.first_contact.larger import larger_step
+from tutorials.measure.first_contact.section import Section, milliseconds, run, show
+from tutorials.measure.first_contact.start import (
     Watched,
     begin_decodes,
     leave,
@@ -23,11 +28,6 @@ from measure.first_contact.start import (
     random_prompts,
     wall_time,
 )
-from nanovllm import LLM, SamplingParams, model_runner
-from nanovllm.layers.sampler import Sampling
-from nanovllm.schedule import Schedule
-from nanovllm.step import StepInputs
-from tutorials.machine import seconds_of
 from tutorials.report import percentile
 
 PAUSE = 10**7  # cycles of the GPU: some 5 ms

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from transformers import AutoConfig
 
-from measure.first_contact.section import Section
 from nanovllm import LLM, SamplingParams, model_runner
 from nanovllm.device import cuda_graphs, memory
 from nanovllm.loader import new_model
@@ -18,6 +17,7 @@ from nanovllm.schedule import Item, Schedule
 from nanovllm.sequence import Request
 from nanovllm.simulator.cost_model import shape_of, work_of
 from tutorials.machine import seconds_of
+from tutorials.measure.first_contact.section import Section
 from tutorials.performance.checkpoints import COMMON
 from tutorials.report import percentile
 

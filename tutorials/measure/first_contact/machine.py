@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from measure.first_contact.section import Section, run
 from tutorials.machine import environment, installed, this_machine
+from tutorials.measure.first_contact.section import Section, run
 
 
 def machine(section: Section) -> None:

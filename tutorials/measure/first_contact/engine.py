@@ -7,9 +7,9 @@ from unittest import mock
 
 import torch
 
-from measure.first_contact.section import Section, run, show
-from measure.first_contact.start import new_llm, random_prompts
 from nanovllm import LLM, SamplingParams
+from tutorials.measure.first_contact.section import Section, run, show
+from tutorials.measure.first_contact.start import new_llm, random_prompts
 
 ALLOWED_OVER = 2**29  # bytes: modules that are loaded later, and what lies between allocations
 

@@ -10,12 +10,12 @@ from unittest import mock
 
 import torch
 
-from measure.first_contact.section import Section
 from nanovllm import LLM, SamplingParams, model_runner
 from nanovllm.device import memory
 from nanovllm.device.cuda_graphs import StepGraphs
 from nanovllm.frontend.replies import Reply
 from nanovllm.model_runner import ModelRunner
+from tutorials.measure.first_contact.section import Section
 from tutorials.report import percentile
 
 

@@ -46,7 +46,7 @@ class Worker:
         self.pipe = self.connection.makefile()
         with theirs, self.log.open("w", encoding="utf-8") as out:
             self.process = subprocess.Popen(
-                [python, "-m", "measure.worker", str(theirs.fileno())],
+                [python, "-m", "tutorials.measure.worker", str(theirs.fileno())],
                 cwd=ROOT,
                 env=os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
                 stdin=subprocess.DEVNULL,

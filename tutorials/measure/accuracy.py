@@ -1,6 +1,6 @@
 """How wrong is the simulator? The same jobs in the real engine and in the simulator, side by side.
 
-    OMP_NUM_THREADS=1 python -m measure.accuracy --json tutorials/results/simulator_error.json
+    OMP_NUM_THREADS=1 python -m tutorials.measure.accuracy --json tutorials/results/simulator_error.json
 
 The engine runs the embedded model in float32 on one thread of this CPU. The simulator runs the same
 scheduler and block manager; only the time of a step is a guess. So its error is the error of the
