@@ -1,6 +1,6 @@
 """BlockManager: the page table of the KV cache (paper, sections 4.2 to 4.4). Imports no torch."""
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import count
@@ -98,20 +98,18 @@ class BlockManager:
 
     def can_allocate(self, items: Iterable[tuple[Sequence, int, int]]) -> bool:
         """Whether there are blocks for the items of a schedule: (sequence, start, num_tokens)."""
-        num_free = len(self.free_blocks)
-        # a block for each token, and a copy
-        upper_bound = sum([num_tokens + 1 for _, _, num_tokens in items])
-        return upper_bound <= num_free or self.num_new_blocks(items) <= num_free
+        return self.num_new_blocks(items) <= len(self.free_blocks)
 
     def num_new_blocks(self, items: Iterable[tuple[Sequence, int, int]]) -> int:
         """Blocks that the sequences of these items lack, copies included."""
         missing = 0
-        writers: Counter[int] = Counter()  # of blocks that exist: how many sequences write next
+        writers: dict[int, int] = {}  # block -> how many of the sequences write into it next
         for seq, start, num_tokens in items:
             missing += max(0, self.num_blocks_for(start + num_tokens) - len(seq.block_table))
             i = start // self.block_size
             if i < len(seq.block_table):
-                writers[seq.block_table[i]] += 1
+                block_id = seq.block_table[i]
+                writers[block_id] = writers.get(block_id, 0) + 1
         for block_id, num_writers in writers.items():
             # each copies it first, but the last owner needs no copy
             missing += min(num_writers, self.blocks[block_id].ref_count - 1)
@@ -124,13 +122,11 @@ class BlockManager:
         needed = self.num_blocks_for(len(first.token_ids)) + num_reserved
         if others:
             needed += self.num_blocks_at_fork(request)
-        lacking = needed - len(self.free_blocks)
-        if lacking <= 0:
+        if needed <= len(self.free_blocks):
             return True
-        if lacking > self.num_used_blocks:
-            return False
-        # what others use now need not be allocated again
-        return lacking <= sum(block.ref_count > 0 for block in self.find_prefix(first))
+        # cached blocks that other sequences use need not be allocated again
+        num_in_use = sum(block.ref_count > 0 for block in self.find_prefix(first))
+        return needed - num_in_use <= len(self.free_blocks)
 
     def find_prefix(self, seq: Sequence) -> list[Block]:
         """The blocks of the longest prefix of its tokens that can be found; does not take them.

@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.checks.classes import check_made
-from nanovllm.checks.schedules import ScheduleChecks, nothing_planned
-from nanovllm.config import TOKENS_PER_STEP, Config
+from nanovllm.checks.schedules import ScheduleChecks
+from nanovllm.config import TOKENS_PER_STEP, Config, Limits
 from nanovllm.decoding.beam_search import BeamRequest, BeamSearchParams
 from nanovllm.decoding.guesses import Guesser, config_of
 from nanovllm.device.choose import choose_device
@@ -34,11 +35,12 @@ from nanovllm.frontend.replies import Replies, Reply
 from nanovllm.frontend.stats import Counts, stats_of
 from nanovllm.frontend.streaming import stream
 from nanovllm.frontend.turns import Turns
+from nanovllm.inbox import Inbox
 from nanovllm.layers.rotary import longest_context
 from nanovllm.loader import find_model, load_config, load_generation_config, load_tokenizer
+from nanovllm.model_runner import ModelRunner, Runner
 from nanovllm.options import refusal
 from nanovllm.recovery import Recovery
-from nanovllm.runners import Runner, new_runner
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.schedule import Schedule, ScheduleError
 from nanovllm.scheduler import Scheduler
@@ -82,11 +84,12 @@ class LLM:
         self.scheduler: Scheduler = scheduler_cls(limits, new_block_manager())
         self.scheduler.guesser = guesser
         self.replies = Replies()
-        self.checks: ScheduleChecks | None = None
-        if config.scheduler_cls or config.block_manager_cls:  # a user's: each plan is checked
+        self.planner: Scheduler | ScheduleChecks = self.scheduler
+        if config.scheduler_cls or config.block_manager_cls:  # a user's
             check_made(self.scheduler, config, self.runner)
-            self.checks = ScheduleChecks(self.scheduler, limits, self.replies.unfinished)
+            self.planner = ScheduleChecks(self.scheduler, limits, self.replies.unfinished)
         self.recovery = Recovery(self.scheduler, self.replies, new_block_manager)
+        self.inbox = Inbox(self.scheduler, self.replies, self.recovery)
         defaults = load_generation_config(path, hf_config)
         self.inputs = Inputs(
             config.model, self.scheduler, self.tokenizer, hf_config.vocab_size, *defaults
@@ -137,24 +140,17 @@ class LLM:
 
     def _step(self) -> None:
         """Plans a step, runs it, and delivers its tokens."""
-        self.recovery.settle()  # aborts, new requests, and what a fault has left
+        self.inbox.settle()  # new requests and aborts take effect here
         if not self.replies.unfinished:
             return
         start = time.perf_counter()
-        with self.recovery.of_step():  # an exception ends at most the request that has caused it
-            schedule = self.scheduler.schedule()
-            if self.checks is not None:
-                self.checks.after_schedule(schedule)
-            elif not schedule.items:
-                raise nothing_planned(self.scheduler, self.replies.unfinished)
+        with self.recovery.of_step():  # an exception ends at most the request that caused it
+            schedule = self.planner.schedule()
             self.recovery.schedule = schedule
             collect = self.runner.launch(schedule)
             for function in self.meanwhile:  # while the device computes
                 function()
-            token_ids, logprobs = collect()
-            self.scheduler.update(schedule, token_ids, logprobs)
-            if self.checks is not None:
-                self.checks.after_update(schedule)
+            self.planner.update(schedule, *collect())
             self._deliver(schedule)
         if self.recovery.schedule is not None:  # the step has not failed
             self._count(self.recovery.schedule, time.perf_counter() - start)
@@ -165,7 +161,7 @@ class LLM:
         reply = self.replies.unfinished.get(request_id) if isinstance(request_id, str) else None
         if reply is None or reply.is_unwanted:
             return False
-        self.recovery.unwanted.append(reply.request)
+        self.inbox.unwanted.append(reply.request)
         reply.is_unwanted = True
         return True
 
@@ -204,7 +200,7 @@ class LLM:
             with self.turns.take():
                 self.replies.catch_up()  # requests that ended in the last step have no text yet
         except BaseException:  # even Ctrl-C: nothing of this call is left behind
-            self.recovery.unwanted.extend(requests)
+            self.inbox.unwanted.extend(requests)
             raise
         for output in outputs:
             if output.error is not None:
@@ -259,8 +255,8 @@ class LLM:
                 raise RuntimeError("a step runs: it cannot be closed in the middle of it")
             if self.is_closed:
                 return
-            self.recovery.unwanted.extend(self.requests.values())
-            self.recovery.settle()
+            self.inbox.unwanted.extend(self.requests.values())
+            self.inbox.settle()
             self.is_closed = True
             self.runner.close()
 
@@ -298,7 +294,7 @@ class LLM:
 
     def _submit(self, request: Request, is_reported: bool = True) -> Reply:
         """Gives a checked request its arrival number, id and seed, and a reply. The next step
-        queues it: see Recovery.settle."""
+        queues it: see Inbox.settle."""
         with self.turns.take():
             if self.is_closed:
                 raise RuntimeError("this LLM is closed")
@@ -317,7 +313,7 @@ class LLM:
             tokenizer = self.tokenizer and self.tokenizer.backend_tokenizer
             reply = Reply(request, tokenizer, is_reported)
             # in this order: `settle` drops a request without a reply, so a Ctrl-C does no harm here
-            self.recovery.submitted.append(request)
+            self.inbox.submitted.append(request)
             self.replies.unfinished[request.request_id] = reply
         return reply
 
@@ -341,3 +337,12 @@ class LLM:
         counts.peak_blocks = max(counts.peak_blocks, schedule.num_used_blocks)
         for observer in [*self.observers]:  # a copy: an observer may leave
             observer(schedule, seconds)
+
+
+def new_runner(config: Config, limits: Limits, hf_config: Any, path: Path, device: Any) -> Runner:
+    arguments = (config, limits, hf_config, path, device)
+    if config.tensor_parallel_size > 1:
+        from nanovllm.parallel import runner  # not all builds of PyTorch can
+
+        return runner.new_runner(*arguments)
+    return ModelRunner(*arguments)

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from threading import Timer
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +35,20 @@ from nanovllm.swapping.host_cache import HostCache
 logger = logging.getLogger(__name__)
 
 SECONDS_UNTIL_TOLD = 2.0
+
+
+class Runner(Protocol):
+    """Executes schedules: ModelRunner on one device, parallel/runner.py on several."""
+
+    num_blocks: int
+    num_host_blocks: int
+    is_asynchronous: bool  # whether `launch` returns before the step is computed
+
+    def launch(self, schedule: Schedule) -> Callable[[], Drawn]:
+        """Starts a step. The function that it returns waits for its end."""
+
+    def close(self) -> None:
+        """Gives back what it holds. It launches no step afterwards."""
 
 
 class ModelRunner:

@@ -1,7 +1,7 @@
-"""Recovery: adds and aborts requests between steps, and restores the state after a failed step.
+"""Recovery: restores the state after a step that failed or was interrupted.
 
-Only the requests and their tokens must survive a step that has failed, or was interrupted. The
-cache, the queues, the outputs and their texts are made from them again.
+Only the requests and their tokens must survive such a step. The cache, the queues, the outputs and
+their texts are made from them again.
 """
 
 from __future__ import annotations
@@ -28,107 +28,72 @@ class RankError(ConnectionError):
 
 @dataclass(eq=False, repr=False)
 class Recovery:
-    """Keeps the scheduler and the replies true to the requests.
+    """Keeps the scheduler and the replies consistent with the requests.
 
-    Any code may append to `submitted` and `unwanted` at any time: a hook within a step, another
-    thread, Python's garbage collector. `settle` carries it out before the next step.
+    After a failed step, its requests run one by one: each until it has a token, or fails alone.
     """
 
     scheduler: Scheduler
     replies: Replies
     new_block_manager: Callable[[], BlockManager]
-    submitted: deque[Request] = field(default_factory=deque)  # with a reply, but not queued yet
-    unwanted: deque[Request] = field(default_factory=deque)  # to be aborted
     is_changing: bool = False  # while the state changes; still set if that was interrupted
     schedule: Schedule | None = None  # of the step that runs
-    suspects: list[list[Request]] = field(default_factory=list)
-    """Groups of requests, one of which made a step fail: the last group runs, the others wait."""
-    untested: set[Request] = field(default_factory=set)  # in that group, without a new token
+    suspects: deque[Request] = field(default_factory=deque)
+    """Requests of a step that failed. The first one runs alone; all other requests wait."""
+    has_passed: bool = False  # whether the first suspect has got a token
     num_failed_steps: int = 0
 
     def settle(self) -> None:
-        """Makes the state such that a step can begin."""
-        if self.is_changing:  # the last change was interrupted
+        """Restores the state after an interrupt, and goes on to the next suspect."""
+        if self.is_changing:
             self._start_over()
-        while self.unwanted:
-            self._end(self.unwanted[0])
-            self.unwanted.popleft()
-        while self.suspects and not any(request.unfinished for request in self.untested):
+        while self.suspects and (self.has_passed or self.suspects[0].has_ended):
             self.is_changing = True
-            self.suspects.pop()  # this group has not failed, or has ended: the next one runs
+            self.suspects.popleft()
             self._start_over()
-        while self.submitted and not self.suspects:
-            self._queue(self.submitted[0])
 
     @contextmanager
     def of_step(self) -> Iterator[None]:
-        """Runs a step so that an exception ends at most the request that has caused it."""
+        """Runs a step so that an exception ends at most the request that caused it."""
         self.is_changing = True
         self.schedule = None
         try:
             yield
             if self.suspects and self.schedule is not None:
-                self.untested.difference_update(seq.request for seq in self.schedule.sampled)
+                sampled = {seq.request for seq in self.schedule.sampled}
+                self.has_passed = self.suspects[0] in sampled
             self.is_changing = False
-        except (ScheduleError, RankError, KeyboardInterrupt):  # not the fault of any request
+        except (ScheduleError, RankError, KeyboardInterrupt):  # no request caused it
             self._start_over()
             raise
         except Exception as error:
-            self._accuse(error)
+            self._suspect(error)
             self._start_over()
 
-    # --- requests come and go ---
-
-    def _queue(self, request: Request) -> None:
+    @contextmanager
+    def changing(self, request: Request) -> Iterator[None]:
+        """Lets a request into the scheduler, or out. If that raises, only this request ends."""
+        if self.is_changing:
+            self._start_over()
         self.is_changing = True
-        if self.replies.to(request) is not None:  # otherwise its submission was interrupted
-            self._try(self.scheduler.add, request)
-        self.submitted.popleft()
-        self.is_changing = False
-
-    def _try(self, queue: Callable[[Request], None], request: Request) -> None:
         try:
-            queue(request)
+            yield
         except Exception as error:  # from a hook, perhaps after the request has been queued
             self._fail(request, error)
-            if request in self.scheduler.waiting:
-                self.scheduler.waiting.remove(request)
-
-    def _end(self, request: Request) -> None:
-        """Aborts a request, unless it has ended by itself."""
-        reply = self.replies.to(request)
-        if reply is None:
-            return
-        self.is_changing = True
-        for seq in request.unfinished:
-            seq.finish_reason = "abort"
-        self.replies.report(reply)
-        try:
-            self.scheduler.abort(request)
-        except Exception as error:  # from a hook; the request has ended all the same
-            logger.warning("aborting %r failed: %r", request, error)
             self._start_over()
         self.is_changing = False
 
-    # --- a step has failed ---
+    # --- inside ---
 
-    def _accuse(self, error: Exception) -> None:
-        """Bisects the group of requests that may have made the step fail. A request that fails
-        alone ends with the error."""
+    def _suspect(self, error: Exception) -> None:
         self.num_failed_steps += 1
         logger.warning("a step failed: %r", error)
-        is_apart = bool(self.suspects) or len(self.replies.unfinished) == 1
-        if self.suspects:
-            group = self.suspects.pop()
+        if self.suspects:  # it has run alone
+            self._fail(self.suspects.popleft(), error)
         elif self.schedule is not None:
-            group = [*dict.fromkeys(item.seq.request for item in self.schedule.items)]
+            self.suspects.extend(dict.fromkeys(item.seq.request for item in self.schedule.items))
         else:
-            group = [reply.request for reply in self.replies.unfinished.values()]
-        if is_apart and len(group) == 1:
-            self._fail(group[0], error)
-        else:
-            half = len(group) // 2
-            self.suspects += [group[half:], group[:half]]
+            self.suspects.extend(reply.request for reply in self.replies.unfinished.values())
 
     def _fail(self, request: Request, error: Exception) -> None:
         logger.warning("%r failed: %r", request, error)
@@ -137,27 +102,25 @@ class Recovery:
             self.replies.report(reply, error)
 
     def _start_over(self) -> None:
-        """Begins anew with an empty cache, from the tokens of each sequence. May itself be
+        """Starts again with an empty cache, from the tokens of each sequence. May itself be
         interrupted."""
         self.is_changing = True
         self.schedule = None
-        self.submitted.clear()  # all that have a reply are queued below
+        self.has_passed = False
         replies = [*self.replies.unfinished.values()]
         for reply in replies:
             self._renew(reply)
-        groups = [[r for r in group if not r.has_ended] for group in self.suspects]
-        self.suspects = [group for group in groups if group]
-        unfinished = [reply.request for reply in replies if not reply.output.finished]
-        group = self.suspects[-1] if self.suspects else unfinished
-        self.untested = set(group)
+        self.suspects = deque(r for r in self.suspects if not r.has_ended)
         manager = self.new_block_manager()
         try:
             self.scheduler.restart(manager)
-        except Exception as error:  # from a hook; what is ours begins anew all the same
+        except Exception as error:  # from a hook
             logger.warning("restart failed: %r", error)
             Scheduler.restart(self.scheduler, manager)
-        for request in group:
-            self._try(self.scheduler.enqueue, request)
+        for reply in replies:
+            is_held = self.suspects and reply.request is not self.suspects[0]
+            if not (reply.output.finished or is_held):
+                self._queue_again(reply)
         self.is_changing = False
 
     def _renew(self, reply: Reply) -> None:
@@ -171,9 +134,19 @@ class Recovery:
                 if not isinstance(request, BeamRequest):  # a search ends in its own way
                     reason = self.scheduler.reason_to_end(seq)
                     seq.finish_reason = reason if isinstance(reason, str) else None
-        except Exception as error:  # from a hook: its own fault, and no other request's
+        except Exception as error:  # from a hook
             reply.restart()
             self._fail(request, error)
             return
         reply.restart()
         self.replies.report(reply)
+
+    def _queue_again(self, reply: Reply) -> None:
+        reply.is_queued = True
+        request = reply.request
+        try:
+            self.scheduler.enqueue(request)
+        except Exception as error:  # from a hook, perhaps after the request has been queued
+            self._fail(request, error)
+            if request in self.scheduler.waiting:
+                self.scheduler.waiting.remove(request)

@@ -19,8 +19,8 @@ Wrong = Callable[[str], ScheduleError]
 
 @dataclass
 class ScheduleChecks:
-    """Looks at what a user's scheduler plans and does. What is wrong raises a ScheduleError, which
-    names the method. The built-in scheduler runs without checks."""
+    """Checks the plans of a user's scheduler. A wrong plan raises a ScheduleError that names the
+    method. The built-in scheduler runs without checks."""
 
     scheduler: Scheduler
     limits: Limits
@@ -30,8 +30,9 @@ class ScheduleChecks:
     num_idle_steps: int = 0  # since a request came, left or got a token ...
     num_idle_tokens: int = 0  # ... and the tokens that were computed in them
 
-    def after_schedule(self, schedule: Schedule) -> None:
-        """Checks a plan that has just been made."""
+    def schedule(self) -> Schedule:
+        """Plans a step, and checks the plan."""
+        schedule = self.scheduler.schedule()
         if not isinstance(schedule, Schedule):
             problem = f"it returned {shown(schedule)}, and not a Schedule"
             raise ScheduleError(self.scheduler, "schedule", problem)
@@ -41,14 +42,15 @@ class ScheduleChecks:
             check_schedule(schedule, self.scheduler, self.limits)
             check_kept(self.scheduler, schedule)
         self._check_progress(schedule)
+        return schedule
 
-    def after_update(self, schedule: Schedule) -> None:
-        """Checks that the step's result has been processed."""
+    def update(self, schedule: Schedule, *drawn: Any) -> None:
+        """Processes the step's result, and checks that this was done."""
+        self.scheduler.update(schedule, *drawn)
         seq, start, _ = schedule.items[0]
         seq = unguessed(seq)
         if seq.num_computed_tokens == start and seq in seq.request.unfinished:
-            problem = "it did nothing: does it call super()?"
-            raise ScheduleError(self.scheduler, "update", problem)
+            raise ScheduleError(self.scheduler, "update", "it did nothing: does it call super()?")
 
     def _check_progress(self, schedule: Schedule) -> None:
         """Detects a livelock: preemptions so frequent that no request ever gets a token. Far more
@@ -87,7 +89,6 @@ def check_schedule(schedule: Schedule, scheduler: Scheduler, limits: Limits) -> 
     manager = scheduler.block_manager
     running = set(scheduler.running)
     seen = set[Sequence]()
-    last_ones: list[Sequence] = []  # whose last token is computed
     for item in schedule.items:
         if not isinstance(item, Item):
             raise wrong(f"{shown(item)} is in the schedule, and not an Item")
@@ -111,23 +112,22 @@ def check_schedule(schedule: Schedule, scheduler: Scheduler, limits: Limits) -> 
         if manager.blocks[block_id].ref_count > 1 and block_id not in manager.unwritten:
             others = "which others read: allocate copies it first"
             raise wrong(f"{seq} is to write into block {block_id}, {others}")
-        if end == len(seq.token_ids):
-            last_ones.append(seq)
     totals = {"max_num_batched_tokens": schedule.num_tokens, "max_num_seqs": len(schedule.items)}
     for name, total in totals.items():
         limit = getattr(limits, name)
         if total > limit:
             raise wrong(f"the schedule has {total} {name.split('_')[-1]}, but {name}={limit}")
-    check_sampled(schedule, last_ones, wrong)
+    check_sampled(schedule, wrong)
     check_published(schedule, manager, wrong)
     if manager.moves:
         raise wrong("blocks are to be moved, but the schedule lacks them: call take_moves last")
 
 
-def check_sampled(schedule: Schedule, last_ones: list[Sequence], wrong: Wrong) -> None:
+def check_sampled(schedule: Schedule, wrong: Wrong) -> None:
     """Checks that exactly the sequences whose last token is computed get a next token, and that a
     request's samples get theirs together."""
     sampled = schedule.sampled.keys()
+    last_ones = [seq for seq, start, n in schedule.items if start + n == len(seq.token_ids)]
     if [*dict.fromkeys(schedule.sampled.values())] != last_ones:
         raise wrong("the sampled sequences do not match the items: add items with commit only")
     for request in {seq.request for seq in sampled if seq.request.params.n > 1}:
@@ -140,8 +140,6 @@ def check_sampled(schedule: Schedule, last_ones: list[Sequence], wrong: Wrong) -
 
 def check_published(schedule: Schedule, manager: BlockManager, wrong: Wrong) -> None:
     """Whether the step writes all blocks that can be found already."""
-    if not manager.unwritten:
-        return
     written = set[int]()
     for seq, start, num_tokens in schedule.items:
         first = start // manager.block_size
@@ -149,6 +147,4 @@ def check_published(schedule: Schedule, manager: BlockManager, wrong: Wrong) -> 
         written.update(seq.block_table[first:last])
     lost = manager.unwritten - written
     if lost:
-        raise wrong(
-            f"no sequence computes blocks {lost}, which can be found: keep what is committed"
-        )
+        raise wrong(f"no sequence computes the cached blocks {lost}: keep what is committed")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.decoding.beam_search import BeamRequest, BeamSearch, BeamSearchParams
@@ -52,6 +51,10 @@ class Inputs:
     default_params: SamplingParams
     eos_token_ids: frozenset[int]
     vocabulary: Any = None  # an LLTokenizer, made by the first request that needs it
+
+    def __post_init__(self) -> None:
+        vocab = self.tokenizer.get_vocab() if self.tokenizer else ()
+        self.longest_token = max(map(len, vocab), default=0)  # in characters
 
     def request(
         self,
@@ -114,14 +117,13 @@ class Inputs:
         if self.tokenizer is None:
             no_tokenizer = f"model={self.model!r} has no tokenizer, so pass token ids"
             raise refusal("prompt", prompt, no_tokenizer)
+        is_text = isinstance(content, str)
         try:
-            if isinstance(content, str):
-                return content, self.tokens(content)
-            text = content.text(self.tokenizer)
-            return text, self.tokens(text, add_special_tokens=False)
+            text = content if isinstance(content, str) else content.text(self.tokenizer)
+            return text, self.tokens(text, add_special_tokens=is_text)
+        except PromptTooLong:
+            raise
         except Exception as error:  # half a surrogate pair, a message that the template rejects ...
-            if isinstance(error, PromptTooLong):
-                raise
             raise refusal("prompt", prompt, f"the tokenizer rejects it: {error}") from error
 
     def tokens(self, text: str, **options) -> list[int]:
@@ -131,8 +133,3 @@ class Inputs:
             limit = f"max_model_len={self.scheduler.max_model_len} tokens hold {most:,} at most"
             raise PromptTooLong(f"the prompt has {len(text):,} characters, but {limit}")
         return self.tokenizer.encode(text, **options)
-
-    @cached_property
-    def longest_token(self) -> int:
-        """How many characters it has."""
-        return max(map(len, self.tokenizer.get_vocab()))

@@ -27,6 +27,7 @@ class Reply:
         self.request = request
         self.tokenizer = tokenizer
         self.is_reported = is_reported  # whether `step` returns the output
+        self.is_queued = False  # whether the scheduler has got the request
         self.is_unwanted = False  # whether `abort` has been called
         # brought up to date in each step; otherwise after the request's end, while the device
         # computes the next step, or when a Reader asks for it

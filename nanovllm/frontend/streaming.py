@@ -50,6 +50,6 @@ def stream(llm: Any, request: Request) -> Iterator[str]:
             elif not is_last:  # no other caller's step has brought text meanwhile
                 llm.step(report=False)
     finally:  # perhaps in the garbage collector, in any thread
-        llm.recovery.unwanted.append(request)
+        llm.inbox.unwanted.append(request)
     if reply.output.error is not None:
         raise reply.output.error

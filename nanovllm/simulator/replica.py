@@ -85,7 +85,7 @@ class Replica:
         self.unfinished: dict[str, Request] = {}
         if config.speculative_config is not None:
             self.scheduler.guesser = JobGuesser(config.speculative_config, self.answers)
-        self.checks = ScheduleChecks(self.scheduler, limits, self.unfinished, check)
+        self.planner = ScheduleChecks(self.scheduler, limits, self.unfinished, check)
 
     def _num_blocks_that_fit(self, config: Config, block_bytes: int) -> int:
         """KV blocks beside the weights. Leaves out activations, which no cost model knows."""
@@ -128,8 +128,7 @@ class Replica:
 
     def _step(self, keep_steps: bool) -> list[int]:
         running = [*self.scheduler.running]
-        schedule = self.scheduler.schedule()
-        self.checks.after_schedule(schedule)
+        schedule = self.planner.schedule()
         if self.check:
             check_queues(self.scheduler, self.unfinished.values(), running)
         for request in {*running}.difference(self.scheduler.running):
@@ -138,8 +137,7 @@ class Replica:
         self._go_on(schedule)
         if keep_steps:
             self.result.steps.append(self._planned_step(schedule, start))
-        self.scheduler.update(schedule, self.answers.drawn(schedule))
-        self.checks.after_update(schedule)
+        self.planner.update(schedule, self.answers.drawn(schedule))
         self.answers.came(schedule, self.now)
         if self.check:
             for seq in schedule.sampled:

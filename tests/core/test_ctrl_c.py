@@ -346,7 +346,7 @@ def test_a_second_ctrl_c_while_a_call_is_left():
     """Nothing of the call stays behind, at the latest after the next step."""
     llm, prompt, params = new_llm(), [5] * 9, SamplingParams(seed=5, max_tokens=6)
     raise_at(llm.scheduler, "update", 3)
-    raise_at(llm.recovery, "_end", 2)
+    raise_at(llm.inbox, "_abort", 2)
     with pytest.raises(KeyboardInterrupt):
         llm.generate([prompt] * 3, params, use_tqdm=False)
     with pytest.raises(KeyboardInterrupt):

@@ -131,17 +131,6 @@ SAID = {
 }
 
 
-def test_even_our_own_scheduler_never_plans_nothing_in_silence(monkeypatch):
-    """A defect of ours is one sentence, too, and not a loop of failed steps."""
-    llm = new_llm()
-    llm.checks = None  # as without a scheduler of the user's
-    monkeypatch.setattr(llm.scheduler, "next_waiting", lambda: None)
-    with pytest.raises(ScheduleError, match=r"it planned nothing, .*\['0'\]"):
-        llm.generate([[1]], SamplingParams(max_tokens=2), use_tqdm=False)
-    monkeypatch.undo()
-    assert llm.generate([[1]], SamplingParams(max_tokens=2), use_tqdm=False)[0].finished
-
-
 @pytest.mark.parametrize("cls", SAID)
 def test_a_scheduler_that_is_half_right_is_told_so(cls):
     llm = new_llm(scheduler_cls=cls)
@@ -349,8 +338,8 @@ class NoBlockFree(BlockManager):
 def test_running_out_of_blocks_has_a_message():
     llm = new_llm(block_manager_cls=NoBlockFree, num_blocks=12)
     seen = []
-    real = llm.recovery._accuse
-    llm.recovery._accuse = lambda error: (seen.append(error), real(error))
+    real = llm.recovery._suspect
+    llm.recovery._suspect = lambda error: (seen.append(error), real(error))
     llm.generate(
         [[1] * 30, [2] * 30, [3] * 30], SamplingParams(seed=1, max_tokens=5), use_tqdm=False
     )

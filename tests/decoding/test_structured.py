@@ -437,7 +437,7 @@ def test_tokens_after_a_fault(llm, expected, when, monkeypatch):
 
     def failing(schedule):
         steps.append(schedule)
-        fails = len(steps) in (3, 17, 40)
+        fails = len(steps) in (3, 40)  # in between, each request runs alone once
         if fails and when == "launch":
             raise RuntimeError("a fault")
         collect = launch(schedule)

@@ -164,7 +164,7 @@ class Life:
             self.check(name, output)
         self.set_fault("")
         check_clean(self.llm)
-        assert isinstance(self.llm.checks, ScheduleChecks)
+        assert isinstance(self.llm.planner, ScheduleChecks)
 
     def ask(self) -> None:
         name = f"request {len(self.asked)}"

@@ -33,7 +33,7 @@ def new_llm(num_blocks=1000, num_host_blocks=0, **kwargs) -> LLM:
     runner = FakeRunner(options["block_size"], VOCAB_SIZE, num_blocks, num_host_blocks)
     llm = LLM(runner=runner, max_num_seqs=12, max_model_len=100, num_blocks=num_blocks, **options)
     # checks also the engine's own scheduler
-    llm.checks = ScheduleChecks(llm.scheduler, llm.limits, llm.replies.unfinished)
+    llm.planner = ScheduleChecks(llm.scheduler, llm.limits, llm.replies.unfinished)
     return llm
 
 
@@ -64,7 +64,7 @@ def check_clean(llm) -> None:
     llm.step()
     assert not llm.requests and not llm.scheduler.has_unfinished()
     assert not llm.recovery.is_changing and not llm.recovery.suspects
-    assert not llm.recovery.submitted and not llm.recovery.unwanted
+    assert not llm.inbox.submitted and not llm.inbox.unwanted
     assert llm.block_manager.num_used_blocks == 0
     assert len(llm.block_manager.free_host_blocks) == llm.runner.num_host_blocks
     check_blocks(llm.block_manager, [])

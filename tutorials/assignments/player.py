@@ -146,8 +146,7 @@ class Player:
             scheduler.add(request)
             self.requests[request.request_id] = request
         running, scheduler.events, scheduler.wanted = [*scheduler.running], [], []
-        self.schedule = self.scheduler.schedule()
-        self.checks.after_schedule(self.schedule)
+        self.schedule = self.checks.schedule()
         check_queues(scheduler, self.requests.values(), running)
         counts = [getattr(self.manager, name, None) for name in self.counts]
         return {
@@ -167,8 +166,7 @@ class Player:
         for row in schedule.sampled:
             place = row.place if isinstance(row, Guess) else 0
             drawn.append(tokens.get(name_of(row), [])[place : place + 1] or [STOP])
-        self.scheduler.update(schedule, [token for (token,) in drawn])
-        self.checks.after_update(schedule)
+        self.checks.update(schedule, [token for (token,) in drawn])
 
     def _add_guesses(
         self, schedule: Schedule, tokens: dict[str, list[int]], num_guessed: dict[str, int]

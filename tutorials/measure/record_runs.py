@@ -16,7 +16,7 @@ from nanovllm.sequence import Request
 from nanovllm.server.recording import record
 from tutorials.baselines.static_batching import StaticBatching
 
-HERE = Path(__file__).resolve().parents[1] / "nanovllm" / "server" / "page" / "runs"
+HERE = Path(__file__).resolve().parents[2] / "nanovllm" / "server" / "page" / "runs"
 BLOCK_SIZE = 4
 STORIES = [
     "Once upon a time there was a shy fox",

@@ -1,0 +1,48 @@
+"""Inbox: new requests, and requests to abort, wait here until the next step begins."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from nanovllm.frontend.replies import Replies
+from nanovllm.recovery import Recovery
+from nanovllm.scheduler import Scheduler
+from nanovllm.sequence import Request
+
+
+@dataclass(eq=False, repr=False)
+class Inbox:
+    """Any code may append a request at any time: a hook within a step, another thread, Python's
+    garbage collector."""
+
+    scheduler: Scheduler
+    replies: Replies
+    recovery: Recovery
+    submitted: deque[Request] = field(default_factory=deque)  # to be queued; each has a reply
+    unwanted: deque[Request] = field(default_factory=deque)  # to be aborted
+
+    def settle(self) -> None:
+        """Aborts what is unwanted, then queues what was submitted."""
+        while self.unwanted:
+            self._abort(self.unwanted[0])
+            self.unwanted.popleft()
+        self.recovery.settle()
+        while self.submitted and not self.recovery.suspects:
+            request = self.submitted[0]
+            reply = self.replies.to(request)
+            if reply is not None and not reply.is_queued:  # the recovery may have queued it
+                with self.recovery.changing(request):
+                    reply.is_queued = True
+                    self.scheduler.add(request)
+            self.submitted.popleft()
+
+    def _abort(self, request: Request) -> None:
+        reply = self.replies.to(request)
+        if reply is None:  # it has ended
+            return
+        with self.recovery.changing(request):
+            for seq in request.unfinished:
+                seq.finish_reason = "abort"
+            self.replies.report(reply)
+            self.scheduler.abort(request)
