@@ -10,11 +10,6 @@ from nanovllm.sequence import Request, Sequence
 EMPTY_PREFIX = 0
 
 
-def first_prefix(request: Request) -> int | str:
-    """The identity of the prefix before its first block: what has another one is never shared."""
-    return request.params.cache_salt or EMPTY_PREFIX
-
-
 @dataclass(slots=True)
 class Block:
     """`block_size` tokens of keys and values, for every layer.
@@ -136,7 +131,7 @@ class BlockManager:
         blocks: list[Block] = []
         if seq.request.lacks_prompt_logprobs:
             return blocks
-        prefix_id = first_prefix(seq.request)
+        prefix_id = seq.request.first_prefix
         # what was found last time needs no second look at its tokens: a long prompt may wait for
         # many steps. Identities are never reused: same identity, same tokens
         for block_id, old_prefix_id in seq.found_blocks:
@@ -201,7 +196,7 @@ class BlockManager:
         for i in range(len(seq.prefix_ids), num_tokens // self.block_size):
             begin = i * self.block_size
             end = begin + self.block_size
-            prefix_id = seq.prefix_ids[-1] if seq.prefix_ids else first_prefix(seq.request)
+            prefix_id = seq.prefix_ids[-1] if seq.prefix_ids else seq.request.first_prefix
             key = (prefix_id, tuple(seq.token_ids[begin:end]))
             block = self.findable.get(key)
             if block is None:  # else another one computed the same prefix: its block stays findable

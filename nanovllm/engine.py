@@ -9,13 +9,12 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.checks.classes import check_made
 from nanovllm.checks.schedules import ScheduleChecks
-from nanovllm.config import TOKENS_PER_STEP, Config, Limits
+from nanovllm.config import TOKENS_PER_STEP, Config
 from nanovllm.decoding.beam_search import BeamRequest, BeamSearchParams
 from nanovllm.decoding.guesses import Guesser, config_of
 from nanovllm.device.choose import choose_device
@@ -71,7 +70,12 @@ class LLM:
         longest = longest_context(hf_config)
         self.limits = limits = config.resolved(longest, TOKENS_PER_STEP[device.type])
         self.tokenizer = load_tokenizer(path)
-        self.runner: Runner = runner or new_runner(config, limits, hf_config, path, device)
+        arguments = (config, limits, hf_config, path, device)
+        if runner is None and config.tensor_parallel_size > 1:
+            from nanovllm.parallel.runner import new_runner  # not all builds of PyTorch can
+
+            runner = new_runner(*arguments)
+        self.runner: Runner = runner or ModelRunner(*arguments)
 
         new_block_manager = partial(
             config.block_manager_cls or BlockManager,
@@ -129,13 +133,11 @@ class LLM:
             if self.is_stepping:
                 problem = "it waits for a step within a step: it may only add and abort requests"
                 raise ScheduleError(self.scheduler, "a hook", problem)
+            self.is_stepping = True
             try:
-                self.is_stepping = True
                 self._step()
+            finally:
                 self.is_stepping = False
-            except BaseException:  # a Ctrl-C on the line of a `finally` would skip it
-                self.is_stepping = False
-                raise
         return self.replies.take() if report else []
 
     def _step(self) -> None:
@@ -329,20 +331,10 @@ class LLM:
                 self.scheduler.finish(seq, seq.finish_reason or "stop")
 
     def _count(self, schedule: Schedule, seconds: float) -> None:
-        counts = self.counts
-        counts.steps += 1
-        counts.seconds += seconds
-        counts.computed_tokens += schedule.num_tokens
-        counts.output_tokens += len(schedule.sampled)
-        counts.peak_blocks = max(counts.peak_blocks, schedule.num_used_blocks)
+        self.counts.steps += 1
+        self.counts.seconds += seconds
+        self.counts.computed_tokens += schedule.num_tokens
+        self.counts.output_tokens += len(schedule.sampled)
+        self.counts.peak_blocks = max(self.counts.peak_blocks, schedule.num_used_blocks)
         for observer in [*self.observers]:  # a copy: an observer may leave
             observer(schedule, seconds)
-
-
-def new_runner(config: Config, limits: Limits, hf_config: Any, path: Path, device: Any) -> Runner:
-    arguments = (config, limits, hf_config, path, device)
-    if config.tensor_parallel_size > 1:
-        from nanovllm.parallel import runner  # not all builds of PyTorch can
-
-        return runner.new_runner(*arguments)
-    return ModelRunner(*arguments)

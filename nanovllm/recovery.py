@@ -110,7 +110,6 @@ class Recovery:
         replies = [*self.replies.unfinished.values()]
         for reply in replies:
             self._renew(reply)
-        self.suspects = deque(r for r in self.suspects if not r.has_ended)
         manager = self.new_block_manager()
         try:
             self.scheduler.restart(manager)

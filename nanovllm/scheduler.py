@@ -178,32 +178,28 @@ class Scheduler:
 
     def schedule_waiting(self, schedule: Schedule) -> None:
         """Admits waiting requests in the policy's order, up to the first that does not fit."""
-        if not self.waiting or len(self.running) >= self.max_num_seqs:
-            return  # each running request takes at least one seat
-        num_seats = sum(request.num_seats for request in self.running)
-        if num_seats >= self.max_num_seqs:
-            return
-        manager = self.block_manager
+        if len(self.running) >= self.max_num_seqs:
+            return  # a request takes at least one seat
         if not self.keeps_order:
             self.waiting.sort(key=self.priority)
-        # blocks that are kept for samples, which will fork from a running request
-        promised = sum(manager.num_blocks_at_fork(r) for r in self.running if not r.has_forked)
         while schedule.tokens_left > 0 and schedule.prompt_tokens_left > 0:
             request = self.next_waiting()
             if request is None:
                 break
             check_choice(self, "next_waiting", request, self.waiting)
-            num_seats += request.num_seats
-            spare = int(self.watermark * len(manager.blocks)) if self.running else 0
-            has_seats = num_seats <= self.max_num_seqs
-            if not (has_seats and manager.can_admit(request, promised + spare)):
-                break
-            if not self.may_admit(request, schedule):
+            if not (self._fits(request) and self.may_admit(request, schedule)):
                 break
             self.admit(request)
             self.commit(self.tokens_to_compute(request, schedule), schedule)
-            if not request.has_forked:
-                promised += manager.num_blocks_at_fork(request)
+
+    def _fits(self, request: Request) -> bool:
+        """Whether there are seats and blocks for the request, beside what is kept for others."""
+        manager = self.block_manager
+        num_seats = sum(r.num_seats for r in [*self.running, request])
+        # for samples that will fork from a running request
+        promised = sum(manager.num_blocks_at_fork(r) for r in self.running if not r.has_forked)
+        spare = int(self.watermark * len(manager.blocks)) if self.running else 0
+        return num_seats <= self.max_num_seqs and manager.can_admit(request, promised + spare)
 
     def admit(self, request: Request) -> None:
         """Lets a waiting request run, and gives it blocks for all its tokens, even if they are
@@ -274,9 +270,8 @@ class Scheduler:
             seq.num_computed_tokens = start + num_tokens
             if not seq.request.has_forked:
                 groups.fork(seq.request, self.block_manager)
-        if logprobs is None:
-            logprobs = [None] * len(token_ids)
         searches: dict[BeamRequest, list[tuple[Sequence, TokenLogprobs]]] = {}
+        logprobs = logprobs or [None] * len(token_ids)
         drawn: Rows = zip(schedule.sampled, token_ids, logprobs, strict=True)
         if self.guesser is not None:
             drawn = self.guesser.accepted(schedule, self.block_manager, drawn)

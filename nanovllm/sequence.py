@@ -101,6 +101,8 @@ class Request:
     def __post_init__(self):
         params = self.params
         self.seed = params.seed or 0
+        # the id of the empty prefix: requests with different ones never share blocks
+        self.first_prefix = params.cache_salt or 0
         self.num_logprobs = params.logprobs  # how many of the likeliest tokens to return
         self.logit_bias = {**(params.logit_bias or {})}  # checked: later changes do not count
         is_listed = params.allowed_token_ids or params.bad_words
@@ -157,7 +159,8 @@ class Request:
     @property
     def num_seats(self) -> int:
         """Maximum sequences that it can have in a step from now on."""
-        return len(self.unfinished)
+        made = vars(self).get("sequences")  # a request that waits has none yet
+        return self.params.n if made is None else len(self.unfinished)
 
     def rewind(self) -> None:
         """Forgets all but the tokens and their log-probabilities, after a step was interrupted or

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from nanovllm.block_manager import Moves
 from nanovllm.layers.batch import Batch
-from nanovllm.layers.sampler import SMALL, Sampling
+from nanovllm.layers.sampler import Sampling
+from nanovllm.layers.torch_sampler import SMALL
 from nanovllm.sequence import Sequence
 
 

@@ -1,11 +1,9 @@
 """Sampling: one token per sequence, for the whole batch at once."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-SMALL = 1024  # tokens of which a row's filters are looked for first
 
 
 @dataclass
@@ -50,16 +48,19 @@ def sample(logits: Tensor, sampling: Sampling) -> Tensor:
     """logits [B, vocab_size] -> token ids [B].
 
     Temperature is applied first, then the filters min_p, top_k and top_p, in the same order as in
-    vLLM. The token is the first at which the cumulative weight passes a uniform random number
-    (inverse transform sampling). The sum follows the order of the vocabulary, never a sorted order,
-    so that a row's token does not depend on its neighbors.
+    vLLM. torch_sampler.py and triton_ops.py draw the same tokens without sorting the vocabulary.
     """
-    lowest, ids = cutoff(logits, sampling)
-    if ids is not None and (logits.gather(1, ids[:, -1:]) >= lowest).any():
-        ids = None  # others may be kept, too
-    if ids is not None:
-        ids = ids.sort().values
-        logits = logits.gather(1, ids)
+    ranked = logits.sort(-1, descending=True).values
+    return draw(logits, lowest_kept(ranked, sampling), sampling)
+
+
+def draw(logits: Tensor, lowest: Tensor, sampling: Sampling) -> Tensor:
+    """The token ids [B], of those whose logits are at least `lowest` [B, 1].
+
+    The token is the first at which the cumulative weight passes a uniform random number (inverse
+    transform sampling). The sum follows the order of the vocabulary, never a sorted order, so that
+    a row's token does not depend on its neighbors.
+    """
     weights = softmax_weights(logits, sampling)
     weights.masked_fill_(logits < lowest, 0)
     cumulative = weights.cumsum(-1)
@@ -68,61 +69,27 @@ def sample(logits: Tensor, sampling: Sampling) -> Tensor:
     threshold = number.unsqueeze(1) * cumulative[:, -1:]
     # a parallel cumsum may pass it, by rounding, where a weight is 0
     is_behind = (cumulative > threshold) & (weights > 0)
-    chosen = is_behind.max(-1, True).indices
-    if ids is not None:
-        chosen = ids.gather(1, chosen)
-    return chosen.squeeze(1)
+    return is_behind.max(-1).indices
 
 
-def cutoff(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | None]:
-    """The lowest logit [B, 1] that each row keeps. Tokens whose logits are equal are kept together.
+def lowest_kept(ranked: Tensor, sampling: Sampling, total: Tensor | None = None) -> Tensor:
+    """The lowest logit [B, 1] that each row keeps. Tokens with equal logits are kept together.
 
-    Also the ids [B, k] of the highest logits, sorted by them, if it was enough to look at few.
+    ranked [B, k]: each row's k highest logits, highest first. total [B, 1]: the sum of all weights,
+    if `ranked` has only some of them.
     """
-    if sampling.min_p is sampling.top_k is sampling.top_p is None:
-        return torch.full_like(logits[:, :1], -torch.inf), None
-    if sampling.top_k is not None and not sampling.all_have_top_k:
-        return cutoff_apart(logits, sampling, sampling.top_k), None
-    vocab_size = logits.shape[1]
-    for k in (sampling.max_top_k if sampling.all_have_top_k else SMALL, vocab_size):
-        top, ids = logits.topk(min(k + 8, vocab_size))
-        weights = softmax_weights(top, sampling)
-        if sampling.top_k is not None:
-            rank = torch.ones_like(ids).cumsum(-1)
-            weights *= rank <= sampling.top_k.unsqueeze(1)
-        if sampling.top_p is not None:  # a token is kept if those before have not reached top_p
-            top_p = sampling.top_p.clamp(min=2e-38).unsqueeze(1)
-            cumulative = weights.cumsum(-1, dtype=torch.float64)
+    weights = softmax_weights(ranked, sampling)
+    if sampling.top_k is not None:
+        rank = torch.arange(1, ranked.shape[1] + 1, device=ranked.device)
+        weights *= rank <= sampling.top_k.unsqueeze(1)
+    if sampling.top_p is not None:  # a token is kept if those before have not reached top_p
+        top_p = sampling.top_p.clamp(min=2e-38).unsqueeze(1)
+        cumulative = weights.cumsum(-1, dtype=torch.float64)
+        if total is None:
             total = cumulative[:, -1:]
-            if sampling.top_k is None:
-                everything = softmax_weights(logits, sampling)
-                total = everything.sum(-1, True, dtype=torch.float64)
-            is_needed = cumulative - weights < top_p * total
-            weights *= is_needed | (top_p >= 1)
-        lowest = top.where(weights > 0, torch.inf).amin(-1, True)
-        if sampling.all_have_top_k or (sampling.top_k is None and (top[:, -1:] < lowest).all()):
-            return lowest, ids
-    return lowest, None
-
-
-def cutoff_apart(logits: Tensor, sampling: Sampling, top_k: Tensor) -> Tensor:
-    """The lowest logits [B, 1], if only some rows have a small top_k: else these, too, would sort
-    the whole vocabulary."""
-    lowest = torch.empty_like(logits[:, :1])
-    is_small = top_k <= SMALL
-    for rows in (is_small, ~is_small):
-        if not rows.any():
-            continue
-        own = replace(sampling, max_top_k=int(top_k[rows].max()))
-        for name, column in vars(sampling).items():
-            if isinstance(column, Tensor):
-                setattr(own, name, column[rows])
-        is_limited = top_k[rows] < logits.shape[1]
-        own.all_have_top_k = bool(is_limited.any())
-        if not own.all_have_top_k:
-            own.top_k = None
-        lowest[rows], _ = cutoff(logits[rows], own)
-    return lowest
+        is_needed = cumulative - weights < top_p * total
+        weights *= is_needed | (top_p >= 1)
+    return ranked.where(weights > 0, torch.inf).amin(-1, True)
 
 
 def softmax_weights(logits: Tensor, sampling: Sampling) -> Tensor:

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import KVCache
 from nanovllm.layers.ops import Norm
-from nanovllm.layers.sampler import sample as sample  # two of the functions of Ops
 from nanovllm.layers.torch_attention import Layout
 from nanovllm.layers.torch_attention import paged_attention as paged_attention
+from nanovllm.layers.torch_sampler import sample as sample  # two of the functions of Ops
 
 CAN_BE_RECORDED = False  # attention reads lengths on the CPU
 IS_COMPILED = False

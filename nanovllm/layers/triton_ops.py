@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from nanovllm.layers import sampler
+from nanovllm.layers import torch_sampler
 from nanovllm.layers.ops import Norm
 from nanovllm.layers.sampler import Sampling
 from nanovllm.layers.triton_attention import copy_blocks as copy_blocks
@@ -182,7 +182,7 @@ def cutoff_kernel(
     VOCAB: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Program b finds the lowest logit that row b keeps: sampler.cutoff, without sorting.
+    """Program b finds the lowest logit that row b keeps: torch_sampler.cutoff, without sorting.
 
     By bisection: do the tokens at or above a logit have enough weight?
     """
@@ -269,10 +269,10 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 
 def cutoff(logits: Tensor, sampling: Sampling) -> Tensor:
-    """See sampler.cutoff, which sorts a row, and waits for the device, unless top_k is small."""
+    """See torch_sampler.cutoff, which sorts and waits for the device, unless top_k is small."""
     has_filter = not sampling.min_p is sampling.top_p is sampling.top_k is None
     if sampling.all_have_top_k or not has_filter:
-        return sampler.cutoff(logits, sampling)[0].float()
+        return torch_sampler.cutoff(logits, sampling)[0].float()
     num_rows, vocab_size = logits.shape
     top_p = torch.ones_like(sampling.temperature) if sampling.top_p is None else sampling.top_p
     min_p = torch.zeros_like(sampling.temperature) if sampling.min_p is None else sampling.min_p
@@ -285,7 +285,7 @@ def cutoff(logits: Tensor, sampling: Sampling) -> Tensor:
     )  # fmt: skip
     if sampling.top_k is None:
         return lowest
-    of_top_k, _ = sampler.cutoff(logits, replace(sampling, all_have_top_k=True))
+    of_top_k, _ = torch_sampler.cutoff(logits, replace(sampling, all_have_top_k=True))
     return torch.where(sampling.top_k < vocab_size, of_top_k.squeeze(1).float(), lowest)
 
 

@@ -9,7 +9,6 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
-from nanovllm.block_manager import first_prefix
 from nanovllm.sequence import Request
 
 MOST_REPLICAS = 4096
@@ -36,7 +35,7 @@ class Router:
         last token is in none of them, because it is always computed."""
         token_ids = request.prompt_token_ids
         found = []
-        prefix = first_prefix(request)
+        prefix = request.first_prefix
         for end in range(self.block_size, len(token_ids), self.block_size):
             prefix = hash((prefix, *token_ids[end - self.block_size : end]))
             found.append(prefix)

@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 
-from nanovllm.layers import sampler, torch_ops, triton_ops
+from nanovllm.layers import sampler, torch_ops, torch_sampler, triton_ops
 from nanovllm.layers.ops import Ops
 from nanovllm.layers.sampler import Sampling, uniform
 
@@ -153,7 +153,7 @@ FILTERS = {
 )
 def test_a_cutoff_without_sorting_keeps_the_same_tokens(names, dtype, monkeypatch):
     """Ties, tokens without a weight, steep rows and flat ones, beside greedy rows. Only a small top_k asks PyTorch."""
-    plain = sampler.cutoff
+    plain = torch_sampler.cutoff
     rng = random.Random(names)
 
     def short(logits, options):
@@ -179,10 +179,10 @@ def test_a_cutoff_without_sorting_keeps_the_same_tokens(names, dtype, monkeypatc
         for name, part in vars(options).items():
             if isinstance(part, torch.Tensor):
                 setattr(options, name, part.to(DEVICE))
-        monkeypatch.setattr(sampler, "cutoff", short)
+        monkeypatch.setattr(torch_sampler, "cutoff", short)
         found = triton_ops.cutoff(logits, options).view(-1, 1)
-        monkeypatch.setattr(sampler, "cutoff", plain)
-        expected, _ = sampler.cutoff(logits, options)
+        monkeypatch.setattr(torch_sampler, "cutoff", plain)
+        expected, _ = torch_sampler.cutoff(logits, options)
         has_weight = sampler.softmax_weights(logits, options) > 0
         kept = [((logits.float() >= lowest) & has_weight)[is_drawn] for lowest in (found, expected)]
         assert torch.equal(*kept)

@@ -1,5 +1,5 @@
-"""What is drawn has the right frequencies, and a row draws the same token whatever is beside it. That it is enough to
-look at a row's highest logits, and what if not.
+"""What is drawn has the right frequencies, and a row draws the same token whatever is beside it. The short cut that looks
+only at a row's highest logits gives the same tokens.
 
 Run: pytest tests/core/test_sampler.py [-k greedy]
 """
@@ -11,7 +11,9 @@ import torch
 from extras import needs
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from nanovllm.layers.sampler import Sampling, sample, top_logprobs, uniform
+from nanovllm.layers import sampler as plain
+from nanovllm.layers.sampler import Sampling, top_logprobs, uniform
+from nanovllm.layers.torch_sampler import sample
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import Request
 from nanovllm.step import sampling_of
@@ -198,6 +200,17 @@ def drawn_plainly(logits: torch.Tensor, sampling: Sampling) -> list[int]:
         u = uniform(sampling.seed[i : i + 1], sampling.position[i : i + 1]).double()
         tokens.append((weights.cumsum(0) > u * weights.sum()).int().argmax().item())
     return tokens
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_short_cut_draws_what_plain_sampling_draws(dtype, ties):
+    logits = row_logits(dtype, ties)
+    everyone = [*range(len(FILTERS))]
+    limited = [i for i, (_, top_k, *_) in enumerate(FILTERS) if top_k <= 50]
+    for rows in (everyone, limited, [1, 4], *([row] for row in everyone)):
+        expected = plain.sample(logits[rows], requested(rows))
+        assert sample(logits[rows], requested(rows)).tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("large, num_sorted", [(KEEP_ALL, 0), (KEEP_ALL - 1, 1)])

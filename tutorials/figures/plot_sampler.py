@@ -1,5 +1,5 @@
 """Draws the example of chapter 08: six words through the filters, and the numbers on the line, with the
-engine's own `cutoff` and `uniform`.
+engine's own `lowest_kept` and `uniform`.
 
     python -m tutorials.figures sampler_filters sampler_draw
 
@@ -12,7 +12,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from nanovllm.layers.sampler import Sampling, cutoff, uniform
+from nanovllm.layers.sampler import Sampling, lowest_kept, uniform
 from tutorials.figures.fills import EMPTY, SKY, WASTE, Fill
 from tutorials.figures.style import SMALL, bare, box, new_figure, title, write
 
@@ -32,7 +32,7 @@ def kept(**options: float) -> list[bool]:
     columns = {"temperature": 1.0, "seed": SEED, "position": 7} | options
     sampling = Sampling(**{name: torch.tensor([value]) for name, value in columns.items()})
     logits = torch.tensor([PROBS]).log()
-    lowest, _ = cutoff(logits, sampling)
+    lowest = lowest_kept(logits, sampling)
     return (logits >= lowest)[0].tolist()
 
 
