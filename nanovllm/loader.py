@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer
 
+from nanovllm.device.onednn import use_onednn
 from nanovllm.layers.linear import Linear
 from nanovllm.layers.ops import Ops
 from nanovllm.layers.rotary import rope_table
@@ -166,7 +167,7 @@ def load_model(
         raise ValueError(f"{path} does not match its config.json: {what}")
     for module in model.modules():
         if isinstance(module, Linear):
-            module.prepare_for_cpu()
+            use_onednn(module)
     return model.eval()
 
 

@@ -1,5 +1,7 @@
 """Linear layers, and the rule for loading their parameters from a checkpoint."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -24,34 +26,7 @@ class Linear(nn.Module):
                 out_features += size
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
-        self.by_onednn = False
+        self.product: Callable[..., torch.Tensor] = F.linear  # or that of device/onednn.py
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.by_onednn:
-            return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-        return F.linear(x, self.weight, self.bias)
-
-    def prepare_for_cpu(self) -> None:
-        """Lets oneDNN compute the product where it is faster. Call it once the weight is loaded.
-
-        The dtype and the instruction set decide, not a measurement: the same model must always
-        round in the same way. The weight goes into oneDNN's layout, and a head that is tied to the
-        embedding becomes a second tensor. With a plain weight, oneDNN sums up a single row in
-        another order than several, and is up to 4 times as slow in bfloat16.
-        """
-        if self.weight.device.type != "cpu" or not onednn_is_faster(self.weight.dtype):
-            return
-        try:
-            weight = torch.ops.mkldnn._reorder_linear_weight(self.weight)
-            torch.ops.mkldnn._linear_pointwise(self.weight[:1], weight, None, "none", [], "")
-        except (AttributeError, RuntimeError):
-            return  # not in this PyTorch, or not on this CPU
-        self.by_onednn = True
-        self.weight = nn.Parameter(weight, requires_grad=False)
-
-
-def onednn_is_faster(dtype: torch.dtype) -> bool:
-    """Whether oneDNN is faster: in float32 without AVX2 it takes three times as long as PyTorch."""
-    if dtype == torch.float32:
-        return torch.backends.cpu.get_cpu_capability() != "DEFAULT"
-    return dtype == torch.bfloat16
+        return self.product(x, self.weight, self.bias)

@@ -269,18 +269,19 @@ def decode_kernel(HEAD_DIM: int, GROUP: int) -> Callable:
 
 
 @kernel
-def add_and_norm_kernel(out, x, update, weight, eps, begin, end):
-    """Program t: x[t] += update[t], then its RMSNorm."""
+def add_and_norm_kernel(out, residual, x, weight, eps, begin, end):
+    """Program t: residual[t] += x[t], then its RMSNorm."""
     size = x.shape[1]
     for t in range(begin, end):
         squares = ZERO
         for i in range(size):
-            x[t, i] = rounded(as_float32(x[t, i]) + as_float32(update[t, i]), x[t, i])
-            number = as_float32(x[t, i])
+            total = as_float32(residual[t, i]) + as_float32(x[t, i])
+            residual[t, i] = rounded(total, x[t, i])
+            number = as_float32(residual[t, i])
             squares += number * number
         scale = ONE / np.sqrt(squares / np.float32(size) + eps)
         for i in range(size):
-            normed = as_float32(x[t, i]) * scale * as_float32(weight[i])
+            normed = as_float32(residual[t, i]) * scale * as_float32(weight[i])
             out[t, i] = rounded(normed, x[t, i])
 
 

@@ -105,12 +105,12 @@ def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float) -> Tensor
     return out
 
 
-def add_and_norm(x: Tensor, update: Tensor, norm: nn.RMSNorm) -> tuple[Tensor, Tensor]:
+def add_and_norm(residual: Tensor, x: Tensor, norm: nn.RMSNorm) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(x)
     eps = np.float32(norm.eps)
-    arrays = (array(out), array(x), array(update), array(norm.weight), eps)
+    arrays = (array(out), array(residual), array(x), array(norm.weight), eps)
     run(add_and_norm_kernel, arrays, len(x), x.numel())
-    return x, out
+    return residual, out
 
 
 def norm_and_rotate(

@@ -45,8 +45,8 @@ class Ops(Protocol):
         No block is both.
         """
 
-    def add_and_norm(self, x: Tensor, update: Tensor, norm: nn.RMSNorm) -> tuple[Tensor, Tensor]:
-        """x + update, computed in place of x [T, size], and the norm of this sum."""
+    def add_and_norm(self, residual: Tensor, x: Tensor, norm: nn.RMSNorm) -> tuple[Tensor, Tensor]:
+        """residual + x [T, size], computed in place of the residual, and the norm of this sum."""
 
     def norm_and_rotate(
         self,

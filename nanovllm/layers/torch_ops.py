@@ -30,10 +30,10 @@ def copy_blocks(kv_cache: KVCache, copies: list[tuple[int, int]]) -> None:
     blocks[:, :, targets] = blocks[:, :, sources]
 
 
-def add_and_norm(x: Tensor, update: Tensor, norm: nn.RMSNorm) -> tuple[Tensor, Tensor]:
-    x.add_(update)
-    normed = F.rms_norm(x, norm.normalized_shape, norm.weight, norm.eps)
-    return x, normed
+def add_and_norm(residual: Tensor, x: Tensor, norm: nn.RMSNorm) -> tuple[Tensor, Tensor]:
+    residual.add_(x)
+    normed = F.rms_norm(residual, norm.normalized_shape, norm.weight, norm.eps)
+    return residual, normed
 
 
 def norm_and_rotate(

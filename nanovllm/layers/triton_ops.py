@@ -25,23 +25,23 @@ IS_COMPILED = True
 
 @triton.jit
 def add_and_norm_kernel(
-    out,  # [T, SIZE], x and update, too
+    out,  # [T, SIZE], residual and x, too
+    residual,
     x,
-    update,
     weight,  # [SIZE]
     eps,
     SIZE: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """Program t: x[t] += update[t], then its RMSNorm."""
+    """Program t: residual[t] += x[t], then its RMSNorm."""
     i = tl.arange(0, PADDED)
     is_number = i < SIZE
     at = tl.program_id(0).to(tl.int64) * SIZE + i
     dtype = out.dtype.element_ty
-    added = tl.load(update + at, mask=is_number, other=0.0).to(tl.float32)
-    before = tl.load(x + at, mask=is_number, other=0.0).to(tl.float32)
+    added = tl.load(x + at, mask=is_number, other=0.0).to(tl.float32)
+    before = tl.load(residual + at, mask=is_number, other=0.0).to(tl.float32)
     total = (added + before).to(dtype)
-    tl.store(x + at, total, mask=is_number)
+    tl.store(residual + at, total, mask=is_number)
 
     total = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(total * total, 0) / SIZE + eps)
@@ -230,12 +230,13 @@ def cutoff_kernel(
     tl.store(lowest + b, cut)
 
 
-def add_and_norm(x: Tensor, update: Tensor, norm: nn.RMSNorm) -> tuple[Tensor, Tensor]:
+def add_and_norm(residual: Tensor, x: Tensor, norm: nn.RMSNorm) -> tuple[Tensor, Tensor]:
     size = x.shape[-1]
     padded = triton.next_power_of_2(size)
     out = torch.empty_like(x)
-    add_and_norm_kernel[(len(x),)](out, x, update, norm.weight, norm.eps, size, padded, num_warps=8)
-    return x, out
+    tensors = (out, residual, x, norm.weight)
+    add_and_norm_kernel[(len(x),)](*tensors, norm.eps, size, padded, num_warps=8)
+    return residual, out
 
 
 def norm_and_rotate(

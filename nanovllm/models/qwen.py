@@ -90,17 +90,17 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(
-        self, x: Tensor, update: Tensor, cos_sin: Tensor, batch: Batch
+        self, residual: Tensor, x: Tensor, cos_sin: Tensor, batch: Batch
     ) -> tuple[Tensor, Tensor]:
-        """x = x + attention(norm(x)), then x = x + mlp(norm(x)).
+        """residual += attention(norm(residual)), then residual += mlp(norm(residual)).
 
-        Each sum is computed together with the norm that follows it: so what the last layer adds
-        comes in as `update`, and what this one adds goes out as such.
+        Each sum is computed together with the norm that follows it. So `x`, what the layer before
+        adds, comes in beside the residual, and what this layer adds goes out beside it.
         """
-        x, normed = self.ops.add_and_norm(x, update, self.input_layernorm)
-        update = self.self_attn(normed, cos_sin, batch)
-        x, normed = self.ops.add_and_norm(x, update, self.post_attention_layernorm)
-        return x, self.mlp(normed)
+        residual, x = self.ops.add_and_norm(residual, x, self.input_layernorm)
+        x = self.self_attn(x, cos_sin, batch)
+        residual, x = self.ops.add_and_norm(residual, x, self.post_attention_layernorm)
+        return residual, self.mlp(x)
 
 
 class Decoder(nn.Module):
@@ -130,10 +130,10 @@ class Qwen(nn.Module):
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
         """input_ids [T] int64, positions [T] int64 -> hidden states [T, hidden_size]."""
-        x = self.model.embed_tokens(input_ids)
-        update = torch.zeros_like(x)
+        residual = self.model.embed_tokens(input_ids)
+        x = torch.zeros_like(residual)
         cos_sin = self.rope[positions]
         for layer in self.model.layers:
-            x, update = layer(x, update, cos_sin, batch)
-        _, normed = self.ops.add_and_norm(x, update, self.model.norm)
-        return normed
+            residual, x = layer(residual, x, cos_sin, batch)
+        _, x = self.ops.add_and_norm(residual, x, self.model.norm)
+        return x

@@ -179,7 +179,7 @@ def test_prepacked_weights_give_the_same_logits(family, tied, dtype, tmp_path, m
     if not model.lm_head.weight.is_mkldnn:
         pytest.skip("this PyTorch cannot prepack on this CPU")
     assert not model.model.embed_tokens.weight.is_mkldnn
-    monkeypatch.setattr("nanovllm.layers.linear.onednn_is_faster", lambda dtype: False)
+    monkeypatch.setattr("nanovllm.device.onednn.onednn_is_faster", lambda dtype: False)
     plain, _ = load(tmp_path, dtype)
     assert not plain.lm_head.weight.is_mkldnn
     actual, expected = (logits_of(m, config, list(range(40)), [40]) for m in (model, plain))

@@ -86,7 +86,7 @@ def size_of_file(name: str) -> Size:
 
 
 LIMITS = {  # lines and tokens, with 3 % of air
-    "core": (2480, 21_350),  # what README means by its number of lines: the root, layers and models
+    "core": (2466, 21_190),  # what README means by its number of lines: the root, layers and models
     "triton": (498, 5_360),
     "numba": (354, 3_655),
     "frontend": (611, 5_115),
@@ -94,6 +94,7 @@ LIMITS = {  # lines and tokens, with 3 % of air
     "guesses": (150, 1_300),
     "swapping": (63, 578),
     "device": (321, 2_840),
+    "onednn": (22, 190),  # was in the core
     "checks": (163, 1_325),
     "answers": (40, 370),  # of the simulator's jobs
     "classes": (38, 360),  # users' own, which no step of ours needs
@@ -110,6 +111,7 @@ LIMITS = {  # lines and tokens, with 3 % of air
 PARTS = {  # of a folder
     "kernels": ("checks/kernels.py",),
     "guesses": ("decoding/guesses.py",),
+    "onednn": ("device/onednn.py",),
     "classes": ("checks/classes.py",),
     "answers": ("simulator/answers.py",),
     "page": ("server/live.py", "server/page.py", "server/recording.py"),
