@@ -14,12 +14,12 @@ from bisect import insort
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import Limits
 from nanovllm.decoding import groups
-from nanovllm.decoding.beam_search import BeamRequest
-from nanovllm.decoding.guesses import Guesser, Rows
+from nanovllm.decoding.beam_search import advance_searches
+from nanovllm.decoding.guesses import Guesser
 from nanovllm.options import PromptTooLong, refusal, shown
 from nanovllm.sampling_params import LARGEST_COUNT
 from nanovllm.schedule import Item, Schedule, ScheduleError, check_choice
-from nanovllm.sequence import Request, Sequence, StepLogprobs, TokenLogprobs
+from nanovllm.sequence import Request, Rows, Sequence, StepLogprobs, TokenLogprobs
 from nanovllm.swapping.blocks import free_host, swap_in, swap_out
 
 
@@ -113,7 +113,6 @@ class Scheduler:
         whole cache to itself."""
         num_prompt = len(request.prompt_token_ids)
         params = request.params
-        name_of_n = "beam_width" if isinstance(request, BeamRequest) else "n"
         if num_prompt + 1 > self.max_model_len:
             room = f"at most {self.max_model_len - 1} and one new token"
             limit = f"max_model_len={self.max_model_len} leaves room for {room}"
@@ -121,7 +120,7 @@ class Scheduler:
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             limit = getattr(self, name)
             if params.n > limit:
-                raise refusal(name_of_n, params.n, f"it must be at most {name}={limit}")
+                raise refusal(request.name_of_n, params.n, f"it must be at most {name}={limit}")
         manager = self.block_manager
         assert params.max_tokens is not None  # SamplingParams has put LARGEST_COUNT for it
         request.max_len = min(num_prompt + params.max_tokens, self.max_model_len)
@@ -132,7 +131,7 @@ class Scheduler:
         needed = manager.max_blocks_needed(request)
         if needed > len(manager.blocks):
             max_tokens = None if is_open else params.max_tokens
-            what = f"prompt of {num_prompt} tokens, {max_tokens=}, {name_of_n}={params.n}"
+            what = f"prompt of {num_prompt} tokens, {max_tokens=}, {request.name_of_n}={params.n}"
             size = f"{manager.block_size} tokens ({what})"
             why = f"{needed} KV blocks of {size}, but num_blocks={len(manager.blocks)}"
             raise ValueError(f"the request may need {why}")
@@ -224,7 +223,7 @@ class Scheduler:
             if seq.host_table:
                 free_host(manager, seq)
         for seq in request.unfinished if request.has_forked else [first]:
-            manager.allocate(seq, seq.num_missing_tokens)
+            manager.allocate(seq, len(seq.token_ids) - seq.num_computed_tokens)
 
     def tokens_to_compute(self, request: Request, schedule: Schedule) -> list[Item]:
         """The missing tokens of each of the request's sequences, as many as the budgets allow."""
@@ -270,29 +269,27 @@ class Scheduler:
             seq.num_computed_tokens = start + num_tokens
             if not seq.request.has_forked:
                 groups.fork(seq.request, self.block_manager)
-        searches: dict[BeamRequest, list[tuple[Sequence, TokenLogprobs]]] = {}
-        logprobs = logprobs or [None] * len(token_ids)
-        drawn: Rows = zip(schedule.sampled, token_ids, logprobs, strict=True)
+        likeliest = logprobs or [None] * len(token_ids)
+        rows: Rows = zip(schedule.sampled, token_ids, likeliest, strict=True)
         if self.guesser is not None:
-            drawn = self.guesser.accepted(schedule, self.block_manager, drawn)
-        for seq, token_id, likeliest in drawn:
-            if isinstance(seq.request, BeamRequest):
-                searches.setdefault(seq.request, []).append((seq, likeliest or {}))
-                continue
-            if seq.logprobs is not None:
-                seq.logprobs.append(likeliest or {})
-            seq.token_ids.append(token_id)
-            reason = self.reason_to_end(seq)
-            if reason is None and len(seq.token_ids) < seq.request.max_len:
-                continue
-            if not isinstance(reason, str | None):
-                problem = f"it returned {shown(reason)}, and not a text or None"
-                raise ScheduleError(self, "reason_to_end", problem)
-            self.finish(seq, reason or "length")
-        for request, beams in searches.items():
-            request.receive(beams, self.block_manager)
-            if request.has_ended:
-                self.running.remove(request)
+            rows = self.guesser.accepted(schedule, self.block_manager, rows)
+        if logprobs is not None:  # beams want log-probabilities
+            rows = advance_searches(rows, self)
+        for row in rows:
+            self._append(*row)
+
+    def _append(self, seq: Sequence, token_id: int, likeliest: TokenLogprobs | None) -> None:
+        """Appends a new token to its sequence, which may end with it."""
+        if seq.logprobs is not None:
+            seq.logprobs.append(likeliest or {})
+        seq.token_ids.append(token_id)
+        reason = self.reason_to_end(seq)
+        if reason is None and len(seq.token_ids) < seq.request.max_len:
+            return
+        if not isinstance(reason, str | None):
+            problem = f"it returned {shown(reason)}, and not a text or None"
+            raise ScheduleError(self, "reason_to_end", problem)
+        self.finish(seq, reason or "length")
 
     def finish(self, seq: Sequence, reason: str) -> None:
         """Ends one sequence. The request ends with its last sequence."""

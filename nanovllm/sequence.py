@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 from nanovllm.sampling_params import SamplingParams
 
@@ -73,6 +73,10 @@ class Sequence:
         return f"Sequence({name}: {self.finish_reason or computed}, blocks {self.block_table})"
 
 
+# of a step: sequences with their new tokens, and the likeliest ones
+Rows = Iterable[tuple[Sequence, int, TokenLogprobs | None]]
+
+
 @dataclass(eq=False, repr=False)
 class Request:
     """One prompt with its parameters, and its `params.n` sequences.
@@ -80,6 +84,8 @@ class Request:
     They are scheduled, preempted and resumed together (paper, section 4.5). The first one computes
     the tokens that all share (at the start, the prompt); then the others fork from it.
     """
+
+    name_of_n: ClassVar[str] = "n"  # what users call the number of sequences
 
     request_id: str  # empty until it is submitted, unless the user has chosen one
     prompt: str | None

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.options import POSITIVE, Options, Rule, number, option
 from nanovllm.sampling_params import LARGEST_COUNT, SamplingParams
-from nanovllm.sequence import Request, Sequence, TokenLogprobs
+from nanovllm.sequence import Request, Rows, Sequence, TokenLogprobs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +124,8 @@ def best(beams: list[Beam], count: int) -> list[Beam]:
 class BeamRequest(Request):
     """A request whose sequences are the beams of a search."""
 
+    name_of_n: ClassVar[str] = "beam_width"
+
     search: BeamSearch = field(kw_only=True)
 
     def __post_init__(self):
@@ -157,3 +160,18 @@ class BeamRequest(Request):
             block_manager.free(seq)
         # in one statement: a Ctrl-C changes both or neither
         self.sequences, self.search = children, search
+
+
+def advance_searches(rows: Rows, scheduler: Any) -> Rows:
+    """Yields the rows of a step that are no beams, then advances the searches with theirs."""
+    searches: dict[BeamRequest, list[tuple[Sequence, TokenLogprobs]]] = {}
+    for row in rows:
+        seq, _, likeliest = row
+        if isinstance(seq.request, BeamRequest):
+            searches.setdefault(seq.request, []).append((seq, likeliest or {}))
+        else:
+            yield row
+    for request, beams in searches.items():
+        request.receive(beams, scheduler.block_manager)
+        if request.has_ended:
+            scheduler.running.remove(request)

@@ -8,7 +8,6 @@ is what was drawn before it. So the tokens are the same with and without. Import
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +17,8 @@ from nanovllm.block_manager import BlockManager
 from nanovllm.decoding.beam_search import BeamRequest
 from nanovllm.options import Options, Rule, integer, is_int, option, shown
 from nanovllm.schedule import Item, Schedule, ScheduleError
-from nanovllm.sequence import Request, Sequence, TokenLogprobs
+from nanovllm.sequence import Request, Rows, Sequence
 
-# each with the token that it has drawn, and the likeliest ones
-Rows = Iterable[tuple[Sequence, int, TokenLogprobs | None]]
 AT_ONCE = 1024  # tokens of a text whose places are noted: a long prompt holds no step up
 FEW = integer(1, 64, "an integer from 1 to 64")
 

@@ -86,12 +86,12 @@ def size_of_file(name: str) -> Size:
 
 
 LIMITS = {  # lines and tokens, with 3 % of air
-    "core": (2466, 21_190),  # what README means by its number of lines: the root, layers and models
+    "core": (2463, 21_170),  # what README means by its number of lines: the root, layers and models
     "triton": (498, 5_360),
     "numba": (354, 3_655),
     "frontend": (611, 5_115),
-    "decoding": (590, 5_300),
-    "guesses": (150, 1_300),
+    "decoding": (596, 5_430),  # with what beams do in a step, which was in the core
+    "guesses": (135, 1_280),
     "swapping": (63, 578),
     "device": (321, 2_840),
     "onednn": (22, 190),  # was in the core
