@@ -4,9 +4,8 @@
 the course, too, and `pytest tests/course` one of them. What is marked slow is left out: by
 `@pytest.mark.slow` a test, by `@pytest.mark.slow(but_every=5)` all but every fifth of its variants.
 `--slow` runs it. So does the variable SOLUTION, with which students say what the public tests look
-at. `--machine NAME` plays another machine (tests/tools/machines.py), `--cpu-limit SECONDS` limits
-the processor time (tests/tools/gauge.py). `--gpu` lets tests see the GPU, for those that are meant
-for one: the others are about a CPU.
+at. `--machine NAME` simulates another machine (tests/tools/machines.py). `--gpu` lets tests see the
+GPU, for those that are meant for one: the others are about a CPU.
 """
 
 import gc
@@ -20,7 +19,6 @@ from pathlib import Path
 import pytest
 
 from tests.tools import extras, machines, rooms
-from tests.tools.gauge import Gauge, is_worker
 
 # Two threads are hardly faster for models this small, and ten times slower on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
@@ -37,32 +35,28 @@ gc.disable()  # what is imported stays: until the tests begin, there is no garba
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run the tests of the book, too")
-    parser.addoption(
-        "--cpu-limit",
-        type=float,
-        metavar="SECONDS",
-        help="fail if the tests take more processor seconds of the reference machine",
-    )
     parser.addoption("--gpu", action="store_true", help="do not hide the GPU from the tests")
     parser.addoption("--slow", action="store_true", help="run the tests that are marked slow, too")
-    parser.addoption(
-        "--machine",
-        choices=machines.MACHINES,
-        help="play another machine: "
-        + ", ".join(f"{name} ({machine.meaning})" for name, machine in machines.MACHINES.items()),
-    )
+    parser.addoption("--machine", choices=machines.MACHINES, help="simulate another machine")
+
+
+def is_worker(config: pytest.Config) -> bool:
+    """Whether this process is one of pytest-xdist's."""
+    return hasattr(config, "workerinput")
+
+
+def processor_seconds() -> float:
+    """Of this process and of its children that have ended."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
 
 
 def pytest_configure(config: pytest.Config) -> None:
     name = config.getoption("--machine")
-    if name is not None:
-        try:
-            machines.play(name, is_worker=is_worker(config))
-        except machines.CannotBePlayed as error:
-            raise pytest.UsageError(f"--machine {name} cannot be played here: {error}") from error
+    if name is not None and not is_worker(config):  # a worker inherits it
+        machines.simulate(name)
     if not config.getoption("--gpu"):
         os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # Windows drops an empty one
-    config.pluginmanager.register(Gauge(config.getoption("--cpu-limit")))
     if not is_worker(config):  # a worker is told
         rooms.choose(config)
     import torch  # only now: it reads the variables of the machine
@@ -71,12 +65,9 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported: on the CPU
 
 
-def pytest_terminal_summary(
-    terminalreporter: pytest.TerminalReporter, config: pytest.Config
-) -> None:
-    name = config.getoption("--machine")
-    if name is not None:
-        terminalreporter.write_line(machines.described(name))
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """With workers, these are children of this process."""
+    terminalreporter.write_line(f"{processor_seconds():.0f} s of processor time")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
