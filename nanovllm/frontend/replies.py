@@ -164,12 +164,6 @@ class Replies:
             self.late.popleft()
 
     def take(self) -> list[RequestOutput]:
-        """All that has not been reported. If a Ctrl-C comes in here, the next call returns it."""
-        taken = self.unreported.copy()  # another thread may add to it meanwhile
-        try:
-            for request_id in taken:
-                self.unreported.pop(request_id, None)
-            return list(taken.values())
-        except BaseException:
-            self.unreported |= taken
-            raise
+        """All outputs that have not been reported."""
+        taken, self.unreported = self.unreported, {}
+        return list(taken.values())
