@@ -204,7 +204,7 @@ PATCHED_CHECKS = """
 import sys
 import nanovllm.checks.schedules
 nanovllm.checks.schedules.check_schedule = lambda *args, **kwargs: None
-sys.modules["player"].check_queues = lambda *args, **kwargs: None
+sys.modules["tutorials.assignments.player"].check_queues = lambda *args, **kwargs: None
 """
 MORE_BLOCKS = (
     PATCHED_CHECKS
@@ -438,7 +438,7 @@ def test_a_router_that_is_broken_is_one_sentence_with_the_request(tmp_path, case
 
 def unchecked(choice: str) -> str:
     """A router that returns this, and patches what would look at it in its own process."""
-    return f"import sys\nsys.modules['player'].check_choice = lambda *args: None\n{choose(f'return {choice}')}"
+    return f"import sys\nsys.modules['tutorials.assignments.player'].check_choice = lambda *args: None\n{choose(f'return {choice}')}"
 
 
 SENDS = """
@@ -570,7 +570,7 @@ PATCHED_ENGINE = (
     NOT_IN_AN_ENGINE
     + """
 import nanovllm
-player = sys.modules["player"]
+player = sys.modules["tutorials.assignments.player"]
 def run_engine(module, start):
     module.MyScheduler = Scheduler
     return real(module, start)
@@ -581,7 +581,7 @@ nanovllm.LLM = type("LLM", (), {"generate": lambda self, *args: []})
 )
 ANSWERS_ITSELF = """
 import sys
-player = sys.modules["player"]
+player = sys.modules["tutorials.assignments.player"]
 class MyScheduler(Scheduler):
     def schedule(self):
         frame = sys._getframe()

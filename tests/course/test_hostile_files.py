@@ -7,22 +7,17 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
-from textwrap import indent
 
 import pytest
 from submissions import FCFS, HEAD, PART, TASK, choose, method, sentence
 
 from conftest import wait_until_none_runs
-from tutorials.assignments import grade, grader
-from tutorials.assignments.player import MOST_PROCESSES
-from tutorials.assignments.problems import Broken, Kind
-from tutorials.assignments.side_by_side import in_order
+from tutorials.assignments import grader
+from tutorials.assignments.problems import Kind
 from tutorials.assignments.task import Task
 from tutorials.simulation.workloads import all_at_once, fixed, workload
 
@@ -31,115 +26,10 @@ CONFIG = PART.config
 pytestmark = pytest.mark.usefixtures("impatient")
 
 
-# --- the box ---
+# --- limits ---
 
 
-def is_harmless(answer) -> str | None:
-    return None if answer == "nothing" else f"harm: {answer}"
-
-
-# a file that is only loaded, and says what it has got
-LOADED = Task("loaded", [], engine_points=0, questions={"A": is_harmless}, question_points=30)
-IMPORTS = "import ctypes, glob, nanovllm, os, signal, socket, time\n"
-# name -> lines of a function that returns what it has got; an OSError or MemoryError is nothing
-ATTACKS = {
-    "reads the repository": f"return open({str(ROOT / 'README.md')!r}).read(9)",
-    "finds the tests": "return glob.glob(nanovllm.__path__[0] + '/../t*')",
-    "writes into the library": "return open(nanovllm.__file__, 'a').name",
-    "writes into Python": "return open(os.__file__, 'a').name",
-    "writes elsewhere": """
-for folder in '/', '/dev', '/dev/shm', '/var/tmp':
-    if os.access(folder, os.W_OK):
-        return folder
-""",
-    "fills the disk": """
-for i in range(65):
-    open(f'/tmp/{i}', 'wb').write(b'x' * 2**20)
-return '65 MiB'
-""",
-    "a large file": "return open('/tmp/x', 'wb').write(b'x' * 2**21)",
-    "takes all memory": "return len(bytearray(3 * 2**30))",
-    "leaves a note": "found = glob.glob(NOTE)\nopen(NOTE, 'w')\nreturn found",
-    "leaves a message": """
-queue = ctypes.CDLL(None).msgget(0x77, 0o1666)
-received = ctypes.CDLL(None).msgrcv(queue, ctypes.create_string_buffer(99), 50, 0, 0o4000)
-ctypes.CDLL(None).msgsnd(queue, b'12345678message', 7, 0)
-return received > 0
-""",
-    "leaves a message in a POSIX queue": """
-queue = ctypes.CDLL(None).mq_open(b'/note', os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o600, None)
-received = ctypes.CDLL(None).mq_receive(queue, ctypes.create_string_buffer(8192), 8192, None)
-ctypes.CDLL(None).mq_send(queue, b'message', 7, 0)
-return received > 0
-""",
-    "becomes root": "os.setuid(0)\nreturn 'root'",
-    "sees other processes": "return len(glob.glob('/proc/[0-9]*')) > 2",
-    "ends its parent": "os.kill(os.getppid(), signal.SIGKILL)\ntime.sleep(0.1)",
-    "stops its parent": "os.kill(os.getppid(), signal.SIGSTOP)\ntime.sleep(0.1)",
-    "calls a server": "return socket.create_connection(('127.0.0.1', PORT), 1).getsockname()",
-    "calls a listener in /tmp": "return socket.socket(socket.AF_UNIX).connect(LISTENER) or LISTENER",
-    "calls one without a file": "return socket.socket(socket.AF_UNIX).connect(HIDDEN) or HIDDEN",
-    "starts many processes": """
-for i in range(MOST):
-    if os.fork() == 0:
-        time.sleep(1000)
-return MOST
-""",
-    "a daemon": """
-if os.fork() == 0:
-    os.setsid()
-    if os.fork() == 0:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        os.closerange(0, 100)
-        time.sleep(1000)
-    os._exit(0)
-os.wait()
-""",
-}
-
-
-@pytest.fixture
-def listener():
-    """A socket that lies in /tmp, for everybody, and one that lies nowhere, as Linux has them."""
-    path = Path(f"/tmp/listener {os.getpid()}")
-    with socket.socket(socket.AF_UNIX) as own, socket.socket(socket.AF_UNIX) as hidden:
-        own.bind(str(path))
-        hidden.bind(f"\0{path}")
-        for each in (own, hidden):
-            each.listen()
-        path.chmod(0o666)
-        yield str(path)
-    path.unlink()
-
-
-@pytest.mark.parametrize("case", ATTACKS)
-def test_an_attack_fails_and_the_file_is_graded(graded, boxed, listener, case):
-    """The fixture looks for processes that are left."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        code = f"{IMPORTS}PORT, LISTENER = {server.getsockname()[1]}, {listener!r}\n"
-        code += "HIDDEN, NOTE = '\\0' + LISTENER, LISTENER + ' note'\n"
-        code += f"MOST = {MOST_PROCESSES}\ndef attack():\n{indent(ATTACKS[case].strip(), '    ')}\n"
-        code += "try:\n    got = attack()\nexcept (OSError, MemoryError):\n    got = None\n"
-        for _ in range(1 + case.startswith("leaves")):
-            results = graded(code + "ANSWERS = {'A': got or 'nothing'}\n", LOADED)
-            assert results["score"] == 30, results["tests"][0]["output"]
-    assert not Path(f"{listener} note").exists()
-
-
-def test_a_box_is_as_good_as_none_for_a_file_that_does_no_harm(graded, boxed, monkeypatch):
-    """Also if the file asks for what the system has."""
-    code = "import os, random, tempfile, threading\nopen('x', 'w').write('x')\n"
-    code += "print(sorted(os.environ), os.getcwd())\n"
-    monkeypatch.setenv("SECRET", "s3cret")
-    results = graded(code + FCFS)
-    assert results["score"] == 30
-    assert results["output"].endswith("/tmp\n") and "SECRET" not in results["output"]
-
-
-# --- without a box ---
-
-
-def test_without_a_box_there_are_limits_and_its_group_is_ended(graded, without_box, tmp_path):
+def test_there_are_limits_and_its_group_is_ended(graded):
     """The fixture looks for processes that are left."""
     leaves = "import os, time\nif os.fork() == 0:\n    time.sleep(1000)\n"
     assert graded(leaves + FCFS)["score"] == 30
@@ -149,21 +39,12 @@ def test_without_a_box_there_are_limits_and_its_group_is_ended(graded, without_b
         assert "MemoryError" in sentence(graded("x = bytearray(3 * 2**30)\n" + FCFS))
 
 
-def test_without_a_box_a_sentence_says_whom_to_trust(without_box, tmp_path, capsys):
-    (tmp_path / "x.py").write_text("raise ValueError\n")
-    grade.main(["a1", str(tmp_path / "x.py")])
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("No box: there is no bwrap") and "only files that you trust" in line
-
-
-def test_what_bwrap_says_is_in_the_sentence(without_box, monkeypatch, tmp_path):
-    """As in a container that forbids namespaces."""
-    tool = tmp_path / "bwrap"
-    tool.write_text("#!/bin/sh\necho bwrap: No permissions >&2\nexit 1\n")
-    tool.chmod(0o755)
-    monkeypatch.setattr("shutil.which", lambda name: str(tool))
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert "no box here (bwrap: No permissions)" in grade.why_no_box()
+def test_a_file_sees_no_variables_and_works_in_a_folder_of_its_own(graded, monkeypatch):
+    code = "import os\nopen('x', 'w').write('x')\nprint(sorted(os.environ), os.listdir())\n"
+    monkeypatch.setenv("SECRET", "s3cret")
+    results = graded(code + FCFS)
+    assert results["score"] == 30
+    assert results["output"].endswith("['x']\n") and "SECRET" not in results["output"]
 
 
 def test_a_system_without_limits():
@@ -201,36 +82,6 @@ def test_ctrl_c_is_a_sentence_and_leaves_nothing(tmp_path):
     # Python itself tries a folder with a small file, which an interrupt may leave there
     assert not [path for path in (tmp_path / "temporary").iterdir() if path.is_dir()]
     wait_until_none_runs(str(tmp_path / "temporary"))
-
-
-def test_ctrl_c_as_the_folder_is_made_leaves_none(tmp_path, monkeypatch):
-    def mkdir(path, mode):
-        make(path, mode)
-        raise KeyboardInterrupt
-
-    make = os.mkdir
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    (tmp_path / "temporary").mkdir()
-    (tmp_path / "one.py").write_text("")
-    monkeypatch.setattr(os, "mkdir", mkdir)
-    with pytest.raises(KeyboardInterrupt):
-        grader.Grader(TASK, [0]).grade(tmp_path / "one.py")
-    assert not [*(tmp_path / "temporary").iterdir()]
-
-
-@pytest.mark.parametrize(
-    "work, kind",
-    [
-        (lambda: os.kill(os.getpid(), signal.SIGKILL), Kind.GRADER_ENDED),
-        (lambda: os.kill(os.getpid(), signal.SIGSTOP), Kind.NO_TIME),
-        (lambda: 1 / 0, Kind.GRADER_FAILED),
-    ],
-)
-def test_a_job_that_fails_leaves_the_others(work, kind):
-    first, second = in_order([work, lambda: 7], grader.time.monotonic() + 1)
-    with pytest.raises(Broken) as error:
-        first()
-    assert error.value.kind == kind and second() == 7
 
 
 # --- the protocol ---

@@ -54,17 +54,14 @@ KNOWN = {
         "os.sysconf sys.platform resource /proc",
         "a report without these numbers",
     ),
-    "tutorials/assignments/box.py": ("os.getuid /proc", GRADER),
     "tutorials/assignments/player.py": (
-        "os.getuid os.setuid os.setgid os.setgroups signal.SIGALRM signal.SIGKILL signal.setitimer "
-        "faulthandler.register sys.platform resource /proc",
+        "signal.SIGALRM signal.setitimer faulthandler.register sys.platform resource",
         "a sentence",
     ),
     "tutorials/assignments/process.py": (
         "os.killpg os.pread signal.SIGKILL signal.SIGXCPU",
         GRADER,
     ),
-    "tutorials/assignments/side_by_side.py": ("fork", GRADER),
 }
 
 

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tutorials.assignments.box import why_no_box
 from tutorials.assignments.grader import LIMIT, Grader
 from tutorials.assignments.report import Report
 from tutorials.assignments.task import NAMES, PUBLIC_SEEDS, load_task
@@ -54,8 +53,6 @@ def new_grader(parser: argparse.ArgumentParser, args: argparse.Namespace, name: 
         except (ValueError, OSError) as error:
             parser.error(f"--secret {args.secret} is not allowed: {error}")
         grader.is_secret = True
-    if why := why_no_box():
-        print(f"No box: {why}.", file=sys.stderr)
     return grader
 
 
@@ -110,14 +107,13 @@ def grade_file(grader: Grader, path: Path, target: Path | None) -> None:
     write(Report(), target)
     grader.on_check = on_check
     report = grader.grade(path)
-    write(report, target)  # again: what has filled the disk is removed with the file's folder
     print(report.last_line(), flush=True)
     if report.printed:
         print(f"--- what your file has printed last ---\n{report.printed}", file=sys.stderr)
 
 
 def write(report: Report, target: Path | None) -> None:
-    """If it cannot be written, a sentence says so, and the grading goes on."""
+    """If the file cannot be written, an error message says so, and the grading goes on."""
     if target is None:
         return
     try:

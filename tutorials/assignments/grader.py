@@ -3,15 +3,15 @@
 A student's file runs in processes of its own (`process.py`, `player.py`). What it decides is carried
 out and measured here and in `referee.py`."""
 
-import secrets
-import shutil
-import sys
+import os
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from tempfile import gettempdir
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from nanovllm.schedule import ScheduleError
@@ -20,15 +20,13 @@ from nanovllm.simulator import Run
 from tutorials.assignments.own_questions import Own, own_seed
 from tutorials.assignments.own_tables import tables_of
 from tutorials.assignments.problems import Broken, Kind
-from tutorials.assignments.process import Process, Submission, Unreadable, furnish, read_source
+from tutorials.assignments.process import Process, Submission, Unreadable, read_source
 from tutorials.assignments.public import PROMPTS, SCARCE, answers_of
 from tutorials.assignments.referee import EngineReferee, new_referee, referee_for
 from tutorials.assignments.report import Report, plain_lines
-from tutorials.assignments.side_by_side import in_order
 from tutorials.assignments.task import Goal, Part, Task, name_in_report, serve, serve_baseline
 
 LIMIT = 300.0  # seconds for a file
-SECONDS_TO_STOP = 20.0  # after the limit, until a job that has not noticed it is ended
 MOST_STEPS = 10_000  # of the real engine; first come, first served takes some hundred
 HIDDEN = "what it says on secret seeds is not shown, try the public ones"
 HIDDEN_OWN = "try it with python -m tutorials.assignments.own"
@@ -77,69 +75,53 @@ class Grader:
         except Unreadable as error:
             self._add(report, "your file", 0, self.task.points, str(error))
             return report
-        # named before it is made: a Ctrl-C may come between the two
-        folder = Path(gettempdir(), f"grader-{secrets.token_hex(8)}")
-        try:
-            folder.mkdir(mode=0o700)
-            furnish(folder)
-            self._grade(report, Submission(source, path.name, folder, deadline, self.limit))
-        except OSError as error:  # as if the disk is full
-            why = error.strerror or error.args[0][0][-1]  # of copytree: a list of them
-            print(f"{path} was not graded to the end: {why}", file=sys.stderr)
-            failure = Kind.GRADER_FAILED
-            played = Played(problem=f"{failure.value}: {why}", kind=failure)
-            rest = self.task.points - report.max_score
-            self._add(report, "what is missing", 0, rest, self._sentence(played))
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+        with TemporaryDirectory() as folder:
+            self._grade(report, Submission(source, path.name, Path(folder), deadline, self.limit))
         return report
 
     def _grade(self, report: Report, submission: Submission) -> None:
-        stop = submission.deadline + SECONDS_TO_STOP
-        (loaded,) = in_order([partial(load, self.task, submission)], stop)
-        played = self._result(loaded)
-        if not self._grade_load(report, played):
+        loaded = load(self.task, submission)
+        if not self._grade_load(report, loaded):
             return
-        own = played.own
         plays = [
             (part, seed, self.shared.baselines.get((part.name, seed)))
             for part in self.task.parts
             for seed in self.seeds[: part.num_seeds]
         ]
-        works: list[Callable[[], Any]] = [partial(play, submission, *each) for each in plays]
+        works: list[Callable[[], Played]] = [partial(play, submission, *each) for each in plays]
         if self.task.engine_points:
             works.append(partial(play_engine, self.task, submission))
             if self.shared.answers is None:
                 works.append(expected_answers)
         if self.task.own:
-            works.append(partial(play_own, self.task, submission, own))
-        results = in_order(works, stop)
+            works.append(partial(play_own, self.task, submission, loaded.own))
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            try:
+                self._grade_results(report, loaded.own, pool.map(result_of, works))
+            finally:
+                submission.deadline = 0.0  # after a Ctrl-C: what still runs ends soon
+
+    def _grade_results(self, report: Report, own: Own, results: Iterator[Played]) -> None:
         for part in self.task.parts:
             seeds = self.seeds[: part.num_seeds]
-            played = [self._result(next(results)) for _ in seeds]
+            played = [next(results) for _ in seeds]
             for seed, each in zip(seeds, played):
                 if each.baseline is not None:
                     self.shared.baselines[part.name, seed] = each.baseline
             self._grade_part(report, part, played)
         if self.task.engine_points:
-            answered = self._result(next(results))
+            answered = next(results)
             if self.shared.answers is None:
-                expected = self._result(next(results))
+                expected = next(results)
                 self.shared.answers = expected.tokens
                 answered = expected if expected.problem else answered
             self._grade_answers(report, answered)
         if self.task.own:
-            self._grade_own(report, own, self._result(next(results)))
+            self._grade_own(report, own, next(results))
 
     def _add(self, report: Report, name: str, score: float, max_score: float, output: str) -> None:
         report.add(name, score, max_score, output)
         self.on_check(report)
-
-    def _result(self, result: Callable[[], Played]) -> Played:
-        try:
-            return result()
-        except Broken as error:
-            return failed(error)
 
     def _sentence(self, played: Played, hidden: str = HIDDEN) -> str:
         if not self.is_secret or played.kind is None:
@@ -211,7 +193,17 @@ class Grader:
         self._add(report, own.title, num_right * points, count * points, output)
 
 
-# --- jobs: what is done side by side ---
+# --- what is done in threads: each waits for a student's process most of the time ---
+
+
+def result_of(work: Callable[[], Played]) -> Played:
+    """What the work brings; or that the grader itself has failed, which costs no other file its points."""
+    try:
+        return work()
+    except Exception as error:
+        traceback.print_exc()
+        kind = Kind.GRADER_FAILED
+        return Played(problem=f"{kind.value}: {error!r}", kind=kind)
 
 
 def load(task: Task, submission: Submission) -> Played:

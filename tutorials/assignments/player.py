@@ -7,18 +7,15 @@ answers with a replica. The clock, the true lengths, the cost of a step and the 
 process that grades (`referee.py`). The checks here are those of `simulate(..., check=True)`: they
 are for those who made a mistake."""
 
-import ctypes
 import faulthandler
 import io
 import json
 import os
 import signal
-import stat
 import sys
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -41,9 +38,6 @@ try:
 except ModuleNotFoundError:
     raise SystemExit("the grader needs Linux or macOS: on Windows, run it in WSL") from None
 
-PR_SET_PDEATHSIG = 1
-NOBODY = 65534  # the user that has no files, on each system
-MOST_PROCESSES = 32  # of this user, at the same time; each thread counts. A scheduler needs one
 LONGEST = 2000  # characters of an error
 LONGEST_PRINTED = 2**18
 
@@ -277,25 +271,8 @@ def read(line: str) -> dict[str, Any]:
     return message
 
 
-def become_nobody() -> None:
-    """Of root's rights, none is left. Elsewhere than in a box, Python may lie where only root can
-    read it: then nothing changes."""
-    prefixes = [Path(sys.prefix), Path(sys.base_prefix)]
-    folders = [folder for prefix in prefixes for folder in (prefix, *prefix.parents)]
-    if all(folder.stat().st_mode & stat.S_IXOTH for folder in folders):
-        os.setgroups([])
-        os.setgid(NOBODY)
-        os.setuid(NOBODY)
-
-
-def end_with_parent() -> None:
-    if hasattr(ctypes.pythonapi, "prctl"):  # Linux
-        ctypes.pythonapi.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-
-
 def set_limits(megabytes: int, seconds: int) -> None:
     for limit, value in (
-        (resource.RLIMIT_NPROC, MOST_PROCESSES),
         (resource.RLIMIT_AS, megabytes * 2**20),
         (resource.RLIMIT_CPU, seconds),
         (resource.RLIMIT_FSIZE, 2**20),  # what it prints is a file, too
@@ -304,9 +281,6 @@ def set_limits(megabytes: int, seconds: int) -> None:
         # macOS refuses a limit of the address space
         with suppress(ValueError) if sys.platform == "darwin" else nullcontext():
             resource.setrlimit(limit, (value, value))
-    # if the machine's memory runs out, this process ends, and not the one that grades
-    with suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000", encoding="utf-8")
 
 
 def main() -> None:
@@ -323,9 +297,6 @@ def main() -> None:
         setattr(sys, name, Printed(file, errors="backslashreplace", line_buffering=True))
     faulthandler.register(signal.SIGALRM, file=2)
     set_limits(*map(int, sys.argv[1:]))
-    if os.getuid() == 0:
-        become_nobody()
-    end_with_parent()  # after the change of the user, which would undo it
 
     def reply(message: dict) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -17,8 +17,6 @@ class Kind(Enum):
     SILENT = "your file has not answered in time"
     TOO_LATE = "your file has taken too much time in all"
     ENDED = "your process has ended by itself"
-    NO_TIME = "there was no time left for it"
-    GRADER_ENDED = "the process that grades was ended, perhaps by your file"
     GRADER_FAILED = "the grader has failed, tell your instructor"
 
 

@@ -5,7 +5,6 @@ import importlib.util
 import json
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,14 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tutorials.assignments.box import place_in
 from tutorials.assignments.problems import Broken, Kind
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
-START = "import sys; sys.path.insert(0, {!r}); from player import main; main()"
+ROOT = Path(__file__).parents[2]
+START = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+from tutorials.assignments.player import main
+main()
+"""
 LONGEST_ANSWER = 2**20  # bytes; an honest one has some thousand
-LARGEST_EXIT_STATUS = 128  # above, it is the number of a signal, as in a shell
 SECONDS_TO_START = 20.0
 SECONDS_PER_CALL = 5.0
 PATIENCE = 0.8  # of the seconds for an answer, until a process prints where it is
@@ -36,7 +37,7 @@ PATIENCE = 0.8  # of the seconds for an answer, until a process prints where it 
 class Submission:
     source: str
     name: str  # of the file, for its messages
-    folder: Path  # see `furnish`
+    folder: Path  # where its processes work
     deadline: float  # for everything, by time.monotonic()
     limit: float  # the same as the number of seconds that there were
 
@@ -68,19 +69,6 @@ def read_source(path: Path) -> str:
         raise Unreadable(f"your file has an encoding that Python does not know: {error}") from None
 
 
-def furnish(folder: Path) -> None:
-    """`library` has all of the repository that a student's process imports, with what Python has
-    compiled of it. `work` is where it works if it is in no box."""
-    library, work = folder / "library", folder / "work"
-    weights = shutil.ignore_patterns("tiny_qwen3")
-    shutil.copytree(ROOT / "nanovllm", library / "nanovllm", ignore=weights)
-    shutil.copy2(HERE / "player.py", library)
-    work.mkdir()
-    for path in (folder, *folder.rglob("*")):
-        path.chmod(0o755 if path.is_dir() else 0o644)
-    work.chmod(0o777)
-
-
 # --- one process ---
 
 
@@ -104,23 +92,22 @@ class Process:
             self.close = ends.pop_all().close
 
     def _start(self, megabytes: int) -> subprocess.Popen:
-        command, library, home = place_in(self.submission.folder)
+        folder = str(self.submission.folder)
         settings = {
             "PATH": os.environ.get("PATH", ""),
-            "HOME": home,
-            "TMPDIR": home,
+            "HOME": folder,
+            "TMPDIR": folder,
             "PYTHONHASHSEED": "0",
             "OMP_NUM_THREADS": "1",
         }
         seconds = max(1, round(self.submission.seconds_left()))
-        python = [sys.executable, "-I", "-B", "-c", START.format(library)]
         process = subprocess.Popen(
-            [*command, *python, str(megabytes), str(seconds)],
+            [sys.executable, "-I", "-B", "-c", START, str(megabytes), str(seconds)],
             bufsize=0,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.printed,
-            cwd=self.submission.folder / "work",
+            cwd=folder,
             env=settings,
             start_new_session=True,
         )
@@ -192,8 +179,6 @@ class Process:
         except subprocess.TimeoutExpired:
             sentence = "your process has closed the pipe through which it answers"
             return Broken(Kind.ENDED, sentence)
-        if code > LARGEST_EXIT_STATUS:  # as bwrap says it
-            code = LARGEST_EXIT_STATUS - code
         reasons = {
             -signal.SIGXCPU: "it took too much time",
             -signal.SIGKILL: "it took too much memory or time",
