@@ -14,7 +14,7 @@ but with the same weights, dtype and sampling. All are alive together, and answe
 turns: two rounds to warm up, then those that count, of which the median is shown. Round r adds r to
 every token id, so that no prefix cache knows a prompt from the round before. On a GPU, they share
 its memory. tutorials/appendix.md explains every column; the parts are in
-tutorials/measure and tutorials/performance.
+tutorials/measure.
 """
 
 import argparse
@@ -34,12 +34,12 @@ from nanovllm.simulator.cost_model import SHAPES
 from tutorials.arguments import checked, positive
 from tutorials.machine import environment
 from tutorials.measure.busy import endless_loop
+from tutorials.measure.checkpoints import model_directory
+from tutorials.measure.engines import Job
 from tutorials.measure.peers import ENGINES
 from tutorials.measure.turns import Turns
-from tutorials.performance.checkpoints import model_directory
-from tutorials.performance.engines import Job
-from tutorials.performance.workloads import WORKLOADS, cut, make_requests
 from tutorials.report import conditions, engines_table, summary, write_json
+from tutorials.simulation.requests import WORKLOADS, cut, make_requests
 
 FOLLOWED = ("dtype", "device", "kv_tokens", "kv_bytes", "batch_tokens")  # by the peers
 

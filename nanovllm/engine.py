@@ -64,12 +64,14 @@ class LLM:
         self.config = config = Config(**kwargs) if model is None else Config(model=model, **kwargs)
         fields = config.speculative_config
         guesser = None if fields is None else Guesser(config_of(fields))
+
+        # the model, and what computes it
         path = find_model(config.model)
         hf_config = load_config(path)
+        self.tokenizer = load_tokenizer(path)
         device = choose_device(config)
         longest = longest_context(hf_config)
         self.limits = limits = config.resolved(longest, TOKENS_PER_STEP[device.type])
-        self.tokenizer = load_tokenizer(path)
         arguments = (config, limits, hf_config, path, device)
         if runner is None and config.tensor_parallel_size > 1:
             from nanovllm.parallel.runner import new_runner  # not all builds of PyTorch can
@@ -77,6 +79,7 @@ class LLM:
             runner = new_runner(*arguments)
         self.runner: Runner = runner or ModelRunner(*arguments)
 
+        # what decides which requests run, and on which blocks
         new_block_manager = partial(
             config.block_manager_cls or BlockManager,
             self.runner.num_blocks,
@@ -87,20 +90,25 @@ class LLM:
         scheduler_cls = config.scheduler_cls or Scheduler
         self.scheduler: Scheduler = scheduler_cls(limits, new_block_manager())
         self.scheduler.guesser = guesser
-        self.replies = Replies()
-        self.planner: Scheduler | ScheduleChecks = self.scheduler
-        if config.scheduler_cls or config.block_manager_cls:  # a user's
-            check_made(self.scheduler, config, self.runner)
-            self.planner = ScheduleChecks(self.scheduler, limits, self.replies.unfinished)
-        self.recovery = Recovery(self.scheduler, self.replies, new_block_manager)
-        self.inbox = Inbox(self.scheduler, self.replies, self.recovery)
+
+        # requests come in, and replies go out
         defaults = load_generation_config(path, hf_config)
         self.inputs = Inputs(
             config.model, self.scheduler, self.tokenizer, hf_config.vocab_size, *defaults
         )
+        self.replies = Replies()
+        self.recovery = Recovery(self.scheduler, self.replies, new_block_manager)
+        self.inbox = Inbox(self.scheduler, self.replies, self.recovery)
+
+        # a user's scheduler is checked in each step
+        self.planner: Scheduler | ScheduleChecks = self.scheduler
+        if config.scheduler_cls or config.block_manager_cls:
+            check_made(self.scheduler, config, self.runner)
+            self.planner = ScheduleChecks(self.scheduler, limits, self.replies.unfinished)
+
+        self.turns = Turns()  # of the threads that share the engine
         self.arrivals = count()
         self.counts = Counts()
-        self.turns = Turns()
         self.is_stepping = False
         self.is_closed = False
         self.observers: list[Callable[[Schedule, float], None]] = []

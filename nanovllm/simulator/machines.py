@@ -9,7 +9,7 @@ shorter one is hidden behind the longer one.
 
 The GPUs were not measured. Their hardware is that of data sheets, the host's work was measured
 without a GPU, all else is assumed: see `Machine.sources`. The CPU was measured, by
-`tutorials/simulation/calibrate.py`.
+`tutorials/measure/calibrate.py`.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def stretched(fields: Mapping[str, Any], factor: float) -> dict[str, Any]:
 
 
 def machines_in(path: str | Path) -> dict[str, Machine]:
-    """The machines that `python -m tutorials.simulation.calibrate` has written into a file. Raises
+    """The machines that `python -m tutorials.measure.calibrate` has written into a file. Raises
     ValueError for another file."""
     try:
         found = json.loads(Path(path).read_bytes())["machines"]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from nanovllm.layers import attention, torch_attention
 from nanovllm.layers.torch_attention import Layout, group_by_context
 from nanovllm.layers.torch_ops import layout, paged_attention, store_kv
-from tutorials.performance.batches import BORDERS, random_batch
+from tutorials.measure.batches import BORDERS, random_batch
 
 
 def check(sequences, num_heads, num_kv_heads, head_dim, **kwargs):

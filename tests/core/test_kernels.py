@@ -20,7 +20,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.layers import attention, torch_ops, triton_attention
 from nanovllm.layers.kv_cache import KVCache
 from tutorials.machine import interpreter_problem
-from tutorials.performance.batches import BORDERS, random_batch
+from tutorials.measure.batches import BORDERS, random_batch
 
 ROOT = Path(__file__).parents[2]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -23,7 +23,7 @@ from nanovllm.config import Config
 from nanovllm.device.choose import choose_ops
 from nanovllm.layers import attention, numba_kernels, numba_ops, torch_ops
 from nanovllm.layers.kv_cache import KVCache
-from tutorials.performance.batches import BORDERS, random_batch
+from tutorials.measure.batches import BORDERS, random_batch
 
 ROOT = Path(__file__).parents[2]
 MIXTURE = [(1, 9), (1, 1), (1, 33), (5, 5), (3, 20), (17, 40)]  # decodes come first

@@ -1,7 +1,7 @@
 """The goals of the assignments are honest: on each of 20 seeds, policies that do not address the subject get less than
 half of the goal points, those that know nothing at all reach no goal, and the reference solution gets all with a margin.
 
-The values are those of `python -m tutorials.measure.seeds`. A simulation has the same numbers on each machine, so
+The values are those of `python -m tutorials.assignments.seeds`. A simulation has the same numbers on each machine, so
 a part of them is computed again.
 
 Run: pytest tests/course/test_goals.py [-k a1] [--slow]
@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 
 from tutorials.assignments.a8 import task as a8
-from tutorials.assignments.task import NAMES, load_task
-from tutorials.measure.seeds import (
+from tutorials.assignments.seeds import (
     SILLY,
     baseline_of,
     measure_seed,
     points_of,
     policies_of,
 )
+from tutorials.assignments.task import NAMES, load_task
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "tutorials" / "results" / "assignments"
@@ -40,7 +40,7 @@ def paths_of(name: str) -> list[Path]:
 def report_of(name: str) -> dict:
     path = RESULTS / f"{name}.json"
     if not path.is_file():
-        command = ["python -m tutorials.measure.seeds", name, *paths_of(name), "--json", path]
+        command = ["python -m tutorials.assignments.seeds", name, *paths_of(name), "--json", path]
         text = " ".join(map(str, command)).replace(f"{ROOT}/", "")
         pytest.fail(f"{path.name} is missing: {text}", pytrace=False)
     return json.loads(path.read_bytes())

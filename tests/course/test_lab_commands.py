@@ -12,9 +12,8 @@ import pytest
 from nanovllm.config import Config
 from nanovllm.simulator import Job, simulate
 from tests.tools.extras import needs
-from tutorials.assignments import public
+from tutorials.assignments import public, seeds
 from tutorials.assignments.task import NAMES, Goal, Part, Task, load_task, mean_latency
-from tutorials.measure import seeds
 from tutorials.simulation.workloads import all_at_once, fixed, predicted, workload
 
 HEAD = "from nanovllm.scheduler import Scheduler\nclass MyScheduler(Scheduler):\n    "

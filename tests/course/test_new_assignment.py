@@ -50,7 +50,7 @@ def test_the_commands_of_the_guide_make_a_new_assignment(tmp_path):
     making, measuring = commands()
     # measured is one seed of 20; the template's numbers are also those of its copy
     measure, written = re.match(
-        r"(python -m tutorials.measure.seeds a10 .* --json (\S+))\n", measuring
+        r"(python -m tutorials.assignments.seeds a10 .* --json (\S+))\n", measuring
     ).groups()
     stored = json.loads(
         (ROOT / RESULTS / "template.json").read_text(encoding="utf-8").replace("template", "a10")

@@ -400,7 +400,7 @@ def test_a_time_line():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_task_goes_to_another_process(name):
-    """As it does in tutorials.measure.seeds."""
+    """As it does in tutorials.assignments.seeds."""
     task = pickle.loads(pickle.dumps(load_task(name)))
     assert task.own == load_task(name).own
 

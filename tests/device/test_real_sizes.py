@@ -20,8 +20,8 @@ from nanovllm.layers.sampler import Sampling
 from nanovllm.simulator.cost_model import FIELDS
 from nanovllm.swapping.host_cache import HostCache
 from tutorials.machine import interpreter_problem
-from tutorials.performance.batches import random_batch
-from tutorials.performance.checkpoints import random_model, write_checkpoint
+from tutorials.measure.batches import random_batch
+from tutorials.measure.checkpoints import random_model, write_checkpoint
 
 triton_ops = pytest.importorskip("nanovllm.layers.triton_ops", reason="Triton is there for Linux")
 triton_attention = pytest.importorskip("nanovllm.layers.triton_attention")

@@ -19,11 +19,9 @@ from nanovllm.simulator.cost_model import Hardware, shape_of
 from nanovllm.simulator.jobs import STOP, Job
 from nanovllm.simulator.machines import Machine, machines_in
 from nanovllm.simulator.replica import model_config
-from tutorials.measure import accuracy
+from tutorials.measure import accuracy, calibrate, pairs
 from tutorials.measure.accuracy import METRICS, error, table, totals
-from tutorials.performance.steps import Step
-from tutorials.simulation import calibrate, pairs
-from tutorials.simulation.calibrate import (
+from tutorials.measure.calibrate import (
     SWAP,
     ProcessorTime,
     calibrated,
@@ -32,8 +30,9 @@ from tutorials.simulation.calibrate import (
     fitted,
     guess,
 )
-from tutorials.simulation.cases import CASES, jobs_of, simulated
-from tutorials.simulation.recording import KnownGuesser, Recording, record, token_ids
+from tutorials.measure.cases import CASES, jobs_of, simulated
+from tutorials.measure.recording import KnownGuesser, Recording, record, token_ids
+from tutorials.measure.steps import Step
 from tutorials.simulation.workloads import (
     all_at_once,
     copied,

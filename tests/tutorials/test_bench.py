@@ -24,14 +24,12 @@ import bench
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import EMBEDDED_MODEL
 from nanovllm.model_runner import ModelRunner
-from tutorials.measure import tables
+from tutorials.measure import engines, tables
+from tutorials.measure.checkpoints import write_checkpoint
+from tutorials.measure.engines import Job, Loop, Nanovllm
 from tutorials.measure.peers import Vllm
+from tutorials.measure.steps import BIN
 from tutorials.measure.turns import Worker
-from tutorials.performance import engines
-from tutorials.performance.checkpoints import write_checkpoint
-from tutorials.performance.engines import Job, Loop, Nanovllm
-from tutorials.performance.steps import BIN
-from tutorials.performance.workloads import Request, cut, make_requests, read_trace
 from tutorials.report import (
     conditions,
     engines_table,
@@ -39,6 +37,7 @@ from tutorials.report import (
     summary,
     write_json,
 )
+from tutorials.simulation.requests import Request, cut, make_requests, read_trace
 
 ROOT = Path(__file__).parents[2]
 
@@ -505,13 +504,12 @@ def test_loops_run_beside_the_rounds(monkeypatch):
 @pytest.mark.parametrize(
     "folder, may_import",
     [
-        ("performance", []),
-        ("baselines", ["performance"]),
-        ("simulation", ["performance", "baselines", "tiny_qwen3"]),
+        ("simulation", ["baselines"]),
+        ("measure", ["simulation", "baselines", "assignments", "tiny_qwen3"]),
     ],
 )
 def test_imports_go_one_way(folder, may_import):
-    """performance, then baselines, then simulation; figures and instruments above them."""
+    """Nothing that chapters and assignments use needs an instrument."""
     imported = rooms_imported_by(ROOT / "tutorials" / folder)
     assert folder in imported and imported <= {folder, *may_import, *COMMON}
 

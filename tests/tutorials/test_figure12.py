@@ -14,15 +14,15 @@ from nanovllm.simulator.cost_model import shape_of
 from nanovllm.simulator.replica import model_config
 from tests.tools.extras import needs
 from tutorials.baselines.replay import NUM_SLOTS
-from tutorials.simulation.ablations import CACHE, ablation, ablation_table, documents, watermarks
-from tutorials.simulation.figure12 import (
+from tutorials.measure.ablations import CACHE, ablation, ablation_table, documents, watermarks
+from tutorials.measure.figure12 import (
     LIMITS,
     PAPER_BATCH,
     Curve,
     batch_table,
     rates_table,
 )
-from tutorials.simulation.loads import Load, PromptsFirst, WholePrompts, chats, run, systems
+from tutorials.measure.loads import Load, PromptsFirst, WholePrompts, chats, run, systems
 from tutorials.simulation.workloads import all_at_once, fixed, poisson, sharegpt, workload
 
 

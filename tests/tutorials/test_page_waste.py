@@ -11,7 +11,7 @@ import pytest
 
 from nanovllm.frontend.stats import cache_usage
 from tutorials.baselines import replay
-from tutorials.simulation import pages
+from tutorials.measure import pages
 
 KIB = 2**10
 MEMORY = 240 * 2**20

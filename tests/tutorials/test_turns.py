@@ -16,8 +16,8 @@ import pytest
 
 from tutorials.machine import cpu_seconds
 from tutorials.measure import turns
+from tutorials.measure.engines import Job
 from tutorials.measure.turns import Turns
-from tutorials.performance.engines import Job
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "killpg"), reason="os.killpg is not there")
 ROOT = Path(__file__).parents[2]

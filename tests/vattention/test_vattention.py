@@ -28,7 +28,7 @@ from nanovllm.vattention import ops as vattention
 from nanovllm.vattention.cache import NO_ROW, PageTable, VirtualCache, VirtualShape
 from nanovllm.vattention.memory import HostMemory, System, mappings_free
 from nanovllm.vattention.ops import Layout, neighbors
-from tutorials.performance.batches import random_batch
+from tutorials.measure.batches import random_batch
 
 assert look_at_little_garbage  # a fixture
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="memfd_create is Linux's")

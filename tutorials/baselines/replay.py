@@ -25,8 +25,8 @@ from nanovllm.sequence import Request
 from tutorials.arguments import experiment
 from tutorials.baselines.contiguous import OrcaMax, OrcaOracle, OrcaPow2
 from tutorials.machine import environment
-from tutorials.performance.workloads import lognormal_pairs, read_trace
 from tutorials.report import write_json
+from tutorials.simulation.requests import lognormal_pairs, read_trace
 
 Lengths = list[tuple[int, int]]  # of prompts and outputs
 MEANS = {"ShareGPT": (161.31, 337.99), "Alpaca": (19.31, 58.45)}  # the paper's figure 11

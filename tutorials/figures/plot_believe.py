@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from tutorials.figures.fills import WASTE
 from tutorials.figures.style import HERE, SMALL, bare, box, new_figure, write
-from tutorials.simulation.pairs import KEYS, errors, judged
+from tutorials.measure.pairs import KEYS, errors, judged
 
 REPORT = HERE.parent / "results" / "simulator_pairs.json"
 LOW, HIGH = 0.1, 150.0  # times the usual policy's

@@ -16,7 +16,7 @@ from matplotlib.patches import Rectangle
 
 from tutorials.figures.fills import BLUE, EMPTY, ORANGE, SKY, WASTE, Fill
 from tutorials.figures.style import SMALL, TEXT, bare, box, new_figure, point_out, title, write
-from tutorials.performance.batches import random_batch
+from tutorials.measure.batches import random_batch
 
 TOKENS, KEYS = 8, 16  # of a tile
 WORK = {"decodes": [(1, 40), (1, 9)], "chunks": [(20, 20), (5, 37)]}  # queries, keys

@@ -28,7 +28,7 @@ ASSIGNMENTS = ("a1", "a2", "a3", "a4", "a5", "a6", "a8")  # those that need no m
 PYODIDE = ("pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip")
 # what a file in the lab may import; what of it needs torch says so
 PYTHON = ("nanovllm", "tutorials/simulation", "tutorials/assignments", "tutorials/baselines")
-PYTHON_TOO = ("tutorials/*.py", "tutorials/lab/*.py", "tutorials/performance/*.py")
+PYTHON_TOO = ("tutorials/*.py", "tutorials/lab/*.py")
 ABOUT = (
     "Change the class, and run it beside the baseline. The public tests say whether it is right, the "
     "points how good it is on the public seeds."

@@ -30,10 +30,8 @@ from nanovllm.simulator import Run
 from nanovllm.simulator.machines import Machine
 from tutorials.arguments import duration, experiment, positive
 from tutorials.machine import device_name, environment, installed
-from tutorials.performance.steps import Step
-from tutorials.report import markdown, rows_of, write_json
-from tutorials.simulation import pairs
-from tutorials.simulation.calibrate import (
+from tutorials.measure import pairs
+from tutorials.measure.calibrate import (
     ON_CPU,
     OPTIONS,
     SWAP,
@@ -49,7 +47,9 @@ from tutorials.simulation.calibrate import (
     start_of,
     warm_up,
 )
-from tutorials.simulation.cases import CASES, Case, jobs_of, simulated
+from tutorials.measure.cases import CASES, Case, jobs_of, simulated
+from tutorials.measure.steps import Step
+from tutorials.report import markdown, rows_of, write_json
 from tutorials.simulation.metrics import distribution, tpot, ttft
 
 METRICS = {

@@ -8,8 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from tutorials.machine import ROOT
-from tutorials.performance.engines import Answer, Job, Loop, Nanovllm
-from tutorials.performance.workloads import Request
+from tutorials.measure.engines import Answer, Job, Loop, Nanovllm
+from tutorials.simulation.requests import Request
 
 # Nothing else up here: a worker imports this file in the environment of any engine.
 

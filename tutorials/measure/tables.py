@@ -13,11 +13,10 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from tutorials.assignments.seeds import handout_table
 from tutorials.machine import ROOT
-from tutorials.measure import accuracy
-from tutorials.measure.seeds import handout_table
+from tutorials.measure import accuracy, figure12, pages, pairs
 from tutorials.report import conditions, engines_table, markdown, rounds_text, spread
-from tutorials.simulation import figure12, pages, pairs
 
 RESULTS = ROOT / "tutorials" / "results"
 PAGES = [

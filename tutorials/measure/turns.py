@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 
 from nanovllm.device.threads import busy_seconds
 from tutorials.machine import ROOT, cpu_seconds
-from tutorials.performance.engines import Job
+from tutorials.measure.engines import Job
 
 WARM_UP = 2  # rounds: vLLM needs both, the others one at most
 REST = 2.0  # seconds at most until the other engines are at rest

@@ -15,9 +15,9 @@ import traceback
 from pathlib import Path
 
 from tutorials.machine import installed, this_machine
+from tutorials.measure.engines import Job, Nanovllm
 from tutorials.measure.peers import ENGINES
-from tutorials.performance.engines import Job, Nanovllm
-from tutorials.performance.workloads import Request, shifted
+from tutorials.simulation.requests import Request, shifted
 
 
 class Measured:
@@ -87,7 +87,7 @@ class MeasuredOurs(Measured):
         """One more round, with every step timed: its roofline, and what its requests did to the
         cache. The ceilings of a CPU are the better of two measurements, before and after all rounds."""
         from nanovllm.simulator.cost_model import Hardware
-        from tutorials.performance.steps import binned, roofline
+        from tutorials.measure.steps import binned, roofline
 
         self.engine.observe()
         before = self.engine.stats()

@@ -19,7 +19,7 @@ from typing import Any
 from nanovllm.options import is_int, is_number, shown
 from nanovllm.simulator.jobs import Job, Runs
 from tutorials.baselines.replay import MEANS
-from tutorials.performance.workloads import lognormal_pairs, read_trace
+from tutorials.simulation.requests import lognormal_pairs, read_trace
 
 MOST_RIGHT = 16  # guesses in a row
 

@@ -20,7 +20,7 @@ if IS_PLAYED:
 
 from nanovllm.layers import triton_attention  # noqa: E402
 from tutorials.kernels import loads_of  # noqa: E402
-from tutorials.performance.batches import random_batch  # noqa: E402
+from tutorials.measure.batches import random_batch  # noqa: E402
 
 DEVICE = "cpu" if IS_PLAYED else "cuda"
 

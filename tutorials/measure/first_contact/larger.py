@@ -17,8 +17,8 @@ from nanovllm.schedule import Item, Schedule
 from nanovllm.sequence import Request
 from nanovllm.simulator.cost_model import shape_of, work_of
 from tutorials.machine import seconds_of
+from tutorials.measure.checkpoints import COMMON
 from tutorials.measure.first_contact.section import Section
-from tutorials.performance.checkpoints import COMMON
 from tutorials.report import percentile
 
 BLOCK_SIZE = 16

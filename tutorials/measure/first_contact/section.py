@@ -19,7 +19,7 @@ import torch
 from nanovllm.config import Config
 from nanovllm.device.choose import choose_dtype
 from nanovllm.simulator.cost_model import FIELDS, SHAPES
-from tutorials.performance.checkpoints import random_model, write_checkpoint
+from tutorials.measure.checkpoints import random_model, write_checkpoint
 from tutorials.report import table, write_json
 
 MODEL = "qwen3-0.6b"  # its shapes, with random weights

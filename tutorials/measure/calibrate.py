@@ -1,6 +1,6 @@
 """Calibrate: short runs of the real engine on this machine, and the cost model that fits them.
 
-    python -m tutorials.simulation.calibrate machine.json
+    python -m tutorials.measure.calibrate machine.json
 
 On a CPU: the embedded model on one and two threads, in float32 and bfloat16, each in a process of
 its own; under two minutes. On a GPU: the model that --model names, in its own type; a minute. The
@@ -50,9 +50,9 @@ from tutorials.machine import (
     seconds_of,
     this_machine,
 )
-from tutorials.performance.steps import Step
+from tutorials.measure.recording import KnownGuesser, record
+from tutorials.measure.steps import Step
 from tutorials.report import write_json
-from tutorials.simulation.recording import KnownGuesser, record
 from tutorials.simulation.workloads import all_at_once, fixed, workload
 
 Options = dict[str, Any]  # fields of Config
@@ -396,7 +396,7 @@ def shape_of_model(options: Options) -> Shape:
 def apart(name: str, rounds: int, most_tokens: int) -> dict:
     """One variant, in a process with so many threads."""
     dtype, threads = VARIANTS[name]
-    command = [sys.executable, "-m", "tutorials.simulation.calibrate", "--one", dtype]
+    command = [sys.executable, "-m", "tutorials.measure.calibrate", "--one", dtype]
     done = subprocess.run(
         [*command, "--rounds", str(rounds), "--most-tokens", str(most_tokens)],
         env={**os.environ, "OMP_NUM_THREADS": str(threads)},

@@ -1,8 +1,8 @@
 """Many seeds and policies as one table, for an author or a grader of an assignment.
 
-    python -m tutorials.measure.seeds a1 my_scheduler.py            # beside FCFS, on 20 seeds
-    python -m tutorials.measure.seeds a1 submissions/*.py --count 5 --check
-    python -m tutorials.measure.seeds a1 --silly tried.py --json a1.json
+    python -m tutorials.assignments.seeds a1 my_scheduler.py            # beside FCFS, on 20 seeds
+    python -m tutorials.assignments.seeds a1 submissions/*.py --count 5 --check
+    python -m tutorials.assignments.seeds a1 --silly tried.py --json a1.json
 
 A file with the class that the assignment asks for is one row. From any other file, each scheduler
 in it is one, and for an assignment about routers, each router. `--silly` adds the policies of silly.py. A row shows for each goal the best and the worst

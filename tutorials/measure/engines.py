@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tutorials.performance.workloads import Request
+from tutorials.simulation.requests import Request
 
 # Neither torch nor anything of ours up here: a worker imports this file in the environment of any
 # engine.
@@ -112,14 +112,14 @@ class Nanovllm(Loop):
 
     def observe(self) -> None:
         """From now on, steps are observed."""
-        from tutorials.performance.timed_runner import time_runner
+        from tutorials.measure.timed_runner import time_runner
 
         time_runner(self.llm)
         self.llm.observers.append(self.note)
 
     def note(self, schedule, seconds: float) -> None:
         from nanovllm.simulator.replica import items_of
-        from tutorials.performance.steps import Step
+        from tutorials.measure.steps import Step
 
         host_seconds = seconds - self.llm.runner.model_seconds
         sampled = len(schedule.sampled)

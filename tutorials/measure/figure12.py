@@ -1,7 +1,7 @@
 """The main figure of the PagedAttention paper (figure 12), and what each part of this engine is
 worth: simulated.
 
-    python -m tutorials.simulation.figure12 --trace AzureLLMInferenceTrace_conv.csv \
+    python -m tutorials.measure.figure12 --trace AzureLLMInferenceTrace_conv.csv \
         --json tutorials/results/figure12.json
 
 How many requests per second can a system serve before its answers become slow? Each system runs on
@@ -24,8 +24,7 @@ from pathlib import Path
 from tutorials.arguments import experiment
 from tutorials.baselines.replay import NUM_SLOTS
 from tutorials.machine import environment
-from tutorials.report import markdown, write_json
-from tutorials.simulation.ablations import (
+from tutorials.measure.ablations import (
     CACHE,
     PREEMPTION,
     ablation,
@@ -35,7 +34,8 @@ from tutorials.simulation.ablations import (
     saturating,
     watermarks,
 )
-from tutorials.simulation.loads import Load, Options, chats, recorded, systems
+from tutorials.measure.loads import Load, Options, chats, recorded, systems
+from tutorials.report import markdown, write_json
 from tutorials.simulation.metrics import summary
 
 LIMITS = (1.0, 0.2)  # seconds per token: the paper's, and a stricter one

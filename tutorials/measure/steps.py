@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from nanovllm.simulator.cost_model import Hardware, Items, Shape, work_of
 
-BIN = ("sequences", "steps", "tokens", "bytes", "flops", "seconds", "host_seconds")
 
 
 class Step(NamedTuple):

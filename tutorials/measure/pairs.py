@@ -19,9 +19,9 @@ from statistics import mean, median
 from nanovllm.scheduler import Scheduler
 from nanovllm.simulator import Job, Run
 from nanovllm.simulator.machines import Machine
+from tutorials.measure.calibrate import SWAP, Options
+from tutorials.measure.cases import Build, Case, chats, documents, jobs_of, plain
 from tutorials.report import markdown, percentile
-from tutorials.simulation.calibrate import SWAP, Options
-from tutorials.simulation.cases import Build, Case, chats, documents, jobs_of, plain
 from tutorials.simulation.metrics import between_tokens, latency, ttft
 from tutorials.simulation.policies import (
     EarliestDeadline,

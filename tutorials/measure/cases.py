@@ -7,7 +7,7 @@ from itertools import islice
 from nanovllm.config import EMBEDDED_MODEL, Config
 from nanovllm.simulator import Job, Run, simulate
 from nanovllm.simulator.machines import Machine
-from tutorials.simulation.calibrate import OPTIONS, SWAP, Options
+from tutorials.measure.calibrate import OPTIONS, SWAP, Options
 from tutorials.simulation.policies import FairByTenant, ShortestFirst
 from tutorials.simulation.workloads import (
     Arrivals,

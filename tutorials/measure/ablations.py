@@ -2,8 +2,8 @@
 
 from nanovllm.scheduler import Scheduler
 from nanovllm.simulator import Job, Run
+from tutorials.measure.loads import A100_80GB, Load, Options, PromptsFirst, WholePrompts, run
 from tutorials.report import markdown
-from tutorials.simulation.loads import A100_80GB, Load, Options, PromptsFirst, WholePrompts, run
 from tutorials.simulation.metrics import summary
 from tutorials.simulation.workloads import (
     all_at_once,

@@ -1,7 +1,7 @@
 """How much of the KV cache is wasted if its blocks are pages that the hardware maps?
 
-    python -m tutorials.simulation.pages --json tutorials/results/pages.json
-    python -m tutorials.simulation.pages --trace AzureLLMInferenceTrace_conv.csv \
+    python -m tutorials.measure.pages --json tutorials/results/pages.json
+    python -m tutorials.measure.pages --trace AzureLLMInferenceTrace_conv.csv \
         --json tutorials/results/pages.json
 
 Paging in software chooses its blocks: 16 tokens, without padding. vAttention (ASPLOS 2025) maps
@@ -37,8 +37,8 @@ from nanovllm.vattention.memory import HostMemory, System
 from tutorials.arguments import experiment
 from tutorials.baselines.replay import Lengths, Setting, lognormal_lengths, replay
 from tutorials.machine import environment
-from tutorials.performance.workloads import read_trace
 from tutorials.report import rows_of, table, write_json
+from tutorials.simulation.requests import read_trace
 
 MODEL = "qwen3-0.6b"
 MEMORY = 20 * 10**9  # bytes: what its weights leave of a GPU with 24 GB, about

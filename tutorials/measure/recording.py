@@ -28,7 +28,7 @@ from nanovllm.simulator.cost_model import Hardware, Items, Shape
 from nanovllm.simulator.jobs import Arrivals, Job, Run, Runs, Served
 from nanovllm.simulator.machines import Machine
 from nanovllm.simulator.replica import items_of
-from tutorials.performance.steps import Step
+from tutorials.measure.steps import Step
 
 
 def token_ids(runs: Runs, vocab_size: int) -> list[int]:
