@@ -28,9 +28,9 @@ from tutorials.measure import engines, tables
 from tutorials.measure.checkpoints import write_checkpoint
 from tutorials.measure.engines import Job, Loop, Nanovllm
 from tutorials.measure.peers import Vllm
-from tutorials.measure.steps import BIN
 from tutorials.measure.turns import Worker
 from tutorials.report import (
+    BIN,
     conditions,
     engines_table,
     percentile,

@@ -8,7 +8,6 @@ from typing import NamedTuple
 from nanovllm.simulator.cost_model import Hardware, Items, Shape, work_of
 
 
-
 class Step(NamedTuple):
     """One step that the engine ran."""
 
