@@ -1,34 +1,34 @@
 """Answers: what a call returns, whole or as a stream of events; what all kinds have in common."""
 
 import json
+import re
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
+from functools import lru_cache
 from typing import Any
 from uuid import uuid4
 
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from nanovllm.frontend.outputs import CompletionOutput, RequestOutput
 from nanovllm.sequence import Request, TokenLogprobs
-from nanovllm.server.errors import error_of
+from nanovllm.server.async_llm import Delta
+from nanovllm.server.errors import Refused, content_of
 from nanovllm.server.protocol import Body, StreamOptions
-from nanovllm.server.streams import Stream
-from nanovllm.server.texts import TokenTexts
 
 encode = json.JSONEncoder(ensure_ascii=False).encode
-MANY = 100  # parts of a list
-COMMENT = ": the answer is still to come\n\n"  # proxies end streams of which nothing comes
 HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # the second one is nginx's
 REASONS: dict[Any, str] = {"abort": "stop", "error": "stop"}  # in words that clients know
+MOST_ENTRIES = 2**19  # log-probabilities and token ids in an answer: some 40 MB
+BYTES = {char: byte for byte, char in bytes_to_unicode().items()}  # in vocabularies as GPT-2's
+UNKNOWN = "\ufffd"  # what a tokenizer writes for a part of a character
 Rows = list[TokenLogprobs | None]
-
-
-class Json(str):
-    """A text that is JSON already."""
+Deltas = AsyncGenerator[tuple[int, Delta], None]
 
 
 class EventStream(StreamingResponse):
@@ -41,13 +41,61 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
+class TokenTexts:
+    """The text of single tokens, with a tokenizer of its own: it is used in several threads, but
+    only to decode."""
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+        self.of = lru_cache(100_000)(self._of)
+        self.bytes_of = lru_cache(100_000)(self._bytes_of)
+
+    def _of(self, token_id: int) -> str:
+        return self.of_all([token_id])
+
+    def of_all(self, token_ids: list[int]) -> str:
+        """A character may have several tokens."""
+        if self.tokenizer is None:
+            return "".join(f"token_id:{i}" for i in token_ids)
+        return self.tokenizer.decode(token_ids)
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        """The bytes of a token, which may be a part of a character: joined, they are the text."""
+        text = self.of(token_id)
+        if UNKNOWN not in text:
+            return text.encode()
+        token = self.tokenizer.convert_ids_to_tokens(token_id)
+        if re.fullmatch(r"<0x[0-9A-F]{2}>", token):
+            return bytes([int(token[3:5], 16)])
+        if all(char in BYTES for char in token):
+            return bytes(BYTES[char] for char in token)
+        return text.encode()
+
+    def name_of(self, token_id: int) -> str:
+        """Its text, or its bytes, as OpenAI writes them, if it is a part of a character."""
+        text = self.of(token_id)
+        if UNKNOWN not in text:
+            return text
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.bytes_of(token_id))
+
+    def offsets(self, token_ids: list[int], num_chars: int = 0) -> tuple[list[int], int]:
+        """Where each token starts in a text, in characters; and how many there are. A token that
+        continues a character is where the character is."""
+        places = []
+        for token_id in token_ids:
+            is_start = [byte & 0xC0 != 0x80 for byte in self.bytes_of(token_id)]  # of a character
+            places.append(max(0, num_chars - (not all(is_start[:1]))))
+            num_chars += sum(is_start)
+        return places, num_chars
+
+
 class Answers(ABC):
     """The answers to one call: several requests, each with n outputs, which are choices."""
 
     kind: str
     chunk_kind: str
     prefix: str  # of ids
-    is_prompt_only = False  # a token is drawn, because the engine draws one, but not shown
+    is_prompt_only = False  # a token is sampled, because the engine samples one, but not shown
     last_event = "data: [DONE]\n\n"  # also of what has failed
 
     def __init__(self, body: Body, requests: list[Request], model: str, texts: TokenTexts):
@@ -55,8 +103,7 @@ class Answers(ABC):
         self.requests = requests
         self.texts = texts
         self.wants = body.stream_options or StreamOptions()
-        self.has_token_ids = bool(body.return_token_ids)
-        self.of_prompts: dict[int, Json] = {}
+        self.has_token_ids = body.return_token_ids
         # tokens streamed, by request and output
         self.counts: Counter[tuple[int, int]] = Counter()
         self.frame = {
@@ -65,111 +112,102 @@ class Answers(ABC):
             "created": int(time.time()),
             "model": body.model or model,
         }
-        self.head = encode(self.frame)[:-1] + ', "choices": '  # the same for each event
-        self.num_outputs = 0  # tokens, at most
-        # log-probabilities and token ids, at most: each choice has those of its prompt
-        self.num_entries = 0
         for i, request in enumerate(requests):
             request.request_id = f"{self.id}-{i}"  # a client may give two calls the same id
+        self.check_size()
+
+    def check_size(self) -> None:
+        """Raises Refused if the answer may have too many log-probabilities and token ids."""
+        num_entries = 0
+        for request in self.requests:
             params = request.params
             # per token; -1: none are asked for
             scored = -1 if params.prompt_logprobs is None else params.prompt_logprobs
-            drawn = -1 if params.logprobs is None else params.logprobs
-            of_prompt = self.has_token_ids + scored + 1
-            of_output = self.has_token_ids + drawn + 1
-            num_prompt = params.n * len(request.prompt_token_ids)
-            num_outputs = params.n * request.max_len - num_prompt
-            self.num_outputs += num_outputs
-            self.num_entries += num_prompt * of_prompt + num_outputs * of_output
+            sampled = -1 if params.logprobs is None else params.logprobs
+            num_prompt = len(request.prompt_token_ids)
+            num_outputs = request.max_len - num_prompt
+            of_prompt = num_prompt * (self.has_token_ids + scored + 1)
+            num_entries += params.n * (of_prompt + num_outputs * (self.has_token_ids + sampled + 1))
+        if num_entries > MOST_ENTRIES:
+            problem = f"the answer may have {num_entries:,} log-probabilities and token ids"
+            raise Refused(f"{problem}, at most {MOST_ENTRIES:,} are allowed in one call", "n")
 
-    def usage(self, outputs: list[RequestOutput]) -> dict:
-        num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
-        num_completion = sum(len(one.token_ids) for output in outputs for one in output.outputs)
-        if self.is_prompt_only:
-            num_completion = 0
-        num_cached = sum(output.num_cached_tokens for output in outputs)
-        return {
-            **counts_of(num_prompt, num_completion),
-            "prompt_tokens_details": {"cached_tokens": num_cached},
-        }
+    # --- the whole answer ---
 
-    async def stream(self, stream: Stream) -> AsyncGenerator[str, None]:
-        """The answer as it comes. The first item is empty, and says that something has come: an
-        error before it is raised, a later one becomes an event."""
-        events: list[str] = []
-        has_begun = False
-        try:
-            async for deltas in stream:
-                for delta in deltas:
-                    if delta.error is not None:
-                        raise delta.error
-                    for part in delta.parts:
-                        events += self.events(delta.index, part)
-                if not has_begun:
-                    yield ""
-                has_begun = True
-                if events or not deltas:
-                    yield "".join(events) or COMMENT
-                events = []
-            events = self.last(stream.outputs)
-        except Exception as error:
-            if not has_begun:
-                raise
-            events.append(self.error_event(error_of(error)[1]))
-        finally:
-            stream.close()
-        yield "".join([*events, self.last_event])
-
-    def blocks(self, outputs: list[RequestOutput]) -> Iterator[bytes]:
-        """The answer that is not streamed, choice by choice."""
-        begin = self.head + "["
-        for i, output in enumerate(outputs):
-            for one in output.outputs:
-                choice = self.choice(i, one, output, is_first=True)
-                yield f"{begin}{encoded(choice)}".encode()
-                begin = ", "
-        yield f"], {encoded(self.end(outputs))[1:]}".encode()
+    def whole(self, outputs: list[RequestOutput]) -> str:
+        """The JSON of an answer that is not streamed. Each choice is encoded alone: in between,
+        another thread may have the interpreter."""
+        choices = [
+            encode(self.choice(i, one, output, is_first=True))
+            for i, output in enumerate(outputs)
+            for one in output.outputs
+        ]
+        head = encode(self.frame)[:-1]
+        return f'{head}, "choices": [{", ".join(choices)}], {encode(self.end(outputs))[1:]}'
 
     def end(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         """What comes after the choices."""
         return {"usage": self.usage(outputs)}
+
+    def usage(self, outputs: list[RequestOutput]) -> dict:
+        num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
+        num_output = sum(len(one.token_ids) for output in outputs for one in output.outputs)
+        num_cached = sum(output.num_cached_tokens for output in outputs)
+        usage = counts_of(num_prompt, 0 if self.is_prompt_only else num_output)
+        return {**usage, "prompt_tokens_details": {"cached_tokens": num_cached}}
+
+    # --- as a stream ---
+
+    async def stream(self, deltas: Deltas) -> AsyncIterator[str]:
+        """The answer as it comes. The first item is empty, and says that something has come: an
+        error before it is raised, a later one becomes an event."""
+        outputs: list[Any] = [None] * len(self.requests)
+        has_begun = False
+        try:
+            async with aclosing(deltas):
+                async for i, delta in deltas:
+                    if not has_begun:
+                        yield ""
+                    has_begun = True
+                    outputs[i] = delta.output
+                    events = [event for part in delta.parts for event in self.events(i, part)]
+                    if events:
+                        yield "".join(events)
+            events = self.last(outputs)
+        except Refused as error:
+            if not has_begun:
+                raise
+            events = [self.error_event(content_of(error))]
+        yield "".join([*events, self.last_event])
 
     def events(self, i: int, part: CompletionOutput) -> list[str]:
         """Events for what is new in an output of request i."""
         key = (i, part.index)
         is_first = key not in self.counts
         self.counts[key] += len(part.token_ids)
-        choice = self.choice(i, part, None, is_first)
-        usage = None
+        event = {**self.frame, "choices": [self.choice(i, part, None, is_first)]}
         if self.wants.continuous_usage_stats:
             num_prompt = sum(len(request.prompt_token_ids) for request in self.requests)
-            usage = counts_of(num_prompt, self.counts.total())
-        return [self.event(choice, usage=usage)]
+            event["usage"] = counts_of(num_prompt, self.counts.total())
+        return [data(event)]
 
     def last(self, outputs: list[RequestOutput]) -> list[str]:
         """Events after the last token."""
         if not self.wants.include_usage:
             return []
-        return [self.event(usage=self.usage(outputs))]
-
-    def event(self, *choices: dict, usage: dict | None = None) -> str:
-        """A line of a stream."""
-        end = "" if usage is None else f', "usage": {encode(usage)}'
-        return f"data: {self.head}{encode(choices)}{end}}}\n\n"
+        return [data({**self.frame, "choices": [], "usage": self.usage(outputs)})]
 
     def error_event(self, error: dict) -> str:
         """Tells that the stream has failed."""
-        return f"data: {json.dumps(error)}\n\n"
+        return data(error)
 
-    # --- for each kind ---
+    # --- parts of a choice ---
 
     @abstractmethod
     def content(
         self, i: int, one: CompletionOutput, whole: RequestOutput | None, is_first: bool
     ) -> dict:
         """What an output of request i says; or what is new in it, if the whole is not given."""
-
-    # --- parts of a choice ---
 
     def choice(
         self, i: int, one: CompletionOutput, whole: RequestOutput | None, is_first: bool
@@ -191,17 +229,14 @@ class Answers(ABC):
         """Why an output has ended."""
         return REASONS.get(one.finish_reason, one.finish_reason)
 
-    def prompt_logprobs(self, i: int, output: RequestOutput) -> Json | None:
-        """Writes them as vLLM does, once for all choices. The rank of a token that is not among the
-        likeliest is not known."""
+    def prompt_logprobs(self, output: RequestOutput) -> list[dict | None] | None:
+        """The log-probabilities of a prompt, as vLLM writes them."""
         if output.prompt_logprobs is None:
             return None
-        if i not in self.of_prompts:
-            rows = [row and self.ranked(row) for row in output.prompt_logprobs]
-            self.of_prompts[i] = Json(encoded(rows))
-        return self.of_prompts[i]
+        return [row and self.ranked(row) for row in output.prompt_logprobs]
 
-    def ranked(self, row: TokenLogprobs) -> dict:
+    def ranked(self, row: TokenLogprobs) -> dict[str, dict]:
+        """The rank of a token that is not among the likeliest is not known."""
         num_likeliest = self.requests[0].params.prompt_logprobs or 0
         likeliest = sorted(row, key=lambda i: -row[i])
         ranks = {i: rank for rank, i in enumerate(likeliest, 1) if rank <= num_likeliest}
@@ -211,24 +246,14 @@ class Answers(ABC):
         }
 
 
-def counts_of(num_prompt: int, num_completion: int) -> dict:
+def data(event: dict) -> str:
+    """A line of a stream."""
+    return f"data: {encode(event)}\n\n"
+
+
+def counts_of(num_prompt: int, num_output: int) -> dict[str, Any]:
     return {
         "prompt_tokens": num_prompt,
-        "completion_tokens": num_completion,
-        "total_tokens": num_prompt + num_completion,
+        "completion_tokens": num_output,
+        "total_tokens": num_prompt + num_output,
     }
-
-
-def encoded(content: Any) -> str:
-    """JSON, made in pieces: between two of them another thread may have the interpreter."""
-    if isinstance(content, Json):
-        return content
-    if isinstance(content, dict):
-        parts = [f"{encode(name)}: {encoded(value)}" for name, value in content.items()]
-        return "{" + ", ".join(parts) + "}"
-    if isinstance(content, list) and len(content) > MANY:
-        slices = (content[i : i + MANY] for i in range(0, len(content), MANY))
-        return "[" + ", ".join(encode(part)[1:-1] for part in slices) + "]"
-    if isinstance(content, list):
-        return "[" + ", ".join(map(encoded, content)) + "]"
-    return encode(content)

@@ -1,41 +1,99 @@
-"""App: the routes of the server, and how a body becomes an answer."""
+"""App: the routes of the server, and how a body becomes an answer.
 
+This is the way of a streamed chat, from the socket to the engine and back:
+
+    app.py        Gate            the key is right, the body is not too long
+                  chat            FastAPI has made a ChatBody of the JSON
+                  answer          in another thread, chats.py makes a request of the body
+    async_llm.py  stream, _add    through the inbox into the engine's thread
+                  _report         after a step: a Delta for each request, in one call to the loop
+                  _deliver        each Delta goes into the queue of its call
+    metrics.py    watched         the times of its tokens are noted
+    answers.py    stream          a Delta becomes an event
+                  EventStream     which is sent; however that ends, the generators are closed
+"""
+
+import asyncio
+import base64
+import binascii
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, closing
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, asynccontextmanager
 from copy import deepcopy
+from dataclasses import replace
+from hmac import compare_digest
 from importlib.metadata import version
 from typing import Any
-from weakref import WeakSet
 
-from fastapi import FastAPI, Request, Response
-from starlette.exceptions import HTTPException
+from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException as NoRoute
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import StreamingResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from nanovllm.decoding.structured import prepare_vocabulary
 from nanovllm.engine import LLM
 from nanovllm.frontend.inputs import Inputs
 from nanovllm.options import shown
-from nanovllm.server.answers import HEADERS, Answers, EventStream, encoded
-from nanovllm.server.async_llm import AsyncLLM
+from nanovllm.sequence import Request as ModelRequest
+from nanovllm.server.answers import HEADERS, Answers, Deltas, EventStream, TokenTexts
+from nanovllm.server.async_llm import AsyncLLM, Backend
 from nanovllm.server.chats import ChatBody, ChatCompletions, TokenizeBody
 from nanovllm.server.completions import CompletionBody, Completions
-from nanovllm.server.errors import BadRequest, Busy
-from nanovllm.server.gate import Gate, body_of, no_route, while_connected
+from nanovllm.server.errors import Refused, answer_to, in_words
 from nanovllm.server.metrics import Metrics
 from nanovllm.server.page import Live, add_page
-from nanovllm.server.protocol import DetokenizeBody, in_words, parsed
+from nanovllm.server.protocol import DetokenizeBody
 from nanovllm.server.responses import ResponseBody, Responses
 from nanovllm.server.settings import ServerOptions
-from nanovllm.server.streams import SHORT, Backend, Lane, Stream, collected
-from nanovllm.server.texts import TokenTexts
 
-JSON = "application/json"
-# log-probabilities and token ids in an answer
-FEW = 2000  # of which JSON is made in a few milliseconds
-MOST_ENTRIES = 2**19  # some 40 MB
-MOST_UNSENT = 4 * MOST_ENTRIES  # in all answers together
-Make = Callable[[Any, Inputs], Iterator]  # from a body
+
+class Gate:
+    """Asks for an API key, if there are any, and stops a body that is too long. It is pure ASGI:
+    other middleware would hide that a client has left."""
+
+    def __init__(self, app: ASGIApp, options: ServerOptions):
+        self.app = app
+        self.options = options
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        num_bytes = 0
+
+        async def receive_some() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            most = self.options.max_body_bytes
+            if num_bytes > most:
+                allowed = f"at most {most:,} bytes are allowed (--max-body-bytes)"
+                raise HTTPException(413, f"the body is too long: {allowed}")
+            return message
+
+        is_open = scope["type"] != "http" or scope["path"] == "/health"
+        if is_open or self.is_allowed(Headers(scope=scope)):
+            await self.app(scope, receive_some, send)
+            return
+        response = await answer_to(None, Refused("the API key is missing or wrong", status=401))
+        # a browser then asks for it: the key is the password, the name may be any
+        response.headers["WWW-Authenticate"] = 'Basic realm="nanovllm"'
+        await response(scope, receive, send)
+
+    def is_allowed(self, headers: Headers) -> bool:
+        if not self.options.api_key:
+            return True
+        header = headers.get("authorization", "").encode("latin-1")  # the bytes that were sent
+        scheme, _, given = header.partition(b" ")
+        if scheme.lower() == b"basic":
+            try:
+                given = base64.b64decode(given, validate=True).partition(b":")[2]
+            except binascii.Error:
+                return False
+        elif scheme.lower() != b"bearer":
+            return False
+        # all of them, so that the time does not say which
+        return sum(compare_digest(given, key.encode()) for key in self.options.api_key) > 0
 
 
 class Server:
@@ -44,138 +102,107 @@ class Server:
     def __init__(self, new_engine: Callable[[], Awaitable[Backend]], options: ServerOptions):
         self.new_engine = new_engine
         self.options = options
-        self.metrics = Metrics(options.served_model_name[0])
+        self.name = options.served_model_name[0]
+        self.metrics = Metrics(self.name)
         self.started = int(time.time())
+        self.tokenizing = ThreadPoolExecutor(1, "tokenizing")
         # for one event loop, which does not run yet
         self.engine: Backend
-        self.max_model_len: int
+        self.inputs: Inputs  # of the thread that tokenizes: threads cannot share a tokenizer
         self.texts: TokenTexts
         self.live: Live | None = None  # if the engine is in this process
-        self.unsent: WeakSet[Answers] = WeakSet()
 
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
         self.engine = await self.new_engine()
-        self.max_model_len = self.engine.inputs.scheduler.max_model_len
-        self.texts = TokenTexts(deepcopy(self.engine.inputs.tokenizer))
+        inputs = self.engine.inputs
+        self.texts = TokenTexts(deepcopy(inputs.tokenizer))
+        # errors name no paths
+        self.inputs = replace(inputs, tokenizer=deepcopy(inputs.tokenizer), model=self.name)
         if self.options.chat_template is not None:
-            for lane in self.engine.lanes:
-                lane.inputs.tokenizer.chat_template = self.options.chat_template
+            self.inputs.tokenizer.chat_template = self.options.chat_template
+        prepare_vocabulary(self.inputs)
         if isinstance(self.engine, AsyncLLM):
             self.live = Live(self.engine)
         try:
             yield
         finally:
             self.engine.close()
+            self.tokenizing.shutdown(wait=False, cancel_futures=True)
             await self.engine.ended()
 
     # --- bodies become answers ---
 
-    def route(self, kind: type[Any], answers: type[Answers] | None) -> Callable:
-        """A route that reads its body itself, since it is too long for the event loop to parse.
-        When it has come, the client may leave at any time."""
-
-        async def route(request: Request) -> Response:
-            most = self.options.most_bytes(self.max_model_len)
-            data = await self.engine.unless_closed(body_of(request, most))
-            work = self.answer(request, data, kind, answers) if answers else self.tell(data, kind)
-            return await while_connected(request.receive, work)
-
-        return route
-
-    async def answer(
-        self, request: Request, data: bytes, kind: type[Any], answers: type[Answers]
-    ) -> Response:
-        """The answer to a call; of a stream, when something of it has come."""
-        first = self.engine.short if len(data) <= SHORT else self.engine.long
-        body, *requests = await self.prepare(first, kind, data, kind.requests)
-        made = answers(body, requests, self.options.served_model_name[0], self.texts)
-        stream = self.submit(request, made, bool(body.stream))
+    async def answer(self, call: Request, body: Any, kind: type[Answers]) -> Response:
+        begin = time.perf_counter()
+        self.check(body)
+        requests = await self.prepared(self.requests_of, body)
+        answers = kind(body, requests, self.name, self.texts)
+        deltas: Deltas = self.engine.stream(requests, body.stream)
+        deltas = self.metrics.watched(deltas, requests, begin)
         if body.stream:
-            events = made.stream(stream)
-            await anext(events)
+            events = answers.stream(deltas)
+            await anext(events)  # an error before the first event has a status of its own
             return EventStream(events, headers=HEADERS)
-        return await self.whole(made, stream)
+        outputs: list[Any] = [None] * len(requests)
+        async with aclosing(deltas):
+            async for i, delta in deltas:
+                outputs[i] = delta.output
+        # many log-probabilities would stop the event loop
+        whole = await asyncio.to_thread(answers.whole, outputs)
+        return Response(whole, media_type="application/json")
 
-    async def tell(self, data: bytes, kind: type[Any]) -> Response:
+    async def told(self, body: Any) -> dict:
         """What a body and the tokenizer say alone."""
-
-        def told(body: Any, inputs: Inputs) -> Iterator[str]:
-            yield encoded(body.told(inputs))
-
-        _, content = await self.prepare(self.engine.told, kind, data, told)
-        return Response(content, media_type=JSON)
-
-    async def prepare(self, lane: Lane, kind: type, data: bytes, make: Make) -> list[Any]:
-        """A body, and what is made of it one by one, in threads that tokenize: in this lane, or, if
-        a form must be compiled, in theirs. Raises BadRequest, Busy or Unavailable."""
-
-        def pieces(inputs: Inputs, body: Any = None) -> Iterator[Any]:
-            if body is None:
-                body = parsed(kind, data)
-                self.check_body(body)
-                yield body
-                if body.has_form:
-                    return
-            try:
-                yield from make(body, inputs)
-            except ValueError as error:
-                raise in_words(error, kind) from error
-
-        body, *made = await self.engine.prepare(lane, pieces(lane.inputs))
-        if body.has_form:
-            forms = self.engine.forms
-            made = await self.engine.prepare(forms, pieces(forms.inputs, body))
-        return [body, *made]
-
-    def check_body(self, body: Any) -> None:
         self.check_model(body.model)
-        if getattr(body, "priority", None) and not self.options.allow_priority:
-            problem = f"priority={shown(body.priority)} is not allowed"
-            raise BadRequest(f"{problem}: start with --allow-priority", "priority")
-        n = getattr(body, "n", None) or 1
-        most = max(1, self.engine.inputs.scheduler.max_num_seqs // 2)
-        if n > most:
-            why = "half of max_num_seqs: it would have to wait for seats, and all others behind it"
-            raise BadRequest(f"n={shown(n)} is not allowed: at most {most}, {why}", "n")
+        return await self.prepared(self.told_of, body)
+
+    async def prepared(self, function: Callable, body: Any) -> Any:
+        """Calls a function in the thread that tokenizes, which may take longer than a stream can
+        wait. Until then, the call counts as a request that waits."""
+        self.engine.check_open()
+        self.engine.check_room(1)
+        self.engine.num_preparing += 1
+        try:
+            return await self.engine.loop.run_in_executor(self.tokenizing, function, body)
+        except ValueError as error:
+            raise in_words(error, type(body)) from error
+        finally:
+            self.engine.num_preparing -= 1
+
+    def requests_of(self, body: Any) -> list[ModelRequest]:
+        return [*body.requests(self.inputs)]
+
+    def told_of(self, body: Any) -> dict:
+        return body.told(self.inputs)
+
+    def check(self, body: Any) -> None:
+        self.check_model(body.model)
+        priority = getattr(body, "priority", 0)
+        if priority and not self.options.allow_priority:
+            problem = f"priority={shown(priority)} is not allowed"
+            raise Refused(f"{problem}: start with --allow-priority", "priority")
 
     def check_model(self, name: str | None) -> None:
         if name not in (None, *self.options.served_model_name):
-            raise BadRequest(f"the model {shown(name)} does not exist", "model", 404)
-
-    def submit(self, request: Request, answers: Answers, is_streamed: bool) -> Stream:
-        """Raises BadRequest, Busy or Unavailable."""
-        requests = answers.requests
-        most = self.options.max_tokens_per_call
-        if answers.num_outputs > most:
-            problem = f"prompts * n * max_tokens is {answers.num_outputs:,}"
-            raise BadRequest(f"{problem}, at most {most:,} are allowed in one call", "max_tokens")
-        num_entries = answers.num_entries
-        if num_entries > MOST_ENTRIES:
-            problem = f"the answer may have {num_entries:,} log-probabilities and token ids"
-            raise BadRequest(f"{problem}, at most {MOST_ENTRIES:,} are allowed in one call", "n")
-        if num_entries + sum(one.num_entries for one in self.unsent) > MOST_UNSENT:
-            raise Busy("too many answers with log-probabilities or token ids are not sent yet")
-        self.unsent.add(answers)
-        stream = self.engine.submit(requests, is_streamed)
-        stream.clock = request.scope["clock"]
-        stream.clock.num_prompt = sum(len(one.prompt_token_ids) for one in requests)
-        return stream
-
-    async def whole(self, answers: Answers, stream: Stream) -> Response:
-        """The answer that is not streamed. With many log-probabilities a thread makes it, block by
-        block: in between it makes others."""
-        with closing(stream):
-            async for _ in stream:
-                if stream.error is not None:
-                    raise stream.error
-        blocks = answers.blocks(stream.outputs)
-        if answers.num_entries <= FEW:
-            return Response(b"".join(blocks), media_type=JSON)
-        made = collected(self.engine.writing.jobs, blocks)
-        return StreamingResponse(await self.engine.unless_closed(made), media_type=JSON)
+            raise Refused(f"the model {shown(name)} does not exist", "model", 404)
 
     # --- routes ---
+
+    async def completions(self, body: CompletionBody, call: Request) -> Response:
+        return await while_connected(call, self.answer(call, body, Completions))
+
+    async def chat(self, body: ChatBody, call: Request) -> Response:
+        return await while_connected(call, self.answer(call, body, ChatCompletions))
+
+    async def responses(self, body: ResponseBody, call: Request) -> Response:
+        return await while_connected(call, self.answer(call, body, Responses))
+
+    async def tokenize(self, body: TokenizeBody) -> dict:
+        return await self.told(body)
+
+    async def detokenize(self, body: DetokenizeBody) -> dict:
+        return await self.told(body)
 
     async def models(self) -> dict:
         models = [self.model(name) for name in self.options.served_model_name]
@@ -191,9 +218,9 @@ class Server:
             "object": "model",
             "created": self.started,
             "owned_by": "nanovllm",
-            "root": self.options.served_model_name[0],
+            "root": self.name,
             "parent": None,
-            "max_model_len": self.max_model_len,
+            "max_model_len": self.engine.inputs.scheduler.max_model_len,
         }
 
     async def health(self) -> Response:
@@ -210,21 +237,28 @@ class Server:
         return Response(self.metrics.text(stats), media_type="text/plain; version=0.0.4")
 
 
-# what comes in, and what goes out; None: the tokenizer alone answers
-POSTS: dict[str, tuple[type[Any], type[Answers] | None]] = {
-    "/v1/completions": (CompletionBody, Completions),
-    "/v1/chat/completions": (ChatBody, ChatCompletions),
-    "/v1/responses": (ResponseBody, Responses),
-    "/tokenize": (TokenizeBody, None),
-    "/detokenize": (DetokenizeBody, None),
-}
+async def while_connected(call: Request, work: Coroutine[Any, Any, Response]) -> Response:
+    """The result of the work, which is cancelled if the client leaves before it is done."""
+
+    async def until_disconnect() -> None:
+        while (await call.receive())["type"] != "http.disconnect":
+            pass
+
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(until_disconnect())
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else Response(status_code=499)
+    finally:
+        leaving.cancel()
+        working.cancel()
 
 
 def new_app(llm: LLM, options: ServerOptions) -> FastAPI:
     """The app of a server whose engine is in this process, with its page."""
 
     async def new_engine() -> Backend:
-        return AsyncLLM(llm, options.max_waiting, options.served_model_name[0])
+        return AsyncLLM(llm, options.max_waiting)
 
     app = app_of(Server(new_engine, options))
     add_page(app)
@@ -240,6 +274,13 @@ def app_of(server: Server) -> FastAPI:
         redoc_url=None,
     )
     app.state.server = server
+    posts: dict[str, Callable] = {
+        "/v1/completions": server.completions,
+        "/v1/chat/completions": server.chat,
+        "/v1/responses": server.responses,
+        "/tokenize": server.tokenize,
+        "/detokenize": server.detokenize,
+    }
     gets: dict[str, Callable] = {
         "/v1/models": server.models,
         "/v1/models/{name:path}": server.one_model,
@@ -247,34 +288,18 @@ def app_of(server: Server) -> FastAPI:
         "/version": server.version,
         "/metrics": server.show_metrics,
     }
-    for path, kinds in POSTS.items():
-        route = server.route(*kinds)
+    for path, route in posts.items():
         app.add_api_route(path, route, methods=["POST"], response_model=None)
     for path, route in gets.items():
         app.add_api_route(path, route, response_model=None)
-        app.add_api_route(path, route, methods=["HEAD"], include_in_schema=False)
-    app.openapi = lambda: schema_of(app)  # type: ignore[method-assign]
-    app.add_exception_handler(HTTPException, no_route)  # type: ignore[arg-type]
-    options = server.options
-    known_paths = {*POSTS, *gets}
-    app.add_middleware(Gate, options=options, metrics=server.metrics, known_paths=known_paths)
-    if options.allowed_origins:  # outside of the gate: browsers ask first, without the key
+    for kind in (Refused, NoRoute, RequestValidationError, Exception):
+        app.add_exception_handler(kind, answer_to)
+    app.add_middleware(Gate, options=server.options)
+    if server.options.allowed_origins:  # outside of the gate: browsers ask first, without the key
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=options.allowed_origins,
+            allow_origins=server.options.allowed_origins,
             allow_methods=["*"],
             allow_headers=["*"],
         )
     return app
-
-
-def schema_of(app: FastAPI) -> dict:
-    """OpenAPI's description of the app, with the bodies, which the routes read themselves."""
-    schema = FastAPI.openapi(app)
-    components = schema.setdefault("components", {}).setdefault("schemas", {})
-    for path, (kind, _) in POSTS.items():
-        body = kind.model_json_schema(ref_template="#/components/schemas/{model}")
-        components |= body.pop("$defs", {})
-        content = {"application/json": {"schema": body}}
-        schema["paths"][path]["post"]["requestBody"] = {"content": content, "required": True}
-    return schema

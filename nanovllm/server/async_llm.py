@@ -1,29 +1,141 @@
-"""AsyncLLM: an engine in a thread of its own, for a web server's event loop.
+"""AsyncLLM: an engine in a thread of its own, for the event loop of a web server.
 
-The thread owns the LLM. What the loop wants goes in through one queue; what is new comes out with
-one call per step.
+The thread owns the LLM. Requests go in through one queue, the inbox. What is new in them comes out
+with one call per step.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any, TypeVar
+from typing import Any
 
 from nanovllm.engine import LLM
+from nanovllm.frontend.inputs import Inputs
+from nanovllm.frontend.outputs import CompletionOutput, RequestOutput
 from nanovllm.frontend.replies import Reply
 from nanovllm.frontend.streaming import Reader
 from nanovllm.schedule import Schedule, ScheduleError
 from nanovllm.sequence import Request
-from nanovllm.server.streams import Backend, Delta, Stream, collected
+from nanovllm.server.errors import Busy, Refused, Unavailable, failed
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
-SECONDS_OF_INBOX = 0.01  # between two steps: a call may have a thousand requests
+SHUTTING_DOWN = "the server is shutting down"
+
+
+@dataclass
+class Delta:
+    """What is new in one request: parts of its outputs, and at the end the whole output."""
+
+    parts: list[CompletionOutput] = field(default_factory=list)
+    output: RequestOutput | None = None
+    times: list[float] = field(default_factory=list)  # of its steps, if it is not streamed
+
+
+News = list[tuple[Request, Delta | Refused]]
+
+
+class Backend(ABC):
+    """Serves requests for one event loop: in a thread (AsyncLLM) or in other processes (Replicas).
+    All methods belong to the thread of the event loop."""
+
+    def __init__(self, inputs: Inputs, max_waiting: int):
+        self.inputs = inputs
+        self.max_waiting = max_waiting
+        self.loop = asyncio.get_running_loop()
+        # requests that have not ended: the queue of their call, and which of its requests they are
+        self.open: dict[Request, tuple[asyncio.Queue, int]] = {}
+        self.num_preparing = 0  # calls whose requests are not made yet
+        self.end = ""  # why the engine no longer answers
+        self.on_death: Callable[[], object] = lambda: None
+
+    @property
+    @abstractmethod
+    def num_waiting(self) -> int:
+        """How many open requests do not run yet."""
+
+    @abstractmethod
+    def _start(self, request: Request, is_streamed: bool) -> None:
+        """Has the request computed. What is new in it goes to `_deliver`."""
+
+    @abstractmethod
+    def _abort(self, requests: list[Request]) -> None:
+        """Ends requests before their end."""
+
+    @abstractmethod
+    async def stats(self) -> dict[str, float]:
+        """Returns what `LLM.stats` does."""
+
+    @abstractmethod
+    async def ended(self) -> None:
+        """Waits, after `close`, until nothing runs any longer."""
+
+    async def stream(
+        self, requests: list[Request], is_streamed: bool = True
+    ) -> AsyncGenerator[tuple[int, Delta], None]:
+        """Yields what is new, with the index of its request, until all requests have ended. Closing
+        the generator aborts those that have not. Without `is_streamed`, only ends are told. Raises
+        Busy, Unavailable, or the error of the first request that fails."""
+        self.check_open()
+        self.check_room(len(requests))
+        num_open = len(requests)
+        news = self.opened(requests, is_streamed)
+        try:
+            while num_open:
+                i, delta = await news.get()
+                if isinstance(delta, Refused):
+                    raise delta
+                num_open -= delta.output is not None
+                yield i, delta
+        finally:
+            self.leave(requests)
+
+    def opened(self, requests: list[Request], is_streamed: bool) -> asyncio.Queue:
+        """The queue for what is new in these requests, which run from now on."""
+        news: asyncio.Queue[tuple[int, Delta | Refused]] = asyncio.Queue()
+        for i, request in enumerate(requests):
+            self.open[request] = (news, i)
+            self._start(request, is_streamed)
+        return news
+
+    def leave(self, requests: list[Request]) -> None:
+        """Aborts those that have not ended: nothing reads their queue any longer."""
+        left = [request for request in requests if self.open.pop(request, None)]
+        if left:
+            self._abort(left)
+
+    def _deliver(self, news: News) -> None:
+        for request, delta in news:
+            if request not in self.open:
+                continue  # its client has left
+            queue, i = self.open[request]
+            if isinstance(delta, Refused) or delta.output is not None:
+                del self.open[request]
+            queue.put_nowait((i, delta))
+
+    def check_open(self) -> None:
+        """Raises Unavailable."""
+        if self.end:
+            raise Unavailable(self.end)
+
+    def check_room(self, num_new: int) -> None:
+        """Raises Busy if too many requests wait. A call may have any number if no other waits."""
+        num_waiting = self.num_waiting + self.num_preparing
+        if num_waiting and num_waiting + num_new > self.max_waiting:
+            raise Busy(f"{num_waiting} requests wait already, at most {self.max_waiting} may")
+
+    def close(self) -> None:
+        self._end(SHUTTING_DOWN)
+
+    def _end(self, reason: str) -> None:
+        """Each open request fails with this reason."""
+        self.end = self.end or reason
+        self._deliver([(request, Unavailable(self.end)) for request in [*self.open]])
 
 
 class StreamReader(Reader):
@@ -32,22 +144,16 @@ class StreamReader(Reader):
     def __init__(self, reply: Reply, is_streamed: bool):
         super().__init__(reply)
         self.is_streamed = is_streamed
-        self.times: list[float] = []  # of its tokens
-        self.runs: bool | None = None  # whether it has a place in a batch; None: nothing was told
+        self.times: list[float] = []
         self.ended: set[int] = set()  # outputs
 
 
 class AsyncLLM(Backend):
-    """All methods up to "in the engine's thread" belong to the thread of the event loop. Which
-    requests run is only told if it `tells_places`: a server elsewhere must know it."""
-
-    def __init__(
-        self, llm: LLM, max_waiting: int = 256, model_name: str = "", tells_places: bool = False
-    ):
-        super().__init__(llm.inputs, max_waiting, model_name)
+    def __init__(self, llm: LLM, max_waiting: int = 256):
+        super().__init__(llm.inputs, max_waiting)
         self.llm = llm
-        self.tells_places = tells_places
         self.inbox: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self.on_idle: list[Callable[[], object]] = []
         # of the engine's thread
         self.live: dict[Request, StreamReader] = {}
         self.sampled: set[Request] = set()
@@ -56,7 +162,6 @@ class AsyncLLM(Backend):
         self.is_late = llm.runner.is_asynchronous
         if self.is_late:
             llm.meanwhile.append(self._report)
-        self.on_idle: list[Callable[[], object]] = []
         llm.observers.append(self._observe)
         self.thread = Thread(target=self._run, name="engine", daemon=True)
         self.thread.start()
@@ -65,23 +170,20 @@ class AsyncLLM(Backend):
     def num_waiting(self) -> int:
         return max(0, len(self.open) - len(self.llm.scheduler.running))
 
-    def _begin(self, stream: Stream) -> None:
-        for request in stream.requests:
-            self.inbox.put(partial(self._add, request, stream.is_streamed))
+    def _start(self, request: Request, is_streamed: bool) -> None:
+        self.inbox.put(partial(self._add, request, is_streamed))
 
     def _abort(self, requests: list[Request]) -> None:
         self.inbox.put(partial(self._drop, requests))
 
-    async def ask(self, question: Callable[[], T]) -> T:
-        """The answer of a function that must be called in the engine's thread. Raises
-        Unavailable."""
-        self.check_alive()
-        pieces = (ask() for ask in [question])
-        (answer,) = await self.unless_closed(collected(self.inbox, pieces))
-        return answer
-
     async def stats(self) -> dict[str, float]:
-        return await self.ask(self.llm.stats)
+        self.check_open()
+
+        def between_steps() -> dict[str, float]:
+            with self.llm.turns.take():
+                return self.llm.stats()
+
+        return await asyncio.to_thread(between_steps)
 
     def close(self) -> None:
         super().close()
@@ -92,7 +194,7 @@ class AsyncLLM(Backend):
 
     def _die(self, reason: str) -> None:
         self._end(reason)
-        self.has_died.set()
+        self.on_death()
 
     # --- in the engine's thread ---
 
@@ -104,7 +206,6 @@ class AsyncLLM(Backend):
                     self._step()
         except BaseException as error:
             logger.exception("the engine's thread has died")
-            self._report_what_is_whole()
             name = type(error).__name__
             self._tell(self._die, f"the engine has stopped ({name}); the server's log says more")
         finally:
@@ -113,13 +214,12 @@ class AsyncLLM(Backend):
                 self.llm.meanwhile.remove(self._report)
 
     def _read_inbox(self) -> None:
-        """Waits for something if there is nothing else to do."""
-        if not self.llm.has_unfinished():
+        """Waits if there is nothing to compute."""
+        if not self.llm.has_unfinished() and not self.is_stopping:
             for function in self.on_idle:
                 function()
             self.inbox.get()()
-        end = time.perf_counter() + SECONDS_OF_INBOX
-        while not self.inbox.empty() and time.perf_counter() < end:
+        while not self.inbox.empty():
             self.inbox.get()()
 
     def _add(self, request: Request, is_streamed: bool) -> None:
@@ -128,11 +228,11 @@ class AsyncLLM(Backend):
         try:
             reply = self.llm._submit(request, is_reported=False)
         except Exception as error:
-            self._tell(self._hear, [(request, Delta(error=error))])
+            self._tell(self._deliver, [(request, failed(error))])
             return
         self.live[request] = StreamReader(reply, is_streamed)
 
-    def _drop(self, requests: Iterable[Request]) -> None:
+    def _drop(self, requests: list[Request]) -> None:
         for request in requests:
             if self.live.pop(request, None) is not None:
                 self.llm.abort(request.request_id)
@@ -145,73 +245,60 @@ class AsyncLLM(Backend):
         self.sampled = {seq.request for seq in schedule.sampled}
 
     def _step(self) -> None:
-        failure: Exception | None = None
         try:
             self.llm.step(report=False)
-        except ScheduleError as error:  # of the scheduler: all that runs has failed, not the engine
-            failure = error
-        is_last = failure is not None or not self.llm.has_unfinished()
+        except ScheduleError as error:  # of a user's scheduler: all that runs fails, the engine not
+            news: News = [(request, failed(error)) for request in self.live]
+            self._drop([*self.live])
+            self._tell(self._deliver, news)
+            return
+        is_last = not self.llm.has_unfinished()
         if is_last:
             self.llm.replies.catch_up()
         if is_last or not self.is_late:
-            self._report(failure)
-
-    def _report_what_is_whole(self) -> None:
-        """Answers that were complete before the step that failed are still given."""
-        try:
-            self.llm.replies.catch_up()
             self._report()
-        except Exception:
-            logger.exception("the last answers could not be made")
 
-    def _report(self, failure: Exception | None = None) -> None:
-        """Tells the loop what is new since the last call."""
-        batch = []
+    def _report(self) -> None:
+        """Tells the event loop what is new since the last call."""
+        news: News = []
         now = time.perf_counter()
         for request, reader in [*self.live.items()]:
-            if request in self.sampled:
+            is_sampled = request in self.sampled
+            if is_sampled:
                 reader.times.append(now)
-            delta = self._delta_of(request, reader, failure)
-            if delta is not None:
-                batch.append((request, delta))
-            if delta is not None and delta.is_last:
+            output = reader.reply.output
+            if not (is_sampled or output.finished):
+                continue
+            if not (reader.is_streamed or reader.reply.is_complete):
+                continue  # its text is made in the next step
+            delta = self._delta_of(reader)
+            news.append((request, delta))
+            if isinstance(delta, Refused) or delta.output is not None:
                 del self.live[request]
-        if batch:
-            self._tell(self._hear, batch)
+        if news:
+            self._tell(self._deliver, news)
         self.sampled = set()
 
-    def _delta_of(
-        self, request: Request, reader: StreamReader, failure: Exception | None
-    ) -> Delta | None:
+    def _delta_of(self, reader: StreamReader) -> Delta | Refused:
         output = reader.reply.output
-        if failure is not None and not output.finished:
-            self.llm.abort(request.request_id)
-            return Delta(error=failure)
-        runs = request.num_cached_tokens is not None  # it has begun to run, in some step
-        is_news = self.tells_places and runs is not reader.runs and not output.finished
-        reader.runs = runs
-        if not output.finished and request not in self.sampled:
-            return Delta(runs) if is_news else None
         delta = Delta()
         if reader.is_streamed:
             try:
                 parts = reader.news()
             except Exception as error:  # of the tokenizer: no other request is affected
-                self.llm.abort(request.request_id)
-                return Delta(error=error)
+                self.llm.abort(output.request_id)
+                return failed(error)
             delta.parts = [one for one in parts if one.index not in reader.ended]
             reader.ended.update(one.index for one in parts if one.finish_reason is not None)
-        elif not reader.reply.is_complete:
-            return delta if is_news else None  # its text is made in the next step
+        if output.error is not None:
+            return failed(output.error)
         if output.finished:
-            delta.output = output if output.error is None else None
-            delta.error = output.error
-            if not reader.is_streamed:
-                delta.gaps = [after - before for before, after in pairwise(reader.times)]
+            delta.output = output
+            delta.times = [] if reader.is_streamed else reader.times
         return delta
 
-    def _tell(self, function: Callable[..., Any], *args) -> None:
-        """Calls a function in the loop's thread."""
+    def _tell(self, function: Callable[..., Any], *args: Any) -> None:
+        """Calls a function in the thread of the event loop."""
         try:
             self.loop.call_soon_threadsafe(function, *args)
         except RuntimeError:

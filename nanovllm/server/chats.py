@@ -8,37 +8,96 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from nanovllm.frontend.inputs import Inputs
 from nanovllm.frontend.outputs import CompletionOutput, RequestOutput
-from nanovllm.options import is_int, is_text, shown
 from nanovllm.sequence import Request
 from nanovllm.server.answers import Answers
-from nanovllm.server.errors import BadRequest
+from nanovllm.server.errors import Refused
 from nanovllm.server.parsing import ForcedCalls, Parser, Parts
-from nanovllm.server.protocol import Body, CallNamed, Format, Strict, forced_calls
+from nanovllm.server.protocol import Body, Strict
 
 MOST_MESSAGES = 4096
 MOST_TOOLS = 128
+# the arguments of a function without parameters
+NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+COMPACT = {"disable_any_whitespace": True}  # a client gets the arguments anew
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
-class Message(BaseModel):
+class Open(BaseModel):
     """The template may use more fields."""
 
     model_config = ConfigDict(strict=True, extra="allow")
+
+
+class Message(Open):
     role: str
     content: str | list[dict] | None = None
     tool_calls: list[dict] | None = None
 
+    def for_template(self) -> dict:
+        """The message that templates expect: no empty fields, and the arguments of calls as
+        objects. Raises Refused."""
+        fields = {name: value for name, value in self if value is not None}
+        if self.role == "assistant" and self.tool_calls:
+            fields["tool_calls"] = [with_arguments(call) for call in self.tool_calls]
+        elif self.content is None:
+            fields["content"] = None  # the engine refuses it with its place
+        return fields
+
+
+class Function(Open):
+    name: Annotated[str, Field(min_length=1)]
+    parameters: dict | None = None
+
+
+class Tool(Open):
+    type: Literal["function"]
+    function: Function
+
 
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
+Tools = Annotated[list[Tool], Field(max_length=MOST_TOOLS)]
+
+
+class Schema(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore")  # its name and description
+    schema_: dict[str, Any] | bool = Field(True, alias="schema")
+
+
+class Format(Strict):
+    """`response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: Schema | None = None
+
+    @property
+    def wanted(self) -> dict[str, Any] | None:
+        """What SamplingParams.structured_outputs gets. Raises Refused."""
+        if (self.json_schema is None) == (self.type == "json_schema"):
+            problem = 'json_schema goes with type "json_schema" only, and is needed there'
+            raise Refused(f"response_format: {problem}", "response_format")
+        if self.json_schema is not None:
+            return {"json": self.json_schema.schema_}
+        return {"json_object": True} if self.type == "json_object" else None
+
+
+class Named(Strict):
+    name: str
+
+
+class CallNamed(Strict):
+    """A function that the model must call."""
+
+    type: Literal["function"]
+    function: Named
 
 
 class ChatFields(Strict):
     """What makes the prompt of a chat, with its messages."""
 
-    add_generation_prompt: bool | None = None  # if not given, it is True
-    continue_final_message: bool | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: Annotated[list[dict], Field(max_length=MOST_TOOLS)] | None = None
+    tools: Tools | None = None
     enable_thinking: bool | None = None  # short for the template's
     reasoning_effort: Effort | None = None
 
@@ -52,41 +111,35 @@ class ChatFields(Strict):
         if self.enable_thinking is not None:
             names["enable_thinking"] = self.enable_thinking
         return {
-            "messages": [for_template(message) for message in messages],
-            "add_generation_prompt": self.add_generation_prompt is not False,
-            "continue_final_message": bool(self.continue_final_message),
+            "messages": [message.for_template() for message in messages],
+            "add_generation_prompt": self.add_generation_prompt,
+            "continue_final_message": self.continue_final_message,
             "chat_template_kwargs": names | (self.chat_template_kwargs or {}),
-            "tools": [checked_tool(i, tool) for i, tool in enumerate(self.tools or [])],
+            "tools": [tool.model_dump(exclude_none=True) for tool in self.tools or []],
         }
 
 
 class ChatBody(ChatFields, Body):
     messages: Messages
     max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tool_choice: Literal["auto", "none", "required"] | CallNamed | None = None
-    parallel_tool_calls: bool | None = None
+    parallel_tool_calls: bool = True
     response_format: Format | None = None
     modalities: list[Literal["text"]] | None = None
-    include_reasoning: bool | None = None
+    include_reasoning: bool = True
     add_special_tokens: Literal[False] | None = None  # they are in the template
 
-    def check(self) -> None:
-        super().check()
+    def requests(self, inputs: Inputs) -> Iterator[Request]:
+        """Raises ValueError or Refused."""
         if self.top_logprobs is not None and not self.logprobs:
-            raise BadRequest("top_logprobs is allowed with logprobs=true only", "top_logprobs")
-        if self.top_logprobs is not None and not is_int(self.top_logprobs, 0, 20):
-            value = shown(self.top_logprobs)
-            raise BadRequest(f"top_logprobs={value}: it must be from 0 to 20", "top_logprobs")
+            raise Refused("top_logprobs is allowed with logprobs=true only", "top_logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens):
             both = "max_tokens and max_completion_tokens mean the same: give one"
-            raise BadRequest(both, "max_completion_tokens")
+            raise Refused(both, "max_completion_tokens")
         if self.tool_choice not in (None, "none") and not self.tools:
-            raise BadRequest("tool_choice is allowed with tools only", "tool_choice")
-
-    def requests(self, inputs: Inputs) -> Iterator[Request]:
-        self.check()
+            raise Refused("tool_choice is allowed with tools only", "tool_choice")
         most = self.max_completion_tokens
         most = self.max_tokens if most is None else most  # None: as many as fit
         num_logprobs = (self.top_logprobs or 0) if self.logprobs else None
@@ -94,25 +147,54 @@ class ChatBody(ChatFields, Body):
         prompt = self.chat(self.messages)
         if self.tool_choice == "none":
             prompt["tools"] = None
+        wanted = self.response_format and self.response_format.wanted
         if self.forces_calls:
-            more["structured_outputs"] = forced_calls(
-                self.tool_choice, prompt["tools"], self.parallel_tool_calls is not False
-            )
-        elif self.response_format is not None and self.response_format.wanted is not None:
+            more["structured_outputs"] = self.forced_calls(prompt["tools"])
+        elif wanted:
             if self.structured_outputs is not None:
                 both = "response_format and structured_outputs mean the same: give one"
-                raise BadRequest(both, "response_format")
-            more["structured_outputs"] = self.response_format.wanted
+                raise Refused(both, "response_format")
+            more["structured_outputs"] = wanted
         params = self.params(inputs.default_params, **more)
-        yield inputs.request(prompt, params, self.priority or 0)
-
-    @property
-    def has_form(self) -> bool:
-        return bool(self.structured_outputs or self.response_format or self.forces_calls)
+        yield inputs.request(prompt, params, self.priority)
 
     @property
     def forces_calls(self) -> bool:
         return self.tool_choice not in (None, "auto", "none")
+
+    def forced_calls(self, tools: list[dict]) -> dict[str, Any]:
+        """What makes the answer one call of the named function: its arguments; or a list of calls
+        of any. Raises Refused."""
+        functions = {tool["function"]["name"]: tool["function"] for tool in tools}
+        schemas = {name: one.get("parameters", NOTHING) for name, one in functions.items()}
+        if isinstance(self.tool_choice, CallNamed):
+            name = self.tool_choice.function.name
+            if name not in schemas:
+                problem = f"tool_choice names {name[:200]!r}, which is none of the tools"
+                raise Refused(problem, "tool_choice")
+            return {"json": schemas[name], **COMPACT}
+        # what the schemas refer to, which must be at the root
+        shared: dict[str, Any] = {"$defs": {}, "definitions": {}}
+        for schema in schemas.values():
+            for name, known in shared.items():
+                own = schema.get(name)
+                for key, definition in own.items() if isinstance(own, dict) else ():
+                    if known.setdefault(key, definition) != definition:
+                        problem = f"tool_choice: the tools define {key[:200]!r} in two ways"
+                        raise Refused(problem, "tool_choice")
+        calls = [
+            {
+                "type": "object",
+                "properties": {"name": {"const": name}, "arguments": schema},
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+            for name, schema in schemas.items()
+        ]
+        wanted = {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **shared}
+        if not self.parallel_tool_calls:
+            wanted["maxItems"] = 1
+        return {"json": wanted, **COMPACT}
 
 
 class TokenizeBody(ChatFields):
@@ -120,20 +202,19 @@ class TokenizeBody(ChatFields):
 
     model: str | None = None
     prompt: str | None = None
-    add_special_tokens: bool | None = None  # if not given, it is True; in a chat they are there
+    add_special_tokens: bool = True  # in a chat they are in the template
     messages: Messages | None = None
 
     def told(self, inputs: Inputs) -> dict:
-        """Raises ValueError or BadRequest."""
-        if (self.prompt is None) == (self.messages is None):
-            raise BadRequest("give either prompt or messages", "prompt")
+        """Raises ValueError or Refused."""
         if inputs.tokenizer is None:
-            raise BadRequest("the model has no tokenizer", status=501)
-        if self.messages is not None:
+            raise Refused("the model has no tokenizer", status=501)
+        if self.messages is not None and self.prompt is None:
             token_ids = inputs.encode(self.chat(self.messages))[1]
+        elif self.prompt is not None and self.messages is None:
+            token_ids = inputs.tokens(self.prompt, add_special_tokens=self.add_special_tokens)
         else:
-            is_special = self.add_special_tokens is not False
-            token_ids = inputs.tokenizer.encode(self.prompt, add_special_tokens=is_special)
+            raise Refused("give either prompt or messages", "prompt")
         longest = inputs.scheduler.max_model_len
         return {"count": len(token_ids), "max_model_len": longest, "tokens": token_ids}
 
@@ -147,7 +228,7 @@ class ChatCompletions(Answers):
         super().__init__(body, requests, *args)
         (request,) = requests
         n = request.params.n
-        most_calls = 1 if body.parallel_tool_calls is False else None
+        most_calls = None if body.parallel_tool_calls else 1
         if body.forces_calls:
             choice = body.tool_choice
             name = choice.function.name if isinstance(choice, CallNamed) else None
@@ -155,10 +236,10 @@ class ChatCompletions(Answers):
         else:
             has_tools = bool(body.tools) and body.tool_choice != "none"
             self.parsers = [Parser(request.prompt, has_tools, most_calls) for _ in range(n)]
-        self.has_reasoning = body.include_reasoning is not False
+        self.has_reasoning = body.include_reasoning
 
     def end(self, outputs: list[RequestOutput]) -> dict[str, Any]:
-        return {**super().end(outputs), "prompt_logprobs": self.prompt_logprobs(0, outputs[0])}
+        return {**super().end(outputs), "prompt_logprobs": self.prompt_logprobs(outputs[0])}
 
     def reason(self, one: CompletionOutput) -> str | None:
         if one.finish_reason == "stop" and self.parsers[one.index].num_calls:
@@ -206,16 +287,6 @@ class ChatCompletions(Answers):
         return {"token": self.texts.of(token_id), "logprob": logprob, "bytes": data}
 
 
-def for_template(message: Message) -> dict:
-    """The message that templates expect: no empty fields, and the arguments of calls as objects."""
-    fields = {name: value for name, value in message if value is not None}
-    if message.role == "assistant" and message.tool_calls:
-        fields["tool_calls"] = [with_arguments(call) for call in message.tool_calls]
-    elif message.content is None:
-        fields["content"] = None  # refused with its place
-    return fields
-
-
 def with_arguments(call: dict) -> dict:
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
@@ -223,21 +294,5 @@ def with_arguments(call: dict) -> dict:
     try:
         arguments = json.loads(function["arguments"] or "{}")
     except (ValueError, RecursionError) as error:
-        raise BadRequest("arguments of a tool call are no JSON", "messages") from error
+        raise Refused("arguments of a tool call are not JSON", "messages") from error
     return {**call, "function": {**function, "arguments": arguments}}
-
-
-def checked_tool(i: int, tool: dict) -> dict:
-    """A tool as the template gets it: without fields that are null."""
-    function = tool.get("function")
-    if not isinstance(function, dict):
-        function = {}
-    name = function.get("name")
-    if tool.get("type") != "function" or not is_text(name):
-        form = '{"type": "function", "function": {"name": ...}}'
-        raise BadRequest(f"tools[{i}] must be {form}", "tools")
-    parameters = function.get("parameters")
-    if not isinstance(parameters, dict | None):
-        raise BadRequest(f"tools[{i}].function.parameters must be a JSON schema", "tools")
-    own = {key: value for key, value in function.items() if value is not None}
-    return {**tool, "function": own}

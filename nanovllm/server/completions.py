@@ -7,71 +7,56 @@ from pydantic import SkipValidation
 
 from nanovllm.frontend.inputs import Inputs
 from nanovllm.frontend.outputs import CompletionOutput, RequestOutput
-from nanovllm.options import PromptTooLong, is_int, shown
 from nanovllm.sequence import Request
 from nanovllm.server.answers import Answers, Rows
-from nanovllm.server.errors import BadRequest
-from nanovllm.server.protocol import MOST_CHOICES, Body
+from nanovllm.server.errors import Refused
+from nanovllm.server.protocol import Body
+
+MOST_PROMPTS = 64
 
 
 class CompletionBody(Body):
-    # checked in `prompts`: pydantic would look at a million ids, for each of the four kinds
+    # the engine's inputs check each prompt: pydantic would try four kinds for each token id
     prompt: SkipValidation[str | list[str] | list[int] | list[list[int]]]
-    echo: bool | None = None
+    echo: bool = False
     logprobs: int | None = None
     best_of: int | None = None
-    add_special_tokens: bool | None = None  # if not given, it is True
+    add_special_tokens: bool = True
 
-    def check(self) -> None:
-        super().check()
-        if self.best_of not in (None, 1) and self.best_of != self.n:
-            raise BadRequest("best_of must be n: n is the number of outputs", "best_of")
-        if self.echo and self.logprobs is not None and self.stream:
-            raise BadRequest("echo with logprobs cannot be streamed", "echo")
-
-    def prompts(self, most_tokens: int) -> list[str] | list[list[int]]:
-        """Raises BadRequest or PromptTooLong."""
-        prompts: Any = self.prompt
-        if isinstance(prompts, str):
-            return [prompts]
-        if not isinstance(prompts, list):
-            raise BadRequest("prompt must be text, a list of texts, or token ids", "prompt")
-        if prompts and not isinstance(prompts[0], str | list):
-            prompts = [prompts]
-        num_choices = len(prompts) * (self.n or 1)
-        if not 0 < num_choices <= MOST_CHOICES:
-            asked = f"prompt has {len(prompts):,} of them, with n={shown(self.n or 1)}"
-            param = "n" if len(prompts) == 1 else "prompt"
-            raise BadRequest(f"{asked}: it must be 1 to {MOST_CHOICES:,} outputs", param)
-        kind = type(prompts[0])
-        for i, one in enumerate(prompts):
-            if type(one) is not kind:
-                raise BadRequest(f"prompt[{i}] is no {kind.__name__}, as the first one", "prompt")
-            if isinstance(one, str):
-                continue
-            if len(one) > most_tokens:
-                limit = f"max_model_len leaves room for {most_tokens:,}"
-                raise PromptTooLong(f"the prompt has {len(one):,} tokens, but {limit}")
-            wrong = [value for value in one if not is_int(value, 0)]
-            if wrong:
-                problem = f"prompt has {shown(wrong[0])} among its token ids"
-                raise BadRequest(f"{problem}: they must be integers from 0 on", "prompt")
-        return prompts
+    def prompts(self) -> list[Any]:
+        """Raises Refused."""
+        prompt: Any = self.prompt
+        if not isinstance(prompt, str | list):
+            raise Refused("prompt must be text, a list of texts, or token ids", "prompt")
+        if isinstance(prompt, str) or (prompt and not isinstance(prompt[0], str | list)):
+            return [prompt]
+        if not 0 < len(prompt) <= MOST_PROMPTS:
+            allowed = f"a call must have 1 to {MOST_PROMPTS}"
+            raise Refused(f"prompt has {len(prompt):,} prompts: {allowed}", "prompt")
+        for i, one in enumerate(prompt):
+            if type(one) is not type(prompt[0]):
+                problem = f"prompt[{i}] is not a {type(prompt[0]).__name__}, as the first one"
+                raise Refused(problem, "prompt")
+        return prompt
 
     def requests(self, inputs: Inputs) -> Iterator[Request]:
-        self.check()
+        """Raises ValueError or Refused."""
+        if self.best_of not in (None, 1) and self.best_of != self.n:
+            raise Refused("best_of must be n: n is the number of outputs", "best_of")
+        if self.echo and self.logprobs is not None and self.stream:
+            raise Refused("echo with logprobs cannot be streamed", "echo")
         more: dict[str, Any] = {"logprobs": self.logprobs}
         if self.echo and self.logprobs is not None and self.prompt_logprobs is None:
             more["prompt_logprobs"] = self.logprobs
-        # OpenAI's default; 0 asks for the prompt only, with echo
+        # 16 is OpenAI's default; with echo, 0 asks for the prompt only
         more["max_tokens"] = 16 if self.max_tokens is None else self.max_tokens
         if self.echo and self.max_tokens == 0:
             more["max_tokens"] = 1
         params = self.params(inputs.default_params, **more)
-        for prompt in self.prompts(inputs.scheduler.max_model_len - 1):
-            if isinstance(prompt, str) and self.add_special_tokens is False:
+        for prompt in self.prompts():
+            if isinstance(prompt, str) and not self.add_special_tokens:
                 prompt = inputs.tokens(prompt, add_special_tokens=False)
-            yield inputs.request(prompt, params, self.priority or 0)
+            yield inputs.request(prompt, params, self.priority)
 
 
 class Completions(Answers):
@@ -80,10 +65,9 @@ class Completions(Answers):
 
     def __init__(self, body: CompletionBody, requests: list[Request], *args):
         super().__init__(body, requests, *args)
-        self.has_echo = bool(body.echo)
-        self.num_prompt_logprobs = body.prompt_logprobs
-        self.is_prompt_only = self.has_echo and body.max_tokens == 0
-        self.num_chars: dict[tuple[int, int], int] = {}  # that were streamed, as `counts`
+        self.body: CompletionBody = body
+        self.is_prompt_only = body.echo and body.max_tokens == 0
+        self.num_chars: dict[tuple[int, int], int] = {}  # streamed, by request and output
 
     def echo(self, i: int) -> str:
         request = self.requests[i]
@@ -101,24 +85,22 @@ class Completions(Answers):
             text = ""
             token_ids = []
             rows = []
-        if self.has_echo and is_first:
+        if self.body.echo and is_first:
             text = self.echo(i) + text
-        if self.has_echo and whole is not None:  # a stream has no log-probabilities of an echo
+        if self.body.echo and whole is not None:  # a stream has no log-probabilities of an echo
             token_ids = whole.prompt_token_ids + token_ids
             rows = (whole.prompt_logprobs or []) + rows
         logprobs = None
         if one.logprobs is not None:
             logprobs = self.logprobs((i, one.index), token_ids, rows)
         content: dict[str, Any] = {"text": text, "logprobs": logprobs}
-        if whole is not None:  # those of an echo are asked for by `logprobs`
-            is_asked_for = self.num_prompt_logprobs is not None
-            content["prompt_logprobs"] = self.prompt_logprobs(i, whole) if is_asked_for else None
+        if self.body.prompt_logprobs is not None and whole is not None:
+            content["prompt_logprobs"] = self.prompt_logprobs(whole)
         return content
 
     def logprobs(self, key: tuple[int, int], token_ids: list[int], rows: Rows) -> dict:
         texts = self.texts
-        before = self.num_chars.get(key, 0)
-        offsets, self.num_chars[key] = texts.offsets(token_ids, before)
+        offsets, self.num_chars[key] = texts.offsets(token_ids, self.num_chars.get(key, 0))
         return {
             "tokens": [*map(texts.name_of, token_ids)],
             # the first token of a prompt has no row

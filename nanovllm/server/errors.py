@@ -1,13 +1,19 @@
 """Errors: what a client is told when its request is refused or fails."""
 
 import logging
+import re
 
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+
+from nanovllm.options import PromptTooLong, shown
 from nanovllm.schedule import ScheduleError
 
 logger = logging.getLogger("uvicorn.error")
 
 TYPES = {
-    400: "invalid_request_error",
     401: "authentication_error",
     404: "not_found_error",
     429: "rate_limit_error",
@@ -16,16 +22,11 @@ TYPES = {
 }
 
 
+KINDS = ("str", "int", "bool", "dict", "CallNamed")  # by which pydantic names parts of a union
+
+
 class Refused(Exception):
-    """A sentence for the client, with the HTTP status, the field, and a code for programs."""
-
-    status = 400
-    param: str | None = None
-    code: str | None = None
-
-
-class BadRequest(Refused):
-    """The client's mistake."""
+    """An error message for the client, with the HTTP status, the field, and a code for programs."""
 
     def __init__(
         self, message: str, param: str | None = None, status: int = 400, code: str | None = None
@@ -39,30 +40,87 @@ class BadRequest(Refused):
 class Busy(Refused):
     """Too many requests wait already."""
 
-    status = 429
+    def __init__(self, message: str):
+        super().__init__(message, status=429)
 
 
 class Unavailable(Refused):
     """The engine takes no requests: it ends, or it has died."""
 
-    status = 503
+    def __init__(self, message: str):
+        super().__init__(message, status=503)
 
 
-def error_of(error: Exception) -> tuple[int, dict]:
-    """The HTTP status of an error, and what its client is told. What is no refusal is logged."""
-    status = 500
-    message = str(error)
+def in_words(error: ValueError, kind: type[BaseModel]) -> Refused:
+    """What the engine refuses. Its messages start with the name of the field."""
+    message = str(error)[:1000].replace("StructuredOutputsParams", "structured_outputs")
+    names = [word for word in re.findall(r"\w+", message) if word in kind.model_fields]
+    param = names[0] if names else None
+    if isinstance(error, PromptTooLong):
+        # the words and the code that programs look for
+        message += " (the maximum context length)"
+        return Refused(message, param, code="context_length_exceeded")
+    return Refused(message, param)
+
+
+def failed(error: Exception) -> Refused:
+    """What is told of a request that failed in the engine. The server's log has the traceback."""
     if isinstance(error, Refused):
-        status = error.status
-    else:
-        logger.error("a request failed", exc_info=error)
-        if not isinstance(error, ScheduleError):  # else a sentence for the scheduler's author
-            name = type(error).__name__
-            message = f"the engine failed on this request ({name}); the server's log says more"
+        return error
+    logger.error("a request failed", exc_info=error)
+    if isinstance(error, ScheduleError):  # its message is for the author of the scheduler
+        return Refused(str(error), status=500)
+    name = type(error).__name__
+    message = f"the engine failed on this request ({name}); the server's log says more"
+    return Refused(message, status=500)
+
+
+def first_problem(error: RequestValidationError | ValidationError) -> Refused:
+    """The first field of a body that is wrong."""
+    problems = error.errors()
+    # of a union, the kind that fits: its value is wrong, and not its type
+    fitting = [problem for problem in problems if not problem["type"].endswith("_type")]
+    fields = {problem["loc"][:2] for problem in problems}
+    problem = (fitting or problems)[0] if len(fields) == 1 else problems[0]
+    if problem["type"] == "json_invalid":
+        return Refused("the body is not JSON")
+    path = [part for part in problem["loc"] if part != "body"]
+    if not path:
+        return Refused("the body must be a JSON object, sent as application/json")
+    field = place = str(path[0])[:100]
+    for part in path[1:]:
+        if isinstance(part, int):
+            place += f"[{part}]"
+        elif part.isidentifier() and part not in KINDS:
+            place += f".{part[:100]}"
+    if problem["type"] == "extra_forbidden":
+        return Refused(f"{place} is not supported: leave it out", field)
+    value = problem["input"]
+    if isinstance(value, int | float | str):
+        place += f"={shown(value)} is not allowed"
+    message = problem["msg"][:200]
+    return Refused(f"{place}: {message[0].lower()}{message[1:]}", field)
+
+
+def content_of(error: Refused) -> dict:
+    """The JSON of an error, as OpenAI writes it."""
     content = {
-        "message": message,
-        "type": TYPES.get(status, TYPES[400]),
-        "param": getattr(error, "param", None),
-        "code": getattr(error, "code", None) or status,
+        "message": str(error),
+        "type": TYPES.get(error.status, "invalid_request_error"),
+        "param": error.param,
+        "code": error.code or error.status,
     }
-    return status, {"error": content}
+    return {"error": content}
+
+
+async def answer_to(_: object, error: Exception) -> JSONResponse:
+    """The answer of a route that raised an error."""
+    headers = dict(getattr(error, "headers", None) or {})
+    if isinstance(error, RequestValidationError):
+        error = first_problem(error)
+    elif isinstance(error, HTTPException):  # no such path or method, a body that is too long
+        error = Refused(str(error.detail).lower(), status=error.status_code)
+    refused = failed(error)
+    if refused.status in (429, 503):
+        headers["Retry-After"] = "1"
+    return JSONResponse(content_of(refused), refused.status, headers)

@@ -1,12 +1,16 @@
 """Metrics: what Prometheus reads, by the names of vLLM with our prefix."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+from itertools import pairwise
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from nanovllm.server.streams import Delta, Stream
+from nanovllm.sequence import Request
+from nanovllm.server.async_llm import Delta
+from nanovllm.server.errors import Refused
 
 SHORT = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 40)
 LONG = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
@@ -48,12 +52,6 @@ class Metrics:
             "nanovllm:request_success",
             "Outputs that have ended, by reason; also those that were aborted or failed.",
             ["model_name", "finished_reason"],
-            registry=self.registry,
-        )
-        self.responses = Counter(
-            "nanovllm:http_responses",
-            "Answers to HTTP requests; 499: the client left before its answer began.",
-            ["path", "status"],
             registry=self.registry,
         )
         self.first_token = self.histogram(
@@ -100,41 +98,45 @@ class Metrics:
         """Counts outputs that have ended."""
         self.outputs.labels(self.model_name, finished_reason).inc(num_outputs)
 
+    async def watched(
+        self, deltas: AsyncGenerator, requests: list[Request], begin: float
+    ) -> AsyncGenerator[tuple[int, Delta], None]:
+        """The same deltas. Their times count from `begin`, when the HTTP request arrived."""
+        unfinished = dict(enumerate(requests))
+        last: dict[tuple, float] = {}
+        reason = "abort"
+        try:
+            async with aclosing(deltas):
+                async for i, delta in deltas:
+                    self.see(i, delta, begin, last)
+                    if delta.output is not None:
+                        del unfinished[i]
+                    yield i, delta
+        except Refused:
+            reason = "error"
+            raise
+        finally:
+            for request in unfinished.values():
+                self.count(reason, request.params.n)
 
-class Clock:
-    """The times at which the tokens of one HTTP request come, from its arrival on."""
-
-    def __init__(self, metrics: Metrics):
-        self.metrics = metrics
-        self.begin = time.perf_counter()
-        self.last: dict[tuple[int, int], float] = {}  # token of each output
-        self.num_prompt = 0  # tokens
-        self.num_output = 0
-
-    def see(self, delta: Delta) -> None:
-        """What is new of one request."""
-        now = time.perf_counter() - self.begin
+    def see(self, i: int, delta: Delta, begin: float, last: dict[tuple, float]) -> None:
+        """`last` has the time of the last token by request and output."""
+        now = time.perf_counter()
         for part in delta.parts:
-            self.num_output += len(part.token_ids)
-            before = self.last.get((delta.index, part.index))
-            if before is None:
-                self.metrics.first_token.observe(now)
+            key = (i, part.index)
+            if key in last:
+                self.between_tokens.observe(now - last[key])
             else:
-                self.metrics.between_tokens.observe(now - before)
-            self.last[delta.index, part.index] = now
+                self.first_token.observe(now - begin)
+            last[key] = now
         if delta.output is None:
             return
-        self.metrics.whole.observe(now)
+        self.whole.observe(now - begin)
         for one in delta.output.outputs:
-            self.metrics.count(one.finish_reason)
-            if delta.gaps is not None and one.token_ids:  # all of its tokens come now
-                self.num_output += len(one.token_ids)
-                self.metrics.first_token.observe(now - sum(delta.gaps))
-                for gap in delta.gaps[: len(one.token_ids) - 1]:
-                    self.metrics.between_tokens.observe(gap)
-
-    def end(self, stream: Stream) -> None:
-        """What has not ended by itself never will."""
-        for request, output in zip(stream.requests, stream.outputs):
-            if output is None:
-                self.metrics.count("abort" if stream.error is None else "error", request.params.n)
+            self.count(one.finish_reason)
+            # empty, if its parts were seen
+            times = delta.times[: len(one.token_ids)]
+            if times:
+                self.first_token.observe(times[0] - begin)
+            for before, after in pairwise(times):
+                self.between_tokens.observe(after - before)

@@ -40,18 +40,7 @@ class Live:
     def _from_engine(self, frame: dict) -> None:
         self.engine.loop.call_soon_threadsafe(self._pass_on, frame)
 
-    def _when_idle(self) -> None:
-        """A large cache is looked at piece by piece: if nothing else wakes the engine for it, the
-        loop does."""
-        self.view.flush()
-        if self.view.has_more:
-            self.engine.loop.call_soon_threadsafe(self._wake_later)
-
     # --- in the loop's ---
-
-    def _wake_later(self) -> None:
-        seconds = self.view.seconds_between
-        self.engine.loop.call_later(seconds, self.engine.inbox.put, lambda: None)
 
     def _pass_on(self, frame: dict | None) -> None:
         text = None if frame is None else json.dumps(frame, separators=(",", ":"))
@@ -70,7 +59,7 @@ class Live:
             raise Busy(f"{MOST_WATCHERS} pages watch already")
         reader: asyncio.Queue[str | None] = asyncio.Queue(MOST_FRAMES)
         self.readers.add(reader)
-        self.engine.on_idle = [self._when_idle]
+        self.engine.on_idle = [self.view.flush]
         self.engine.inbox.put(self.view.start)
         try:
             yield ""

@@ -9,10 +9,8 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable
-from contextlib import closing
 from contextvars import Context
 from dataclasses import dataclass
-from functools import partial
 from pydoc import locate
 from typing import Any
 from uuid import uuid4
@@ -32,11 +30,10 @@ from nanovllm.routing import Router
 from nanovllm.schedule import check_choice
 from nanovllm.sequence import Request
 from nanovllm.server.app import Server, app_of
-from nanovllm.server.async_llm import AsyncLLM
-from nanovllm.server.errors import BadRequest, Unavailable, error_of
+from nanovllm.server.async_llm import AsyncLLM, Backend, Delta
+from nanovllm.server.errors import Refused, Unavailable, failed
 from nanovllm.server.metrics import is_counter
 from nanovllm.server.settings import ServerOptions
-from nanovllm.server.streams import Backend, Delta, Stream
 
 logger = logging.getLogger("ray.serve")
 SECONDS_BETWEEN = 0.02  # parts of a stream: each costs Ray about a millisecond, on both sides
@@ -60,7 +57,7 @@ class Engine:
 
     async def __init__(self, config: dict[str, Any]):  # type: ignore[misc]
         self.llm = LLM(**config)
-        self.engine = AsyncLLM(self.llm, NO_LIMIT, tells_places=True)
+        self.engine = AsyncLLM(self.llm, NO_LIMIT)
         self.id = uuid4().hex  # Ray's answers do not say which replica gave them
 
     async def inputs(self) -> Inputs:
@@ -73,74 +70,56 @@ class Engine:
 
     async def check_health(self) -> None:
         """Ray asks for it each second, and replaces a replica that raises."""
-        self.engine.check_alive()
+        self.engine.check_open()
 
-    async def generate(self, work: Work) -> AsyncIterator[list[Delta]]:
-        if work.request.params.structured_outputs:  # its grammar did not travel
-            work.request.grammar = grammar_of(work.request.params, self.engine.inputs)
-        try:
-            stream = self.engine.submit([work.request], work.is_streamed)
-        except Unavailable as error:
-            yield [Delta(error=error)]
+    async def generate(self, work: Work) -> AsyncIterator[list[Delta | Refused]]:
+        request = work.request
+        if self.engine.end:
+            yield [Unavailable(self.engine.end)]
             return
-        with closing(stream):  # also if Ray cancels this, because nothing reads it any longer
-            async for deltas in stream:
-                yield [sendable(delta) for delta in deltas]
-                if stream.num_open or stream.deltas:
+        if request.params.structured_outputs:  # its grammar did not travel
+            request.grammar = grammar_of(request.params, self.engine.inputs)
+        news = self.engine.opened([request], work.is_streamed)
+        try:
+            while request in self.engine.open or not news.empty():
+                deltas = [(await news.get())[1]]
+                while not news.empty():
+                    deltas.append(news.get_nowait()[1])
+                yield deltas
+                if request in self.engine.open:
                     await asyncio.sleep(SECONDS_BETWEEN)
-
-
-def sendable(delta: Delta) -> Delta:
-    """Makes an error that can be pickled: a client only gets its status and a sentence."""
-    error = delta.error
-    if error is not None and not isinstance(error, Unavailable):
-        status, content = error_of(error)
-        delta.error = BadRequest(content["error"]["message"], status=status)
-    return delta
+        finally:  # also if Ray cancels this, because nothing reads it any longer
+            self.engine.leave([request])
 
 
 class Replicas(Backend):
     """Engines elsewhere, `num_replicas` or more. Each request is a task that reads its stream."""
 
     def __init__(
-        self,
-        engines: DeploymentHandle,
-        inputs: Inputs,
-        num_replicas: int,
-        max_waiting: int,
-        model_name: str = "",
+        self, engines: DeploymentHandle, inputs: Inputs, num_replicas: int, max_waiting: int
     ):
-        super().__init__(inputs, max_waiting, model_name)
+        super().__init__(inputs, max_waiting)
         self.engines = engines
         self.manager = inputs.scheduler.block_manager  # as it was when the first one began
         self.num_seats = num_replicas * inputs.scheduler.max_num_seqs
         self.tasks: dict[Request, asyncio.Future[None]] = {}
-        self.runs: dict[Request, bool] = {}  # what replicas say of requests: False, it waits
         self.counted: dict[str, dict[str, float]] = {}  # of each replica that there ever was
 
     @property
     def num_waiting(self) -> int:
-        """How many requests wait in all replicas: those that a replica says so of, or those that
-        find no seat, as long as no replica has said anything of them."""
-        states = Counter(self.runs.values())
-        num_seats = max(self.num_seats, states[True])
-        return max(states[False], len(self.open) - num_seats)
+        """A replica does not tell which of its requests run: the seats of all are counted."""
+        return max(0, len(self.open) - self.num_seats)
 
-    def _begin(self, stream: Stream) -> None:
-        for request in stream.requests:
-            # in our context, Ray would take all requests of a call for the same one
-            serving = self._serve(request, stream.is_streamed)
-            task = Context().run(asyncio.ensure_future, serving)
-            task.add_done_callback(partial(self._forget, request))
-            self.tasks[request] = task
-
-    def _forget(self, request: Request, task: asyncio.Future[None]) -> None:
-        del self.tasks[request]
-        self.runs.pop(request, None)
+    def _start(self, request: Request, is_streamed: bool) -> None:
+        # in our context, Ray would take all requests of a call for the same one
+        task = Context().run(asyncio.ensure_future, self._serve(request, is_streamed))
+        task.add_done_callback(lambda _: self.tasks.pop(request, None))
+        self.tasks[request] = task
 
     def _abort(self, requests: list[Request]) -> None:
         for request in requests:
-            self.tasks[request].cancel()
+            if request in self.tasks:
+                self.tasks[request].cancel()
 
     async def stats(self) -> dict[str, float]:
         """Gauges are sums over the replicas that answer. Counters are sums over all that there ever
@@ -177,24 +156,22 @@ class Replicas(Backend):
                     return
             raise Unavailable("no replica answers")
         except Exception as error:  # perhaps of the router
-            self._hear([(request, Delta(error=error))])
+            self._deliver([(request, failed(error))])
 
     async def _is_served(self, request: Request, is_streamed: bool) -> bool:
         """Whether a replica has served the request. If nothing of the answer has come, another one
         may try."""
         has_begun = False
-        self.runs.pop(request, None)
         sizes = (self.manager.block_size, len(self.manager.blocks))
         work = Work(request, is_streamed, *sizes)
         stream = self.engines.generate.remote(work)
         try:
             async for deltas in stream:
                 for delta in deltas:
-                    if isinstance(delta.error, Unavailable) and not has_begun:
+                    if isinstance(delta, Unavailable) and not has_begun:
                         return False
-                    has_begun = has_begun or bool(delta.parts) or delta.is_last
-                    self.runs[request] = delta.runs
-                    self._hear([(request, delta)])
+                    has_begun = True
+                    self._deliver([(request, delta)])
         except RayError as error:
             logger.warning("a replica failed: %s", shown(error))
             if has_begun:
@@ -210,8 +187,7 @@ def new_ingress(engines: DeploymentHandle, num_replicas: int, options: ServerOpt
 
     async def new_engine() -> Backend:
         inputs = await engines.inputs.remote()  # of the first replica
-        settings = (num_replicas, options.max_waiting, options.served_model_name[0])
-        return Replicas(engines.options(stream=True), inputs, *settings)
+        return Replicas(engines.options(stream=True), inputs, num_replicas, options.max_waiting)
 
     return app_of(Server(new_engine, options))
 

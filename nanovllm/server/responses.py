@@ -6,17 +6,18 @@ Nothing is stored: a conversation is sent as a whole, and what only a store coul
 from collections.abc import Iterator
 from functools import cached_property
 from typing import Annotated, Any, Literal
+from uuid import uuid4
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from nanovllm.frontend.inputs import Inputs
 from nanovllm.frontend.outputs import CompletionOutput, RequestOutput
 from nanovllm.sequence import Request
 from nanovllm.server.answers import encode
 from nanovllm.server.chats import MOST_MESSAGES, MOST_TOOLS, ChatBody, ChatCompletions, Effort
-from nanovllm.server.errors import BadRequest
-from nanovllm.server.items import Items
-from nanovllm.server.protocol import CallBody, Strict, checked
+from nanovllm.server.errors import Refused, first_problem
+from nanovllm.server.parsing import Parts
+from nanovllm.server.protocol import CallBody, Strict
 
 ALIKE = {"model", "temperature", "top_p", "parallel_tool_calls", "stream"}  # fields, in a chat
 TEXTS = ("input_text", "output_text", "text")  # the kinds of parts of a message
@@ -31,7 +32,7 @@ class TextFormat(Strict):
 
 
 class TextOptions(Strict):
-    format: TextFormat | None = None
+    format: TextFormat = TextFormat()
     verbosity: Literal["medium"] | None = None
 
 
@@ -48,37 +49,39 @@ class ResponseBody(CallBody):
     top_p: float | None = None
     tools: Annotated[list[dict], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: str | dict | None = None
-    parallel_tool_calls: bool | None = None
-    text: TextOptions | None = None
-    reasoning: Reasoning | None = None
+    parallel_tool_calls: bool = True
+    text: TextOptions = TextOptions()
+    reasoning: Reasoning = Reasoning()
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
     include: list[Literal["reasoning.encrypted_content"]] | None = None  # there is none
 
     @cached_property
     def chat(self) -> ChatBody:
-        """The same, as a chat. Raises BadRequest."""
+        """The same, as a chat. Raises Refused."""
+        form = self.text.format
+        wanted: dict[str, Any] = {"type": form.type}
+        if form.type == "json_schema":
+            wanted["json_schema"] = {"schema": form.schema_ or {}}
         body = {
             **self.model_dump(include=ALIKE),
             "messages": self.messages(),
             "max_tokens": self.max_output_tokens,
-            "tools": [chat_tool(tool) for tool in self.tools or []] or None,
-            "tool_choice": chat_choice(self.tool_choice),
-            "response_format": self.response_format,
-            "reasoning_effort": self.reasoning.effort if self.reasoning else None,
+            # a function of a chat is one level deeper
+            "tools": [deeper(tool, "function") for tool in self.tools or []] or None,
+            "tool_choice": self.tool_choice,
+            "response_format": wanted,
+            "reasoning_effort": self.reasoning.effort,
         }
-        return checked(ChatBody, body)
-
-    @property
-    def response_format(self) -> dict | None:
-        wanted = self.text.format if self.text else None
-        if wanted is None or wanted.type == "text":
-            return None
-        schema = {"json_schema": {"schema": wanted.schema_ or {}}}
-        return {"type": wanted.type, **(schema if wanted.type == "json_schema" else {})}
+        if isinstance(self.tool_choice, dict):
+            body["tool_choice"] = deeper(self.tool_choice, "function")
+        try:
+            return ChatBody.model_validate(body)
+        except ValidationError as error:
+            raise first_problem(error) from error
 
     def messages(self) -> list[dict]:
-        messages: list[dict] = []
+        messages: list[dict[str, Any]] = []
         if self.instructions is not None:
             messages.append({"role": "system", "content": self.instructions})
         items = self.input
@@ -86,27 +89,29 @@ class ResponseBody(CallBody):
             items = [{"role": "user", "content": items}]
         for i, item in enumerate(items):
             message = message_of(item, f"input[{i}]")
-            is_call = message is not None and "tool_calls" in message
-            if is_call and messages and "tool_calls" in messages[-1]:
-                messages[-1]["tool_calls"] += message["tool_calls"]  # type: ignore[index]
-            elif message is not None:
+            if "tool_calls" in message and messages and "tool_calls" in messages[-1]:
+                messages[-1]["tool_calls"] += message["tool_calls"]
+            elif message:
                 messages.append(message)
         return messages
 
-    @property
-    def has_form(self) -> bool:
-        return self.chat.has_form
-
     def requests(self, inputs: Inputs) -> Iterator[Request]:
-        """Raises ValueError or BadRequest."""
+        """Raises ValueError or Refused."""
         return self.chat.requests(inputs)
 
 
-def message_of(item: dict, place: str) -> dict | None:
-    """The message that an item of the input is; None if a template has no use for it."""
+def deeper(given: dict, name: str) -> dict:
+    """All fields but the type, one level deeper."""
+    fields = {key: value for key, value in given.items() if key != "type"}
+    return {"type": given.get("type"), name: fields}
+
+
+def message_of(item: dict, place: str) -> dict[str, Any]:
+    """The message that an item of the input is; an empty one if a template has no use for it.
+    Raises Refused."""
     kind = item.get("type", "message")
     if kind == "reasoning":
-        return None  # of an earlier answer: templates leave it out
+        return {}  # of an earlier answer: templates leave it out
     if kind == "function_call":
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
@@ -114,43 +119,114 @@ def message_of(item: dict, place: str) -> dict | None:
     if kind == "function_call_output":
         output = plain(item.get("output"), f"{place}.output")
         return {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
-    if kind != "message":
-        raise BadRequest(
-            f"{place} has the type {str(kind)[:100]!r}, which is not supported", "input"
-        )
     role = item.get("role")
-    if role not in ("user", "assistant", "system", "developer"):
-        raise BadRequest(f"{place}.role must be user, assistant, system or developer", "input")
+    if kind != "message" or role not in ("user", "assistant", "system", "developer"):
+        allowed = "it must be a message, a function_call, its output, or reasoning"
+        raise Refused(
+            f"{place} has the type {str(kind)[:100]!r}: {allowed}, with its role", "input"
+        )
     name = "system" if role == "developer" else role  # as templates know it
     return {"role": name, "content": plain(item.get("content"), f"{place}.content")}
 
 
 def plain(content: Any, place: str) -> str:
-    """A text, or a list of parts with text, as one text. Raises BadRequest."""
+    """A text, or a list of parts with text, as one text. Raises Refused."""
     if isinstance(content, str):
         return content
     texts: list[str] = []
     for part in content if isinstance(content, list) else [{}]:
         is_text = isinstance(part, dict) and part.get("type") in TEXTS
         if not is_text or not isinstance(part.get("text"), str):
-            raise BadRequest(f"{place} must be text, or a list of parts with text", "input")
+            raise Refused(f"{place} must be text, or a list of parts with text", "input")
         texts.append(part["text"])
     return "\n".join(texts)
 
 
-def chat_choice(choice: str | dict | None) -> str | dict | None:
-    if not isinstance(choice, dict):
-        return choice
-    others = {name: value for name, value in choice.items() if name != "name"}
-    return {**others, "function": {"name": choice.get("name")}}
+class Items:
+    """What an answer consists of, as it comes, and the events that tell of it."""
 
+    def __init__(self) -> None:
+        self.output: list[dict] = []
+        self.events: list[str] = []
+        self.num_events = 0
+        self.is_open = False  # the last item is a text that may grow
 
-def chat_tool(tool: dict) -> dict:
-    """A function as chats have it: one level deeper."""
-    if tool.get("type") != "function":
-        return tool  # refused there
-    function = {name: value for name, value in tool.items() if name != "type"}
-    return {"type": "function", "function": function}
+    def tell(self, kind: str, **content: Any) -> None:
+        event = {"type": kind, "sequence_number": self.num_events, **content}
+        self.num_events += 1
+        self.events.append(f"event: {kind}\ndata: {encode(event)}\n\n")
+
+    def take(self) -> list[str]:
+        taken = self.events
+        self.events = []
+        return taken
+
+    def place(self) -> dict[str, Any]:
+        return {"item_id": self.output[-1]["id"], "output_index": len(self.output) - 1}
+
+    def add(self, parts: Parts) -> None:
+        for kind, text in (("reasoning", parts.reasoning), ("message", parts.content)):
+            if text:
+                self.add_text(kind, text)
+        for call in parts.tool_calls:
+            self.add_call(call)
+
+    def add_text(self, kind: str, text: str) -> None:
+        if not self.is_open or self.output[-1]["type"] != kind:
+            self.close()
+            self.open(kind)
+        content = self.output[-1]["content"][0]
+        content["text"] += text
+        self.tell_text("delta", delta=text)
+
+    def open(self, kind: str) -> None:
+        content: dict[str, Any] = {"type": "reasoning_text", "text": ""}
+        item: dict[str, Any] = {"type": kind, "id": f"rs_{uuid4().hex}", "summary": []}
+        if kind == "message":
+            content = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            item = {"type": kind, "id": f"msg_{uuid4().hex}", "role": "assistant"}
+        self.add_item({**item, "status": "in_progress", "content": []})
+        self.output[-1]["content"].append(content)
+        self.tell("response.content_part.added", **self.place(), content_index=0, part=content)
+        self.is_open = True
+
+    def tell_text(self, event: str, **more: Any) -> None:
+        """An event of the text that is open."""
+        kind = self.output[-1]["content"][0]["type"]
+        if kind == "output_text":
+            more["logprobs"] = []
+        self.tell(f"response.{kind}.{event}", **self.place(), content_index=0, **more)
+
+    def close(self, status: str = "completed") -> None:
+        """Ends the text that is open, if there is one."""
+        if not self.is_open:
+            return
+        self.is_open = False
+        content = self.output[-1]["content"][0]
+        self.tell_text("done", text=content["text"])
+        self.tell("response.content_part.done", **self.place(), content_index=0, part=content)
+        self.end_item(status)
+
+    def add_call(self, call: dict) -> None:
+        self.close()
+        name = call["function"]["name"]
+        arguments = call["function"]["arguments"]
+        item = {"type": "function_call", "id": f"fc_{uuid4().hex}", "call_id": call["id"]}
+        self.add_item({**item, "name": name, "arguments": "", "status": "in_progress"})
+        kind = "response.function_call_arguments"
+        self.tell(f"{kind}.delta", **self.place(), delta=arguments)
+        self.tell(f"{kind}.done", **self.place(), name=name, arguments=arguments)
+        self.output[-1]["arguments"] = arguments
+        self.end_item("completed")
+
+    def add_item(self, item: dict) -> None:
+        self.output.append(item)
+        self.tell("response.output_item.added", output_index=len(self.output) - 1, item=item)
+
+    def end_item(self, status: str) -> None:
+        item = self.output[-1]
+        item["status"] = status
+        self.tell("response.output_item.done", output_index=len(self.output) - 1, item=item)
 
 
 class Responses(ChatCompletions):
@@ -169,7 +245,6 @@ class Responses(ChatCompletions):
 
     def response(self, status: str, **more: Any) -> dict:
         body = self.asked
-        form = (body.text and body.text.format) or TextFormat()
         params = self.requests[0].params
         return {
             "id": self.id,
@@ -184,12 +259,12 @@ class Responses(ChatCompletions):
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
             "output": [],
-            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "parallel_tool_calls": body.parallel_tool_calls,
             "previous_response_id": None,
-            "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
+            "reasoning": {"effort": body.reasoning.effort, "summary": None},
             "store": False,
             "temperature": params.temperature,
-            "text": {"format": form.model_dump(by_alias=True, exclude_none=True)},
+            "text": {"format": body.text.format.model_dump(by_alias=True, exclude_none=True)},
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools or [],
             "top_p": params.top_p,
@@ -199,18 +274,19 @@ class Responses(ChatCompletions):
             **more,
         }
 
-    def blocks(self, outputs: list[RequestOutput]) -> Iterator[bytes]:
+    def whole(self, outputs: list[RequestOutput]) -> str:
         (one,) = outputs[0].outputs
         self.items.add(self.parts(one))
-        yield encode(self.ended(outputs)).encode()
+        return encode(self.ended(outputs))
 
     def ended(self, outputs: list[RequestOutput]) -> dict:
         (one,) = outputs[0].outputs
         is_cut = one.finish_reason == "length"
-        self.items.close("incomplete" if is_cut else "completed")
+        status = "incomplete" if is_cut else "completed"
+        self.items.close(status)
         usage = self.usage(outputs)
         return self.response(
-            "incomplete" if is_cut else "completed",
+            status,
             incomplete_details={"reason": "max_output_tokens"} if is_cut else None,
             output=self.items.output,
             usage={

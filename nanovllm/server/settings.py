@@ -8,11 +8,6 @@ from nanovllm.config import Config
 from nanovllm.options import ABOVE_0, Options, Rule, integer, is_text, listed, number, option
 from nanovllm.routing import MOST_REPLICAS, PrefixAffinity, Router
 
-LARGEST_BODY = 4 * 2**20
-SMALLEST_BODY = 256 * 2**10
-BYTES_PER_TOKEN = 32  # of text in JSON: 12 are a character that is written as \ud83d\ude00
-
-
 TEXTS = listed(is_text, "a list of texts, none of them empty")
 NAMES = Rule(lambda value: value and TEXTS.allows(value), TEXTS.words)
 SECRET = Rule(lambda value: True, "")  # its message would show it
@@ -40,10 +35,7 @@ class ServerOptions(Options):
     )
     allowed_origins: list[str] = texts("Pages of others that may ask (CORS).")
     max_waiting: int = option(256, "Requests that may wait; others get a 429.", COUNT)
-    max_body_bytes: int | None = option(
-        None, "The longest body. Default: 32 times max_model_len, from 256 KiB to 4 MiB.", LARGE
-    )
-    max_tokens_per_call: int = option(2**20, "prompts * n * max_tokens.", LARGE)
+    max_body_bytes: int = option(2**20, "The longest body.", LARGE)
     drain_seconds: float = option(30.0, "Time for running requests, at the end.", TIME)
     allow_priority: bool = option(False, "Let clients say which request goes first.")
     chat_template: str | None = option(
@@ -56,19 +48,13 @@ class ServerOptions(Options):
         if not TEXTS.allows(self.api_key):
             raise ValueError(f"api_key is not allowed: it must be {TEXTS.words}")
 
-    def most_bytes(self, max_model_len: int) -> int:
-        """The longest body. What is longer would not fit into the model, and reading it takes time
-        that all requests share."""
-        of_model = min(LARGEST_BODY, max(SMALLEST_BODY, BYTES_PER_TOKEN * max_model_len))
-        return self.max_body_bytes or of_model
-
 
 @dataclass(kw_only=True)
 class ReplicaOptions(Options):
     replicas: int = option(
         1, "Engines, by Ray Serve; not given: one, without Ray.", integer(1, MOST_REPLICAS)
     )
-    max_replicas: int | None = option(None, "More of them under load, up to so many.", LARGE)
+    max_replicas: int | None = option(None, "The most of them, under load.", LARGE)
     target_requests: float = option(32.0, "Open requests with which a replica is loaded.", SHARE)
     router_cls: type = option(PrefixAffinity, "Says which replica serves a request.", ROUTER)
     cpus_per_rank: float = option(0.5, "Cores that Ray reserves for each rank.", SHARE)

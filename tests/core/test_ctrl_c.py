@@ -1,5 +1,5 @@
 """After a Ctrl-C, the next call works, and no block is lost. Ranks are in parallel/test_parallel.py, a server in
-server/test_server_hostile.py.
+server/test_hostile.py.
 
 Run: pytest tests/core/test_ctrl_c.py
 """

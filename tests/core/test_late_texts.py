@@ -120,13 +120,11 @@ def test_a_server_makes_texts_while_the_device_computes(llm, is_asynchronous):
 
     async def answers() -> list[list[int]]:
         engine = AsyncLLM(llm)
-        stream = engine.submit([llm.inputs.request(*pair) for pair in zip(PROMPTS, params())], True)
+        requests = [llm.inputs.request(*pair) for pair in zip(PROMPTS, params())]
         token_ids = [[] for _ in LENGTHS]
-        async for deltas in stream:
-            for delta in deltas:
-                assert delta.error is None
-                for part in delta.parts:
-                    token_ids[delta.index] += part.token_ids
+        async for i, delta in engine.stream(requests):
+            for part in delta.parts:
+                token_ids[i] += part.token_ids
         engine.close()
         await engine.ended()
         return token_ids
@@ -137,38 +135,6 @@ def test_a_server_makes_texts_while_the_device_computes(llm, is_asynchronous):
     again = LLM(runner=Device(), num_blocks=200, block_size=4, max_model_len=100)
     outputs = again.generate(PROMPTS, params(), use_tqdm=False)
     assert streamed == [output.outputs[0].token_ids for output in outputs]
-
-
-@pytest.mark.parametrize("is_asynchronous", [True, False])
-@pytest.mark.parametrize("is_streamed", [True, False])
-def test_an_answer_that_is_complete_is_given_although_the_engine_dies(
-    llm, is_asynchronous, is_streamed
-):
-    """The step that fails is the one in which its last text is made."""
-    llm.runner.is_asynchronous = is_asynchronous
-    launch, num_steps = llm.runner.launch, []
-
-    def dying(schedule):
-        num_steps.append(1)
-        if len(num_steps) == LENGTHS[0] + 1:
-            raise RankError("rank 1 has died")
-        return launch(schedule)
-
-    llm.runner.launch = dying
-
-    async def ends() -> dict[int, bool]:
-        engine = AsyncLLM(llm)
-        requests = [llm.inputs.request(*pair) for pair in zip(PROMPTS, params())]
-        ended = {}
-        async for deltas in engine.submit(requests, is_streamed):
-            for delta in deltas:
-                if delta.is_last:
-                    ended[delta.index] = delta.error is None
-        engine.close()
-        await engine.ended()
-        return ended
-
-    assert asyncio.run(ends()) == {0: True, 1: False, 2: False, 3: False, 4: False}
 
 
 def test_a_stop_string_is_not_late(llm):

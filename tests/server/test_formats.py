@@ -224,7 +224,7 @@ def test_a_client_chooses_the_id(server, pool):
     answers = [pool.submit(server.complete, **body) for _ in range(8)]
     assert {answer.result()["id"] for answer in answers} == {"cmpl-mine"}
     assert (
-        server.refused("/v1/completions", body | {"request_id": "a" * 201})["param"] == "request_id"
+        server.refused("/v1/completions", body | {"request_id": "a" * 257})["param"] == "request_id"
     )
 
 
@@ -237,7 +237,7 @@ def test_a_salt_of_the_prefix_cache(server):
 
     assert num_cached(cache_salt="mine") == 0 == num_cached()
     assert num_cached(cache_salt="mine") > 0
-    for salt in ("", "a" * 201, 5):
+    for salt in ("", "a" * 257, 5):
         body = {"prompt": "a", "cache_salt": salt}
         assert server.refused("/v1/completions", body)["param"] == "cache_salt"
 

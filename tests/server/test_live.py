@@ -10,9 +10,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from itertools import pairwise
-from random import Random
 
 import pytest
 from fake_model import FakeRunner
@@ -20,7 +18,7 @@ from frames import Reader, blocks_of, states_of
 from server_tools import Running
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
-from nanovllm.server.live import MOST_LOOKED_AT, MOST_TOLD, MOST_WAITING, Camera, LiveView
+from nanovllm.server.live import MOST_WAITING, Camera, LiveView
 from nanovllm.server.metrics import Metrics
 from nanovllm.server.page import MOST_FRAMES
 from nanovllm.server.recording import record
@@ -165,42 +163,6 @@ def test_frames_say_what_is_in_the_engine(mode, is_whole):
     assert bool(kinds["swapped"]) == bool(kinds["host"]) == (mode == "swap")
 
 
-def test_frames_follow_aborts_faults_and_a_cache_that_is_forgotten():
-    runner = FakeRunner(block_size=2, num_blocks=34, num_host_blocks=10)
-    llm = LLM(runner=runner, block_size=2, max_num_seqs=6, preemption_mode="swap")
-    random, camera, reader, seen = Random(3), Camera(llm), Reader(), Counter()
-    launch, faults = runner.launch, []
-
-    def launch_or_fail(schedule):
-        if faults:
-            raise faults.pop()
-        return launch(schedule)
-
-    runner.launch = launch_or_fail
-    for _ in range(400):
-        if random.random() < 0.4:
-            prompt = {"prompt_token_ids": random.choices(range(3), k=random.randrange(1, 14))}
-            params = endless(random.randrange(1, 16), n=random.choice([1, 1, 3]), temperature=1.0)
-            llm.add_request(prompt, params)
-        if random.random() < 0.1 and llm.requests:
-            llm.abort(random.choice([*llm.requests]))
-            seen["abort"] += 1
-        if random.random() < 0.05:
-            llm.reset_prefix_cache()
-            seen["reset"] += 1
-        if random.random() < 0.05:
-            faults.append(RuntimeError("as it happens"))
-        llm.step()
-        if random.random() < 0.4:  # one frame for several steps
-            frame = camera.frame([], 0.0, 0.0)
-            reader.read(frame)
-            check_blocks_of(reader, llm)
-            check_host_blocks_of(reader, llm)
-            seen.update(states_of(frame).values())
-    assert llm.recovery.num_failed_steps > 5
-    assert {"running", "waiting", "preempted", "swapped", "abort", "reset"} <= seen.keys()
-
-
 def test_a_frame_changes_nothing():
     """A request that waits has no sequences yet, and gets none by being looked at."""
     llm = LLM(num_blocks=40, block_size=4)
@@ -285,79 +247,6 @@ def test_an_abort_is_seen_when_the_engine_is_idle():
     assert last["running"] == last["queue"] == [] and last["kv_blocks_used"] == 0
 
 
-class Watched(list):
-    """A list that counts how many of its items are read."""
-
-    num_read = 0
-
-    def __getitem__(self, key):
-        found = super().__getitem__(key)
-        self.num_read += len(found) if isinstance(key, slice) else 1
-        return found
-
-    def __iter__(self):
-        raise AssertionError("it must not be read as a whole")
-
-
-@pytest.mark.parametrize("num_blocks", [1000, 26_214, 400_000])
-def test_a_frame_looks_at_so_many_blocks_however_many_there_are(num_blocks):
-    runner = FakeRunner(block_size=16, num_blocks=num_blocks)
-    llm = LLM(runner=runner)
-    llm.add_request("introduce yourself", endless(40))
-    llm.step()
-    llm.block_manager.blocks = blocks = Watched(llm.block_manager.blocks)
-    camera = Camera(llm)
-    for _ in range(3):
-        blocks.num_read = 0
-        frame = camera.frame([], 0.0, 0.0)
-        assert blocks.num_read <= MOST_LOOKED_AT
-        assert len(json.dumps(frame)) < MOST_LOOKED_AT + 1500
-
-
-def test_a_large_cache_is_seen_piece_by_piece():
-    llm = LLM(num_blocks=3 * MOST_LOOKED_AT - 5)
-    llm.generate(STORY * 8, endless(4), use_tqdm=False)
-    frames = []
-    view = LiveView(llm, frames.append)
-    view.start()
-    while view.has_more:
-        view.flush()
-    assert len(frames) == 3
-    reader = Reader()
-    for frame in frames:
-        reader.read(frame)
-    check_blocks_of(reader, llm)
-    assert ("cached",) in reader.blocks()
-    llm.generate(STORY, endless(2), use_tqdm=False)
-    view.flush()
-    assert view.has_more  # what is free may have changed
-
-
-def test_large_tables_are_told_piece_by_piece():
-    num_tokens = 2 * MOST_TOLD + 100
-    llm = LLM(
-        runner=FakeRunner(block_size=1, num_blocks=4 * MOST_TOLD),
-        block_size=1,
-        max_num_batched_tokens=4 * MOST_TOLD,
-    )
-    for first in range(num_tokens // 1000):
-        prompt = {"prompt_token_ids": [first + 1, *range(1, 1000)]}
-        llm.add_request(prompt, endless(30))
-    camera, reader, told = Camera(llm), Reader(), []
-    llm.step()
-    for _ in range(3):
-        frame = camera.frame([], 0.0, 0.0)
-        told.append(sum(len(new) for *_, new in frame["tables"]))
-        reader.read(frame)
-    assert max(told) == MOST_TOLD and sum(told) == llm.block_manager.num_used_blocks
-    check_blocks_of(reader, llm)
-    assert camera.frame([], 0.0, 0.0)["tables"] == []  # nothing has changed
-    num_seqs = len(llm.requests)
-    llm.step()
-    news = camera.frame([], 0.0, 0.0)["tables"]
-    assert [len(new) for *_, new in news] == [1] * num_seqs
-
-
 def test_however_many_wait_a_frame_tells_of_a_few():
     llm = LLM(runner=FakeRunner(block_size=16, num_blocks=8), max_num_seqs=2)
     for _ in range(MOST_WAITING + 30):
@@ -387,25 +276,10 @@ def test_one_more_reader_is_told_everything():
 # --- through the server ---
 
 
-def frames_in(response) -> Iterator[dict]:
-    for line in response.iter_lines():
-        if line.startswith("data: "):
-            yield json.loads(line.removeprefix("data: "))
-
-
-def test_a_server_that_is_idle_shows_all_of_a_large_cache():
-    with Running(LLM(num_blocks=3 * MOST_LOOKED_AT)) as server:
-        server.complete(prompt=STORY, max_tokens=4)
-        with server.http.stream("GET", "/live") as response:
-            frames = frames_in(response)
-            begins = [next(frames)["cached"][0] for _ in range(3)]
-        assert sorted(begins) == [0, MOST_LOOKED_AT, 2 * MOST_LOOKED_AT]
-
-
 def test_a_reader_that_is_too_slow_is_sent_away():
     """Each frame tells what is new since the one before: with one missing, the rest means nothing."""
     with Running(LLM(num_blocks=40)) as server:
-        live = server.uvicorn.server.live
+        live = server.routes.live
 
         async def read_slowly() -> tuple:
             frames = live.frames()

@@ -1,33 +1,25 @@
-"""What an operator sees of a server: metrics, a log line per request, the status at the end, warnings.
+"""What an operator sees of a server: metrics, the log, names, keys, and the way of a request through the code.
 
 Run: pytest tests/server/test_operators.py [--slow]
 """
 
-import logging
-import os
+import asyncio
+import json
+import re
 import signal
-import socket
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
-from threading import Event
 
 import pytest
-from server_tools import (
-    Process,
-    Running,
-    busy,
-    checked_error,
-    new_parrot,
-    request_bytes,
-    wait_for,
-)
+from server_tools import Process, Running, busy, checked_error, new_parrot, request_bytes, wait_for
 
-from nanovllm.scheduler import Scheduler
-from nanovllm.server import cli
+from nanovllm import LLM
+from nanovllm.server import app, cli, page
 from nanovllm.server.serve import bind
+from nanovllm.server.settings import ServerOptions
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 SMALL = {"prompt": "a", "max_tokens": 1}
@@ -48,19 +40,15 @@ def change(server, function) -> dict[str, float]:
     return {name: value - before.get(name, 0) for name, value in after.items()}
 
 
-# --- metrics ---
-
-
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_clock_begins_when_a_request_arrives(server, stream):
+def test_the_clock_starts_when_a_request_arrives(server, stream):
     """It waits for the tokenizer first."""
 
     def ask():
+        body = {**SMALL, "stream": stream}
         with ThreadPoolExecutor(1) as pool:
-            with busy(server, "short"):
-                answer = pool.submit(
-                    server.http.post, COMPLETIONS, json={**SMALL, "stream": stream}
-                )
+            with busy(server):
+                answer = pool.submit(server.http.post, COMPLETIONS, json=body)
                 wait_for(lambda: server.engine.num_preparing)
                 time.sleep(0.25)
             assert answer.result().status_code == 200
@@ -79,27 +67,7 @@ def test_tokens_are_counted_streamed_or_not(server):
         assert whole[name] == streamed[name] == (3 if name.startswith("inter") else 1)
 
 
-def test_all_metrics_have_the_name_of_the_model(server):
-    server.complete(**SMALL)
-    lines = server.http.get("/metrics").text.splitlines()
-    ours = [line for line in lines if line.startswith("nanovllm:") and "http_responses" not in line]
-    assert len(ours) > 30 and all('model_name="first"' in line for line in ours)
-
-
-def test_what_was_refused_aborted_or_failed_is_counted(server, monkeypatch):
-    def refused():
-        server.refused(COMPLETIONS, {"prompt": ""})
-        server.refused("/nowhere", {}, 404)
-        server.refused("/elsewhere", {}, 404)
-        monkeypatch.setattr(server.engine, "max_waiting", -1)
-        server.refused(COMPLETIONS, SMALL, 429)
-        monkeypatch.undo()
-
-    new = change(server, refused)
-    assert new['http_responses_total{path="/v1/completions",status="400"}'] == 1
-    assert new['http_responses_total{path="/v1/completions",status="429"}'] == 1
-    assert new['http_responses_total{path="other",status="404"}'] == 2
-
+def test_what_was_aborted_or_failed_is_counted(server, monkeypatch):
     def aborted():
         launch = server.llm.runner.launch
 
@@ -108,13 +76,9 @@ def test_what_was_refused_aborted_or_failed_is_counted(server, monkeypatch):
             return launch(schedule)
 
         monkeypatch.setattr(server.llm.runner, "launch", slow)
+        body = {"prompt": "a " * 900, "max_tokens": 1000, "n": 2, "stream": True}
         with server.connect() as sock:
-            text = "a " * 900  # the parrot says all of it
-            sock.sendall(
-                request_bytes(
-                    COMPLETIONS, {"prompt": text, "max_tokens": 1000, "n": 2, "stream": True}
-                )
-            )
+            sock.sendall(request_bytes(COMPLETIONS, body))
             sock.recv(100)
 
     new = change(server, aborted)
@@ -131,60 +95,16 @@ def test_what_was_refused_aborted_or_failed_is_counted(server, monkeypatch):
     assert new['request_success_total{finished_reason="error"}'] == 1
 
 
-# --- the log ---
-
-
-def lines_of(caplog, *ids: str) -> list[str]:
-    """The log's lines for these requests: those of earlier tests may still come."""
-    records = [record for record in caplog.records if record.name == "uvicorn.error"]
-    lines = dict.fromkeys(record.getMessage() for record in records)
-    return [line for i in ids for line in lines if line.endswith(f"id {i!r}")]
-
-
-@pytest.fixture
-def log(caplog, monkeypatch):
-    """The log of uvicorn, some of whose versions do not pass it on to others."""
-    logger = logging.getLogger("uvicorn.error")
-    monkeypatch.setattr(logger, "handlers", [*logger.handlers, caplog.handler])
-    caplog.set_level(logging.INFO, "uvicorn.error")
-    return caplog
-
-
-def test_a_line_for_each_request(server, log):
-    body = {**SMALL, "n": 2}
-    server.post(COMPLETIONS, body, headers={"x-request-id": "first"})
-    server.http.post("/no%0Awhere", headers={"x-request-id": "second"})
-    for path in ("/health", "/metrics"):
-        server.http.get(path, headers={"x-request-id": "probe"})
-    wait_for(lambda: len(lines_of(log, "first", "second")) == 2)
-    first, second = lines_of(log, "first", "second")
-    assert first.startswith("POST '/v1/completions' 200: 1 tokens in, 2 out")
-    assert second.startswith("POST '/no\\nwhere' 404")
+def test_all_metrics_have_the_name_of_the_model(server):
     server.complete(**SMALL)
-    assert not lines_of(log, "probe")  # those that are well leave none
-
-
-def test_no_line_if_none_is_wanted(caplog):
-    caplog.set_level(logging.INFO, "uvicorn.error")
-    with Running(new_parrot(), log_requests=False) as server:
-        logging.getLogger("uvicorn").setLevel("INFO")
-        server.complete(**SMALL)
-        logging.getLogger("uvicorn").setLevel("CRITICAL")
-    assert not [
-        r
-        for r in caplog.records
-        if "/v1/completions" in r.getMessage() and r.name == "uvicorn.error"
-    ]
-
-
-# --- names, keys, priorities ---
+    lines = server.http.get("/metrics").text.splitlines()
+    ours = [line for line in lines if line.startswith("nanovllm:")]
+    assert len(ours) > 30 and all('model_name="first"' in line for line in ours)
 
 
 def test_a_model_may_have_several_names(server):
-    assert [model["id"] for model in server.http.get("/v1/models").json()["data"]] == [
-        "first",
-        "second",
-    ]
+    models = server.http.get("/v1/models").json()["data"]
+    assert [model["id"] for model in models] == ["first", "second"]
     assert server.http.get("/v1/models/second").json()["root"] == "first"
     for name, said in (("first", "first"), ("second", "second"), (None, "first")):
         assert server.complete(**SMALL, model=name)["model"] == said
@@ -215,28 +135,14 @@ def test_keys_come_from_options_and_from_the_environment(monkeypatch):
             assert response.status_code == (200 if key in keys else 401)
 
 
-# --- probes ---
-
-
-def test_probes_may_ask_in_other_ways(server):
-    for path in (
-        "/health",
-        "/health/",
-        "/metrics",
-        "/v1/models",
-        "/v1/models/first",
-        "/version",
-        "/",
-    ):
-        response = server.http.head(path)
-        assert (response.status_code, response.content) == (200, b""), path
-    assert server.http.get("/health/").status_code == 200
-    with Running(new_parrot(), api_key=["key"]) as other:
-        assert other.http.get("/health/").status_code == 200
-        checked_error(other.http.get("/metrics/"), 401)
-
-
-# --- begin and end ---
+def test_so_many_may_watch(server, monkeypatch):
+    monkeypatch.setattr(page, "MOST_WATCHERS", 2)
+    with server.http.stream("GET", "/live"), server.http.stream("GET", "/live"):
+        wait_for(lambda: len(server.routes.live.readers) == 2)
+        checked_error(server.http.get("/live"), 429)
+    wait_for(lambda: not server.routes.live.readers)
+    with server.http.stream("GET", "/live") as again:
+        assert again.status_code == 200
 
 
 def test_a_port_belongs_to_the_first_that_asks_for_it():
@@ -251,75 +157,86 @@ def test_a_port_belongs_to_the_first_that_asks_for_it():
 @pytest.mark.slow
 def test_a_server_that_is_open_to_all_says_so():
     with Process("--host", "0.0.0.0") as server:
+        server.http.get("/version")
         server.process.send_signal(signal.SIGTERM)
-        assert server.end() == 0
-    assert "may use it" in server.log
+        server.end()
+        assert "may use it" in server.log and "GET /version" in server.process.stdout.read()
 
 
-def test_sigterm_does_not_wait_for_a_body_or_a_tokenizer(monkeypatch):
-    is_over = Event()
-    with Running(new_parrot()) as server, ExitStack() as clients:
-        body, head, text = (clients.enter_context(server.connect()) for _ in range(3))
-        clients.callback(is_over.set)
-        body.sendall(request_bytes(COMPLETIONS, SMALL)[:-5])
-        head.sendall(b"GET / HT")
-        tokenizer = server.engine.told.inputs.tokenizer
-        monkeypatch.setattr(tokenizer, "encode", lambda *_, **__: is_over.wait(60))
-        text.sendall(request_bytes("/tokenize", {"prompt": "a b"}))
-        wait_for(lambda: server.engine.num_preparing)
-        wait_for(lambda: server.http.get("/health").status_code == 200)
-        server.uvicorn.handle_exit(signal.SIGTERM, None)
-        assert b" 503 " in body.recv(100) and b" 503 " in text.recv(100)
-        server.thread.join(60)
-        assert not server.thread.is_alive()
+# --- the way of a streamed chat ---
 
 
-@pytest.mark.slow
-def test_a_process_does_not_wait_for_a_body():
-    with Process() as server:
-        address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
-        with socket.create_connection(address) as sock, socket.create_connection(address) as other:
-            sock.sendall(request_bytes(COMPLETIONS, SMALL)[:-5])
-            other.sendall(b"GET / HT")
-            wait_for(lambda: server.http.get("/health").status_code == 200)
-            server.process.send_signal(signal.SIGTERM)
-            assert b" 503 " in sock.recv(100)
-            assert server.end() == 0 and "Traceback" not in server.log, server.log
+async def streamed_chat(served) -> str:
+    """What the app sends, without a network."""
+    content = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, "stream": True}
+    coming = [{"type": "http.request", "body": json.dumps(content).encode()}]
+    sent = []
+
+    async def receive():
+        if coming:
+            return coming.pop()
+        await asyncio.Event().wait()  # the client stays
+
+    async def send(message):
+        sent.append(message.get("body", b"").decode())
+
+    headers = [(b"content-type", b"application/json")]
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": CHATS,
+        "query_string": b"",
+        "headers": headers,
+    }
+    await served(scope, receive, send)
+    return "".join(sent)
 
 
-@pytest.mark.slow
-def test_a_process_does_not_wait_for_a_tokenizer():
-    with Process("--max-body-bytes", "100000000") as server:
-        address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
-        with socket.create_connection(address) as sock:
-            sock.sendall(request_bytes("/tokenize", {"prompt": "a b" * 10_000_000}))
-            wait_for(
-                lambda: (
-                    'num_requests_waiting{model_name="tiny_qwen3"} 1.0'
-                    in server.http.get("/metrics").text
-                )
-            )
-            server.process.send_signal(signal.SIGTERM)
-            assert b" 503 " in sock.recv(100)
-            assert server.end() == 0 and "Traceback" not in server.log, server.log
+@pytest.fixture(scope="module")
+def passed() -> set[tuple[str, str, int]]:
+    """(file, name, line) of the functions that run for one chat, in all threads; comprehensions are not counted. It is
+    not the first chat: an app builds its layers once."""
+    found, is_counting = set(), threading.Event()
+
+    def profile(frame, event, arg):
+        code = frame.f_code
+        path = Path(code.co_filename)
+        if not is_counting.is_set() or event != "call" or code.co_name.startswith("<"):
+            return
+        if path.is_relative_to(Path(app.__file__).parent):
+            found.add((path.name, code.co_name, code.co_firstlineno))
+
+    async def chats() -> str:
+        served = app.new_app(LLM(num_blocks=100), ServerOptions(served_model_name=["tiny"]))
+        async with served.router.lifespan_context(served):
+            await streamed_chat(served)
+            is_counting.set()
+            answer = await streamed_chat(served)
+            is_counting.clear()
+        return answer
+
+    threading.setprofile(profile)
+    sys.setprofile(profile)
+    try:
+        answer = asyncio.run(chats())
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    assert answer.endswith("data: [DONE]\n\n") and "error" not in answer
+    return found
 
 
-class Dying(Scheduler):
-    """What no recovery mends."""
-
-    def schedule(self):
-        raise SystemExit("over")
-
-
-@pytest.mark.slow
-def test_a_server_whose_engine_has_died_ends_with_a_status():
-    with Process(
-        "--scheduler-cls", "test_operators:Dying", PYTHONPATH=os.pathsep.join(here())
-    ) as server:
-        answer = server.http.post(COMPLETIONS, json=SMALL)
-        assert "SystemExit" in checked_error(answer, 503)["message"]
-        assert server.end() == 1 and "Ending: the engine has stopped (SystemExit)" in server.log
-
-
-def here() -> list[str]:
-    return [str(Path(__file__).parent), *sys.path]
+def test_the_way_that_is_written_down_is_the_real_one(passed):
+    assert 30 < len(passed) <= 55, sorted(passed)
+    names = {(file, name) for file, name, _ in passed}
+    named = []
+    file = ""
+    for line in re.findall(r"^ {4}(\S.*|  +\w.*)$", app.__doc__, re.MULTILINE):
+        words = re.match(r"(\w+\.py)? +((?:[\w.]+, )*[\w.]+)  ", line)
+        assert words is not None, line
+        file = words[1] or file
+        named += [(file, word) for word in words[2].split(", ")]
+    assert len(named) >= 9
+    for file, name in named:
+        name = "__call__" if name in ("Gate", "EventStream") else name
+        assert (file, name) in names, (file, name)

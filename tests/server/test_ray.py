@@ -199,7 +199,7 @@ BAD = [
     ({"prompt": [10**6]}, 400, "prompt"),
     ({"prompt": "x", "model": "other"}, 404, "other"),
     ({"prompt": [5] * 5000}, 400, "max_model_len"),
-    ({"prompt": [5] * 20, "n": 1000, "max_tokens": 2000}, 400, "max_num_seqs"),
+    ({"prompt": [5] * 20, "n": 1000, "max_tokens": 2000}, 400, "n=1000"),
 ]
 
 
@@ -415,7 +415,7 @@ def test_what_has_ended_is_not_counted():
 
 
 class OneStream:
-    """Plays a handle whose replica says nothing."""
+    """A simulated handle whose replica says nothing."""
 
     def __init__(self):
         self.generate = self
@@ -451,78 +451,36 @@ def some_requests(count: int) -> list[Request]:
 
 
 def test_a_call_is_admitted_as_a_whole():
+    """Two times eight seats are counted: what finds none waits."""
     from nanovllm.server.errors import Busy
 
     async def submit():
         replicas = new_replicas(OneStream(), max_waiting=8)
-        assert replicas.submit(some_requests(40), True).num_open == 40
-        with pytest.raises(Busy, match="24 requests wait already, at most 8 may"):
-            replicas.submit(some_requests(1), True)
+        first = replicas.stream(some_requests(40))
+        asking = asyncio.ensure_future(anext(first))
+        await asyncio.sleep(0)
         assert len(replicas.open) == 40
+        with pytest.raises(Busy, match="24 requests wait already, at most 8 may"):
+            await anext(replicas.stream(some_requests(1)))
+        asking.cancel()
         replicas.close()
 
     asyncio.run(submit())
-
-
-def test_requests_may_wait_in_the_whole_server():
-    """Before the replicas have said anything, there are two times eight seats; then it counts what they say."""
-    from nanovllm.server.errors import Busy
-
-    async def submit():
-        replicas = new_replicas(OneStream(), max_waiting=8)
-        requests = some_requests(16 + 8)
-        for request in requests:
-            replicas.submit([request], True)
-        with pytest.raises(Busy, match="8 requests wait"):
-            replicas.submit(some_requests(1), True)
-        replicas.runs = dict.fromkeys(requests, True)  # in replicas that were added
-        assert replicas.num_waiting == 0
-        replicas.runs |= dict.fromkeys(requests[4:14], False)  # there are seats, but no blocks
-        assert replicas.num_waiting == 10
-        with pytest.raises(Busy, match="10 requests wait"):
-            replicas.submit(some_requests(1), True)
-        replicas.close()
-
-    asyncio.run(submit())
-
-
-def test_an_engine_says_which_requests_wait():
-    """Also of those that are not streamed, which have no other news before their end."""
-    from nanovllm.server.async_llm import AsyncLLM
-
-    async def news():
-        engine = AsyncLLM(LLM(num_blocks=64, max_num_seqs=2), tells_places=True)
-        params = SamplingParams(max_tokens=4, ignore_eos=True)
-        requests = [Request("", None, [9] * 5, params) for _ in range(4)]
-        found = [[] for _ in requests]
-        async for deltas in engine.submit(requests, False):
-            for delta in deltas:
-                found[delta.index].append((delta.runs, delta.is_last))
-        engine.close()
-        await engine.ended()
-        return found
-
-    for i, found in enumerate(asyncio.run(news())):
-        begin = [(True, False)] if i < 2 else [(False, False), (True, False)]
-        assert found == [*begin, (True, True)]
 
 
 class Deaths(OneStream):
-    """Plays a handle: the first replica says this and dies, the second one answers."""
+    """A simulated handle: the first replica says this and dies, the second one answers."""
 
-    def __init__(self, delta):
+    def __init__(self, *deltas):
         super().__init__()
-        self.delta = delta
-        self.answer = iter(())
+        self.deltas = deltas
 
     def remote(self, work):
-        self.answer = iter([[self.delta]] if self.num_streams == 0 else [[self.last_delta()]])
+        from nanovllm.server.async_llm import Delta
+
+        last = Delta(output=SimpleNamespace(outputs=[]))
+        self.answer = iter([[*self.deltas]] if self.num_streams == 0 else [[last]])
         return super().remote(work)
-
-    def last_delta(self):
-        from nanovllm.server.streams import Delta
-
-        return Delta(output=SimpleNamespace())
 
     async def __anext__(self):
         from ray.exceptions import RayError
@@ -532,27 +490,27 @@ class Deaths(OneStream):
         raise RayError("it has died") if self.num_streams == 1 else StopAsyncIteration
 
 
-@pytest.mark.parametrize(("parts", "num_streams"), [([], 2), (["some text"], 1)])
-def test_only_what_has_answered_is_not_tried_again(parts, num_streams):
-    """To run is no answer yet."""
+@pytest.mark.parametrize("has_answered", [False, True])
+def test_only_what_has_answered_is_not_tried_again(has_answered):
+    from nanovllm.server.async_llm import Delta
     from nanovllm.server.errors import Unavailable
-    from nanovllm.server.streams import Delta
 
     async def serve():
-        handle = Deaths(Delta(parts=parts))
+        handle = Deaths(*[Delta(parts=["some text"])] * has_answered)
         replicas = new_replicas(handle)
-        found = []
-        async for deltas in replicas.submit(some_requests(1), True):
-            found += deltas
+        try:
+            found = [delta async for _, delta in replicas.stream(some_requests(1))]
+            assert found[-1].output is not None and not has_answered
+        except Unavailable:
+            assert has_answered
         replicas.close()
-        assert handle.num_streams == num_streams
-        assert isinstance(found[-1].error, Unavailable) == (num_streams == 1)
+        assert handle.num_streams == 2 - has_answered
 
     asyncio.run(serve())
 
 
 class Answers:
-    """Plays a handle: what the replicas answer to a question."""
+    """A simulated handle: what the replicas answer to a question."""
 
     def __init__(self, *answers):
         self.answers = answers
@@ -610,23 +568,22 @@ def test_who_leaves_is_forgotten(turns):
         handle = OneStream()
         replicas = new_replicas(handle)
         requests, others = some_requests(3), some_requests(3)
-        left, kept = replicas.submit(requests, True), replicas.submit(others, True)
+        replicas.opened(requests, True)
+        kept = replicas.opened(others, True)
         for _ in range(turns):
             await asyncio.sleep(0)
-        left.close()
+        replicas.leave(requests)
         for _ in range(3):
             await asyncio.sleep(0)
         assert replicas.open.keys() == set(others) == replicas.tasks.keys()
         replicas.close()
-        assert [[type(delta.error) for delta in deltas] async for deltas in kept] == [
-            [Unavailable] * 3
-        ]
+        assert [type(kept.get_nowait()[1]) for _ in others] == [Unavailable] * 3
         for _ in range(3):
             await asyncio.sleep(0)
         assert not replicas.open and not replicas.tasks
         assert handle.num_cancelled == handle.num_streams
         with pytest.raises(Unavailable):
-            replicas.submit(requests, True)
+            await anext(replicas.stream(requests))
 
     asyncio.run(leave())
 

@@ -9,18 +9,15 @@ import base64
 import itertools
 import json
 import math
-import threading
 
-import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from server_tools import Running, checked_error, left_idle, new_parrot
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.server import streams
+from nanovllm.server.answers import TokenTexts
 from nanovllm.server.parsing import Parser, Parts
-from nanovllm.server.texts import TokenTexts
 
 MODEL = "org/tiny"
 PROMPT = "Once upon a time there was"
@@ -88,27 +85,19 @@ def test_what_no_route_answers(server):
 
 
 @pytest.mark.parametrize("path", POSTS)
-@pytest.mark.parametrize("content_type", [None, "text/plain", "application/x-www-form-urlencoded"])
-def test_a_wrong_content_type(server, path, content_type):
-    headers = {} if content_type is None else {"content-type": content_type}
-    content = json.dumps(POSTS[path]).encode()
-    response = server.http.post(path, content=content, headers=headers)
-    assert "application/json" in checked_error(response, 415)["message"]
-
-
-def test_a_content_type_with_a_charset(server):
-    headers = {"content-type": "Application/JSON; charset=utf-8"}
-    response = server.http.post("/v1/completions", content=json.dumps(SMALL), headers=headers)
-    assert response.status_code == 200
-
-
-@pytest.mark.parametrize("path", POSTS)
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[]", b"null", b"5", b'"text"', b"\xff\xfe", b"{}", b"[" * 100_000]
 )
 def test_a_body_that_is_no_object_of_this_kind(server, path, body):
     headers = {"content-type": "application/json"}
     checked_error(server.http.post(path, content=body, headers=headers), 400)
+
+
+def test_a_wrong_content_type(server):
+    content = json.dumps(SMALL).encode()
+    for headers in ({}, {"content-type": "text/plain"}):
+        response = server.http.post("/v1/completions", content=content, headers=headers)
+        assert "application/json" in checked_error(response, 400)["message"]
 
 
 WRONG = {
@@ -180,7 +169,7 @@ def test_a_field_that_is_not_supported_is_refused_by_its_name(server, path, name
 def schema_fields(server, path: str) -> dict:
     schema = server.http.get("/openapi.json").json()
     body = schema["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
-    return body.get("properties", {})
+    return schema["components"]["schemas"][body["$ref"].rpartition("/")[2]]["properties"]
 
 
 @pytest.mark.parametrize("path", POSTS)
@@ -213,22 +202,9 @@ def test_a_megabyte_in_a_field_is_not_in_the_message(server, path):
             checked_error(response, response.status_code)
 
 
-def test_an_answer_has_the_id_of_its_request_once(server):
-    for given_id, expected in (("abc-1", "abc-1"), ("x" * 500, "x" * 200), ("é", "é")):
-        headers = {"x-request-id": given_id.encode("latin-1")}
-        for path, status in (("/health", 200), ("/nothing", 404), ("/v1/completions", 400)):
-            post = path.startswith("/v1")
-            method = "POST" if post else "GET"
-            response = server.http.request(method, path, headers=headers, json={} if post else None)
-            assert response.status_code == status
-            assert response.headers.get_list("x-request-id") == [expected]
-    first, second = (server.http.get("/health").headers["x-request-id"] for _ in range(2))
-    assert first != second
-
-
 def test_api_key(monkeypatch, running):
     """On every route but /health; as a Bearer, or as the password that a browser asks for."""
-    monkeypatch.setattr(running.uvicorn.server.options, "api_key", ["other", "s3cret:ü"])
+    monkeypatch.setattr(running.routes.options, "api_key", ["other", "s3cret:ü"])
 
     def status(method, path, authorization=None):
         headers = {} if authorization is None else {"authorization": authorization}
@@ -252,15 +228,6 @@ def test_api_key(monkeypatch, running):
     for bad in ("Bearer", "Bearer s3cret", "s3cret:ü".encode(), basic("s3cret"), "Basic",
                 "Basic !", "Basic é".encode(), "Digest x", "", basic(":"), b"Basic \xff"):  # fmt: skip
         assert status("GET", "/version", bad) == 401, bad
-
-
-def test_the_official_client_without_the_key(monkeypatch, running, openai):
-    monkeypatch.setattr(running.uvicorn.server.options, "api_key", ["s3cret"])
-    with (
-        openai.OpenAI(base_url=running.url + "/v1", api_key="wrong", max_retries=0) as client,
-        pytest.raises(openai.AuthenticationError, match="the API key is missing or wrong"),
-    ):
-        client.models.list()
 
 
 def test_pages_of_others_may_ask_if_they_are_allowed():
@@ -316,10 +283,6 @@ def test_text_and_ids_give_the_same(server, client):
     assert output.outputs[0].text == texts[0]
 
 
-def test_sixteen_tokens_are_the_default(server):
-    assert server.complete(prompt=PROMPT, ignore_eos=True)["usage"]["completion_tokens"] == 16
-
-
 def test_n_outputs_of_several_prompts_come_in_order(server):
     prompts = [PROMPT, "The sun", "Zoe"]
     answer = server.complete(prompt=prompts, n=2, max_tokens=6, seed=4)
@@ -349,25 +312,6 @@ def test_logprobs_of_a_completion(server, logprobs):
         assert logprob <= 0 and top[text] == logprob
         assert max(1, logprobs) <= len(top) <= logprobs + 1
         assert sum(math.exp(p) for p in top.values()) < 1.0001
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    "path, name", [("/v1/completions", "logprobs"), ("/v1/chat/completions", "top_logprobs")]
-)
-def test_too_many_logprobs_are_refused_before_anything_is_sent(server, path, name, stream):
-    body = {**POSTS[path], "stream": stream, "logprobs": True, name: 21}
-    error = server.refused(path, body)
-    assert "21" in error["message"] and "20" in error["message"] and error["param"] == name
-
-
-def test_logprobs_where_tokens_are_forbidden(server):
-    """-inf is no JSON."""
-    body = dict(prompt=PROMPT, max_tokens=4, min_tokens=4, logprobs=20, seed=1)
-    body["stop_token_ids"] = [*range(1024)]
-    body["logit_bias"] = {str(i): -100 for i in range(1024, 1530)}
-    server.complete(**body)
-    assert "Infinity" not in json.dumps(server.events("/v1/completions", body))
 
 
 def test_echo(server):
@@ -461,7 +405,6 @@ def test_a_stream_joined_is_the_whole_answer(server, more):
     choices = joined(events)
     assert len(choices) == len(whole["choices"])
     for choice in whole["choices"]:
-        del choice["prompt_logprobs"]
         assert choices[choice["index"]] == choice
     assert last["choices"] == [] and not any("usage" in event for event in events)
     for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
@@ -484,11 +427,6 @@ def test_the_usage_is_streamed_only_if_asked_for(server):
 def test_stream_options_without_a_stream(server, path, stream):
     body = {**POSTS[path], "stream": stream, "stream_options": {"include_usage": True}}
     assert server.refused(path, body)["param"] == "stream_options"
-
-
-def test_a_prompt_is_missing(server):
-    assert server.refused("/v1/completions", {"max_tokens": 3})["param"] == "prompt"
-    assert server.refused("/v1/chat/completions", {"max_tokens": 3})["param"] == "messages"
 
 
 @pytest.mark.parametrize(
@@ -544,19 +482,6 @@ def test_what_only_other_servers_have(server):
     error = server.refused("/v1/completions", {**SMALL, "suffix": "x"})
     assert (error["param"], error["message"]) == ("suffix", "suffix is not supported: leave it out")
     server.complete(**SMALL, best_of=1, suffix=None, user="me", metadata={"a": "b"}, store=True)
-
-
-def test_one_call_may_not_ask_for_too_much(running):
-    options = running.uvicorn.server.options
-    before = options.max_tokens_per_call
-    options.max_tokens_per_call = 20
-    try:
-        body = {"prompt": [PROMPT] * 5, "n": 3, "max_tokens": 10}
-        error = running.refused("/v1/completions", body)
-        assert "150" in error["message"] and "20" in error["message"]
-        running.complete(prompt=PROMPT, max_tokens=20)
-    finally:
-        options.max_tokens_per_call = before
 
 
 # --- chats ---
@@ -681,17 +606,6 @@ def test_top_logprobs_go_with_logprobs(server):
         assert server.refused("/v1/chat/completions", body)["param"] == "top_logprobs"
     body = {**CHAT, "logprobs": False, "max_tokens": 1}
     assert server.post("/v1/chat/completions", body)["choices"][0]["logprobs"] is None
-
-
-@pytest.mark.parametrize("seed", [-1, 2**63, 1.5])
-def test_a_seed_out_of_range(server, seed):
-    error = server.refused("/v1/chat/completions", {**CHAT, "seed": seed})
-    assert error["param"] == "seed"
-
-
-def test_the_same_seed_gives_the_same(server):
-    answers = [server.chat("tell me a story", seed=2**63 - 1, max_tokens=12) for _ in range(2)]
-    assert len({answer["choices"][0]["message"]["content"] for answer in answers}) == 1
 
 
 def test_n_answers_are_streamed(server):
@@ -854,15 +768,6 @@ def test_the_official_client_calls_tools(parrot, openai):
         assert final.choices[0].finish_reason == "tool_calls"
 
 
-@pytest.mark.parametrize("arguments", ["{", "[" * 100_000, '"\\ud800"', "5", "", None])
-def test_calls_in_the_history_may_be_anything(parrot, arguments):
-    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
-    messages = [{"role": "assistant", "tool_calls": [call]}, {"role": "user", "content": "a"}]
-    response = parrot.http.post("/v1/chat/completions", json={"messages": messages})
-    if response.status_code != 200:
-        assert checked_error(response, 400)["param"] in ("messages", None)
-
-
 def test_a_final_message_is_continued(server):
     question = {"role": "user", "content": "what is 20 + 30?"}
     whole = server.post("/v1/chat/completions", {"messages": [question], "temperature": 0})
@@ -920,29 +825,6 @@ def test_metrics_add_up(server):
         assert after[gauge] == 0
 
 
-def test_the_schema_describes_the_bodies(server):
-    schema = server.http.get("/openapi.json").json()
-    assert {path for path, methods in schema["paths"].items() if "post" in methods} == POSTS.keys()
-    names = {json.dumps(part) for part in find_refs(schema)}
-    assert all(
-        json.loads(name).rpartition("/")[2] in schema["components"]["schemas"] for name in names
-    )
-
-
-def find_refs(part) -> list[str]:
-    if isinstance(part, dict):
-        own = [part["$ref"]] if "$ref" in part else []
-        return own + [ref for value in part.values() for ref in find_refs(value)]
-    return [ref for value in part for ref in find_refs(value)] if isinstance(part, list) else []
-
-
-def test_head_and_http_1_0(server):
-    """Old proxies and health checks."""
-    with server.connect() as sock:
-        sock.sendall(b"GET /health HTTP/1.0\r\n\r\n")
-        assert sock.makefile("rb").read().startswith(b"HTTP/1.1 200")
-
-
 # --- what clients mean ---
 
 
@@ -981,15 +863,6 @@ def test_one_call_without_parallel_calls(parrot):
     assert len(message["tool_calls"]) == 1 and message["finish_reason"] == "tool_calls"
 
 
-@pytest.mark.parametrize("tools", [None, []])
-@pytest.mark.parametrize(
-    "choice", ["auto", "required", {"type": "function", "function": {"name": "f"}}]
-)
-def test_a_choice_without_tools(server, tools, choice):
-    body = {**CHAT, "max_tokens": 1, "tools": tools, "tool_choice": choice}
-    assert server.refused("/v1/chat/completions", body)["param"] == "tool_choice"
-
-
 @pytest.mark.parametrize(
     "tool", [{}, {"type": "function"}, {"type": "function", "function": {"name": ""}}, {"type": "function", "function": 5},
              {"type": "web"}, {"type": "function", "function": {"name": "f", "parameters": "x"}}]
@@ -1016,11 +889,8 @@ def test_what_is_wrong_in_a_prompt_is_said(server, value, place):
 
 
 def test_too_many_outputs_are_blamed_on_the_right_field(server):
-    assert server.refused("/v1/completions", {**SMALL, "n": 1025})["param"] == "n"
-    assert (
-        server.refused("/v1/completions", {**SMALL, "prompt": ["a"] * 600, "n": 2})["param"]
-        == "prompt"
-    )
+    assert server.refused("/v1/completions", {**SMALL, "n": 17})["param"] == "n"
+    assert server.refused("/v1/completions", {**SMALL, "prompt": ["a"] * 65})["param"] == "prompt"
     error = server.refused("/v1/completions", {**SMALL, "logit_bias": {"x": 1, "5": 1, "y": 1}})
     assert "['x', 'y']" in error["message"]
 
@@ -1057,22 +927,6 @@ def test_offsets_count_characters(server, stream):
         (offset,), place = offsets([token_id], place)
         rest.append(offset)
     assert rest == [7] * (len(ids) - 1) + [8] and place == 9
-
-
-def test_an_echo_and_the_logprobs_of_its_prompt(server):
-    body = dict(prompt=PROMPT, max_tokens=1, prompt_logprobs=1)
-    plain, echoed = (server.complete(**body, echo=echo)["choices"][0] for echo in (False, True))
-    assert plain["prompt_logprobs"] == echoed["prompt_logprobs"]
-    first, *rows = echoed["prompt_logprobs"]
-    ids = server.post("/tokenize", {"prompt": PROMPT})["tokens"]
-    assert first is None and len(rows) == len(ids) - 1
-    for token_id, row in zip(ids[1:], rows):
-        own = row[str(token_id)]
-        assert own.keys() == {"logprob", "rank", "decoded_token"}
-        assert own["decoded_token"] == server.llm.tokenizer.decode([token_id])
-        (best,) = (key for key, value in row.items() if value["rank"] == 1)
-        assert row[best]["logprob"] == max(value["logprob"] for value in row.values())
-        assert best == str(token_id) or own["rank"] is None
 
 
 @pytest.mark.parametrize(
@@ -1113,20 +967,6 @@ def test_token_ids_and_usage_of_each_event(server):
     )
     assert [event["usage"]["completion_tokens"] for event in events] == [1, 2, 3, 4]
     assert events[-1]["usage"]["total_tokens"] == last["usage"]["total_tokens"]
-
-
-def test_a_stream_that_waits_sends_comments(server, monkeypatch):
-    monkeypatch.setattr(streams, "SECONDS_OF_SILENCE", 0.02)
-    gate = threading.Event()
-    server.engine.inbox.put(lambda: gate.wait(60))
-    with server.http.stream("POST", "/v1/completions", json={**SMALL, "stream": True}) as response:
-        assert response.headers["x-accel-buffering"] == "no"
-        lines = response.iter_lines()
-        comment = ": the answer is still to come"
-        assert [next(lines) for _ in range(3)] == [comment, "", comment]
-        gate.set()
-        rest = [line for line in lines if line and not line.startswith(":")]
-    assert rest[-1] == "data: [DONE]" and json.loads(rest[0].removeprefix("data: "))["choices"]
 
 
 # --- parsing ---
@@ -1171,24 +1011,3 @@ def test_a_text_in_pieces_has_the_same_parts(text, cuts, prompt, has_tools):
         assert whole == Parts(content=text)
     kept = (whole.reasoning + whole.content).replace("\n", "")
     assert len(kept) <= len(text)
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    st.text(alphabet="abc<>/think_ol\n", max_size=20),
-    st.text(alphabet="abc<>_tol ", max_size=20),
-    cuts,
-)
-def test_reasoning_and_content_are_what_stands_between_the_tags(reasoning, content, cuts):
-    if "</think>" in reasoning:
-        return
-    parts = parsed(f"<think>\n{reasoning}</think>\n\n{content}", cuts, None, True)
-    assert parts == Parts(reasoning.lstrip("\n"), content)
-
-
-def test_httpx_reads_a_stream_line_by_line(server):
-    """As the simplest clients do."""
-    with server.http.stream("POST", "/v1/completions", json={**SMALL, "stream": True}) as response:
-        lines = [line for line in response.iter_lines() if line.startswith("data:")]
-    assert response.http_version == "HTTP/1.1" and isinstance(response, httpx.Response)
-    assert len(lines) == 2 and lines[-1] == "data: [DONE]"

@@ -3,7 +3,6 @@
 Tests import this file. An example that does: pytest tests/server/test_server.py
 """
 
-import asyncio
 import itertools
 import json
 import logging
@@ -14,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import Future
 from contextlib import contextmanager
 from threading import Event, Semaphore, Thread, Timer
 
@@ -50,7 +50,12 @@ class Running:
         self.address = self.sock.getsockname()
         self.url = "http://{}:{}".format(*self.address)
         self.uvicorn = new_server(
-            new_app(llm, ServerOptions(**{"served_model_name": ["org/tiny"]} | options))
+            new_app(
+                llm,
+                ServerOptions(
+                    **{"served_model_name": ["org/tiny"], "log_requests": False} | options
+                ),
+            )
         )
         logging.getLogger("uvicorn").setLevel("CRITICAL")
         self.thread = Thread(target=self.uvicorn.run, args=([self.sock],), daemon=True)
@@ -69,8 +74,12 @@ class Running:
         self.sock.close()
 
     @property
+    def routes(self):
+        return self.uvicorn.config.app.state.server
+
+    @property
     def engine(self):
-        return self.uvicorn.server.engine
+        return self.routes.engine
 
     def post(self, path: str, body=None, status: int = 200, **more) -> dict:
         """The answer's JSON, whose status is as expected."""
@@ -102,8 +111,9 @@ class Running:
 
     def in_engine(self, question):
         """The answer of a function in the engine's thread, between two steps."""
-        coroutine = self.engine.ask(question)
-        return asyncio.run_coroutine_threadsafe(coroutine, self.engine.loop).result(60)
+        answer: Future = Future()
+        self.engine.inbox.put(lambda: answer.set_result(question()))
+        return answer.result(60)
 
     def connect(self, receive_buffer: int | None = None) -> socket.socket:
         sock = socket.socket()
@@ -134,23 +144,16 @@ def left_idle(server: Running):
 
 
 @contextmanager
-def busy(server, name: str):
-    """One of the threads that tokenize has something to do."""
-    lane = getattr(server.engine, name)
-    has_begun, is_over, has_ended = Event(), Event(), Event()
-
-    def work() -> None:
-        has_begun.set()
-        is_over.wait(60)
-        has_ended.set()
-
-    lane.jobs.put(work)
-    assert has_begun.wait(60)
+def busy(server):
+    """The thread that tokenizes has something to do."""
+    is_over = Event()
+    work = server.routes.tokenizing.submit(is_over.wait, 60)
+    wait_for(work.running)
     try:
         yield
     finally:
         is_over.set()
-        assert has_ended.wait(60)
+        work.result(60)
 
 
 class Process:
@@ -169,7 +172,10 @@ class Process:
             *args,
         ]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **variables}
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(
+            command, stdout=pipe, stderr=pipe, text=True, env=environment
+        )
         self.log = ""
 
     def __enter__(self) -> "Process":

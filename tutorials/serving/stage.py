@@ -186,9 +186,9 @@ class RealStage(Stage):
         self.calls: list[list[str]] = []  # into the event loop: whose news each one brings
         tell = self.engine._tell
 
-        def note(function, batch):
-            self.calls.append([request.prompt for request, _ in batch])
-            tell(function, batch)
+        def note(function, news):
+            self.calls.append([request.prompt for request, _ in news])
+            tell(function, news)
 
         self.engine._tell = note
         super().__init__(self.engine.llm, sock.getsockname()[1])
