@@ -17,7 +17,7 @@ SWITCH = 0.0005  # seconds; by itself, Python lets a thread go on for ten times 
 
 class Server(uvicorn.Server):
     """uvicorn's server. At the first signal, it takes no more connections, and gives the requests
-    that run some time to end. The second Ctrl-C does not wait."""
+    that run some time to end. The second signal does not wait."""
 
     has_failed = False
 
@@ -37,6 +37,11 @@ class Server(uvicorn.Server):
             logger.info("Serving %s at http://%s:%d (Ctrl-C ends it)", model, name, port)
             if not (host.startswith("127.") or host == "::1" or options.api_key):
                 logger.warning("All that can reach %s may use it: --api-key asks for a key", host)
+
+    def handle_exit(self, sig: int, frame: object) -> None:
+        """uvicorn's own would raise the signal again at the end, before others have tidied up."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
 
     def end_with_the_engine(self) -> None:
         """A process without an engine is of no use: what supervises it shall see that it ends."""

@@ -12,7 +12,6 @@ from fake_model import FakeRunner
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.frontend.text import Text
-from nanovllm.recovery import RankError
 from nanovllm.server.async_llm import AsyncLLM
 
 COMPUTE = 100  # the time that a step takes on the device ...

@@ -13,7 +13,6 @@ import threading
 from collections import Counter
 
 import pytest
-from counting import counting
 from fake_engine import (
     VOCAB_SIZE,
     answer,
@@ -22,7 +21,6 @@ from fake_engine import (
     hooked,
     in_threads,
     new_llm,
-    raise_at,
     result,
 )
 from fake_model import FakeRunner
@@ -72,47 +70,6 @@ def test_a_hook_that_raises_for_one_request_ends_that_one(name):
     assert outputs["good"].error is None and len(outputs["good"].outputs[0].token_ids) == 3
     with pytest.raises(KeyError):
         llm.generate([7, 8], SamplingParams(max_tokens=3), use_tqdm=False)
-    check_clean(llm)
-
-
-def test_a_hook_that_raises_while_a_request_is_aborted():
-    def hook(scheduler, seq, reason):
-        if reason == "abort":
-            raise KeyError("reason")
-
-    llm = new_llm(scheduler_cls=hooked("finish", hook))
-    for name in "ab":
-        llm.add_request([5, 6], SamplingParams(max_tokens=9, seed=1), name)
-    llm.step()
-    assert llm.abort("a")
-    outputs = go_on(llm)
-    assert outputs["a"].outputs[0].finish_reason == "abort"
-    assert outputs["b"].error is None and len(outputs["b"].outputs[0].token_ids) == 9
-    check_clean(llm)
-
-
-class Tenants(Scheduler):
-    """Its keys are computed once, and may not be comparable."""
-
-    priority_is_fixed = True
-
-    def priority(self, request):
-        return request.params.extra_args["tenant"]
-
-
-@pytest.mark.parametrize("bad", [{}, {"tenant": None}])
-def test_a_fixed_priority_that_raises_for_a_new_request_harms_no_other(bad):
-    llm = new_llm(scheduler_cls=Tenants)
-    llm.add_request([7, 8], SamplingParams(max_tokens=3, seed=1, extra_args={"tenant": 1}), "good")
-    llm.step()
-    llm.scheduler.max_num_seqs = 1
-    params = SamplingParams(max_tokens=3, seed=1, extra_args={"tenant": 2})
-    llm.add_request([7, 8], params, "waits")
-    llm.add_request([7, 8], SamplingParams(max_tokens=3, extra_args=bad), "bad")
-    assert len(llm.generate([5], params, use_tqdm=False)[0].outputs[0].token_ids) == 3
-    outputs = go_on(llm)
-    assert isinstance(outputs["bad"].error, KeyError | TypeError)
-    assert outputs["good"].error is None and outputs["waits"].error is None
     check_clean(llm)
 
 
@@ -262,18 +219,6 @@ def test_a_thread_in_line_is_served_soon():
 # --- streams that are dropped ---
 
 
-def test_a_stream_of_one_engine_is_collected_within_a_step_of_another():
-    one, other = new_llm(), new_llm()
-    stream = one.stream([9] * 5, SamplingParams(seed=1, max_tokens=30))
-    next(stream)
-    other.add_request([5] * 9, SamplingParams(seed=5, max_tokens=3), "innocent")
-    run, streams = other.runner.launch, [stream]
-    del stream
-    other.runner.launch = lambda schedule: (streams.clear(), run(schedule))[1]
-    other.step()
-    check_clean(one)
-
-
 @pytest.mark.parametrize(
     "owner, name, in_other_thread",
     [
@@ -318,34 +263,6 @@ def test_an_abandoned_stream_is_collected_within_a_step(
 # --- a step without a token ---
 
 
-def test_many_steps_without_a_token_are_right_if_many_tokens_are_missing():
-    """A group of samples that is computed again, four tokens per step, needs more steps than the context is long."""
-
-    class BoundedPauses(Scheduler):
-        def step_budget(self):
-            return self.max_num_batched_tokens, 4
-
-    llm = new_llm(num_blocks=400, scheduler_cls=BoundedPauses)
-    params = SamplingParams(n=12, max_tokens=50, ignore_eos=True, seed=1)
-    expected = [
-        result(output) for output in llm.generate([[5] * 10, [6] * 10], params, use_tqdm=False)
-    ]
-    raise_at(llm.runner, "launch", 50, RuntimeError("it does not come again"))
-    outputs = llm.generate([[5] * 10, [6] * 10], params, use_tqdm=False)
-    assert [result(output) for output in outputs] == expected
-
-
-def test_requests_that_are_cancelled_again_and_again_are_no_livelock():
-    """What was computed for aborted requests was counted, and what they held was not."""
-    llm = new_llm(max_num_batched_tokens=2)
-    for i in range(8):
-        request_id = llm.add_request([i] * 90)
-        for _ in range(40):
-            llm.step()
-        llm.abort(request_id)
-    check_clean(llm)
-
-
 def test_an_abort_is_asked_for_once():
     llm = new_llm()
     llm.add_request([5] * 4, request_id="a")
@@ -356,51 +273,6 @@ def test_an_abort_is_asked_for_once():
 
 
 # --- nothing grows with the queue ---
-
-
-def with_queue(num_waiting, seats, cls=None) -> LLM:
-    runner = FakeRunner(16, VOCAB_SIZE, num_blocks=60)
-    llm = LLM(
-        runner=runner, num_blocks=60, max_num_seqs=seats, max_model_len=400, scheduler_cls=cls
-    )
-    params = SamplingParams(max_tokens=200, seed=1)
-    for i in range(num_waiting + 5):
-        llm.add_request([i % 7 + 1] * 200, params, str(i))
-    for _ in range(3):
-        llm.step()
-    assert len(llm.scheduler.waiting) >= num_waiting
-    return llm
-
-
-class ShortestFirst(Scheduler):
-    priority_is_fixed = True
-
-    def priority(self, request):
-        return len(request.prompt_token_ids)
-
-
-@pytest.mark.parametrize("cls", [None, ShortestFirst])
-@pytest.mark.parametrize("seats", [2, 50])
-def test_a_step_and_an_abort_cost_the_same_with_any_queue(seats, cls):
-    """With free seats, all waiting requests were sorted in each step, and the policy asked for each of them."""
-    costs = []
-    for num_waiting in (10, 2000):
-        llm = with_queue(num_waiting, seats, cls)
-        step = counting(llm.step)
-        llm.abort("7")
-        costs.append((step, counting(llm.step)))
-    (step, with_abort), (step_long, with_abort_long) = costs
-    # a search in a sorted list
-    assert step_long <= step + 10 and with_abort_long <= with_abort + 60
-
-
-def test_a_recovery_is_linear_in_the_queue():
-    costs = []
-    for num_waiting in (200, 2000):
-        llm = with_queue(num_waiting, 2)
-        llm.recovery.is_changing = True  # a Ctrl-C came
-        costs.append(counting(llm.recovery.settle))
-    assert costs[1] < 10.5 * costs[0] and costs[1] < 16 * 2000
 
 
 def test_a_policy_that_changes_is_asked_again_in_each_step():
@@ -448,22 +320,6 @@ def test_a_long_prompt_that_waits_is_looked_up_once():
         llm.step()
         lookups.append(Findable.num_lookups - before)
     assert llm.scheduler.waiting and max(lookups[:2]) >= 20 and max(lookups[2:]) <= 4
-
-
-def test_adding_requests_copies_no_dictionaries():
-    """`self.replies | self.news` copies both for each request: 8,000 more beside 5,000 take 3.5 s,
-    instead of 0.3 s."""
-    llm, copies = new_llm(), []
-
-    class Counted(dict):
-        def __or__(self, other):
-            copies.append(len(self))
-            return dict(self) | other
-
-    llm.replies.unfinished = Counted()
-    for _ in range(5):
-        llm.add_request([1, 2])
-    assert not copies
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")

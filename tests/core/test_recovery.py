@@ -23,7 +23,7 @@ from fake_engine import (
     result,
 )
 
-from nanovllm import BeamSearchParams, SamplingParams
+from nanovllm import SamplingParams
 from nanovllm.block_manager import BlockManager
 from nanovllm.frontend.streaming import Reader
 from nanovllm.frontend.text import Text
@@ -273,20 +273,6 @@ def test_what_had_been_said_before_the_error_stays(monkeypatch):
     assert output.finish_reason == "error"
 
 
-def test_the_output_of_a_beam_search_that_fails_at_its_end(monkeypatch):
-    """Its text is made at the end, by the tokenizer."""
-    llm = new_llm()
-    answered_requests()  # what is right: made before anything fails
-
-    def failing(*args):
-        raise Boom
-
-    monkeypatch.setattr("nanovllm.frontend.replies.results_of", failing)
-    add_all(llm)
-    check_others(go_on(llm), "beams")
-    check_clean(llm)
-
-
 # --- texts that are made late, or when they are read ---
 
 
@@ -321,28 +307,6 @@ def lengths() -> tuple[list, list]:
     return [[i + 1] * 5 for i in range(5)], params
 
 
-def test_a_late_text_that_cannot_be_made(monkeypatch):
-    """The tokenizer's error ends its request alone."""
-    llm = new_llm()
-    expected = [result(output) for output in llm.generate(*lengths(), use_tqdm=False)]
-    add, is_armed = Text.add, [True]
-
-    def failing(text, token_id):
-        if is_armed and len(text.token_ids) == 3:
-            is_armed.clear()
-            raise Boom("no text")
-        return add(text, token_id)
-
-    monkeypatch.setattr(Text, "add", failing)
-    with pytest.raises(Boom, match="no text"):
-        llm.generate(*lengths(), use_tqdm=False)
-    assert not llm.has_unfinished()
-    outputs = llm.generate(*lengths(), use_tqdm=False)
-    assert [result(output) for output in outputs] == expected
-    assert not llm.replies.late
-    check_clean(llm)
-
-
 def test_a_step_that_fails_loses_no_late_text(monkeypatch):
     llm = new_llm()
     expected = [result(output) for output in llm.generate(*lengths(), use_tqdm=False)]
@@ -367,86 +331,3 @@ def test_a_step_that_fails_loses_no_late_text(monkeypatch):
 
 
 # --- hooks that the recovery itself calls ---
-
-
-class ForgetsOne(Scheduler):
-    """`enqueue` raises for request "1" once it has tokens, before or after it is queued."""
-
-    is_late = False
-
-    def enqueue(self, request):
-        is_hit = request.request_id == "1" and not request.is_new
-        if is_hit and not self.is_late:
-            raise KeyError("the hook of request 1")
-        super().enqueue(request)
-        if is_hit:
-            raise KeyError("the hook of request 1")
-
-
-@pytest.mark.parametrize("is_late", [False, True])
-def test_a_hook_that_fails_for_one_request_after_a_fault_ends_no_other(monkeypatch, is_late):
-    monkeypatch.setattr(ForgetsOne, "is_late", is_late)
-    llm = new_llm(scheduler_cls=ForgetsOne)
-    raise_at(llm.runner, "launch", 3, Boom)
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    for name in ("0", "1"):
-        llm.add_request([5 + int(name)] * 6, params, name)
-    outputs = go_on(llm)
-    assert outputs["0"].error is None and len(outputs["0"].outputs[0].token_ids) == 8
-    assert isinstance(outputs["1"].error, KeyError)
-    assert not llm.scheduler.waiting
-    check_clean(llm)
-
-
-class Breaks(Scheduler):
-    """Its keys are computed once: that of request "bad" raises as soon as the scheduler is broken."""
-
-    priority_is_fixed = True
-    is_broken = False
-
-    def priority(self, request):
-        if self.is_broken and request.request_id == "bad":
-            raise KeyError("priority")
-        return 0
-
-
-def test_a_fixed_priority_that_raises_after_a_fault():
-    """The recovery queues all requests again: each attempt raised, and none could go on."""
-    llm = new_llm(scheduler_cls=Breaks)
-    for name in ("a", "bad", "c"):
-        llm.add_request([5] * 9, SHORT, name)
-    llm.step()
-    llm.scheduler.is_broken = True
-    llm.recovery.is_changing = True  # a Ctrl-C came
-    outputs = go_on(llm)
-    assert isinstance(outputs["bad"].error, KeyError)
-    assert all(result(outputs[name]) == answer([5] * 9, SHORT) for name in "ac")
-    check_clean(llm)
-
-
-def test_a_restart_that_raises():
-    class Restarts(Scheduler):
-        def restart(self, block_manager):
-            raise RuntimeError("no")
-
-    llm = new_llm(scheduler_cls=Restarts)
-    llm.add_request([5] * 9, SHORT, "a")
-    llm.step()
-    llm.recovery.is_changing = True  # a Ctrl-C came
-    assert result(go_on(llm)["a"]) == answer([5] * 9, SHORT)
-    check_clean(llm)
-
-
-def test_a_search_is_not_ended_by_a_policy_that_it_does_not_ask():
-    class Short(Scheduler):
-        def reason_to_end(self, seq):
-            return "length" if seq.num_output_tokens >= 3 else super().reason_to_end(seq)
-
-    params = BeamSearchParams(beam_width=2, max_tokens=8, ignore_eos=True)
-    llm = new_llm(scheduler_cls=Short)
-    llm.add_request([5] * 9, params, "beams")
-    for _ in range(5):
-        llm.step()
-    llm.recovery.is_changing = True  # a Ctrl-C came
-    assert result(go_on(llm)["beams"]) == answer([5] * 9, params)
-    check_clean(llm)

@@ -13,7 +13,6 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from nanovllm.schedule import ScheduleError
-from nanovllm.scheduler import Scheduler
 from nanovllm.simulator import Run, simulate
 from tutorials.assignments.a0.questions import INVARIANTS, QUESTIONS, Question
 from tutorials.assignments.a0.task import Counting, check_counts
@@ -58,11 +57,6 @@ def full_points(part: Part) -> float:
     return part.points + sum(goal.points for goal in part.goals)
 
 
-def with_class(part: Part, cls: type) -> SimpleNamespace:
-    names = {"Scheduler": Scheduler, part.block_manager or part.scheduler: cls}
-    return SimpleNamespace(**names)
-
-
 def question_points(answers: dict) -> float:
     right = [name for name, problem in TASK.questions.items() if problem(answers[name]) is None]
     return TASK.question_points * len(right)
@@ -92,32 +86,9 @@ def test_empty_classes_get_less_than_10_points_with_any_names():
 
 
 @pytest.mark.slow
-def test_empty_classes_get_less_than_10_points_on_a_whole_load():
-    empty = load(FILES / "a0_empty.py")
-    assert 0 < sum(part_points(part, empty) for part in TASK.parts) < 10
-
-
-@pytest.mark.parametrize("name", PARTS)
-def test_the_starter_gets_nothing(name):
-    starter = load(STARTER)
-    assert part_points(PARTS[name], starter) == 0
-    assert question_points(starter.ANSWERS) == 0
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", PARTS)
 def test_the_right_repair_gets_all(name):
     assert part_points(PARTS[name], solution()) == full_points(PARTS[name])
-
-
-class AlwaysAll(Scheduler):
-    def step_budget(self):
-        return self.max_num_batched_tokens, 256
-
-
-@pytest.mark.slow
-def test_another_right_repair_gets_all():
-    assert part_points(PARTS["C"], with_class(PARTS["C"], AlwaysAll)) == full_points(PARTS["C"])
 
 
 RIGHT = (FILES / "a0_solution.py").read_text(encoding="utf-8")
@@ -225,16 +196,6 @@ def test_the_answers_of_the_solution_are_right():
     assert [TASK.questions[name](answers[name]) for name in TASK.questions] == [None] * 3
 
 
-@pytest.mark.parametrize("name", QUESTIONS)
-def test_the_load_alone_or_the_name_alone_are_no_answer(name):
-    question, right = QUESTIONS[name], solution().ANSWERS[name]
-    for other in NO_ANSWERS:
-        problem = question({**right, "breaks": other})
-        assert (problem is None) == (other == right["breaks"])
-    assert "no rule is broken" in question({**right, "load": right["load"][:1]})
-    assert question({**right, "load": []}).startswith("the load must be a list of 1 to")
-
-
 @pytest.mark.parametrize(
     "name, load, sentence",
     [
@@ -258,54 +219,6 @@ def test_the_load_alone_or_the_name_alone_are_no_answer(name):
 def test_the_sentence_says_what_happened_instead(name, load, sentence):
     question = QUESTIONS[name]
     assert question({"breaks": question.invariant, "load": load}).startswith(sentence)
-
-
-def deep() -> list:
-    nested: list = []
-    for _ in range(100_000):
-        nested = [nested]
-    return nested
-
-
-HOSTILE = [
-    None,
-    "?",
-    "\ud800\n",
-    True,
-    float("nan"),
-    10**5000,
-    [],
-    {},
-    deep(),
-    {"breaks": "queues"},
-    {"breaks": "queues", "load": [], "more": 1},
-    *({"breaks": name, "load": []} for name in (None, [], {}, deep(), "\ud800\n", 10**5000)),
-    *(
-        {"breaks": "queues", "load": [*value] if isinstance(value, list) else value}
-        for value in (None, "ab", {"0": 1}, 7, [None], ["abc"], [[]], [{}], [[0, 1, 1]] * 10**5)
-    ),
-    {"breaks": "queues", "load": deep()},
-]
-HOSTILE_VALUES = [None, True, "1", [], {}, float("nan"), float("inf"), -1, 1.5, 10**400, 10**5000]
-
-
-def is_sentence(problem: object) -> bool:
-    return isinstance(problem, str) and problem.isprintable() and len(problem) < 500
-
-
-@pytest.mark.parametrize("name", QUESTIONS)
-def test_a_hostile_answer_gets_a_sentence(name):
-    question = QUESTIONS[name]
-    for answer in HOSTILE:
-        assert is_sentence(question(answer))
-    num_fields = 4 if question.has_shared else 3
-    for i in range(num_fields):
-        for value in [*HOSTILE_VALUES, deep()]:
-            if i == 0 and value == 1.5:
-                continue  # seconds
-            request = [0, 17, 1, 16][:num_fields]
-            request[i] = value
-            assert is_sentence(question({"breaks": "queues", "load": [request]}))
 
 
 def random_load(question: Question, random: Random) -> list[list]:

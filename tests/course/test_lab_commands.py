@@ -5,12 +5,11 @@ Run: pytest tests/course/test_lab_commands.py [-k picture]
 """
 
 import json
-import random
 
 import pytest
 
 from nanovllm.config import Config
-from nanovllm.simulator import Job, simulate
+from nanovllm.simulator import Job
 from tests.tools.extras import needs
 from tutorials.assignments import public, seeds
 from tutorials.assignments.task import NAMES, Goal, Part, Task, load_task, mean_latency
@@ -86,29 +85,6 @@ def test_silly_ones_stand_above_those_that_were_tried_and_the_solution_below(wri
     ]
 
 
-def test_a_whole_file_may_say_that_it_is_silly(write):
-    paths = [write(FCFS, "right.py"), write(f"is_silly = True\n{FCFS}", "wrong.py")]
-    policies = seeds.policies_of(TASK, paths)
-    assert [(policy.name, policy.kind) for policy in policies] == [
-        ("wrong", "silly"),
-        ("right", "solution"),
-    ]
-
-
-def test_each_file_has_a_row_of_its_own(write):
-    paths = [write(FCFS, name) for name in ("x/my_scheduler.py", "y/my_scheduler.py", "FCFS.py")]
-    names = [policy.name for policy in seeds.policies_of(TASK, [*paths, paths[0]])]
-    assert names == [str(paths[0]), str(paths[1]), "FCFS 2"]
-
-
-def test_a_file_may_be_called_as_a_module_of_python(write):
-    measured = seeds.measure_seed(TASK, [write(FCFS, "random.py")], check=True, seed=1)
-    assert measured["random"] == measured["FCFS"]
-    import random as imported_again
-
-    assert imported_again is random and random.random() < 1
-
-
 # --- seeds: runs ---
 
 BROKEN = {
@@ -136,30 +112,6 @@ def test_a_file_that_breaks_is_a_row_that_says_so(sentence, write):
     header, fcfs, broken, good = seeds.table(TASK, {name: [v] for name, v in measured.items()})
     assert fcfs == ["FCFS", "1", "0"]
     assert broken == ["my_scheduler", "broken", "0 (broken on 1 of 1 seeds)"]
-
-
-def test_the_table_says_on_how_many_seeds_a_policy_broke():
-    name = "small, mean latency / that of FCFS"
-    rows = {"sometimes": [{name: 0.9}, "it broke", {name: 0.8}, "it broke again"]}
-    assert seeds.table(TASK, rows) == [
-        ["Scheduler", "mean latency / that of FCFS", "goals, of 70"],
-        ["sometimes", "0.8 to 0.9", "70 to 0 (broken on 2 of 4 seeds)"],
-    ]
-    assert list(seeds.what_broke(rows, [5, 6, 7, 8])) == ["sometimes, seed 6: it broke"]
-
-
-def test_the_table_of_a_handout_has_silly_ones_first():
-    values = [{"people and a batch job, mean wait of people / that under FCFS": 1.0}]
-    values[0]["people and a batch job, longest wait of all / that under FCFS"] = 2.0
-    rows = {"FCFS": values, "idea": values, "trick": values, "template_solution": values}
-    report = {"task": "template", "seeds": [1], "silly": ["FCFS", "trick"], "rows": rows}
-    lines = seeds.handout_table(report).splitlines()[4:]
-    assert [line.split(" | ")[0] for line in lines] == [
-        "| FCFS",
-        "| trick",
-        "| idea",
-        "| template_solution",
-    ]
 
 
 # --- seeds: the command ---
@@ -217,10 +169,6 @@ def test_public_shows_a_scheduler_beside_fcfs(write, capsys):
     assert goals[1].startswith("longest wait of all / that under FCFS: 2.200, 0 of 30 points")
 
 
-def test_public_takes_the_first_public_seed_if_none_is_given(write):
-    assert public.parse_args(["template", str(write(FCFS))]).seed == 1
-
-
 @pytest.mark.parametrize(
     "argv, sentence",
     [
@@ -249,13 +197,6 @@ def test_public_refuses_bad_input_in_a_sentence(argv, sentence, write, capsys, m
     assert sentence in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_without_matplotlib_there_is_a_sentence_instead_of_a_picture(write, capsys, monkeypatch):
-    monkeypatch.setattr(public, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit):
-        public.main(["template", str(write(FCFS)), "--gantt", "run.png"])
-    assert "pip install matplotlib" in capsys.readouterr().err.splitlines()[-1]
-
-
 # --- public: the picture ---
 
 
@@ -265,38 +206,6 @@ def test_public_draws_a_picture(write, tmp_path, capsys):
     public.main(["template", str(write(FCFS)), "--gantt", str(path), "--requests", "5"])
     assert path.read_bytes().startswith(b"\x89PNG")
     assert capsys.readouterr().out.endswith(f"\ndrawn: {path}\n")
-
-
-def test_a_task_with_several_parts_has_several_pictures(tmp_path):
-    task = load_task("a0")
-    paths = {public.picture_of(task, part, tmp_path / "run.png").name for part in task.parts}
-    assert paths == {f"run_{part.name}.png" for part in task.parts}
-
-
-def test_which_requests_are_in_the_picture():
-    needs("matplotlib")
-    from tutorials.assignments.gantt import chosen
-
-    indices = list(range(0, 1600, 2))  # in the order of arrival
-    assert chosen(indices, public.requests("4")) == [0, 400, 800, 1200]
-    assert chosen(indices, public.requests("1000")) == indices
-    assert chosen(indices, public.requests("100:103")) == [200, 202, 204]
-    assert chosen(indices, public.requests("799:999")) == [1598]
-
-
-def test_steps_with_the_same_state_are_one_span():
-    needs("matplotlib")
-    from tutorials.assignments.gantt import spans
-    from tutorials.simulation.metrics import states
-
-    run = simulate(jobs(1), CONFIG, keep_steps=True)
-    served = run.requests[2]  # waits for a seat
-    found = list(spans(states(run)[2], run))
-    assert [state for state, _ in found] == [".", "#", "o"]
-    (begin, waited), (prompt, _), (decode, length) = (span for _, span in found)
-    assert begin == run.steps[0].start and begin + waited == pytest.approx(prompt)
-    assert decode == pytest.approx(served.token_times[0])
-    assert decode + length == pytest.approx(served.token_times[-1])
 
 
 # --- the check with the real engine ---

@@ -5,7 +5,6 @@ Run: pytest tests/course/test_own_run.py [-k a1] [--slow]
 """
 
 import csv
-import pickle
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +21,6 @@ from tutorials.assignments.own_questions import (
     FIRST_SEED,
     Own,
     longest_wait,
-    lost_most,
     most_in_vain,
     overtaken_by,
     own_seed,
@@ -247,26 +245,6 @@ def test_right_answers_are_accepted_and_wrong_ones_refused(tmp_path):
     assert last(tmp_path, named(HURRY, wrong)) == (title, output)
 
 
-def test_answers_of_another_run_are_wrong(tmp_path):
-    """Those of another name, and those of another scheduler."""
-    copied = named(HURRY, right_answers(HURRY, "Alan Turing"))
-    assert last(tmp_path, copied)[1].startswith("0 of 3 right")
-    assert "overtaken_by is wrong" in last(tmp_path, named(HURRY, right_answers(FCFS)))[1]
-
-
-def test_a_file_without_a_name_costs_nothing(tmp_path):
-    name, output = last(tmp_path, FCFS)
-    assert name == "own run" and "has no NAME" in output and "handout" in output
-    assert "NAME must be a text" in last(tmp_path, "NAME = {1, 2}\n" + FCFS)[1]
-
-
-def test_values_that_are_no_integers(tmp_path):
-    answers = '{"longest_wait": 7.0, "overtaken_by": True, "most_in_vain": {1, 2}, (1, 2): 3}'
-    code = f"NAME = {ADA!r}\nANSWERS = {answers}\n{HURRY}"
-    wrong = ", ".join(f"{key} is no integer" for key in KEYS)
-    assert last(tmp_path, code)[1] == f"0 of 3 right: {wrong}"
-
-
 CHANGES = """
 import os
 class MyScheduler(Scheduler):
@@ -298,16 +276,6 @@ def test_a_file_that_says_something_else_later_gains_nothing(tmp_path):
     report = graded(tmp_path, named(FORGES, wrong))
     assert all("Alan" not in check.name + check.output for check in report.checks)
     assert report.checks[0].score == 0
-
-
-def test_points_for_it_are_one_constant(tmp_path):
-    task = replace(TASK, own_points=5)
-    assert task.points == TASK.points + 15
-    answers = right_answers(HURRY) | {"longest_wait": -1}
-    check = graded(tmp_path, named(HURRY, answers), task).checks[-1]
-    assert (check.score, check.max_score) == (10, 15)
-    broken = graded(tmp_path, "raise ValueError\n", task)
-    assert (broken.score, broken.max_score) == (0, 45)
 
 
 BREAKS_LATER = method(
@@ -368,41 +336,6 @@ def test_the_page_has_what_is_needed_and_not_the_answers(tmp_path, capsys):
     code = f"ANSWERS = {found}\n{path.read_text(encoding='utf-8')}"
     task = replace(load_task("template"), engine_points=0, parts=load_task("template").parts[:1])
     assert graded(tmp_path, code, task).checks[-1].output == "3 of 3 right"
-
-
-def test_steps_say_who_was_admitted_and_who_was_preempted(tmp_path):
-    run, baseline = runs_of(TASK, HURRY)
-    steps = tables_of(run, baseline).steps
-    preempted = [int(i) for row in steps for i in row.preempted.split()]
-    assert len(preempted) == run.num_preemptions > 3
-    assert len([i for row in steps for i in row.admitted.split()]) == 40 + len(preempted)
-    assert sum(row.tokens for row in steps) == run.num_computed_tokens
-    own.write(steps, tmp_path / "steps.csv")
-    assert [int(row["step"]) for row in rows_of(tmp_path / "steps.csv")] == [
-        *range(1, len(steps) + 1)
-    ]
-
-
-def test_requests_that_are_alike_are_all_right():
-    """FCFS beside itself: each request has lost as much as any other."""
-    run, baseline = runs_of(TASK, FCFS)
-    tables = tables_of(run, baseline)
-    assert lost_most(tables) == {*range(40)}
-    assert len(longest_wait(tables)) == 1
-
-
-def test_a_time_line():
-    row = tables_of(*runs_of(TASK, FCFS)).requests[0]
-    row = row._replace(arrival=10.0, admitted=20.0, first_token=30.0, last_token=50.0)
-    line = own.time_line(row, [30.0, 31.5, 49.5, 50.0], begin=0.0, end=60.0)
-    assert line == " " * 10 + "." * 10 + "#" * 10 + "oo" + "x" * 17 + "oo" + " " * 9
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_task_goes_to_another_process(name):
-    """As it does in tutorials.assignments.seeds."""
-    task = pickle.loads(pickle.dumps(load_task(name)))
-    assert task.own == load_task(name).own
 
 
 @pytest.mark.slow(but_every=10)

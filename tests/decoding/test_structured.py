@@ -6,9 +6,7 @@ Run: pytest tests/decoding/test_structured.py [-k schemas]; with --slow it tries
 
 import json
 import re
-import subprocess
 import sys
-import threading
 from collections import Counter
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -20,7 +18,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nanovllm import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
+from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.checks.blocks import check_blocks
 from nanovllm.decoding import structured
 from nanovllm.decoding.masks import masked_logits
@@ -423,11 +421,6 @@ def test_tokens_do_not_depend_on_the_schedule(expected, options):
     assert reasons["stop"] > 8, reasons
 
 
-def test_samples_differ(expected):
-    """Each has its own place in the grammar."""
-    assert len({text for _, text, _ in expected[6]}) == 4
-
-
 @pytest.mark.slow(but_every=2)
 @pytest.mark.parametrize("when", ["collect", "launch"])
 def test_tokens_after_a_fault(llm, expected, when, monkeypatch):
@@ -464,96 +457,7 @@ def test_a_matcher_starts_again_where_tokens_have_gone(source, llm):
     assert allowed(seq) == begin
 
 
-def test_threads_may_ask(llm, expected):
-    """Grammars are compiled in the thread that asks, while another one computes."""
-    found = {}
-
-    def ask(i: int) -> None:
-        found[i] = tokens_of_one(llm, *JOBS[i])
-
-    threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(JOBS))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [found[i] for i in range(len(JOBS))] == expected[: len(JOBS)]
-    assert llm.block_manager.num_used_blocks == 0
-
-
-def tokens_of_one(llm, prompt, one) -> list[tuple]:
-    (output,) = llm.generate(prompt, one, use_tqdm=False)
-    return [(out.token_ids, out.text, out.finish_reason) for out in output.outputs]
-
-
-@pytest.mark.slow
-def test_tensor_parallel(expected):
-    """Rank 0 draws, so it alone has grammars."""
-    with LLM(dtype="float32", num_blocks=400, tensor_parallel_size=2, device="cpu") as llm:
-        assert [text for _, text, _ in tokens_of(llm, JOBS)] == [
-            text for _, text, _ in flat(expected[: len(JOBS)])
-        ]
-
-
 # --- beside other parameters ---
-
-
-def test_log_probabilities_are_those_of_the_model(llm):
-    """As with penalties: before anything is forbidden. So the likeliest tokens may be forbidden ones."""
-    (plain,) = answers(llm, "Once upon", SamplingParams(temperature=0, max_tokens=1, logprobs=20))
-    (output,) = answers(llm, "Once upon", params(9, regex="[0-9]{6}", logprobs=20))
-    likeliest = output.logprobs[0]
-    assert [*likeliest.items()][1:] == [*plain.logprobs[0].items()][:20]
-    assert min(likeliest, key=likeliest.get) == output.token_ids[0] not in plain.logprobs[0]
-    assert output.cumulative_logprob == pytest.approx(
-        sum(next(iter(step.values())) for step in output.logprobs)
-    )
-
-
-def test_a_stop_string_cuts(llm):
-    (output,) = answers(llm, "A person: ", params(60, stop=[","], **COMPACT))
-    assert output.finish_reason == "stop" and output.stop_reason == ","
-    assert output.text.startswith('{"name":"') and "," not in output.text
-
-
-def test_min_tokens_prolong_what_can_go_on(llm):
-    """Where the match may end, but need not. Where it must, it does."""
-    (output,) = answers(llm, "a", params(50, regex="(ab)+", min_tokens=20))
-    assert len(output.token_ids) >= 20 and re.fullmatch("(ab)+", output.text)
-    (output,) = answers(llm, "a", params(50, 1, choice=["yes"], min_tokens=50))
-    assert (output.text, output.finish_reason) == ("yes", "stop")
-    assert len(output.token_ids) < 10
-
-
-@pytest.mark.parametrize("temperature", [0, 1])
-def test_without_end_the_answer_is_filled_up(llm, temperature):
-    (output,) = answers(llm, "a", params(30, temperature, choice=["yes", "no"], ignore_eos=True))
-    assert output.text in ("yes", "no") and output.finish_reason == "length"
-    assert len(output.token_ids) == 30 and set(output.token_ids[4:]) <= EOS
-
-
-def test_nothing_is_stronger_than_the_mask(llm):
-    needed = {i: -100 for text in ("yes", "y", "es") for i in llm.tokenizer.encode(text)}
-    other = {llm.tokenizer.encode("no")[0]: 100}
-    for options in (
-        {"logit_bias": needed | other | dict.fromkeys(EOS, -100)},
-        {"logit_bias": needed, "presence_penalty": 2, "repetition_penalty": 100},
-        {"repetition_penalty": 0.01, "frequency_penalty": -2},
-        {"stop_token_ids": [*needed], "min_tokens": 20},
-        {"top_k": 1},
-        {"top_p": 1e-9, "min_p": 1},
-    ):
-        for temperature in (0, 1, 1e6):
-            (output,) = answers(llm, "a", params(20, temperature, choice=["yes"], **options))
-            is_cut = "stop_token_ids" in options
-            assert output.text == "yes" or (is_cut and "yes".startswith(output.text)), options
-            assert output.finish_reason == "stop"
-
-
-def test_a_bias_chooses_among_what_is_allowed(llm):
-    for text in ("yes", "no"):
-        bias = {llm.tokenizer.encode(text)[0]: 100}
-        (output,) = answers(llm, "a", params(20, choice=["yes", "no"], logit_bias=bias))
-        assert output.text == text
 
 
 # --- what is refused ---
@@ -669,75 +573,6 @@ def test_it_is_refused_with_its_place(llm, fields, problem):
     assert not llm.has_unfinished() and llm.block_manager.num_used_blocks == 0
 
 
-@pytest.mark.parametrize(
-    "schema, place",
-    [
-        (
-            {"properties": {f"p{i}": {} for i in range(1300)} | {"bad": {"not": {}}}},
-            "#/properties/bad",
-        ),
-        (
-            {"properties": {f"p{i}": {"maxLength": i} for i in range(900)} | {"bad": {"not": {}}}},
-            "#/",
-        ),
-        (nested(60, lambda x: {"items": x, "title": "t" * 400}, {"not": {}}), "#/items"),
-    ],
-    ids=["equal parts", "too many parts", "deep"],
-)
-def test_the_place_of_a_problem_is_found_with_little_work(llm, monkeypatch, schema, place):
-    def counted(text, vocabulary):
-        compiled.append(text)
-        return new_matcher(text, vocabulary)
-
-    compiled = []
-    new_matcher = structured.new_matcher
-    monkeypatch.setattr(structured, "new_matcher", counted)
-    with pytest.raises(ValueError, match=f"at {place}"):
-        llm.add_request("x", SamplingParams(structured_outputs={"json": schema}))
-    _, *parts = compiled  # without the schema as a whole
-    assert len(parts) < 140 and sum(map(len, parts)) < 100_000
-
-
-@pytest.mark.parametrize(
-    "regex, right, wrong",
-    [
-        (r"\d", "5", "٣"),  # a digit of Arabic
-        (r"[^\d]", "é", "5"),
-        (r"[\w.-]+", "a.-b_9", "é"),
-        (r"\W", "é", "a"),
-        (r"\\d", r"\d", "5"),  # a backslash and a letter
-    ],
-)
-def test_classes_of_a_regex_are_those_of_ascii(llm, regex, right, wrong):
-    for text, is_right in ((right, True), (wrong, False)):
-        grammar = structured.grammar_of(
-            SamplingParams(structured_outputs={"regex": regex}), llm.inputs
-        )
-        token_ids = llm.inputs.tokenizer.encode(text, add_special_tokens=False)
-        is_taken = grammar.start.validate_tokens(token_ids) == len(token_ids)
-        assert is_taken is is_right
-
-
-LARGE = [
-    {"json": {"type": "array", "items": {"type": "integer"}, "minItems": 100_000}},
-    {
-        "json": nested(
-            5, lambda x: {"type": "array", "items": x, "minItems": 1000}, {"type": "null"}
-        )
-    },
-    {"json": {"type": "string", "minLength": 10, "maxLength": 1_000_000}},
-    {"regex": r"(.{0,1000}){100}"},
-    {"regex": "(a?){3000}"},
-    {"grammar": "start: A start\nA: /[a-z]+ /"},
-]
-
-
-@pytest.mark.parametrize("fields", LARGE, ids=str)
-def test_large_counts_are_served(llm, fields):
-    (output,) = answers(llm, "x", params(20, **fields))
-    assert output.finish_reason in ("length", "stop")
-
-
 def test_where_structured_outputs_do_not_belong(llm):
     with pytest.raises(ValueError, match="structured_outputs=5 is not allowed"):
         SamplingParams(structured_outputs=5)
@@ -766,25 +601,6 @@ def test_without_the_library(source, monkeypatch):
         grammar_of(params(regex="a"), other)
 
 
-def test_what_the_user_changes_later_does_not_count(llm):
-    schema = {"enum": ["a"]}
-    asked = params(json=schema)
-    llm.add_request("x", asked)
-    schema["enum"] = ["b"]
-    while llm.has_unfinished():
-        outputs = llm.step()
-    assert outputs[0].outputs[0].text == '"a"'
-
-
-def test_the_class_and_the_dict_are_the_same(llm):
-    for fields in ({"choice": ("yes",)}, StructuredOutputsParams(choice=["yes"])):
-        asked = SamplingParams(temperature=0, structured_outputs=fields)
-        assert answers(llm, "x", asked.clone())[0].text == "yes"
-    text = json.dumps(PERSON)
-    (output,) = answers(llm, "x", params(150, json=text, disable_any_whitespace=True))
-    assert is_valid(output.text, PERSON)
-
-
 # --- what may go wrong later, and what others pay ---
 
 
@@ -811,29 +627,3 @@ def test_a_grammar_that_becomes_too_large_ends_with_an_error(monkeypatch):
         llm.generate("x", ambiguous, use_tqdm=False)
     check_blocks(llm.block_manager, [])
     assert llm.block_manager.num_used_blocks == 0
-
-
-def test_an_answer_cannot_end_in_the_middle_of_a_grammar(llm):
-    """Not even if the grammar itself has the end-of-sequence token there."""
-    with pytest.raises(ValueError, match="the answer cannot go on"):
-        llm.generate("x", params(grammar='start: "x" <|im_end|> "y"'), use_tqdm=False)
-
-
-def test_other_requests_do_nothing_for_it(llm, monkeypatch):
-    def forbidden(*args):
-        raise AssertionError("a plain request came here")
-
-    monkeypatch.setattr("nanovllm.decoding.penalties.masked_logits", forbidden)
-    plain = [
-        SamplingParams(temperature=0, max_tokens=5),
-        SamplingParams(max_tokens=5, top_p=0.9, n=2, logprobs=2, stop=["x"]),
-    ]
-    answers(llm, ["a", "b"], plain)
-
-
-def test_importing_it_imports_neither_torch_nor_the_library():
-    code = """import sys
-from nanovllm import SamplingParams, StructuredOutputsParams
-SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
-assert not {"torch", "llguidance", "transformers"} & set(sys.modules)"""
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -448,7 +448,7 @@ def test_a_signal_lets_streams_finish(sig):
         for begin, rest in streams:
             events = events_in(begin + "".join(rest))
             assert len(events) == 100 and events[-1]["choices"][0]["finish_reason"] == "length"
-        assert server.end() in (0, -sig, 130) and "Traceback" not in server.log, server.log
+        assert server.end() == 0 and "Traceback" not in server.log, server.log
 
 
 @pytest.mark.slow

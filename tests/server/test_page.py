@@ -6,7 +6,6 @@ To see it: SHOTS=some/folder pytest tests/server/test_page.py --slow -k pictures
 """
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -174,19 +173,6 @@ def test_stop_stops(browser, server):
     assert server.bodies[1]["messages"][1] == {"role": "assistant", "content": partial}
 
 
-def test_a_new_chat_stops_the_old_answer(browser, server):
-    server.is_endless = True
-    browser.open(server.url)
-    ask(browser, "tell me a story")
-    browser.wait("document.querySelector('.assistant .text')?.textContent.includes('more')")
-    browser.click("#new-chat")
-    assert server.has_left.wait(60)
-    browser.wait("chat.controller === null")
-    server.is_endless = False
-    assert answer_to(browser, "hello") == "Hello"
-    assert len(server.bodies[1]["messages"]) == 1
-
-
 def test_an_answer_is_text_and_never_markup(browser, server):
     text = "a <b>bold</b> <img src=x onerror=alert(1)> claim"
     server.answer = [{"reasoning": "<i>so</i>"}, {"content": text[:5]}, {"content": text[5:]}]
@@ -209,19 +195,6 @@ def test_an_error_is_a_sentence(browser, server):
     browser.value("$('question').value = ''")
     assert answer_to(browser, "hello") == "Hi"
     assert len(server.bodies[1]["messages"]) == 1
-
-
-def test_nothing_moves_while_an_answer_comes(browser, server):
-    boxes = "['composer', 'blocks', 'queues', 'numbers'].map((id) => ($(id) ?? view.$(id)).getBoundingClientRect().top)"
-    server.is_endless = True
-    server.last_frame = run_named("shared_prefix")["frames"][4]
-    browser.open(server.url)
-    browser.wait(IS_LIVE)
-    before = browser.value(boxes)
-    ask(browser, "tell me a story")
-    browser.wait("document.querySelector('.assistant .text')?.textContent.length > 500")
-    assert browser.value(boxes) == before
-    server.is_endless = False
 
 
 # --- live ---
@@ -248,27 +221,6 @@ def test_blocks_appear_and_disappear(browser, server):
     assert browser.errors == []
 
 
-def test_a_copy_is_marked_and_told_in_words(browser, server):
-    frames = run_named("shared_prefix")["frames"]
-    frame = next(frame for frame in frames if frame["moves"]["copies"])
-    (source, target), *_ = frame["moves"]["copies"]
-    server.last_frame = frame
-    browser.open(server.url)
-    browser.wait(IS_LIVE)
-    assert browser.value(f"view.kv.cells[{target}].classList.contains('moved')")
-    browser.hover(f"#blocks .cell:nth-child({target + 1})")
-    words = browser.wait(
-        "view.$('words').textContent.startsWith('Block') && view.$('words').textContent"
-    )
-    assert words.startswith(f"Block {target}: request A (0)")
-    assert f"copied from block {source} just now" in words
-    browser.value("view.$('blocks').focus()")
-    browser.press("End")
-    browser.press("ArrowLeft")
-    last = frame["kv_blocks"] - 2
-    assert browser.text("#words") == f"Block {last}: free and empty."
-
-
 def test_queues_say_who_runs_and_who_waits(browser, server):
     frames = run_named("preemption_swap")["frames"]
     frame = next(f for f in frames if {"swapped", "running"} <= {*states_of(f).values()})
@@ -284,72 +236,6 @@ def test_queues_say_who_runs_and_who_waits(browser, server):
     on_top = ("running", "waiting", "preempted", "swapped")
     shown = [browser.text(f"#num-{state}") for state in on_top]
     assert shown == [str(states.count(state)) for state in on_top]
-
-
-def test_those_who_wait_are_in_sight_however_many_run(browser, server):
-    names = [f"r{i}" for i in range(60)]
-    browser.open(server.url)
-    browser.wait(IS_CONNECTED)
-    frame = frame_of(names[:25], names[25:], preempted=names[25:28], not_listed=7)
-    frame["requests"] = [row | {"id": name} for name in names for row in frame["requests"][:1]]
-    show_frame(browser, server, frame)
-    assert [browser.text(f"#num-{state}") for state in ("running", "waiting", "preempted")] == [
-        "25",
-        "39",
-        "3",
-    ]
-    top = "view.shadowRoot.querySelector('.{}').getBoundingClientRect().top"
-    assert browser.value(top.format("running")) == browser.value(top.format("preempted"))
-    gap = f"{top.format('waiting')} - {top.format('running')}"
-    assert browser.value(gap) < 150
-    browser.value("document.querySelector('.view').scrollTop = 10000")
-    box = browser.value("view.shadowRoot.querySelector('#counts').getBoundingClientRect().toJSON()")
-    above = browser.value("document.querySelector('.view').getBoundingClientRect().top")
-    assert box["top"] >= above - 1 and box["height"] > 20
-    hit = f"view.shadowRoot.elementFromPoint({box['left'] + 30}, {box['top'] + 15}).closest('#counts')"
-    assert browser.value(f"{hit} !== null")
-
-
-def test_a_large_cache_is_drawn_where_it_is_used(browser, server):
-    few = run_named("shared_prefix")["frames"][10] | {"kv_blocks": 26_000}
-    bits = few["cached"][1].ljust(200, "0") + "1" * 9000
-    many = few | {"cached": [0, bits], "step": 999}
-    browser.open(server.url)
-    browser.wait(IS_CONNECTED)
-    show_frame(browser, server, few)
-    assert browser.value("view.kv.cells.length") == 256
-    assert "25,744 more" in browser.text("#size")
-    hint = "26,000 blocks: start the server with nanovllm serve --show to see them fill up."
-    assert browser.text("#hint") == hint and not browser.value("$('hint').hidden")
-    show_frame(browser, server, many)
-    assert browser.value("view.kv.cells.length") == 0
-    assert browser.value("view.shadowRoot.querySelector('#blocks canvas').width") > 300
-    pixel = "[...view.kv.canvas.getContext('2d').getImageData(0, 0, 1, 1).data]"
-    assert browser.value(pixel) == [0, 114, 178, 255]  # --owner-0
-    browser.value("view.$('blocks').focus()")
-    browser.press("ArrowRight")
-    assert browser.text("#words").startswith("Blocks 3 to 5, most of them: request A")
-    show_frame(browser, server, frame_of(["x"], [], step=1001))
-    assert browser.value("$('hint').hidden")
-    assert browser.errors == []
-
-
-def test_of_a_huge_cache_a_square_is_what_most_of_its_blocks_are(browser, server):
-    table = [i for i in range(50_000) if i % 5]  # four of five
-    frame = frame_of(["x"], [], kv_blocks=400_000, cached=[0, "1" * 300_000])
-    browser.open(server.url)
-    browser.wait(IS_CONNECTED)
-    show_frame(browser, server, frame | {"tables": [["x", 0, 0, table]]})
-    each = browser.value("view.kv.each")
-    assert each > 50 and browser.text("#size").endswith(
-        f"each square is what most of {each} blocks are"
-    )
-    kinds = browser.value("view.kv.blocks.map((block) => block.kind)")
-    assert len(kinds) == -(-400_000 // each)
-    assert {*kinds[: 49_000 // each]} == {"owned"}
-    assert {*kinds[51_000 // each : 299_000 // each]} == {"cached"}
-    assert {*kinds[301_000 // each :]} == {"empty"}
-    assert browser.errors == []
 
 
 def test_frames_of_changes_make_the_picture(browser, server):
@@ -408,108 +294,7 @@ def test_the_hosts_blocks_have_the_letters_of_their_requests(browser, server):
     assert browser.errors == []
 
 
-def test_what_bars_and_counts_mean_is_in_sight(browser, server):
-    server.last_frame = frame_of(["x"], []) | {
-        "prompt_tokens": 63,
-        "prefix_cache_hit_tokens": 48,
-    }
-    browser.open(server.url)
-    browser.wait(IS_LIVE)
-    assert browser.value("view.$('hits').innerText").split() == ["48", "of", "63", "tokens"]
-    assert browser.value("view.$('guessed').hidden")
-    show_frame(
-        browser, server, {**server.last_frame, "step": 1001, "guesses": 1200, "accepted_guesses": 7}
-    )
-    assert browser.value("view.$('guesses').innerText").split() == ["7", "of", "1,200"]
-    assert browser.text(".request .count") == "15 + 48"
-    key = browser.value("view.$('key').innerText")
-    for words in (
-        "15 + 48",
-        "tokens of the prompt",
-        "not computed yet",
-        "gap: end of the prompt",
-        "gray",
-    ):
-        assert words in key
-    assert "gray: up to 64 tokens" in " ".join(key.split())
-    assert browser.value("view.$('key').getBoundingClientRect().height") > 15
-    marks = browser.value("[...view.shadowRoot.querySelectorAll('.axis')].map((e) => e.innerText)")
-    assert [" ".join(mark.split()) for mark in marks] == ["60 s ago 30 s now"] * 2
-
-
 # --- which request is mine? ---
-
-
-def heading(browser: Browser) -> list[str]:
-    """The letter beside the last answer, and its state."""
-    parts = (
-        "[...document.querySelectorAll('.assistant h3')].at(-1).querySelectorAll('.tag, .state')"
-    )
-    return browser.value(f"[...{parts}].map((e) => e.textContent)")
-
-
-def test_an_answer_has_the_letter_of_its_request_and_says_where_it_is(browser, server):
-    server.is_endless = True
-    server.answer_id = "chatcmpl-me"
-    me, others = "chatcmpl-me-0", [f"other{i}" for i in range(30)]
-    browser.open(server.url)
-    browser.wait(IS_CONNECTED)
-    ask(browser, "tell me a story")
-    browser.wait("document.querySelector('.assistant .text')?.textContent.includes('more')")
-    assert heading(browser) == ["", ""]
-    queue = [*others[2:13], me, *others[13:]]
-    show_frame(browser, server, frame_of(others[:2], queue, step=1))
-    letter = browser.value(f"view.owners.get('{me}').letter")
-    assert heading(browser) == [letter, "waiting, 12th"]
-    color = browser.value(f"view.owners.get('{me}').color")
-    assert browser.value(
-        f"document.querySelector('.assistant .tag').matches('.owned.owner-{color}')"
-    )
-    for i, (state, more) in enumerate(
-        {
-            "waiting, 1st": {"queue": [me, "a"]},
-            "waiting, 2nd": {"queue": ["a", me]},
-            "waiting, 3rd": {"queue": ["a", "b", me]},
-            "waiting, 21st": {"queue": [*others[:20], me]},
-            "running": {"running": ["a", me], "queue": []},
-            "preempted": {"queue": ["a", me], "preempted": [me]},
-            "swapped out": {"queue": ["a", me], "swapped": [me]},
-        }.items()
-    ):
-        frame = {"running": [], **more}
-        show_frame(browser, server, frame_of(**frame, step=i + 2))
-        assert heading(browser) == [letter, state]
-    server.is_endless = False
-    browser.wait(HAS_NOTE)
-    assert heading(browser) == [letter, "ended"]
-    assert browser.errors == []
-
-
-def test_before_its_first_token_an_answer_is_the_only_chat_that_has_come(browser, server):
-    """Only the first token says the id. Another chat that comes at the same time is not taken for ours."""
-    server.may_begin.clear()
-    server.answer_id = "chatcmpl-me"
-    browser.open(server.url)
-    browser.wait(IS_CONNECTED)
-    before = ["chatcmpl-before-0"]
-    show_frame(browser, server, frame_of(before, [], step=1))
-    ask(browser, "hello")
-    two = ["cmpl-text-0", "chatcmpl-other-0", "chatcmpl-me-0"]
-    show_frame(browser, server, frame_of(before, two, step=2))
-    assert heading(browser) == ["", ""]
-    show_frame(browser, server, frame_of(before, ["cmpl-text-0", "chatcmpl-me-0"], step=3))
-    letter = browser.value("view.owners.get('chatcmpl-me-0').letter")
-    assert heading(browser) == [letter, "waiting, 2nd"]
-    server.is_endless = True
-    server.answer_id = "chatcmpl-really"
-    server.may_begin.set()
-    browser.wait("document.querySelector('.assistant .text')?.textContent.includes('more')")
-    show_frame(browser, server, frame_of(["chatcmpl-really-0"], [], step=4))
-    assert heading(browser) == [
-        browser.value("view.owners.get('chatcmpl-really-0').letter"),
-        "running",
-    ]
-    server.is_endless = False
 
 
 # --- twenty questions ---
@@ -553,34 +338,7 @@ def test_twenty_questions_are_one_call(browser, server):
     assert browser.errors == []
 
 
-@pytest.mark.parametrize("button", ["#stop", "#new-chat", ".many .bar button"])
-def test_twenty_questions_can_be_stopped(browser, server, button):
-    server.is_endless = True
-    browser.open(server.url)
-    browser.click("#ask-many")
-    browser.wait(f"{ROWS}[0]?.[3].includes('more')")
-    ask(browser, "and what is this?")
-    browser.wait("document.querySelector('.assistant .text')?.textContent.includes('more')")
-    browser.click(button)
-    assert server.has_left.wait(60)
-    browser.wait("!$('ask-many').disabled")
-    if button == "#stop":  # all of them
-        browser.wait("chat.controller === null && $('stop').hidden")
-        assert {row[2] for row in browser.value(ROWS)} == {"stopped"}
-    server.is_endless = False
-    assert browser.errors == []
-
-
 # --- live and recorded ---
-
-
-def test_nobody_reads_frames_while_a_recorded_run_plays(browser, server):
-    browser.open(server.url)
-    browser.wait(IS_CONNECTED)
-    choose_run(browser, "beam_search")
-    assert browser.value("live.source === null")
-    browser.click("input[value=live]")
-    browser.wait(IS_CONNECTED)
 
 
 # --- recorded runs ---
@@ -616,50 +374,6 @@ def test_a_recorded_run_plays(browser, server):
     assert browser.errors == []
 
 
-def test_space_plays_and_pauses(browser, server):
-    browser.open(server.url)
-    choose_run(browser, "preemption_recompute")
-    browser.value("view.$('blocks').focus()")
-    browser.press(" ")
-    browser.wait("view.timer !== null && view.i >= 1")
-    browser.press(" ")
-    assert browser.value("view.timer === null") and browser.text("#play") == "Play"
-    browser.value("view.$('next').focus()")  # what a button does with it stays
-    i = browser.value("view.i")
-    browser.press(" ")
-    assert browser.value("view.i") == i + 1 and browser.value("view.timer === null")
-    browser.click("#question")
-    browser.press(" ")
-    assert browser.value("view.timer === null")
-
-
-def test_a_recorded_run_shows_prompts_and_the_marks_of_its_steps(browser, server):
-    browser.open(server.url)
-    choose_run(browser, "preemption_swap")
-    browser.value("view.goTo(29)")
-    run = run_named("preemption_swap")
-    prompts = browser.value(
-        "[...view.shadowRoot.querySelectorAll('.request .asked')].map((e) => e.innerText)"
-    )
-    assert sorted(prompts) == sorted(run["prompts"].values())
-    count = len(run["frames"])
-    marks = browser.value("[...view.shadowRoot.querySelectorAll('.axis')].map((e) => e.innerText)")
-    assert [mark.split() for mark in marks] == [["step", "1", str(-(-count // 2)), str(count)]] * 2
-
-
-def test_a_run_of_an_older_version_is_refused(browser, server, tmp_path):
-    old = tmp_path / "old.json"
-    old.write_text(json.dumps({"frames": [{"blocks": [[4, "empty"]], "requests": []}]}))
-    browser.open(server.url)
-    choose_run(browser, "beam_search")
-    root = browser.call("DOM.getDocument")["root"]["nodeId"]
-    node = browser.call("DOM.querySelector", nodeId=root, selector="#file")["nodeId"]
-    browser.call("DOM.setFileInputFiles", nodeId=node, files=[str(old)])
-    sentence = "old.json is not a recorded run: another version has recorded it."
-    browser.wait(f"view.$('explanation').textContent === {json.dumps(sentence)}")
-    assert browser.errors == []
-
-
 def test_every_recorded_run_can_be_chosen(browser, server):
     browser.open(server.url)
     index = json.loads((PAGE / "runs" / "index.json").read_bytes())
@@ -669,15 +383,6 @@ def test_every_recorded_run_can_be_chosen(browser, server):
     titles = browser.value("[...$('run').options].map((option) => option.text)")
     assert titles == [entry["title"] for entry in index]
     assert browser.errors == []
-
-
-def test_without_a_live_view_recorded_runs_are_offered(browser, server, monkeypatch):
-    monkeypatch.setattr(
-        "page_server.Handler._live", lambda self: self._send(404, "text/plain", b"")
-    )
-    browser.open(server.url)
-    browser.wait("view.run !== null")
-    assert browser.text("#connection") == "This server has no live view"
 
 
 def test_opened_as_a_file_it_asks_for_a_run(browser):
@@ -727,34 +432,6 @@ def test_nothing_overflows_on_a_telephone(browser, server, scheme):
     assert browser.errors == []
 
 
-def test_on_a_telephone_chat_and_engine_are_one_touch_away(browser, server):
-    server.last_frame = run_named("static_batching")["frames"][3]
-    browser.open(server.url, width=360, height=740)
-    browser.wait(IS_LIVE)
-    top = "Math.round($('{}').getBoundingClientRect().top)"
-    for _ in range(2):
-        for i, part in enumerate(("chat", "engine")):
-            x = browser.value("innerWidth") * (1 + 2 * i) / 4
-            link = f"document.elementFromPoint({x}, $('sides').getBoundingClientRect().top + 20)"
-            assert browser.value(f"{link}.getAttribute('href')") == f"#{part}"  # in sight
-            browser.value(f"{link}.click()")
-            browser.wait(f"{top.format(part)} < 100 && {top.format(part)} >= 30")
-    assert browser.errors == []
-
-
-def test_a_large_screen_scrolls_only_within_the_columns(browser, server):
-    server.last_frame = run_named("static_batching")["frames"][3]
-    browser.open(server.url, height=600)
-    browser.wait(IS_LIVE)
-    for _ in range(8):
-        answer_to(browser, "hello")
-    assert browser.value("document.documentElement.scrollHeight") <= 600
-    assert browser.value("$('log').scrollHeight > $('log').clientHeight")
-    assert browser.value(
-        "Math.abs($('log').scrollTop + $('log').clientHeight - $('log').scrollHeight) < 2"
-    )
-
-
 def test_everything_can_be_reached_with_the_keyboard_and_has_a_name(browser, server):
     browser.open(server.url)
     choose_run(browser, "beam_search")
@@ -781,36 +458,3 @@ def test_everything_can_be_reached_with_the_keyboard_and_has_a_name(browser, ser
         "next",
     }
     assert expected | {"slider", "blocks"} <= reached
-
-
-def test_pictures_can_be_taken(browser, server, tmp_path):
-    """For people to look at, light and dark; the recorded one is in tutorials/figures, too."""
-    folder = Path(os.environ.get("SHOTS", tmp_path))
-    server.answer = [
-        {"content": "Once upon a time there was a shy fox named Luna who lived on a green hill."}
-    ]
-    for scheme in ("light", "dark"):
-        browser.open(server.url, height=820, scheme=scheme)
-        browser.wait(IS_CONNECTED)
-        answer_to(browser, "tell me a story about a shy fox")
-        server.answer = [{"content": "347 + 285 = 632"}]
-        answer_to(browser, "what is 347 + 285?")
-        for frame in run_named("shared_prefix")["frames"][:13]:
-            server.send_frame(frame)
-            browser.wait(f"view.frame?.step === {frame['step']}")
-        browser.screenshot(folder / f"page_live_{scheme}.png")
-        server.last_frame = None
-        browser.open(server.url, height=950, scheme=scheme)
-        choose_run(browser, "preemption_recompute")
-        browser.value("view.goTo(29); document.querySelector('.view').scrollTop = 0")
-        browser.screenshot(folder / f"page_recorded_{scheme}.png")
-        browser.open(server.url, width=360, height=740, scheme=scheme)
-        choose_run(browser, "continuous_batching")
-        browser.value("view.goTo(20); document.querySelector('.view').scrollIntoView()")
-        browser.screenshot(folder / f"page_360_{scheme}.png")
-    names = {
-        f"page_{what}_{scheme}.png"
-        for what in ("live", "recorded", "360")
-        for scheme in ("light", "dark")
-    }
-    assert names <= {path.name for path in folder.glob("*.png")}

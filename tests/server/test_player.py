@@ -88,20 +88,6 @@ def test_several_on_a_page_do_not_know_each_other(chapter):
     assert chapter.errors == []
 
 
-def test_step_and_src_may_change(chapter):
-    place(chapter, 0, "prefix_hit", step=500)
-    assert chapter.text("#position") == "step 18 of 18"
-    for step, i in (("3", 2), ("-2", 0), ("x", 0)):
-        chapter.value(f"runs[0].setAttribute('step', '{step}')")
-        assert chapter.value("runs[0].i") == i
-    chapter.value("runs[0].setAttribute('src', 'runs/first_come.json')")
-    chapter.wait("runs[0].run.frames.length === 50")
-    run = json.loads((PAGE / "runs" / "copy_on_write.json").read_bytes())
-    chapter.value(f"runs[0].run = {json.dumps(run)}")
-    assert chapter.text("#title") == "Copy-on-write"
-    assert chapter.errors == []
-
-
 def test_a_run_that_cannot_be_read_is_a_sentence(chapter):
     chapter.value("place({src: 'runs/index.json'})")
     chapter.wait("!runs[0].$('player').hidden")
@@ -131,15 +117,6 @@ def test_the_time_line_says_who_runs_and_who_waits(chapter):
     chapter.value("runs[0].goTo(33)")
     now = chapter.value(f"({box})(runs[0].shadowRoot.querySelector('#timeline .now')).left")
     assert part[0] < now < part[1]
-
-
-def test_what_follows_stays_where_it_is_while_a_run_plays(chapter):
-    place(chapter, 0, "static_batching")
-    heights = []
-    for i in range(54):
-        chapter.value(f"runs[0].goTo({i})")
-        heights.append(chapter.value("runs[0].offsetHeight"))
-    assert heights == sorted(heights) and heights[-1] == heights[30]
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

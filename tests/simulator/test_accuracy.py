@@ -6,7 +6,6 @@ Run: pytest tests/simulator/test_accuracy.py [-k replay]
 import random
 import sys
 from dataclasses import replace
-from pathlib import Path
 from statistics import mean, stdev
 
 import pytest
@@ -44,7 +43,6 @@ from tutorials.simulation.workloads import (
     workload,
 )
 
-ROOT = Path(__file__).parents[2]
 SHAPE = shape_of(model_config(EMBEDDED_MODEL), itemsize=4)
 OPTIONS = {"dtype": "float32", "max_num_batched_tokens": 64, "num_blocks": 200}
 

@@ -225,11 +225,6 @@ def read_metrics(text: str) -> dict[str, float]:
     return found
 
 
-def is_busy(connection) -> bool:
-    """Whether one of uvicorn's connections has a request."""
-    return connection.cycle is not None and not connection.cycle.response_complete
-
-
 def events_in(text: str) -> list[dict]:
     """Those of a whole stream. A server that is slow sends comments between them."""
     *events, rest = (part for part in text.split("\n\n") if not part.startswith(":"))

@@ -11,7 +11,6 @@ import random
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,13 +30,11 @@ from tutorials.measure.peers import Vllm
 from tutorials.measure.turns import Worker
 from tutorials.report import (
     BIN,
-    conditions,
     engines_table,
     percentile,
     summary,
-    write_json,
 )
-from tutorials.simulation.requests import Request, cut, make_requests, read_trace
+from tutorials.simulation.requests import Request, make_requests, read_trace
 
 ROOT = Path(__file__).parents[2]
 
@@ -72,14 +69,6 @@ def test_nano_vllm_workload():
     length = rng.randint(100, 1024)
     assert requests[0].prompt == [rng.randint(0, 10000) for _ in range(length)]
     assert all(request.arrival == 0 for request in requests)
-
-
-def test_token_ids_are_below_the_vocabulary():
-    for argv in ([], ["--workload", "nano-vllm", "--requests", "9"]):
-        requests = make_requests(parse(*argv), 1536)
-        assert max(max(request.prompt) for request in requests) < 1536
-    assert make_requests(parse(), 1536) == make_requests(parse(), 1536)
-    assert make_requests(parse(), 1536) != make_requests(parse("--seed", "1"), 1536)
 
 
 def test_poisson_arrivals():
@@ -117,22 +106,6 @@ def test_trace(trace):
     assert [len(request.prompt) for request in requests] == [374, 396, 7]
     assert requests[-1].arrival == pytest.approx(2)
     assert args.temperature == 0
-
-
-def test_what_is_no_trace(trace, tmp_path):
-    with pytest.raises(ValueError, match="has 4 requests, not 5"):
-        read_trace(trace, 5, 1)
-    trace.write_text("time,in,out\n1,2,3\n")
-    with pytest.raises(ValueError, match="not a CSV of TIMESTAMP,ContextTokens,GeneratedTokens"):
-        read_trace(trace, None, 1)
-    with pytest.raises(ValueError, match="not a CSV of"):
-        read_trace(tmp_path / "none.csv", None, 1)
-
-
-def test_long_requests_are_cut():
-    assert cut(Request([1] * 6, 4), 10) == Request([1] * 6, 4)
-    assert cut(Request([1] * 6, 5), 10) == Request([1] * 6, 4)
-    assert cut(Request([1] * 12, 5, 0.5), 10) == Request([1] * 9, 1, 0.5)
 
 
 # --- random weights ---
@@ -294,32 +267,6 @@ class LLM:
 """
 
 
-@pytest.fixture
-def fake_python(tmp_path):
-    """An interpreter that has only another package with our name, and a stub of transformers."""
-    if not hasattr(os, "killpg"):
-        pytest.skip("os.killpg is not there")
-    (tmp_path / "nanovllm.py").write_text(FAKE_PEER)
-    (tmp_path / "transformers.py").write_text("class AutoTokenizer: pass")
-    (tmp_path / "nano_vllm-0.2.0.dist-info").mkdir()
-    (tmp_path / "nano_vllm-0.2.0.dist-info" / "METADATA").write_text(
-        "Name: nano-vllm\nVersion: 0.2.0\n"
-    )
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nPYTHONPATH="{tmp_path}" exec "{sys.executable}" "$@"\n')
-    python.chmod(0o755)
-    return str(python)
-
-
-def test_a_peer_with_our_name_in_its_own_environment(fake_python, tmp_path):
-    job = new_job("nanovllm-original", model="", temperature=0.6)
-    with Worker(fake_python, job, tmp_path) as worker:
-        facts = worker.answer()
-        assert facts["version"] == "0.2.0" and facts["startup_seconds"] > 0
-        answers = [worker.ask("round", number)["answers"] for number in range(2)]
-        assert answers == [[[[1, 1, 1], None, None]] * 2] * 2
-
-
 def test_a_peer_that_crashes_is_reported_with_its_last_line(fake_python, tmp_path, capsys):
     job = new_job("nanovllm-original", model="")
     with Worker(fake_python, job, tmp_path) as worker:
@@ -450,57 +397,6 @@ def test_table_of_engines():
     assert set(vllm.split()) == {"vllm", "-"} and error == "vllm: no"
 
 
-def test_first_seconds_are_columns_of_their_own():
-    header, ours, hf, vllm, *_ = engines_table(report_of(7, cold=True)).splitlines()
-    assert header.endswith("start s  1st round  2nd")
-    assert ours.split()[-3:] == ["3.0", "10", "20"] and hf.split()[-3:] == ["-", "10", "20"]
-    assert vllm.split()[-3:] == ["-", "-", "-"]
-
-
-def test_a_quick_look_and_a_busy_machine_are_told():
-    assert "7 rounds" in conditions(report_of(7)) and "quick look" not in conditions(report_of(7))
-    assert "quick look" in conditions(report_of(6))
-    assert "beside endless loops: 2" in conditions(report_of(7) | {"busy": 2})
-    assert "other programs used 0.04 processors" in conditions(report_of(7))
-
-
-def test_loops_run_beside_the_rounds(monkeypatch):
-    """After all engines have started, until the last round has ended."""
-    events = []
-
-    class NoTurns:
-        def __init__(self, pythons):
-            self.results = dict
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            events.append("end")
-
-        def start(self, job):
-            events.append(job.engine)
-            return dict.fromkeys(bench.FOLLOWED)
-
-        def play(self, num_rounds):
-            events.append(num_rounds)
-            raise ValueError("enough")
-
-    @contextmanager
-    def loop():
-        events.append("loop")
-        try:
-            yield
-        finally:
-            events.append("no loop")
-
-    monkeypatch.setattr(bench, "Turns", NoTurns)
-    monkeypatch.setattr(bench, "endless_loop", loop)
-    with pytest.raises(ValueError, match="enough"):
-        bench.compare(parse("--peer", "hf", "--busy", "2", "--requests", "1"))
-    assert events == ["nanovllm", "hf", "loop", "loop", 9, "no loop", "no loop", "end"]
-
-
 @pytest.mark.parametrize(
     "folder, may_import",
     [
@@ -531,25 +427,6 @@ def is_ours(module: str) -> bool:
 
 
 # --- what is written ---
-
-
-def test_json_is_compact(tmp_path):
-    write_json(
-        {"name": "a [1,  2]", "rows": [[1, 2.00000000049, 1e-12], []], "text": ["b"]},
-        tmp_path / "new" / "x.json",
-    )
-    text = (tmp_path / "new" / "x.json").read_text(encoding="utf-8")
-    assert json.loads(text) == {"name": "a [1,  2]", "rows": [[1, 2.0, 1e-12], []], "text": ["b"]}
-    assert "[1, 2.0, 1e-12]" in text
-
-
-def test_who_is_ended_while_writing_leaves_the_old_file(tmp_path, monkeypatch):
-    path = tmp_path / "x.json"
-    write_json({"old": 1}, path)
-    monkeypatch.setattr(Path, "write_text", lambda file, *_, **__: file.write_bytes(b"{") and 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        write_json({"new": 2}, path)
-    assert json.loads(path.read_bytes()) == {"old": 1}
 
 
 @pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)
@@ -599,15 +476,3 @@ def test_bad_arguments(monkeypatch, capsys, argv, message):
         bench.main()
     assert error.value.code == 2
     assert message in capsys.readouterr().err
-
-
-def test_an_interpreter_may_be_named_from_here(fake_python, monkeypatch):
-    monkeypatch.chdir(Path(fake_python).parent)
-    assert parse("--python", "vllm=./python").python == [("vllm", fake_python)]
-
-
-def test_options_are_json_or_text():
-    args = parse(
-        "--option", "num_blocks=8", "--option", "dtype=float32", "--option", "enforce_eager=true"
-    )
-    assert dict(args.option) == {"num_blocks": 8, "dtype": "float32", "enforce_eager": True}

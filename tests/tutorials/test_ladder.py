@@ -13,7 +13,6 @@ import pytest
 
 from nanovllm.config import EMBEDDED_MODEL
 from tests.tools.extras import needs
-from tutorials.ladder import __main__ as command
 from tutorials.ladder import rung4, rung5, rung6
 from tutorials.ladder.__main__ import climb, main
 from tutorials.ladder.qwen3 import Qwen3
@@ -138,14 +137,6 @@ def test_the_command_writes(monkeypatch, tmp_path):
     main()
     runs = json.loads((tmp_path / "x.json").read_bytes())["runs"]
     assert runs["rung 1"][:3] == [18, 19, 20] and runs["LLM"] == [98, 4, 4, 3, 2, 1]
-
-
-def test_without_matplotlib_there_is_a_sentence(monkeypatch, capsys):
-    monkeypatch.setattr(command, "find_spec", lambda name: None)
-    monkeypatch.setattr(sys, "argv", ["ladder", "--draw", "x.png"])
-    with pytest.raises(SystemExit):
-        main()
-    assert "--draw needs matplotlib: pip install matplotlib" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

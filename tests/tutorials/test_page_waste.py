@@ -9,7 +9,6 @@ import sys
 
 import pytest
 
-from nanovllm.frontend.stats import cache_usage
 from tutorials.baselines import replay
 from tutorials.measure import pages
 
@@ -28,92 +27,6 @@ def small_load() -> replay.Lengths:
 def small(monkeypatch):
     monkeypatch.setattr(pages, "MEMORY", MEMORY)
     monkeypatch.setattr(pages, "EVERY", 4)
-
-
-class Picture:
-    """Of the memory, KiB by KiB, at the end of each step that the replay looks at."""
-
-    def __init__(self, layout: pages.Layout):
-        self.layout = layout
-        self.num_blocks = MEMORY // layout.block_bytes
-        self.counts = dict.fromkeys((PADDING, EMPTY, TOKENS), 0)
-        self.mappings: list[int] = []
-        self.running: list[int] = []
-        self.scheduler = None
-
-    def look(self, scheduler) -> dict[str, int]:
-        """In place of cache_usage: the plan is made, its tokens are not written."""
-        self.scheduler = scheduler
-        return cache_usage(scheduler)
-
-    def run(self, schedule) -> None:
-        """Before the model runs."""
-        if self.scheduler is None:
-            return
-        seqs = [seq for request in self.scheduler.running for seq in request.unfinished]
-        lengths = {id(seq): seq.num_computed_tokens for seq in seqs}
-        for seq, _, num_tokens in schedule.items:
-            lengths[id(seq)] += num_tokens
-        memory = bytearray(self.num_blocks * self.layout.block_bytes // KIB)
-        drawn = [self.draw(memory, seq.block_table, lengths[id(seq)]) for seq in seqs]
-        for kind in self.counts:
-            self.counts[kind] += memory.count(kind)
-        self.mappings.append(sum(drawn))
-        self.running.append(len(seqs))
-        self.scheduler = None
-
-    def draw(self, memory: bytearray, table: list[int], num_tokens: int) -> int:
-        """The number of pieces."""
-        block_size, num_pieces, block_bytes, _ = self.layout
-        size = block_bytes // num_pieces // KIB
-        of_a_token = pages.TOKEN_BYTES // num_pieces // KIB
-        for i, block in enumerate(table):
-            for piece in range(num_pieces):
-                begin = (piece * self.num_blocks + block) * size
-                assert memory[begin : begin + size] == bytes(size), "somebody else's"
-                memory[begin : begin + size] = bytes([PADDING]) * size
-                for slot in range(block_size):
-                    kind = TOKENS if i * block_size + slot < num_tokens else EMPTY
-                    at = begin + slot * size // block_size
-                    memory[at : at + of_a_token] = bytes([kind]) * of_a_token
-        return len(table) * num_pieces
-
-
-@pytest.mark.slow(but_every=7)
-@pytest.mark.parametrize(
-    "name",
-    [
-        "software",
-        "64 KiB, all layers",
-        "64 KiB, all layers, unpadded",
-        "256 KiB, a page for each layer",
-        "2 MiB, all layers",
-        "2 MiB, a page for each layer",
-        "2 MiB, keys and values apart",
-    ],
-)
-def test_the_table_is_what_a_picture_of_the_memory_shows(name, monkeypatch):
-    layout = LAYOUTS[name]
-    picture = Picture(layout)
-
-    class Drawn(replay.NoModel):
-        def run(self, schedule):
-            picture.run(schedule)
-            return super().run(schedule)
-
-    monkeypatch.setattr(pages, "EVERY", 8)
-    monkeypatch.setattr(replay, "cache_usage", picture.look)
-    monkeypatch.setattr(replay, "NoModel", Drawn)
-    result = pages.measure(small_load(), {name: layout})[name]
-    total = sum(picture.counts.values())
-    num_looks = len(picture.running)
-    assert num_looks >= 5
-    assert result["tokens"] == pytest.approx(picture.counts[TOKENS] / total)
-    assert result["padding"] == pytest.approx(picture.counts[PADDING] / total)
-    assert result["empty"] == pytest.approx(picture.counts[EMPTY] / total)
-    assert result["running"] == pytest.approx(sum(picture.running) / num_looks)
-    num_mappings = 0 if name == "software" else sum(picture.mappings) / num_looks
-    assert result["mappings"] == pytest.approx(num_mappings)
 
 
 def test_layouts():

@@ -5,22 +5,17 @@ Run: pytest tests/tutorials/test_turns.py [-k order]
 """
 
 import os
-import signal
-import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from tutorials.machine import cpu_seconds
 from tutorials.measure import turns
 from tutorials.measure.engines import Job
 from tutorials.measure.turns import Turns
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "killpg"), reason="os.killpg is not there")
-ROOT = Path(__file__).parents[2]
 # The name of an engine says how it behaves; job["model"] is a file that all write their turns into.
 FAKE_WORKER = """
 import json, os, socket, subprocess, sys, time
@@ -134,76 +129,7 @@ def test_an_engine_that_fails_is_reported_and_the_others_go_on(
     assert not running(lines)
 
 
-@pytest.mark.parametrize("name", ["fails at start", "fails in round 2"])
-def test_without_ours_there_is_nothing_to_compare_with(record, name):
-    with pytest.raises(ValueError, match=f"{name}: "):
-        play(record, [name, "other"])
-    assert not running(record.read_text(encoding="utf-8").splitlines())
-
-
 def test_an_engine_that_does_not_end_is_ended(record):
     results, lines = play(record, ["ours", "does not end"], 1)
     assert "error" not in results["does not end"]
     assert not running(lines)
-
-
-def test_ctrl_c_ends_an_engine_that_hangs(record):
-    script = (
-        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from pathlib import Path; from test_turns import play\n"
-        f"play(Path({str(record)!r}), ['ours', 'hangs', 'other'])"
-    )
-    driver = subprocess.Popen(
-        [sys.executable, "-c", script],
-        cwd=ROOT,
-        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'tutorials'}"},
-        stderr=subprocess.PIPE,
-    )
-    while driver.poll() is None and (
-        not record.exists() or "hangs round 0" not in record.read_text(encoding="utf-8")
-    ):
-        time.sleep(0.05)
-    driver.send_signal(signal.SIGINT)
-    _, err = driver.communicate()
-    assert b"KeyboardInterrupt" in err
-    assert not running(record.read_text(encoding="utf-8").splitlines())
-
-
-def test_the_end_of_the_driver_ends_an_engine(record):
-    """Even if the driver has no time for that: there are no more questions."""
-    with Turns({"ours": str(record.with_name("python"))}) as all_turns:
-        all_turns.start(Job(str(record), "ours"))
-        worker = all_turns.workers["ours"]
-        worker.pipe.close()
-        worker.connection.close()
-        assert worker.process.wait(60) == 0
-
-
-def test_an_endless_loop_ends_with_its_parent():
-    script = (
-        "from tutorials.measure.busy import endless_loop\n"
-        "loop = endless_loop(); loop.__enter__()\n"
-        "import os; print(os.getpid(), flush=True); os.kill(os.getpid(), 9)"
-    )
-    driver = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, start_new_session=True
-    )  # returns when the loop, which has the same output, has ended
-    deadline = time.monotonic() + 60
-    while running([f"driver starts {driver.stdout.decode()}"]) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not running([f"driver starts {driver.stdout.decode()}"])
-
-
-def test_cpu_seconds_are_those_of_a_session():
-    """Of all its processes, also of those that have ended."""
-    if cpu_seconds(1) is None and not Path("/proc/self/stat").exists():
-        pytest.skip("the system does not tell")
-    loop = "import time\nwhile time.process_time() < 0.2: pass\n"
-    script = f"{loop}import subprocess, sys; subprocess.run([sys.executable, '-c', {loop!r}]); print(); input()"
-    process = subprocess.Popen(
-        [sys.executable, "-c", script], stdin=-1, stdout=-1, start_new_session=True
-    )
-    process.stdout.readline()
-    assert cpu_seconds(process.pid) >= 0.35
-    process.communicate(b"\n")
-    assert cpu_seconds(process.pid) is None

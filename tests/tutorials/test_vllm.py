@@ -9,7 +9,6 @@ import json
 import re
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -144,42 +143,6 @@ def test_what_is_not_there_is_found(tmp_path):
 
 
 # --- the list itself ---
-
-SOURCE = """
-X = 1
-size: int = 2
-
-if X:
-    def f(): pass
-
-class A:
-    n: int
-
-    async def g(self): pass
-
-class B: pass
-"""
-
-
-def test_a_wheel_and_its_folder_give_the_same_list(tmp_path):
-    wheel = tmp_path / "vllm-1.2.3-py3-none-any.whl"
-    files = {"vllm/v1/a.py": SOURCE, "vllm/empty.py": "", "vllm/models/x.py": SOURCE}
-    others = {"other/a.py": SOURCE, "vllm/a.so": "", "vllm-1.2.3.dist-info/METADATA": ""}
-    with zipfile.ZipFile(wheel, "w") as file:
-        for name, text in (files | others).items():
-            file.writestr(name, text)
-    report = measure(wheel)
-    assert report["files"] == {"v1/a.py": {"": "size f", "A": "n g", "B": ""}}
-    assert report["version"] == "1.2.3" and report["date"] and report["command"]
-    with zipfile.ZipFile(wheel) as file:
-        file.extractall(tmp_path / "unpacked")
-    unpacked = measure(tmp_path / "unpacked" / "vllm")
-    assert {**unpacked, "date": report["date"]} == report
-    (tmp_path / "nameless").mkdir()
-    with pytest.raises(ValueError, match="no files of vLLM"):
-        measure(tmp_path / "nameless")
-    with pytest.raises(ValueError, match="which version"):
-        measure((tmp_path / "unpacked" / "vllm").rename(tmp_path / "nameless" / "vllm"))
 
 
 def test_the_list_is_small():

@@ -33,7 +33,6 @@ from tutorials.measure.batches import random_batch
 assert look_at_little_garbage  # a fixture
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="memfd_create is Linux's")
 
-ROOT = Path(__file__).parents[2]
 PAGE = HostMemory.page_bytes
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
