@@ -5,7 +5,7 @@ from pathlib import Path
 from re import fullmatch
 from typing import ClassVar, Literal
 
-from nanovllm.options import ABOVE_0, SEED, Options, Rule, integer, number, option, refusal
+from nanovllm.options import ABOVE_0, SEED, Options, Rule, integer, number, refusal
 
 EMBEDDED_MODEL = str(Path(__file__).parent / "tiny_qwen3")
 LARGEST = 2**31 - 1
@@ -37,112 +37,111 @@ def subclass(base: str, method: str) -> Rule:
 
 @dataclass(kw_only=True)
 class Config(Options):
-    model: str = option(
-        EMBEDDED_MODEL,
-        "Local directory or Hugging Face hub id; the embedded model by default.",
-        Rule(
+    model: str = EMBEDDED_MODEL
+    """Local directory or Hugging Face hub id; the embedded model by default."""
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """On CUDA, "auto" is float16 for a float16 checkpoint and bfloat16 for any other, even a
+    float32 one: that would need twice the memory, and vLLM serves it in 16 bits, too. On a CPU,
+    "auto" is bfloat16 if the CPU has instructions for it, else float32 (always float32 for the
+    embedded model)."""
+
+    device: str = "auto"
+    """"auto" (CUDA if there is one), "cpu", "cuda" or "cuda:N"."""
+
+    max_model_len: int | None = None
+    """Maximum tokens per sequence, prompt and output together. Default: the longest context that
+    the model supports."""
+
+    max_num_seqs: int = 256
+    """Maximum sequences per step."""
+
+    max_num_batched_tokens: int | None = None
+    """Maximum tokens computed per step; longer prompts are computed in chunks. Default: 8192 on
+    CUDA, 384 on a CPU, or `max_num_seqs` if that is more."""
+
+    block_size: int = 16
+    """Tokens per KV block (paper, section 7.2: 16 is large enough for the GPU and small enough to
+    waste little)."""
+
+    num_blocks: int | None = None
+    """Exact number of KV blocks. Default: as many as fit into `gpu_memory_utilization` or
+    `kv_cache_gib`."""
+
+    gpu_memory_utilization: float = 0.9
+    """Fraction of GPU memory for weights, activations and KV cache together."""
+
+    kv_cache_gib: float = 1.0
+    """Size of the KV cache on a CPU, in GiB."""
+
+    enable_prefix_caching: bool = True
+    """Whether to keep full blocks after use and reuse them for requests with the same prefix."""
+
+    preemption_mode: Literal["recompute", "swap"] = "recompute"
+    """How a preempted request recovers. With "swap", its blocks wait in host memory (paper, section
+    4.5). What does not fit there is recomputed."""
+
+    swap_gib: float = 4.0
+    """Host memory for `preemption_mode="swap"`, in GiB."""
+
+    attention_backend: Literal["auto", "torch", "numba", "triton", "vattention"] = "auto"
+    """What computes attention and the small layers. "auto" uses Triton on CUDA, numba on a CPU, and
+    PyTorch where these are missing. Triton needs CUDA, or TRITON_INTERPRET=1 on any device; numba
+    is the extra `cpu`. With "vattention", memory is mapped so that attention needs no block tables
+    (chapter 20); it needs Linux."""
+
+    tensor_parallel_size: int = 1
+    """Over how many ranks each layer is split: processes with a device each, see chapter 18."""
+
+    rank_timeout: float = 60.0
+    """Seconds after which a rank that gives no sign of life is given up."""
+
+    enforce_eager: bool = False
+    """Launch every kernel of a decode step from Python instead of replaying a CUDA graph."""
+
+    check_kernels: Literal["cuda", "always", "never"] = "cuda"
+    """Where to compare each kernel with PyTorch before the first request. If one computes wrong
+    numbers on this machine, there is a ValueError, and no engine."""
+
+    speculative_config: dict | None = None
+    """Guess tokens, and check several in one step (chapter 22): the fields of SpeculativeConfig,
+    such as {"method": "ngram", "num_speculative_tokens": 4}."""
+
+    scheduler_cls: type | None = None
+    """A subclass of nanovllm.scheduler.Scheduler."""
+
+    block_manager_cls: type | None = None
+    """A subclass of nanovllm.block_manager.BlockManager."""
+
+    seed: int = 0
+    """Base seed for requests that set none."""
+
+    RULES: ClassVar[dict[str, Rule]] = {
+        "model": Rule(
             lambda value: isinstance(value, str | Path) and len(str(value)) < 999,
             "a hub id or a directory",
         ),
-    )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
-        "auto",
-        'On CUDA, "auto" is float16 for a float16 checkpoint and bfloat16 for any other, even a'
-        " float32 one: that would need twice the memory, and vLLM serves it in 16 bits, too. On"
-        ' a CPU, "auto" is bfloat16 if the CPU has instructions for it, else float32 (always '
-        "float32 for the embedded model).",
-    )
-    device: str = option(
-        "auto",
-        '"auto" (CUDA if there is one), "cpu", "cuda" or "cuda:N".',
-        Rule(
+        "device": Rule(
             lambda value: fullmatch(r"auto|cpu|cuda(:\d{1,3})?", str(value)),
             "auto, cpu, cuda or cuda:N",
         ),
-    )
-    max_model_len: int | None = option(
-        None,
-        "Maximum tokens per sequence, prompt and output together. Default: the longest context "
-        "that the model supports.",
-        integer(2, LARGEST, "an integer from 2 to 2**31 - 1"),
-    )
-    max_num_seqs: int = option(256, "Maximum sequences per step.", COUNT)
-    max_num_batched_tokens: int | None = option(
-        None,
-        "Maximum tokens computed per step; longer prompts are computed in chunks. Default: 8192"
-        " on CUDA, 384 on a CPU, or `max_num_seqs` if that is more.",
-        COUNT,
-    )
-    block_size: int = option(
-        16,
-        "Tokens per KV block (paper, section 7.2: 16 is large enough for the GPU and small "
-        "enough to waste little).",
-        COUNT,
-    )
-    num_blocks: int | None = option(
-        None,
-        "Exact number of KV blocks. Default: as many as fit into `gpu_memory_utilization` or "
-        "`kv_cache_gib`.",
-        COUNT,
-    )
-    gpu_memory_utilization: float = option(
-        0.9,
-        "Fraction of GPU memory for weights, activations and KV cache together.",
-        number(ABOVE_0, 1, "above 0 and at most 1"),
-    )
-    kv_cache_gib: float = option(1.0, "Size of the KV cache on a CPU, in GiB.", SIZE)
-    enable_prefix_caching: bool = option(
-        True,
-        "Whether to keep full blocks after use and reuse them for requests with the same prefix.",
-    )
-    preemption_mode: Literal["recompute", "swap"] = option(
-        "recompute",
-        'How a preempted request recovers. With "swap", its blocks wait in host memory (paper, '
-        "section 4.5). What does not fit there is recomputed.",
-    )
-    swap_gib: float = option(4.0, 'Host memory for `preemption_mode="swap"`, in GiB.', SIZE)
-    attention_backend: Literal["auto", "torch", "numba", "triton", "vattention"] = option(
-        "auto",
-        'What computes attention and the small layers. "auto" uses Triton on CUDA, numba on a CPU, '
-        "and PyTorch where these are missing. Triton needs CUDA, or TRITON_INTERPRET=1 on any "
-        'device; numba is the extra `cpu`. With "vattention", memory is mapped so that attention '
-        "needs no block tables (chapter 20); it needs Linux.",
-    )
-    tensor_parallel_size: int = option(
-        1,
-        "Over how many ranks each layer is split: processes with a device each, see chapter 18.",
-        COUNT,
-    )
-    rank_timeout: float = option(
-        60.0,
-        "Seconds after which a rank that gives no sign of life is given up.",
-        number(1, 2**30, "a number of seconds, at least 1"),
-    )
-    enforce_eager: bool = option(
-        False, "Launch every kernel of a decode step from Python instead of replaying a CUDA graph."
-    )
-    check_kernels: Literal["cuda", "always", "never"] = option(
-        "cuda",
-        "Where to compare each kernel with PyTorch before the first request. If one computes wrong "
-        "numbers on this machine, there is a ValueError, and no engine.",
-    )
-    speculative_config: dict | None = option(
-        None,
-        "Guess tokens, and check several in one step (chapter 22): the fields of "
-        'SpeculativeConfig, such as {"method": "ngram", "num_speculative_tokens": 4}.',
-        Rule(lambda value: isinstance(value, dict), "a dict of SpeculativeConfig's fields"),
-    )
-    scheduler_cls: type | None = option(
-        None,
-        "A subclass of nanovllm.scheduler.Scheduler.",
-        subclass("Scheduler", "schedule"),
-    )
-    block_manager_cls: type | None = option(
-        None,
-        "A subclass of nanovllm.block_manager.BlockManager.",
-        subclass("BlockManager", "allocate"),
-    )
-    seed: int = option(0, "Base seed for requests that set none.", SEED)
+        "max_model_len": integer(2, LARGEST, "an integer from 2 to 2**31 - 1"),
+        "max_num_seqs": COUNT,
+        "max_num_batched_tokens": COUNT,
+        "block_size": COUNT,
+        "num_blocks": COUNT,
+        "gpu_memory_utilization": number(ABOVE_0, 1, "above 0 and at most 1"),
+        "kv_cache_gib": SIZE,
+        "swap_gib": SIZE,
+        "tensor_parallel_size": COUNT,
+        "rank_timeout": number(1, 2**30, "a number of seconds, at least 1"),
+        "speculative_config": Rule(
+            lambda value: isinstance(value, dict), "a dict of SpeculativeConfig's fields"
+        ),
+        "scheduler_cls": subclass("Scheduler", "schedule"),
+        "block_manager_cls": subclass("BlockManager", "allocate"),
+        "seed": SEED,
+    }
 
     elsewhere: ClassVar[dict[str, str]] = {
         "enable_chunked_prefill": "it always does; max_num_batched_tokens is the limit of a chunk",

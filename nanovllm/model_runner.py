@@ -215,7 +215,7 @@ class ModelRunner:
             max_context=int(contexts.max()),
         )
         sampling = None
-        if not all(seq.request.is_plain for seq in schedule.sampled):
+        if not all(seq.request.is_greedy for seq in schedule.sampled):
             sampling = sampling_of(schedule.sampled, self.vocab_size)
         end_of = dict(zip([seq for seq, _, _ in items], ends.tolist()))
         pairs = schedule.sampled.items()

@@ -5,7 +5,7 @@ Imports no torch.
 
 import sys
 from collections.abc import Callable
-from dataclasses import field, fields
+from dataclasses import fields
 from difflib import get_close_matches
 from math import inf
 from typing import Any, ClassVar, NamedTuple, get_args
@@ -19,7 +19,11 @@ class Rule(NamedTuple):
 
 
 class Options:
-    """Base of dataclasses that take only keywords, and say which are allowed."""
+    """Base of dataclasses that take only keywords, and say which are allowed. The docstring below a
+    field is also what the command line says of it."""
+
+    RULES: ClassVar[dict[str, Rule]] = {}
+    """The rules of the fields. The type of a bool or a Literal is its rule."""
 
     elsewhere: ClassVar[dict[str, str]] = {}
     """For names of vLLM that are no fields here: what to use instead."""
@@ -37,7 +41,7 @@ class Options:
         """Checks each option by its rule. None is allowed, too, where it is the default."""
         for one in fields(self):  # type: ignore[arg-type]
             value = getattr(self, one.name)
-            allows, words = one.metadata["rule"] or rule_of_type(one.type)
+            allows, words = self.RULES.get(one.name) or rule_of_type(one.type)
             if one.default is None:
                 words += ", or None"
                 if value is None:
@@ -65,12 +69,6 @@ class Options:
 
 class PromptTooLong(ValueError):
     """A prompt has more tokens than the model or the cache can hold."""
-
-
-def option(default: Any, meaning: str, rule: Rule | None = None) -> Any:
-    """A field of Options. Its meaning is also what the command line says of it. The type of a bool
-    or a Literal is its rule."""
-    return field(default=default, metadata={"meaning": meaning, "rule": rule})
 
 
 # --- rules ---

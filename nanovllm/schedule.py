@@ -36,11 +36,11 @@ class Schedule:
     tokens_left: int = 0  # while it is planned: how many more tokens may be added, ...
     prompt_tokens_left: int = 0  # ... and how many of them for sequences that lack more than one
     items: list[Item] = field(default_factory=list)
-    # sequences that get a next token: each draws it after its own last token, which is computed by
-    # itself, by the first one before its request forks, or by the longest of its guesses; these
-    # draw, too, and once the step has run, only those are left that were right
     sampled: dict[Sequence, Sequence] = field(default_factory=dict)
-    scored: list[Item] = field(default_factory=list)  # whose prompts' log-probabilities are wanted
+    """Which sequences get a token, and whose logits each uses: its own; before a fork, those of the
+    first sample; with guesses (chapter 22), those of the longest guess."""
+    scored: list[Item] = field(default_factory=list)
+    """Items whose prompts' log-probabilities are wanted."""
     moves: Moves = field(default_factory=Moves)
     num_used_blocks: int = 0  # of the KV cache, while the step runs
 

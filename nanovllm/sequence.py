@@ -99,8 +99,7 @@ class Request:
     has_forked: bool = False  # whether each sequence has its own blocks; else only the first runs
     num_shared_tokens: int = 0  # before the fork: the number of tokens that all sequences share
     user_priority: int = 0  # the smallest is served first
-    grammar: Any = None  # see structured.Grammar
-    words: Any = None  # see masks.Words
+    rules: Any = None  # what changes its logits: LogitsRules, if it `needs_rules`
     # of the prompt's tokens, as far as computed, if requested; the first one has none
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
 
@@ -110,15 +109,12 @@ class Request:
         # the id of the empty prefix: requests with different ones never share blocks
         self.first_prefix = params.cache_salt or 0
         self.num_logprobs = params.logprobs  # how many of the likeliest tokens to return
-        self.logit_bias = {**(params.logit_bias or {})}  # checked: later changes do not count
-        is_listed = params.allowed_token_ids or params.bad_words
-        self.is_masked = bool(is_listed or params.structured_outputs)
         is_counted = params.presence_penalty or params.frequency_penalty
         self.has_penalty = bool(is_counted or params.repetition_penalty != 1)
-        is_biased = self.logit_bias or params.min_tokens
-        self.is_adjusted = bool(is_biased or self.has_penalty or self.is_masked)
-        # whether its tokens are just the likeliest ones
-        self.is_plain = params.temperature == 0 and not self.is_adjusted
+        is_masked = params.allowed_token_ids or params.bad_words or params.structured_outputs
+        is_biased = params.logit_bias or params.min_tokens
+        self.needs_rules = bool(is_biased or self.has_penalty or is_masked)
+        self.is_greedy = params.temperature == 0 and not self.needs_rules
         eos_token_ids = () if params.ignore_eos else self.eos_token_ids
         self.stop_token_ids = frozenset(params.stop_token_ids or ()).union(eos_token_ids)
         self.own_stop_token_ids = self.stop_token_ids.difference(eos_token_ids)

@@ -12,28 +12,38 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from nanovllm.block_manager import BlockManager
-from nanovllm.options import POSITIVE, Options, Rule, number, option
+from nanovllm.options import POSITIVE, Options, Rule, number
 from nanovllm.sampling_params import LARGEST_COUNT, SamplingParams
 from nanovllm.sequence import Request, Rows, Sequence, TokenLogprobs
 
 
 @dataclass(frozen=True, kw_only=True)
 class BeamSearchParams(Options):
-    beam_width: int = option(4, "Number of beams kept after each step, and of results.", POSITIVE)
-    max_tokens: int = option(256, "Maximum tokens to generate.", POSITIVE)
-    length_penalty: float = option(
-        1.0,
-        "A result's score is its log-probability / length ** length_penalty. Values above 0 "
-        "favor long results.",
-        number(-10, 10),
-    )
-    early_stopping: bool | str = option(
-        False,
-        "When the search ends: True, as soon as there are `beam_width` results; False, when a "
-        'better one is unlikely; "never", only when a better one is impossible.',
-        Rule(lambda value: isinstance(value, bool) or value == "never", "True, False or 'never'"),
-    )
-    ignore_eos: bool = option(False, "Continue past the model's end-of-sequence tokens.")
+    beam_width: int = 4
+    """Number of beams kept after each step, and of results."""
+
+    max_tokens: int = 256
+    """Maximum tokens to generate."""
+
+    length_penalty: float = 1.0
+    """A result's score is its log-probability / length ** length_penalty. Values above 0 favor long
+    results."""
+
+    early_stopping: bool | str = False
+    """When the search ends: True, as soon as there are `beam_width` results; False, when a better
+    one is unlikely; "never", only when a better one is impossible."""
+
+    ignore_eos: bool = False
+    """Continue past the model's end-of-sequence tokens."""
+
+    RULES: ClassVar[dict[str, Rule]] = {
+        "beam_width": POSITIVE,
+        "max_tokens": POSITIVE,
+        "length_penalty": number(-10, 10),
+        "early_stopping": Rule(
+            lambda value: isinstance(value, bool) or value == "never", "True, False or 'never'"
+        ),
+    }
 
     def __post_init__(self):
         super().__post_init__()

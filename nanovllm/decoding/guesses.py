@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.decoding.beam_search import BeamRequest
-from nanovllm.options import Options, Rule, integer, is_int, option, shown
+from nanovllm.options import Options, Rule, integer, is_int, shown
 from nanovllm.schedule import Item, Schedule, ScheduleError
 from nanovllm.sequence import Request, Rows, Sequence
 
@@ -27,15 +27,25 @@ FEW = integer(1, 64, "an integer from 1 to 64")
 class SpeculativeConfig(Options):
     """How to guess. The names are those of vLLM."""
 
-    method: str = option(
-        "ngram",
-        'With "ngram", what followed the last tokens when they came for the first time (prompt '
-        "lookup: Saxena, 2023).",
-        Rule(lambda value: value == "ngram", "'ngram'"),
-    )
-    num_speculative_tokens: int = option(4, "Maximum guesses for a sequence in a step.", FEW)
-    prompt_lookup_max: int = option(4, "The most last tokens to look for.", FEW)
-    prompt_lookup_min: int = option(2, "The fewest last tokens to look for.", FEW)
+    method: str = "ngram"
+    """With "ngram", what followed the last tokens when they came for the first time (prompt lookup:
+    Saxena, 2023)."""
+
+    num_speculative_tokens: int = 4
+    """Maximum guesses for a sequence in a step."""
+
+    prompt_lookup_max: int = 4
+    """The most last tokens to look for."""
+
+    prompt_lookup_min: int = 2
+    """The fewest last tokens to look for."""
+
+    RULES: ClassVar[dict[str, Rule]] = {
+        "method": Rule(lambda value: value == "ngram", "'ngram'"),
+        "num_speculative_tokens": FEW,
+        "prompt_lookup_max": FEW,
+        "prompt_lookup_min": FEW,
+    }
 
     def __post_init__(self):
         super().__post_init__()

@@ -8,10 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.decoding.structured import Source, grammar_of
 from nanovllm.options import refusal
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.sequence import Request, Sequence
+from nanovllm.sequence import Sequence
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,15 +32,6 @@ class Words:
             if output[-len(before) :] == before:
                 bits &= ~(1 << last)
         return bits
-
-
-def add_masks(request: Request, source: Source) -> None:
-    """Gives a request what it needs for its masks. Raises ValueError."""
-    params = request.params
-    if params.allowed_token_ids or params.bad_words:
-        request.words = words_of(params, source.tokenizer, source.vocab_size)
-    if params.structured_outputs:
-        request.grammar = grammar_of(params, source)
 
 
 def words_of(params: SamplingParams, tokenizer: Any, vocab_size: int) -> Words:
@@ -68,15 +58,24 @@ def mask_of(seq: Sequence, num_bytes: int) -> bytes:
     """A bit for each token. If nothing is left, the sequence may end."""
     request = seq.request
     bits = (1 << 8 * num_bytes) - 1
-    if request.words is not None:
-        bits &= request.words.bits(seq)
-    if request.grammar is not None:
-        matcher = request.grammar.matcher_of(seq)
+    words = request.rules.words
+    if words is not None:
+        bits &= words.bits(seq)
+    grammar = request.rules.grammar
+    if grammar is not None:
+        matcher = grammar.matcher_of(seq)
         mask = matcher.compute_bitmask()
         bits &= int.from_bytes(mask, "little")
     if not bits:
         bits = sum(1 << i for i in request.eos_token_ids)
     return bits.to_bytes(num_bytes, "little")
+
+
+def is_masked(seq: Sequence) -> bool:
+    rules = seq.request.rules
+    if rules is None:
+        return False
+    return rules.words is not None or rules.grammar is not None
 
 
 def masked_logits(logits: Tensor, seqs: list[Sequence]) -> Tensor:
@@ -86,7 +85,7 @@ def masked_logits(logits: Tensor, seqs: list[Sequence]) -> Tensor:
     What is forbidden gets a finite logit, as kernels subtract one from another. So does what is
     allowed, even if `min_tokens` is against it: the mask wins.
     """
-    rows = [row for row, seq in enumerate(seqs) if seq.request.is_masked]
+    rows = [row for row, seq in enumerate(seqs) if is_masked(seq)]
     if not rows:
         return logits
     import torch

@@ -53,7 +53,7 @@ def adjusted(logits: Tensor, changes: Adjustments) -> Tensor:
 
 def adjusted_logits(logits: Tensor, seqs: list[Sequence]) -> Tensor:
     """The logits [B, vocab_size] with all biases and penalties; the same ones if there are none."""
-    if not any(seq.request.is_adjusted for seq in seqs):
+    if all(seq.request.rules is None for seq in seqs):
         return logits
     adjustments = adjustments_of(seqs)
     if not len(adjustments.biases) + len(adjustments.tokens):  # min_tokens are reached
@@ -77,7 +77,8 @@ def adjustments_of(seqs: list[Sequence]) -> Adjustments:
         penalties.append(
             (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
         )
-        counted = counts_of(seq) if seq.request.has_penalty else array("i")
+        rules = seq.request.rules
+        counted = counts_of(seq) if rules is not None and rules.has_penalty else array("i")
         num_tokens.append(len(counted) // 2)
         tokens.extend(counted)
     return Adjustments(
@@ -91,10 +92,12 @@ def adjustments_of(seqs: list[Sequence]) -> Adjustments:
 
 def biases_of(seq: Sequence) -> dict[int, float]:
     """What is added to the logits of these tokens."""
-    request = seq.request
-    if seq.num_output_tokens >= request.params.min_tokens:
-        return request.logit_bias
-    return request.logit_bias | dict.fromkeys(request.stop_token_ids, -torch.inf)
+    rules = seq.request.rules
+    if rules is None:
+        return {}
+    if seq.num_output_tokens >= seq.request.params.min_tokens:
+        return rules.biases
+    return rules.biases | dict.fromkeys(seq.request.stop_token_ids, -torch.inf)
 
 
 class TokenCounts:

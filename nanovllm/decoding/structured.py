@@ -22,7 +22,7 @@ from importlib.util import find_spec
 from math import inf, lcm
 from typing import Any, ClassVar
 
-from nanovllm.options import Options, Rule, is_number, listed, option, refusal, shown
+from nanovllm.options import Options, Rule, is_number, listed, refusal, shown
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import Sequence
 
@@ -56,24 +56,30 @@ ASCII = {"d": "[0-9]", "D": "[^0-9]", "w": "[0-9A-Za-z_]", "W": "[^0-9A-Za-z_]"}
 class StructuredOutputsParams(Options):
     """What an output must match: exactly one of these kinds."""
 
-    json: dict | str | None = option(
-        None,
-        "A JSON schema, or its text.",
-        Rule(lambda value: isinstance(value, dict | str), "a dict or its JSON text"),
-    )
-    json_object: bool = option(False, "Any JSON object.")
-    regex: str | None = option(
-        None, "A regular expression for the whole text, without lookaround.", TEXT
-    )
-    choice: Texts[str] | None = option(
-        None,
-        "The texts to choose from.",
-        listed(lambda text: isinstance(text, str), "a list of strings, not empty"),
-    )
-    grammar: str | None = option(
-        None, "A context-free grammar, as Lark or as GBNF writes it.", TEXT
-    )
-    disable_any_whitespace: bool = option(False, "JSON without spaces and line ends.")
+    json: dict | str | None = None
+    """A JSON schema, or its text."""
+
+    json_object: bool = False
+    """Any JSON object."""
+
+    regex: str | None = None
+    """A regular expression for the whole text, without lookaround."""
+
+    choice: Texts[str] | None = None
+    """The texts to choose from."""
+
+    grammar: str | None = None
+    """A context-free grammar, as Lark or as GBNF writes it."""
+
+    disable_any_whitespace: bool = False
+    """JSON without spaces and line ends."""
+
+    RULES: ClassVar[dict[str, Rule]] = {
+        "json": Rule(lambda value: isinstance(value, dict | str), "a dict or its JSON text"),
+        "regex": TEXT,
+        "choice": listed(lambda text: isinstance(text, str), "a list of strings, not empty"),
+        "grammar": TEXT,
+    }
 
     elsewhere: ClassVar[dict[str, str]] = {
         "structural_tag": "write a grammar",

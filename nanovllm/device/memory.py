@@ -2,14 +2,18 @@
 
 import ctypes
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import torch
 
 from nanovllm.config import Config, Limits
+from nanovllm.decoding.rules import rules_of
 from nanovllm.device.cuda_graphs import StepGraphs
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.schedule import Item, Schedule
 from nanovllm.sequence import Request
+
+NO_TEXTS = SimpleNamespace(tokenizer=None, vocab_size=1)
 
 
 def keep_freed_memory() -> None:
@@ -111,7 +115,10 @@ def dummy_step(
     schedule = Schedule()
     schedule.moves.copies.append((0, 0))
     for _ in range(num_seqs):
-        (seq,) = Request("", None, [0] * end, params).sequences
+        request = Request("", None, [0] * end, params)
+        if request.needs_rules:
+            request.rules = rules_of(request, NO_TEXTS)
+        (seq,) = request.sequences
         seq.block_table = [0] * -(-end // block_size)
         schedule.add(Item(seq, start, end - start))
     return schedule

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.decoding.beam_search import BeamRequest, BeamSearch, BeamSearchParams
-from nanovllm.decoding.masks import add_masks
+from nanovllm.decoding.rules import rules_of
 from nanovllm.frontend.messages import Conversation, Prompt, is_conversation, unwrapped
 from nanovllm.options import PromptTooLong, is_int, refusal, shown
 from nanovllm.sampling_params import LARGEST_COUNT, SamplingParams
@@ -98,8 +98,8 @@ class Inputs:
         self.scheduler.set_max_len(request)
         if isinstance(request, BeamRequest):
             request.search.max_output_tokens = request.max_len - len(token_ids)
-        if request.is_masked:
-            add_masks(request, self)
+        if request.needs_rules:
+            request.rules = rules_of(request, self)
         return request
 
     def check_ids(self, name: str, token_ids: Iterable[int]) -> None:

@@ -1,7 +1,9 @@
 """The command line: nanovllm serve, chat, complete, record and lab."""
 
 import argparse
+import ast
 import importlib
+import inspect
 import io
 import json
 import os
@@ -10,7 +12,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import MISSING, Field, fields
 from difflib import get_close_matches
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
+from textwrap import dedent
 from types import NoneType
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
@@ -84,16 +88,28 @@ def new_parser() -> Parser:
 def add_options(parser: Parser, kind: type[Options]) -> None:
     """One for each field. Those that are not given keep the field's default."""
     group = parser.add_argument_group(kind.__name__)
+    meanings = meanings_of(kind)
     for field in fields(kind):  # type: ignore[arg-type]
         option = "--" + field.name.replace("_", "-")
         if field.name not in NOT_AN_OPTION and option not in parser._option_string_actions:
-            group.add_argument(option, help=help_of(field), **how_to_read(field.type))
+            text = help_of(field, meanings[field.name])
+            group.add_argument(option, help=text, **how_to_read(field.type))
 
 
-def help_of(field: Field) -> str:
+def meanings_of(kind: type[Options]) -> dict[str, str]:
+    """The docstrings below the fields of a class."""
+    (class_node,) = ast.parse(dedent(inspect.getsource(kind))).body
+    meanings = {}
+    for node, below in pairwise(class_node.body):  # type: ignore[attr-defined]
+        if isinstance(node, ast.AnnAssign) and isinstance(below, ast.Expr):
+            meanings[ast.unparse(node.target)] = " ".join(ast.literal_eval(below.value).split())
+    return meanings
+
+
+def help_of(field: Field, meaning: str) -> str:
     """What the option means, and its default, if the text does not say it."""
     value = field.default
-    text = field.metadata["meaning"].replace("%", "%%")
+    text = meaning.replace("%", "%%")
     if value is None or value is MISSING:
         return text
     return f"{text} (default: {getattr(value, '__name__', value)})"

@@ -22,7 +22,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from nanovllm.decoding.structured import grammar_of
+from nanovllm.decoding.rules import rules_of
 from nanovllm.engine import LLM
 from nanovllm.frontend.inputs import Inputs
 from nanovllm.options import shown
@@ -78,7 +78,7 @@ class Engine:
             yield [Unavailable(self.engine.end)]
             return
         if request.params.structured_outputs:  # its grammar did not travel
-            request.grammar = grammar_of(request.params, self.engine.inputs)
+            request.rules = rules_of(request, self.engine.inputs)
         news = self.engine.opened([request], work.is_streamed)
         try:
             while request in self.engine.open or not news.empty():

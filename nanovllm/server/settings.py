@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any
+from typing import ClassVar
 
 from nanovllm.config import Config
-from nanovllm.options import ABOVE_0, Options, Rule, integer, is_text, listed, number, option
+from nanovllm.options import ABOVE_0, Options, Rule, integer, is_text, listed, number
 from nanovllm.routing import MOST_REPLICAS, PrefixAffinity, Router
 
 TEXTS = listed(is_text, "a list of texts, none of them empty")
@@ -21,27 +21,44 @@ ROUTER = Rule(
 )
 
 
-def texts(meaning: str, rule: Rule = TEXTS) -> Any:
-    return field(default_factory=list, metadata={"meaning": meaning, "rule": rule})
-
-
 @dataclass(kw_only=True)
 class ServerOptions(Options):
-    served_model_name: list[str] = texts(
-        "Names for clients; the first one is that of metrics. Default: that of the model.", NAMES
-    )
-    api_key: list[str] = texts(
-        "Keys that clients send; also in NANOVLLM_API_KEY, where `ps` does not show them.", SECRET
-    )
-    allowed_origins: list[str] = texts("Pages of others that may ask (CORS).")
-    max_waiting: int = option(256, "Requests that may wait; others get a 429.", COUNT)
-    max_body_bytes: int = option(2**20, "The longest body.", LARGE)
-    drain_seconds: float = option(30.0, "Time for running requests, at the end.", TIME)
-    allow_priority: bool = option(False, "Let clients say which request goes first.")
-    chat_template: str | None = option(
-        None, "A file in Jinja, instead of the model's own template.", Rule(is_text, "a text")
-    )
-    log_requests: bool = option(True, "A line in the log for each request.")
+    served_model_name: list[str] = field(default_factory=list)
+    """Names for clients; the first one is that of metrics. Default: that of the model."""
+
+    api_key: list[str] = field(default_factory=list)
+    """Keys that clients send; also in NANOVLLM_API_KEY, where `ps` does not show them."""
+
+    allowed_origins: list[str] = field(default_factory=list)
+    """Pages of others that may ask (CORS)."""
+
+    max_waiting: int = 256
+    """Requests that may wait; others get a 429."""
+
+    max_body_bytes: int = 2**20
+    """The longest body."""
+
+    drain_seconds: float = 30.0
+    """Time for running requests, at the end."""
+
+    allow_priority: bool = False
+    """Let clients say which request goes first."""
+
+    chat_template: str | None = None
+    """A file in Jinja, instead of the model's own template."""
+
+    log_requests: bool = True
+    """A line in the log for each request."""
+
+    RULES: ClassVar[dict[str, Rule]] = {
+        "served_model_name": NAMES,
+        "api_key": SECRET,
+        "allowed_origins": TEXTS,
+        "max_waiting": COUNT,
+        "max_body_bytes": LARGE,
+        "drain_seconds": TIME,
+        "chat_template": Rule(is_text, "a text"),
+    }
 
     def __post_init__(self):
         super().__post_init__()
@@ -51,13 +68,28 @@ class ServerOptions(Options):
 
 @dataclass(kw_only=True)
 class ReplicaOptions(Options):
-    replicas: int = option(
-        1, "Engines, by Ray Serve; not given: one, without Ray.", integer(1, MOST_REPLICAS)
-    )
-    max_replicas: int | None = option(None, "The most of them, under load.", LARGE)
-    target_requests: float = option(32.0, "Open requests with which a replica is loaded.", SHARE)
-    router_cls: type = option(PrefixAffinity, "Says which replica serves a request.", ROUTER)
-    cpus_per_rank: float = option(0.5, "Cores that Ray reserves for each rank.", SHARE)
+    replicas: int = 1
+    """Engines, by Ray Serve; not given: one, without Ray."""
+
+    max_replicas: int | None = None
+    """The most of them, under load."""
+
+    target_requests: float = 32.0
+    """Open requests with which a replica is loaded."""
+
+    router_cls: type = PrefixAffinity
+    """Says which replica serves a request."""
+
+    cpus_per_rank: float = 0.5
+    """Cores that Ray reserves for each rank."""
+
+    RULES: ClassVar[dict[str, Rule]] = {
+        "replicas": integer(1, MOST_REPLICAS),
+        "max_replicas": LARGE,
+        "target_requests": SHARE,
+        "router_cls": ROUTER,
+        "cpus_per_rank": SHARE,
+    }
 
     def __post_init__(self):
         super().__post_init__()

@@ -339,7 +339,7 @@ def test_a_grammar_takes_wrong_guesses_back(expected):
     llm.scheduler.guesser = Known([plain], [params], right=0.5)
     llm.add_request("count from 1 to 20", params, "a")
     llm.step()
-    grammar = llm.requests["a"].grammar
+    grammar = llm.requests["a"].rules.grammar
     grammar.start = None  # a copy of it would fail
     assert result(go_on(llm)["a"]) == result(plain)
     assert 0 < llm.stats()["accepted_guesses"] < llm.stats()["guesses"]

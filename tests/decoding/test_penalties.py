@@ -25,6 +25,7 @@ from transformers import (
 from nanovllm import LLM, SamplingParams
 from nanovllm.checks.blocks import check_blocks
 from nanovllm.decoding.penalties import adjusted_logits, adjustments_of
+from nanovllm.decoding.rules import rules_of
 from nanovllm.layers import torch_ops
 from nanovllm.sequence import Request
 
@@ -201,7 +202,7 @@ def in_words(logits, seq):
     row = logits.double().tolist()
     params = seq.request.params
     counts = Counter(seq.output_token_ids)
-    for token_id, bias in seq.request.logit_bias.items():
+    for token_id, bias in seq.request.rules.biases.items():
         row[token_id] += bias
     if seq.num_output_tokens < params.min_tokens:
         row[STOP] = -math.inf
@@ -213,6 +214,12 @@ def in_words(logits, seq):
     return row
 
 
+def new_request(prompt: list[int], params: SamplingParams) -> Request:
+    request = Request("", None, prompt, params)
+    request.rules = rules_of(request, None)
+    return request
+
+
 def test_counts_follow_their_sequences():
     """They grow with a sequence, which may lose tokens again, in the middle of a count, too."""
     rng = random.Random(5)
@@ -220,7 +227,7 @@ def test_counts_follow_their_sequences():
     for options in OPTIONS:
         params = SamplingParams(n=2, stop_token_ids=[STOP], **options)
         prompt = [rng.randrange(160) for _ in range(rng.randint(1, 60))]
-        seqs += Request("", None, prompt, params).sequences
+        seqs += new_request(prompt, params).sequences
     for step in range(60):
         batch = rng.sample(seqs, 9)
         logits = torch.randn(9, 160, generator=torch.Generator().manual_seed(step))
@@ -241,7 +248,7 @@ def test_a_step_counts_new_tokens_only(options):
     """Its work does not grow with the context."""
     num_calls = []
     for length in (100, 4000):
-        (seq,) = Request("", None, [*range(length)], SamplingParams(**options)).sequences
+        (seq,) = new_request([*range(length)], SamplingParams(**options)).sequences
         adjustments_of([seq])
         seq.token_ids += [5, 5, length]
         num_calls.append(counting(lambda seq=seq: adjustments_of([seq])))
@@ -251,7 +258,7 @@ def test_a_step_counts_new_tokens_only(options):
 def test_logits_without_a_change_are_not_copied():
     """Once min_tokens are reached, a step costs what it costs without them."""
     params = SamplingParams(min_tokens=1, stop_token_ids=[STOP])
-    (seq,) = Request("", None, [1, 2], params).sequences
+    (seq,) = new_request([1, 2], params).sequences
     logits = torch.zeros(1, 160)
     assert adjusted_logits(logits, [seq])[0, STOP] == -math.inf
     seq.token_ids.append(5)

@@ -22,6 +22,7 @@ from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.checks.blocks import check_blocks
 from nanovllm.decoding import structured
 from nanovllm.decoding.masks import masked_logits
+from nanovllm.decoding.rules import rules_of
 from nanovllm.decoding.structured import grammar_of
 from nanovllm.layers import sampler, torch_ops
 from nanovllm.options import shown
@@ -264,7 +265,7 @@ def token_bytes(tokenizer) -> dict[int, bytes]:
 
 def new_seq(source, output_token_ids=(), **fields):
     request = Request("r", None, [1, 2], params(**fields))
-    request.grammar = grammar_of(request.params, source)
+    request.rules = rules_of(request, source)
     (seq,) = request.sequences
     seq.token_ids += output_token_ids
     return seq

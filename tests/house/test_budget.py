@@ -86,14 +86,14 @@ def size_of_file(name: str) -> Size:
 
 
 LIMITS = {  # lines and tokens, with 3 % of air
-    "core": (2463, 21_170),  # what README means by its number of lines: the root, layers and models
+    "core": (2345, 20_950),  # what README means by its number of lines: the root, layers and models
     "triton": (498, 5_360),
     "numba": (354, 3_655),
     "frontend": (611, 5_115),
-    "decoding": (596, 5_430),  # with what beams do in a step, which was in the core
+    "decoding": (616, 5_600),  # with what beams do in a step, which was in the core
     "guesses": (135, 1_280),
     "swapping": (63, 578),
-    "device": (321, 2_840),
+    "device": (327, 2_890),
     "onednn": (22, 190),  # was in the core
     "checks": (163, 1_325),
     "answers": (40, 370),  # of the simulator's jobs
@@ -104,9 +104,9 @@ LIMITS = {  # lines and tokens, with 3 % of air
     "simulator": (670, 5_550),  # with machines, by parts
     "routing": (86, 790),
     "lab": (34, 260),
-    "server": (2545, 22_660),  # with the command line
-    "page": (323, 2_870),
-    "replicas": (325, 2_740),
+    "server": (2150, 19_300),  # with the command line
+    "page": (295, 2_640),
+    "replicas": (305, 2_540),
 }
 PARTS = {  # of a folder
     "kernels": ("checks/kernels.py",),
@@ -178,7 +178,7 @@ def test_every_folder_has_a_limit():
 
 def test_the_package_is_small():
     lines, tokens = total(name for name in FILES if part_of(name) not in APART)
-    assert lines <= 4760 and tokens <= 42_500
+    assert lines <= 4650 and tokens <= 42_100
 
 
 def test_the_house_only_shrinks():
@@ -189,8 +189,8 @@ def test_the_house_only_shrinks():
         for folder in ("nanovllm", "tutorials", "tests")
     }
     lines["root"] = sum(len(path.read_bytes().splitlines()) for path in ROOT.glob("*.py"))
-    assert sum(lines.values()) <= 66_612, lines
-    assert lines["tests"] <= 28_076, lines
+    assert sum(lines.values()) <= 66_752, lines
+    assert lines["tests"] <= 28_101, lines
 
 
 @pytest.mark.parametrize("name", FILES)

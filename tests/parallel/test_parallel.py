@@ -114,7 +114,6 @@ def test_a_server_whose_rank_dies_says_so():
         os.kill(pids(llm)[0], signal.SIGKILL)
         refused = server.http.post("/v1/completions", json=body)
         assert refused.status_code == 503 and "RankError" in refused.text, refused.text
-        assert server.http.get("/health").status_code == 503
 
 
 @pytest.mark.slow

@@ -237,7 +237,7 @@ def test_a_port_in_use_is_said_before_a_model_is_loaded(capsys):
 @pytest.mark.parametrize("missing", ["fastapi", "uvicorn", "prometheus_client"])
 def test_what_is_not_installed_is_said_with_the_way_to_install_it(missing, monkeypatch, capsys):
     for name in [*sys.modules]:
-        if name.startswith("nanovllm.server"):
+        if name.startswith("nanovllm.server") and not name.endswith("settings"):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.delattr(sys.modules["nanovllm"], "server", raising=False)
     monkeypatch.setitem(sys.modules, missing, None)

@@ -267,6 +267,23 @@ class LLM:
 """
 
 
+@pytest.fixture
+def fake_python(tmp_path):
+    """An interpreter that has only another package with our name, and a stub of transformers."""
+    if not hasattr(os, "killpg"):
+        pytest.skip("os.killpg is not there")
+    (tmp_path / "nanovllm.py").write_text(FAKE_PEER)
+    (tmp_path / "transformers.py").write_text("class AutoTokenizer: pass")
+    (tmp_path / "nano_vllm-0.2.0.dist-info").mkdir()
+    (tmp_path / "nano_vllm-0.2.0.dist-info" / "METADATA").write_text(
+        "Name: nano-vllm\nVersion: 0.2.0\n"
+    )
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH="{tmp_path}" exec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    return str(python)
+
+
 def test_a_peer_that_crashes_is_reported_with_its_last_line(fake_python, tmp_path, capsys):
     job = new_job("nanovllm-original", model="")
     with Worker(fake_python, job, tmp_path) as worker:

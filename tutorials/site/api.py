@@ -8,6 +8,7 @@ from pathlib import Path
 
 from nanovllm import BeamSearchParams, SamplingParams, StructuredOutputsParams
 from nanovllm.config import Config
+from nanovllm.server.cli import meanings_of
 from tutorials.site.links import ROOT
 
 HEAD = """# API
@@ -75,6 +76,7 @@ def cell(code: str) -> str:
 
 
 def option_rows(cls: type) -> Iterator[str]:
+    meanings = meanings_of(cls)
     for field in fields(cls):
         default = "required" if field.default is MISSING else cell(repr(field.default))
         if field.default_factory is not MISSING:
@@ -84,7 +86,7 @@ def option_rows(cls: type) -> Iterator[str]:
             if isinstance(field.type, str)
             else getattr(field.type, "__name__", str(field.type))
         )
-        meaning = field.metadata["meaning"].replace("|", "&#124;")
+        meaning = meanings[field.name].replace("|", "&#124;")
         yield f"| `{field.name}` | {cell(kind)} | {default} | {meaning} |\n"
 
 
