@@ -40,7 +40,7 @@ class Moves:
 
 class BlockManager:
     """Hands out blocks on demand, shares blocks with equal prefixes, and keeps freed blocks
-    findable until they are reused.
+    cached until they are reused.
 
     A prefix is found by its exact key, never by a hash alone, so two different prompts cannot share
     a block by accident or by an attacker's design. Identities are never reused: when a block is
@@ -58,9 +58,9 @@ class BlockManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.blocks = [Block(i) for i in range(num_blocks)]
         self.free_blocks = OrderedDict.fromkeys(range(num_blocks))  # the first is reused next
-        self.findable: dict[tuple[int | str, tuple[int, ...]], Block] = {}
+        self.cached_blocks: dict[tuple[int | str, tuple[int, ...]], Block] = {}
         self.prefix_ids = count(EMPTY_PREFIX + 1)
-        self.unwritten: set[int] = set()  # findable blocks that the step being planned computes
+        self.unwritten: set[int] = set()  # cached blocks that the step being planned computes
         self.moves = Moves()  # that the next step has to make
         self.free_host_blocks = list(range(num_host_blocks))
         self.host_ref_counts = [0] * num_host_blocks
@@ -142,7 +142,7 @@ class BlockManager:
         begin = len(blocks) * self.block_size
         while begin + self.block_size < len(seq.token_ids):
             end = begin + self.block_size
-            block = self.findable.get((prefix_id, tuple(seq.token_ids[begin:end])))
+            block = self.cached_blocks.get((prefix_id, tuple(seq.token_ids[begin:end])))
             if block is None:
                 break
             blocks.append(block)
@@ -184,9 +184,10 @@ class BlockManager:
         while len(seq.block_table) * self.block_size < end:
             seq.block_table.append(self.take_block().id)
 
-    def publish(self, seq: Sequence, num_tokens: int) -> None:
-        """Makes the full blocks of its first `num_tokens` tokens findable. Those that are not in
-        the cache yet must be computed by the step that is being planned.
+    def cache_full_blocks(self, seq: Sequence, num_tokens: int) -> None:
+        """Caches the full blocks of the sequence's first `num_tokens` tokens: from now on, other
+        sequences find them. What is not computed yet must be computed by the step that is being
+        planned.
 
         Other sequences may share these blocks in the same step, because a layer stores the keys and
         values of all tokens before any query reads them.
@@ -198,12 +199,12 @@ class BlockManager:
             end = begin + self.block_size
             prefix_id = seq.prefix_ids[-1] if seq.prefix_ids else seq.request.first_prefix
             key = (prefix_id, tuple(seq.token_ids[begin:end]))
-            block = self.findable.get(key)
-            if block is None:  # else another one computed the same prefix: its block stays findable
+            block = self.cached_blocks.get(key)
+            if block is None:  # else another one computed the same prefix: its block stays cached
                 block = self.blocks[seq.block_table[i]]
                 block.key = key
                 block.prefix_id = next(self.prefix_ids)
-                self.findable[key] = block
+                self.cached_blocks[key] = block
                 if end > seq.num_computed_tokens:
                     self.unwritten.add(block.id)
             seq.prefix_ids.append(block.prefix_id)
@@ -224,7 +225,7 @@ class BlockManager:
 
     def forget_prefixes(self) -> None:
         """Empties the prefix cache. Blocks in use stay in the tables of their sequences."""
-        for block in [*self.findable.values()]:
+        for block in [*self.cached_blocks.values()]:
             if block.id not in self.unwritten:
                 self._evict(block)
 
@@ -248,7 +249,7 @@ class BlockManager:
     def _evict(self, block: Block) -> None:
         """Removes the block from the prefix cache, which has it."""
         assert block.key is not None
-        del self.findable[block.key]
+        del self.cached_blocks[block.key]
         block.key = None
         block.prefix_id = EMPTY_PREFIX
 

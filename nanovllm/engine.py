@@ -18,7 +18,12 @@ from nanovllm.config import TOKENS_PER_STEP, Config
 from nanovllm.decoding.beam_search import BeamRequest, BeamSearchParams
 from nanovllm.decoding.guesses import Guesser, config_of
 from nanovllm.device.choose import choose_device
-from nanovllm.frontend.inputs import (
+from nanovllm.inbox import Inbox
+from nanovllm.layers.rotary import longest_context
+from nanovllm.loader import find_model, load_config, load_generation_config, load_tokenizer
+from nanovllm.model_runner import ModelRunner, Runner
+from nanovllm.options import refusal
+from nanovllm.processing.inputs import (
     AllParams,
     Conversations,
     Inputs,
@@ -27,18 +32,13 @@ from nanovllm.frontend.inputs import (
     for_each,
     is_one_prompt,
 )
-from nanovllm.frontend.messages import Prompt, is_conversation
-from nanovllm.frontend.outputs import RequestOutput
-from nanovllm.frontend.progress import Progress
-from nanovllm.frontend.replies import Replies, Reply
-from nanovllm.frontend.stats import Counts, stats_of
-from nanovllm.frontend.streaming import stream
-from nanovllm.frontend.turns import Turns
-from nanovllm.inbox import Inbox
-from nanovllm.layers.rotary import longest_context
-from nanovllm.loader import find_model, load_config, load_generation_config, load_tokenizer
-from nanovllm.model_runner import ModelRunner, Runner
-from nanovllm.options import refusal
+from nanovllm.processing.messages import Prompt, is_conversation
+from nanovllm.processing.outputs import RequestOutput
+from nanovllm.processing.progress import Progress
+from nanovllm.processing.states import RequestState, RequestStates
+from nanovllm.processing.stats import Counts, stats_of
+from nanovllm.processing.streaming import stream
+from nanovllm.processing.turns import Turns
 from nanovllm.recovery import Recovery
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.schedule import Schedule, ScheduleError
@@ -91,20 +91,20 @@ class LLM:
         self.scheduler: Scheduler = scheduler_cls(limits, new_block_manager())
         self.scheduler.guesser = guesser
 
-        # requests come in, and replies go out
+        # requests come in, and states go out
         defaults = load_generation_config(path, hf_config)
         self.inputs = Inputs(
             config.model, self.scheduler, self.tokenizer, hf_config.vocab_size, *defaults
         )
-        self.replies = Replies()
-        self.recovery = Recovery(self.scheduler, self.replies, new_block_manager)
-        self.inbox = Inbox(self.scheduler, self.replies, self.recovery)
+        self.states = RequestStates()
+        self.recovery = Recovery(self.scheduler, self.states, new_block_manager)
+        self.inbox = Inbox(self.scheduler, self.states, self.recovery)
 
         # a user's scheduler is checked in each step
         self.planner: Scheduler | ScheduleChecks = self.scheduler
         if config.scheduler_cls or config.block_manager_cls:
             check_made(self.scheduler, config, self.runner)
-            self.planner = ScheduleChecks(self.scheduler, limits, self.replies.unfinished)
+            self.planner = ScheduleChecks(self.scheduler, limits, self.states.unfinished)
 
         self.turns = Turns()  # of the threads that share the engine
         self.arrivals = count()
@@ -113,7 +113,7 @@ class LLM:
         self.is_closed = False
         self.observers: list[Callable[[Schedule, float], None]] = []
         """Called after each step with its schedule and its seconds."""
-        self.meanwhile: list[Callable[[], object]] = [self.replies.catch_up]
+        self.meanwhile: list[Callable[[], object]] = [self.states.catch_up]
         """Called within each step, while the device computes it."""
 
     # --- the loop ---
@@ -146,12 +146,12 @@ class LLM:
                 self._step()
             finally:
                 self.is_stepping = False
-        return self.replies.take() if report else []
+        return self.states.take() if report else []
 
     def _step(self) -> None:
         """Plans a step, runs it, and delivers its tokens."""
         self.inbox.settle()  # new requests and aborts take effect here
-        if not self.replies.unfinished:
+        if not self.states.unfinished:
             return
         start = time.perf_counter()
         with self.recovery.of_step():  # an exception ends at most the request that caused it
@@ -168,16 +168,16 @@ class LLM:
     def abort(self, request_id: str) -> bool:
         """Ends a request and frees its blocks before the next step. Returns False if no unfinished
         request has this id."""
-        reply = self.replies.unfinished.get(request_id) if isinstance(request_id, str) else None
-        if reply is None or reply.is_unwanted:
+        state = self.states.unfinished.get(request_id) if isinstance(request_id, str) else None
+        if state is None or state.is_unwanted:
             return False
-        self.inbox.unwanted.append(reply.request)
-        reply.is_unwanted = True
+        self.inbox.unwanted.append(state.request)
+        state.is_unwanted = True
         return True
 
     def has_unfinished(self) -> bool:
         """Whether step() has anything left to compute or to report."""
-        return bool(self.replies.unfinished or self.replies.unreported)
+        return bool(self.states.unfinished or self.states.unreported)
 
     # --- what most people use ---
 
@@ -208,7 +208,7 @@ class LLM:
                     while not output.finished:
                         self.step(report=False)
             with self.turns.take():
-                self.replies.catch_up()  # requests that ended in the last step have no text yet
+                self.states.catch_up()  # requests that ended in the last step have no text yet
         except BaseException:  # even Ctrl-C: nothing of this call is left behind
             self.inbox.unwanted.extend(requests)
             raise
@@ -289,12 +289,12 @@ class LLM:
     def stats(self) -> dict[str, float]:
         """Counters since the start, and the current state."""
         num_failed = self.recovery.num_failed_steps
-        return stats_of(self.scheduler, self.counts, len(self.replies.unfinished), num_failed)
+        return stats_of(self.scheduler, self.counts, len(self.states.unfinished), num_failed)
 
     @property
     def requests(self) -> dict[str, Request]:
         """The unfinished requests by their ids."""
-        return {name: reply.request for name, reply in self.replies.unfinished.items()}
+        return {name: state.request for name, state in self.states.unfinished.items()}
 
     @property
     def block_manager(self) -> BlockManager:
@@ -302,13 +302,13 @@ class LLM:
 
     # --- inside ---
 
-    def _submit(self, request: Request, is_reported: bool = True) -> Reply:
-        """Gives a checked request its arrival number, id and seed, and a reply. The next step
+    def _submit(self, request: Request, is_reported: bool = True) -> RequestState:
+        """Gives a checked request its arrival number, id and seed, and a state. The next step
         queues it: see Inbox.settle."""
         with self.turns.take():
             if self.is_closed:
                 raise RuntimeError("this LLM is closed")
-            used: ChainMap[str, Any] = ChainMap(self.replies.unfinished, self.replies.unreported)
+            used: ChainMap[str, Any] = ChainMap(self.states.unfinished, self.states.unreported)
             if request.request_id in used:
                 in_use = "a request with this id is still in use"
                 raise refusal("request_id", request.request_id, in_use)
@@ -321,21 +321,21 @@ class LLM:
             if request.params.seed is None:
                 request.seed = (self.config.seed + request.arrival * SEED_STEP) % 2**63
             tokenizer = self.tokenizer and self.tokenizer.backend_tokenizer
-            reply = Reply(request, tokenizer, is_reported)
-            # in this order: `settle` drops a request without a reply, so a Ctrl-C does no harm here
+            state = RequestState(request, tokenizer, is_reported)
+            # in this order: `settle` drops a request without a state, so a Ctrl-C does no harm here
             self.inbox.submitted.append(request)
-            self.replies.unfinished[request.request_id] = reply
-        return reply
+            self.states.unfinished[request.request_id] = state
+        return state
 
     def _deliver(self, schedule: Schedule) -> None:
         """Reports the step's tokens."""
-        news: dict[Reply, None] = {}  # an ordered set
+        news: dict[RequestState, None] = {}  # an ordered set
         for seq in schedule.sampled:
-            reply = self.replies.unfinished[seq.request.request_id]
-            if reply.is_watched or seq.finish_reason is not None:
-                news[reply] = None
-        for reply in news:
-            for seq in self.replies.report(reply):
+            state = self.states.unfinished[seq.request.request_id]
+            if state.is_watched or seq.finish_reason is not None:
+                news[state] = None
+        for state in news:
+            for seq in self.states.report(state):
                 self.scheduler.finish(seq, seq.finish_reason or "stop")
 
     def _count(self, schedule: Schedule, seconds: float) -> None:

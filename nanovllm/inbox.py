@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from nanovllm.frontend.replies import Replies
+from nanovllm.processing.states import RequestStates
 from nanovllm.recovery import Recovery
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
@@ -17,9 +17,9 @@ class Inbox:
     garbage collector."""
 
     scheduler: Scheduler
-    replies: Replies
+    states: RequestStates
     recovery: Recovery
-    submitted: deque[Request] = field(default_factory=deque)  # to be queued; each has a reply
+    submitted: deque[Request] = field(default_factory=deque)  # to be queued; each has a state
     unwanted: deque[Request] = field(default_factory=deque)  # to be aborted
 
     def settle(self) -> None:
@@ -30,19 +30,19 @@ class Inbox:
         self.recovery.settle()
         while self.submitted and not self.recovery.suspects:
             request = self.submitted[0]
-            reply = self.replies.to(request)
-            if reply is not None and not reply.is_queued:  # the recovery may have queued it
+            state = self.states.to(request)
+            if state is not None and not state.is_queued:  # the recovery may have queued it
                 with self.recovery.changing(request):
-                    reply.is_queued = True
+                    state.is_queued = True
                     self.scheduler.add(request)
             self.submitted.popleft()
 
     def _abort(self, request: Request) -> None:
-        reply = self.replies.to(request)
-        if reply is None:  # it has ended
+        state = self.states.to(request)
+        if state is None:  # it has ended
             return
         with self.recovery.changing(request):
             for seq in request.unfinished:
                 seq.finish_reason = "abort"
-            self.replies.report(reply)
+            self.states.report(state)
             self.scheduler.abort(request)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.decoding.beam_search import BeamRequest
-from nanovllm.frontend.replies import Replies, Reply
+from nanovllm.processing.states import RequestState, RequestStates
 from nanovllm.schedule import Schedule, ScheduleError
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
@@ -28,13 +28,13 @@ class RankError(ConnectionError):
 
 @dataclass(eq=False, repr=False)
 class Recovery:
-    """Keeps the scheduler and the replies consistent with the requests.
+    """Keeps the scheduler and the states consistent with the requests.
 
     After a failed step, its requests run one by one: each until it has a token, or fails alone.
     """
 
     scheduler: Scheduler
-    replies: Replies
+    states: RequestStates
     new_block_manager: Callable[[], BlockManager]
     is_changing: bool = False  # while the state changes; still set if that was interrupted
     schedule: Schedule | None = None  # of the step that runs
@@ -93,13 +93,13 @@ class Recovery:
         elif self.schedule is not None:
             self.suspects.extend(dict.fromkeys(item.seq.request for item in self.schedule.items))
         else:
-            self.suspects.extend(reply.request for reply in self.replies.unfinished.values())
+            self.suspects.extend(state.request for state in self.states.unfinished.values())
 
     def _fail(self, request: Request, error: Exception) -> None:
         logger.warning("%r failed: %r", request, error)
-        reply = self.replies.to(request)
-        if reply is not None:  # otherwise it ended in the step that failed
-            self.replies.report(reply, error)
+        state = self.states.to(request)
+        if state is not None:  # otherwise it ended in the step that failed
+            self.states.report(state, error)
 
     def _start_over(self) -> None:
         """Starts again with an empty cache, from the tokens of each sequence. May itself be
@@ -107,23 +107,23 @@ class Recovery:
         self.is_changing = True
         self.schedule = None
         self.has_passed = False
-        replies = [*self.replies.unfinished.values()]
-        for reply in replies:
-            self._renew(reply)
+        states = [*self.states.unfinished.values()]
+        for state in states:
+            self._renew(state)
         manager = self.new_block_manager()
         try:
             self.scheduler.restart(manager)
         except Exception as error:  # from a hook
             logger.warning("restart failed: %r", error)
             Scheduler.restart(self.scheduler, manager)
-        for reply in replies:
-            is_held = self.suspects and reply.request is not self.suspects[0]
-            if not (reply.output.finished or is_held):
-                self._queue_again(reply)
+        for state in states:
+            is_held = self.suspects and state.request is not self.suspects[0]
+            if not (state.output.finished or is_held):
+                self._queue_again(state)
         self.is_changing = False
 
-    def _renew(self, reply: Reply) -> None:
-        request = reply.request
+    def _renew(self, state: RequestState) -> None:
+        request = state.request
         request.rewind()
         if request.is_new:
             return
@@ -134,15 +134,15 @@ class Recovery:
                     reason = self.scheduler.reason_to_end(seq)
                     seq.finish_reason = reason if isinstance(reason, str) else None
         except Exception as error:  # from a hook
-            reply.restart()
+            state.restart()
             self._fail(request, error)
             return
-        reply.restart()
-        self.replies.report(reply)
+        state.restart()
+        self.states.report(state)
 
-    def _queue_again(self, reply: Reply) -> None:
-        reply.is_queued = True
-        request = reply.request
+    def _queue_again(self, state: RequestState) -> None:
+        state.is_queued = True
+        request = state.request
         try:
             self.scheduler.enqueue(request)
         except Exception as error:  # from a hook, perhaps after the request has been queued

@@ -241,7 +241,7 @@ class Scheduler:
             manager.allocate(seq, num_tokens)
             end = start + num_tokens
             if end // manager.block_size > len(seq.prefix_ids):  # a block becomes full
-                manager.publish(seq, end)
+                manager.cache_full_blocks(seq, end)
             schedule.add(item)
 
     def preempt(self, request: Request) -> None:

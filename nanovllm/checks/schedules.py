@@ -118,7 +118,7 @@ def check_schedule(schedule: Schedule, scheduler: Scheduler, limits: Limits) -> 
         if total > limit:
             raise wrong(f"the schedule has {total} {name.split('_')[-1]}, but {name}={limit}")
     check_sampled(schedule, wrong)
-    check_published(schedule, manager, wrong)
+    check_cached(schedule, manager, wrong)
     if manager.moves:
         raise wrong("blocks are to be moved, but the schedule lacks them: call take_moves last")
 
@@ -138,7 +138,7 @@ def check_sampled(schedule: Schedule, wrong: Wrong) -> None:
             raise wrong(f"{what} would get a token: it must be all or none")
 
 
-def check_published(schedule: Schedule, manager: BlockManager, wrong: Wrong) -> None:
+def check_cached(schedule: Schedule, manager: BlockManager, wrong: Wrong) -> None:
     """Whether the step writes all blocks that can be found already."""
     written = set[int]()
     for seq, start, num_tokens in schedule.items:

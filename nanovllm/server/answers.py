@@ -15,7 +15,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from nanovllm.frontend.outputs import CompletionOutput, RequestOutput
+from nanovllm.processing.outputs import CompletionOutput, RequestOutput
 from nanovllm.sequence import Request, TokenLogprobs
 from nanovllm.server.async_llm import Delta
 from nanovllm.server.errors import Refused, content_of

@@ -35,8 +35,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanovllm.decoding.structured import prepare_vocabulary
 from nanovllm.engine import LLM
-from nanovllm.frontend.inputs import Inputs
 from nanovllm.options import shown
+from nanovllm.processing.inputs import Inputs
 from nanovllm.sequence import Request as ModelRequest
 from nanovllm.server.answers import HEADERS, Answers, Deltas, EventStream, TokenTexts
 from nanovllm.server.async_llm import AsyncLLM, Backend

@@ -16,10 +16,10 @@ from threading import Thread
 from typing import Any
 
 from nanovllm.engine import LLM
-from nanovllm.frontend.inputs import Inputs
-from nanovllm.frontend.outputs import CompletionOutput, RequestOutput
-from nanovllm.frontend.replies import Reply
-from nanovllm.frontend.streaming import Reader
+from nanovllm.processing.inputs import Inputs
+from nanovllm.processing.outputs import CompletionOutput, RequestOutput
+from nanovllm.processing.states import RequestState
+from nanovllm.processing.streaming import Reader
 from nanovllm.schedule import Schedule, ScheduleError
 from nanovllm.sequence import Request
 from nanovllm.server.errors import Busy, Refused, Unavailable, failed
@@ -139,10 +139,10 @@ class Backend(ABC):
 
 
 class StreamReader(Reader):
-    """Reads the reply to one request, and knows what has been told of it."""
+    """Reads the state to one request, and knows what has been told of it."""
 
-    def __init__(self, reply: Reply, is_streamed: bool):
-        super().__init__(reply)
+    def __init__(self, state: RequestState, is_streamed: bool):
+        super().__init__(state)
         self.is_streamed = is_streamed
         self.times: list[float] = []
         self.ended: set[int] = set()  # outputs
@@ -226,11 +226,11 @@ class AsyncLLM(Backend):
         if request not in self.open:
             return  # its client has left
         try:
-            reply = self.llm._submit(request, is_reported=False)
+            state = self.llm._submit(request, is_reported=False)
         except Exception as error:
             self._tell(self._deliver, [(request, failed(error))])
             return
-        self.live[request] = StreamReader(reply, is_streamed)
+        self.live[request] = StreamReader(state, is_streamed)
 
     def _drop(self, requests: list[Request]) -> None:
         for request in requests:
@@ -254,7 +254,7 @@ class AsyncLLM(Backend):
             return
         is_last = not self.llm.has_unfinished()
         if is_last:
-            self.llm.replies.catch_up()
+            self.llm.states.catch_up()
         if is_last or not self.is_late:
             self._report()
 
@@ -266,10 +266,10 @@ class AsyncLLM(Backend):
             is_sampled = request in self.sampled
             if is_sampled:
                 reader.times.append(now)
-            output = reader.reply.output
+            output = reader.state.output
             if not (is_sampled or output.finished):
                 continue
-            if not (reader.is_streamed or reader.reply.is_complete):
+            if not (reader.is_streamed or reader.state.is_complete):
                 continue  # its text is made in the next step
             delta = self._delta_of(reader)
             news.append((request, delta))
@@ -280,7 +280,7 @@ class AsyncLLM(Backend):
         self.sampled = set()
 
     def _delta_of(self, reader: StreamReader) -> Delta | Refused:
-        output = reader.reply.output
+        output = reader.state.output
         delta = Delta()
         if reader.is_streamed:
             try:

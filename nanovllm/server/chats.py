@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from nanovllm.frontend.inputs import Inputs
-from nanovllm.frontend.outputs import CompletionOutput, RequestOutput
+from nanovllm.processing.inputs import Inputs
+from nanovllm.processing.outputs import CompletionOutput, RequestOutput
 from nanovllm.sequence import Request
 from nanovllm.server.answers import Answers
 from nanovllm.server.errors import Refused

@@ -5,8 +5,8 @@ from typing import Any
 
 from pydantic import SkipValidation
 
-from nanovllm.frontend.inputs import Inputs
-from nanovllm.frontend.outputs import CompletionOutput, RequestOutput
+from nanovllm.processing.inputs import Inputs
+from nanovllm.processing.outputs import CompletionOutput, RequestOutput
 from nanovllm.sequence import Request
 from nanovllm.server.answers import Answers, Rows
 from nanovllm.server.errors import Refused

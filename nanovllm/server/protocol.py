@@ -11,8 +11,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from nanovllm.frontend.inputs import Inputs
 from nanovllm.options import shown
+from nanovllm.processing.inputs import Inputs
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.errors import Refused
 

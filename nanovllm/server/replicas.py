@@ -24,8 +24,8 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 
 from nanovllm.decoding.rules import rules_of
 from nanovllm.engine import LLM
-from nanovllm.frontend.inputs import Inputs
 from nanovllm.options import shown
+from nanovllm.processing.inputs import Inputs
 from nanovllm.routing import Router
 from nanovllm.schedule import check_choice
 from nanovllm.sequence import Request

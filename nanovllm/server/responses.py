@@ -10,8 +10,8 @@ from uuid import uuid4
 
 from pydantic import Field, ValidationError
 
-from nanovllm.frontend.inputs import Inputs
-from nanovllm.frontend.outputs import CompletionOutput, RequestOutput
+from nanovllm.processing.inputs import Inputs
+from nanovllm.processing.outputs import CompletionOutput, RequestOutput
 from nanovllm.sequence import Request
 from nanovllm.server.answers import encode
 from nanovllm.server.chats import MOST_MESSAGES, MOST_TOOLS, ChatBody, ChatCompletions, Effort

@@ -13,7 +13,7 @@ from scheduling import new_sequence
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.checks.blocks import check_blocks
-from nanovllm.frontend.stats import slot_usage
+from nanovllm.processing.stats import slot_usage
 from nanovllm.schedule import Item
 from nanovllm.sequence import Sequence
 from nanovllm.swapping.blocks import free_host, swap_in, swap_out
@@ -28,7 +28,7 @@ def compute(manager: BlockManager, seq: Sequence, num_tokens: int | None = None)
     num_tokens = seq.num_missing_tokens if num_tokens is None else num_tokens
     manager.allocate(seq, num_tokens)
     seq.num_computed_tokens += num_tokens
-    manager.publish(seq, seq.num_computed_tokens)
+    manager.cache_full_blocks(seq, seq.num_computed_tokens)
 
 
 def test_blocks_come_on_demand():
@@ -57,19 +57,19 @@ def test_hits_end_at_a_block_border_and_before_the_last_token(length, shared):
     check_blocks(manager, [first, second])
 
 
-def test_a_block_is_findable_only_when_computed_or_planned():
+def test_a_block_is_cached_only_when_computed_or_planned():
     """Of a prompt in chunks, only what this step computes."""
     manager = BlockManager(num_blocks=8, block_size=4)
     first, second, third = (new_sequence(range(13)) for _ in range(3))
     manager.allocate(first, 13)
     manager.take_prefix(second)
     assert second.num_computed_tokens == 0
-    manager.publish(first, 7)
+    manager.cache_full_blocks(first, 7)
     manager.take_prefix(second)
     assert second.num_computed_tokens == 4 and manager.unwritten == {first.block_table[0]}
     first.num_computed_tokens = 7
     manager.unwritten.clear()
-    manager.publish(first, 12)
+    manager.cache_full_blocks(first, 12)
     manager.take_prefix(third)
     assert third.num_computed_tokens == 12 and manager.unwritten == {*first.block_table[1:3]}
 
@@ -80,7 +80,7 @@ def test_no_part_of_a_block_is_copied_before_the_step_that_writes_it():
     early = new_sequence([0, 1, 2, 3, 4, 9])
     late = new_sequence([0, 1, 2, 3, 4, 9])
     manager.allocate(parent, 9)
-    manager.publish(parent, 8)
+    manager.cache_full_blocks(parent, 8)
     parent.num_computed_tokens = 8  # as if another request had found them in the same step
     manager.fork(parent, early, 5)
     assert early.num_computed_tokens == 4 and len(early.block_table) == 1
@@ -124,7 +124,7 @@ def test_a_block_with_nothing_to_find_is_reused_before_any_cached_one():
     manager.free(seq)
     other = new_sequence([9])
     compute(manager, other)
-    assert other.block_table == [partial] and len(manager.findable) == 2
+    assert other.block_table == [partial] and len(manager.cached_blocks) == 2
 
 
 def test_least_recently_used_goes_first():
@@ -138,7 +138,7 @@ def test_least_recently_used_goes_first():
     manager.free(again)
     filler = new_sequence([3] * 6)
     compute(manager, filler)
-    assert (0, (2, 2)) not in manager.findable and (0, (1, 1)) in manager.findable
+    assert (0, (2, 2)) not in manager.cached_blocks and (0, (1, 1)) in manager.cached_blocks
 
 
 def test_an_evicted_prefix_takes_its_descendants_out_of_reach():
@@ -146,7 +146,7 @@ def test_an_evicted_prefix_takes_its_descendants_out_of_reach():
     chain = new_sequence([1, 2, 3, 4])
     compute(manager, chain)
     first, second = chain.block_table
-    twin = new_sequence([1, 2])  # the same tokens in a block of its own, which stays unfindable
+    twin = new_sequence([1, 2])  # the same tokens in a block of its own, which stays uncached
     compute(manager, twin)
     assert twin.block_table[0] not in (first, second)
     assert manager.blocks[twin.block_table[0]].key is None
@@ -277,7 +277,7 @@ class RandomUse(RuleBasedStateMachine):
         for seq, start, num_tokens in plan:
             self.memory.write(seq, start, num_tokens)
             seq.num_computed_tokens += num_tokens
-            self.manager.publish(seq, seq.num_computed_tokens)
+            self.manager.cache_full_blocks(seq, seq.num_computed_tokens)
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
@@ -351,7 +351,7 @@ class RandomUse(RuleBasedStateMachine):
             free_host(self.manager, seq)
             self.away.remove(seq)
             self.sequences.append(seq)
-            self.manager.publish(seq, seq.num_computed_tokens)
+            self.manager.cache_full_blocks(seq, seq.num_computed_tokens)
 
     @precondition(lambda self: self.away)
     @rule(data=st.data())

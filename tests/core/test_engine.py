@@ -246,7 +246,7 @@ def test_nan_in_the_cache_of_one_request_does_not_reach_another(llm, checkpoints
     llm.runner.kv_cache.tensor[:, :, llm.requests[sick].sequences[0].block_table] = torch.nan
     assert finish(llm)[short].outputs[0].token_ids == expected[6]
     llm.runner.kv_cache.tensor.zero_()  # nor any later test of this module
-    llm.block_manager.findable.clear()
+    llm.block_manager.cached_blocks.clear()
     for block in llm.block_manager.blocks:
         block.key = block.prefix_id = None
 
@@ -485,7 +485,7 @@ def test_the_prefix_cache_can_be_emptied(checkpoints):
     for _ in range(4):
         llm.step()
     request = llm.requests[request_id]
-    assert llm.reset_prefix_cache() and not llm.block_manager.findable
+    assert llm.reset_prefix_cache() and not llm.block_manager.cached_blocks
     check_blocks(llm.block_manager, request.sequences)
     assert hits() == 0
     finish(llm)

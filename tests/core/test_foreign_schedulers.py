@@ -182,8 +182,8 @@ class TakesBack(Scheduler):
 
 
 @pytest.mark.parametrize("cls", [OnePromptAtATime, SmallChunks, TakesBack])
-def test_what_is_findable_must_be_computed(cls):
-    """The blocks of what was taken out stay findable, but no step has written them: wrong answers,
+def test_what_is_cached_must_be_computed(cls):
+    """The blocks of what was taken out stay cached, but no step has written them: wrong answers,
     in silence."""
     llm = new_llm(scheduler_cls=cls, max_num_batched_tokens=100)
     prompts = [[1] * 30, [2] * 21, [2] * 21, [2] * 21]

@@ -11,7 +11,7 @@ import pytest
 from fake_model import FakeRunner
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.frontend.text import Text
+from nanovllm.processing.text import Text
 from nanovllm.server.async_llm import AsyncLLM
 
 COMPUTE = 100  # the time that a step takes on the device ...
@@ -105,7 +105,7 @@ def test_what_is_reported_is_not_late(llm):
         for output in llm.step():
             if output.finished:
                 ended[output.request_id] = output
-    assert not llm.replies.late
+    assert not llm.states.late
     assert llm.runner.time == steps_alone() + sum(LENGTHS) * TOKEN
     again = LLM(runner=Device(), num_blocks=200, block_size=4, max_model_len=100)
     expected = again.generate(PROMPTS, params(), use_tqdm=False)

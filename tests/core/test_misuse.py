@@ -309,7 +309,7 @@ def test_a_long_prompt_that_waits_is_looked_up_once():
     llm = LLM(runner=runner, num_blocks=60, block_size=4, max_model_len=240)
     long = list(range(160))
     llm.generate(long, SamplingParams(max_tokens=1), use_tqdm=False)
-    llm.block_manager.findable = Findable(llm.block_manager.findable)
+    llm.block_manager.cached_blocks = Findable(llm.block_manager.cached_blocks)
     llm.add_request([9] * 150, SamplingParams(max_tokens=40, seed=1))
     for _ in range(5):
         llm.step()

@@ -25,8 +25,8 @@ from fake_engine import (
 
 from nanovllm import SamplingParams
 from nanovllm.block_manager import BlockManager
-from nanovllm.frontend.streaming import Reader
-from nanovllm.frontend.text import Text
+from nanovllm.processing.streaming import Reader
+from nanovllm.processing.text import Text
 from nanovllm.scheduler import Scheduler
 
 SHORT = SamplingParams(seed=5, max_tokens=6)
@@ -77,8 +77,8 @@ def inject(llm, monkeypatch, place: str, is_hit) -> None:
     elif place == "preempt":
         failing(llm.scheduler, "preempt", itself, after=True)
     elif place == "detokeniser":
-        replies = llm.replies.unfinished.values()
-        owners = {id(text): reply.request for reply in replies for text in reply.texts}
+        states = llm.states.unfinished.values()
+        owners = {id(text): state.request for state in states for text in state.texts}
 
         def of_text(text, _):
             return [owners[id(text)]] if id(text) in owners else []
@@ -280,9 +280,9 @@ def test_a_tokenizer_that_fails_while_a_stream_is_read(monkeypatch):
     """The stream gets its error, nothing is left out of the text, and the request ends with the
     error."""
     llm, prompt = new_llm(), [5] * 9
-    reply = llm._submit(llm.inputs.request(prompt, SHORT), is_reported=False)
+    state = llm._submit(llm.inputs.request(prompt, SHORT), is_reported=False)
     llm.step()
-    (sick,), add = reply.output.outputs, Text.add
+    (sick,), add = state.output.outputs, Text.add
 
     def failing(text, token_id):
         if text.output is sick:
@@ -292,10 +292,10 @@ def test_a_tokenizer_that_fails_while_a_stream_is_read(monkeypatch):
     monkeypatch.setattr(Text, "add", failing)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="no such token"):
-            Reader(reply).news()
+            Reader(state).news()
     llm.add_request(prompt, SHORT, "innocent")
     outputs = go_on(llm)
-    assert str(reply.output.error) == "no such token"
+    assert str(state.output.error) == "no such token"
     assert sick.finish_reason == "error"
     assert result(outputs["innocent"]) == answer(prompt, SHORT)
     check_clean(llm)

@@ -162,7 +162,7 @@ def test_a_preempted_request_finds_its_own_blocks(n):
 
 
 def test_what_the_cache_still_has_is_not_swapped_in():
-    """The blocks of a preempted request stay findable until they are overwritten."""
+    """The blocks of a preempted request stay cached until they are overwritten."""
     scheduler, runner = new_scheduler(num_blocks=12, tokens=64, num_host_blocks=12), FakeRunner(4)
     request = new_request(0, range(18), max_tokens=9)
     scheduler.add(request)
@@ -319,7 +319,7 @@ def check_tokens(request) -> None:
 
 def forget_the_cache(scheduler) -> None:
     """As if all had been overwritten."""
-    scheduler.block_manager.findable.clear()
+    scheduler.block_manager.cached_blocks.clear()
     for block in scheduler.block_manager.blocks:
         block.key = block.prefix_id = None
 

@@ -23,7 +23,7 @@ PACKAGE = ROOT / "nanovllm"
 NO_TORCH = (
     *("options", "config", "sampling_params", "sequence", "block_manager"),
     *("schedule", "scheduler", "routing", "swapping.blocks", "decoding.groups"),
-    *("decoding.beam_search", "frontend.messages", "frontend.stats"),
+    *("decoding.beam_search", "processing.messages", "processing.stats"),
     *("checks.schedules", "checks.blocks", "simulator"),
 )
 
@@ -48,11 +48,11 @@ IN_THE_ROOT = {
 
 
 def test_what_counts_as_an_import():
-    source = "if TYPE_CHECKING:\n    from nanovllm.engine import LLM\ndef f():\n    import nanovllm.config\nimport nanovllm.frontend.stats"
+    source = "if TYPE_CHECKING:\n    from nanovllm.engine import LLM\ndef f():\n    import nanovllm.config\nimport nanovllm.processing.stats"
     tree = ast.parse(source)
-    assert imported(tree, everywhere=False) == {"nanovllm.frontend.stats"}
+    assert imported(tree, everywhere=False) == {"nanovllm.processing.stats"}
     assert imported(tree, everywhere=True) == {
-        "nanovllm.frontend.stats",
+        "nanovllm.processing.stats",
         "nanovllm.config",
         "nanovllm.engine",
     }
@@ -105,7 +105,7 @@ def test_imports_between_rooms_make_no_circle():
 
 def test_each_topic_has_a_folder_with_a_sentence():
     folders = {path.parent for path in PACKAGE.glob("*/__init__.py")}
-    assert {"frontend", "decoding", "checks", "parallel"} <= {folder.name for folder in folders}
+    assert {"processing", "decoding", "checks", "parallel"} <= {folder.name for folder in folders}
     for folder in folders - {PACKAGE / "layers", PACKAGE / "models"}:
         sentence = ast.get_docstring(MODULES[f"nanovllm.{folder.name}"])
         assert sentence and sentence.endswith("."), folder

@@ -191,7 +191,7 @@ class RealCache:
         seq = request(*token_ids).sequences[0]
         manager.take_prefix(seq)
         manager.allocate(seq, seq.num_missing_tokens)
-        manager.publish(seq, len(seq))
+        manager.cache_full_blocks(seq, len(seq))
         manager.unwritten.clear()
         manager.free(seq)
 

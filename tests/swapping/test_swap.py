@@ -138,7 +138,7 @@ def test_a_step_that_fails_harms_no_request(path, monkeypatch):
     )
     llm, kinds = new_llm(path, 140, "swap"), set()
     ids = [llm.add_request(prompt, SamplingParams(n=2, seed=3)) for prompt in prompts(8)]
-    outputs = {request_id: reply.output for request_id, reply in llm.replies.unfinished.items()}
+    outputs = {request_id: state.output for request_id, state in llm.states.unfinished.items()}
     run = llm.runner.launch
 
     def failing(schedule):

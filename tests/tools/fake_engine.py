@@ -33,7 +33,7 @@ def new_llm(num_blocks=1000, num_host_blocks=0, **kwargs) -> LLM:
     runner = FakeRunner(options["block_size"], VOCAB_SIZE, num_blocks, num_host_blocks)
     llm = LLM(runner=runner, max_num_seqs=12, max_model_len=100, num_blocks=num_blocks, **options)
     # checks also the engine's own scheduler
-    llm.planner = ScheduleChecks(llm.scheduler, llm.limits, llm.replies.unfinished)
+    llm.planner = ScheduleChecks(llm.scheduler, llm.limits, llm.states.unfinished)
     return llm
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.checks.blocks import check_blocks
-from nanovllm.frontend.stats import slot_usage
+from nanovllm.processing.stats import slot_usage
 from nanovllm.sequence import Request
 from tutorials.baselines import replay
 from tutorials.baselines.contiguous import ContiguousBlockManager, OrcaMax, OrcaOracle, OrcaPow2

@@ -17,7 +17,7 @@ from pathlib import Path
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import Limits
 from nanovllm.decoding.beam_search import BeamRequest, BeamSearch, BeamSearchParams
-from nanovllm.frontend.stats import cache_usage
+from nanovllm.processing.stats import cache_usage
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.schedule import Schedule
 from nanovllm.scheduler import Scheduler

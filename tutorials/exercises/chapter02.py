@@ -29,5 +29,5 @@ class MostRecent(BlockManager):
 class NoDuplicates(BlockManager):
     """Gives a full block back if another block holds the same prefix."""
 
-    def publish(self, seq, num_tokens):
+    def cache_full_blocks(self, seq, num_tokens):
         raise NotImplementedError

@@ -28,7 +28,7 @@ class State(NamedTuple):
     tables: dict[str, list[int]]
     owners: list[str]  # of each block, as "ab"
     free: list[int]
-    findable: list[bool]
+    cached: list[bool]
 
 
 def sequence(tokens) -> Sequence:
@@ -39,7 +39,7 @@ def step(manager: BlockManager, seq: Sequence) -> None:
     """What the scheduler and the model do when the missing tokens of a sequence are computed."""
     num_tokens = seq.num_missing_tokens
     manager.allocate(seq, num_tokens)
-    manager.publish(seq, len(seq))
+    manager.cache_full_blocks(seq, len(seq))
     seq.num_computed_tokens += num_tokens
     manager.unwritten.clear()
 
@@ -48,8 +48,8 @@ def state_of(manager: BlockManager, **seqs: Sequence) -> State:
     tables = {name: list(seq.block_table) for name, seq in seqs.items()}
     owners = ["".join(n for n in tables if i in tables[n]) for i in range(NUM_BLOCKS)]
     assert [len(names) for names in owners] == [block.ref_count for block in manager.blocks]
-    findable = [block.key is not None for block in manager.blocks]
-    return State(tables, owners, list(manager.free_blocks), findable)
+    cached = [block.key is not None for block in manager.blocks]
+    return State(tables, owners, list(manager.free_blocks), cached)
 
 
 def run() -> tuple[State, State, list[list[int]]]:
@@ -78,7 +78,7 @@ def draw_state(axes: Axes, state: State, slots: list[list[int]]) -> None:
     rows |= {"block": 1.8, "ref_count (tables with it)": 1.45, "free list, next first": 0.7}
     for label, y in rows.items():
         write(axes, -0.15, y, label, ha="right")
-    names = [f"{i}*" if findable else str(i) for i, findable in enumerate(state.findable)]
+    names = [f"{i}*" if cached else str(i) for i, cached in enumerate(state.cached)]
     for y, name, fill in ((3.4, "a", SKY), (2.85, "b", ORANGE)):
         for block in state.tables[name]:
             box(axes, block, y, WIDTH, 0.4, fill, block)

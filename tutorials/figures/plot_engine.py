@@ -17,8 +17,8 @@ from tokenizers import Tokenizer
 
 from nanovllm import SamplingParams
 from nanovllm.config import EMBEDDED_MODEL
-from nanovllm.frontend.outputs import CompletionOutput
-from nanovllm.frontend.text import Text
+from nanovllm.processing.outputs import CompletionOutput
+from nanovllm.processing.text import Text
 from tutorials.figures.fills import BLUE, EMPTY, GREEN, ORANGE, SKY, WASTE, Fill
 from tutorials.figures.style import HERE, SMALL, bare, box, new_figure, point_out, title, write
 

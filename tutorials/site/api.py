@@ -20,10 +20,10 @@ CLASSES = (  # read from the source
     ("LLM", Path("nanovllm/engine.py"), "`from nanovllm import LLM`"),
     (
         "RequestOutput",
-        Path("nanovllm/frontend/outputs.py"),
+        Path("nanovllm/processing/outputs.py"),
         "what `generate`, `chat` and `step` return",
     ),
-    ("CompletionOutput", Path("nanovllm/frontend/outputs.py"), "one of its `outputs`"),
+    ("CompletionOutput", Path("nanovllm/processing/outputs.py"), "one of its `outputs`"),
     ("Scheduler", Path("nanovllm/scheduler.py"), "a subclass of it is `LLM(scheduler_cls=...)`"),
     (
         "BlockManager",

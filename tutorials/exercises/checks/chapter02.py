@@ -23,7 +23,7 @@ def compute(manager: BlockManager, seq: Sequence) -> int:
     manager.take_prefix(seq)
     num_hit = seq.num_computed_tokens
     manager.allocate(seq, seq.num_missing_tokens)
-    manager.publish(seq, len(seq))
+    manager.cache_full_blocks(seq, len(seq))
     seq.num_computed_tokens = len(seq)
     manager.unwritten.clear()
     return num_hit
@@ -71,7 +71,7 @@ def check_taken(manager: BlockManager) -> None:
     taken = manager.take_block()
     what = f"blocks were freed in this order: 0, 1, 2. It takes block {taken.id}"
     expect(taken.id == last, f"{what}, and not the last one")
-    is_found = taken.key is not None or taken in manager.findable.values()
+    is_found = taken.key is not None or taken in manager.cached_blocks.values()
     what = f"block {taken.id} is taken, and its old prefix can still be found"
     expect(not is_found, f"{what}: it would hit what another sequence overwrites")
 
@@ -90,7 +90,7 @@ def check_3(answers) -> None:
         for block, count in writers.items():
             expect(count == 1, f"{count} sequences write into block {block} in the same step")
         for seq, start, num_tokens in schedule.items:
-            if seq.block_table and (start + num_tokens) // 16 > start // 16:  # it was published
+            if seq.block_table and (start + num_tokens) // 16 > start // 16:  # it was cached
                 duplicates.extend(kept_duplicates(blocks, seq, start // 16))
 
     llm.observers.append(observe)
@@ -122,7 +122,7 @@ def kept_duplicates(manager: BlockManager, seq: Sequence, num_full: int) -> Iter
         prefix_id = seq.prefix_ids[i - 1] if i else EMPTY_PREFIX
         size = manager.block_size
         tokens = tuple(seq.token_ids[i * size : (i + 1) * size])
-        block = manager.findable.get((prefix_id, tokens))
+        block = manager.cached_blocks.get((prefix_id, tokens))
         if block is not None and block.id != seq.block_table[i]:
             state = "free" if block.id in manager.free_blocks else "in use"
             what = f"block {block.id} is {state} and has the prefix of block {seq.block_table[i]}"
@@ -138,7 +138,7 @@ def check_owners_of_both(manager: BlockManager) -> None:
     second.num_computed_tokens = 12
     own = [*second.block_table]
     manager.fork(second, child)
-    manager.publish(second, 12)
+    manager.cache_full_blocks(second, 12)
     counts = [manager.blocks[i].ref_count for i in own]
     what = f"the blocks {own} have another owner still, but their ref_counts are {counts}"
     expect(second.block_table != own and counts == [1, 1, 1], what)

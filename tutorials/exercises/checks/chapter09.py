@@ -5,8 +5,8 @@ from itertools import pairwise
 from math import ceil, log2
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.frontend.outputs import CompletionOutput
-from nanovllm.frontend.text import Text
+from nanovllm.processing.outputs import CompletionOutput
+from nanovllm.processing.text import Text
 from tutorials.exercises.checks.expect import expect
 
 STOPS = ["\nUser:", "END"]

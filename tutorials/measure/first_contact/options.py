@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.frontend.streaming import Reader
+from nanovllm.processing.streaming import Reader
 from nanovllm.vattention.memory import HostMemory
 from tutorials.measure.first_contact.section import Section, run, show
 from tutorials.measure.first_contact.start import (
@@ -80,8 +80,8 @@ def decodes(section: Section, llm: LLM, params: dict, is_streamed: bool) -> dict
     num_tokens = 2 * sizes.steps + 100  # the first requests go on while others begin
     all_params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, **params)
     prompts = random_prompts(llm, sizes.batch, sizes.context * 3 // 2)
-    replies = begin_decodes(llm, prompts, all_params)
-    readers = [Reader(reply) for reply in replies if is_streamed]
+    states = begin_decodes(llm, prompts, all_params)
+    readers = [Reader(state) for state in states if is_streamed]
     step = partial(llm.step, report=False)
     llm.meanwhile.append(lambda: [reader.news() for reader in readers])
     try:

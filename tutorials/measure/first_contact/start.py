@@ -13,8 +13,8 @@ import torch
 from nanovllm import LLM, SamplingParams, model_runner
 from nanovllm.device import memory
 from nanovllm.device.cuda_graphs import StepGraphs
-from nanovllm.frontend.replies import Reply
 from nanovllm.model_runner import ModelRunner
+from nanovllm.processing.states import RequestState
 from tutorials.measure.first_contact.section import Section
 from tutorials.report import percentile
 
@@ -99,15 +99,15 @@ def random_prompts(llm: LLM, count: int, longest: int) -> list[list[int]]:
     return [[rng.randrange(vocab) for _ in range(length)] for length in lengths]
 
 
-def begin_decodes(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[Reply]:
+def begin_decodes(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[RequestState]:
     """Adds requests, and computes their prompts: from now on each step decodes all of them."""
-    replies = [
+    states = [
         llm._submit(llm.inputs.request(prompt, params), is_reported=False) for prompt in prompts
     ]
     sequences = [request.sequences[0] for request in llm.requests.values()]
     while any(seq.num_missing_tokens > 1 for seq in sequences):
         llm.step(report=False)
-    return replies
+    return states
 
 
 def leave(llm: LLM, count: int) -> dict:

@@ -1,6 +1,6 @@
 """Text in and out: chat, streams, stop strings, characters of several tokens. With the embedded model.
 
-Run: pytest tests/frontend/test_text.py [-k stop_string]
+Run: pytest tests/processing/test_text.py [-k stop_string]
 """
 
 import threading
@@ -9,8 +9,8 @@ from itertools import pairwise, zip_longest
 import pytest
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.frontend.outputs import CompletionOutput
-from nanovllm.frontend.text import Text
+from nanovllm.processing.outputs import CompletionOutput
+from nanovllm.processing.text import Text
 
 
 @pytest.fixture(scope="module")

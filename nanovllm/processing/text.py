@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from nanovllm.decoding.beam_search import BeamRequest
-from nanovllm.frontend.outputs import CompletionOutput
+from nanovllm.processing.outputs import CompletionOutput
 from nanovllm.sampling_params import SamplingParams
 
 

@@ -1,4 +1,4 @@
-"""Replies: the outputs of unfinished requests, brought up to date from their tokens."""
+"""RequestStates: the outputs of unfinished requests, brought up to date from their tokens."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections import deque
 from tokenizers import Tokenizer
 
 from nanovllm.decoding.beam_search import BeamRequest
-from nanovllm.frontend.outputs import CompletionOutput, RequestOutput
-from nanovllm.frontend.text import Text, results_of
+from nanovllm.processing.outputs import CompletionOutput, RequestOutput
+from nanovllm.processing.text import Text, results_of
 from nanovllm.sequence import Request, Sequence
 
 
-class Reply:
+class RequestState:
     """An unfinished request and what its user sees of it.
 
     Everything here can be made again from the tokens of the request's sequences.
@@ -128,30 +128,30 @@ class Reply:
         self.is_complete = True
 
 
-class Replies:
-    """The replies to all unfinished requests, and what step() has not reported yet."""
+class RequestStates:
+    """The states to all unfinished requests, and what step() has not reported yet."""
 
     def __init__(self) -> None:
-        self.unfinished: dict[str, Reply] = {}  # by request id
+        self.unfinished: dict[str, RequestState] = {}  # by request id
         self.unreported: dict[str, RequestOutput] = {}
-        self.late: deque[Reply] = deque()  # ended, and their outputs are still to be made
+        self.late: deque[RequestState] = deque()  # ended, and their outputs are still to be made
 
-    def to(self, request: Request) -> Reply | None:
-        """The reply to this request, unless it has ended."""
-        reply = self.unfinished.get(request.request_id)
-        return reply if reply is not None and reply.request is request else None
+    def to(self, request: Request) -> RequestState | None:
+        """The state to this request, unless it has ended."""
+        state = self.unfinished.get(request.request_id)
+        return state if state is not None and state.request is request else None
 
-    def report(self, reply: Reply, error: Exception | None = None) -> list[Sequence]:
+    def report(self, state: RequestState, error: Exception | None = None) -> list[Sequence]:
         """Reports what is new about a request, or the error that ends it. Forgets the request once
         it has ended. Returns the sequences that its text or the error ends."""
-        output = reply.output
+        output = state.output
         ended: list[Sequence] = []
-        if not reply.is_watched and error is None and reply.request.has_ended:
-            self.late.append(reply)
+        if not state.is_watched and error is None and state.request.has_ended:
+            self.late.append(state)
             output.finished = True
         else:
-            ended = reply.catch_up(error)
-        if reply.is_reported:
+            ended = state.catch_up(error)
+        if state.is_reported:
             self.unreported[output.request_id] = output
         if output.finished:
             self.unfinished.pop(output.request_id, None)

@@ -1,7 +1,7 @@
 """Outputs as users get them: whole texts, copies, what is new in each, and the names that users of vLLM know; and what
 the statistics count.
 
-Run: pytest tests/frontend/test_outputs.py [-k pickled]
+Run: pytest tests/processing/test_outputs.py [-k pickled]
 """
 
 import copy
@@ -11,7 +11,7 @@ import pytest
 from fake_engine import new_llm
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.frontend.streaming import Reader
+from nanovllm.processing.streaming import Reader
 
 
 @pytest.fixture(scope="module")
@@ -69,11 +69,11 @@ def test_news_are_what_is_new_in_each_output(real_llm):
     params = SamplingParams(n=3, max_tokens=12, seed=1, stop=["e ", "th"], logprobs=1)
     (expected,) = real_llm.generate("Once upon a", params, use_tqdm=False)
     request_id = real_llm.add_request("Once upon a", params)
-    reply = real_llm.replies.unfinished[request_id]
-    reader = Reader(reply)
+    state = real_llm.states.unfinished[request_id]
+    reader = Reader(state)
     deltas = {i: [] for i in range(3)}
     while True:
-        is_last = reply.output.finished
+        is_last = state.output.finished
         for delta in reader.news():
             deltas[delta.index].append(delta)
         if is_last:

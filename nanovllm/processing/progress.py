@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 from tqdm import tqdm
 
-from nanovllm.frontend.outputs import RequestOutput
-from nanovllm.frontend.stats import Counts
+from nanovllm.processing.outputs import RequestOutput
+from nanovllm.processing.stats import Counts
 from nanovllm.schedule import Schedule
 from nanovllm.scheduler import Scheduler
 

@@ -3,28 +3,28 @@
 from collections.abc import Iterator
 from typing import Any
 
-from nanovllm.frontend.outputs import CompletionOutput
-from nanovllm.frontend.replies import Reply
+from nanovllm.processing.outputs import CompletionOutput
+from nanovllm.processing.states import RequestState
 from nanovllm.sequence import Request
 
 
 class Reader:
-    """Reads a reply, each part of it once."""
+    """Reads a state, each part of it once."""
 
-    def __init__(self, reply: Reply):
-        self.reply = reply
-        self.num_read = [(0, 0)] * len(reply.output.outputs)  # characters and tokens
+    def __init__(self, state: RequestState):
+        self.state = state
+        self.num_read = [(0, 0)] * len(state.output.outputs)  # characters and tokens
 
     def news(self) -> list[CompletionOutput]:
         """What is new in each output since the last call: its text as far as it may be shown, its
         tokens, and at the end the reason. To be called until the output has finished."""
-        reply = self.reply
-        if not reply.is_complete:
-            reply.update()
+        state = self.state
+        if not state.is_complete:
+            state.update()
         deltas = []
-        for i, output in enumerate(reply.output.outputs):
+        for i, output in enumerate(state.output.outputs):
             num_chars, num_tokens = self.num_read[i]
-            num_safe = reply.texts[i].num_safe_chars if reply.texts else len(output.text)
+            num_safe = state.texts[i].num_safe_chars if state.texts else len(output.text)
             text = output.text[num_chars:num_safe]
             token_ids = output.token_ids[num_tokens:]
             logprobs = None if output.logprobs is None else output.logprobs[num_tokens:]
@@ -38,11 +38,11 @@ class Reader:
 def stream(llm: Any, request: Request) -> Iterator[str]:
     """What LLM.stream returns, for a checked request."""
     try:
-        reply = llm._submit(request, is_reported=False)
-        reader = Reader(reply)
+        state = llm._submit(request, is_reported=False)
+        reader = Reader(state)
         is_last = False
         while not is_last:
-            is_last = reply.output.finished
+            is_last = state.output.finished
             with llm.turns.take():
                 (delta,) = reader.news()
             if delta.text:
@@ -51,5 +51,5 @@ def stream(llm: Any, request: Request) -> Iterator[str]:
                 llm.step(report=False)
     finally:  # perhaps in the garbage collector, in any thread
         llm.inbox.unwanted.append(request)
-    if reply.output.error is not None:
-        raise reply.output.error
+    if state.output.error is not None:
+        raise state.output.error

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.decoding.beam_search import BeamRequest, BeamSearch, BeamSearchParams
 from nanovllm.decoding.rules import rules_of
-from nanovllm.frontend.messages import Conversation, Prompt, is_conversation, unwrapped
 from nanovllm.options import PromptTooLong, is_int, refusal, shown
+from nanovllm.processing.messages import Conversation, Prompt, is_conversation, unwrapped
 from nanovllm.sampling_params import LARGEST_COUNT, SamplingParams
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request

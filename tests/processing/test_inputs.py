@@ -1,6 +1,6 @@
 """What a prompt may be: chats with content in parts, and the forms in which vLLM writes a prompt.
 
-Run: pytest tests/frontend/test_inputs.py [-k parts]
+Run: pytest tests/processing/test_inputs.py [-k parts]
 """
 
 import pytest
