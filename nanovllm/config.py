@@ -104,7 +104,8 @@ class Config(Options):
     numbers on this machine, there is a ValueError, and no engine."""
 
     speculative_config: dict | None = None
-    """Guess tokens, and check several in one step (chapter 22): the fields of SpeculativeConfig,
+    """Speculative decoding: propose draft tokens, and check several in one step (chapter 22). The
+    fields of SpeculativeConfig,
     such as {"method": "ngram", "num_speculative_tokens": 4}."""
 
     scheduler_cls: type | None = None

@@ -16,7 +16,7 @@ from nanovllm.checks.classes import check_made
 from nanovllm.checks.schedules import ScheduleChecks
 from nanovllm.config import TOKENS_PER_STEP, Config
 from nanovllm.decoding.beam_search import BeamRequest, BeamSearchParams
-from nanovllm.decoding.guesses import Guesser, config_of
+from nanovllm.decoding.drafts import Proposer, config_of
 from nanovllm.device.choose import choose_device
 from nanovllm.inbox import Inbox
 from nanovllm.layers.rotary import longest_context
@@ -63,7 +63,7 @@ class LLM:
     def __init__(self, model: str | None = None, *, runner: Runner | None = None, **kwargs):
         self.config = config = Config(**kwargs) if model is None else Config(model=model, **kwargs)
         fields = config.speculative_config
-        guesser = None if fields is None else Guesser(config_of(fields))
+        proposer = None if fields is None else Proposer(config_of(fields))
 
         # the model, and what computes it
         path = find_model(config.model)
@@ -89,7 +89,7 @@ class LLM:
         )
         scheduler_cls = config.scheduler_cls or Scheduler
         self.scheduler: Scheduler = scheduler_cls(limits, new_block_manager())
-        self.scheduler.guesser = guesser
+        self.scheduler.proposer = proposer
 
         # requests come in, and states go out
         defaults = load_generation_config(path, hf_config)

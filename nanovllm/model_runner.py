@@ -219,7 +219,7 @@ class ModelRunner:
             sampling = sampling_of(schedule.sampled, self.vocab_size)
         end_of = dict(zip([seq for seq, _, _ in items], ends.tolist()))
         pairs = schedule.sampled.items()
-        behind = [len(last.token_ids) - len(seq.token_ids) for seq, last in pairs]  # guesses
+        behind = [len(last.token_ids) - len(seq.token_ids) for seq, last in pairs]  # draft tokens
         sampled_rows = integers([end_of[last] - 1 - n for (_, last), n in zip(pairs, behind)])
         if schedule.scored:
             sampled_rows = torch.cat([sampled_rows, rows_to_score(schedule.scored, end_of)])

@@ -38,7 +38,7 @@ class Schedule:
     items: list[Item] = field(default_factory=list)
     sampled: dict[Sequence, Sequence] = field(default_factory=dict)
     """Which sequences get a token, and whose logits each uses: its own; before a fork, those of the
-    first sample; with guesses (chapter 22), those of the longest guess."""
+    first sample; with draft tokens (chapter 22), those of the longest draft."""
     scored: list[Item] = field(default_factory=list)
     """Items whose prompts' log-probabilities are wanted."""
     moves: Moves = field(default_factory=Moves)

@@ -15,7 +15,7 @@ from nanovllm.block_manager import BlockManager
 from nanovllm.config import Limits
 from nanovllm.decoding import groups
 from nanovllm.decoding.beam_search import advance_searches
-from nanovllm.decoding.guesses import Guesser
+from nanovllm.decoding.drafts import Proposer
 from nanovllm.options import PromptTooLong, refusal, shown
 from nanovllm.sampling_params import LARGEST_COUNT
 from nanovllm.schedule import Item, Schedule, ScheduleError, check_choice
@@ -40,7 +40,7 @@ class Scheduler:
         self.max_num_seqs = limits.max_num_seqs
         self.max_model_len = limits.max_model_len
         self.block_manager = block_manager
-        self.guesser: Guesser | None = None  # the engine sets it
+        self.proposer: Proposer | None = None  # the engine sets it
         self.clock = time.monotonic  # in seconds; a simulator has its own
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -87,10 +87,10 @@ class Scheduler:
     def make_room(self, schedule: Schedule) -> None:
         """Called before the step is planned. May `preempt` running requests for waiting ones."""
 
-    def num_guesses(self, request: Request) -> int:
-        """How many tokens to guess for each of its sequences, if the engine guesses (chapter 22).
-        A step makes so many guesses only if it has room."""
-        return self.guesser.config.num_speculative_tokens if self.guesser else 0
+    def num_draft_tokens(self, request: Request) -> int:
+        """How many draft tokens to propose for each of the request's sequences (chapter 22). A step
+        takes fewer if the token budget or the blocks run out."""
+        return self.proposer.config.num_speculative_tokens if self.proposer else 0
 
     def reason_to_end(self, seq: Sequence) -> str | None:
         """Why the sequence ends with its last token, or None. Stop strings are the engine's
@@ -147,8 +147,8 @@ class Scheduler:
         self.schedule_running(schedule)
         if self.num_preemptions == num_preemptions:  # otherwise there is no room
             self.schedule_waiting(schedule)
-        if self.guesser is not None:
-            self.guesser.add_guesses(schedule, self)
+        if self.proposer is not None:
+            self.proposer.add_drafts(schedule, self)
         schedule.moves = self.block_manager.take_moves()
         schedule.num_used_blocks = self.block_manager.num_used_blocks
         self.num_swapped_blocks += len(schedule.moves.swaps_out)
@@ -271,8 +271,8 @@ class Scheduler:
                 groups.fork(seq.request, self.block_manager)
         likeliest = logprobs or [None] * len(token_ids)
         rows: Rows = zip(schedule.sampled, token_ids, likeliest, strict=True)
-        if self.guesser is not None:
-            rows = self.guesser.accepted(schedule, self.block_manager, rows)
+        if self.proposer is not None:
+            rows = self.proposer.accepted(schedule, self.block_manager, rows)
         if logprobs is not None:  # beams want log-probabilities
             rows = advance_searches(rows, self)
         for row in rows:

@@ -8,7 +8,7 @@ from typing import Any
 from nanovllm.block_manager import BlockManager
 from nanovllm.checks.classes import check_kept
 from nanovllm.config import Limits
-from nanovllm.decoding.guesses import unguessed
+from nanovllm.decoding.drafts import without_draft
 from nanovllm.options import shown
 from nanovllm.schedule import Item, Schedule, ScheduleError
 from nanovllm.scheduler import Scheduler
@@ -48,7 +48,7 @@ class ScheduleChecks:
         """Processes the step's result, and checks that this was done."""
         self.scheduler.update(schedule, *drawn)
         seq, start, _ = schedule.items[0]
-        seq = unguessed(seq)
+        seq = without_draft(seq)
         if seq.num_computed_tokens == start and seq in seq.request.unfinished:
             raise ScheduleError(self.scheduler, "update", "it did nothing: does it call super()?")
 

@@ -298,7 +298,7 @@ class Grammar:
 
     def matcher_of(self, seq: Sequence) -> Any:
         """The matcher after all output tokens of the sequence. It takes back those that are gone,
-        as after a wrong guess or a fault, and consumes those that are new."""
+        as after a wrong draft token or a fault, and consumes those that are new."""
         token_ids = seq.output_token_ids
         matcher, consumed = self.matches.pop(seq.index, (None, []))
         if matcher is None:

@@ -92,7 +92,7 @@ class RequestState:
             output.token_ids.append(token_id)
             if is_end:
                 seq.finish_reason = "stop"
-                del seq.token_ids[num_prompt + len(output.token_ids) :]  # right guesses
+                del seq.token_ids[num_prompt + len(output.token_ids) :]  # accepted draft tokens
                 break
         if output.logprobs is not None and seq.logprobs is not None:
             new = seq.logprobs[len(output.logprobs) : len(output.token_ids)]

@@ -37,7 +37,7 @@ def stats_of(
         "prefix_cache_hit_tokens": scheduler.num_cached_tokens,
         "preemptions": scheduler.num_preemptions,
         "swapped_blocks": scheduler.num_swapped_blocks,
-        **(scheduler.guesser.stats if scheduler.guesser else {}),
+        **(scheduler.proposer.stats if scheduler.proposer else {}),
         "steps": counts.steps,
         "failed_steps": num_failed_steps,
         "computed_tokens": counts.computed_tokens,

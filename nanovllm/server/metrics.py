@@ -26,13 +26,16 @@ COUNTERS = {
     "num_preemptions": ("preemptions", "Requests that lost their blocks."),
     "prefix_cache_queries": ("prompt_tokens", "Tokens that were looked up in the prefix cache."),
     "prefix_cache_hits": ("prefix_cache_hit_tokens", "Those of them that were found."),
-    "spec_decode_num_drafts": ("drafts", "How often a sequence had guesses."),
-    "spec_decode_num_draft_tokens": ("guesses", "Tokens that were guessed."),
-    "spec_decode_num_accepted_tokens": ("accepted_guesses", "Those of them that were right."),
+    "spec_decode_num_drafts": ("drafts", "Drafts: how often a sequence had draft tokens."),
+    "spec_decode_num_draft_tokens": ("draft_tokens", "Draft tokens."),
+    "spec_decode_num_accepted_tokens": (
+        "accepted_draft_tokens",
+        "Those of them that were accepted.",
+    ),
 }
 
 
-OF_A_PLACE = "accepted_guesses_"  # and 1 for the first guess
+OF_A_PLACE = "accepted_draft_tokens_"  # and 1 for the first draft token
 
 
 def is_counter(key: str) -> bool:
@@ -80,9 +83,11 @@ class Metrics:
         yield self.by_place()
 
     def by_place(self) -> Metric:
-        """Right guesses by their place, of which 0 is the first."""
+        """Accepted draft tokens by their place, of which 0 is the first."""
         name = "nanovllm:spec_decode_num_accepted_tokens_per_pos"
-        family = CounterMetricFamily(name, "Right guesses.", labels=["model_name", "position"])
+        family = CounterMetricFamily(
+            name, "Accepted draft tokens.", labels=["model_name", "position"]
+        )
         for key, value in self.stats.items():
             if key.startswith(OF_A_PLACE):
                 place = int(key.removeprefix(OF_A_PLACE)) - 1

@@ -1,9 +1,9 @@
-"""Answers: the tokens of the jobs, and what guesses of them would bring. Imports no torch."""
+"""Answers: the tokens of the jobs, and what drafts of them would bring. Imports no torch."""
 
 from collections.abc import Sequence as Tokens
 from typing import Any
 
-from nanovllm.decoding.guesses import Guesser, config_of
+from nanovllm.decoding.drafts import Proposer, config_of
 from nanovllm.schedule import Schedule
 from nanovllm.sequence import Sequence
 from nanovllm.simulator.jobs import STOP, Job, Served
@@ -37,19 +37,19 @@ class Answers:
             served.token_times.append(now)
 
 
-class JobGuesser(Guesser):
-    """Guesses as often, and as rightly, as `Job.right_guesses` says."""
+class JobProposer(Proposer):
+    """Proposes as often, and as rightly, as `Job.right_draft_tokens` says."""
 
     def __init__(self, fields: dict[str, Any], answers: Answers):
         super().__init__(config_of(fields))
         self.answers = answers
 
-    def guess(self, seq: Sequence, most: int) -> Tokens[int]:
+    def propose(self, seq: Sequence, most: int) -> Tokens[int]:
         job = self.answers.job_of(seq)
         begin = seq.num_output_tokens
         num_right = -1
-        if begin < len(job.right_guesses):
-            num_right = job.right_guesses[begin]
+        if begin < len(job.right_draft_tokens):
+            num_right = job.right_draft_tokens[begin]
         if num_right < 0:
             return []
         right = range(begin, begin + min(most, num_right))

@@ -33,8 +33,8 @@ class Job(NamedTuple):
     max_tokens: int = 2048  # what the client allows; the cache must have room for so many
     extra_args: dict[str, Any] = NO_ARGS
     after: int | None = None  # index of the job that this one follows, in a conversation
-    # before each output token, how many guesses would be right; -1 if nothing would be guessed
-    right_guesses: Sequence[int] = ()
+    # before each output token, how many draft tokens would be right; -1 if none is proposed
+    right_draft_tokens: Sequence[int] = ()
 
     @property
     def num_prompt_tokens(self) -> int:

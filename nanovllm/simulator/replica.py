@@ -18,12 +18,12 @@ from nanovllm.block_manager import BlockManager
 from nanovllm.checks.blocks import check_blocks
 from nanovllm.checks.schedules import ScheduleChecks
 from nanovllm.config import TOKENS_PER_STEP, Config
-from nanovllm.decoding.guesses import unguessed
+from nanovllm.decoding.drafts import without_draft
 from nanovllm.options import refusal
 from nanovllm.schedule import Schedule, ScheduleError
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
-from nanovllm.simulator.answers import Answers, JobGuesser
+from nanovllm.simulator.answers import Answers, JobProposer
 from nanovllm.simulator.cost_model import SHAPES, Items, shape_of
 from nanovllm.simulator.jobs import COUNTS, PlannedStep, Run, Served
 from nanovllm.simulator.machines import Machine
@@ -84,7 +84,7 @@ class Replica:
         self.answers = Answers(self.served)
         self.unfinished: dict[str, Request] = {}
         if config.speculative_config is not None:
-            self.scheduler.guesser = JobGuesser(config.speculative_config, self.answers)
+            self.scheduler.proposer = JobProposer(config.speculative_config, self.answers)
         self.planner = ScheduleChecks(self.scheduler, limits, self.unfinished, check)
 
     def _num_blocks_that_fit(self, config: Config, block_bytes: int) -> int:
@@ -180,7 +180,7 @@ class Replica:
 
     def _planned_step(self, schedule: Schedule, start: float) -> PlannedStep:
         items = [
-            (int(seq.request.request_id), num_tokens, len(unguessed(seq)) - begin > 1)
+            (int(seq.request.request_id), num_tokens, len(without_draft(seq)) - begin > 1)
             for seq, begin, num_tokens in schedule.items
         ]
         running = [int(request.request_id) for request in self.scheduler.running]

@@ -298,7 +298,7 @@ def test_cheating_wins_nothing(tmp_path, cheat):
 def guessed(seed: int):
     """Of every second answer all is guessed rightly, of the others nothing."""
     return [
-        job._replace(right_guesses=[16 * (i % 2)] * (job.num_outputs - 16))
+        job._replace(right_draft_tokens=[16 * (i % 2)] * (job.num_outputs - 16))
         for i, job in enumerate(jobs(seed))
     ]
 
@@ -314,7 +314,9 @@ GUESSING = Task(
     ],
     engine_points=0,
 )
-SOMETIMES = method("return 9 * (request.num_output_tokens % 3 > 0)", "num_guesses", ", request")
+SOMETIMES = method(
+    "return 9 * (request.num_output_tokens % 3 > 0)", "num_draft_tokens", ", request"
+)
 
 
 def test_guesses_are_graded(tmp_path):

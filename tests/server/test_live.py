@@ -103,15 +103,17 @@ def test_guesses_are_told():
     llm = LLM(num_blocks=200, speculative_config={"prompt_lookup_min": 1})
     llm.generate([[5, 6, 7] * 9], SamplingParams(temperature=0, max_tokens=20), use_tqdm=False)
     frame, stats = Camera(llm).frame([], 0.0, 0.0), llm.stats()
-    assert 0 < stats["accepted_guesses"] < stats["guesses"]
-    for name in ("guesses", "accepted_guesses", "output_tokens"):
+    assert 0 < stats["accepted_draft_tokens"] < stats["draft_tokens"]
+    for name in ("draft_tokens", "accepted_draft_tokens", "output_tokens"):
         assert frame[name] == stats[name]
     text = Metrics("m").text(stats).decode()
-    assert f'spec_decode_num_draft_tokens_total{{model_name="m"}} {stats["guesses"]:.1f}' in text
+    assert (
+        f'spec_decode_num_draft_tokens_total{{model_name="m"}} {stats["draft_tokens"]:.1f}' in text
+    )
     of_first = 'spec_decode_num_accepted_tokens_per_pos_total{model_name="m",position="0"}'
-    assert f"{of_first} {stats['accepted_guesses_1']:.1f}" in text
-    assert stats["drafts"] <= stats["guesses"] <= 4 * stats["drafts"]
-    accepted = stats["accepted_guesses"]
+    assert f"{of_first} {stats['accepted_draft_tokens_1']:.1f}" in text
+    assert stats["drafts"] <= stats["draft_tokens"] <= 4 * stats["drafts"]
+    accepted = stats["accepted_draft_tokens"]
     assert f'spec_decode_num_accepted_tokens_total{{model_name="m"}} {accepted:.1f}' in text
 
 

@@ -126,7 +126,9 @@ def test_what_several_tokens_of_a_step_say_is_marked(browser, server):
     assert answer_to(browser, "sort 31, 12") == "12, 31,"
     assert browser.value(SEVERAL) == []
     show_frame(
-        browser, server, {**server.last_frame, "step": 1001, "guesses": 9, "accepted_guesses": 4}
+        browser,
+        server,
+        {**server.last_frame, "step": 1001, "draft_tokens": 9, "accepted_draft_tokens": 4},
     )
     assert answer_to(browser, "sort 31, 12") == "12, 31,"
     assert browser.value(SEVERAL) == [

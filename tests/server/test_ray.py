@@ -534,7 +534,7 @@ def test_counters_never_go_back():
             **dict.fromkeys(("requests_running", "kv_blocks"), 10),
             **dict.fromkeys(("prompt_tokens", "output_tokens"), count),
             **dict.fromkeys(("preemptions", "prefix_cache_hit_tokens"), count),
-            **dict.fromkeys(("accepted_guesses", "accepted_guesses_1"), count),
+            **dict.fromkeys(("accepted_draft_tokens", "accepted_draft_tokens_1"), count),
         }
 
     rounds = [
@@ -552,7 +552,7 @@ def test_counters_never_go_back():
             replicas.engines = Answers(*answers)
             total = await replicas.stats()
             assert total["prompt_tokens"] == total["preemptions"] == counted
-            assert total["accepted_guesses"] == total["accepted_guesses_1"] == counted
+            assert total["accepted_draft_tokens"] == total["accepted_draft_tokens_1"] == counted
             assert total.get("requests_running", 0) == total.get("kv_blocks", 0) == now
         replicas.close()
 

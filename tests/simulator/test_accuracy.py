@@ -30,7 +30,7 @@ from tutorials.measure.calibrate import (
     guess,
 )
 from tutorials.measure.cases import CASES, jobs_of, simulated
-from tutorials.measure.recording import KnownGuesser, Recording, record, token_ids
+from tutorials.measure.recording import KnownProposer, Recording, record, token_ids
 from tutorials.measure.steps import Step
 from tutorials.simulation.workloads import (
     all_at_once,
@@ -65,7 +65,7 @@ def play(jobs, clock=None, **options):
     clock = clock or Clock()
     llm = LLM(device="cpu", **OPTIONS | options)
     if "speculative_config" in options:
-        llm.scheduler.guesser = KnownGuesser(LLM(device="cpu", **OPTIONS), jobs)
+        llm.scheduler.proposer = KnownProposer(LLM(device="cpu", **OPTIONS), jobs)
     return record(llm, jobs, clock, clock.sleep)
 
 
@@ -100,7 +100,7 @@ WORKLOADS = {
     "recompute": (cramped(), {"num_blocks": 16}),
     "swap": (cramped(), {"num_blocks": 16} | SWAP),
     "guesses": (
-        pairs.with_guesses(copied)(poisson(20.0), 12),
+        pairs.with_drafts(copied)(poisson(20.0), 12),
         {"speculative_config": {}},
     ),
 }

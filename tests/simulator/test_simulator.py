@@ -383,7 +383,7 @@ GUESSING = SMALL | {"speculative_config": {"num_speculative_tokens": 4}}
 )
 def test_a_job_says_how_many_guesses_are_right(right, steps):
     (served,) = simulate(
-        [job(outputs=20, right_guesses=right)], Config(**GUESSING), SECOND, check=True
+        [job(outputs=20, right_draft_tokens=right)], Config(**GUESSING), SECOND, check=True
     ).requests
     assert len(served.token_times) == 20
     assert len({*served.token_times}) == steps

@@ -140,7 +140,9 @@ class Life:
             enable_prefix_caching=rng.random() < 0.7,
         )
         if rng.random() < 0.7:
-            self.llm.scheduler.guesser = Oracle(rng, VOCAB_SIZE, right=rng.choice([1, 0.8, 0.8, 0]))
+            self.llm.scheduler.proposer = Oracle(
+                rng, VOCAB_SIZE, right=rng.choice([1, 0.8, 0.8, 0])
+            )
         self.asked: dict[str, tuple] = {}
         self.outputs: dict = {}
         self.counts: Counter[str] = Counter()
@@ -239,10 +241,10 @@ def run(steps: int, seed: int) -> Counter:
             raise
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-        guesser = life.llm.scheduler.guesser
-        if guesser is not None:
-            life.counts["guesses"] += guesser.num_guesses
-            life.counts["accepted"] += guesser.num_right.total()
+        proposer = life.llm.scheduler.proposer
+        if proposer is not None:
+            life.counts["draft_tokens"] += proposer.num_draft_tokens
+            life.counts["accepted"] += proposer.num_right.total()
         counts += life.counts
         seed += 1
     signal.signal(signal.SIGALRM, before)

@@ -11,7 +11,7 @@ import zlib
 from functools import partial
 
 from nanovllm.decoding.beam_search import Beam
-from nanovllm.decoding.guesses import Guesser, SpeculativeConfig
+from nanovllm.decoding.drafts import Proposer, SpeculativeConfig
 from nanovllm.sequence import Sequence
 
 
@@ -100,14 +100,14 @@ class FakeRunner:
         return tokens, logprobs
 
 
-class Oracle(Guesser):
+class Oracle(Proposer):
     """Guesses what the model will draw, and is often right."""
 
     def __init__(self, rng: random.Random, vocab_size: int, right: float = 0.8):
         super().__init__(SpeculativeConfig(num_speculative_tokens=rng.randint(1, 8)))
         self.rng, self.vocab_size, self.right = rng, vocab_size, right
 
-    def guess(self, seq: Sequence, most: int) -> list[int]:
+    def propose(self, seq: Sequence, most: int) -> list[int]:
         prefix = [*seq.token_ids]
         for _ in range(self.rng.randint(0, most)):
             right = next_token(tuple(prefix), seq.seed, self.vocab_size)

@@ -116,7 +116,7 @@ def play(
     num_host_blocks,
     failures,
     cls=Scheduler,
-    guesser=None,
+    proposer=None,
 ) -> Counter:
     """Runs a scenario under scarce blocks, host blocks and budgets. The oracle is the fake model,
     asked for one request alone. Counts what has happened."""
@@ -129,7 +129,7 @@ def play(
     scheduler = new_scheduler(
         longest + spare, block_size, tokens, seqs, MAX_MODEL_LEN, cls, **options
     )
-    scheduler.guesser = guesser
+    scheduler.proposer = proposer
     manager, runner, events = scheduler.block_manager, FakeRunner(block_size, VOCAB_SIZE), Counter()
     todo, aborts, all_requests, clock = [], [], [], 0
     for i, (wait, prompt, max_tokens, eos, n, is_beams, abort) in enumerate(arrivals):

@@ -22,7 +22,7 @@ from fake_model import FakeRunner
 
 from nanovllm import LLM
 from nanovllm.checks.blocks import check_blocks
-from nanovllm.decoding.guesses import Guess
+from nanovllm.decoding.drafts import Draft
 from nanovllm.server.app import new_app
 from nanovllm.server.serve import bind, new_server
 from nanovllm.server.settings import ServerOptions
@@ -345,7 +345,7 @@ class Parrot:
 
     def next_of(self, seq) -> int:
         tokens = self.tokens_of(seq.request)
-        is_behind = isinstance(seq, Guess) and seq.num_output_tokens >= len(tokens)
+        is_behind = isinstance(seq, Draft) and seq.num_output_tokens >= len(tokens)
         return EOS if is_behind else tokens[seq.num_output_tokens]
 
     def launch(self, schedule):

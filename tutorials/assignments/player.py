@@ -22,7 +22,7 @@ from typing import Any
 from nanovllm.block_manager import BlockManager
 from nanovllm.checks.schedules import ScheduleChecks
 from nanovllm.config import Limits
-from nanovllm.decoding.guesses import Guess, Guesser, config_of
+from nanovllm.decoding.drafts import Draft, Proposer, config_of
 from nanovllm.options import is_int
 from nanovllm.routing import Router
 from nanovllm.sampling_params import LARGEST_COUNT, SamplingParams
@@ -73,23 +73,23 @@ class Logged:
             for seq, _, num_tokens in items
         ]
 
-    def num_guesses(self, request):
+    def num_draft_tokens(self, request):
         if self.is_told:
             return LARGEST_COUNT
-        wanted = super().num_guesses(request)
+        wanted = super().num_draft_tokens(request)
         if is_int(wanted, 0):
             self.wanted.append(int(wanted))
         return wanted
 
 
-class ToldGuesser(Guesser):
+class ToldProposer(Proposer):
     """Guesses nothing while a step is planned. Once it has run, the referee says what was guessed."""
 
     def __init__(self, config):
         super().__init__(config)
         self.told: dict[str, list[int]] = {}  # by sequence
 
-    def guess(self, seq, most):
+    def propose(self, seq, most):
         return self.told.get(name_of(seq), [])
 
 
@@ -118,8 +118,8 @@ class Player:
         limits = Limits(**start["limits"])
         self.scheduler = logged(limits, self.manager)
         self.scheduler.clock = lambda: self.now
-        if start["guesses"] is not None:
-            self.scheduler.guesser = ToldGuesser(config_of(start["guesses"]))
+        if start["draft_tokens"] is not None:
+            self.scheduler.proposer = ToldProposer(config_of(start["draft_tokens"]))
         self.now = 0.0
         self.requests: dict[str, Request] = {}
         self.checks = ScheduleChecks(self.scheduler, limits, self.requests)
@@ -151,30 +151,30 @@ class Player:
         }
 
     def _update(
-        self, schedule: Schedule, tokens: dict[str, list[int]], num_guessed: dict[str, int]
+        self, schedule: Schedule, tokens: dict[str, list[int]], num_drafted: dict[str, int]
     ) -> None:
         """The step has run: of each sequence the tokens that it got, and how many were guessed."""
-        if num_guessed:
-            self._add_guesses(schedule, tokens, num_guessed)
+        if num_drafted:
+            self._add_drafts(schedule, tokens, num_drafted)
         drawn = []
         for row in schedule.sampled:
-            place = row.place if isinstance(row, Guess) else 0
+            place = row.place if isinstance(row, Draft) else 0
             drawn.append(tokens.get(name_of(row), [])[place : place + 1] or [STOP])
         self.checks.update(schedule, [token for (token,) in drawn])
 
-    def _add_guesses(
-        self, schedule: Schedule, tokens: dict[str, list[int]], num_guessed: dict[str, int]
+    def _add_drafts(
+        self, schedule: Schedule, tokens: dict[str, list[int]], num_drafted: dict[str, int]
     ) -> None:
         """Makes the rows that the referee has: right guesses, then wrong ones."""
         scheduler = self.scheduler
-        guesser = scheduler.guesser
-        for name, count in num_guessed.items():
+        proposer = scheduler.proposer
+        for name, count in num_drafted.items():
             right = tokens[name][:-1]
-            guesser.told[name] = right + [WRONG] * (count - len(right))
+            proposer.told[name] = right + [WRONG] * (count - len(right))
         scheduler.is_told = True
-        guesser.add_guesses(schedule, scheduler)
+        proposer.add_drafts(schedule, scheduler)
         scheduler.is_told = False
-        guesser.told = {}
+        proposer.told = {}
 
 
 class RouterPlayer:

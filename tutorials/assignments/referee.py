@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import Any
 
 from nanovllm.checks.schedules import check_schedule
-from nanovllm.decoding.guesses import Guess
+from nanovllm.decoding.drafts import Draft
 from nanovllm.options import is_int, shown
 from nanovllm.routing import Loads, Router
 from nanovllm.schedule import Item, Schedule, ScheduleError, check_choice
@@ -39,7 +39,7 @@ class Referee(Scheduler):
         # what the process has not been told yet
         self.arrived = list[list]()
         self.tokens = dict[str, list[int]]()  # by sequence, as is this: guesses, right or wrong
-        self.num_guessed = dict[str, int]()
+        self.num_drafted = dict[str, int]()
         self.wanted: Iterator[object] = iter(())  # guesses, of the sequences in turn
         self.requests = dict[str, Request]()  # unfinished
         self.num_steps, self.is_swapped = 0, False
@@ -70,11 +70,11 @@ class Referee(Scheduler):
         news = {
             "now": self.clock(),
             "tokens": self.tokens,
-            "guessed": self.num_guessed,
+            "guessed": self.num_drafted,
             "ended": ended,
             "arrived": self.arrived,
         }
-        self.arrived, self.tokens, self.num_guessed, schedule = [], {}, {}, Schedule()
+        self.arrived, self.tokens, self.num_drafted, schedule = [], {}, {}, Schedule()
         self.num_steps += 1
         if self.num_steps > self.max_steps:
             sentence = f"{len(self.requests)} requests are still waiting for tokens"
@@ -84,8 +84,8 @@ class Referee(Scheduler):
             for event in answer["events"]:
                 self._carry_out(schedule, *event)
             self._compare_counts(answer["counts"])
-            if self.guesser is not None:
-                self._add_guesses(schedule, answer["guesses"], answer["tokens_left"])
+            if self.proposer is not None:
+                self._add_drafts(schedule, answer["draft_tokens"], answer["tokens_left"])
         except (TypeError, KeyError, ValueError) as error:
             raise self._broken(Kind.NO_DECISION, f"{Kind.NO_DECISION.value}: {error}") from error
         schedule.moves = self.block_manager.take_moves()
@@ -145,22 +145,22 @@ class Referee(Scheduler):
                 f"{request} is {what}, but needs more than the {num_free} free blocks",
             )
 
-    def _add_guesses(self, schedule: Schedule, wanted: list, tokens_left: object) -> None:
+    def _add_drafts(self, schedule: Schedule, wanted: list, tokens_left: object) -> None:
         if not is_int(tokens_left, 0):
             raise ValueError(shown(tokens_left))
         most = self.limits.max_num_batched_tokens - schedule.num_tokens
         schedule.tokens_left = min(tokens_left, most)
         self.wanted = iter(wanted)
-        self.guesser.add_guesses(schedule, self)
+        self.proposer.add_drafts(schedule, self)
 
-    def num_guesses(self, request: Request) -> object:
+    def num_draft_tokens(self, request: Request) -> object:
         return next(self.wanted, None)
 
     def update(self, schedule: Schedule, token_ids: list[int], logprobs=None) -> None:
         drawn = dict(zip(schedule.sampled, token_ids))
         for row, _, _ in schedule.items:
-            if isinstance(row, Guess):
-                self.num_guessed[name_of(row)] = row.place
+            if isinstance(row, Draft):
+                self.num_drafted[name_of(row)] = row.place
         super().update(schedule, token_ids, logprobs)
         for row in schedule.sampled:  # of guesses, only the right ones are left
             self.tokens.setdefault(name_of(row), []).append(drawn[row])

@@ -3,10 +3,10 @@
 # --- 22.1 ---
 
 
-def rows_to_check(counts: list[int], num_guesses: list[int]) -> list[int]:
+def rows_to_check(counts: list[int], num_draft_tokens: list[int]) -> list[int]:
     """Which rows of the batch go to the head: of each sequence, that of its last token, and those
     of its guesses. Sequence b computes counts[b] tokens in this step, up to its end, and the last
-    num_guesses[b] of them are guesses; it may have none. The rows of the first sequence come
+    num_draft_tokens[b] of them are guesses; it may have none. The rows of the first sequence come
     first."""
     raise NotImplementedError
 

@@ -10,7 +10,7 @@ import json
 from matplotlib.figure import Figure
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.decoding.guesses import Guess
+from nanovllm.decoding.drafts import Draft
 from tutorials.figures.fills import GREEN, SKY, WASTE
 from tutorials.figures.style import HERE, SMALL, bare, box, new_figure, write
 
@@ -27,7 +27,7 @@ def steps() -> list[tuple[list[int], int, int]]:
     def observe(schedule, seconds):
         (item,) = schedule.items
         guessed = []
-        if isinstance(item.seq, Guess):
+        if isinstance(item.seq, Draft):
             guessed = item.seq.token_ids[-item.seq.place :]
         num_right = len(schedule.sampled) - 1
         found.append((guessed, num_right, seq.token_ids[-1]))
@@ -74,7 +74,8 @@ def draw_gain() -> Figure:
     """A line for each kind of answer: tokens per second with four guesses, over those without."""
     rows = json.loads(REPORT.read_bytes())["speculative"]
     speeds = {
-        (row["task"], row["at_a_time"], row["guesses"]): row["tokens_per_second"] for row in rows
+        (row["task"], row["at_a_time"], row["draft_tokens"]): row["tokens_per_second"]
+        for row in rows
     }
     counts = sorted({row["at_a_time"] for row in rows})
     figure = new_figure(6, 3.2)

@@ -50,7 +50,7 @@ from tutorials.machine import (
     seconds_of,
     this_machine,
 )
-from tutorials.measure.recording import KnownGuesser, record
+from tutorials.measure.recording import KnownProposer, record
 from tutorials.measure.steps import Step
 from tutorials.report import write_json
 from tutorials.simulation.workloads import all_at_once, fixed, workload
@@ -248,9 +248,9 @@ def new_engine(options: Options) -> LLM:
 def play(jobs: list[Job], options: Options, watch: Watch) -> tuple[Run, list[Step]]:
     """In a new engine. Its guesses are those that the jobs tell."""
     llm = new_engine(options)
-    if llm.scheduler.guesser is not None:
+    if llm.scheduler.proposer is not None:
         silent = {name: value for name, value in options.items() if name != "speculative_config"}
-        llm.scheduler.guesser = KnownGuesser(new_engine(silent), jobs)
+        llm.scheduler.proposer = KnownProposer(new_engine(silent), jobs)
     return record(llm, jobs, watch.clock, watch.sleep)
 
 

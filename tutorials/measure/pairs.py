@@ -84,14 +84,16 @@ def hurried(arrivals: Arrivals, count: int) -> list[Job]:
     return merged(labelled(urgent, deadline=1.0), labelled(patient, deadline=20.0))
 
 
-def with_guesses(kind: Callable[[Random, int], Iterator[int]]) -> Build:
+def with_drafts(kind: Callable[[Random, int], Iterator[int]]) -> Build:
     """Chats whose answers are copied or invented. The real engine knows when they end, and guesses no
     further; so these jobs tell it, too."""
 
     def build(arrivals: Arrivals, count: int) -> list[Job]:
         rng = generator("guesses", 0)
         return [
-            job._replace(max_tokens=job.num_outputs, right_guesses=[*kind(rng, job.num_outputs)])
+            job._replace(
+                max_tokens=job.num_outputs, right_draft_tokens=[*kind(rng, job.num_outputs)]
+            )
             for job in workload(arrivals, lognormal(100, 100, max_model_len=1000), count)
         ]
 
@@ -149,10 +151,10 @@ PAIRS = [
 four = {"speculative_config": {"num_speculative_tokens": 4}}
 many = {"max_num_seqs": 64}
 GUESSES = [
-    Pair("4 guesses, copied answers", Case(with_guesses(copied), 0.3), four),
-    Pair("4 guesses, invented answers", Case(with_guesses(invented), 0.3), four),
-    Pair("64 at a time, copied answers", Case(with_guesses(copied), None, options=many), four),
-    Pair("64 at a time, invented answers", Case(with_guesses(invented), None, options=many), four),
+    Pair("4 guesses, copied answers", Case(with_drafts(copied), 0.3), four),
+    Pair("4 guesses, invented answers", Case(with_drafts(invented), 0.3), four),
+    Pair("64 at a time, copied answers", Case(with_drafts(copied), None, options=many), four),
+    Pair("64 at a time, invented answers", Case(with_drafts(invented), None, options=many), four),
 ]
 
 

@@ -19,11 +19,11 @@ from heapq import heappop
 from pathlib import Path
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.decoding.guesses import Guess
+from nanovllm.decoding.drafts import Draft
 from nanovllm.schedule import Schedule
 from nanovllm.sequence import Request
 from nanovllm.sequence import Sequence as Seq
-from nanovllm.simulator.answers import WRONG, Answers, JobGuesser
+from nanovllm.simulator.answers import WRONG, Answers, JobProposer
 from nanovllm.simulator.cost_model import Hardware, Items, Shape
 from nanovllm.simulator.jobs import Arrivals, Job, Run, Runs, Served
 from nanovllm.simulator.machines import Machine
@@ -151,8 +151,8 @@ class Recorder:
 
 def num_rows(schedule: Schedule) -> int:
     """That drew a token. Of guesses, only those that were right are still in the schedule."""
-    num_guesses = sum(seq.place for seq, _, _ in schedule.items if isinstance(seq, Guess))
-    return num_guesses + sum(not isinstance(row, Guess) for row in schedule.sampled)
+    num_draft_tokens = sum(seq.place for seq, _, _ in schedule.items if isinstance(seq, Draft))
+    return num_draft_tokens + sum(not isinstance(row, Draft) for row in schedule.sampled)
 
 
 def counters(llm: LLM) -> dict[str, int]:
@@ -161,8 +161,8 @@ def counters(llm: LLM) -> dict[str, int]:
     return {name: getattr(llm.scheduler, name) for name in names}
 
 
-class KnownGuesser(JobGuesser):
-    """Guesses in a real engine as often, and as rightly, as `Job.right_guesses` says."""
+class KnownProposer(JobProposer):
+    """Guesses in a real engine as often, and as rightly, as `Job.right_draft_tokens` says."""
 
     def __init__(self, llm: LLM, jobs: Sequence[Job]):
         """Needs all answers beforehand: the engine, which makes no guesses yet, gives them here."""
@@ -175,9 +175,9 @@ class KnownGuesser(JobGuesser):
         said = [output.outputs[0].token_ids for output in outputs]
         self.said = dict(zip(served, said))
 
-    def guess(self, seq: Seq, most: int) -> list[int]:
+    def propose(self, seq: Seq, most: int) -> list[int]:
         answer = self.said[seq.request.request_id][seq.num_output_tokens :]
-        guesses = super().guess(seq, most)
+        guesses = super().propose(seq, most)
         return [
             (token + 1) % self.vocab_size if guess == WRONG else token
             for token, guess in zip(answer, guesses)

@@ -170,9 +170,9 @@ function take(event, answer, message) {
   if (isAtEnd) scrollToEnd();
 }
 
-// A step brings one token, unless guesses were right: then the text shows it.
+// A step brings one token, unless draft tokens were accepted: then the text shows it.
 function piece(content, numTokens) {
-  const isGuessed = numTokens > 1 && live.frame?.accepted_guesses > 0;
+  const isGuessed = numTokens > 1 && live.frame?.accepted_draft_tokens > 0;
   if (!isGuessed) return content;
   const several = element("span", "several", content);
   several.title = `${numTokens} tokens in one step`;

@@ -49,7 +49,7 @@ const INSIDE = `
     <div><dt>Tokens/s</dt><dd id="speed">&ndash;</dd></div>
     <div><dt>Cache in use</dt><dd id="use">&ndash;</dd></div>
     <div><dt>Prefix hits</dt><dd id="hits">&ndash;</dd></div>
-    <div id="guessed" hidden><dt>Right guesses</dt><dd id="guesses">&ndash;</dd></div>
+    <div id="guessed" hidden><dt>Accepted draft tokens</dt><dd id="guesses">&ndash;</dd></div>
     <div><dt>Preemptions</dt><dd id="preemptions">&ndash;</dd></div>
     <div><dt>Step</dt><dd id="step">&ndash;</dd></div>
   </dl>
@@ -704,8 +704,8 @@ class NanoRun extends HTMLElement {
     number("speed", speed === null ? "\u2013" : grouped.format(Math.round(speed)));
     number("use", `${percent.toFixed(percent > 0 && percent < 1 ? 1 : 0)}%`, `${grouped.format(frame.kv_blocks_used)} blocks`);
     number("hits", grouped.format(frame.prefix_cache_hit_tokens), `of ${plural(frame.prompt_tokens, "token")}`);
-    this.$("guessed").hidden = frame.guesses === undefined; // an engine that does not guess
-    if (!this.$("guessed").hidden) number("guesses", grouped.format(frame.accepted_guesses), `of ${grouped.format(frame.guesses)}`);
+    this.$("guessed").hidden = frame.draft_tokens === undefined; // an engine that does not guess
+    if (!this.$("guessed").hidden) number("guesses", grouped.format(frame.accepted_draft_tokens), `of ${grouped.format(frame.draft_tokens)}`);
     number("preemptions", grouped.format(frame.preemptions));
     number("step", grouped.format(frame.step));
   }

@@ -10,7 +10,7 @@ class MyScheduler(Scheduler):
         super().__init__(limits, block_manager)
         self.asked = WeakKeyDictionary()  # for a request: its tokens then, and its guesses
 
-    def num_guesses(self, request):
+    def num_draft_tokens(self, request):
         num_tokens = request.num_output_tokens
         before, guesses = self.asked.get(request, (num_tokens - 3, 2))
         num_right = num_tokens - before - 1

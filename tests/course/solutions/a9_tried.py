@@ -9,42 +9,42 @@ from tutorials.assignments.silly import Silly
 class NoGuesses(Silly):
     """no guesses"""
 
-    def num_guesses(self, request):
+    def num_draft_tokens(self, request):
         return 0
 
 
 class Eight(Silly):
     """eight for all"""
 
-    def num_guesses(self, request):
+    def num_draft_tokens(self, request):
         return 8
 
 
 class ByTurns(Silly):
     """four for every second request"""
 
-    def num_guesses(self, request):
+    def num_draft_tokens(self, request):
         return 4 * (request.arrival % 2)
 
 
 class ForLongPrompts(Silly):
     """eight for prompts of more than 300 tokens"""
 
-    def num_guesses(self, request):
+    def num_draft_tokens(self, request):
         return 8 if len(request.prompt_token_ids) > 300 else 0
 
 
 class One(Scheduler):
     """one for all"""
 
-    def num_guesses(self, request):
+    def num_draft_tokens(self, request):
         return 1
 
 
 class Two(Scheduler):
     """two for all"""
 
-    def num_guesses(self, request):
+    def num_draft_tokens(self, request):
         return 2
 
 
@@ -53,7 +53,7 @@ class WhileFewRun(Scheduler):
 
     most_running = 64
 
-    def num_guesses(self, request):
+    def num_draft_tokens(self, request):
         return 4 if len(self.running) <= self.most_running else 0
 
 
@@ -66,7 +66,7 @@ class WhileMoreRun(WhileFewRun):
 class Shared(Scheduler):
     """as many for each as there is room in 256 tokens"""
 
-    def num_guesses(self, request):
+    def num_draft_tokens(self, request):
         return max(0, min(8, 256 // len(self.running) - 1))
 
 
@@ -78,7 +78,7 @@ class GivesUp(Scheduler):
         self.before = {}
         self.num_bad = defaultdict(int)
 
-    def num_guesses(self, request):
+    def num_draft_tokens(self, request):
         num_tokens = request.num_output_tokens
         is_better = num_tokens > self.before.get(request, 0) + 1
         self.before[request] = num_tokens
@@ -89,5 +89,5 @@ class GivesUp(Scheduler):
 class TriesAgain(GivesUp):
     """the same, and four again for every eighth token"""
 
-    def num_guesses(self, request):
-        return super().num_guesses(request) or 4 * (request.num_output_tokens % 8 == 0)
+    def num_draft_tokens(self, request):
+        return super().num_draft_tokens(request) or 4 * (request.num_output_tokens % 8 == 0)

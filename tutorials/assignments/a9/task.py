@@ -34,7 +34,7 @@ def editors(seed: int) -> list[Job]:
     for i, job in enumerate(jobs):
         num_new = int(job.num_outputs * rng.uniform(0.1, 0.4)) if i % 2 else 0
         right = [*invented(rng, num_new), *copied(rng, job.num_outputs - num_new)]
-        found.append(job._replace(right_guesses=right))
+        found.append(job._replace(right_draft_tokens=right))
     return found
 
 
@@ -43,7 +43,7 @@ def writers(seed: int) -> list[Job]:
     rng = generator("writers", seed)
     times = sorted(begin + SECONDS * rng.random() for begin in BURSTS for _ in range(WRITERS))
     jobs = workload(times, lognormal(300, 250, 0.4, 2000, 2 * seed + 1), len(times))
-    return [job._replace(right_guesses=[*invented(rng, job.num_outputs)]) for job in jobs]
+    return [job._replace(right_draft_tokens=[*invented(rng, job.num_outputs)]) for job in jobs]
 
 
 def mixed(seed: int) -> list[Job]:
@@ -52,7 +52,7 @@ def mixed(seed: int) -> list[Job]:
 
 def copies(served: Served) -> bool:
     """Whether it is an editor."""
-    return max(served.job.right_guesses) > 2
+    return max(served.job.right_draft_tokens) > 2
 
 
 def mean_latency(run: Run, of_editors: bool) -> float:

@@ -24,8 +24,8 @@ def served(jobs: list[Job]) -> Run:
     return serve(replace(PART, workload=lambda seed: jobs), MyScheduler, seed=1)
 
 
-def answer(time: float, right_guesses: list[int]) -> Job:
-    return Job(time, ((1, 100),), len(right_guesses), right_guesses=right_guesses)
+def answer(time: float, right_draft_tokens: list[int]) -> Job:
+    return Job(time, ((1, 100),), len(right_draft_tokens), right_draft_tokens=right_draft_tokens)
 
 
 def test_one_answer_that_copies_takes_half_of_the_steps():

@@ -38,10 +38,10 @@ def check_1(answers) -> None:
         expect(said == rows, f"{case}: the rows should be {rows}, but you say {said}")
         got = [list(one) for one in answers.new_tokens(guesses, likeliest)]
         expect(got == tokens, f"{case}: the new tokens should be {tokens}, but you say {got}")
-    check_guesses_with_the_model(answers)
+    check_drafts_with_the_model(answers)
 
 
-def check_guesses_with_the_model(answers) -> None:
+def check_drafts_with_the_model(answers) -> None:
     """With any guesses, the answers are as of the model alone."""
     llm = LLM(block_size=4, num_blocks=64, dtype="float32", device="cpu")
     prompts = [llm.tokenizer.encode(text) for text in ("Once upon a time", "There was a king who")]

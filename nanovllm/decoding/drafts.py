@@ -1,8 +1,9 @@
-"""Guesses: what may come next, so that one step can check several tokens (Leviathan et al., 2023).
+"""Drafts: tokens that may come next, so that one step can check several of them.
 
-A step computes the guesses behind a sequence's last token, and draws a token after each of them as
-if there were no guesses: random numbers depend on seed and position alone. A guess is kept while it
-is what was drawn before it. So the tokens are the same with and without. Imports no torch.
+Speculative decoding (Leviathan et al., 2023). A step computes the draft tokens behind a sequence's
+last token, and samples a token after each of them as if there were no draft: random numbers depend
+on seed and position alone. A draft token is accepted while it is the token that was sampled before
+it. So the tokens are the same with and without drafts. Imports no torch.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ FEW = integer(1, 64, "an integer from 1 to 64")
 
 @dataclass(kw_only=True)
 class SpeculativeConfig(Options):
-    """How to guess. The names are those of vLLM."""
+    """How draft tokens are proposed. The names are those of vLLM."""
 
     method: str = "ngram"
     """With "ngram", what followed the last tokens when they came for the first time (prompt lookup:
     Saxena, 2023)."""
 
     num_speculative_tokens: int = 4
-    """Maximum guesses for a sequence in a step."""
+    """Maximum draft tokens for a sequence in a step."""
 
     prompt_lookup_max: int = 4
     """The most last tokens to look for."""
@@ -62,7 +63,7 @@ class Lookup:
         self.ends: dict[tuple[int, ...], int] = {}  # of an n-gram: the place behind it
         self.num_tokens = 0  # whose n-grams are known
 
-    def guess(self, token_ids: Tokens[int], most: int) -> Tokens[int]:
+    def propose(self, token_ids: Tokens[int], most: int) -> Tokens[int]:
         """What followed the longest of the last n-grams, up to `most` tokens; or nothing."""
         new = range(self.num_tokens + 1, len(token_ids))[:AT_ONCE]
         for end in new:
@@ -77,8 +78,9 @@ class Lookup:
         return []
 
 
-class Guess(Sequence):
-    """A sequence as it will be if so many guesses are right. It draws the token behind them."""
+class Draft(Sequence):
+    """A sequence as it will be if its draft tokens are accepted. It samples the token behind
+    them."""
 
     def __init__(self, seq: Sequence, token_ids: list[int]):
         super().__init__(seq.request, seq.index, token_ids)
@@ -88,51 +90,52 @@ class Guess(Sequence):
         self.block_table = seq.block_table
 
 
-def unguessed(row: Sequence) -> Sequence:
+def without_draft(row: Sequence) -> Sequence:
     """The sequence itself."""
-    return row.seq if isinstance(row, Guess) else row
+    return row.seq if isinstance(row, Draft) else row
 
 
-class Guesser:
-    """Adds guesses to steps that have been planned, and keeps those that were right."""
+class Proposer:
+    """Adds draft tokens to steps that have been planned, and accepts those that were right."""
 
     def __init__(self, config: SpeculativeConfig):
         self.config = config
         self.lookups = WeakKeyDictionary[Sequence, Lookup]()
-        self.num_drafts = 0  # how often a sequence had guesses
-        self.num_guesses = 0
-        self.num_right = Counter[int]()  # by place: 1 is the first guess of a sequence
+        self.num_drafts = 0  # how often a sequence had draft tokens
+        self.num_draft_tokens = 0
+        self.num_right = Counter[int]()  # by place: 1 is a sequence's first draft token
 
     @property
     def stats(self) -> dict[str, float]:
-        """Counters since the start: how often guesses were made, how many, and how many were right,
-        also by place."""
+        """Counters since the start: drafts, their tokens, and how many of these were accepted, also
+        by place."""
         right = self.num_right
-        by_place = {f"accepted_guesses_{place}": n for place, n in sorted(right.items())}
-        made = {"drafts": self.num_drafts, "guesses": self.num_guesses}
-        return {**made, "accepted_guesses": right.total(), **by_place}
+        by_place = {f"accepted_draft_tokens_{place}": n for place, n in sorted(right.items())}
+        made = {"drafts": self.num_drafts, "draft_tokens": self.num_draft_tokens}
+        return {**made, "accepted_draft_tokens": right.total(), **by_place}
 
-    def guess(self, seq: Sequence, most: int) -> Tokens[int]:
+    def propose(self, seq: Sequence, most: int) -> Tokens[int]:
         """Up to `most` tokens that may follow."""
         lookup = self.lookups.get(seq)
         if lookup is None or lookup.num_tokens >= len(seq):  # it has lost tokens, in a fault
             lookup = self.lookups[seq] = Lookup(self.config)
-        return lookup.guess(seq.token_ids, most)
+        return lookup.propose(seq.token_ids, most)
 
-    def add_guesses(self, schedule: Schedule, scheduler: Any) -> None:
+    def add_drafts(self, schedule: Schedule, scheduler: Any) -> None:
         """Takes only tokens that the step has left, and blocks that are free: the next step finds
-        them free again, unless the guesses are right. Raises ScheduleError if the policy is wrong.
+        them free again, unless the draft tokens are accepted. Raises ScheduleError if the policy is
+        wrong.
         """
         manager = scheduler.block_manager
         waiting = [request for request in scheduler.running if not request.has_forked]
         promised = sum(map(manager.num_blocks_at_fork, waiting))
         for i, (seq, start, num_tokens) in enumerate(schedule.items):
-            if schedule.sampled.get(seq) is not seq or not allows_guesses(seq.request):
+            if schedule.sampled.get(seq) is not seq or not allows_drafts(seq.request):
                 continue
-            wanted = scheduler.num_guesses(seq.request)
+            wanted = scheduler.num_draft_tokens(seq.request)
             if not is_int(wanted, 0):
-                problem = f"{shown(wanted)} is no number of guesses"
-                raise ScheduleError(scheduler, "num_guesses", problem)
+                problem = f"{shown(wanted)} is no number of draft tokens"
+                raise ScheduleError(scheduler, "num_draft_tokens", problem)
             num_blocks = len(seq.block_table) + manager.num_free_blocks - promised
             room = num_blocks * manager.block_size
             longest = min(room, seq.request.max_len - 1)
@@ -145,21 +148,21 @@ class Guesser:
                 schedule.sampled |= dict.fromkeys([seq, *rows], rows[-1])
                 schedule.tokens_left -= len(rows)
 
-    def rows(self, seq: Sequence, most: int) -> list[Guess]:
-        """The sequence with one guess, with two, and so on."""
+    def rows(self, seq: Sequence, most: int) -> list[Draft]:
+        """The sequence with one draft token, with two, and so on."""
         token_ids = seq.token_ids
         rows = []
-        for token_id in self.guess(seq, most)[:most]:
+        for token_id in self.propose(seq, most)[:most]:
             token_ids = [*token_ids, token_id]
-            rows.append(Guess(seq, token_ids))
+            rows.append(Draft(seq, token_ids))
         return rows
 
     def accepted(self, schedule: Schedule, manager: BlockManager, drawn: Rows) -> Rows:
-        """The sequences with the tokens that count: what a guess has drawn counts if the sequence
-        has become what was guessed. Only these rows are left in the schedule."""
+        """The sequences with the tokens that count: what a draft has sampled counts if the sequence
+        has become this draft. Only these rows are left in the schedule."""
         for row, token_id, likeliest in [*drawn]:
             source = schedule.sampled[row]
-            if not isinstance(source, Guess):
+            if not isinstance(source, Draft):
                 yield row, token_id, likeliest
                 continue
             seq = source.seq
@@ -167,14 +170,14 @@ class Guesser:
             if not is_right:
                 del schedule.sampled[row]
                 continue
-            if isinstance(row, Guess):
+            if isinstance(row, Draft):
                 self.num_right[row.place] += 1
             seq.num_computed_tokens = len(row)
             yield seq, token_id, likeliest
         for row, _, _ in schedule.items:
-            if isinstance(row, Guess):  # gives back the blocks behind the last token
+            if isinstance(row, Draft):  # gives back the blocks behind the last token
                 self.num_drafts += 1
-                self.num_guesses += row.place
+                self.num_draft_tokens += row.place
                 end = manager.num_blocks_for(len(row.seq))
                 row.block_table = row.seq.block_table[end:]
                 del row.seq.block_table[end:]
@@ -187,7 +190,7 @@ def config_of(fields: dict[str, Any]) -> SpeculativeConfig:
     return SpeculativeConfig(**named)
 
 
-def allows_guesses(request: Request) -> bool:
+def allows_drafts(request: Request) -> bool:
     """Whether it draws tokens, as beams do not, and its prompt is not scored any more."""
     is_drawn = request.has_forked and not isinstance(request, BeamRequest)
     return is_drawn and not request.lacks_prompt_logprobs

@@ -1,6 +1,6 @@
 """A plugin for pytest: engines guess tokens unless they are told otherwise.
 
-    PYTHONPATH=tests/tools pytest -p guesses_default tests/processing
+    PYTHONPATH=tests/tools pytest -p drafts_default tests/processing
 
 So whatever holds for steps that give each sequence one token is asked of steps that may give it several, too.
 """

@@ -1,6 +1,6 @@
 """Guesses change no token, whoever makes them: they are looked up, always right, sometimes right, or nonsense.
 
-Run: pytest tests/decoding/test_guesses.py; with --slow also other tests with guesses as the default
+Run: pytest tests/decoding/test_drafts.py; with --slow also other tests with guesses as the default
 """
 
 import gc
@@ -19,7 +19,7 @@ from scheduling import new_request, new_scheduler, step
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.checks.blocks import check_blocks
-from nanovllm.decoding.guesses import Guesser, Lookup, SpeculativeConfig
+from nanovllm.decoding.drafts import Lookup, Proposer, SpeculativeConfig
 from nanovllm.schedule import ScheduleError
 from nanovllm.scheduler import Scheduler
 
@@ -52,7 +52,7 @@ def test_a_lookup_finds_what_a_search_of_the_whole_text_finds(text, most, ends, 
     lookup = Lookup(SpeculativeConfig(prompt_lookup_min=low, prompt_lookup_max=high))
     for end in sorted({*stops, len(text)}):
         so_far = text[:end]
-        assert lookup.guess(so_far, most) == naive(so_far, most, range(high, low - 1, -1))
+        assert lookup.propose(so_far, most) == naive(so_far, most, range(high, low - 1, -1))
 
 
 def test_a_lookup_looks_at_new_tokens_only():
@@ -67,22 +67,22 @@ def test_a_lookup_looks_at_new_tokens_only():
     text = Text(range(5000))
     for _ in range(5):  # a long prompt takes several steps
         Text.num_slices = 0
-        lookup.guess(text, 4)
+        lookup.propose(text, 4)
         assert 500 < Text.num_slices < 3500
     for token_id in range(5000, 5010):
         Text.num_slices = 0
         text.append(token_id)
-        lookup.guess(text, 4)
+        lookup.propose(text, 4)
         assert Text.num_slices < 10
 
 
 def test_an_index_is_made_again_if_tokens_are_gone():
-    guesser = Guesser(SpeculativeConfig(prompt_lookup_min=1))
+    proposer = Proposer(SpeculativeConfig(prompt_lookup_min=1))
     seq = new_request(0, [1, 2, 3, 1]).sequences[0]
-    assert guesser.guess(seq, 4) == [2, 3, 1]
+    assert proposer.propose(seq, 4) == [2, 3, 1]
     seq.token_ids[1:] = [7, 1]
-    assert guesser.guess(seq, 4) == [7, 1]
-    lookups = guesser.lookups
+    assert proposer.propose(seq, 4) == [7, 1]
+    lookups = proposer.lookups
     del seq
     gc.collect()
     assert not lookups
@@ -109,7 +109,7 @@ def test_wrong_fields(fields, message):
 # --- how many steps it takes ---
 
 
-class Known(Guesser):
+class Known(Proposer):
     """Knows the answers of a run before, and is right so often."""
 
     def __init__(self, outputs, all_params, right: float = 1.0, k: int = 4):
@@ -120,7 +120,7 @@ class Known(Guesser):
         ]
         self.right, self.rng = right, random.Random(k)
 
-    def guess(self, seq, most):
+    def propose(self, seq, most):
         asked = seq.request.prompt_token_ids, seq.request.params
         answer = next(answers[seq.index] for *job, answers in self.jobs if tuple(job) == asked)
         coming = answer[seq.num_output_tokens :][:most] or [7] * most
@@ -132,7 +132,7 @@ def test_right_guesses_save_steps(k):
     llm = new_fake_llm()
     params = SamplingParams(seed=1, max_tokens=37, ignore_eos=True)
     (expected,) = llm.generate([[5] * 9], params, use_tqdm=False)
-    llm.scheduler.guesser = Known([expected], [params], k=k)
+    llm.scheduler.proposer = Known([expected], [params], k=k)
     before = llm.stats()
     (output,) = llm.generate([[5] * 9], params, use_tqdm=False)
     after = llm.stats()
@@ -141,20 +141,20 @@ def test_right_guesses_save_steps(k):
     num_steps = 1 + -(-36 // (1 + k))
     assert after["steps"] - before["steps"] == num_steps
     assert after["output_tokens"] - before["output_tokens"] == 37
-    assert after["accepted_guesses"] == 37 - num_steps == after["guesses"]
+    assert after["accepted_draft_tokens"] == 37 - num_steps == after["draft_tokens"]
     check_clean(llm)
 
 
 # --- guesses take nothing from anybody ---
 
 
-class Zeros(Guesser):
+class Zeros(Proposer):
     """Which is all that a model with one token says."""
 
     def __init__(self, k: int):
         super().__init__(SpeculativeConfig(num_speculative_tokens=k))
 
-    def guess(self, seq, most):
+    def propose(self, seq, most):
         return [0] * most
 
 
@@ -164,7 +164,7 @@ def test_guesses_take_what_the_budget_has_left():
     for i in range(2):
         scheduler.add(new_request(i, 3, max_tokens=40))
     step(scheduler, runner)
-    scheduler.guesser = Zeros(6)
+    scheduler.proposer = Zeros(6)
     scheduler.add(new_request(2, 8, max_tokens=4))
     assert step(scheduler, runner) == [("0", 1 + 2), ("1", 1), ("2", 8)]
     assert [request.num_output_tokens for request in scheduler.running] == [4, 2, 1]
@@ -172,7 +172,7 @@ def test_guesses_take_what_the_budget_has_left():
 
 def test_guesses_take_free_blocks_only_and_give_them_back():
     scheduler, runner = new_scheduler(num_blocks=5, tokens=64), FakeRunner(4, vocab_size=3)
-    scheduler.guesser = Zeros(20)
+    scheduler.proposer = Zeros(20)
     scheduler.add(new_request(0, 7, max_tokens=7))
     scheduler.add(new_request(1, 7, max_tokens=7))
     while scheduler.has_unfinished():
@@ -182,17 +182,17 @@ def test_guesses_take_free_blocks_only_and_give_them_back():
         sequences = [seq for r in scheduler.unfinished() for seq in r.unfinished]
         check_blocks(scheduler.block_manager, sequences)
         assert all(len(seq.block_table) <= -(-len(seq) // 4) for seq in sequences)
-    stats = scheduler.guesser.stats
-    assert stats["guesses"] > 10 and stats["accepted_guesses"] < stats["guesses"] / 2
+    stats = scheduler.proposer.stats
+    assert stats["draft_tokens"] > 10 and stats["accepted_draft_tokens"] < stats["draft_tokens"] / 2
 
 
 def test_a_policy_says_how_many():
     class OnlyTheFirst(Scheduler):
-        def num_guesses(self, request):
+        def num_draft_tokens(self, request):
             return 3 if request.arrival == 0 else 0
 
     scheduler, runner = new_scheduler(cls=OnlyTheFirst, tokens=40), FakeRunner(4, vocab_size=1)
-    scheduler.guesser = Zeros(9)
+    scheduler.proposer = Zeros(9)
     for i in range(2):
         scheduler.add(new_request(i, 3, max_tokens=9))
     assert step(scheduler, runner) == [("0", 3 + 3), ("1", 3)]
@@ -202,11 +202,11 @@ def test_a_policy_says_how_many():
 @pytest.mark.parametrize("wrong", [None, -1, "4", 2.0, True])
 def test_a_policy_that_says_nonsense_is_told_so(wrong):
     class Wrong(Scheduler):
-        def num_guesses(self, request):
+        def num_draft_tokens(self, request):
             return wrong
 
     llm = new_fake_llm(scheduler_cls=Wrong, speculative_config={})
-    message = rf"Wrong.num_guesses\(\): {wrong!r} is no number of guesses"
+    message = rf"Wrong.num_draft_tokens\(\): {wrong!r} is no number of draft tokens"
     with pytest.raises(ScheduleError, match=message):
         llm.generate([[5] * 9], GREEDY, use_tqdm=False)
     check_clean(llm)
@@ -215,7 +215,7 @@ def test_a_policy_that_says_nonsense_is_told_so(wrong):
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(scenarios, st.integers(0, 999))
 def test_whatever_happens_every_request_gets_its_own_tokens(scenario, seed):
-    play(*scenario, guesser=Oracle(random.Random(seed), 3))
+    play(*scenario, proposer=Oracle(random.Random(seed), 3))
 
 
 # --- the same tokens, on a real model ---
@@ -284,11 +284,11 @@ def expected():
 def test_the_same_tokens_whatever_is_guessed(expected, options, right):
     llm = new_llm(speculative_config={"prompt_lookup_min": 1}, **options)
     if right is not None:
-        llm.scheduler.guesser = Known(expected, [params for _, params in JOBS], right, k=5)
+        llm.scheduler.proposer = Known(expected, [params for _, params in JOBS], right, k=5)
     outputs = answers(llm)
     assert told(outputs) == told(expected)
     stats = llm.stats()
-    assert stats["guesses"] > 100 and (stats["accepted_guesses"] > 100 or right == 0)
+    assert stats["draft_tokens"] > 100 and (stats["accepted_draft_tokens"] > 100 or right == 0)
     assert stats["output_tokens"] >= sum(len(o.token_ids) for out in outputs for o in out.outputs)
     if llm.block_manager.num_free_blocks == 90 and right in (None, 0.0):
         assert llm.scheduler.num_preemptions > 0
@@ -310,7 +310,7 @@ def test_triton(expected):
     prompts, params = zip(*[JOBS[i] for i in jobs])
     outputs = llm.generate(list(prompts), list(params), use_tqdm=False)
     assert told(outputs) == told([expected[i] for i in jobs])
-    assert llm.stats()["accepted_guesses"] > 0
+    assert llm.stats()["accepted_draft_tokens"] > 0
 
 
 def test_a_stop_string_within_right_guesses_ends_there():
@@ -319,9 +319,9 @@ def test_a_stop_string_within_right_guesses_ends_there():
     (whole,) = llm.generate(["repeat: apple river stone"], plain, use_tqdm=False)
     params = SamplingParams(temperature=0, max_tokens=40, stop="river", logprobs=0)
     (cut,) = llm.generate(["repeat: apple river stone"], params, use_tqdm=False)
-    llm.scheduler.guesser = Known([whole], [params], k=12)
+    llm.scheduler.proposer = Known([whole], [params], k=12)
     (guessed,) = llm.generate(["repeat: apple river stone"], params, use_tqdm=False)
-    assert llm.stats()["accepted_guesses"] > 1
+    assert llm.stats()["accepted_draft_tokens"] > 1
     assert told([guessed]) == told([cut])
     assert len(guessed.outputs[0].logprobs) == len(guessed.outputs[0].token_ids)
     text = "".join(llm.stream("repeat: apple river stone", params))
@@ -336,13 +336,13 @@ def test_a_grammar_takes_wrong_guesses_back(expected):
         temperature=0, max_tokens=60, structured_outputs={"regex": "[0-9a-c ]{40}"}
     )
     (plain,) = llm.generate(["count from 1 to 20"], params, use_tqdm=False)
-    llm.scheduler.guesser = Known([plain], [params], right=0.5)
+    llm.scheduler.proposer = Known([plain], [params], right=0.5)
     llm.add_request("count from 1 to 20", params, "a")
     llm.step()
     grammar = llm.requests["a"].rules.grammar
     grammar.start = None  # a copy of it would fail
     assert result(go_on(llm)["a"]) == result(plain)
-    assert 0 < llm.stats()["accepted_guesses"] < llm.stats()["guesses"]
+    assert 0 < llm.stats()["accepted_draft_tokens"] < llm.stats()["draft_tokens"]
 
 
 @pytest.mark.slow
@@ -350,4 +350,4 @@ def test_what_holds_without_guesses_holds_with_them():
     """The same tests, with guesses as the default. They count no steps."""
     names = ["core/test_ctrl_c", "core/test_late_texts", "core/test_fuzz", "decoding/test_[bmps]"]
     names += ["processing/test_text", "server/test_formats", "parallel/test_parallel"]
-    check_with("guesses_default", [f"{name}*.py" for name in names])
+    check_with("drafts_default", [f"{name}*.py" for name in names])
