@@ -15,7 +15,7 @@ from nanovllm.block_manager import BlockManager
 from nanovllm.checks.classes import check_made
 from nanovllm.checks.schedules import ScheduleChecks
 from nanovllm.config import TOKENS_PER_STEP, Config
-from nanovllm.decoding.beam_search import BeamRequest, BeamSearchParams
+from nanovllm.decoding.beam_search import BeamSearchParams
 from nanovllm.decoding.drafts import Proposer, config_of
 from nanovllm.device.choose import choose_device
 from nanovllm.inbox import Inbox
@@ -251,7 +251,7 @@ class LLM:
         if self.tokenizer is None:
             raise ValueError(f"model={self.config.model!r} has no tokenizer: it cannot stream text")
         request = self.inputs.request(prompt, sampling_params)
-        if isinstance(request, BeamRequest):
+        if request.is_search:
             raise refusal("sampling_params", sampling_params, "beams cannot be streamed")
         if request.params.n != 1:
             raise refusal("n", request.params.n, "only one answer is streamed")

@@ -30,7 +30,7 @@ class Inbox:
         self.recovery.settle()
         while self.submitted and not self.recovery.suspects:
             request = self.submitted[0]
-            state = self.states.to(request)
+            state = self.states.of(request)
             if state is not None and not state.is_queued:  # the recovery may have queued it
                 with self.recovery.changing(request):
                     state.is_queued = True
@@ -38,7 +38,7 @@ class Inbox:
             self.submitted.popleft()
 
     def _abort(self, request: Request) -> None:
-        state = self.states.to(request)
+        state = self.states.of(request)
         if state is None:  # it has ended
             return
         with self.recovery.changing(request):

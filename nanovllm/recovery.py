@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from nanovllm.block_manager import BlockManager
-from nanovllm.decoding.beam_search import BeamRequest
 from nanovllm.processing.states import RequestState, RequestStates
 from nanovllm.schedule import Schedule, ScheduleError
 from nanovllm.scheduler import Scheduler
@@ -97,7 +96,7 @@ class Recovery:
 
     def _fail(self, request: Request, error: Exception) -> None:
         logger.warning("%r failed: %r", request, error)
-        state = self.states.to(request)
+        state = self.states.of(request)
         if state is not None:  # otherwise it ended in the step that failed
             self.states.report(state, error)
 
@@ -130,7 +129,7 @@ class Recovery:
         try:
             for seq in request.sequences:
                 seq.finish_reason = None
-                if not isinstance(request, BeamRequest):  # a search ends in its own way
+                if not request.is_search:  # a search ends in its own way
                     reason = self.scheduler.reason_to_end(seq)
                     seq.finish_reason = reason if isinstance(reason, str) else None
         except Exception as error:  # from a hook

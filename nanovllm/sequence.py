@@ -86,6 +86,7 @@ class Request:
     """
 
     name_of_n: ClassVar[str] = "n"  # what users call the number of sequences
+    is_search: ClassVar[bool] = False  # a BeamRequest
 
     request_id: str  # empty until it is submitted, unless the user has chosen one
     prompt: str | None

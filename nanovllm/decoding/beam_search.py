@@ -135,6 +135,7 @@ class BeamRequest(Request):
     """A request whose sequences are the beams of a search."""
 
     name_of_n: ClassVar[str] = "beam_width"
+    is_search: ClassVar[bool] = True
 
     search: BeamSearch = field(kw_only=True)
 

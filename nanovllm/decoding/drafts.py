@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 from nanovllm.block_manager import BlockManager
-from nanovllm.decoding.beam_search import BeamRequest
 from nanovllm.options import Options, Rule, integer, is_int, shown
 from nanovllm.schedule import Item, Schedule, ScheduleError
 from nanovllm.sequence import Request, Rows, Sequence
@@ -192,5 +191,5 @@ def config_of(fields: dict[str, Any]) -> SpeculativeConfig:
 
 def allows_drafts(request: Request) -> bool:
     """Whether it draws tokens, as beams do not, and its prompt is not scored any more."""
-    is_drawn = request.has_forked and not isinstance(request, BeamRequest)
+    is_drawn = request.has_forked and not request.is_search
     return is_drawn and not request.lacks_prompt_logprobs

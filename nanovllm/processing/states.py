@@ -6,7 +6,6 @@ from collections import deque
 
 from tokenizers import Tokenizer
 
-from nanovllm.decoding.beam_search import BeamRequest
 from nanovllm.processing.outputs import CompletionOutput, RequestOutput
 from nanovllm.processing.text import Text, results_of
 from nanovllm.sequence import Request, Sequence
@@ -32,7 +31,7 @@ class RequestState:
         # brought up to date in each step; otherwise after the request's end, while the device
         # computes the next step, or when a Reader asks for it
         has_stop = bool(request.params.stop)
-        self.is_watched = is_reported or has_stop or isinstance(request, BeamRequest)
+        self.is_watched = is_reported or has_stop or request.is_search
         outputs = [CompletionOutput(i) for i in range(request.params.n)]
         self.output = RequestOutput(
             request.request_id, request.prompt, request.prompt_token_ids, outputs
@@ -54,7 +53,7 @@ class RequestState:
                 output.logprobs = []
         self.texts: list[Text] = []  # of each output
         tokenizer = self.tokenizer
-        if tokenizer is not None and not isinstance(request, BeamRequest):
+        if tokenizer is not None and not request.is_search:
             self.texts = [Text(tokenizer, output, request.params) for output in outputs]
         self.output.error = None
         self.output.finished = False
@@ -65,15 +64,15 @@ class RequestState:
             self.restart()
         self.is_updating = True
         request = self.request
-        if not isinstance(request, BeamRequest):  # a search has outputs only at its end
+        if not request.is_search:  # a search has outputs only at its end
             for i in range(len(self.output.outputs)):
                 self._update_completion(i)
         self.output.num_cached_tokens = request.num_cached_tokens or 0
         if request.params.prompt_logprobs is not None:
             self.output.prompt_logprobs = request.prompt_logprobs
         if request.has_ended:
-            if isinstance(request, BeamRequest):
-                self.output.outputs[:] = results_of(request, self.tokenizer)
+            if request.is_search:
+                self.output.outputs[:] = results_of(request, self.tokenizer)  # type: ignore[arg-type]
             self.output.finished = True
             self.is_complete = True
         self.is_updating = False
@@ -129,15 +128,15 @@ class RequestState:
 
 
 class RequestStates:
-    """The states to all unfinished requests, and what step() has not reported yet."""
+    """The states of all unfinished requests, and what step() has not reported yet."""
 
     def __init__(self) -> None:
         self.unfinished: dict[str, RequestState] = {}  # by request id
         self.unreported: dict[str, RequestOutput] = {}
         self.late: deque[RequestState] = deque()  # ended, and their outputs are still to be made
 
-    def to(self, request: Request) -> RequestState | None:
-        """The state to this request, unless it has ended."""
+    def of(self, request: Request) -> RequestState | None:
+        """The state of this request, unless it has ended."""
         state = self.unfinished.get(request.request_id)
         return state if state is not None and state.request is request else None
 

@@ -19,173 +19,123 @@ from nanovllm.scheduler import Scheduler
 # --- what one plan shows ---
 
 
-class Nothing(Scheduler):
-    def schedule(self):
-        return Schedule()
-
-
-class NoSchedule(Scheduler):
-    def schedule(self):
-        super().schedule()
-
-
-class Forgetful(Scheduler):
-    def schedule(self):
-        if self.waiting and not self.running:
-            self.waiting.pop()
-        return super().schedule()
-
-
-class Twice(Scheduler):
-    def schedule(self):
-        schedule = super().schedule()
-        schedule.items += schedule.items[:1]
-        return schedule
-
-
-class OverBudget(Scheduler):
-    def step_budget(self):
-        return 10**6, 10**6
-
-
-class NoBlocks(Scheduler):
-    def schedule(self):
-        schedule = Schedule()
-        while self.waiting:
-            request = self.waiting.pop(0)
-            self.running.append(request)
-            seq = request.sequences[0]
-            schedule.add(Item(seq, 0, seq.num_missing_tokens))
-        return schedule
-
-
-class NotRunning(Scheduler):
-    def schedule(self):
-        schedule = super().schedule()
-        self.running.clear()
-        return schedule
-
-
-class TooManyTokens(Scheduler):
-    def schedule(self):
-        schedule = super().schedule()
-        last = schedule.items[-1]
-        schedule.items[-1] = last._replace(num_tokens=last.num_tokens + 1)
-        return schedule
-
-
-class ForgetsMoves(Scheduler):
-    """Plans in its own way, and leaves the copies where they are."""
+def planned(change):
+    """A `schedule` that plans as ours does, and then does this with the plan."""
 
     def schedule(self):
-        schedule = Schedule(*self.step_budget())
-        self.schedule_running(schedule)
-        self.schedule_waiting(schedule)
-        return schedule
+        schedule = Scheduler.schedule(self)
+        return change(self, schedule) or schedule
+
+    return {"schedule": schedule}
 
 
-class NoCopies(Scheduler):
-    def commit(self, plan, schedule):
-        if schedule.items or plan[0].num_tokens > 1:
-            return super().commit(plan, schedule)
-        for item in plan:
-            schedule.add(item)
+def without_blocks(self):
+    schedule = Schedule()
+    while self.waiting:
+        request = self.waiting.pop(0)
+        self.running.append(request)
+        seq = request.sequences[0]
+        schedule.add(Item(seq, 0, seq.num_missing_tokens))
+    return schedule
 
 
-class HalfOfTheSamples(Scheduler):
-    def commit(self, items, schedule):
-        super().commit(
-            [item for item in items if item.seq.index < 2 or not schedule.items], schedule
-        )
+def in_its_own_way(self):
+    """It leaves the copies where they are."""
+    schedule = Schedule(*self.step_budget())
+    self.schedule_running(schedule)
+    self.schedule_waiting(schedule)
+    return schedule
 
 
-class TakesAnItemOut(Scheduler):
-    def schedule(self):
-        schedule = super().schedule()
-        if schedule.items[-1].num_tokens == 1:
-            del schedule.items[-1]
-        return schedule
+def without_copies(self, plan, schedule):
+    if schedule.items or plan[0].num_tokens > 1:
+        return Scheduler.commit(self, plan, schedule)
+    for item in plan:
+        schedule.add(item)
 
 
-class FromTheWrongToken(Scheduler):
-    def schedule(self):
-        schedule = super().schedule()
-        schedule.items[0] = schedule.items[0]._replace(start=1, num_tokens=1)
-        return schedule
+def half_of_the_samples(self, items, schedule):
+    few = [item for item in items if item.seq.index < 2 or not schedule.items]
+    Scheduler.commit(self, few, schedule)
 
 
-SAID = {
-    Nothing: r"Nothing.schedule\(\): it planned nothing, but there are unfinished requests: \['0', '1'\]",
-    NoSchedule: r"NoSchedule.schedule\(\): it returned None, and not a Schedule",
-    Forgetful: r"there are unfinished requests: \['1'\]; neither waiting nor running: \['1'\]",
-    Twice: r"Twice.schedule\(\): Sequence\(0.0: .*\) is in the schedule twice",
-    OverBudget: "the schedule has 80 tokens, but max_num_batched_tokens=40",
-    NoBlocks: "is to compute 40 tokens, but lacks blocks for them: allocate them first",
-    NotRunning: "is in the schedule, but it has ended, or its request is not in scheduler.running",
-    TooManyTokens: "is to compute 41 tokens, but 40 are missing",
-    ForgetsMoves: "blocks are to be moved, but the schedule lacks them: call take_moves last",
-    NoCopies: r"is to write into block \d+, which others read: allocate copies it first",
-    TakesAnItemOut: "the sampled sequences do not match the items: add items with commit only",
-    FromTheWrongToken: "is to compute tokens from 1 on, but that is not the next one",
-    HalfOfTheSamples: "2 of 3 sequences of 1 would get a token: it must be all or none",
-}
+def forgets_the_last_that_waits(self):
+    if self.waiting and not self.running:
+        self.waiting.pop()
+    return Scheduler.schedule(self)
 
 
-@pytest.mark.parametrize("cls", SAID)
-def test_a_scheduler_that_is_half_right_is_told_so(cls):
-    llm = new_llm(scheduler_cls=cls)
-    n = 3 if cls in (ForgetsMoves, NoCopies, HalfOfTheSamples, TakesAnItemOut) else 1
+def replace_item(i, **fields):
+    def change(self, schedule):
+        item = schedule.items[i]
+        schedule.items[i] = item._replace(**{name: value(item) for name, value in fields.items()})
+
+    return planned(change)
+
+
+def take_a_decode_out(self, schedule):
+    if schedule.items[-1].num_tokens == 1:
+        del schedule.items[-1]
+
+
+WRONG = {  # methods of a scheduler, what is said of it, and the number of samples
+    "plans nothing": ({"schedule": lambda self: Schedule()}, r"Wrong.schedule\(\): it planned nothing, but there are unfinished requests: \['0', '1'\]", 1),
+    "returns nothing": ({"schedule": lambda self: None}, r"Wrong.schedule\(\): it returned None, and not a Schedule", 1),
+    "loses a request": ({"schedule": forgets_the_last_that_waits}, r"there are unfinished requests: \['1'\]; neither waiting nor running: \['1'\]", 1),
+    "plans an item twice": (planned(lambda self, plan: plan.items.append(plan.items[0])), r"Sequence\(0.0: .*\) is in the schedule twice", 1),
+    "spends too much": ({"step_budget": lambda self: (10**6, 10**6)}, "the schedule has 80 tokens, but max_num_batched_tokens=40", 1),
+    "allocates no blocks": ({"schedule": without_blocks}, "is to compute 40 tokens, but lacks blocks for them: allocate them first", 1),
+    "ends what runs": (planned(lambda self, plan: self.running.clear()), "is in the schedule, but it has ended, or its request is not in scheduler.running", 1),
+    "computes too many tokens": (replace_item(-1, num_tokens=lambda item: item.num_tokens + 1), "is to compute 41 tokens, but 40 are missing", 1),
+    "starts at another token": (replace_item(0, start=lambda _: 1, num_tokens=lambda _: 1), "is to compute tokens from 1 on, but that is not the next one", 1),
+    "forgets moves": ({"schedule": in_its_own_way}, "blocks are to be moved, but the schedule lacks them: call take_moves last", 3),
+    "copies nothing": ({"commit": without_copies}, r"is to write into block \d+, which others read: allocate copies it first", 3),
+    "takes an item out": (planned(take_a_decode_out), "the sampled sequences do not match the items: add items with commit only", 3),
+    "samples only some": ({"commit": half_of_the_samples}, "2 of 3 sequences of 1 would get a token: it must be all or none", 3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_scheduler_that_is_half_right_is_told_so(name):
+    methods, message, n = WRONG[name]
+    llm = new_llm(scheduler_cls=type("Wrong", (Scheduler,), methods))
     prompts = [[1] * (38 if n == 3 else 40), [2] * 40]
-    with pytest.raises(ScheduleError, match=SAID[cls]):
+    with pytest.raises(ScheduleError, match=message):
         llm.generate(prompts, SamplingParams(n=n, max_tokens=5, seed=1), use_tqdm=False)
     check_clean(llm)
-    llm.add_request([3])
-    if cls in (Nothing, NoSchedule, Twice, NoBlocks, NotRunning):
+    (request_id,) = [llm.add_request([3])]
+    if name in ("plans nothing", "returns nothing", "allocates no blocks", "ends what runs"):
         for _ in range(3):  # again and again, and it can be ended
             with pytest.raises(ScheduleError):
                 llm.step()
-    (request_id,) = llm.requests
     assert llm.abort(request_id)
     llm.step()
     check_clean(llm)
 
 
-class OnePromptAtATime(Scheduler):
-    """Takes all other prompts out of the step again."""
-
-    def schedule(self):
-        schedule = super().schedule()
-        prompts = [item for item in schedule.items if item.num_tokens > 1]
-        schedule.items = [item for item in schedule.items if item not in prompts[1:]]
-        return schedule
+def one_prompt(self, schedule):
+    prompts = [item for item in schedule.items if item.num_tokens > 1]
+    schedule.items = [item for item in schedule.items if item not in prompts[1:]]
 
 
-class SmallChunks(Scheduler):
-    def schedule(self):
-        schedule = super().schedule()
-        schedule.items = [
-            item._replace(num_tokens=min(item.num_tokens, 5)) for item in schedule.items
-        ]
-        return schedule
+def small_chunks(self, schedule):
+    chunks = [item._replace(num_tokens=min(item.num_tokens, 5)) for item in schedule.items]
+    schedule.items = chunks
 
 
-class TakesBack(Scheduler):
-    """Finds that a request that it has planned must give way after all."""
-
-    def schedule(self):
-        schedule = super().schedule()
-        if len(self.running) > 2:
-            victim = self.running[1]
-            self.preempt(victim)
-            schedule.items = [item for item in schedule.items if item.seq.request is not victim]
-        return schedule
+def preempts_what_it_has_planned(self, schedule):
+    if len(self.running) > 2:
+        victim = self.running[1]
+        self.preempt(victim)
+        schedule.items = [item for item in schedule.items if item.seq.request is not victim]
 
 
-@pytest.mark.parametrize("cls", [OnePromptAtATime, SmallChunks, TakesBack])
-def test_what_is_cached_must_be_computed(cls):
+@pytest.mark.parametrize("change", [one_prompt, small_chunks, preempts_what_it_has_planned])
+def test_what_is_cached_must_be_computed(change):
     """The blocks of what was taken out stay cached, but no step has written them: wrong answers,
     in silence."""
-    llm = new_llm(scheduler_cls=cls, max_num_batched_tokens=100)
+    wrong = type("Wrong", (Scheduler,), planned(change))
+    llm = new_llm(scheduler_cls=wrong, max_num_batched_tokens=100)
     prompts = [[1] * 30, [2] * 21, [2] * 21, [2] * 21]
     with pytest.raises(ScheduleError):
         llm.generate(prompts, SamplingParams(seed=1, max_tokens=5), use_tqdm=False)
