@@ -72,7 +72,8 @@ class RequestState:
             self.output.prompt_logprobs = request.prompt_logprobs
         if request.has_ended:
             if request.is_search:
-                self.output.outputs[:] = results_of(request, self.tokenizer)  # type: ignore[arg-type]
+                results = results_of(request, self.tokenizer)  # type: ignore[arg-type]
+                self.output.outputs[:] = results
             self.output.finished = True
             self.is_complete = True
         self.is_updating = False
