@@ -27,8 +27,8 @@ class Block:
 
 @dataclass
 class Moves:
-    """What to do with blocks before a step computes: first all that goes out to the host, then what
-    comes in, then the copies. So the target of one may be the source of an earlier one."""
+    """The block moves that come before a step's computation: swaps out to the host, then swaps in,
+    then copies. So the target of one move may be the source of an earlier one."""
 
     swaps_out: dict[int, int] = field(default_factory=dict)  # block -> host block
     swaps_in: dict[int, int] = field(default_factory=dict)  # host block -> block
@@ -77,14 +77,14 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def max_blocks_needed(self, request: Request) -> int:
-        """Maximum blocks that the request can need at one time. The last token of a sequence is
-        never fed back."""
+        """The most blocks that the request can need at one time. The last token of a sequence is
+        never fed back to the model, so it needs no slot."""
         shared = len(request.prompt_token_ids) // self.block_size  # full blocks of the prompt
         own = self.num_blocks_for(request.max_len - 1) - shared
         return shared + request.params.n * own
 
     def longest_that_fits(self, request: Request) -> int:
-        """The largest `max_len` of the request for which `max_blocks_needed` are there."""
+        """The largest `max_len` with which the request still fits into the whole cache."""
         shared = len(request.prompt_token_ids) // self.block_size
         own = (len(self.blocks) - shared) // request.params.n
         return (shared + own) * self.block_size + 1
@@ -92,11 +92,12 @@ class BlockManager:
     # --- what the scheduler asks ---
 
     def can_allocate(self, items: Iterable[tuple[Sequence, int, int]]) -> bool:
-        """Whether there are blocks for the items of a schedule: (sequence, start, num_tokens)."""
+        """Whether enough blocks are free for these items of a schedule: (sequence, start,
+        num_tokens)."""
         return self.num_new_blocks(items) <= len(self.free_blocks)
 
     def num_new_blocks(self, items: Iterable[tuple[Sequence, int, int]]) -> int:
-        """Blocks that the sequences of these items lack, copies included."""
+        """The number of blocks to allocate for these items, copies included."""
         missing = 0
         writers: dict[int, int] = {}  # block -> how many of the sequences write into it next
         for seq, start, num_tokens in items:
@@ -111,8 +112,8 @@ class BlockManager:
         return missing
 
     def can_admit(self, request: Request, num_reserved: int = 0) -> bool:
-        """Whether there are blocks for all tokens of a waiting request, besides `num_reserved` for
-        others."""
+        """Whether enough blocks are free for all tokens of a waiting request, in addition to
+        `num_reserved` for other requests."""
         first, *others = request.unfinished
         needed = self.num_blocks_for(len(first.token_ids)) + num_reserved
         if others:
@@ -124,10 +125,9 @@ class BlockManager:
         return needed - num_in_use <= len(self.free_blocks)
 
     def find_prefix(self, seq: Sequence) -> list[Block]:
-        """The blocks of the longest prefix of its tokens that can be found; does not take them.
-
-        At most len(seq) - 1 tokens: the last one is always computed, because its logits are needed.
-        """
+        """The cached blocks of the longest prefix of the sequence, at most len(seq) - 1
+        tokens: the last token is always computed, because its logits are needed. The blocks
+        are not taken yet."""
         blocks: list[Block] = []
         if seq.request.lacks_prompt_logprobs:
             return blocks
@@ -154,7 +154,7 @@ class BlockManager:
     # --- changes that the scheduler asks for ---
 
     def take_prefix(self, seq: Sequence) -> None:
-        """Gives a sequence the blocks that `find_prefix` finds beyond those it has, if any."""
+        """Shares the cached blocks of the longest prefix with the sequence."""
         num_held = len(seq.block_table)
         is_full = seq.num_computed_tokens == num_held * self.block_size
         assert is_full, f"{seq} has blocks: is its request queued twice?"
@@ -224,20 +224,20 @@ class BlockManager:
         seq.num_computed_tokens = 0
 
     def forget_prefixes(self) -> None:
-        """Empties the prefix cache. Blocks in use stay in the tables of their sequences."""
+        """Empties the prefix cache. Blocks in use stay in the block tables of their sequences."""
         for block in [*self.cached_blocks.values()]:
             if block.id not in self.unwritten:
                 self._evict(block)
 
     def take_moves(self) -> Moves:
-        """All moves that were asked for since the last call, for the step that is being planned."""
+        """All moves since the last call, for the step that is being planned."""
         moves, self.moves = self.moves, Moves()
         return moves
 
     # --- inside ---
 
     def take_block(self) -> Block:
-        """A free block, the one that was freed first."""
+        """Takes the free block that was freed first."""
         assert self.free_blocks, "there is no free block: ask can_allocate or can_admit first"
         block_id, _ = self.free_blocks.popitem(last=False)
         block = self.blocks[block_id]
@@ -247,7 +247,7 @@ class BlockManager:
         return block
 
     def _evict(self, block: Block) -> None:
-        """Removes the block from the prefix cache, which has it."""
+        """Removes a cached block from the prefix cache."""
         assert block.key is not None
         del self.cached_blocks[block.key]
         block.key = None
@@ -256,8 +256,8 @@ class BlockManager:
     # --- second reading: several sequences of one request (paper, section 4.4) ---
 
     def num_blocks_at_fork(self, request: Request) -> int:
-        """Blocks that the other sequences will need in addition to those of the first, for the
-        tokens they have now."""
+        """The number of blocks that the other sequences of the request will need at the fork, in
+        addition to those of the first sequence."""
         shared = len(request.prompt_token_ids) // self.block_size
         return sum(self.num_blocks_for(len(seq)) - shared for seq in request.unfinished[1:])
 

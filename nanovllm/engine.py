@@ -1,5 +1,5 @@
-"""LLM: what users work with. Requests come in as text or token ids; a loop of steps answers them
-all together."""
+"""LLM: the engine's interface for users. Requests come in as text or token ids; each step computes
+some tokens of all running requests together."""
 
 from __future__ import annotations
 
@@ -125,8 +125,8 @@ class LLM:
         request_id: str | None = None,
         priority: int = 0,
     ) -> str:
-        """Queues a request for the next step and returns its id. `params=None` means those of the
-        model's generation_config.json. The smallest priority is served first."""
+        """Queues a request for the next step and returns its id. `params=None` takes the defaults
+        of the model's generation_config.json. The smallest priority is served first."""
         request = self.inputs.request(prompt, params, priority, request_id)
         return self._submit(request).output.request_id
 
@@ -176,7 +176,7 @@ class LLM:
         return True
 
     def has_unfinished(self) -> bool:
-        """Whether step() has anything left to compute or to report."""
+        """Whether `step` has something left to compute or to report."""
         return bool(self.states.unfinished or self.states.unreported)
 
     # --- what most people use ---
@@ -188,11 +188,11 @@ class LLM:
         use_tqdm: bool = True,
         priority: int | list[int] = 0,
     ) -> list[RequestOutput]:
-        """Answers all prompts; the outputs are in the same order. `sampling_params` is one for all,
-        or a list with one for each. So is `priority`: the smallest is served first.
+        """Answers all prompts; the outputs are in the same order. `sampling_params` is one for all
+        prompts, or a list with one for each. So is `priority`: the smallest is served first.
 
-        If a request makes the engine fail, its exception is raised after the others have been
-        answered.
+        If the engine fails on a request, its exception is raised after the other requests have
+        ended.
         """
         prompts = [prompts] if is_one_prompt(prompts) else prompts
         all_params = for_each("sampling params", sampling_params, prompts)
@@ -224,8 +224,8 @@ class LLM:
         use_tqdm: bool = True,
         **template: Any,
     ) -> list[RequestOutput]:
-        """Answers one conversation or several, formatted with the model's chat template. What else
-        it gets are the other fields of `messages.Chat`, such as `tools`."""
+        """Answers one conversation or several, formatted with the model's chat template. Further
+        keyword arguments are fields of `messages.Chat`, such as `tools`."""
         chats = [messages] if is_conversation(messages) else messages
         if not isinstance(chats, list | tuple) or not all(map(is_conversation, chats)):
             allowed = "a list of {'role': ..., 'content': ...}, or a list of such lists"
@@ -236,8 +236,8 @@ class LLM:
     def beam_search(
         self, prompts: Prompts, params: BeamSearchParams | None = None, use_tqdm: bool = True
     ) -> list[RequestOutput]:
-        """The most likely outputs for each prompt, best first. All methods except stream take
-        BeamSearchParams, too."""
+        """Returns the most likely outputs for each prompt, best first. All methods except `stream`
+        also take BeamSearchParams."""
         params = BeamSearchParams() if params is None else params
         if not isinstance(params, BeamSearchParams):
             raise refusal("params", params, "it must be BeamSearchParams")
@@ -246,8 +246,8 @@ class LLM:
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> Iterator[str]:
-        """Yields the answer's text as it comes. Other requests continue meanwhile; leaving the loop
-        aborts this one."""
+        """Yields the text of the answer while it is generated. Other requests continue meanwhile;
+        leaving the loop aborts the request."""
         if self.tokenizer is None:
             raise ValueError(f"model={self.config.model!r} has no tokenizer: it cannot stream text")
         request = self.inputs.request(prompt, sampling_params)
@@ -258,8 +258,8 @@ class LLM:
         return stream(self, request)
 
     def close(self) -> None:
-        """Ends the engine: aborts what is unfinished, ends other ranks, gives the memory back. The
-        garbage collector does so, too, once nothing refers to it any more."""
+        """Ends the engine: aborts unfinished requests, ends other ranks, and frees the memory. The
+        garbage collector also does this, once nothing refers to the engine any more."""
         with self.turns.take():
             if self.is_stepping:
                 raise RuntimeError("a step runs: it cannot be closed in the middle of it")
@@ -281,7 +281,7 @@ class LLM:
         return self.tokenizer
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets what is cached for later requests. Those that run keep their blocks."""
+        """Empties the prefix cache. Running requests keep their blocks."""
         with self.turns.take():
             self.block_manager.forget_prefixes()
         return True
@@ -303,8 +303,8 @@ class LLM:
     # --- inside ---
 
     def _submit(self, request: Request, is_reported: bool = True) -> RequestState:
-        """Gives a checked request its arrival number, id and seed, and a state. The next step
-        queues it: see Inbox.settle."""
+        """Gives a checked request its arrival number, id, seed and state. The next step queues the
+        request: see Inbox.settle."""
         with self.turns.take():
             if self.is_closed:
                 raise RuntimeError("this LLM is closed")

@@ -1,4 +1,4 @@
-"""Inbox: new requests, and requests to abort, wait here until the next step begins."""
+"""Inbox: new requests, and requests to abort, wait here until the next step starts."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from nanovllm.sequence import Request
 
 @dataclass(eq=False, repr=False)
 class Inbox:
-    """Any code may append a request at any time: a hook within a step, another thread, Python's
-    garbage collector."""
+    """Any code may append a request at any time: a hook within a step, another thread, the garbage
+    collector."""
 
     scheduler: Scheduler
     states: RequestStates
@@ -23,7 +23,7 @@ class Inbox:
     unwanted: deque[Request] = field(default_factory=deque)  # to be aborted
 
     def settle(self) -> None:
-        """Aborts what is unwanted, then queues what was submitted."""
+        """Aborts unwanted requests, then queues new ones."""
         while self.unwanted:
             self._abort(self.unwanted[0])
             self.unwanted.popleft()

@@ -30,8 +30,8 @@ SIZES += "num_key_value_heads vocab_size max_position_embeddings".split()
 
 
 def find_model(model: str) -> Path:
-    """The model's directory: a local one, or that of a hub id, downloaded once. Raises ValueError
-    if there is none."""
+    """The directory of the model: a local one, or that of a hub id, downloaded once. Raises
+    ValueError if there is none."""
     path = Path(expanduser(model))  # which leaves an unknown user as it is
     if not path.is_dir():
         is_hub_id = model.count("/") < 2 and not model.startswith((".", "~"))
@@ -63,7 +63,7 @@ def reading(file: Path) -> Iterator[None]:
 
 
 def read_json(file: Path) -> dict:
-    """The object in a JSON file; nothing if there is no such file."""
+    """The object in a JSON file; an empty one if the file does not exist."""
     if not file.is_file():
         return {}
     with reading(file):
@@ -74,8 +74,8 @@ def read_json(file: Path) -> dict:
 
 
 def load_config(path: Path):
-    """The Hugging Face config of a model directory. Raises ValueError if it is damaged, or of a
-    model that is not supported."""
+    """The Hugging Face config of a model directory. Raises ValueError if it is damaged, or if the
+    model is not supported."""
     file = path / "config.json"
     read_json(file)  # its errors are clearer
     with reading(file):
@@ -123,7 +123,7 @@ def as_token_ids(eos_token_id: object) -> frozenset[int]:
 
 
 def default_params(file: Path, settings: dict) -> SamplingParams:
-    """What `settings`, those of generation_config.json, say of how tokens are drawn."""
+    """The sampling parameters in `settings`, the fields of generation_config.json."""
     is_drawn = settings.get("do_sample")
     names = ["repetition_penalty"]
     if is_drawn:
@@ -188,7 +188,8 @@ def new_model(
 
 
 def destinations(model: nn.Module) -> dict[str, Tensor]:
-    """Where each tensor of the checkpoint goes: a parameter, or some rows of a merged one."""
+    """The destination of each tensor of the checkpoint: a parameter, or some rows of a merged
+    one."""
     table = {}
     seen = set()
     for prefix, module in model.named_modules():
@@ -214,7 +215,8 @@ def load_into(target: Tensor, tensor: Tensor, name: str, file: Path) -> None:
 
 
 def ignorable(name: str, config) -> bool:
-    """Some checkpoints repeat the tied head, or store the rotary frequencies, which we compute."""
+    """Whether a tensor is not needed: some checkpoints repeat the tied head, or store the rotary
+    frequencies, which we compute."""
     is_tied_head = name == "lm_head.weight" and config.tie_word_embeddings
     return is_tied_head or name.endswith("rotary_emb.inv_freq")
 

@@ -45,14 +45,14 @@ class Runner(Protocol):
     is_asynchronous: bool  # whether `launch` returns before the step is computed
 
     def launch(self, schedule: Schedule) -> Callable[[], Drawn]:
-        """Starts a step. The function that it returns waits for its end."""
+        """Starts a step. The returned function waits for its end."""
 
     def close(self) -> None:
-        """Gives back what it holds. It launches no step afterwards."""
+        """Frees what the runner holds. It launches no step afterwards."""
 
 
 class ModelRunner:
-    """`prepare`, `forward`, `sample`: a step is these three, see `launch`."""
+    """Runs the model. A step is `prepare`, `forward`, `sample`: see `launch`."""
 
     def __init__(self, config: Config, limits: Limits, hf_config, path: Path, device: torch.device):
         self.device = device
@@ -92,7 +92,7 @@ class ModelRunner:
         return load_model(path, hf_config, longest, self.dtype, self.device, self.ops, **options)
 
     def on_device(self, num_tokens: int) -> AbstractContextManager:
-        """Within it, a step with so many tokens runs on the right device."""
+        """A context in which a step with `num_tokens` tokens runs on the right device."""
         if self.threads is None:
             # Triton launches on the thread's current device, which may be another GPU
             return torch.cuda.device(self.device)
@@ -104,7 +104,7 @@ class ModelRunner:
         return config.num_blocks_in(available, self.shape.block_bytes, self.limits)
 
     def _memory_left(self, config: Config) -> int:
-        """Bytes of GPU memory for the KV cache, tried out with a cache of one block."""
+        """Bytes of GPU memory for the KV cache, measured with a cache of one block."""
         self.kv_cache = self.shape.new_cache(1, self.device)
         new_graphs = self._new_graphs if self.has_graphs else None
         largest = partial(self.run, largest_step(self.limits, self.shape.block_size))
@@ -113,7 +113,8 @@ class ModelRunner:
         return available
 
     def _allocate(self) -> None:
-        """The KV cache, and that of the host. Raises ValueError if there is no memory for them."""
+        """Allocates the KV cache, and that of the host. Raises ValueError if there is not enough
+        memory."""
         try:
             self.kv_cache = self.shape.new_cache(self.num_blocks, self.device)
             if self.num_host_blocks:
@@ -134,7 +135,7 @@ class ModelRunner:
         return StepGraphs(self.model, self.ops, self.kv_cache, self.limits)
 
     def warm_up(self) -> None:
-        """Compiles all kernels, so that no request waits for it."""
+        """Compiles all kernels, so that no request waits for a compilation."""
         told = "compiling kernels, which are kept on disk: the next start takes a second"
         timer = Timer(SECONDS_UNTIL_TOLD, logger.warning, [told])
         timer.start()
@@ -146,10 +147,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, schedule: Schedule) -> Callable[[], Drawn]:
-        """Begins a step, and does not wait for the device.
+        """Starts a step, and does not wait for the device.
 
-        The function that it returns does. It gives a token for each of `schedule.sampled`, and its
-        log-probabilities if any of them wants some.
+        The returned function waits. It returns a token for each of `schedule.sampled`, and
+        log-probabilities if a request wants them.
         """
         with self.on_device(schedule.num_tokens):
             inputs = self.prepare(schedule)
@@ -157,11 +158,11 @@ class ModelRunner:
             return self.sample(hidden, inputs, schedule)
 
     def run(self, schedule: Schedule) -> Drawn:
-        """A step from its begin to its end."""
+        """Runs a step from start to end."""
         return self.launch(schedule)()
 
     def close(self) -> None:
-        """Gives the memory back."""
+        """Frees the memory."""
         del self.model, self.kv_cache, self.graphs, self.host_cache
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -237,8 +238,8 @@ class ModelRunner:
     def forward(self, inputs: StepInputs) -> tuple[Tensor, StepInputs]:
         """Hidden states [T, hidden_size], and the inputs as they were computed.
 
-        These are on the device, and padded if a graph was replayed. All that is needed is in the
-        inputs: another rank may run this, too.
+        The inputs are on the device, and padded if a graph was replayed. The inputs hold everything
+        that a step needs, so another rank may run this method, too.
         """
         if inputs.moves:
             self.move_blocks(inputs.moves)
@@ -253,7 +254,7 @@ class ModelRunner:
         return hidden, inputs
 
     def move_blocks(self, moves: Moves) -> None:
-        """Swaps first, then copies."""
+        """Swaps blocks, then copies blocks."""
         if self.host_cache is not None:
             self.host_cache.swap_out(moves.swaps_out)
             self.host_cache.swap_in(moves.swaps_in)
@@ -263,7 +264,7 @@ class ModelRunner:
     # --- hidden states become tokens ---
 
     def sample(self, hidden: Tensor, inputs: StepInputs, schedule: Schedule) -> Callable[[], Drawn]:
-        """Draws a token for each of `schedule.sampled`. See `launch`."""
+        """Samples a token for each of `schedule.sampled`. See `launch`."""
         seqs = [*schedule.sampled]
         hidden = hidden[inputs.sampled_rows]
         results: list[Tensor] = []
@@ -287,8 +288,8 @@ class ModelRunner:
 
 
 def collect(results: list[Tensor], wanted: list[int | None], scores: PromptScores | None) -> Drawn:
-    """Waits for the results of `sample`. Each sequence gets the log-probabilities of its token and
-    of as many of the most likely ones as it wants."""
+    """Waits for the results of `sample`. Each sequence gets the log-probability of its token, and
+    those of as many of the most likely tokens as it wants."""
     if scores is not None:
         scores.deliver()
     if not results:

@@ -1,7 +1,7 @@
-"""Recovery: restores the state after a step that failed or was interrupted.
+"""Recovery: restores the engine after a step that failed or was interrupted.
 
-Only the requests and their tokens must survive such a step. The cache, the queues, the outputs and
-their texts are made from them again.
+Only the requests and their tokens survive such a step. The cache, the queues, the outputs and their
+texts are rebuilt from them.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ logger = logging.getLogger(__name__)
 
 
 class RankError(ConnectionError):
-    """A rank of tensor parallelism has died: no step is possible any longer."""
+    """A rank of tensor parallelism has died, so no further step is possible."""
 
 
 @dataclass(eq=False, repr=False)
 class Recovery:
     """Keeps the scheduler and the states consistent with the requests.
 
-    After a failed step, its requests run one by one: each until it has a token, or fails alone.
+    After a failed step, its requests run one by one, each until it has a new token or fails alone.
     """
 
     scheduler: Scheduler
@@ -43,7 +43,7 @@ class Recovery:
     num_failed_steps: int = 0
 
     def settle(self) -> None:
-        """Restores the state after an interrupt, and goes on to the next suspect."""
+        """Restores the engine after an interrupt, and moves on to the next suspect."""
         if self.is_changing:
             self._start_over()
         while self.suspects and (self.has_passed or self.suspects[0].has_ended):
@@ -53,7 +53,7 @@ class Recovery:
 
     @contextmanager
     def of_step(self) -> Iterator[None]:
-        """Runs a step so that an exception ends at most the request that caused it."""
+        """Runs a step. An exception ends at most the request that caused it."""
         self.is_changing = True
         self.schedule = None
         try:
@@ -71,7 +71,8 @@ class Recovery:
 
     @contextmanager
     def changing(self, request: Request) -> Iterator[None]:
-        """Lets a request into the scheduler, or out. If that raises, only this request ends."""
+        """Lets a request into the scheduler, or out of it. If this raises, only this request
+        ends."""
         if self.is_changing:
             self._start_over()
         self.is_changing = True

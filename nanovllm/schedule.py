@@ -12,16 +12,16 @@ from nanovllm.sequence import Sequence, StepLogprobs
 
 
 class ScheduleError(RuntimeError):
-    """A scheduler has planned a step that cannot be run. The message is one sentence for the
-    scheduler's author."""
+    """A user's scheduler has planned a step that cannot run. The error message names the class and
+    the method."""
 
     def __init__(self, scheduler: object, method: str, problem: str):
         super().__init__(f"{type(scheduler).__name__}.{method}(): {problem}")
 
 
 class Item(NamedTuple):
-    """Tokens of a sequence to compute in a step: `num_tokens` from the one at `start` on. Those
-    before it are in the cache."""
+    """The tokens of a sequence to compute in a step: `num_tokens` tokens from `start` on. Earlier
+    tokens are in the cache."""
 
     seq: Sequence
     start: int
@@ -30,8 +30,8 @@ class Item(NamedTuple):
 
 @dataclass
 class Schedule:
-    """One step: what to compute, which sequences get a token, which blocks to move first. It does
-    not change when the sequences grow."""
+    """The plan of one step: the tokens to compute, the sequences that get a token, the blocks to
+    move first. The plan does not change when the sequences grow."""
 
     tokens_left: int = 0  # while it is planned: how many more tokens may be added, ...
     prompt_tokens_left: int = 0  # ... and how many of them for sequences that lack more than one
@@ -49,8 +49,8 @@ class Schedule:
         return sum([num_tokens for _, _, num_tokens in self.items])
 
     def next_tokens(self, seq: Sequence, num_tokens: int) -> list[Item]:
-        """An item with the sequence's next `num_tokens` tokens, or as many as the budgets allow; or
-        no item."""
+        """Up to `num_tokens` of the sequence's next tokens, as far as the budgets allow; an empty
+        list if there are none."""
         if num_tokens > 1:
             num_tokens = min(num_tokens, self.tokens_left, self.prompt_tokens_left)
         return [Item(seq, seq.num_computed_tokens, num_tokens)] if num_tokens > 0 else []
@@ -76,7 +76,7 @@ Drawn = tuple[list[int], StepLogprobs]  # what a step brings: tokens, and their 
 def check_choice(
     scheduler: object, method: str, choice: object, candidates: Collection[object]
 ) -> None:
-    """Raises ScheduleError if a policy has chosen something else than one of the candidates."""
+    """Raises ScheduleError if a policy's choice is not one of the candidates."""
     if choice not in candidates:
         problem = f"{shown(choice)} is not one of {shown(candidates)}"
         raise ScheduleError(scheduler, method, problem)

@@ -52,36 +52,36 @@ class Scheduler:
     # --- policy ---
 
     def priority(self, request: Request):
-        """Sort key: the waiting request with the smallest is admitted first. Asked for in each step
-        that may admit, unless `priority_is_fixed`."""
+        """Sort key: the waiting request with the smallest key is admitted first. Called again in
+        every step that can admit requests, unless `priority_is_fixed`."""
         return request.user_priority, request.arrival
 
     def running_order(self, request: Request):
-        """Sort key: the running request with the smallest is given tokens first."""
+        """Sort key: the running request with the smallest key gets tokens first."""
         return self.priority(request)
 
     def next_waiting(self) -> Request | None:
-        """Which request to admit next, if it fits; None for no more in this step. `waiting` is
+        """The request to admit next, if it fits. None ends admission for this step. `waiting` is
         sorted by priority."""
         return self.waiting[0] if self.waiting else None
 
     def may_admit(self, request: Request, schedule: Schedule) -> bool:
-        """Whether to admit the request, which fits. If not, this step admits no other one."""
+        """Whether to admit this request (it fits). False ends admission for this step."""
         return True
 
     def step_budget(self) -> tuple[int, int]:
-        """Maximum tokens of the step, up to `max_num_batched_tokens`; and how many of them may go
-        to sequences that lack more than one: prompts, and what is recomputed."""
+        """The token budget of the step, at most `max_num_batched_tokens`; and how many of these
+        tokens may go to sequences with more than one missing token: prompts, and recomputed
+        sequences."""
         return self.max_num_batched_tokens, self.max_num_batched_tokens
 
     def victim(self, candidates: list[Request]) -> Request:
-        """The request that loses its blocks, because there are too few. The candidates are in
-        running order."""
+        """The request to preempt when blocks run out. The candidates are in running order."""
         return candidates[-1]
 
     def should_swap(self, request: Request) -> bool:
-        """Whether a preempted request's blocks go to host memory, if there is room, rather than
-        being computed again."""
+        """Whether a preempted request's blocks go to host memory, if there is room, instead of
+        being recomputed."""
         return True
 
     def make_room(self, schedule: Schedule) -> None:
@@ -93,8 +93,8 @@ class Scheduler:
         return self.proposer.config.num_speculative_tokens if self.proposer else 0
 
     def reason_to_end(self, seq: Sequence) -> str | None:
-        """Why the sequence ends with its last token, or None. Stop strings are the engine's
-        business."""
+        """The reason why the sequence ends with its last token, or None. The engine looks for stop
+        strings."""
         request = seq.request
         if seq.token_ids[-1] in request.stop_token_ids and seq.num_output_tokens > 0:
             return "stop"
@@ -139,7 +139,7 @@ class Scheduler:
     # --- a step is planned ---
 
     def schedule(self) -> Schedule:
-        """Plans a step: running requests first, then waiting ones. All that is in the plan has its
+        """Plans a step: running requests first, then waiting ones. Every item of the plan has its
         blocks."""
         schedule = Schedule(*self.step_budget())
         self.make_room(schedule)
@@ -155,8 +155,9 @@ class Scheduler:
         return schedule
 
     def schedule_running(self, schedule: Schedule) -> None:
-        """Gives running requests their missing tokens. If blocks are missing, a request behind
-        gives way, or else the request itself. So the first one always makes progress."""
+        """Gives running requests their missing tokens. If blocks run out, a request later in the
+        running order is preempted, or else the request itself. So the first request always makes
+        progress."""
         self.running.sort(key=self.running_order)
         i = 0
         while i < len(self.running) and schedule.tokens_left > 0:
@@ -176,7 +177,8 @@ class Scheduler:
             i += 1
 
     def schedule_waiting(self, schedule: Schedule) -> None:
-        """Admits waiting requests in the policy's order, up to the first that does not fit."""
+        """Admits waiting requests in the policy's order, up to the first request that does
+        not fit."""
         if len(self.running) >= self.max_num_seqs:
             return  # a request takes at least one seat
         if not self.keeps_order:
@@ -192,7 +194,8 @@ class Scheduler:
             self.commit(self.tokens_to_compute(request, schedule), schedule)
 
     def _fits(self, request: Request) -> bool:
-        """Whether there are seats and blocks for the request, beside what is kept for others."""
+        """Whether there are seats and blocks for the request, besides those that are reserved for
+        others."""
         manager = self.block_manager
         num_seats = sum(r.num_seats for r in [*self.running, request])
         # for samples that will fork from a running request
@@ -201,9 +204,9 @@ class Scheduler:
         return num_seats <= self.max_num_seqs and manager.can_admit(request, promised + spare)
 
     def admit(self, request: Request) -> None:
-        """Lets a waiting request run, and gives it blocks for all its tokens, even if they are
-        computed in chunks; otherwise it would soon be preempted in the middle of its prompt. Tokens
-        that are still in the cache or on the host are not computed again."""
+        """Admits a waiting request, and allocates blocks for all its tokens, even if they are
+        computed in chunks: otherwise the request would soon be preempted in the middle of its
+        prompt. Tokens that are cached or on the host are not computed again."""
         check_choice(self, "next_waiting", request, self.waiting)
         self.waiting.remove(request)
         self.running.append(request)
@@ -234,7 +237,7 @@ class Scheduler:
         return schedule.next_tokens(seqs[0], len(seqs[0].token_ids) - seqs[0].num_computed_tokens)
 
     def commit(self, items: list[Item], schedule: Schedule) -> None:
-        """Gives each item its blocks, and adds it to the schedule."""
+        """Allocates blocks for each item, and adds it to the schedule."""
         manager = self.block_manager
         for item in items:
             seq, start, num_tokens = item
@@ -245,8 +248,8 @@ class Scheduler:
             schedule.add(item)
 
     def preempt(self, request: Request) -> None:
-        """All or nothing: all sequences of the running request lose their blocks and wait. The host
-        keeps the contents if it has room; otherwise they are computed again."""
+        """Preempts a running request: all its sequences lose their blocks and wait, or none does.
+        The host keeps the contents if it has room; otherwise they are recomputed."""
         check_choice(self, "preempt", request, self.running)
         self.running.remove(request)
         if self.should_swap(request):
@@ -262,8 +265,8 @@ class Scheduler:
     def update(
         self, schedule: Schedule, token_ids: list[int], logprobs: StepLogprobs = None
     ) -> None:
-        """Processes a step's result: a token for each of `schedule.sampled`, and the likeliest ones
-        with their log-probabilities if the request wants any."""
+        """Processes the result of a step: a token for each of `schedule.sampled`, and the
+        log-probabilities of the most likely tokens if a request wants them."""
         self.block_manager.unwritten.clear()
         for seq, start, num_tokens in schedule.items:
             seq.num_computed_tokens = start + num_tokens
@@ -279,7 +282,7 @@ class Scheduler:
             self._append(*row)
 
     def _append(self, seq: Sequence, token_id: int, likeliest: TokenLogprobs | None) -> None:
-        """Appends a new token to its sequence, which may end with it."""
+        """Appends a sampled token to its sequence, which may end with this token."""
         if seq.logprobs is not None:
             seq.logprobs.append(likeliest or {})
         seq.token_ids.append(token_id)
@@ -309,8 +312,8 @@ class Scheduler:
             self.finish(seq, seq.finish_reason or "abort")
 
     def restart(self, block_manager: BlockManager) -> None:
-        """Forgets all requests, and begins with an empty cache, after a step whose effects are
-        unknown. Those that go on are queued again."""
+        """Starts again with empty queues and an empty cache, after a failed step. The requests that
+        continue are queued again."""
         self.waiting = []
         self.running = []
         self.block_manager = block_manager
@@ -325,13 +328,14 @@ class Scheduler:
 
     @property
     def keeps_order(self) -> bool:
-        """Whether priorities cannot change, so that `waiting` stays sorted and its length costs
+        """Whether priorities never change, so that `waiting` stays sorted and its length costs
         nothing."""
         is_default = getattr(self.priority, "__func__", None) is Scheduler.priority
         return is_default or self.priority_is_fixed
 
     def enqueue(self, request: Request) -> None:
-        """Appends to `waiting`, or, if priorities are fixed, inserts: then it stays sorted."""
+        """Appends the request to `waiting`. With fixed priorities, it is inserted, so that
+        `waiting` stays sorted."""
 
         def key(other: Request) -> tuple:
             return self.priority(other), other.arrival

@@ -1,4 +1,4 @@
-"""Sequence and Request: what a user asked for, and how far it has got. Imports no torch."""
+"""Sequence and Request: a user's request, and its progress. Imports no torch."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ class Sequence:
 
     @cached_property
     def seed(self) -> int:
-        """Each output of a request has its own random numbers."""
+        """The seed of the sequence's random numbers: each output of a request has its own."""
         return (self.request.seed + self.index * 0x9E3779B97F4A7C15) % 2**63
 
     def forget_blocks(self) -> None:
-        """The cache that they were in is gone."""
+        """Forgets all blocks, after the cache was cleared."""
         self.num_computed_tokens = 0
         self.block_table = []
         self.prefix_ids = []
@@ -81,8 +81,9 @@ Rows = Iterable[tuple[Sequence, int, TokenLogprobs | None]]
 class Request:
     """One prompt with its parameters, and its `params.n` sequences.
 
-    They are scheduled, preempted and resumed together (paper, section 4.5). The first one computes
-    the tokens that all share (at the start, the prompt); then the others fork from it.
+    The sequences are scheduled, preempted and resumed together (paper, section 4.5). The first
+    sequence computes the tokens that all share (at the start, the prompt); then the others fork
+    from it.
     """
 
     name_of_n: ClassVar[str] = "n"  # what users call the number of sequences
@@ -122,7 +123,8 @@ class Request:
 
     @cached_property
     def sequences(self) -> list[Sequence]:
-        """Created on first use, so a request that is refused, or that still waits, has none."""
+        """The sequences, created on first use: a request that is refused, or that still waits, has
+        none."""
         has_logprobs = self.params.logprobs is not None
         return [
             Sequence(self, i, [*self.prompt_token_ids], [] if has_logprobs else None)
@@ -131,7 +133,7 @@ class Request:
 
     @property
     def is_new(self) -> bool:
-        """Whether it has only waited, so that nothing has been done for it yet."""
+        """Whether the request has only waited so far."""
         return "sequences" not in vars(self)
 
     @property
@@ -144,30 +146,31 @@ class Request:
 
     @property
     def num_output_tokens(self) -> int:
-        """What it has been served so far: tokens drawn, over all its sequences."""
+        """The number of output tokens so far, over all sequences."""
         return sum(seq.num_output_tokens for seq in self.sequences)
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether it lacks more than its next token: its prompt, or what it lost when preempted."""
+        """Whether a sequence has more than one missing token: the prompt, or tokens lost in a
+        preemption."""
         return any(seq.num_missing_tokens > 1 for seq in self.unfinished)
 
     @property
     def lacks_prompt_logprobs(self) -> bool:
-        """Whether log-probabilities of the prompt are still missing. Its tokens must then be
-        computed, not found in the cache."""
+        """Whether log-probabilities of the prompt are still missing. Then the tokens of the prompt
+        must be computed, even if they are cached."""
         is_wanted = self.params.prompt_logprobs is not None
         return is_wanted and len(self.prompt_logprobs) < len(self.prompt_token_ids)
 
     @property
     def num_seats(self) -> int:
-        """Maximum sequences that it can have in a step from now on."""
+        """The most sequences that the request can have in a step from now on."""
         made = vars(self).get("sequences")  # a request that waits has none yet
         return self.params.n if made is None else len(self.unfinished)
 
     def rewind(self) -> None:
-        """Forgets all but the tokens and their log-probabilities, after a step was interrupted or
-        has failed. If only some sequences have their next token, they lose it, and all draw it
+        """Keeps only the tokens and their log-probabilities, after a failed or interrupted
+        step. If only some sequences have their next token, they lose it, and all sample it
         again together."""
         self.has_forked = False
         if self.is_new:

@@ -1,4 +1,4 @@
-"""StepInputs: what the device must know about a step, and how its tokens are drawn."""
+"""StepInputs: the tensors of a step, and how its tokens are sampled."""
 
 from array import array
 from collections.abc import Collection, Iterable
@@ -28,7 +28,7 @@ class StepInputs:
 
     @property
     def model_inputs(self) -> dict[str, Tensor]:
-        """What the model reads, by name.
+        """The inputs of the model, by name.
 
         Only the last one, the block tables, has a length that does not follow from the numbers of
         tokens and sequences.
@@ -38,7 +38,7 @@ class StepInputs:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """All of them. The model's inputs come first, where a CUDA graph expects them."""
+        """All tensors. The model's inputs come first, where a CUDA graph expects them."""
         tensors = self.model_inputs
         tensors["sampled_rows"] = self.sampled_rows
         if self.sampling is not None:
@@ -56,7 +56,7 @@ class StepInputs:
 
 
 def sampling_of(seqs: Collection[Sequence], vocab_size: int) -> Sampling:
-    """How each sequence draws its token."""
+    """How the next token of each sequence is sampled."""
     params = [seq.request.params for seq in seqs]
     temperature = floats([p.temperature for p in params])
     top_k = integers([p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params])
@@ -83,7 +83,7 @@ def sampling_of(seqs: Collection[Sequence], vocab_size: int) -> Sampling:
 
 
 def tensors_of(part: object) -> dict[str, Tensor]:
-    """The tensors by name. Other fields do not depend on the device."""
+    """The tensors of a dataclass, by name. Other fields do not depend on the device."""
     return {name: value for name, value in vars(part).items() if isinstance(value, Tensor)}
 
 
@@ -93,9 +93,10 @@ def with_tensors(part: Any, tensors: dict[str, Tensor]) -> Any:
 
 
 def buffer_slices(tensors: dict[str, Tensor]) -> list[slice]:
-    """Where each is in a buffer of bytes, one after the other.
+    """The place of each tensor in a buffer of bytes, one after the other.
 
-    Each starts at a multiple of 16, because Triton compiles another kernel for unaligned pointers.
+    Each place starts at a multiple of 16, because Triton compiles another kernel for unaligned
+    pointers.
     """
     parts = []
     begin = 0

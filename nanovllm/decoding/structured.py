@@ -214,7 +214,7 @@ def check_schema(schema: dict) -> None:
 
 
 def new_matcher(text: str, vocabulary: Any) -> Any:
-    """An LLMatcher at the begin of the text. It raises nothing: see `get_error`."""
+    """An LLMatcher at the start of the text. It raises nothing: see `get_error`."""
     from llguidance import LLMatcher, LLParserLimits
 
     return LLMatcher(vocabulary, text, log_level=0, limits=LLParserLimits(**LIMITS))

@@ -101,7 +101,7 @@ class PrefixAffinity(LeastLoaded):
 
 class PrefixCache:
     """What a replica's block manager holds, as far as prompts say it. Those that were sent longest
-    ago are evicted first, the end of a prompt before its begin."""
+    ago are evicted first, the end of a prompt before its start."""
 
     def __init__(self, num_blocks: int):
         self.num_blocks = num_blocks

@@ -240,7 +240,7 @@ class RayRouter(RequestRouter):
             key = pending_request.metadata.internal_request_id
             self.chosen[key] = (chosen.replica_id, works[0])
             return [[chosen]]
-        except Exception as error:  # Ray would log it, and let the client wait for ever
+        except Exception as error:  # Ray would log it, and let the client wait forever
             pending_request.future.set_exception(error)
             return [candidate_replicas]
 

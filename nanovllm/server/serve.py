@@ -50,7 +50,7 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self.routes.live is not None:
-            self.routes.live.close()  # watchers would stay for ever
+            self.routes.live.close()  # watchers would stay forever
         await super().shutdown(sockets)
 
 

@@ -198,7 +198,7 @@ def test_a_finish_that_forgets_to_end_is_told_so():
 
 
 def test_a_preempt_that_refuses_is_told_so():
-    """The step looked for room for ever."""
+    """The step looked for room forever."""
 
     class Protects(Scheduler):
         def preempt(self, request):

@@ -52,7 +52,7 @@ def test_a_hook_that_always_raises():
 
 @pytest.mark.parametrize("name", ["reason_to_end", "add", "priority", "commit"])
 def test_a_hook_that_raises_for_one_request_ends_that_one(name):
-    """Also one that the recovery itself calls, so that each attempt to recover raised, for ever."""
+    """Also one that the recovery itself calls, so that each attempt to recover raised, forever."""
 
     def hook(scheduler, thing, *_):
         request = thing if isinstance(thing, Request) else None
@@ -325,7 +325,7 @@ def test_a_long_prompt_that_waits_is_looked_up_once():
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 def test_an_engine_does_not_go_along_with_a_fork():
-    """Another thread may hold its lock, and is not there any more: the child would wait for ever."""
+    """Another thread may hold its lock, and is not there any more: the child would wait forever."""
     llm = new_llm()
     with llm.turns.take():
         child = os.fork()

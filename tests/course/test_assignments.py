@@ -116,11 +116,11 @@ def test_the_reference_changes_no_answer(name):
 
 @pytest.mark.slow
 def test_each_class_of_a0_is_broken_and_can_be_mended(seed=101):
-    broken, mended = load(starter("a0")), load(reference("a0"))
+    broken, fixed = load(starter("a0")), load(reference("a0"))
     for part in load_task("a0").parts:
         with pytest.raises((ScheduleError, AssertionError, KeyError)):
             check_rules(part, broken, seed)
-        check_rules(part, mended, seed)
+        check_rules(part, fixed, seed)
     assert goal_points("a0", reference("a0"), seed) == max_goal_points("a0")
 
 

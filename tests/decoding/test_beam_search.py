@@ -224,7 +224,7 @@ def test_abort_keeps_results_that_are_better_than_what_runs(models):
 
 
 def test_a_search_without_a_limit_ends_where_the_cache_is_full(models):
-    """Otherwise its beams grow until they fit nowhere, are preempted, and wait for ever."""
+    """Otherwise its beams grow until they fit nowhere, are preempted, and wait forever."""
     options = dict(dtype="float32", block_size=4, num_blocks=20, max_model_len=64)
     llm = LLM(models["qwen3"][1], **options)
     params = BeamSearchParams(beam_width=6, max_tokens=10**12, ignore_eos=True)

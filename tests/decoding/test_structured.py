@@ -290,7 +290,7 @@ MATCHES = ["the fox", "the foxes", "there", "t", "né", "n😀", 'he said "no"',
     ids=["choice", "regex", "grammar"],
 )
 def test_a_mask_has_the_tokens_that_brute_force_finds(llm, source, fields):
-    """A token is allowed if it keeps the text the begin of a match; after each begin that tokens can write. Where the
+    """A token is allowed if it keeps the text the start of a match; after each start that tokens can write. Where the
     next byte is certain, llguidance leaves only the token that the tokenizer would take."""
     tokens = token_bytes(llm.tokenizer)
     matches = [text.encode() for text in MATCHES]

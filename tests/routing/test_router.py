@@ -101,7 +101,7 @@ def test_the_second_longest_prefix_if_the_first_is_too_busy():
 
 
 def test_a_prefix_that_is_a_small_part_of_the_prompt_does_not_decide():
-    """As the begin of a chat template, which all prompts have. It only decides among the least loaded ones."""
+    """As the start of a chat template, which all prompts have. It only decides among the least loaded ones."""
     router = PrefixAffinity(BLOCK, 100)
     begin = [1] * 16
     assert router.choose(request(*begin, 0), {"a": 0, "b": 1}) == "a"
@@ -214,7 +214,7 @@ def test_as_the_block_manager_finds_it(prompts):
 @settings(max_examples=150, deadline=None)
 @given(st.lists(PROMPT, max_size=30), st.integers(1, 12))
 def test_what_is_left_after_evictions_is_a_prefix(prompts, num_blocks):
-    """As in the block manager, the end of a prompt goes before its begin, and never more stays than there is room."""
+    """As in the block manager, the end of a prompt goes before its start, and never more stays than there is room."""
     cache = PrefixCache(num_blocks)
     for prompt in prompts:
         prefixes = prefixes_of(prompt)

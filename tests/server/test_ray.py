@@ -244,7 +244,7 @@ def clients_that_leave(served):
 
 
 def full_replicas(served):
-    """Sixteen run, some wait, others are told to come again; no request waits for ever."""
+    """Sixteen run, some wait, others are told to come again; no request waits forever."""
     body = {"prompt": [9] * 10, "max_tokens": 200, "ignore_eos": True}
     with ThreadPoolExecutor(64) as pool:
         answers = [*pool.map(lambda _: served.post(body), range(64))]
@@ -602,7 +602,7 @@ class Broken(Router):
     ("router_cls", "words"), [(Elsewhere, "'z' is not one of ['a', 'b']"), (Broken, "oh")]
 )
 def test_a_router_that_fails_fails_the_request(router_cls, words):
-    """Ray would log the error and try again, for ever."""
+    """Ray would log the error and try again, forever."""
     _, future = routed(new_router(router_cls), "ab")
     assert words in str(future.exception())
 

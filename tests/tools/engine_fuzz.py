@@ -96,7 +96,7 @@ def new_llm(scheduler_cls=Fragile, num_blocks=2000, num_host_blocks=0, **options
 
 
 def random_request(rng: random.Random) -> tuple:
-    """A prompt, often with the begin of others, and parameters."""
+    """A prompt, often with the start of others, and parameters."""
     stem = tuple(range(300, 300 + rng.choice([0, 3, 8, 21])))
     prompt = stem + tuple(rng.randrange(6) for _ in range(rng.choice([1, 2, 9, 30])))
     if rng.random() < 0.03:

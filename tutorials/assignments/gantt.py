@@ -18,7 +18,7 @@ from tutorials.simulation.plots import LEGEND, STATES
 
 
 def chosen(indices: list[int], which: slice) -> list[int]:
-    """`which` has a begin: these places. Otherwise so many of all, evenly spread."""
+    """`which` has a start: these places. Otherwise so many of all, evenly spread."""
     if which.start is not None:
         return indices[which]
     count = min(which.stop, len(indices))

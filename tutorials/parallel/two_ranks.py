@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 SECONDS = 60.0  # until the other rank must have sent something
-Wait = tuple[float, float]  # its begin and its end
+Wait = tuple[float, float]  # its start and its end
 
 
 class Turn(NamedTuple):

@@ -162,7 +162,7 @@ def service_gap(a: list[Served], b: list[Served], end: float) -> int | None:
     had a backlog.
 
     It is the maximum over all intervals in which both had requests that waited or ran. In such a
-    period, it is how far the difference since its begin goes up and down, looked at after each
+    period, it is how far the difference since its start goes up and down, looked at after each
     step. It says most when both always want more: a tenant that asks for little falls behind
     without being wronged.
     """

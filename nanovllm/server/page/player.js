@@ -726,7 +726,7 @@ class NanoRun extends HTMLElement {
     this.$(id).replaceChildren(...parts);
   }
 
-  // `marks` are those of the time axis: at its begin, in the middle, at its end.
+  // `marks` are those of the time axis: at its start, in the middle, at its end.
   nameCharts(speed, use, top, marks) {
     for (const axis of this.shadowRoot.querySelectorAll(".axis")) {
       marks.forEach((mark, i) => (axis.children[i].textContent = mark));

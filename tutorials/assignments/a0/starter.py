@@ -1,4 +1,4 @@
-"""Three classes, each with one bug. Show which invariant it breaks, and mend it."""
+"""Three classes, each with one bug. Show which invariant it breaks, and fix it."""
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.scheduler import Scheduler

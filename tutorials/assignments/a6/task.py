@@ -71,7 +71,7 @@ def late_share(run: Run, baseline: Run) -> float:
 
 def worst_latency(run: Run, baseline: Run) -> float:
     """The longest time from the arrival of a patient request to its last token, divided by that of
-    FCFS. Counts only if fewer tokens are late: FCFS itself lets nobody wait for ever."""
+    FCFS. Counts only if fewer tokens are late: FCFS itself lets nobody wait forever."""
     worst = max(map(latency, filter(is_patient, run.requests)))
     worst_under_fcfs = max(map(latency, filter(is_patient, baseline.requests)))
     share = worst / worst_under_fcfs

@@ -24,7 +24,7 @@ ENDLESS = 10**9  # turns: a conversation ends when it has so many tokens as it m
 
 def news(seed: int) -> list[Job]:
     """16 times, a new document of 2,500 tokens becomes hot: within 2 s, 20 ask about it, most of
-    them at the begin."""
+    them at the start."""
     rng = generator("news", seed)
     times = sorted(2.5 * (i // 20) + 2 * rng.random() ** 2 for i in range(320))
     jobs = workload(times, lognormal(60, 100, 0.5, 600, 4 * seed), 320)

@@ -142,11 +142,11 @@ def attention_of(attention: Any, x: Tensor) -> Tensor:
 
 
 class Stuck(Exception):
-    """A rank waits for ever, or another one has failed."""
+    """A rank waits forever, or another one has failed."""
 
 
 class Wires:
-    """From each rank to the next one. Notices when all ranks wait for ever."""
+    """From each rank to the next one. Notices when all ranks wait forever."""
 
     def __init__(self, num_ranks: int):
         self.num_ranks = num_ranks
@@ -195,11 +195,11 @@ class Wires:
             self.changed.notify_all()
 
     def said(self) -> str:
-        """What the first of those that wait for ever waits for."""
+        """What the first of those that wait forever waits for."""
         rank = min(self.waiting)
         _, must_be_full = self.waiting[rank]
         reason = "no message comes" if must_be_full else "its last message is not taken"
-        return f"rank {rank} waits for ever: {reason}"
+        return f"rank {rank} waits forever: {reason}"
 
     def end(self, rank: int, has_failed: bool) -> None:
         with self.changed:

@@ -145,7 +145,7 @@ def time_of(section: Section, load: Load, choice: Choice, expected: torch.Tensor
 
 
 def described(choice: Choice) -> dict:
-    """A choice as the begin of a row."""
+    """A choice as the start of a row."""
     tile = "default"
     if choice.tile:
         tile = " ".join(map(str, choice.tile[1:]))
