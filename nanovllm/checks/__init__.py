@@ -1,4 +1,4 @@
-"""Checks of schedulers, blocks and kernels that may be wrong.
+"""Checks for user-written schedulers and block managers, and for kernels.
 
 Chapters: 03_scheduler, 10_kernels.
 """

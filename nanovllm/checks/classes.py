@@ -1,4 +1,4 @@
-"""Classes: what a user's scheduler and block manager owe the engine beside the plan of a step."""
+"""Classes: what a user-defined scheduler and block manager must provide besides valid schedules."""
 
 from typing import Any
 
@@ -10,8 +10,8 @@ from nanovllm.scheduler import Scheduler
 
 
 def check_made(scheduler: Scheduler, config: Config, runner: Any) -> None:
-    """Raises ScheduleError if one of them is not made as ours: it has not called `super()`, or has
-    blocks that the KV cache has not."""
+    """Raises ScheduleError if a constructor has not called `super()`, or if the block manager has
+    blocks that the KV cache does not have."""
     manager = getattr(scheduler, "block_manager", None)
     for owner, name in ((scheduler, "running"), (manager, "blocks")):
         if not hasattr(owner, name):

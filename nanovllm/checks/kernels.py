@@ -1,6 +1,6 @@
-"""Kernels: whether they compute what plain PyTorch does on this machine, before the first request.
+"""Kernels: compares each kernel with plain PyTorch on this machine, before the first request.
 
-`runner` is a ModelRunner, which imports this.
+`runner` is a ModelRunner, which imports this module.
 """
 
 from types import SimpleNamespace
@@ -96,7 +96,7 @@ def use(ops: Any, model: Any) -> None:
 
 
 def hidden_states(runner: Any, inputs: StepInputs, ops: Any) -> Tensor:
-    """What the model computes with this backend."""
+    """The hidden states that the model computes with this backend."""
     use(ops, runner.model)
     inputs = inputs.to(runner.device)
     inputs.batch.layout = ops.layout(inputs.batch)

@@ -1,4 +1,4 @@
-"""Schedules: what can be wrong with them, if the scheduler is not ours. Imports no torch."""
+"""Schedules: checks the plans of a user's scheduler. Imports no torch."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -73,7 +73,7 @@ class ScheduleChecks:
 
 
 def nothing_planned(scheduler: Scheduler, unfinished: Collection[str]) -> ScheduleError:
-    """Says why a plan without items is wrong: requests are unfinished, given by their ids."""
+    """Says why a plan without items is wrong. `unfinished` are the ids of the requests."""
     queued = {request.request_id for request in scheduler.unfinished()}
     lost = {*unfinished} - queued
     why = "the policy serves none of them"
@@ -139,7 +139,7 @@ def check_sampled(schedule: Schedule, wrong: Wrong) -> None:
 
 
 def check_cached(schedule: Schedule, manager: BlockManager, wrong: Wrong) -> None:
-    """Whether the step writes all blocks that can be found already."""
+    """Checks that the step computes all blocks that are cached already."""
     written = set[int]()
     for seq, start, num_tokens in schedule.items:
         first = start // manager.block_size

@@ -50,7 +50,7 @@ class BeamSearchParams(Options):
         self.put("max_tokens", min(self.max_tokens, LARGEST_COUNT))
 
     def sampling_params(self) -> SamplingParams:
-        """The search as sampling parameters, for code that need not know that it is a search."""
+        """The search as sampling parameters, for code that does not treat searches differently."""
         return SamplingParams(
             n=self.beam_width, temperature=0, max_tokens=self.max_tokens, ignore_eos=self.ignore_eos
         )
@@ -83,7 +83,7 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """Enough that `beam_width` remain even if all the others end."""
+        """Enough candidates that `beam_width` remain even if all the others end."""
         return max(2, 1 + len(self.stop_token_ids)) * self.params.beam_width
 
     def advance(self, candidates: list[Beam]) -> list[Beam]:
@@ -174,7 +174,7 @@ class BeamRequest(Request):
 
 
 def advance_searches(rows: Rows, scheduler: Any) -> Rows:
-    """Yields the rows of a step that are no beams, then advances the searches with theirs."""
+    """Yields the rows of a step that are not beams, then advances the searches with their rows."""
     searches: dict[BeamRequest, list[tuple[Sequence, TokenLogprobs]]] = {}
     for row in rows:
         seq, _, likeliest = row

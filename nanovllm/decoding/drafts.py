@@ -55,7 +55,7 @@ class SpeculativeConfig(Options):
 
 
 class Lookup:
-    """Where the n-grams of a text came for the first time. Grows with the text."""
+    """The first place of each n-gram in a text. Grows with the text."""
 
     def __init__(self, config: SpeculativeConfig):
         self.sizes = range(config.prompt_lookup_max, config.prompt_lookup_min - 1, -1)
@@ -63,7 +63,8 @@ class Lookup:
         self.num_tokens = 0  # whose n-grams are known
 
     def propose(self, token_ids: Tokens[int], most: int) -> Tokens[int]:
-        """What followed the longest of the last n-grams, up to `most` tokens; or nothing."""
+        """The tokens that followed the longest of the last n-grams, up to `most`; an empty list if
+        none was found."""
         new = range(self.num_tokens + 1, len(token_ids))[:AT_ONCE]
         for end in new:
             for size in self.sizes:
@@ -90,7 +91,7 @@ class Draft(Sequence):
 
 
 def without_draft(row: Sequence) -> Sequence:
-    """The sequence itself."""
+    """The sequence itself, without its draft tokens."""
     return row.seq if isinstance(row, Draft) else row
 
 
@@ -190,6 +191,7 @@ def config_of(fields: dict[str, Any]) -> SpeculativeConfig:
 
 
 def allows_drafts(request: Request) -> bool:
-    """Whether it draws tokens, as beams do not, and its prompt is not scored any more."""
+    """Whether the request may have draft tokens: beams may not, and neither may a prompt that is
+    still scored."""
     is_drawn = request.has_forked and not request.is_search
     return is_drawn and not request.lacks_prompt_logprobs

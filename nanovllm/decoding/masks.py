@@ -1,4 +1,5 @@
-"""Masks: which tokens a sequence may draw, by its grammar, by a list, and by words that are bad.
+"""Masks: the tokens that a sequence may sample, by its grammar, by a list of tokens, and by bad
+words.
 
 Imports no torch until a step masks.
 """
@@ -24,7 +25,7 @@ class Words:
     bad: dict[int, list[list[int]]]  # tokens of the others, by the last but one of them
 
     def bits(self, seq: Sequence) -> int:
-        """All that is allowed, but no token that ends a bad word."""
+        """The allowed tokens, without those that would complete a bad word."""
         bits = self.allowed
         output = seq.output_token_ids
         words = self.bad.get(seq.token_ids[-1], ())
@@ -35,7 +36,8 @@ class Words:
 
 
 def words_of(params: SamplingParams, tokenizer: Any, vocab_size: int) -> Words:
-    """Raises ValueError. A bad word has other tokens after a space: both are looked for."""
+    """Raises ValueError. A bad word has other tokens after a space, so both forms are looked
+    for."""
     allowed = (1 << vocab_size) - 1
     if params.allowed_token_ids:
         allowed = 0
@@ -55,7 +57,7 @@ def words_of(params: SamplingParams, tokenizer: Any, vocab_size: int) -> Words:
 
 
 def mask_of(seq: Sequence, num_bytes: int) -> bytes:
-    """A bit for each token. If nothing is left, the sequence may end."""
+    """A bit for each token. If no token is allowed, the sequence may end."""
     request = seq.request
     bits = (1 << 8 * num_bytes) - 1
     words = request.rules.words

@@ -1,4 +1,4 @@
-"""Penalties and biases: what changes the logits of a request before its token is drawn."""
+"""Penalties and biases: changes to the logits of a request before its token is sampled."""
 
 from array import array
 from dataclasses import dataclass
@@ -91,7 +91,7 @@ def adjustments_of(seqs: list[Sequence]) -> Adjustments:
 
 
 def biases_of(seq: Sequence) -> dict[int, float]:
-    """What is added to the logits of these tokens."""
+    """The biases of a sequence: token id -> what is added to its logit."""
     rules = seq.request.rules
     if rules is None:
         return {}

@@ -15,7 +15,8 @@ ROWS_AT_A_TIME = 256  # the logits of a whole chunk might not fit into memory
 
 
 def rows_to_score(scored: list[Item], end_of: dict[Sequence, int]) -> Tensor:
-    """Where the tokens of the items to score are in the batch, given where each sequence ends."""
+    """The places in the batch of the tokens to score, given the end of each sequence in the
+    batch."""
     rows = []
     for item in scored:
         begin = end_of[item.seq] - item.num_tokens

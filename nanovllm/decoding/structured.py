@@ -54,7 +54,7 @@ ASCII = {"d": "[0-9]", "D": "[^0-9]", "w": "[0-9A-Za-z_]", "W": "[^0-9A-Za-z_]"}
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputsParams(Options):
-    """What an output must match: exactly one of these kinds."""
+    """The form of an output: exactly one of these kinds."""
 
     json: dict | str | None = None
     """A JSON schema, or its text."""
@@ -97,7 +97,7 @@ class StructuredOutputsParams(Options):
 
     @property
     def given(self) -> list[str]:
-        """Which of the kinds it has."""
+        """The kinds that are given."""
         return [name for name in KINDS if getattr(self, name) not in (None, False)]
 
     @property

@@ -1,4 +1,4 @@
-"""What suits this machine: a device, a dtype, and a backend for the layers."""
+"""Choices for this machine: a device, a dtype, and a backend for the layers."""
 
 from __future__ import annotations
 

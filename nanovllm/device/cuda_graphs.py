@@ -116,7 +116,7 @@ class StepGraphs:
         return replay
 
     def size_for(self, step: StepInputs) -> int | None:
-        """The smallest recording that can compute the step. None if there is none."""
+        """The smallest recording that can compute the step; None if no recording can."""
         batch = step.batch
         has_chunks = batch.num_decodes < len(batch.context_lens)
         # some block managers reserve more than a sequence can fill
@@ -131,7 +131,7 @@ class StepGraphs:
         return self.replays[size](), step
 
     def padded(self, step: StepInputs, size: int) -> StepInputs:
-        """A step in the shapes of a recording. How its rows are sampled is not recorded."""
+        """The step in the shapes of a recording. The sampling of its rows is not recorded."""
         rows = self.padding(size)
         num_decodes = step.batch.num_decodes
         inputs = step.model_inputs

@@ -68,7 +68,7 @@ def graph_memory(device: torch.device, graphs: StepGraphs) -> int:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that no program holds.
+    """Bytes of GPU memory that no program uses.
 
     Empties PyTorch's cache first. Recording a graph empties it, too, so that otherwise free memory
     would seem to grow.
@@ -82,7 +82,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def largest_step(limits: Limits, block_size: int) -> Schedule:
-    """The step with the most memory for activations and sampling."""
+    """The step that needs the most memory for activations and sampling."""
     num_tokens = limits.max_num_batched_tokens
     fewest_seqs = -(-num_tokens // limits.max_model_len)
     num_seqs = max(min(limits.max_num_seqs, num_tokens), fewest_seqs)

@@ -1,4 +1,5 @@
-"""What keeps PyTorch fast on a busy CPU: no more threads than there are free processors."""
+"""Threads: keeps PyTorch fast on a busy CPU. It uses no more threads than there are free
+processors."""
 
 import math
 import os
@@ -25,14 +26,15 @@ def default_thread_counts() -> set[int]:
 
 
 def own_cpus() -> set[int]:
-    """The logical processors that this process may use: all, where the system does not tell."""
+    """The logical processors that this process may use: all, if the system does not say."""
     if hasattr(os, "sched_getaffinity"):
         return os.sched_getaffinity(0)
     return set(range(os.cpu_count() or 1))
 
 
 def busy_seconds() -> float | None:
-    """Busy seconds of our processors so far, over all programs; None if that is not known."""
+    """The busy seconds of our processors so far, over all programs; None if the system does not
+    say."""
     try:
         lines = Path("/proc/stat").read_bytes().decode().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Batch: what attention must know about a step, whichever backend computes it."""
+"""Batch: what attention reads about a step, on every backend."""
 
 from dataclasses import dataclass
 

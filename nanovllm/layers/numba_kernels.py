@@ -36,7 +36,8 @@ inlined = njit(inline="always")
 
 
 class Cache(FunctionCache):
-    """Keeps a compiled kernel on disk. A broken file is as good as none, and so is a full disk."""
+    """Keeps a compiled kernel on disk. A broken file counts as a missing one; so does a full
+    disk."""
 
     def load_overload(self, *args):
         try:
@@ -57,7 +58,8 @@ class Cache(FunctionCache):
 
 
 def kernel(function: Callable) -> Callable:
-    """Compiled where it is first called with arrays of these types, and kept on disk."""
+    """Compiles the function when it is first called with arrays of these types, and keeps it on
+    disk."""
     # a division by zero is infinite, as in PyTorch; a check of each would prevent vectorizing
     compiled = njit(nogil=True, fastmath=FAST_MATH, error_model="numpy")(function)
     if compiled is not function:  # otherwise NUMBA_DISABLE_JIT is set
@@ -79,7 +81,7 @@ def of_bfloat16(bits):
 
 @inlined
 def to_bfloat16(x):
-    """Rounds to the nearest one, or of two to the even one."""
+    """Rounds to the nearest bfloat16; ties go to the even one."""
     bits = np.float32(x).view(np.uint32)
     is_odd = (bits >> np.uint32(16)) & np.uint32(1)
     return np.uint16((bits + np.uint32(0x7FFF) + is_odd) >> np.uint32(16))
@@ -98,7 +100,7 @@ def of_float16(bits):
 
 @inlined
 def to_float16(x):
-    """Rounds to the nearest one, or of two to the even one."""
+    """Rounds to the nearest float16; ties go to the even one."""
     size = abs(np.float32(x))
     bits = np.float32(size).view(np.uint32)
     is_odd = (bits >> np.uint32(13)) & np.uint32(1)
@@ -126,7 +128,7 @@ def _(x):
 
 
 def rounded(x, like):
-    """The float32 as a number of the same type as the other one."""
+    """The float32 as a number of the type of the other argument."""
     if isinstance(like, np.uint16):
         return to_bfloat16(x)
     return to_float16(x) if isinstance(like, np.int16) else x

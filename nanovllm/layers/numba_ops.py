@@ -35,8 +35,11 @@ sample = torch_ops.sample
 
 
 class Layout(torch_attention.Layout):
-    """Decodes need no more than these arrays. PyTorch computes prompts, and chunks of them: for
-    many queries, its products of matrices are faster than these loops."""
+    """The arrays that decodes need.
+
+    PyTorch computes prompts, and chunks of them: for many queries, its matrix products are faster
+    than these loops.
+    """
 
     def __init__(self, batch: Batch):
         self.starts = batch.cu_seqlens_q.tolist()
@@ -51,7 +54,8 @@ layout = Layout
 
 
 def array(tensor: Tensor) -> np.ndarray:
-    """The same memory. numba knows no 16-bit numbers but integers: see numba_kernels.as_float32."""
+    """The same memory as a numpy array. Of 16-bit numbers, numba knows only integers: see
+    numba_kernels.as_float32."""
     tensor = tensor.detach().contiguous()
     integer = INTEGERS.get(tensor.dtype)
     return tensor.numpy() if integer is None else tensor.view(integer).numpy()
@@ -59,12 +63,13 @@ def array(tensor: Tensor) -> np.ndarray:
 
 @cache
 def pool(process: int) -> ThreadPoolExecutor:
-    """Threads of this process: a fork takes none along."""
+    """The threads of this process: a forked process has none of them."""
     return ThreadPoolExecutor(os.cpu_count(), "kernels")
 
 
 def run(kernel: Callable, arguments: tuple, num_programs: int, work: int) -> None:
-    """Runs all programs of a kernel, on as many threads as PyTorch uses if there is enough work."""
+    """Runs all programs of a kernel. If there is enough work, on as many threads as PyTorch
+    uses."""
     num_threads = min(torch.get_num_threads(), num_programs) if work >= SMALL else 1
     if num_threads <= 1:
         kernel(*arguments, 0, num_programs)

@@ -23,10 +23,8 @@ class Ops(Protocol):
     IS_COMPILED: bool
 
     def layout(self, batch: Batch) -> object:
-        """What this backend's attention must know of a step, made once for all layers.
-
-        It becomes batch.layout before the model runs. It may not refer to the batch.
-        """
+        """Prepares a step for this backend's attention, once for all layers. The result becomes
+        batch.layout before the model runs. It may not refer to the batch."""
 
     def store_kv(self, k: Tensor, v: Tensor, batch: Batch, layer: int) -> None:
         """Writes a step's keys and values into their slots (paper, section 5.1).
@@ -66,11 +64,12 @@ class Ops(Protocol):
         """x [T, 2 d], gate and up side by side -> silu(gate) * up [T, d]."""
 
     def sample(self, logits: Tensor, sampling: Sampling) -> Tensor:
-        """What sampler.sample returns, for logits [B, vocab_size] in the model's dtype: ids [B]."""
+        """Samples token ids [B] from logits [B, vocab_size] in the model's dtype: see
+        sampler.sample."""
 
 
 def try_out(ops: Ops, device: torch.device) -> None:
-    """Computes a few numbers. Raises what CUDA or Triton raises where they cannot start."""
+    """Computes a few numbers. Raises the error of CUDA or Triton if they cannot start."""
     x = torch.ones(1, 32, device=device)
     with torch.cuda.device_of(x):  # Triton launches on the thread's current device
         ops.silu_and_mul(x).tolist()  # waits for the device

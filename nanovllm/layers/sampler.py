@@ -8,10 +8,8 @@ from torch import Tensor
 
 @dataclass
 class Sampling:
-    """How B sequences draw their tokens: tensors [B] on the logits' device.
-
-    A filter that no sequence uses is None.
-    """
+    """How B sequences sample their tokens: tensors [B] on the logits' device. A filter that no
+    sequence uses is None."""
 
     temperature: Tensor  # fp32, 0 is greedy
     seed: Tensor  # int64
@@ -55,9 +53,9 @@ def sample(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def draw(logits: Tensor, lowest: Tensor, sampling: Sampling) -> Tensor:
-    """The token ids [B], of those whose logits are at least `lowest` [B, 1].
+    """Samples the token ids [B] among the logits that are at least `lowest` [B, 1].
 
-    The token is the first at which the cumulative weight passes a uniform random number (inverse
+    The token is the first at which the cumulative weight exceeds a uniform random number (inverse
     transform sampling). The sum follows the order of the vocabulary, never a sorted order, so that
     a row's token does not depend on its neighbors.
     """

@@ -107,7 +107,7 @@ class Layout:
         return Part(tokens, places, mask, attend_chunk)
 
     def places_of(self, batch: Batch, seqs: list[int], position: Tensor) -> Any:
-        """Where the keys of tokens at positions [keys], or [sequences, keys], are.
+        """The places of the keys of tokens at positions [keys], or [sequences, keys].
 
         Head by head: a place is a row of a layer's keys, seen as [slots * num_kv_heads, head_dim].
         """

@@ -213,7 +213,7 @@ def combine_kernel(
 
 
 def store_kv(k: Tensor, v: Tensor, batch: Batch, layer: int) -> None:
-    """A slot of -1 is not written."""
+    """Stores keys and values. A slot of -1 is not written."""
     keys, values = batch.kv_cache.layers[layer]
     width = k.shape[1] * k.shape[2]
     padded = triton.next_power_of_2(width)
@@ -243,9 +243,10 @@ class Tile(NamedTuple):
 
 
 def tile_sizes(dim: int, group: int, itemsize: int, is_decode: bool, is_old: bool = False) -> Tile:
-    """So small that no registers spill, and with two buffers for keys and values.
+    """Tile sizes so small that no registers spill, with two buffers for keys and values.
 
-    With two, a tile is loaded while the previous one is computed. See tests/core/test_kernels.py.
+    With two buffers, a tile is loaded while the previous one is computed. See
+    tests/core/test_kernels.py.
     """
     keys = max(16, min(64, 8192 // (dim * itemsize)))
     if is_old:  # before sm_80: a tile of half precision takes more registers
@@ -261,13 +262,13 @@ def tile_sizes(dim: int, group: int, itemsize: int, is_decode: bool, is_old: boo
 
 
 def layout(batch: Batch) -> int:
-    """Into how many parts the context of each decode is cut."""
+    """The number of parts into which the context of each decode is cut."""
     programs = max(batch.num_decodes, 1) * batch.kv_cache.num_kv_heads
     return num_splits(programs, batch.max_context, batch.slot_mapping.device)
 
 
 def num_splits(programs: int, max_context: int, device: torch.device) -> int:
-    """Enough to keep all multiprocessors busy to the end, although contexts differ.
+    """Enough parts to keep all multiprocessors busy to the end, although contexts differ.
 
     But at most one per PART tokens. A context shorter than the longest has empty parts.
     """
@@ -309,7 +310,8 @@ def launch(
     out: Tensor, maxima: Tensor, sums: Tensor, q: Tensor, batch: Batch, layer: int, scale: float,
     first_seq: int, num_seqs: int, splits: int,
 ) -> None:  # fmt: skip
-    """The kernel for all decodes of a batch, or for all of its chunks: they come after them."""
+    """Launches the kernel for all decodes of a batch, or for all of its chunks, which come after
+    the decodes."""
     num_tokens, heads, head_dim = q.shape
     cache = batch.kv_cache
     keys, values = cache.layers[layer]

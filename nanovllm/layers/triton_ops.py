@@ -122,9 +122,9 @@ def sample_kernel(
     VOCAB: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Program b draws the token of row b.
+    """Program b samples the token of row b.
 
-    The maximum and the sum in one pass over the row, the token in a second.
+    One pass over the row computes the maximum and the sum, a second pass finds the token.
     """
     b = tl.program_id(0).to(tl.int64)
     row = logits + b * row_stride

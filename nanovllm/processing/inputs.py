@@ -1,7 +1,4 @@
-"""Inputs: checks what a user asks for and turns it into a Request.
-
-Everything a user can get wrong is refused here.
-"""
+"""Inputs: validates all user input, and turns it into requests."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ def is_one_prompt(prompts) -> TypeIs[Prompt]:
 
 
 def for_each(name: str, given: Any, prompts: Sized) -> list:
-    """One for all prompts, or a list with one for each, as a list with one for each."""
+    """A list with one value for each prompt, from one value for all or from such a list."""
     values = list(given) if isinstance(given, list | tuple) else [given] * len(prompts)
     if len(values) != len(prompts):
         counts = f"{len(prompts)} prompts, but {len(values)} {name}"
@@ -127,7 +124,8 @@ class Inputs:
             raise refusal("prompt", prompt, f"the tokenizer rejects it: {error}") from error
 
     def tokens(self, text: str, **options) -> list[int]:
-        """Raises PromptTooLong without tokenizing, which may take seconds, if a text cannot fit."""
+        """Tokenizes a text. Raises PromptTooLong without tokenizing, which may take seconds, if the
+        text cannot fit."""
         most = self.scheduler.max_model_len * self.longest_token
         if len(text) > most:
             limit = f"max_model_len={self.scheduler.max_model_len} tokens hold {most:,} at most"

@@ -1,4 +1,4 @@
-"""Messages: what a conversation may look like, and how it becomes text. Imports no torch."""
+"""Messages: the forms of a conversation, and how it becomes text. Imports no torch."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def is_conversation(prompt) -> TypeIs[Conversation]:
 
 
 def is_message(message: object) -> bool:
-    """Calls of tools may stand for the content."""
+    """Whether this is a message. Instead of a content, it may have tool calls."""
     if not isinstance(message, dict) or "role" not in message:
         return False
     return "content" in message or "tool_calls" in message

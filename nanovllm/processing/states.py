@@ -12,9 +12,9 @@ from nanovllm.sequence import Request, Sequence
 
 
 class RequestState:
-    """An unfinished request and what its user sees of it.
+    """An unfinished request, and the output that its user sees.
 
-    Everything here can be made again from the tokens of the request's sequences.
+    Everything here can be rebuilt from the tokens of the request's sequences.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class RequestState:
         self.restart()
 
     def restart(self) -> None:
-        """Forgets all that was made from the tokens."""
+        """Forgets everything that was built from the tokens."""
         self.is_updating = False
         self.is_complete = False  # whether the request has ended, and its whole output is made
         request = self.request
@@ -129,7 +129,7 @@ class RequestState:
 
 
 class RequestStates:
-    """The states of all unfinished requests, and what step() has not reported yet."""
+    """The states of all unfinished requests, and the outputs that `step` has not reported yet."""
 
     def __init__(self) -> None:
         self.unfinished: dict[str, RequestState] = {}  # by request id
@@ -142,8 +142,8 @@ class RequestStates:
         return state if state is not None and state.request is request else None
 
     def report(self, state: RequestState, error: Exception | None = None) -> list[Sequence]:
-        """Reports what is new about a request, or the error that ends it. Forgets the request once
-        it has ended. Returns the sequences that its text or the error ends."""
+        """Reports the new tokens of a request, or the error that ends it. Forgets the request once
+        it has ended. Returns the sequences that end by their text or by the error."""
         output = state.output
         ended: list[Sequence] = []
         if not state.is_watched and error is None and state.request.has_ended:
@@ -158,7 +158,7 @@ class RequestStates:
         return ended
 
     def catch_up(self) -> None:
-        """Makes the outputs that may be late: `generate` reads them only at its end."""
+        """Builds the outputs that may be late: `generate` reads them only at its end."""
         while self.late:
             self.late[0].catch_up()
             self.late.popleft()

@@ -1,4 +1,4 @@
-"""Streaming: what is new in an output, as it comes."""
+"""Streaming: yields the new parts of an output while it grows."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,15 +9,15 @@ from nanovllm.sequence import Request
 
 
 class Reader:
-    """Reads a state, each part of it once."""
+    """Reads the output of a request, each part of it once."""
 
     def __init__(self, state: RequestState):
         self.state = state
         self.num_read = [(0, 0)] * len(state.output.outputs)  # characters and tokens
 
     def news(self) -> list[CompletionOutput]:
-        """What is new in each output since the last call: its text as far as it may be shown, its
-        tokens, and at the end the reason. To be called until the output has finished."""
+        """Returns the new part of each output since the last call: the text that may be shown, the
+        tokens, and at the end the reason. Call it until the output has finished."""
         state = self.state
         if not state.is_complete:
             state.update()
@@ -36,7 +36,7 @@ class Reader:
 
 
 def stream(llm: Any, request: Request) -> Iterator[str]:
-    """What LLM.stream returns, for a checked request."""
+    """The generator of LLM.stream, for a checked request."""
     try:
         state = llm._submit(request, is_reported=False)
         reader = Reader(state)

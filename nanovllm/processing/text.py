@@ -1,4 +1,4 @@
-"""Text: tokens become text, and stop strings are looked for."""
+"""Text: turns tokens into text, and looks for stop strings."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Text:
 
 
 def overlap(text: str, stop: str) -> int:
-    """Number of characters at the end of the text that may be the beginning of the stop string."""
+    """The number of characters at the end of the text that may be the start of the stop string."""
     begin = text.find(stop[0], max(0, len(text) - len(stop) + 1))
     while begin >= 0 and not stop.startswith(text[begin:]):
         begin = text.find(stop[0], begin + 1)

@@ -1,4 +1,4 @@
-"""Turns: threads that share an engine use it one after the other."""
+"""Turns: a lock for threads that share an engine."""
 
 import atexit
 import os
@@ -41,7 +41,7 @@ in_use: WeakSet[Turns] = WeakSet()
 
 @atexit.register
 def end_with_the_program() -> None:
-    """Waits for a step that still runs in a daemon thread, and lets none begin: PyTorch aborts the
-    process if Python ends while a thread is inside it."""
+    """Waits for a step that still runs in a daemon thread, and lets no further step start: PyTorch
+    aborts the process if Python ends while a thread is inside PyTorch."""
     for turns in [*in_use]:
         turns.lock.acquire(timeout=LONGEST_STEP)

@@ -27,7 +27,7 @@ class Router:
         self.num_turns = 0
 
     def choose(self, request: Request, loads: Loads) -> Replica:
-        """Is called once for each request, which then goes to the replica that it returns."""
+        """Called once for each request. Returns the replica that serves the request."""
         raise NotImplementedError
 
     def prefixes(self, request: Request) -> list[int]:
@@ -50,7 +50,7 @@ class Router:
 
 
 class RoundRobin(Router):
-    """One after the other."""
+    """Takes the replicas in turn."""
 
     def choose(self, request: Request, loads: Loads) -> Replica:
         return self.in_turn(loads)[0]

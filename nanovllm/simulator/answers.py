@@ -17,7 +17,7 @@ def token_of(job: Job, i: int) -> int:
 
 
 class Answers:
-    """What the model would say: the jobs know it."""
+    """The answers of the simulated model: the jobs know them."""
 
     def __init__(self, served: dict[str, Served]):
         self.served = served
@@ -26,12 +26,12 @@ class Answers:
         return self.served[seq.request.request_id].job
 
     def drawn(self, schedule: Schedule) -> list[int]:
-        """The next token of each row that draws one."""
+        """The next token of each row."""
         seqs = schedule.sampled
         return [token_of(self.job_of(seq), seq.num_output_tokens) for seq in seqs]
 
     def came(self, schedule: Schedule, now: float) -> None:
-        """Notes the time of the tokens that count: the rows that are left after the step."""
+        """Notes the time of the accepted tokens: of the rows that are left after the step."""
         for seq in schedule.sampled:
             served = self.served[seq.request.request_id]
             served.token_times.append(now)

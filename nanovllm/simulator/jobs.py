@@ -1,4 +1,4 @@
-"""Jobs: what the clients of a simulation ask for, and what became of it. Imports no torch."""
+"""Jobs: the requests of a simulation's clients, and their results. Imports no torch."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ class Job(NamedTuple):
 
     @property
     def conversation(self) -> Runs:
-        """Its prompt and its answer: what the prompt of the next turn begins with."""
+        """The prompt and the answer: the start of the next turn's prompt."""
         return (*self.prompt, (self.answer, self.num_outputs - 1), (STOP, 1))
 
 
 @dataclass
 class Served:
-    """What became of a job. Times are in seconds since the start of the run."""
+    """The result of a job. Times are in seconds since the start of the run."""
 
     job: Job
     arrival: float = inf  # while it has not arrived
@@ -80,7 +80,7 @@ SUMS = ("num_steps", "num_computed_tokens", *COUNTS)
 
 @dataclass
 class Run:
-    """What a simulation measured."""
+    """The measurements of a simulation."""
 
     requests: list[Served]  # in the order of the jobs
     seconds: float = 0.0  # when the last step ended
@@ -126,7 +126,8 @@ def check_job(index: int, job: Job, max_model_len: int) -> None:
 
 
 class Arrivals:
-    """Which job comes when. Those that follow another one come some time after its end."""
+    """The order in which jobs arrive. A job that follows another one arrives some time after the
+    end of that job."""
 
     def __init__(self, jobs: Sequence[Job]):
         self.jobs = jobs

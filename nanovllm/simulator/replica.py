@@ -118,7 +118,7 @@ class Replica:
             raise
 
     def finish(self) -> Run:
-        """What it has measured."""
+        """The measurements of this replica."""
         result = self.result
         result.seconds = self.now
         result.kv_use /= (result.busy_seconds or 1) * len(self.manager.blocks)
@@ -160,7 +160,7 @@ class Replica:
             raise ScheduleError(self.scheduler, "update", problem)
 
     def _go_on(self, schedule: Schedule) -> None:
-        """The clock, and what is counted."""
+        """Advances the clock, and counts."""
         moves = schedule.moves
         seconds = self.machine.seconds(
             self.shape,

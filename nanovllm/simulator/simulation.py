@@ -115,7 +115,8 @@ class Simulation:
         return int(chosen)
 
     def _step(self, keep_steps: bool) -> None:
-        """Steps the replica whose clock is behind: so no request comes to it from its past."""
+        """Steps the replica whose clock is the earliest: so no request arrives in the past of a
+        replica."""
         _, name = heappop(self.busy)
         replica = self.replicas[name]
         for index in replica.step(keep_steps):
