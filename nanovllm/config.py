@@ -187,7 +187,8 @@ class Config(Options):
 
 
 def check_heads(num_ranks: int, heads: int, kv_heads: int) -> None:
-    """Raises ValueError if so many ranks cannot share them. One KV head may be on several."""
+    """Raises ValueError if the heads cannot be divided among the ranks. Several ranks may have
+    the same KV head."""
     if heads % num_ranks or (kv_heads % num_ranks and num_ranks % kv_heads):
         problem = f"{heads} query heads and {kv_heads} KV heads cannot be divided by it"
         raise refusal("tensor_parallel_size", num_ranks, problem)

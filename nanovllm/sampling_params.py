@@ -68,7 +68,7 @@ class SamplingParams(Options):
     """Maximum tokens to generate; None is as many as fit."""
 
     min_tokens: int = 0
-    """No stop token is drawn and no stop string is looked for before so many tokens."""
+    """Before this number of tokens, no stop token is sampled and no stop string ends the output."""
 
     stop: str | Sequence[str] | None = None
     """Strings that end the output. The text is cut off before them."""
@@ -103,7 +103,7 @@ class SamplingParams(Options):
     """No token is drawn that ends one of these words."""
 
     truncate_prompt_tokens: int | None = None
-    """Keep so many tokens at the prompt's end, and forget those before; -1 as many as fit."""
+    """Keep only the last tokens of the prompt, at most this number; -1: as many as fit."""
 
     cache_salt: str | None = None
     """Only requests with the same salt share what the prefix cache has: others cannot measure that

@@ -80,7 +80,8 @@ def device_name(device, threads: int = 0) -> str:
         else []
     )
     name = names[0].partition(": ")[2] if names else platform.processor()
-    return f"{name}, {threads or torch.get_num_threads()} threads"
+    count = threads or torch.get_num_threads()
+    return f"{name}, {count} thread{'s' * (count != 1)}"
 
 
 def cpu_seconds(session: int) -> float | None:

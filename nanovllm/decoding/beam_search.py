@@ -145,7 +145,7 @@ class BeamRequest(Request):
 
     @property
     def num_seats(self) -> int:
-        """The beam width: even one beam can have so many children in the next step."""
+        """The beam width: even one beam can have this many children in the next step."""
         return self.params.n
 
     def receive(

@@ -22,6 +22,6 @@ class Batch:
     context_lens: Tensor  # [B] int32
     cu_blocks: Tensor  # [B + 1] int32: the block table of sequence b is ...
     block_tables: Tensor  # [all blocks] int32: ... block_tables[cu_blocks[b] : cu_blocks[b + 1]]
-    num_decodes: int = 0  # so many of the first sequences have one query each; others may, too
+    num_decodes: int = 0  # the first sequences have one query each; others may, too
     max_context: int = 2**31 - 1  # a bound on context_lens that is known without asking the device
     layout: object = None  # what the backend's `layout` made of all this, before the model runs

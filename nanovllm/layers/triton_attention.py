@@ -66,7 +66,7 @@ def tile_of(cu_seqlens_q, tile, num_seqs, TOKENS: tl.constexpr):
     """The sequence that a tile of queries belongs to, and the tile's first token in it.
 
     With TOKENS == 1, all sequences have one token, and a tile is a sequence. Otherwise the tiles of
-    sequence b, with so many tokens before it, start at tokens // TOKENS + b, found by binary
+    sequence b, with `tokens` tokens before it, start at tokens // TOKENS + b, found by binary
     search. This leaves room for one partly filled tile per sequence, so the grid depends only on
     the numbers of tokens and sequences, not on lengths.
     """

@@ -147,7 +147,7 @@ class Link(NamedTuple):
         return self.seconds_per_call + num_hops * self.seconds_per_hop + sending
 
     def gather(self, num_bytes: float, num_ranks: int) -> float:
-        """Seconds until the first rank has what all have, so many bytes each. It takes them one
+        """Seconds until the first rank has `num_bytes` from each rank. It takes them one
         after the other."""
         sending = (num_ranks - 1) * num_bytes / self.bytes_per_second
         return self.seconds_per_call + self.seconds_per_hop + sending

@@ -30,7 +30,7 @@ class Job(NamedTuple):
     prompt: Runs
     num_outputs: int  # tokens until the answer ends, the last one included, which is STOP
     answer: int = 1  # the token id of all others
-    max_tokens: int = 2048  # what the client allows; the cache must have room for so many
+    max_tokens: int = 2048  # what the client allows; the cache must have room for them
     extra_args: dict[str, Any] = NO_ARGS
     after: int | None = None  # index of the job that this one follows, in a conversation
     # before each output token, how many draft tokens would be right; -1 if none is proposed

@@ -91,7 +91,7 @@ class Machine:
         )
 
     def slower(self, factor: float) -> Machine:
-        """A machine on which every step takes so many times as long; below 1, it is faster."""
+        """A machine on which every step takes `factor` times as long; below 1, it is faster."""
         return replace(
             self,
             hardware=self.hardware._replace(**stretched(self.hardware._asdict(), factor)),
@@ -146,7 +146,7 @@ class Machine:
 
 
 def stretched(fields: Mapping[str, Any], factor: float) -> dict[str, Any]:
-    """Its times, so many times as long, and its rates, as much lower."""
+    """Its times multiplied by the factor, and its rates divided by it."""
     found = {}
     for name, value in fields.items():
         if name.startswith("seconds"):

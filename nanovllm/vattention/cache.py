@@ -216,7 +216,7 @@ class PageTable:
         self.shown[row] = table
 
     def fill(self, rows: slice, num_tokens: int) -> None:
-        """Lets so many tokens of these rows be read: zeros behind the end of a sequence."""
+        """Lets `num_tokens` tokens of these rows be read: zeros behind the end of a sequence."""
         num_blocks = -(-num_tokens // self.shape.block_size)
         for row in range(rows.start, rows.stop):
             for i in range(self.num_filled[row], num_blocks):

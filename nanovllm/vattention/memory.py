@@ -62,7 +62,7 @@ class System(NamedTuple):
 
     page_bytes: int
     num_mappings: int  # that there may be at a time
-    new_memory: Callable[[int], VirtualMemory]  # of so many bytes
+    new_memory: Callable[[int], VirtualMemory]  # of this number of bytes
 
 
 def system_of(device: torch.device) -> System:

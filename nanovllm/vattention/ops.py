@@ -15,7 +15,7 @@ from nanovllm.layers.torch_attention import group_by_context
 from nanovllm.vattention.cache import NO_ROW, VirtualCache
 
 Groups = list[list[int]]  # of sequences
-# a call of PyTorch's attention takes as long as it takes to read so much
+# a call of PyTorch's attention takes as long as it takes to read this much
 CALL_BYTES = 2**18
 
 CAN_BE_RECORDED = False

@@ -33,7 +33,7 @@ class Tables:
     """Block tables that stay from step to step."""
 
     def __init__(self, rows: int, columns: int):
-        """A step has at most so many sequences, and a table so many blocks."""
+        """At most `rows` sequences per step, and at most `columns` blocks per table."""
         raise NotImplementedError
 
     def step(self, tables: Mapping[str, Sequence[int]]) -> Tensor:

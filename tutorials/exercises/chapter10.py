@@ -33,7 +33,7 @@ def add_block(
     query: np.ndarray,  # [dim], float32, as the others
     keys: np.ndarray,  # [block_size, dim]
     values: np.ndarray,
-    num_keys: int,  # so many of the first rows belong to the sequence
+    num_keys: int,  # the number of rows, from the first on, that belong to the sequence
     sums: np.ndarray,  # [2]: the maximum so far, and the total of the weights; -inf and 0 at first
     result: np.ndarray,  # [dim]: the weighted sum of the values so far
 ) -> None:

@@ -17,7 +17,7 @@ def waits(requests: list[tuple[float, list[float]]]) -> tuple[float, float]:
 
 
 def speed(engine, prompts: list[list[int]], max_tokens: int, rounds: int) -> float:
-    """The median speed of an engine over so many rounds, in tokens of answers per second, without
+    """The median speed of an engine over `rounds` rounds, in tokens of answers per second, without
     the three mistakes.
 
     `engine.generate(prompts, max_tokens, ignore_eos=False)` returns the number of tokens of each
@@ -31,8 +31,8 @@ def speed(engine, prompts: list[list[int]], max_tokens: int, rounds: int) -> flo
 
 
 def free_tokens(shape: Shape, hardware: Hardware, decodes: int, context: int) -> int:
-    """How many tokens of a new prompt a step can compute beside its decodes, each with a context of
-    so many tokens, so that computing does not take longer than reading. 0 if it already does.
+    """How many tokens of a new prompt a step can compute beside its decodes, each with `context`
+    tokens of context, so that computing does not take longer than reading. 0 if it already does.
 
     Only the decodes draw a token.
     """

@@ -11,8 +11,8 @@ from nanovllm.sequence import Sequence
 
 
 def blocks_at_most(prompt: int, answer: int, n: int, block_size: int) -> int:
-    """How many blocks n samples hold at most. The prompt and each answer have so many tokens, an
-    answer at least two. The last token of an answer is never computed."""
+    """The most blocks that n samples hold. `prompt` and `answer` are numbers of tokens; an answer
+    has at least two. The last token of an answer is never computed."""
     raise NotImplementedError
 
 

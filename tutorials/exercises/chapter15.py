@@ -7,7 +7,7 @@ from statistics import median
 
 
 def pieces(reading: float, computing: float, count: int, overlap: float) -> float:
-    """Seconds until a prompt is computed in so many equal pieces, one in each step.
+    """Seconds until a prompt is computed in `count` equal pieces, one in each step.
 
     Each step reads all weights, which takes `reading` seconds. `computing` is what the products of
     the whole prompt take. Of the shorter one of the two, a step hides the part `overlap`.

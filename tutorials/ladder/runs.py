@@ -60,7 +60,7 @@ def new_llm(num_seats: int = SEATS) -> LLM:
 
 @contextmanager
 def seats(number: int) -> Iterator[None]:
-    """Gives all rungs so many seats."""
+    """Gives all rungs this number of seats."""
     with ExitStack() as stack:
         for rung in RUNGS.values():
             if hasattr(rung, "SEATS"):
@@ -87,7 +87,7 @@ def many_requests() -> list[Request]:
 
 
 def decodes(contexts: list[int], num_blocks: int) -> list[rung5.Sequence]:
-    """Sequences of rung 5 with so many tokens, in blocks in no order. Each lacks its last token."""
+    """Sequences of rung 5 with these numbers of tokens, in blocks in no order. Each lacks its last token."""
     rng = random.Random(0)
     free = rng.sample(range(num_blocks), num_blocks)
     sequences = []

@@ -140,7 +140,7 @@ class Meter:
         self.steps: list[Step] = []
 
     def run(self, count: int | None = None) -> None:
-        """Runs all cells once more, or at most so many of them."""
+        """Runs all cells once more, or at most this number of them."""
         seed = len(self.steps)
         self.steps += calibration_steps(self.llm, seed, self.cells, self.watch, count)
 

@@ -168,7 +168,7 @@ def with_costs(
     kv_byte: float,
     attention_flop: float,
 ) -> Machine:
-    """The machine with so many seconds per step, per sequence, and so on."""
+    """The machine with these seconds per step, per sequence, and so on."""
     flops_per_second = machine.hardware.flops_per_second
     bytes_per_second = machine.hardware.bytes_per_second
     return replace(
@@ -183,7 +183,7 @@ def with_costs(
 
 
 def share_of(ceiling: float, seconds: float) -> float:
-    """Of a rate per second, what is reached if one unit takes so many seconds."""
+    """Of a rate per second, what is reached if one unit takes `seconds`."""
     return 1 / (max(seconds, TINY) * ceiling)
 
 
@@ -281,7 +281,7 @@ def calibration_steps(
     llm: LLM, seed: int, cells: Cells, watch: Watch, count: int | None = None
 ) -> list[Step]:
     """Steps of short runs, one after the other in random order: for each of the cells, or for
-    `count` of them, so many requests, with up to 60 tokens to answer. Half of them come in the same
+    `count` of them, with up to 60 tokens to answer. Half of them come in the same
     moment, the others one by one.
 
     Many prompts are short and a few are long, as users send them. Neither equal lengths nor equal

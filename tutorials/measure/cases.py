@@ -103,7 +103,7 @@ def simulated(jobs: list[Job], case: Case, machine: Machine) -> Run:
 
 
 def jobs_of(case: Case, machine: Machine, seconds: float) -> tuple[list[Job], float]:
-    """Jobs for about so many seconds, and how many arrive per second. The simulator says what the
+    """Jobs for about this number of seconds, and how many arrive per second. The simulator says what the
     capacity is."""
     sample = 200
     capacity = sample / simulated(case.build(all_at_once(), sample), case, machine).seconds

@@ -86,7 +86,7 @@ def systems(max_model_len: int, num_slots: int) -> dict[str, Options]:
 class Load:
     """Requests at any rate, and what they are served by."""
 
-    jobs: Callable[[float], list[Job]]  # at so many per second
+    jobs: Callable[[float], list[Job]]  # at this number per second
     machine: Machine
     options: Options
     lowest: float  # a rate that every system sustains

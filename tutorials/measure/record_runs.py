@@ -38,7 +38,7 @@ class ShortestFirst(Scheduler):
 
 
 def fixed_length(max_tokens: int, **options) -> SamplingParams:
-    """Exactly so many tokens, the likeliest ones unless a seed is given."""
+    """Exactly this number of tokens, the likeliest ones unless a seed is given."""
     options = {"temperature": 0} | options
     return SamplingParams(max_tokens=max_tokens, ignore_eos=True, **options)
 

@@ -204,6 +204,7 @@ def written(text: str, page: Path) -> str:
             found = OF_SEVERAL[name](reports, links)
         else:
             found = of_one(name, reports[0], links[0])
+        found = found.replace(", 1 threads", ", 1 thread")  # as older files have it
         return f"{mark[1]}{found}\n{mark[5]}"
 
     return MARK.sub(table, text)

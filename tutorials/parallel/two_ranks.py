@@ -83,7 +83,7 @@ def clock(work: Work, x: Tensor, num_ranks: int = 2) -> None:
 def run(
     work: Work, x: Tensor, num_ranks: int = 2, num_tokens: int = 30
 ) -> tuple[list[Tensor], list[Turns]]:
-    """What each rank has after so many tokens, each from the one before; and for each token, what
+    """What each rank has after this number of tokens, each from the one before; and for each token, what
     each rank has done."""
     queues: list[Queue] = [Queue(), Queue()]
     ranks = [Rank(i, queues[i], queues[1 - i]) for i in range(num_ranks)]

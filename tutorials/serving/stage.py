@@ -45,7 +45,7 @@ class Stage:
     # --- what a script does ---
 
     def ask(self, name: str, num_tokens: int) -> None:
-        """A client asks for so many tokens, as a stream, if the server has streams. After the first
+        """A client asks for `num_tokens` tokens, as a stream, if the server has streams. After the first
         step of the first client, the engine stops."""
         if not self.asked:
             self.stop_after = len(self.steps) + 1

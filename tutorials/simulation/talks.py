@@ -15,7 +15,7 @@ THINKING = 2.0  # seconds between an answer and the next question
 
 def talks(users: str, instructions: int = 0) -> list[Job]:
     """One conversation for each letter, a second apart. Each prompt is all that was said, and a new
-    question. All begin with the same instructions of so many tokens."""
+    question. All begin with the same instructions, of this number of tokens."""
     common = ((len(users) + 1, instructions),) if instructions else ()
     jobs = list[Job]()
     for i in range(len(users)):

@@ -161,7 +161,7 @@ def azure(path: str | Path, count: int | None = None, rate: float | None = None)
     """The first `count` requests of a recorded trace, a CSV of
     TIMESTAMP,ContextTokens,GeneratedTokens; None: all.
 
-    `rate` scales the gaps to so many requests per second. None keeps the recorded times.
+    `rate` scales the gaps to this number of requests per second. None keeps the recorded times.
     """
     require("count", count, count is None or is_int(count, 1), "a positive integer or None")
     require(
@@ -209,7 +209,7 @@ def multi_turn(
                     "max_model_len",
                     max_model_len,
                     after is not None,
-                    f"at least {total}: a first turn has so many",
+                    f"at least {total}: a first turn has this number",
                 )
                 break
             jobs.append(job)

@@ -19,7 +19,7 @@ from tutorials.simulation.workloads import (
 
 # from year to year: another value, and the goals are measured again
 SECONDS = 40.0  # in which all questions and first turns come
-ENDLESS = 10**9  # turns: a conversation ends when it has so many tokens as it may have
+ENDLESS = 10**9  # turns: a conversation ends when it has as many tokens as it may have
 
 
 def news(seed: int) -> list[Job]:

@@ -80,7 +80,7 @@ class Touched(TorchFunctionMode):
 
 
 def ragged(counts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tables with so many blocks: all of them, and where each begins."""
+    """Tables with these numbers of blocks: all of them, and where each begins."""
     blocks = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0))
     ends = torch.tensor([0, *counts]).cumsum(0)
     return blocks.int(), ends.int()

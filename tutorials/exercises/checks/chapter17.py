@@ -199,7 +199,7 @@ Message = tuple | None
 
 
 class Inbox:
-    """As a SimpleQueue, with a script: each message comes after so many steps. If all requests have
+    """As a SimpleQueue, with a script: each message comes after a number of steps. If all requests have
     ended before, `get` waits for it."""
 
     def __init__(self, llm: LLM, script: list[tuple[int, Message]]):

@@ -78,7 +78,7 @@ class Table(PrefixAffinity):
 
 
 def conversations(num_blocks: int, router_cls: type[Router]) -> Run:
-    """Thirty of them on four replicas, each with so many blocks."""
+    """Thirty of them on four replicas, each with this number of blocks."""
     lengths = lognormal(150, 40, 0.8)
     talks = multi_turn(poisson(6), lengths, 30, turns=6, think=4, max_model_len=2048)
     config = Config(model="qwen3-8b", num_blocks=num_blocks, max_model_len=2048)
