@@ -23,7 +23,8 @@ from nanovllm.simulator.cost_model import (
     visible_keys,
     work_of,
 )
-from tutorials.measure.steps import BIN, Step, binned, roofline
+from tutorials.measure.steps import Step, binned, roofline
+from tutorials.report import BIN
 
 SHAPE = Shape(layers=2, hidden=4, heads=2, kv_heads=1, head_dim=3, vocab=10, body=100, itemsize=2)
 

@@ -146,7 +146,7 @@ class Player:
         return {
             "events": scheduler.events,
             "counts": counts,
-            "guesses": scheduler.wanted,
+            "draft_tokens": scheduler.wanted,
             "tokens_left": max(0, self.schedule.tokens_left),
         }
 

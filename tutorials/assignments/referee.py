@@ -51,7 +51,7 @@ class Referee(Scheduler):
             "counts": self.counts,
             "limits": vars(limits),
             "blocks": blocks,
-            "guesses": self.speculative_config,
+            "draft_tokens": self.speculative_config,
         }
         self.process.ask(start)
 
