@@ -74,8 +74,7 @@ def draw_gain() -> Figure:
     """A line for each kind of answer: tokens per second with four guesses, over those without."""
     rows = json.loads(REPORT.read_bytes())["speculative"]
     speeds = {
-        (row["task"], row["at_a_time"], row["guesses"]): row["tokens_per_second"]
-        for row in rows
+        (row["task"], row["at_a_time"], row["guesses"]): row["tokens_per_second"] for row in rows
     }
     counts = sorted({row["at_a_time"] for row in rows})
     figure = new_figure(6, 3.2)
