@@ -50,9 +50,9 @@ def line_in(path: Path, frames: traceback.StackSummary) -> str:
 
 
 def verdict(call: Callable[[], None], path: Path, limit: float = LIMIT) -> str | None:
-    """None if the call returns; otherwise a sentence that says what does not hold yet.
+    """None if the call returns; otherwise an error message.
 
-    Runs it in a thread, so that an answer which never returns is said, too.
+    Runs the call in a thread, so that an answer which never returns also gets a message.
     """
     found: list[str] = []
 
@@ -65,6 +65,8 @@ def verdict(call: Callable[[], None], path: Path, limit: float = LIMIT) -> str |
             found.append("not written yet")
         except BaseException as error:  # SystemExit, too: an answer may raise anything
             what = f"{type(error).__name__}: {error}".removesuffix(": ")
+            if isinstance(error, AttributeError) and error.obj is sys.modules.get("answers"):
+                what = f"your file has no {error.name}: the exercise needs this name"
             found.append(line_in(path, traceback.extract_tb(error.__traceback__)) + what)
 
     thread = threading.Thread(target=attempt, daemon=True)
