@@ -15,8 +15,6 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.checks.blocks import check_blocks
 from nanovllm.decoding.masks import is_masked
 from nanovllm.device.memory import largest_step
-from nanovllm.scheduler import Scheduler
-from nanovllm.sequence import Sequence
 
 BLOCK, MAX_TOKENS = 4, 12
 
@@ -303,17 +301,6 @@ def test_bad_requests(llm, prompts, params, message):
     assert output.finished and len(output.outputs[0].token_ids) == 3
 
 
-def test_a_million_samples_are_refused_before_they_are_made(llm, monkeypatch):
-    made = []
-    monkeypatch.setattr(Sequence, "__init__", lambda self, *args: made.append(args))
-    for n in (10**6, 10**30):
-        with pytest.raises(
-            ValueError, match=f"n={n} is not allowed: it must be at most max_num_seqs=256"
-        ):
-            llm.add_request([1], SamplingParams(n=n))
-    assert not made
-
-
 def test_parameters_belong_to_the_request_once_it_is_added(llm):
     """What their owner does to them later does not reach it."""
     params, prompt = greedy_params(4), [1, 2, 3]
@@ -337,24 +324,6 @@ def test_a_request_id_twice(llm):
         llm.add_request([2], greedy_params(2), request_id=5)
     finish(llm)
     assert llm.abort("a") is False
-
-
-def test_what_the_steps_of_another_call_have_finished_is_still_reported(llm):
-    mine = llm.add_request([1], greedy_params(2))
-    llm.generate([[2]], greedy_params(5), use_tqdm=False)
-    assert llm.has_unfinished() and not llm.requests
-    (output,) = llm.step()
-    assert output.request_id == mine and output.finished and not llm.has_unfinished()
-
-
-def test_ids_that_look_like_the_engines_own(llm):
-    taken = str(next(llm.arrivals) + 1)
-    ids = {
-        llm.add_request([1], greedy_params(1), request_id=str(int(taken) + 1)),
-        llm.add_request([2], greedy_params(1)),
-    }
-    ids.add(llm.add_request([3], greedy_params(1)))
-    assert finish(llm).keys() == ids and len(ids) == 3
 
 
 @pytest.mark.parametrize(
@@ -506,17 +475,3 @@ def test_requests_share_with_those_of_the_same_salt_only(checkpoints):
     salts = [None, "0", "a"]  # the first is no number
     assert [*map(hits, salts)] == [0, 0, 0]
     assert all(hits(salt) >= BLOCK for salt in salts)
-
-
-def test_a_hook_may_empty_the_prefix_cache_in_the_middle_of_a_plan(checkpoints):
-    _, prompts, expected = checkpoints["qwen3"]
-
-    class Forgetful(Scheduler):
-        def commit(self, items, schedule):
-            super().commit(items, schedule)
-            self.block_manager.forget_prefixes()
-
-    llm = new_engine(checkpoints, num_blocks=60, scheduler_cls=Forgetful)
-    outputs = llm.generate(prompts, greedy_params(), use_tqdm=False)
-    assert token_ids(outputs) == expected
-    check_blocks(llm.block_manager, [])

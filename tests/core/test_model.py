@@ -4,7 +4,6 @@ Run: pytest tests/core/test_model.py [-k logits]
 """
 
 import json
-import threading
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from checkpoints import new_model, save
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from nanovllm import LLM, SamplingParams
 from nanovllm.layers import torch_ops
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import KVCache
@@ -121,42 +119,6 @@ def test_bfloat16_weights_stay_bfloat16_and_close(family, tmp_path):
     torch.testing.assert_close(
         logits_of(model, config, [5, 6, 7, 8], [4]), expected, atol=0.5, rtol=0.1
     )
-
-
-def test_models_of_two_dtypes_are_loaded_in_two_threads(tmp_path):
-    """PyTorch's default dtype belongs to the whole process: no engine may change it, nor depend on it."""
-    save(new_model(), tmp_path)
-    dtypes = [torch.float32, torch.bfloat16] * 2
-    wrong = []
-
-    def load_often(dtype) -> None:
-        for _ in range(10):
-            model, _ = load(tmp_path, dtype)
-            wrong.extend({p.dtype for p in model.parameters()} - {dtype})
-
-    threads = [threading.Thread(target=load_often, args=(dtype,)) for dtype in dtypes]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong and torch.get_default_dtype() == torch.float32
-
-
-@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
-def test_the_default_dtype_of_the_process_changes_no_token(default, tmp_path):
-    save(new_model(), tmp_path)
-    drawn = SamplingParams(temperature=0.8, top_k=20, seed=1, max_tokens=10)
-    greedy = SamplingParams(temperature=0, repetition_penalty=1.2, logprobs=1, max_tokens=10)
-    answers = []
-    for dtype in (torch.float32, default):
-        torch.set_default_dtype(dtype)
-        try:
-            llm = LLM(str(tmp_path), dtype="float32", num_blocks=50)
-            outputs = llm.generate([[5, 6, 7], [8] * 30], [drawn, greedy], use_tqdm=False)
-        finally:
-            torch.set_default_dtype(torch.float32)
-        answers.append([list(output.outputs[0].token_ids) for output in outputs])
-    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -3,7 +3,6 @@
 Run: pytest tests/core/test_numba.py [-k fork]
 """
 
-import errno
 import os
 import runpy
 import subprocess
@@ -16,7 +15,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from numba.core import caching
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
@@ -215,29 +213,6 @@ def test_two_threads_have_an_engine_each(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
-def test_a_fork_has_its_own_threads():
-    """An engine is used before the fork and after it, on both sides."""
-    code = """
-import os, torch
-torch.set_num_threads(2)
-from nanovllm import LLM, SamplingParams
-from nanovllm.layers import numba_ops
-numba_ops.SMALL = 0
-numba_ops.run(lambda begin, end: None, (), 2, 1)
-child = os.fork()
-seen = []
-numba_ops.run(lambda begin, end: seen.append(begin), (), 2, 1)
-if child == 0:
-    os._exit(7 if sorted(seen) == [0, 1] else 1)
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7 and sorted(seen) == [0, 1]
-print("right")
-"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)  # fmt: skip
-    assert done.stdout == "right\n", done.stderr
-
-
-@pytest.mark.slow
 def test_python_runs_the_kernels_as_they_stand():
     """So that a reader can put a print into them."""
     code = """
@@ -334,12 +309,3 @@ def test_a_folder_that_cannot_be_written_to(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     double_in(tmp_path)
     assert "cannot be kept: set NUMBA_CACHE_DIR to a folder" in caplog.text
-
-
-def test_a_full_disk(tmp_path, monkeypatch, caplog):
-    def full(*args):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(caching.IndexDataCacheFile, "_save_data", full)
-    double_in(tmp_path)
-    assert "compiled kernels cannot be kept: [Errno 28] No space left" in caplog.text

@@ -6,23 +6,21 @@ Run: pytest tests/device/test_cuda_graphs.py [-k padding]
 import gc
 import weakref
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
 import torch
 from checkpoints import new_model, save
-from recorded_steps import MAX_TOKENS, RECORDED, prompts_of_all_lengths
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.block_manager import BlockManager, Moves
+from nanovllm.block_manager import Moves
 from nanovllm.checks.blocks import check_blocks
 from nanovllm.config import Limits
 from nanovllm.device import memory
 from nanovllm.device.cuda_graphs import StepGraphs, graph_sizes
-from nanovllm.layers import torch_ops, triton_attention, triton_ops
+from nanovllm.layers import torch_ops, triton_ops
 from nanovllm.layers.batch import Batch
-from nanovllm.layers.kv_cache import CacheShape, KVCache
+from nanovllm.layers.kv_cache import KVCache
 from nanovllm.layers.sampler import Sampling
 from nanovllm.model_runner import ModelRunner
 from nanovllm.step import StepInputs, move
@@ -254,35 +252,6 @@ def test_the_engine_gives_the_same_tokens_as_without(interpret_little, path):
     assert {1, 2, 4} <= set(replayed)
 
 
-class Generous(BlockManager):
-    """Reserves far more blocks than a sequence can fill, as contiguous allocators do."""
-
-    def allocate(self, seq, num_tokens):
-        super().allocate(seq, num_tokens)
-        while len(seq.block_table) < 40:
-            seq.block_table.append(self.take_block().id)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:overflow|invalid:RuntimeWarning")
-def test_a_step_whose_tables_are_too_long_for_the_recording_runs_without(interpret_little, path):
-    answers = []
-    for manager_cls in (None, Generous):
-        llm = LLM(
-            path, dtype="float32", attention_backend="triton", max_num_seqs=2, max_model_len=30, block_size=4,
-            num_blocks=80, block_manager_cls=manager_cls,
-        )  # fmt: skip
-        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-        answers.append(
-            [
-                o.outputs[0].token_ids
-                for o in llm.generate([[5] * 10, [6] * 3], params, use_tqdm=False)
-            ]
-        )
-        assert llm.block_manager.num_used_blocks == 0
-    assert answers[0] == answers[1]
-
-
 class MadeUpDevice:
     """Memory as PyTorch's caching allocator sees it: what a step has used stays reserved until `empty_cache`, which the
     beginning of a recording calls, too; what a recording uses is its own for good."""
@@ -325,20 +294,6 @@ class MadeUpDevice:
         self.cached = 0
 
 
-class MadeUpRecording:
-    """`torch.cuda.graph`: notes what it was asked for."""
-
-    def __init__(self, graph, pool=None, stream=None, capture_error_mode="global"):
-        self.pool, self.stream, self.mode = pool, stream, capture_error_mode
-        graph.recording = self
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        return None
-
-
 class MadeUpGraph:
     made: ClassVar[list["MadeUpGraph"]] = []
 
@@ -350,32 +305,6 @@ class MadeUpGraph:
 
     def replay(self):
         return None
-
-
-def test_all_recordings_of_an_engine_share_a_stream_and_a_pool(monkeypatch):
-    """PyTorch reuses memory within a stream only, and cuBLAS has a workspace for each. Two engines share none: on PyTorch
-    2.13, the end of a recording takes the workspace of its stream along."""
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: object())
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", MadeUpGraph)
-    monkeypatch.setattr(torch.cuda, "graph", MadeUpRecording)
-    monkeypatch.setattr(MadeUpGraph, "made", [])
-    shape = CacheShape(1, 4, 1, 16, torch.float16)
-    ops = SimpleNamespace(layout=lambda batch: None)
-    limits = limits_of(20, 64)
-    streams = []
-    for _ in range(2):
-        cache = shape.new_cache(3, torch.device("meta"))  # a device that is not a CPU
-        graphs = StepGraphs(lambda ids, *_: ids, ops, cache, limits)
-        MadeUpGraph.made.clear()
-        for size in reversed(graphs.sizes):
-            graphs.record(size)
-        recordings = [graph.recording for graph in MadeUpGraph.made]
-        assert len(recordings) == len(graphs.sizes) == 6
-        assert {recording.stream for recording in recordings} == {graphs.stream}
-        assert {recording.pool for recording in recordings[1:]} == {MadeUpGraph.made[0]}
-        assert {recording.mode for recording in recordings} == {"thread_local"}
-        streams.append(graphs.stream)
-    assert streams[0] is not streams[1]
 
 
 @pytest.mark.parametrize("max_num_seqs, tried", [(1, [1, 1]), (2, [2, 1]), (20, [32, 16])])
@@ -394,23 +323,6 @@ def test_what_the_graphs_take_is_estimated_from_large_ones(monkeypatch, max_num_
     expected = {1: 30, 2: 500 + 30, 20: 500 + 70 * 5}[max_num_seqs]
     assert memory.graph_memory(torch.device("cuda"), graphs) == expected
     assert recorded == tried
-
-
-def test_the_requests_of_a_gpus_test_need_a_recording(path, monkeypatch):
-    """On a GPU test_gpu.py sees them replayed."""
-    llm = LLM(path, attention_backend="torch", **RECORDED)
-    graphs = llm.runner._new_graphs()
-    sizes = []
-    forward = llm.runner.forward
-
-    def noted(inputs):
-        sizes.append(graphs.size_for(inputs))
-        return forward(inputs)
-
-    monkeypatch.setattr(llm.runner, "forward", noted)
-    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
-    llm.generate(prompts_of_all_lengths(), params, use_tqdm=False)
-    assert 16 in sizes and None in sizes
 
 
 def num_blocks_of_a_gpu(runner, config):
@@ -464,68 +376,3 @@ def test_an_engine_that_is_gone_takes_its_memory_along(interpret_little, path, e
         assert cache() is None
     finally:
         gc.enable()
-
-
-@pytest.mark.filterwarnings("ignore:overflow|invalid:RuntimeWarning")
-def test_serving_launches_nothing_that_is_not_warm(path, monkeypatch):
-    """On a GPU of 40 multiprocessors: (kernel, constants that decide about its code) of the warm-up, then of a busy time."""
-    launched = set()
-    real = triton_attention.num_splits
-    fake = SimpleNamespace(type="cuda")
-    monkeypatch.setattr(
-        torch.cuda,
-        "get_device_properties",
-        lambda device: SimpleNamespace(multi_processor_count=40, major=9, minor=0),
-    )
-    monkeypatch.setattr(
-        triton_attention, "num_splits", lambda programs, most, _: real(programs, most, fake)
-    )
-    for module in (triton_attention, triton_ops):
-        for name, kernel in [*vars(module).items()]:
-            if name.endswith("_kernel"):
-                monkeypatch.setattr(module, name, Noted(name, kernel, launched))
-    llm = LLM(
-        path, dtype="float16", attention_backend="triton", max_num_seqs=16, num_blocks=400, block_size=4,
-        max_num_batched_tokens=300, max_model_len=256, check_kernels="never",  # they do not run
-    )  # fmt: skip
-    monkeypatch.setattr(torch, "empty", torch.zeros)  # what a kernel does not write is zero
-    monkeypatch.setattr(torch, "empty_like", torch.zeros_like)
-    monkeypatch.setattr(triton_attention, "PART", 16)  # so that short contexts are cut into parts
-    graphs, llm.runner.graphs = llm.runner.graphs, None  # on a GPU they are recorded after it
-    launched.clear()  # on a GPU the constructor has warmed up, too, with another PART
-    llm.runner.warm_up()
-    llm.runner.graphs = graphs
-    warm = set(launched)
-    launched.clear()
-    prompts = [[i] * (18 * i + 1) for i in range(6)]
-    filters = [{}, {"top_k": 20, "top_p": 0.95}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}]
-    filters.append({"repetition_penalty": 1.1})
-    params = [
-        SamplingParams(n=1 + i % 2, seed=i, max_tokens=2 + 3 * (i % 3), **filters[i])
-        for i in range(6)
-    ]
-    llm.generate(prompts, params, use_tqdm=False)
-    for prompt, alone in zip(prompts, params):  # a filter of one row is not that of all
-        llm.generate([prompt], alone, use_tqdm=False)
-    assert launched and launched <= warm, launched - warm
-    assert len({constants for name, constants, _ in warm if name == "attention_kernel"}) == 3
-
-
-class Noted:
-    """A kernel that does not run, but notes what would be compiled: its name, its constants, its tensors' dtypes."""
-
-    def __init__(self, name, kernel, launched):
-        self.name, self.kernel, self.launched = name, kernel, launched
-
-    def __getitem__(self, grid):
-        names = self.kernel.fn.__code__.co_varnames[: self.kernel.fn.__code__.co_argcount]
-        is_constant = [name.isupper() for name in names]
-
-        def launch(*args, **options):
-            constants = [a for a, constant in zip(args, is_constant) if constant] + sorted(
-                options.items()
-            )
-            dtypes = [str(a.dtype) for a in args if isinstance(a, torch.Tensor)]
-            self.launched.add((self.name, str(constants), str(dtypes)))
-
-        return launch

@@ -3,7 +3,7 @@
 Run: pytest tests/routing/test_router.py
 """
 
-from collections import Counter, OrderedDict
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
@@ -137,37 +137,6 @@ def test_replicas_that_do_not_come_back_are_forgotten():
         assert router.choose(request(*[1] * 30), {i: 0, i + 1: 0}) in (i, i + 1)
         assert len(router.caches) <= 2 + MOST_ABSENT
     assert {1000, 999} <= router.caches.keys()
-
-
-class Token(int):
-    num_hashes = 0
-
-    def __hash__(self):
-        Token.num_hashes += 1
-        return super().__hash__()
-
-
-class CountedLooks(OrderedDict):
-    num_looks = 0
-
-    def __contains__(self, prefix):
-        CountedLooks.num_looks += 1
-        return super().__contains__(prefix)
-
-
-@pytest.mark.parametrize("num_replicas", [1, 8, 64])
-def test_a_prompt_is_hashed_once_however_many_replicas_there_are(num_replicas):
-    router = PrefixAffinity(BLOCK, 1000)
-    loads = dict.fromkeys(range(num_replicas), 0)
-    prompt = [Token(i) for i in range(512 * BLOCK + 1)]
-    router.choose(request(*prompt), loads)
-    for name in loads:
-        router.caches[name].add(prefixes_of(prompt))
-        router.caches[name].prefixes = CountedLooks(router.caches[name].prefixes)
-    Token.num_hashes = CountedLooks.num_looks = 0
-    router.choose(request(*prompt), loads)
-    assert Token.num_hashes == 512 * BLOCK
-    assert CountedLooks.num_looks <= num_replicas * 11  # as often as 512 can be halved, and a bit
 
 
 def test_a_long_load_needs_no_more_memory():

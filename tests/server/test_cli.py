@@ -4,7 +4,6 @@ comes.
 Run: pytest tests/server/test_cli.py [-k chat]
 """
 
-import ast
 import builtins
 import io
 import json
@@ -20,7 +19,6 @@ from pathlib import Path
 
 import pytest
 from frames import states_of
-from imports import MODULES, imported
 from server_tools import Running, new_parrot
 
 from nanovllm import LLM, SamplingParams
@@ -102,13 +100,6 @@ def test_what_has_no_bytes_is_refused(option):
     with pytest.raises(ValueError, match=f"{option}.* is not allowed: it must be ") as refused:
         ServerOptions(**{"served_model_name": ["m"], option: ["s\udcffcret"]})
     assert option != "api_key" or "cret" not in str(refused.value)
-
-
-def test_a_standard_input_that_is_closed(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "stdin", None)
-    with pytest.raises(SystemExit):
-        cli.main(["complete", "-", "--max-tokens", "3"])
-    assert "prompt='' is empty" in capsys.readouterr().err
 
 
 def test_a_dict_is_json():
@@ -243,32 +234,6 @@ def test_what_is_not_installed_is_said_with_the_way_to_install_it(missing, monke
     monkeypatch.setitem(sys.modules, missing, None)
     sentence = refused(capsys, "serve")
     assert missing in sentence and "pip install 'nanovllm[server]'" in sentence
-
-
-def test_the_engine_needs_nothing_of_the_server():
-    outside = [name for name in MODULES if not name.startswith("nanovllm.server")]
-    for name in {*outside} - {"nanovllm.__main__"}:
-        needs = imported(MODULES[name], everywhere=True)
-        assert not any(other.startswith("nanovllm.server") for other in needs), name
-    for name, tree in MODULES.items():
-        roots = {
-            alias.name.partition(".")[0]
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Import)
-            for alias in node.names
-        }
-        roots |= {
-            str(node.module).partition(".")[0]
-            for node in ast.walk(tree)
-            if isinstance(node, ast.ImportFrom)
-        }
-        assert name not in outside or not roots & {
-            "fastapi",
-            "uvicorn",
-            "starlette",
-            "prometheus_client",
-            "pydantic",
-        }
 
 
 def test_help_comes_without_torch():
@@ -424,16 +389,6 @@ def test_a_chat_knows_what_has_been_said_until_it_is_reset(side, monkeypatch, ca
     pattern = r"\[prompt \d+ tokens, (\d+) of them cached; answer (\d+) tokens\]"
     (_, num_first), (num_cached, _) = re.findall(pattern, "".join(answers[:3]))
     assert int(num_cached) > 0 and int(num_first) == len(llm.tokenizer.encode("first ☃")) + 1
-
-
-def test_a_console_that_lacks_a_letter(parrot, monkeypatch):
-    """It gets another sign in its place."""
-    console = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    monkeypatch.setattr(sys, "stdin", io.StringIO("a ☃ b\n"))
-    monkeypatch.setattr(sys, "stdout", console)
-    cli.main(["chat"])
-    console.flush()
-    assert console.buffer.getvalue().split() == [b"a", b"?", b"b"]
 
 
 def test_ctrl_c_ends_an_answer_and_not_the_chat(side, monkeypatch, capsys):

@@ -6,7 +6,6 @@ Run: pytest tests/simulator/test_accuracy.py [-k replay]
 import random
 import sys
 from dataclasses import replace
-from statistics import mean, stdev
 
 import pytest
 
@@ -15,22 +14,18 @@ from nanovllm.config import EMBEDDED_MODEL, Config
 from nanovllm.scheduler import Scheduler
 from nanovllm.simulator import simulate
 from nanovllm.simulator.cost_model import Hardware, shape_of
-from nanovllm.simulator.jobs import STOP, Job
+from nanovllm.simulator.jobs import Job
 from nanovllm.simulator.machines import Machine, machines_in
 from nanovllm.simulator.replica import model_config
 from tutorials.measure import accuracy, calibrate, pairs
-from tutorials.measure.accuracy import METRICS, error, table, totals
+from tutorials.measure.accuracy import METRICS, table
 from tutorials.measure.calibrate import (
     SWAP,
     ProcessorTime,
     calibrated,
-    calibration_steps,
-    fit,
-    fitted,
-    guess,
 )
 from tutorials.measure.cases import CASES, jobs_of, simulated
-from tutorials.measure.recording import KnownProposer, Recording, record, token_ids
+from tutorials.measure.recording import KnownProposer, Recording, record
 from tutorials.measure.steps import Step
 from tutorials.simulation.workloads import (
     all_at_once,
@@ -162,43 +157,6 @@ def test_a_recording_is_saved(tmp_path):
     assert simulate(jobs, Config(model=EMBEDDED_MODEL, **OPTIONS), loaded) == run
 
 
-def test_equal_runs_are_equal_tokens():
-    text = token_ids(((7, 50), (8, 20)), 1000)
-    assert text == token_ids(((7, 50), (8, 20)), 1000) and len(set(text)) > 40
-    assert token_ids(((7, 60), (9, 20)), 1000)[:50] == text[:50] != token_ids(((6, 50),), 1000)
-    assert max(token_ids(((7, 5000),), 100)) == 99
-
-
-def test_the_next_turn_begins_with_the_real_answer():
-    first = Job(0.0, ((1, 20),), 10, answer=2)
-    llm, clock, seen = LLM(device="cpu", **OPTIONS), Clock(), []
-    add = llm.add_request
-    llm.add_request = lambda prompt, *args: seen.append(list(prompt)) or add(prompt, *args)
-    record(
-        llm,
-        [first, Job(0.1, (*first.conversation, (3, 5)), 4, answer=4, after=0)],
-        clock,
-        clock.sleep,
-    )
-    prompt, second = seen
-    assert second[:20] == prompt and second[30:] == token_ids(((3, 5),), llm.runner.vocab_size)
-    assert second[20:30] != token_ids(((2, 9), (STOP, 1)), llm.runner.vocab_size)
-
-
-def num_faults(function) -> int:
-    """Pages of memory that the system gives while it runs."""
-    resource = pytest.importorskip("resource")
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    function()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-
-def test_an_engine_that_is_measured_waits_for_no_page_of_its_cache():
-    """Of some thousand: that of the fit has served a while, and so has the one that is compared."""
-    tensor = calibrate.new_engine({"num_blocks": 1000}).runner.kv_cache.tensor
-    assert num_faults(tensor.zero_) < 100
-
-
 # --- the fit ---
 
 HERE = Hardware("made up", 20e9, 100e9, 0.0)
@@ -243,56 +201,11 @@ def test_a_fit_finds_the_machine(overlap):
         assert getattr(machine, name) == pytest.approx(getattr(true, name), rel=0.02), name
 
 
-def test_a_fit_bears_steps_that_were_disturbed():
-    """Every fifth took four times as long: these steps are a part of the whole, but do not bend it."""
-    machine = fitted(SHAPE, synthetic(TRUE, error=0.2), START, overlap=0.0)
-    factor = machine.seconds_per_step / TRUE.seconds_per_step
-    assert factor == pytest.approx(1.2, abs=0.05)  # four times counts as two
-    for step in synthetic(TRUE.slower(factor), count=20, seed=1):
-        assert guess(SHAPE, step, machine) == pytest.approx(step.seconds, rel=0.03)
-
-
-def test_no_cost_is_negative():
-    rows = [[1, x, 10 - x] for x in range(1, 10)]
-    seconds = [float(x) for x in range(1, 10)]
-    assert [*fit(rows, seconds, seconds)] == pytest.approx([0, 1, 0], abs=1e-9)
-
-
-def test_what_no_step_shows_costs_nothing():
-    """With full overlap, reading may be hidden in all steps: not even rounding may give it a cost."""
-    rng = random.Random(0)
-    for _ in range(30):
-        rows = [[1.0, rng.randint(1, 9), 0.0, 1e9 * rng.random(), 1e6 * rng.random()] for _ in range(60)]  # fmt: skip
-        seconds = [0.01 + 1e-4 * row[1] + 1e-11 * row[3] + 0.003 * rng.random() for row in rows]
-        assert fit(rows, seconds, seconds)[2] == 0
-
-
 def test_a_simulation_takes_what_its_steps_cost():
     run = simulate([Job(0.0, ((1, 100),), 3)], Config(model=EMBEDDED_MODEL, **OPTIONS), TRUE)
     steps = [([(64, 64)], 0), ([(36, 100)], 1), ([(1, 101)], 1), ([(1, 102)], 1)]
     expected = (TRUE.seconds(SHAPE, items, sampled, 0, 0, 16) for items, sampled in steps)
     assert run.seconds == pytest.approx(sum(expected))
-
-
-def test_runs_of_calibration_differ(monkeypatch):
-    monkeypatch.setattr(calibrate, "MOST_OUTPUTS", 8)
-    cells = calibrate.Cells((1, 4), (5, 20), 40)
-    assert cells.pairs() == [(1, 5), (1, 20), (4, 5)]
-    llm, watch = LLM(**calibrate.OPTIONS), ProcessorTime()
-    one, other = (calibration_steps(llm, seed, cells, watch) for seed in (0, 1))
-    assert one and other and [s.items for s in one] != [s.items for s in other]
-    assert max(len(step.items) for step in one) <= 4
-    lengths = {step.items[0][0] for step in calibration_steps(llm, 0, cells, watch, count=1)}
-    assert 0 < max(lengths) <= 2 * 20
-
-
-def test_prompts_of_calibration_are_as_uneven_as_those_of_users():
-    rng, cells = random.Random(0), calibrate.Cells((1,), (16, 1000), 1000)
-    for mean_length in (16, 200):
-        lengths = [calibrate.prompt_length(rng, mean_length, cells) for _ in range(3000)]
-        assert mean(lengths) == pytest.approx(mean_length, rel=0.1)
-        assert stdev(lengths) == pytest.approx(mean_length, rel=0.1)
-    assert max(calibrate.prompt_length(rng, 1000, cells) for _ in range(100)) == 2000
 
 
 @pytest.mark.slow
@@ -342,24 +255,6 @@ def test_what_the_commands_refuse_before_they_run(module, arguments, said, monke
 def row(real: list[float], simulated: float) -> dict:
     times = [dict.fromkeys(METRICS, seconds) for seconds in real]
     return {"requests": 1000, "real": times, "simulated": dict.fromkeys(METRICS, simulated)}
-
-
-def test_errors_and_noise_of_made_up_numbers():
-    rows = {"light": row([1.0, 1.1, 0.9], 1.2), "heavy": row([2.0], 1.9)}
-    assert error(rows["light"], "seconds") == pytest.approx(0.2)
-    light, heavy = (pairs.noise(rows[name]["real"], "seconds") for name in ("light", "heavy"))
-    assert light == pytest.approx((0.0 + 0.15789 + 0.14286) / 3, abs=1e-4)
-    assert heavy is None
-    assert totals(rows)["all"]["mean_error"] == pytest.approx(0.125)
-    assert totals(rows)["ttft_p99"]["worst_error"] == pytest.approx(0.2)
-    lines = table(rows).splitlines()
-    assert lines[2].startswith("| light | 1,000 | 1, 1.2 (+20%) |") and lines[3].count(
-        "2, 1.9 (-5%)"
-    ) == len(METRICS)
-    found = accuracy.rows({"workloads": rows})
-    assert found[0][1:4] == ["error with its sign", "error", "the largest"]
-    assert found[1][1:4] == ["+7.5%", "12.5%", "20.0%"]
-    assert found[-1][0] == "all but the total time"
 
 
 @pytest.mark.slow

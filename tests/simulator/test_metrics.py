@@ -20,7 +20,6 @@ from tutorials.simulation.metrics import (
     jain,
     overlaps,
     save,
-    service_gap,
     states,
     summary,
     table,
@@ -153,25 +152,6 @@ def test_fairness_of_tenants_and_requests():
     assert [*by_tenant(run.requests)] == ["a", "b"]
 
 
-def test_the_gap_may_open_in_the_middle():
-    """First b is ahead by 6, then a by 6: between the two a got 12 more."""
-    assert service_gap([served(0, [2, 9])], [served(0, [1, 9], prompt=4)], end=9) == 12
-
-
-def test_the_gap_counts_only_while_both_have_a_backlog():
-    a = [served(0, [1, 5]), served(20, [21, 22])]  # 12, 2; 12, 2
-    b = [served(2, [4, 6], prompt=1), served(20.5, [30], prompt=1)]  # 3, 2; 3
-    assert service_gap(a, b, end=30) == 14  # from 2 to 5 at most 3; from 20.5 to 22 it is 12 + 2
-    assert service_gap(a[:1], b[:1], end=30) == 3
-    assert service_gap(a[:1], b[1:], end=30) is None
-    waiting = [served(0, [], outputs=1)]
-    assert service_gap(a, waiting, end=30) == 14  # it never gets anything, until the end
-
-
-def test_service_of_one_step_comes_at_once():
-    assert service_gap([served(0, [1, 2])], [served(0, [1, 2])], end=2) == 0
-
-
 def test_backlog():
     requests = [
         served(5, [6]),
@@ -296,16 +276,6 @@ def test_gantt_text():
     )
 
 
-def test_gantt_text_is_cut_to_its_width():
-    assert gantt_text(small_run(), width=5) == (
-        "step   0\n"
-        "job 0  #ooo\n"
-        "job 1  ##ox#\n"
-        "job 2   ....\n"
-        "# prompt  o decode  . waits  x preempted  - no part; 3 more steps"
-    )
-
-
 def test_rows_are_in_order_of_arrival():
     """An unfinished request waits until the end. One that has not arrived has an empty row."""
     run = small_run()
@@ -325,17 +295,6 @@ def test_rows_are_in_order_of_arrival():
         4: " " * 8,
     }
     assert gantt_text(run).splitlines()[4] == "job 0        .."
-
-
-def test_a_long_ruler():
-    step = PlannedStep(0, 1, [(0, 1, False)], [0])
-    run = Run([served(0, [1] * 25)], steps=[step] * 25)
-    assert gantt_text(run).splitlines()[0] == "step   0         10        20"
-
-
-def test_pictures_need_steps():
-    with pytest.raises(ValueError, match="keep_steps=True"):
-        gantt_text(Run([]))
 
 
 def test_plots_draw_without_a_display(tmp_path, monkeypatch):

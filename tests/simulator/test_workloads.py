@@ -6,11 +6,11 @@ Run: pytest tests/simulator/test_workloads.py [-k merged]
 
 import math
 from itertools import islice, pairwise
-from statistics import correlation, mean, median, stdev
+from statistics import mean, median, stdev
 
 import pytest
 
-from nanovllm.simulator.simulation import STOP, Job
+from nanovllm.simulator.simulation import STOP
 from tutorials.simulation.workloads import (
     all_at_once,
     alpaca,
@@ -90,24 +90,6 @@ def test_lengths_have_their_means(lengths, means):
     assert max(map(sum, pairs)) <= 2048
 
 
-def test_lengths_are_spread_as_sigma_says():
-    logs = [
-        math.log(prompt)
-        for prompt, _ in islice(lognormal(5000, 5000, sigma=0.5, max_model_len=10**6), 4000)
-    ]
-    assert stdev(logs) == pytest.approx(0.5, rel=0.05)
-
-
-def test_arrivals_and_lengths_of_one_seed_are_independent():
-    jobs = workload(poisson(1, seed=7), sharegpt(seed=7), 3000)
-    gaps = [b.time - a.time for a, b in pairwise(jobs)]
-    for lengths in (
-        [job.num_prompt_tokens for job in jobs[1:]],
-        [job.num_outputs for job in jobs[1:]],
-    ):
-        assert abs(correlation(gaps, lengths)) < 0.06
-
-
 # --- workloads ---
 
 
@@ -132,26 +114,6 @@ def test_a_seed_decides_everything():
     for (name, jobs), others in zip(everything(1).items(), everything(2).values()):
         assert jobs != others, name
         check_jobs(jobs)
-
-
-def test_the_seed_of_today_is_that_of_tomorrow():
-    """Not only within one process, whose strings have hashes of their own."""
-    job = workload(poisson(1), sharegpt(), 1)[0]
-    assert (job.prompt, job.num_outputs, job.answer) == (((1, 42),), 154, 2)
-    assert job.time == pytest.approx(0.444, abs=0.001)
-
-
-def test_nothing_is_shared_by_accident():
-    jobs = workload(all_at_once(), fixed(20, 5), 100)
-    check_jobs(jobs)
-    assert jobs[0] == Job(0.0, ((1, 20),), 5, 2) and jobs[9] == Job(0.0, ((19, 20),), 5, 20)
-    assert {job.num_prompt_tokens for job in jobs} == {20} and len(jobs) == 100
-    assert len({job.prompt for job in jobs}) == 100
-    assert len({id(job.extra_args) for job in jobs}) == 100
-
-
-def test_no_answer_is_cut_off():
-    assert workload([0.0], [(5, 3000)], 1)[0].max_tokens == 3000
 
 
 def test_multi_turn_continues_what_was_said():
@@ -267,26 +229,6 @@ def test_predictions():
         0.5, rel=0.08
     )
     assert all(not job.extra_args for job in jobs)  # the old ones are as they were
-
-
-def test_labels_are_added():
-    jobs = labelled(tenants({"a": 1}, fixed(5, 5), 3), region="north")
-    assert [job.extra_args for job in jobs] == [{"tenant": "a", "region": "north"}] * 3
-
-
-def test_merged_by_hand():
-    talk = [
-        Job(2.0, ((1, 5), (2, 3)), 2, 3),
-        Job(1.0, ((1, 5), (2, 3), (3, 1), (STOP, 1), (4, 6)), 2, 5, after=0),
-    ]
-    others = [Job(1.0, ((1, 9),), 2, 2), Job(3.0, ((3, 9),), 2, 4)]
-    assert merged(talk, others) == [
-        Job(1.0, ((6, 9),), 2, 7),
-        Job(2.0, ((1, 5), (2, 3)), 2, 3),
-        Job(1.0, ((1, 5), (2, 3), (3, 1), (STOP, 1), (4, 6)), 2, 5, after=1),
-        Job(3.0, ((8, 9),), 2, 9),
-    ]
-    assert merged(others) == others and merged() == []
 
 
 def test_merged_keeps_conversations_and_what_they_share():

@@ -202,16 +202,6 @@ def test_replay_counts_every_slot_once():
 
 
 @pytest.mark.slow
-def test_replay_of_sharing():
-    lengths = [pair for pair in replay.lognormal_lengths("ShareGPT", 60) if sum(pair) < 800]
-    small, paged = replay.Setting(num_slots=4000), replay.BlockManager
-    samples, beams = (
-        replay.replay(lengths, paged, 16, small, 5, **{k: 4}) for k in ("n", "beam_width")
-    )
-    assert 0.15 < samples["saved"] < 0.45 < beams["saved"] < 0.75  # 3/4 if all were shared
-
-
-@pytest.mark.slow
 def test_the_whole_command(monkeypatch, tmp_path, capsys):
     trace, file = tmp_path / "trace.csv", tmp_path / "memory.json"
     rng = random.Random(0)
