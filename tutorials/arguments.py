@@ -12,7 +12,7 @@ from typing import Any
 def checked(
     parse: Callable[[str], Any], is_allowed: Callable[[Any], bool], allowed: str
 ) -> Callable[[str], Any]:
-    """A type of the allowed values. `allowed` names them in a sentence."""
+    """A type of the allowed values. `allowed` describes them in error messages."""
 
     def convert(text: str):
         with suppress(ValueError):

@@ -252,7 +252,7 @@ class Remote:
 
 
 def message_of(body: bytes) -> str:
-    """The sentence in a server's error."""
+    """The error message of a server."""
     try:
         return json.loads(body)["error"]["message"]
     except (ValueError, KeyError, TypeError):

@@ -43,7 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def new_grader(parser: argparse.ArgumentParser, args: argparse.Namespace, name: str) -> Grader:
-    """Ends the program with a sentence if the options do not allow a grading."""
+    """Ends the program with an error message if the options do not allow a grading."""
     grader = Grader(load_task(name), list(PUBLIC_SEEDS), limit=args.limit)
     if not 1 <= args.limit <= 86_400:
         parser.error(f"--limit {args.limit:g} is not allowed: it must be from 1 to 86400 seconds")
@@ -92,7 +92,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Ctrl-C ends the program with a sentence."""
+    """Ctrl-C ends the program with a message."""
     try:
         yield
     except KeyboardInterrupt:

@@ -42,7 +42,7 @@ class Played:
     values: dict[str, float] = field(default_factory=dict)  # of each goal
     num_steps: int = 0
     tokens: Any = None  # of the engine
-    problem: str = ""  # a sentence for the student, if the file has failed ...
+    problem: str = ""  # an error message for the student, if the file has failed ...
     kind: Kind | None = None  # ... and as much of it as says nothing of the load
     printed: str = ""
 

@@ -1,6 +1,6 @@
 """What can be wrong with a student's file.
 
-Each problem has a sentence for the student, and a kind. The sentence says the step, the line and
+Each problem has a message for the student, and a kind. The message says the step, the line and
 whatever the file says. A file can tell with each of them what it has seen: the line in which it
 fails may be the length of a prompt. So of a secret load only the kind is said."""
 
@@ -21,7 +21,7 @@ class Kind(Enum):
 
 
 class Broken(Exception):
-    """The student's process has failed. The message is a sentence for the student."""
+    """The student's process has failed. The message is for the student."""
 
     def __init__(self, kind: Kind, sentence: str = ""):
         super().__init__(sentence or kind.value)

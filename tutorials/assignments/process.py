@@ -49,7 +49,7 @@ class Submission:
 
 
 class Unreadable(Exception):
-    """A file that is no text. The message is a sentence for the student."""
+    """A file that is not text. The message is for the student."""
 
 
 def read_source(path: Path) -> str:

@@ -5,7 +5,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-LONGEST = 500  # characters of a sentence
+LONGEST = 500  # characters of an error message
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""What is wrong with the student's file, as a sentence with its line."""
+"""The error message for a student's file, with the line."""
 
 import linecache
 import traceback
@@ -15,7 +15,7 @@ def problem_of(error: BaseException, file: Path) -> dict[str, Any]:
     """A sentence; the line of the file, or None; the way there."""
     line = line_of(error, file)
     said = one_line(str(error).partition("\nassert ")[0])  # pytest writes more
-    is_ours = isinstance(error, AssertionError | ScheduleError)  # it is a sentence already
+    is_ours = isinstance(error, AssertionError | ScheduleError)  # it is an error message already
     sentence = said if said and is_ours else f"{type(error).__name__}: {said}".rstrip(": ")
     if isinstance(error, MemoryError):
         sentence = "The run needs more memory than the lab gives it."

@@ -66,7 +66,7 @@ def random_qwen2(bias: float) -> Iterator[tuple[Path, Qwen2ForCausalLM]]:
     for name, parameter in model.named_parameters():
         size = bias if name.endswith("bias") else 0.3
         parameter.copy_(torch.randn(parameter.shape, generator=generator) * size)
-    disable_progress_bar()  # of save_pretrained: the check prints one sentence
+    disable_progress_bar()  # of save_pretrained: the check prints one error message
     with TemporaryDirectory() as directory:
         path = Path(directory)
         model.save_pretrained(path)

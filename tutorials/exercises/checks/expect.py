@@ -2,7 +2,7 @@
 
 
 class Wrong(Exception):
-    """An answer that does not hold, as a sentence with the number that was seen."""
+    """An answer is wrong. The error message has the number that was seen."""
 
 
 def expect(holds: object, sentence: str) -> None:
