@@ -146,3 +146,48 @@ def test_a_legend_on_data():
     axes.get_legend().remove()
     axes.figure.legend(["line"], loc="outside upper center")
     assert faults_of(axes) == []
+
+
+def test_neighbors_that_are_alike_in_gray():
+    axes = good()
+    from tutorials.figures.fills import ORANGE, SKY
+    from tutorials.figures.style import box
+
+    gray_like_orange = ORANGE._replace(color="#A2A2A2")
+    box(axes, 0.2, 1.2, 0.5, 0.5, ORANGE)
+    box(axes, 0.7, 1.2, 0.5, 0.5, gray_like_orange, "c")
+    assert faults_of(axes) == ["neighbors are alike in gray: 162 [] and 162 ['c']"]
+    axes.text(0.4, 1.4, "d")  # now each says what it is
+    assert faults_of(axes) == []
+    box(axes, 1.3, 1.2, 0.5, 0.5, SKY)  # not a neighbor
+    assert faults_of(axes) == []
+
+
+def test_lines_that_are_alike_in_gray():
+    axes = good()
+    axes.plot([0, 2], [3.5, 3.5], color="#111111", label="third")
+    axes.text(1, 3.6, "third")
+    assert faults_of(axes) == ["lines are alike in gray: up and third"]
+
+
+def test_a_line_without_a_name():
+    axes = good()
+    axes.plot([0, 2], [3.7, 3.7], color="0.5", label="third")
+    axes.text(1, 2.5, "third")  # too far away
+    assert faults_of(axes) == ["no text at the line says 'third'"]
+
+
+def test_a_text_without_contrast():
+    axes = good()
+    from tutorials.figures.fills import GREEN, ORANGE, WASTE
+    from tutorials.figures.style import box
+
+    box(axes, 0.2, 1.2, 0.5, 0.5, ORANGE._replace(ink="white"), "c")
+    box(axes, 1.2, 1.2, 0.1, 0.5, GREEN, "wider than its box")
+    box(axes, 1.8, 1.2, 0.2, 0.5, WASTE)
+    axes.text(1.85, 1.4, "d")
+    assert faults_of(axes) == [
+        "'c' is too pale on 162",
+        "'wider than its box' is too pale on 255",
+        "'d' is written on a hatch",
+    ]
