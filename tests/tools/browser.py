@@ -124,11 +124,11 @@ class Browser:
         return self.value(f"{found(selector)}.textContent")
 
     def click(self, selector: str) -> None:
-        """With the mouse, in the middle of it."""
+        """With the mouse, in the middle of its first line: a link may have two."""
         where = found(selector)
         self.value(f"{where}.scrollIntoView({{block: 'center'}})")
         box = self.value(
-            f"(({{x, y, width, height}}) => [x + width / 2, y + height / 2])({where}.getBoundingClientRect())"
+            f"(({{x, y, width, height}}) => [x + width / 2, y + height / 2])({where}.getClientRects()[0])"
         )
         for kind in ("mousePressed", "mouseReleased"):
             self.call(
@@ -144,7 +144,7 @@ class Browser:
         where = found(selector)
         self.value(f"{where}.scrollIntoView({{block: 'center'}})")
         box = self.value(
-            f"(({{x, y, width, height}}) => [x + width / 2, y + height / 2])({where}.getBoundingClientRect())"
+            f"(({{x, y, width, height}}) => [x + width / 2, y + height / 2])({where}.getClientRects()[0])"
         )
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=box[0], y=box[1])
 
