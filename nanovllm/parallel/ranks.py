@@ -1,7 +1,6 @@
-"""Ranks: the processes of tensor parallelism, how they find each other, and what they do together.
-
-Rank 0 is the process of the LLM. It starts the others itself, unless `torchrun` has started all.
-"""
+"""Ranks: the processes of tensor parallelism: how they start, how they find each other, and the
+operations that they do together. Rank 0 is the process of the LLM. It starts the others itself,
+unless `torchrun` has started all."""
 
 from __future__ import annotations
 
@@ -35,7 +34,8 @@ ENGINES = count()  # of this process
 
 
 class Group:
-    """All ranks, as one of them sees them. What waits for others raises RankError."""
+    """All ranks, as one of them sees them. An operation that waits for another rank may raise
+    RankError."""
 
     def __init__(
         self, store: dist.Store, rank: int, size: int, address: str, patience: float = 60.0
@@ -51,7 +51,7 @@ class Group:
         self.num_gathered = 0  # calls of `gather`
         # process groups: `control` tells a step, `data` is for what layers do
         self.connections = SimpleNamespace()
-        self.ending = ExitStack()  # what is to be done at the end of the group
+        self.ending = ExitStack()  # functions to call when the group ends
         self.ending.callback(self.watch.close)
         # before Python's own end: a thread of theirs that frees a tensor later aborts the process
         self.ending.callback(vars(self.connections).clear)
@@ -59,7 +59,7 @@ class Group:
 
     @property
     def end(self) -> str:
-        """Why it is over, if it is."""
+        """Ends the group, with the reason if there is one."""
         return self.watch.end
 
     def connect(self, device: torch.device) -> None:
@@ -73,7 +73,7 @@ class Group:
             self.connections.data = data
         except RuntimeError as error:
             if self.rank:
-                raise  # rank 0 hears why
+                raise  # rank 0 gets the reason
             raise RankError(self._look_for(error)) from error
         if device.type == "cuda":
             self.watch.abort = data.abort
@@ -82,7 +82,7 @@ class Group:
             os.register_at_fork(after_in_child=partial(keep_forever, weakref.ref(connection)))
 
     def begin_watch(self) -> None:
-        """Looks after the other ranks until the group ends."""
+        """Starts the thread that watches the other ranks until the group ends."""
         self.ending.callback(repeat(SECONDS_BETWEEN, self.watch.look))
 
     def _gloo(self, name: str, timeout: timedelta) -> Any:
@@ -102,8 +102,8 @@ class Group:
         return dist.ProcessGroupNCCL(store, self.rank, self.size, options)
 
     def meet(self, place: str) -> None:
-        """Waits for all ranks, however long they load. Only one that dies, or gives no sign of
-        life, ends it."""
+        """Waits until all ranks are here, however long they load. It fails only if a rank dies or
+        gives no sign of life."""
         self.store.set(f"{place}/{self.rank}", "")
         while not self.store.check([f"{place}/{rank}" for rank in range(self.size)]):
             cause = self.end or self.watch.cause_of_death()
@@ -114,7 +114,7 @@ class Group:
     # --- what all ranks do together ---
 
     def add_up(self, x: Tensor) -> Tensor:
-        """The sum over all ranks, on each of them, in place."""
+        """The sum over all ranks (all-reduce), in place, on each rank."""
         options = dist.AllreduceOptions()
         options.asyncOp = False  # NCCL then stays on the current stream
         self._wait(lambda: self.connections.data.allreduce([x], options))
@@ -165,19 +165,20 @@ class Group:
 
 
 def end_in(process: int, ending: ExitStack) -> None:
-    """Ends a group in its process. A fork has a copy of it."""
+    """Ends a group in the process that owns it. A fork has a copy of the group."""
     if os.getpid() == process:
         ending.close()
 
 
 def keep_forever(connection: weakref.ref) -> None:
-    """Keeps a fork from closing it: the threads that this waits for are in the parent only."""
+    """Prevents that a fork closes the group: the threads that closing waits for exist in the parent
+    only."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(connection()))
 
 
 def start(settings: dict, size: int, patience: float) -> Group:
-    """Starts ranks 1 to size - 1 on this machine. Returns the group of rank 0. They end with it,
-    and with this process, however it ends."""
+    """Starts ranks 1 to size - 1 on this machine. Returns the group of rank 0. The ranks end with
+    this group, and with this process, even if it is killed."""
     # on this machine's own interface only: the store asks for no password
     listening = socket.create_server(("127.0.0.1", 0))
     port = listening.getsockname()[1]
@@ -204,9 +205,9 @@ def start(settings: dict, size: int, patience: float) -> Group:
 
 
 def started(settings: dict) -> Group:
-    """The group of a rank that rank 0 has started with these settings."""
+    """The group of a rank that rank 0 has started, with these settings."""
     threading.Thread(target=end_with_rank_0, daemon=True).start()
-    # rank 0 says the same; the last line of a rank that dies is told as its reason
+    # rank 0 prints the same; the last line of a rank that dies is the reason in the error message
     logging.getLogger("nanovllm").setLevel(logging.ERROR)
     store = dist.TCPStore("127.0.0.1", settings["port"], is_master=False)
     place = (settings["rank"], settings["size"], "127.0.0.1")
@@ -214,7 +215,7 @@ def started(settings: dict) -> Group:
 
 
 def started_by_torchrun(size: int, patience: float) -> Group:
-    """The group of this process, whose rank and whose place to meet are in its environment."""
+    """The group of this process. Its rank and its address are in the environment."""
     num_ranks = int(os.environ["WORLD_SIZE"])
     if num_ranks != size:
         raise refusal("tensor_parallel_size", size, f"torchrun has started {num_ranks} processes")
@@ -227,7 +228,7 @@ def started_by_torchrun(size: int, patience: float) -> Group:
 
 
 def address_towards(host: str) -> str:
-    """The address of the interface through which this machine reaches a host. Nothing is sent."""
+    """The address of the interface through which this machine reaches a host. It sends nothing."""
     family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as sock:
         sock.connect(address)
@@ -240,7 +241,7 @@ def end_with_rank_0() -> None:
 
 
 def device_of(config: Config, device: torch.device, local_rank: int, size: int) -> torch.device:
-    """One GPU for each rank of a machine. Raises ValueError if there are too few."""
+    """One GPU for each rank of this machine. Raises ValueError if there are too few."""
     if device.type == "cpu":
         return device
     problem = f"PyTorch finds {torch.cuda.device_count()} CUDA devices, and each rank needs one"

@@ -1,8 +1,6 @@
-"""Tensor parallelism: a model runner whose layers are split over several ranks.
-
-Rank 0 is the engine as it is. It tells the others each step in one message (vLLM paper, section
-4.6); all of them run the model; rank 0 samples.
-"""
+"""Tensor parallelism: a model runner whose layers are split over several ranks. Rank 0 has the
+whole engine. In each step it sends the others one message (vLLM paper, section 4.6), all ranks run
+the model, and rank 0 samples."""
 
 from __future__ import annotations
 
@@ -52,7 +50,7 @@ FIRST = 2**11  # numbers of a step in one message; more of them need a second on
 
 
 class Head(NamedTuple):
-    """The numbers at the beginning of a message."""
+    """The numbers at the start of a message."""
 
     num_tokens: int = 0  # 0 means that there are no more steps
     num_seqs: int = 0
@@ -71,15 +69,15 @@ class Head(NamedTuple):
 
     @property
     def sizes(self) -> list[int]:
-        """The lengths of what is in the message: this, then ids, positions and slots, rows, moves,
-        and the batch's other tensors."""
+        """The lengths of the parts of a message: head, token ids, positions and slots, rows, moves
+        of blocks, and the other tensors of the batch."""
         of_tokens = [self.num_tokens] * 3
         of_batch = [self.num_seqs + 1, self.num_seqs, self.num_seqs + 1, self.num_blocks]
         return [len(self), *of_tokens, self.num_rows, 2 * self.num_moves, *of_batch]
 
 
 def packed(step: StepInputs, num_drawn: int) -> Tensor:
-    """All that other ranks need for a step: int64 [at least FIRST]."""
+    """A step as one tensor, with all that the other ranks need: int64 [at least FIRST]."""
     batch = step.batch
     moves = step.moves
     pairs = [*moves.swaps_out.items(), *moves.swaps_in.items(), *moves.copies]
@@ -152,7 +150,7 @@ class RankRunner(ModelRunner):
 
 
 class Leader(RankRunner):
-    """Rank 0: tells the others each step, and samples."""
+    """Rank 0: sends each step to the others, and samples."""
 
     is_ready = False  # until then, all ranks run the same steps by themselves
 
@@ -167,7 +165,7 @@ class Leader(RankRunner):
         return partial(self.collect, collect)
 
     def collect(self, collect: Callable[[], Drawn]) -> Drawn:
-        """On a GPU, this is where rank 0 waits."""
+        """On a GPU, rank 0 waits here."""
         with self.group.watch.step():
             return collect()
 
@@ -203,7 +201,7 @@ class Leader(RankRunner):
 
 
 class Follower(RankRunner):
-    """Any other rank."""
+    """Any rank but rank 0."""
 
     def sample(self, hidden: Tensor, inputs: StepInputs, schedule: Schedule) -> Callable[[], Drawn]:
         """Takes part in the steps before the first request."""
@@ -239,7 +237,8 @@ def end_steps(group: Group) -> None:
 
 
 def rows_of_logits(hidden: Tensor, num_drawn: int) -> list[Tensor]:
-    """The rows that ModelRunner.sample gives to the head: first to draw from, then to score."""
+    """The rows that ModelRunner.sample gives to the language-model head: first the rows to sample
+    from, then the rows to score."""
     parts = [hidden[:num_drawn], *hidden[num_drawn:].split(ROWS_AT_A_TIME)]
     return [part for part in parts if len(part)]
 
@@ -250,8 +249,8 @@ def rows_of_logits(hidden: Tensor, num_drawn: int) -> list[Tensor]:
 def new_runner(
     config: Config, limits: Limits, hf_config, path: Path, device: torch.device
 ) -> ModelRunner:
-    """That of rank 0. In the process of another one, which torchrun has started, it follows rank 0
-    and then ends the process."""
+    """The runner of rank 0. In another rank that torchrun has started, this follows rank 0 and then
+    ends the process."""
     size = config.tensor_parallel_size
     Shard(hf_config, 0, size)  # can it be divided?
     if not hasattr(os, "register_at_fork"):

@@ -1,9 +1,7 @@
-"""Shards: each rank's part of a model, as in Megatron-LM (Shoeybi et al., 2019, section 3).
-
-A rank has its share of the heads, of the MLP's middle, and of the vocabulary. A projection into
-such a middle has its W [out, in] split by rows, the one out of it by columns. So what a rank
-computes is a summand of the result, and one all-reduce adds the summands up.
-"""
+"""Shards: each rank's part of a model, as in Megatron-LM (Shoeybi et al., 2019, section 3). A rank
+has its share of the heads, of the MLP's intermediate numbers, and of the vocabulary. A projection W
+[out, in] to these is split by rows; a projection from them is split by columns. So each rank
+computes a part of a sum, and one all-reduce adds the parts up."""
 
 from __future__ import annotations
 
@@ -20,7 +18,8 @@ from nanovllm.parallel.ranks import Group
 
 
 class Part:
-    """Which of `length` rows a rank has: the part with this index, of `count` equal ones."""
+    """The rows of one rank, of `length` rows in all: the part with this index, of `count` equal
+    parts."""
 
     def __init__(self, length: int, index: int, count: int):
         self.length = length
@@ -36,11 +35,9 @@ class Part:
 
 
 class Shard:
-    """What one rank has of a model.
-
-    If there are fewer KV heads than ranks, several ranks have the same one. The MLP's middle and
-    the vocabulary are rounded up: the last ranks have zeros there.
-    """
+    """What one rank has of a model. If there are fewer KV heads than ranks, several ranks have the
+    same one. The intermediate size and the vocabulary are rounded up: the last ranks have zeros
+    there."""
 
     def __init__(self, config, rank: int, size: int):
         self.rank = rank
@@ -71,7 +68,7 @@ class Shard:
         self.config.vocab_size = words.size
 
     def read(self, tensors: Any, name: str) -> Tensor:
-        """This rank's part of a tensor in a safetensors file; nothing else is read."""
+        """This rank's part of a tensor in a safetensors file. It reads nothing else."""
         *_, layer, kind = name.split(".")
         whole = tensors.get_slice(name)
         shape = whole.get_shape()
@@ -90,7 +87,7 @@ class Shard:
         return tensors.get_tensor(name)
 
     def join(self, model: Qwen, group: Group, vocab_size: int) -> None:
-        """Joins the ranks: the layers' outputs become those of the whole model."""
+        """Adds the all-reduces, so that the layers' outputs become those of the whole model."""
 
         def add_up(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
             return group.add_up(output)
@@ -107,7 +104,7 @@ class Shard:
 
 
 class Embedding(nn.Module):
-    """This rank's rows of the table. It has zeros for the tokens of others."""
+    """This rank's rows of the embedding table. A token of another rank's rows has zeros."""
 
     def __init__(self, weight: nn.Parameter, group: Group):
         super().__init__()

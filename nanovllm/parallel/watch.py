@@ -1,8 +1,6 @@
-"""Watch: what rank 0 knows of the other ranks while its own thread waits for them.
-
-A call of gloo or CUDA ends only if the others do their part. So a second thread looks after them,
-and ends the call if one has died or does not answer.
-"""
+"""Watch: what rank 0 knows of the other ranks while its own thread waits for them. A call of gloo
+or CUDA ends only if the other ranks take part. So a second thread watches them, and ends the call
+if a rank has died or does not answer."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ LOST = 3  # the exit code of a rank that has lost another one
 
 
 class Child:
-    """The process of another rank, which rank 0 has started."""
+    """The process of another rank, started by rank 0."""
 
     def __init__(self, settings: dict, num_threads: int):
         self.log = tempfile.TemporaryFile()  # noqa: SIM115 (it is open as long as the process)
@@ -71,8 +69,8 @@ class Child:
 
 
 def repeat(seconds: float, function: Callable[[], object]) -> Callable[[], None]:
-    """Calls a function in a thread every few seconds, as long as it returns something true. Returns
-    a function that ends this."""
+    """Calls a function in a thread every few seconds, until it returns something false. Returns a
+    function that ends the thread."""
     is_over = threading.Event()
 
     def run() -> None:
@@ -90,10 +88,8 @@ def repeat(seconds: float, function: Callable[[], object]) -> Callable[[], None]
 
 
 class Watch:
-    """What rank 0 knows of the other ranks, and why it has given up, if it has.
-
-    Its time is counted in looks: none passes while rank 0 itself is stopped (Ctrl-Z).
-    """
+    """What rank 0 knows of the other ranks, and the reason if it has given up. Time is counted in
+    looks, so none passes while rank 0 itself is stopped (Ctrl-Z)."""
 
     def __init__(self, store: dist.Store, size: int, patience: float):
         self.store = store
@@ -115,14 +111,14 @@ class Watch:
         self.woken.close()
 
     def look(self) -> bool:
-        """Gives up if there is a reason to. Returns whether it is worth looking again."""
+        """Gives up if there is a reason. Returns whether to look again."""
         cause = self.cause_of_death() or self.cause_to_give_up()
         if cause:
             self.give_up(cause)
         return not cause
 
     def give_up(self, cause: str) -> None:
-        """Ends the processes that rank 0 has started, and NCCL's calls. Of ranks elsewhere, gloo's
+        """Ends the processes that rank 0 has started, and NCCL's calls. On other machines, gloo's
         calls end by themselves, a little later."""
         self.end = self.end or cause
         for child in self.children:
@@ -158,7 +154,7 @@ class Watch:
         return ""
 
     def interrupts(self) -> int:
-        """How many times Ctrl-C has been pressed since the last call."""
+        """How many times Ctrl-C was pressed since the last call."""
         try:
             return self.woken.recv(1000).count(signal.SIGINT)
         except BlockingIOError:
@@ -166,8 +162,9 @@ class Watch:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Fences in what waits for other ranks. Ctrl-C waits for its end, since the ranks would be
-        left at different places; but a second one ends the ranks. Raises RankError."""
+        """A context for all that waits for other ranks. A Ctrl-C takes effect when the step ends,
+        since otherwise the ranks would stop at different places. A second Ctrl-C ends the ranks.
+        Raises RankError."""
         self.interrupts()
         self.num_interrupts = 0
         try:
@@ -177,15 +174,15 @@ class Watch:
             if self.end:
                 raise RankError(self.end) from error
             raise
-        if self.end:  # what the step has brought is worth nothing
+        if self.end:  # the results of the step are lost
             raise RankError(self.end)
 
 
 @contextmanager
 def interrupts_wait(descriptor: int) -> Iterator[None]:
-    """Keeps a Ctrl-C for the end. Its number is written to the descriptor at once, since Python's
-    handlers wait for the call that runs."""
-    is_main = threading.current_thread() is threading.main_thread()  # no other is interrupted
+    """Delays a Ctrl-C to the end of this context. The signal's number is written to a descriptor at
+    once, because Python's handlers wait for the call that runs."""
+    is_main = threading.current_thread() is threading.main_thread()  # no other call is interrupted
     if not is_main or signal.getsignal(signal.SIGINT) is None:  # None: not a handler of Python's
         yield
         return

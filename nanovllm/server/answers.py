@@ -1,4 +1,5 @@
-"""Answers: what a call returns, whole or as a stream of events; what all kinds have in common."""
+"""Answers: what a call returns, whole or as a stream of events. This module has what completions,
+chats and responses share."""
 
 import json
 import re
@@ -24,7 +25,7 @@ from nanovllm.server.protocol import Body, StreamOptions
 encode = json.JSONEncoder(ensure_ascii=False).encode
 HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # the second one is nginx's
 REASONS: dict[Any, str] = {"abort": "stop", "error": "stop"}  # in words that clients know
-MOST_ENTRIES = 2**19  # log-probabilities and token ids in an answer: some 40 MB
+MOST_ENTRIES = 2**19  # log-probabilities and token ids in an answer: about 40 MB
 BYTES = {char: byte for byte, char in bytes_to_unicode().items()}  # in vocabularies as GPT-2's
 UNKNOWN = "\ufffd"  # what a tokenizer writes for a part of a character
 Rows = list[TokenLogprobs | None]
@@ -32,7 +33,8 @@ Deltas = AsyncGenerator[tuple[int, Delta], None]
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events. Their generator ends with the response, also if the client leaves."""
+    """A response of server-sent events. It closes the generator of the events when it ends, also if
+    the client leaves."""
 
     media_type = "text/event-stream"
 
@@ -42,8 +44,8 @@ class EventStream(StreamingResponse):
 
 
 class TokenTexts:
-    """The text of single tokens, with a tokenizer of its own: it is used in several threads, but
-    only to decode."""
+    """The text of single tokens. It has a tokenizer of its own, because several threads use it;
+    they only decode."""
 
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
@@ -60,7 +62,8 @@ class TokenTexts:
         return self.tokenizer.decode(token_ids)
 
     def _bytes_of(self, token_id: int) -> bytes:
-        """The bytes of a token, which may be a part of a character: joined, they are the text."""
+        """The bytes of a token. A token may be a part of a character; the bytes of all tokens,
+        joined, are the text."""
         text = self.of(token_id)
         if UNKNOWN not in text:
             return text.encode()
@@ -72,15 +75,15 @@ class TokenTexts:
         return text.encode()
 
     def name_of(self, token_id: int) -> str:
-        """Its text, or its bytes, as OpenAI writes them, if it is a part of a character."""
+        """The token's text. For a part of a character: its bytes, in the form that OpenAI uses."""
         text = self.of(token_id)
         if UNKNOWN not in text:
             return text
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.bytes_of(token_id))
 
     def offsets(self, token_ids: list[int], num_chars: int = 0) -> tuple[list[int], int]:
-        """Where each token starts in a text, in characters; and how many there are. A token that
-        continues a character is where the character is."""
+        """Returns where each token starts in a text, in characters, and the length of the text. A
+        token that continues a character starts where this character starts."""
         places = []
         for token_id in token_ids:
             is_start = [byte & 0xC0 != 0x80 for byte in self.bytes_of(token_id)]  # of a character
@@ -90,7 +93,8 @@ class TokenTexts:
 
 
 class Answers(ABC):
-    """The answers to one call: several requests, each with n outputs, which are choices."""
+    """The answers to one call. A call has several requests, each with n outputs; an output is a
+    choice."""
 
     kind: str
     chunk_kind: str
@@ -117,7 +121,7 @@ class Answers(ABC):
         self.check_size()
 
     def check_size(self) -> None:
-        """Raises Refused if the answer may have too many log-probabilities and token ids."""
+        """Raises Refused if the answer may contain too many log-probabilities and token ids."""
         num_entries = 0
         for request in self.requests:
             params = request.params
@@ -135,8 +139,8 @@ class Answers(ABC):
     # --- the whole answer ---
 
     def whole(self, outputs: list[RequestOutput]) -> str:
-        """The JSON of an answer that is not streamed. Each choice is encoded alone: in between,
-        another thread may have the interpreter."""
+        """The JSON of an answer that is not streamed. Each choice is encoded by a call of its own,
+        so that other threads run in between."""
         choices = [
             encode(self.choice(i, one, output, is_first=True))
             for i, output in enumerate(outputs)
@@ -146,7 +150,7 @@ class Answers(ABC):
         return f'{head}, "choices": [{", ".join(choices)}], {encode(self.end(outputs))[1:]}'
 
     def end(self, outputs: list[RequestOutput]) -> dict[str, Any]:
-        """What comes after the choices."""
+        """The fields after the choices."""
         return {"usage": self.usage(outputs)}
 
     def usage(self, outputs: list[RequestOutput]) -> dict:
@@ -159,8 +163,8 @@ class Answers(ABC):
     # --- as a stream ---
 
     async def stream(self, deltas: Deltas) -> AsyncIterator[str]:
-        """The answer as it comes. The first item is empty, and says that something has come: an
-        error before it is raised, a later one becomes an event."""
+        """Yields the events of an answer. The first item is empty: it says that the request has
+        started. An error before it is raised; a later error becomes an event."""
         outputs: list[Any] = [None] * len(self.requests)
         has_begun = False
         try:
@@ -181,7 +185,7 @@ class Answers(ABC):
         yield "".join([*events, self.last_event])
 
     def events(self, i: int, part: CompletionOutput) -> list[str]:
-        """Events for what is new in an output of request i."""
+        """The events for new tokens in an output of request i."""
         key = (i, part.index)
         is_first = key not in self.counts
         self.counts[key] += len(part.token_ids)
@@ -192,13 +196,13 @@ class Answers(ABC):
         return [data(event)]
 
     def last(self, outputs: list[RequestOutput]) -> list[str]:
-        """Events after the last token."""
+        """The events after the last token."""
         if not self.wants.include_usage:
             return []
         return [data({**self.frame, "choices": [], "usage": self.usage(outputs)})]
 
     def error_event(self, error: dict) -> str:
-        """Tells that the stream has failed."""
+        """The event that tells that the stream has failed."""
         return data(error)
 
     # --- parts of a choice ---
@@ -207,12 +211,12 @@ class Answers(ABC):
     def content(
         self, i: int, one: CompletionOutput, whole: RequestOutput | None, is_first: bool
     ) -> dict:
-        """What an output of request i says; or what is new in it, if the whole is not given."""
+        """The text of an output of request i. With `whole` False: only the new text."""
 
     def choice(
         self, i: int, one: CompletionOutput, whole: RequestOutput | None, is_first: bool
     ) -> dict:
-        """Choices are numbered prompt by prompt."""
+        """One choice. Choices are numbered prompt by prompt."""
         choice = {
             "index": i * self.requests[i].params.n + one.index,
             **self.content(i, one, whole, is_first),
@@ -226,17 +230,18 @@ class Answers(ABC):
         return choice
 
     def reason(self, one: CompletionOutput) -> str | None:
-        """Why an output has ended."""
+        """The reason why an output has ended (`finish_reason`)."""
         return REASONS.get(one.finish_reason, one.finish_reason)
 
     def prompt_logprobs(self, output: RequestOutput) -> list[dict | None] | None:
-        """The log-probabilities of a prompt, as vLLM writes them."""
+        """The log-probabilities of a prompt, in vLLM's form."""
         if output.prompt_logprobs is None:
             return None
         return [row and self.ranked(row) for row in output.prompt_logprobs]
 
     def ranked(self, row: TokenLogprobs) -> dict[str, dict]:
-        """The rank of a token that is not among the likeliest is not known."""
+        """Log-probabilities with ranks. The rank of a token outside the likeliest ones is
+        unknown."""
         num_likeliest = self.requests[0].params.prompt_logprobs or 0
         likeliest = sorted(row, key=lambda i: -row[i])
         ranks = {i: rank for rank, i in enumerate(likeliest, 1) if rank <= num_likeliest}
@@ -247,7 +252,7 @@ class Answers(ABC):
 
 
 def data(event: dict) -> str:
-    """A line of a stream."""
+    """One `data:` line of a stream."""
     return f"data: {encode(event)}\n\n"
 
 

@@ -51,8 +51,8 @@ from nanovllm.server.settings import ServerOptions
 
 
 class Gate:
-    """Asks for an API key, if there are any, and stops a body that is too long. It is pure ASGI:
-    other middleware would hide that a client has left."""
+    """Checks the API key, if the server has keys, and refuses a body that is too long. It is pure
+    ASGI: other middleware would hide that a client has left."""
 
     def __init__(self, app: ASGIApp, options: ServerOptions):
         self.app = app
@@ -92,12 +92,12 @@ class Gate:
                 return False
         elif scheme.lower() != b"bearer":
             return False
-        # all of them, so that the time does not say which
+        # compares all keys, so that the time does not tell which one is right
         return sum(compare_digest(given, key.encode()) for key in self.options.api_key) > 0
 
 
 class Server:
-    """What the routes share."""
+    """What all routes share."""
 
     def __init__(self, new_engine: Callable[[], Awaitable[Backend]], options: ServerOptions):
         self.new_engine = new_engine
@@ -153,13 +153,13 @@ class Server:
         return Response(whole, media_type="application/json")
 
     async def told(self, body: Any) -> dict:
-        """What a body and the tokenizer say alone."""
+        """The answer to a tokenize or detokenize call. Raises ValueError or Refused."""
         self.check_model(body.model)
         return await self.prepared(self.told_of, body)
 
     async def prepared(self, function: Callable, body: Any) -> Any:
-        """Calls a function in the thread that tokenizes, which may take longer than a stream can
-        wait. Until then, the call counts as a request that waits."""
+        """Calls a function in the thread that tokenizes: it may take longer than a stream can wait.
+        Until it returns, the call counts as a waiting request."""
         self.engine.check_open()
         self.engine.check_room(1)
         self.engine.num_preparing += 1
@@ -238,7 +238,7 @@ class Server:
 
 
 async def while_connected(call: Request, work: Coroutine[Any, Any, Response]) -> Response:
-    """The result of the work, which is cancelled if the client leaves before it is done."""
+    """Returns the result of a task. It cancels the task if the client leaves first."""
 
     async def until_disconnect() -> None:
         while (await call.receive())["type"] != "http.disconnect":

@@ -1,8 +1,6 @@
-"""AsyncLLM: an engine in a thread of its own, for the event loop of a web server.
-
-The thread owns the LLM. Requests go in through one queue, the inbox. What is new in them comes out
-with one call per step.
-"""
+"""AsyncLLM: an engine in a thread of its own, for the event loop of a web server. The thread owns
+the LLM. Requests go in through one queue, the inbox. After each step, one call to the event loop
+brings what is new in all requests."""
 
 import asyncio
 import logging
@@ -61,25 +59,25 @@ class Backend(ABC):
 
     @abstractmethod
     def _start(self, request: Request, is_streamed: bool) -> None:
-        """Has the request computed. What is new in it goes to `_deliver`."""
+        """Starts the request. Its Deltas go to `_deliver`."""
 
     @abstractmethod
     def _abort(self, requests: list[Request]) -> None:
-        """Ends requests before their end."""
+        """Aborts requests."""
 
     @abstractmethod
     async def stats(self) -> dict[str, float]:
-        """Returns what `LLM.stats` does."""
+        """Returns the numbers of `LLM.stats`."""
 
     @abstractmethod
     async def ended(self) -> None:
-        """Waits, after `close`, until nothing runs any longer."""
+        """After `close`, waits until nothing runs any longer."""
 
     async def stream(
         self, requests: list[Request], is_streamed: bool = True
     ) -> AsyncGenerator[tuple[int, Delta], None]:
-        """Yields what is new, with the index of its request, until all requests have ended. Closing
-        the generator aborts those that have not. Without `is_streamed`, only ends are told. Raises
+        """Yields (index of the request, Delta) until all requests have ended. Closing the generator
+        aborts the others. Without `is_streamed`, only the last Delta of each request comes. Raises
         Busy, Unavailable, or the error of the first request that fails."""
         self.check_open()
         self.check_room(len(requests))
@@ -96,7 +94,7 @@ class Backend(ABC):
             self.leave(requests)
 
     def opened(self, requests: list[Request], is_streamed: bool) -> asyncio.Queue:
-        """The queue for what is new in these requests, which run from now on."""
+        """Starts these requests and returns the queue for their Deltas."""
         news: asyncio.Queue[tuple[int, Delta | Refused]] = asyncio.Queue()
         for i, request in enumerate(requests):
             self.open[request] = (news, i)
@@ -104,7 +102,7 @@ class Backend(ABC):
         return news
 
     def leave(self, requests: list[Request]) -> None:
-        """Aborts those that have not ended: nothing reads their queue any longer."""
+        """Aborts the requests of this queue that have not ended: nothing reads it any longer."""
         left = [request for request in requests if self.open.pop(request, None)]
         if left:
             self._abort(left)
@@ -119,7 +117,7 @@ class Backend(ABC):
             queue.put_nowait((i, delta))
 
     def check_open(self) -> None:
-        """Raises Unavailable."""
+        """Raises Unavailable if the engine takes no requests."""
         if self.end:
             raise Unavailable(self.end)
 
@@ -133,13 +131,13 @@ class Backend(ABC):
         self._end(SHUTTING_DOWN)
 
     def _end(self, reason: str) -> None:
-        """Each open request fails with this reason."""
+        """Fails each open request with this reason."""
         self.end = self.end or reason
         self._deliver([(request, Unavailable(self.end)) for request in [*self.open]])
 
 
 class StreamReader(Reader):
-    """Reads the state to one request, and knows what has been told of it."""
+    """Reads the state of one request and remembers what has been sent."""
 
     def __init__(self, state: RequestState, is_streamed: bool):
         super().__init__(state)
@@ -214,7 +212,7 @@ class AsyncLLM(Backend):
                 self.llm.meanwhile.remove(self._report)
 
     def _read_inbox(self) -> None:
-        """Waits if there is nothing to compute."""
+        """Takes requests and aborts from the inbox. It waits if no request runs."""
         if not self.llm.has_unfinished() and not self.is_stopping:
             for function in self.on_idle:
                 function()
@@ -259,7 +257,7 @@ class AsyncLLM(Backend):
             self._report()
 
     def _report(self) -> None:
-        """Tells the event loop what is new since the last call."""
+        """Sends the event loop what is new since the last call."""
         news: News = []
         now = time.perf_counter()
         for request, reader in [*self.live.items()]:

@@ -1,4 +1,4 @@
-"""Chats: /v1/chat/completions, what it takes and what it answers."""
+"""Chats: the bodies and answers of /v1/chat/completions."""
 
 import json
 from collections.abc import Iterator
@@ -34,8 +34,8 @@ class Message(Open):
     tool_calls: list[dict] | None = None
 
     def for_template(self) -> dict:
-        """The message that templates expect: no empty fields, and the arguments of calls as
-        objects. Raises Refused."""
+        """The message in the form that chat templates expect: no empty fields, and arguments of
+        calls as objects. Raises Refused."""
         fields = {name: value for name, value in self if value is not None}
         if self.role == "assistant" and self.tool_calls:
             fields["tool_calls"] = [with_arguments(call) for call in self.tool_calls]
@@ -71,7 +71,7 @@ class Format(Strict):
 
     @property
     def wanted(self) -> dict[str, Any] | None:
-        """What SamplingParams.structured_outputs gets. Raises Refused."""
+        """The value for SamplingParams.structured_outputs. Raises Refused."""
         if (self.json_schema is None) == (self.type == "json_schema"):
             problem = 'json_schema goes with type "json_schema" only, and is needed there'
             raise Refused(f"response_format: {problem}", "response_format")
@@ -102,7 +102,7 @@ class ChatFields(Strict):
     reasoning_effort: Effort | None = None
 
     def chat(self, messages: list[Message]) -> dict:
-        """The conversation as messages.Chat has it."""
+        """The conversation as a messages.Chat."""
         names: dict[str, Any] = {}
         if self.reasoning_effort is not None:
             names["reasoning_effort"] = self.reasoning_effort
@@ -163,8 +163,8 @@ class ChatBody(ChatFields, Body):
         return self.tool_choice not in (None, "auto", "none")
 
     def forced_calls(self, tools: list[dict]) -> dict[str, Any]:
-        """What makes the answer one call of the named function: its arguments; or a list of calls
-        of any. Raises Refused."""
+        """Makes the model answer with a call: with the arguments of the named function, or with a
+        list of calls of any functions. Raises Refused."""
         functions = {tool["function"]["name"]: tool["function"] for tool in tools}
         schemas = {name: one.get("parameters", NOTHING) for name, one in functions.items()}
         if isinstance(self.tool_choice, CallNamed):
@@ -247,7 +247,7 @@ class ChatCompletions(Answers):
         return super().reason(one)
 
     def parts(self, one: CompletionOutput) -> Parts:
-        """The parts of a whole output, or of what is new in it."""
+        """The parts of a whole output, or of its new text."""
         return self.parsers[one.index].add(one.text, one.finish_reason is not None)
 
     def content(

@@ -28,7 +28,8 @@ NOT_AN_OPTION = "model n logprobs prompt_logprobs logit_bias extra_args structur
 
 
 class Parser(argparse.ArgumentParser):
-    """Says in a ValueError what is wrong, and names the nearest option where one does not exist."""
+    """Raises a ValueError that says what is wrong. For an unknown option, it names the most similar
+    one."""
 
     def __init__(self, **kwargs):
         super().__init__(allow_abbrev=False, **kwargs)
@@ -86,7 +87,7 @@ def new_parser() -> Parser:
 
 
 def add_options(parser: Parser, kind: type[Options]) -> None:
-    """One for each field. Those that are not given keep the field's default."""
+    """Adds one option for each field. A field without its option keeps its default."""
     group = parser.add_argument_group(kind.__name__)
     meanings = meanings_of(kind)
     for field in fields(kind):  # type: ignore[arg-type]
@@ -107,7 +108,7 @@ def meanings_of(kind: type[Options]) -> dict[str, str]:
 
 
 def help_of(field: Field, meaning: str) -> str:
-    """What the option means, and its default, if the text does not say it."""
+    """The meaning of the option, and its default if the text does not name it."""
     value = field.default
     text = meaning.replace("%", "%%")
     if value is None or value is MISSING:
@@ -116,7 +117,7 @@ def help_of(field: Field, meaning: str) -> str:
 
 
 def how_to_read(kind: Any) -> dict[str, Any]:
-    """What turns the option's words into a value of this type."""
+    """The function that turns the option's text into a value of this type."""
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}
     if get_origin(kind) is Literal:
@@ -131,12 +132,13 @@ def how_to_read(kind: Any) -> dict[str, Any]:
 
 
 def json_object(text: str) -> dict:
-    """An argparse.ArgumentTypeError would say no more than this name."""
+    """A JSON object. (argparse would hide the text of an error and show only this function's
+    name.)"""
     return json.loads(text)
 
 
 def imported(name: str) -> type:
-    """The class that `module:Class` names."""
+    """The class of `module:Class`."""
     module, _, attribute = name.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
@@ -145,7 +147,7 @@ def imported(name: str) -> type:
 
 
 def words_of(options: dict[str, Any]) -> list[str]:
-    """Options by their names, as the command line has them."""
+    """The options by their names on the command line."""
     words: list[str] = []
     for name, value in options.items():
         option = "--" + str(name).replace("_", "-")
@@ -161,7 +163,7 @@ def words_of(options: dict[str, Any]) -> list[str]:
 
 
 def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parses a command line, and the file of options that it names."""
+    """Parses a command line and the file of options that it names."""
     parser = new_parser()
     args = parser.parse_args(words)
     if getattr(args, "config", None) is not None:

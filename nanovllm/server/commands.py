@@ -74,12 +74,12 @@ def serve(args: Namespace) -> None:
 
 
 def wait_for_viewers(schedule: Schedule, seconds: float) -> None:
-    """An observer: a step that was faster than people see waits."""
+    """An observer that slows fast steps down, so that people can see them."""
     time.sleep(max(0.0, SHOWN_STEP - seconds))
 
 
 def check_template(llm: LLM, template: str) -> None:
-    """Raises ValueError if it cannot write a conversation."""
+    """Raises ValueError if the model's chat template cannot write a conversation."""
     chat = {"messages": [{"role": "user", "content": "Hello"}], "chat_template": template}
     try:
         llm.inputs.encode(chat)
@@ -88,7 +88,7 @@ def check_template(llm: LLM, template: str) -> None:
 
 
 def serve_replicas(args: Namespace) -> None:
-    options = replica_options(args)  # before Ray, which takes seconds to begin
+    options = replica_options(args)  # before Ray, which takes seconds to start
     try:
         from nanovllm.server import scaling
     except ImportError as error:
@@ -116,7 +116,7 @@ def server_options(args: Namespace) -> ServerOptions:
 
 
 def name_of(model: str) -> str:
-    """A hub id as it is; of a directory only its name."""
+    """The name of a model: a hub id unchanged, the last part of a directory's path."""
     path = Path(model).expanduser()
     return path.resolve().name if path.is_dir() else model
 
@@ -139,7 +139,7 @@ def record(args: Namespace) -> None:
 
 def chat(args: Namespace) -> None:
     side = Local(args) if args.url is None else Remote(args)
-    is_terminal = sys.stdin.isatty()  # a pipe gets the answers only
+    is_terminal = sys.stdin.isatty()  # into a pipe, only the answers are written
     if is_terminal:
         print(HELP)
     history: list[dict] = []
@@ -157,12 +157,14 @@ def chat(args: Namespace) -> None:
         elif text:
             question = {"role": "user", "content": text}
             answer = show(side, [*history, question], is_terminal)
-            if answer:  # else it has been refused, perhaps: as if it had not been asked
+            if (
+                answer
+            ):  # else the question was refused, perhaps: the conversation goes on without it
                 history += [question, {"role": "assistant", "content": answer}]
 
 
 def show(side: Local | Remote, history: list[dict], has_usage: bool) -> str:
-    """Prints an answer as it comes, and returns it as far as it has come."""
+    """Prints an answer while it comes. Returns the text, also if it is not complete."""
     answer = ""
     try:
         with closing(side.answer(history)) as parts:
@@ -218,7 +220,8 @@ class Remote:
 
     @contextmanager
     def opened(self, path: str, body: dict | None = None) -> Iterator[Any]:
-        """What is wrong with the server, also while its answer is read, becomes a ValueError."""
+        """Opens a URL of the server. An error of the server becomes a ValueError, also one that
+        comes while the answer is read."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, self.headers)
         try:

@@ -1,4 +1,4 @@
-"""Completions: /v1/completions, what it takes and what it answers."""
+"""Completions: the bodies and answers of /v1/completions."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""Errors: what a client is told when its request is refused or fails."""
+"""Errors: what the server answers when it refuses a request or when a request fails."""
 
 import logging
 import re
@@ -38,21 +38,22 @@ class Refused(Exception):
 
 
 class Busy(Refused):
-    """Too many requests wait already."""
+    """Too many requests wait."""
 
     def __init__(self, message: str):
         super().__init__(message, status=429)
 
 
 class Unavailable(Refused):
-    """The engine takes no requests: it ends, or it has died."""
+    """The engine takes no requests: it is ending, or it has died."""
 
     def __init__(self, message: str):
         super().__init__(message, status=503)
 
 
 def in_words(error: ValueError, kind: type[BaseModel]) -> Refused:
-    """What the engine refuses. Its messages start with the name of the field."""
+    """The answer to a request that the engine refuses. The engine's error messages start with the
+    name of the field."""
     message = str(error)[:1000].replace("StructuredOutputsParams", "structured_outputs")
     names = [word for word in re.findall(r"\w+", message) if word in kind.model_fields]
     param = names[0] if names else None
@@ -64,7 +65,7 @@ def in_words(error: ValueError, kind: type[BaseModel]) -> Refused:
 
 
 def failed(error: Exception) -> Refused:
-    """What is told of a request that failed in the engine. The server's log has the traceback."""
+    """The answer to a request that failed in the engine. The server's log has the traceback."""
     if isinstance(error, Refused):
         return error
     logger.error("a request failed", exc_info=error)
@@ -76,7 +77,7 @@ def failed(error: Exception) -> Refused:
 
 
 def first_problem(error: RequestValidationError | ValidationError) -> Refused:
-    """The first field of a body that is wrong."""
+    """The first wrong field of a body."""
     problems = error.errors()
     # of a union, the kind that fits: its value is wrong, and not its type
     fitting = [problem for problem in problems if not problem["type"].endswith("_type")]
@@ -103,7 +104,7 @@ def first_problem(error: RequestValidationError | ValidationError) -> Refused:
 
 
 def content_of(error: Refused) -> dict:
-    """The JSON of an error, as OpenAI writes it."""
+    """The JSON of an error, in OpenAI's form."""
     content = {
         "message": str(error),
         "type": TYPES.get(error.status, "invalid_request_error"),

@@ -1,4 +1,4 @@
-"""Metrics: what Prometheus reads, by the names of vLLM with our prefix."""
+"""Metrics: what Prometheus reads, with vLLM's names and our prefix."""
 
 import time
 from collections.abc import AsyncGenerator, Iterator
@@ -44,7 +44,8 @@ def is_counter(key: str) -> bool:
 
 
 class Metrics:
-    """The metrics of one server. The engine's counters are read from its `stats` on request."""
+    """The metrics of one server. When Prometheus asks, the engine's counters are read from
+    `stats`."""
 
     def __init__(self, model_name: str):
         self.model_name = model_name
@@ -74,7 +75,7 @@ class Metrics:
         return family.labels(self.model_name)
 
     def collect(self) -> Iterator[Metric]:
-        """What a registry asks of a collector."""
+        """Called by the registry."""
         for kind, table in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
             for name, (key, text) in table.items():
                 family = kind(f"nanovllm:{name}", text, labels=["model_name"])
@@ -83,7 +84,7 @@ class Metrics:
         yield self.by_place()
 
     def by_place(self) -> Metric:
-        """Accepted draft tokens by their place, of which 0 is the first."""
+        """Accepted draft tokens by their place; 0 is the first."""
         name = "nanovllm:spec_decode_num_accepted_tokens_per_pos"
         family = CounterMetricFamily(
             name, "Accepted draft tokens.", labels=["model_name", "position"]
@@ -106,7 +107,8 @@ class Metrics:
     async def watched(
         self, deltas: AsyncGenerator, requests: list[Request], begin: float
     ) -> AsyncGenerator[tuple[int, Delta], None]:
-        """The same deltas. Their times count from `begin`, when the HTTP request arrived."""
+        """Yields the same Deltas and records their times, counted from `begin`, when the HTTP
+        request arrived."""
         unfinished = dict(enumerate(requests))
         last: dict[tuple, float] = {}
         reason = "abort"
@@ -125,7 +127,8 @@ class Metrics:
                 self.count(reason, request.params.n)
 
     def see(self, i: int, delta: Delta, begin: float, last: dict[tuple, float]) -> None:
-        """`last` has the time of the last token by request and output."""
+        """Records the times of a Delta. `last` has the time of the last token of each request and
+        output."""
         now = time.perf_counter()
         for part in delta.parts:
             key = (i, part.index)
@@ -139,7 +142,7 @@ class Metrics:
         self.whole.observe(now - begin)
         for one in delta.output.outputs:
             self.count(one.finish_reason)
-            # empty, if its parts were seen
+            # empty if its parts were counted
             times = delta.times[: len(one.token_ids)]
             if times:
                 self.first_token.observe(times[0] - begin)

@@ -1,4 +1,4 @@
-"""The page at /, and the live view's frames on their way to the browsers that watch."""
+"""The page at /, and how the frames of the live view reach the browsers."""
 
 import asyncio
 import json
@@ -28,7 +28,8 @@ MOST_FRAMES = 50  # that wait for a slow reader; then it is sent away
 
 
 class Live:
-    """Frames of the engine's thread for all watchers. It makes none without a watcher."""
+    """Sends the frames of the engine's thread to all browsers that watch. Without one, no frames
+    are made."""
 
     def __init__(self, engine: AsyncLLM):
         self.engine = engine
@@ -85,7 +86,8 @@ class Files(StaticFiles):
 
 
 def add_page(app: FastAPI) -> None:
-    """Its files are in the root, each with a route of its own: all other paths stay unknown."""
+    """Adds the page's files at the root. Each has a route of its own, so that all other paths stay
+    unknown."""
 
     async def watch() -> Response:
         frames = app.state.server.live.frames()

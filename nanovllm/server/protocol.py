@@ -1,9 +1,6 @@
-"""Protocol: what clients of OpenAI's API may send: what all bodies have in common.
-
-A field is supported, or harmless, or refused by its name: nothing that would change the answer is
-ignored. `null` is the same as nothing. Each list and text has a limit (a cap), so that no single
-call can stop the others for long.
-"""
+"""Protocol: the fields that all bodies of OpenAI's API have in common. A field is supported, or it
+is ignored because it changes no answer, or it is refused by its name. `null` is the same as no
+field. Each list and text has a limit (a cap), so that no call can stop the others for long."""
 
 import json
 from dataclasses import fields
@@ -64,7 +61,7 @@ class StreamOptions(Strict):
 
 
 class CallBody(Strict):
-    """What all calls that the model answers take, and what changes no answer."""
+    """The fields of all calls that the model answers, and those that change no answer."""
 
     model: str | None = None
     stream: bool = False
@@ -78,7 +75,7 @@ class CallBody(Strict):
 
 
 class Body(CallBody):
-    """What completions and chats take."""
+    """The fields that completions and chats share."""
 
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
     temperature: float | None = None

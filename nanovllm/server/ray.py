@@ -1,8 +1,9 @@
-"""Ray: the application for a cluster that runs already.
+"""Ray: the application for a cluster that is already running.
 
-    serve run nanovllm.server.ray:app model=MODEL replicas=2
+serve run nanovllm.server.ray:app model=MODEL replicas=2
 
-The server is a deployment there, too: Ray's proxies on each machine pass on to it what they get.
+The server is a deployment of the cluster, too: Ray's proxy on each machine passes HTTP requests to
+it.
 """
 
 from typing import Any
@@ -18,7 +19,7 @@ from nanovllm.server.scaling import engines
 
 
 def app(args: dict[str, Any]) -> Application:
-    """What `serve run` and its config files call, with the options of `nanovllm serve`. Raises
+    """Called by `serve run` and by its config files, with the options of `nanovllm serve`. Raises
     ValueError."""
     for name in ("host", "port"):
         if name in args:

@@ -1,9 +1,7 @@
-"""Replicas: several engines behind one server, as deployments of Ray Serve.
-
-`Ingress` has the routes of `app.py` and no model; `Engine` has a model and no routes. A request
-goes from one to the other, its deltas come back as a stream. A Router chooses the replica. The
-server says how many requests may wait in all replicas together; a replica takes what it is sent.
-"""
+"""Replicas: several engines behind one server, as deployments of Ray Serve. `Ingress` has the
+routes of `app.py` and no model. `Engine` has a model and no routes. A request goes from the ingress
+to an engine, and its Deltas come back as a stream. A Router chooses the replica. The server limits
+how many requests wait in all replicas together; a replica takes every request that it gets."""
 
 import asyncio
 import logging
@@ -43,7 +41,7 @@ NO_LIMIT = 10**6  # of requests in a replica: the server says when there are too
 
 @dataclass
 class Work:
-    """A request on its way to a replica, with what a router must know of all replicas."""
+    """A request on its way to a replica, and what the router must know of it."""
 
     request: Request
     is_streamed: bool
@@ -53,7 +51,7 @@ class Work:
 
 
 class Engine:
-    """A replica: an engine, and the thread that runs it."""
+    """A replica: an engine and its thread."""
 
     async def __init__(self, config: dict[str, Any]):  # type: ignore[misc]
         self.llm = LLM(**config)
@@ -61,7 +59,7 @@ class Engine:
         self.id = uuid4().hex  # Ray's answers do not say which replica gave them
 
     async def inputs(self) -> Inputs:
-        """What turns prompts into requests, elsewhere."""
+        """What the server needs to turn prompts into requests."""
         return self.llm.inputs
 
     async def stats(self) -> tuple[str, dict[str, float]]:
@@ -69,7 +67,7 @@ class Engine:
         return self.id, await self.engine.stats()
 
     async def check_health(self) -> None:
-        """Ray asks for it each second, and replaces a replica that raises."""
+        """Ray calls this each second. It replaces a replica in which this raises."""
         self.engine.check_open()
 
     async def generate(self, work: Work) -> AsyncIterator[list[Delta | Refused]]:
@@ -88,26 +86,30 @@ class Engine:
                 yield deltas
                 if request in self.engine.open:
                     await asyncio.sleep(SECONDS_BETWEEN)
-        finally:  # also if Ray cancels this, because nothing reads it any longer
+        finally:  # also if Ray cancels this task because its client has left
             self.engine.leave([request])
 
 
 class Replicas(Backend):
-    """Engines elsewhere, `num_replicas` or more. Each request is a task that reads its stream."""
+    """The engines, `num_replicas` or more, as a Backend. Each request has a task that reads its
+    stream."""
 
     def __init__(
         self, engines: DeploymentHandle, inputs: Inputs, num_replicas: int, max_waiting: int
     ):
         super().__init__(inputs, max_waiting)
         self.engines = engines
-        self.manager = inputs.scheduler.block_manager  # as it was when the first one began
+        self.manager = inputs.scheduler.block_manager  # as it was when the first replica started
         self.num_seats = num_replicas * inputs.scheduler.max_num_seqs
         self.tasks: dict[Request, asyncio.Future[None]] = {}
-        self.counted: dict[str, dict[str, float]] = {}  # of each replica that there ever was
+        self.counted: dict[
+            str, dict[str, float]
+        ] = {}  # of each replica, also those that have ended
 
     @property
     def num_waiting(self) -> int:
-        """A replica does not tell which of its requests run: the seats of all are counted."""
+        """The number of waiting requests. A replica does not say which of its requests run, so the
+        places in all running batches are subtracted."""
         return max(0, len(self.open) - self.num_seats)
 
     def _start(self, request: Request, is_streamed: bool) -> None:
@@ -122,8 +124,8 @@ class Replicas(Backend):
                 self.tasks[request].cancel()
 
     async def stats(self) -> dict[str, float]:
-        """Gauges are sums over the replicas that answer. Counters are sums over all that there ever
-        were: they never go back."""
+        """Gauges are sums over the replicas that answer. Counters are sums over all replicas, also
+        those that have ended: they never go back."""
         asked = self.engines.broadcast("stats")
         try:
             answers = await asked.results_async(return_exceptions=True)
@@ -159,8 +161,8 @@ class Replicas(Backend):
             self._deliver([(request, failed(error))])
 
     async def _is_served(self, request: Request, is_streamed: bool) -> bool:
-        """Whether a replica has served the request. If nothing of the answer has come, another one
-        may try."""
+        """Whether a replica has answered the request. If no part of the answer has come, the server
+        may try another replica."""
         has_begun = False
         sizes = (self.manager.block_size, len(self.manager.blocks))
         work = Work(request, is_streamed, *sizes)
@@ -183,7 +185,7 @@ class Replicas(Backend):
 
 
 def new_ingress(engines: DeploymentHandle, num_replicas: int, options: ServerOptions) -> FastAPI:
-    """The app of a server whose engines are elsewhere. It has no page."""
+    """The app of a server whose engines are in other processes. It has no page."""
 
     async def new_engine() -> Backend:
         inputs = await engines.inputs.remote()  # of the first replica
@@ -204,7 +206,7 @@ class Ingress:
 
 
 class RayRouter(RequestRouter):
-    """Asks a Router. Ray makes one for each ingress."""
+    """Asks a Router which replica gets a request. Ray makes one RayRouter for each ingress."""
 
     def initialize_state(self, **kwargs) -> None:
         self.router_cls: Any = locate(kwargs["router"])
@@ -214,12 +216,12 @@ class RayRouter(RequestRouter):
         self.chosen: dict[str, tuple[ReplicaID, Work]] = {}
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """A request that was sent has ended, whether with an answer or by an error."""
+        """Called by Ray when a request has ended, with an answer or with an error."""
         self.chosen.pop(internal_request_id, None)
 
     def loads(self, replicas: Iterable[ReplicaID]) -> dict[ReplicaID, int]:
-        """How many open requests each replica has. If a client has left before its request was
-        sent, Ray does not say that it is completed."""
+        """How many open requests each replica has. Ray does not call on_request_completed if a
+        client leaves before its request was sent."""
         self.chosen = {key: one for key, one in self.chosen.items() if not one[1].is_over}
         counts = Counter(replica_id for replica_id, _ in self.chosen.values())
         return {replica_id: counts[replica_id] for replica_id in replicas}
@@ -231,16 +233,18 @@ class RayRouter(RequestRouter):
     ) -> list[list[RunningReplica]]:
         if pending_request is None:
             return [candidate_replicas]
-        pending_request.routing_context.should_backoff = True  # if it must be asked again
+        pending_request.routing_context.should_backoff = True  # for a second try
         works = [arg for arg in pending_request.args if isinstance(arg, Work)]
-        if not works:  # a question that any of them can answer
+        if not works:  # any replica can answer this call
             return [candidate_replicas]
         try:
             chosen = self.choose(candidate_replicas, works[0])
             key = pending_request.metadata.internal_request_id
             self.chosen[key] = (chosen.replica_id, works[0])
             return [[chosen]]
-        except Exception as error:  # Ray would log it, and let the client wait forever
+        except (
+            Exception
+        ) as error:  # Ray would only log the error, and the client would wait forever
             pending_request.future.set_exception(error)
             return [candidate_replicas]
 

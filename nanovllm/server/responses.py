@@ -1,7 +1,5 @@
-"""Responses: /v1/responses, the newer form of a chat: what it takes, and what it answers.
-
-Nothing is stored: a conversation is sent as a whole, and what only a store could do is refused.
-"""
+"""Responses: the bodies and answers of /v1/responses, the newer form of a chat. The server stores
+nothing: a client sends the whole conversation, and fields that need a store are refused."""
 
 from collections.abc import Iterator
 from functools import cached_property
@@ -58,7 +56,7 @@ class ResponseBody(CallBody):
 
     @cached_property
     def chat(self) -> ChatBody:
-        """The same, as a chat. Raises Refused."""
+        """The same conversation as a chat. Raises Refused."""
         form = self.text.format
         wanted: dict[str, Any] = {"type": form.type}
         if form.type == "json_schema":
@@ -101,14 +99,14 @@ class ResponseBody(CallBody):
 
 
 def deeper(given: dict, name: str) -> dict:
-    """All fields but the type, one level deeper."""
+    """Puts all fields but the type one level deeper."""
     fields = {key: value for key, value in given.items() if key != "type"}
     return {"type": given.get("type"), name: fields}
 
 
 def message_of(item: dict, place: str) -> dict[str, Any]:
-    """The message that an item of the input is; an empty one if a template has no use for it.
-    Raises Refused."""
+    """The message for an item of the input; an empty one if chat templates have no use for the
+    item. Raises Refused."""
     kind = item.get("type", "message")
     if kind == "reasoning":
         return {}  # of an earlier answer: templates leave it out
@@ -143,7 +141,7 @@ def plain(content: Any, place: str) -> str:
 
 
 class Items:
-    """What an answer consists of, as it comes, and the events that tell of it."""
+    """The items of an answer, while they come, and their events."""
 
     def __init__(self) -> None:
         self.output: list[dict] = []
@@ -191,14 +189,14 @@ class Items:
         self.is_open = True
 
     def tell_text(self, event: str, **more: Any) -> None:
-        """An event of the text that is open."""
+        """An event of the open text item."""
         kind = self.output[-1]["content"][0]["type"]
         if kind == "output_text":
             more["logprobs"] = []
         self.tell(f"response.{kind}.{event}", **self.place(), content_index=0, **more)
 
     def close(self, status: str = "completed") -> None:
-        """Ends the text that is open, if there is one."""
+        """Ends the open text item, if there is one."""
         if not self.is_open:
             return
         self.is_open = False
@@ -230,7 +228,7 @@ class Items:
 
 
 class Responses(ChatCompletions):
-    """A chat's answer, of which other events tell."""
+    """The answer to a chat, as events of the responses API."""
 
     kind = chunk_kind = "response"
     prefix = "resp"

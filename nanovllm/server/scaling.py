@@ -1,4 +1,4 @@
-"""Scaling: starts as many replicas as are wanted, with Ray Serve."""
+"""Scaling: starts the replicas, with Ray Serve."""
 
 import os
 import re
@@ -32,7 +32,8 @@ NAME = "nanovllm"  # of the application
 
 
 def engines(config: Config, server: ServerOptions, options: ReplicaOptions) -> Application:
-    """The replicas, for a cluster that runs already. Raises ValueError if it has no room."""
+    """The replicas, for a cluster that is already running. Raises ValueError if the cluster has no
+    room."""
     machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     has_gpus = any(machine.get("GPU") for machine in machines)
     needed = options.resources(config, has_gpus)
@@ -64,7 +65,8 @@ def engines(config: Config, server: ServerOptions, options: ReplicaOptions) -> A
 
 
 def check_room(machines: list[dict], needed: dict[str, float], num_replicas: int) -> None:
-    """Ray would wait for more machines, and say so in its logs only."""
+    """Raises ValueError if the cluster has no room. Ray would wait for more machines and only log
+    it."""
     num_places = 0
     for machine in machines:
         places = [machine.get(name, 0) // count for name, count in needed.items() if count]
@@ -78,8 +80,8 @@ def check_room(machines: list[dict], needed: dict[str, float], num_replicas: int
 def run(
     config: Config, server: ServerOptions, options: ReplicaOptions, host: str, port: int
 ) -> None:
-    """Starts Ray here, unless RAY_ADDRESS names a cluster, and serves until a signal comes. This
-    process is the server: it needs no proxy, and ends as it does with one engine."""
+    """Starts Ray here, or connects to the cluster at RAY_ADDRESS, and serves until a signal comes.
+    This process is the server: no proxy is needed, and the server ends as with one engine."""
     sock = bind(host, port)
     most = options.max_replicas or options.replicas
     start_ray(most * options.resources(config, has_gpus=False)["CPU"])
@@ -98,7 +100,7 @@ def run(
 
 
 def start(application: Application) -> None:
-    """Waits for the replicas. Raises ValueError with what is wrong if they cannot be made."""
+    """Waits for the replicas. Raises ValueError with the reason if they cannot start."""
     try:
         serve.run(application, name=NAME, route_prefix=None)
     except RuntimeError as error:
@@ -108,9 +110,9 @@ def start(application: Application) -> None:
 
 
 def start_ray(num_cpus: float) -> None:
-    """A part of a core is not what a process is limited to, only how Ray counts: so there may be
-    more replicas than cores."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent to anybody
+    """Starts Ray. A replica gets a part of a core: only Ray's accounting uses the number, so there
+    may be more replicas than cores."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no usage report is sent
     if os.environ.get("RAY_ADDRESS"):
         ray.init()
         return

@@ -1,4 +1,4 @@
-"""Serve: from an app and a port to a server that ends in an orderly way."""
+"""Serve: binds a port, serves an app, and ends in an orderly way."""
 
 import gc
 import logging
@@ -16,8 +16,8 @@ SWITCH = 0.0005  # seconds; by itself, Python lets a thread go on for ten times 
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server. At the first signal, it takes no more connections, and gives the requests
-    that run some time to end. The second signal does not wait."""
+    """uvicorn's server. At the first signal, it takes no more connections and gives the running
+    requests some time. At the second signal, it ends at once."""
 
     has_failed = False
 
@@ -39,12 +39,13 @@ class Server(uvicorn.Server):
                 logger.warning("All that can reach %s may use it: --api-key asks for a key", host)
 
     def handle_exit(self, sig: int, frame: object) -> None:
-        """uvicorn's own would raise the signal again at the end, before others have tidied up."""
+        """Handles a signal. uvicorn's own method would raise the signal again before the engine is
+        closed."""
         self.force_exit = self.should_exit
         self.should_exit = True
 
     def end_with_the_engine(self) -> None:
-        """A process without an engine is of no use: what supervises it shall see that it ends."""
+        """Ends the server when the engine dies, so that a supervisor can start it again."""
         self.has_failed = True
         self.should_exit = True
 
@@ -55,8 +56,8 @@ class Server(uvicorn.Server):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that listens at this address, so that no other server takes it meanwhile. Raises
-    ValueError if it cannot."""
+    """A socket that listens at this address. No other server can take the address while the model
+    loads. Raises ValueError."""
     if not 0 <= port < 2**16:
         raise refusal("port", port, "it must be from 0 (any free one) to 65535")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

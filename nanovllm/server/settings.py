@@ -1,4 +1,4 @@
-"""Settings: the options of the server, as the command line has them."""
+"""Settings: the server's options, with their names on the command line."""
 
 from dataclasses import dataclass, field
 from math import inf
@@ -99,7 +99,7 @@ class ReplicaOptions(Options):
         self.require("max_replicas", is_most, allowed)
 
     def resources(self, config: Config, has_gpus: bool) -> dict[str, float]:
-        """What Ray reserves for a replica: the ranks of one are on one machine."""
+        """What Ray reserves for a replica. All ranks of one replica are on one machine."""
         num_ranks = config.tensor_parallel_size
         num_gpus = num_ranks if has_gpus and config.device != "cpu" else 0
         return {"CPU": self.cpus_per_rank * num_ranks, "GPU": num_gpus}

@@ -1,8 +1,6 @@
-"""VirtualCache: a KV cache in which the blocks of a sequence are also seen one after the other.
-
-vAttention's idea (ASPLOS 2025) on top of the block manager: the block tables stay, but attention
-does not read them. They are carried out by mapping memory.
-"""
+"""VirtualCache: a KV cache in which the blocks of a sequence also have consecutive addresses. It
+puts vAttention's idea (ASPLOS 2025) under the block manager: the block tables stay, but attention
+does not read them. Instead, memory is mapped as they say."""
 
 import math
 from itertools import zip_longest
@@ -22,7 +20,7 @@ Table = list[int]  # the blocks of a sequence
 
 
 class Pieces(NamedTuple):
-    """How blocks are cut: into one piece with all layers, or into one for each."""
+    """How blocks are cut: one piece with all layers, or one piece for each layer."""
 
     num: int
     size: int  # bytes
@@ -30,18 +28,17 @@ class Pieces(NamedTuple):
 
     @property
     def quality(self) -> tuple[int, int, int]:
-        """Least memory first; then most rows; then each layer's keys close together."""
+        """The order of preference: least memory, then most rows, then the keys of a layer close
+        together."""
         num_bytes = self.num * self.size
         return -num_bytes, self.num_rows, self.num
 
 
 class VirtualShape:
-    """The shape of a VirtualCache with any number of blocks.
-
-    A piece is mapped as a whole, so it has whole pages. And its tokens follow each other at equal
-    distances, even from one piece to the next, or no tensor could describe a row of them: so each
-    token is padded until the last one ends where a page ends.
-    """
+    """The shape of a VirtualCache with any number of blocks. Only whole pages can be mapped, so a
+    piece has whole pages. The tokens of a row must have equal distances, also from one piece to the
+    next, or no tensor could describe the row. So each token is padded until the last token of a
+    piece ends where a page ends."""
 
     def __init__(self, shape: CacheShape, limits: Limits, system: System):
         self.shape = shape
@@ -80,10 +77,8 @@ class VirtualShape:
         return VirtualCache(self, num_blocks)
 
     def seen_in(self, view: Tensor, length: int) -> Tensor:
-        """What lies in these bytes: n times `length` tokens, piece after piece.
-
-        [2, num_layers, n, length, num_kv_heads, head_dim]
-        """
+        """The tensor that lies in these bytes: n times `length` tokens, piece after piece. [2,
+        num_layers, n, length, num_kv_heads, head_dim]"""
         layers, _, *heads, dtype = self.shape
         stride = self.pieces.size // self.block_size // dtype.itemsize
         # [pieces, n, length, numbers from one token to the next]
@@ -97,10 +92,8 @@ class VirtualShape:
 
 
 class VirtualCache(KVCache):
-    """A KVCache whose blocks are seen twice: where they are, and in the rows of sequences.
-
-    rows: of each layer, keys and values [2, rows, tokens of a row, num_kv_heads, head_dim]
-    """
+    """A KVCache whose blocks have two addresses: their own, and one in the row of a sequence. rows:
+    keys and values of each layer, [2, rows, tokens of a row, num_kv_heads, head_dim]"""
 
     def __init__(self, shape: VirtualShape, num_blocks: int):
         size = num_blocks * shape.block_bytes
@@ -118,7 +111,8 @@ class VirtualCache(KVCache):
         self.rows = by_layer.unbind(1)
 
     def show(self, batch: Batch) -> list[int]:
-        """Brings the blocks of each sequence of a step into a row, or NO_ROW if none is left."""
+        """Maps the blocks of each sequence of a step into a row. A sequence gets NO_ROW if no row
+        is left."""
         block_ids = batch.block_tables.tolist()
         firsts = batch.cu_blocks.tolist()
         ends = batch.cu_seqlens_q.tolist()
@@ -134,12 +128,10 @@ class VirtualCache(KVCache):
 
 
 class PageTable:
-    """What the rows show. A row is a range of addresses for the longest sequence.
-
-    A row goes on showing what it showed until another sequence needs it. So a sequence that goes on
-    finds its row by the block that it wrote last, and has at most a few blocks mapped in a step;
-    and a new sequence that shares the blocks of a finished one finds them mapped.
-    """
+    """Which blocks are mapped into which row. A row is a range of addresses for the longest
+    sequence. A row keeps its blocks until another sequence needs the row. So a running sequence
+    finds its row by the block that it wrote last, and only a few blocks are mapped in a step; a new
+    sequence that shares the blocks of a finished one finds them mapped."""
 
     def __init__(self, shape: VirtualShape, num_blocks: int, memory: VirtualMemory):
         self.shape = shape
@@ -157,7 +149,7 @@ class PageTable:
         self.row_of: dict[int, int] = {}  # the block that a sequence wrote last -> its row
 
     def show(self, tables: list[Table], starts: list[int]) -> list[int]:
-        """Their rows. The first `starts` tokens of each are from earlier steps."""
+        """Returns the rows. The first `starts` tokens of each sequence are from earlier steps."""
         if self.is_changing:  # the last change was interrupted
             self.memory.wait()
             self.memory.unmap(self.address, self.num_bytes)
@@ -200,7 +192,7 @@ class PageTable:
         return rows
 
     def change(self, row: int, table: Table) -> None:
-        """Maps what differs."""
+        """Maps the blocks that differ."""
         size = self.shape.pieces.size
         for i, (old, new) in enumerate(zip_longest(self.shown[row], table)):
             if new == old:
@@ -216,7 +208,8 @@ class PageTable:
         self.shown[row] = table
 
     def fill(self, rows: slice, num_tokens: int) -> None:
-        """Lets `num_tokens` tokens of these rows be read: zeros behind the end of a sequence."""
+        """Makes `num_tokens` tokens of these rows readable, with zeros after the end of a
+        sequence."""
         num_blocks = -(-num_tokens // self.shape.block_size)
         for row in range(rows.start, rows.stop):
             for i in range(self.num_filled[row], num_blocks):

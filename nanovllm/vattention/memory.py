@@ -24,37 +24,34 @@ MAP_NORESERVE = 0x4000
 FAILED = 2**64 - 1  # -1, as an address
 MAPPINGS = Path("/proc/self/maps")  # of this process, one in a line
 
-Ranges = list[tuple[int, int]]  # of addresses: (begin, bytes)
+Ranges = list[tuple[int, int]]  # of addresses: (start, bytes)
 
 
 class VirtualMemory(Protocol):
-    """Some physical memory, and addresses at which parts of it are seen.
-
-    All addresses, offsets and sizes are multiples of `page_bytes`.
-    """
+    """Physical memory, and the addresses to which parts of it are mapped. All addresses, offsets
+    and sizes are multiples of `page_bytes`."""
 
     page_bytes: int
 
     def reserve(self, num_bytes: int) -> int:
-        """The begin of a new range of addresses. It takes no memory, and nothing is seen there.
-
-        Raises OSError if there are not enough addresses.
-        """
+        """Reserves a range of addresses and returns its start. It takes no memory, and nothing is
+        mapped. Raises OSError if there are not enough addresses."""
 
     def map(self, address: int, offset: int, num_bytes: int) -> None:
-        """Lets physical memory from `offset` on be seen at an address, instead of what is there."""
+        """Maps physical memory from `offset` on to an address, in place of the earlier mapping."""
 
     def unmap(self, address: int, num_bytes: int) -> None:
-        """Takes away what is seen there, if anything is."""
+        """Removes the mapping, if there is one."""
 
     def fill(self, address: int, num_bytes: int) -> None:
-        """Lets zeros be seen where nothing is."""
+        """Maps zeros where nothing is mapped."""
 
     def view(self, address: int, num_bytes: int) -> Tensor:
-        """[num_bytes] uint8. All memory is given back when no view is left."""
+        """[num_bytes] uint8. The memory is freed when no view is left."""
 
     def wait(self) -> None:
-        """Waits until no kernel runs that might read what is mapped: only then may that change."""
+        """Waits until no kernel runs that might read mapped memory. Only then may a mapping
+        change."""
 
 
 class System(NamedTuple):
@@ -71,7 +68,7 @@ def system_of(device: torch.device) -> System:
     if device.type == "cpu":
         if not (hasattr(os, "memfd_create") and MAPPINGS.exists()):
             raise ValueError(f"{refused} memfd_create and /proc, which Linux has, or a GPU")
-        # others need some, too
+        # other code needs mappings, too
         return System(mmap.PAGESIZE, mappings_free() * 3 // 4, HostMemory)
     try:
         from cuda.bindings import driver
@@ -83,7 +80,7 @@ def system_of(device: torch.device) -> System:
 
 
 def mappings_free() -> int:
-    """How many more mappings the system allows this process. Neighbors count as one."""
+    """How many more mappings the system allows this process. Neighbors count as one mapping."""
     limit = int(Path("/proc/sys/vm/max_map_count").read_bytes())
     return limit - MAPPINGS.read_bytes().count(b"\n")
 
@@ -92,7 +89,7 @@ def mappings_free() -> int:
 
 
 def libc() -> ctypes.CDLL:
-    """The C library, with types: Python's own mmap cannot choose the address."""
+    """The C library, with types. Python's own mmap cannot choose the address."""
     library = ctypes.CDLL(None, use_errno=True)
     pointer, number = ctypes.c_void_p, ctypes.c_int
     library.mmap.restype = pointer
@@ -102,10 +99,8 @@ def libc() -> ctypes.CDLL:
 
 
 class HostMemory:
-    """VirtualMemory on Linux: a file without a name (memfd_create), parts of which are mapped.
-
-    What is not mapped is backed by the system's page of zeros, in any case.
-    """
+    """VirtualMemory on Linux: parts of a file without a name (memfd_create) are mapped. Where no
+    part is mapped, the system shows its page of zeros."""
 
     page_bytes = mmap.PAGESIZE
 
@@ -144,15 +139,15 @@ class HostMemory:
         self._zeros(address, num_bytes, MAP_NORESERVE | MAP_FIXED)
 
     def fill(self, address: int, num_bytes: int) -> None:
-        """Zeros are there already."""
+        """Does nothing: zeros are there already."""
 
     def view(self, address: int, num_bytes: int) -> Tensor:
         memory: Any = (ctypes.c_char * num_bytes).from_address(address)
-        memory.owner = self  # the tensor keeps `memory`, which keeps us
+        memory.owner = self  # the tensor refers to `memory`, and `memory` to this object
         return torch.frombuffer(memory, dtype=torch.uint8)
 
     def wait(self) -> None:
-        """An operation on a CPU has ended when it returns."""
+        """Does nothing: an operation on a CPU has ended when it returns."""
 
 
 def close_host(library: ctypes.CDLL, file: int, ranges: Ranges) -> None:
@@ -165,11 +160,9 @@ def close_host(library: ctypes.CDLL, file: int, ranges: Ranges) -> None:
 
 
 class CudaMemory:
-    """VirtualMemory of a GPU, through the CUDA driver's calls. Each page has a handle of its own.
-
-    Zeros are one page, mapped again and again. `driver` is the module cuda.bindings.driver. The
-    device must be the current one.
-    """
+    """VirtualMemory of a GPU, through calls of the CUDA driver. Each page has a handle. One page of
+    zeros is mapped again and again. `driver` is the module cuda.bindings.driver. The device must be
+    the current one."""
 
     def __init__(self, num_bytes: int, device: torch.device, driver: Any):
         self.driver = driver
@@ -181,7 +174,7 @@ class CudaMemory:
         self.mapped: set[int] = set()  # addresses of pages where something is, or may be
         closed = (driver, device, self.page_bytes, self.ranges, self.mapped, self.handles)
         finalizer = weakref.finalize(self, close_cuda, *closed)
-        finalizer.atexit = False  # the driver may be gone before us
+        finalizer.atexit = False  # the driver may be unloaded first
         for _ in range(num_bytes // self.page_bytes + 1):
             handle = done(driver, driver.cuMemCreate(self.page_bytes, self.property, 0))
             self.handles.append(handle)
@@ -235,7 +228,7 @@ class CudaMemory:
             "data": (address, False),
             "version": 3,
         }
-        # the tensor keeps `memory`, which keeps us
+        # the tensor refers to `memory`, and `memory` to this object
         memory = SimpleNamespace(owner=self, __cuda_array_interface__=bytes_there)
         return torch.as_tensor(memory, device=self.device)
 
@@ -244,7 +237,7 @@ class CudaMemory:
 
 
 def device_memory(driver: Any, device: torch.device) -> Any:
-    """The property of memory on this device."""
+    """The CUDA driver's property for memory on this device."""
     found = driver.CUmemAllocationProp()
     found.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
     found.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
@@ -253,7 +246,7 @@ def device_memory(driver: Any, device: torch.device) -> Any:
 
 
 def page_bytes_of(driver: Any, device: torch.device) -> int:
-    """The smallest page that this device has: 2 MiB, up to now."""
+    """The smallest page of this device: 2 MiB on today's GPUs."""
     flags = driver.CUmemAllocationGranularity_flags
     smallest = flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
     found = driver.cuMemGetAllocationGranularity(device_memory(driver, device), smallest)
@@ -261,7 +254,7 @@ def page_bytes_of(driver: Any, device: torch.device) -> int:
 
 
 def done(driver: Any, answer: tuple) -> Any:
-    """What a call of the driver returns besides its error. Raises OSError if there was one."""
+    """The results of a call of the driver, without its error. Raises OSError if the call failed."""
     error, *values = answer
     if error != driver.CUresult.CUDA_SUCCESS:
         raise OSError(f"the CUDA driver refuses: {error.name}")
@@ -280,7 +273,8 @@ def close_cuda(
     mapped: set[int],
     handles: list[Any],
 ) -> None:
-    """Goes on after an error: a page may be without a mapping, after an interrupt."""
+    """Frees all pages. It goes on after an error: after an interrupt, a page may have no
+    mapping."""
     torch.cuda.synchronize(device)  # a kernel may still read them
     for page in mapped:
         driver.cuMemUnmap(page, page_bytes)

@@ -1,8 +1,6 @@
-"""The backend of vAttention: that of torch_ops, but keys and values are read where they are.
-
-Sequences in neighboring rows of the VirtualCache are a slice of it: nothing is gathered, and no
-block table is read. See ops.py for what the functions do.
-"""
+"""The backend of vAttention: that of torch_ops, but attention reads keys and values without a block
+table. Sequences in neighboring rows of the VirtualCache are a slice of it, so nothing is gathered.
+See ops.py for the functions."""
 
 from typing import Any, NamedTuple
 
@@ -28,7 +26,7 @@ silu_and_mul = torch_ops.silu_and_mul
 
 
 def store_kv(k: Tensor, v: Tensor, batch: Batch, layer: int) -> None:
-    """Writes finite numbers only. A window holds keys of other sequences, too, behind the end of a
+    """Writes finite numbers only. A window also has keys of other sequences after the end of a
     shorter one: their weight is 0, but 0 times NaN is NaN."""
     k = k.nan_to_num(0.0, 0.0, 0.0)
     v = v.nan_to_num(0.0, 0.0, 0.0)
@@ -36,14 +34,15 @@ def store_kv(k: Tensor, v: Tensor, batch: Batch, layer: int) -> None:
 
 
 class Window(NamedTuple):
-    """Where the keys of sequences are: in rows of a VirtualCache."""
+    """A part of the rows of a VirtualCache: the keys of several sequences."""
 
     rows: slice
     tokens: slice
 
 
 class Layout(torch_attention.Layout):
-    """The parts of a step whose sequences have rows. Others are gathered, as in torch_attention."""
+    """The parts of a step: sequences with a row, and sequences without one, which are gathered as
+    in torch_attention."""
 
     def __init__(self, batch: Batch):
         assert isinstance(batch.kv_cache, VirtualCache)
@@ -79,10 +78,8 @@ layout = Layout
 
 
 def neighbors(seqs: dict[int, int], contexts: list[int], num_keys: int) -> Groups:
-    """Groups of sequences, {row: sequence}, in rows that follow each other.
-
-    A sequence joins the group before it if that adds at most `num_keys` keys of padding.
-    """
+    """Groups of sequences, {row: sequence}, in consecutive rows. A sequence joins the group before
+    it if this adds at most `num_keys` keys of padding."""
     groups: Groups = []
     last = longest = size = -2  # not next to any row
     for row, b in sorted(seqs.items()):
@@ -100,7 +97,7 @@ def neighbors(seqs: dict[int, int], contexts: list[int], num_keys: int) -> Group
 
 
 def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float) -> Tensor:
-    """Computes attention.paged_attention."""
+    """See attention.paged_attention."""
     layout = batch.layout
     assert isinstance(layout, Layout)
     rows = layout.all_rows[layer]
