@@ -157,9 +157,7 @@ def chat(args: Namespace) -> None:
         elif text:
             question = {"role": "user", "content": text}
             answer = show(side, [*history, question], is_terminal)
-            if (
-                answer
-            ):  # else the question was refused, perhaps: the conversation goes on without it
+            if answer:  # else the question was refused: the chat goes on without it
                 history += [question, {"role": "assistant", "content": answer}]
 
 

@@ -102,9 +102,7 @@ class Replicas(Backend):
         self.manager = inputs.scheduler.block_manager  # as it was when the first replica started
         self.num_seats = num_replicas * inputs.scheduler.max_num_seqs
         self.tasks: dict[Request, asyncio.Future[None]] = {}
-        self.counted: dict[
-            str, dict[str, float]
-        ] = {}  # of each replica, also those that have ended
+        self.counted: dict[str, dict[str, float]] = {}  # of each replica, also ended ones
 
     @property
     def num_waiting(self) -> int:
@@ -242,9 +240,7 @@ class RayRouter(RequestRouter):
             key = pending_request.metadata.internal_request_id
             self.chosen[key] = (chosen.replica_id, works[0])
             return [[chosen]]
-        except (
-            Exception
-        ) as error:  # Ray would only log the error, and the client would wait forever
+        except Exception as error:  # else Ray only logs it, and the client waits
             pending_request.future.set_exception(error)
             return [candidate_replicas]
 
