@@ -1,4 +1,4 @@
-"""The lab as it is built: in Chromium a scheduler is typed, run, stopped, saved and reloaded; in Pyodide twenty schedulers
+"""The lab as it is built: in Chromium a scheduler is typed, run, stopped, saved and reloaded; in Pyodide ten schedulers
 have the numbers of CPython. All of them are slow; they need npm, and most a Chromium.
 
 Run: pytest tests/course/test_lab_built.py --slow [-k stop]
@@ -51,14 +51,14 @@ def site(tmp_path_factory) -> Path:
     return folder
 
 
-def test_twenty_schedulers_have_the_same_numbers_in_pyodide(site):
-    assert sum(NUM_OF_EACH.values()) == 20
+def test_ten_schedulers_have_the_same_numbers_in_pyodide(site):
+    assert sum(NUM_OF_EACH.values()) == 10
     folder = build.PACKAGES / "pyodide"
     command = ["node", str(TOOLS / "lab_numbers.mjs"), str(folder), str(ROOT)]
     done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8")
     assert done.returncode == 0, done.stderr[-2000:]
     theirs, ours = json.loads(done.stdout), dict(numbers(ROOT))
-    assert len(ours) == 20 and theirs.keys() == ours.keys()
+    assert len(ours) == 10 and theirs.keys() == ours.keys()
     assert [name for name in ours if theirs[name] != ours[name]] == []
 
 

@@ -340,13 +340,11 @@ def test_the_page_has_what_is_needed_and_not_the_answers(tmp_path, capsys):
 
 @pytest.mark.slow(but_every=10)
 @pytest.mark.parametrize("name", WITH_OWN[::-1])
-@pytest.mark.parametrize("file", ["solution", "starter"])
-def test_answers_that_are_read_by_hand_are_right(name, file, tmp_path):
+def test_answers_that_are_read_by_hand_are_right(name, tmp_path):
     """Of each assignment: in the tables, and for the grader, which lets the file play in its process."""
     task = shorter(load_task(name))
     assert len(task.own) == 3
-    starter = Path(own.__file__).parent / name / "starter.py"
-    path = starter if file == "starter" else SOLUTIONS / f"{name}_solution.py"
+    path = SOLUTIONS / f"{name}_solution.py"
     part = replace(task.parts[0], keep_steps=True)
     policy_cls, _ = classes_of(part, load(path))
     run = serve(part, policy_cls, own_seed(ADA), check=False)

@@ -52,7 +52,7 @@ def test_the_machine():
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
-@pytest.mark.parametrize("machine, expected", [("plain", "False"), ("bf16", "True")])
+@pytest.mark.parametrize("machine, expected", [("plain", "False")])
 def test_a_run_of_tests(tmp_path, machine, expected):
     """On a simulated machine, started as a job in the background is."""
     file = tmp_path / "test_inner.py"

@@ -1,6 +1,6 @@
 """Twenty schedulers and what they come to, to the last digit: run by CPython and by Pyodide, which must agree.
 
-Tests import this file. An example that does: pytest tests/course/test_lab_built.py --slow -k twenty
+Tests import this file. An example that does: pytest tests/course/test_lab_built.py --slow -k ten_sched
 """
 
 import importlib.util

@@ -89,10 +89,10 @@ def waits(name: str) -> float:
 def test_the_numbers_that_chapters_say_of_runs():
     scheduler = texts()["03_scheduler"]
     assert (waits("first_come"), waits("shortest_first")) == (28, 11)
-    assert "all wait for A, 28 steps on average" in scheduler
+    assert "the six requests wait 28 steps on average" in scheduler
     assert "Shortest first: 11 steps on average, and A begins in step 27" in scheduler
     lengths = [len(run_named(f"{kind}_batching")["frames"]) for kind in ("continuous", "static")]
-    assert "All is done after {} steps, and not {}.".format(*lengths) in scheduler
+    assert "All eight requests end after {} steps, not {}.".format(*lengths) in scheduler
     eighth = run_named("continuous_batching")["frames"][7]
     assert eighth["ended"] == ["1"] and "4" not in eighth["running"]  # B has ended, E still waits
 

@@ -104,7 +104,7 @@ def draw_clock() -> Figure:
     draw_run(by_time, fcfs)
     title(by_time, f"the same by the clock: E's prompt is {prompt_share(fcfs):.0%} of the time")
     wait = first_token(fcfs.requests[9])
-    write(by_time, 430, middle("J"), f"{wait:.0f} ms for two tokens", fontsize=SMALL)
+    write(by_time, 430, middle("J"), f"{wait:.0f} ms to the first token", fontsize=SMALL)
     draw_run(pushed, pushes_out)
     title(pushed, "earliest deadline first, and it pushes out")
     text = "G comes, and E gives up its seat (hatched: it has none)"
