@@ -166,7 +166,8 @@ def test_a_part_is_small(part):
 
 def test_the_readme_says_what_the_core_is():
     (said,) = re.findall(
-        r"The core, with one backend, is ([\d,]+) lines", (ROOT / "README.md").read_text(encoding="utf-8")
+        r"The core, with one backend, is ([\d,]+) lines",
+        (ROOT / "README.md").read_text(encoding="utf-8"),
     )
     lines, _ = total(name for name in FILES if part_of(name) == "core")
     assert 0.99 * lines < int(said.replace(",", "")) < 1.01 * lines
