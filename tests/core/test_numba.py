@@ -218,9 +218,8 @@ def test_python_runs_the_kernels_as_they_stand():
     code = """
 from nanovllm import LLM, SamplingParams
 from nanovllm.layers import numba_ops
-for dtype in ("float32", "bfloat16"):
-    llm = LLM(attention_backend="numba", dtype=dtype, num_blocks=4, max_num_seqs=1)
-    assert llm.generate("7", SamplingParams(max_tokens=1), use_tqdm=False)
+llm = LLM(attention_backend="numba", num_blocks=4, max_num_seqs=1)
+assert llm.generate("7", SamplingParams(max_tokens=1), use_tqdm=False)
 assert not hasattr(numba_ops.add_and_norm_kernel, "signatures")
 print("right")
 """

@@ -597,7 +597,9 @@ def test_logprobs_of_a_chat(server, top):
         likeliest = [one["logprob"] for one in entry["top_logprobs"]]
         assert likeliest == sorted(likeliest, reverse=True)
     streamed = chat_joined(server.events("/v1/chat/completions", body))[0]
-    assert streamed["logprobs"] == content
+    assert [one["token"] for one in streamed["logprobs"]] == [one["token"] for one in content]
+    logprobs = [one["logprob"] for one in content]  # those of a cached prompt differ by rounding
+    assert [one["logprob"] for one in streamed["logprobs"]] == pytest.approx(logprobs, abs=1e-4)
 
 
 def test_top_logprobs_go_with_logprobs(server):
