@@ -9,6 +9,7 @@ GPU, for those that are meant for one: the others are about a CPU.
 """
 
 import gc
+import logging
 import os
 import signal
 import traceback
@@ -94,6 +95,8 @@ def pytest_unconfigure() -> None:
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
     """A traceback keeps its frames, and these an engine: the next test would find its memory."""
     report = yield
+    logging.disable(logging.NOTSET)  # some tests silence the whole process
+    logging.getLogger("nanovllm").setLevel(logging.NOTSET)
     if call.excinfo is not None and not item.config.getoption("usepdb"):
         forget_frames(call.excinfo.value)
     return report

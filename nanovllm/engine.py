@@ -92,7 +92,7 @@ class LLM:
         self.scheduler.proposer = proposer
 
         # requests come in, and states go out
-        defaults = load_generation_config(path, hf_config)
+        defaults = load_generation_config(path, hf_config, self.tokenizer)
         self.inputs = Inputs(
             config.model, self.scheduler, self.tokenizer, hf_config.vocab_size, *defaults
         )

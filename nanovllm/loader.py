@@ -24,6 +24,7 @@ from nanovllm.sampling_params import SamplingParams
 
 # weights, configs and tokenizer; no other formats
 FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
+UNQUANTIZED = "use the model's unquantized checkpoint"
 # of config.json
 SIZES = "hidden_size intermediate_size num_hidden_layers num_attention_heads".split()
 SIZES += "num_key_value_heads vocab_size max_position_embeddings".split()
@@ -81,6 +82,10 @@ def load_config(path: Path):
     with reading(file):
         config = AutoConfig.from_pretrained(path)
         check_supported(config)
+        quantization = getattr(config, "quantization_config", None)
+        if quantization:
+            method = dict(quantization).get("quant_method")
+            raise ValueError(f"quantization by {method!r} is not supported: {UNQUANTIZED}")
         for name in SIZES:
             value = getattr(config, name)
             if not is_int(value, 1):
@@ -100,15 +105,17 @@ def load_tokenizer(path: Path):
     return None
 
 
-def load_generation_config(path: Path, config) -> tuple[SamplingParams, frozenset[int]]:
-    """The model's default sampling parameters, and its end-of-sequence tokens."""
+def load_generation_config(path: Path, config, tokenizer) -> tuple[SamplingParams, frozenset[int]]:
+    """The model's default sampling parameters, and its end-of-sequence tokens: those of all its
+    files, since a fine-tuned model often has its new one only in the tokenizer's."""
     file = path / "generation_config.json"
     settings = read_json(file)
-    eos_token_id = settings.get("eos_token_id", getattr(config, "eos_token_id", None))
-    with reading(file if "eos_token_id" in settings else path / "config.json"):
-        # some models name one that they cannot draw
-        eos_token_ids = frozenset(i for i in as_token_ids(eos_token_id) if i < config.vocab_size)
-    return default_params(file, settings), eos_token_ids
+    with reading(file):
+        eos_token_ids = as_token_ids(settings.get("eos_token_id"))
+        for source in (config, tokenizer):
+            eos_token_ids |= as_token_ids(getattr(source, "eos_token_id", None))
+    # some models name one that they cannot draw
+    return default_params(file, settings), eos_token_ids & {*range(config.vocab_size)}
 
 
 def as_token_ids(eos_token_id: object) -> frozenset[int]:
@@ -207,6 +214,8 @@ def destinations(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_into(target: Tensor, tensor: Tensor, name: str, file: Path) -> None:
+    if tensor.itemsize < 2 or not tensor.is_floating_point():
+        raise ValueError(f"{file}: {name} has dtype {tensor.dtype}: {UNQUANTIZED}")
     found = list(tensor.shape)
     expected = list(target.shape)
     if found != expected:

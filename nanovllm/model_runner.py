@@ -6,7 +6,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from threading import Timer
 from typing import Protocol
 
 import torch
@@ -34,7 +33,7 @@ from nanovllm.swapping.host_cache import HostCache
 
 logger = logging.getLogger(__name__)
 
-SECONDS_UNTIL_TOLD = 2.0
+NO_TOKEN = -1  # in place of a token id: the row of logits is not finite
 
 
 class Runner(Protocol):
@@ -136,14 +135,8 @@ class ModelRunner:
 
     def warm_up(self) -> None:
         """Compiles all kernels, so that no request waits for a compilation."""
-        told = "compiling kernels, which are kept on disk: the next start takes a second"
-        timer = Timer(SECONDS_UNTIL_TOLD, logger.warning, [told])
-        timer.start()
-        try:
-            for schedule in warm_up_steps(self.limits, self.shape.block_size):
-                self.run(schedule)
-        finally:
-            timer.cancel()
+        for schedule in warm_up_steps(self.limits, self.shape.block_size):
+            self.run(schedule)
 
     @torch.inference_mode()
     def launch(self, schedule: Schedule) -> Callable[[], Drawn]:
@@ -273,10 +266,11 @@ class ModelRunner:
             logits = self.model.lm_head(hidden[: len(seqs)])
             if inputs.sampling is None:
                 # the first of equal logits, like argmax, which is four times as slow on a CPU
-                token_ids = logits.max(-1).indices
+                highest, token_ids = logits.max(-1)
             else:
+                highest = logits.amax(-1)
                 token_ids = self.ops.sample(adjusted_logits(logits, seqs), inputs.sampling)
-            results = [token_ids]
+            results = [token_ids.where(highest.isfinite(), NO_TOKEN)]
             max_wanted = max((k for k in wanted if k is not None), default=None)
             if max_wanted is not None:
                 values, ids = top_logprobs(logits, token_ids, min(max_wanted, self.vocab_size))
@@ -295,6 +289,8 @@ def collect(results: list[Tensor], wanted: list[int | None], scores: PromptScore
     if not results:
         return [], None
     token_ids = results[0].tolist()
+    if NO_TOKEN in token_ids:  # of a request that is found by running each alone: see Recovery
+        raise FloatingPointError("logits are NaN or infinite: wrong weights, or too small a dtype")
     if len(results) == 1:
         return token_ids, None
     logprobs: list[TokenLogprobs | None] = []

@@ -16,7 +16,7 @@ from nanovllm.config import Limits
 from nanovllm.decoding import groups
 from nanovllm.decoding.beam_search import advance_searches
 from nanovllm.decoding.drafts import Proposer
-from nanovllm.options import PromptTooLong, refusal, shown
+from nanovllm.options import PromptTooLong, refusal
 from nanovllm.sampling_params import LARGEST_COUNT
 from nanovllm.schedule import Item, Schedule, ScheduleError, check_choice
 from nanovllm.sequence import Request, Rows, Sequence, StepLogprobs, TokenLogprobs
@@ -169,7 +169,6 @@ class Scheduler:
                     self.preempt(request)
                     return  # no request was left to give way
                 victim = self.victim(behind)
-                check_choice(self, "victim", victim, behind)
                 self.preempt(victim)
                 if victim in self.running:
                     raise ScheduleError(self, "preempt", f"{victim} is still running")
@@ -185,10 +184,9 @@ class Scheduler:
             self.waiting.sort(key=self.priority)
         while schedule.tokens_left > 0 and schedule.prompt_tokens_left > 0:
             request = self.next_waiting()
-            if request is None:
+            if request is None or not self._fits(request):
                 break
-            check_choice(self, "next_waiting", request, self.waiting)
-            if not (self._fits(request) and self.may_admit(request, schedule)):
+            if not self.may_admit(request, schedule):
                 break
             self.admit(request)
             self.commit(self.tokens_to_compute(request, schedule), schedule)
@@ -287,12 +285,8 @@ class Scheduler:
             seq.logprobs.append(likeliest or {})
         seq.token_ids.append(token_id)
         reason = self.reason_to_end(seq)
-        if reason is None and len(seq.token_ids) < seq.request.max_len:
-            return
-        if not isinstance(reason, str | None):
-            problem = f"it returned {shown(reason)}, and not a text or None"
-            raise ScheduleError(self, "reason_to_end", problem)
-        self.finish(seq, reason or "length")
+        if reason is not None or len(seq.token_ids) >= seq.request.max_len:
+            self.finish(seq, reason or "length")
 
     def finish(self, seq: Sequence, reason: str) -> None:
         """Ends one sequence. The request ends with its last sequence."""

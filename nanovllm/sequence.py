@@ -37,6 +37,7 @@ class Sequence:
     # what BlockManager.find_prefix has found last: blocks and their identities
     found_blocks: list[tuple[int, int]] = field(default_factory=list)
     token_counts: Any = None  # see penalties.TokenCounts
+    lookup: Any = None  # see drafts.Lookup
 
     def __len__(self) -> int:
         return len(self.token_ids)

@@ -7,14 +7,13 @@ from typing import Any
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.checks.classes import check_kept
+from nanovllm.checks.policies import check_policy
 from nanovllm.config import Limits
 from nanovllm.decoding.drafts import without_draft
-from nanovllm.options import shown
+from nanovllm.options import is_int, shown
 from nanovllm.schedule import Item, Schedule, ScheduleError
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Sequence
-
-Wrong = Callable[[str], ScheduleError]
 
 
 @dataclass
@@ -30,12 +29,12 @@ class ScheduleChecks:
     num_idle_steps: int = 0  # since a request came, left or got a token ...
     num_idle_tokens: int = 0  # ... and the tokens that were computed in them
 
+    def __post_init__(self):
+        check_policy(self.scheduler)
+
     def schedule(self) -> Schedule:
         """Plans a step, and checks the plan."""
         schedule = self.scheduler.schedule()
-        if not isinstance(schedule, Schedule):
-            problem = f"it returned {shown(schedule)}, and not a Schedule"
-            raise ScheduleError(self.scheduler, "schedule", problem)
         if not schedule.items:
             raise nothing_planned(self.scheduler, self.unfinished)
         if self.looks_at_items:
@@ -68,8 +67,8 @@ class ScheduleChecks:
         unfinished = self.scheduler.unfinished()
         num_held = sum(len(seq) for request in unfinished for seq in request.unfinished)
         if self.num_idle_tokens > 4 * num_held:
-            problem = f"{self.num_idle_steps} steps without a new token"
-            raise ScheduleError(self.scheduler, "schedule", problem)
+            idle = f"{self.num_idle_steps} steps without a new token"
+            raise ScheduleError(self.scheduler, "schedule", idle)
 
 
 def nothing_planned(scheduler: Scheduler, unfinished: Collection[str]) -> ScheduleError:
@@ -79,8 +78,8 @@ def nothing_planned(scheduler: Scheduler, unfinished: Collection[str]) -> Schedu
     why = "the policy serves none of them"
     if lost:
         why = f"neither waiting nor running: {shown(sorted(lost))}"
-    what = f"there are unfinished requests: {shown([*unfinished])}"
-    return ScheduleError(scheduler, "schedule", f"it planned nothing, but {what}; {why}")
+    what = f"it planned nothing, but there are unfinished requests: {shown([*unfinished])}"
+    return ScheduleError(scheduler, "schedule", f"{what}; {why}")
 
 
 def check_schedule(schedule: Schedule, scheduler: Scheduler, limits: Limits) -> None:
@@ -100,18 +99,16 @@ def check_schedule(schedule: Schedule, scheduler: Scheduler, limits: Limits) -> 
             why = "it has ended, or its request is not in scheduler.running"
             raise wrong(f"{seq} is in the schedule, but {why}")
         end = start + num_tokens
-        if num_tokens < 1 or end > len(seq.token_ids):
+        if not is_int(num_tokens, 1) or end > len(seq.token_ids):
             missing = f"{seq.num_missing_tokens} are missing"
             raise wrong(f"{seq} is to compute {num_tokens} tokens, but {missing}")
         if start != seq.num_computed_tokens:
             raise wrong(f"{seq} is to compute tokens from {start} on, but that is not the next one")
         if end > len(seq.block_table) * manager.block_size:
-            lacks = "lacks blocks for them: allocate them first"
-            raise wrong(f"{seq} is to compute {num_tokens} tokens, but {lacks}")
+            raise wrong(f"{seq} lacks blocks for {num_tokens} tokens: allocate them first")
         block_id = seq.block_table[start // manager.block_size]
         if manager.blocks[block_id].ref_count > 1 and block_id not in manager.unwritten:
-            others = "which others read: allocate copies it first"
-            raise wrong(f"{seq} is to write into block {block_id}, {others}")
+            raise wrong(f"{seq} is to write into block {block_id}, which others read")
     totals = {"max_num_batched_tokens": schedule.num_tokens, "max_num_seqs": len(schedule.items)}
     for name, total in totals.items():
         limit = getattr(limits, name)
@@ -123,7 +120,7 @@ def check_schedule(schedule: Schedule, scheduler: Scheduler, limits: Limits) -> 
         raise wrong("blocks are to be moved, but the schedule lacks them: call take_moves last")
 
 
-def check_sampled(schedule: Schedule, wrong: Wrong) -> None:
+def check_sampled(schedule: Schedule, wrong: Callable) -> None:
     """Checks that exactly the sequences whose last token is computed get a next token, and that a
     request's samples get theirs together."""
     sampled = schedule.sampled.keys()
@@ -138,7 +135,7 @@ def check_sampled(schedule: Schedule, wrong: Wrong) -> None:
             raise wrong(f"{what} would get a token: it must be all or none")
 
 
-def check_cached(schedule: Schedule, manager: BlockManager, wrong: Wrong) -> None:
+def check_cached(schedule: Schedule, manager: BlockManager, wrong: Callable) -> None:
     """Checks that the step computes all blocks that are cached already."""
     written = set[int]()
     for seq, start, num_tokens in schedule.items:

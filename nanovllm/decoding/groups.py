@@ -16,7 +16,11 @@ def share(request: Request, manager: BlockManager) -> None:
     """The request has been admitted: what its sequences share is computed once."""
     token_ids = [seq.token_ids for seq in request.unfinished]
     # of lists: for paths it is of no use
-    request.num_shared_tokens = len(commonprefix(token_ids))  # noqa: RUF071
+    num_shared = len(commonprefix(token_ids))  # noqa: RUF071
+    shortest, *_, longest = sorted(map(len, token_ids))
+    if shortest < longest:  # its last token stays its own: the next step samples from it
+        num_shared = min(num_shared, shortest - 1)
+    request.num_shared_tokens = num_shared
     fork(request, manager)
 
 

@@ -1,12 +1,14 @@
 """Penalties and biases: changes to the logits of a request before its token is sampled."""
 
 from array import array
+from copy import copy
 from dataclasses import dataclass
 from itertools import chain
 
 import torch
 from torch import Tensor
 
+from nanovllm.decoding.drafts import without_draft
 from nanovllm.decoding.masks import masked_logits
 from nanovllm.sequence import Sequence
 from nanovllm.step import integers, move, tensors_of, with_tensors
@@ -121,8 +123,15 @@ class TokenCounts:
         self.num_seen = len(token_ids)
 
 
-def counts_of(seq: Sequence) -> array:
+def counts_of(row: Sequence) -> array:
+    seq = without_draft(row)
     if seq.token_counts is None:
         seq.token_counts = TokenCounts(seq.request.prompt_token_ids)
-    seq.token_counts.add(seq.token_ids, 1)
-    return seq.token_counts.pairs
+    counts = seq.token_counts
+    counts.add(seq.token_ids, 1)
+    if row is not seq:  # with its draft tokens
+        counts = copy(counts)
+        counts.places = {**counts.places}
+        counts.pairs = counts.pairs[:]
+        counts.add(row.token_ids, 1)
+    return counts.pairs

@@ -31,8 +31,6 @@ NO_TEXT = "no text matches it"
 # what clients send must neither keep a server busy nor fill its memory
 MOST_CHARS = 2**15  # of a schema, a regex, all choices or a grammar
 MOST_REMAINDERS = 100_000  # states that the multipleOf of a schema take
-MOST_TRIED = 2**16  # characters of its parts, each compiled by itself, to find what is wrong
-A_TRY = 500  # what a part costs, however small it is, in characters
 # between two parts of JSON: some models would write spaces without end
 SPACES: Any = {"whitespace_pattern": r" ?|\n {0,40}"}
 NO_SPACES: Any = {"whitespace_flexible": False}
@@ -112,6 +110,10 @@ class StructuredOutputsParams(Options):
         return {key: value for key, value in schema.items() if key != "x-guidance"}
 
 
+class DeadEnd(ValueError):
+    """An answer cannot go on in its form. The schema allows no text there, which is known late."""
+
+
 # --- from what a user wrote to a grammar ---
 
 Source = Any  # the engine's `Inputs`, which imports this file
@@ -134,10 +136,7 @@ def grammar_of(sampling: SamplingParams, source: Source) -> Grammar:
     (name,) = params.given
     try:
         matcher = new_matcher(grammar_text(params), source.vocabulary)
-        problem = matcher.get_error()
-        if problem and name == "json":
-            problem = f"at {place_of(problem, params.schema, source.vocabulary)}: {problem}"
-        problem = problem or problem_of_first_tokens(matcher, source.eos_token_ids)
+        problem = matcher.get_error() or problem_of_first_tokens(matcher, source.eos_token_ids)
     except Exception as error:  # half a surrogate pair, a schema that contains itself ...
         problem = str(error) or type(error).__name__
     if problem:
@@ -250,23 +249,6 @@ def parts_of(schema: dict) -> Iterator[tuple[str, dict]]:
         stack += reversed([(f"{path}/{key}", value) for key, value in pairs])
 
 
-def place_of(problem: str, schema: dict, vocabulary: Any) -> str:
-    """The smallest part of the schema that has the problem by itself; all of it, if no part is
-    found soon."""
-    places: dict[str, str] = {}
-    for path, part in parts_of(schema):
-        places.setdefault(json.dumps(part), path)
-    room = MOST_TRIED
-    for text in sorted(places, key=len):
-        room -= len(text) + A_TRY
-        if room < 0:
-            break
-        grammar = f'{{"grammars": [{{"json_schema": {text}}}]}}'
-        if new_matcher(grammar, vocabulary).get_error() == problem:
-            return places[text]
-    return "#"
-
-
 def sentence(problem: str) -> str:
     """The library's message on one line: without its pictures, but with the place that they show.
 
@@ -312,10 +294,10 @@ class Grammar:
         return matcher
 
     def check(self, seq: Sequence) -> None:
-        """Raises ValueError if the sequence has ended with an end-of-sequence token too early:
+        """Raises DeadEnd if the sequence has ended with an end-of-sequence token too early:
         nothing else is allowed once a matcher has failed."""
         if seq.token_ids[-1] in self.eos_token_ids:
             matcher = self.matcher_of(seq)
             if not matcher.is_accepting():
                 problem = sentence(matcher.get_error()) or "no token can follow"
-                raise ValueError(f"structured_outputs: the answer cannot go on: {problem}")
+                raise DeadEnd(f"structured_outputs: the answer cannot go on: {problem}")

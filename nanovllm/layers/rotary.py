@@ -49,5 +49,7 @@ def rope_table(config, head_dim: int, max_model_len: int) -> torch.Tensor:
     else:
         init = ROPE_INIT_FUNCTIONS[rope_type]
         inv_freq, scale = init(config, None, seq_len=max_model_len)
+        if 2 * len(inv_freq) != head_dim:
+            raise ValueError(f"partial_rotary_factor is not supported with {rope_type!r}")
     angles = torch.outer(torch.arange(max_model_len).float(), inv_freq.float())
     return torch.cat([angles.cos(), angles.sin()], dim=-1) * scale

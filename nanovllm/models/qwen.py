@@ -21,7 +21,8 @@ def check_supported(config) -> None:
         raise ValueError(f"model_type={config.model_type!r} is not supported, only {supported}")
     if config.hidden_act != "silu":
         raise ValueError(f"hidden_act={config.hidden_act!r} is not supported, only silu")
-    if getattr(config, "use_sliding_window", False):
+    slides = "sliding_attention" in (getattr(config, "layer_types", None) or ())
+    if slides and getattr(config, "use_sliding_window", False):
         reason = "here every layer attends to its whole context"
         raise ValueError(f"use_sliding_window=True is not supported: {reason}")
 

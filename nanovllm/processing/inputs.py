@@ -88,6 +88,11 @@ class Inputs:
             raise refusal("stop", sampling.stop, f"model={self.model!r} has no tokenizer")
         fields = (request_id or "", text, token_ids, sampling, self.eos_token_ids)
         request = Request(*fields)
+        # as stop strings they would not be found: the text of an answer leaves them out
+        texts = [text for text in sampling.stop or () if text in self.tokenizer.all_special_tokens]
+        special = {self.tokenizer.convert_tokens_to_ids(text) for text in texts}
+        request.stop_token_ids |= special
+        request.own_stop_token_ids |= special - self.eos_token_ids
         if isinstance(params, BeamSearchParams):
             search = BeamSearch(params, request.stop_token_ids, params.max_tokens)
             request = BeamRequest(*fields, search=search)

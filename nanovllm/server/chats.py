@@ -29,7 +29,7 @@ class Open(BaseModel):
 
 
 class Message(Open):
-    role: str
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[dict] | None = None
     tool_calls: list[dict] | None = None
 
@@ -37,6 +37,8 @@ class Message(Open):
         """The message in the form that chat templates expect: no empty fields, and arguments of
         calls as objects. Raises Refused."""
         fields = {name: value for name, value in self if value is not None}
+        if self.role == "developer":  # templates leave out messages of a role that they do not know
+            fields["role"] = "system"
         if self.role == "assistant" and self.tool_calls:
             fields["tool_calls"] = [with_arguments(call) for call in self.tool_calls]
         elif self.content is None:
@@ -133,15 +135,15 @@ class ChatBody(ChatFields, Body):
 
     def requests(self, inputs: Inputs) -> Iterator[Request]:
         """Raises ValueError or Refused."""
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise Refused("top_logprobs is allowed with logprobs=true only", "top_logprobs")
-        if None not in (self.max_tokens, self.max_completion_tokens):
+        limits = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(limits) > 1:
             both = "max_tokens and max_completion_tokens mean the same: give one"
             raise Refused(both, "max_completion_tokens")
-        if self.tool_choice not in (None, "none") and not self.tools:
+        if self.forces_calls and not self.tools:
             raise Refused("tool_choice is allowed with tools only", "tool_choice")
-        most = self.max_completion_tokens
-        most = self.max_tokens if most is None else most  # None: as many as fit
+        most = next(iter(limits), None)  # None: as many as fit
         num_logprobs = (self.top_logprobs or 0) if self.logprobs else None
         more: dict[str, Any] = {"max_tokens": most, "logprobs": num_logprobs}
         prompt = self.chat(self.messages)
@@ -165,33 +167,23 @@ class ChatBody(ChatFields, Body):
     def forced_calls(self, tools: list[dict]) -> dict[str, Any]:
         """Makes the model answer with a call: with the arguments of the named function, or with a
         list of calls of any functions. Raises Refused."""
-        functions = {tool["function"]["name"]: tool["function"] for tool in tools}
-        schemas = {name: one.get("parameters", NOTHING) for name, one in functions.items()}
+        functions = [tool["function"] for tool in tools]
+        # arguments are always an object
+        schemas = {f["name"]: dict(f.get("parameters", NOTHING), type="object") for f in functions}
         if isinstance(self.tool_choice, CallNamed):
             name = self.tool_choice.function.name
             if name not in schemas:
                 problem = f"tool_choice names {name[:200]!r}, which is none of the tools"
                 raise Refused(problem, "tool_choice")
             return {"json": schemas[name], **COMPACT}
-        # what the schemas refer to, which must be at the root
-        shared: dict[str, Any] = {"$defs": {}, "definitions": {}}
-        for schema in schemas.values():
-            for name, known in shared.items():
-                own = schema.get(name)
-                for key, definition in own.items() if isinstance(own, dict) else ():
-                    if known.setdefault(key, definition) != definition:
-                        problem = f"tool_choice: the tools define {key[:200]!r} in two ways"
-                        raise Refused(problem, "tool_choice")
-        calls = [
-            {
-                "type": "object",
-                "properties": {"name": {"const": name}, "arguments": schema},
-                "required": ["name", "arguments"],
-                "additionalProperties": False,
-            }
-            for name, schema in schemas.items()
-        ]
-        wanted = {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **shared}
+        calls = []
+        places = {}  # each schema has one of its own, to which its references lead
+        for i, (name, schema) in enumerate(schemas.items()):
+            places[str(i)] = moved(schema, f"#/$defs/{i}")
+            call = {"name": {"const": name}, "arguments": {"$ref": f"#/$defs/{i}"}}
+            required = {"required": [*call], "additionalProperties": False}
+            calls.append({"type": "object", "properties": call, **required})
+        wanted = {"type": "array", "items": {"anyOf": calls}, "minItems": 1, "$defs": places}
         if not self.parallel_tool_calls:
             wanted["maxItems"] = 1
         return {"json": wanted, **COMPACT}
@@ -235,7 +227,9 @@ class ChatCompletions(Answers):
             self.parsers: list[Any] = [ForcedCalls(name) for _ in range(n)]
         else:
             has_tools = bool(body.tools) and body.tool_choice != "none"
-            self.parsers = [Parser(request.prompt, has_tools, most_calls) for _ in range(n)]
+            has_form = request.params.structured_outputs is not None  # it leaves no reasoning
+            prompt = None if has_form else request.prompt
+            self.parsers = [Parser(prompt, has_tools, most_calls) for _ in range(n)]
         self.has_reasoning = body.include_reasoning
 
     def end(self, outputs: list[RequestOutput]) -> dict[str, Any]:
@@ -285,6 +279,19 @@ class ChatCompletions(Answers):
     def entry(self, token_id: int, logprob: float) -> dict[str, Any]:
         data = [*self.texts.bytes_of(token_id)]
         return {"token": self.texts.of(token_id), "logprob": logprob, "bytes": data}
+
+
+def moved(part: Any, root: str) -> Any:
+    """A part of a schema whose references lead to another root than #."""
+    if isinstance(part, list):
+        return [moved(one, root) for one in part]
+    if not isinstance(part, dict):
+        return part
+    new = {name: moved(value, root) for name, value in part.items()}
+    reference = part.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        new["$ref"] = root + reference[1:]
+    return new
 
 
 def with_arguments(call: dict) -> dict:

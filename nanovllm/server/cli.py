@@ -1,4 +1,4 @@
-"""The command line: nanovllm serve, chat, complete, record and lab."""
+"""The command line: nanovllm serve, chat, complete and lab."""
 
 import argparse
 import ast
@@ -68,12 +68,8 @@ def new_parser() -> Parser:
     complete = commands.add_parser("complete", help="continue a text")
     complete.add_argument("text", help="- reads it from standard input")
 
-    record = commands.add_parser("record", help="write a run for the page, as JSON")
-    record.add_argument("file")
-    record.add_argument("prompts", nargs="+", help="texts that the model continues together")
-
     serving.add_command(commands)
-    for command in (serve, chat, complete, record):
+    for command in (serve, chat, complete):
         model = "hub id or directory (default: the embedded one)"
         if command in (serve, chat):
             command.add_argument(

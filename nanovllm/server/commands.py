@@ -1,4 +1,4 @@
-"""Commands: what `nanovllm serve`, `chat`, `complete` and `record` do."""
+"""Commands: what `nanovllm serve`, `chat` and `complete` do."""
 
 from __future__ import annotations
 
@@ -127,14 +127,6 @@ def complete(args: Namespace) -> None:
     for text in llm.stream(prompt, params_of(args, llm.inputs.default_params)):
         print(text, end="", flush=True)
     print()
-
-
-def record(args: Namespace) -> None:
-    from nanovllm.server import recording
-
-    llm = new_llm(args)
-    params = params_of(args, llm.inputs.default_params)
-    recording.record(llm, [(prompt, params, 0) for prompt in args.prompts], args.file)
 
 
 def chat(args: Namespace) -> None:

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
+from nanovllm.decoding.structured import DeadEnd
 from nanovllm.options import PromptTooLong, shown
 from nanovllm.schedule import ScheduleError
 
@@ -69,8 +70,8 @@ def failed(error: Exception) -> Refused:
     if isinstance(error, Refused):
         return error
     logger.error("a request failed", exc_info=error)
-    if isinstance(error, ScheduleError):  # its message is for the author of the scheduler
-        return Refused(str(error), status=500)
+    if isinstance(error, DeadEnd | FloatingPointError | ScheduleError):
+        return Refused(str(error), status=500)  # for the author of the scheduler, or of the weights
     name = type(error).__name__
     message = f"the engine failed on this request ({name}); the server's log says more"
     return Refused(message, status=500)

@@ -123,8 +123,7 @@ def message_of(item: dict, place: str) -> dict[str, Any]:
         raise Refused(
             f"{place} has the type {str(kind)[:100]!r}: {allowed}, with its role", "input"
         )
-    name = "system" if role == "developer" else role  # as templates know it
-    return {"role": name, "content": plain(item.get("content"), f"{place}.content")}
+    return {"role": role, "content": plain(item.get("content"), f"{place}.content")}
 
 
 def plain(content: Any, place: str) -> str:

@@ -13,6 +13,7 @@ from scheduling import new_request, new_scheduler, step
 
 from nanovllm import SamplingParams
 from nanovllm.block_manager import BlockManager
+from nanovllm.checks.policies import check_policy
 from nanovllm.schedule import Item, Schedule, ScheduleError
 from nanovllm.scheduler import Scheduler
 
@@ -83,13 +84,20 @@ WRONG = {  # methods of a scheduler, what is said of it, and the number of sampl
     "returns nothing": ({"schedule": lambda self: None}, r"Wrong.schedule\(\): it returned None, and not a Schedule", 1),
     "loses a request": ({"schedule": forgets_the_last_that_waits}, r"there are unfinished requests: \['1'\]; neither waiting nor running: \['1'\]", 1),
     "plans an item twice": (planned(lambda self, plan: plan.items.append(plan.items[0])), r"Sequence\(0.0: .*\) is in the schedule twice", 1),
-    "spends too much": ({"step_budget": lambda self: (10**6, 10**6)}, "the schedule has 80 tokens, but max_num_batched_tokens=40", 1),
-    "allocates no blocks": ({"schedule": without_blocks}, "is to compute 40 tokens, but lacks blocks for them: allocate them first", 1),
+    "spends too much": ({"step_budget": lambda self: (10**6, 10**6)}, r"it returned \(1000000, 1000000\), and not two integers from 0 to max_num_batched_tokens", 1),
+    "allocates no blocks": ({"schedule": without_blocks}, "lacks blocks for 40 tokens: allocate them first", 1),
     "ends what runs": (planned(lambda self, plan: self.running.clear()), "is in the schedule, but it has ended, or its request is not in scheduler.running", 1),
     "computes too many tokens": (replace_item(-1, num_tokens=lambda item: item.num_tokens + 1), "is to compute 41 tokens, but 40 are missing", 1),
     "starts at another token": (replace_item(0, start=lambda _: 1, num_tokens=lambda _: 1), "is to compute tokens from 1 on, but that is not the next one", 1),
+    "spends one number": ({"step_budget": lambda self: 7}, r"Wrong.step_budget\(\): it returned 7, and not two integers", 1),
+    "spends halves": ({"step_budget": lambda self: (10.5, 3.2)}, r"it returned \(10.5, 3.2\), and not two integers", 1),
+    "forgets a return": ({"may_admit": lambda *_: None}, r"may_admit\(\): it returned None, and not True or False: is a `return` missing", 1),
+    "has no order": ({"running_order": lambda *_: None}, r"running_order\(\): it returned None, and not a sort key", 1),
+    "has NaN in its order": ({"running_order": lambda *_: (0, float("nan"))}, r"running_order\(\): it returned \(0, nan\)", 1),
+    "mixes its keys": ({"running_order": lambda _, r: r.arrival if r.arrival % 2 else "0"}, r"running_order\(\): it returned ", 1),
+    "computes half a token": (replace_item(0, num_tokens=lambda item: item.num_tokens / 2), r"is to compute \d+.0 tokens", 1),
     "forgets moves": ({"schedule": in_its_own_way}, "blocks are to be moved, but the schedule lacks them: call take_moves last", 3),
-    "copies nothing": ({"commit": without_copies}, r"is to write into block \d+, which others read: allocate copies it first", 3),
+    "copies nothing": ({"commit": without_copies}, r"is to write into block \d+, which others read", 3),
     "takes an item out": (planned(take_a_decode_out), "the sampled sequences do not match the items: add items with commit only", 3),
     "samples only some": ({"commit": half_of_the_samples}, "2 of 3 sequences of 1 would get a token: it must be all or none", 3),
 }  # fmt: skip
@@ -144,27 +152,28 @@ def test_what_is_cached_must_be_computed(change):
 # --- what a method returns or leaves undone ---
 
 
-CHOICES = [
-    ("victim", lambda self, _: self.waiting[0], r"Request\(2\) is not one of \[Request\(1\)\]"),
-    ("victim", lambda self, _: self.running[0], r"Request\(0\) is not one of \[Request\(1\)\]"),
-    ("victim", lambda *_: None, "None is not one of "),
-    (
-        "next_waiting",
-        lambda self: (self.running + self.waiting)[0],
-        r"Request\(0\) is not one of \[Request\(1\), Request\(2\)\]",
-    ),
-]
+CHOICES = {
+    "victim": lambda self, _: self.waiting[0],
+    "next_waiting": lambda self: (self.running + self.waiting)[0],
+}
 
 
-@pytest.mark.parametrize("method, choose, message", CHOICES)
-def test_a_request_that_cannot_be_chosen(method, choose, message):
-    cls = type("Wrong", (Scheduler,), {method: choose})
+@pytest.mark.parametrize("method", CHOICES)
+def test_a_request_that_cannot_be_chosen(method):
+    cls = type("Wrong", (Scheduler,), {method: CHOICES[method]})
     scheduler, runner = new_scheduler(num_blocks=4, seqs=2, cls=cls), FakeRunner(4)
+    check_policy(scheduler)
     for i in range(3):
         scheduler.add(new_request(i, [i] * 4, max_tokens=9))
-    with pytest.raises(ScheduleError, match=rf"Wrong.{method}\(\): {message}"):
+    with pytest.raises(ScheduleError, match=rf"Wrong.{method}\(\): it returned Request\(\d\), and"):
         for _ in range(10):
             step(scheduler, runner)
+
+
+def test_a_misspelt_method_is_named():
+    cls = type("Wrong", (Scheduler,), {"priorty": lambda self, request: 1, "_priorty": 1})
+    with pytest.raises(ScheduleError, match=r"Wrong.priorty\(\): nothing uses it. Is it priority"):
+        new_llm(scheduler_cls=cls)
 
 
 class Forgets(Scheduler):

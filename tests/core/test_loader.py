@@ -8,10 +8,13 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 import transformers
 from checkpoints import new_model, save
+from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import EMBEDDED_MODEL
@@ -95,7 +98,7 @@ def test_a_wrong_value_in_config_json(changes, reason, directory):
 
 READ_BY = {
     "config.json": load_config,
-    "generation_config.json": lambda path: load_generation_config(path, load_config(path)),
+    "generation_config.json": lambda path: load_generation_config(path, load_config(path), None),
     "tokenizer.json": load_tokenizer,
     "tokenizer_config.json": load_tokenizer,
     "model.safetensors.index.json": weight_files,
@@ -159,12 +162,14 @@ def test_a_wrong_value_in_generation_config_json(changes, reason, embedded):
     [(5, {5}), ([7, 6], {6, 7}), ([], set()), (None, set()), ([7, 10**6], {7})],
 )
 def test_end_of_sequence_tokens(eos_token_id, expected, directory):
-    """The end tokens of generation_config.json, or else of config.json."""
+    """The end tokens of config.json, generation_config.json and the tokenizer together."""
     change(directory / "config.json", eos_token_id=eos_token_id)
     config = load_config(directory)
-    assert load_generation_config(directory, config) == (SamplingParams(), expected)
+    assert load_generation_config(directory, config, None) == (SamplingParams(), expected)
     (directory / "generation_config.json").write_text('{"eos_token_id": [3]}')
-    assert load_generation_config(directory, config) == (SamplingParams(temperature=0), {3})
+    tokenizer = SimpleNamespace(eos_token_id=4)
+    both = load_generation_config(directory, config, tokenizer)
+    assert both == (SamplingParams(temperature=0), {3, 4} | expected)
 
 
 @pytest.mark.parametrize("do_sample", [True, False])
@@ -183,3 +188,49 @@ def test_a_directory_without_a_tokenizer(directory):
 def test_a_home_of_a_user_that_there_is_not():
     with pytest.raises(ValueError, match="model='~no-such-user/x' is not a directory"):
         find_model("~no-such-user/x")
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_quantized_weights_are_refused(directory, dtype):
+    """They were loaded as numbers."""
+    weights = load_file(directory / "model.safetensors")
+    weights["model.layers.0.mlp.up_proj.weight"] = torch.ones(1).to(dtype)
+    save_file(weights, directory / "model.safetensors")
+    with pytest.raises(ValueError, match=f"up_proj.weight has dtype {dtype}: use the model's unqu"):
+        LLM(str(directory), num_blocks=9)
+    change(directory / "config.json", quantization_config={"quant_method": "awq", "bits": 4})
+    with pytest.raises(ValueError, match="quantization by 'awq' is not supported"):
+        LLM(str(directory), num_blocks=9)
+
+
+def test_a_special_token_in_stop_ends_the_answer():
+    """The text of an answer leaves it out, so as a stop string it was never found."""
+    llm = LLM(num_blocks=99, device="cpu")
+    params = SamplingParams(temperature=0, stop=["<|im_end|>"], ignore_eos=True, max_tokens=40)
+    chat = [{"role": "user", "content": "what is 347 + 285?"}]
+    (output,) = llm.chat(chat, params, use_tqdm=False)[0].outputs
+    assert (output.text, output.finish_reason) == ("347 + 285 = 632", "stop")
+
+
+def test_logits_that_are_not_finite_end_their_request_only(monkeypatch):
+    llm = LLM(num_blocks=99, device="cpu", enable_prefix_caching=False)
+    head = llm.runner.model.lm_head.forward
+
+    prompts = ["12 + 30 =", "Once upon a time"]
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    wrong = outputs[0].outputs[0].token_ids[2]
+    assert wrong not in outputs[1].outputs[0].token_ids
+
+    def only(hidden):
+        logits = head(hidden)
+        logits[logits.argmax(-1) == wrong] = torch.nan
+        return logits
+
+    monkeypatch.setattr(llm.runner.model.lm_head, "forward", only)
+    ids = [llm.add_request(prompt, params) for prompt in prompts]
+    last = {}
+    while llm.has_unfinished():
+        last |= {output.request_id: output for output in llm.step()}
+    assert isinstance(last[ids[0]].error, FloatingPointError)
+    assert last[ids[1]].outputs[0].token_ids == outputs[1].outputs[0].token_ids

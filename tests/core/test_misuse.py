@@ -6,7 +6,6 @@ Ctrl-C is in test_ctrl_c.py, schedulers that plan nonsense are in test_foreign_s
 Run: pytest tests/core/test_misuse.py [-k threads]
 """
 
-import gc
 import os
 import sys
 import threading
@@ -217,47 +216,6 @@ def test_a_thread_in_line_is_served_soon():
 
 
 # --- streams that are dropped ---
-
-
-@pytest.mark.parametrize(
-    "owner, name, in_other_thread",
-    [
-        ("runner", "launch", False),
-        ("runner", "launch", True),
-        ("scheduler", "schedule", False),
-        ("scheduler", "update", False),
-    ],
-)
-def test_an_abandoned_stream_is_collected_within_a_step(
-    little_garbage, owner, name, in_other_thread
-):
-    """A generator in a reference cycle, or in the traceback of an exception, is closed by whichever
-    step allocates much, in any thread. An innocent request ended with an error."""
-    llm = new_llm()
-    prompt, params = [5] * 9, SamplingParams(seed=5, max_tokens=15)
-    stream = llm.stream([9] * 5, SamplingParams(seed=1, max_tokens=30))
-    next(stream)
-    llm.add_request(prompt, params, "innocent")
-    llm.step()
-    cycle = [stream]
-    cycle.append(cycle)
-    del stream
-    real = getattr(getattr(llm, owner), name)
-
-    def collecting(*args):
-        value = real(*args)
-        if in_other_thread:
-            in_threads(gc.collect)
-        else:
-            gc.collect()
-        return value
-
-    setattr(getattr(llm, owner), name, collecting)
-    del cycle
-    output = go_on(llm)["innocent"]
-    assert output.error is None and result(output) == answer(prompt, params)
-    assert llm.stats()["failed_steps"] == 0
-    check_clean(llm)
 
 
 # --- a step without a token ---

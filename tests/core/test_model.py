@@ -226,7 +226,14 @@ def test_a_shard_that_is_not_there(tmp_path):
     "changes, message",
     [
         ({"model_type": "llama"}, "model_type='llama' is not supported, only qwen2, qwen3"),
-        ({"use_sliding_window": True}, "use_sliding_window=True is not supported"),
+        (
+            {
+                "use_sliding_window": True,
+                "sliding_window": 8,
+                "layer_types": ["sliding_attention"] * 2,
+            },
+            "use_sliding_window=True is not supported",
+        ),
     ],
 )
 def test_unsupported_configs_name_what_is_supported(changes, message, tmp_path):

@@ -99,7 +99,7 @@ IN_QUEUES = r"step \d+: .*Request\(\d+\) has not ended, but is %d times in waiti
 BROKEN = {
     "over the budget": (
         method("return 10**6, 10**6", "step_budget"),
-        r"step 1: MyScheduler.schedule\(\): the schedule has \d+ tokens, but max_num_batched",
+        r"step 1: MyScheduler.step_budget\(\): it returned \(1000000, 1000000\), and not two integers",
     ),
     "twice": (
         method(
@@ -140,7 +140,7 @@ BROKEN = {
     ),
     "wrong victim": (
         method("return None", "victim", ", candidates"),
-        r"step \d+: MyScheduler.victim\(\): None is not one of \[Request",
+        r"step \d+: MyScheduler.victim\(\): it returned None, and not one of the candidates",
     ),
     "never ends": (
         method(

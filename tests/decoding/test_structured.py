@@ -479,16 +479,16 @@ REFUSED = [
     ({"json": "{"}, "structured_outputs.json='{' is not allowed: Expecting property name"),
     ({"json": "[]"}, "it is no JSON object"),
     ({"json": {"a": {1, 2}}}, "set is not JSON serializable"),
-    ({"json": {"type": "strin"}}, "at #: Invalid type: strin"),
+    ({"json": {"type": "strin"}}, "Invalid type: strin"),
     (
         {"json": {"properties": {"a": {"items": {"not": {}}}, "b": {"type": "integer"}}}},
-        'at #/properties/a/items: Unimplemented keys: ["not"]',
+        'Unimplemented keys: ["not"]',
     ),
     (
         {"json": {"anyOf": [{"type": "null"}, {"type": "array", "uniqueItems": True}]}},
-        'at #/anyOf/1: Unimplemented keys: ["uniqueItems"]',
+        'Unimplemented keys: ["uniqueItems"]',
     ),
-    ({"json": {"properties": {"a": {"$ref": "#/$defs/b"}}}}, "at #/properties/a: Pointer"),
+    ({"json": {"properties": {"a": {"$ref": "#/$defs/b"}}}}, "Pointer"),
     ({"json": {"type": "string", "format": "banana"}}, "Unknown format: banana"),
     ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "minimum (5) is greater than"),
     (

@@ -98,6 +98,7 @@ LIMITS = {  # lines and tokens, with 3 % of air
     "checks": (163, 1_325),
     "answers": (40, 370),  # of the simulator's jobs
     "classes": (38, 360),  # users' own, which no step of ours needs
+    "policies": (64, 630),  # what their methods return
     "kernels": (95, 920),  # those checks that run before the first request
     "parallel": (660, 5_750),
     "vattention": (446, 4_350),
@@ -113,11 +114,13 @@ PARTS = {  # of a folder
     "drafts": ("decoding/drafts.py",),
     "onednn": ("device/onednn.py",),
     "classes": ("checks/classes.py",),
+    "policies": ("checks/policies.py",),
     "answers": ("simulator/answers.py",),
-    "page": ("server/live.py", "server/page.py", "server/recording.py"),
+    "page": ("server/live.py", "server/page.py"),
     "replicas": ("server/replicas.py", "server/scaling.py", "server/ray.py"),
 }
 APART = (
+    "policies",
     "kernels",
     "drafts",
     "answers",
@@ -190,8 +193,8 @@ def test_the_house_only_shrinks():
         for folder in ("nanovllm", "tutorials", "tests")
     }
     lines["root"] = sum(len(path.read_bytes().splitlines()) for path in ROOT.glob("*.py"))
-    assert sum(lines.values()) <= 66_071, lines
-    assert lines["tests"] <= 27_311, lines
+    assert sum(lines.values()) <= 65_989, lines
+    assert lines["tests"] <= 27_309, lines
 
 
 @pytest.mark.parametrize("name", FILES)

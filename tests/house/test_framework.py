@@ -1,4 +1,4 @@
-"""What the tests rest on: a failed test keeps no engine alive, a simulated machine reaches each process, GPUs are hidden,
+"""What the tests rest on: GPUs are hidden,
 the book is left out unless it is named, and a missing extra skips only the tests that need it.
 
 Run: pytest tests/house/test_framework.py [--slow]
@@ -6,8 +6,6 @@ Run: pytest tests/house/test_framework.py [--slow]
 
 import os
 import re
-import signal
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,55 +17,6 @@ import torch
 from tests.tools.extras import EXTRAS, File, needs
 
 ROOT = Path(__file__).parents[2]
-INNER = """
-import gc, signal, subprocess, sys, weakref
-import torch
-
-class Engine:
-    pass
-
-engines = []
-
-def use(engine):
-    assert engine is None
-
-def test_that_fails():
-    engine = Engine()
-    engines.append(weakref.ref(engine))
-    use(engine)
-
-def test_that_comes_next():
-    gc.collect()
-    assert engines[0]() is None
-
-def test_ctrl_c_is_heard():
-    assert signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
-
-def test_the_machine():
-    code = "import torch; print(torch.cpu._is_avx512_bf16_supported())"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == str(torch.cpu._is_avx512_bf16_supported()) == "{expected}"
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
-@pytest.mark.parametrize("machine, expected", [("plain", "False")])
-def test_a_run_of_tests(tmp_path, machine, expected):
-    """On a simulated machine, started as a job in the background is."""
-    file = tmp_path / "test_inner.py"
-    file.write_text(INNER.replace("{expected}", expected))
-    command = [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [*command, "--machine", machine, "--rootdir", str(tmp_path), str(file)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
-    )
-    text = done.stdout + done.stderr
-    assert "1 failed, 3 passed" in text and "test_that_fails" in text, text
-    assert re.search(r"\d s of processor time", text)
 
 
 def test_gpus_are_hidden_unless_they_are_asked_for(pytestconfig):

@@ -357,7 +357,10 @@ def test_a_scheduler_that_is_half_right(server, pool, expected):
     server.llm.runner.free()
     for answer in answers:
         message = checked_error(answer.result(), 500)["message"]
-        assert message == "Moody.schedule(): it returned None, and not a Schedule"
+        assert (
+            message
+            == "Moody.schedule(): it returned None, and not a Schedule: is a `return` missing?"
+        )
     data = read_until(stream, b"[DONE]")
     assert b"Moody.schedule(): it returned None" in data
     stream.close()

@@ -19,7 +19,7 @@ from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.server.live import MOST_WAITING, Camera, LiveView
 from nanovllm.server.metrics import Metrics
 from nanovllm.server.page import MOST_FRAMES
-from nanovllm.server.recording import record
+from tutorials.measure.record_runs import record
 
 STORY = "Once upon a time there was a shy fox named Luna who lived on a green hill."
 TIMES = ("time", "seconds", "output_tokens_per_second")

@@ -11,7 +11,6 @@ from array import array
 import pytest
 
 from nanovllm.simulator.jobs import Job, PlannedStep, Run, Served
-from tests.tools.extras import needs
 from tutorials.simulation.metrics import (
     backlog,
     by_tenant,
@@ -295,32 +294,3 @@ def test_rows_are_in_order_of_arrival():
         4: " " * 8,
     }
     assert gantt_text(run).splitlines()[4] == "job 0        .."
-
-
-def test_plots_draw_without_a_display(tmp_path, monkeypatch):
-    needs("matplotlib")
-    from matplotlib.figure import Figure
-
-    from tutorials.simulation.plots import gantt, latency_over_rate
-
-    monkeypatch.delenv("DISPLAY", raising=False)
-    curves = {"a": [(2.0, 0.3), (1.0, 0.1), (3.0, 7.0)], "b": [(1.0, None)]}
-    gantt(small_run(), tmp_path / "steps.png")
-    gantt(small_run(), tmp_path / "seconds.png", by="seconds", title="eight seconds")
-    latency_over_rate(curves, tmp_path / "linear.png")
-    latency_over_rate(curves, str(tmp_path / "log.png"), cap=10, log=True)
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in tmp_path.iterdir())
-    assert {path.stem for path in tmp_path.iterdir()} == {"steps", "seconds", "linear", "log"}
-
-    figure = Figure()
-    left, right = figure.subplots(1, 2)
-    gantt(small_run(), left)
-    latency_over_rate(curves, right, cap=0.5)
-    assert [label.get_text() for label in left.get_yticklabels()] == ["job 0", "job 1", "job 2"]
-    assert [text.get_text() for text in left.texts] == ["4", "2", "3", "6", "4"]
-    assert right.get_ylim() == (0, 0.5)
-    assert [list(line.get_xdata()) for line in right.lines] == [[1, 2, 3]]  # b has nothing to show
-    with pytest.raises(ValueError, match="by='hours' is not allowed: it must be steps or seconds"):
-        gantt(small_run(), left, by="hours")
-    with pytest.raises(ValueError, match="cap=0 is not allowed"):
-        latency_over_rate(curves, right, cap=0)

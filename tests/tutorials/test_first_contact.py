@@ -64,32 +64,6 @@ def test_the_parts_take_nine_minutes_together():
     assert sum(int(seconds) for _, _, seconds in CALLS) == 9 * 60
 
 
-PYTHON = """#!/bin/sh
-case "$*" in
-    *.engine*) exit 3 ;;
-    *"-k memory_stays"*) trap 'echo FAILED late; exit' INT; while true; do sleep 0.1; done ;;
-    *.options*) trap '' INT; sleep 1000000 & wait; sleep 1000000 ;;
-esac
-"""
-
-
-@pytest.mark.slow
-@needs_triton
-def test_a_part_that_fails_or_hangs_spares_the_others(tmp_path):
-    """The limit ends a part: pytest then still says what has failed. The script says which parts failed, and how."""
-    (tmp_path / "scripts").mkdir()
-    script = re.sub(r"(contact options|tests memory) \d+", r"\1 1", SCRIPT)
-    for name, text in (("first_contact", script.replace("after=5", "after=1")), ("python", PYTHON)):
-        (tmp_path / "scripts" / name).write_text(text)
-        (tmp_path / "scripts" / name).chmod(0o755)
-    environ = os.environ | {"PATH": f"{tmp_path / 'scripts'}:{os.environ['PATH']}"}
-    command = [str(tmp_path / "scripts" / "first_contact")]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True)
-    assert done.stdout.endswith("=== failed: engine (3) options (137) memory (124)\n")
-    assert done.returncode == 1 and done.stdout.count("=== ") == len(CALLS) + 1
-    assert "FAILED late" in (tmp_path / "first_contact" / "memory.txt").read_text(encoding="utf-8")
-
-
 MISSING = (
     "fastapi httpx openai prometheus_client ray starlette uvicorn hypothesis matplotlib".split()
 )

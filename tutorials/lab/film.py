@@ -1,6 +1,6 @@
 """Film: the blocks of a simulated run over time, as the player draws them.
 
-The frames are those of the recorded runs (nanovllm/server/recording.py). A simulation has thousands
+The frames are those of the recorded runs (tutorials/measure/record_runs.py). A simulation has thousands
 of steps, so a frame covers several of them. Imports no torch.
 """
 

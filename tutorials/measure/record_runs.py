@@ -7,13 +7,18 @@ times in the files are the machine's.
 """
 
 import json
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
+from nanovllm.processing.inputs import Params
+from nanovllm.processing.messages import Prompt
+from nanovllm.schedule import Schedule
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
-from nanovllm.server.recording import record
+from nanovllm.server.live import Camera
 from tutorials.baselines.static_batching import StaticBatching
 
 HERE = Path(__file__).resolve().parents[2] / "nanovllm" / "server" / "page" / "runs"
@@ -198,6 +203,46 @@ def main() -> None:
         index.append({"file": file.name, "title": json.loads(file.read_bytes())["title"]})
         print(file)
     (HERE / "index.json").write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+
+
+def record(
+    llm: LLM,
+    requests: Iterable[tuple[Prompt, Params | None, int]],
+    file: str | Path,
+    title: str = "",
+    explanation: str = "",
+) -> None:
+    """Runs requests and writes a frame for every step. Each request arrives before the step that it
+    names; if the engine is idle, the next request arrives at once."""
+    frames: list[dict] = []
+    prompts: dict[str, str] = {}
+    camera = Camera(llm)
+    begin = time.perf_counter()
+
+    def observe(schedule: Schedule, seconds: float) -> None:
+        camera.start_over()  # each frame is whole: one can go to any of them
+        frames.append(camera.frame([schedule], seconds, time.perf_counter() - begin))
+
+    llm.observers.append(observe)
+    try:
+        for prompt, params, step in sorted(requests, key=lambda request: request[2]):
+            while len(frames) < step and llm.has_unfinished():
+                llm.step()
+            name = llm.add_request(prompt, params)
+            prompts[name] = (llm.requests[name].prompt or "")[:80]
+        while llm.has_unfinished():
+            llm.step()
+    finally:
+        llm.observers.remove(observe)
+    head = {"title": title, "explanation": explanation, "prompts": prompts}
+    Path(file).write_text(text_of(head, frames), encoding="utf-8")
+
+
+def text_of(head: dict[str, Any], frames: list[dict]) -> str:
+    """JSON with one line for each frame, so that a diff shows which frame has changed."""
+    lines = [json.dumps(frame, separators=(",", ":")) for frame in frames]
+    joined = ",\n".join(lines)
+    return f'{json.dumps(head, indent=1)[:-2]},\n "frames": [\n{joined}\n]}}\n'
 
 
 if __name__ == "__main__":
