@@ -24,31 +24,33 @@ ROUTER = Rule(
 @dataclass(kw_only=True)
 class ServerOptions(Options):
     served_model_name: list[str] = field(default_factory=list)
-    """Names for clients; the first one is that of metrics. Default: that of the model."""
+    """Names of the model that clients may use. Metrics have the first one. Default: the model's own
+    name."""
 
     api_key: list[str] = field(default_factory=list)
-    """Keys that clients send; also in NANOVLLM_API_KEY, where `ps` does not show them."""
+    """Keys that clients must send. They may also be in NANOVLLM_API_KEY, where `ps` does not show
+    them."""
 
     allowed_origins: list[str] = field(default_factory=list)
-    """Pages of others that may ask (CORS)."""
+    """Web pages of other origins that may call the server (CORS)."""
 
     max_waiting: int = 256
-    """Requests that may wait; others get a 429."""
+    """Maximum waiting requests; further ones get status 429."""
 
     max_body_bytes: int = 2**20
-    """The longest body."""
+    """Maximum bytes of a request's body."""
 
     drain_seconds: float = 30.0
-    """Time for running requests, at the end."""
+    """Seconds that running requests have to end after a signal."""
 
     allow_priority: bool = False
-    """Let clients say which request goes first."""
+    """Let clients set `priority`."""
 
     chat_template: str | None = None
-    """A file in Jinja, instead of the model's own template."""
+    """A Jinja file that replaces the model's chat template."""
 
     log_requests: bool = True
-    """A line in the log for each request."""
+    """Log one line for each request."""
 
     RULES: ClassVar[dict[str, Rule]] = {
         "served_model_name": NAMES,
@@ -69,16 +71,16 @@ class ServerOptions(Options):
 @dataclass(kw_only=True)
 class ReplicaOptions(Options):
     replicas: int = 1
-    """Engines, by Ray Serve; not given: one, without Ray."""
+    """Number of engines, with Ray Serve. Without this option: one engine, without Ray."""
 
     max_replicas: int | None = None
-    """The most of them, under load."""
+    """Maximum number of engines under load."""
 
     target_requests: float = 32.0
-    """Open requests with which a replica is loaded."""
+    """Open requests per replica at which Ray adds another replica."""
 
     router_cls: type = PrefixAffinity
-    """Says which replica serves a request."""
+    """The class that chooses a replica for each request."""
 
     cpus_per_rank: float = 0.5
     """Cores that Ray reserves for each rank."""

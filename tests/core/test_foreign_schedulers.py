@@ -171,8 +171,8 @@ def test_a_request_that_cannot_be_chosen(method):
 
 
 def test_a_misspelt_method_is_named():
-    cls = type("Wrong", (Scheduler,), {"priorty": lambda self, request: 1, "_priorty": 1})
-    with pytest.raises(ScheduleError, match=r"Wrong.priorty\(\): nothing uses it. Is it priority"):
+    cls = type("Wrong", (Scheduler,), {"victims": lambda self, candidates: 1, "_victims": 1})
+    with pytest.raises(ScheduleError, match=r"Wrong.victims\(\): nothing uses it. Is it victim"):
         new_llm(scheduler_cls=cls)
 
 
