@@ -53,13 +53,10 @@ def new_parser() -> Parser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     serve = commands.add_parser("serve", help="serve a model by OpenAI's API, with a page at /")
-    serve.add_argument(
-        "--host", default="127.0.0.1", help="0.0.0.0 allows other machines (default: 127.0.0.1)"
-    )
+    local = "127.0.0.1"
+    serve.add_argument("--host", default=local, help=f"default: {local}; 0.0.0.0: any machine")
     serve.add_argument("--port", type=int, default=8000, help="0 is any free one (default: 8000)")
-    serve.add_argument(
-        "--config", help="a YAML file with options; those of the command line replace them"
-    )
+    serve.add_argument("--config", help="a YAML file with options; the command line overrides it")
     show = "for the page: a small cache, unless other options are given, and 10 steps a second"
     serve.add_argument("--show", action="store_true", help=show)
     add_options(serve, ServerOptions)

@@ -72,8 +72,7 @@ def failed(error: Exception) -> Refused:
     logger.error("a request failed", exc_info=error)
     if isinstance(error, DeadEnd | FloatingPointError | ScheduleError):
         return Refused(str(error), status=500)  # for the author of the scheduler, or of the weights
-    name = type(error).__name__
-    message = f"the engine failed on this request ({name}); the server's log says more"
+    message = f"the engine failed on this request ({type(error).__name__}): see the server's log"
     return Refused(message, status=500)
 
 

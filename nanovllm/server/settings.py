@@ -24,12 +24,10 @@ ROUTER = Rule(
 @dataclass(kw_only=True)
 class ServerOptions(Options):
     served_model_name: list[str] = field(default_factory=list)
-    """Names of the model that clients may use. Metrics have the first one. Default: the model's own
-    name."""
+    """Names of the model for clients; metrics have the first one. Default: the model's own name."""
 
     api_key: list[str] = field(default_factory=list)
-    """Keys that clients must send. They may also be in NANOVLLM_API_KEY, where `ps` does not show
-    them."""
+    """Keys that clients must send. In NANOVLLM_API_KEY, `ps` does not show them."""
 
     allowed_origins: list[str] = field(default_factory=list)
     """Web pages of other origins that may call the server (CORS)."""
