@@ -65,10 +65,8 @@ def is_waiting(scheduler: Scheduler, choice: Any) -> bool:
 
 
 def is_budget(scheduler: Scheduler, budget: Any) -> bool:
-    most = scheduler.max_num_batched_tokens
-    return (
-        isinstance(budget, tuple) and len(budget) == 2 and all(is_int(n, 0, most) for n in budget)
-    )
+    is_pair = isinstance(budget, tuple) and len(budget) == 2
+    return is_pair and all(is_int(num_tokens, 0) for num_tokens in budget)
 
 
 A_KEY: Rule = is_key, "a sort key such as (request.user_priority, request.arrival)"
@@ -81,7 +79,7 @@ RULES: dict[str, Rule] = {
     "schedule": (lambda _, value: isinstance(value, Schedule), "a Schedule"),
     "next_waiting": (is_waiting, "None or one of scheduler.waiting"),
     "victim": (lambda _, value, candidates: value in candidates, "one of the candidates"),
-    "step_budget": (is_budget, "two integers from 0 to max_num_batched_tokens"),
+    "step_budget": (is_budget, "two integers that are not negative"),
     "num_draft_tokens": (lambda _, value, request: is_int(value, 0), "a number of tokens"),
     "reason_to_end": (lambda _, value, seq: isinstance(value, str | None), "a text or None"),
 }

@@ -98,7 +98,7 @@ BROKEN = {
     "planned nothing, but there are unfinished requests": HEAD
     + "def next_waiting(self):\n        return None\n",
     "AssertionError: request 0 has got 1 of 101 tokens": ENDS_EARLY,
-    "and not two integers from 0 to max_num_batched_tokens": OVER_BUDGET,
+    "the schedule has 200 tokens": OVER_BUDGET,
 }
 
 

@@ -285,7 +285,7 @@ class Stubborn(Scheduler):
 @pytest.mark.parametrize(
     "scheduler, manager, message",
     [
-        (Forgets, None, r"step 1, at 0.000 s: Forgets.\w+\(\): Request\(\d\) is not one of"),
+        (Forgets, None, r"step 1, at 0.000 s: Forgets.next_waiting\(\): it returned Request\(\d\)"),
         (
             Scheduler,
             Keeps,
