@@ -70,7 +70,10 @@ def is_budget(scheduler: Scheduler, budget: Any) -> bool:
 
 
 A_KEY: Rule = is_key, "a sort key such as (request.user_priority, request.arrival)"
-AN_ANSWER: Rule = lambda _, value, *args: value is not None, "True or False"
+AN_ANSWER: Rule = (
+    lambda _, value, *args: value is not None,
+    "True or False",
+)
 RULES: dict[str, Rule] = {
     "priority": A_KEY,
     "running_order": A_KEY,

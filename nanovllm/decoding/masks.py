@@ -28,8 +28,7 @@ class Words:
         """The allowed tokens, without those that would complete a bad word."""
         bits = self.allowed
         output = seq.output_token_ids
-        words = self.bad.get(seq.token_ids[-1], ())
-        for *before, last in words:
+        for *before, last in self.bad.get(seq.token_ids[-1], ()):
             if output[-len(before) :] == before:
                 bits &= ~(1 << last)
         return bits
@@ -73,13 +72,6 @@ def mask_of(seq: Sequence, num_bytes: int) -> bytes:
     return bits.to_bytes(num_bytes, "little")
 
 
-def is_masked(seq: Sequence) -> bool:
-    rules = seq.request.rules
-    if rules is None:
-        return False
-    return rules.words is not None or rules.grammar is not None
-
-
 def masked_logits(logits: Tensor, seqs: list[Sequence]) -> Tensor:
     """logits [B, vocab_size] -> a copy in fp32 in which a token that is forbidden is never the
     likeliest, and never drawn; the same logits if nothing is forbidden to any sequence.
@@ -87,7 +79,8 @@ def masked_logits(logits: Tensor, seqs: list[Sequence]) -> Tensor:
     What is forbidden gets a finite logit, as kernels subtract one from another. So does what is
     allowed, even if `min_tokens` is against it: the mask wins.
     """
-    rows = [row for row, seq in enumerate(seqs) if is_masked(seq)]
+    rules = [seq.request.rules for seq in seqs]
+    rows = [row for row, one in enumerate(rules) if one is not None and (one.words or one.grammar)]
     if not rows:
         return logits
     import torch

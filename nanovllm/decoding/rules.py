@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from nanovllm.decoding.masks import Words, words_of
 from nanovllm.decoding.structured import Grammar, Source, grammar_of
-from nanovllm.sequence import Request, Sequence
+from nanovllm.sequence import Request
 
 
 @dataclass
@@ -21,11 +21,6 @@ class LogitsRules:
     has_penalty: bool
     words: Words | None = None
     grammar: Grammar | None = None
-
-    def check_end(self, seq: Sequence) -> None:
-        """Raises ValueError if the sequence has ended within its grammar."""
-        if self.grammar is not None:
-            self.grammar.check(seq)
 
 
 def rules_of(request: Request, source: Source) -> LogitsRules:

@@ -19,10 +19,10 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Texts
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from math import inf, lcm
+from math import lcm
 from typing import Any, ClassVar
 
-from nanovllm.options import Options, Rule, is_number, listed, refusal, shown
+from nanovllm.options import Options, Rule, listed, refusal, shown
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import Sequence
 
@@ -34,8 +34,19 @@ MOST_REMAINDERS = 100_000  # states that the multipleOf of a schema take
 # between two parts of JSON: some models would write spaces without end
 SPACES: Any = {"whitespace_pattern": r" ?|\n {0,40}"}
 NO_SPACES: Any = {"whitespace_flexible": False}
-EXCLUDED = {"exclusiveMinimum", "exclusiveMaximum"}
-ENDS = {"minimum", "maximum", *EXCLUDED}
+COMBINED = {"allOf", "if", "not", "dependentSchemas", "patternProperties", "unevaluatedProperties"}
+FORMATS = {
+    "date",
+    "date-time",
+    "duration",
+    "email",
+    "hostname",
+    "ipv4",
+    "ipv6",
+    "time",
+    "uri",
+    "uuid",
+}
 LIMITS: dict[str, Any] = dict(
     max_items_in_row=1000,  # what a grammar may mean at once
     step_max_items=4000,  # as many as 245 optional properties need
@@ -46,6 +57,7 @@ LIMITS: dict[str, Any] = dict(
 
 
 TEXT = Rule(lambda value: isinstance(value, str), "a string")
+TEXTS = listed(TEXT.allows, "a list of strings, not empty")
 # what these classes are in most dialects; the library's hold the digits of all alphabets
 ASCII = {"d": "[0-9]", "D": "[^0-9]", "w": "[0-9A-Za-z_]", "W": "[^0-9A-Za-z_]"}
 
@@ -75,20 +87,12 @@ class StructuredOutputsParams(Options):
     RULES: ClassVar[dict[str, Rule]] = {
         "json": Rule(lambda value: isinstance(value, dict | str), "a dict or its JSON text"),
         "regex": TEXT,
-        "choice": listed(lambda text: isinstance(text, str), "a list of strings, not empty"),
+        "choice": Rule(lambda texts: bool(texts) and TEXTS.allows(texts), TEXTS.words),
         "grammar": TEXT,
-    }
-
-    elsewhere: ClassVar[dict[str, str]] = {
-        "structural_tag": "write a grammar",
-        "whitespace_pattern": "disable_any_whitespace=True leaves out all of it",
-        "disable_additional_properties": 'write "additionalProperties": false into the schema',
     }
 
     def __post_init__(self):
         super().__post_init__()
-        is_empty = self.choice is not None and len(self.choice) == 0
-        self.require("choice", not is_empty, "a list of strings, not empty")
         if len(self.given) != 1:
             has = " and ".join(self.given) or "nothing"
             raise ValueError(f"structured_outputs has {has}: give one of {', '.join(KINDS)}")
@@ -170,7 +174,7 @@ def grammar_text(params: StructuredOutputsParams) -> str:
     """The grammar as llguidance reads it. Raises an exception if it is too large for a server."""
     from llguidance import LLMatcher, grammar_from
 
-    choices = " | ".join(json.dumps(text) for text in params.choice or ())
+    choices = " | ".join(map(json.dumps, params.choice or ()))
     for text in (params.regex, params.grammar, choices):
         check_length(text or "")
     if params.regex is not None:
@@ -182,9 +186,10 @@ def grammar_text(params: StructuredOutputsParams) -> str:
         if "%json" in params.grammar:
             raise ValueError("%json is not supported: give the schema as json")
         return grammar_from("grammar", params.grammar)
-    check_schema(params.schema)
+    schema = params.schema
+    check_schema(schema)
     spaces = NO_SPACES if params.disable_any_whitespace else SPACES
-    return LLMatcher.grammar_from_json_schema(params.schema, spaces)
+    return LLMatcher.grammar_from_json_schema(narrowed(schema), spaces)
 
 
 def check_length(text: str) -> None:
@@ -194,8 +199,7 @@ def check_length(text: str) -> None:
 
 def check_schema(schema: dict) -> None:
     """Refuses what takes long to compile, though no limit of llguidance counts it: a number's
-    remainders by multipleOf, also by several together. And what it compiles wrongly: of a range
-    within two whole numbers, it forgets that one of these is excluded."""
+    remainders by multipleOf, also by several together."""
     check_length(json.dumps(schema))
     factors = [1]
     for path, part in parts_of(schema):
@@ -205,11 +209,23 @@ def check_schema(schema: dict) -> None:
             if lcm(*factors) * len(factors) > MOST_REMAINDERS:
                 value = shown(part["multipleOf"])
                 raise ValueError(f"at {path}: multipleOf={value} takes too long to compile")
-        ends = {name: part[name] for name in ENDS if is_number(part.get(name), -inf)}
-        for name in EXCLUDED & ends.keys():
-            is_whole = ends[name] % 1 == 0
-            if is_whole and any(0 < abs(end - ends[name]) < 1 for end in ends.values()):
-                raise ValueError(f"at {path}: {name}: the range must hold a whole number")
+
+
+def narrowed(schema: dict) -> dict:
+    """The schema, changed in place. An unknown `format` is a comment. An object has no properties
+    but those that are named, as in vLLM, unless the schema says so or combines several schemas: a
+    small model would invent some."""
+    values = {"const", "enum", "default", "examples"}  # no schemas
+    parts = [part for path, part in parts_of(schema) if not values & {*path.split("/")}]
+    named = [part for part in parts if isinstance(part.get("properties"), dict)]
+    is_combined = any(COMBINED & part.keys() for part in parts)
+    has_choice = any({"$ref", "anyOf", "oneOf"} & part.keys() for part in named)
+    for part in () if is_combined or has_choice else named:
+        part.setdefault("additionalProperties", False)
+    for part in parts:
+        if isinstance(part.get("format"), str) and part["format"] not in FORMATS:
+            del part["format"]
+    return schema
 
 
 def new_matcher(text: str, vocabulary: Any) -> Any:

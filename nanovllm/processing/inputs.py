@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.decoding.beam_search import BeamRequest, BeamSearch, BeamSearchParams
 from nanovllm.decoding.rules import rules_of
-from nanovllm.options import PromptTooLong, is_int, refusal, shown
+from nanovllm.options import PromptTooLong, is_int, is_text, refusal, shown
 from nanovllm.processing.messages import Conversation, Prompt, is_conversation, unwrapped
 from nanovllm.sampling_params import LARGEST_COUNT, SamplingParams
 from nanovllm.scheduler import Scheduler
@@ -66,8 +66,7 @@ class Inputs:
             allowed = "it must be SamplingParams or BeamSearchParams"
             raise refusal("sampling_params", params, allowed)
         sampling = params.sampling_params() if isinstance(params, BeamSearchParams) else params
-        is_id = isinstance(request_id, str) and request_id
-        if request_id is not None and not is_id:
+        if request_id is not None and not is_text(request_id):
             raise refusal("request_id", request_id, "it must be a string, and not empty")
         if not is_int(priority, -LARGEST_COUNT, LARGEST_COUNT):
             raise refusal("priority", priority, "it must be an integer; the smallest goes first")

@@ -82,8 +82,9 @@ class RequestState:
         output = self.output.outputs[i]
         request = self.request
         seq = request.sequences[i]
-        if seq.finish_reason == "stop" and request.rules is not None:
-            request.rules.check_end(seq)
+        rules = request.rules
+        if seq.finish_reason == "stop" and rules and rules.grammar:
+            rules.grammar.check(seq)
         num_prompt = len(request.prompt_token_ids)
         stops = () if request.params.include_stop_str_in_output else request.stop_token_ids
         for token_id in seq.token_ids[num_prompt + len(output.token_ids) :]:

@@ -190,7 +190,7 @@ class Answers(ABC):
         is_first = key not in self.counts
         self.counts[key] += len(part.token_ids)
         event = {**self.frame, "choices": [self.choice(i, part, None, is_first)]}
-        if self.wants.continuous_usage_stats:
+        if self.wants.include_usage and self.wants.continuous_usage_stats:
             num_prompt = sum(len(request.prompt_token_ids) for request in self.requests)
             event["usage"] = counts_of(num_prompt, self.counts.total())
         return [data(event)]

@@ -37,7 +37,6 @@ from nanovllm.decoding.structured import prepare_vocabulary
 from nanovllm.engine import LLM
 from nanovllm.options import shown
 from nanovllm.processing.inputs import Inputs
-from nanovllm.sequence import Request as ModelRequest
 from nanovllm.server.answers import HEADERS, Answers, Deltas, EventStream, TokenTexts
 from nanovllm.server.async_llm import AsyncLLM, Backend
 from nanovllm.server.chats import ChatBody, ChatCompletions, TokenizeBody
@@ -136,7 +135,7 @@ class Server:
     async def answer(self, call: Request, body: Any, kind: type[Answers]) -> Response:
         begin = time.perf_counter()
         self.check(body)
-        requests = await self.prepared(self.requests_of, body)
+        requests = await self.prepared(lambda: [*body.requests(self.inputs)], body)
         answers = kind(body, requests, self.name, self.texts)
         deltas: Deltas = self.engine.stream(requests, body.stream)
         deltas = self.metrics.watched(deltas, requests, begin)
@@ -155,7 +154,9 @@ class Server:
     async def told(self, body: Any) -> dict:
         """The answer to a tokenize or detokenize call. Raises ValueError or Refused."""
         self.check_model(body.model)
-        return await self.prepared(self.told_of, body)
+        if self.inputs.tokenizer is None:
+            raise Refused("the model has no tokenizer", status=501)
+        return await self.prepared(lambda: body.told(self.inputs), body)
 
     async def prepared(self, function: Callable, body: Any) -> Any:
         """Calls a function in the thread that tokenizes: it may take longer than a stream can wait.
@@ -164,17 +165,11 @@ class Server:
         self.engine.check_room(1)
         self.engine.num_preparing += 1
         try:
-            return await self.engine.loop.run_in_executor(self.tokenizing, function, body)
+            return await self.engine.loop.run_in_executor(self.tokenizing, function)
         except ValueError as error:
-            raise in_words(error, type(body)) from error
+            raise in_words(error, body) from error
         finally:
             self.engine.num_preparing -= 1
-
-    def requests_of(self, body: Any) -> list[ModelRequest]:
-        return [*body.requests(self.inputs)]
-
-    def told_of(self, body: Any) -> dict:
-        return body.told(self.inputs)
 
     def check(self, body: Any) -> None:
         self.check_model(body.model)

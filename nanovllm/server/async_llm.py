@@ -20,7 +20,7 @@ from nanovllm.processing.states import RequestState
 from nanovllm.processing.streaming import Reader
 from nanovllm.schedule import Schedule, ScheduleError
 from nanovllm.sequence import Request
-from nanovllm.server.errors import Busy, Refused, Unavailable, failed
+from nanovllm.server.errors import Refused, Unavailable, failed
 
 logger = logging.getLogger(__name__)
 SHUTTING_DOWN = "the server is shutting down"
@@ -78,7 +78,7 @@ class Backend(ABC):
     ) -> AsyncGenerator[tuple[int, Delta], None]:
         """Yields (index of the request, Delta) until all requests have ended. Closing the generator
         aborts the others. Without `is_streamed`, only the last Delta of each request comes. Raises
-        Busy, Unavailable, or the error of the first request that fails."""
+        Refused, also if a request fails."""
         self.check_open()
         self.check_room(len(requests))
         num_open = len(requests)
@@ -122,10 +122,11 @@ class Backend(ABC):
             raise Unavailable(self.end)
 
     def check_room(self, num_new: int) -> None:
-        """Raises Busy if too many requests wait. A call may have any number if no other waits."""
+        """Raises Refused if too many requests wait. If none waits, a call may have any number."""
         num_waiting = self.num_waiting + self.num_preparing
         if num_waiting and num_waiting + num_new > self.max_waiting:
-            raise Busy(f"{num_waiting} requests wait already, at most {self.max_waiting} may")
+            problem = f"{num_waiting} requests wait already, at most {self.max_waiting} may"
+            raise Refused(problem, status=429)
 
     def close(self) -> None:
         self._end(SHUTTING_DOWN)

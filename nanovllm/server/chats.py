@@ -62,7 +62,7 @@ Tools = Annotated[list[Tool], Field(max_length=MOST_TOOLS)]
 
 class Schema(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")  # its name and description
-    schema_: dict[str, Any] | bool = Field(True, alias="schema")
+    schema_: dict[str, Any] = Field({}, alias="schema")
 
 
 class Format(Strict):
@@ -150,15 +150,20 @@ class ChatBody(ChatFields, Body):
         if self.tool_choice == "none":
             prompt["tools"] = None
         wanted = self.response_format and self.response_format.wanted
-        if self.forces_calls:
-            more["structured_outputs"] = self.forced_calls(prompt["tools"])
-        elif wanted:
-            if self.structured_outputs is not None:
-                both = "response_format and structured_outputs mean the same: give one"
-                raise Refused(both, "response_format")
+        if self.forces_calls:  # such an answer has no text that could have a format
+            wanted = self.forced_calls(prompt["tools"])
+        if wanted:
             more["structured_outputs"] = wanted
+            if self.structured_outputs is not None:
+                both = f"{self.field_of_form} and structured_outputs ask for two forms: give one"
+                raise Refused(both, "structured_outputs")
         params = self.params(inputs.default_params, **more)
         yield inputs.request(prompt, params, self.priority)
+
+    @property
+    def field_of_form(self) -> str:
+        """The field that structured outputs come from, if they are not given as such."""
+        return "tools" if self.forces_calls else "response_format"
 
     @property
     def forces_calls(self) -> bool:
@@ -190,8 +195,9 @@ class ChatBody(ChatFields, Body):
 
 
 class TokenizeBody(ChatFields):
-    """A text, or a chat."""
+    """A text, or a chat. Clients may send the fields of the request that they will make."""
 
+    model_config = ConfigDict(strict=True, extra="ignore")
     model: str | None = None
     prompt: str | None = None
     add_special_tokens: bool = True  # in a chat they are in the template
@@ -199,8 +205,6 @@ class TokenizeBody(ChatFields):
 
     def told(self, inputs: Inputs) -> dict:
         """Raises ValueError or Refused."""
-        if inputs.tokenizer is None:
-            raise Refused("the model has no tokenizer", status=501)
         if self.messages is not None and self.prompt is None:
             token_ids = inputs.encode(self.chat(self.messages))[1]
         elif self.prompt is not None and self.messages is None:

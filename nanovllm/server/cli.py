@@ -25,6 +25,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.settings import ReplicaOptions, ServerOptions
 
 NOT_AN_OPTION = "model n logprobs prompt_logprobs logit_bias extra_args structured_outputs".split()
+SHORT = {"--tensor-parallel-size": ["-tp"]}
 
 
 class Parser(argparse.ArgumentParser):
@@ -91,7 +92,7 @@ def add_options(parser: Parser, kind: type[Options]) -> None:
         option = "--" + field.name.replace("_", "-")
         if field.name not in NOT_AN_OPTION and option not in parser._option_string_actions:
             text = help_of(field, meanings[field.name])
-            group.add_argument(option, help=text, **how_to_read(field.type))
+            group.add_argument(*SHORT.get(option, []), option, help=text, **how_to_read(field.type))
 
 
 def meanings_of(kind: type[Options]) -> dict[str, str]:
@@ -125,13 +126,7 @@ def how_to_read(kind: Any) -> dict[str, Any]:
     if lists:
         return {"nargs": "+", "action": "extend", "type": get_args(lists[0])[0]}
     kinds = [one for one in get_args(kind) or (kind,) if one is not NoneType]
-    return {"type": {type: imported, dict: json_object}.get(kinds[0], kinds[0])}
-
-
-def json_object(text: str) -> dict:
-    """A JSON object. (argparse would hide the text of an error and show only this function's
-    name.)"""
-    return json.loads(text)
+    return {"type": {type: imported, dict: json.loads}.get(kinds[0], kinds[0])}
 
 
 def imported(name: str) -> type:

@@ -20,6 +20,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.config import EMBEDDED_MODEL, Config
 from nanovllm.options import Options, refusal
 from nanovllm.schedule import Schedule
+from nanovllm.server.parsing import END_OF_THINK, THINK
 from nanovllm.server.settings import ReplicaOptions, ServerOptions
 
 # what `serve --show` sets: twenty questions fill it, and some are preempted
@@ -66,8 +67,6 @@ def serve(args: Namespace) -> None:
     options = server_options(args)
     sock = server.bind(args.host, args.port)  # before a model is loaded in vain
     llm = new_llm(args)
-    if options.chat_template is not None:
-        check_template(llm, options.chat_template)
     if args.show:
         llm.observers.append(wait_for_viewers)
     server.serve_app(new_app(llm, options), sock)
@@ -76,15 +75,6 @@ def serve(args: Namespace) -> None:
 def wait_for_viewers(schedule: Schedule, seconds: float) -> None:
     """An observer that slows fast steps down, so that people can see them."""
     time.sleep(max(0.0, SHOWN_STEP - seconds))
-
-
-def check_template(llm: LLM, template: str) -> None:
-    """Raises ValueError if the model's chat template cannot write a conversation."""
-    chat = {"messages": [{"role": "user", "content": "Hello"}], "chat_template": template}
-    try:
-        llm.inputs.encode(chat)
-    except ValueError as error:
-        raise ValueError(f"--chat-template: {error}") from error
 
 
 def serve_replicas(args: Namespace) -> None:
@@ -130,6 +120,9 @@ def complete(args: Namespace) -> None:
 
 
 def chat(args: Namespace) -> None:
+    if " " in (args.model or ""):
+        hint = "no question: nanovllm chat asks for it, and nanovllm complete continues a text"
+        raise refusal("model", args.model, f"it must be a hub id or a directory, {hint}")
     side = Local(args) if args.url is None else Remote(args)
     is_terminal = sys.stdin.isatty()  # into a pipe, only the answers are written
     if is_terminal:
@@ -144,7 +137,7 @@ def chat(args: Namespace) -> None:
             return
         if text == "/reset":
             history = []
-        elif text.startswith("/"):
+        elif text in ("/help", "/?"):
             print(HELP)
         elif text:
             question = {"role": "user", "content": text}
@@ -227,6 +220,7 @@ class Remote:
     def answer(self, history: list[dict]) -> Generator[str, None, None]:
         stream = {"stream": True, "stream_options": {"include_usage": True}}
         body = {"messages": history, **self.body, **stream}
+        is_thinking = False
         with self.opened("/v1/chat/completions", body) as lines:
             for line in lines:
                 name, _, event = line.partition(b":")
@@ -236,7 +230,12 @@ class Remote:
                 if "error" in news:
                     raise ValueError(news["error"]["message"])
                 for choice in news["choices"]:
-                    yield choice["delta"].get("content") or ""
+                    delta = choice["delta"]
+                    thinks = bool(delta.get("reasoning"))
+                    if thinks != is_thinking and (thinks or delta.get("content")):
+                        is_thinking = thinks
+                        yield THINK if thinks else END_OF_THINK
+                    yield delta.get("reasoning") or delta.get("content") or ""
                 usage = news.get("usage")
                 if usage:
                     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0

@@ -20,7 +20,6 @@ class CompletionBody(Body):
     prompt: SkipValidation[str | list[str] | list[int] | list[list[int]]]
     echo: bool = False
     logprobs: int | None = None
-    best_of: int | None = None
     add_special_tokens: bool = True
 
     def prompts(self) -> list[Any]:
@@ -41,8 +40,6 @@ class CompletionBody(Body):
 
     def requests(self, inputs: Inputs) -> Iterator[Request]:
         """Raises ValueError or Refused."""
-        if self.best_of not in (None, 1) and self.best_of != self.n:
-            raise Refused("best_of must be n: n is the number of outputs", "best_of")
         if self.echo and self.logprobs is not None and self.stream:
             raise Refused("echo with logprobs cannot be streamed", "echo")
         more: dict[str, Any] = {"logprobs": self.logprobs}

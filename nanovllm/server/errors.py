@@ -38,13 +38,6 @@ class Refused(Exception):
         self.code = code
 
 
-class Busy(Refused):
-    """Too many requests wait."""
-
-    def __init__(self, message: str):
-        super().__init__(message, status=429)
-
-
 class Unavailable(Refused):
     """The engine takes no requests: it is ending, or it has died."""
 
@@ -52,11 +45,13 @@ class Unavailable(Refused):
         super().__init__(message, status=503)
 
 
-def in_words(error: ValueError, kind: type[BaseModel]) -> Refused:
+def in_words(error: ValueError, body: BaseModel) -> Refused:
     """The answer to a request that the engine refuses. The engine's error messages start with the
     name of the field."""
     message = str(error)[:1000].replace("StructuredOutputsParams", "structured_outputs")
-    names = [word for word in re.findall(r"\w+", message) if word in kind.model_fields]
+    form = "structured_outputs.json"
+    message = message.replace(form, getattr(body, "field_of_form", form))
+    names = [word for word in re.findall(r"\w+", message) if word in type(body).model_fields]
     param = names[0] if names else None
     if isinstance(error, PromptTooLong):
         # the words and the code that programs look for
@@ -95,7 +90,9 @@ def first_problem(error: RequestValidationError | ValidationError) -> Refused:
         elif part.isidentifier() and part not in KINDS:
             place += f".{part[:100]}"
     if problem["type"] == "extra_forbidden":
-        return Refused(f"{place} is not supported: leave it out", field)
+        kind = field.removeprefix("guided_")
+        hint = "leave it out" if kind == field else f'give structured_outputs={{"{kind}": ...}}'
+        return Refused(f"{place} is not supported: {hint}", field)
     value = problem["input"]
     if isinstance(value, int | float | str):
         place += f"={shown(value)} is not allowed"

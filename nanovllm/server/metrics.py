@@ -81,19 +81,6 @@ class Metrics:
                 family = kind(f"nanovllm:{name}", text, labels=["model_name"])
                 family.add_metric([self.model_name], self.stats.get(key, 0))
                 yield family
-        yield self.by_place()
-
-    def by_place(self) -> Metric:
-        """Accepted draft tokens by their place; 0 is the first."""
-        name = "nanovllm:spec_decode_num_accepted_tokens_per_pos"
-        family = CounterMetricFamily(
-            name, "Accepted draft tokens.", labels=["model_name", "position"]
-        )
-        for key, value in self.stats.items():
-            if key.startswith(OF_A_PLACE):
-                place = int(key.removeprefix(OF_A_PLACE)) - 1
-                family.add_metric([self.model_name, str(place)], value)
-        return family
 
     def text(self, stats: dict[str, float]) -> bytes:
         share = stats.get("kv_blocks_used", 0) / max(1, stats.get("kv_blocks", 0))

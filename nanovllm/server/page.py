@@ -11,7 +11,7 @@ from starlette.staticfiles import StaticFiles
 
 from nanovllm.server.answers import HEADERS, EventStream
 from nanovllm.server.async_llm import AsyncLLM
-from nanovllm.server.errors import Busy
+from nanovllm.server.errors import Refused
 from nanovllm.server.live import LiveView
 
 FOLDER = Path(__file__).parent / "page"
@@ -57,7 +57,7 @@ class Live:
         """Frames for one reader, until it leaves or the server ends. The first item is empty."""
         self.engine.check_open()
         if len(self.readers) == MOST_WATCHERS:
-            raise Busy(f"{MOST_WATCHERS} pages watch already")
+            raise Refused(f"{MOST_WATCHERS} pages watch already", status=429)
         reader: asyncio.Queue[str | None] = asyncio.Queue(MOST_FRAMES)
         self.readers.add(reader)
         self.engine.on_idle = [self.view.flush]

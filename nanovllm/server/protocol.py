@@ -21,8 +21,8 @@ SAME = {field.name for field in fields(SamplingParams)} - {"max_tokens", "logpro
 # values of fields that we do not have which ask for what is done anyway
 HARMLESS: dict[str, tuple] = {
     "audio": (),
-    "best_of": (1,),
     "detokenize": (True,),
+    "documents": ([],),
     "early_stopping": (False,),
     "echo": (False,),
     "functions": ([],),
@@ -33,7 +33,10 @@ HARMLESS: dict[str, tuple] = {
     "suffix": ("",),
     "use_beam_search": (False,),
     "verbosity": ("medium",),
+    "vllm_xargs": ({},),
 }
+
+IGNORED = {"prompt_cache_key", "safety_identifier", "service_tier", "store"}  # they change nothing
 
 TokenIds = Annotated[list[int], Field(max_length=MOST_IDS)]
 Word = Annotated[str, Field(max_length=256)]  # each is looked for after each token
@@ -50,7 +53,7 @@ class Strict(BaseModel):
         wanted = {}
         for name, value in body.items():
             is_harmless = name not in cls.model_fields and value in HARMLESS.get(name, ())
-            if value is not None and not is_harmless:
+            if value is not None and name not in IGNORED and not is_harmless:
                 wanted[name] = value
         return wanted
 
@@ -61,23 +64,20 @@ class StreamOptions(Strict):
 
 
 class CallBody(Strict):
-    """The fields of all calls that the model answers, and those that change no answer."""
+    """The fields of all calls that the model answers."""
 
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None
     metadata: dict | None = None
-    store: bool | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
 
 
 class Body(CallBody):
     """The fields that completions and chats share."""
 
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    best_of: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -108,6 +108,8 @@ class Body(CallBody):
         """The model's default parameters with those of the body. Raises ValueError or Refused."""
         if self.stream_options is not None and not self.stream:
             raise Refused("stream_options is allowed with stream=true only", "stream_options")
+        if self.best_of not in (None, 1) and self.best_of != self.n:
+            raise Refused("best_of must be n: n is the number of outputs", "best_of")
         if self.stream and self.prompt_logprobs is not None:
             raise Refused("prompt_logprobs cannot be streamed", "prompt_logprobs")
         given = {name: value for name, value in self if name in SAME and value is not None}
@@ -130,8 +132,6 @@ class DetokenizeBody(Strict):
     tokens: list[int]
 
     def told(self, inputs: Inputs) -> dict:
-        """Raises ValueError or Refused."""
-        if inputs.tokenizer is None:
-            raise Refused("the model has no tokenizer", status=501)
+        """Raises ValueError."""
         inputs.check_ids("tokens", self.tokens)
         return {"prompt": inputs.tokenizer.decode(self.tokens)}

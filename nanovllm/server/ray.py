@@ -31,6 +31,6 @@ def app(args: dict[str, Any]) -> Application:
         name="ingress",
         max_ongoing_requests=NO_LIMIT,
         ray_actor_options={"num_cpus": options.cpus_per_rank},
-        graceful_shutdown_timeout_s=server.drain_seconds,
+        graceful_shutdown_timeout_s=server.shutdown_timeout,
     )
     return ingress.bind(engines(config, server, options), options.replicas, server)

@@ -58,7 +58,7 @@ def engines(config: Config, server: ServerOptions, options: ReplicaOptions) -> A
         ),
         health_check_period_s=1,
         max_constructor_retry_count=2,
-        graceful_shutdown_timeout_s=server.drain_seconds,
+        graceful_shutdown_timeout_s=server.shutdown_timeout,
         **scaling,
     )
     return deployment.bind(vars(config))

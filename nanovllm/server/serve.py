@@ -4,14 +4,19 @@ import gc
 import logging
 import socket
 import sys
+import time
 from math import ceil
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from nanovllm.options import refusal
 
 logger = logging.getLogger("uvicorn.error")
+LOCAL = ("localhost", "127.0.0.1", "[::1]")
+LONGEST_IDLE = 60.0  # seconds of a connection without a whole request
 SWITCH = 0.0005  # seconds; by itself, Python lets a thread go on for ten times as long
 
 
@@ -23,6 +28,8 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        # connections that wait for a request, each with its last one: since when
+        self.idle: dict[tuple, float] = {}
         gc.collect()
         gc.freeze()  # the model stays: a look at all its objects takes a quarter of a second
         # PyTorch gives the interpreter back in each operation, and must not wait long to get it
@@ -35,8 +42,23 @@ class Server(uvicorn.Server):
             options = self.routes.options
             model = options.served_model_name[0]
             logger.info("Serving %s at http://%s:%d (Ctrl-C ends it)", model, name, port)
-            if not (host.startswith("127.") or host == "::1" or options.api_key):
+            if not (is_local(host) or options.api_key):
                 logger.warning("All that can reach %s may use it: --api-key asks for a key", host)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called ten times a second. Closes idle connections: uvicorn would keep one that sends a
+        byte now and then."""
+        now = time.monotonic()
+        idle = {}
+        connections: Any = self.server_state.connections
+        for connection in connections:
+            cycle = connection.cycle
+            if cycle is None or cycle.response_complete or cycle.more_body:
+                idle[connection, cycle] = self.idle.get((connection, cycle), now)
+                if now - idle[connection, cycle] > LONGEST_IDLE:
+                    connection.transport.abort()
+        self.idle = idle
+        return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: object) -> None:
         """Handles a signal. uvicorn's own method would raise the signal again before the engine is
@@ -53,6 +75,10 @@ class Server(uvicorn.Server):
         if self.routes.live is not None:
             self.routes.live.close()  # watchers would stay forever
         await super().shutdown(sockets)
+
+
+def is_local(host: str) -> bool:
+    return host.startswith("127.") or host == "::1"
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -74,14 +100,19 @@ def new_server(app: FastAPI) -> Server:
         access_log=options.log_requests,
         use_colors=None if sys.stdout else False,  # it asks the terminal, if there is one
         ws="none",
+        http="httptools",
         log_level="info",
-        timeout_graceful_shutdown=ceil(options.drain_seconds),
+        timeout_graceful_shutdown=ceil(options.shutdown_timeout),
     )
     return Server(config)
 
 
 def serve_app(app: FastAPI, sock: socket.socket) -> None:
     """Serves until a signal comes. Exits with 1 if the engine has died."""
+    host = sock.getsockname()[0]
+    if is_local(host) and not app.state.server.options.api_key:
+        # a web page could give its own name this machine's address, and then call the server
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*LOCAL, host])
     server = new_server(app)
     server.run(sockets=[sock])
     if server.has_failed:

@@ -38,7 +38,7 @@ class ServerOptions(Options):
     max_body_bytes: int = 2**20
     """Maximum bytes of a request's body."""
 
-    drain_seconds: float = 30.0
+    shutdown_timeout: float = 30.0
     """Seconds that running requests have to end after a signal."""
 
     allow_priority: bool = False
@@ -56,7 +56,7 @@ class ServerOptions(Options):
         "allowed_origins": TEXTS,
         "max_waiting": COUNT,
         "max_body_bytes": LARGE,
-        "drain_seconds": TIME,
+        "shutdown_timeout": TIME,
         "chat_template": Rule(is_text, "a text"),
     }
 

@@ -13,7 +13,6 @@ from checkpoints import greedy, new_model, save
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.checks.blocks import check_blocks
-from nanovllm.decoding.masks import is_masked
 from nanovllm.device.memory import largest_step
 
 BLOCK, MAX_TOKENS = 4, 12
@@ -386,7 +385,9 @@ def test_the_profiling_step_of_the_gpu_path(llm):
                 llm.limits, max_num_batched_tokens=tokens, max_num_seqs=seqs
             )
             step = largest_step(llm.runner.limits, llm.runner.shape.block_size)
-            assert all(is_masked(seq) and seq.request.rules.has_penalty for seq in step.sampled)
+            assert all(
+                seq.request.rules.words and seq.request.rules.has_penalty for seq in step.sampled
+            )
             llm.runner.run(step)
     finally:
         llm.runner.kv_cache, llm.runner.limits = cache, llm.limits

@@ -215,6 +215,25 @@ def test_a_client_that_does_not_read_holds_nobody_up(server, expected):
     leave(sock, True)
 
 
+def test_idle_connections_are_closed(server, monkeypatch):
+    """Also one that sends a byte now and then. One that gets a stream stays."""
+    monkeypatch.setattr("nanovllm.server.serve.LONGEST_IDLE", 0.3)
+    stream = new_client(server, {**NEIGHBOUR, "max_tokens": 1500, "stream": True})
+    read_until(stream, b"data: ")
+    silent = server.connect()
+    slow = server.connect()
+    slow.sendall(b"GET /version HTTP/1.1\r\nhost: a\r\n\r\n")
+    read_until(slow, b"}")
+    with pytest.raises(OSError):
+        for _ in range(600):
+            slow.sendall(b"G")
+            time.sleep(0.1)
+    with suppress(OSError):
+        assert not silent.recv(1)
+    read_until(stream, b"data: ")
+    leave(stream, True)
+
+
 @pytest.mark.parametrize("num_missing", [1, 60, 150])
 def test_half_a_request_and_then_nothing(server, expected, caplog, num_missing):
     """It is not a fault of the server, whose log stays empty."""
@@ -445,6 +464,9 @@ def test_at_the_end_those_that_run_finish(pool, expected):
 @pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_streams_finish(sig):
     with Process() as server:
+        # a web page could give its own name the address of this machine
+        for name, status in (("localhost:80", 200), ("evil.example", 400)):
+            assert server.http.get("/version", headers={"host": name}).status_code == status
         streams = [server.stream(100) for _ in range(2)]
         server.process.send_signal(sig)
         server.read_until("Shutting down")
@@ -456,7 +478,7 @@ def test_a_signal_lets_streams_finish(sig):
 
 @pytest.mark.slow
 def test_without_time_to_drain_streams_are_cut():
-    with Process("--drain-seconds", "1") as server:
+    with Process("--shutdown-timeout", "1") as server:
         _, rest = server.stream(1900)
         begin = time.monotonic()
         server.process.send_signal(signal.SIGTERM)

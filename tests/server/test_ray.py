@@ -309,7 +309,9 @@ STEPS = (
 @pytest.mark.slow
 def test_replicas_and_then_a_cluster(tmp_path):
     """One test, so that there is one Ray at a time, however many workers pytest has."""
-    options = "--max-num-seqs 8 --max-waiting 8 --num-blocks 400 --block-size 8 --drain-seconds 20"
+    options = (
+        "--max-num-seqs 8 --max-waiting 8 --num-blocks 400 --block-size 8 --shutdown-timeout 20"
+    )
     start = (sys.executable, "-m", "nanovllm", "serve", "--replicas", "2", "--port", "PORT")
     with Served(*start, *options.split()) as served:
         for step in STEPS:
@@ -452,7 +454,7 @@ def some_requests(count: int) -> list[Request]:
 
 def test_a_call_is_admitted_as_a_whole():
     """Two times eight seats are counted: what finds none waits."""
-    from nanovllm.server.errors import Busy
+    from nanovllm.server.errors import Refused
 
     async def submit():
         replicas = new_replicas(OneStream(), max_waiting=8)
@@ -460,7 +462,7 @@ def test_a_call_is_admitted_as_a_whole():
         asking = asyncio.ensure_future(anext(first))
         await asyncio.sleep(0)
         assert len(replicas.open) == 40
-        with pytest.raises(Busy, match="24 requests wait already, at most 8 may"):
+        with pytest.raises(Refused, match="24 requests wait already, at most 8 may"):
             await anext(replicas.stream(some_requests(1)))
         asking.cancel()
         replicas.close()
