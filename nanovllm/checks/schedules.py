@@ -78,6 +78,8 @@ def nothing_planned(scheduler: Scheduler, unfinished: Collection[str]) -> Schedu
     why = "the policy serves none of them"
     if lost:
         why = f"neither waiting nor running: {shown(sorted(lost))}"
+    elif scheduler.waiting and not scheduler.running and scheduler.next_waiting() is None:
+        why = "next_waiting() returned None, and no request runs"
     what = f"it planned nothing, but there are unfinished requests: {shown([*unfinished])}"
     return ScheduleError(scheduler, "schedule", f"{what}; {why}")
 

@@ -122,6 +122,12 @@ class Task:
         return {name_in_report(part, goal): goal for part in self.parts for goal in part.goals}
 
     @property
+    def classes(self) -> set[str]:
+        """The names of classes that the student's file must have."""
+        names = {each for part in self.parts for each in (part.policy[0], part.block_manager)}
+        return names - {None, "Scheduler"}
+
+    @property
     def own_part(self) -> Part:
         return replace(self.parts[0], keep_steps=True)
 

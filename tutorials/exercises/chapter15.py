@@ -15,6 +15,11 @@ def pieces(reading: float, computing: float, count: int, overlap: float) -> floa
     raise NotImplementedError
 
 
+def longer_from(reading: float, computing: float) -> int:
+    """From how many pieces on, with an overlap of 1, a prompt takes longer than in one piece."""
+    raise NotImplementedError
+
+
 # --- 15.2 ---
 
 

@@ -30,7 +30,7 @@ class Left(Exception):
 
 async def unless_left(work: Coroutine, left: Coroutine) -> Any:
     """What `work` returns or raises. `left` ends when the client hangs up: if that is before, raises
-    Left. Whatever happens, neither of the two goes on."""
+    Left. Whatever happens, both have ended then."""
     raise NotImplementedError
 
 

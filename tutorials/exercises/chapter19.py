@@ -38,8 +38,9 @@ class Noting(PrefixAffinity):
 
 
 class Steady(Router):
-    """Sends a user (`request.params.extra_args["user"]`) always to the same replica, and remembers
-    nothing. If a replica goes, only its users move; if one comes, users move to it only."""
+    """Sends a user (`request.params.extra_args["user"]`, a number or a text) always to the same
+    replica, and remembers nothing. If a replica goes, only its users move; if one comes, users move
+    to it only."""
 
     def choose(self, request, loads):
         raise NotImplementedError

@@ -2,14 +2,19 @@
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
-from nanovllm.config import Config
+from nanovllm import SamplingParams
+from nanovllm.block_manager import BlockManager
+from nanovllm.config import Config, Limits
 from nanovllm.scheduler import Scheduler
+from nanovllm.sequence import Request
 from nanovllm.simulator import Job, Run, simulate
 from nanovllm.simulator.cost_model import HARDWARE
 from nanovllm.simulator.machines import Machine
-from tutorials.exercises.checks.expect import expect
+from tutorials.exercises.checks.expect import expect, expect_linear
 
 
 class OneSecond(Machine):
@@ -153,6 +158,21 @@ def check_2(answers) -> None:
     late = [new_job(i, 0, 4, 15 + i % 7, tenant="free") for i in range(60)]
     late += [new_job(60 + i, 20, 4, 10, tenant="gold") for i in range(60)]
     judge_weights(answers, {"gold": 3, "free": 1}, late, 8, since=45)
+    expect_linear("requests, half of them run", partial(choice_of, answers.Weighted), 40)
+
+
+def choice_of(scheduler_cls: type[Scheduler], count: int) -> Callable[[], Request | None]:
+    """The choice among so many requests."""
+    scheduler = scheduler_cls(
+        Limits(max_model_len=100, max_num_seqs=count, max_num_batched_tokens=100),
+        BlockManager(count, 16),
+    )
+    for i in range(count):
+        params = SamplingParams(extra_args={"tenant": ("gold", "free")[i % 2]})
+        scheduler.add(Request(str(i), None, [i], params, arrival=i))
+    scheduler.running = scheduler.waiting[::2]
+    scheduler.waiting = scheduler.waiting[1::2]
+    return scheduler.next_waiting
 
 
 def judge_weights(

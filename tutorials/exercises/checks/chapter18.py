@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tutorials.exercises.checks.expect import Wrong, expect
+from tutorials.exercises.checks.expect import Wrong, expect, unchanged
 
 
 def random(generator: torch.Generator, *shape: int) -> Tensor:
@@ -37,8 +37,8 @@ def judge_mlp(answers, middle: int, num_ranks: int) -> None:
     generator = torch.Generator().manual_seed(middle)
     shapes = (middle, 8), (middle, 8), (8, middle)
     weights = [random(generator, *shape) for shape in shapes]
-    mlp = answers.MLP(*(weight.clone() for weight in weights))
-    parts = [answers.mlp_part(mlp, rank, num_ranks) for rank in range(num_ranks)]
+    mlp = answers.MLP(*weights)
+    parts = [unchanged(answers.mlp_part, mlp, rank, num_ranks) for rank in range(num_ranks)]
     case = f"a middle of {middle}, {num_ranks} ranks"
     size = -(-middle // num_ranks)
     for rank, part in enumerate(parts):
@@ -48,15 +48,12 @@ def judge_mlp(answers, middle: int, num_ranks: int) -> None:
     x = random(generator, 8)
     summands = [mlp_of(part, x) for part in parts]
     expect_same(sum(summands), mlp_of(weights, x), f"{case}: the sum of the ranks is a vector")
-    for name, weight in zip(("gate", "up"), weights):
+    for i, (what, name) in enumerate((("row", "gate"), ("row", "up"), ("column", "down"))):
+        weight, *found = [each[i].T if name == "down" else each[i] for each in (weights, *parts)]
         padded = F.pad(weight, [0, 0, 0, size * num_ranks - middle])
-        found = torch.cat([getattr(part, name) for part in parts])
-        where = (found != padded).any(1).nonzero().flatten().tolist()
-        expect(
-            not where, f"{case}: row {where[:1]} of all parts of {name} is another one in {name}"
-        )
-    for name, now, before in zip(("gate", "up", "down"), mlp, weights):
-        expect(torch.equal(now, before), f"{case}: {name} itself has changed")
+        where = (torch.cat(found) != padded).any(1).nonzero().flatten().tolist()
+        text = f"{case}: {what} {where[:1]} of all parts of {name} is another one in {name}"
+        expect(not where, text)
 
 
 def mlp_of(mlp: Any, x: Tensor) -> Tensor:
@@ -107,8 +104,8 @@ def new_attention(answers, heads: int, kv_heads: int) -> Any:
 def judge_attention(answers, heads: int, kv_heads: int, num_ranks: int) -> None:
     case = case_of(heads, kv_heads, num_ranks)
     whole = new_attention(answers, heads, kv_heads)
-    given = answers.Attention(*(weight.clone() for weight in whole))
-    parts = [answers.attention_part(given, HEAD_DIM, rank, num_ranks) for rank in range(num_ranks)]
+    ranks = range(num_ranks)
+    parts = [unchanged(answers.attention_part, whole, HEAD_DIM, rank, num_ranks) for rank in ranks]
     q = heads // num_ranks
     kv = max(1, kv_heads // num_ranks)
     for rank, part in enumerate(parts):
@@ -125,8 +122,6 @@ def judge_attention(answers, heads: int, kv_heads: int, num_ranks: int) -> None:
     x = random(torch.Generator().manual_seed(1), 5, HIDDEN)
     summands = [attention_of(part, x) for part in parts]
     expect_same(sum(summands), attention_of(whole, x), f"{case}: the sum of the ranks is a tensor")
-    for name, now, before in zip(whole._fields, given, whole):
-        expect(torch.equal(now, before), f"{case}: {name} itself has changed")
 
 
 def attention_of(attention: Any, x: Tensor) -> Tensor:
@@ -220,6 +215,7 @@ def judge_ring(ring: Callable, num_ranks: int, length: int) -> None:
     generator = torch.Generator().manual_seed(length)
     vectors = [random(generator, length) for _ in range(num_ranks)]
     total = torch.stack(vectors).sum(0)
+    given = [vector.clone() for vector in vectors]
     wires = Wires(num_ranks)
 
     def run(rank: int) -> Tensor | None:
@@ -228,7 +224,7 @@ def judge_ring(ring: Callable, num_ranks: int, length: int) -> None:
             result = ring(
                 rank,
                 num_ranks,
-                vectors[rank],
+                given[rank],
                 lambda x: wires.send(rank, x),
                 lambda: wires.receive(rank),
             )
@@ -248,8 +244,12 @@ def judge_ring(ring: Callable, num_ranks: int, length: int) -> None:
         expect_same(result, total, f"{case}: rank {rank} has a sum")
         same = torch.equal(result, results[0])
         expect(same, f"{case}: ranks 0 and {rank} have other last bits, so they drift apart")
+        expect(given[rank].equal(vectors[rank]), f"{case}: rank {rank} has changed its vector `x`")
     left = sum(message is not None for message in wires.messages)
     expect(left == 0, f"{case}: {left} messages were sent, and not received")
+    for rank, num_sent in enumerate(wires.num_sent):
+        said = f"{case}: rank {rank} sends {num_sent} numbers: the next rank needs {length}"
+        expect(num_sent >= length or num_ranks == 1, f"{said} of it to know the sum")
     most = 2 * (num_ranks - 1) * -(-length // num_ranks)
     worst = max(wires.num_sent)
     rank = wires.num_sent.index(worst)
