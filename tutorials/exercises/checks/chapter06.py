@@ -69,8 +69,9 @@ def check_2(answers) -> None:
     for m, n, heads, kv_heads in ((7, 7, 6, 2), (4, 40, 6, 2), (1, 30, 6, 2), (3, 50, 8, 2)):
         q = torch.randn(m, heads, 64, generator=generator)
         k, v = torch.randn(2, n, kv_heads, 64, generator=generator)
+        given = q.clone(), k.clone(), v.clone()
         with Largest() as largest:
-            said = unchanged(answers.chunk, q, k, v)
+            said = answers.chunk(*given)
         what = f"{m} queries in a context of {n}, {heads} and {kv_heads} heads"
         expect(said.shape == q.shape, f"{what}: the result has shape {list(said.shape)}")
         rows = (said - dense(q, k, v)).abs().amax((1, 2))

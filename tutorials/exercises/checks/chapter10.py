@@ -103,7 +103,7 @@ def check_2(answers) -> None:
         difference = np.abs(result / sums[1] - right).max()
         text = f"{what}: result / total is wrong by {difference:.2g}"
         expect(difference < 1e-3, text)
-    expect_linear("keys in a block", partial(call_with, answers.add_block), 16)
+    expect_linear("keys in a block", partial(call_with, answers.add_block), 64)
     in_loops(answers.add_block)
 
 

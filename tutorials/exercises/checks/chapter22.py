@@ -115,9 +115,10 @@ def check_3(answers) -> None:
 def judge_numbers(answers) -> None:
     """It is `u` and `v` that decide, and no other random numbers."""
     p, q = [0.25, 0.25, 0.5], [1.0, 0.0, 0.0]
-    for u in (0.1, 0.24, 0.26, 0.9):
-        for v in (0.1, 0.3, 0.4, 0.9):
-            right = 0 if u < 0.25 else 1 if v < 1 / 3 else 2
-            said = answers.checked(0, p, q, u, v)
-            case = f"p={p}, q={q}, guess 0, u={u}, v={v}"
-            expect(said == right, f"{case}: token {right}, but checked says {said}")
+    cases = [(p, q, u, v) for u in (0.1, 0.24, 0.26, 0.9) for v in (0.1, 0.3, 0.4, 0.9)]
+    cases.append(([0.0, 0.1, 0.2, 0.7], [1.0, 0.0, 0.0, 0.0], 0.5, 1 - 2**-53))  # sums round
+    for p, q, u, v in cases:
+        right = 0 if u < p[0] else 1 if v < 1 / 3 else len(p) - 1
+        said = answers.checked(0, p, q, u, v)
+        case = f"p={p}, q={q}, guess 0, u={u}, v={v}"
+        expect(said == right, f"{case}: token {right}, but checked says {said}")

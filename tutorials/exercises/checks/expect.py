@@ -1,5 +1,6 @@
 """What the checks of all chapters share."""
 
+import copy
 import pickle
 import sys
 from collections.abc import Callable
@@ -18,10 +19,11 @@ def expect(holds: object, sentence: str) -> None:
 
 
 def unchanged(call: Callable, *given: object) -> Any:
-    """What an answer returns. It must leave the lists and tensors that it is given as they are."""
-    before = pickle.dumps(given)
-    result = call(*given)
-    expect(pickle.dumps(given) == before, f"{call.__name__} has changed what it was given")
+    """What an answer returns. It gets copies, and must leave these lists and tensors as they are."""
+    copies = copy.deepcopy(given)
+    before = pickle.dumps(copies)
+    result = call(*copies)
+    expect(pickle.dumps(copies) == before, f"{call.__name__} has changed what it was given")
     return result
 
 
