@@ -8,9 +8,8 @@ from typing import Any
 
 from nanovllm import LLM
 
+
 # --- 17.1 ---
-
-
 def texts(pieces: Iterable[bytes]) -> Iterator[str]:
     """The new text of each event of a stream, as soon as the event is complete.
 
@@ -22,8 +21,6 @@ def texts(pieces: Iterable[bytes]) -> Iterator[str]:
 
 
 # --- 17.2 ---
-
-
 class Left(Exception):
     """The client has hung up."""
 

@@ -144,10 +144,8 @@ def check_decodes(steps: list[Step], requests: list[Request]) -> None:
         answer = taking[-request.max_tokens :]
         gaps = [b - a for a, b in pairwise(answer)]
         n = len(request.prompt)
-        expect(
-            all(gap == 1 for gap in gaps),
-            f"the answer to the prompt of {n} tokens stands still: it takes part in steps {answer}",
-        )
+        text = f"the answer to the prompt of {n} tokens stands still: it is in steps {answer}"
+        expect(all(gap == 1 for gap in gaps), text)
 
 
 def with_plan(plan):

@@ -46,8 +46,6 @@ def check_1(answers) -> None:
 
 
 # --- another family ---
-
-
 @contextmanager
 def random_qwen2(bias: float) -> Iterator[tuple[Path, Qwen2ForCausalLM]]:
     """A small Qwen2 with random weights, and biases of about this size; and its directory."""
@@ -91,8 +89,6 @@ def check_2(answers) -> None:
 
 
 # --- rows that the last layer can leave out ---
-
-
 def check_3(answers) -> None:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(1500, (8,), generator=generator)

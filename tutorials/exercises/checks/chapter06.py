@@ -36,8 +36,6 @@ def check_1(answers) -> None:
 
 
 # --- attention ---
-
-
 class Largest(TorchDispatchMode):
     """Remembers how many numbers the largest tensor had that was made, and how many were copied."""
 
@@ -83,10 +81,8 @@ def check_2(answers) -> None:
         # PyTorch itself copies queries and weights to multiply them
         most = 2 * k.numel() + 3 * q.numel()
         copied = f"{largest.copied:,} numbers were copied, one head after the other"
-        expect(
-            largest.copied <= most,
-            f"{what}: {copied}; keys and values have {2 * k.numel():,}",
-        )
+        text = f"{what}: {copied}; keys and values have {2 * k.numel():,}"
+        expect(largest.copied <= most, text)
 
 
 def in_blocks(parts: list[torch.Tensor]) -> Iterator[tuple[torch.Tensor, ...]]:

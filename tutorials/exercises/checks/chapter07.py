@@ -75,10 +75,8 @@ def check_2(answers) -> None:
         ]
         said = unchanged(answers.rectangle, blocks, ends)
         case = f"block_tables {blocks.tolist()}, cu_blocks {ends.tolist()}"
-        expect(
-            isinstance(said, torch.Tensor),
-            f"{case}: a tensor is wanted, but it is a {type(said).__name__}",
-        )
+        text = f"{case}: a tensor is wanted, but it is a {type(said).__name__}"
+        expect(isinstance(said, torch.Tensor), text)
         found = said.tolist()
         expect(found == wanted, f"{case}: it should be {wanted}, but is {found}")
     few, many = ragged([5, 4, 3]), ragged([500, 400, 300])

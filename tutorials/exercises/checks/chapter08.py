@@ -38,8 +38,6 @@ def check_1(answers) -> None:
 
 
 # --- 08.2 ---
-
-
 def tokens_of(answers, seed: Tensor, position: Tensor, logits=None) -> Tensor:
     logits = torch.tensor(PROBS).log() if logits is None else logits
     tokens = answers.gumbel_tokens(logits.expand(len(seed), -1), seed, position, uniform)
@@ -156,8 +154,6 @@ def mixed(seed: Tensor) -> Tensor:
 
 
 # --- 08.3 ---
-
-
 def kept_by_sort(probs: Tensor, top_p: float) -> Tensor:
     ranked, ids = probs.sort(1, descending=True)
     is_needed = ranked.cumsum(1) - ranked < top_p

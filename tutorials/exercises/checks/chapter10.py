@@ -64,8 +64,6 @@ def as_the_kernel_does(*chunks: tuple[int, int]) -> list[tuple[int, int, int] | 
 
 
 # --- 10.2 ---
-
-
 def rows(rng: np.random.Generator, count: int, dim: int) -> np.ndarray:
     return rng.standard_normal((count, dim), dtype=np.float32)
 
@@ -150,8 +148,6 @@ def in_loops(add_block) -> None:
 
 
 # --- 10.3 ---
-
-
 def dense(queries: Tensor, keys: Tensor, values: Tensor, window: int) -> Tensor:
     key = torch.arange(len(keys), device=DEVICE)
     position = key[-len(queries) :, None]

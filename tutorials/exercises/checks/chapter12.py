@@ -83,8 +83,6 @@ def check_2(answers) -> None:
 
 
 # --- 12.3 ---
-
-
 def check_3(answers) -> None:
     thread = Hardware("one thread of a CPU", 2.34e9, 70.7e9, 24e9)
     small = shape_of(SHAPES["qwen3-0.6b"], 2)

@@ -34,8 +34,6 @@ def check_1(answers) -> None:
 
 
 # --- 15.2 ---
-
-
 def check_2(answers) -> None:
     for name, turns, simulated, right in (
         ("all alike", [(1.0, 1.5), (1.0, 1.5), (1.0, 1.5)], (1.0, 1.2), "right"),
@@ -55,8 +53,6 @@ def check_2(answers) -> None:
 
 
 # --- 15.3 ---
-
-
 class Ratio:
     """One that rises or falls, and counts its calls."""
 

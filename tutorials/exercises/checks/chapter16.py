@@ -93,8 +93,6 @@ def kind_of(job: Job, kind: str | None) -> object:
 
 
 # --- 16.1 ---
-
-
 def check_1(answers) -> None:
     rng = random.Random(0)
     for budget, bound in ((16, 16), (16, 16), (32, 32), (40, 12)):
@@ -135,8 +133,6 @@ def judge_whole(answers, jobs: list[Job], budget: int, bound: int) -> None:
 
 
 # --- 16.2 ---
-
-
 def mixed(lengths: dict[str, int], count: int) -> list[Job]:
     """So many jobs, whose tenants take turns. All are there from the start."""
     names = sorted(lengths)
@@ -204,8 +200,6 @@ def tenant_of(job: Job) -> str:
 
 
 # --- 16.3 ---
-
-
 def check_3(answers) -> None:
     rng = random.Random(0)
     for seats, budget in ((4, 16), (1, 16), (2, 8), (5, 1000), (4, 16)):
@@ -225,10 +219,8 @@ def judge_free_seat(steps: list[Step], jobs: list[Job], seats: int) -> None:
         patient = [i for i in step.admitted if not jobs[i].extra_args["urgent"]]
         ran = [i for i, *_ in step.items if i in step.before]
         expect(ran == sorted(ran), f"{step.name}: tokens are given in the order {ran}")
-        if patient and urgent:
-            expect(
-                False, f"{step.name}: job {patient[0]} is admitted, and {urgent[0]}, urgent, waits"
-            )
+        both = f"{step.name}: job {patient[:1]} is admitted, and {urgent[:1]}, urgent, waits"
+        expect(not (patient and urgent), both)
         said = f"{step.name}: job {patient[:1]} is not urgent, and is admitted"
         expect(not patient or empty or len(step.running) == 1, f"{said}, and no seat stays free")
         if step.waiting and step.room > 0:

@@ -94,8 +94,6 @@ def following(texts: Iterator[str], case: str) -> str | None:
 
 
 # --- 17.2 ---
-
-
 class Work:
     """A coroutine that waits for an event. If it is cancelled, it needs some turns to clean up."""
 
@@ -200,8 +198,6 @@ async def judge_leaving(answers, when: str, result: object, what: str) -> None:
 
 
 # --- 17.3 ---
-
-
 class Counts:
     """In the place of the model: the tokens of each answer are 100, 101, 102, ..."""
 
@@ -313,9 +309,8 @@ def check_3(answers) -> None:
         told.append(sorted((name, [*tokens], bool(is_last)) for name, tokens, is_last in news))
         i = len(told) - 1
         wanted = TOLD[i] if i < len(TOLD) else "no other"
-        expect(
-            told[i] == wanted, f"call {i + 1} of tell brings {told[i]}, and should bring {wanted}"
-        )
+        text = f"call {i + 1} of tell brings {told[i]}, and should bring {wanted}"
+        expect(told[i] == wanted, text)
 
     answers.run(llm, Inbox(llm, SCRIPT), tell)
     missing = TOLD[len(told) :]

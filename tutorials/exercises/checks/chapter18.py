@@ -17,17 +17,13 @@ def random(generator: torch.Generator, *shape: int) -> Tensor:
 
 
 def expect_same(found: Tensor, wanted: Tensor, what: str) -> None:
-    expect(
-        found.shape == wanted.shape,
-        f"{what} of the shape {[*found.shape]}: {[*wanted.shape]} is right",
-    )
+    text = f"{what} of the shape {[*found.shape]}: {[*wanted.shape]} is right"
+    expect(found.shape == wanted.shape, text)
     worst = float((found - wanted).abs().max())
     expect(worst < 1e-9, f"{what} that is off by {worst:.2g}")
 
 
 # --- 18.1 ---
-
-
 def check_1(answers) -> None:
     for middle, num_ranks in ((10, 1), (10, 2), (10, 5), (10, 3), (10, 4), (10, 7), (3, 5)):
         judge_mlp(answers, middle, num_ranks)
@@ -64,17 +60,9 @@ def mlp_of(mlp: Any, x: Tensor) -> Tensor:
 # --- 18.2 ---
 
 HEAD_DIM, HIDDEN = 4, 6
-DIVISIBLE = (
-    (4, 4, 1),
-    (4, 4, 2),
-    (8, 2, 2),
-    (8, 4, 2),
-    (8, 2, 4),
-    (8, 2, 8),
-    (12, 3, 6),
-    (4, 1, 2),
-    (6, 3, 3),
-)
+# query heads, KV heads, ranks
+DIVISIBLE = ((4, 4, 1), (4, 4, 2), (8, 2, 2), (8, 4, 2), (8, 2, 4), (8, 2, 8), (12, 3, 6))
+DIVISIBLE += ((4, 1, 2), (6, 3, 3))
 INDIVISIBLE = ((8, 2, 3), (12, 3, 2), (4, 4, 8), (12, 4, 6), (6, 1, 4))
 
 
@@ -115,10 +103,8 @@ def judge_attention(answers, heads: int, kv_heads: int, num_ranks: int) -> None:
             expect(found[name] == wanted, said)
         shapes = [[*weight.shape] for weight in part[3:]]
         wanted = [[q * HEAD_DIM], [HIDDEN, q * HEAD_DIM], [HIDDEN]]
-        expect(
-            shapes == wanted,
-            f"{case}: the shapes of q_bias, o and o_bias are {shapes}, not {wanted}",
-        )
+        text = f"{case}: the shapes of q_bias, o and o_bias are {shapes}, not {wanted}"
+        expect(shapes == wanted, text)
     x = random(torch.Generator().manual_seed(1), 5, HIDDEN)
     summands = [attention_of(part, x) for part in parts]
     expect_same(sum(summands), attention_of(whole, x), f"{case}: the sum of the ranks is a tensor")
@@ -134,8 +120,6 @@ def attention_of(attention: Any, x: Tensor) -> Tensor:
 
 
 # --- 18.3 ---
-
-
 class Stuck(Exception):
     """A rank waits forever, or another one has failed."""
 

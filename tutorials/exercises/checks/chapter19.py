@@ -28,8 +28,6 @@ def request_of(number: int, user: object = None) -> Request:
 
 
 # --- 19.1 ---
-
-
 def seconds_on_two(router_cls: type[Router]) -> float:
     """The mean latency; replica 1 is half as fast as replica 0."""
     fast = MACHINES["h100"]
@@ -65,15 +63,11 @@ def check_1(answers) -> None:
         what = f"loads {loads} and speeds {one.speeds}"
         expect(chosen == right, f"with {what}, {right!r} should be chosen, not {chosen!r}")
     weighted, least = seconds_on_two(answers.Weighted), seconds_on_two(LeastLoaded)
-    expect(
-        weighted < 0.95 * least,
-        f"requests take {weighted:.2f} s on average, and with LeastLoaded {least:.2f} s",
-    )
+    text = f"requests take {weighted:.2f} s on average, and with LeastLoaded {least:.2f} s"
+    expect(weighted < 0.95 * least, text)
 
 
 # --- 19.2 ---
-
-
 class Table(PrefixAffinity):
     """What is right: how much of a prompt is in the table of a replica that was chosen."""
 
@@ -115,15 +109,11 @@ def check_2(answers) -> None:
         for i in range(len(run.requests)):
             right, said = made[-1].right[str(i)], made[-1].expected.get(str(i))
             where = f"{num_blocks} blocks, request {i}"
-            expect(
-                said == right,
-                f"{where}: the table of its replica has {right} tokens, expected says {said}",
-            )
+            text = f"{where}: the table of its replica has {right} tokens, expected says {said}"
+            expect(said == right, text)
 
 
 # --- 19.3 ---
-
-
 def homes(router: Router, names: list[str], kind: Callable = int, first: int = 0) -> dict[int, str]:
     """Of each user. Loads change all the time."""
     found = {}
@@ -150,27 +140,19 @@ def judge_steady(answers, kind: Callable) -> None:
     before = homes(answers.Steady(16, 100), NAMES, kind)
     for name, count in sorted(Counter(before.values()).items()):
         fair = NUM_USERS / len(NAMES)
-        expect(
-            0.8 * fair < count < 1.2 * fair,
-            f"replica {name!r} gets {count} of {NUM_USERS} users, about {fair:.0f} would be fair",
-        )
+        text = f"replica {name!r} gets {count} of {NUM_USERS} users, about {fair:.0f} would be fair"
+        expect(0.8 * fair < count < 1.2 * fair, text)
     expect(len({*before.values()}) == len(NAMES), "there are replicas that get no user")
     again = homes(answers.Steady(16, 100), NAMES[::-1], kind, first=3)
     moved = sum(before[user] != again[user] for user in before)
-    expect(
-        moved == 0,
-        f"another router, which sees other requests and loads, sends {moved} users elsewhere",
-    )
+    text = f"another router, which sees other requests and loads, sends {moved} users elsewhere"
+    expect(moved == 0, text)
     again = homes_in_another_process(answers, kind)
     moved = sum(before[user] != again[user] for user in before)
-    expect(
-        moved == 0,
-        f"a router in another process, where `hash` of a text is another, sends {moved} users elsewhere",
-    )
+    text = f"a router in another process, where `hash` of a text is another, sends {moved} users elsewhere"
+    expect(moved == 0, text)
     for gone in NAMES:
         left = homes(answers.Steady(16, 100), [name for name in NAMES if name != gone], kind)
         moved = sum(before[user] not in (gone, left[user]) for user in before)
-        expect(
-            moved == 0,
-            f"replica {gone!r} goes, and {moved} users of the others move, too",
-        )
+        text = f"replica {gone!r} goes, and {moved} users of the others move, too"
+        expect(moved == 0, text)
