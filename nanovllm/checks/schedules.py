@@ -73,12 +73,11 @@ class ScheduleChecks:
 
 def nothing_planned(scheduler: Scheduler, unfinished: Collection[str]) -> ScheduleError:
     """Says why a plan without items is wrong. `unfinished` are the ids of the requests."""
-    queued = {request.request_id for request in scheduler.unfinished()}
-    lost = {*unfinished} - queued
+    lost = {*unfinished} - {request.request_id for request in scheduler.unfinished()}
     why = "the policy serves none of them"
     if lost:
         why = f"neither waiting nor running: {shown(sorted(lost))}"
-    elif scheduler.waiting and not scheduler.running and scheduler.next_waiting() is None:
+    elif not scheduler.running and scheduler.next_waiting() is None:
         why = "next_waiting() returned None, and no request runs"
     what = f"it planned nothing, but there are unfinished requests: {shown([*unfinished])}"
     return ScheduleError(scheduler, "schedule", f"{what}; {why}")

@@ -198,10 +198,6 @@ def check_queues(
     unfinished = set(requests)
     for request in queued.keys() | unfinished:
         if queued[request] != (request in unfinished):
-            if request in unfinished and request.has_ended:
-                early = f"{request.num_output_tokens} output tokens, and its answer is not complete"
-                problem = f"{request} was ended after {early}"
-                raise ScheduleError(scheduler, "update", problem)
             state = "has not ended" if request in unfinished else "has ended"
             how = f"is {queued[request]} times in waiting and running"
             raise wrong(f"{request} {state}, but {how}")

@@ -216,7 +216,7 @@ def load(task: Task, submission: Submission) -> Played:
     if not isinstance(constants, dict):
         constants = {}
     if not any(constants.get(name) for name in task.classes):
-        problem = f"your file has no class {' or '.join(task.classes)}"
+        problem = f"your file has no class {' or '.join(dict.fromkeys(task.classes))}"
         return Played(problem=problem, kind=Kind.RAISED)
     own = Own(constants.get("NAME"), constants.get("ANSWERS"))
     answers = own.answers if isinstance(own.answers, dict) else {}

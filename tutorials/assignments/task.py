@@ -122,10 +122,9 @@ class Task:
         return {name_in_report(part, goal): goal for part in self.parts for goal in part.goals}
 
     @property
-    def classes(self) -> set[str]:
+    def classes(self) -> list[str]:
         """The names of classes that the student's file must have."""
-        names = {each for part in self.parts for each in (part.policy[0], part.block_manager)}
-        return names - {None, "Scheduler"}
+        return [part.block_manager or part.policy[0] for part in self.parts]
 
     @property
     def own_part(self) -> Part:
