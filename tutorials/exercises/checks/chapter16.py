@@ -158,7 +158,7 @@ def check_2(answers) -> None:
 
 
 def choice_of(scheduler_cls: type[Scheduler], count: int) -> Callable[[], Request | None]:
-    """The choice among so many requests."""
+    """The choice among `count` requests."""
     scheduler = scheduler_cls(
         Limits(max_model_len=100, max_num_seqs=count, max_num_batched_tokens=100),
         BlockManager(count, 16),
