@@ -48,7 +48,7 @@ def ring(
     send: Callable[[Tensor], None],
     receive: Callable[[], Tensor],
 ) -> Tensor:
-    """The sum of all ranks' vectors.
+    """The sum of all ranks' vectors. `x` itself stays as it is.
 
     `send` sends to rank + 1 (the last one sends to 0), `receive` waits for what rank - 1 has sent. A
     wire holds one message: `send` waits until the one before is taken.

@@ -13,7 +13,7 @@ from transformers.utils.logging import disable_progress_bar
 from nanovllm.config import EMBEDDED_MODEL
 from nanovllm.layers import torch_ops
 from nanovllm.models.qwen import Qwen
-from tutorials.exercises.checks.expect import expect
+from tutorials.exercises.checks.expect import expect, unchanged
 from tutorials.ladder.qwen3 import Qwen3, attention
 
 SIZES = (
@@ -41,7 +41,7 @@ def check_1(answers) -> None:
     for name, sizes in MODELS.items():
         config = dict(zip(SIZES, sizes))
         right = counted(config)
-        said = answers.parameters({**config})
+        said = unchanged(answers.parameters, config)
         expect(said == right, f"{name} has {right:,} parameters, you say {said}")
 
 

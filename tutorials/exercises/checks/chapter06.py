@@ -81,8 +81,7 @@ def check_2(answers) -> None:
         # PyTorch itself copies queries and weights to multiply them
         most = 2 * k.numel() + 3 * q.numel()
         copied = f"{largest.copied:,} numbers were copied, one head after the other"
-        text = f"{what}: {copied}; keys and values have {2 * k.numel():,}"
-        expect(largest.copied <= most, text)
+        expect(largest.copied <= most, f"{what}: {copied}; keys and values have {2 * k.numel():,}")
 
 
 def in_blocks(parts: list[torch.Tensor]) -> Iterator[tuple[torch.Tensor, ...]]:

@@ -26,14 +26,8 @@ def event(content: dict) -> bytes:
 def events() -> list[bytes]:
     """Of a stream, with a comment among them, and an event that has no choice."""
     said = [event({"choices": [{"index": 0, "text": text}]}) for text in SAID]
-    return [
-        *said[:2],
-        COMMENT,
-        b": 3\n" + said[2],
-        *said[3:],
-        event({"choices": [], "usage": {}}),
-        DONE,
-    ]
+    said[2] = b": 3\n" + said[2]  # an event with a line of comment
+    return [*said[:2], COMMENT, *said[2:], event({"choices": [], "usage": {}}), DONE]
 
 
 def pieces_of(data: bytes, rng: random.Random) -> list[bytes]:

@@ -114,7 +114,7 @@ def check_2(answers) -> None:
 
 
 # --- 19.3 ---
-def homes(router: Router, names: list[str], kind: Callable = int, first: int = 0) -> dict[int, str]:
+def homes(router: Router, names: list[str], kind: Callable, first: int = 0) -> dict[int, str]:
     """Of each user. Loads change all the time."""
     found = {}
     for user in range(NUM_USERS):
