@@ -215,9 +215,9 @@ def load(task: Task, submission: Submission) -> Played:
         return failed(error)
     if not isinstance(constants, dict):
         constants = {}
-    if not any(constants.get(name) for name in task.classes):
+    if not task.questions and not any(constants.get(name) for name in task.classes):
         problem = f"your file has no class {' or '.join(dict.fromkeys(task.classes))}"
-        return Played(problem=problem, kind=Kind.RAISED)
+        return Played(problem=problem)
     own = Own(constants.get("NAME"), constants.get("ANSWERS"))
     answers = own.answers if isinstance(own.answers, dict) else {}
     verdicts = {name: check(answers.get(name)) for name, check in task.questions.items()}
