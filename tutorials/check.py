@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 
-from tutorials.exercises.checks.expect import Wrong
+from tutorials.exercises.checks.expect import Wrong, expect
 
 EXERCISES = Path(__file__).parent / "exercises"
 LIMIT = 120.0  # seconds, on a slow laptop, too
@@ -58,6 +58,8 @@ def verdict(call: Callable[[], None], path: Path, limit: float = LIMIT) -> str |
 
     def attempt() -> None:
         try:
+            uses_checks = "exercises.checks" in path.read_text(encoding="utf-8")
+            expect(not uses_checks, "your file uses the checks themselves: write it yourself")
             call()
         except Wrong as wrong:
             found.append(str(wrong))

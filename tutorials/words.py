@@ -3,6 +3,7 @@
 import re
 
 FENCE = re.compile(r"^ *```.*?^ *```\n", re.MULTILINE | re.DOTALL)
+TABLE = re.compile(r"(?:^\|.*\n)+", re.MULTILINE)
 FOLDED = re.compile(r"<details>.*?</details>", re.DOTALL)
 
 
@@ -21,3 +22,12 @@ def prose(text: str) -> str:
 
 def num_words(text: str) -> int:
     return len(prose(text).split())
+
+
+def minutes(text: str) -> int:
+    """To read a page: one for each hundred words, which is slow enough for a second language, one
+    for each block of Python with its output, one for each table."""
+    shown = first_reading(text)
+    num_blocks = len(re.findall(r"^ *```python", shown, re.MULTILINE))
+    num_tables = len(TABLE.findall(FENCE.sub("", shown)))
+    return max(1, round(num_words(text) / 100) + num_blocks + num_tables)

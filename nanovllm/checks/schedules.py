@@ -54,11 +54,10 @@ class ScheduleChecks:
     def _check_progress(self, schedule: Schedule) -> None:
         """Detects a livelock: preemptions so frequent that no request ever gets a token. Far more
         tokens are then computed than the requests have."""
-        requests = (len(self.unfinished), next(reversed(self.unfinished), None))
+        requests = len(self.unfinished), next(reversed(self.unfinished), None)
         if schedule.sampled or requests != self.requests:
             self.requests = requests
-            self.num_idle_steps = 0
-            self.num_idle_tokens = 0
+            self.num_idle_steps = self.num_idle_tokens = 0
             return
         self.num_idle_steps += 1
         self.num_idle_tokens += schedule.num_tokens
@@ -73,11 +72,11 @@ class ScheduleChecks:
 
 def nothing_planned(scheduler: Scheduler, unfinished: Collection[str]) -> ScheduleError:
     """Says why a plan without items is wrong. `unfinished` are the ids of the requests."""
-    queued = {request.request_id for request in scheduler.unfinished()}
-    lost = {*unfinished} - queued
     why = "the policy serves none of them"
-    if lost:
+    if lost := {*unfinished} - {request.request_id for request in scheduler.unfinished()}:
         why = f"neither waiting nor running: {shown(sorted(lost))}"
+    elif not scheduler.running and scheduler.next_waiting() is None:
+        why = "next_waiting() returned None, and no request runs"
     what = f"it planned nothing, but there are unfinished requests: {shown([*unfinished])}"
     return ScheduleError(scheduler, "schedule", f"{what}; {why}")
 

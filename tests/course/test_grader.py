@@ -121,6 +121,11 @@ BROKEN = {
         method("return request.request_id != '7'", "may_admit", ", request, schedule"),
         r"step \d+: .* planned nothing, but there are unfinished requests: \['7', ",
     ),
+    "serves none": (method("pass", "next_waiting"), r"next_waiting\(\) returned None, and no req"),
+    "ends early": (
+        method("return 'length'", "reason_to_end", ", seq"),
+        r"step 2: MyScheduler.update\(\): it has ended Request\(0\) at output token 1, but the answer",
+    ),
     "livelock": (
         method(
             "for request in [*self.running]:\n    self.preempt(request)", "make_room", ", schedule"
@@ -168,7 +173,7 @@ for block_id in table:
         "\nimport no_such_module\n",
         r"^ModuleNotFoundError: No module named 'no_such_module' \(line 2 of your file",
     ),
-    "no class": ("class Other:\n    pass\n", "your file has no class MyScheduler"),
+    "no class": ("class Other:\n    pass\n", "^your file has no class MyScheduler$"),
     "exits at once": ("raise SystemExit(0)\n", "^SystemExit: 0"),
 }
 FAST_CASES = ("over the budget", "doubles", "crashes", "hangs", "steals", "does not load")
@@ -367,7 +372,7 @@ BROKEN_ROUTERS = {
         choose("return in_turn(request, loads) // (loads[0] < 3)"),
         r"request \d+: ZeroDivisionError: .* \(line \d+ of your file, in choose\)",
     ),
-    "no class": (FCFS, "your file has no class MyRouter that is a subclass of Router"),
+    "no class": (FCFS, "your file has no class MyRouter"),
     "no choose": (
         "from nanovllm.routing import Router\nclass MyRouter(Router):\n    pass\n",
         "request 0: NotImplementedError",

@@ -63,6 +63,11 @@ def test_a_wrong_answer_fails(answer, tmp_path):
     assert sentence and re.search(answer.says, sentence), sentence
 
 
+@pytest.mark.parametrize("answer", wrong_answers("right"), ids=lambda answer: answer.exercise)
+def test_another_right_answer_passes(answer, tmp_path):
+    assert judged(answer.exercise, answer.text, tmp_path) is None
+
+
 @pytest.mark.parametrize("old, count", [("seats", 3), ("waiting", 0)])
 def test_what_is_replaced_must_be_there_once(old, count):
     answer = WrongAnswer("00.3", "no seats", f"{old} => 1\n", "steps")

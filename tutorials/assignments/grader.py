@@ -209,12 +209,15 @@ def result_of(work: Callable[[], Played]) -> Played:
 def load(task: Task, submission: Submission) -> Played:
     """Whether the file can be loaded, and its answers to questions."""
     try:
-        with Process(submission, constants=("ANSWERS", "NAME")) as process:
+        with Process(submission, constants=("ANSWERS", "NAME", *task.classes)) as process:
             constants = process.constants
     except Broken as error:
         return failed(error)
     if not isinstance(constants, dict):
         constants = {}
+    if not task.questions and not any(constants.get(name) for name in task.classes):
+        problem = f"your file has no class {' or '.join(dict.fromkeys(task.classes))}"
+        return Played(problem=problem)
     own = Own(constants.get("NAME"), constants.get("ANSWERS"))
     answers = own.answers if isinstance(own.answers, dict) else {}
     verdicts = {name: check(answers.get(name)) for name, check in task.questions.items()}

@@ -22,7 +22,7 @@ from typing import Any
 from nanovllm.block_manager import BlockManager
 from nanovllm.checks.schedules import ScheduleChecks
 from nanovllm.config import Limits
-from nanovllm.decoding.drafts import Draft, Proposer, config_of
+from nanovllm.decoding.drafts import Draft, Proposer, config_of, without_draft
 from nanovllm.options import is_int
 from nanovllm.routing import Router
 from nanovllm.sampling_params import LARGEST_COUNT, SamplingParams
@@ -135,6 +135,11 @@ class Player:
                 raise ScheduleError(
                     scheduler, "update", f"{request} has drawn its last token, but has not ended"
                 )
+        for seq, *_ in self.schedule.items if self.schedule else ():
+            seq = without_draft(seq)
+            if seq.request.has_ended and seq.request.request_id in self.requests:
+                early = f"it has ended {seq.request} at output token {seq.num_output_tokens}"
+                raise ScheduleError(scheduler, "update", f"{early}, but the answer goes on")
         for packed in message["arrived"]:
             request = unpacked(*packed)
             scheduler.add(request)

@@ -122,6 +122,11 @@ class Task:
         return {name_in_report(part, goal): goal for part in self.parts for goal in part.goals}
 
     @property
+    def classes(self) -> list[str]:
+        """The names of classes that the student's file must have."""
+        return [part.block_manager or part.policy[0] for part in self.parts]
+
+    @property
     def own_part(self) -> Part:
         return replace(self.parts[0], keep_steps=True)
 

@@ -1,8 +1,7 @@
 """Your answers to the exercises of chapter 00. To check them: python -m tutorials.check 00"""
 
+
 # --- 00.1 ---
-
-
 def tokens_computed(prompts: list[int], answers: list[int]) -> tuple[int, int]:
     """How many tokens are computed for prompts and answers of these lengths: by rung 1, which
     computes everything again for each token, and with a KV cache."""
@@ -10,8 +9,6 @@ def tokens_computed(prompts: list[int], answers: list[int]) -> tuple[int, int]:
 
 
 # --- 00.2 ---
-
-
 def how_many_fit(
     memory: int, weights: int, per_token: int, requests: list[tuple[int, int]], longest: int
 ) -> tuple[int, int]:
@@ -23,8 +20,6 @@ def how_many_fit(
 
 
 # --- 00.3 ---
-
-
 def num_steps(answers: list[int], seats: int) -> int:
     """Steps until all answers of these lengths are complete, if at most `seats` requests take
     part in a step."""

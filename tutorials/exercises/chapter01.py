@@ -7,17 +7,14 @@ from tutorials.ladder.rung3 import SEATS, step
 from tutorials.ladder.rung5 import grow
 from tutorials.ladder.rung6 import BUDGET
 
+
 # --- 01.1 ---
-
-
 def cells(prompts: list[int], answers: list[int]) -> int:
     """How many tokens rung 3 computes for one batch with prompts and answers of these lengths."""
     raise NotImplementedError
 
 
 # --- 01.2 ---
-
-
 def generate(model, requests, report):
     """As in rung 3, but a request that is done leaves the batch.
 
@@ -27,8 +24,6 @@ def generate(model, requests, report):
 
 
 # --- 01.3 ---
-
-
 def plan(running, waiting, free):
     """As in rung 6, but prompts share the budget, 16 tokens at a time.
 

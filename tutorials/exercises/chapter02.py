@@ -2,9 +2,8 @@
 
 from nanovllm.block_manager import EMPTY_PREFIX, BlockManager
 
+
 # --- 02.1 ---
-
-
 def hits(n: int) -> int:
     """How many tokens of a prompt of n tokens hit, if the same prompt was computed and freed
     before. Blocks have 16 tokens."""
@@ -12,8 +11,6 @@ def hits(n: int) -> int:
 
 
 # --- 02.2 ---
-
-
 class MostRecent(BlockManager):
     """Takes blocks that cannot be found first. If all can be found, it takes the one that was
     freed last."""
@@ -24,8 +21,6 @@ class MostRecent(BlockManager):
 
 
 # --- 02.3 ---
-
-
 class NoDuplicates(BlockManager):
     """Gives a full block back if another block holds the same prefix."""
 

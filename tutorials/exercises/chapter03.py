@@ -3,17 +3,14 @@
 from nanovllm.schedule import Schedule
 from nanovllm.scheduler import Scheduler
 
+
 # --- 03.1 ---
-
-
 def predict() -> dict[str, list[str]]:
     """The cells of A and of B, step by step, such as {"A": ["4", ...], "B": [...]}."""
     raise NotImplementedError
 
 
 # --- 03.2 ---
-
-
 class Aging(Scheduler):
     """Shortest first, but a request gets better while it waits."""
 
@@ -23,8 +20,6 @@ class Aging(Scheduler):
 
 
 # --- 03.3 ---
-
-
 class Rule(Scheduler):
     """First come, first served, as long as there is memory."""
 

@@ -2,17 +2,14 @@
 
 from nanovllm.scheduler import Scheduler
 
+
 # --- 04.1 ---
-
-
 def predict() -> dict[str, list[str]]:
     """The cells of A and of B, step by step, such as {"A": ["6*", ...], "B": [...]}."""
     raise NotImplementedError
 
 
 # --- 04.2 ---
-
-
 class Careful(Scheduler):
     """Keeps two free blocks for each request that runs, when it admits another one."""
 
@@ -23,8 +20,6 @@ class Careful(Scheduler):
 
 
 # --- 04.3 ---
-
-
 class Reserved(Scheduler):
     """Admits a request only if all that run, and this one, have their blocks to the end."""
 

@@ -4,9 +4,8 @@ import math
 
 import torch
 
+
 # --- 06.1 ---
-
-
 def owner(
     slot: int, tables: list[list[int]], contexts: list[int], block_size: int
 ) -> tuple[int, int] | None:
@@ -16,8 +15,6 @@ def owner(
 
 
 # --- 06.2 ---
-
-
 def chunk(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Attention of a chunk: q [m, heads, dim] are the last m queries of the context of k and v
     [n, kv_heads, dim]. Returns [m, heads, dim]. No key is copied for each head of the queries."""
@@ -25,8 +22,6 @@ def chunk(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 # --- 06.3 ---
-
-
 def block_by_block(q: torch.Tensor, blocks) -> torch.Tensor:
     """Attention of one query q [dim], for one head. `blocks` yields the keys and values of one
     block after the other, each [some tokens, dim], always in the same memory."""

@@ -5,9 +5,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+
 # --- 07.1 ---
-
-
 def arrays(
     token_ids: list[int], start: int, num_tokens: int, block_table: list[int], block_size: int
 ) -> tuple[list[int], list[int], int, bool]:
@@ -17,8 +16,6 @@ def arrays(
 
 
 # --- 07.2 ---
-
-
 def rectangle(block_tables: Tensor, cu_blocks: Tensor) -> Tensor:
     """The block tables of a step as a rectangle, with a row for each sequence and -1 where a table
     is shorter than the longest. Both arrays are as in the step: [all blocks] and [B + 1], int32. So
@@ -27,8 +24,6 @@ def rectangle(block_tables: Tensor, cu_blocks: Tensor) -> Tensor:
 
 
 # --- 07.3 ---
-
-
 class Tables:
     """Block tables that stay from step to step."""
 

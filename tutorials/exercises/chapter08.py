@@ -5,9 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+
 # --- 08.1 ---
-
-
 def filtered(
     probs: list[float], temperature: float, min_p: float, top_k: int, top_p: float
 ) -> list[float]:
@@ -19,8 +18,6 @@ def filtered(
 
 
 # --- 08.2 ---
-
-
 def gumbel_tokens(
     logits: Tensor,
     seed: Tensor,
@@ -36,8 +33,6 @@ def gumbel_tokens(
 
 
 # --- 08.3 ---
-
-
 def lowest_kept(probs: Tensor, top_p: float) -> Tensor:
     """probs [B, vocab_size], in float64, 1 in sum -> c [B, 1]: top_p keeps the tokens with
     probs >= c. Without a sort."""

@@ -16,9 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+
 # --- 10.1 ---
-
-
 def programs(chunks: list[tuple[int, int]]) -> list[tuple[int, int, int] | None]:
     """For each program of the grid, with tiles of 8 tokens and of 16 keys: a sequence, its first
     query in this sequence, and the number of tiles of keys that it reads. None if it has nothing to
@@ -27,8 +26,6 @@ def programs(chunks: list[tuple[int, int]]) -> list[tuple[int, int, int] | None]
 
 
 # --- 10.2 ---
-
-
 def add_block(
     query: np.ndarray,  # [dim], float32, as the others
     keys: np.ndarray,  # [block_size, dim]
@@ -43,8 +40,6 @@ def add_block(
 
 
 # --- 10.3 ---
-
-
 @triton.jit
 def causal_kernel(
     out,  # [num_queries, DIM], float32, as the others

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+
 # --- 11.1 ---
-
-
 def num_blocks(
     total: int, utilization: float, others: int, peak: int, block_bytes: int, useful: int
 ) -> int:
@@ -19,8 +18,6 @@ def num_blocks(
 
 
 # --- 11.2 ---
-
-
 class Recorder(TorchDispatchMode):
     """Runs operations as always, and notes them."""
 
@@ -52,8 +49,6 @@ class Recorded:
 
 
 # --- 11.3 ---
-
-
 class Graphs:
     """A model, recorded for several numbers of rows."""
 

@@ -4,9 +4,8 @@ from statistics import median
 
 from nanovllm.simulator.cost_model import Hardware, Shape, work_of
 
+
 # --- 12.1 ---
-
-
 def waits(requests: list[tuple[float, list[float]]]) -> tuple[float, float]:
     """The median TTFT and the median TPOT. A request is a pair: when it arrived, and when each of
     its tokens came. All times are seconds since the start of the run."""
@@ -14,8 +13,6 @@ def waits(requests: list[tuple[float, list[float]]]) -> tuple[float, float]:
 
 
 # --- 12.2 ---
-
-
 def speed(engine, prompts: list[list[int]], max_tokens: int, rounds: int) -> float:
     """The median speed of an engine over `rounds` rounds, in tokens of answers per second, without
     the three mistakes.
@@ -28,8 +25,6 @@ def speed(engine, prompts: list[list[int]], max_tokens: int, rounds: int) -> flo
 
 
 # --- 12.3 ---
-
-
 def free_tokens(shape: Shape, hardware: Hardware, decodes: int, context: int) -> int:
     """How many tokens of a new prompt a step can compute beside its decodes, each with `context`
     tokens of context, so that computing does not take longer than reading. 0 if it already does.

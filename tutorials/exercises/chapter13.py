@@ -7,9 +7,8 @@ from typing import NamedTuple
 from nanovllm.block_manager import BlockManager
 from nanovllm.sequence import Sequence
 
+
 # --- 13.1 ---
-
-
 def blocks_at_most(prompt: int, answer: int, n: int, block_size: int) -> int:
     """The most blocks that n samples hold. `prompt` and `answer` are numbers of tokens; an answer
     has at least two. The last token of an answer is never computed."""
@@ -17,8 +16,6 @@ def blocks_at_most(prompt: int, answer: int, n: int, block_size: int) -> int:
 
 
 # --- 13.2 ---
-
-
 class Candidate(NamedTuple):
     """A beam with one more token."""
 
@@ -35,8 +32,6 @@ def diverse(candidates: list[Candidate], width: int, gamma: float) -> list[Candi
 
 
 # --- 13.3 ---
-
-
 def blocks_needed(manager: BlockManager, seqs: list[Sequence]) -> int:
     """How many free blocks a step takes in which each of these sequences writes one token, copies
     included. `seq.num_computed_tokens` are written already. A block table may end with blocks for

@@ -10,9 +10,8 @@ from nanovllm.schedule import Schedule
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
 
+
 # --- 14.1 ---
-
-
 def promised(requests: list[tuple[float, int, list[float]]], first: float, pause: float) -> float:
     """The share of requests that were served as promised, from 0 to 1.
 
@@ -24,8 +23,6 @@ def promised(requests: list[tuple[float, int, list[float]]], first: float, pause
 
 
 # --- 14.2 ---
-
-
 class Job(NamedTuple):
     name: str
     time: float  # seconds: when it arrives; with `after`, how long after the end of that job
@@ -51,8 +48,6 @@ def serve(
 
 
 # --- 14.3 ---
-
-
 class Machine(Protocol):
     def step(self, items: list[tuple[int, int]]) -> float:
         """Runs a step, and returns its seconds. An item is a sequence: tokens computed in the step,

@@ -3,9 +3,8 @@
 from collections.abc import Callable
 from statistics import median
 
+
 # --- 15.1 ---
-
-
 def pieces(reading: float, computing: float, count: int, overlap: float) -> float:
     """Seconds until a prompt is computed in `count` equal pieces, one in each step.
 
@@ -15,9 +14,12 @@ def pieces(reading: float, computing: float, count: int, overlap: float) -> floa
     raise NotImplementedError
 
 
+def longer_from(reading: float, computing: float) -> int:
+    """From how many pieces on, with an overlap of 1, a prompt takes longer than in one piece."""
+    raise NotImplementedError
+
+
 # --- 15.2 ---
-
-
 def judge(turns: list[tuple[float, float]], simulated: tuple[float, float]) -> str:
     """What the real runs say of a simulation: "right", "wrong" or "not clear".
 
@@ -29,8 +31,6 @@ def judge(turns: list[tuple[float, float]], simulated: tuple[float, float]) -> s
 
 
 # --- 15.3 ---
-
-
 def tie(ratio: Callable[[float], float]) -> float | None:
     """The overlap at which two policies are equal, to within 0.01; None if the same one is better
     on all machines.

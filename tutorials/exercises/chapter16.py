@@ -7,9 +7,8 @@ from nanovllm.schedule import Schedule
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
 
+
 # --- 16.1 ---
-
-
 class WholePrompts(Scheduler):
     """A prompt that fits into a step is computed in a single step."""
 
@@ -19,8 +18,6 @@ class WholePrompts(Scheduler):
 
 
 # --- 16.2 ---
-
-
 def tenant(request: Request) -> str:
     return request.params.extra_args["tenant"]
 
@@ -36,8 +33,6 @@ class Weighted(Scheduler):
 
 
 # --- 16.3 ---
-
-
 def is_urgent(request: Request) -> bool:
     return request.params.extra_args["urgent"]
 

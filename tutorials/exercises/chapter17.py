@@ -8,9 +8,8 @@ from typing import Any
 
 from nanovllm import LLM
 
+
 # --- 17.1 ---
-
-
 def texts(pieces: Iterable[bytes]) -> Iterator[str]:
     """The new text of each event of a stream, as soon as the event is complete.
 
@@ -22,15 +21,13 @@ def texts(pieces: Iterable[bytes]) -> Iterator[str]:
 
 
 # --- 17.2 ---
-
-
 class Left(Exception):
     """The client has hung up."""
 
 
 async def unless_left(work: Coroutine, left: Coroutine) -> Any:
     """What `work` returns or raises. `left` ends when the client hangs up: if that is before, raises
-    Left. Whatever happens, neither of the two goes on."""
+    Left. Whatever happens, both have ended then."""
     raise NotImplementedError
 
 

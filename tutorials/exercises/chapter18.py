@@ -7,9 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+
 # --- 18.1 ---
-
-
 class MLP(NamedTuple):
     """Computes down @ (silu(gate @ x) * (up @ x))."""
 
@@ -24,8 +23,6 @@ def mlp_part(mlp: MLP, rank: int, num_ranks: int) -> MLP:
 
 
 # --- 18.2 ---
-
-
 class Attention(NamedTuple):
     """The weights, as in the files: [out, in]. A head has `head_dim` rows of q, or of k and v, and as
     many columns of o."""
@@ -44,8 +41,6 @@ def attention_part(attention: Attention, head_dim: int, rank: int, num_ranks: in
 
 
 # --- 18.3 ---
-
-
 def ring(
     rank: int,
     num_ranks: int,
@@ -53,7 +48,7 @@ def ring(
     send: Callable[[Tensor], None],
     receive: Callable[[], Tensor],
 ) -> Tensor:
-    """The sum of all ranks' vectors.
+    """The sum of all ranks' vectors. `x` itself stays as it is.
 
     `send` sends to rank + 1 (the last one sends to 0), `receive` waits for what rank - 1 has sent. A
     wire holds one message: `send` waits until the one before is taken.

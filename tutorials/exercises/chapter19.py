@@ -4,9 +4,8 @@ import hashlib
 
 from nanovllm.routing import PrefixAffinity, Router
 
+
 # --- 19.1 ---
-
-
 class Weighted(Router):
     """A replica that is twice as fast may have twice as many requests, this one included. Of equal
     ones, the faster one."""
@@ -20,8 +19,6 @@ class Weighted(Router):
 
 
 # --- 19.2 ---
-
-
 class Noting(PrefixAffinity):
     """Notes in `expected`, by request id, how many tokens it expects in the cache of the replica that
     it chooses, before the prompt is sent there."""
@@ -35,11 +32,10 @@ class Noting(PrefixAffinity):
 
 
 # --- 19.3 ---
-
-
 class Steady(Router):
-    """Sends a user (`request.params.extra_args["user"]`) always to the same replica, and remembers
-    nothing. If a replica goes, only its users move; if one comes, users move to it only."""
+    """Sends a user (`request.params.extra_args["user"]`, a number or a text) always to the same
+    replica, and remembers nothing. If a replica goes, only its users move; if one comes, users move
+    to it only."""
 
     def choose(self, request, loads):
         raise NotImplementedError

@@ -3,9 +3,8 @@
 from collections.abc import Callable
 from itertools import permutations, zip_longest
 
+
 # --- 20.1 ---
-
-
 def changes(shown: list[int], table: list[int]) -> list[tuple[int, int | None]]:
     """What must change so that a row which shows some blocks shows those of a block table: of each
     place that differs, the place and its new block, or None if nothing may be seen there."""
@@ -13,8 +12,6 @@ def changes(shown: list[int], table: list[int]) -> list[tuple[int, int | None]]:
 
 
 # --- 20.2 ---
-
-
 def count_mappings(tables: list[list[int]], row_blocks: int) -> int:
     """How many lines /proc/self/maps has for these tables, in rows 0, 1, 2 and so on. A block is one
     page; a row has `row_blocks` places, and the next row begins right behind it."""
@@ -22,8 +19,6 @@ def count_mappings(tables: list[list[int]], row_blocks: int) -> int:
 
 
 # --- 20.3 ---
-
-
 class Rows:
     """Shows the block tables of each step in rows, with as few calls as possible."""
 

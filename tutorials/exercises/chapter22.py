@@ -1,8 +1,7 @@
 """Your answers to the exercises of chapter 22. To check them: python -m tutorials.check 22"""
 
+
 # --- 22.1 ---
-
-
 def rows_to_check(counts: list[int], num_draft_tokens: list[int]) -> list[int]:
     """Which rows of the batch go to the head: of each sequence, that of its last token, and those
     of its guesses. Sequence b computes counts[b] tokens in this step, up to its end, and the last
@@ -18,8 +17,6 @@ def new_tokens(guesses: list[list[int]], likeliest: list[int]) -> list[list[int]
 
 
 # --- 22.2 ---
-
-
 def best_k(right: float, num_seqs: int, fixed: float, per_row: float, most: int) -> int:
     """How many guesses, from 0 to `most`, give the most tokens per second.
 
@@ -30,8 +27,6 @@ def best_k(right: float, num_seqs: int, fixed: float, per_row: float, most: int)
 
 
 # --- 22.3 ---
-
-
 def checked(guess: int, p: list[float], q: list[float], u: float, v: float) -> int:
     """The guess, which was drawn with the probabilities q, or another token instead of it, so that
     tokens come with the probabilities p. `u` and `v` are random numbers, at least 0 and below 1."""

@@ -15,22 +15,15 @@ from pathlib import Path
 
 from tutorials.site.links import ROOT, Links
 from tutorials.site.sources import block
-from tutorials.words import num_words
+from tutorials.words import TABLE, minutes
 
 FENCE = re.compile(r"^```(\w*)(?: \(([^)\n]*)\))?\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
 RUN = re.compile(r"^\[Play: ([^]\n]*)\]\(([^)#\s]+\.json)#(\d+)\)$", re.MULTILINE)
-TABLE = re.compile(r"(?:^\|.*\n)+", re.MULTILINE)
 BOX = re.compile(r"^> \*\*(Take away|Change one number):\*\* (.*(?:\n>.*)*)\n", re.MULTILINE)
 HEADING = re.compile(r"^(#+) (.*)$", re.MULTILINE)
 CHAPTER = re.compile(r"\d\d_\w+")
-# as in the course: slow enough for a second language, and for a look at each block
-WORDS_A_MINUTE = 100
 READING_VLLM = Path("tutorials/reading_vllm.md")
 SAME_IN_VLLM = "## The same in vLLM\n"
-
-
-def minutes(text: str) -> int:
-    return max(1, round(num_words(text) / WORDS_A_MINUTE))
 
 
 def is_chapter(path: Path) -> bool:

@@ -7,7 +7,8 @@
 The exercise and a name; what is replaced in the solution, which the chapter has folded away; a regular
 expression for the sentence that the check says. There may be several replacements. Lines that follow
 one belong to its new text, and are indented by four more than in the solution. An answer that is
-another thought is written whole, without an arrow.
+another thought is written whole, without an arrow. right.txt has answers of another form that must
+pass: the check says nothing.
 """
 
 import re

@@ -8,7 +8,7 @@ from nanovllm.block_manager import BlockManager
 from nanovllm.config import EMBEDDED_MODEL, Limits
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
-from tutorials.exercises.checks.expect import expect
+from tutorials.exercises.checks.expect import expect, unchanged
 from tutorials.ladder.qwen3 import Qwen3
 from tutorials.ladder.runs import Request as LadderRequest
 from tutorials.ladder.runs import run_rung
@@ -29,7 +29,7 @@ def tokens_of_rungs(*lengths: tuple[int, int]) -> tuple[int, int]:
 def check_1(answers) -> None:
     for prompts, outputs in (([18, 19, 47, 14], [6, 4, 3, 5]), ([7], [1]), ([5, 9], [1, 12])):
         counted = tokens_of_rungs(*zip(prompts, outputs))
-        said = answers.tokens_computed(prompts, outputs)
+        said = unchanged(answers.tokens_computed, prompts, outputs)
         what = f"prompts of {prompts} tokens and answers of {outputs}"
         same = isinstance(said, tuple | list) and (*said,) == counted
         expect(same, f"{what}: rungs 1 and 2 compute {counted} tokens, you say {said}")
@@ -48,7 +48,7 @@ def check_2(answers) -> None:
         ((100, 0, 1, [], 50), (0, 0)),
     ]
     for (memory, weights, per_token, requests, longest), right in cases:
-        said = answers.how_many_fit(memory, weights, per_token, [*requests], longest)
+        said = unchanged(answers.how_many_fit, memory, weights, per_token, requests, longest)
         same = isinstance(said, tuple | list) and (*said,) == right
         some = requests if len(requests) < 5 else f"{len(requests)} of {requests[0]}"
         what = f"{memory:,} bytes, weights of {weights:,}, {per_token:,} per token"
@@ -73,10 +73,10 @@ def steps_of_the_scheduler(outputs: list[int], seats: int) -> int:
 
 def check_3(answers) -> None:
     rng = random.Random(0)
-    loads = [([6, 4, 3, 5], 2), ([1, 1, 1], 8), ([9, 1, 1, 1], 2), ([1, 1, 1, 9], 2)]
+    loads = [([6, 4, 3, 5], 2), ([1, 1, 1], 8), ([9, 1, 1, 1], 2), ([1, 1, 1, 9], 2), ([], 3)]
     loads += [([rng.randint(1, 20) for _ in range(12)], rng.randint(1, 5)) for _ in range(10)]
     for outputs, seats in loads:
         counted = steps_of_the_scheduler(outputs, seats)
-        said = answers.num_steps([*outputs], seats)
+        said = unchanged(answers.num_steps, outputs, seats)
         sentence = f"answers of {outputs} tokens, {seats} seats: {counted} steps, you say {said}"
         expect(said == counted, sentence)

@@ -52,14 +52,11 @@ def check_2(answers) -> None:
     of_all, long = mean_waits(answers.Aging)
     said = f"all wait {of_all:.1f} steps in the mean, the long ones {long:.1f}"
     hint = "The more the arrival counts, the more it is first come, first served."
-    expect(
-        of_all < 115 and long < 155,
-        f"{said}; it should be less than 115 and less than 155. " + hint,
-    )
+    text = f"{said}; it should be less than 115 and less than 155. " + hint
+    expect(of_all < 115 and long < 155, text)
     expect(passes(answers, 0, 1), "a short request does not pass a long one that came just before")
-    expect(
-        not passes(answers, 0, 10_000), "a short one that comes 10,000 requests later passes, too"
-    )
+    text = "a short one that comes 10,000 requests later passes, too"
+    expect(not passes(answers, 0, 10_000), text)
     for distance in (3, 20, 50, 90, 200):
         results = {passes(answers, arrival, distance) for arrival in range(0, 200, 7)}
         expect(

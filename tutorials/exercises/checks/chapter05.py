@@ -13,7 +13,7 @@ from transformers.utils.logging import disable_progress_bar
 from nanovllm.config import EMBEDDED_MODEL
 from nanovllm.layers import torch_ops
 from nanovllm.models.qwen import Qwen
-from tutorials.exercises.checks.expect import expect
+from tutorials.exercises.checks.expect import expect, unchanged
 from tutorials.ladder.qwen3 import Qwen3, attention
 
 SIZES = (
@@ -41,13 +41,11 @@ def check_1(answers) -> None:
     for name, sizes in MODELS.items():
         config = dict(zip(SIZES, sizes))
         right = counted(config)
-        said = answers.parameters({**config})
+        said = unchanged(answers.parameters, config)
         expect(said == right, f"{name} has {right:,} parameters, you say {said}")
 
 
 # --- another family ---
-
-
 @contextmanager
 def random_qwen2(bias: float) -> Iterator[tuple[Path, Qwen2ForCausalLM]]:
     """A small Qwen2 with random weights, and biases of about this size; and its directory."""
@@ -91,8 +89,6 @@ def check_2(answers) -> None:
 
 
 # --- rows that the last layer can leave out ---
-
-
 def check_3(answers) -> None:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(1500, (8,), generator=generator)

@@ -1,8 +1,7 @@
 """Checks of chapter 07: arrays by hand, tables as a rectangle, tables that stay."""
 
 import random
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -10,7 +9,7 @@ from torch.overrides import TorchFunctionMode
 from nanovllm import LLM, SamplingParams
 from nanovllm.schedule import Item, Schedule
 from nanovllm.sequence import Request
-from tutorials.exercises.checks.expect import expect
+from tutorials.exercises.checks.expect import expect, num_operations, unchanged
 
 
 def plan_of(*parts: tuple[list[int], int, int, list[int]]) -> Schedule:
@@ -37,31 +36,12 @@ def check_1(answers) -> None:
             "the context": int(inputs.batch.context_lens[0]),
             "whether a row is sampled": len(inputs.sampled_rows) > 0,
         }
-        said = answers.arrays(list(range(length)), start, num_tokens, table, 4)
+        said = unchanged(answers.arrays, list(range(length)), start, num_tokens, table, 4)
         case = f"{num_tokens} of {length} tokens from {start} on, table {table}"
         expect(len(said) == 4, f"{case}: four results are wanted, but there are {len(said)}")
         for (name, value), one in zip(right.items(), said):
             one = list(one) if isinstance(value, list) else one
             expect(one == value, f"{case}: {name} should be {value}, but you say {one}")
-
-
-def num_operations(call: Callable[[], object]) -> int:
-    """How many operations of Python a call takes."""
-    count = 0
-
-    def trace(frame, event, arg):
-        nonlocal count
-        frame.f_trace_opcodes = True
-        count += event == "opcode"
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        call()
-    finally:
-        sys.settrace(before)
-    return count
 
 
 class Touched(TorchFunctionMode):
@@ -93,12 +73,10 @@ def check_2(answers) -> None:
             [*blocks[begin:end].tolist(), *[-1] * (max(counts) - (end - begin))]
             for begin, end in zip(ends.tolist(), ends.tolist()[1:])
         ]
-        said = answers.rectangle(blocks.clone(), ends.clone())
+        said = unchanged(answers.rectangle, blocks, ends)
         case = f"block_tables {blocks.tolist()}, cu_blocks {ends.tolist()}"
-        expect(
-            isinstance(said, torch.Tensor),
-            f"{case}: a tensor is wanted, but it is a {type(said).__name__}",
-        )
+        text = f"{case}: a tensor is wanted, but it is a {type(said).__name__}"
+        expect(isinstance(said, torch.Tensor), text)
         found = said.tolist()
         expect(found == wanted, f"{case}: it should be {wanted}, but is {found}")
     few, many = ragged([5, 4, 3]), ragged([500, 400, 300])

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.layers.sampler import uniform
-from tutorials.exercises.checks.expect import Wrong, expect
+from tutorials.exercises.checks.expect import Wrong, expect, unchanged
 
 PROBS = [0.40, 0.25, 0.15, 0.10, 0.06, 0.04]
 GOLDEN = 0x9E3779B97F4A7C15  # between the seeds of a request's answers, see Sequence.seed
@@ -31,15 +31,13 @@ def check_1(answers) -> None:
         (mixed, (1.0, 0, 0, 0.7), [0, 0.312, 0, 0.5, 0, 0.188]),
         (mixed, (1.0, 0.2, 3, 1.0), [0, 0.312, 0, 0.5, 0, 0.188]),
     ):
-        said = [round(float(p), 3) for p in answers.filtered([*probs], *options)]
+        said = [round(float(p), 3) for p in unchanged(answers.filtered, probs, *options)]
         close = len(said) == len(wanted) and all(abs(a - b) < 2e-3 for a, b in zip(said, wanted))
         names = ", ".join(map(str, options))
         expect(close, f"filtered({probs}, {names}) is {said}, and should be {wanted}")
 
 
 # --- 08.2 ---
-
-
 def tokens_of(answers, seed: Tensor, position: Tensor, logits=None) -> Tensor:
     logits = torch.tensor(PROBS).log() if logits is None else logits
     tokens = answers.gumbel_tokens(logits.expand(len(seed), -1), seed, position, uniform)
@@ -156,8 +154,6 @@ def mixed(seed: Tensor) -> Tensor:
 
 
 # --- 08.3 ---
-
-
 def kept_by_sort(probs: Tensor, top_p: float) -> Tensor:
     ranked, ids = probs.sort(1, descending=True)
     is_needed = ranked.cumsum(1) - ranked < top_p

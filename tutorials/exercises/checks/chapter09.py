@@ -45,8 +45,6 @@ def check_1(answers) -> None:
 
 
 # --- 09.2 ---
-
-
 def judge(answers, n: int, guilty: list[int], pairs: bool = False, times: float = 10**9) -> None:
     """Of n requests these fail: each alone, or only as a pair; the fault comes so many times."""
     names = [f"r{i}" for i in range(n)]
@@ -95,8 +93,6 @@ def check_2(answers) -> None:
 
 
 # --- 09.3 ---
-
-
 class Script:
     """In the place of the model: what it says to each prompt."""
 

@@ -3,8 +3,9 @@
 import math
 import os
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from timeit import repeat
 
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tutorials.exercises.checks.expect import Wrong, expect
+from tutorials.exercises.checks.expect import Wrong, expect, expect_linear, unchanged
 
 IS_PLAYED = not torch.cuda.is_available()
 if IS_PLAYED:
@@ -34,7 +35,7 @@ def check_1(answers) -> None:
         [(2, 2), (2, 33), (2, 2), (30, 64)],
     ):
         right = as_the_kernel_does(*chunks) if IS_PLAYED else None
-        said = [entry and (*map(int, entry),) for entry in answers.programs([*chunks])]
+        said = [entry and (*map(int, entry),) for entry in unchanged(answers.programs, chunks)]
         text = f"programs({chunks}) is {said}, and should be {right}"
         expect(right is None or said == right, text)
 
@@ -63,8 +64,6 @@ def as_the_kernel_does(*chunks: tuple[int, int]) -> list[tuple[int, int, int] | 
 
 
 # --- 10.2 ---
-
-
 def rows(rng: np.random.Generator, count: int, dim: int) -> np.ndarray:
     return rng.standard_normal((count, dim), dtype=np.float32)
 
@@ -102,7 +101,14 @@ def check_2(answers) -> None:
         difference = np.abs(result / sums[1] - right).max()
         text = f"{what}: result / total is wrong by {difference:.2g}"
         expect(difference < 1e-3, text)
+    expect_linear("keys in a block", partial(call_with, answers.add_block), 64)
     in_loops(answers.add_block)
+
+
+def call_with(add_block, num_keys: int) -> Callable[[], None]:
+    keys = np.ones((num_keys, 2), np.float32)
+    sums = np.array([-np.inf, 0], np.float32)
+    return partial(add_block, keys[0], keys, keys, num_keys, sums, np.zeros(2, np.float32))
 
 
 def in_loops(add_block) -> None:
@@ -142,8 +148,6 @@ def in_loops(add_block) -> None:
 
 
 # --- 10.3 ---
-
-
 def dense(queries: Tensor, keys: Tensor, values: Tensor, window: int) -> Tensor:
     key = torch.arange(len(keys), device=DEVICE)
     position = key[-len(queries) :, None]
@@ -177,10 +181,12 @@ def check_3(answers) -> None:
         expect(not rows, f"{what}: NaN in rows {rows[:5]}" + " and more" * (len(rows) > 5))
         difference = (out - dense(queries, keys, values, window)).abs().max().item()
         expect(difference < 1e-4, f"{what}: a number is wrong by {difference:.3f}")
-        for program in {load.program[0] for load in loads}:
+        for program in range(-(-num_queries // 16) if IS_PLAYED else 0):
             num_read = sum(len(load.places) for load in loads if load.program[0] == program) // 16
             first = num_keys - num_queries + 16 * program
             end = min(first + 16, num_keys)
-            enough = end - max(0, first - window + 1) // 16 * 16
+            start = max(0, first - window + 1)
+            needed, enough = end - start, end - start // 16 * 16
             text = f"{what}: program {program} reads {num_read} keys, and {enough} are enough"
             expect(num_read <= enough, text)
+            expect(num_read >= needed, f"{text}: your kernel must read {needed}")

@@ -68,8 +68,6 @@ def check_2(answers) -> None:
 
 
 # --- 11.3 ---
-
-
 def check_3(answers) -> None:
     sizes = [4, 1, 8, 2]
     model = Model()
@@ -77,9 +75,8 @@ def check_3(answers) -> None:
     num_runs = model.num_runs
     expect(num_runs == 4, f"the model should run once for each of 4 sizes; runs: {num_runs}")
     num_places = len({*model.places})
-    expect(
-        num_places == 1, f"the ids of the recordings begin at {num_places} places, and not at one"
-    )
+    text = f"the ids of the recordings begin at {num_places} places, and not at one"
+    expect(num_places == 1, text)
     check_steps(graphs, model, sizes, (4, 2, 3, 1, 8, 5, 9, 7, 2, 6, 10, 1, 3))
 
 
@@ -111,9 +108,8 @@ def check_steps(graphs, model: Model, sizes: list[int], steps: Iterable[int]) ->
         same = [one.tolist() for one in given] == [ids, slots]
         expect(same, f"{case}: the ids and slots that were given have been changed")
         expect(len(result) == num_rows, f"{case}: there are {len(result)} results")
-        expect(
-            result.tolist() == wanted, f"{case}: {ids} give {wanted}, but you say {result.tolist()}"
-        )
+        text = f"{case}: {ids} give {wanted}, but you say {result.tolist()}"
+        expect(result.tolist() == wanted, text)
         for slot, one in zip(slots, ids):
             wanted_cache[slot] = one
         found = model.cache[:NUM_SLOTS].tolist()

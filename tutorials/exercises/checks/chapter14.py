@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import Config
@@ -11,17 +12,13 @@ from nanovllm.simulator import Job, simulate
 from nanovllm.simulator.cost_model import HARDWARE
 from nanovllm.simulator.machines import Machine
 from nanovllm.simulator.replica import items_of
-from tutorials.exercises.checks.expect import expect
+from tutorials.exercises.checks.expect import expect, unchanged
 
 # --- 14.1 ---
 
 KEPT = (10.0, 3, [11.0, 11.5, 12.0])  # by a promise of 1 s, and 0.5 s for each further token
 PAUSE = (10.0, 4, [10.25, 10.25, 11.0, 11.0])  # one pause of 0.75 s; the mean is 0.25 s
 ALONE = (4.0, 1, [5.0])
-
-
-def copied(requests: list[tuple]) -> list[tuple]:
-    return [(arrival, num_outputs, [*times]) for arrival, num_outputs, times in requests]
 
 
 def check_1(answers) -> None:
@@ -37,12 +34,12 @@ def check_1(answers) -> None:
         ("one has no token", [KEPT, KEPT, (10.0, 2, []), PAUSE], 0.5),
         ("none is kept", [PAUSE, PAUSE], 0.0),
     ):
-        given = copied(requests)
-        said = answers.promised(given, 1.0, 0.5)
+        said = unchanged(answers.promised, requests, 1.0, 0.5)
         expect(abs(said - right) < 1e-9, f"{name}: {right:g}, and promised says {said}")
-        expect(given == requests, f"{name}: promised has changed the requests")
-    said = answers.promised(copied([KEPT, ALONE]), 0.0, 9.0)
-    expect(said == 0, f"no first token comes at once: 0, and promised says {said}")
+    for first, pause, right in ((0.0, 9.0, 0), (1.0, 0.75, 1), (0.25, 0.75, 0.5), (9.0, 0.25, 0)):
+        said = unchanged(answers.promised, [KEPT, PAUSE], first, pause)
+        case = f"a promise of {first:g} s, and {pause:g} s for each further token"
+        expect(said == right, f"{case}: {right:g}, and promised says {said}")
 
 
 # --- 14.2 ---
@@ -120,9 +117,12 @@ CASES: dict[str, Talk] = {
 def watched(case: str) -> Callable[[Schedule], float]:
     """Seconds of a step; it must compute something, and there must not be too many."""
     num_steps = 0
+    last = None
 
     def seconds(schedule: Schedule) -> float:
-        nonlocal num_steps
+        nonlocal num_steps, last
+        expect(schedule is not last, f"{case}: seconds is asked twice for step {num_steps}")
+        last = schedule
         num_steps += 1
         expect(schedule.items, f"{case}: step {num_steps} computes nothing")
         expect(num_steps < MOST_STEPS, f"{case}: it still runs after {num_steps} steps")
@@ -185,7 +185,8 @@ def check_3(answers) -> None:
             (2e-4, 3e-4, 4e-5, 5e-6),
         )
     ):
-        said = answers.measured(Disturbed(constants, seed))
+        step = Disturbed(constants, seed).step
+        said = answers.measured(SimpleNamespace(step=lambda items, step=step: step(items)))
         expect(len(said) == 4, f"four numbers are wanted, and measured says {len(said)}")
         for name, right, number in zip(NAMES, constants, said):
             text = f"seconds per {name}: {right:g}, and measured says {number:.3g}"

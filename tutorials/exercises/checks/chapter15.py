@@ -2,7 +2,7 @@
 
 import math
 
-from tutorials.exercises.checks.expect import expect
+from tutorials.exercises.checks.expect import expect, unchanged
 
 
 def check_1(answers) -> None:
@@ -20,16 +20,26 @@ def check_1(answers) -> None:
         what = f"{reading:g} ms of reading, {computing:g} of computing, {count} pieces"
         text = f"{what}, overlap {overlap:g}: {right:g} ms, and pieces says {said}"
         expect(abs(said - right) < 1e-9, text)
+    for reading, computing, right in (
+        (6.0, 25.0, 5),
+        (6.0, 24.0, 5),
+        (6.0, 72.0, 13),
+        (6.0, 3.0, 2),
+    ):
+        said = answers.longer_from(reading, computing)
+        text = (
+            f"{reading:g} ms of reading, {computing:g} of computing: longer from {right} pieces on"
+        )
+        expect(said == right, f"{text}, and longer_from says {said}")
 
 
 # --- 15.2 ---
-
-
 def check_2(answers) -> None:
     for name, turns, simulated, right in (
         ("all alike", [(1.0, 1.5), (1.0, 1.5), (1.0, 1.5)], (1.0, 1.2), "right"),
         ("the simulator has the other sign", [(1.0, 1.5)] * 3, (1.0, 0.9), "wrong"),
         ("a difference of 10 %, and a range of 20 %", [(1.0, 1.0), (1.0, 1.1), (1.0, 1.2)], (1.0, 0.8), "not clear"),
+        ("a difference of 50 %, and a range of 25 %: just twice", [(1.0, 1.5), (1.0, 1.25), (1.0, 1.5)], (1.0, 1.3), "not clear"),
         ("a difference of 30 %, and a range of 20 %", [(1.0, 1.2), (1.0, 1.3), (1.0, 1.4)], (1.0, 1.3), "not clear"),
         ("50 % less, and a range of 10 %", [(1.0, 0.45), (1.0, 0.55), (1.0, 0.5)], (2.0, 1.9), "right"),
         ("50 % less, and it says 5 % more", [(1.0, 0.45), (1.0, 0.55), (1.0, 0.5)], (2.0, 2.1), "wrong"),
@@ -38,13 +48,11 @@ def check_2(answers) -> None:
         ("turns of 10, 10 and 15.5 %: the median is 10 %", [(1.0, 1.1), (1.0, 1.1), (1.0, 1.155)], (1.0, 1.2), "not clear"),
         ("milliseconds", [(0.004, 0.005), (0.004, 0.0051), (0.004, 0.005)], (0.003, 0.004), "right"),
     ):  # fmt: skip
-        said = answers.judge(list(turns), simulated)
+        said = unchanged(answers.judge, turns, simulated)
         expect(said == right, f"{name}: {right!r}, and judge says {said!r}")
 
 
 # --- 15.3 ---
-
-
 class Ratio:
     """One that rises or falls, and counts its calls."""
 
@@ -58,9 +66,8 @@ class Ratio:
         return self.at_0 + (self.at_1 - self.at_0) * overlap**self.bend
 
     def tie(self) -> float | None:
-        if (self.at_0 > 1) == (self.at_1 > 1):
-            return None
-        return ((1 - self.at_0) / (self.at_1 - self.at_0)) ** (1 / self.bend)
+        share = (1 - self.at_0) / (self.at_1 - self.at_0)
+        return share ** (1 / self.bend) if 0 <= share <= 1 else None
 
 
 def check_3(answers) -> None:
@@ -70,10 +77,15 @@ def check_3(answers) -> None:
         ("it falls at once", Ratio(1.16, 0.81, 0.3)),
         ("it rises from 0.9 to 1.4", Ratio(0.9, 1.4)),
         ("it rises late", Ratio(0.99, 1.8, 3.0)),
+        ("a tie with overlap 0, then it falls", Ratio(1.0, 0.75)),
+        ("a tie with overlap 0, then it rises", Ratio(1.0, 1.25)),
+        ("it rises to a tie with overlap 1", Ratio(0.75, 1.0)),
+        ("it falls to a tie with overlap 1", Ratio(1.25, 1.0)),
         ("the one is always better", Ratio(0.86, 0.61)),
         ("the other is always better", Ratio(1.12, 5.83)),
     ):
-        said, right = answers.tie(ratio), ratio.tie()
+        said = answers.tie(lambda overlap, ratio=ratio: ratio(overlap))
+        right = ratio.tie()
         if right is None:
             expect(said is None, f"{name}: there is no tie, and tie says {said}")
         else:

@@ -2,14 +2,19 @@
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
-from nanovllm.config import Config
+from nanovllm import SamplingParams
+from nanovllm.block_manager import BlockManager
+from nanovllm.config import Config, Limits
 from nanovllm.scheduler import Scheduler
+from nanovllm.sequence import Request
 from nanovllm.simulator import Job, Run, simulate
 from nanovllm.simulator.cost_model import HARDWARE
 from nanovllm.simulator.machines import Machine
-from tutorials.exercises.checks.expect import expect
+from tutorials.exercises.checks.expect import expect, expect_linear
 
 
 class OneSecond(Machine):
@@ -88,8 +93,6 @@ def kind_of(job: Job, kind: str | None) -> object:
 
 
 # --- 16.1 ---
-
-
 def check_1(answers) -> None:
     rng = random.Random(0)
     for budget, bound in ((16, 16), (16, 16), (32, 32), (40, 12)):
@@ -130,8 +133,6 @@ def judge_whole(answers, jobs: list[Job], budget: int, bound: int) -> None:
 
 
 # --- 16.2 ---
-
-
 def mixed(lengths: dict[str, int], count: int) -> list[Job]:
     """So many jobs, whose tenants take turns. All are there from the start."""
     names = sorted(lengths)
@@ -153,6 +154,21 @@ def check_2(answers) -> None:
     late = [new_job(i, 0, 4, 15 + i % 7, tenant="free") for i in range(60)]
     late += [new_job(60 + i, 20, 4, 10, tenant="gold") for i in range(60)]
     judge_weights(answers, {"gold": 3, "free": 1}, late, 8, since=45)
+    expect_linear("requests, half of them run", partial(choice_of, answers.Weighted), 40)
+
+
+def choice_of(scheduler_cls: type[Scheduler], count: int) -> Callable[[], Request | None]:
+    """The choice among `count` requests."""
+    scheduler = scheduler_cls(
+        Limits(max_model_len=100, max_num_seqs=count, max_num_batched_tokens=100),
+        BlockManager(count, 16),
+    )
+    for i in range(count):
+        params = SamplingParams(extra_args={"tenant": ("gold", "free")[i % 2]})
+        scheduler.add(Request(str(i), None, [i], params, arrival=i))
+    scheduler.running = scheduler.waiting[::2]
+    scheduler.waiting = scheduler.waiting[1::2]
+    return scheduler.next_waiting
 
 
 def judge_weights(
@@ -184,8 +200,6 @@ def tenant_of(job: Job) -> str:
 
 
 # --- 16.3 ---
-
-
 def check_3(answers) -> None:
     rng = random.Random(0)
     for seats, budget in ((4, 16), (1, 16), (2, 8), (5, 1000), (4, 16)):
@@ -205,10 +219,8 @@ def judge_free_seat(steps: list[Step], jobs: list[Job], seats: int) -> None:
         patient = [i for i in step.admitted if not jobs[i].extra_args["urgent"]]
         ran = [i for i, *_ in step.items if i in step.before]
         expect(ran == sorted(ran), f"{step.name}: tokens are given in the order {ran}")
-        if patient and urgent:
-            expect(
-                False, f"{step.name}: job {patient[0]} is admitted, and {urgent[0]}, urgent, waits"
-            )
+        both = f"{step.name}: job {patient[:1]} is admitted, and {urgent[:1]}, urgent, waits"
+        expect(not (patient and urgent), both)
         said = f"{step.name}: job {patient[:1]} is not urgent, and is admitted"
         expect(not patient or empty or len(step.running) == 1, f"{said}, and no seat stays free")
         if step.waiting and step.room > 0:

@@ -1,15 +1,16 @@
 """Checks of chapter 17: the events of a stream, a client that leaves, the engine's thread."""
 
 import asyncio
+import gc
 import json
 import random
-from collections.abc import Iterator
-from inspect import CORO_CREATED, getcoroutinestate
+from collections.abc import Callable, Iterator
+from inspect import CORO_CLOSED, CORO_CREATED, getcoroutinestate
 from itertools import accumulate
 from queue import Empty
 
 from nanovllm import LLM, SamplingParams
-from tutorials.exercises.checks.expect import Wrong, expect
+from tutorials.exercises.checks.expect import Wrong, counted, expect, expect_linear
 
 # --- 17.1 ---
 
@@ -25,6 +26,7 @@ def event(content: dict) -> bytes:
 def events() -> list[bytes]:
     """Of a stream, with a comment among them, and an event that has no choice."""
     said = [event({"choices": [{"index": 0, "text": text}]}) for text in SAID]
+    said[2] = b": 3\n" + said[2]  # an event with a line of comment
     return [*said[:2], COMMENT, *said[2:], event({"choices": [], "usage": {}}), DONE]
 
 
@@ -46,6 +48,8 @@ def check_1(answers) -> None:
         except EOFError:
             continue
         raise Wrong(f"a stream was cut off before [DONE]: no EOFError, but {len(found)} texts")
+    said = event({"choices": [{"index": 0, "text": "a fox"}]})
+    expect_linear("events", lambda num: lambda: [*answers.texts(iter([said] * num + [DONE]))], 50)
 
 
 def judge_stream(answers, pieces: list[bytes]) -> None:
@@ -84,25 +88,23 @@ def following(texts: Iterator[str], case: str) -> str | None:
 
 
 # --- 17.2 ---
-
-
 class Work:
-    """A coroutine that waits for an event, and notes how it ends."""
+    """A coroutine that waits for an event. If it is cancelled, it needs some turns to clean up."""
 
     def __init__(self, result: object = None, has_ended: bool = False):
         self.go = asyncio.Event()
         if has_ended:
             self.go.set()
         self.result = result
-        self.end = "still runs"
+        self.coroutine = self.run()
+        self.state = ""  # when unless_left ends
 
     async def run(self) -> object:
         try:
             await self.go.wait()
         except asyncio.CancelledError:
-            self.end = "was cancelled"
+            await turns(3)
             raise
-        self.end = "has ended"
         if isinstance(self.result, Exception):
             raise self.result
         return self.result
@@ -110,12 +112,18 @@ class Work:
 
 async def outcome(answers, work: Work, left: Work, when: str) -> object:
     """What unless_left returns or raises, if something happens after some turns of the loop."""
-    coroutines = work.run(), left.run()
-    call = asyncio.ensure_future(answers.unless_left(*coroutines))
+
+    async def watched() -> object:
+        try:
+            return await answers.unless_left(work.coroutine, left.coroutine)
+        finally:
+            for one in (work, left):
+                one.state = getcoroutinestate(one.coroutine)
+                if one.state == CORO_CREATED:  # it was not begun: no warning of that
+                    one.coroutine.close()
+
+    call = asyncio.ensure_future(watched())
     await turns()
-    for one in coroutines:
-        if getcoroutinestate(one) == CORO_CREATED:  # it was not begun: no warning of that
-            one.close()
     if when == "done":
         work.go.set()
     elif when == "left":
@@ -138,8 +146,8 @@ async def outcome(answers, work: Work, left: Work, when: str) -> object:
     return error or call.result()
 
 
-async def turns() -> None:
-    for _ in range(10):
+async def turns(count: int = 10) -> None:
+    for _ in range(count):
         await asyncio.sleep(0)
 
 
@@ -179,12 +187,11 @@ async def judge_leaving(answers, when: str, result: object, what: str) -> None:
         wanted = "a CancelledError"
     expect(is_right, f"{what}: {wanted} should come of it, but it is {found!r}")
     for name, one in {"work": work, "left": left}.items():
-        expect(one.end != "still runs", f"{what}: `{name}` still runs")
+        said = f"{what}: `{name}` still runs when unless_left ends"
+        expect(one.state == CORO_CLOSED, said)
 
 
 # --- 17.3 ---
-
-
 class Counts:
     """In the place of the model: the tokens of each answer are 100, 101, 102, ..."""
 
@@ -208,6 +215,7 @@ class Inbox:
         self.num_steps = 0  # that were run, or in whose time it has waited
         self.num_asked = 0  # in vain, since the last step or message
         self.left: set[str] = set()
+        self.at_end: Callable[[], None] = lambda: None
         llm.observers.append(self.see)
 
     def see(self, schedule, seconds) -> None:
@@ -242,9 +250,13 @@ class Inbox:
             expect(self.script, "it goes on, though it has taken None")
         self.num_asked = 0
         step, message = self.script.pop(0)
+        if message is None:
+            self.at_end()
         self.num_steps = max(step, self.num_steps)
         if message and message[0] == "leave":
-            self.left.add(message[1])
+            self.left.add(str(message[1]))
+        elif message:
+            self.left.discard(message[1])
         return message
 
     def get_nowait(self) -> Message:
@@ -265,6 +277,7 @@ SCRIPT: list[tuple[int, Message]] = [
     (7, add("e", 2, [5] * 5000)),  # too long for the model
     (9, add("f", 9)),  # comes and leaves before a step
     (9, ("leave", "f")),
+    (10, add("a", 1)),  # another client, with the name of one that has left
     (10, add("g", 9)),
     (12, None),
 ]
@@ -277,7 +290,7 @@ TOLD = [  # by each call
     [("d", [100], False)],
     [("e", [], True)],
     [("d", [101], True)],
-    [("g", [100], False)],
+    [("a", [100], True), ("g", [100], False)],
     [("g", [101], False)],
 ]
 
@@ -290,10 +303,32 @@ def check_3(answers) -> None:
         told.append(sorted((name, [*tokens], bool(is_last)) for name, tokens, is_last in news))
         i = len(told) - 1
         wanted = TOLD[i] if i < len(TOLD) else "no other"
-        expect(
-            told[i] == wanted, f"call {i + 1} of tell brings {told[i]}, and should bring {wanted}"
-        )
+        text = f"call {i + 1} of tell brings {told[i]}, and should bring {wanted}"
+        expect(told[i] == wanted, text)
 
     answers.run(llm, Inbox(llm, SCRIPT), tell)
     missing = TOLD[len(told) :]
     expect(not missing, f"it has ended after {len(told)} calls of tell: {missing[:1]} is missing")
+    judge_memory(answers)
+
+
+def judge_memory(answers) -> None:
+    """Forty requests come one after the other, and have ended. Every fourth client leaves before."""
+    name_cls = counted(str)
+    script: list[tuple[int, Message]] = []
+    for i in range(40):
+        name = name_cls(f"r{i}")
+        script += [(2 * i, add(name, 1 + i % 2))]
+        script += [(2 * i + 1, ("leave", name))] * (i % 4 == 3)
+    del name
+    llm = LLM(runner=Counts())
+    inbox = Inbox(llm, [*script, (99, None)])
+    script.clear()
+
+    def look() -> None:
+        gc.collect()
+        said = f"40 requests have ended, and {name_cls.num_alive} of their names are kept"
+        expect(name_cls.num_alive <= 4, said)
+
+    inbox.at_end = look
+    answers.run(llm, inbox, lambda news: None)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tutorials.exercises.checks.expect import Wrong, expect
+from tutorials.exercises.checks.expect import Wrong, expect, unchanged
 
 
 def random(generator: torch.Generator, *shape: int) -> Tensor:
@@ -17,17 +17,13 @@ def random(generator: torch.Generator, *shape: int) -> Tensor:
 
 
 def expect_same(found: Tensor, wanted: Tensor, what: str) -> None:
-    expect(
-        found.shape == wanted.shape,
-        f"{what} of the shape {[*found.shape]}: {[*wanted.shape]} is right",
-    )
+    text = f"{what} of the shape {[*found.shape]}: {[*wanted.shape]} is right"
+    expect(found.shape == wanted.shape, text)
     worst = float((found - wanted).abs().max())
     expect(worst < 1e-9, f"{what} that is off by {worst:.2g}")
 
 
 # --- 18.1 ---
-
-
 def check_1(answers) -> None:
     for middle, num_ranks in ((10, 1), (10, 2), (10, 5), (10, 3), (10, 4), (10, 7), (3, 5)):
         judge_mlp(answers, middle, num_ranks)
@@ -37,8 +33,8 @@ def judge_mlp(answers, middle: int, num_ranks: int) -> None:
     generator = torch.Generator().manual_seed(middle)
     shapes = (middle, 8), (middle, 8), (8, middle)
     weights = [random(generator, *shape) for shape in shapes]
-    mlp = answers.MLP(*(weight.clone() for weight in weights))
-    parts = [answers.mlp_part(mlp, rank, num_ranks) for rank in range(num_ranks)]
+    mlp = answers.MLP(*weights)
+    parts = [unchanged(answers.mlp_part, mlp, rank, num_ranks) for rank in range(num_ranks)]
     case = f"a middle of {middle}, {num_ranks} ranks"
     size = -(-middle // num_ranks)
     for rank, part in enumerate(parts):
@@ -48,15 +44,12 @@ def judge_mlp(answers, middle: int, num_ranks: int) -> None:
     x = random(generator, 8)
     summands = [mlp_of(part, x) for part in parts]
     expect_same(sum(summands), mlp_of(weights, x), f"{case}: the sum of the ranks is a vector")
-    for name, weight in zip(("gate", "up"), weights):
+    for i, (what, name) in enumerate((("row", "gate"), ("row", "up"), ("column", "down"))):
+        weight, *found = [each[i].T if name == "down" else each[i] for each in (weights, *parts)]
         padded = F.pad(weight, [0, 0, 0, size * num_ranks - middle])
-        found = torch.cat([getattr(part, name) for part in parts])
-        where = (found != padded).any(1).nonzero().flatten().tolist()
-        expect(
-            not where, f"{case}: row {where[:1]} of all parts of {name} is another one in {name}"
-        )
-    for name, now, before in zip(("gate", "up", "down"), mlp, weights):
-        expect(torch.equal(now, before), f"{case}: {name} itself has changed")
+        where = (torch.cat(found) != padded).any(1).nonzero().flatten().tolist()
+        text = f"{case}: {what} {where[:1]} of all parts of {name} is another one in {name}"
+        expect(not where, text)
 
 
 def mlp_of(mlp: Any, x: Tensor) -> Tensor:
@@ -67,17 +60,9 @@ def mlp_of(mlp: Any, x: Tensor) -> Tensor:
 # --- 18.2 ---
 
 HEAD_DIM, HIDDEN = 4, 6
-DIVISIBLE = (
-    (4, 4, 1),
-    (4, 4, 2),
-    (8, 2, 2),
-    (8, 4, 2),
-    (8, 2, 4),
-    (8, 2, 8),
-    (12, 3, 6),
-    (4, 1, 2),
-    (6, 3, 3),
-)
+# query heads, KV heads, ranks
+DIVISIBLE = ((4, 4, 1), (4, 4, 2), (8, 2, 2), (8, 4, 2), (8, 2, 4), (8, 2, 8), (12, 3, 6))
+DIVISIBLE += ((4, 1, 2), (6, 3, 3))
 INDIVISIBLE = ((8, 2, 3), (12, 3, 2), (4, 4, 8), (12, 4, 6), (6, 1, 4))
 
 
@@ -107,8 +92,8 @@ def new_attention(answers, heads: int, kv_heads: int) -> Any:
 def judge_attention(answers, heads: int, kv_heads: int, num_ranks: int) -> None:
     case = case_of(heads, kv_heads, num_ranks)
     whole = new_attention(answers, heads, kv_heads)
-    given = answers.Attention(*(weight.clone() for weight in whole))
-    parts = [answers.attention_part(given, HEAD_DIM, rank, num_ranks) for rank in range(num_ranks)]
+    ranks = range(num_ranks)
+    parts = [unchanged(answers.attention_part, whole, HEAD_DIM, rank, num_ranks) for rank in ranks]
     q = heads // num_ranks
     kv = max(1, kv_heads // num_ranks)
     for rank, part in enumerate(parts):
@@ -118,15 +103,11 @@ def judge_attention(answers, heads: int, kv_heads: int, num_ranks: int) -> None:
             expect(found[name] == wanted, said)
         shapes = [[*weight.shape] for weight in part[3:]]
         wanted = [[q * HEAD_DIM], [HIDDEN, q * HEAD_DIM], [HIDDEN]]
-        expect(
-            shapes == wanted,
-            f"{case}: the shapes of q_bias, o and o_bias are {shapes}, not {wanted}",
-        )
+        text = f"{case}: the shapes of q_bias, o and o_bias are {shapes}, not {wanted}"
+        expect(shapes == wanted, text)
     x = random(torch.Generator().manual_seed(1), 5, HIDDEN)
     summands = [attention_of(part, x) for part in parts]
     expect_same(sum(summands), attention_of(whole, x), f"{case}: the sum of the ranks is a tensor")
-    for name, now, before in zip(whole._fields, given, whole):
-        expect(torch.equal(now, before), f"{case}: {name} itself has changed")
 
 
 def attention_of(attention: Any, x: Tensor) -> Tensor:
@@ -139,8 +120,6 @@ def attention_of(attention: Any, x: Tensor) -> Tensor:
 
 
 # --- 18.3 ---
-
-
 class Stuck(Exception):
     """A rank waits forever, or another one has failed."""
 
@@ -220,6 +199,7 @@ def judge_ring(ring: Callable, num_ranks: int, length: int) -> None:
     generator = torch.Generator().manual_seed(length)
     vectors = [random(generator, length) for _ in range(num_ranks)]
     total = torch.stack(vectors).sum(0)
+    given = [vector.clone() for vector in vectors]
     wires = Wires(num_ranks)
 
     def run(rank: int) -> Tensor | None:
@@ -228,7 +208,7 @@ def judge_ring(ring: Callable, num_ranks: int, length: int) -> None:
             result = ring(
                 rank,
                 num_ranks,
-                vectors[rank],
+                given[rank],
                 lambda x: wires.send(rank, x),
                 lambda: wires.receive(rank),
             )
@@ -248,8 +228,12 @@ def judge_ring(ring: Callable, num_ranks: int, length: int) -> None:
         expect_same(result, total, f"{case}: rank {rank} has a sum")
         same = torch.equal(result, results[0])
         expect(same, f"{case}: ranks 0 and {rank} have other last bits, so they drift apart")
+        expect(given[rank].equal(vectors[rank]), f"{case}: rank {rank} has changed its vector `x`")
     left = sum(message is not None for message in wires.messages)
     expect(left == 0, f"{case}: {left} messages were sent, and not received")
+    for rank, num_sent in enumerate(wires.num_sent):
+        said = f"{case}: rank {rank} sends {num_sent} numbers: the next rank needs {length}"
+        expect(num_sent >= length or num_ranks == 1, f"{said} of it to know the sum")
     most = 2 * (num_ranks - 1) * -(-length // num_ranks)
     worst = max(wires.num_sent)
     rank = wires.num_sent.index(worst)

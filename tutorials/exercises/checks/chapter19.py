@@ -1,6 +1,7 @@
 """Checks of chapter 19: an old card, what a router does not know, replicas that come and go."""
 
 from collections import Counter
+from collections.abc import Callable
 from statistics import mean
 
 from nanovllm.config import Config
@@ -27,8 +28,6 @@ def request_of(number: int, user: object = None) -> Request:
 
 
 # --- 19.1 ---
-
-
 def seconds_on_two(router_cls: type[Router]) -> float:
     """The mean latency; replica 1 is half as fast as replica 0."""
     fast = MACHINES["h100"]
@@ -42,8 +41,10 @@ def seconds_on_two(router_cls: type[Router]) -> float:
 
 
 def check_1(answers) -> None:
-    fourfold = type("Fourfold", (answers.Weighted,), {"speeds": {"a": 4.0, "b": 1.0, "c": 2.0}})
-    router, faster = answers.Weighted(16, 100), fourfold(16, 100)
+    router, faster, near = (
+        type("Fourfold", (answers.Weighted,), {"speeds": speeds})(16, 100)
+        for speeds in ({0: 2.0, 1: 1.0}, {"a": 4.0, "b": 1.0, "c": 2.0}, {"a": 1.01, "b": 1.0})
+    )
     cases = [
         (router, {0: 0, 1: 0}, 0),
         (router, {0: 2, 1: 1}, 0),
@@ -54,21 +55,19 @@ def check_1(answers) -> None:
         (router, {1: 3}, 1),
         (faster, {"a": 3, "b": 0, "c": 1}, "a"),
         (faster, {"b": 0, "c": 2, "a": 5}, "b"),
+        (near, {"a": 99, "b": 98}, "b"),
+        (near, {"a": 98, "b": 98}, "a"),
     ]
     for one, loads, right in cases:
         chosen = one.choose(request_of(0), dict(loads))
         what = f"loads {loads} and speeds {one.speeds}"
         expect(chosen == right, f"with {what}, {right!r} should be chosen, not {chosen!r}")
     weighted, least = seconds_on_two(answers.Weighted), seconds_on_two(LeastLoaded)
-    expect(
-        weighted < 0.95 * least,
-        f"requests take {weighted:.2f} s on average, and with LeastLoaded {least:.2f} s",
-    )
+    text = f"requests take {weighted:.2f} s on average, and with LeastLoaded {least:.2f} s"
+    expect(weighted < 0.95 * least, text)
 
 
 # --- 19.2 ---
-
-
 class Table(PrefixAffinity):
     """What is right: how much of a prompt is in the table of a replica that was chosen."""
 
@@ -110,57 +109,50 @@ def check_2(answers) -> None:
         for i in range(len(run.requests)):
             right, said = made[-1].right[str(i)], made[-1].expected.get(str(i))
             where = f"{num_blocks} blocks, request {i}"
-            expect(
-                said == right,
-                f"{where}: the table of its replica has {right} tokens, expected says {said}",
-            )
+            text = f"{where}: the table of its replica has {right} tokens, expected says {said}"
+            expect(said == right, text)
 
 
 # --- 19.3 ---
-
-
-def homes(router: Router, names: list[str], first: int = 0) -> dict[int, str]:
+def homes(router: Router, names: list[str], kind: Callable, first: int = 0) -> dict[int, str]:
     """Of each user. Loads change all the time."""
     found = {}
     for user in range(NUM_USERS):
         loads = {name: (user * 7 + i * first) % 5 for i, name in enumerate(names)}
-        found[user] = router.choose(request_of(user + first, user), loads)
+        found[user] = router.choose(request_of(user + first, kind(user)), loads)
     return found
 
 
-def homes_in_another_process(answers) -> dict[int, str]:
+def homes_in_another_process(answers, kind: Callable) -> dict[int, str]:
     """With a `hash` as there: numbers have the same, and texts have others."""
     answers.hash = lambda value: hash(value if isinstance(value, int) else (value, "another"))
-    found = homes(answers.Steady(16, 100), NAMES)
+    found = homes(answers.Steady(16, 100), NAMES, kind)
     del answers.hash
     return found
 
 
 def check_3(answers) -> None:
-    before = homes(answers.Steady(16, 100), NAMES)
+    judge_steady(answers, int)
+    judge_steady(answers, "user {}".format)
+
+
+def judge_steady(answers, kind: Callable) -> None:
+    before = homes(answers.Steady(16, 100), NAMES, kind)
     for name, count in sorted(Counter(before.values()).items()):
         fair = NUM_USERS / len(NAMES)
-        expect(
-            0.8 * fair < count < 1.2 * fair,
-            f"replica {name!r} gets {count} of {NUM_USERS} users, about {fair:.0f} would be fair",
-        )
+        text = f"replica {name!r} gets {count} of {NUM_USERS} users, about {fair:.0f} would be fair"
+        expect(0.8 * fair < count < 1.2 * fair, text)
     expect(len({*before.values()}) == len(NAMES), "there are replicas that get no user")
-    again = homes(answers.Steady(16, 100), NAMES[::-1], first=3)
+    again = homes(answers.Steady(16, 100), NAMES[::-1], kind, first=3)
     moved = sum(before[user] != again[user] for user in before)
-    expect(
-        moved == 0,
-        f"another router, which sees other requests and loads, sends {moved} users elsewhere",
-    )
-    again = homes_in_another_process(answers)
+    text = f"another router, which sees other requests and loads, sends {moved} users elsewhere"
+    expect(moved == 0, text)
+    again = homes_in_another_process(answers, kind)
     moved = sum(before[user] != again[user] for user in before)
-    expect(
-        moved == 0,
-        f"a router in another process, where `hash` of a text is another, sends {moved} users elsewhere",
-    )
+    text = f"a router in another process, where `hash` of a text is another, sends {moved} users elsewhere"
+    expect(moved == 0, text)
     for gone in NAMES:
-        left = homes(answers.Steady(16, 100), [name for name in NAMES if name != gone])
+        left = homes(answers.Steady(16, 100), [name for name in NAMES if name != gone], kind)
         moved = sum(before[user] not in (gone, left[user]) for user in before)
-        expect(
-            moved == 0,
-            f"replica {gone!r} goes, and {moved} users of the others move, too",
-        )
+        text = f"replica {gone!r} goes, and {moved} users of the others move, too"
+        expect(moved == 0, text)

@@ -5,7 +5,7 @@ import random
 from itertools import permutations
 
 from nanovllm.vattention.memory import MAPPINGS, HostMemory
-from tutorials.exercises.checks.expect import expect
+from tutorials.exercises.checks.expect import counted, expect, unchanged
 
 Table = list[int]
 
@@ -38,9 +38,7 @@ def check_1(answers) -> None:
 
 def judge_changes(answers, shown: Table, table: Table) -> None:
     case = f"the row shows {shown}, the table is {table}"
-    given = [*shown], [*table]
-    found = [*answers.changes(*given)]
-    expect(given == (shown, table), f"{case}: your function has changed what it was given")
+    found = [*unchanged(answers.changes, shown, table)]
     places = [place for place, _ in found]
     expect(len(places) == len({*places}), f"{case}: {found} has a place twice")
     now: dict[int, int | None] = dict(enumerate(shown)) | dict(found)
@@ -78,7 +76,7 @@ def check_2(answers) -> None:
         tables = [random_table(rng, row_blocks) for _ in range(6)]
         cases.append((tables, row_blocks))
     for tables, row_blocks in cases:
-        found = answers.count_mappings([[*table] for table in tables], row_blocks)
+        found = unchanged(answers.count_mappings, tables, row_blocks)
         wanted = mappings_of(tables, row_blocks)
         case = f"tables {tables} in rows of {row_blocks} places"
         expect(found == wanted, f"{case}: Linux has {wanted} mappings, you say {found}")
@@ -161,6 +159,8 @@ def check_3(answers) -> None:
         rng = random.Random(seed)
         steps = [(f"seed {seed}", random_tables(rng)) for _ in range(12)]
         judge_rows(answers, 4, steps)
+    rng = random.Random(40)
+    judge_rows(answers, 4, [("seed 40", random_tables(rng)) for _ in range(60)])
 
 
 def random_tables(rng: random.Random) -> list[Table]:
@@ -170,11 +170,12 @@ def random_tables(rng: random.Random) -> list[Table]:
 def judge_rows(answers, num_rows: int, steps: list[tuple[str, list[Table]]]) -> None:
     memory = Memory(num_rows)
     rows = answers.Rows(num_rows, memory.set_block)
+    block_cls = counted(int)
     for i, (name, tables) in enumerate(steps, 1):
         case = f"step {i} ({name}), tables {tables}"
         fewest = memory.fewest_calls(tables)
         before = memory.num_calls
-        found = [*rows.show([[*table] for table in tables])]
+        found = [*rows.show([[*map(block_cls, table)] for table in tables])]
         expect(len(found) == len(tables), f"{case}: {len(tables)} rows are wanted, you say {found}")
         is_row = all(row in range(num_rows) for row in found)
         expect(is_row, f"{case}: rows are 0 to {num_rows - 1}, you say {found}")
@@ -185,3 +186,5 @@ def judge_rows(answers, num_rows: int, steps: list[tuple[str, list[Table]]]) -> 
             expect(is_shown, f"{case}: row {row} is to show {table}, and shows {shown}")
         calls = memory.num_calls - before
         expect(calls == fewest, f"{case}: {calls} calls, and {fewest} are enough")
+    kept = block_cls.num_alive
+    expect(kept <= 100, f"{case}: your class keeps {kept} numbers of blocks, and the rows show 16")

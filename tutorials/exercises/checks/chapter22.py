@@ -6,7 +6,7 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from tutorials.exercises.checks.chapter07 import plan_of
-from tutorials.exercises.checks.expect import expect
+from tutorials.exercises.checks.expect import expect, unchanged
 
 
 def check_1(answers) -> None:
@@ -34,9 +34,9 @@ def check_1(answers) -> None:
         ),
     }
     for case, (counts, guesses, likeliest, rows, tokens) in cases.items():
-        said = list(answers.rows_to_check(counts, [len(guess) for guess in guesses]))
+        said = list(unchanged(answers.rows_to_check, counts, [len(guess) for guess in guesses]))
         expect(said == rows, f"{case}: the rows should be {rows}, but you say {said}")
-        got = [list(one) for one in answers.new_tokens(guesses, likeliest)]
+        got = [list(one) for one in unchanged(answers.new_tokens, guesses, likeliest)]
         expect(got == tokens, f"{case}: the new tokens should be {tokens}, but you say {got}")
     check_drafts_with_the_model(answers)
 
@@ -96,7 +96,8 @@ def check_3(answers) -> None:
         num_kept, num_draws = 0, 20_000
         for i in range(num_draws):
             guess = rng.choices(range(len(q)), q)[0]
-            token = answers.checked(guess, [*p], [*q], rng.random(), (i + rng.random()) / num_draws)
+            v = (i + rng.random()) / num_draws
+            token = unchanged(answers.checked, guess, p, q, rng.random(), v)
             expect(token in range(len(p)), f"{token!r} is no token from 0 to {len(p) - 1}")
             found[token] += 1 / num_draws
             num_kept += token == guess
@@ -114,9 +115,10 @@ def check_3(answers) -> None:
 def judge_numbers(answers) -> None:
     """It is `u` and `v` that decide, and no other random numbers."""
     p, q = [0.25, 0.25, 0.5], [1.0, 0.0, 0.0]
-    for u in (0.1, 0.24, 0.26, 0.9):
-        for v in (0.1, 0.3, 0.4, 0.9):
-            right = 0 if u < 0.25 else 1 if v < 1 / 3 else 2
-            said = answers.checked(0, [*p], [*q], u, v)
-            case = f"p={p}, q={q}, guess 0, u={u}, v={v}"
-            expect(said == right, f"{case}: token {right}, but checked says {said}")
+    cases = [(p, q, u, v) for u in (0.1, 0.24, 0.26, 0.9) for v in (0.1, 0.3, 0.4, 0.9)]
+    cases.append(([0.0, 0.1, 0.2, 0.7], [1.0, 0.0, 0.0, 0.0], 0.5, 1 - 2**-53))  # sums round
+    for p, q, u, v in cases:
+        right = 0 if u < p[0] else 1 if v < 1 / 3 else len(p) - 1
+        said = answers.checked(0, p, q, u, v)
+        case = f"p={p}, q={q}, guess 0, u={u}, v={v}"
+        expect(said == right, f"{case}: token {right}, but checked says {said}")
