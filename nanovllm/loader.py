@@ -231,10 +231,11 @@ def ignorable(name: str, config) -> bool:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """model.safetensors, or those that its index lists. Raises ValueError if one is missing."""
+    """model.safetensors, or those that the index lists. Raises ValueError if one is missing."""
     index = path / "model.safetensors.index.json"
-    names = {"model.safetensors"}
-    if index.is_file():
+    whole = path / "model.safetensors"
+    names = {whole.name}
+    if index.is_file() and not whole.is_file():
         weight_map = read_json(index).get("weight_map")
         with reading(index):
             if not isinstance(weight_map, dict):

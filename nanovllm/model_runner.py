@@ -136,7 +136,7 @@ class ModelRunner:
     def warm_up(self) -> None:
         """Compiles all kernels, so that no request waits for a compilation."""
         for schedule in warm_up_steps(self.limits, self.shape.block_size):
-            self.run(schedule)
+            self.launch(schedule)
 
     @torch.inference_mode()
     def launch(self, schedule: Schedule) -> Callable[[], Drawn]:

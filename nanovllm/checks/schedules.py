@@ -103,6 +103,8 @@ def check_schedule(schedule: Schedule, scheduler: Scheduler, limits: Limits) -> 
             raise wrong(f"{seq} is to compute {num_tokens} tokens, but {missing}")
         if start != seq.num_computed_tokens:
             raise wrong(f"{seq} is to compute tokens from {start} on, but that is not the next one")
+        if end > limits.max_model_len:
+            raise wrong(f"{seq} has {end} tokens, but max_model_len={limits.max_model_len}")
         if end > len(seq.block_table) * manager.block_size:
             raise wrong(f"{seq} lacks blocks for {num_tokens} tokens: allocate them first")
         block_id = seq.block_table[start // manager.block_size]

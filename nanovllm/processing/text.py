@@ -6,56 +6,60 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 
 from nanovllm.decoding.beam_search import BeamRequest
 from nanovllm.processing.outputs import CompletionOutput
 from nanovllm.sampling_params import SamplingParams
+
+UNKNOWN = "\ufffd"  # for a part of a character
+MOST_TOKENS = 8  # that are decoded together
 
 
 @dataclass
 class Text:
     """Turns the tokens of one output into text, and watches for stop strings.
 
-    Text is held back while it ends in an incomplete UTF-8 character (DecodeStream does that) or in
-    a possible beginning of a stop string.
+    Text is held back while it ends in an incomplete UTF-8 character or in a possible beginning of a
+    stop string. A token's text may depend on the tokens before it, such as a space at the start: so
+    the last few tokens are decoded together.
     """
 
     tokenizer: Tokenizer
     output: CompletionOutput
     params: SamplingParams
     token_ids: list[int] = field(default_factory=list)  # those that are text
-    is_incomplete: bool = False  # whether the last token's text is still to come
+    begin: int = 0  # of the last few
+    known: str = ""  # their text that is in the output
     num_safe_chars: int = 0  # how much of output.text may be shown to the user
 
     def __post_init__(self):
-        self.decoder = DecodeStream(skip_special_tokens=self.params.skip_special_tokens)
         self.stop = list(self.params.stop or ())
 
     def add(self, token_id: int) -> bool:
         """Appends a token's text. Returns True if it completes a stop string, which ends the
         text."""
-        new = self.decoder.step(self.tokenizer, token_id)
         self.token_ids.append(token_id)
-        self.is_incomplete = not new
-        return self._append(new) if new else False
+        text = self._decoded()
+        return not text.endswith(UNKNOWN) and self._append(text)
 
     def end(self) -> bool:
         """Ends the text, and releases what was held back. Of a character that was cut in the
         middle, U+FFFD remains, as `decode` has it. Returns True if this completes a stop string."""
-        is_stop = False
-        if self.is_incomplete:
-            self.is_incomplete = False
-            skip = self.params.skip_special_tokens
-            text = self.tokenizer.decode(self.token_ids, skip_special_tokens=skip)
-            if text.startswith(self.output.text):
-                is_stop = self._append(text[len(self.output.text) :])
+        is_stop = self._append(self._decoded())
         self.num_safe_chars = len(self.output.text)
         return is_stop
 
-    def _append(self, new: str) -> bool:
+    def _decoded(self) -> str:
+        skip = self.params.skip_special_tokens
+        return self.tokenizer.decode(self.token_ids[self.begin :], skip_special_tokens=skip)
+
+    def _append(self, decoded: str) -> bool:
         before = len(self.output.text)
-        text = self.output.text + new
+        text = self.output.text + decoded[len(self.known) :]
+        self.known = decoded
+        if len(self.token_ids) - self.begin > MOST_TOKENS:
+            self.begin += MOST_TOKENS // 2
+            self.known = self._decoded()
         found = []
         if len(self.token_ids) > self.params.min_tokens:
             for stop in self.stop:

@@ -96,6 +96,7 @@ WRONG = {  # methods of a scheduler, what is said of it, and the number of sampl
     "has NaN in its order": ({"running_order": lambda *_: (0, float("nan"))}, r"running_order\(\): it returned \(0, nan\)", 1),
     "mixes its keys": ({"running_order": lambda _, r: r.arrival if r.arrival % 2 else "0"}, r"running_order\(\): it returned ", 1),
     "computes half a token": (replace_item(0, num_tokens=lambda item: item.num_tokens / 2), r"is to compute \d+.0 tokens", 1),
+    "has no end": ({"set_max_len": lambda _, request: setattr(request, "max_len", 10**6)}, r"has \d+ tokens, but max_model_len=\d+", 1),
     "forgets moves": ({"schedule": in_its_own_way}, "blocks are to be moved, but the schedule lacks them: call take_moves last", 3),
     "copies nothing": ({"commit": without_copies}, r"is to write into block \d+, which others read", 3),
     "takes an item out": (planned(take_a_decode_out), "the sampled sequences do not match the items: add items with commit only", 3),

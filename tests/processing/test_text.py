@@ -3,10 +3,12 @@
 Run: pytest tests/processing/test_text.py [-k stop_string]
 """
 
+import random
 import threading
 from itertools import pairwise, zip_longest
 
 import pytest
+from tokenizers import Tokenizer, decoders, models
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.processing.outputs import CompletionOutput
@@ -347,3 +349,47 @@ def cut_at(tokenizer, ids: list[int], stops: list[str], min_tokens: int) -> str:
             return text[: min(place for place in found if place >= 0)]
         before = text
     return before
+
+
+# --- other tokenizers ---
+
+
+def tokenizer_of(model, decoder, pieces: str, special: str) -> Tokenizer:
+    vocabulary = {piece: i for i, piece in enumerate([special, *pieces.split()])}
+    tokenizer = Tokenizer(model(vocabulary))
+    tokenizer.decoder = decoder
+    tokenizer.add_special_tokens([special])
+    return tokenizer
+
+
+BYTES = " ".join(f"<0x{byte:02X}>" for byte in "é☃ a\n".encode())
+TOKENIZERS = {
+    "byte fallback": tokenizer_of(
+        lambda vocabulary: models.BPE(vocabulary, [], unk_token="<s>", byte_fallback=True),
+        decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]),
+        f"▁ ▁a ▁the b é ☃ {BYTES}", "<s>",
+    ),
+    "metaspace": tokenizer_of(lambda vocabulary: models.BPE(vocabulary, [], unk_token="<s>"), decoders.Metaspace(), "▁ ▁a ▁the b é ▁é .", "<s>"),
+    "word pieces": tokenizer_of(lambda vocabulary: models.WordPiece(vocabulary, unk_token="[S]"), decoders.WordPiece(), "a the ##b ##é . , ' n't not do ##ing ?", "[S]"),
+    "bytes": tokenizer_of(lambda vocabulary: models.BPE(vocabulary, []), decoders.ByteLevel(), "a Ġthe â ĺ ĥ Ċ âĺ ĥa Ġ Ã ©", "<s>"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_the_pieces_are_the_text_of_any_tokenizer(name):
+    """Also of bytes that are no text: then nothing is lost or raised, and what is shown stays."""
+    tokenizer = TOKENIZERS[name]
+    rng = random.Random(name)
+    num_texts = 0
+    for _ in range(1000):
+        token_ids = rng.choices(range(tokenizer.get_vocab_size()), k=rng.randrange(1, 40))
+        for skip in (True, False):
+            text = Text(tokenizer, CompletionOutput(0), SamplingParams(skip_special_tokens=skip))
+            for token_id in token_ids:
+                text.add(token_id)
+            text.end()
+            whole = tokenizer.decode(token_ids, skip_special_tokens=skip)
+            num_texts += "\ufffd" not in whole
+            is_same = text.output.text == whole
+            assert is_same or ("\ufffd" in whole and len(text.output.text) == len(whole)), token_ids
+    assert num_texts > 100

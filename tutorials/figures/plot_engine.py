@@ -45,8 +45,9 @@ def run() -> list[Moment]:
     moments: list[Moment] = []
     num_sent = num_bytes = 0
     for token in tokenizer.encode(ANSWER).ids:
+        before = output.text
         text.add(token)
-        num_bytes = num_bytes + 1 if text.is_incomplete else 0
+        num_bytes = num_bytes + 1 if output.text == before else 0
         new = output.text[num_sent : text.num_safe_chars]
         num_sent = text.num_safe_chars
         alone = tokenizer.decode([token])
