@@ -33,6 +33,26 @@ NAMES = tuple(
 PUBLIC_SEEDS = (1, 2, 3)
 
 
+class NotCounted(float):
+    """A value that earns nothing; its float is the one that a table has. `measured` says what was
+    measured, and `why`, why that does not count."""
+
+    measured: float
+    why: str
+
+
+def not_counted(none: float, measured: float, why: str) -> NotCounted:
+    value = NotCounted(none)
+    value.measured, value.why = measured, why
+    return value
+
+
+def shown(value: float, spec: str) -> str:
+    if isinstance(value, NotCounted):
+        return f"{value.measured:{spec}}, does not count: {value.why}"
+    return f"{value:{spec}}"
+
+
 @dataclass
 class Goal:
     """Something to be measured, and what it is worth. A value between `none` and `full` gets a part
@@ -59,7 +79,7 @@ class Goal:
 
     def sentence(self, value: float, count: int) -> str:
         """What a report says of the worst of so many values."""
-        return f"{value:.4g}, the worst of {count}; {self.wanted}"
+        return f"{shown(value, '.4g')}, the worst of {count}; {self.wanted}"
 
 
 @dataclass
