@@ -7,6 +7,7 @@ need no network, but a web server: `nanovllm lab build/site`.
 """
 
 import argparse
+import gzip
 import json
 import shutil
 import subprocess
@@ -25,7 +26,6 @@ ROOT = HERE.parents[1]
 PAGE = ROOT / "nanovllm" / "server" / "page"
 PACKAGES = HERE / "node_modules"
 ASSIGNMENTS = ("a1", "a2", "a3", "a4", "a5", "a6", "a8")  # those that need no more than a simulator
-PYODIDE = ("pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip")
 # what a file in the lab may import; what of it needs torch says so
 PYTHON = ("nanovllm", "tutorials/simulation", "tutorials/assignments", "tutorials/baselines")
 PYTHON_TOO = ("tutorials/*.py", "tutorials/lab/*.py")
@@ -47,14 +47,14 @@ def build_lab(out: Path) -> None:
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
     bundle(target)
-    for name in PYODIDE:
-        shutil.copyfile(PACKAGES / "pyodide" / name, target / name)
+    wasm = (PACKAGES / "pyodide" / "pyodide.asm.wasm").read_bytes()
+    (target / "pyodide.wasm.gzip").write_bytes(gzip.compress(wasm, mtime=0))  # the page unpacks it
+    shutil.copyfile(PACKAGES / "pyodide" / "python_stdlib.zip", target / "python_stdlib.zip")
     lock = json.loads((PACKAGES / "pyodide" / "pyodide-lock.json").read_bytes())
     none = {"info": lock["info"], "packages": {}}  # no package is loaded
     (target / "pyodide-lock.json").write_text(json.dumps(none), encoding="utf-8")
-    shutil.copyfile(HERE / "lab.css", target / "lab.css")
-    for name in ("player.js", "player.css"):
-        shutil.copyfile(PAGE / name, target / name)
+    for file in (HERE / "lab.css", HERE / "scheme.js", PAGE / "player.js", PAGE / "player.css"):
+        shutil.copyfile(file, target / file.name)
     zip_python(target / "python.zip")
     (target / "licenses.txt").write_text("\n\n".join(licenses()), encoding="utf-8")
     (out / "lab.html").write_text(html(), encoding="utf-8")

@@ -68,14 +68,14 @@ class Session:
             found = do(file, **question)
             while answer := next_of(found, printed):
                 yield answer
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
             yield problem_of(error, file)
         yield {"done": True, "printed": printed.getvalue()[-MOST_PRINTED:]}
 
 
 def next_of(found: Iterator[Answer], printed: Printed) -> Answer | None:
     """The next answer; what the file prints meanwhile is not for our own output."""
-    with contextlib.redirect_stdout(printed):
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         return next(found, None)
 
 

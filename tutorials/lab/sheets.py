@@ -10,7 +10,7 @@ from nanovllm.config import Config
 from nanovllm.scheduler import Scheduler
 from nanovllm.simulator import Job, Run, simulate
 from tutorials.lab.film import NUM_FRAMES, Film, filmed
-from tutorials.lab.runs import time_line
+from tutorials.lab.runs import time_lines
 from tutorials.simulation.metrics import ROWS, cells, latency, summary, ttft
 from tutorials.simulation.workloads import lognormal, poisson, predicted, workload
 
@@ -33,6 +33,7 @@ class Control(NamedTuple):
     label: str
     values: tuple
     start: Any
+    needs: tuple[str, Any] | None = None  # another control and its value, without which it does nothing
 
 
 class Load(NamedTuple):
@@ -74,10 +75,8 @@ class Sheet:
         return {
             "table": table,
             "goals": [],
-            "lines": [
-                {"name": name, "lines": [*time_line(run)]} for name, (run, _) in played.items()
-            ],
             "film": film.run(self.title),
+            **time_lines({name: run for name, (run, _) in played.items()}),
         }
 
     def play(self, values: dict[str, Any]) -> tuple[Run, Film]:
@@ -231,6 +230,7 @@ SHEETS = {
                 "tokens that a second of waiting is worth (for the shortest guess)",
                 (0, 10, 25, 50, 100, 200, 400),
                 0,
+                ("first", "shortest guess"),
             ),
         ),
         order,
