@@ -11,15 +11,10 @@ from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from browser import CHROMIUM, Browser, opened
+from browser import Browser, opened
 from page_server import PAGE
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        CHROMIUM is None, reason="there is no Chromium (Debian's package: chromium)"
-    ),
-]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +112,24 @@ def test_the_time_line_says_who_runs_and_who_waits(chapter):
     chapter.value("runs[0].goTo(33)")
     now = chapter.value(f"({box})(runs[0].shadowRoot.querySelector('#timeline .now')).left")
     assert part[0] < now < part[1]
+
+
+def test_each_step_has_a_sentence_and_events_are_found(chapter):
+    place(chapter, 0, "preemption_recompute", step=22)
+    told = "document.querySelector('nano-run').$('told').textContent"
+    assert chapter.value(told) == "Step 22: A, B, C and D get a token each."
+    chapter.click("#next-event")
+    assert chapter.value(told) == (
+        "Step 23: D finds no free block, loses 6 blocks and will be computed again; "
+        "A, B and C get a token each."
+    )
+    chapter.click("#previous-event")
+    assert chapter.value(told).startswith("Step 7: D is admitted and computes its 9 prompt tokens")
+    place(chapter, 1, "prefix_hit", step=5)
+    assert "8 tokens of B are found in the prefix cache" in chapter.value("runs[1].told[4].text")
+    levels = "[...runs[0].shadowRoot.querySelectorAll('h3, h4')].map((one) => one.ariaLevel)"
+    assert {*chapter.value(levels)} == {"2", "3"}  # no heading stands before it
+    assert chapter.errors == []
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

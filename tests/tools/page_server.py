@@ -34,6 +34,7 @@ class FakeServer(ThreadingHTTPServer):
         self.is_endless = False
         self.may_begin = threading.Event()
         self.may_begin.set()
+        self.key = ""  # an API key
         self.bodies: list[dict] = []
         self.has_left = threading.Event()  # the reader of an endless answer
         self.readers: list[Queue] = []  # of /live
@@ -53,7 +54,16 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *args) -> None:
         """Says nothing."""
 
+    def _refuses(self) -> bool:
+        given = self.headers.get("Authorization", "").encode("latin-1")
+        is_refused = bool(self.server.key) and given != f"Bearer {self.server.key}".encode()
+        if is_refused:
+            self._send(401, "application/json", b'{"error": {"message": "no key"}}')
+        return is_refused
+
     def do_GET(self) -> None:
+        if self.path in ("/v1/models", "/live") and self._refuses():
+            return
         if self.path == "/v1/models":
             self._send(
                 200, "application/json", json.dumps({"data": [{"id": "tiny-qwen3"}]}).encode()
@@ -100,6 +110,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self._refuses():
+            return
         if self.path == "/tokenize":
             tokens = [*body["messages"][0]["content"].encode()]
             self._send(200, "application/json", json.dumps({"tokens": tokens}).encode())

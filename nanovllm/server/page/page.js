@@ -55,7 +55,7 @@ function askForKey() {
 function useKey() {
   server.key = $("key").value.trim();
   keep("key", server.key);
-  $("key").value = "";
+  $("key").value = $("key-problem").textContent = "";
   $("key-form").hidden = true;
   nameModel();
   if (mode() === "live") {

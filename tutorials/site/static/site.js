@@ -145,30 +145,29 @@ function readVocabulary() {
   }
 }
 
-// How many letters must be added, left out, exchanged or swapped with their neighbour (at most `most`, or Infinity).
-function distance(one, other, most) {
-  if (Math.abs(one.length - other.length) > most) return Infinity;
-  let [before, last] = [[], Array.from({ length: other.length + 1 }, (_, j) => j)];
+const MOST_LETTERS = 2; // that may be wrong
+
+// How many letters must be added, left out or exchanged.
+function distance(one, other) {
+  if (Math.abs(one.length - other.length) > MOST_LETTERS) return Infinity;
+  let last = Array.from({ length: other.length + 1 }, (_, j) => j);
   for (let i = 1; i <= one.length; i++) {
     const row = [i];
     for (let j = 1; j <= other.length; j++) {
-      const isSame = one[i - 1] === other[j - 1];
-      row[j] = Math.min(last[j] + 1, row[j - 1] + 1, last[j - 1] + !isSame);
-      if (i > 1 && j > 1 && one[i - 1] === other[j - 2] && one[i - 2] === other[j - 1]) row[j] = Math.min(row[j], before[j - 2] + 1);
+      row[j] = Math.min(last[j] + 1, row[j - 1] + 1, last[j - 1] + (one[i - 1] !== other[j - 1]));
     }
-    [before, last] = [last, row];
+    last = row;
   }
-  return last[other.length] <= most ? last[other.length] : Infinity;
+  return last.at(-1);
 }
 
 // The most similar word of the pages, and of several the most frequent one; or the same word.
 function corrected(word) {
   if (word.length < 4 || window.searchIndex.some((row) => score(row, [word]) > 0)) return word;
   if (!vocabulary) readVocabulary();
-  const most = word.length < 7 ? 1 : 2;
   const [best] = [...vocabulary]
-    .map(([other, count]) => [distance(word, other, most), -count, other])
-    .filter(([letters]) => letters <= most)
+    .map(([other, count]) => [distance(word, other), -count, other])
+    .filter(([letters]) => letters <= MOST_LETTERS)
     .sort((a, b) => a[0] - b[0] || a[1] - b[1]);
   return best ? best[2] : word;
 }
