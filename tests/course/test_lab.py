@@ -18,7 +18,7 @@ from tutorials.assignments.task import load_task, serve
 from tutorials.lab import build
 from tutorials.lab.film import Film, filmed
 from tutorials.lab.public_tests import public_tests, stand_in
-from tutorials.lab.runs import baseline_of, time_line
+from tutorials.lab.runs import NUM_LINES, baseline_of, time_line, where_most_wait
 from tutorials.lab.session import Session
 from tutorials.lab.sheets import SHEETS
 
@@ -61,8 +61,10 @@ def test_a_run_stands_beside_the_baseline(ask):
     assert ["requests", "500", "500"] in answer["table"]
     (goal,) = answer["goals"]
     assert goal["name"] == "mean latency / that of FCFS" and float(goal["value"]) < 0.6
-    assert goal["points"] == "30 of 30 points"
+    assert goal["score"] == goal["most"] == 30
     assert [one["name"] for one in answer["lines"]] == ["FCFS", "MyScheduler"]
+    same = {tuple(line["request"] for line in one["lines"]) for one in answer["lines"]}
+    assert len(same) == 1 and len(*same) == NUM_LINES and answer["count"] == 500
     json.dumps(answer, allow_nan=False)  # a browser reads no NaN
 
 
@@ -84,11 +86,19 @@ def test_a_film_is_a_recorded_run():
         assert len(owned) == frame["kv_blocks_used"] and frame["is_whole"]
 
 
-def test_a_line_begins_with_the_arrival_and_ends_with_the_last_token(monkeypatch):
-    monkeypatch.setattr("tutorials.lab.runs.NUM_LINES", 1000)  # all
+def test_the_requests_that_are_drawn_are_where_most_wait():
+    """Of 500, the first 40 do not wait at all."""
+    run = baseline_of("a1", 0, 1)
+    waits = [one.token_times[0] - one.arrival for one in run.requests]
+    drawn = where_most_wait([run])
+    assert drawn == [*range(drawn[0], drawn[0] + NUM_LINES)]
+    assert min(waits[i] for i in drawn) > 3 > max(waits[:NUM_LINES])
+
+
+def test_a_line_begins_with_the_arrival_and_ends_with_the_last_token():
     run = baseline_of("a4", 0, 1)
     seen = set()
-    for line in time_line(run):
+    for line in time_line(run, [*range(len(run.requests))]):
         served, spans = run.requests[line["request"]], line["spans"]
         seen |= {state for state, _, _ in spans}
         assert spans[-1][2] == round(served.token_times[-1], 4)
@@ -126,6 +136,9 @@ METHOD = "from nanovllm.scheduler import Scheduler\nclass MyScheduler(Scheduler)
             None,
             "it returned 3, and not None or one of",
         ),
+        (METHOD.format("priority(self, r): pass"), None, "priority(): it returned None, and not a"),
+        (METHOD.format("prioritty(self, r): pass"), None, "MyScheduler.prioritty(): nothing uses"),
+        ("import sys\nprint('hi', file=sys.stderr)\nraise KeyboardInterrupt", 3, "KeyboardInt"),
         (METHOD.format("priority(self, r):\n        return self.priority(r)"), 4, "RecursionError"),
         ("raise SystemExit('bye')", 1, "SystemExit: bye"),
         ("raise MemoryError", 1, "more memory than the lab gives"),
@@ -139,6 +152,7 @@ def test_a_problem_is_a_sentence_with_its_line(ask, monkeypatch, source, line, s
     assert answer["sentence"].startswith(f"line {line}: ") or line is None
     assert len(answer["sentence"]) < 600 and "\n" not in answer["sentence"]
     assert "tutorials/lab" not in answer["trace"]  # what is not theirs
+    assert ask.printed == "hi\n" * ("stderr" in source)
 
 
 def test_the_lines_of_a_trace_are_those_of_this_run(ask):

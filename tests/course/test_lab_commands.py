@@ -12,7 +12,9 @@ from nanovllm.config import Config
 from nanovllm.simulator import Job
 from tests.tools.extras import needs
 from tutorials.assignments import public, seeds
+from tutorials.assignments.a1.task import wait
 from tutorials.assignments.task import NAMES, Goal, Part, Task, load_task, mean_latency
+from tutorials.lab.runs import goal_of
 from tutorials.simulation.workloads import all_at_once, fixed, predicted, workload
 
 HEAD = "from nanovllm.scheduler import Scheduler\nclass MyScheduler(Scheduler):\n    "
@@ -61,6 +63,21 @@ def write(tmp_path):
 
 
 # --- seeds: policies ---
+
+
+def test_a_value_that_does_not_count_is_shown_as_it_was_measured(write):
+    """In the lab, on the command line, and by the grader: FCFS has the mean latency of FCFS."""
+    part = load_task("a1").parts[1]
+    (goal,) = part.goals
+    runs = public.serve_both(part, public.load(write(FCFS)), 7)
+    run = runs["FCFS"]
+    longest = max(map(wait, run.requests))
+    why = "does not count: mean latency 1.000 of FCFS, must be below 0.85"
+    value = goal.measure(run, run)
+    assert goal.score(value) == 0 and value == 13.5 and longest < 13.5
+    assert goal_of(goal, value)["value"] == f"{longest:.3f}, {why}"
+    assert f"{longest:.3f}, {why}, 0 of 40 points" in public.compare(part, runs, 7)
+    assert goal.sentence(goal.worst([9.0, value]), 2).startswith(f"{longest:.4g}, {why}, the worst")
 
 
 def test_silly_ones_stand_above_those_that_were_tried_and_the_solution_below(write):
