@@ -32,7 +32,9 @@ def new_server(folder: str, port: int) -> Server:
     """Listens to this machine only. Raises ValueError for a folder without the lab, and for a port
     that cannot be."""
     if not Path(folder, "lab.html").is_file():
-        raise refusal("folder", folder, "it must have lab.html: `python -m tutorials.site` builds it")
+        raise refusal(
+            "folder", folder, "it must have lab.html: `python -m tutorials.site` makes it"
+        )
     if not 0 <= port <= 65535:
         raise refusal("port", port, "it must be from 0 (any free one) to 65535")
     return Server(("127.0.0.1", port), partial(Files, directory=folder))

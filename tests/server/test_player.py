@@ -5,14 +5,10 @@ Run: pytest tests/server/test_player.py --slow
 """
 
 import json
-import shutil
-import threading
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from browser import Browser, opened
-from page_server import PAGE
+from page_server import FakeServer
 
 pytestmark = pytest.mark.slow
 
@@ -22,8 +18,6 @@ def browser(tmp_path_factory):
     yield from opened(tmp_path_factory)
 
 
-SENTENCE = """<!doctype html><meta charset="utf-8"><meta name="color-scheme" content="light dark">
-<link rel="icon" href="data:,"><script src="player.js" defer></script><p id="text">A sentence.</p>"""
 PLACE = """
     const runs = document.getElementsByTagName('nano-run');
     function place(attributes) {
@@ -34,24 +28,12 @@ PLACE = """
 """
 
 
-class Quiet(SimpleHTTPRequestHandler):
-    def log_message(self, *args) -> None:
-        """Says nothing."""
-
-
 @pytest.fixture(scope="module")
-def address(tmp_path_factory):
+def address():
     """Of a page with a sentence, beside the player and the runs."""
-    folder = tmp_path_factory.mktemp("site")
-    for file in ("player.js", "player.css"):
-        shutil.copy(PAGE / file, folder)
-    shutil.copytree(PAGE / "runs", folder / "runs")
-    (folder / "index.html").write_text(SENTENCE, encoding="utf-8")
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=folder))
-    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_address[1]}/"
-    server.shutdown()
-    server.server_close()
+    with FakeServer() as server:
+        yield f"{server.url}sentence"
+        server.shutdown()
 
 
 @pytest.fixture

@@ -16,6 +16,9 @@ TYPES = {
     ".js": "text/javascript",
     ".json": "application/json",
 }
+# a page that has the player, and nothing else
+SENTENCE = """<!doctype html><meta charset="utf-8"><meta name="color-scheme" content="light dark">
+<link rel="icon" href="data:,"><script src="player.js" defer></script><p id="text">A sentence.</p>"""
 POLICY = "default-src 'self'; style-src 'self'; script-src 'self'; connect-src 'self'; img-src 'self' data:; base-uri 'none'; frame-ancestors 'none'"
 
 
@@ -54,22 +57,25 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *args) -> None:
         """Says nothing."""
 
-    def _refuses(self) -> bool:
+    def parse_request(self) -> bool:
+        """Refuses what needs a key."""
+        is_read = super().parse_request()
         given = self.headers.get("Authorization", "").encode("latin-1")
-        is_refused = bool(self.server.key) and given != f"Bearer {self.server.key}".encode()
-        if is_refused:
-            self._send(401, "application/json", b'{"error": {"message": "no key"}}')
-        return is_refused
+        is_file = (PAGE / self.path[1:]).exists()
+        if is_file or not self.server.key or given == f"Bearer {self.server.key}".encode():
+            return is_read
+        self._send(401, "application/json", b'{"error": {"message": "no key"}}')
+        return False
 
     def do_GET(self) -> None:
-        if self.path in ("/v1/models", "/live") and self._refuses():
-            return
         if self.path == "/v1/models":
             self._send(
                 200, "application/json", json.dumps({"data": [{"id": "tiny-qwen3"}]}).encode()
             )
         elif self.path == "/live":
             self._live()
+        elif self.path == "/sentence":
+            self._send(200, "text/html", SENTENCE.encode())
         else:
             self._file(PAGE / ("index.html" if self.path == "/" else self.path[1:]))
 
@@ -110,8 +116,6 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if self._refuses():
-            return
         if self.path == "/tokenize":
             tokens = [*body["messages"][0]["content"].encode()]
             self._send(200, "application/json", json.dumps({"tokens": tokens}).encode())

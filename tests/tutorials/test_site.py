@@ -20,15 +20,7 @@ from browser import opened
 from extras import needs
 
 from tutorials.site.api import api_page
-from tutorials.site.links import (
-    CODE,
-    PLACE,
-    VLLM,
-    VLLM_ADDRESS,
-    Links,
-    module_named,
-    page_of,
-)
+from tutorials.site.links import CODE, PLACE, VLLM, VLLM_ADDRESS, Links, module_named, page_of
 from tutorials.site.pages import Page, minutes
 
 HERE = Path("tutorials/03_scheduler.md")

@@ -24,15 +24,7 @@ from tutorials.assignments.process import Process, Submission, Unreadable, read_
 from tutorials.assignments.public import PROMPTS, SCARCE, answers_of
 from tutorials.assignments.referee import EngineReferee, new_referee, referee_for
 from tutorials.assignments.report import Report, plain_lines
-from tutorials.assignments.task import (
-    Goal,
-    NotCounted,
-    Part,
-    Task,
-    name_in_report,
-    serve,
-    serve_baseline,
-)
+from tutorials.assignments.task import Goal, Part, Task, name_in_report, serve, serve_baseline
 
 LIMIT = 300.0  # seconds for a file
 MOST_STEPS = 10_000  # of the real engine; first come, first served takes some hundred
@@ -170,8 +162,8 @@ class Grader:
             self._add(report, name, 0, goal.points, why)
             return
         worst = goal.worst(values)
-        if self.is_secret and not isinstance(worst, NotCounted):
-            worst = float(f"{worst:.4g}")  # the points say no more than these four digits
+        if self.is_secret:
+            worst = goal.rounded(worst)  # the points say no more than these four digits
         report.values[name] = worst
         self._add(report, name, goal.score(worst), goal.points, goal.sentence(worst, len(values)))
 

@@ -34,23 +34,13 @@ PUBLIC_SEEDS = (1, 2, 3)
 
 
 class NotCounted(float):
-    """A value that earns nothing; its float is the one that a table has. `measured` says what was
-    measured, and `why`, why that does not count."""
+    """A value that earns nothing. `said` is what was measured, and why that does not count."""
 
-    measured: float
-    why: str
-
-
-def not_counted(none: float, measured: float, why: str) -> NotCounted:
-    value = NotCounted(none)
-    value.measured, value.why = measured, why
-    return value
+    said: str
 
 
 def shown(value: float, spec: str) -> str:
-    if isinstance(value, NotCounted):
-        return f"{value.measured:{spec}}, does not count: {value.why}"
-    return f"{value:{spec}}"
+    return value.said if isinstance(value, NotCounted) else f"{value:{spec}}"
 
 
 @dataclass
@@ -76,6 +66,9 @@ class Goal:
     @property
     def wanted(self) -> str:
         return f"full points at {self.full:g}, none at {self.none:g}"
+
+    def rounded(self, value: float) -> float:
+        return value if isinstance(value, NotCounted) else float(f"{value:.4g}")
 
     def sentence(self, value: float, count: int) -> str:
         """What a report says of the worst of so many values."""

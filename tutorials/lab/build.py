@@ -137,16 +137,10 @@ def bundle(target: Path) -> None:
     node = shutil.which("node")
     if node is None:
         raise CannotBuild("the lab needs Node.js: https://nodejs.org")
-    options = (
-        "--bundle --minify --format=esm --target=es2022 --log-level=warning --legal-comments=none"
-    )
+    options = "--bundle --minify --format=esm --target=es2022 --external:node:* --external:ws"
     command = [node, str(PACKAGES / "esbuild" / "bin" / "esbuild"), "lab.js", "worker.js"]
-    command += [
-        *options.split(),
-        "--external:node:*",
-        "--external:ws",
-        f"--outdir={target.resolve()}",
-    ]
+    command += [*options.split(), "--log-level=warning", "--legal-comments=none"]
+    command += [f"--outdir={target.resolve()}"]
     finished = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
     if finished.returncode:
         raise CannotBuild(f"esbuild has failed: {finished.stderr.strip()[-2000:]}")

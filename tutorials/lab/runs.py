@@ -6,7 +6,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
-from itertools import accumulate, groupby
+from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
 
@@ -75,10 +75,9 @@ def where_most_wait(runs: list[Run]) -> list[int]:
     """The requests, one after the other in the order of arrival, that wait longest for their first
     tokens, in all runs together."""
     order = sorted(range(len(runs[0].requests)), key=lambda i: runs[0].requests[i].arrival)
-    waits = (sum(ttft(run.requests[i]) or 0.0 for run in runs) for i in order)
-    sums = [*accumulate(waits, initial=0.0)]
+    waits = [sum(ttft(run.requests[i]) or 0.0 for run in runs) for i in order]
     first = range(max(1, len(order) - NUM_LINES + 1))
-    best = max(first, key=lambda k: sums[min(len(order), k + NUM_LINES)] - sums[k])
+    best = max(first, key=lambda k: sum(waits[k : k + NUM_LINES]))
     return order[best : best + NUM_LINES]
 
 

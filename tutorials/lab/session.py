@@ -17,13 +17,7 @@ from nanovllm.config import Config
 from nanovllm.simulator import Run
 from tutorials.assignments.public import check_rules, load
 from tutorials.assignments.report import Check, Report
-from tutorials.assignments.task import (
-    PUBLIC_SEEDS,
-    Part,
-    load_task,
-    name_in_report,
-    serve_baseline,
-)
+from tutorials.assignments.task import PUBLIC_SEEDS, Part, load_task, name_in_report, serve_baseline
 from tutorials.lab.problems import problem_of
 from tutorials.lab.public_tests import NEEDS_ENGINE, outcome, public_tests
 from tutorials.lab.runs import baseline_of, results, run_beside

@@ -33,7 +33,7 @@ class Control(NamedTuple):
     label: str
     values: tuple
     start: Any
-    needs: tuple[str, Any] | None = None  # another control and its value, without which it does nothing
+    needs: tuple[str, Any] | None = None  # another one's value, without which it does nothing
 
 
 class Load(NamedTuple):
