@@ -23,11 +23,8 @@ FILE_HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-cache",
 }
-# of the page's files, which need no key: the page asks for it
-PATHS = {
-    f"/{path.relative_to(FOLDER).as_posix()}".removesuffix(".")
-    for path in (FOLDER, *FOLDER.rglob("*.*"))
-}
+FILES = (FOLDER, *FOLDER.rglob("*.*"))  # they need no key: the page asks for it
+PATHS = {"/" + path.relative_to(FOLDER).as_posix().removeprefix(".") for path in FILES}
 MOST_WATCHERS = 20
 MOST_FRAMES = 50  # that wait for a slow reader; then it is sent away
 

@@ -2,7 +2,6 @@
 are slow; they need a Chromium.
 
 Run: pytest tests/server/test_page.py --slow [-k stop]
-To see it: SHOTS=some/folder pytest tests/server/test_page.py --slow -k pictures
 """
 
 import json
@@ -10,9 +9,9 @@ import re
 from pathlib import Path
 
 import pytest
-from browser import Browser, opened
+from browser import Browser
 from frames import Reader, blocks_of, states_of
-from page_server import PAGE, FakeServer
+from page_server import PAGE, FakeServer, run_named
 
 pytestmark = pytest.mark.slow
 LETTERS = "[...view.shadowRoot.querySelectorAll('#blocks .cell')].map((cell) => cell.textContent)"
@@ -23,11 +22,6 @@ TEXTS = "[...document.querySelectorAll('.message .text')].map((one) => one.textC
 HAS_NOTE = "[...document.querySelectorAll('.note')].at(-1)?.textContent"
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    yield from opened(tmp_path_factory)
-
-
 @pytest.fixture
 def server(browser):
     server = FakeServer()
@@ -36,10 +30,6 @@ def server(browser):
     browser.call("Page.navigate", url="about:blank")
     server.shutdown()
     server.server_close()
-
-
-def run_named(name: str) -> dict:
-    return json.loads((PAGE / "runs" / f"{name}.json").read_bytes())
 
 
 def frame_of(running: list[str], queue: list[str], **more) -> dict:
@@ -80,9 +70,6 @@ def choose_run(browser: Browser, name: str) -> None:
     )
     browser.wait(f"view.run?.title === {json.dumps(run_named(name)['title'])}")
     browser.wait("view.$('blocks').children.length")
-
-
-# --- chat ---
 
 
 def test_a_question_is_answered(browser, server):
@@ -316,8 +303,6 @@ def test_the_hosts_blocks_have_the_letters_of_their_requests(browser, server):
     assert browser.value("view.$('host').hidden")
     assert browser.errors == []
 
-
-# --- twenty questions ---
 
 ROWS = "[...document.querySelectorAll('.many summary')].map((e) => [...e.children].map((c) => c.textContent))"
 

@@ -7,15 +7,10 @@ Run: pytest tests/server/test_player.py --slow
 import json
 
 import pytest
-from browser import Browser, opened
+from browser import Browser
 from page_server import FakeServer
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    yield from opened(tmp_path_factory)
 
 
 PLACE = """

@@ -22,6 +22,10 @@ SENTENCE = """<!doctype html><meta charset="utf-8"><meta name="color-scheme" con
 POLICY = "default-src 'self'; style-src 'self'; script-src 'self'; connect-src 'self'; img-src 'self' data:; base-uri 'none'; frame-ancestors 'none'"
 
 
+def run_named(name: str) -> dict:
+    return json.loads((PAGE / "runs" / f"{name}.json").read_bytes())
+
+
 class FakeServer(ThreadingHTTPServer):
     """`answer` is a list of deltas, or an error's (status, message). Without `is_endless`, the answer ends. It begins
     when `may_begin` is set."""

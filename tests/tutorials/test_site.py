@@ -2,7 +2,6 @@
 a Chromium.
 
 Run: pytest tests/tutorials/test_site.py [--slow]
-To see it: SHOTS=some/folder pytest tests/tutorials/test_site.py --slow -k phone
 """
 
 import json

@@ -75,9 +75,7 @@ def sheets() -> Iterator[dict[str, Any]]:
         yield {"name": name, "group": "sliders", "label": described["title"]} | described
     for name in ASSIGNMENTS:
         task = load_task(name)
-        starter = (ROOT / "tutorials" / "assignments" / name / "starter.py").read_text(
-            encoding="utf-8"
-        )
+        starter = ROOT / "tutorials" / "assignments" / name / "starter.py"
         yield {
             "name": name,
             "group": "assignments",
@@ -86,7 +84,7 @@ def sheets() -> Iterator[dict[str, Any]]:
             "text": ABOUT,
             "handout": f"tutorials/assignments/{name}/index.html",  # a page of the book
             "goals": [f"{goal_name}: {goal.wanted}" for goal_name, goal in task.goals.items()],
-            "starter": starter,
+            "starter": starter.read_text(encoding="utf-8"),
             "parts": [part.name for part in task.parts],
             "is_assignment": True,
         }
@@ -152,10 +150,8 @@ def licenses() -> Iterator[str]:
         about = json.loads(file.read_bytes())
         if "version" not in about or "esbuild" in about["name"]:
             continue
-        text = next(
-            (one.read_text(encoding="utf-8") for one in sorted(file.parent.glob("LICENSE*"))), ""
-        )
-        yield f"{about['name']} {about['version']}: {about.get('license')}\n{text}"
+        texts = [one.read_text(encoding="utf-8") for one in sorted(file.parent.glob("LICENSE*"))]
+        yield f"{about['name']} {about['version']}: {about.get('license')}\n{''.join(texts[:1])}"
     yield "python_stdlib.zip is a part of Python: Python Software Foundation License\n"
 
 

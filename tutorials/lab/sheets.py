@@ -1,7 +1,7 @@
 """Sheets: controls instead of an editor, and a question. Each is a simulation beside one with the values
 at the start. Imports no torch."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import mean
 from typing import Any, NamedTuple
@@ -68,7 +68,8 @@ class Sheet:
                     f"{control.name}={chosen[control.name]!r} is not one of its values"
                 )
         played = {name: self.play(setting) for name, setting in ((BEFORE, starts), (NOW, chosen))}
-        table = cells({name: summary(run) for name, (run, _) in played.items()}, rows_named(CHOSEN))
+        chosen_rows = [row for row in ROWS if row[0] in CHOSEN]
+        table = cells({name: summary(run) for name, (run, _) in played.items()}, chosen_rows)
         more = [self.rows(*one) for one in played.values()]
         table += [[name, *(one[name] for one in more)] for name in more[0]]
         _, film = played[NOW]
@@ -84,11 +85,6 @@ class Sheet:
         film = Waste(20 * len(jobs) // NUM_FRAMES)
         seen = filmed(scheduler_cls, film)
         return simulate(jobs, config, scheduler_cls=seen, keep_steps=True), film
-
-
-def rows_named(names: Iterable[str]) -> list[tuple[str, str, str]]:
-    rows = {row[0]: row for row in ROWS}
-    return [rows[name] for name in names]
 
 
 class Waste(Film):
@@ -179,6 +175,7 @@ def waits(run: Run, film: Film) -> dict[str, str]:
     }
 
 
+AGEING = "tokens that a second of waiting is worth (for the shortest guess)"
 MEMORY = 16_384  # tokens that the cache has room for, whatever a block's size
 
 
@@ -226,11 +223,7 @@ SHEETS = {
         (
             Control("first", "who is first", tuple(ORDERS), "first come"),
             Control(
-                "ageing",
-                "tokens that a second of waiting is worth (for the shortest guess)",
-                (0, 10, 25, 50, 100, 200, 400),
-                0,
-                ("first", "shortest guess"),
+                "ageing", AGEING, (0, 10, 25, 50, 100, 200, 400), 0, ("first", "shortest guess")
             ),
         ),
         order,

@@ -69,8 +69,7 @@ def with_boxes(text: str) -> str:
 
 
 def with_tables(text: str, numbers: Iterator[int]) -> str:
-    """Tables in a frame that scrolls, so that a page is not wider than a phone. Screen readers hear the number of a table,
-    and a word for an empty cell of its head."""
+    """Tables in a frame that scrolls on a phone. Screen readers hear its number, and a word for an empty cell of its head."""
     frame = '<div class="table" role="region" aria-label="Table {}" tabindex="0" markdown="1">\n\n{}{}\n</div>\n'
 
     def framed(table: re.Match) -> str:
