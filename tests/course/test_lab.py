@@ -126,11 +126,7 @@ METHOD = "from nanovllm.scheduler import Scheduler\nclass MyScheduler(Scheduler)
         ("import torch", 1, "ModuleNotFoundError: "),
         ("x = 1", None, "there is no class MyScheduler that is a subclass of Scheduler"),
         (METHOD.format("priority(self, r):\n        return r.foo"), 4, "has no attribute 'foo'"),
-        (
-            METHOD.format("next_waiting(self):\n        return 3"),
-            None,
-            "it returned 3, and not None or one of",
-        ),
+        (METHOD.format("next_waiting(self):\n        return 3"), None, "it returned 3, and not N"),
         (METHOD.format("priority(self, r): pass"), None, "priority(): it returned None, and not a"),
         (METHOD.format("prioritty(self, r): pass"), None, "MyScheduler.prioritty(): nothing uses"),
         ("import sys\nprint('hi', file=sys.stderr)\nraise KeyboardInterrupt", 3, "KeyboardInt"),

@@ -85,11 +85,9 @@ class Counted(Files):
 @pytest.fixture(scope="module")
 def address(site):
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Counted, directory=str(site))) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-        thread.start()
+        threading.Thread(target=server.serve_forever, args=(0.05,)).start()
         yield f"http://127.0.0.1:{server.server_port}/lab.html"
         server.shutdown()
-        thread.join()
 
 
 @pytest.fixture(scope="module")

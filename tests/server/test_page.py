@@ -24,12 +24,11 @@ HAS_NOTE = "[...document.querySelectorAll('.note')].at(-1)?.textContent"
 
 @pytest.fixture
 def server(browser):
-    server = FakeServer()
-    browser.errors.clear()
-    yield server
-    browser.call("Page.navigate", url="about:blank")
-    server.shutdown()
-    server.server_close()
+    with FakeServer() as server:
+        browser.errors.clear()
+        yield server
+        browser.call("Page.navigate", url="about:blank")
+        server.shutdown()
 
 
 def frame_of(running: list[str], queue: list[str], **more) -> dict:

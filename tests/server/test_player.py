@@ -96,10 +96,7 @@ def test_each_step_has_a_sentence_and_events_are_found(chapter):
     told = "document.querySelector('nano-run').$('told').textContent"
     assert chapter.value(told) == "Step 22: A, B, C and D get a token each."
     chapter.click("#next-event")
-    assert chapter.value(told) == (
-        "Step 23: D finds no free block, loses 6 blocks and will be computed again; "
-        "A, B and C get a token each."
-    )
+    assert "D finds no free block, loses 6 blocks and will be computed" in chapter.value(told)
     chapter.click("#previous-event")
     assert chapter.value(told).startswith("Step 7: D is admitted and computes its 9 prompt tokens")
     place(chapter, 1, "prefix_hit", step=5)
