@@ -130,7 +130,7 @@ function showRuns(shown = runs().at(-1)) {
     const button = element("button", "", `${run.number}. ${WHAT[run.what](run)}: ${summary(run.answers)}`);
     button.type = "button";
     if (run === shown) button.setAttribute("aria-current", "true");
-    button.addEventListener("click", () => showRun(run));
+    button.addEventListener("click", () => isBusy || showRun(run));
     return element("li", "", undefined, button);
   });
   $("runs").replaceChildren(...items);
@@ -138,7 +138,6 @@ function showRuns(shown = runs().at(-1)) {
 }
 
 function showRun(run) {
-  if (isBusy) return;
   const results = newResults({ ...run, parts: open.parts });
   for (const answer of run.answers) results.add(answer);
   $("results").replaceChildren(results.box);

@@ -61,7 +61,7 @@ function table([[, ...names], ...rows]) {
   });
   const head = line("th", ["number", ...names, "compared"]);
   const whole = element("table", "metrics", undefined, element("thead", "", undefined, head), element("tbody", "", undefined, ...body));
-  const legend = element("p", "soft", `The last column compares ${names[1]} with ${names[0]}. Bold and green: better. Bold and red: worse. Where neither direction is better, it is empty.`);
+  const legend = element("p", "soft", `The last column compares \u201c${names[1]}\u201d with \u201c${names[0]}\u201d. Bold and green: better. Bold and red: worse. Where neither direction is better, it is empty.`);
   const box = element("div", "wide", undefined, whole);
   box.tabIndex = 0; // it can be scrolled
   box.role = "region";
@@ -124,17 +124,18 @@ const STATES = {
 const ROW = 10;
 const HEIGHTS = { "#": 8, o: 8, ".": 2, x: 4, "-": 2 };
 
-function timeLines(runs, count) {
+function timeLines({ lines: runs, first, count }) {
   const spans = runs.flatMap((run) => run.lines.flatMap((line) => line.spans));
   const end = Math.max(...spans.map((span) => span[2]));
   const begin = Math.min(end, ...spans.map((span) => span[1]));
   const figures = runs.map(({ name, lines }) => timeLine(name, lines, begin, end));
   const keys = Object.entries(STATES).map(([, [name, words]]) =>
     element("li", "", undefined, element("i", `key ${name}`), words));
-  const requests = runs[0].lines.map(({ request }) => request);
-  const isAll = requests.length === count;
-  const title = isAll ? `All ${count} requests` : `${requests.length} of ${count} requests: where the queue is longest`;
-  const which = `Requests ${Math.min(...requests)} to ${Math.max(...requests)}, in the order of their arrival${isAll ? "" : ". They wait longest, in both runs together"}. Both pictures have the same time scale.`;
+  const { length } = runs[0].lines;
+  const isAll = length === count;
+  const title = isAll ? `All ${count} requests` : `${length} of ${count} requests: where the queue is longest`;
+  const why = isAll ? "" : " They wait longest, in both runs together.";
+  const which = `Number ${first + 1} to number ${first + length} in the order of arrival.${why} Both pictures have the same time scale.`;
   const part = element("section", "", undefined, element("h3", "", title), element("p", "soft", which));
   part.append(element("div", "pair", undefined, ...figures), element("ul", "keys", undefined, ...keys));
   return part;
@@ -198,7 +199,7 @@ export function newResults(about) {
     if (answer.done && answers.some((one) => one.test)) head.append(element("p", "total", summary(answers)));
     if (answer.table) {
       head.append(goals(answer.goals, about));
-      rest.append(table(answer.table), meanings(), timeLines(answer.lines, answer.count), film(answer.film));
+      rest.append(table(answer.table), meanings(), timeLines(answer), film(answer.film));
     }
     if (answer.printed) rest.append(element("h3", "", "Printed"), element("pre", "printed", answer.printed));
   };

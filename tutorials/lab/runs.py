@@ -64,21 +64,20 @@ def goal_of(goal: Goal, value: float) -> dict[str, Any]:
 
 
 def time_lines(runs: dict[str, Run]) -> dict[str, Any]:
-    """Of the same requests in all runs, and how many requests there are."""
-    first, *_ = runs.values()
-    order = where_most_wait([*runs.values()])
-    lines = [{"name": name, "lines": [*time_line(run, order)]} for name, run in runs.items()]
-    return {"lines": lines, "count": len(first.requests)}
+    """Of the same requests in all runs: one after the other in the order of arrival, those that wait
+    longest for their first tokens, in all runs together."""
+    first, order = where_most_wait([*runs.values()])
+    chosen = order[first : first + NUM_LINES]
+    lines = [{"name": name, "lines": [*time_line(run, chosen)]} for name, run in runs.items()]
+    return {"lines": lines, "first": first, "count": len(order)}
 
 
-def where_most_wait(runs: list[Run]) -> list[int]:
-    """The requests, one after the other in the order of arrival, that wait longest for their first
-    tokens, in all runs together."""
+def where_most_wait(runs: list[Run]) -> tuple[int, list[int]]:
+    """Where they start in the order of arrival, and this order."""
     order = sorted(range(len(runs[0].requests)), key=lambda i: runs[0].requests[i].arrival)
     waits = [sum(ttft(run.requests[i]) or 0.0 for run in runs) for i in order]
     first = range(max(1, len(order) - NUM_LINES + 1))
-    best = max(first, key=lambda k: sum(waits[k : k + NUM_LINES]))
-    return order[best : best + NUM_LINES]
+    return max(first, key=lambda k: sum(waits[k : k + NUM_LINES])), order
 
 
 def time_line(run: Run, order: list[int]) -> Iterator[dict[str, Any]]:

@@ -715,7 +715,7 @@ function setUpView() {
     else connect();
   });
   windows.onmessage = makeRoom;
-  for (const event of ["focus", "pointerdown"]) addEventListener(event, () => mode() === "live" && connect());
+  for (const event of ["focus", "pointerdown", "pageshow"]) addEventListener(event, () => mode() === "live" && connect());
   addEventListener("pagehide", disconnect);
   setInterval(showLastMinute, 500);
   if (location.protocol === "file:") playInstead("No server: the page was opened as a file");
