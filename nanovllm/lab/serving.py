@@ -8,34 +8,36 @@ from typing import Any
 
 from nanovllm.options import refusal
 
-HOW = "it must have lab.html; `python -m tutorials.site`, in the repository, builds the site"
-
 
 class Files(SimpleHTTPRequestHandler):
     """Files of the folder, as they are now."""
 
-    # a system may say otherwise, and browsers then refuse them
-    extensions_map = SimpleHTTPRequestHandler.extensions_map | {
-        ".js": "text/javascript",
-        ".mjs": "text/javascript",
-    }
+    # a system may say otherwise, and browsers then refuse it
+    extensions_map = {".js": "text/javascript"}  # noqa: RUF012
 
     def end_headers(self) -> None:
         self.send_header("Cache-Control", "no-cache")
         super().end_headers()
 
     def log_message(self, *_) -> None:
-        pass
+        """Says nothing."""
 
 
-def new_server(folder: str, port: int) -> ThreadingHTTPServer:
+class Server(ThreadingHTTPServer):
+    def handle_error(self, *_) -> None:
+        """Says nothing: a tab was closed before it had the whole file."""
+
+
+def new_server(folder: str, port: int) -> Server:
     """Listens to this machine only. Raises ValueError for a folder without the lab, and for a port
     that cannot be."""
     if not Path(folder, "lab.html").is_file():
-        raise refusal("folder", folder, HOW)
-    if not 0 <= port < 2**16:
+        raise refusal(
+            "folder", folder, "it must have lab.html: `python -m tutorials.site` makes it"
+        )
+    if not 0 <= port <= 65535:
         raise refusal("port", port, "it must be from 0 (any free one) to 65535")
-    return ThreadingHTTPServer(("127.0.0.1", port), partial(Files, directory=folder))
+    return Server(("127.0.0.1", port), partial(Files, directory=folder))
 
 
 def add_command(commands: Any) -> None:

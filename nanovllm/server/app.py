@@ -14,8 +14,6 @@ This is the way of a streamed chat, from the socket to the engine and back:
 """
 
 import asyncio
-import base64
-import binascii
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -43,7 +41,7 @@ from nanovllm.server.chats import ChatBody, ChatCompletions, TokenizeBody
 from nanovllm.server.completions import CompletionBody, Completions
 from nanovllm.server.errors import Refused, answer_to, in_words
 from nanovllm.server.metrics import Metrics
-from nanovllm.server.page import Live, add_page
+from nanovllm.server.page import PATHS, Live, add_page
 from nanovllm.server.protocol import DetokenizeBody
 from nanovllm.server.responses import ResponseBody, Responses
 from nanovllm.server.settings import ServerOptions
@@ -70,13 +68,12 @@ class Gate:
                 raise HTTPException(413, f"the body is too long: {allowed}")
             return message
 
-        is_open = scope["type"] != "http" or scope["path"] == "/health"
+        is_open = scope["type"] != "http" or scope["path"] in {"/health", *PATHS}
         if is_open or self.is_allowed(Headers(scope=scope)):
             await self.app(scope, receive_some, send)
             return
         response = await answer_to(None, Refused("the API key is missing or wrong", status=401))
-        # a browser then asks for it: the key is the password, the name may be any
-        response.headers["WWW-Authenticate"] = 'Basic realm="nanovllm"'
+        response.headers["WWW-Authenticate"] = "Bearer"  # a browser asks for no password
         await response(scope, receive, send)
 
     def is_allowed(self, headers: Headers) -> bool:
@@ -84,12 +81,7 @@ class Gate:
             return True
         header = headers.get("authorization", "").encode("latin-1")  # the bytes that were sent
         scheme, _, given = header.partition(b" ")
-        if scheme.lower() == b"basic":
-            try:
-                given = base64.b64decode(given, validate=True).partition(b":")[2]
-            except binascii.Error:
-                return False
-        elif scheme.lower() != b"bearer":
+        if scheme.lower() != b"bearer":
             return False
         # compares all keys, so that the time does not tell which one is right
         return sum(compare_digest(given, key.encode()) for key in self.options.api_key) > 0

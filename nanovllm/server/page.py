@@ -23,6 +23,8 @@ FILE_HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-cache",
 }
+FILES = (FOLDER, *FOLDER.rglob("*.*"))  # they need no key: the page asks for it
+PATHS = {"/" + path.relative_to(FOLDER).as_posix().removeprefix(".") for path in FILES}
 MOST_WATCHERS = 20
 MOST_FRAMES = 50  # that wait for a slow reader; then it is sent away
 
@@ -96,6 +98,5 @@ def add_page(app: FastAPI) -> None:
 
     app.add_api_route("/live", watch, response_model=None, include_in_schema=False)
     files = Files(directory=FOLDER, html=True)
-    for path in (FOLDER, *FOLDER.rglob("*.*")):
-        name = path.relative_to(FOLDER).as_posix().removeprefix(".")
-        app.router.routes.append(Route(f"/{name}", files))
+    for path in PATHS:
+        app.router.routes.append(Route(path, files))

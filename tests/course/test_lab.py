@@ -18,7 +18,7 @@ from tutorials.assignments.task import load_task, serve
 from tutorials.lab import build
 from tutorials.lab.film import Film, filmed
 from tutorials.lab.public_tests import public_tests, stand_in
-from tutorials.lab.runs import baseline_of, time_line
+from tutorials.lab.runs import NUM_LINES, baseline_of, time_line
 from tutorials.lab.session import Session
 from tutorials.lab.sheets import SHEETS
 
@@ -61,8 +61,14 @@ def test_a_run_stands_beside_the_baseline(ask):
     assert ["requests", "500", "500"] in answer["table"]
     (goal,) = answer["goals"]
     assert goal["name"] == "mean latency / that of FCFS" and float(goal["value"]) < 0.6
-    assert goal["points"] == "30 of 30 points"
+    assert goal["score"] == goal["most"] == 30
     assert [one["name"] for one in answer["lines"]] == ["FCFS", "MyScheduler"]
+    fcfs, own = (one["lines"] for one in answer["lines"])
+    drawn = [line["request"] for line in own]
+    assert drawn == [line["request"] for line in fcfs] and answer["count"] == 500
+    assert drawn == [*range(drawn[0], drawn[0] + NUM_LINES)]
+    waits = [until - begin for line in fcfs for state, begin, until in line["spans"][:1]]
+    assert min(waits) > 3  # the first 40 of 500 do not wait
     json.dumps(answer, allow_nan=False)  # a browser reads no NaN
 
 
@@ -84,11 +90,10 @@ def test_a_film_is_a_recorded_run():
         assert len(owned) == frame["kv_blocks_used"] and frame["is_whole"]
 
 
-def test_a_line_begins_with_the_arrival_and_ends_with_the_last_token(monkeypatch):
-    monkeypatch.setattr("tutorials.lab.runs.NUM_LINES", 1000)  # all
+def test_a_line_begins_with_the_arrival_and_ends_with_the_last_token():
     run = baseline_of("a4", 0, 1)
     seen = set()
-    for line in time_line(run):
+    for line in time_line(run, [*range(len(run.requests))]):
         served, spans = run.requests[line["request"]], line["spans"]
         seen |= {state for state, _, _ in spans}
         assert spans[-1][2] == round(served.token_times[-1], 4)
@@ -121,11 +126,10 @@ METHOD = "from nanovllm.scheduler import Scheduler\nclass MyScheduler(Scheduler)
         ("import torch", 1, "ModuleNotFoundError: "),
         ("x = 1", None, "there is no class MyScheduler that is a subclass of Scheduler"),
         (METHOD.format("priority(self, r):\n        return r.foo"), 4, "has no attribute 'foo'"),
-        (
-            METHOD.format("next_waiting(self):\n        return 3"),
-            None,
-            "it returned 3, and not None or one of",
-        ),
+        (METHOD.format("next_waiting(self):\n        return 3"), None, "it returned 3, and not N"),
+        (METHOD.format("priority(self, r): pass"), None, "priority(): it returned None, and not a"),
+        (METHOD.format("prioritty(self, r): pass"), None, "MyScheduler.prioritty(): nothing uses"),
+        ("import sys\nprint('hi', file=sys.stderr)\nraise KeyboardInterrupt", 3, "KeyboardInt"),
         (METHOD.format("priority(self, r):\n        return self.priority(r)"), 4, "RecursionError"),
         ("raise SystemExit('bye')", 1, "SystemExit: bye"),
         ("raise MemoryError", 1, "more memory than the lab gives"),
@@ -139,6 +143,7 @@ def test_a_problem_is_a_sentence_with_its_line(ask, monkeypatch, source, line, s
     assert answer["sentence"].startswith(f"line {line}: ") or line is None
     assert len(answer["sentence"]) < 600 and "\n" not in answer["sentence"]
     assert "tutorials/lab" not in answer["trace"]  # what is not theirs
+    assert ask.printed == "hi\n" * ("stderr" in source)
 
 
 def test_the_lines_of_a_trace_are_those_of_this_run(ask):
@@ -146,9 +151,6 @@ def test_the_lines_of_a_trace_are_those_of_this_run(ask):
         source = METHOD.format(f"priority(self, r):\n        return r.{name}")
         (answer,) = ask(do="run", task="a1", part=0, seed=1, source=source)
         assert f"return r.{name}" in answer["trace"]
-
-
-# --- public tests ---
 
 
 @pytest.mark.parametrize("name", build.ASSIGNMENTS)
@@ -181,9 +183,6 @@ def test_a_test_that_fails_says_its_sentence(ask, monkeypatch):
     assert [one["state"] for one in found.values()] == ["passed"] * 3 + ["failed"]
 
 
-# --- points ---
-
-
 def test_points_are_those_of_the_grader(ask):
     """The numbers stand in the handbook for instructors, which compares them with the grader's."""
     source = (SOLUTIONS / "a1_solution.py").read_text(encoding="utf-8")
@@ -196,9 +195,6 @@ def test_points_are_those_of_the_grader(ask):
     guide = (ROOT / "tutorials" / "assignments" / "README.md").read_text(encoding="utf-8")
     assert len(lines) == 4 and all(line in guide for line in lines)
     assert answers[-1] == {"total": 90.0, "most": 90}
-
-
-# --- sheets ---
 
 
 def row(answer: dict, name: str) -> list[float]:

@@ -5,6 +5,7 @@ Run: pytest tests/course/test_lab_commands.py [-k picture]
 """
 
 import json
+from itertools import islice
 
 import pytest
 
@@ -12,7 +13,9 @@ from nanovllm.config import Config
 from nanovllm.simulator import Job
 from tests.tools.extras import needs
 from tutorials.assignments import public, seeds
-from tutorials.assignments.task import NAMES, Goal, Part, Task, load_task, mean_latency
+from tutorials.assignments.a1.task import latency_share, wait
+from tutorials.assignments.task import NAMES, Goal, Part, Task, load_task
+from tutorials.lab.runs import goal_of
 from tutorials.simulation.workloads import all_at_once, fixed, predicted, workload
 
 HEAD = "from nanovllm.scheduler import Scheduler\nclass MyScheduler(Scheduler):\n    "
@@ -32,17 +35,8 @@ CONFIG = Config(
 
 def jobs(seed: int) -> list[Job]:
     """Half of them are long, and stand in front."""
-    lengths = [*fixed_list(100, 100 + seed, 4), *fixed_list(100, 5, 4)]
+    lengths = [*islice(fixed(100, 100 + seed), 4), *islice(fixed(100, 5), 4)]
     return predicted(workload(all_at_once(), lengths, 8), sigma=0)
-
-
-def fixed_list(prompt: int, output: int, count: int) -> list[tuple[int, int]]:
-    lengths = fixed(prompt, output)
-    return [next(lengths) for _ in range(count)]
-
-
-def latency_share(run, baseline) -> float:
-    return mean_latency(run) / mean_latency(baseline)
 
 
 GOAL = Goal("mean latency / that of FCFS", latency_share, none=1.0, full=0.8, points=70)
@@ -60,7 +54,19 @@ def write(tmp_path):
     return write
 
 
-# --- seeds: policies ---
+def test_a_value_that_does_not_count_is_shown_as_it_was_measured(write):
+    """In the lab, on the command line, and by the grader: FCFS has the mean latency of FCFS."""
+    part = load_task("a1").parts[1]
+    (goal,) = part.goals
+    runs = public.serve_both(part, public.load(write(FCFS)), 7)
+    value = goal.measure(runs["FCFS"], runs["FCFS"])
+    longest = max(map(wait, runs["FCFS"].requests))
+    why = f"{longest:.3f}, does not count: mean latency 1.000 of FCFS, must be below 0.85"
+    assert goal.score(value) == 0 and value == 13.5 and longest < 13.5
+    assert goal_of(goal, value)["value"] == why
+    assert f"{why}, 0 of 40 points" in public.compare(part, runs, 7)
+    worst = goal.rounded(goal.worst([9.0, value]))  # as with a secret
+    assert goal.sentence(worst, 2).startswith(f"{why}, the worst of 2; full points at 12")
 
 
 def test_silly_ones_stand_above_those_that_were_tried_and_the_solution_below(write):
@@ -84,8 +90,6 @@ def test_silly_ones_stand_above_those_that_were_tried_and_the_solution_below(wri
         "solution"
     ]
 
-
-# --- seeds: runs ---
 
 BROKEN = {
     "KeyError: 'guess' (line 4 of the file)": PRIORITY
@@ -112,9 +116,6 @@ def test_a_file_that_breaks_is_a_row_that_says_so(sentence, write):
     header, fcfs, broken, good = seeds.table(TASK, {name: [v] for name, v in measured.items()})
     assert fcfs == ["FCFS", "1", "0"]
     assert broken == ["my_scheduler", "broken", "0 (broken on 1 of 1 seeds)"]
-
-
-# --- seeds: the command ---
 
 
 def test_seeds_prints_a_table_and_writes_all_values(write, tmp_path, capsys):
@@ -197,18 +198,12 @@ def test_public_refuses_bad_input_in_a_sentence(argv, sentence, write, capsys, m
     assert sentence in capsys.readouterr().err.splitlines()[-1]
 
 
-# --- public: the picture ---
-
-
 def test_public_draws_a_picture(write, tmp_path, capsys):
     needs("matplotlib")
     path = tmp_path / "run.png"
     public.main(["template", str(write(FCFS)), "--gantt", str(path), "--requests", "5"])
     assert path.read_bytes().startswith(b"\x89PNG")
     assert capsys.readouterr().out.endswith(f"\ndrawn: {path}\n")
-
-
-# --- the check with the real engine ---
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -4,6 +4,8 @@ Run: pytest tests/lab
 """
 
 import http.client
+import socket
+import struct
 import threading
 
 import pytest
@@ -30,17 +32,23 @@ def test_a_port_that_cannot_be_is_refused(port, capsys, tmp_path):
     assert capsys.readouterr().err == said
 
 
-def test_a_built_site_is_served_to_this_machine(tmp_path):
-    (tmp_path / "lab.html").write_text("the lab", encoding="utf-8")
-    for name in ("a.js", "b.mjs", "c.wasm"):
+def test_a_built_site_is_served_to_this_machine(tmp_path, capfd):
+    """Without a word, also if a tab is closed while it loads."""
+    (tmp_path / "lab.html").write_bytes(b"x" * 2**24)
+    for name in ("a.js", "c.wasm"):
         (tmp_path / name).write_bytes(b"x")
     with new_server(str(tmp_path), 0) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
+        server.daemon_threads = False  # waited for
         try:
+            with socket.create_connection(server.server_address) as tab:
+                tab.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                tab.sendall(b"GET /lab.html HTTP/1.0\r\n\r\n")
+                tab.recv(1)
             assert server.server_address[0] == "127.0.0.1"
             types = {}
-            for name in ("lab.html", "a.js", "b.mjs", "c.wasm", "../secret"):
+            for name in ("lab.html", "a.js", "c.wasm", "../secret"):
                 connection = http.client.HTTPConnection(*server.server_address, timeout=30)
                 connection.request("GET", f"/{name}")
                 response = connection.getresponse()
@@ -52,7 +60,7 @@ def test_a_built_site_is_served_to_this_machine(tmp_path):
     assert types == {
         "lab.html": (200, "text/html"),
         "a.js": (200, "text/javascript"),
-        "b.mjs": (200, "text/javascript"),
         "c.wasm": (200, "application/wasm"),
         "../secret": (404, "text/html"),
     }
+    assert capfd.readouterr() == ("", "")

@@ -3,6 +3,7 @@
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from browser import opened
 from extras import needs
 
 
@@ -23,6 +24,11 @@ def openai():
 def client(server, openai):
     with openai.OpenAI(base_url=server.url + "/v1", api_key="any", max_retries=0) as client:
         yield client
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    yield from opened(tmp_path_factory)
 
 
 @pytest.fixture

@@ -5,30 +5,14 @@ Run: pytest tests/server/test_player.py --slow
 """
 
 import json
-import shutil
-import threading
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from browser import CHROMIUM, Browser, opened
-from page_server import PAGE
+from browser import Browser
+from page_server import FakeServer
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        CHROMIUM is None, reason="there is no Chromium (Debian's package: chromium)"
-    ),
-]
+pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    yield from opened(tmp_path_factory)
-
-
-SENTENCE = """<!doctype html><meta charset="utf-8"><meta name="color-scheme" content="light dark">
-<link rel="icon" href="data:,"><script src="player.js" defer></script><p id="text">A sentence.</p>"""
 PLACE = """
     const runs = document.getElementsByTagName('nano-run');
     function place(attributes) {
@@ -39,24 +23,12 @@ PLACE = """
 """
 
 
-class Quiet(SimpleHTTPRequestHandler):
-    def log_message(self, *args) -> None:
-        """Says nothing."""
-
-
 @pytest.fixture(scope="module")
-def address(tmp_path_factory):
+def address():
     """Of a page with a sentence, beside the player and the runs."""
-    folder = tmp_path_factory.mktemp("site")
-    for file in ("player.js", "player.css"):
-        shutil.copy(PAGE / file, folder)
-    shutil.copytree(PAGE / "runs", folder / "runs")
-    (folder / "index.html").write_text(SENTENCE, encoding="utf-8")
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=folder))
-    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_address[1]}/"
-    server.shutdown()
-    server.server_close()
+    with FakeServer() as server:
+        yield f"{server.url}sentence"
+        server.shutdown()
 
 
 @pytest.fixture
@@ -117,6 +89,21 @@ def test_the_time_line_says_who_runs_and_who_waits(chapter):
     chapter.value("runs[0].goTo(33)")
     now = chapter.value(f"({box})(runs[0].shadowRoot.querySelector('#timeline .now')).left")
     assert part[0] < now < part[1]
+
+
+def test_each_step_has_a_sentence_and_events_are_found(chapter):
+    place(chapter, 0, "preemption_recompute", step=22)
+    told = "document.querySelector('nano-run').$('told').textContent"
+    assert chapter.value(told) == "Step 22: A, B, C and D get a token each."
+    chapter.click("#next-event")
+    assert "D finds no free block, loses 6 blocks and will be computed" in chapter.value(told)
+    chapter.click("#previous-event")
+    assert chapter.value(told).startswith("Step 7: D is admitted and computes its 9 prompt tokens")
+    place(chapter, 1, "prefix_hit", step=5)
+    assert "8 tokens of B are found in the prefix cache" in chapter.value("runs[1].told[4].text")
+    levels = "[...runs[0].shadowRoot.querySelectorAll('h3, h4')].map((one) => one.ariaLevel)"
+    assert {*chapter.value(levels)} == {"2", "3"}  # no heading stands before it
+    assert chapter.errors == []
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -33,13 +33,7 @@ class Browser:
     def __init__(self, profile: Path):
         options = f"--headless --no-sandbox --disable-gpu --no-first-run --remote-debugging-pipe --user-data-dir={profile}"
         self.process = subprocess.Popen(
-            [
-                "sh",
-                "-c",
-                'exec "$0" "$@" 3<&0 4>&1 </dev/null >/dev/null',
-                CHROMIUM,
-                *options.split(),
-            ],
+            ["sh", "-c", f"exec {CHROMIUM} {options} 3<&0 4>&1 </dev/null >/dev/null"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -125,28 +119,18 @@ class Browser:
 
     def click(self, selector: str) -> None:
         """With the mouse, in the middle of its first line: a link may have two."""
-        where = found(selector)
-        self.value(f"{where}.scrollIntoView({{block: 'center'}})")
-        box = self.value(
-            f"(({{x, y, width, height}}) => [x + width / 2, y + height / 2])({where}.getClientRects()[0])"
-        )
-        for kind in ("mousePressed", "mouseReleased"):
-            self.call(
-                "Input.dispatchMouseEvent",
-                type=kind,
-                x=box[0],
-                y=box[1],
-                button="left",
-                clickCount=1,
-            )
+        self._mouse(selector, "mousePressed", "mouseReleased", button="left", clickCount=1)
 
     def hover(self, selector: str) -> None:
+        self._mouse(selector, "mouseMoved")
+
+    def _mouse(self, selector: str, *kinds: str, **more) -> None:
         where = found(selector)
         self.value(f"{where}.scrollIntoView({{block: 'center'}})")
-        box = self.value(
-            f"(({{x, y, width, height}}) => [x + width / 2, y + height / 2])({where}.getClientRects()[0])"
-        )
-        self.call("Input.dispatchMouseEvent", type="mouseMoved", x=box[0], y=box[1])
+        middle = "({x, y, width, height}) => [x + width / 2, y + height / 2]"
+        x, y = self.value(f"({middle})({where}.getClientRects()[0])")
+        for kind in kinds:
+            self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **more)
 
     def write(self, text: str) -> None:
         self.call("Input.insertText", text=text)

@@ -16,7 +16,14 @@ TYPES = {
     ".js": "text/javascript",
     ".json": "application/json",
 }
+# a page that has the player, and nothing else
+SENTENCE = """<!doctype html><meta charset="utf-8"><meta name="color-scheme" content="light dark">
+<link rel="icon" href="data:,"><script src="player.js" defer></script><p id="text">A sentence.</p>"""
 POLICY = "default-src 'self'; style-src 'self'; script-src 'self'; connect-src 'self'; img-src 'self' data:; base-uri 'none'; frame-ancestors 'none'"
+
+
+def run_named(name: str) -> dict:
+    return json.loads((PAGE / "runs" / f"{name}.json").read_bytes())
 
 
 class FakeServer(ThreadingHTTPServer):
@@ -34,6 +41,7 @@ class FakeServer(ThreadingHTTPServer):
         self.is_endless = False
         self.may_begin = threading.Event()
         self.may_begin.set()
+        self.key = ""  # an API key
         self.bodies: list[dict] = []
         self.has_left = threading.Event()  # the reader of an endless answer
         self.readers: list[Queue] = []  # of /live
@@ -53,6 +61,16 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *args) -> None:
         """Says nothing."""
 
+    def parse_request(self) -> bool:
+        """Refuses what needs a key."""
+        is_read = super().parse_request()
+        given = self.headers.get("Authorization", "").encode("latin-1")
+        is_file = (PAGE / self.path[1:]).exists()
+        if is_file or not self.server.key or given == f"Bearer {self.server.key}".encode():
+            return is_read
+        self._send(401, "application/json", b'{"error": {"message": "no key"}}')
+        return False
+
     def do_GET(self) -> None:
         if self.path == "/v1/models":
             self._send(
@@ -60,6 +78,8 @@ class Handler(BaseHTTPRequestHandler):
             )
         elif self.path == "/live":
             self._live()
+        elif self.path == "/sentence":
+            self._send(200, "text/html", SENTENCE.encode())
         else:
             self._file(PAGE / ("index.html" if self.path == "/" else self.path[1:]))
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from book import TUTORIALS
 from browser import CHROMIUM, opened
-from page_server import PAGE
+from page_server import PAGE, run_named
 
 LINK = re.compile(r"\[Play: [^]]*\]\([^)]*\)")
 PARAGRAPH = re.compile(
@@ -58,10 +58,6 @@ EXPECTED = {
 
 def texts() -> dict[str, str]:
     return {path.stem: path.read_text(encoding="utf-8") for path in TUTORIALS.glob("[0-9]*.md")}
-
-
-def run_named(name: str) -> dict:
-    return json.loads((PAGE / "runs" / f"{name}.json").read_bytes())
 
 
 def test_each_link_is_a_paragraph_and_names_a_step_that_exists():

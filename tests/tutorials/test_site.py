@@ -2,9 +2,9 @@
 a Chromium.
 
 Run: pytest tests/tutorials/test_site.py [--slow]
-To see it: SHOTS=some/folder pytest tests/tutorials/test_site.py --slow -k phone
 """
 
+import json
 import os
 import re
 import subprocess
@@ -19,15 +19,7 @@ from browser import opened
 from extras import needs
 
 from tutorials.site.api import api_page
-from tutorials.site.links import (
-    CODE,
-    PLACE,
-    VLLM,
-    VLLM_ADDRESS,
-    Links,
-    module_named,
-    page_of,
-)
+from tutorials.site.links import CODE, PLACE, VLLM, VLLM_ADDRESS, Links, module_named, page_of
 from tutorials.site.pages import Page, minutes
 
 HERE = Path("tutorials/03_scheduler.md")
@@ -69,9 +61,12 @@ def test_boxes_and_folded_parts():
     assert '<details markdown="1">' in found
 
 
-def test_a_table_is_in_a_frame():
-    found = staged("a\n\n| b |\n|---|\n| c |\n\nd\n")
-    assert 'tabindex="0" markdown="1">\n\n| b |\n|---|\n| c |\n\n</div>' in found
+def test_a_table_is_in_a_frame_with_a_name():
+    table = "| b |\n|---|\n| c |\n"
+    found = staged(f"a\n\n{table}\n```text\nd\n```\n\n{table.replace('b', '| e')}")
+    assert f'aria-label="Table 1" tabindex="0" markdown="1">\n\n{table}\n</div>' in found
+    assert 'aria-label="Table 2"' in found
+    assert '| <span class="unseen">Row</span> | e |' in found  # not an empty head
 
 
 # --- links ---
@@ -145,9 +140,6 @@ def test_the_api_has_the_public_names():
         assert f"| `{name}` |" in page
     assert "Scheduler.schedule_running" not in page  # the mechanism
     assert "| `outputs` | <code>list[CompletionOutput]</code>" in page
-
-
-# --- colours ---
 
 
 # --- the pages, built ---
@@ -234,24 +226,6 @@ def test_no_mark_of_markdown_is_left(site):
 MARKS = re.compile(
     r".*(?:\]\(|```|\*\*\S|markdown=|<p>(?:- |1\. )).*|^(?:\||- |1\. ).*", re.MULTILINE
 )
-PAGES = [
-    "index.html",
-    "api.html",
-    "repository.html",
-    "nanovllm/index.html",
-    "nanovllm/scheduler.py.html",
-]
-
-
-def text_pages(site: Path) -> list[str]:
-    tutorials = [page.relative_to(site).as_posix() for page in site.glob("tutorials/*.html")]
-    handouts = [
-        page.relative_to(site).as_posix()
-        for page in site.glob("tutorials/assignments/**/index.html")
-    ]
-    return [*PAGES, *sorted(tutorials), *sorted(handouts)]
-
-
 DRAWN = "document.querySelector('nano-run').$('blocks').children.length"
 
 
@@ -299,7 +273,17 @@ def test_search_finds_and_needs_only_the_keyboard(site, browser):
     browser.wait(
         "location.href.endsWith('glossary.html#block-table') && document.readyState === 'complete'"
     )
-    browser.click("#site-words")
-    browser.write("SchedulerThatIsNotThere")
-    browser.wait("document.querySelector('#site-found p')?.textContent === '0 found'")
+    for asked, count, first in (
+        ("SchedulerThatIsNotThere", "0 found", ""),
+        ("schedular", "found for \u201cscheduler\u201d, 0 for \u201cschedular\u201d", "scheduler"),
+        ("how to install?", " found", "Install it"),
+    ):
+        browser.click("#site-words")
+        browser.value("document.activeElement.select()")
+        browser.write(asked)
+        said = "document.querySelector('#site-found p')?.textContent"
+        browser.wait(f"{said}.endsWith({json.dumps(count)})")
+        found = browser.value("document.querySelector('#site-found a')?.textContent ?? ''")
+        assert found.lower().startswith(first.lower())
+    assert browser.text("#site-scheme") in browser.value("$('scheme').ariaLabel")
     assert browser.errors == []

@@ -163,7 +163,7 @@ class Grader:
             return
         worst = goal.worst(values)
         if self.is_secret:
-            worst = float(f"{worst:.4g}")  # the points say no more than these four digits
+            worst = goal.rounded(worst)  # the points say no more than these four digits
         report.values[name] = worst
         self._add(report, name, goal.score(worst), goal.points, goal.sentence(worst, len(values)))
 

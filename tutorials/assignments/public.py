@@ -35,6 +35,7 @@ from tutorials.assignments.task import (
     load_task,
     serve,
     serve_baseline,
+    shown,
 )
 from tutorials.simulation.metrics import summary, table
 
@@ -164,7 +165,7 @@ def compare(part: Part, runs: dict[str, Run], seed: int) -> str:
     for goal in part.goals:
         value = goal.measure(run, baseline)
         points = f"{goal.score(value):.0f} of {goal.points:.0f} points (full from {goal.full})"
-        lines.append(f"{goal.name}: {value:.3f}, {points}")
+        lines.append(f"{goal.name}: {shown(value, '.3f')}, {points}")
     return "\n".join(lines)
 
 

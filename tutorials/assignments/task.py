@@ -33,6 +33,16 @@ NAMES = tuple(
 PUBLIC_SEEDS = (1, 2, 3)
 
 
+class NotCounted(float):
+    """A value that earns nothing. `said` is what was measured, and why that does not count."""
+
+    said: str
+
+
+def shown(value: float, spec: str) -> str:
+    return value.said if isinstance(value, NotCounted) else f"{value:{spec}}"
+
+
 @dataclass
 class Goal:
     """Something to be measured, and what it is worth. A value between `none` and `full` gets a part
@@ -57,9 +67,12 @@ class Goal:
     def wanted(self) -> str:
         return f"full points at {self.full:g}, none at {self.none:g}"
 
+    def rounded(self, value: float) -> float:
+        return value if isinstance(value, NotCounted) else float(f"{value:.4g}")
+
     def sentence(self, value: float, count: int) -> str:
         """What a report says of the worst of so many values."""
-        return f"{value:.4g}, the worst of {count}; {self.wanted}"
+        return f"{shown(value, '.4g')}, the worst of {count}; {self.wanted}"
 
 
 @dataclass

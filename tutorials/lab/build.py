@@ -7,6 +7,7 @@ need no network, but a web server: `nanovllm lab build/site`.
 """
 
 import argparse
+import gzip
 import json
 import shutil
 import subprocess
@@ -25,7 +26,6 @@ ROOT = HERE.parents[1]
 PAGE = ROOT / "nanovllm" / "server" / "page"
 PACKAGES = HERE / "node_modules"
 ASSIGNMENTS = ("a1", "a2", "a3", "a4", "a5", "a6", "a8")  # those that need no more than a simulator
-PYODIDE = ("pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip")
 # what a file in the lab may import; what of it needs torch says so
 PYTHON = ("nanovllm", "tutorials/simulation", "tutorials/assignments", "tutorials/baselines")
 PYTHON_TOO = ("tutorials/*.py", "tutorials/lab/*.py")
@@ -47,14 +47,14 @@ def build_lab(out: Path) -> None:
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
     bundle(target)
-    for name in PYODIDE:
-        shutil.copyfile(PACKAGES / "pyodide" / name, target / name)
+    wasm = (PACKAGES / "pyodide" / "pyodide.asm.wasm").read_bytes()
+    (target / "pyodide.wasm.gzip").write_bytes(gzip.compress(wasm, mtime=0))  # the page unpacks it
+    shutil.copyfile(PACKAGES / "pyodide" / "python_stdlib.zip", target / "python_stdlib.zip")
     lock = json.loads((PACKAGES / "pyodide" / "pyodide-lock.json").read_bytes())
     none = {"info": lock["info"], "packages": {}}  # no package is loaded
     (target / "pyodide-lock.json").write_text(json.dumps(none), encoding="utf-8")
-    shutil.copyfile(HERE / "lab.css", target / "lab.css")
-    for name in ("player.js", "player.css"):
-        shutil.copyfile(PAGE / name, target / name)
+    for file in (HERE / "lab.css", HERE / "scheme.js", PAGE / "player.js", PAGE / "player.css"):
+        shutil.copyfile(file, target / file.name)
     zip_python(target / "python.zip")
     (target / "licenses.txt").write_text("\n\n".join(licenses()), encoding="utf-8")
     (out / "lab.html").write_text(html(), encoding="utf-8")
@@ -75,9 +75,7 @@ def sheets() -> Iterator[dict[str, Any]]:
         yield {"name": name, "group": "sliders", "label": described["title"]} | described
     for name in ASSIGNMENTS:
         task = load_task(name)
-        starter = (ROOT / "tutorials" / "assignments" / name / "starter.py").read_text(
-            encoding="utf-8"
-        )
+        starter = ROOT / "tutorials" / "assignments" / name / "starter.py"
         yield {
             "name": name,
             "group": "assignments",
@@ -86,7 +84,7 @@ def sheets() -> Iterator[dict[str, Any]]:
             "text": ABOUT,
             "handout": f"tutorials/assignments/{name}/index.html",  # a page of the book
             "goals": [f"{goal_name}: {goal.wanted}" for goal_name, goal in task.goals.items()],
-            "starter": starter,
+            "starter": starter.read_text(encoding="utf-8"),
             "parts": [part.name for part in task.parts],
             "is_assignment": True,
         }
@@ -137,16 +135,10 @@ def bundle(target: Path) -> None:
     node = shutil.which("node")
     if node is None:
         raise CannotBuild("the lab needs Node.js: https://nodejs.org")
-    options = (
-        "--bundle --minify --format=esm --target=es2022 --log-level=warning --legal-comments=none"
-    )
+    options = "--bundle --minify --format=esm --target=es2022 --external:node:* --external:ws"
     command = [node, str(PACKAGES / "esbuild" / "bin" / "esbuild"), "lab.js", "worker.js"]
-    command += [
-        *options.split(),
-        "--external:node:*",
-        "--external:ws",
-        f"--outdir={target.resolve()}",
-    ]
+    command += [*options.split(), "--log-level=warning", "--legal-comments=none"]
+    command += [f"--outdir={target.resolve()}"]
     finished = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
     if finished.returncode:
         raise CannotBuild(f"esbuild has failed: {finished.stderr.strip()[-2000:]}")
@@ -158,10 +150,8 @@ def licenses() -> Iterator[str]:
         about = json.loads(file.read_bytes())
         if "version" not in about or "esbuild" in about["name"]:
             continue
-        text = next(
-            (one.read_text(encoding="utf-8") for one in sorted(file.parent.glob("LICENSE*"))), ""
-        )
-        yield f"{about['name']} {about['version']}: {about.get('license')}\n{text}"
+        texts = [one.read_text(encoding="utf-8") for one in sorted(file.parent.glob("LICENSE*"))]
+        yield f"{about['name']} {about['version']}: {about.get('license')}\n{''.join(texts[:1])}"
     yield "python_stdlib.zip is a part of Python: Python Software Foundation License\n"
 
 

@@ -1,11 +1,13 @@
 // The page of the lab: which sheet is open, its file, and what its buttons do.
 import { newEditor } from "./editor.js";
-import { check, element, film, goals, meanings, problem, table, test, timeLines } from "./results.js";
+import { element, newResults, summary } from "./results.js";
 import { fetchAll, Workers } from "./workers.js";
 
 const LIMITS = { run: 60, sheet: 60, tests: 180, points: 300 }; // seconds
 const KEPT = "nanovllm.lab.";
 const LAST = `${KEPT}last`;
+const MOST_RUNS = 10; // of a sheet, in the list
+const MOST_SEED = 2 ** 31 - 1;
 const FIRST = "order"; // the sheet that is open at first: sliders before code
 
 const $ = (id) => document.getElementById(id);
@@ -17,31 +19,48 @@ let isReady = false;
 
 // --- what the browser keeps; it may refuse ---
 
-function kept(name) {
+function kept(name, store = "localStorage") {
   try {
-    return localStorage.getItem(name);
+    return window[store].getItem(name);
   } catch {
     return null;
   }
 }
 
-function keep(name, text) {
+function keep(name, text, store = "localStorage") {
   try {
-    localStorage.setItem(name, text);
+    window[store].setItem(name, text);
+    return true;
   } catch {
-    $("kept").textContent = "This browser keeps nothing: save your file.";
+    return false;
   }
 }
 
+// A file is kept for this tab, and for tabs that are opened later.
+function keepFile(text) {
+  if (!open) return;
+  keep(KEPT + open.name, text, "sessionStorage");
+  if (!keep(KEPT + open.name, text)) warn("This browser keeps nothing: save your file.");
+}
+
+function warn(text) {
+  $("kept").textContent = text;
+  $("kept").classList.add("is-problem");
+}
+
+// What this tab knows of a sheet: its load, its seed, its controls, and its runs.
+const tab = () => JSON.parse(kept(`${KEPT}tab.${open.name}`, "sessionStorage") ?? "{}");
+const keepTab = (news) => keep(`${KEPT}tab.${open.name}`, JSON.stringify({ ...tab(), ...news }), "sessionStorage");
+
 // --- sheets ---
 
-const editor = newEditor($("editor"), (text) => open && keep(KEPT + open.name, text), () => start("run"));
+const editor = newEditor($("editor"), keepFile, () => start("run"));
 
 function show(name) {
   open = data.sheets.find((sheet) => sheet.name === name) ?? data.sheets.find((sheet) => sheet.name === FIRST);
   keep(LAST, open.name);
   $("sheet").value = open.name;
-  history.replaceState(null, "", `#${open.name}`);
+  if (location.hash !== `#${open.name}`) history.replaceState(null, "", `#${open.name}`);
   const isCode = open.starter !== undefined;
   $("with-editor").hidden = !isCode;
   $("with-controls").hidden = isCode;
@@ -50,6 +69,8 @@ function show(name) {
   $("about").replaceChildren(...about(open));
   $("results").replaceChildren();
   say("");
+  $("kept").textContent = "Your file is kept in this browser; save it, too.";
+  $("kept").classList.remove("is-problem");
   if (isCode) showFile();
   else showControls();
   showButtons();
@@ -70,21 +91,75 @@ function handoutLink(href) {
 }
 
 function showFile() {
-  const { name } = open;
-  open = { ...open, name: null }; // nothing is kept while the text is exchanged
-  const text = kept(KEPT + name) ?? open.starter;
-  open = { ...open, name };
+  const sheet = open;
+  const text = kept(KEPT + sheet.name, "sessionStorage") ?? kept(KEPT + sheet.name) ?? sheet.starter;
+  open = null; // nothing is kept while the text is exchanged
   editor.text = text;
-  $("part").replaceChildren(...open.parts.map((part, i) => new Option(part, i)));
+  open = sheet;
+  const { part = 0, seed = 1 } = tab();
+  $("part").replaceChildren(...open.parts.map((name, i) => new Option(name, i)));
+  $("part").value = part;
+  $("seed").value = seed;
+  showRuns();
+  if (runs().length) showRun(runs().at(-1));
   $("part-label").hidden = open.parts.length < 2;
   for (const id of ["tests", "points"]) $(id).hidden = !open.is_assignment;
 }
 
-function showControls() {
-  $("controls").replaceChildren(...open.controls.map(control));
+// --- runs of a sheet ---
+
+const known = new Map(); // by sheet: with their films, which are too long to be kept
+
+function runs() {
+  if (!known.has(open.name)) known.set(open.name, tab().runs ?? []);
+  return known.get(open.name);
 }
 
-function control({ name, label, values, start: first }) {
+function addRun(run) {
+  const all = [...runs(), { ...run, number: (runs().at(-1)?.number ?? 0) + 1 }].slice(-MOST_RUNS);
+  known.set(open.name, all);
+  const short = all.map((one) => ({ ...one, answers: one.answers.map(({ film, ...rest }) => rest) }));
+  if (!keepTab({ runs: short })) keepTab({ runs: short.slice(-1) }); // a browser keeps some megabytes
+  showRuns(all.at(-1));
+}
+
+const WHAT = { run: ({ part, seed }) => `${part}, seed ${seed}`, tests: () => "public tests", points: () => "points" };
+
+function showRuns(shown = runs().at(-1)) {
+  const items = runs().toReversed().map((run) => {
+    const button = element("button", "", `${run.number}. ${WHAT[run.what](run)}: ${summary(run.answers)}`);
+    button.type = "button";
+    if (run === shown) button.setAttribute("aria-current", "true");
+    button.addEventListener("click", () => isBusy || showRun(run));
+    return element("li", "", undefined, button);
+  });
+  $("runs").replaceChildren(...items);
+  $("with-runs").hidden = !items.length;
+}
+
+function showRun(run) {
+  const results = newResults({ ...run, parts: open.parts });
+  for (const answer of run.answers) results.add(answer);
+  $("results").replaceChildren(results.box);
+  say(`Run ${run.number} of this sheet, of ${run.time}.`);
+  showRuns(run);
+}
+
+// --- controls ---
+
+function showControls() {
+  $("controls").replaceChildren(...open.controls.map(control));
+  showNeeds();
+}
+
+// A control that needs another one's value does nothing without it.
+function showNeeds() {
+  const values = valuesOfControls();
+  for (const { name, needs } of open.controls) $(`control-${name}`).disabled = Boolean(needs) && values[needs[0]] !== needs[1];
+}
+
+function control({ name, label, values, start: usual }) {
+  const first = tab().values?.[name] ?? usual;
   const id = `control-${name}`;
   const isNumber = typeof first === "number";
   const input = element(isNumber ? "input" : "select");
@@ -104,7 +179,11 @@ function control({ name, label, values, start: first }) {
   };
   tell();
   input.addEventListener("input", tell);
-  input.addEventListener("change", () => start("sheet"));
+  input.addEventListener("change", () => {
+    showNeeds();
+    keepTab({ values: valuesOfControls() });
+    start("sheet");
+  });
   const text = element("label", "", label);
   text.htmlFor = id;
   return element("div", "control", undefined, text, input, output);
@@ -134,39 +213,41 @@ async function start(what) {
     if (what === "sheet") again = open.name; // a slider goes on moving
     return;
   }
+  const seed = Number($("seed").value);
+  if (what === "run" && !($("seed").value && Number.isInteger(seed) && seed >= 0 && seed <= MOST_SEED)) {
+    say(`Seed ${$("seed").value} is not allowed: it must be an integer from 0 to ${MOST_SEED.toLocaleString("en-US")}.`, true);
+    return;
+  }
   isBusy = true;
   showButtons();
   const sheet = open;
   const isSheet = what === "sheet";
   const source = editor.text;
+  const part = Number($("part").value || 0);
   const question = isSheet
     ? { do: what, name: sheet.name, values: valuesOfControls() }
-    : { do: what, task: sheet.name, part: Number($("part").value || 0), seed: seedOf($("seed")), source };
+    : { do: what, task: sheet.name, part, seed, source };
   if (!isSheet) editor.markLine(null);
   say(isSheet || what === "run" ? "Simulating \u2026" : "Running \u2026");
-  const found = element("div");
-  const list = element("ul", "checks");
+  const run = { what, part: sheet.parts?.[part], seed, answers: [], time: new Date().toLocaleTimeString("en-GB") };
+  const results = newResults({ ...run, parts: sheet.parts });
   const begin = performance.now();
   let hasProblem = false;
   const sentence = await workers.ask(question, LIMITS[what], (answer) => {
     if (sheet.name !== open.name) return; // another sheet was opened meanwhile
     if (answer.sentence) {
       hasProblem = true;
-      found.append(problem(answer));
       if (answer.line && editor.text === source) editor.markLine(answer.line);
     }
     if (answer.progress) say(`${answer.progress} \u2026`);
-    if (answer.test) list.append(test(answer));
-    if (answer.check) list.append(check(answer));
-    if (answer.total !== undefined) found.append(element("p", "total", `${answer.total} of ${answer.most} points that the lab can give, on the public seeds`));
-    if (answer.table) found.append(table(answer.table), meanings(), goals(answer.goals), timeLines(answer.lines), film(answer.film));
-    if (answer.printed) found.append(element("h3", "", "Printed"), element("pre", "printed", answer.printed));
-    if (list.children.length && !list.isConnected) found.prepend(list);
-    if (!found.isConnected) $("results").replaceChildren(found);
+    else run.answers.push(answer);
+    results.add(answer);
+    if (!results.box.isConnected) $("results").replaceChildren(results.box);
   });
   isBusy = false;
   if (sheet.name === open.name) {
-    if (!found.isConnected) $("results").replaceChildren(); // they are those of an earlier run
+    if (!results.box.isConnected) $("results").replaceChildren(); // they are those of an earlier run
+    if (!isSheet && !sentence) addRun(run);
     const seconds = ((performance.now() - begin) / 1000).toFixed(1);
     say(sentence || (hasProblem ? "Your file has raised an error." : `Done in ${seconds} s.`), Boolean(sentence) || hasProblem);
   }
@@ -175,13 +256,6 @@ async function start(what) {
     again = null;
     start("sheet");
   }
-}
-
-function seedOf(input) {
-  const seed = Number(input.value);
-  const isSeed = Number.isInteger(seed) && seed >= 0 && seed < 2 ** 31;
-  if (!isSeed) input.value = 1;
-  return isSeed ? seed : 1;
 }
 
 // --- files ---
@@ -221,7 +295,14 @@ function go(name) {
   workers.stop?.("Stopped.");
   show(name);
 }
-$("sheet").addEventListener("change", () => go($("sheet").value));
+$("sheet").addEventListener("change", () => {
+  location.hash = $("sheet").value; // the back button leads to the sheet before
+});
+for (const id of ["seed", "part"]) $(id).addEventListener("change", () => keepTab({ seed: $("seed").value, part: $("part").value }));
+window.addEventListener("storage", ({ key, newValue }) => {
+  if (key !== KEPT + open.name || newValue === null || newValue === editor.text) return;
+  warn("Another tab has another file for this sheet. Each tab keeps its own; a new tab gets the one that was typed last.");
+});
 window.addEventListener("hashchange", () => go(location.hash.slice(1)));
 
 for (const [group, label] of [["sliders", "Sliders"], ["assignments", "Assignments"], ["free", "Free"]]) {
@@ -234,8 +315,12 @@ $("needs-server").hidden = true;
 $("lab").hidden = false;
 show(location.hash.slice(1) || kept(LAST) || FIRST);
 say("Python is loading \u2026");
+const megabytes = (count) => (count / 1e6).toFixed(1);
 try {
-  await workers.start(await fetchAll(new URL("lab/", document.baseURI)));
+  const all = await fetchAll(new URL("lab/", document.baseURI), (count, total) =>
+    say(`Python is loading: ${megabytes(count)} MB${total ? ` of ${megabytes(total)} MB` : ""} \u2026`));
+  say("Python starts \u2026");
+  await workers.start(all);
   isReady = true;
   document.body.dataset.ready = Math.round(performance.now()); // milliseconds, for who measures
   say("Ready.");

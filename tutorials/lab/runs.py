@@ -14,9 +14,9 @@ from nanovllm.scheduler import Scheduler
 from nanovllm.simulator import Run
 from nanovllm.simulator.jobs import PlannedStep
 from tutorials.assignments.public import check_rules, classes_of
-from tutorials.assignments.task import Part, load_task, serve_baseline
+from tutorials.assignments.task import Goal, Part, load_task, serve_baseline, shown
 from tutorials.lab.film import NUM_FRAMES, Film, filmed
-from tutorials.simulation.metrics import cells, is_finished, states, summary
+from tutorials.simulation.metrics import cells, is_finished, states, summary, ttft
 
 NUM_LINES = 40  # requests in the time line
 
@@ -45,30 +45,44 @@ def run_beside(part: Part, baseline: Run, module: Any, seed: int) -> tuple[Run, 
 
 def results(part: Part, baseline: Run, run: Run, film: Film) -> dict[str, Any]:
     """What the page shows of it."""
-    names = part.baseline, part.policy[0]
+    runs = {part.baseline: baseline, part.policy[0]: run}
     where = " of one replica" if part.router is not None else ""
     return {
-        "table": cells(dict(zip(names, map(summary, (baseline, run))))),
+        "table": cells({name: summary(one) for name, one in runs.items()}),
         "goals": [goal_of(goal, goal.measure(run, baseline)) for goal in part.goals],
-        "lines": [
-            {"name": name, "lines": [*time_line(one)]} for name, one in zip(names, (baseline, run))
-        ],
-        "film": film.run(f"The blocks{where} under {names[1]}"),
+        "film": film.run(f"The blocks{where} under {part.policy[0]}"),
+        **time_lines(runs),
     }
 
 
-def goal_of(goal, value: float) -> dict[str, str]:
-    points = f"{goal.score(value):.0f} of {goal.points:.0f} points"
-    return {"name": goal.name, "value": f"{value:.3f}", "points": points, "wanted": goal.wanted}
+def goal_of(goal: Goal, value: float) -> dict[str, Any]:
+    points = {"score": goal.score(value), "most": goal.points}
+    return {"name": goal.name, "value": shown(value, ".3f"), "wanted": goal.wanted} | points
 
 
 # --- the time line ---
 
 
-def time_line(run: Run) -> Iterator[dict[str, Any]]:
-    """A line for each of the first requests: spans of (state, begin, end), in seconds. The states
-    are those of `metrics.states`."""
-    order = sorted(range(len(run.requests)), key=lambda i: run.requests[i].arrival)[:NUM_LINES]
+def time_lines(runs: dict[str, Run]) -> dict[str, Any]:
+    """Of the same requests in all runs: one after the other in the order of arrival, those that wait
+    longest for their first tokens, in all runs together."""
+    first, order = where_most_wait([*runs.values()])
+    chosen = order[first : first + NUM_LINES]
+    lines = [{"name": name, "lines": [*time_line(run, chosen)]} for name, run in runs.items()]
+    return {"lines": lines, "first": first, "count": len(order)}
+
+
+def where_most_wait(runs: list[Run]) -> tuple[int, list[int]]:
+    """Where they start in the order of arrival, and this order."""
+    order = sorted(range(len(runs[0].requests)), key=lambda i: runs[0].requests[i].arrival)
+    waits = [sum(ttft(run.requests[i]) or 0.0 for run in runs) for i in order]
+    first = range(max(1, len(order) - NUM_LINES + 1))
+    return max(first, key=lambda k: sum(waits[k : k + NUM_LINES])), order
+
+
+def time_line(run: Run, order: list[int]) -> Iterator[dict[str, Any]]:
+    """A line for each of these requests: spans of (state, begin, end), in seconds. The states are
+    those of `metrics.states`."""
     rows = dict[int, tuple[str, list[PlannedStep]]]()
     for index, replica in enumerate(run.replicas or [run]):
         chosen = [i for i in order if run.requests[i].replica == index]

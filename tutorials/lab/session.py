@@ -17,13 +17,7 @@ from nanovllm.config import Config
 from nanovllm.simulator import Run
 from tutorials.assignments.public import check_rules, load
 from tutorials.assignments.report import Check, Report
-from tutorials.assignments.task import (
-    PUBLIC_SEEDS,
-    Part,
-    load_task,
-    name_in_report,
-    serve_baseline,
-)
+from tutorials.assignments.task import PUBLIC_SEEDS, Part, load_task, name_in_report, serve_baseline
 from tutorials.lab.problems import problem_of
 from tutorials.lab.public_tests import NEEDS_ENGINE, outcome, public_tests
 from tutorials.lab.runs import baseline_of, results, run_beside
@@ -68,14 +62,14 @@ class Session:
             found = do(file, **question)
             while answer := next_of(found, printed):
                 yield answer
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
             yield problem_of(error, file)
         yield {"done": True, "printed": printed.getvalue()[-MOST_PRINTED:]}
 
 
 def next_of(found: Iterator[Answer], printed: Printed) -> Answer | None:
     """The next answer; what the file prints meanwhile is not for our own output."""
-    with contextlib.redirect_stdout(printed):
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         return next(found, None)
 
 

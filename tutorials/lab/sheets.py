@@ -1,7 +1,7 @@
 """Sheets: controls instead of an editor, and a question. Each is a simulation beside one with the values
 at the start. Imports no torch."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import mean
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ from nanovllm.config import Config
 from nanovllm.scheduler import Scheduler
 from nanovllm.simulator import Job, Run, simulate
 from tutorials.lab.film import NUM_FRAMES, Film, filmed
-from tutorials.lab.runs import time_line
+from tutorials.lab.runs import time_lines
 from tutorials.simulation.metrics import ROWS, cells, latency, summary, ttft
 from tutorials.simulation.workloads import lognormal, poisson, predicted, workload
 
@@ -33,6 +33,7 @@ class Control(NamedTuple):
     label: str
     values: tuple
     start: Any
+    needs: tuple[str, Any] | None = None  # another one's value, without which it does nothing
 
 
 class Load(NamedTuple):
@@ -67,17 +68,16 @@ class Sheet:
                     f"{control.name}={chosen[control.name]!r} is not one of its values"
                 )
         played = {name: self.play(setting) for name, setting in ((BEFORE, starts), (NOW, chosen))}
-        table = cells({name: summary(run) for name, (run, _) in played.items()}, rows_named(CHOSEN))
+        chosen_rows = [row for row in ROWS if row[0] in CHOSEN]
+        table = cells({name: summary(run) for name, (run, _) in played.items()}, chosen_rows)
         more = [self.rows(*one) for one in played.values()]
         table += [[name, *(one[name] for one in more)] for name in more[0]]
         _, film = played[NOW]
         return {
             "table": table,
             "goals": [],
-            "lines": [
-                {"name": name, "lines": [*time_line(run)]} for name, (run, _) in played.items()
-            ],
             "film": film.run(self.title),
+            **time_lines({name: run for name, (run, _) in played.items()}),
         }
 
     def play(self, values: dict[str, Any]) -> tuple[Run, Film]:
@@ -85,11 +85,6 @@ class Sheet:
         film = Waste(20 * len(jobs) // NUM_FRAMES)
         seen = filmed(scheduler_cls, film)
         return simulate(jobs, config, scheduler_cls=seen, keep_steps=True), film
-
-
-def rows_named(names: Iterable[str]) -> list[tuple[str, str, str]]:
-    rows = {row[0]: row for row in ROWS}
-    return [rows[name] for name in names]
 
 
 class Waste(Film):
@@ -180,6 +175,7 @@ def waits(run: Run, film: Film) -> dict[str, str]:
     }
 
 
+AGEING = "tokens that a second of waiting is worth (for the shortest guess)"
 MEMORY = 16_384  # tokens that the cache has room for, whatever a block's size
 
 
@@ -227,10 +223,7 @@ SHEETS = {
         (
             Control("first", "who is first", tuple(ORDERS), "first come"),
             Control(
-                "ageing",
-                "tokens that a second of waiting is worth (for the shortest guess)",
-                (0, 10, 25, 50, 100, 200, 400),
-                0,
+                "ageing", AGEING, (0, 10, 25, 50, 100, 200, 400), 0, ("first", "shortest guess")
             ),
         ),
         order,

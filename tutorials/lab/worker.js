@@ -1,13 +1,15 @@
 // The worker of the lab: Python, the simulator and the student's file. It reads nothing from the network: the page
 // gives it all that it needs, and the page's content security policy, which it inherits, allows no more.
 //
-//   page -> worker  { base, wasm, stdlib, lock, python }, then questions as JSON
-//   worker -> page  { ready }, { answer: JSON }, { broken: text }
+//   page -> worker  { base, wasm, stdlib, lock, python }, then { id, question: JSON }
+//   worker -> page  { ready }, { id, answer: JSON }, { id, broken: text }
 import { loadPyodide } from "pyodide";
+import createPyodideModule from "pyodide/pyodide.asm.mjs"; // here, so that no worker needs a server
 
 const MOST_BYTES = 2 ** 30; // of memory; beyond that Python raises MemoryError
 const PAGE = 2 ** 16;
 
+const send = self.postMessage.bind(self); // the student's file may replace it
 let session = null;
 
 function limitMemory() {
@@ -32,7 +34,8 @@ function answerFromMemory({ wasm, stdlib }) {
 async function start(given) {
   limitMemory();
   answerFromMemory(given);
-  const python = await loadPyodide({ indexURL: given.base, lockFileContents: given.lock, stdout() {}, stderr() {} });
+  const silent = { stdout() {}, stderr() {} };
+  const python = await loadPyodide({ indexURL: given.base, lockFileContents: given.lock, createPyodideModule, ...silent });
   python.unpackArchive(given.python, "zip", { extractDir: "/lab" });
   session = python.runPython(`
 import sys
@@ -42,12 +45,12 @@ sys.dont_write_bytecode = True
 from tutorials.lab.session import Session
 Session(Path("/home/pyodide"))
 `);
-  postMessage({ ready: true });
+  send({ ready: true });
 }
 
-function answer(question) {
+function answer({ id, question }) {
   const texts = session.texts(question);
-  for (const text of texts) postMessage({ answer: text });
+  for (const text of texts) send({ id, answer: text });
   texts.destroy();
 }
 
@@ -56,6 +59,7 @@ self.onmessage = async ({ data }) => {
     if (session === null) await start(data);
     else answer(data);
   } catch (error) {
-    postMessage({ broken: String(error?.message ?? error).slice(-2000) });
+    // the last line of a traceback says what is wrong
+    send({ id: data.id, broken: String(error?.message ?? error).trim().split("\n").at(-1).slice(0, 500) });
   }
 };

@@ -1,30 +1,40 @@
 // Two workers: one that answers, and a spare one that is warm. To stop a run means to end its worker.
 
-const FILES = { python: "python.zip", stdlib: "python_stdlib.zip" };
+const NAMES = ["pyodide.wasm.gzip", "python_stdlib.zip", "python.zip", "pyodide-lock.json", "worker.js"];
 
-// Fetches everything once, and then allows no more connections: to nowhere, for this page and its workers.
-export async function fetchAll(base) {
-  const read = async (name) => {
-    const response = await fetch(new URL(name, base));
-    if (!response.ok) throw new Error(`${name}: ${response.status} ${response.statusText}`);
-    return response;
-  };
-  const bytes = async (name) => (await read(name)).arrayBuffer();
-  const text = async (name) => (await read(name)).text();
-  const [wasm, stdlib, python, lock, code] = await Promise.all([
-    bytes("pyodide.asm.wasm").then((all) => WebAssembly.compile(all)),
-    bytes(FILES.stdlib),
-    bytes(FILES.python),
-    text("pyodide-lock.json"),
-    text("worker.js"),
+// Fetches everything once, and then allows no more connections: to nowhere, for this page and its workers. Calls
+// `onProgress` with the number of bytes, and how many there are (0: unknown).
+export async function fetchAll(base, onProgress) {
+  const responses = await Promise.all(NAMES.map((name) => fetch(new URL(name, base))));
+  const refused = responses.find((response) => !response.ok);
+  if (refused) throw new Error(`${refused.url}: ${refused.status} ${refused.statusText}`);
+  const lengths = responses.map(({ headers }) => (headers.has("Content-Encoding") ? NaN : Number(headers.get("Content-Length"))));
+  const total = lengths.every((length) => length > 0) ? lengths.reduce((sum, length) => sum + length) : 0;
+  let count = 0;
+  const counted = ({ body }) => body.pipeThrough(new TransformStream({
+    transform(chunk, controller) {
+      count += chunk.byteLength;
+      onProgress(count, total);
+      controller.enqueue(chunk);
+    },
+  }));
+  const bytes = (stream) => new Response(stream).arrayBuffer();
+  const text = (stream) => new Response(stream).text();
+  const [wasm, stdlib, python, lock, code] = responses.map(counted);
+  const all = await Promise.all([
+    bytes(wasm.pipeThrough(new DecompressionStream("gzip"))).then((module) => WebAssembly.compile(module)),
+    bytes(stdlib),
+    bytes(python),
+    text(lock),
+    text(code),
   ]);
   const policy = document.createElement("meta");
   policy.httpEquiv = "Content-Security-Policy";
   policy.content = "connect-src 'none'";
   document.head.append(policy);
   // a worker of a blob inherits the policy of the page; one of a file would have none on a static host
-  const script = URL.createObjectURL(new Blob([code], { type: "text/javascript" }));
-  return { script, given: { base: String(base), wasm, stdlib, python, lock } };
+  const script = URL.createObjectURL(new Blob([all[4]], { type: "text/javascript" }));
+  return { script, given: { base: String(base), wasm: all[0], stdlib: all[1], python: all[2], lock: all[3] } };
 }
 
 class Warm {
@@ -34,7 +44,7 @@ class Warm {
       this.hear = ({ ready, broken }) => (ready ? resolve() : reject(new Error(broken)));
     });
     this.worker.onmessage = ({ data }) => this.hear(data);
-    this.worker.onerror = (event) => this.hear({ broken: event.message ?? "the worker has ended" });
+    this.worker.onerror = (event) => this.hear({ broken: event.message ?? "the worker has ended", isEnd: true });
     this.worker.postMessage(given);
   }
 
@@ -69,9 +79,11 @@ export class Workers {
     this.current.ready.then(() => this.warmUp(), () => {});
   }
 
-  // Calls `onAnswer` for each answer. Returns a sentence if it was stopped, or has broken down.
+  // Calls `onAnswer` for each answer. Returns a sentence if it was stopped, or has broken down. The answers to a question
+  // have its id, which the student's file does not know: another message is not one of ours.
   async ask(question, seconds, onAnswer) {
     const { current } = this;
+    const id = crypto.getRandomValues(new Uint32Array(4)).join("-");
     const sentence = await new Promise((resolve) => {
       const late = `Stopped after ${seconds} seconds, which is the limit. Does something never end?`;
       const timer = setTimeout(() => this.stop(late), seconds * 1000);
@@ -84,17 +96,18 @@ export class Workers {
       current.ready.then(
         () => {
           if (this.stop !== end) return;
-          current.hear = ({ answer, broken }) => {
+          current.hear = ({ id: of, answer, broken, isEnd }) => {
+            if (of !== id && !isEnd) return;
             if (broken !== undefined) return end(`Python has broken down, and was started again: ${broken}`);
             try {
               const said = JSON.parse(answer);
               onAnswer(said);
               if (said.done) end("");
             } catch (error) {
-              end(`The worker has sent what is no answer: ${error.message}`); // the file can do so, too
+              end(`An answer cannot be shown: ${error.message}`);
             }
           };
-          current.worker.postMessage(JSON.stringify(question));
+          current.worker.postMessage({ id, question: JSON.stringify(question) });
         },
         (error) => end(`Python did not start: ${error.message}`),
       );

@@ -4,7 +4,6 @@ import ast
 from collections.abc import Iterator
 from dataclasses import MISSING, fields
 from html import escape
-from pathlib import Path
 
 from nanovllm import BeamSearchParams, SamplingParams, StructuredOutputsParams
 from nanovllm.config import Config
@@ -17,17 +16,13 @@ The public names, from their docstrings. `LLM` takes the fields of `Config` as o
 not allowed raises a `ValueError` that says what is.
 """
 CLASSES = (  # read from the source
-    ("LLM", Path("nanovllm/engine.py"), "`from nanovllm import LLM`"),
-    (
-        "RequestOutput",
-        Path("nanovllm/processing/outputs.py"),
-        "what `generate`, `chat` and `step` return",
-    ),
-    ("CompletionOutput", Path("nanovllm/processing/outputs.py"), "one of its `outputs`"),
-    ("Scheduler", Path("nanovllm/scheduler.py"), "a subclass of it is `LLM(scheduler_cls=...)`"),
+    ("LLM", "nanovllm/engine.py", "`from nanovllm import LLM`"),
+    ("RequestOutput", "nanovllm/processing/outputs.py", "what `generate`, `chat`, `step` return"),
+    ("CompletionOutput", "nanovllm/processing/outputs.py", "one of its `outputs`"),
+    ("Scheduler", "nanovllm/scheduler.py", "a subclass of it is `LLM(scheduler_cls=...)`"),
     (
         "BlockManager",
-        Path("nanovllm/block_manager.py"),
+        "nanovllm/block_manager.py",
         "a subclass of it is `LLM(block_manager_cls=...)`",
     ),
 )
@@ -40,7 +35,7 @@ OPTIONS = (
 )
 
 
-def class_named(name: str, path: Path) -> ast.ClassDef:
+def class_named(name: str, path: str) -> ast.ClassDef:
     tree = ast.parse((ROOT / path).read_bytes())
     return next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
 
@@ -60,7 +55,7 @@ def members(node: ast.ClassDef, source: list[str]) -> Iterator[str]:
             kind = cell(ast.unparse(member.annotation))
             rows.append(f"| `{ast.unparse(member.target)}` | {kind} | {comment} |\n")
     if rows:
-        yield "| Field | Type | |\n|---|---|---|\n" + "".join(rows) + "\n"
+        yield "| Field | Type | Meaning |\n|---|---|---|\n" + "".join(rows) + "\n"
     for member in node.body:
         if MECHANISM in source[node.lineno : member.lineno]:
             return
@@ -81,11 +76,7 @@ def option_rows(cls: type) -> Iterator[str]:
         default = "required" if field.default is MISSING else cell(repr(field.default))
         if field.default_factory is not MISSING:
             default = cell(repr(field.default_factory()))
-        kind = (
-            field.type
-            if isinstance(field.type, str)
-            else getattr(field.type, "__name__", str(field.type))
-        )
+        kind = getattr(field.type, "__name__", str(field.type))
         meaning = meanings[field.name].replace("|", "&#124;")
         yield f"| `{field.name}` | {cell(kind)} | {default} | {meaning} |\n"
 
@@ -97,11 +88,11 @@ def api_page() -> str:
         node = class_named(name, path)
         source = (ROOT / path).read_text(encoding="utf-8").splitlines()
         doc = ast.get_docstring(node) or ""
-        parts.append(f"## {name}\n\n[`{name}`]({path.as_posix()}): {what}.\n\n{doc}\n\n")
+        parts.append(f"## {name}\n\n[`{name}`]({path}): {what}.\n\n{doc}\n\n")
         parts += members(node, source)
     for cls, path in OPTIONS:
         name = cls.__name__
         rows = "".join(option_rows(cls))
-        head = "| Option | Type | Default | |\n|---|---|---|---|\n"
+        head = "| Option | Type | Default | Meaning |\n|---|---|---|---|\n"
         parts.append(f"## {name}\n\n[`{name}`]({path})\n\n{head}{rows}\n")
     return "\n".join(parts)

@@ -11,6 +11,8 @@ What GitHub shows and what a generator shows come from the same text. These conv
 import json
 import posixpath
 import re
+from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 from tutorials.site.links import ROOT, Links
@@ -59,10 +61,16 @@ def with_boxes(text: str) -> str:
     return BOX.sub(box, text)
 
 
-def with_tables(text: str) -> str:
-    """Tables in a frame that scrolls, so that a page is not wider than a phone."""
-    frame = '<div class="table" role="region" aria-label="Table" tabindex="0" markdown="1">\n\n{}\n</div>\n'
-    return TABLE.sub(lambda table: frame.format(table[0]), text)
+def with_tables(text: str, numbers: Iterator[int]) -> str:
+    """Tables in a frame that scrolls on a phone. Screen readers hear its number, and a word for an empty cell of its head."""
+    frame = '<div class="table" role="region" aria-label="Table {}" tabindex="0" markdown="1">\n\n{}{}\n</div>\n'
+
+    def framed(table: re.Match) -> str:
+        head, end, rows = table[0].partition("\n")
+        head = re.sub(r"\| +(?=\|)", '| <span class="unseen">Row</span> ', head)
+        return frame.format(next(numbers), head, end + rows)
+
+    return TABLE.sub(framed, text)
 
 
 class Page:
@@ -73,6 +81,7 @@ class Page:
         self.title = title_of(text)
         self.path = path
         self.source = text
+        self.table_numbers = count(1)
         self.has_run = RUN.search(FENCE.sub("", text)) is not None
 
     def staged(self) -> str:
@@ -112,7 +121,7 @@ class Page:
             else self.links.rewrite(unit, of_vllm)
             for unit in units
         )
-        return with_tables(with_boxes(text))
+        return with_tables(with_boxes(text), self.table_numbers)
 
     def run(self, match: re.Match) -> str:
         path = posixpath.normpath((self.path.parent / match[2]).as_posix())

@@ -56,7 +56,9 @@ def with_button(text: str, path: Path, has_lab: bool) -> str:
 
 def folder_page(path: Path) -> Page:
     """What a folder has, with the first sentence of each module."""
-    rows = [f"# {path.as_posix()}/\n\n{first_line(ROOT / path)}\n\n| Module | |\n|---|---|\n"]
+    rows = [
+        f"# {path.as_posix()}/\n\n{first_line(ROOT / path)}\n\n| Module | What it does |\n|---|---|\n"
+    ]
     for entry in entries(path):
         name = f"{entry.name}/" if (ROOT / entry).is_dir() else entry.name
         target = entry.relative_to(path).as_posix()

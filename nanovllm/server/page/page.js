@@ -7,19 +7,107 @@ const ORDINALS = { one: "st", two: "nd", few: "rd", other: "th" };
 const ordinalRules = new Intl.PluralRules("en-US", { type: "ordinal" });
 const ordinal = (n) => `${grouped.format(n)}${ORDINALS[ordinalRules.select(n)]}`;
 
+// --- what this tab keeps until it is closed; a browser may refuse ---
+
+function kept(name) {
+  try {
+    return JSON.parse(sessionStorage.getItem(`nanovllm.${name}`));
+  } catch {
+    return null;
+  }
+}
+
+function keep(name, value) {
+  try {
+    sessionStorage.setItem(`nanovllm.${name}`, JSON.stringify(value));
+  } catch {
+    // the page works without
+  }
+}
+
+// --- requests to the server ---
+
+const server = { key: kept("key") };
+
+class Refusal extends Error {}
+
+// As `fetch`, with the API key. Raises a Refusal if the server refuses, with its sentence.
+async function request(path, options = {}) {
+  const headers = { ...options.headers };
+  // a header has bytes
+  if (server.key) headers.Authorization = `Bearer ${String.fromCharCode(...new TextEncoder().encode(server.key))}`;
+  const response = await fetch(path, { ...options, headers });
+  if (response.ok) return response;
+  const refusal = new Refusal(await problemOf(response));
+  refusal.status = response.status;
+  if (response.status === 401) askForKey();
+  throw refusal;
+}
+
+function askForKey() {
+  $("key-problem").textContent = server.key ? "The server refuses this key." : "";
+  if ($("key-form").hidden) {
+    $("key-form").hidden = false;
+    $("key").focus();
+  }
+}
+
+function useKey() {
+  server.key = $("key").value.trim();
+  keep("key", server.key);
+  $("key").value = $("key-problem").textContent = "";
+  $("key-form").hidden = true;
+  nameModel();
+  if (mode() === "live") {
+    disconnect();
+    connect();
+  }
+  $("question").focus();
+}
+
 // --- chat ---
 
-const chat = { messages: [], controller: null, many: null }; // what ends the answer, and the twenty
+// what ends the answer, and the twenty; what was noted below each message
+const chat = { messages: [], notes: [], controller: null, many: null, pending: null };
 
 function startChat() {
   stopAll();
   chat.controller = null;
   chat.many = null;
-  chat.messages = [];
+  remember([], []);
   showBusy();
   $("log").replaceChildren($("welcome"));
   $("welcome").hidden = false;
   $("question").focus();
+}
+
+function remember(messages, notes) {
+  chat.messages = messages;
+  chat.notes = notes;
+  chat.pending = null;
+  keep("chat", { messages, notes });
+}
+
+// The conversation of this tab before it was loaded again.
+function restoreChat() {
+  const { messages = [], notes = [] } = kept("chat") ?? {};
+  if (!messages.length) return;
+  chat.messages = messages;
+  chat.notes = notes;
+  $("welcome").hidden = true;
+  messages.forEach(({ role, content }, i) => {
+    const message = addMessage(role, content);
+    if (notes[i]) note(message, notes[i]);
+  });
+  scrollToEnd();
+}
+
+// An answer that is not complete when the page is left.
+function keepPending() {
+  const { messages, answer } = chat.pending ?? {};
+  if (!answer?.text) return;
+  const notes = [...chat.notes, "", "The page was left before the end of the answer."];
+  keep("chat", { messages: [...messages, { role: "assistant", content: answer.text }], notes });
 }
 
 function stopAll() {
@@ -33,7 +121,8 @@ function addMessage(role, text) {
   const reasoning = element("details");
   reasoning.hidden = true;
   reasoning.append(element("summary", "", "Reasoning"), element("div"));
-  const heading = element("h3", "", role === "user" ? "You" : "Answer");
+  const heading = element("h3");
+  heading.append(element("span", "who", role === "user" ? "You" : "Answer"));
   if (role !== "user") heading.append(element("span", "tag"), element("span", "state"));
   message.append(heading, reasoning);
   message.append(element("div", "text", text));
@@ -70,8 +159,10 @@ async function ask(question) {
   const controller = new AbortController();
   chat.controller = controller;
   showBusy();
-  const answer = { text: "", reasoning: "", usage: null, reason: null, begin: performance.now() };
+  const answer = { text: "", reasoning: "", usage: null, reason: null, begin: performance.now(), first: null };
+  chat.pending = { messages, answer };
   const followed = follow(message.querySelector(".tag"), message.querySelector(".state"));
+  let why = "ended";
   try {
     const body = { ...options(), messages };
     await stream("v1/chat/completions", body, controller.signal, (event) => {
@@ -80,16 +171,23 @@ async function ask(question) {
     });
     note(message, summaryOf(answer));
   } catch (error) {
-    if (controller.signal.aborted) note(message, "Stopped.");
+    why = controller.signal.aborted ? "stopped" : "failed";
+    if (why === "stopped") note(message, "Stopped.");
     else note(message, readable(error), true);
+    if (!answer.text && why === "failed") {
+      message.querySelector(".who").textContent = error instanceof Refusal ? "Refused" : "No answer";
+      why = "";
+    }
   }
-  unfollow(followed, controller.signal.aborted ? "stopped" : "ended");
+  unfollow(followed, why);
   if (chat.controller !== controller) return; // a new chat has begun meanwhile
   chat.controller = null;
   showBusy();
   if (answer.text) {
-    chat.messages = [...messages, { role: "assistant", content: answer.text }];
+    const notes = [...chat.notes, "", message.querySelector(".note").textContent];
+    remember([...messages, { role: "assistant", content: answer.text }], notes);
   } else {
+    chat.pending = null;
     message.querySelector(".text").hidden = true;
     if (!$("question").value) $("question").value = question; // it was not answered: try again
   }
@@ -103,15 +201,9 @@ function showBusy() {
   $("ask-many").disabled = chat.many !== null;
 }
 
-async function post(path, body, signal) {
-  const response = await fetch(path, {
-    method: "POST",
-    headers: { "Content-Type": "application/json" },
-    body: JSON.stringify({ model: chat.model, ...body }),
-    signal,
-  });
-  if (!response.ok) throw new Error(await problemOf(response));
-  return response;
+function post(path, body, signal) {
+  const headers = { "Content-Type": "application/json" };
+  return request(path, { method: "POST", headers, body: JSON.stringify({ model: chat.model, ...body }), signal });
 }
 
 const COUNTS = { include_usage: true, continuous_usage_stats: true }; // of tokens, in each event
@@ -157,6 +249,7 @@ function take(event, answer, message) {
   const choice = event.choices?.[0];
   answer.reason = choice?.finish_reason ?? answer.reason;
   const { content, reasoning } = choice?.delta ?? {};
+  if (content || reasoning) answer.first ??= { time: performance.now(), tokens: answer.usage?.completion_tokens ?? 1 };
   if (content) {
     answer.text += content;
     message.querySelector(".text").append(piece(content, answer.usage?.completion_tokens - (numBefore ?? 0)));
@@ -179,12 +272,15 @@ function piece(content, numTokens) {
   return several;
 }
 
+// The wait in the queue is in the time to the first token, and not in the speed after it.
 function summaryOf(answer) {
   const parts = [];
   if (answer.usage) {
     const { completion_tokens: count, prompt_tokens: prompt, prompt_tokens_details: details } = answer.usage;
-    const seconds = (performance.now() - answer.begin) / 1000;
-    parts.push(plural(count, "token"), `${grouped.format(Math.round(count / seconds))} tokens/s`);
+    const { time, tokens } = answer.first ?? { time: performance.now(), tokens: count };
+    const seconds = Math.max(0.001, (performance.now() - time) / 1000);
+    parts.push(plural(count, "token"), `the first after ${((time - answer.begin) / 1000).toFixed(2)} s`);
+    if (count > tokens) parts.push(`then ${grouped.format(Math.round((count - tokens) / seconds))} tokens/s`);
     parts.push(`${details?.cached_tokens ?? 0} of ${plural(prompt, "prompt token")} cached`);
   }
   if (answer.reason === "length") parts.push("ended by the limit of tokens");
@@ -210,12 +306,10 @@ async function nameModel() {
     return;
   }
   try {
-    const response = await fetch("v1/models");
-    if (!response.ok) throw new Error(await problemOf(response));
-    chat.model = (await response.json()).data[0].id;
+    chat.model = (await (await request("v1/models")).json()).data[0].id;
     $("model").textContent = chat.model;
   } catch (error) {
-    $("model").textContent = readable(error);
+    $("model").textContent = error.status === 401 ? "needs an API key" : readable(error);
   }
 }
 
@@ -224,10 +318,16 @@ function submitQuestion() {
   if (!question || chat.controller) return;
   $("question").value = "";
   $("options").open = false;
+  $("question").focus(); // the button that was pressed is hidden now
   ask(question);
 }
 
 function setUpChat() {
+  $("key-form").addEventListener("submit", (event) => {
+    event.preventDefault();
+    useKey();
+  });
+  addEventListener("pagehide", keepPending);
   $("composer").addEventListener("submit", (event) => {
     event.preventDefault();
     submitQuestion();
@@ -252,6 +352,7 @@ function setUpChat() {
       submitQuestion();
     });
   }
+  restoreChat();
   nameModel();
 }
 
@@ -306,6 +407,7 @@ async function askMany() {
   chat.many = controller;
   showBusy();
   const begin = performance.now();
+  let why = "ended";
   try {
     const prompt = await Promise.all(QUESTIONS.map((question) => tokensOf(question, signal)));
     const body = { max_tokens: LONGEST_OF_MANY, ...options(), prompt };
@@ -314,8 +416,9 @@ async function askMany() {
   } catch (error) {
     if (signal.aborted) note(box, "Stopped.");
     else note(box, readable(error), true);
+    why = signal.aborted ? "stopped" : error instanceof Refusal ? "refused" : "failed";
   }
-  for (const { followed } of rows) unfollow(followed, signal.aborted ? "stopped" : "ended");
+  for (const { followed } of rows) unfollow(followed, why);
   if (chat.many !== controller) return;
   chat.many = null;
   showBusy();
@@ -416,7 +519,7 @@ function showHint(frame) {
 }
 
 const SECONDS = 60;
-const live = { source: null, points: [], speed: 0, frame: null };
+const live = { controller: null, points: [], speed: 0, frame: null };
 
 // How many tokens there were at a time, between the frames that say it.
 function tokensAt(time) {
@@ -458,29 +561,68 @@ function say(text, isGood = false) {
 
 // --- live ---
 
-function connect() {
-  if (live.source || document.hidden) return;
-  view.forget();
-  live.points = [];
+const RETRY_MILLISECONDS = 2000;
+// A browser has six connections to a server, for all its windows together. So only the newest ones watch.
+const MOST_WATCHING = 3;
+const windows = new BroadcastChannel("nanovllm.live");
+const WINDOW = Math.random(); // the name of this window
+const newer = new Set(); // windows that watch, and started after this one
+
+async function connect() {
+  if (live.controller || document.hidden) return;
+  const controller = new AbortController();
+  live.controller = controller;
+  newer.clear();
+  windows.postMessage({ id: WINDOW, watches: true });
   say("Connecting");
-  const source = new EventSource("live");
-  live.source = source;
-  source.onopen = () => say("Connected", true);
-  source.onmessage = (event) => receive(JSON.parse(event.data));
-  source.onerror = () => {
-    if (source.readyState !== EventSource.CLOSED) {
-      say("Connection lost, trying again");
-      return;
-    }
+  try {
+    while (live.controller === controller) await watch(controller.signal);
+  } catch (error) {
+    if (live.controller !== controller) return;
     disconnect();
-    playInstead("This server has no live view");
-  };
+    if (error.status === 401) say("The server asks for an API key");
+    else playInstead(error.status === 404 ? "This server has no live view" : error.message);
+  }
+}
+
+// Until the stream ends, and a moment longer. Raises a Refusal.
+async function watch(signal) {
+  try {
+    const response = await request("live", { signal });
+    view.forget();
+    live.points = [];
+    say("Connected", true);
+    for await (const data of dataLines(response.body)) draw(JSON.parse(data));
+  } catch (error) {
+    if (error instanceof Refusal || signal.aborted) throw error;
+  }
+  say("Connection lost, trying again");
+  await new Promise((resolve) => setTimeout(resolve, RETRY_MILLISECONDS));
+}
+
+// A fault of ours is reported, and is not a lost connection.
+function draw(frame) {
+  try {
+    receive(frame);
+  } catch (error) {
+    reportError(error);
+  }
 }
 
 // Nobody watches: the engine need not make pictures.
 function disconnect() {
-  live.source?.close();
-  live.source = null;
+  if (!live.controller) return;
+  live.controller.abort();
+  live.controller = null;
+  windows.postMessage({ id: WINDOW, watches: false });
+}
+
+function makeRoom({ data: { id, watches } }) {
+  if (watches) newer.add(id);
+  else newer.delete(id);
+  if (!live.controller || newer.size < MOST_WATCHING) return;
+  disconnect();
+  say(`Paused: ${MOST_WATCHING} newer windows show the engine. Click in this window to go on`);
 }
 
 function receive(frame) {
@@ -572,6 +714,9 @@ function setUpView() {
     if (document.hidden) disconnect();
     else connect();
   });
+  windows.onmessage = makeRoom;
+  for (const event of ["focus", "pointerdown", "pageshow"]) addEventListener(event, () => mode() === "live" && connect());
+  addEventListener("pagehide", disconnect);
   setInterval(showLastMinute, 500);
   if (location.protocol === "file:") playInstead("No server: the page was opened as a file");
   else connect();

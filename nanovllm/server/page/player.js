@@ -11,6 +11,17 @@
 
 const PLAYER_STYLE = new URL("player.css", document.currentScript.src).href;
 
+// The style sheet is read once, for all elements. A page that was opened as a file may not read it: there each element
+// has a link.
+const readStyle = async () => {
+  if (location.protocol === "file:") throw new Error("a file");
+  const response = await fetch(PLAYER_STYLE);
+  if (!response.ok) throw new Error(response.statusText);
+  return new CSSStyleSheet().replace(await response.text());
+};
+const style = readStyle();
+style.catch(() => {}); // each element sees it
+
 function element(tag, className, text) {
   const made = document.createElement(tag);
   if (className) made.className = className;
@@ -22,7 +33,6 @@ const grouped = new Intl.NumberFormat("en-US");
 const plural = (n, one) => `${grouped.format(n)} ${one}${n === 1 ? "" : "s"}`;
 
 const INSIDE = `
-<link rel="stylesheet">
 <div id="all" hidden>
   <div id="player" hidden>
     <slot name="choose"></slot>
@@ -35,6 +45,11 @@ const INSIDE = `
       <label class="unseen" for="slider">Step</label>
       <input type="range" id="slider" min="0" max="0" value="0">
       <output id="position" for="slider"></output>
+    </div>
+    <div id="events" class="bar" hidden>
+      <p id="told" role="status"></p>
+      <button type="button" id="previous-event">Previous event</button>
+      <button type="button" id="next-event" title="the next preemption, prefix-cache hit, admission or end">Next event</button>
     </div>
   </div>
 
@@ -434,9 +449,10 @@ function countsOf(frame) {
   return { running: running.length, preempted: preempted.length, swapped: swapped.length, waiting };
 }
 
-function queue(title, rows, count) {
+function queue(title, rows, count, level) {
   const box = element("div", title.toLowerCase());
   const heading = element("h4", "", title);
+  heading.setAttribute("aria-level", level);
   heading.append(element("small", "", grouped.format(count)));
   box.append(heading, ...rows);
   const rest = count - rows.length;
@@ -460,6 +476,75 @@ function timesOf(frames) {
   return times;
 }
 
+// --- what happens in a step, in words ---
+
+const MOST_NAMED = 4; // requests in a sentence; of more, their number
+const lists = new Intl.ListFormat("en-GB"); // A, B and C
+const NOTHING = { running: [], queue: [], preempted: [], swapped: [], requests: [], tables: [], output_tokens: 0, prefix_cache_hit_tokens: 0 };
+
+// The blocks of each request, in a frame that is whole.
+function blocksHeld(frame) {
+  const held = new Map();
+  for (const [id, , , blocks] of frame.tables) held.set(id, new Set([...(held.get(id) ?? []), ...blocks]));
+  return held;
+}
+
+// A sentence for a frame of a recorded run, and whether there is an event in it: a preemption, a prefix-cache hit, an
+// admission or an end.
+function tell(before, frame, letter) {
+  const [was, is] = [statesOf(before), statesOf(frame)];
+  const [held, holds] = [blocksHeld(before), blocksHeld(frame)];
+  const isAway = (states, id) => ["preempted", "swapped"].includes(states.get(id));
+  const named = (ids) => (ids.length > MOST_NAMED ? plural(ids.length, "request") : lists.format(ids.map(letter)));
+  const say = (ids, one, several) => (ids.length ? [`${named(ids)} ${ids.length === 1 ? one : several}`] : []);
+  const takers = frame.running.filter((id) => (holds.get(id)?.size ?? 0) > (held.get(id)?.size ?? 0));
+  const preempt = (id) => {
+    const way = frame.steps === 1 ? (takers.length ? ` gives way to ${named(takers)},` : " finds no free block,") : "";
+    const count = plural(held.get(id)?.size ?? 0, "block");
+    const fate = is.get(id) === "swapped" ? `moves ${count} to the host's memory` : `loses ${count} and will be computed again`;
+    return `${letter(id)}${way} ${fate}`;
+  };
+  const ids = [...is.keys()];
+  const away = ids.filter((id) => isAway(is, id) && !isAway(was, id));
+  const back = frame.running.filter((id) => isAway(was, id));
+  const admitted = frame.running.filter((id) => was.get(id) !== "running" && !isAway(was, id));
+  const late = ids.filter((id) => is.get(id) === "waiting" && !was.has(id));
+  const hits = frame.prefix_cache_hit_tokens - before.prefix_cache_hit_tokens;
+  const inUse = new Set([...holds.values()].flatMap((blocks) => [...blocks]));
+  const freed = new Set(frame.ended.flatMap((id) => [...(held.get(id) ?? [])]).filter((block) => !inUse.has(block)));
+  const frees = freed.size ? ` and ${frame.ended.length === 1 ? "frees" : "free"} ${plural(freed.size, "block")}` : "";
+  const parts = away.length > MOST_NAMED ? say(away, "", "are preempted") : away.map(preempt);
+  parts.push(...say(back.filter((id) => was.get(id) === "preempted"), "comes back and is computed again", "come back and are computed again"));
+  parts.push(...say(back.filter((id) => was.get(id) === "swapped"), "comes back from the host's memory", "come back from the host's memory"));
+  const first = admitted.length === 1 && !back.length && frame.steps === 1 && frame.requests.find(({ id }) => id === admitted[0]);
+  const computed = first && Math.min(first.prompt, first.computed) - hits;
+  const share = first && computed < first.prompt ? `${computed} of ` : "";
+  const ofPrompt = first ? ` and computes ${share}its ${plural(first.prompt, "prompt token")}` : "";
+  parts.push(...say(admitted, `is admitted${ofPrompt}`, "are admitted"));
+  if (hits > 0) parts.push(`${plural(hits, "token")} of ${named([...back, ...admitted, ...frame.ended.filter((id) => !was.has(id))])} ${hits === 1 ? "is" : "are"} found in the prefix cache`);
+  parts.push(...say(frame.ended, `ends${frees}`, `end${frees}`));
+  parts.push(...say(late, "arrives and waits", "arrive and wait"));
+  parts.push(...tellTokens(before, frame, say));
+  const steps = frame.steps > 1 ? `Steps ${grouped.format(frame.step - frame.steps + 1)} to` : "Step";
+  const isEvent = away.length + back.length + admitted.length + frame.ended.length > 0 || hits > 0;
+  return { isEvent, text: `${steps} ${grouped.format(frame.step)}: ${parts.join("; ") || "nothing changes"}.` };
+}
+
+// Who computes a prompt, who gets a token, and which blocks are copied.
+function tellTokens(before, frame, say) {
+  const copies = frame.moves.copies.length;
+  const parts = copies ? [`${plural(copies, "shared block")} ${copies === 1 ? "is" : "are"} copied before a sequence writes into ${copies === 1 ? "it" : "them"} (copy-on-write)`] : [];
+  const sampled = frame.output_tokens - before.output_tokens;
+  if (frame.steps > 1) return [...parts, `${plural(sampled, "token")} ${sampled === 1 ? "is" : "are"} sampled`];
+  const rowsBefore = new Map(before.requests.map((row) => [row.id, row]));
+  const running = frame.requests.filter(({ id }) => frame.running.includes(id));
+  const ids = (rows) => rows.map(({ id }) => id);
+  parts.push(...say(ids(running.filter((row) => row.computed < row.prompt)), "computes a part of its prompt", "compute parts of their prompts"));
+  const getters = running.filter((row) => row.output > (rowsBefore.get(row.id)?.output ?? 0));
+  const isOneEach = getters.every((row) => row.output === (rowsBefore.get(row.id)?.output ?? 0) + 1);
+  return [...parts, ...say(ids(getters), isOneEach ? "gets a token" : "gets tokens", isOneEach ? "get a token each" : "get tokens")];
+}
+
 // --- charts ---
 
 function shape(tag, attributes) {
@@ -477,6 +562,7 @@ function roundUp(value) {
 // --- the element ---
 
 const STEP_MILLISECONDS = 250;
+const EVENT_MILLISECONDS = 1200; // a step with an event stays, so that its sentence can be read
 const MOST_LINES = 12; // of requests, in the time line
 
 class NanoRun extends HTMLElement {
@@ -488,15 +574,14 @@ class NanoRun extends HTMLElement {
   cached = [];
   frame = null;
   i = 0; // the frame that is shown, of a run
+  level = 3; // of its headings
   timer = null;
   #run = null;
 
   constructor() {
     super();
     this.attachShadow({ mode: "open" }).innerHTML = INSIDE;
-    const style = this.shadowRoot.querySelector("link");
-    style.onload = style.onerror = () => (this.$("all").hidden = false);
-    style.href = PLAYER_STYLE;
+    style.then((sheet) => this.adopt(sheet), () => this.link());
     this.kv = new Grid(this, "blocks", "Block", 260);
     this.host = new Grid(this, "host-blocks", "Host block", 100);
     this.host.most = FEW;
@@ -506,6 +591,8 @@ class NanoRun extends HTMLElement {
     this.$("play").addEventListener("click", () => this.playOrPause());
     this.$("previous").addEventListener("click", () => this.stepBy(-1));
     this.$("next").addEventListener("click", () => this.stepBy(1));
+    this.$("previous-event").addEventListener("click", () => this.jump(-1));
+    this.$("next-event").addEventListener("click", () => this.jump(1));
     this.$("slider").addEventListener("input", () => this.stepBy(Number(this.$("slider").value) - this.i));
     this.addEventListener("keydown", (event) => this.onKey(event));
   }
@@ -514,9 +601,32 @@ class NanoRun extends HTMLElement {
     return this.shadowRoot.getElementById(id);
   }
 
+  adopt(sheet) {
+    this.shadowRoot.adoptedStyleSheets = [sheet];
+    this.$("all").hidden = false;
+  }
+
+  link() {
+    const link = element("link");
+    link.rel = "stylesheet";
+    link.onload = link.onerror = () => (this.$("all").hidden = false);
+    link.href = PLAYER_STYLE;
+    this.shadowRoot.prepend(link);
+  }
+
+  // Its headings are one level below that of the page before it.
+  setLevels() {
+    const isBefore = (heading) => heading.compareDocumentPosition(this) & Node.DOCUMENT_POSITION_FOLLOWING;
+    const before = [...document.querySelectorAll("h1, h2, h3, h4")].findLast(isBefore);
+    this.level = Number(before?.tagName[1] ?? 1) + 1;
+    for (const heading of this.shadowRoot.querySelectorAll("h3")) heading.setAttribute("aria-level", this.level);
+  }
+
   connectedCallback() {
     this.isPlaced = true;
-    if (!this.run) this.load();
+    this.setLevels();
+    if (this.run) this.goTo(this.i);
+    else this.load();
   }
 
   disconnectedCallback() {
@@ -550,7 +660,7 @@ class NanoRun extends HTMLElement {
     if (run && !run.frames[0].tables) throw new Error("another version has recorded it");
     this.pause();
     this.#run = run;
-    this.$("controls").hidden = !run;
+    this.$("controls").hidden = this.$("events").hidden = !run;
     if (!run) return;
     this.forget();
     const all = Object.keys(run.prompts ?? {}); // in the order in which they came
@@ -558,10 +668,12 @@ class NanoRun extends HTMLElement {
     const tokens = run.frames.map((frame) => frame.output_tokens);
     this.speeds = tokens.map((count, i) => count - (tokens[i - 1] ?? 0));
     this.uses = run.frames.map((frame) => frame.kv_blocks_used / frame.kv_blocks);
+    const letter = (id) => this.owners.get(id).letter;
+    this.told = run.frames.map((frame, i) => tell(run.frames[i - 1] ?? NOTHING, frame, letter));
     this.$("slider").max = run.frames.length - 1;
     this.$("title").textContent = run.title;
     this.explain(run.explanation ?? "");
-    this.showTimes();
+    this.readTimes();
     this.$("queues").style.minHeight = 0;
     this.goTo(Number(this.getAttribute("step") ?? 1) - 1);
   }
@@ -624,7 +736,7 @@ class NanoRun extends HTMLElement {
     const parts = QUEUES.map(([title, ofQueue]) => {
       const rows = frame.requests.filter((request) => ofQueue.includes(states.get(request.id)));
       const count = ofQueue.reduce((sum, state) => sum + counts[state], 0);
-      return queue(title, rows.map((request) => this.row(request, states.get(request.id), scale)), count);
+      return queue(title, rows.map((request) => this.row(request, states.get(request.id), scale)), count, this.level + 1);
     });
     const letters = frame.ended.map((id) => this.owners.get(id).letter);
     parts.push(element("p", "more", letters.length ? `Ended just now: ${letters.join(", ")}` : ""));
@@ -666,10 +778,17 @@ class NanoRun extends HTMLElement {
 
   // --- who runs and who waits in each step of a run ---
 
-  showTimes() {
-    const times = timesOf(this.run.frames);
-    const ids = [...this.owners.keys()].filter((id) => times.has(id));
-    const lines = ids.slice(0, MOST_LINES).map((id) => this.lineOf(id, times.get(id)));
+  readTimes() {
+    this.times = timesOf(this.run.frames);
+    this.timed = [...this.owners.keys()].filter((id) => this.times.has(id));
+    if (this.timed.length <= MOST_LINES) this.showTimes(0);
+  }
+
+  // Of many requests, those that came with the first one of this frame, and after it.
+  showTimes(first) {
+    const { times, timed: ids } = this;
+    const begin = Math.max(0, Math.min(first, ids.length - MOST_LINES));
+    const lines = ids.slice(begin, begin + MOST_LINES).map((id) => this.lineOf(id, times.get(id)));
     const rest = ids.length - lines.length;
     if (rest > 0) lines.push(element("p", "more", `and ${plural(rest, "more request")}`));
     this.$("timeline").replaceChildren(element("i", "now"), ...lines);
@@ -745,11 +864,18 @@ class NanoRun extends HTMLElement {
     this.i = Math.min(count - 1, Math.max(0, i || 0));
     const frame = run.frames[this.i];
     const top = roundUp(Math.max(2, ...this.speeds));
-    const position = `step ${this.i + 1} of ${count}`;
-    const marks = ["step 1", Math.ceil(count / 2), count];
+    const noun = run.frames.some(({ steps }) => steps > 1) ? "picture" : "step";
+    const position = `${noun} ${this.i + 1} of ${count}`;
+    const marks = [`${noun} 1`, Math.ceil(count / 2), count];
+    if (this.timed.length > MOST_LINES) {
+      const alive = new Set(idsOf(frame));
+      this.showTimes(Math.max(0, this.timed.findIndex((id) => alive.has(id))));
+    }
     this.$("slider").value = this.i;
     this.$("slider").setAttribute("aria-valuetext", position);
     this.$("position").textContent = position;
+    this.$("told").textContent = this.told[this.i].text;
+    for (const [id, by] of [["previous-event", -1], ["next-event", 1]]) this.$(id).disabled = this.eventFrom(by) < 0;
     this.$("timeline").style.setProperty("--at", (this.i + 0.5) / count);
     this.show(frame);
     this.showNumbers(frame, frame.output_tokens_per_second);
@@ -761,17 +887,37 @@ class NanoRun extends HTMLElement {
   play() {
     if (!this.run) return;
     if (this.i === this.run.frames.length - 1) this.goTo(0);
-    this.timer = setInterval(() => {
+    const next = () => {
       this.goTo(this.i + 1);
       if (this.i === this.run.frames.length - 1) this.pause();
-    }, STEP_MILLISECONDS);
+      else wait();
+    };
+    const wait = () => {
+      const isLong = this.told[this.i].isEvent && this.frame.steps === 1;
+      this.timer = setTimeout(next, isLong ? EVENT_MILLISECONDS : STEP_MILLISECONDS);
+    };
+    wait();
+    this.$("told").ariaLive = "off"; // a screen reader does not read all steps
     this.$("play").textContent = "Pause";
   }
 
   pause() {
-    clearInterval(this.timer);
+    clearTimeout(this.timer);
     this.timer = null;
+    this.$("told").ariaLive = "polite";
     this.$("play").textContent = "Play";
+  }
+
+  // The next or the previous step with an event, or -1.
+  eventFrom(by) {
+    let i = this.i + by;
+    while (this.told[i] && !this.told[i].isEvent) i += by;
+    return this.told[i] ? i : -1;
+  }
+
+  jump(by) {
+    const i = this.eventFrom(by);
+    if (i >= 0) this.stepBy(i - this.i);
   }
 
   playOrPause() {

@@ -43,7 +43,8 @@ const SCHEMES = ["", "light", "dark"];
 function showScheme(scheme) {
   document.documentElement.style.colorScheme = scheme;
   $("scheme").textContent = scheme ? `${scheme[0].toUpperCase()}${scheme.slice(1)}` : "Auto";
-  $("scheme").setAttribute("aria-label", `Colours: ${scheme || "as the system has them"}. Change`);
+  $("scheme").setAttribute("aria-label", `Colours: ${$("scheme").textContent}`);
+  $("scheme").title = scheme ? "" : "The colours are those of your system";
 }
 
 function nextScheme() {
@@ -131,6 +132,46 @@ function score(row, words) {
   return sum;
 }
 
+// Words that each page has. They do not count, unless there is no other word.
+const COMMON = new Set("a an and are can do does for how i in is it of on or the this to what when where which who why with".split(" "));
+
+// The words of all pages, and how often each of them occurs. They are read when a word is not found.
+let vocabulary = null;
+
+function readVocabulary() {
+  vocabulary = new Map();
+  for (const row of window.searchIndex) {
+    for (const word of `${row[0]} ${row[1]} ${row[3]}`.toLowerCase().match(/[a-z]{3,}/g) ?? []) vocabulary.set(word, (vocabulary.get(word) ?? 0) + 1);
+  }
+}
+
+const MOST_LETTERS = 2; // that may be wrong
+
+// How many letters must be added, left out or exchanged.
+function distance(one, other) {
+  if (Math.abs(one.length - other.length) > MOST_LETTERS) return Infinity;
+  let last = Array.from({ length: other.length + 1 }, (_, j) => j);
+  for (let i = 1; i <= one.length; i++) {
+    const row = [i];
+    for (let j = 1; j <= other.length; j++) {
+      row[j] = Math.min(last[j] + 1, row[j - 1] + 1, last[j - 1] + (one[i - 1] !== other[j - 1]));
+    }
+    last = row;
+  }
+  return last.at(-1);
+}
+
+// The most similar word of the pages, and of several the most frequent one; or the same word.
+function corrected(word) {
+  if (word.length < 4 || window.searchIndex.some((row) => score(row, [word]) > 0)) return word;
+  if (!vocabulary) readVocabulary();
+  const [best] = [...vocabulary]
+    .map(([other, count]) => [distance(word, other), -count, other])
+    .filter(([letters]) => letters <= MOST_LETTERS)
+    .sort((a, b) => a[0] - b[0] || a[1] - b[1]);
+  return best ? best[2] : word;
+}
+
 function excerpt(row, words) {
   const at = Math.max(0, row.lower.indexOf(words[0]));
   const begin = row[3].lastIndexOf(" ", Math.max(0, at - 40)) + 1;
@@ -144,10 +185,13 @@ function excerpt(row, words) {
 }
 
 async function search() {
-  const words = $("words").value.toLowerCase().split(/\s+/).filter(Boolean);
-  $("found").hidden = words.length === 0;
-  if (words.length === 0) return;
+  const all = $("words").value.toLowerCase().split(/[\s?]+/).filter(Boolean);
+  $("found").hidden = all.length === 0;
+  if (all.length === 0) return;
   await load();
+  const telling = all.filter((word) => !COMMON.has(word));
+  const asked = telling.length ? telling : all;
+  const words = asked.map(corrected);
   const scored = window.searchIndex.map((row) => [score(row, words), row]).filter(([points]) => points > 0);
   const rows = scored.sort((a, b) => b[0] - a[0]).slice(0, MOST_FOUND);
   const links = rows.map(([, row]) => {
@@ -156,7 +200,9 @@ async function search() {
     link.append(excerpt(row, words));
     return link;
   });
-  $("found").replaceChildren(newElement("p", `${scored.length} found`, "soft"), ...links);
+  const isOther = words.join(" ") !== asked.join(" ");
+  const count = `${scored.length} found${isOther ? ` for \u201c${words.join(" ")}\u201d, 0 for \u201c${asked.join(" ")}\u201d` : ""}`;
+  $("found").replaceChildren(newElement("p", count, "soft"), ...links);
   $("found").firstChild.setAttribute("role", "status");
 }
 
