@@ -233,15 +233,13 @@ def ignorable(name: str, config) -> bool:
 def weight_files(path: Path) -> list[Path]:
     """model.safetensors, or those that the index lists. Raises ValueError if one is missing."""
     index = path / "model.safetensors.index.json"
-    whole = path / "model.safetensors"
-    names = {whole.name}
-    if index.is_file() and not whole.is_file():
+    files = [path / "model.safetensors"]
+    if index.is_file() and not files[0].is_file():
         weight_map = read_json(index).get("weight_map")
         with reading(index):
             if not isinstance(weight_map, dict):
                 raise ValueError(f"weight_map={shown(weight_map)} is not an object")
-            names = set(map(str, weight_map.values()))
-    files = [path / name for name in sorted(names)]
+            files = [path / name for name in sorted(set(map(str, weight_map.values())))]
     for file in files:
         if not file.is_file():
             supported = "only safetensors checkpoints are supported, whole or sharded"

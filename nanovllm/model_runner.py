@@ -106,7 +106,7 @@ class ModelRunner:
         """Bytes of GPU memory for the KV cache, measured with a cache of one block."""
         self.kv_cache = self.shape.new_cache(1, self.device)
         new_graphs = self._new_graphs if self.has_graphs else None
-        largest = partial(self.run, largest_step(self.limits, self.shape.block_size))
+        largest = partial(self.launch, largest_step(self.limits, self.shape.block_size))
         available = memory_left(self.device, config, self.shape.block_bytes, largest, new_graphs)
         del self.kv_cache
         return available
@@ -149,10 +149,6 @@ class ModelRunner:
             inputs = self.prepare(schedule)
             hidden, inputs = self.forward(inputs)
             return self.sample(hidden, inputs, schedule)
-
-    def run(self, schedule: Schedule) -> Drawn:
-        """Runs a step from start to end."""
-        return self.launch(schedule)()
 
     def close(self) -> None:
         """Frees the memory."""

@@ -94,11 +94,11 @@ def check_schedule(schedule: Schedule, scheduler: Scheduler, limits: Limits) -> 
         if seq in seen:
             raise wrong(f"{seq} is in the schedule twice")
         seen.add(seq)
-        if seq.request not in running or seq.finish_reason is not None:
+        if seq.request not in running or seq.finish_reason:
             why = "it has ended, or its request is not in scheduler.running"
             raise wrong(f"{seq} is in the schedule, but {why}")
         end = start + num_tokens
-        if not is_int(num_tokens, 1) or end > len(seq.token_ids):
+        if not is_int(num_tokens, 1) or end > len(seq):
             missing = f"{seq.num_missing_tokens} are missing"
             raise wrong(f"{seq} is to compute {num_tokens} tokens, but {missing}")
         if start != seq.num_computed_tokens:
@@ -125,7 +125,7 @@ def check_sampled(schedule: Schedule, wrong: Callable) -> None:
     """Checks that exactly the sequences whose last token is computed get a next token, and that a
     request's samples get theirs together."""
     sampled = schedule.sampled.keys()
-    last_ones = [seq for seq, start, n in schedule.items if start + n == len(seq.token_ids)]
+    last_ones = [seq for seq, start, n in schedule.items if start + n == len(seq)]
     if [*dict.fromkeys(schedule.sampled.values())] != last_ones:
         raise wrong("the sampled sequences do not match the items: add items with commit only")
     for request in {seq.request for seq in sampled if seq.request.params.n > 1}:

@@ -137,15 +137,14 @@ def grammar_of(sampling: SamplingParams, source: Source) -> Grammar:
         raise refusal("structured_outputs", given, "it must be StructuredOutputsParams or a dict")
     if source.vocabulary is None:
         source.vocabulary = new_vocabulary(source)
-    (name,) = params.given
     try:
         matcher = new_matcher(grammar_text(params), source.vocabulary)
         problem = matcher.get_error() or problem_of_first_tokens(matcher, source.eos_token_ids)
     except Exception as error:  # half a surrogate pair, a schema that contains itself ...
         problem = str(error) or type(error).__name__
     if problem:
-        value = getattr(params, name)
-        raise refusal(f"structured_outputs.{name}", value, sentence(problem))
+        (name,) = params.given
+        raise refusal(f"structured_outputs.{name}", getattr(params, name), sentence(problem))
     return Grammar(matcher, source.eos_token_ids)
 
 

@@ -45,8 +45,7 @@ class Chat(Options):
         tools = [] if self.tools is None else self.tools
         is_tools = isinstance(tools, list | tuple) and all(isinstance(tool, dict) for tool in tools)
         self.require("tools", is_tools, "a list of dicts")
-        template = self.chat_template
-        self.require("chat_template", template is None or isinstance(template, str), "text")
+        self.require("chat_template", isinstance(self.chat_template, str | None), "text")
         names = {} if self.chat_template_kwargs is None else self.chat_template_kwargs
         is_names = isinstance(names, dict) and all(isinstance(name, str) for name in names)
         self.require("chat_template_kwargs", is_names, "a dict with names as keys")
@@ -54,13 +53,14 @@ class Chat(Options):
     def text(self, tokenizer: Any) -> str:
         if not (self.chat_template or tokenizer.chat_template):
             raise ValueError("the model has no chat template: pass the whole prompt to generate()")
-        options = {
+        names = {
+            **(self.chat_template_kwargs or {}),
             "add_generation_prompt": self.add_generation_prompt,
             "continue_final_message": self.continue_final_message,
             "tools": self.tools or None,
             "chat_template": self.chat_template,
+            "tokenize": False,
         }
-        names = {**(self.chat_template_kwargs or {}), **options, "tokenize": False}
         return str(tokenizer.apply_chat_template(self.messages, **names))
 
 
@@ -84,8 +84,7 @@ def unwrapped(prompt: Prompt) -> str | list[int] | Chat:
 
 
 def is_conversation(prompt) -> TypeIs[Conversation]:
-    is_list = isinstance(prompt, list | tuple) and len(prompt) > 0
-    return is_list and all(map(is_message, prompt))
+    return isinstance(prompt, list | tuple) and bool(prompt) and all(map(is_message, prompt))
 
 
 def is_message(message: object) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from operator import itemgetter
 
 from tokenizers import Tokenizer
@@ -11,7 +12,6 @@ from nanovllm.decoding.beam_search import BeamRequest
 from nanovllm.processing.outputs import CompletionOutput
 from nanovllm.sampling_params import SamplingParams
 
-UNKNOWN = "\ufffd"  # for a part of a character
 MOST_TOKENS = 8  # that are decoded together
 
 
@@ -33,33 +33,33 @@ class Text:
     num_safe_chars: int = 0  # how much of output.text may be shown to the user
 
     def __post_init__(self):
-        self.stop = list(self.params.stop or ())
+        skip = self.params.skip_special_tokens
+        self.decode = partial(self.tokenizer.decode, skip_special_tokens=skip)
+        self.stop = self.params.stop or ()
 
     def add(self, token_id: int) -> bool:
         """Appends a token's text. Returns True if it completes a stop string, which ends the
         text."""
         self.token_ids.append(token_id)
-        text = self._decoded()
-        return not text.endswith(UNKNOWN) and self._append(text)
+        return self._take()
 
     def end(self) -> bool:
         """Ends the text, and releases what was held back. Of a character that was cut in the
         middle, U+FFFD remains, as `decode` has it. Returns True if this completes a stop string."""
-        is_stop = self._append(self._decoded())
+        is_stop = self._take(is_last=True)
         self.num_safe_chars = len(self.output.text)
         return is_stop
 
-    def _decoded(self) -> str:
-        skip = self.params.skip_special_tokens
-        return self.tokenizer.decode(self.token_ids[self.begin :], skip_special_tokens=skip)
-
-    def _append(self, decoded: str) -> bool:
+    def _take(self, is_last: bool = False) -> bool:
+        decoded = self.decode(self.token_ids[self.begin :])
+        if decoded.endswith("\ufffd") and not is_last:  # a part of a character
+            return False
         before = len(self.output.text)
         text = self.output.text + decoded[len(self.known) :]
         self.known = decoded
         if len(self.token_ids) - self.begin > MOST_TOKENS:
             self.begin += MOST_TOKENS // 2
-            self.known = self._decoded()
+            self.known = self.decode(self.token_ids[self.begin :])
         found = []
         if len(self.token_ids) > self.params.min_tokens:
             for stop in self.stop:

@@ -13,14 +13,13 @@ from dataclasses import MISSING, Field, fields
 from difflib import get_close_matches
 from importlib.metadata import version
 from itertools import pairwise
-from pathlib import Path
 from textwrap import dedent
 from types import NoneType
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from nanovllm.config import Config
 from nanovllm.lab import serving
-from nanovllm.options import Options, refusal, shown
+from nanovllm.options import Options, shown
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.settings import ReplicaOptions, ServerOptions
 
@@ -57,7 +56,6 @@ def new_parser() -> Parser:
     local = "127.0.0.1"
     serve.add_argument("--host", default=local, help=f"default: {local}; 0.0.0.0: any machine")
     serve.add_argument("--port", type=int, default=8000, help="0 is any free one (default: 8000)")
-    serve.add_argument("--config", help="a YAML file with options; the command line overrides it")
     show = "for the page: a small cache, unless other options are given, and 10 steps a second"
     serve.add_argument("--show", action="store_true", help=show)
     add_options(serve, ServerOptions)
@@ -154,36 +152,13 @@ def words_of(options: dict[str, Any]) -> list[str]:
     return words
 
 
-def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parses a command line and the file of options that it names."""
-    parser = new_parser()
-    args = parser.parse_args(words)
-    if getattr(args, "config", None) is not None:
-        command, *others = sys.argv[1:] if words is None else words
-        return parser.parse_args([command, *words_of(read_options(args.config)), *others])
-    return args
-
-
-def read_options(file: str) -> dict[str, Any]:
-    """Raises ValueError."""
-    import yaml
-
-    try:
-        options = yaml.safe_load(Path(file).read_bytes())
-    except (OSError, yaml.YAMLError) as error:
-        raise refusal("config", file, shown(str(error))) from error
-    if not isinstance(options, dict):
-        raise refusal("config", file, "it must have a line for each option, as `port: 8000`")
-    return options
-
-
 def main(words: Sequence[str] | None = None) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a console may lack a letter
     if sys.stdin is None:  # it is closed
         sys.stdin = io.StringIO()
     try:
-        args = parsed(words)
+        args = new_parser().parse_args(words)
         if args.command == "lab":
             return serving.run(args)
         from nanovllm.server import commands  # torch takes seconds: not for --help

@@ -25,7 +25,7 @@ def app(args: dict[str, Any]) -> Application:
         if name in args:
             raise refusal(name, args[name], "Ray says where it listens: http_options")
     words = ["serve", *cli.words_of(args)]
-    config, server, options = replica_options(cli.parsed(words))
+    config, server, options = replica_options(cli.new_parser().parse_args(words))
     ingress = serve.deployment(
         Ingress,
         name="ingress",

@@ -388,7 +388,7 @@ def test_the_profiling_step_of_the_gpu_path(llm):
             assert all(
                 seq.request.rules.words and seq.request.rules.has_penalty for seq in step.sampled
             )
-            llm.runner.run(step)
+            llm.runner.launch(step)()
     finally:
         llm.runner.kv_cache, llm.runner.limits = cache, llm.limits
 

@@ -109,6 +109,8 @@ READ_BY = {
 @pytest.mark.parametrize("name", READ_BY)
 def test_a_file_that_is_no_json_object(name, text, embedded):
     file = embedded / name
+    if READ_BY[name] is weight_files:
+        (embedded / "model.safetensors").unlink()
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
     for read in (READ_BY[name], lambda path: LLM(path, device="cpu", num_blocks=8)):
         with pytest.raises(ValueError) as error:
@@ -127,6 +129,7 @@ def test_a_file_that_is_no_json_object(name, text, embedded):
     ],
 )
 def test_an_index_without_a_map(index, reason, directory):
+    (directory / "model.safetensors").unlink()
     file = directory / "model.safetensors.index.json"
     file.write_text(json.dumps(index))
     with pytest.raises(ValueError, match=reason) as error:

@@ -106,11 +106,11 @@ def test_a_dict_is_json():
     """On the command line, and by way of a file of options."""
     fields = {"num_speculative_tokens": 3}
     words = cli.words_of({"speculative_config": fields, "enforce_eager": False, "seed": 5})
-    args = cli.parsed(["serve", *words])
+    args = cli.new_parser().parse_args(["serve", *words])
     given = commands.given(args, Config)
     assert given == {"speculative_config": fields, "enforce_eager": False, "seed": 5}
     with pytest.raises(ValueError, match="--speculative-config: invalid loads value: '{'"):
-        cli.parsed(["serve", "--speculative-config", "{"])
+        cli.new_parser().parse_args(["serve", "--speculative-config", "{"])
 
 
 def test_values_have_the_types_of_their_fields():
@@ -467,8 +467,8 @@ def test_the_version(capsys):
 @pytest.mark.parametrize("command", ["serve", "chat"])
 def test_the_model_may_have_a_name(command):
     for words in ([command, "x"], [command, "--model", "x"]):
-        assert cli.parsed(words).model == "x"
-    assert cli.parsed([command]).model is None
+        assert cli.new_parser().parse_args(words).model == "x"
+    assert cli.new_parser().parse_args([command]).model is None
 
 
 def test_help_says_the_defaults(capsys):
@@ -482,31 +482,6 @@ def test_help_says_the_defaults(capsys):
         "(default: True)",
     ):
         assert said in text
-
-
-def test_options_in_a_file(tmp_path, capsys):
-    file = tmp_path / "options.yaml"
-    file.write_text(
-        "model: x\nport: 5\nblock-size: 8\nenable_prefix_caching: false\nserved_model_name: [a, b]\n"
-    )
-    args = cli.parsed(["serve", "--config", str(file), "--port", "7"])
-    assert (args.model, args.port, args.block_size, args.served_model_name) == (
-        "x",
-        7,
-        8,
-        ["a", "b"],
-    )
-    assert args.enable_prefix_caching is False
-    file.write_text('{"port": 9, "api_key": ["k"]}')  # JSON is YAML
-    assert cli.parsed(["serve", "--config", str(file)]).api_key == ["k"]
-    for text, said in (
-        ("blok-size: 8", "--block-size"),
-        ("- port", "a line for each option"),
-        ("a: [", "config="),
-    ):
-        file.write_text(text)
-        assert said in refused(capsys, "serve", "--config", str(file))
-    assert "No such file" in refused(capsys, "serve", "--config", str(tmp_path / "none"))
 
 
 def test_complete_reads_standard_input(parrot, monkeypatch, capsys):
@@ -524,7 +499,7 @@ def test_a_chat_in_a_pipe_writes_answers_only(side, monkeypatch, capsys):
 def test_a_template_of_ones_own(tmp_path, capsys):
     file = tmp_path / "template.jinja"
     file.write_text("{% for m in messages %}{{ m.content | upper }}{% endfor %}")
-    args = cli.parsed(["serve", "--chat-template", str(file)])
+    args = cli.new_parser().parse_args(["serve", "--chat-template", str(file)])
     options = commands.server_options(args)
     with Running(new_parrot(), chat_template=options.chat_template) as other:
         assert other.chat("hello")["choices"][0]["message"]["content"] == "HELLO"

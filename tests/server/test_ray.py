@@ -669,7 +669,7 @@ def test_arguments_of_a_config_file():
     from nanovllm.server.ray import app
 
     def parsed(options: dict):
-        return cli.parsed(["serve", *cli.words_of(options)])
+        return cli.new_parser().parse_args(["serve", *cli.words_of(options)])
 
     given = {"model": "m", "replicas": 2, "enforce_eager": True, "allowed_origins": ["a", "b"]}
     args = parsed(given)

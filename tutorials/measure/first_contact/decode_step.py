@@ -17,7 +17,6 @@ from nanovllm.layers.sampler import Sampling
 from nanovllm.schedule import Schedule
 from nanovllm.step import StepInputs
 from tutorials.machine import seconds_of
-from tutorials.measure.first_contact.larger import larger_step
 from tutorials.measure.first_contact.section import Section, milliseconds, run, show
 from tutorials.measure.first_contact.start import (
     Watched,
@@ -38,7 +37,6 @@ def decode_step(section: Section) -> None:
     times = section.case("sampling", partial(sampling_times, section))
     show("sampling|ms", [("ms", ",.3f")], milliseconds(times))
     steps_of_engine(section)
-    print("larger model:", section.case("larger", partial(larger_step, section)), flush=True)
 
 
 def steps_of_engine(section: Section) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.device.choose import choose_dtype
-from nanovllm.simulator.cost_model import FIELDS, SHAPES
+from nanovllm.simulator.cost_model import FIELDS
 from tutorials.measure.checkpoints import random_model, write_checkpoint
 from tutorials.report import table, write_json
 
@@ -40,7 +40,6 @@ class Sizes:
     in_a_row: int = 10  # replays that are timed together
     chunk: int = 512  # tokens of a prompt that is computed beside decodes
     vocab: int = 151_936
-    larger: dict[str, Any] = field(default_factory=lambda: SHAPES["qwen3-8b"])
     options: dict[str, Any] = field(default_factory=lambda: {"max_model_len": 4096})  # of LLM
     # sweep
     swept: tuple[int, ...] = (16, 48, 128, 256)  # sequences, with all tiles
@@ -68,7 +67,6 @@ ON_CPU = Sizes(
     in_a_row=2,
     chunk=8,
     vocab=1000,
-    larger=TINY,
     options=OPTIONS_ON_CPU,
     swept=(1,),
     few=(1,),
