@@ -4,6 +4,7 @@ only at a row's highest logits gives the same tokens.
 Run: pytest tests/core/test_sampler.py [-k greedy]
 """
 
+import random
 from importlib import import_module
 
 import pytest
@@ -235,18 +236,31 @@ def test_rows_without_a_small_top_k_do_not_make_the_others_sort(monkeypatch, lar
     assert looked_at == [(4, 15), *[(1, KEEP_ALL)] * num_sorted]
 
 
-@pytest.mark.parametrize("vocab_size", [5, 200, 1024, 1025])
-def test_a_neighbor_with_top_k_leaves_a_row_without_it_alone(vocab_size):
-    """Also where the whole vocabulary is not larger than what the short cut looks at."""
-    logits = (
-        torch.randn(1, vocab_size, generator=torch.Generator().manual_seed(1), device="cpu") / 10
-    )
-    for seed in range(40):
-        params = [SamplingParams(seed=seed), SamplingParams(seed=seed, top_k=3)]
-        free, cut = (Request("a", None, [1], p).sequences[0] for p in params)
-        alone = sample(logits, sampling_of([free], vocab_size))
-        together = sample(logits.expand(2, -1), sampling_of([free, cut], vocab_size))
-        assert together[0] == alone[0]
+@pytest.mark.parametrize("vocab_size", [5, 200, 1023, 1024, 1025, 40_000, 151_936])
+def test_a_row_draws_alone_what_it_draws_in_any_mixture(vocab_size):
+    """Of all parameters. Also where the vocabulary is not larger than what the short cut looks at."""
+    rng = random.Random(vocab_size)
+    generator = torch.Generator().manual_seed(vocab_size)
+    for _ in range(8 if vocab_size < 10_000 else 1):
+        requests = []
+        for i in range(12):
+            choices = dict(
+                temperature=[0, 0.01, 0.7, 1, 3], top_p=[1, 1, 0.9, 0.3, 0.001], min_p=[0, 0, 0.05, 1],
+                top_k=[0, 0, 1, 3, 50, 64, 65, 1000, vocab_size - 1, vocab_size, 10**6], seed=[i],
+            )  # fmt: skip
+            params = SamplingParams(
+                **{name: rng.choice(values) for name, values in choices.items()}
+            )
+            requests.append(Request("a", None, [1] * rng.randrange(1, 9), params))
+        seqs = [request.sequences[0] for request in requests]
+        logits = torch.randn(12, vocab_size, generator=generator, device="cpu")
+        logits *= torch.tensor([0.1, 1, 6]).repeat(4)[:, None]
+        together = sample(logits, sampling_of(seqs, vocab_size)).tolist()
+        alone = [
+            sample(logits[[i]], sampling_of([seq], vocab_size)).item() for i, seq in enumerate(seqs)
+        ]
+        assert together == alone
+        assert alone == plain.sample(logits, sampling_of(seqs, vocab_size)).tolist()
 
 
 @pytest.mark.slow(but_every=7)
