@@ -109,7 +109,6 @@ class LLM:
         self.turns = Turns()  # of the threads that share the engine
         self.arrivals = count()
         self.counts = Counts()
-        self.is_stepping = False
         self.is_closed = False
         self.observers: list[Callable[[Schedule, float], None]] = []
         """Called after each step with its schedule and its seconds."""
@@ -137,15 +136,11 @@ class LLM:
         growing. Without `report`, it returns nothing and keeps all for the next call: `generate`
         and `stream` hold their own outputs.
         """
+        if self.turns.is_taken_here():
+            problem = "it waits for a step within a step: it may only add and abort requests"
+            raise ScheduleError(self.scheduler, "a hook", problem)
         with self.turns.take():
-            if self.is_stepping:
-                problem = "it waits for a step within a step: it may only add and abort requests"
-                raise ScheduleError(self.scheduler, "a hook", problem)
-            self.is_stepping = True
-            try:
-                self._step()
-            finally:
-                self.is_stepping = False
+            self._step()
         return self.states.take() if report else []
 
     def _step(self) -> None:
@@ -260,9 +255,9 @@ class LLM:
     def close(self) -> None:
         """Ends the engine: aborts unfinished requests, ends other ranks, and frees the memory. The
         garbage collector also does this, once nothing refers to the engine any more."""
+        if self.turns.is_taken_here():
+            raise RuntimeError("a step runs: it cannot be closed in the middle of it")
         with self.turns.take():
-            if self.is_stepping:
-                raise RuntimeError("a step runs: it cannot be closed in the middle of it")
             if self.is_closed:
                 return
             self.inbox.unwanted.extend(self.requests.values())

@@ -15,14 +15,13 @@ SMALL_STEP = 8e6  # multiplications per layer
 SECONDS_BETWEEN_LOOKS = 0.2  # the system counts in hundredths of a second
 
 
-def default_thread_counts() -> set[int]:
-    """How many threads PyTorch may use by default: one per logical processor, or one per core."""
-    cpus, cores = own_cpus(), set()
-    for cpu in cpus:
-        file = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-        if file.exists():
-            cores.add(file.read_bytes())
-    return {len(cpus), len(cores)}
+def quota() -> float:
+    """How many processors' time the container of this process may use (cgroups, version 2)."""
+    try:
+        most, period = Path("/sys/fs/cgroup/cpu.max").read_bytes().split()
+    except OSError:  # there is no container
+        return math.inf
+    return math.inf if most == b"max" else int(most) / int(period)
 
 
 def own_cpus() -> set[int]:
@@ -67,12 +66,12 @@ class Threads:
     All threads of an operation wait for the slowest. If another program is using that thread's
     processor, they all wait for its next turn, and a step has some 200 operations. Where the system
     does not say how busy other programs are, a small step runs on one thread and a large one on
-    all. A number of threads that was set by OMP_NUM_THREADS is left alone, and so is one that was
-    set by torch.set_num_threads, unless it is a default.
+    all. There are never more threads than PyTorch has outside of steps, and never more than a
+    container's share of the processors. A number that was set by OMP_NUM_THREADS is left alone.
     """
 
     def __init__(self) -> None:
-        self.defaults = default_thread_counts()
+        self.most = max(1, int(min(len(own_cpus()), quota())))
         is_chosen = "OMP_NUM_THREADS" in os.environ or "MKL_NUM_THREADS" in os.environ
         # other backends cannot change it
         is_openmp = "backend: OpenMP" in torch.__config__.parallel_info()
@@ -99,8 +98,8 @@ class Threads:
     def of_step(self, work: float) -> Iterator[None]:
         """Sets the threads for a step with `work` multiplications per layer."""
         limit = self.to_restore or torch.get_num_threads()
-        if self.can_change and limit > 1 and limit in self.defaults:
-            wanted = self.wanted(limit, work)
+        if self.can_change and limit > 1:
+            wanted = self.wanted(min(limit, self.most), work)
             if wanted < limit:
                 self.to_restore = limit
                 torch.set_num_threads(wanted)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from nanovllm.options import Options, refusal
+from nanovllm.options import Options, Rule, listed, refusal
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
@@ -33,22 +33,22 @@ class Chat(Options):
     chat_template_kwargs: dict | None = None
     """More names for the template, such as `enable_thinking`."""
 
+    RULES: ClassVar[dict[str, Rule]] = {
+        "messages": Rule(lambda it: is_conversation(it), "a list of {'role': ..., 'content': ...}"),
+        "tools": listed(lambda tool: isinstance(tool, dict), "a list of dicts"),
+        "chat_template": Rule(lambda text: isinstance(text, str), "text"),
+        "chat_template_kwargs": Rule(
+            lambda names: isinstance(names, dict) and all(isinstance(name, str) for name in names),
+            "a dict with names as keys",
+        ),
+    }
+
     def __post_init__(self):
-        allowed = "a list of {'role': ..., 'content': ...}"
-        self.require("messages", is_conversation(self.messages), allowed)
+        super().__post_init__()
         self.messages = with_plain_text(self.messages)
-        for name in ("add_generation_prompt", "continue_final_message"):
-            self.require(name, isinstance(getattr(self, name), bool), "True or False")
         is_both = self.add_generation_prompt and self.continue_final_message
         allowed = "False with add_generation_prompt=True: an answer is begun or continued"
         self.require("continue_final_message", not is_both, allowed)
-        tools = [] if self.tools is None else self.tools
-        is_tools = isinstance(tools, list | tuple) and all(isinstance(tool, dict) for tool in tools)
-        self.require("tools", is_tools, "a list of dicts")
-        self.require("chat_template", isinstance(self.chat_template, str | None), "text")
-        names = {} if self.chat_template_kwargs is None else self.chat_template_kwargs
-        is_names = isinstance(names, dict) and all(isinstance(name, str) for name in names)
-        self.require("chat_template_kwargs", is_names, "a dict with names as keys")
 
     def text(self, tokenizer: Any) -> str:
         if not (self.chat_template or tokenizer.chat_template):

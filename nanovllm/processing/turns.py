@@ -4,7 +4,7 @@ import atexit
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from weakref import WeakSet
 
@@ -16,6 +16,8 @@ class Turns:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
+        # whether this thread has it: a flag of ours would be wrong after a Ctrl-C
+        self.is_taken_here: Callable[[], bool] = self.lock._is_owned  # type: ignore[attr-defined]
         self.waiting: dict[int, bool] = {}  # threads, by their numbers
         self.process = os.getpid()
         in_use.add(self)

@@ -273,7 +273,7 @@ class MadeUpDevice:
         }
         for name, answer in said.items():
             monkeypatch.setattr(torch.cuda, name, lambda device=None, answer=answer: answer())
-        record, run = StepGraphs.record, ModelRunner.run
+        record, launch = StepGraphs.record, ModelRunner.launch
 
         def recorded(graphs, size):
             self.empty_cache()
@@ -285,10 +285,10 @@ class MadeUpDevice:
         def ran(runner, schedule):
             # sorting 256 x 151,936 logits takes much more than the step's graph
             self.cached = 2**28
-            return run(runner, schedule)
+            return launch(runner, schedule)
 
         monkeypatch.setattr(StepGraphs, "record", recorded)
-        monkeypatch.setattr(ModelRunner, "run", ran)
+        monkeypatch.setattr(ModelRunner, "launch", ran)
 
     def empty_cache(self):
         self.cached = 0

@@ -4,9 +4,6 @@ Run: pytest tests/device/test_threads.py [-k leave]
 """
 
 import math
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -27,7 +24,7 @@ def llm(monkeypatch):
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     llm = LLM(num_blocks=1000)
-    llm.runner.threads.defaults = {2}
+    llm.runner.threads.most = 2
     llm.seen, prepare = [], llm.runner.prepare
 
     def noted(schedule):
@@ -51,6 +48,16 @@ def test_threads_leave_the_processors_that_others_need(llm, num_others, threads)
     assert [
         llm.runner.threads.wanted(8, 0) for llm.runner.threads.num_others in (0.1, 1.1, 2.4, 9)
     ] == [8, 7, 5, 1]
+
+
+@pytest.mark.parametrize(
+    "limit, most",
+    [("100000 100000", 1), ("150000 100000", 1), ("50000 100000", 1), ("max 100000", 2)],
+)
+def test_a_container_has_its_share(limit, most, monkeypatch):
+    monkeypatch.setattr(cpu.Path, "read_bytes", lambda path: limit.encode())
+    monkeypatch.setattr(cpu, "own_cpus", lambda: {0, 1})
+    assert cpu.Threads().most == most
 
 
 def test_where_the_system_does_not_tell_small_steps_run_on_one(llm):
@@ -111,24 +118,7 @@ def test_what_an_interrupt_has_left_is_put_right(llm):
     assert torch.get_num_threads() == 2
 
 
-@pytest.mark.parametrize("chosen", [1, 3])
-def test_a_number_that_the_caller_sets_is_kept(llm, chosen):
-    torch.set_num_threads(chosen)
-    llm.generate([[1]], SHORT, use_tqdm=False)
-    assert {threads for _, threads in llm.seen} == {chosen} and torch.get_num_threads() == chosen
-
-
 @pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "MKL_NUM_THREADS"])
 def test_a_number_in_the_environment_is_kept(llm, monkeypatch, name):
     monkeypatch.setenv(name, "2")
     assert not LLM(num_blocks=10).runner.threads.can_change
-
-
-@pytest.mark.slow
-def test_the_defaults_are_pytorchs():
-    environ = {
-        name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")
-    }
-    command = [sys.executable, "-c", "import torch; print(torch.get_num_threads())"]
-    found = subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout
-    assert int(found) in cpu.default_thread_counts()

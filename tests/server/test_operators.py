@@ -126,7 +126,7 @@ def test_keys_come_from_options_and_from_the_environment(monkeypatch):
     from nanovllm.server import commands
 
     monkeypatch.setenv("NANOVLLM_API_KEY", "three  four")
-    args = cli.parsed(["serve", "--api-key", "one", "--api-key", "two"])
+    args = cli.new_parser().parse_args(["serve", "--api-key", "one", "--api-key", "two"])
     keys = commands.server_options(args).api_key
     assert keys == ["one", "two", "three", "four"]
     with Running(new_parrot(), api_key=keys) as server:
