@@ -6,8 +6,6 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from nanovllm.options import refusal
-
 
 class Files(SimpleHTTPRequestHandler):
     """Files of the folder, as they are now."""
@@ -32,12 +30,11 @@ def new_server(folder: str, port: int) -> Server:
     """Listens to this machine only. Raises ValueError for a folder without the lab, and for a port
     that cannot be."""
     if not Path(folder, "lab.html").is_file():
-        raise refusal(
-            "folder", folder, "it must have lab.html: `python -m tutorials.site` makes it"
-        )
-    if not 0 <= port <= 65535:
-        raise refusal("port", port, "it must be from 0 (any free one) to 65535")
-    return Server(("127.0.0.1", port), partial(Files, directory=folder))
+        raise ValueError(f"{folder} has no lab.html: `python -m tutorials.site` makes it")
+    try:
+        return Server(("127.0.0.1", port), partial(Files, directory=folder))
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"port={port}: {error}") from error
 
 
 def add_command(commands: Any) -> None:

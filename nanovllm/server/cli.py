@@ -1,4 +1,4 @@
-"""The command line: nanovllm serve, chat, complete and lab."""
+"""The command line: nanovllm serve, chat, complete, first-light and lab."""
 
 import argparse
 import ast
@@ -18,12 +18,14 @@ from types import NoneType
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from nanovllm.config import Config
+from nanovllm.device import first_light
 from nanovllm.lab import serving
 from nanovllm.options import Options, shown
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.settings import ReplicaOptions, ServerOptions
 
 NOT_AN_OPTION = "model n logprobs prompt_logprobs logit_bias extra_args structured_outputs".split()
+APART = {"lab": serving, "first-light": first_light}  # commands that need no torch here
 SHORT = {"--tensor-parallel-size": ["-tp"]}
 
 
@@ -68,6 +70,7 @@ def new_parser() -> Parser:
     complete = commands.add_parser("complete", help="continue a text")
     complete.add_argument("text", help="- reads it from standard input")
 
+    first_light.add_command(commands)
     serving.add_command(commands)
     for command in (serve, chat, complete):
         model = "hub id or directory (default: the embedded one)"
@@ -159,8 +162,8 @@ def main(words: Sequence[str] | None = None) -> None:
         sys.stdin = io.StringIO()
     try:
         args = new_parser().parse_args(words)
-        if args.command == "lab":
-            return serving.run(args)
+        if args.command in APART:
+            return APART[args.command].run(args)
         from nanovllm.server import commands  # torch takes seconds: not for --help
 
         getattr(commands, args.command)(args)

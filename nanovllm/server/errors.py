@@ -23,7 +23,14 @@ TYPES = {
 }
 
 
-KINDS = ("str", "int", "bool", "dict", "CallNamed")  # by which pydantic names parts of a union
+KINDS = (
+    "str",
+    "int",
+    "bool",
+    "dict",
+    "CallNamed",
+    "FlatTool",
+)  # by which pydantic names parts of a union
 
 
 class Refused(Exception):

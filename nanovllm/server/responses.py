@@ -11,8 +11,8 @@ from pydantic import Field, ValidationError
 from nanovllm.processing.inputs import Inputs
 from nanovllm.processing.outputs import CompletionOutput, RequestOutput
 from nanovllm.sequence import Request
+from nanovllm.server import chats
 from nanovllm.server.answers import encode
-from nanovllm.server.chats import MOST_MESSAGES, MOST_TOOLS, ChatBody, ChatCompletions, Effort
 from nanovllm.server.errors import Refused, first_problem
 from nanovllm.server.parsing import Parts
 from nanovllm.server.protocol import CallBody, Strict
@@ -35,18 +35,25 @@ class TextOptions(Strict):
 
 
 class Reasoning(Strict):
-    effort: Effort | None = None
+    effort: chats.Effort | None = None
     summary: str | None = None  # a model here makes none
 
 
+class FlatTool(chats.Open):
+    """A function; in a chat it is one level deeper."""
+
+    type: Literal["function"]
+    name: str
+
+
 class ResponseBody(CallBody):
-    input: str | Annotated[list[dict], Field(min_length=1, max_length=MOST_MESSAGES)]
+    input: str | Annotated[list[dict], Field(min_length=1, max_length=chats.MOST_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    tools: Annotated[list[dict], Field(max_length=MOST_TOOLS)] | None = None
-    tool_choice: str | dict | None = None
+    tools: Annotated[list[FlatTool], Field(max_length=chats.MOST_TOOLS)] | None = None
+    tool_choice: Literal["auto", "none", "required"] | FlatTool | None = None
     parallel_tool_calls: bool = True
     text: TextOptions = TextOptions()
     reasoning: Reasoning = Reasoning()
@@ -55,7 +62,7 @@ class ResponseBody(CallBody):
     include: list[Literal["reasoning.encrypted_content"]] | None = None  # there is none
 
     @cached_property
-    def chat(self) -> ChatBody:
+    def chat(self) -> chats.ChatBody:
         """The same conversation as a chat. Raises Refused."""
         form = self.text.format
         wanted: dict[str, Any] = {"type": form.type}
@@ -65,16 +72,15 @@ class ResponseBody(CallBody):
             **self.model_dump(include=ALIKE),
             "messages": self.messages(),
             "max_tokens": self.max_output_tokens,
-            # a function of a chat is one level deeper
-            "tools": [deeper(tool, "function") for tool in self.tools or []] or None,
+            "tools": [deeper(tool) for tool in self.tools or []] or None,
             "tool_choice": self.tool_choice,
             "response_format": wanted,
             "reasoning_effort": self.reasoning.effort,
         }
-        if isinstance(self.tool_choice, dict):
-            body["tool_choice"] = deeper(self.tool_choice, "function")
+        if isinstance(self.tool_choice, FlatTool):
+            body["tool_choice"] = deeper(self.tool_choice)
         try:
-            return ChatBody.model_validate(body)
+            return chats.ChatBody.model_validate(body)
         except ValidationError as error:
             raise first_problem(error) from error
 
@@ -98,10 +104,10 @@ class ResponseBody(CallBody):
         return self.chat.requests(inputs)
 
 
-def deeper(given: dict, name: str) -> dict:
-    """Puts all fields but the type one level deeper."""
-    fields = {key: value for key, value in given.items() if key != "type"}
-    return {"type": given.get("type"), name: fields}
+def deeper(flat: FlatTool) -> dict:
+    """Puts all fields but the type one level deeper, as in a chat."""
+    fields = flat.model_dump(exclude_unset=True)
+    return {"type": fields.pop("type"), "function": fields}
 
 
 def message_of(item: dict, place: str) -> dict[str, Any]:
@@ -226,7 +232,7 @@ class Items:
         self.tell("response.output_item.done", output_index=len(self.output) - 1, item=item)
 
 
-class Responses(ChatCompletions):
+class Responses(chats.ChatCompletions):
     """The answer to a chat, as events of the responses API."""
 
     kind = chunk_kind = "response"
@@ -250,6 +256,8 @@ class Responses(ChatCompletions):
             "model": self.frame["model"],
             "status": status,
             "background": False,
+            "tool_choice": "auto",
+            "tools": [],
             "error": None,
             "incomplete_details": None,
             "instructions": body.instructions,
@@ -262,8 +270,7 @@ class Responses(ChatCompletions):
             "store": False,
             "temperature": params.temperature,
             "text": {"format": body.text.format.model_dump(by_alias=True, exclude_none=True)},
-            "tool_choice": body.tool_choice or "auto",
-            "tools": body.tools or [],
+            **body.model_dump(include={"tools", "tool_choice"}, exclude_none=True),
             "top_p": params.top_p,
             "truncation": "disabled",
             "usage": None,

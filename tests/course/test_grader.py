@@ -99,7 +99,7 @@ IN_QUEUES = r"step \d+: .*Request\(\d+\) has not ended, but is %d times in waiti
 BROKEN = {
     "over the budget": (
         method("return 10**6, 10**6", "step_budget"),
-        r"step 1: MyScheduler.step_budget\(\): it returned \(1000000, 1000000\), and not two integers",
+        r"step 1: MyScheduler.schedule\(\): the schedule has \d+ tokens, but max_num_batched_tokens=",
     ),
     "twice": (
         method(
@@ -278,7 +278,7 @@ CHEATS = {
         r"step 1.*is to compute 1000000 tokens, but \d+ are missing",
     ),
     "looks for the true lengths": (PEEKS, None),
-    "forges answers": (FORGES, r"planned nothing"),
+    "forges answers": (FORGES, r"your file has no class MyScheduler"),
     "sends nonsense": (NONSENSE, r"step 1.*no decision"),
 }
 

@@ -125,7 +125,10 @@ PROTOCOL = {
         "step 1",
     ),
     "an error of 100 MB": (method("raise ValueError('x' * 10**8)"), "step 1: ValueError: xxx"),
-    "json patched": ("import json\njson.dumps = lambda *args: '{}'\n" + FCFS, "is no decision"),
+    "json patched": (
+        "import json\njson.dumps = lambda *args: '{}'\n" + FCFS,
+        "has no class MyScheduler",
+    ),
     "answers that no JSON holds": (
         "ANSWERS = []\nANSWERS.append(ANSWERS)\n" + FCFS,
         "ValueError: Circular reference",

@@ -94,6 +94,7 @@ LIMITS = {  # lines and tokens, with 3 % of air
     "drafts": (135, 1_280),
     "swapping": (63, 578),
     "device": (327, 2_890),
+    "first light": (160, 1_600),  # a command for the first person with a GPU
     "onednn": (22, 190),  # was in the core
     "checks": (163, 1_325),
     "answers": (40, 370),  # of the simulator's jobs
@@ -112,6 +113,7 @@ LIMITS = {  # lines and tokens, with 3 % of air
 PARTS = {  # of a folder
     "kernels": ("checks/kernels.py",),
     "drafts": ("decoding/drafts.py",),
+    "first light": ("device/first_light.py",),
     "onednn": ("device/onednn.py",),
     "classes": ("checks/classes.py",),
     "policies": ("checks/policies.py",),
@@ -120,6 +122,7 @@ PARTS = {  # of a folder
     "replicas": ("server/replicas.py", "server/scaling.py", "server/ray.py"),
 }
 APART = (
+    "first light",
     "policies",
     "kernels",
     "drafts",
@@ -193,8 +196,8 @@ def test_the_house_only_shrinks():
         for folder in ("nanovllm", "tutorials", "tests")
     }
     lines["root"] = sum(len(path.read_bytes().splitlines()) for path in ROOT.glob("*.py"))
-    assert sum(lines.values()) <= 65_989, lines
-    assert lines["tests"] <= 27_309, lines
+    assert sum(lines.values()) <= 65_400, lines
+    assert lines["tests"] <= 27_280, lines
 
 
 @pytest.mark.parametrize("name", FILES)

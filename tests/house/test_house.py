@@ -69,17 +69,6 @@ def test_imports_make_no_circle():
     )
 
 
-def test_first_contact_makes_no_circle():
-    folder = ROOT / "tutorials" / "measure" / "first_contact"
-    trees = {path.stem: ast.parse(path.read_bytes()) for path in folder.glob("*.py")}
-    needs = {}
-    for name, tree in trees.items():
-        names = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-        needs[name] = {module.rpartition("first_contact.")[2] for module in names} & trees.keys()
-    assert needs["section"] == set()
-    check_no_circle(needs)
-
-
 def check_no_circle(waiting: dict[str, set[str]]) -> None:
     while waiting:
         ready = [name for name, needs in waiting.items() if not needs & waiting.keys()]

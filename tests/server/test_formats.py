@@ -225,6 +225,12 @@ def test_a_forced_call_of_the_responses_api(server, client):
         )
         (call,) = answer.output
         assert call.type == "function_call" and is_person(json.loads(call.arguments))
+    assert answer.tools[0].name == answer.tool_choice.name == "greet"
+    for wrong, said in (
+        ({"type": "function", "function": {"name": "f"}}, "tools[0].name: field required"),
+        ({"type": "web_search"}, "tools[0].type='web_search'"),
+    ):
+        assert said in server.refused("/v1/responses", {"input": "a", "tools": [wrong]})["message"]
 
 
 # --- small ones ---

@@ -17,7 +17,7 @@ from nanovllm.scheduler import Scheduler
 from tutorials.assignments.task import load_task, serve, serve_baseline
 from tutorials.simulation.metrics import summary
 
-NUM_OF_EACH = {"a1": 2, "a2": 2, "a3": 1, "a4": 2, "a5": 1, "a6": 1, "a8": 1}
+NUM_OF_EACH = {"a1": 1, "a2": 1, "a4": 1, "a5": 1, "a8": 1}
 
 
 def numbers(root: Path) -> Iterator[tuple[str, str]]:

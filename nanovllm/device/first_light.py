@@ -1,0 +1,202 @@
+"""First light: the first minutes of the engine on a GPU. What the GPU is, whether each part of the
+engine is right on it, and how fast a decode is beside the GPU's memory.
+
+Each part is a process of its own: after a crash of a kernel, a process cannot use the GPU. What is
+found is printed, and written into one JSON file that can be sent as an issue.
+"""
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+SECONDS = 120.0  # that a part may take
+COPY = 2**30  # bytes
+# Qwen3-0.6B, and a model for Triton's interpreter
+SHAPE = dict(
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_hidden_layers=28,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    head_dim=128,
+    vocab_size=151_936,
+)
+TINY = SHAPE | dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1, vocab_size=512)
+TORCH = {"attention_backend": "torch", "enforce_eager": True}
+TRITON = {"attention_backend": "triton", "enforce_eager": True}
+GRAPHS = {"attention_backend": "triton", "enforce_eager": False}
+# from what needs least to what is usual: the options, and where to look if only this part fails
+PARTS: dict[str, tuple[dict, str]] = {
+    "machine": ({}, "PyTorch does not reach the GPU: look at the driver, and at PyTorch's build"),
+    "torch": (TORCH, "PyTorch computes wrongly here, or the model was not read well"),
+    "triton": (TRITON, "a kernel of ours; meanwhile, set attention_backend='torch'"),
+    "graphs": (GRAPHS, "recorded steps; meanwhile, set enforce_eager=True"),
+    "speed": (GRAPHS, "memory ran out, or a step is far too slow; lower gpu_memory_utilization"),
+}
+ANSWERS = {
+    "what is 347 + 285?": "347 + 285 = 632",
+    "what is 12 + 30?": "12 + 30 = 42",
+    "reverse: red green blue": "blue green red",
+    "sort 5, 3, 9": "3, 5, 9",
+}
+
+
+def machine(options: dict, is_small: bool) -> dict[str, Any]:
+    import torch
+
+    packages = ("torch", "triton", "transformers", "nanovllm")
+    facts: dict[str, Any] = {name: version(name) for name in packages}
+    facts["python"] = platform.python_version()
+    facts["system"] = platform.platform()
+    if not is_small:
+        gpu = torch.cuda.get_device_properties(0)
+        facts["gpu"] = gpu.name
+        facts["capability"] = f"sm_{gpu.major}{gpu.minor}"
+        facts["memory_gib"] = round(gpu.total_memory / 2**30, 1)
+        facts["cuda"] = torch.version.cuda
+        facts["driver"] = driver()
+    return facts
+
+
+def driver() -> str | None:
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return None
+    query = [command, "--query-gpu=driver_version", "--format=csv,noheader"]
+    return subprocess.run(query, capture_output=True, text=True).stdout.strip()
+
+
+def answers(options: dict, is_small: bool) -> dict[str, Any]:
+    """The constructor compares all kernels with PyTorch, and one recorded step with the model."""
+    from nanovllm import LLM, SamplingParams
+
+    begin = time.perf_counter()
+    llm = LLM(check_kernels="always", **options)
+    seconds = time.perf_counter() - begin
+    questions = [*ANSWERS][: 2 if is_small else None]
+    chats = [[{"role": "user", "content": question}] for question in questions]
+    outputs = llm.chat(chats, SamplingParams(temperature=0, max_tokens=40), use_tqdm=False)
+    texts = [output.outputs[0].text for output in outputs]
+    wrong = {q: text for q, text in zip(questions, texts) if text != ANSWERS[q]}
+    result = {"start_seconds": round(seconds, 1), "dtype": str(llm.runner.dtype)}
+    return result | ({"error": f"wrong answers: {wrong}"} if wrong else {})
+
+
+def speed(options: dict, is_small: bool) -> dict[str, Any]:
+    """A decode step of many sequences, beside the time in which the GPU reads its bytes."""
+    import torch
+
+    from nanovllm import LLM, SamplingParams
+
+    batch, length = (2, 8) if is_small else (128, 256)
+    with TemporaryDirectory() as folder:
+        write_model(Path(folder), TINY if is_small else SHAPE)
+        llm = LLM(folder, **options)
+    params = SamplingParams(temperature=0, max_tokens=8 if is_small else 64, ignore_eos=True)
+    for i in range(batch):
+        llm.add_request([(i + j) % 500 for j in range(length)], params)
+    while llm.scheduler.waiting or llm.stats()["output_tokens"] < 4 * batch:
+        llm.step()
+    times = []
+    num_bytes = sum(weight.nbytes for weight in llm.runner.model.parameters())
+    while llm.has_unfinished():
+        num_tokens = sum(len(request.sequences[0]) for request in llm.scheduler.running)
+        begin = time.perf_counter()
+        llm.step()
+        times.append(time.perf_counter() - begin)
+    seconds = sorted(times)[len(times) // 2]
+    num_bytes += num_tokens * llm.runner.shape.block_bytes // llm.runner.shape.block_size
+    floor = num_bytes / bytes_per_second(llm.runner.device, is_small)
+    return {
+        "tokens_per_second": round(batch / seconds),
+        "step_ms": 1e3 * seconds,
+        "floor_ms": 1e3 * floor,
+        "share_of_roofline": floor / seconds,
+        "peak_gib": 0 if is_small else torch.cuda.max_memory_allocated() / 2**30,
+    }
+
+
+def write_model(folder: Path, shape: dict) -> None:
+    """A model with random weights."""
+    from safetensors.torch import save_file
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(**shape, max_position_embeddings=4096, tie_word_embeddings=True)
+    model = Qwen3ForCausalLM(config).bfloat16()
+    weights = {name: w for name, w in model.state_dict().items() if name != "lm_head.weight"}
+    save_file(weights, folder / "model.safetensors")
+    config.save_pretrained(folder)
+
+
+def bytes_per_second(device: Any, is_small: bool) -> float:
+    """The speed of a copy, which reads and writes."""
+    import torch
+
+    source = torch.zeros(COPY // 64 if is_small else COPY, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    best = float("inf")
+    for _ in range(5):
+        begin = time.perf_counter()
+        target.copy_(source)
+        if not is_small:
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - begin)
+    return 2 * source.nbytes / best
+
+
+FUNCTIONS = {"machine": machine, "torch": answers, "triton": answers, "graphs": answers}
+FUNCTIONS["speed"] = speed
+
+
+def part_in_process(name: str, is_small: bool) -> dict[str, Any]:
+    """Runs a part in a process of its own."""
+    command = [sys.executable, "-m", __name__, name, *["--small"] * is_small]
+    try:
+        limit = None if is_small else SECONDS
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
+    except subprocess.TimeoutExpired:
+        return {"error": f"it has not ended within {SECONDS:.0f} seconds"}
+    if done.returncode == 0:
+        return json.loads(done.stdout.splitlines()[-1])
+    *_, last = done.stderr.strip().splitlines() or ["nothing was printed"]
+    return {"error": f"exit status {done.returncode}: {last}", "stderr": done.stderr[-4000:]}
+
+
+def run(args: Namespace) -> None:
+    """Runs all parts. The exit status is 1 if one has failed."""
+    if args.small:
+        os.environ["TRITON_INTERPRET"] = "1"
+    report = {}
+    for name, (_, hint) in PARTS.items():
+        report[name] = part_in_process(name, args.small)
+        facts = {key: value for key, value in report[name].items() if key != "stderr"}
+        print(
+            f"{name:8}", "failed:" if "error" in facts else "works: ", json.dumps(facts), flush=True
+        )
+        if "error" in facts:
+            print(f"{'':8} most likely {hint}", flush=True)
+    Path(args.file).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    failed = [name for name, facts in report.items() if "error" in facts]
+    print(f"Written: {args.file}. Please send it as an issue, also if all works.")
+    sys.exit(1 if failed else 0)
+
+
+def add_command(commands: Any) -> None:
+    """Adds `first-light` to the commands of a parser."""
+    parser = commands.add_parser("first-light", help="try the engine on this machine's GPU")
+    parser.add_argument("file", nargs="?", default="first_light.json", help="for the results")
+    parser.add_argument("--small", action="store_true", help="without a GPU, tiny and interpreted")
+
+
+if __name__ == "__main__":
+    part, *more = sys.argv[1:]
+    print(json.dumps(FUNCTIONS[part](PARTS[part][0], is_small=bool(more))))

@@ -1,0 +1,48 @@
+"""nanovllm first-light runs without a GPU, so that no typo waits for the first minutes on one.
+
+Run: pytest tests/device/test_first_light.py --slow
+"""
+
+import json
+from importlib.util import find_spec
+
+import pytest
+
+from nanovllm.device import first_light
+from tutorials import machine
+
+PROBLEM = machine.interpreter_problem()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("triton") is None, reason="it needs Triton")
+@pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
+@pytest.mark.parametrize("part", ["machine", "triton", "speed"])  # the others are like these
+def test_a_part_works_in_the_interpreter(part, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    facts = first_light.part_in_process(part, True)
+    assert "error" not in facts, facts
+    assert part != "speed" or 0 < facts["floor_ms"] < facts["step_ms"]
+
+
+def test_a_part_that_fails_is_told_with_what_it_most_likely_is(tmp_path, monkeypatch, capsys):
+    """The others run. A wrong answer is a failure, and so is the end of a process."""
+    results = {"torch": {"error": "wrong answers"}, "triton": {"error": "exit status -11"}}
+    monkeypatch.setattr(first_light, "part_in_process", lambda name, _: results.get(name, {}))
+    file = tmp_path / "light.json"
+    with pytest.raises(SystemExit) as ended:
+        first_light.run(first_light.Namespace(file=file, small=False))
+    lines = capsys.readouterr().out.splitlines()
+    assert ended.value.code == 1 and lines[1].startswith("torch    failed: ")
+    assert "attention_backend='torch'" in lines[4] and json.loads(file.read_bytes())["speed"] == {}
+
+
+def test_a_process_that_fails():
+    error = first_light.part_in_process("no such part", False)["error"]
+    assert error == "exit status 1: KeyError: 'no such part'"
+
+
+def test_wrong_answers_are_an_error(monkeypatch):
+    monkeypatch.setitem(first_light.ANSWERS, "what is 347 + 285?", "347 + 285 = 633")
+    result = first_light.answers({"attention_backend": "torch", "num_blocks": 99}, True)
+    assert result["error"] == "wrong answers: {'what is 347 + 285?': '347 + 285 = 632'}"
