@@ -138,7 +138,7 @@ def test_the_reference_gets_all_points(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", POLICIES[::4])
+@pytest.mark.parametrize("name", POLICIES[1::4])
 def test_the_starter_gets_hardly_any_points_for_goals(name, seed=101):
     assert goal_points(name, starter(name), seed) < max_goal_points(name) / 10
 

@@ -345,7 +345,7 @@ def test_a_grammar_takes_wrong_guesses_back(expected):
 @pytest.mark.slow
 def test_what_holds_without_guesses_holds_with_them():
     """The same tests, with guesses as the default. They count no steps."""
-    names = ["core/test_fuzz", "decoding/test_[ms]", "processing/test_text"]
+    names = ["core/test_fuzz", "decoding/test_[ms]"]
     check_with("drafts_default", [f"{name}*.py" for name in names])
 
 
