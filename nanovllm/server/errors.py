@@ -8,7 +8,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
-from nanovllm.decoding.structured import DeadEnd
+from nanovllm.decoding import structured
 from nanovllm.options import PromptTooLong, shown
 from nanovllm.schedule import ScheduleError
 
@@ -72,7 +72,7 @@ def failed(error: Exception) -> Refused:
     if isinstance(error, Refused):
         return error
     logger.error("a request failed", exc_info=error)
-    if isinstance(error, DeadEnd | FloatingPointError | ScheduleError):
+    if isinstance(error, structured.DeadEnd | FloatingPointError | ScheduleError):
         return Refused(str(error), status=500)  # for the author of the scheduler, or of the weights
     message = f"the engine failed on this request ({type(error).__name__}): see the server's log"
     return Refused(message, status=500)
@@ -98,7 +98,8 @@ def first_problem(error: RequestValidationError | ValidationError) -> Refused:
             place += f".{part[:100]}"
     if problem["type"] == "extra_forbidden":
         kind = field.removeprefix("guided_")
-        hint = "leave it out" if kind == field else f'give structured_outputs={{"{kind}": ...}}'
+        is_form = field != kind and kind in structured.KINDS
+        hint = f'give structured_outputs={{"{kind}": ...}}' if is_form else "leave it out"
         return Refused(f"{place} is not supported: {hint}", field)
     value = problem["input"]
     if isinstance(value, int | float | str):
