@@ -42,6 +42,10 @@ def place_of(error: BaseException, package: Path) -> tuple[str, str]:
 
 def problem_of(error: BaseException, package: Path) -> str:
     """A sentence about the error, without a traceback."""
+    cause = error
+    while cause is not None and not isinstance(cause, NotImplementedError):
+        cause = cause.__cause__  # the engine may have made another error of it
+    error = cause or error
     place, function = place_of(error, package)
     if isinstance(error, NotImplementedError) and str(error).startswith("milestone "):
         return f"{function} is still open ({error})"
