@@ -12,16 +12,7 @@ import threading
 from collections import Counter
 
 import pytest
-from fake_engine import (
-    VOCAB_SIZE,
-    answer,
-    check_clean,
-    go_on,
-    hooked,
-    in_threads,
-    new_llm,
-    result,
-)
+from fake_engine import VOCAB_SIZE, answer, check_clean, go_on, hooked, in_threads, new_llm, result
 from fake_model import FakeRunner
 from garbage import look_at_little_garbage
 

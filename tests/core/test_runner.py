@@ -59,9 +59,8 @@ def test_the_example_of_prepare_is_true(llm):
         "slots": step.batch.slot_mapping,
         "sampled_rows": step.sampled_rows,
     }
-    assert {name: eval(said[name]) for name in found} == {
-        name: tensor.tolist() for name, tensor in found.items()
-    }
+    found = {name: tensor.tolist() for name, tensor in found.items()}
+    assert found == {name: eval(said[name]) for name in found}
     assert eval(said["counts"]) == step.batch.cu_seqlens_q.diff().tolist()
     assert eval(said["starts"]) == [item.start for item in schedule.items]
     seq_of_token = [b for b, count in enumerate(eval(said["counts"])) for _ in range(count)]

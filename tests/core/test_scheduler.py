@@ -66,10 +66,20 @@ def test_no_request_is_admitted_in_a_step_that_preempts():
     runner = FakeRunner(4)
     scheduler.add(new_request(0, [1] * 8, max_tokens=8))
     scheduler.add(new_request(1, [2] * 7, max_tokens=8))
-    scheduler.add(new_request(2, [3] * 3))
-    plans = [step(scheduler, runner) for _ in range(4)]
-    assert plans == [[("0", 8)], [("0", 1), ("1", 7)], [("0", 1), ("1", 1)], [("0", 1)]]
+    plans = [step(scheduler, runner) for _ in range(3)]
+    assert plans == [[("0", 8)], [("0", 1), ("1", 7)], [("0", 1), ("1", 1)]]
+    scheduler.add(new_request(-1, [3] * 3))
+    assert step(scheduler, runner) == [("0", 1)]
     assert scheduler.num_preemptions == 1 and scheduler.block_manager.num_free_blocks == 2
+
+
+def test_a_part_of_the_blocks_stays_free_for_running_requests():
+    """Two of forty blocks, the watermark: so the third request waits for the first, and nothing is preempted."""
+    scheduler, runner = new_scheduler(num_blocks=40, max_model_len=200, tokens=200), FakeRunner(4)
+    for i, length in enumerate([76, 72, 8]):
+        scheduler.add(new_request(i, [i] * length, max_tokens=2))
+    plans = [step(scheduler, runner) for _ in range(3)]
+    assert plans == [[("0", 76), ("1", 72)], [("0", 1), ("1", 1)], [("2", 8)]]
 
 
 @pytest.mark.parametrize("tokens", [3, 5, 11, 64])
@@ -325,12 +335,7 @@ def forget_the_cache(scheduler) -> None:
 
 
 @pytest.mark.parametrize(
-    "tokens, num_free, last_plan",
-    [
-        (7, 14, [("0", 1)]),
-        (10, 14, [("0", 8)]),
-        (10, 17, [("0", 8)]),
-    ],
+    "tokens, num_free, last_plan", [(7, 14, [("0", 1)]), (10, 14, [("0", 8)]), (10, 17, [("0", 8)])]
 )
 def test_blocks_of_samples_that_have_not_forked_are_reserved(tokens, num_free, last_plan):
     """3 x 23 tokens, 8 of them shared: 6 + 2 x 4 blocks. Also when the first sample has 2 of its 6: the blocks for its

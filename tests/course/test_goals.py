@@ -14,13 +14,7 @@ from pathlib import Path
 import pytest
 
 from tutorials.assignments.a8 import task as a8
-from tutorials.assignments.seeds import (
-    SILLY,
-    baseline_of,
-    measure_seed,
-    points_of,
-    policies_of,
-)
+from tutorials.assignments.seeds import SILLY, baseline_of, measure_seed, points_of, policies_of
 from tutorials.assignments.task import NAMES, load_task
 
 ROOT = Path(__file__).parents[2]

@@ -15,16 +15,10 @@ from submissions import FCFS, HEAD, choose, method
 
 from nanovllm.config import Config
 from nanovllm.simulator import Run
-from tutorials.assignments import process
 from tutorials.assignments.grade import secret_seeds
 from tutorials.assignments.grader import Grader
 from tutorials.assignments.task import Goal, Part, Task, mean_latency, measure
-from tutorials.simulation.workloads import (
-    all_at_once,
-    predicted,
-    sharegpt,
-    workload,
-)
+from tutorials.simulation.workloads import all_at_once, predicted, sharegpt, workload
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,10 +47,7 @@ PART = Part(
 TASK = Task("shortest first", [PART], engine_points=0)
 
 
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch):
-    """A file that hangs is waited for a shorter time."""
-    monkeypatch.setattr(process, "SECONDS_PER_CALL", 2.0)
+pytestmark = pytest.mark.usefixtures("impatient")
 
 
 def graded(tmp_path, code: str, task: Task = TASK, seeds=(1,), **options):

@@ -115,10 +115,7 @@ PROTOCOL = {
     "nested brackets": (says(r"'[' * 60000 + '\n'"), "what is no decision: b'[[[[["),
     "closes everything": (method("import os, time\nos.closerange(0, 100)\ntime.sleep(1000)"), ""),
     "ends in a step": (method(ENDS), "step 10: your process has ended by itself: exit status 3"),
-    "never reads": (
-        ANSWERS + method(NEVER_READS),
-        "has not answered for 2 s|more than 4 s in all",
-    ),
+    "never reads": (ANSWERS + method(NEVER_READS), "has not answered for 2 s|more than 4 s in all"),
     "a long line": (says("'[' * 2**22"), "more than 1 MiB for one step"),
     "numbers that are none": (
         says(r"""'{"events": [["compute", "0", 1e400]], "counts": []}\n'"""),

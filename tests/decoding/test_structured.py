@@ -553,10 +553,7 @@ BOMBS = [
     ({"json": nested(20_000, lambda x: {"items": x}, {})}, "recursion"),
     ({"json": '{"items":' * 3000 + "{}" + "}" * 3000}, "recursion"),
     ({"json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}}, "no text matches it"),
-    (
-        {"json": {"type": "object", "properties": {f"p{i}": {} for i in range(2000)}}},
-        "items",
-    ),
+    ({"json": {"type": "object", "properties": {f"p{i}": {} for i in range(2000)}}}, "items"),
     ({"json": {"type": "integer", "multipleOf": 1_000_003}}, "at #: multipleOf=1000003"),
     (
         {"json": {"allOf": [{"type": "integer", "multipleOf": 9973}, {"multipleOf": 9967}]}},

@@ -17,9 +17,7 @@ PROBLEM = machine.interpreter_problem()
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="it needs Triton")
 @pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
-@pytest.mark.parametrize(
-    "part", ["machine", "speed"]
-)  # test_check_kernels.py has what the others do
+@pytest.mark.parametrize("part", ["machine", "speed"])  # for the others: test_check_kernels.py
 def test_a_part_works_in_the_interpreter(part, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     facts = first_light.part_in_process(part, True)

@@ -378,10 +378,7 @@ def script(tmp_path, rest: str) -> subprocess.Popen:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("rest", "number"),
-    [
-        (GENERATE, signal.SIGKILL),
-        ("import time; time.sleep(100)", signal.SIGTERM),
-    ],
+    [(GENERATE, signal.SIGKILL), ("import time; time.sleep(100)", signal.SIGTERM)],
     ids=["busy, killed", "idle, stopped"],
 )
 def test_the_process_of_rank_0_is_ended(tmp_path, rest, number):

@@ -73,7 +73,7 @@ def test_a_character_cut_off_by_the_end_is_not_shown(llm):
     "stop, expected",
     [
         (["437"], "12 + "),
-        (["7 =", "43"], "12 + "),  # the earlier one in the text, not in the list
+        (["37", "437"], "12 + "),  # the earlier one in the text, not in the list
         (["+ 4"], "12 "),
         (["1"], ""),
         (["🙂"], "12 + 437 = 449"),
@@ -153,10 +153,7 @@ def test_a_stream_goes_on_while_its_request_is_aborted(llm):
 
 
 def test_stream_refuses_before_it_is_iterated(llm):
-    with pytest.raises(
-        ValueError,
-        match=r"n=2 is not allowed: only one answer is streamed",
-    ):
+    with pytest.raises(ValueError, match=r"n=2 is not allowed: only one answer is streamed"):
         llm.stream("x", SamplingParams(n=2))
     with pytest.raises(ValueError, match="prompt='' is empty"):
         llm.stream("")

@@ -475,12 +475,7 @@ def test_help_says_the_defaults(capsys):
     with pytest.raises(SystemExit):
         cli.main(["serve", "--help"])
     text = " ".join(capsys.readouterr().out.split())
-    for said in (
-        "(default: 256)",
-        "(default: 30.0)",
-        "(default: 8000)",
-        "(default: True)",
-    ):
+    for said in ("(default: 256)", "(default: 30.0)", "(default: 8000)", "(default: True)"):
         assert said in text
 
 

@@ -617,10 +617,7 @@ def test_a_router_that_fails_fails_the_request(router_cls, words):
         ("--replicas 3 --max-replicas 2", "max_replicas=2"),
         ("--replicas 2 --target-requests 0", "target_requests=0.0"),
         ("--replicas 2 --cpus-per-rank -1", "cpus_per_rank=-1.0"),
-        (
-            "--replicas 2 --router-cls json:JSONDecoder",
-            "a subclass of nanovllm.routing.Router",
-        ),
+        ("--replicas 2 --router-cls json:JSONDecoder", "a subclass of nanovllm.routing.Router"),
         ("--replicas 2 --max-num-seqs 0", "max_num_seqs=0"),
         ("--replicas 2 --port 70000", "port=70000"),
         ("--max-replicas 2", "max_replicas=2 is not allowed: it is for --replicas"),

@@ -19,11 +19,7 @@ from nanovllm.simulator.machines import Machine, machines_in
 from nanovllm.simulator.replica import model_config
 from tutorials.measure import accuracy, calibrate, pairs
 from tutorials.measure.accuracy import METRICS, table
-from tutorials.measure.calibrate import (
-    SWAP,
-    ProcessorTime,
-    calibrated,
-)
+from tutorials.measure.calibrate import SWAP, ProcessorTime, calibrated
 from tutorials.measure.cases import CASES, jobs_of, simulated
 from tutorials.measure.recording import KnownProposer, Recording, record
 from tutorials.measure.steps import Step
@@ -94,10 +90,7 @@ WORKLOADS = {
     ),
     "recompute": (cramped(), {"num_blocks": 16}),
     "swap": (cramped(), {"num_blocks": 16} | SWAP),
-    "guesses": (
-        pairs.with_drafts(copied)(poisson(20.0), 12),
-        {"speculative_config": {}},
-    ),
+    "guesses": (pairs.with_drafts(copied)(poisson(20.0), 12), {"speculative_config": {}}),
 }
 
 
@@ -274,10 +267,7 @@ def pair_of(base: list[float], other: list[float], simulated: tuple[float, float
     def of(seconds):
         return dict.fromkeys(pairs.KEYS, seconds)
 
-    return {
-        "real": [[*map(of, base)], [*map(of, other)]],
-        "simulated": [*map(of, simulated)],
-    }
+    return {"real": [[*map(of, base)], [*map(of, other)]], "simulated": [*map(of, simulated)]}
 
 
 def test_what_is_said_of_a_pair():

@@ -143,10 +143,7 @@ def test_a_short_common_begin_does_not_draw_all_to_some():
     assert len(shares) == 4 and max(shares.values()) <= 60, shares
 
 
-@pytest.mark.parametrize(
-    "replicas",
-    [0, -1, 1.5, True, "2", None, 10**9],
-)
+@pytest.mark.parametrize("replicas", [0, -1, 1.5, True, "2", None, 10**9])
 def test_no_replicas(replicas):
     with pytest.raises(ValueError, match="replicas=.* it must be an integer from 1 to 4096"):
         simulate(independent(3), SMALL, replicas=replicas)

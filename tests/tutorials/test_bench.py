@@ -28,12 +28,7 @@ from tutorials.measure.checkpoints import write_checkpoint
 from tutorials.measure.engines import Job, Loop, Nanovllm
 from tutorials.measure.peers import Vllm
 from tutorials.measure.turns import Worker
-from tutorials.report import (
-    BIN,
-    engines_table,
-    percentile,
-    summary,
-)
+from tutorials.report import BIN, engines_table, percentile, summary
 from tutorials.simulation.requests import Request, make_requests, read_trace
 
 ROOT = Path(__file__).parents[2]
@@ -93,12 +88,7 @@ def test_trace(trace):
     trace.write_text(trace.read_text(encoding="utf-8").replace("54.68059,", "55.6805900,"))
     rows = read_trace(trace, None, rate=2)
     # a request has one token at least
-    assert [row[:2] for row in rows] == [
-        (374, 44),
-        (396, 109),
-        (7, 1),
-        (9, 9),
-    ]
+    assert [row[:2] for row in rows] == [(374, 44), (396, 109), (7, 1), (9, 9)]
     assert [row[2] for row in rows] == pytest.approx([0, 0.5, 1.125, 1.5])
     assert [row[2] for row in read_trace(trace, 2, math.inf)] == [0, 0]
     args = parse("--trace", str(trace), "--requests", "3", "--rate", "1")

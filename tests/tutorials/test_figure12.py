@@ -15,13 +15,7 @@ from nanovllm.simulator.replica import model_config
 from tests.tools.extras import needs
 from tutorials.baselines.replay import NUM_SLOTS
 from tutorials.measure.ablations import CACHE, ablation, ablation_table, documents, watermarks
-from tutorials.measure.figure12 import (
-    LIMITS,
-    PAPER_BATCH,
-    Curve,
-    batch_table,
-    rates_table,
-)
+from tutorials.measure.figure12 import LIMITS, PAPER_BATCH, Curve, batch_table, rates_table
 from tutorials.measure.loads import Load, PromptsFirst, WholePrompts, chats, run, systems
 from tutorials.simulation.workloads import all_at_once, fixed, poisson, sharegpt, workload
 

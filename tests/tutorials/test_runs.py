@@ -25,11 +25,7 @@ PARAGRAPH = re.compile(
 EXPECTED = {
     ("prefix_hit", 5): ("A+ A+ A A B . . .", "AB", ""),
     ("prefix_hit", 13): ("C C * * * C * .", "C", ""),
-    ("static_batching", 15): (
-        "A A A * * * * * * * * * * A * A * . A" + 21 * " .",
-        "A",
-        "EFGH",
-    ),
+    ("static_batching", 15): ("A A A * * * * * * * * * * A * A * . A" + 21 * " .", "A", "EFGH"),
     ("continuous_batching", 9): (
         "A A A * * C C C D D D * C A D A C D E E E" + 19 * " .",
         "ACDE",
@@ -48,11 +44,7 @@ EXPECTED = {
         "D",
     ),
     ("copy_on_write", 2): ("A+ A A! A!" + 12 * " .", "A", ""),
-    ("beam_search", 19): (
-        "A+ A+ . A+ . A+ A+ . . A+ A+ . . A+ A+ . . A+ A+" + 25 * " .",
-        "A",
-        "",
-    ),
+    ("beam_search", 19): ("A+ A+ . A+ . A+ A+ . . A+ A+ . . A+ A+ . . A+ A+" + 25 * " .", "A", ""),
 }
 
 

@@ -70,8 +70,7 @@ def system(num_mappings: int = 10_000, page_bytes: int = PAGE) -> System:
 
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["map", "unmap", "write"]), *[st.integers(0, 7)] * 3),
-        max_size=30,
+        st.tuples(st.sampled_from(["map", "unmap", "write"]), *[st.integers(0, 7)] * 3), max_size=30
     )
 )
 @settings(max_examples=60, deadline=None)

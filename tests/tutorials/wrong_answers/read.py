@@ -15,7 +15,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-ANSWER = re.compile(r"(\d\d\.\d) (.+)\n((?: {4}.*\n)+?) {4}says: (.+)\n")
+ANSWER = re.compile(r"(\d\d(?:\.\d)?) (.+)\n((?: {4}.*\n)+?) {4}says: (.+)\n")
 REPLACEMENT = re.compile(r"^(.+?) =>(?: |$)", re.MULTILINE)
 
 

@@ -1,0 +1,107 @@
+"""Build it: holes are complete, the engine's tests accept right bodies, refuse wrong ones, and say why in a sentence.
+
+Run: pytest tests/tutorials/test_build.py; with --slow all wrong bodies of wrong_answers/build.txt
+"""
+
+import compileall
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from book import ROOT, TUTORIALS
+from wrong_answers.read import wrong_answers
+
+from tutorials import build
+from tutorials.building.holes import open_holes, with_holes
+from tutorials.building.milestones import MILESTONES
+from tutorials.building.run import title_of
+
+BLOCKS = MILESTONES[0]
+
+
+def source_of(module: str) -> str:
+    return (build.PACKAGE / module).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("milestone", MILESTONES[:-1], ids=lambda milestone: milestone.name)
+def test_new_takes_the_bodies_and_nothing_else(milestone, tmp_path):
+    assert build.main(["new", f"{tmp_path / 'mine'}", "--only", f"{milestone.number}"]) == 0
+    package = tmp_path / "mine" / "nanovllm"
+    for path in package.rglob("*.py"):
+        module = path.relative_to(package).as_posix()
+        source = path.read_text(encoding="utf-8")
+        if module not in milestone.holes:
+            assert source == source_of(module)
+            continue
+        lines = iter(source_of(module).splitlines())
+        assert all(line in lines for line in source.splitlines() if milestone.message not in line)
+        assert sorted(open_holes(source)) == sorted(milestone.holes[module])
+        assert not re.search(rf"^ *#.*\n *raise .*{milestone.message}", source, re.MULTILINE)
+
+
+def test_the_table():
+    """A module has one milestone; sections and tests are there, and chapters name the command."""
+    modules = [module for milestone in MILESTONES for module in milestone.holes]
+    assert len({*modules}) == len(modules)
+    for milestone in MILESTONES:
+        (chapter,) = TUTORIALS.glob(f"{milestone.chapter}_*.md")
+        command = f"tutorials.build check my_engine {milestone.number}`"
+        assert command in chapter.read_text(encoding="utf-8")
+        for group in milestone.groups:
+            page, _, anchor = group.section.partition("#")
+            text = re.sub(r"[^\w\n# -]", "", (TUTORIALS / page).read_text(encoding="utf-8").lower())
+            assert f"\n##-{anchor}\n" in text.replace(" ", "-"), group.section
+            tests = (ROOT / group.file).read_text(encoding="utf-8")
+            assert all(f" {test}(" in tests for test in group.tests), group.tests
+
+
+def test_an_open_hole_is_named(tmp_path, capsys):
+    """In a folder in which all other milestones are open, or broken."""
+    build.new(tmp_path / "mine")
+    blocks = tmp_path / "mine" / "nanovllm" / "block_manager.py"
+    blocks.write_text(with_holes(source_of(blocks.name), ["BlockManager.fork"], BLOCKS.message))
+    blocks.with_name("scheduler.py").write_text("x = (")
+    result = build.check(tmp_path / "mine", BLOCKS)
+    test = "no part of a block is copied before the step that writes it"
+    assert result.lines() == [
+        "milestone 1, blocks: 49 of 54 tests pass",
+        "still open: BlockManager.fork",
+        f"first: {test}: BlockManager.fork is still open (milestone 1, chapter 02)",
+        "read: tutorials/02_blocks.md#when-may-others-find-it",
+    ]
+    scores = [test["score"] for test in result.points().results()["tests"]]
+    assert scores == [10, 10, 5, 10, 0, 0]
+    blocks.write_text("x = 1\ny = (\n")
+    assert build.main(["check", f"{tmp_path / 'mine'}", "1"]) == 1
+    assert "does not load: block_manager.py, line 2: SyntaxError" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+def test_wrong_bodies_are_refused_and_right_ones_pass(tmp_path):
+    """A wrong one by the test that its sentence names. numba's kernels run as plain Python."""
+    jobs, answers = [], wrong_answers("build")
+    build.assemble(ROOT, BLOCKS, tmp_path / "whole")
+    compileall.compile_dir(tmp_path / "whole", quiet=1)
+    for i, answer in enumerate(answers):
+        milestone, place = MILESTONES[int(answer.exercise) - 1], tmp_path / str(i)
+        shutil.copytree(tmp_path / "whole", place, copy_function=os.link)
+        changed = answer.code("\f".join(map(source_of, milestone.holes))).split("\f")
+        for module, source in zip(milestone.holes, changed, strict=True):
+            (place / "nanovllm" / module).unlink()  # it is a link
+            (place / "nanovllm" / module).write_text(source, encoding="utf-8")
+        named = re.split(r": | \\", answer.says)[0]
+        decisive = [test for test in milestone.tests if re.search(named, title_of(test))]
+        job = build.job_of(milestone, place, place / "report")
+        jobs.append(job | {"tests": decisive or milestone.tests})
+    code = f"from tutorials.building.run import run_each; run_each({jobs}, 100)"
+    env = os.environ | {"NUMBA_DISABLE_JIT": "1", "PYTHONDONTWRITEBYTECODE": ""}
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, check=True)
+    for answer, job in zip(answers, jobs):
+        result = build.result_of(MILESTONES[int(answer.exercise) - 1], [], Path(job["report"]), "")
+        says = "all pass" if result.is_right else result.first_problem()[0]
+        assert re.search(answer.says, says), (answer.exercise, answer.name, says)

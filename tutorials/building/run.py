@@ -1,0 +1,162 @@
+"""Runs the tests of a milestone against a student's package, in a process of its own.
+
+Writes a line of JSON for each event, so that a file that never returns leaves a trace, too. Imports
+nothing of nanovllm before the student's package is first on the path.
+"""
+
+import gc
+import importlib
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tutorials.building.holes import function_at
+
+ROOT = Path(__file__).parents[2]
+LONGEST = 240  # characters of a value in a sentence
+QUIET = ["-c", f"{ROOT / 'pyproject.toml'}", "--rootdir", f"{ROOT}"]
+QUIET += ["-p", "no:cacheprovider", "-p", "no:unraisableexception"]  # which collects garbage
+
+
+def short(value: object) -> str:
+    text = " ".join((value if isinstance(value, str) else repr(value)).split())
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]} ..."
+
+
+def place_of(error: BaseException, package: Path) -> tuple[str, str]:
+    """The line of the student's package that was reached last; and the function around it."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        if path.is_relative_to(package):
+            name = function_at(path.read_text(encoding="utf-8"), frame.lineno or 0)
+            return f"{path.relative_to(package)}, line {frame.lineno}", name
+    return "", ""
+
+
+def problem_of(error: BaseException, package: Path) -> str:
+    """A sentence about the error, without a traceback."""
+    cause = error
+    while cause is not None and not isinstance(cause, NotImplementedError):
+        cause = cause.__cause__  # the engine may have made another error of it
+    error = cause or error
+    place, function = place_of(error, package)
+    if isinstance(error, NotImplementedError) and str(error).startswith("milestone "):
+        return f"{function} is still open ({error})"
+    if isinstance(error, SyntaxError):
+        place = f"{Path(error.filename or '').name}, line {error.lineno}"
+        return f"{place}: {type(error).__name__}: {error.msg}"
+    what = short(str(error))
+    if isinstance(error, AssertionError) and not place:
+        return what.removeprefix("assert ")
+    return f"{place or 'the test'}: {type(error).__name__}: {what}".removesuffix(": ")
+
+
+def title_of(nodeid: str) -> str:
+    """What the name of a test says."""
+    name = nodeid.rpartition("::")[2].partition("[")[0]
+    return name.removeprefix("test_").replace("_", " ")
+
+
+def sentence(item: pytest.Item, error: BaseException, package: Path) -> str:
+    """What was expected, what came, and for which input."""
+    params = getattr(getattr(item, "callspec", None), "params", {})
+    given = ", ".join(f"{name}={short(value)}" for name, value in params.items())
+    said = problem_of(error, package)
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.line for frame in frames if Path(frame.filename) == item.path]
+    if isinstance(error, AssertionError) and lines and lines[-1].startswith("assert "):
+        said = f"`{short(lines[-1].removeprefix('assert '))}`: {said}"
+    if item.nodeid.endswith("::runTest"):  # of hypothesis.stateful
+        return said
+    return f"{title_of(item.nodeid)}{f' ({given})' if given else ''}: {said}"
+
+
+class Events:
+    """A plugin of pytest that writes what happens."""
+
+    def __init__(self, report: Path, package: Path):
+        self.report = report
+        self.package = package
+
+    def write(self, **event: Any) -> None:
+        with self.report.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(event) + "\n")
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self.write(collected=[item.nodeid for item in session.items])
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self.write(started=nodeid)
+
+    def pytest_assertrepr_compare(self, op: str, left: object, right: object) -> list[str]:
+        if isinstance(left, dict) and isinstance(right, dict):
+            others = [key for key in left if key in right and left[key] != right[key]]
+            if others:
+                left, right = ({key: one[key] for key in others} for one in (left, right))
+        if op == "==":
+            return [f"got {short(left)}, expected {short(right)}"]
+        return [f"{short(left)} {op} {short(right)} does not hold"]
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        if report.skipped:
+            self.write(skipped=item.nodeid)
+        elif report.failed and call.excinfo is not None:
+            self.write(failed=item.nodeid, says=sentence(item, call.excinfo.value, self.package))
+        elif report.when == "call":
+            self.write(passed=item.nodeid)
+        return report
+
+
+def run(job: dict[str, Any], *options: str) -> None:
+    """Imports the package in a folder, then runs the tests. `build.job_of` makes the job."""
+    folder = Path(job["folder"])
+    sys.path.insert(0, str(folder))
+    events = Events(Path(job["report"]), folder / "nanovllm")
+    if not job["has_numba"]:  # a new package has no compiled kernels: PyTorch is faster
+        sys.modules["numba"] = None  # type: ignore[assignment]
+    try:
+        for module in job["modules"]:
+            importlib.import_module(module)
+    except BaseException as error:  # a module may raise anything
+        events.write(broken=f"your package does not load: {problem_of(error, events.package)}")
+        return
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # whatever is installed
+    pytest.main([*QUIET, *options, *job["tests"]], plugins=[events])
+
+
+def run_each(jobs: list[dict[str, Any]], limit: int) -> None:
+    """Runs one job after the other up to the first test that fails, each in a process that is forked
+    off: what all need is imported once."""
+    for name in (
+        "hypothesis",
+        "nanovllm.engine",
+        "transformers.models.qwen3",
+        "nanovllm.simulator",
+    ):
+        importlib.import_module(name)
+    for name in [*sys.modules]:
+        if name.partition(".")[0] == "nanovllm":
+            del sys.modules[name]
+    gc.freeze()  # nothing of this is garbage
+    for job in jobs:
+        child = os.fork()
+        if child == 0:
+            signal.alarm(limit)  # a wrong body may never return
+            run(job, "-x")
+            os._exit(0)
+        os.waitpid(child, 0)
+
+
+if __name__ == "__main__":
+    run(json.loads(sys.argv[1]))
