@@ -13,39 +13,25 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
+
+from nanovllm.simulator.cost_model import SHAPES
 
 SECONDS = 120.0  # that a part may take
 COPY = 2**30  # bytes
-# Qwen3-0.6B, and a model for Triton's interpreter
-SHAPE = dict(
-    hidden_size=1024,
-    intermediate_size=3072,
-    num_hidden_layers=28,
-    num_attention_heads=16,
-    num_key_value_heads=8,
-    head_dim=128,
-    vocab_size=151_936,
-)
-TINY = SHAPE | dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1, vocab_size=512)
+SHAPE = SHAPES["qwen3-0.6b"] | {"max_position_embeddings": 4096}
+SMALL = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1, vocab_size=512)
 TORCH = {"attention_backend": "torch", "enforce_eager": True}
 TRITON = {"attention_backend": "triton", "enforce_eager": True}
 GRAPHS = {"attention_backend": "triton", "enforce_eager": False}
-# from what needs least to what is usual: the options, and where to look if only this part fails
-PARTS: dict[str, tuple[dict, str]] = {
-    "machine": ({}, "PyTorch does not reach the GPU: look at the driver, and at PyTorch's build"),
-    "torch": (TORCH, "PyTorch computes wrongly here, or the model was not read well"),
-    "triton": (TRITON, "a kernel of ours; meanwhile, set attention_backend='torch'"),
-    "graphs": (GRAPHS, "recorded steps; meanwhile, set enforce_eager=True"),
-    "speed": (GRAPHS, "memory ran out, or a step is far too slow; lower gpu_memory_utilization"),
-}
 ANSWERS = {
     "what is 347 + 285?": "347 + 285 = 632",
     "what is 12 + 30?": "12 + 30 = 42",
-    "reverse: red green blue": "blue green red",
+    "reverse: apple river stone": "stone river apple",
     "sort 5, 3, 9": "3, 5, 9",
 }
 
@@ -82,13 +68,14 @@ def answers(options: dict, is_small: bool) -> dict[str, Any]:
     begin = time.perf_counter()
     llm = LLM(check_kernels="always", **options)
     seconds = time.perf_counter() - begin
-    questions = [*ANSWERS][: 2 if is_small else None]
-    chats = [[{"role": "user", "content": question}] for question in questions]
+    chats = [[{"role": "user", "content": question}] for question in ANSWERS]
     outputs = llm.chat(chats, SamplingParams(temperature=0, max_tokens=40), use_tqdm=False)
     texts = [output.outputs[0].text for output in outputs]
-    wrong = {q: text for q, text in zip(questions, texts) if text != ANSWERS[q]}
+    wrong = {q: text for q, text in zip(ANSWERS, texts) if text != ANSWERS[q]}
     result = {"start_seconds": round(seconds, 1), "dtype": str(llm.runner.dtype)}
-    return result | ({"error": f"wrong answers: {wrong}"} if wrong else {})
+    if wrong:
+        result["error"] = f"wrong answers: {wrong}"
+    return result
 
 
 def speed(options: dict, is_small: bool) -> dict[str, Any]:
@@ -99,7 +86,7 @@ def speed(options: dict, is_small: bool) -> dict[str, Any]:
 
     batch, length = (2, 8) if is_small else (128, 256)
     with TemporaryDirectory() as folder:
-        write_model(Path(folder), TINY if is_small else SHAPE)
+        write_model(Path(folder), SHAPE | SMALL if is_small else SHAPE)
         llm = LLM(folder, **options)
     params = SamplingParams(temperature=0, max_tokens=8 if is_small else 64, ignore_eos=True)
     for i in range(batch):
@@ -128,10 +115,10 @@ def speed(options: dict, is_small: bool) -> dict[str, Any]:
 def write_model(folder: Path, shape: dict) -> None:
     """A model with random weights."""
     from safetensors.torch import save_file
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = Qwen3Config(**shape, max_position_embeddings=4096, tie_word_embeddings=True)
-    model = Qwen3ForCausalLM(config).bfloat16()
+    config = AutoConfig.for_model(**shape)
+    model = AutoModelForCausalLM.from_config(config).bfloat16()
     weights = {name: w for name, w in model.state_dict().items() if name != "lm_head.weight"}
     save_file(weights, folder / "model.safetensors")
     config.save_pretrained(folder)
@@ -153,8 +140,19 @@ def bytes_per_second(device: Any, is_small: bool) -> float:
     return 2 * source.nbytes / best
 
 
-FUNCTIONS = {"machine": machine, "torch": answers, "triton": answers, "graphs": answers}
-FUNCTIONS["speed"] = speed
+class Part(NamedTuple):
+    function: Callable[[dict, bool], dict[str, Any]]
+    options: dict[str, Any]  # of LLM
+    hint: str  # where to look if only this part fails
+
+
+PARTS = {  # from what needs least to what is usual
+    "machine": Part(machine, {}, "PyTorch or the driver: PyTorch does not reach a GPU"),
+    "torch": Part(answers, TORCH, "PyTorch's numbers, or the reading of the model"),
+    "triton": Part(answers, TRITON, "a kernel of ours; meanwhile, set attention_backend='torch'"),
+    "graphs": Part(answers, GRAPHS, "recorded steps; meanwhile, set enforce_eager=True"),
+    "speed": Part(speed, GRAPHS, "too little memory; lower gpu_memory_utilization"),
+}
 
 
 def part_in_process(name: str, is_small: bool) -> dict[str, Any]:
@@ -172,22 +170,28 @@ def part_in_process(name: str, is_small: bool) -> dict[str, Any]:
 
 
 def run(args: Namespace) -> None:
-    """Runs all parts. The exit status is 1 if one has failed."""
+    """Runs all parts, unless there is no GPU. The exit status is 1 if one has failed."""
     if args.small:
         os.environ["TRITON_INTERPRET"] = "1"
-    report = {}
-    for name, (_, hint) in PARTS.items():
+    report: dict[str, dict] = {}
+    for name, part in PARTS.items():
+        # after each part: what is found is kept, and a file that cannot be written is told at once
+        write(report, args.file)
         report[name] = part_in_process(name, args.small)
         facts = {key: value for key, value in report[name].items() if key != "stderr"}
-        print(
-            f"{name:8}", "failed:" if "error" in facts else "works: ", json.dumps(facts), flush=True
-        )
+        state = "failed:" if "error" in facts else "works: "
+        print(f"{name:8}", state, json.dumps(facts), flush=True)
         if "error" in facts:
-            print(f"{'':8} most likely {hint}", flush=True)
-    Path(args.file).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    failed = [name for name, facts in report.items() if "error" in facts]
+            print(f"{'':8} most likely {part.hint}", flush=True)
+            if name == "machine":
+                break
+    write(report, args.file)
     print(f"Written: {args.file}. Please send it as an issue, also if all works.")
-    sys.exit(1 if failed else 0)
+    sys.exit(any("error" in facts for facts in report.values()))
+
+
+def write(report: dict, file: str) -> None:
+    Path(file).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
 def add_command(commands: Any) -> None:
@@ -198,5 +202,6 @@ def add_command(commands: Any) -> None:
 
 
 if __name__ == "__main__":
-    part, *more = sys.argv[1:]
-    print(json.dumps(FUNCTIONS[part](PARTS[part][0], is_small=bool(more))))
+    name, *more = sys.argv[1:]
+    part = PARTS[name]
+    print(json.dumps(part.function(part.options, bool(more))))

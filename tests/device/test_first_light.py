@@ -43,6 +43,7 @@ def test_a_process_that_fails():
 
 
 def test_wrong_answers_are_an_error(monkeypatch):
+    """All others are right."""
     monkeypatch.setitem(first_light.ANSWERS, "what is 347 + 285?", "347 + 285 = 633")
     result = first_light.answers({"attention_backend": "torch", "num_blocks": 99}, True)
     assert result["error"] == "wrong answers: {'what is 347 + 285?': '347 + 285 = 632'}"
