@@ -21,7 +21,7 @@ from tempfile import TemporaryDirectory
 
 from tutorials.assignments.report import Report
 from tutorials.building.holes import open_holes, with_holes
-from tutorials.building.milestones import MILESTONES, POINTS, Group, Milestone
+from tutorials.building.milestones import MILESTONES, POINTS, Group, Milestone, title_of
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "nanovllm"
@@ -162,10 +162,9 @@ def result_of(milestone: Milestone, still_open: list[str], report: Path, problem
         if "skipped" in event:
             result.collected.remove(event["skipped"])
     if problem:
-        test = started.rpartition("::")[2].removeprefix("test_").replace("_", " ")
-        result.broken = f"{test}: {problem}"
+        result.broken = problem
         if started:
-            result.problems[started] = result.broken
+            result.broken = result.problems[started] = f"{title_of(started)}: {problem}"
     if not result.collected and not result.broken:
         result.broken = "no test ran: is this a clone of the repository, with pytest installed?"
     return result

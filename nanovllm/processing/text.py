@@ -12,7 +12,7 @@ from nanovllm.decoding.beam_search import BeamRequest
 from nanovllm.processing.outputs import CompletionOutput
 from nanovllm.sampling_params import SamplingParams
 
-MOST_TOKENS = 8  # that are decoded together
+MOST_TOKENS = 8  # of a text, decoded together
 
 
 @dataclass
@@ -28,8 +28,8 @@ class Text:
     output: CompletionOutput
     params: SamplingParams
     token_ids: list[int] = field(default_factory=list)  # those that are text
-    begin: int = 0  # of the last few
-    known: str = ""  # their text that is in the output
+    begin: int = 0  # the first of the last few tokens, which are decoded together
+    known: str = ""  # their text, as far as it is in the output
     num_safe_chars: int = 0  # how much of output.text may be shown to the user
 
     def __post_init__(self):

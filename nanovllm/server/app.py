@@ -41,7 +41,7 @@ from nanovllm.server.chats import ChatBody, ChatCompletions, TokenizeBody
 from nanovllm.server.completions import CompletionBody, Completions
 from nanovllm.server.errors import Refused, answer_to, in_words
 from nanovllm.server.metrics import Metrics
-from nanovllm.server.page import PATHS, Live, add_page
+from nanovllm.server.page import WITHOUT_KEY, Live, add_page
 from nanovllm.server.protocol import DetokenizeBody
 from nanovllm.server.responses import ResponseBody, Responses
 from nanovllm.server.settings import ServerOptions
@@ -68,7 +68,7 @@ class Gate:
                 raise HTTPException(413, f"the body is too long: {allowed}")
             return message
 
-        is_open = scope["type"] != "http" or scope["path"] in {"/health", *PATHS}
+        is_open = scope["type"] != "http" or scope["path"] in WITHOUT_KEY
         if is_open or self.is_allowed(Headers(scope=scope)):
             await self.app(scope, receive_some, send)
             return

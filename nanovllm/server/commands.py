@@ -120,7 +120,7 @@ def complete(args: Namespace) -> None:
 
 
 def chat(args: Namespace) -> None:
-    if " " in (args.model or ""):
+    if " " in (args.model or "") and not Path(args.model).expanduser().is_dir():
         hint = "no question: nanovllm chat asks for it, and nanovllm complete continues a text"
         raise refusal("model", args.model, f"it must be a hub id or a directory, {hint}")
     side = Local(args) if args.url is None else Remote(args)

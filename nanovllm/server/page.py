@@ -23,8 +23,9 @@ FILE_HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-cache",
 }
-FILES = (FOLDER, *FOLDER.rglob("*.*"))  # they need no key: the page asks for it
+FILES = (FOLDER, *FOLDER.rglob("*.*"))
 PATHS = {"/" + path.relative_to(FOLDER).as_posix().removeprefix(".") for path in FILES}
+WITHOUT_KEY = PATHS | {"/health"}  # the page asks for the key itself
 MOST_WATCHERS = 20
 MOST_FRAMES = 50  # that wait for a slow reader; then it is sent away
 

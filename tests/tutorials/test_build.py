@@ -17,8 +17,7 @@ from wrong_answers.read import wrong_answers
 
 from tutorials import build
 from tutorials.building.holes import open_holes, with_holes
-from tutorials.building.milestones import MILESTONES
-from tutorials.building.run import title_of
+from tutorials.building.milestones import MILESTONES, title_of
 
 BLOCKS = MILESTONES[0]
 

@@ -46,6 +46,12 @@ class Milestone(NamedTuple):
         return next(group for group in self.groups if group.has(nodeid))
 
 
+def title_of(nodeid: str) -> str:
+    """What the name of a test says."""
+    name = nodeid.rpartition("::")[2].partition("[")[0]
+    return name.removeprefix("test_").replace("_", " ")
+
+
 def milestone_of(paragraph: str) -> Milestone:
     first, *lines = paragraph.splitlines()
     match = MILESTONE.match(first)

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from tutorials.building.holes import function_at
+from tutorials.building.milestones import title_of
 
 ROOT = Path(__file__).parents[2]
 LONGEST = 240  # characters of a value in a sentence
@@ -56,12 +57,6 @@ def problem_of(error: BaseException, package: Path) -> str:
     if isinstance(error, AssertionError) and not place:
         return what.removeprefix("assert ")
     return f"{place or 'the test'}: {type(error).__name__}: {what}".removesuffix(": ")
-
-
-def title_of(nodeid: str) -> str:
-    """What the name of a test says."""
-    name = nodeid.rpartition("::")[2].partition("[")[0]
-    return name.removeprefix("test_").replace("_", " ")
 
 
 def sentence(item: pytest.Item, error: BaseException, package: Path) -> str:
