@@ -27,15 +27,15 @@ class Server(uvicorn.Server):
     has_failed = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
         # connections that wait for a request, each with its last one: since when
         self.idle: dict[tuple, float] = {}
+        await super().startup(sockets)  # loads the model; from now on, calls come
+        self.routes = self.config.app.state.server  # type: ignore[union-attr]
+        self.routes.engine.on_death = self.end_with_the_engine
         gc.collect()
         gc.freeze()  # the model stays: a look at all its objects takes a quarter of a second
         # PyTorch gives the interpreter back in each operation, and must not wait long to get it
         sys.setswitchinterval(SWITCH)
-        self.routes = self.config.app.state.server  # type: ignore[union-attr]
-        self.routes.engine.on_death = self.end_with_the_engine
         for sock in sockets or ():
             host, port = sock.getsockname()[:2]
             name = f"[{host}]" if ":" in host else host
