@@ -71,9 +71,11 @@ def test_query_heads_per_kv_head(ratio):
 
 
 @pytest.mark.slow(but_every=5)
-@pytest.mark.parametrize("block_size", [8, 16, 32, 64, 128, 256])
+@pytest.mark.parametrize("block_size", [8, 16, 32, 64, 128, 256, 1])
 def test_block_sizes(block_size):
-    check([*MIXTURE, (1, 300), (2, 257)], 4, 2, 32, block_size=block_size, num_blocks=128)
+    sequences = [*MIXTURE, (1, 300), (2, 257)]
+    num_blocks = max(128, 1024 // block_size)
+    check(sequences, 4, 2, 32, block_size=block_size, num_blocks=num_blocks)
 
 
 @pytest.mark.slow(but_every=2)
@@ -101,6 +103,14 @@ def test_decodes_before_chunks(splits, monkeypatch):
     monkeypatch.setattr(triton_attention, "PART", 64)
     sequences = [(1, 9), (1, 150), (1, 1), (5, 5), (1, 12), (20, 70), (17, 40)]
     check(sequences, 6, 2, 32, splits=splits)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_odd_shapes(splits, monkeypatch):
+    """No size is a power of two, and each kind of tile, part and block ends somewhere in its middle."""
+    monkeypatch.setattr(triton_attention, "PART", 64)
+    sequences = [(1, 145), (1, 7), (1, 200), (5, 5), (3, 20), (17, 81)]
+    check(sequences, 6, 3, 20, splits=splits, block_size=5, num_blocks=128)
 
 
 def test_tiles_of_a_long_prompt():

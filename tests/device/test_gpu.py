@@ -151,6 +151,45 @@ def test_a_seed_gives_the_same_tokens_in_any_company(checkpoint):
     assert together == alone
 
 
+@pytest.mark.parametrize(
+    "head_dim, group, block_size, dtype, mode",
+    [
+        (64, 1, 2, "float32", "swap"),
+        (80, 2, 16, "float32", "swap"),
+        (96, 7, 32, "float32", "recompute"),
+        (128, 4, 16, "float16", "recompute"),
+        (256, 1, 16, "bfloat16", "swap"),
+    ],
+)
+def test_shapes_of_models(tmp_path, head_dim, group, block_size, dtype, mode):
+    """Recorded steps, chunks, hits, copies, swaps; samples, beams, draft tokens, filters, penalties."""
+    model = new_model("qwen3", head_dim=head_dim, num_attention_heads=2 * group)
+    path = save(model, tmp_path)
+    prompts = [[7, 8, 9] * n for n in (1, 3, 6, 11, 14, 14)]
+    params = [
+        SamplingParams(temperature=0, max_tokens=30),
+        SamplingParams(n=2, seed=3, max_tokens=14, top_p=0.9),
+        BeamSearchParams(beam_width=2, max_tokens=6),
+        SamplingParams(seed=5, max_tokens=8, top_k=5, min_p=0.01, repetition_penalty=1.2),
+        SamplingParams(temperature=0, max_tokens=20, logprobs=2, prompt_logprobs=1),
+        SamplingParams(temperature=0, max_tokens=20, allowed_token_ids=[3, 4, 5]),
+    ]
+    drafts = {"method": "ngram", "num_speculative_tokens": 3}
+    answers = []
+    for backend in ("torch", "triton"):
+        llm = LLM(
+            path, dtype=dtype, attention_backend=backend, num_blocks=64 // block_size + 1, block_size=block_size,
+            max_num_batched_tokens=24, max_num_seqs=8, max_model_len=64, preemption_mode=mode, swap_gib=0.01,
+            speculative_config=drafts,
+        )  # fmt: skip
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        answers.append([[output.token_ids for output in result.outputs] for result in outputs])
+        stats = llm.stats()
+        assert stats["accepted_draft_tokens"] > 0 and (stats["preemptions"] > 0 or block_size == 32)
+        check_blocks(llm.block_manager, [])
+    assert answers[0] == answers[1] or dtype != "float32"
+
+
 def test_the_embedded_model_counts_and_adds():
     llm = LLM()
     questions = ["Count from 1 to 10", "What is 12 + 30?", "List all prime numbers within 20"]

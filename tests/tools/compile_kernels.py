@@ -3,7 +3,8 @@
 Prints for each kernel: bytes of shared memory, bytes of registers that are spilled, registers of a thread, and buffers
 for keys and values. Sizes are Qwen3-0.6B's. It needs ptxas, which Triton brings.
 
-Run: python tests/tools/compile_kernels.py [75 | 80 | 86 | 89 | 90 | 100] [head_dim] [query heads per KV head]
+Run: python tests/tools/compile_kernels.py [75 | 80 | 86 | 89 | 90 | 100 | 120] [head_dim] [query heads per KV head]
+     python tests/tools/compile_kernels.py sweep 75     attention for all heads, groups and dtypes: what does not fit
 """
 
 import re
@@ -12,6 +13,7 @@ import sys
 import tempfile
 from contextlib import ExitStack
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -30,11 +32,13 @@ from nanovllm.layers.sampler import Sampling
 KV_HEADS = 8
 HIDDEN = 1024
 VOCAB = 151_936
+SHARED = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB that a program may use
+HEADS = [64, 80, 96, 128, 256]
+GROUPS = [1, 2, 4, 7, 8]
 POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
 POINTERS |= {torch.int64: "*i64", torch.int32: "*i32"}
 
 empty = partial(torch.empty, device="meta")  # it has a shape and no memory
-half = partial(empty, dtype=torch.bfloat16)
 ints = partial(empty, dtype=torch.int32)
 longs = partial(empty, dtype=torch.int64)
 
@@ -75,8 +79,9 @@ class Noted:
         self.launches.append(Launch(name, self.kernel, args, options))
 
 
-def launches_of(head_dim: int, group: int) -> list[Launch]:
-    """Every kernel of the engine, as it is launched for a model in bfloat16."""
+def launches_of(head_dim: int, group: int, dtype: torch.dtype, is_whole: bool) -> list[Launch]:
+    """Every kernel of the engine, or only those of attention, as they are launched for a model."""
+    half = partial(empty, dtype=dtype)
     launches: list[Launch] = []
     with ExitStack() as stack:
         for module in (triton_attention, triton_ops):
@@ -84,12 +89,13 @@ def launches_of(head_dim: int, group: int) -> list[Launch]:
                 if name.endswith("_kernel"):
                     noted = Noted(kernel, launches)
                     stack.enter_context(mock.patch.object(module, name, noted))
-        launch_attention(head_dim, group)
-        launch_layers(head_dim, group)
+        launch_attention(head_dim, group, half)
+        if is_whole:
+            launch_layers(head_dim, group, half)
     return launches
 
 
-def launch_attention(head_dim: int, group: int) -> None:
+def launch_attention(head_dim: int, group: int, half: Any) -> None:
     """For 32 decodes, whose contexts are cut into parts, and for a chunk behind them."""
     batch = Batch(
         kv_cache=KVCache(half(2, 1, 100, 16, KV_HEADS, head_dim)),
@@ -107,11 +113,11 @@ def launch_attention(head_dim: int, group: int) -> None:
     triton_attention.copy_blocks(batch.kv_cache, [(0, 1)])
 
 
-def launch_layers(head_dim: int, group: int) -> None:
+def launch_layers(head_dim: int, group: int, half: Any) -> None:
     """The small layers, and the sampler."""
     norms = [torch.nn.RMSNorm(size, 1e-6, device="meta") for size in (HIDDEN, head_dim, head_dim)]
     for norm in norms:
-        norm.bfloat16()
+        norm.to(half.keywords["dtype"])
     triton_ops.add_and_norm(half(96, HIDDEN), half(96, HIDDEN), norms[0])
     heads = [KV_HEADS * group, KV_HEADS, KV_HEADS]
     qkv = half(96, sum(heads), head_dim)
@@ -168,13 +174,38 @@ def ptxas_problem(capability: int) -> str | None:
     return None
 
 
-def all_resources(capability: int = 80, head_dim: int = 128, group: int = 2) -> dict:
+def all_resources(
+    capability: int = 80,
+    head_dim: int = 128,
+    group: int = 2,
+    dtype: torch.dtype = torch.bfloat16,
+    is_whole: bool = True,
+) -> dict:
     """Of each kernel, by its name."""
     sizes = triton_attention.tile_sizes
     of_gpu = partial(sizes, is_old=capability < 80)
     with mock.patch.object(triton_attention, "tile_sizes", lambda *args: of_gpu(*args[:4])):
-        launches = launches_of(head_dim, group)
+        launches = launches_of(head_dim, group, dtype, is_whole)
     return {launch.name: resources_of(launch, capability)._asdict() for launch in launches}
+
+
+def problems(
+    capability: int, heads: list[int], groups: list[int], dtypes: list[torch.dtype]
+) -> list[str]:
+    """The kernels of attention that need too much shared memory, or that spill registers."""
+    found = []
+    for dtype, head_dim, group in product(dtypes, heads, groups):
+        for name, needs in all_resources(capability, head_dim, group, dtype, False).items():
+            if needs["shared"] > SHARED[capability] * 1024 or needs["spilled"]:
+                found.append(f"sm_{capability} {name}, {dtype}, {head_dim}, {group}: {needs}")
+    return found
+
+
+def sweep(capability: int) -> None:
+    dtypes = [torch.float16, torch.float32]
+    if capability >= 80:
+        dtypes.append(torch.bfloat16)
+    print(*problems(capability, HEADS, GROUPS, dtypes), sep="\n")
 
 
 def main(capability: int = 80, *heads: int) -> None:
@@ -187,4 +218,7 @@ def main(capability: int = 80, *heads: int) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    if sys.argv[1:2] == ["sweep"]:
+        sweep(int(sys.argv[2]))
+    else:
+        main(*map(int, sys.argv[1:]))
