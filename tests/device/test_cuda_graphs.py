@@ -6,7 +6,6 @@ Run: pytest tests/device/test_cuda_graphs.py [-k padding]
 import gc
 import weakref
 from dataclasses import replace
-from typing import ClassVar
 
 import pytest
 import torch
@@ -292,19 +291,6 @@ class MadeUpDevice:
 
     def empty_cache(self):
         self.cached = 0
-
-
-class MadeUpGraph:
-    made: ClassVar[list["MadeUpGraph"]] = []
-
-    def __init__(self):
-        self.made.append(self)
-
-    def pool(self):
-        return self.recording.pool or self
-
-    def replay(self):
-        return None
 
 
 @pytest.mark.parametrize("max_num_seqs, tried", [(1, [1, 1]), (2, [2, 1]), (20, [32, 16])])

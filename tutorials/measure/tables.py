@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tutorials.assignments.seeds import handout_table
 from tutorials.machine import ROOT
-from tutorials.measure import accuracy, figure12, pages, pairs
+from tutorials.measure import accuracy, pages, pairs
 from tutorials.report import conditions, engines_table, markdown, rounds_text, spread
 
 RESULTS = ROOT / "tutorials" / "results"
@@ -59,11 +59,6 @@ TABLES: dict[str, tuple[str | None, Callable[[dict], Rows | str]]] = {
     "engines": (FILE, printed),
     "error": (f"Embedded model in float32, {LOADS}:", accuracy.rows),
     "policy_pairs": (f"{HERE}. {SIGNS}", lambda report: pairs.table(report["pairs"])),
-    "sustained": (f"Commit {{commit}} {NUMBERS}:", figure12.sustained),
-    "ablations": (
-        "[All numbers]({link}), also of other loads and with a prefix cache.",
-        figure12.chosen_ablations,
-    ),
     "pages": (
         f"{{gigabytes:.0f}} GB for the cache, commit {{commit}} {NUMBERS}:",
         pages.chosen_rows,
