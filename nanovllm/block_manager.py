@@ -126,8 +126,11 @@ class BlockManager:
 
     def find_prefix(self, seq: Sequence) -> list[Block]:
         """The cached blocks of the longest prefix of the sequence, at most len(seq) - 1
-        tokens: the last token is always computed, because its logits are needed. The blocks
-        are not taken yet."""
+        tokens: the last token is always computed, because its logits are needed. Nothing is found
+        for a request that `lacks_prompt_logprobs`. The blocks are not taken yet.
+
+        `seq.found_blocks` keeps the result, so that the next look begins at its end. An entry is
+        right while its block still has the same identity."""
         blocks: list[Block] = []
         if seq.request.lacks_prompt_logprobs:
             return blocks
@@ -154,7 +157,8 @@ class BlockManager:
     # --- changes that the scheduler asks for ---
 
     def take_prefix(self, seq: Sequence) -> None:
-        """Shares the cached blocks of the longest prefix with the sequence."""
+        """Shares the cached blocks of the longest prefix with the sequence. The sequence may have
+        full blocks from a fork: then only the blocks behind these are taken."""
         num_held = len(seq.block_table)
         is_full = seq.num_computed_tokens == num_held * self.block_size
         assert is_full, f"{seq} has blocks: is its request queued twice?"
@@ -169,7 +173,8 @@ class BlockManager:
     def allocate(self, seq: Sequence, num_tokens: int) -> None:
         """Gives `seq` the blocks for its next `num_tokens` tokens; the caller must have checked
         that they are free. The first write into a shared block copies it before the step
-        (copy-on-write, paper, section 4.4)."""
+        (copy-on-write, paper, section 4.4). A cached block with one owner, which is written again,
+        leaves the prefix cache."""
         i = seq.num_computed_tokens // self.block_size
         if i < len(seq.block_table):  # the next token goes into a block that it has
             block = self.blocks[seq.block_table[i]]
@@ -189,8 +194,9 @@ class BlockManager:
         sequences find them. What is not computed yet must be computed by the step that is being
         planned.
 
-        Other sequences may share these blocks in the same step, because a layer stores the keys and
-        values of all tokens before any query reads them.
+        If an equal block can be found already, that one stays, and the sequence continues with its
+        identity. Other sequences may share the blocks in the same step, because a layer stores the
+        keys and values of all tokens before any query reads them.
         """
         if not self.enable_prefix_caching:
             return
@@ -211,7 +217,8 @@ class BlockManager:
 
     def free(self, seq: Sequence) -> None:
         """Frees the blocks of `seq`, last one first, so that tails are reused before the prefixes
-        they follow."""
+        they follow. A block that cannot be found is reused before all cached ones. The sequence has
+        computed nothing then."""
         for block_id in reversed(seq.block_table):
             block = self.blocks[block_id]
             block.ref_count -= 1
@@ -237,7 +244,8 @@ class BlockManager:
     # --- inside ---
 
     def take_block(self) -> Block:
-        """Takes the free block that was freed first."""
+        """Takes the free block that was freed first. It leaves the prefix cache, and has one
+        owner."""
         assert self.free_blocks, "there is no free block: ask can_allocate or can_admit first"
         block_id, _ = self.free_blocks.popitem(last=False)
         block = self.blocks[block_id]
@@ -247,7 +255,7 @@ class BlockManager:
         return block
 
     def _evict(self, block: Block) -> None:
-        """Removes a cached block from the prefix cache."""
+        """Removes a cached block from the prefix cache. Its identity is forgotten."""
         assert block.key is not None
         del self.cached_blocks[block.key]
         block.key = None
@@ -263,7 +271,8 @@ class BlockManager:
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int | None = None) -> None:
         """Lets `child`, which has no blocks yet, share what `parent` has computed, or only its
-        first `num_tokens` tokens."""
+        first `num_tokens` tokens. If a last, partly shared block is `unwritten`, only full blocks
+        are shared: the child will copy its last block before the step that writes it."""
         is_new = not child.block_table and child.num_computed_tokens == 0
         assert is_new, f"{child} already has blocks"
         num_tokens = parent.num_computed_tokens if num_tokens is None else num_tokens

@@ -144,7 +144,8 @@ class LLM:
         return self.states.take() if report else []
 
     def _step(self) -> None:
-        """Plans a step, runs it, and delivers its tokens."""
+        """Plans a step, runs it, and delivers its tokens. Without unfinished requests, it does
+        nothing more than settle what has come in. A step that fails is not counted."""
         self.inbox.settle()  # new requests and aborts take effect here
         if not self.states.unfinished:
             return
@@ -299,7 +300,12 @@ class LLM:
 
     def _submit(self, request: Request, is_reported: bool = True) -> RequestState:
         """Gives a checked request its arrival number, id, seed and state. The next step queues the
-        request: see Inbox.settle."""
+        request: see Inbox.settle.
+
+        Without an id of its own, the request gets its arrival number, or the next one that is free.
+        Without a seed, it gets (config.seed + arrival * SEED_STEP) % 2**63. Raises RuntimeError if
+        the engine is closed, and ValueError if the id is still in use.
+        """
         with self.turns.take():
             if self.is_closed:
                 raise RuntimeError("this LLM is closed")
@@ -323,7 +329,8 @@ class LLM:
         return state
 
     def _deliver(self, schedule: Schedule) -> None:
-        """Reports the step's tokens."""
+        """Reports the tokens of the step to requests that are watched, or that have ended.
+        Sequences that end by their text are finished."""
         news: dict[RequestState, None] = {}  # an ordered set
         for seq in schedule.sampled:
             state = self.states.unfinished[seq.request.request_id]

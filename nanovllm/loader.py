@@ -195,8 +195,8 @@ def new_model(
 
 
 def destinations(model: nn.Module) -> dict[str, Tensor]:
-    """The destination of each tensor of the checkpoint: a parameter, or some rows of a merged
-    one."""
+    """The destination of each tensor of the checkpoint: a parameter, or some rows of a merged one,
+    as a view. Biases of merged matrices are cut like the weights. A tied head is left out."""
     table = {}
     seen = set()
     for prefix, module in model.named_modules():
@@ -214,6 +214,9 @@ def destinations(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_into(target: Tensor, tensor: Tensor, name: str, file: Path) -> None:
+    """Copies the tensor to its place, in the target's dtype. ValueError if a weight is quantized
+    (below 16 bits, or integers), or if the shapes differ: "{file}: {name} has shape [7], but
+    config.json requires [48]"."""
     if tensor.itemsize < 2 or not tensor.is_floating_point():
         raise ValueError(f"{file}: {name} has dtype {tensor.dtype}: {UNQUANTIZED}")
     found = list(tensor.shape)

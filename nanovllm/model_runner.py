@@ -174,6 +174,9 @@ class ModelRunner:
             cu_blocks      [0, 2, 3]       ... which begins at 2
             slots          [8, 20, 21, 22]  block 2, offset 0, then block 5
             sampled_rows   [0, 3]          where the last tokens are
+
+        Block tables are whole. A draft that is shorter than the longest one of its sequence is
+        sampled as many rows before: see Schedule.sampled.
         """
         items = sorted(schedule.items, key=lambda item: item.num_tokens > 1)  # decodes first
         token_ids = array("q")

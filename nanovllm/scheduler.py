@@ -139,8 +139,12 @@ class Scheduler:
     # --- a step is planned ---
 
     def schedule(self) -> Schedule:
-        """Plans a step: running requests first, then waiting ones. Every item of the plan has its
-        blocks."""
+        """Plans a step. Every item of the plan has its blocks.
+
+        In this order: `step_budget`, `make_room`, running requests, waiting requests (not if a
+        running request was preempted for another one), draft tokens if there is a proposer; then
+        the moves, and the number of used blocks.
+        """
         schedule = Schedule(*self.step_budget())
         self.make_room(schedule)
         num_preemptions = self.num_preemptions
@@ -176,8 +180,9 @@ class Scheduler:
             i += 1
 
     def schedule_waiting(self, schedule: Schedule) -> None:
-        """Admits waiting requests in the policy's order, up to the first request that does
-        not fit."""
+        """Admits waiting requests in the policy's order, while both budgets have tokens left, up to
+        the first request that does not fit. A request that fits is admitted if `may_admit` agrees.
+        """
         if len(self.running) >= self.max_num_seqs:
             return  # a request takes at least one seat
         if not self.keeps_order:
@@ -193,7 +198,8 @@ class Scheduler:
 
     def _fits(self, request: Request) -> bool:
         """Whether there are seats and blocks for the request, besides those that are reserved for
-        others."""
+        others: int(watermark * blocks) if a request runs, and what running requests will need at
+        their fork."""
         manager = self.block_manager
         num_seats = sum(r.num_seats for r in [*self.running, request])
         # for samples that will fork from a running request
@@ -204,7 +210,12 @@ class Scheduler:
     def admit(self, request: Request) -> None:
         """Admits a waiting request, and allocates blocks for all its tokens, even if they are
         computed in chunks: otherwise the request would soon be preempted in the middle of its
-        prompt. Tokens that are cached or on the host are not computed again."""
+        prompt. Tokens that are cached or on the host are not computed again.
+
+        In this order: the first sequence takes its prefix, then what the host has; several
+        sequences are shared out (groups.share); at the first admission, hits and prompt tokens are
+        counted; host blocks are freed; blocks are allocated.
+        """
         check_choice(self, "next_waiting", request, self.waiting)
         self.waiting.remove(request)
         self.running.append(request)
@@ -227,7 +238,8 @@ class Scheduler:
             manager.allocate(seq, len(seq.token_ids) - seq.num_computed_tokens)
 
     def tokens_to_compute(self, request: Request, schedule: Schedule) -> list[Item]:
-        """The missing tokens of each of the request's sequences, as many as the budgets allow."""
+        """The missing tokens of each of the request's sequences, as many as the budgets allow. For
+        several sequences see groups.tokens_to_compute."""
         # a running request with a single sequence has not finished it
         seqs = request.unfinished if request.params.n > 1 else request.sequences
         if len(seqs) > 1:
@@ -247,7 +259,8 @@ class Scheduler:
 
     def preempt(self, request: Request) -> None:
         """Preempts a running request: all its sequences lose their blocks and wait, or none does.
-        The host keeps the contents if it has room; otherwise they are recomputed."""
+        The host keeps the contents if it has room; otherwise they are recomputed. The request has
+        not forked then."""
         check_choice(self, "preempt", request, self.running)
         self.running.remove(request)
         if self.should_swap(request):
@@ -264,7 +277,12 @@ class Scheduler:
         self, schedule: Schedule, token_ids: list[int], logprobs: StepLogprobs = None
     ) -> None:
         """Processes the result of a step: a token for each of `schedule.sampled`, and the
-        log-probabilities of the most likely tokens if a request wants them."""
+        log-probabilities of the most likely tokens if a request wants them.
+
+        All blocks are written now. First, sequences have computed their tokens, and requests fork
+        that can. Then draft tokens are accepted, searches advance, and each row that is left is
+        appended to its sequence.
+        """
         self.block_manager.unwritten.clear()
         for seq, start, num_tokens in schedule.items:
             seq.num_computed_tokens = start + num_tokens
@@ -289,7 +307,8 @@ class Scheduler:
             self.finish(seq, reason or "length")
 
     def finish(self, seq: Sequence, reason: str) -> None:
-        """Ends one sequence. The request ends with its last sequence."""
+        """Ends one sequence, or one that has ended already. The request ends with its last
+        sequence."""
         seq.finish_reason = reason
         self.block_manager.free(seq)
         if seq.host_table:

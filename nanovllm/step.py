@@ -56,7 +56,8 @@ class StepInputs:
 
 
 def sampling_of(seqs: Collection[Sequence], vocab_size: int) -> Sampling:
-    """How the next token of each sequence is sampled."""
+    """How the next token of each sequence is sampled. A filter that no row uses is None; greedy
+    rows use none. `all_have_top_k`: each row that draws has a top_k of at most SMALL."""
     params = [seq.request.params for seq in seqs]
     temperature = floats([p.temperature for p in params])
     top_k = integers([p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params])

@@ -26,6 +26,7 @@ from tutorials.building.milestones import MILESTONES, POINTS, Group, Milestone, 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "nanovllm"
 LIMIT = 600.0  # seconds for a milestone, on a slow laptop, too
+MOST = 5  # failed tests whose names are printed
 NOT_COPIED = shutil.ignore_patterns("__pycache__")
 
 
@@ -91,6 +92,10 @@ class Result:
         problem, group = self.first_problem()
         lines.append(f"first: {problem}")
         lines.append(f"read: tutorials/{group.section}")
+        named = [test for test in [*self.problems][1:] if not test.endswith("::runTest")]
+        others = dict.fromkeys(map(title_of, named))
+        if others:
+            lines.append(f"these fail, too: {'; '.join([*others][:MOST])}")
         return lines
 
     def points(self) -> Report:
@@ -117,10 +122,14 @@ def check(folder: Path, milestone: Milestone, limit: float = LIMIT) -> Result:
         assemble(folder, milestone, target)
         own = [milestone] if milestone.holes else MILESTONES
         modules = [target / "nanovllm" / module for one in own for module in one.holes]
-        found = [holes_in(module) or [] for module in modules]
+        found = [
+            f"{name} in {module.relative_to(target / 'nanovllm').as_posix()}"
+            for module in modules
+            for name in holes_in(module) or []
+        ]
         report = target / "report"
         problem = run_tests(milestone, target, report, limit)
-        return result_of(milestone, [name for names in found for name in names], report, problem)
+        return result_of(milestone, found, report, problem)
 
 
 def job_of(milestone: Milestone, target: Path, report: Path) -> dict:
@@ -141,6 +150,10 @@ def run_tests(milestone: Milestone, target: Path, report: Path, limit: float) ->
         ended = subprocess.run(command, cwd=ROOT, env=env, timeout=limit, text=True, **quiet)
     except subprocess.TimeoutExpired:
         return f"still runs after {limit:g} s"
+    if ended.returncode < 0:
+        return (
+            "your code has crashed Python. Is an index outside of an array? Set NUMBA_DISABLE_JIT=1"
+        )
     last = (ended.stderr.strip().splitlines() or ["no message"])[-1]
     return "" if ended.returncode == 0 else f"the process with the tests has ended: {last}"
 

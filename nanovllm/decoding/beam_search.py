@@ -88,7 +88,11 @@ class BeamSearch:
 
     def advance(self, candidates: list[Beam]) -> list[Beam]:
         """Takes the most likely next tokens of every running beam. Returns the beams that continue,
-        none at the end."""
+        none at the end.
+
+        Only the first `num_candidates` count, the likeliest first. One that ends, by a stop token
+        or at `max_output_tokens`, becomes a result only if it is among the first `beam_width`.
+        """
         width = self.params.beam_width
         candidates = sorted(candidates, key=lambda beam: -beam.cumulative_logprob)
         running: list[Beam] = []
@@ -110,10 +114,13 @@ class BeamSearch:
         return best(self.results + beams, self.params.beam_width)
 
     def _score(self, beam: Beam, length: int) -> float:
+        """Log-probability / length ** length_penalty."""
         return beam.cumulative_logprob / length**self.params.length_penalty
 
     def _is_decided(self, likeliest: Beam, length: int) -> bool:
-        """Whether there are `beam_width` results, and no running beam is expected to beat them."""
+        """Whether there are `beam_width` results, and no running beam is expected to beat the worst
+        of them. `length` is that of the running beams, with their new tokens. "never" takes the
+        length with which the likeliest beam would have its best score."""
         if len(self.results) < self.params.beam_width:
             return False
         if self.params.early_stopping is True:
@@ -124,6 +131,7 @@ class BeamSearch:
 
 
 def best(beams: list[Beam], count: int) -> list[Beam]:
+    """The `count` beams with the highest scores, best first."""
     return sorted(beams, key=lambda beam: -beam.score)[:count]
 
 
@@ -152,7 +160,11 @@ class BeamRequest(Request):
         self, likeliest: list[tuple[Sequence, TokenLogprobs]], block_manager: BlockManager
     ) -> None:
         """Takes a step's result: of each beam, the most likely next tokens. Only forks and frees:
-        every new beam forks from its parent, then all parents are freed."""
+        every new beam forks from its parent, then all parents are freed.
+
+        Right after the prompt, all rows are the same, and the first one counts. At the end of the
+        search, the request has no sequences left.
+        """
         if likeliest[0][0].num_output_tokens == 0:
             likeliest = likeliest[:1]  # right after the prompt, all beams are the same
         candidates = [
@@ -174,7 +186,8 @@ class BeamRequest(Request):
 
 
 def advance_searches(rows: Rows, scheduler: Any) -> Rows:
-    """Yields the rows of a step that are not beams, then advances the searches with their rows."""
+    """Yields the rows of a step that are not beams, then advances the searches with their rows. A
+    request whose search has ended leaves `scheduler.running`."""
     searches: dict[BeamRequest, list[tuple[Sequence, TokenLogprobs]]] = {}
     for row in rows:
         seq, _, likeliest = row

@@ -63,7 +63,8 @@ class Lookup:
 
     def propose(self, token_ids: Tokens[int], most: int) -> Tokens[int]:
         """The tokens that followed the longest of the last n-grams, up to `most`; an empty list if
-        none was found."""
+        none was found. Notes the places of at most AT_ONCE new tokens. The last n-gram of the text
+        is not noted: nothing follows it yet."""
         new = range(self.num_tokens + 1, len(token_ids))[:AT_ONCE]
         for end in new:
             for size in self.sizes:
@@ -122,6 +123,11 @@ class Proposer:
     def add_drafts(self, schedule: Schedule, scheduler: Any) -> None:
         """Takes only tokens that the step has left, and blocks that are free: the next step finds
         them free again, unless the draft tokens are accepted.
+
+        A sequence that samples gets drafts, also behind the last token of its prompt. Its item
+        becomes that of its longest draft, and `schedule.sampled` has the sequence and each draft,
+        all with the longest one. No draft reaches max_len. Blocks that sequences before their fork
+        will need are left alone.
         """
         manager = scheduler.block_manager
         waiting = [request for request in scheduler.running if not request.has_forked]
@@ -153,7 +159,13 @@ class Proposer:
 
     def accepted(self, schedule: Schedule, manager: BlockManager, drawn: Rows) -> Rows:
         """The sequences with the tokens that count: what a draft has sampled counts if the sequence
-        has become this draft. Only these rows are left in the schedule."""
+        has become this draft. Only these rows are left in the schedule.
+
+        The caller appends each token to its sequence before it takes the next row. `drawn` reads
+        schedule.sampled: make a list of it first. Sets `num_computed_tokens`, which the scheduler
+        has done for the longest draft only, and caches full blocks. In the end, blocks behind the
+        sequence's last token are freed.
+        """
         for row, token_id, likeliest in [*drawn]:
             source = schedule.sampled[row]
             if not isinstance(source, Draft):

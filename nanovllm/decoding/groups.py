@@ -13,7 +13,12 @@ from nanovllm.swapping.blocks import swap_in
 
 
 def share(request: Request, manager: BlockManager) -> None:
-    """The request has been admitted: what its sequences share is computed once."""
+    """The request has been admitted: what its sequences share is computed once.
+
+    Sets `num_shared_tokens`: how many tokens all unfinished sequences have in common at their
+    start. Where the lengths differ, the shortest sequence keeps its last token for itself: its next
+    token is sampled there. Then forks, which may already be possible.
+    """
     token_ids = [seq.token_ids for seq in request.unfinished]
     # of lists: for paths it is of no use
     num_shared = len(commonprefix(token_ids))  # noqa: RUF071
@@ -25,7 +30,12 @@ def share(request: Request, manager: BlockManager) -> None:
 
 
 def fork(request: Request, manager: BlockManager) -> None:
-    """Once the first sequence has computed the tokens that all share, the others fork from it."""
+    """Once the first sequence has computed the tokens that all share, the others fork from it.
+
+    `share` calls it, and the scheduler after each step, before new tokens are appended. A sequence
+    that was preempted with tokens of its own takes more than the shared ones: what the prefix cache
+    still has (`take_prefix`), then what the host has (`swap_in`). At the end, `has_forked` is True.
+    """
     num_shared = request.num_shared_tokens
     first, *others = request.unfinished
     if first.num_computed_tokens < num_shared:
@@ -45,7 +55,12 @@ def fork(request: Request, manager: BlockManager) -> None:
 
 def tokens_to_compute(request: Request, schedule: Schedule) -> list[Item]:
     """The sequences get their next tokens together or not at all, so their last tokens are
-    computed in the same step."""
+    computed in the same step.
+
+    Before the fork: tokens of the first sequence, up to `num_shared_tokens`. After the fork, if one
+    is missing more than its last token: as many missing tokens as both budgets have room for, and
+    no last tokens. Items are not yet in the schedule, so its budgets do not fall meanwhile.
+    """
     seqs = request.unfinished
     if not request.has_forked:
         num_missing = request.num_shared_tokens - seqs[0].num_computed_tokens

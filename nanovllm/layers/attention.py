@@ -12,7 +12,8 @@ from nanovllm.layers.batch import Batch
 def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float) -> Tensor:
     """Causal attention of q [T, num_heads, head_dim] over each sequence's context in the cache.
 
-    Returns the same shape. Query head h reads KV head h // (num_heads / num_kv_heads).
+    Returns the same shape and dtype; the sums are in fp32. Query head h reads KV head
+    h // (num_heads / num_kv_heads). Slots behind a context may hold NaN.
     """
     keys, values = batch.kv_cache.layers[layer]
     block_size = batch.kv_cache.block_size

@@ -178,7 +178,15 @@ def store_kv_kernel(k_cache, v_cache, k, v, slots, begin, end):
 
 @cache
 def decode_kernel(HEAD_DIM: int, GROUP: int) -> Callable:
-    """Compiled for heads of this size, and this many query heads for each KV head."""
+    """A kernel for heads of this size, and this many query heads for each KV head.
+
+    It is a function with the decorator `kernel`, called by numba_ops.paged_attention with (out, q,
+    keys, values, context_lens, cu_blocks, block_tables, scale, heads, begin, end). It computes the
+    programs from `begin` to `end`. A program has `heads` KV heads of one sequence: those of program
+    p begin at p % parts * heads in sequence p // parts, with parts = num_kv_heads / heads. Softmax
+    is online, so scores of any size are right. Numbers may have 16 bits: read them with as_float32,
+    write the sums once, with rounded. Slots behind a context may hold NaN.
+    """
 
     @kernel
     def decode(

@@ -57,7 +57,8 @@ class Ops(Protocol):
         """Splits qkv [T, num_heads + 2 * num_kv_heads, head_dim] into q, k and v.
 
         Each head of q and k is normalized, if the model does that, and rotated by the angles of
-        cos_sin [T, head_dim]. `sizes` are the numbers of heads of q, k and v.
+        cos_sin [T, head_dim], in fp32; the results have the dtype of qkv. `sizes` are the numbers
+        of heads of q, k and v.
         """
 
     def silu_and_mul(self, x: Tensor) -> Tensor:

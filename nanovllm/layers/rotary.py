@@ -39,6 +39,10 @@ def rope_table(config, head_dim: int, max_model_len: int) -> torch.Tensor:
 
     "dynamic" (NTK) is scaled once, for `max_model_len`, so that a token's key does not depend on
     how long its sequence becomes.
+
+    "default" has the speeds theta ** -(i / half). The other types are functions of transformers:
+    ROPE_INIT_FUNCTIONS[type](config, device, seq_len) gives the speeds, and a factor for cos and
+    sin.
     """
     settings = rope_settings(config)
     rope_type = settings["rope_type"]

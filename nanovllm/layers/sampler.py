@@ -26,6 +26,11 @@ def uniform(seed: Tensor, position: Tensor) -> Tensor:
 
     A counter-based generator: the mixing steps of splitmix64 (Steele et al., OOPSLA 2014). With a
     stateful generator, a request's numbers would depend on the batches that it happened to run in.
+
+    mixed(mixed(seed) + position * 0x9E3779B97F4A7C15), with mixed: x ^= x >> 30,
+    x *= 0xBF58476D1CE4E5B9, x ^= x >> 27, x *= 0x94D049BB133111EB, x ^= x >> 31, all in 64 bits
+    without a sign. The number is its upper 23 bits / 2**23. int64 wraps as it should, but its
+    shifts to the right copy the sign.
     """
 
     def shifted(x, bits):  # logical right shift; int64 has only the arithmetic one
@@ -74,7 +79,8 @@ def lowest_kept(ranked: Tensor, sampling: Sampling, total: Tensor | None = None)
     """The lowest logit [B, 1] that each row keeps. Tokens with equal logits are kept together.
 
     ranked [B, k]: each row's k highest logits, highest first. total [B, 1]: the sum of all weights,
-    if `ranked` has only some of them.
+    if `ranked` has only some of them: after min_p, before top_k. top_p is a share of the weights
+    that min_p and top_k have left. A row with top_p = 1 keeps all of these.
     """
     weights = softmax_weights(ranked, sampling)
     if sampling.top_k is not None:
@@ -91,7 +97,8 @@ def lowest_kept(ranked: Tensor, sampling: Sampling, total: Tensor | None = None)
 
 
 def softmax_weights(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Probabilities as multiples of the highest one, without those that min_p removes."""
+    """Probabilities as multiples of the highest one in fp32, without those that min_p removes. At
+    temperature 0, only the highest logits have a weight."""
     # subtracting the maximum first keeps the result finite at tiny temperatures
     below = logits.float() - logits.amax(-1, True)
     temperature = sampling.temperature.clamp(min=2e-38)  # a greedy row: only the highest remain

@@ -38,8 +38,8 @@ class Text:
         self.stop = self.params.stop or ()
 
     def add(self, token_id: int) -> bool:
-        """Appends a token's text. Returns True if it completes a stop string, which ends the
-        text."""
+        """Appends a token's text. Returns True if it completes a stop string, which ends the text:
+        the one that begins first. The token counts for `min_tokens`."""
         self.token_ids.append(token_id)
         return self._take()
 
@@ -51,6 +51,8 @@ class Text:
         return is_stop
 
     def _take(self, is_last: bool = False) -> bool:
+        """Decodes the tokens from `begin` on, and adds what is new behind `known`. If these tokens
+        become many, `begin` moves on: by half of them, so that some stay before the next token."""
         decoded = self.decode(self.token_ids[self.begin :])
         if decoded.endswith("\ufffd") and not is_last:  # a part of a character
             return False

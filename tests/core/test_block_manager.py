@@ -117,14 +117,16 @@ def test_freed_blocks_are_a_cache_until_they_are_handed_out():
 
 
 def test_a_block_with_nothing_to_find_is_reused_before_any_cached_one():
-    manager = BlockManager(num_blocks=3, block_size=2)
-    seq = new_sequence([1, 2, 3, 4, 5])
-    compute(manager, seq)
+    manager = BlockManager(num_blocks=4, block_size=2)
+    old, seq = new_sequence([7, 8]), new_sequence([1, 2, 3, 4, 5])
+    for one in (old, seq):
+        compute(manager, one)
     partial = seq.block_table[2]
+    manager.free(old)
     manager.free(seq)
     other = new_sequence([9])
     compute(manager, other)
-    assert other.block_table == [partial] and len(manager.cached_blocks) == 2
+    assert other.block_table == [partial] and len(manager.cached_blocks) == 3
 
 
 def test_least_recently_used_goes_first():

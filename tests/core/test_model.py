@@ -4,12 +4,13 @@ Run: pytest tests/core/test_model.py [-k logits]
 """
 
 import json
+import re
 
 import pytest
 import torch
 from checkpoints import new_model, save
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
+from transformers import AutoConfig, Qwen3Config
 
 from nanovllm.layers import torch_ops
 from nanovllm.layers.batch import Batch
@@ -184,12 +185,16 @@ def test_missing_and_unexpected_tensors_are_listed(tmp_path):
     assert "unexpected tensors ['model.layers.0.mlp.extra.weight']" in message
 
 
-def test_a_tensor_of_the_wrong_shape_is_named(tmp_path):
+@pytest.mark.parametrize(
+    "name, found, expected",
+    [("model.norm", [7], [48]), ("model.layers.0.mlp.down_proj", [72, 48], [48, 72])],
+)
+def test_a_tensor_of_the_wrong_shape_is_named(name, found, expected, tmp_path):
     save(new_model(), tmp_path)
-    change_tensors(tmp_path, lambda tensors: tensors.update({"model.norm.weight": torch.zeros(7)}))
-    with pytest.raises(
-        ValueError, match=r"model.norm.weight has shape \[7\], but config.json requires \[48\]"
-    ):
+    wrong = {f"{name}.weight": torch.zeros(found)}
+    change_tensors(tmp_path, lambda tensors: tensors.update(wrong))
+    message = f"{name}.weight has shape {found}, but config.json requires {expected}"
+    with pytest.raises(ValueError, match=re.escape(message)):
         load(tmp_path)
 
 
@@ -242,6 +247,31 @@ def test_unsupported_configs_name_what_is_supported(changes, message, tmp_path):
     file.write_text(json.dumps(json.loads(file.read_bytes()) | changes))
     with pytest.raises(ValueError, match=message):
         check_supported(load_config(tmp_path))
+
+
+@pytest.mark.parametrize("settings", [{}, {"rope_type": "dynamic", "factor": 2.0}])
+def test_rope_settings_count(settings):
+    parameters = {"rope_type": "default", "rope_theta": 5e5} | settings
+    config = Qwen3Config(head_dim=16, max_position_embeddings=32, rope_parameters=parameters)
+    theta = 5e5
+    if settings:  # as for 64 tokens, with twice the context
+        theta *= (2.0 * 64 / 32 - 1) ** (16 / 14)
+    angles = torch.outer(torch.arange(64.0), theta ** -(torch.arange(8.0) / 8))
+    expected = torch.cat([angles.cos(), angles.sin()], dim=1)
+    torch.testing.assert_close(rope_table(config, 16, 64), expected, atol=1e-4, rtol=0)
+
+
+def test_the_layers_of_pytorch_keep_what_ops_says():
+    """The sum is in place of the residual, and a rotation of 16-bit numbers is rounded once."""
+    x = torch.randn(3, 8).bfloat16()
+    residual = x.clone()
+    total, _ = torch_ops.add_and_norm(residual, x, torch.nn.RMSNorm(8, 1e-6).bfloat16())
+    assert total is residual and torch.equal(total, x + x)
+    qkv, angles = torch.randn(3, 3, 8).bfloat16(), torch.randn(3, 4)
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
+    q, *_ = torch_ops.norm_and_rotate(qkv.clone(), None, None, cos_sin, [1, 1, 1])
+    exact, *_ = torch_ops.norm_and_rotate(qkv.float(), None, None, cos_sin, [1, 1, 1])
+    assert torch.equal(q, exact.bfloat16())
 
 
 def test_rope_settings_of_both_generations_of_transformers():

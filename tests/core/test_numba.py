@@ -29,13 +29,13 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 DTYPES = [*TOLERANCE]
 
 
-def attended(sequences, heads, kv_heads, head_dim, dtype=torch.float32, **kwargs):
+def attended(sequences, heads, kv_heads, head_dim, dtype=torch.float32, size=1.0, **kwargs):
     """What the kernels and the reference say of a random batch, whose unowned slots are NaN."""
     batch, keys = random_batch(sequences, kv_heads, head_dim, **kwargs)
     lengths, layer, scale = [length for length, _ in sequences], 1, head_dim**-0.5
     batch.kv_cache = KVCache(batch.kv_cache.tensor.to(dtype))
     rng = torch.Generator().manual_seed(1)
-    q = torch.randn(sum(lengths), heads, head_dim, generator=rng).to(dtype)
+    q = (size * torch.randn(sum(lengths), heads, head_dim, generator=rng)).to(dtype)
     new = torch.cat([kv[:, layer, -length:] for kv, length in zip(keys, lengths)], dim=1)
     # as in the model, keys and values are views of something larger
     qkv = torch.cat([*new.to(dtype)], dim=1)
@@ -70,6 +70,10 @@ def test_every_split_into_cached_and_new_at_block_borders(context):
 @pytest.mark.parametrize("block_size", [1, 3, 8, 64])
 def test_block_sizes(block_size):
     check([(1, 10), (1, 3), (4, 12), (1, 70)], 4, 2, 16, block_size=block_size, num_blocks=200)
+
+
+def test_scores_of_any_size():
+    check([(1, 40), (1, 17)], 4, 2, 16, size=1000.0)
 
 
 @pytest.mark.parametrize("num_threads", [1, 5])

@@ -73,7 +73,10 @@ class FakeRunner:
     def check(self, seq) -> None:
         """Every computed token of the sequence is in the cache, and is its own."""
         for i in range(seq.num_computed_tokens):
-            assert self.cache[self.slot(seq, i)] == tuple(seq.token_ids[: i + 1])
+            assert i < len(seq.block_table) * self.block_size, f"{seq} has no block for token {i}"
+            found = self.cache.get(self.slot(seq, i))
+            place = f"block {seq.block_table[i // self.block_size]}"
+            assert found == tuple(seq.token_ids[: i + 1]), f"{seq}: {place} does not hold token {i}"
 
     def launch(self, schedule):
         return partial(self.run, schedule)

@@ -68,9 +68,11 @@ def test_an_open_hole_is_named(tmp_path, capsys):
     test = "no part of a block is copied before the step that writes it"
     assert result.lines() == [
         "milestone 1, blocks: 49 of 54 tests pass",
-        "still open: BlockManager.fork",
+        "still open: BlockManager.fork in block_manager.py",
         f"first: {test}: BlockManager.fork is still open (milestone 1, chapter 02)",
         "read: tutorials/02_blocks.md#when-may-others-find-it",
+        "these fail, too: the first write into a shared block copies it; "
+        "writing into a full block that was forked in its middle",
     ]
     scores = [test["score"] for test in result.points().results()["tests"]]
     assert scores == [10, 10, 5, 10, 0, 0]

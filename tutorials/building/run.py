@@ -22,6 +22,7 @@ from tutorials.building.milestones import title_of
 
 ROOT = Path(__file__).parents[2]
 LONGEST = 240  # characters of a value in a sentence
+LIMIT = 60  # seconds of a test
 QUIET = ["-c", f"{ROOT / 'pyproject.toml'}", "--rootdir", f"{ROOT}"]
 QUIET += ["-p", "no:cacheprovider", "-p", "no:unraisableexception"]  # which collects garbage
 
@@ -32,8 +33,12 @@ def short(value: object) -> str:
 
 
 def place_of(error: BaseException, package: Path) -> tuple[str, str]:
-    """The line of the student's package that was reached last; and the function around it."""
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+    """The line of the student's package that was reached last; and the function around it. An
+    assertion of a test, which the engine has called, has none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, AssertionError):
+        frames = frames[-1:]
+    for frame in reversed(frames):
         path = Path(frame.filename)
         if path.is_relative_to(package):
             name = function_at(path.read_text(encoding="utf-8"), frame.lineno or 0)
@@ -55,7 +60,8 @@ def problem_of(error: BaseException, package: Path) -> str:
         return f"{place}: {type(error).__name__}: {error.msg}"
     what = short(str(error))
     if isinstance(error, AssertionError) and not place:
-        return what.removeprefix("assert ")
+        last = traceback.extract_tb(error.__traceback__)[-1].line
+        return what.removeprefix("assert ") or f"`{short(last or '')}` does not hold"
     return f"{place or 'the test'}: {type(error).__name__}: {what}".removesuffix(": ")
 
 
@@ -66,11 +72,16 @@ def sentence(item: pytest.Item, error: BaseException, package: Path) -> str:
     said = problem_of(error, package)
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.line for frame in frames if Path(frame.filename) == item.path]
-    if isinstance(error, AssertionError) and lines and lines[-1].startswith("assert "):
+    is_whole = lines and lines[-1].startswith("assert ") and not lines[-1].endswith("(")
+    if isinstance(error, AssertionError) and is_whole:
         said = f"`{short(lines[-1].removeprefix('assert '))}`: {said}"
     if item.nodeid.endswith("::runTest"):  # of hypothesis.stateful
         return said
     return f"{title_of(item.nodeid)}{f' ({given})' if given else ''}: {said}"
+
+
+def too_long(*_: Any) -> None:
+    raise TimeoutError(f"it still runs after {LIMIT} s")
 
 
 class Events:
@@ -89,6 +100,16 @@ class Events:
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.write(started=nodeid)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self) -> Generator[None, None, None]:
+        """Ends a test that never returns, where the system can."""
+        if hasattr(signal, "setitimer"):
+            signal.signal(signal.SIGALRM, too_long)
+            signal.setitimer(signal.ITIMER_REAL, LIMIT)
+        yield
+        if hasattr(signal, "setitimer"):
+            signal.setitimer(signal.ITIMER_REAL, 0)
 
     def pytest_assertrepr_compare(self, op: str, left: object, right: object) -> list[str]:
         if isinstance(left, dict) and isinstance(right, dict):
