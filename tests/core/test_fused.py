@@ -26,9 +26,9 @@ def randn(*shape, dtype=torch.float32):
     )
 
 
-def norm(size, dtype):
+def norm(size, dtype, seed=0):
     layer = torch.nn.RMSNorm(size, 1e-6).to(DEVICE, dtype).requires_grad_(False)
-    layer.weight.data.copy_(1 + 0.2 * randn(size))
+    layer.weight.data.copy_(1 + 0.2 * randn(seed + 1, size)[seed])
     return layer
 
 
@@ -61,7 +61,7 @@ def test_add_and_norm(size, dtype):
 @pytest.mark.parametrize("has_norm", [True, False])
 def test_norm_and_rotate(head_dim, has_norm, dtype):
     sizes = [6, 2, 2]
-    norms = [norm(head_dim, dtype), norm(head_dim, dtype)] if has_norm else [None, None]
+    norms = [norm(head_dim, dtype, seed) for seed in (1, 2)] if has_norm else [None, None]
     angles = randn(7, head_dim // 2)
     cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
     qkv = randn(7, 10, head_dim, dtype=dtype)
@@ -106,6 +106,7 @@ def test_sample(vocab_size):
     )
     logits = 4 * randn(rows, vocab_size)
     logits[7, : vocab_size // 2] = -100.0  # half of the vocabulary has weights of about 0
+    logits[5, [0, vocab_size - 1]] = 99.0  # the first of equal logits, also of two tiles
     for backend in (torch_ops, triton_ops):
         tokens = backend.sample(logits, options)
         assert torch.equal(tokens[::5], logits[::5].argmax(-1))

@@ -107,10 +107,11 @@ def test_decodes_before_chunks(splits, monkeypatch):
 
 @pytest.mark.parametrize("splits", [1, 3])
 def test_odd_shapes(splits, monkeypatch):
-    """No size is a power of two, and each kind of tile, part and block ends somewhere in its middle."""
+    """No size is a power of two, and each kind of tile, part and block ends somewhere in its middle. The last block table
+    has no block to spare, and block 0, which a mask stands for, is NaN."""
     monkeypatch.setattr(triton_attention, "PART", 64)
-    sequences = [(1, 145), (1, 7), (1, 200), (17, 81), (5, 5), (3, 20)]
-    check(sequences, 6, 3, 20, splits=splits, block_size=5, num_blocks=128)
+    sequences = [(1, 145), (1, 7), (1, 200), (17, 81), (5, 5), (13, 85)]
+    check(sequences, 9, 3, 20, splits=splits, block_size=5, num_blocks=160)
 
 
 def test_tiles_of_a_long_prompt():
