@@ -20,6 +20,7 @@ from nanovllm.layers.ops import Ops
 from nanovllm.layers.rotary import rope_table
 from nanovllm.models.qwen import Qwen, check_supported, head_dim_of
 from nanovllm.options import is_int, refusal, shown
+from nanovllm.quantization.layers import prepare_layer
 from nanovllm.sampling_params import SamplingParams
 
 # weights, configs and tokenizer; no other formats
@@ -152,10 +153,12 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
     ops: Ops,
+    prepare: Callable[[Linear], None] = use_onednn,
     read: Callable[..., Tensor] = safe_open.get_tensor,
 ) -> Qwen:
     """Builds the model and loads every parameter, each as `read` gives it from an open file. Raises
-    ValueError if the checkpoint does not match."""
+    ValueError if the checkpoint does not match. `prepare` changes the form of a linear layer's
+    weight: layer by layer, so that only one layer has both forms at a time."""
     model = new_model(config, max_model_len, dtype, device, ops)
     missing = destinations(model)
     unexpected = []
@@ -165,6 +168,7 @@ def load_model(
                 for name in tensors.keys():  # noqa: SIM118 (safe_open is no dict)
                     if name in missing:
                         load_into(missing.pop(name), read(tensors, name), name, file)
+                        prepare_layer(model, name, missing, prepare)
                     elif not ignorable(name, config):
                         unexpected.append(name)
         except SafetensorError as error:
@@ -172,9 +176,7 @@ def load_model(
     if missing or unexpected:
         what = f"missing tensors {sorted(missing)}, unexpected tensors {sorted(unexpected)}"
         raise ValueError(f"{path} does not match its config.json: {what}")
-    for module in model.modules():
-        if isinstance(module, Linear):
-            use_onednn(module)
+    prepare(model.lm_head)
     return model.eval()
 
 

@@ -17,7 +17,7 @@ from nanovllm.checks.kernels import check_kernels
 from nanovllm.config import Config, Limits
 from nanovllm.decoding.penalties import adjusted_logits
 from nanovllm.decoding.prompt_logprobs import PromptScores, rows_to_score
-from nanovllm.device.choose import choose_cache, choose_dtype, choose_ops
+from nanovllm.device.choose import choose_cache, choose_dtype, choose_ops, choose_product
 from nanovllm.device.cuda_graphs import StepGraphs
 from nanovllm.device.memory import keep_freed_memory, largest_step, memory_left, warm_up_steps
 from nanovllm.device.threads import Threads
@@ -65,7 +65,7 @@ class ModelRunner:
         self.dtype = choose_dtype(config, hf_config, device)
         self.ops = choose_ops(config, device, self.dtype)
         self.vocab_size = hf_config.vocab_size
-        self.model = self.load(path, hf_config)
+        self.model = self.load(path, hf_config, prepare=choose_product(config))
         self.weights_per_layer = sum(w.numel() for w in self.model.model.layers[0].parameters())
         heads = (self.model.num_kv_heads, head_dim_of(hf_config))
         shape = CacheShape(hf_config.num_hidden_layers, config.block_size, *heads, self.dtype)

@@ -140,7 +140,7 @@ class RankRunner(ModelRunner):
 
     def load(self, path: Path, hf_config, **options) -> Qwen:
         shard = Shard(hf_config, self.group.rank, self.group.size)
-        model = super().load(path, shard.config, read=shard.read)
+        model = super().load(path, shard.config, read=shard.read, **options)
         shard.join(model, self.group, hf_config.vocab_size)
         self.group.meet("loaded")
         return model

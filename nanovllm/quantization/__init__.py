@@ -1,0 +1,1 @@
+"""Quantization: weights in few bits."""
