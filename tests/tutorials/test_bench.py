@@ -28,7 +28,7 @@ from tutorials.measure.checkpoints import write_checkpoint
 from tutorials.measure.engines import Job, Loop, Nanovllm
 from tutorials.measure.peers import Vllm
 from tutorials.measure.turns import Worker
-from tutorials.report import BIN, engines_table, percentile, summary
+from tutorials.report import BIN, engines_table, summary
 from tutorials.simulation.requests import Request, make_requests, read_trace
 
 ROOT = Path(__file__).parents[2]
@@ -325,14 +325,6 @@ def test_the_whole_command(tmp_path):
 
 
 # --- report ---
-
-
-def test_percentile():
-    assert percentile([], 50) is None
-    assert percentile([3.0], 99) == 3
-    assert percentile([4.0, 1.0, 2.0, 3.0], 50) == 2.5
-    assert percentile(list(range(101)), 99) == 99
-    assert percentile([1.0, 2.0], 99) == pytest.approx(1.99)
 
 
 def run_of(seconds, *tokens, ttft=None):
