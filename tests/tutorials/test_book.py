@@ -86,12 +86,8 @@ def occurrence(terms: list[str], text: str) -> re.Match | None:
 def linked(text: str, found: re.Match, anchor: str) -> bool:
     """Whether this place is within a link to the glossary's entry."""
     opened = text.rfind("[", 0, found.start())
-    link = (
-        re.compile(r"\[[^]]*\]\(glossary\.md#([a-z-]+)\)").match(text, opened)
-        if opened >= 0
-        else None
-    )
-    return link is not None and link[1] == anchor and link.end() > found.start()
+    link = re.match(r"\[[^]]*\]\(glossary\.md#([a-z-]+)\)", text[max(0, opened) :])
+    return link is not None and link[1] == anchor and opened + link.end() > found.start()
 
 
 def reading(text: str) -> str:
