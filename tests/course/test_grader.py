@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from submissions import FCFS, HEAD, choose, method
+from submissions import FCFS, HEAD, SHORTEST_FIRST, choose, method, priority
 
 from nanovllm.config import Config
 from nanovllm.simulator import Run
@@ -58,11 +58,6 @@ def graded(tmp_path, code: str, task: Task = TASK, seeds=(1,), **options):
 
 def rules(report) -> tuple[float, str]:
     return report.checks[0].score, report.checks[0].output
-
-
-SHORTEST_FIRST = method(
-    "return request.params.extra_args['predicted_tokens']", "priority", ", request"
-)
 
 
 def test_fcfs_keeps_the_rules_and_reaches_no_goal(tmp_path):
@@ -125,7 +120,7 @@ BROKEN = {
         r"step \d+.* \d+ steps without a new token",
     ),
     "crashes": (
-        method("return request.arrival / (request.num_output_tokens - 5)", "priority", ", request"),
+        priority("request.arrival / (request.num_output_tokens - 5)"),
         r"step \d+: ZeroDivisionError: .* \(line \d+ of your file, in priority\)",
     ),
     "hangs": (
@@ -525,10 +520,9 @@ def test_no_patch_wins_the_points_of_the_engine(tmp_path, cheat):
 
 def test_results_for_gradescope(tmp_path):
     written = []
-    code = SHORTEST_FIRST
-    graded(tmp_path, code, on_check=lambda report: written.append(json.dumps(report.results())))
+    graded(tmp_path, SHORTEST_FIRST, on_check=lambda report: written.append(report.results()))
     assert len(written) == 2  # after each check, and the last is whole
-    results = json.loads(written[-1])
+    results = json.loads(json.dumps(written[-1]))
     assert results["score"] == 90 and [test["max_score"] for test in results["tests"]] == [30, 60]
     assert {"name", "value"} == results["leaderboard"][0].keys()
 
@@ -542,11 +536,6 @@ def test_secret_seeds():
 # --- the command line ---
 
 
-def run(*arguments: str, module: str = "grade") -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", f"tutorials.assignments.{module}", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-
-
 def test_several_files(tmp_path):
     """Each has results of its own, also those that do not load. What cannot be written is a sentence."""
     files = []
@@ -555,7 +544,9 @@ def test_several_files(tmp_path):
         files[-1].write_text(f"raise ValueError('this is {name}')\n")
     folder = tmp_path / "results"
     (folder / "blocked.json").mkdir(parents=True)
-    result = run("a1", *map(str, files), "--json", str(folder))
+    command = [sys.executable, "-m", "tutorials.assignments.grade", "a1", *map(str, files)]
+    command += ["--json", str(folder)]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert result.returncode == 0, result.stderr
     assert f"{folder / 'blocked.json'} was not written: Is a directory" in result.stderr
     assert "this is blocked" in result.stdout and "Traceback" not in result.stderr

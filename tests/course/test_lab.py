@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from submissions import SHORTEST_FIRST
 
 from nanovllm.scheduler import Scheduler
 from tutorials.assignments.task import load_task, serve
@@ -25,13 +26,6 @@ from tutorials.lab.sheets import SHEETS
 ROOT = Path(__file__).parents[2]
 SOLUTIONS = ROOT / "tests" / "course" / "solutions"
 RUNS = ROOT / "nanovllm" / "server" / "page" / "runs"
-SHORTEST = """
-from nanovllm.scheduler import Scheduler
-
-class MyScheduler(Scheduler):
-    def priority(self, request):
-        return request.params.extra_args["predicted_tokens"]
-"""
 
 
 @pytest.fixture
@@ -56,7 +50,7 @@ def starter(name: str) -> str:
 
 
 def test_a_run_stands_beside_the_baseline(ask):
-    (answer,) = ask(do="run", task="a1", part=0, seed=2, source=SHORTEST)
+    (answer,) = ask(do="run", task="a1", part=0, seed=2, source=SHORTEST_FIRST)
     assert answer["table"][0] == ["", "FCFS", "MyScheduler"]
     assert ["requests", "500", "500"] in answer["table"]
     (goal,) = answer["goals"]
@@ -109,7 +103,7 @@ def test_a_free_sheet(ask):
     source = (ROOT / "tutorials" / "lab" / "free.py").read_text(encoding="utf-8")
     (answer,) = ask(do="run", task="free", part=0, seed=3, source=source)
     assert ["requests", "200", "200"] in answer["table"] and answer["goals"] == []
-    (answer,) = ask(do="run", task="free", part=0, seed=3, source=SHORTEST)
+    (answer,) = ask(do="run", task="free", part=0, seed=3, source=SHORTEST_FIRST)
     assert answer["sentence"].startswith("ValueError: there is no function load(seed)")
 
 
@@ -171,7 +165,7 @@ def test_a_test_that_fails_says_its_sentence(ask, monkeypatch):
 
     monkeypatch.setenv("SOLUTION", "")
     monkeypatch.setattr("tutorials.assignments.public.answers_of", without_torch)
-    answers = ask(do="tests", task="a1", source=SHORTEST)
+    answers = ask(do="tests", task="a1", source=SHORTEST_FIRST)
     found = {answer["test"]: answer for answer in answers if "test" in answer}
     starved = found["a long request starts while short ones keep coming"]
     assert starved["state"] == "failed" and starved["why"].endswith(" s: it starves")

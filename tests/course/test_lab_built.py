@@ -1,4 +1,4 @@
-"""The lab as it is built: in Chromium a scheduler is typed, run, stopped, saved and reloaded; in Pyodide ten schedulers
+"""The lab as it is built: in Chromium a scheduler is typed, run, stopped, saved and reloaded; in Pyodide five schedulers
 have the numbers of CPython. All of them are slow; they need npm, and most a Chromium.
 
 Run: pytest tests/course/test_lab_built.py --slow [-k stop]
@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 from browser import Browser, opened
-from lab_numbers import NUM_OF_EACH, numbers
+from lab_numbers import ASSIGNMENTS, numbers
+from submissions import SHORTEST_FIRST, method, priority
 
 from nanovllm.lab.serving import Files
 from tutorials.assignments.public import load
@@ -29,15 +30,7 @@ pytestmark = [
         reason="there is no npm (it comes with Node.js)",
     ),
 ]
-SCHEDULER = """from nanovllm.scheduler import Scheduler
-
-
-class MyScheduler(Scheduler):
-    def priority(self, request):
-        {}
-"""
-SHORTEST = SCHEDULER.format('return request.params.extra_args["predicted_tokens"]')
-ENDLESS = SCHEDULER.format("while True: pass")
+ENDLESS = method("while True: pass", "priority", ", request")
 STATUS = "document.querySelector('#status').textContent"
 TEXT = "[...document.querySelectorAll('.cm-line')].map((line) => line.textContent).join('\\n')"
 DONE = f"{STATUS}.startsWith('Done')"
@@ -52,13 +45,12 @@ def site(tmp_path_factory) -> Path:
 
 
 def test_five_schedulers_have_the_same_numbers_in_pyodide(site):
-    assert sum(NUM_OF_EACH.values()) == 5
     folder = build.PACKAGES / "pyodide"
     command = ["node", str(TOOLS / "lab_numbers.mjs"), str(folder), str(ROOT)]
     done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8")
     assert done.returncode == 0, done.stderr[-2000:]
     theirs, ours = json.loads(done.stdout), dict(numbers(ROOT))
-    assert len(ours) == 5 and theirs.keys() == ours.keys()
+    assert [*ours] == [*ASSIGNMENTS] == [*theirs]
     assert [name for name in ours if theirs[name] != ours[name]] == []
 
 
@@ -134,7 +126,7 @@ def cells(browser: Browser) -> dict[str, list[str]]:
 
 def test_a_scheduler_is_typed_run_and_played(browser, address):
     open_lab(browser, address)
-    type_file(browser, SHORTEST)
+    type_file(browser, SHORTEST_FIRST)
     run(browser)
     found = cells(browser)
     assert found["number"] == ["FCFS", "MyScheduler", "compared"]
@@ -154,13 +146,13 @@ def test_a_scheduler_is_typed_run_and_played(browser, address):
 
 def test_tests_and_points_say_their_sentences(browser, address):
     open_lab(browser, address)
-    type_file(browser, SHORTEST)
+    type_file(browser, SHORTEST_FIRST)
     run(browser, "#tests")
     said = browser.text("#results")
     assert said.startswith("3 of 4 public tests passed, 1 left out")
     assert "failed a long request starts while short ones keep coming" in said
     assert said.count("✓ passed") == 3 and "it starves" in said and "needs PyTorch" in said
-    type_file(browser, SCHEDULER.format("return None"))  # wrong at once: all loads take long
+    type_file(browser, priority("None"))  # wrong at once: all loads take long
     run(browser, "#points")
     assert browser.text("#results").startswith("0 of 90 points")
     assert browser.errors == []
@@ -179,7 +171,7 @@ def test_runs_load_and_seed_are_kept_in_their_tab(browser, address):
     change(browser, "#seed", -3)
     browser.click("#run")
     browser.wait(f"{STATUS}.startsWith('Seed -3 is not allowed')")
-    type_file(browser, SHORTEST)
+    type_file(browser, SHORTEST_FIRST)
     for part, seed in ((0, 2), (1, 7)):
         change(browser, "#part", part)
         change(browser, "#seed", seed)
@@ -195,7 +187,7 @@ def test_runs_load_and_seed_are_kept_in_their_tab(browser, address):
     change(browser, "#sheet", "a2")
     browser.wait(f"{TEXT}.includes('no answer stands still')")
     browser.value("history.back()")  # to the sheet before
-    browser.wait(f"{TEXT} === {json.dumps(SHORTEST)}")
+    browser.wait(f"{TEXT} === {json.dumps(SHORTEST_FIRST)}")
     event = "new StorageEvent('storage', {key: 'nanovllm.lab.a1', newValue: ''})"
     browser.value(f"dispatchEvent({event})")
     assert "Another tab" in browser.text("#kept")
@@ -214,7 +206,7 @@ def test_an_endless_loop_is_stopped_and_a_warm_worker_takes_its_place(browser, a
         browser.click("#stop")
         browser.wait(f"{STATUS} === 'Stopped.'")
         assert browser.text("#results") == ""  # those of the run before are gone
-        type_file(browser, SHORTEST)
+        type_file(browser, SHORTEST_FIRST)
         run(browser)
         assert cells(browser)["requests"] == ["500", "500", "same"]
     assert browser.errors == [] == Counted.paths
@@ -222,9 +214,9 @@ def test_an_endless_loop_is_stopped_and_a_warm_worker_takes_its_place(browser, a
 
 def test_a_file_is_kept_saved_and_loaded(browser, address, tmp_path):
     open_lab(browser, address)
-    type_file(browser, SHORTEST)
+    type_file(browser, SHORTEST_FIRST)
     open_lab(browser, address)  # again
-    assert browser.value(TEXT) == SHORTEST
+    assert browser.value(TEXT) == SHORTEST_FIRST
     folder = {"behavior": "allow", "downloadPath": str(tmp_path)}
     browser.call("Page.setDownloadBehavior", **folder)
     browser.click("#save")
@@ -233,7 +225,7 @@ def test_a_file_is_kept_saved_and_loaded(browser, address, tmp_path):
         if saved.is_file():
             break
         browser.value("new Promise((done) => setTimeout(done, 20))")
-    assert saved.read_text(encoding="utf-8") == SHORTEST
+    assert saved.read_text(encoding="utf-8") == SHORTEST_FIRST
     assert load(saved).MyScheduler
     other = tmp_path / "other.py"
     other.write_text("x = 1\n", encoding="utf-8")

@@ -8,6 +8,7 @@ import json
 from itertools import islice
 
 import pytest
+from submissions import FCFS, SHORTEST_FIRST, method, priority
 
 from nanovllm.config import Config
 from nanovllm.simulator import Job
@@ -18,12 +19,9 @@ from tutorials.assignments.task import NAMES, Goal, Part, Task, load_task
 from tutorials.lab.runs import goal_of
 from tutorials.simulation.workloads import all_at_once, fixed, predicted, workload
 
-HEAD = "from nanovllm.scheduler import Scheduler\nclass MyScheduler(Scheduler):\n    "
-FCFS = HEAD + "pass\n"
-PRIORITY = HEAD + "def priority(self, request):\n        "
-SHORTEST_FIRST = PRIORITY + "return request.params.extra_args['predicted_tokens']\n"
-ENDS_EARLY = HEAD + "def reason_to_end(self, seq):\n        return 'length'\n"
-OVER_BUDGET = HEAD + "def step_budget(self):\n        return 10**6, 10**6\n"
+ENDS_EARLY = method("return 'length'", "reason_to_end", ", seq")
+OVER_BUDGET = method("return 10**6, 10**6", "step_budget")
+SERVES_NONE = method("return None", "next_waiting")
 CONFIG = Config(
     model="qwen3-0.6b",
     num_blocks=300,
@@ -92,15 +90,13 @@ def test_silly_ones_stand_above_those_that_were_tried_and_the_solution_below(wri
 
 
 BROKEN = {
-    "KeyError: 'guess' (line 4 of the file)": PRIORITY
-    + "return request.params.extra_args['guess']\n",
+    "KeyError: 'guess' (line 4 of the file)": priority("request.params.extra_args['guess']"),
     "ZeroDivisionError: division by zero (line 1 of the file)": "1 / 0",
     "SyntaxError: invalid syntax": "def def",
     "SystemExit: no (line 2 of the file)": "import sys\nsys.exit('no')",
     "there is no class MyScheduler that is a subclass of Scheduler": "x = 1",
     "there is no class MyScheduler that is a subclass of Scheduler ": "MyScheduler = 1",
-    "planned nothing, but there are unfinished requests": HEAD
-    + "def next_waiting(self):\n        return None\n",
+    "planned nothing, but there are unfinished requests": SERVES_NONE,
     "AssertionError: request 0 has got 1 of 101 tokens": ENDS_EARLY,
     "the schedule has 200 tokens": OVER_BUDGET,
 }

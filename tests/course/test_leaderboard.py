@@ -4,8 +4,10 @@ Run: pytest tests/course/test_leaderboard.py
 """
 
 from datetime import date
+from itertools import islice
 
 import pytest
+from submissions import FCFS, SHORTEST_FIRST, method
 
 from nanovllm.config import Config
 from tutorials.assignments import grade, leaderboard
@@ -13,27 +15,14 @@ from tutorials.assignments.task import Goal, Part, Task, mean_latency
 from tutorials.simulation.workloads import all_at_once, fixed, predicted, workload
 
 CONFIG = Config(model="qwen3-0.6b", num_blocks=300, max_model_len=4096, max_num_seqs=2)
-HEAD = "from nanovllm.scheduler import Scheduler\nclass MyScheduler(Scheduler):\n    "
-FCFS = HEAD + "pass\n"
-SHORTEST_FIRST = (
-    HEAD
-    + "def priority(self, request):\n        return request.params.extra_args['predicted_tokens']\n"
-)
 LONGEST_FIRST = SHORTEST_FIRST.replace("return ", "return -")
-WRONG = (
-    HEAD
-    + "def victim(self, candidates):\n        return None\n    def next_waiting(self):\n        return None\n"
-)
+SERVES_NONE = method("return None", "next_waiting")
 
 
 def jobs(seed: int):
     """Half of them are long, and stand in front."""
-    lengths = [*fixed_lengths(100), *fixed_lengths(5 + seed % 5)]
+    lengths = [*islice(fixed(20, 100), 4), *islice(fixed(20, 5 + seed % 5), 4)]
     return predicted(workload(all_at_once(), lengths, len(lengths)), sigma=0.0)
-
-
-def fixed_lengths(output: int) -> list[tuple[int, int]]:
-    return [next(fixed(20, output)) for _ in range(4)]
 
 
 def speed(run, baseline) -> float:
@@ -92,7 +81,7 @@ def test_who_breaks_a_rule_gets_no_line(page):
     enter(page, "FCFS", FCFS)
     before = page.read_text(encoding="utf-8")
     with pytest.raises(SystemExit, match="'Otto' gets no line.*planned nothing"):
-        enter(page, "Otto", WRONG)
+        enter(page, "Otto", SERVES_NONE)
     assert page.read_text(encoding="utf-8") == before
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from shorter import shorter
-from submissions import FCFS, HEAD, method
+from submissions import FCFS, HEAD, method, priority
 
 from nanovllm.config import Config
 from nanovllm.simulator import Run
@@ -55,9 +55,7 @@ TASK = Task(
     engine_points=0,
     own=(longest_wait, overtaken_by, most_in_vain),
 )
-HURRY = method(
-    "return not request.params.extra_args['hurry'], request.arrival", "priority", ", request"
-)
+HURRY = priority("(not request.params.extra_args['hurry'], request.arrival)")
 KEYS = [question.__name__ for question in TASK.own]
 
 
@@ -306,11 +304,6 @@ def write_solution(tmp_path, name: str, head: str = f"NAME = {ADA!r}\n") -> Path
     return path
 
 
-def rows_of(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="", encoding="utf-8") as file:
-        return [*csv.DictReader(file)]
-
-
 def test_the_page_has_what_is_needed_and_not_the_answers(tmp_path, capsys):
     path = write_solution(tmp_path, "template")
     own.main(["template", str(path), "--out", str(tmp_path / "out")])
@@ -321,7 +314,8 @@ def test_the_page_has_what_is_needed_and_not_the_answers(tmp_path, capsys):
     exec(printed[printed.index("ANSWERS = {") : printed.index("\n}") + 2], blank)
     assert blank["ANSWERS"] == dict.fromkeys(["longest_wait", "overtaken_by", "lost_most"])
     # found in the tables, as a student would
-    requests = rows_of(tmp_path / "out" / "requests.csv")
+    with (tmp_path / "out" / "requests.csv").open(newline="", encoding="utf-8") as file:
+        requests = [*csv.DictReader(file)]
     longest = max(requests, key=lambda row: float(row["first_token"]) - float(row["arrival"]))
     assert f"\n{longest['request']} " in printed  # it is among those that are shown
     count = sum(

@@ -158,13 +158,6 @@ def total(names) -> tuple[int, int]:
     return sum(size.lines for size in sizes), sum(size.tokens for size in sizes)
 
 
-def test_the_counter_counts():
-    source = '"""Doc\nstring."""\n\n# comment\nx = (1 +\n     2)  # why\n\ndef f():\n    "doc"\n    return """a\nb"""\n'
-    assert size_of(source) == Size(lines=5, tokens=14, longest_line=5, widest_line=15, crowded=[])
-    assert size_of('x = f"{y} and {f(z)}"\n').tokens == 3
-    assert size_of("a, b = 1, 2\na, b, c = f(x)\na, b, c = 1, 2, 3\n").crowded == [3]
-
-
 @pytest.mark.parametrize("part", LIMITS)
 def test_a_part_is_small(part):
     lines, tokens = total(name for name in FILES if part_of(name) == part)

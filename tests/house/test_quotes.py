@@ -76,32 +76,6 @@ def test_differences_between_rungs_are_exact():
         assert any(stands_in(block.splitlines(), diff) for diff in diffs), block
 
 
-def test_what_stands_in_a_difference():
-    diff = [" a", "-b", "+c", " d", "+e"]
-    for good in (["-b", "+c"], [" a", "+c", " d"], [" a", "...", "+e"], ["+c", "-b"]):
-        assert stands_in(good, diff)
-    for bad in (["-c"], [" a", "+e"], ["+e", "+c"], ["-a"]):
-        assert not stands_in(bad, diff)
-
-
-def test_what_is_a_quote():
-    source = "def f(x):\n    if x:\n        y = 1\n\n        return y  # why\n    return x\n"
-    for quote in (
-        "if x:\n    y = 1\n\n    return y  # why",
-        "y = 1\n...\nreturn y  # why",
-        "if x:\n...\nreturn x",
-    ):
-        assert is_quoted(quote.split("\n"), source)
-    for wrong in (
-        "if x:\n    return y  # why",
-        "y = 1\n\nreturn y",
-        "y = 1\n...\nreturn x",
-        "if x:\ny = 1",
-        "x = 2",
-    ):
-        assert not is_quoted(wrong.split("\n"), source)
-
-
 def test_every_fence_is_of_a_kind_that_is_tested_or_needs_no_test():
     kinds = {"python", "python (exercise)", "py", "diff", "text", "text (varies)", "bash"}
     for chapter in CHAPTERS:

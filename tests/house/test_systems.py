@@ -105,13 +105,6 @@ def texts_without_encoding(tree: ast.AST) -> list[int]:
     return lines
 
 
-def test_the_scanner_finds_them():
-    code = "import resource\nos.fork()\nget(pass_fds=1)\nm.get_context('fork')\nPath('/proc/stat')"
-    assert used_by(ast.parse(code)) == {"resource", "os.fork", "pass_fds", "/proc"} | {"fork"}
-    code = "p.read_text()\nopen(p)\nopen(p, 'rb')\np.open('w')\nos.open(p, 1)\np.write_text('', encoding='utf-8')"
-    assert texts_without_encoding(ast.parse(code)) == [1, 2, 4]
-
-
 def test_what_some_systems_lack_is_known():
     found = {name: used for name, tree in TREES.items() if (used := used_by(tree))}
     assert found == {name: set(names.split()) for name, (names, _) in KNOWN.items()}

@@ -36,10 +36,3 @@ def test_a_word_does_not_come_back(word):
         if re.search(word, line) and not (path.name == "CONTRIBUTING.md" and line.startswith("|"))
     ]
     assert not found, f"write {PLAIN[word]!r}:\n" + "\n".join(found)
-
-
-def test_the_list_finds_what_it_is_for():
-    first, *_, last = PLAIN
-    assert re.search(first, "at the begin of a text") and len(PAGES) > 200
-    assert re.search(last, "Who waits is late.")
-    assert not re.search(last, "Who is preempted, if memory runs out?")

@@ -23,8 +23,14 @@ PERSON = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
+
+
+def new_tool(name: str, parameters: dict) -> dict:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
 TOOLS = [
-    {"type": "function", "function": {"name": "greet", "parameters": PERSON}},
+    new_tool("greet", PERSON),
     {"type": "function", "function": {"name": "stop"}},
 ]
 MODEL = "org/tiny"
@@ -60,21 +66,16 @@ def test_a_schema(server, stream, more):
                 texts[choice["index"]] = texts.get(choice["index"], "") + choice["delta"]["content"]
     else:
         texts = {c["index"]: c["message"]["content"] for c in server.post(CHATS, body)["choices"]}
-    assert len(texts) == more.get("n", 1) and all(
-        is_person(json.loads(text)) for text in texts.values()
-    )
+    assert len(texts) == more.get("n", 1)
+    assert all(is_person(json.loads(text)) for text in texts.values())
 
 
 def test_any_object(server):
     """Which may be cut off: this model likes to write spaces."""
     body = {**CHAT, "response_format": {"type": "json_object"}, "max_tokens": 60, "temperature": 0}
     assert server.post(CHATS, body)["choices"][0]["message"]["content"].startswith("{")
-    assert (
-        "content"
-        in server.post(CHATS, {**body, "response_format": {"type": "text"}})["choices"][0][
-            "message"
-        ]
-    )
+    answer = server.post(CHATS, {**body, "response_format": {"type": "text"}})
+    assert "content" in answer["choices"][0]["message"]
 
 
 @pytest.mark.parametrize(
@@ -122,7 +123,7 @@ def test_a_call_that_must_be_made(server, stream):
 def test_several_calls_may_be_made(server):
     digit = {"type": "object", "properties": {"n": {"enum": [7]}}, "required": ["n"]}
     digit["additionalProperties"] = False
-    tools = [{"type": "function", "function": {"name": "f", "parameters": digit}}]
+    tools = [new_tool("f", digit)]
     body = {**CHAT, "tools": tools, "tool_choice": "required"}
     lengths = [(0, 120), (1, 120), (0, 3)]
     found = [
@@ -138,34 +139,27 @@ def test_several_calls_may_be_made(server):
         assert choice in whole or choice["message"]["content"].startswith("[")
 
 
-def test_definitions_of_tools_are_found(server):
-    shared = {"$defs": {"age": {"type": "integer", "minimum": 7, "maximum": 7}}}
-    parameters = {
-        "type": "object",
-        "properties": {"a": {"$ref": "#/$defs/age"}},
-        "required": ["a"],
-        "additionalProperties": False,
-        **shared,
-    }
-    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
-    body = {
-        **CHAT,
-        "tools": tools,
-        "max_tokens": 100,
-        "temperature": 0,
-        "parallel_tool_calls": False,
-    }
+@pytest.mark.parametrize("place", ["$defs", "definitions"])
+def test_definitions_of_tools_are_found(server, place):
+    """By their older name, too."""
+    properties = {"a": {"$ref": f"#/{place}/age"}}
+    parameters = {"type": "object", "properties": properties, "required": ["a"]}
+    age = {"type": "integer", "minimum": 7, "maximum": 7}
+    parameters |= {"additionalProperties": False, place: {"age": age}}
+    tools = [new_tool("f", parameters)]
+    body = {**CHAT, "tools": tools, "max_tokens": 100, "temperature": 0}
+    body["parallel_tool_calls"] = False
     for choice in ("required", {"type": "function", "function": {"name": "f"}}):
         (call,) = calls_of(server, {**body, "tool_choice": choice}, stream=False)
         assert json.loads(call["arguments"]) == {"a": 7}
-    other = {**parameters, "$defs": {"age": {"enum": ["old"]}}}  # another one of this name
-    tools[:] = [{"type": "function", "function": {"name": "g", "parameters": other}}, *tools]
+    other = {**parameters, place: {"age": {"enum": ["old"]}}}  # another one of this name
+    tools.insert(0, new_tool("g", other))
     for call in calls_of(server, {**body, "tool_choice": "required"}, stream=False):
         assert json.loads(call["arguments"]) == {"a": 7 if call["name"] == "f" else "old"}
 
 
 def test_arguments_are_an_object(server):
-    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    tools = [new_tool("f", {})]
     choice = {"type": "function", "function": {"name": "f"}}
     body = {**CHAT, "tools": tools, "tool_choice": choice, "max_tokens": 100, "temperature": 0}
     (call,) = calls_of(server, body, stream=False)
@@ -215,13 +209,9 @@ def test_the_official_client_parses_an_answer(server, client):
 def test_a_forced_call_of_the_responses_api(server, client):
     tools = [{"type": "function", "name": "greet", "parameters": PERSON, "strict": True}]
     for choice in ("required", {"type": "function", "name": "greet"}):
+        options = {"tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
         answer = client.responses.create(
-            model=MODEL,
-            input="hello",
-            tools=tools,
-            tool_choice=choice,
-            parallel_tool_calls=False,
-            max_output_tokens=200,
+            model=MODEL, input="hello", max_output_tokens=200, **options
         )
         (call,) = answer.output
         assert call.type == "function_call" and is_person(json.loads(call.arguments))
@@ -241,9 +231,8 @@ def test_a_client_chooses_the_id(server, pool):
     body = {"prompt": "a", "max_tokens": 3, "request_id": "mine"}
     answers = [pool.submit(server.complete, **body) for _ in range(8)]
     assert {answer.result()["id"] for answer in answers} == {"cmpl-mine"}
-    assert (
-        server.refused("/v1/completions", body | {"request_id": "a" * 257})["param"] == "request_id"
-    )
+    body["request_id"] = "a" * 257
+    assert server.refused("/v1/completions", body)["param"] == "request_id"
 
 
 def test_a_salt_of_the_prefix_cache(server):
@@ -263,28 +252,10 @@ def test_a_salt_of_the_prefix_cache(server):
 @pytest.mark.parametrize("definitions", [[], None, {}, "a", 5])
 def test_definitions_of_tools_that_are_none(server, definitions):
     parameters = {"type": "object", "properties": {}, "$defs": definitions}
-    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
-    messages = [{"role": "user", "content": "a"}]
-    body = {"messages": messages, "tools": tools, "tool_choice": "required", "max_tokens": 20}
-    response = server.http.post(CHATS, json=body)
+    body = {**CHAT, "tools": [new_tool("f", parameters)], "tool_choice": "required"}
+    response = server.http.post(CHATS, json={**body, "max_tokens": 20})
     what = {200: "choices", 400: "error"}[response.status_code]
     assert what in response.json()
-
-
-def test_definitions_by_their_older_name(server):
-    parameters = {
-        "type": "object",
-        "properties": {"n": {"$ref": "#/definitions/number"}},
-        "required": ["n"],
-        "additionalProperties": False,
-        "definitions": {"number": {"enum": [7]}},
-    }
-    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
-    answer = server.chat(
-        "a", tools=tools, tool_choice="required", parallel_tool_calls=False, max_tokens=100
-    )
-    (call,) = answer["choices"][0]["message"]["tool_calls"]
-    assert json.loads(call["function"]["arguments"]) == {"n": 7}
 
 
 def test_a_response_says_its_format_as_it_was_asked_for(server):
@@ -292,9 +263,8 @@ def test_a_response_says_its_format_as_it_was_asked_for(server):
     body = {"input": "a", "text": {"format": wanted}, "include": ["reasoning.encrypted_content"]}
     answer = server.post("/v1/responses", body | {"max_output_tokens": 20})
     assert answer["text"]["format"] == wanted
-    assert server.post("/v1/responses", {"input": "a", "max_output_tokens": 2})["text"][
-        "format"
-    ] == {"type": "text"}
+    answer = server.post("/v1/responses", {"input": "a", "max_output_tokens": 2})
+    assert answer["text"]["format"] == {"type": "text"}
 
 
 def test_programs_find_the_words_that_they_look_for(server):

@@ -183,11 +183,8 @@ def test_many_clients_that_leave_at_random_moments(server, pool, expected, count
 
     async def client(i: int) -> None:
         reader, writer = await asyncio.open_connection(*server.address)
-        body = {
-            "prompt": [5] * rng.randrange(1, 120),
-            "max_tokens": rng.randrange(1, 60),
-            "n": rng.randrange(1, 4),
-        }
+        body = {"prompt": [5] * rng.randrange(1, 120), "max_tokens": rng.randrange(1, 60)}
+        body["n"] = rng.randrange(1, 4)
         data = request_bytes(COMPLETIONS, {**body, "stream": rng.random() < 0.7})
         writer.write(data[: rng.choice([len(data)] * 5 + [len(data) // 2])])
         await writer.drain()
@@ -312,8 +309,8 @@ def test_what_is_too_much_is_refused_by_its_field(server, name):
 def test_a_text_that_cannot_fit_is_not_tokenized(server, monkeypatch):
     tokenizer = server.routes.inputs.tokenizer
     monkeypatch.setattr(tokenizer, "encode", lambda *_, **__: pytest.fail("it is tokenized"))
-    for path, body in ((COMPLETIONS, {"prompt": "a b " * 9_000}), ("/tokenize", {"prompt": "a b " * 9_000})):  # fmt: skip
-        error = server.refused(path, body)
+    for path in (COMPLETIONS, "/tokenize"):
+        error = server.refused(path, {"prompt": "a b " * 9_000})
         assert "characters" in error["message"] and "max_model_len=512" in error["message"]
         assert error["code"] == "context_length_exceeded"
 
@@ -366,22 +363,16 @@ def test_a_stream_whose_first_step_fails_has_a_status(server):
 
 def test_a_scheduler_that_is_half_right(server, pool, expected):
     server.llm.runner.is_paced = True
-    answers = [
-        pool.submit(server.http.post, COMPLETIONS, json={**NEIGHBOUR, "n": n}) for n in (1, 2)
-    ]
+    bodies = [{**NEIGHBOUR, "n": n} for n in (1, 2)]
+    answers = [pool.submit(server.http.post, COMPLETIONS, json=body) for body in bodies]
     stream = new_client(server, {**NEIGHBOUR, "stream": True})
     wait_for(lambda: len(server.engine.open) == 3)
     server.llm.runner.step(3)
     server.llm.scheduler.is_wrong = True
     server.llm.runner.free()
-    for answer in answers:
-        message = checked_error(answer.result(), 500)["message"]
-        assert (
-            message
-            == "Moody.schedule(): it returned None, and not a Schedule: is a `return` missing?"
-        )
-    data = read_until(stream, b"[DONE]")
-    assert b"Moody.schedule(): it returned None" in data
+    said = "Moody.schedule(): it returned None, and not a Schedule: is a `return` missing?"
+    assert [checked_error(answer.result(), 500)["message"] for answer in answers] == [said] * 2
+    assert b"Moody.schedule(): it returned None" in read_until(stream, b"[DONE]")
     stream.close()
     server.llm.scheduler.is_wrong = False
     assert text_of(server.complete(**NEIGHBOUR)) == expected
@@ -553,10 +544,8 @@ def values_of(schema: dict, components: dict, name: str | None = None) -> st.Sea
 @st.composite
 def some_of(draw, required: dict, optional: dict) -> dict:
     names = draw(st.lists(st.sampled_from([*optional]), max_size=4)) if optional else []
-    return {
-        name: draw(strategy)
-        for name, strategy in {**required, **{n: optional[n] for n in names}}.items()
-    }
+    chosen = {**required, **{name: optional[name] for name in names}}
+    return {name: draw(strategy) for name, strategy in chosen.items()}
 
 
 def check_answer(response: httpx.Response, path: str, counts: Counter) -> None:
@@ -586,16 +575,12 @@ def test_no_body_whatsoever_breaks_the_server(expected, pytestconfig):
         neighbour = {**NEIGHBOUR, "max_tokens": 6}
         answer = text_of(server.complete(**neighbour))
         schema = server.http.get("/openapi.json").json()
-        paths = {
-            path: methods["post"] for path, methods in schema["paths"].items() if "post" in methods
-        }
         components = schema["components"]["schemas"]
-        bodies = {
-            path: values_of(
-                post["requestBody"]["content"]["application/json"]["schema"], components
-            )
-            for path, post in paths.items()
-        }
+        bodies = {}
+        for path, methods in schema["paths"].items():
+            if "post" in methods:
+                content = methods["post"]["requestBody"]["content"]
+                bodies[path] = values_of(content["application/json"]["schema"], components)
         often = [COMPLETIONS, CHATS] * 4 + [*bodies]
         cases = st.sampled_from(often).flatmap(lambda path: st.tuples(st.just(path), bodies[path]))
 

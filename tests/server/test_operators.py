@@ -111,10 +111,8 @@ def test_a_model_may_have_several_names(server):
 
 
 def test_priorities_are_for_those_that_the_server_lets(server):
-    for path, body in (
-        (COMPLETIONS, SMALL),
-        (CHATS, {"messages": [{"role": "user", "content": "a"}]}),
-    ):
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    for path, body in ((COMPLETIONS, SMALL), (CHATS, chat)):
         error = server.refused(path, {**body, "priority": -5})
         assert error["param"] == "priority" and "--allow-priority" in error["message"]
         server.post(path, {**body, "priority": 0})
@@ -180,14 +178,8 @@ async def streamed_chat(served) -> str:
     async def send(message):
         sent.append(message.get("body", b"").decode())
 
-    headers = [(b"content-type", b"application/json")]
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": CHATS,
-        "query_string": b"",
-        "headers": headers,
-    }
+    scope = {"type": "http", "method": "POST", "path": CHATS, "query_string": b""}
+    scope["headers"] = [(b"content-type", b"application/json")]
     await served(scope, receive, send)
     return "".join(sent)
 

@@ -46,9 +46,8 @@ def processes() -> dict[int, str]:
     for path in Path("/proc").glob("[0-9]*"):
         try:
             if f"{MARK}={os.getpid()}".encode() in (path / "environ").read_bytes().split(b"\0"):
-                found[int(path.name)] = (
-                    (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                )
+                command = (path / "cmdline").read_bytes().replace(b"\0", b" ")
+                found[int(path.name)] = command.decode()
         except OSError:  # it has just ended, or is not ours
             continue
     return found
@@ -86,11 +85,9 @@ class Served:
             text=True,
         )
         threading.Thread(target=self._read, daemon=True).start()
-        self.http = httpx.Client(
-            base_url=f"http://127.0.0.1:{self.port}",
-            timeout=SECONDS,
-            limits=httpx.Limits(max_connections=None),
-        )
+        url = f"http://127.0.0.1:{self.port}"
+        limits = httpx.Limits(max_connections=None)
+        self.http = httpx.Client(base_url=url, timeout=SECONDS, limits=limits)
         try:
             wait_for(self.is_ready, "the server is ready")
         except AssertionError:
@@ -109,11 +106,8 @@ class Served:
             return False
 
     def engines(self) -> list[int]:
-        return [
-            pid
-            for pid, name in processes().items()
-            if "ServeReplica:" in name and ":engine" in name
-        ]
+        found = processes().items()
+        return [pid for pid, name in found if "ServeReplica:" in name and ":engine" in name]
 
     def post(self, body: dict, path: str = "/v1/completions") -> httpx.Response:
         return self.http.post(path, json=body)
@@ -186,10 +180,8 @@ def what_crosses_the_border(served):
     stop = served.post({"prompt": "1, 2, 3, 4", "max_tokens": 30, "temperature": 0, "stop": ","})
     assert stop.json()["choices"][0]["finish_reason"] in ("stop", "length")
     chat = {"messages": [{"role": "user", "content": "What is 2+3?"}], "max_tokens": 8}
-    assert (
-        served.post(chat, "/v1/chat/completions").json()["choices"][0]["message"]["role"]
-        == "assistant"
-    )
+    (choice,) = served.post(chat, "/v1/chat/completions").json()["choices"]
+    assert choice["message"]["role"] == "assistant"
     assert served.post({"prompt": "12+7="}, "/tokenize").json()["count"] == 5
 
 
@@ -309,19 +301,14 @@ STEPS = (
 @pytest.mark.slow
 def test_replicas_and_then_a_cluster(tmp_path):
     """One test, so that there is one Ray at a time, however many workers pytest has."""
-    options = (
-        "--max-num-seqs 8 --max-waiting 8 --num-blocks 400 --block-size 8 --shutdown-timeout 20"
-    )
-    start = (sys.executable, "-m", "nanovllm", "serve", "--replicas", "2", "--port", "PORT")
-    with Served(*start, *options.split()) as served:
+    options = "serve --replicas 2 --port PORT --max-num-seqs 8 --max-waiting 8 --num-blocks 400"
+    options += " --block-size 8 --shutdown-timeout 20"
+    with Served(sys.executable, "-m", "nanovllm", *options.split()) as served:
         for step in STEPS:
             step(served)
         assert served.end(signal.SIGTERM) == 0, served.log
-    config = (
-        (ROOT / "tutorials/serving/replicas.yaml")
-        .read_text(encoding="utf-8")
-        .replace("8000", "PORT")
-    )
+    config = (ROOT / "tutorials/serving/replicas.yaml").read_text(encoding="utf-8")
+    config = config.replace("8000", "PORT")
     run = (sys.executable, "-m", "ray.serve.scripts", "run", str(tmp_path / "config.yaml"))
     with Served(*run, files={tmp_path / "config.yaml": config}) as served:
         on_a_cluster(served)
@@ -654,10 +641,10 @@ def test_machines_without_room():
     machines = [{"CPU": 8.0, "GPU": 4.0}, {"CPU": 8.0, "GPU": 3.0}, {"CPU": 64.0}]
     check_room(machines, {"CPU": 1.0, "GPU": 2}, 3)
     check_room(machines, {"CPU": 0.5, "GPU": 0}, 160)
-    message = (
+    said = (
         "replicas=4 is not allowed: each needs 1 CPU and 2 GPU, so Ray's machines have room for 3"
     )
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=said):
         check_room(machines, {"CPU": 1.0, "GPU": 2}, 4)
 
 
@@ -672,13 +659,8 @@ def test_arguments_of_a_config_file():
     args = parsed(given)
     assert (args.model, args.replicas, args.enforce_eager) == ("m", 2, True)
     assert args.allowed_origins == ["a", "b"]
-    args = parsed(
-        {
-            "enable_prefix_caching": "false",
-            "kv_cache_gib": "1.5",
-            "router_cls": "nanovllm.routing:RoundRobin",
-        }
-    )
+    given = {"enable_prefix_caching": "false", "kv_cache_gib": "1.5"}
+    args = parsed(given | {"router_cls": "nanovllm.routing:RoundRobin"})
     assert (args.enable_prefix_caching, args.kv_cache_gib) == (False, 1.5)
     assert args.router_cls is RoundRobin
     with pytest.raises(ValueError, match="no option '--replica' here: did you mean --replicas"):
@@ -694,18 +676,14 @@ def test_replicas_that_cannot_be_made(monkeypatch):
     from nanovllm.server import scaling
 
     message = "The deployment failed 2 times\n  File x, line 3\nValueError: no memory is left\n\n"
-    status = SimpleNamespace(
-        applications={
-            "nanovllm": SimpleNamespace(deployments={"engine": SimpleNamespace(message=message)})
-        }
-    )
+    app = SimpleNamespace(deployments={"engine": SimpleNamespace(message=message)})
+    status = SimpleNamespace(applications={"nanovllm": app})
 
     def fail(*args, **kwargs):
         raise RuntimeError("Deploying application nanovllm failed")
 
     monkeypatch.setattr(scaling.serve, "run", fail)
     monkeypatch.setattr(scaling.serve, "status", lambda: status)
-    with pytest.raises(
-        ValueError, match="the replicas do not start: ValueError: no memory is left"
-    ):
+    said = "the replicas do not start: ValueError: no memory is left"
+    with pytest.raises(ValueError, match=said):
         scaling.start(None)

@@ -18,7 +18,7 @@ from nanovllm.simulator.jobs import Job
 from nanovllm.simulator.machines import Machine, machines_in
 from nanovllm.simulator.replica import model_config
 from tutorials.measure import accuracy, calibrate, pairs
-from tutorials.measure.accuracy import METRICS, table
+from tutorials.measure.accuracy import table
 from tutorials.measure.calibrate import SWAP, ProcessorTime, calibrated
 from tutorials.measure.cases import CASES, jobs_of, simulated
 from tutorials.measure.recording import KnownProposer, Recording, record
@@ -170,17 +170,17 @@ TRUE = Machine(
 FOUND = [name for name in calibrate.FITTED if name != "overlap"]
 
 
-def synthetic(machine, count=400, error=0.0, seed=0) -> list[Step]:
-    """Steps of a machine; `error` is the part of them that took four times as long."""
-    rng, steps = random.Random(seed), []
-    for _ in range(count):
+def synthetic(machine) -> list[Step]:
+    """Steps of a machine."""
+    rng, steps = random.Random(0), []
+    for _ in range(400):
         items = [(1, rng.randint(2, 800)) for _ in range(rng.randint(0, 40))]
         items += [
             (n := rng.randint(2, 300), n + rng.randint(0, 500))
             for _ in range(rng.randint(not items, 3))
         ]
         seconds = machine.seconds(SHAPE, items, len(items), 0, 0, 16)
-        steps.append(Step(items, len(items), seconds * (4 if rng.random() < error else 1)))
+        steps.append(Step(items, len(items), seconds))
     return steps
 
 
@@ -240,14 +240,6 @@ def test_what_the_commands_refuse_before_they_run(module, arguments, said, monke
     assert end.value.code == 2 and f"is not allowed: {said}" in capsys.readouterr().err.replace(
         "it must be ", ""
     )
-
-
-# --- the comparison ---
-
-
-def row(real: list[float], simulated: float) -> dict:
-    times = [dict.fromkeys(METRICS, seconds) for seconds in real]
-    return {"requests": 1000, "real": times, "simulated": dict.fromkeys(METRICS, simulated)}
 
 
 @pytest.mark.slow

@@ -178,9 +178,8 @@ def test_a_router_that_is_wrong():
     assert [served.replica for served in run.requests] == [1] * 9
     run = simulate(independent(30), SMALL, check=True, replicas=2, router_cls=Spoils)
     assert all(served.token_times for served in run.requests)
-    with pytest.raises(
-        ValueError, match="router_cls=.* must be a subclass of nanovllm.routing.Router"
-    ):
+    message = "router_cls=.* must be a subclass of nanovllm.routing.Router"
+    with pytest.raises(ValueError, match=message):
         simulate(independent(3), SMALL, replicas=2, router_cls=Scheduler)
     with pytest.raises(NotImplementedError):
         simulate(independent(3), SMALL, replicas=2, router_cls=Router)
@@ -200,9 +199,8 @@ def test_a_rank_has_its_part():
     assert whole.shard(16).kv_heads == 1  # there are eight: two ranks have the same one
     assert whole.shard(16).kv_bytes * 8 == whole.kv_bytes
     for num_ranks in (3, 5, 128):
-        with pytest.raises(
-            ValueError, match=rf"tensor_parallel_size={num_ranks} .* 64 query heads"
-        ):
+        message = rf"tensor_parallel_size={num_ranks} .* 64 query heads"
+        with pytest.raises(ValueError, match=message):
             whole.shard(num_ranks)
 
 
@@ -232,12 +230,9 @@ def test_ranks_make_a_step_faster_and_room_for_more():
         config = Config(model="qwen3-32b", tensor_parallel_size=num_ranks)
         seconds[num_ranks] = simulate(jobs, config, check=True).seconds
     assert seconds[8] < 0.5 * seconds[2] < 0.5 * 0.6 * seconds[1]
+    config = Config(model="qwen3-32b", gpu_memory_utilization=0.8)
     with pytest.raises(ValueError, match="does not fit on A100"):
-        simulate(jobs, Config(model="qwen3-32b", gpu_memory_utilization=0.8), "a100")
-    simulate(
-        jobs[:3],
-        Config(model="qwen3-32b", gpu_memory_utilization=0.8, tensor_parallel_size=2),
-        "a100",
-    )
+        simulate(jobs, config, "a100")
+    simulate(jobs, replace(config, tensor_parallel_size=2), "a100")
     with pytest.raises(ValueError, match="tensor_parallel_size=3"):
         simulate(jobs, Config(model="qwen3-32b", tensor_parallel_size=3))

@@ -101,13 +101,11 @@ def test_the_clock_of_the_scheduler():
 
 
 def test_the_scheduler_does_not_see_the_true_length():
-    def look(request):
-        assert request.params.max_tokens == 100 and request.params.extra_args == {"tenant": "a"}
-        return request.arrival
-
     class Looks(Scheduler):
         def priority(self, request):
-            return look(request)
+            assert request.params.max_tokens == 100
+            assert request.params.extra_args == {"tenant": "a"}
+            return request.arrival
 
     run = simulate([job(outputs=7, extra_args={"tenant": "a"})], Config(**SMALL), SECOND, Looks)
     assert len(run.requests[0].token_times) == 7
@@ -130,20 +128,16 @@ def test_swapped_blocks_and_sequences_cost_time():
     config = {**SMALL, "num_blocks": 20, "max_num_batched_tokens": 512}
     swap = simulate(jobs, Config(**config, preemption_mode="swap"), SECOND, check=True)
     recompute = simulate(jobs, Config(**config), SECOND, check=True)
-    assert (
-        swap.num_swapped_blocks > 0
-        and recompute.num_swapped_blocks == 0 < recompute.num_preemptions
-    )
+    assert swap.num_swapped_blocks > 0
+    assert recompute.num_swapped_blocks == 0 < recompute.num_preemptions
     assert swap.num_computed_tokens < recompute.num_computed_tokens
     shape = shape_of(SHAPES["qwen3-0.6b"], itemsize=2)
     # out and in; the prefix cache spares some of it
     bus = 2 * swap.num_swapped_blocks * 16 * shape.kv_bytes / 25e9
     assert 0.5 * bus < swap.busy_seconds - swap.num_steps <= bus * 1.001
-    per_sequence = simulate(jobs, Config(**SMALL), replace(SECOND, seconds_per_sequence=0.25))
-    assert (
-        per_sequence.busy_seconds
-        > simulate(jobs, Config(**SMALL), SECOND).busy_seconds + 0.25 * 4 * 99
-    )
+    slower = replace(SECOND, seconds_per_sequence=0.25)
+    plain, per_sequence = (simulate(jobs, Config(**SMALL), one) for one in (SECOND, slower))
+    assert per_sequence.busy_seconds > plain.busy_seconds + 0.25 * 4 * 99
 
 
 def test_the_next_turn_of_a_conversation_comes_after_the_answer():
@@ -166,9 +160,8 @@ def test_preemptions_are_counted_per_request():
 
 def test_kv_use():
     """Two of four blocks for one second, then three for two seconds."""
-    run = simulate(
-        [job(0, 32, 3)], Config(**{**SMALL, "num_blocks": 9, "max_model_len": 64}), SECOND
-    )
+    config = Config(**{**SMALL, "num_blocks": 9, "max_model_len": 64})
+    run = simulate([job(0, 32, 3)], config, SECOND)
     assert run.kv_use == pytest.approx((2 * 1 + 3 * 2) / 3 / 9)
 
 
@@ -191,59 +184,44 @@ def test_all_jobs_get_all_their_tokens(options):
         options = options | {"enable_prefix_caching": False}
     jobs = workload(poisson(5, seed=1), sharegpt(512, seed=1), 60)
     jobs = [job._replace(max_tokens=job.num_outputs + 1) for job in jobs]
-    run = simulate(
-        jobs,
-        Config(**{**SMALL, "num_blocks": 200, "max_num_batched_tokens": 512}, **options),
-        check=True,
-    )
+    config = Config(**{**SMALL, "num_blocks": 200, "max_num_batched_tokens": 512}, **options)
+    run = simulate(jobs, config, check=True)
     assert [len(served.token_times) for served in run.requests] == [job.num_outputs for job in jobs]
     assert run.kv_use < 1 and summary(run)["unfinished"] == 0
 
 
 def test_blocks_fill_the_memory():
-    simulation = simulate(
-        shared_prefix(poisson(5), sharegpt(), 20), Config(model="qwen3-8b"), "rtx4090"
-    )
-    assert 0 < simulation.kv_use < 1
-    with pytest.raises(
-        ValueError,
-        match="model='qwen3-8b' does not fit on small: the weights take 16,381,470,720 of 7,",
-    ):
-        simulate(
-            [],
-            Config(model="qwen3-8b"),
-            Machine(HARDWARE["rtx4090"]._replace(name="small", memory_bytes=8e9)),
-        )
+    config = Config(model="qwen3-8b")
+    jobs = shared_prefix(poisson(5), sharegpt(), 20)
+    assert 0 < simulate(jobs, config, "rtx4090").kv_use < 1
+    small = Machine(HARDWARE["rtx4090"]._replace(name="small", memory_bytes=8e9))
+    message = "model='qwen3-8b' does not fit on small: the weights take 16,381,470,720 of 7,"
+    with pytest.raises(ValueError, match=message):
+        simulate([], config, small)
+
+
+NO = "is not allowed: it must be"
 
 
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (
-            {"hardware": "h1000"},
-            "hardware='h1000' is not allowed: it must be one of h100, h200, a100, rtx4090, cpu",
-        ),
+        ({"hardware": "h1000"}, f"hardware='h1000' {NO} one of h100, h200, a100, rtx4090, cpu"),
         (
             {"config": Config(model="no/such")},
-            "model='no/such' is not allowed: it must be a directory or one of qwen3-0.6b",
+            f"model='no/such' {NO} a directory or one of qwen3-0.6b",
         ),
         (
             {"jobs": [job(prompt=600)]},
-            "job 0: num_outputs=3 is not allowed: it must be from 1 to -88, by max_tokens and max_model_len=512",
+            f"job 0: num_outputs=3 {NO} from 1 to -88, by max_tokens and max_model_len=512",
         ),
         (
             {"jobs": [job(), job(outputs=600)]},
-            "job 1: num_outputs=600 is not allowed: it must be from 1 to 502, by max_tokens",
+            f"job 1: num_outputs=600 {NO} from 1 to 502, by max_tokens",
         ),
         ({"jobs": [job(outputs=0)]}, "job 0: num_outputs=0 is not allowed"),
-        (
-            {"jobs": [job(prompt=0)]},
-            r"job 0: prompt=\(\(1, 0\),\) is not allowed: it must be at least one token",
-        ),
-        (
-            {"jobs": [job(after=1), job()]},
-            "job 0: after=1 is not allowed: it must be None or the index of an earlier",
-        ),
+        ({"jobs": [job(prompt=0)]}, rf"job 0: prompt=\(\(1, 0\),\) {NO} at least one token"),
+        ({"jobs": [job(after=1), job()]}, f"job 0: after=1 {NO} None or the index of an earlier"),
     ],
 )
 def test_what_cannot_run(arguments, message):
@@ -297,10 +275,9 @@ class Stubborn(Scheduler):
 )
 def test_what_is_wrong_is_said_with_the_step(scheduler, manager, message):
     jobs = [job(0, 200 + i, 4, token=i) for i in range(1, 5)]
+    options = {"block_manager_cls": manager, "enable_prefix_caching": scheduler is not Preempts}
+    config = Config(**SMALL, **options)
     with pytest.raises(ScheduleError, match=message):
-        config = Config(
-            **SMALL, block_manager_cls=manager, enable_prefix_caching=scheduler is not Preempts
-        )
         simulate(jobs, config, SECOND, scheduler, check=True)
 
 
@@ -312,10 +289,8 @@ def test_a_request_that_is_lost_beside_others_that_run():
             return super().schedule()
 
     jobs = [job(0, 30, 4, token=i) for i in range(1, 5)]
-    with pytest.raises(
-        ScheduleError,
-        match=r"step 2, .*Request\(3\) has not ended, but is 0 times in waiting and runn",
-    ):
+    message = r"step 2, .*Request\(3\) has not ended, but is 0 times in waiting and runn"
+    with pytest.raises(ScheduleError, match=message):
         simulate(jobs, Config(**SMALL), SECOND, Loses, check=True)
 
 
@@ -382,8 +357,7 @@ GUESSING = SMALL | {"speculative_config": {"num_speculative_tokens": 4}}
     ],
 )
 def test_a_job_says_how_many_guesses_are_right(right, steps):
-    (served,) = simulate(
-        [job(outputs=20, right_draft_tokens=right)], Config(**GUESSING), SECOND, check=True
-    ).requests
+    jobs = [job(outputs=20, right_draft_tokens=right)]
+    (served,) = simulate(jobs, Config(**GUESSING), SECOND, check=True).requests
     assert len(served.token_times) == 20
     assert len({*served.token_times}) == steps

@@ -252,35 +252,23 @@ def test_merged_keeps_conversations_and_what_they_share():
 @pytest.mark.parametrize(
     "build, message",
     [
-        (lambda: poisson(0), "rate=0 is not allowed: it must be a positive number"),
+        (lambda: poisson(0), "rate=0: a positive number"),
         (lambda: poisson(math.inf), "rate=inf"),
         (lambda: poisson(math.nan), "rate=nan"),
-        (lambda: poisson(1, seed=-1), "seed=-1 is not allowed: it must be an integer, 0 or more"),
+        (lambda: poisson(1, seed=-1), "seed=-1: an integer, 0 or more"),
         (lambda: gamma(1, cv=0), "cv=0 is not allowed"),
-        (lambda: fixed(0, 1), "prompt=0 is not allowed: it must be a positive integer"),
+        (lambda: fixed(0, 1), "prompt=0: a positive integer"),
         (lambda: fixed(1, 2.0), "output=2.0 is not allowed"),
         (lambda: lognormal(10, 10, sigma=-1), "sigma=-1 is not allowed"),
-        (
-            lambda: sharegpt(max_model_len=100),
-            "max_model_len=100 is not allowed: it must be an integer, at least",
-        ),
+        (lambda: sharegpt(max_model_len=100), "max_model_len=100: an integer, at least"),
         (lambda: workload(poisson(1), alpaca(), 0), "count=0 is not allowed"),
-        (
-            lambda: workload([0, 1], alpaca(), 3),
-            "arrivals=.* is not allowed: it must be 3 items or more",
-        ),
+        (lambda: workload([0, 1], alpaca(), 3), "arrivals=.*: 3 items or more"),
         (lambda: workload(poisson(1), [(1, 1)], 3), "lengths=.* is not allowed"),
-        (lambda: workload([1, 0], alpaca(), 2), "arrivals=.* is not allowed: it must be in order"),
+        (lambda: workload([1, 0], alpaca(), 2), "arrivals=.*: in order"),
         (lambda: workload(poisson(1), alpaca(), 2, labels=[]), "labels=.* is not allowed"),
         (lambda: azure("none.csv"), "none.csv is not a CSV"),
-        (
-            lambda: azure("none.csv", count=0),
-            "count=0 is not allowed: it must be a positive integer or None",
-        ),
-        (
-            lambda: azure("none.csv", rate=0),
-            "rate=0 is not allowed: it must be a positive number or None",
-        ),
+        (lambda: azure("none.csv", count=0), "count=0: a positive integer or None"),
+        (lambda: azure("none.csv", rate=0), "rate=0: a positive number or None"),
         (lambda: multi_turn(poisson(1), alpaca(), 2, turns=0.5), "turns=0.5 is not allowed"),
         (lambda: multi_turn(poisson(1), alpaca(), 2, think=-1), "think=-1 is not allowed"),
         (
@@ -298,21 +286,12 @@ def test_merged_keeps_conversations_and_what_they_share():
         ),
         (lambda: shared_prefix(poisson(1), alpaca(), 2, skew=-1), "skew=-1 is not allowed"),
         (lambda: tenants({}, alpaca(), 2), "rates={} is not allowed"),
-        (
-            lambda: tenants({"a": 0}, alpaca(), 2),
-            r"rates\['a'\]=0 is not allowed: it must be a positive number",
-        ),
-        (
-            lambda: deadlines(poisson(1), 2, share=2),
-            "share=2 is not allowed: it must be from 0 to 1",
-        ),
+        (lambda: tenants({"a": 0}, alpaca(), 2), r"rates\['a'\]=0: a positive number"),
+        (lambda: deadlines(poisson(1), 2, share=2), "share=2: from 0 to 1"),
         (lambda: deadlines(poisson(1), 2, urgent=0), "urgent=0 is not allowed"),
-        (
-            lambda: predicted([], sigma=-0.1),
-            "sigma=-0.1 is not allowed: it must be a number from 0 to 100",
-        ),
+        (lambda: predicted([], sigma=-0.1), "sigma=-0.1: a number from 0 to 100"),
     ],
 )
 def test_errors_name_the_argument_the_value_and_what_is_allowed(build, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message.replace(": ", " is not allowed: it must be ")):
         build()

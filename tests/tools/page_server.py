@@ -27,8 +27,7 @@ def run_named(name: str) -> dict:
 
 
 class FakeServer(ThreadingHTTPServer):
-    """`answer` is a list of deltas, or an error's (status, message). Without `is_endless`, the answer ends. It begins
-    when `may_begin` is set."""
+    """`answer` is a list of deltas, or an error's (status, message). Without `is_endless`, the answer ends."""
 
     daemon_threads = True
     block_on_close = False
@@ -39,8 +38,6 @@ class FakeServer(ThreadingHTTPServer):
         self.counts: Iterable[int] = range(1, 1000)  # tokens up to each delta
         self.answer_id = "chatcmpl-1"
         self.is_endless = False
-        self.may_begin = threading.Event()
-        self.may_begin.set()
         self.key = ""  # an API key
         self.bodies: list[dict] = []
         self.has_left = threading.Event()  # the reader of an endless answer
@@ -128,7 +125,6 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/v1/completions":
             self._complete(body["prompt"])
             return
-        self.server.may_begin.wait(60)
         answer = self.server.answer
         if isinstance(answer, tuple):
             status, message = answer

@@ -1,6 +1,6 @@
 """Shorter: assignments with the first jobs of their loads only. For tests that ask whether two ways give the same.
 
-Tests import this file. An example that does: pytest tests/course/test_lab.py --slow -k every_assignment
+Tests import this file. An example that does: pytest tests/course/test_own_run.py -k by_hand
 """
 
 from dataclasses import replace

@@ -28,6 +28,14 @@ def method(body: str, name: str = "schedule", arguments: str = "") -> str:
     return f"{HEAD}class MyScheduler(Scheduler):\n    def {name}(self{arguments}):\n{lines}\n"
 
 
+def priority(value: str) -> str:
+    """A scheduler with these keys."""
+    return method(f"return {value}", "priority", ", request")
+
+
+SHORTEST_FIRST = priority("request.params.extra_args['predicted_tokens']")
+
+
 def choose(body: str) -> str:
     """A router that has these lines; `in_turn` is what the baseline does."""
     lines = indent(f"in_turn = super().choose\n{body.strip()}", " " * 8)

@@ -63,10 +63,8 @@ def test_what_is_reserved():
     request = new_request(prompt=3, max_tokens=25)
     for cls, tokens, reserved in [(Small, 64, 64), (OrcaPow2, 35, 64), (OrcaOracle, 28, 32)]:
         manager = cls(num_blocks=200, block_size=1)
-        assert (
-            manager.tokens_to_reserve(request) == tokens
-            and manager.max_blocks_needed(request) == reserved
-        )
+        assert manager.tokens_to_reserve(request) == tokens
+        assert manager.max_blocks_needed(request) == reserved
         (seq,) = request.sequences
         manager.allocate(seq, 3)
         seq.num_computed_tokens = 3
@@ -135,9 +133,8 @@ def test_the_buddy_allocator(num_blocks, events):
         assert manager.can_admit(seq.request) == bool(places)
         if places:
             manager.allocate(seq, 1)
-            assert seq.block_table[0] in places and seq.block_table == list(
-                range(seq.block_table[0], seq.block_table[0] + run)
-            )
+            start = seq.block_table[0]
+            assert start in places and seq.block_table == [*range(start, start + run)]
             running.append(seq)
         check_blocks(manager, running)
     for seq in running:
@@ -149,10 +146,8 @@ def test_a_static_batch_waits_for_its_longest(path):
     steps = {}
     for cls in (StaticBatching, None):
         llm = LLM(path, dtype="float32", num_blocks=100, max_num_seqs=4, scheduler_cls=cls)
-        params = [
-            SamplingParams(temperature=0, max_tokens=n, ignore_eos=True)
-            for n in (2, 3, 30, 4, 5, 30, 2, 2)
-        ]
+        lengths = (2, 3, 30, 4, 5, 30, 2, 2)
+        params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in lengths]
         llm.generate([[i] for i in range(8)], params, use_tqdm=False)
         steps[cls] = llm.stats()["steps"]
     assert steps == {StaticBatching: 60, None: 33}
@@ -160,18 +155,11 @@ def test_a_static_batch_waits_for_its_longest(path):
 
 def test_a_static_batch_has_as_many_as_there_are_seats(path):
     """Also if its prompts take several steps: 40 tokens each, 50 in a step."""
-    llm = LLM(
-        path,
-        dtype="float32",
-        num_blocks=100,
-        max_num_seqs=4,
-        max_num_batched_tokens=50,
-        scheduler_cls=StaticBatching,
-    )
+    options = {"num_blocks": 100, "max_num_seqs": 4, "max_num_batched_tokens": 50}
+    llm = LLM(path, dtype="float32", scheduler_cls=StaticBatching, **options)
+    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
     for i in range(6):
-        llm.add_request(
-            [i] * 40, SamplingParams(temperature=0, max_tokens=10, ignore_eos=True), str(i)
-        )
+        llm.add_request([i] * 40, params, str(i))
     sizes, done = [], []
     while llm.has_unfinished():
         done += [output.request_id for output in llm.step() if output.finished]
@@ -189,13 +177,10 @@ def test_replay_counts_every_slot_once():
         lengths = replay.lognormal_lengths("ShareGPT", 150)
         used[name] = replay.replay(lengths, manager_cls, 16, replay.Setting(), every=25)
         parts = ("token_states", "reserved", "internal_fragmentation", "external_fragmentation")
-        assert (
-            sum(used[name][part] for part in parts) == pytest.approx(1)
-            and used[name]["shared"] == 0
-        )
-    assert [round(used[name]["running"]) for name in used] == sorted(
-        round(used[name]["running"]) for name in used
-    )
+        assert sum(used[name][part] for part in parts) == pytest.approx(1)
+        assert used[name]["shared"] == 0
+    running = [round(numbers["running"]) for numbers in used.values()]
+    assert running == sorted(running)
     assert used["Orca (Max)"]["running"] == 7  # pieces of 2,048 in 15,700 slots
     # waste below 4 %
     assert used["Orca (Oracle)"]["token_states"] < 0.5 and used["paged"]["token_states"] > 0.96
@@ -205,23 +190,19 @@ def test_replay_counts_every_slot_once():
 def test_the_whole_command(monkeypatch, tmp_path, capsys):
     trace, file = tmp_path / "trace.csv", tmp_path / "memory.json"
     rng = random.Random(0)
-    rows = [
-        f"2023-11-16 18:15:46.6805900,{rng.randint(500, 9000)},{rng.randint(100, 900)}"
-        for _ in range(400)
-    ]
+    lengths = [(rng.randint(500, 9000), rng.randint(100, 900)) for _ in range(400)]
+    rows = [f"2023-11-16 18:15:46.6805900,{prompt},{answer}" for prompt, answer in lengths]
     trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "\n".join(rows))
     monkeypatch.setattr(replay, "SYSTEMS", {"paged": replay.BlockManager})
     monkeypatch.setattr(replay, "sharing", lambda name, count: {"samples": {}, "beams": {}})
-    monkeypatch.setattr(
-        sys, "argv", ["replay.py", "--requests", "400", "--trace", str(trace), "--json", str(file)]
-    )
+    options = ["--requests", "400", "--trace", str(trace), "--json", str(file)]
+    monkeypatch.setattr(sys, "argv", ["replay.py", *options])
     replay.main()
     report = json.loads(file.read_bytes())
     assert report["waste"].keys() == {"ShareGPT", "Azure"} and "paged" in capsys.readouterr().out
     assert report["waste"]["Azure"]["systems"]["paged"]["token_states"] > 0.9
-    with pytest.raises(
-        ValueError, match="3 requests are too few: none of them ever waits for memory"
-    ):
+    said = "3 requests are too few: none of them ever waits for memory"
+    with pytest.raises(ValueError, match=said):
         replay.replay([(5, 5)] * 3, replay.BlockManager, 16, replay.Setting())
     for argv, message in [
         (["--requests", "5"], "--requests 5 is not allowed"),

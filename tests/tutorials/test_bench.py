@@ -28,7 +28,7 @@ from tutorials.measure.checkpoints import write_checkpoint
 from tutorials.measure.engines import Job, Loop, Nanovllm
 from tutorials.measure.peers import Vllm
 from tutorials.measure.turns import Worker
-from tutorials.report import BIN, engines_table, percentile, summary
+from tutorials.report import BIN, engines_table, summary
 from tutorials.simulation.requests import Request, make_requests, read_trace
 
 ROOT = Path(__file__).parents[2]
@@ -72,20 +72,12 @@ def test_poisson_arrivals():
     assert arrivals[-1] / 1999 == pytest.approx(1 / 4, rel=0.1)
 
 
-@pytest.fixture
-def trace(tmp_path):
-    rows = ["46.6805900,374,44", "50.6805900,396,109", "54.68059,7,0", "58.6805900,9,9"]
-    path = tmp_path / "trace.csv"
-    path.write_text(
-        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
-        + "".join(f"2023-11-16 18:15:{row}\n" for row in rows)
-    )
-    return path
-
-
-def test_trace(trace):
+def test_trace(tmp_path):
     """Its own intervals, scaled so that the mean rate is the one that was asked for."""
-    trace.write_text(trace.read_text(encoding="utf-8").replace("54.68059,", "55.6805900,"))
+    rows = ["46.6805900,374,44", "50.6805900,396,109", "55.6805900,7,0", "58.6805900,9,9"]
+    lines = "".join(f"2023-11-16 18:15:{row}\n" for row in rows)
+    trace = tmp_path / "trace.csv"
+    trace.write_text(f"TIMESTAMP,ContextTokens,GeneratedTokens\n{lines}")
     rows = read_trace(trace, None, rate=2)
     # a request has one token at least
     assert [row[:2] for row in rows] == [(374, 44), (396, 109), (7, 1), (9, 9)]
@@ -335,14 +327,6 @@ def test_the_whole_command(tmp_path):
 # --- report ---
 
 
-def test_percentile():
-    assert percentile([], 50) is None
-    assert percentile([3.0], 99) == 3
-    assert percentile([4.0, 1.0, 2.0, 3.0], 50) == 2.5
-    assert percentile(list(range(101)), 99) == 99
-    assert percentile([1.0, 2.0], 99) == pytest.approx(1.99)
-
-
 def run_of(seconds, *tokens, ttft=None):
     return {"seconds": seconds, "answers": [[t, ttft, None] for t in tokens]}
 
@@ -353,18 +337,10 @@ def result_of(seconds, tokens=([1], [2]), warm_up=(8.0, 4.0)) -> dict:
     return {"version": "1", "warm_up": [run_of(s) for s in warm_up], "runs": runs}
 
 
-OBSERVED = {
-    "observed_seconds": 1.0,
-    "cache": {
-        "kv_blocks": 8,
-        "kv_blocks_used_peak": 2,
-        "prefix_cache_hit_tokens": 0,
-        "preemptions": 0,
-    },
-    "ceilings": {"bytes_per_second": 1e9, "flops_per_second": 1e12},
-    "roofline": {},
-    "steps": {},
-}
+CACHE = {"kv_blocks": 8, "kv_blocks_used_peak": 2, "prefix_cache_hit_tokens": 0, "preemptions": 0}
+CEILINGS = {"bytes_per_second": 1e9, "flops_per_second": 1e12}
+OBSERVED = {"cache": CACHE, "ceilings": CEILINGS, "roofline": {}, "steps": {}}
+OBSERVED |= {"observed_seconds": 1.0}
 
 
 def test_ratios_are_within_a_round():
@@ -413,24 +389,13 @@ def test_table_of_engines():
 )
 def test_imports_go_one_way(folder, may_import):
     """Nothing that chapters and assignments use needs an instrument."""
-    imported = rooms_imported_by(ROOT / "tutorials" / folder)
-    assert folder in imported and imported <= {folder, *may_import, *COMMON}
-
-
-def rooms_imported_by(folder: Path) -> set[str]:
-    modules = {
-        node.module
-        for path in folder.rglob("*.py")
+    imported = {
+        node.module.removeprefix("tutorials.").split(".")[0]
+        for path in (ROOT / "tutorials" / folder).rglob("*.py")
         for node in ast.walk(ast.parse(path.read_bytes()))
-        if isinstance(node, ast.ImportFrom)
+        if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "tutorials"
     }
-    return {
-        module.removeprefix("tutorials.").split(".")[0] for module in modules if is_ours(module)
-    }
-
-
-def is_ours(module: str) -> bool:
-    return module.split(".")[0] == "tutorials"
+    assert folder in imported and imported <= {folder, *may_import, *COMMON}
 
 
 # --- what is written ---

@@ -7,7 +7,7 @@ import json
 import re
 
 import pytest
-from book import CHAPTERS, FENCE, ROOT, TUTORIALS, WORDS, first_reading, num_words, prose
+from book import CHAPTERS, FENCE, ROOT, TUTORIALS, WORDS, first_reading, num_words
 
 FIRST_BLOCK = re.compile(r"^```(?:python|bash)\n.*?^```\n\n?```text.*?\n(.*?)^```\n", re.M | re.S)
 GLOSSARY = re.compile(r"^\*\*(?P<terms>[^*]+)\*\* <a id=\"(?P<anchor>[a-z-]+)\"></a>", re.MULTILINE)
@@ -68,13 +68,6 @@ def test_what_is_said_of_vllm_has_a_version(chapter):
     assert unversioned(text) == []
 
 
-def test_what_needs_a_version():
-    assert unversioned("# 01\nvLLM has one. It has two.\n") == ["# 01\nvLLM has one."]
-    assert unversioned("# vLLM 0.32\n- vLLM has one.\n\n# 01\nvLLM 0.32 has two.\n") == []
-    table = "## The same in vLLM\n\n| Ours | In vLLM |\n"
-    assert len(unversioned(table)) == 2 and unversioned(f"{table}\nIn 0.33.0.\n") == []
-
-
 # --- the glossary ---
 
 
@@ -93,12 +86,8 @@ def occurrence(terms: list[str], text: str) -> re.Match | None:
 def linked(text: str, found: re.Match, anchor: str) -> bool:
     """Whether this place is within a link to the glossary's entry."""
     opened = text.rfind("[", 0, found.start())
-    link = (
-        re.compile(r"\[[^]]*\]\(glossary\.md#([a-z-]+)\)").match(text, opened)
-        if opened >= 0
-        else None
-    )
-    return link is not None and link[1] == anchor and link.end() > found.start()
+    link = re.match(r"\[[^]]*\]\(glossary\.md#([a-z-]+)\)", text[max(0, opened) :])
+    return link is not None and link[1] == anchor and opened + link.end() > found.start()
 
 
 def reading(text: str) -> str:
@@ -143,18 +132,6 @@ def test_the_glossary_is_in_order_and_every_link_to_it_has_an_entry():
     for page in [*TUTORIALS.glob("*.md"), ROOT / "README.md"]:
         wanted = re.findall(r"glossary\.md#([\w-]+)", page.read_text(encoding="utf-8"))
         assert set(wanted) <= set(anchors), page.name
-
-
-def test_what_a_first_use_is():
-    text = "see [blocks](glossary.md#block) and a block"
-    found = occurrence(["block"], text)
-    assert found and found[0] == "blocks" and linked(text, found, "block")
-    assert not linked(text, found, "slot")
-    later = "a block and [blocks](glossary.md#block)"
-    found = occurrence(["block"], later)
-    assert found and not linked(later, found, "block")
-    assert occurrence(["block"], "blocked, block-wise") is None
-    assert prose("a\n```python\nb c\n```\n| d |\n<details>\ne\n</details>\n").split() == ["a"]
 
 
 def test_results_are_of_clean_commits():

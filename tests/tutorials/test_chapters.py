@@ -70,12 +70,6 @@ def test_code_blocks_run_and_print_what_the_chapter_says(chapter, monkeypatch, p
             )
 
 
-def test_the_pattern_of_expected_output():
-    assert re.fullmatch(pattern("a (b)\n...\nd\n"), "a (b)\nx\ny\nd")
-    assert re.fullmatch(pattern("a\n...\n"), "a\nb\nc")
-    assert not re.fullmatch(pattern("a\nb\n"), "a\nc")
-
-
 def refresh(chapter: Path) -> None:
     text = old = chapter.read_text(encoding="utf-8")
     for match, _, printed in outputs(chapter):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from book import CHAPTERS, ROOT, TUTORIALS, needs_of, solutions
-from wrong_answers.read import WrongAnswer, wrong_answers
+from wrong_answers.read import wrong_answers
 
 from tutorials import check
 from tutorials.exercises.checks import chapter19
@@ -66,22 +66,6 @@ def test_a_wrong_answer_fails(answer, tmp_path):
 @pytest.mark.parametrize("answer", wrong_answers("right"), ids=lambda answer: answer.exercise)
 def test_another_right_answer_passes(answer, tmp_path):
     assert judged(answer.exercise, answer.text, tmp_path) is None
-
-
-@pytest.mark.parametrize("old, count", [("seats", 3), ("waiting", 0)])
-def test_what_is_replaced_must_be_there_once(old, count):
-    answer = WrongAnswer("00.3", "no seats", f"{old} => 1\n", "steps")
-    said = f"00.3 no seats: '{old}' is {count} times in the solution, it must be there once"
-    with pytest.raises(ValueError, match=said):
-        answer.code("def num_steps(answers, seats): return seats // seats\n")
-
-
-@pytest.mark.parametrize("line", ["    says nothing", "no number", "\n"])
-def test_a_wrong_answer_has_three_parts(line, tmp_path):
-    right = "00.3 no seats\n    seats => 1\n    says: steps\n"
-    (tmp_path / "00.txt").write_text(f"{right}{line}\n")
-    with pytest.raises(ValueError, match="00.txt: no wrong answer begins with"):
-        wrong_answers("00", tmp_path)
 
 
 # --- the command ---

@@ -8,7 +8,7 @@ import torch
 from book import needs_of
 
 from nanovllm import LLM
-from tutorials.mapped import Copies, new_blocks
+from tutorials.mapped import Copies
 
 
 @pytest.fixture
@@ -44,9 +44,3 @@ def test_views_and_other_tensors_are_not_counted(llm):
         other.clone()
         other.index_select(0, torch.tensor([1]))
     assert copies.copied == 0
-
-
-def test_new_blocks_are_those_that_take_a_place():
-    assert new_blocks([0, 2], [0, 2]) == []
-    assert new_blocks([0, 2], [0, 3, 5]) == [3, 5]
-    assert new_blocks([0, 2, 4], [1]) == [1]

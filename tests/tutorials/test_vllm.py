@@ -39,12 +39,12 @@ def rows_of(section: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[2:]]
 
 
-def problems_here(cell: str, folder: Path = TUTORIALS) -> list[str]:
+def problems_here(cell: str) -> list[str]:
     """What the first cell of a row names and is not there: links to files, whose texts are names."""
     links = LINK.findall(cell)
     problems = [] if links else [f"no link: {cell}"]
     for text, target in links:
-        path = (folder / target).resolve()
+        path = (TUTORIALS / target).resolve()
         names = CODE.findall(text)
         if not path.is_file() or not names:
             problems.append(f"{text} in {target}")
@@ -112,34 +112,6 @@ def test_the_way_of_a_request_has_twelve_stops():
         assert problems_there(symbols) == []
         assert re.search(r"\[chapter \d\d\]\(\d\d_", what), f"no chapter explains it: {what}"
     assert unknown_files(text) == []
-
-
-def test_what_is_not_there_is_found(tmp_path):
-    (tmp_path / "a.py").write_text(
-        "LIMIT = 1\n\nclass A:\n    x: int\n    y = 2\n\n    def f(self): pass\n"
-    )
-    good = "[`LIMIT`, `A.x`, `A.y`, `A.f`, `A`](a.py)"
-    assert problems_here(good, tmp_path) == []
-    assert problems_here("`A`", tmp_path) == ["no link: `A`"]
-    assert problems_here("[`A`](b.py), [A](a.py)", tmp_path) == ["`A` in b.py", "A in a.py"]
-    assert problems_here("[`A.g`, `f`](a.py)", tmp_path) == ["A.g in a.py", "f in a.py"]
-    file = "v1/core/block_pool.py"
-    known = f"`{file}`: `BlockPool`, `BlockPool.touch`; `envs.py`: `env_bool`"
-    assert named_in_vllm(known) == [
-        (file, "BlockPool"),
-        (file, "BlockPool.touch"),
-        ("envs.py", "env_bool"),
-    ]
-    assert problems_there(known) == ["env_bool in envs.py"]
-    assert problems_there(f"`{file}`: `touch`") == [f"touch in {file}"]
-    assert problems_there("`v1/core/pool.py`: `BlockPool`") == ["BlockPool in v1/core/pool.py"]
-    for incomplete in ("`BlockPool`", f"`{file}`", f"`{file}`: `BlockPool`; `envs.py`"):
-        with pytest.raises(AssertionError, match="a file and its symbols"):
-            problems_there(incomplete)
-    assert unknown_files("`block_pool.py`, `core/block_pool.py`, `ool.py`") == ["ool.py"]
-    assert rows_of("|a|b|\n|---|---|\n| `a` | b |\n") == [["`a`", "b"]]
-    with pytest.raises(AssertionError, match="no table"):
-        section_of("# 01\n")
 
 
 # --- the list itself ---

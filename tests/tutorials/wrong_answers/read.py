@@ -30,25 +30,19 @@ class WrongAnswer(NamedTuple):
         if head:
             return self.text
         for old, new in zip(changes[::2], changes[1::2]):
-            if solution.count(old) != 1:
-                raise ValueError(
-                    f"{self.exercise} {self.name}: {old!r} is {solution.count(old)} times in the"
-                    " solution, it must be there once"
-                )
+            assert solution.count(old) == 1, f"{self.exercise} {self.name}: {old!r}, not once"
             solution = solution.replace(old, new.removesuffix("\n"))
         return solution
 
 
-def wrong_answers(number: str, folder: Path = Path(__file__).parent) -> list[WrongAnswer]:
+def wrong_answers(number: str) -> list[WrongAnswer]:
     """All of a chapter."""
-    text = (folder / f"{number}.txt").read_text(encoding="utf-8")
+    text = Path(__file__).with_name(f"{number}.txt").read_text(encoding="utf-8")
     found = []
     end = 0
     while end < len(text):
         match = ANSWER.match(text, end)
-        if match is None:
-            line = text[end:].partition("\n")[0]
-            raise ValueError(f"{number}.txt: no wrong answer begins with {line!r}")
+        assert match is not None, f"{number}.txt: {text[end : end + 100]!r} is no wrong answer"
         exercise, name, lines, says = match.groups()
         found.append(WrongAnswer(exercise, name, re.sub(r"^ {4}", "", lines, flags=re.M), says))
         end = match.end()
