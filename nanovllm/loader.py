@@ -14,7 +14,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer
 
-from nanovllm.device.onednn import use_onednn
 from nanovllm.layers.linear import Linear
 from nanovllm.layers.ops import Ops
 from nanovllm.layers.rotary import rope_table
@@ -153,7 +152,7 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
     ops: Ops,
-    prepare: Callable[[Linear], None] = use_onednn,
+    prepare: Callable,
     read: Callable[..., Tensor] = safe_open.get_tensor,
 ) -> Qwen:
     """Builds the model and loads every parameter, each as `read` gives it from an open file. Raises
@@ -176,7 +175,6 @@ def load_model(
     if missing or unexpected:
         what = f"missing tensors {sorted(missing)}, unexpected tensors {sorted(unexpected)}"
         raise ValueError(f"{path} does not match its config.json: {what}")
-    prepare(model.lm_head)
     return model.eval()
 
 

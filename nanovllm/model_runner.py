@@ -17,7 +17,7 @@ from nanovllm.checks.kernels import check_kernels
 from nanovllm.config import Config, Limits
 from nanovllm.decoding.penalties import adjusted_logits
 from nanovllm.decoding.prompt_logprobs import PromptScores, rows_to_score
-from nanovllm.device.choose import choose_cache, choose_dtype, choose_ops, choose_product
+from nanovllm.device.choose import choose_cache, choose_dtype, choose_ops
 from nanovllm.device.cuda_graphs import StepGraphs
 from nanovllm.device.memory import keep_freed_memory, largest_step, memory_left, warm_up_steps
 from nanovllm.device.threads import Threads
@@ -26,6 +26,7 @@ from nanovllm.layers.kv_cache import CacheShape
 from nanovllm.layers.sampler import top_logprobs
 from nanovllm.loader import load_model
 from nanovllm.models.qwen import Qwen, head_dim_of
+from nanovllm.quantization.layers import choose_product
 from nanovllm.schedule import Drawn, Schedule
 from nanovllm.sequence import TokenLogprobs
 from nanovllm.step import StepInputs, integers, sampling_of
@@ -65,7 +66,7 @@ class ModelRunner:
         self.dtype = choose_dtype(config, hf_config, device)
         self.ops = choose_ops(config, device, self.dtype)
         self.vocab_size = hf_config.vocab_size
-        self.model = self.load(path, hf_config, prepare=choose_product(config))
+        self.model = self.load(path, hf_config, choose_product(config))
         self.weights_per_layer = sum(w.numel() for w in self.model.model.layers[0].parameters())
         heads = (self.model.num_kv_heads, head_dim_of(hf_config))
         shape = CacheShape(hf_config.num_hidden_layers, config.block_size, *heads, self.dtype)
@@ -86,9 +87,9 @@ class ModelRunner:
             if config.check_kernels == "always" or (is_cuda and config.check_kernels == "cuda"):
                 check_kernels(self)
 
-    def load(self, path: Path, hf_config, **options) -> Qwen:
+    def load(self, path: Path, hf_config, *options) -> Qwen:
         longest = self.limits.max_model_len
-        return load_model(path, hf_config, longest, self.dtype, self.device, self.ops, **options)
+        return load_model(path, hf_config, longest, self.dtype, self.device, self.ops, *options)
 
     def on_device(self, num_tokens: int) -> AbstractContextManager:
         """A context in which a step with `num_tokens` tokens runs on the right device."""

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 
 from nanovllm.config import EMBEDDED_MODEL, Config, Limits
-from nanovllm.device.onednn import use_onednn
 from nanovllm.layers import torch_ops
 from nanovllm.layers.kv_cache import CacheShape
-from nanovllm.layers.linear import Linear
 from nanovllm.layers.ops import Ops, try_out
 from nanovllm.options import refusal, shown
-from nanovllm.quantization.int8 import use_int8
 
 if TYPE_CHECKING:
     from nanovllm.vattention.cache import VirtualShape
@@ -88,11 +84,6 @@ def choose_ops(config: Config, device: torch.device, dtype: torch.dtype) -> Ops:
 
         return vattention_ops
     return torch_ops
-
-
-def choose_product(config: Config) -> Callable[[Linear], None]:
-    """What gives a linear layer, once its weight is loaded, its form on this machine."""
-    return use_int8 if config.quantization == "int8" else use_onednn
 
 
 def choose_cache(

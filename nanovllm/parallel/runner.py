@@ -138,9 +138,9 @@ class RankRunner(ModelRunner):
     def __del__(self) -> None:
         self.graphs = None  # before the process group, which might wait for them
 
-    def load(self, path: Path, hf_config, **options) -> Qwen:
+    def load(self, path: Path, hf_config, *options) -> Qwen:
         shard = Shard(hf_config, self.group.rank, self.group.size)
-        model = super().load(path, shard.config, read=shard.read, **options)
+        model = super().load(path, shard.config, *options, shard.read)
         shard.join(model, self.group, hf_config.vocab_size)
         self.group.meet("loaded")
         return model

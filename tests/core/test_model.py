@@ -12,6 +12,7 @@ from checkpoints import new_model, save
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, Qwen3Config
 
+from nanovllm.device.onednn import use_onednn
 from nanovllm.layers import torch_ops
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import KVCache
@@ -30,7 +31,7 @@ def rope(kind: str, **settings) -> dict:
 
 def load(path, dtype=torch.float32):
     config = load_config(path)
-    return load_model(path, config, 256, dtype, torch.device("cpu"), torch_ops), config
+    return load_model(path, config, 256, dtype, torch.device("cpu"), torch_ops, use_onednn), config
 
 
 @torch.inference_mode()

@@ -96,7 +96,7 @@ LIMITS = {  # lines and tokens, with 3 % of air
     "device": (327, 2_890),
     "first light": (160, 1_600),  # a command for the first person with a GPU
     "onednn": (22, 190),  # was in the core
-    "quantization": (80, 790),
+    "quantization": (92, 850),
     "checks": (163, 1_325),
     "answers": (40, 370),  # of the simulator's jobs
     "classes": (38, 360),  # users' own, which no step of ours needs
@@ -191,8 +191,8 @@ def test_the_house_only_shrinks():
         for folder in ("nanovllm", "tutorials", "tests")
     }
     lines["root"] = sum(len(path.read_bytes().splitlines()) for path in ROOT.glob("*.py"))
-    assert sum(lines.values()) <= 65_400, lines
-    assert lines["tests"] <= 27_280, lines
+    assert sum(lines.values()) <= 64_800, lines
+    assert lines["tests"] <= 26_950, lines
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -154,7 +154,7 @@ def test_layers_are_quantized_while_the_model_loads(path, monkeypatch):
 
     use_int8, forms_of = int8.use_int8, []
     from nanovllm import loader
-    from nanovllm.device import choose
+    from nanovllm.quantization import layers
 
     new_model = loader.new_model
 
@@ -164,7 +164,7 @@ def test_layers_are_quantized_while_the_model_loads(path, monkeypatch):
         return model
 
     monkeypatch.setattr(loader, "new_model", new)
-    monkeypatch.setattr(choose, "use_int8", noted)
+    monkeypatch.setattr(layers, "use_int8", noted)
     monkeypatch.setattr(int8, "largest_activation", lambda: 0)
     LLM(path, dtype="float32", quantization="int8", num_blocks=20)
     assert len(forms) == 2 * 4 + 1  # four of each layer, and the head
