@@ -7,6 +7,7 @@ import json
 from importlib.util import find_spec
 
 import pytest
+import torch
 
 from nanovllm.device import first_light
 from tutorials import machine
@@ -23,6 +24,16 @@ def test_a_part_works_in_the_interpreter(part, monkeypatch):
     facts = first_light.part_in_process(part, True)
     assert "error" not in facts, facts
     assert part != "speed" or 0 < facts["floor_ms"] < facts["step_ms"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and --gpu")
+@pytest.mark.parametrize("name", first_light.PARTS)
+def test_a_part_works_on_a_gpu(name):
+    """With --gpu, or under scripts/without_gpu."""
+    part = first_light.PARTS[name]
+    facts = part.function(part.options, name == "speed")
+    assert "error" not in facts, facts
 
 
 def test_a_part_that_fails_is_told_with_what_it_most_likely_is(tmp_path, monkeypatch, capsys):
