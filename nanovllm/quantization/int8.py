@@ -16,6 +16,7 @@ from nanovllm.layers.linear import Linear
 
 LARGEST = 127
 SMALLEST_SCALE = 1e-30  # of a row of zeros
+ROWS = 4096  # that are quantized at a time: a head has many
 
 
 def quantize(numbers: Tensor, largest: int = LARGEST) -> tuple[Tensor, Tensor]:
@@ -88,9 +89,12 @@ def largest_activation() -> int:
 
 def use_int8(linear: Linear) -> None:
     """Quantizes a layer whose weight is loaded."""
-    numbers, scales = quantize(linear.weight.data)
-    codes = numbers.to(torch.int8)
-    scales = scales.squeeze(1)
+    pieces = []
+    for piece in linear.weight.data.split(ROWS):
+        numbers, scale = quantize(piece)
+        pieces.append((numbers.to(torch.int8), scale))
+    codes = torch.cat([numbers for numbers, _ in pieces])
+    scales = torch.cat([scale.squeeze(1) for _, scale in pieces])
     linear.product = partial(plain_product, scales=scales)
     if codes.device.type == "cpu" and largest_activation():
         zeros = torch.zeros(len(codes), dtype=torch.int32)

@@ -1,5 +1,6 @@
 """Weights change their form while a model loads: layer by layer, so only one has both forms."""
 
+import ctypes
 import re
 from collections.abc import Callable, Collection
 
@@ -33,3 +34,5 @@ def prepare_layer(
     for module in model.model.layers[int(layer[1])].modules():
         if isinstance(module, Linear):
             prepare(module)
+    if hasattr(ctypes.pythonapi, "malloc_trim"):
+        ctypes.pythonapi.malloc_trim(0)  # glibc would keep the memory of the first form

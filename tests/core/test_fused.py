@@ -189,6 +189,16 @@ def test_a_cutoff_without_sorting_keeps_the_same_tokens(names, dtype, monkeypatc
         assert torch.equal(*kept)
 
 
+def test_filters_at_their_border():
+    """A weight that equals min_p stays, and so does the token with which the sum reaches top_p, but none behind it."""
+    rows = torch.arange(3, device=DEVICE)
+    halves = torch.full((3,), 1.4426950408889634)  # weights are powers of two: 1, 0.5, 0.5 ...
+    top_p, min_p = torch.tensor([0.5, 1.0, 0.6]), torch.tensor([0.0, 0.5, 0.5])
+    options = Sampling(halves.to(DEVICE), rows, rows, None, top_p.to(DEVICE), min_p.to(DEVICE))
+    logits = torch.tensor([[0.0, -1, -1, -30]] * 3, device=DEVICE)
+    assert triton_ops.cutoff(logits, options).tolist() == [0.0, -1.0, -1.0]
+
+
 def test_rows_with_filters_are_pytorchs():
     rows = torch.arange(4, device=DEVICE)
     options = Sampling(torch.ones_like(rows).float(), seed=rows, position=rows)
