@@ -214,16 +214,21 @@ def test_the_engine_gives_the_same_tokens(tmp_path):
 @pytest.mark.parametrize("capability", [75, 80, 90, 120])
 def test_compiled_ahead_of_time(capability):
     """For the heads of Qwen3-0.6B: fits into consumer cards, spills no registers, and a tile of keys and values is loaded
-    while the one before is computed."""
+    while the one before is computed. Attention also fits for the largest heads, in groups of seven."""
     problem = ptxas_problem(capability)
     if problem is not None:
         pytest.skip(problem)
     folders = [str(ROOT), str(ROOT / "tests" / "tools")]
     env = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(folders)}
-    code = f"import compile_kernels, json; print(json.dumps(compile_kernels.all_resources({capability})))"
+    code = f"""
+import compile_kernels, json, torch
+odd = compile_kernels.problems({capability}, [256], [7], [torch.float16, torch.float32])
+print(json.dumps([compile_kernels.all_resources({capability}), odd]))
+"""
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    kernels = json.loads(done.stdout)
+    kernels, odd = json.loads(done.stdout)
+    assert odd == []
     attention = {"decode", "prefill", "combine", "store_kv", "copy_blocks"}
     others = {"add_and_norm", "norm_and_rotate", "silu_and_mul", "cutoff", "sample"}
     assert kernels.keys() == attention | others
