@@ -15,16 +15,7 @@ from typing import Any
 
 LAYERS = Path(__file__).parents[2] / "nanovllm" / "layers"
 OTHER = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt}
-STRIDES = {
-    "heads",
-    "num_splits",
-    "q_stride",
-    "k_stride",
-    "v_stride",
-    "stride",
-    "row_stride",
-    "num_blocks",
-}
+STRIDES = "heads num_splits q_stride k_stride v_stride stride row_stride num_blocks".split()
 LIMIT = 240  # seconds
 
 
