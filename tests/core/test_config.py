@@ -107,7 +107,7 @@ def test_config_names_the_field_the_value_and_what_is_allowed(field, value):
         (SamplingParams, "use_beam_search", "call LLM.beam_search(prompts, BeamSearchParams(...))"),
         (SamplingParams, "best_of", "n is the number of outputs; LLM.beam_search finds"),
         (Config, "swap_space", "did you mean 'swap_gib', with preemption_mode='swap'?"),
-        (Config, "quantization", "Config has no field 'quantization': allowed are model, dtype,"),
+        (Config, "enable_lora", "Config has no field 'enable_lora': allowed are model, dtype,"),
     ],
 )
 def test_an_unknown_keyword_is_an_error_that_names_the_nearest(cls, wrong, message):

@@ -138,7 +138,8 @@ def simulated_gpu(capability: int):
 def facts() -> dict[str, str]:
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
     packages = {name: version(name) for name in ("ttsem", "triton", "torch", "transformers")}
-    return {"commit": commit.stdout.strip(), "python": platform.python_version()} | packages
+    where = {"command": "scripts/without_gpu", "device": "none: ttsem on a CPU"}
+    return {"commit": commit.stdout.strip(), "python": platform.python_version()} | where | packages
 
 
 def main(capability: str, *arguments: str) -> int:
@@ -156,9 +157,10 @@ def main(capability: str, *arguments: str) -> int:
     }
     print(json.dumps(result))
     if report is not None:
-        runs = json.loads(report.read_text()) if report.exists() else {}
-        runs[" ".join([capability, *arguments])] = facts() | result
-        report.write_text(json.dumps(runs, indent=2) + "\n")
+        whole = json.loads(report.read_text()) if report.exists() else {"runs": {}}
+        whole |= facts()
+        whole["runs"][" ".join([capability, *arguments])] = result
+        report.write_text(json.dumps(whole, indent=2) + "\n")
     return int(status)
 
 
