@@ -91,8 +91,8 @@ class Config(Options):
     (chapter 20); it needs Linux."""
 
     quantization: str | None = None
-    """With "int8", weights are stored and multiplied in 8 bits, with a scale for each row. On a CPU
-    this is faster than any dtype; elsewhere, it only takes less memory."""
+    """With "int8", weights are stored and multiplied in 8 bits, with a scale for each row. On a
+    CPU, oneDNN multiplies them as integers; elsewhere, they only take less memory."""
 
     tensor_parallel_size: int = 1
     """Over how many ranks each layer is split: processes with a device each, see chapter 18."""

@@ -304,7 +304,8 @@ class LLM:
 
         Without an id of its own, the request gets its arrival number, or the next one that is free.
         Without a seed, it gets (config.seed + arrival * SEED_STEP) % 2**63. Raises RuntimeError if
-        the engine is closed, and ValueError if the id is still in use.
+        the engine is closed, and a `refusal` of request_id: "a request with this id is still in
+        use".
         """
         with self.turns.take():
             if self.is_closed:

@@ -98,7 +98,7 @@ def use_int8(linear: Linear) -> None:
     linear.product = partial(plain_product, scales=scales)
     if codes.device.type == "cpu" and largest_activation():
         zeros = torch.zeros(len(codes), dtype=torch.int32)
-        # the number of rows decides about the layout: without one, it is a slow one
+        # the layout is chosen for about this many rows of activations
         codes = torch.ops.onednn.qlinear_prepack(codes, [64, codes.shape[1]])
         linear.product = partial(onednn_product, scales=scales, zeros=zeros)
     linear.weight = nn.Parameter(codes, requires_grad=False)

@@ -315,7 +315,9 @@ def test_parameters_belong_to_the_request_once_it_is_added(llm):
 
 def test_a_request_id_twice(llm):
     llm.add_request([1], greedy_params(2), request_id="a")
-    with pytest.raises(ValueError, match="request_id='a'"):
+    with pytest.raises(
+        ValueError, match="request_id='a' is not allowed: a request with this id is still in use"
+    ):
         llm.add_request([2], greedy_params(2), request_id="a")
     with pytest.raises(ValueError, match="request_id=5 is not allowed: it must be a string"):
         llm.add_request([2], greedy_params(2), request_id=5)

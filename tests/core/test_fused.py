@@ -192,9 +192,9 @@ def test_a_cutoff_without_sorting_keeps_the_same_tokens(names, dtype, monkeypatc
 def test_filters_at_their_border():
     """A weight that equals min_p stays, and so does the token with which the sum reaches top_p, but none behind it."""
     rows = torch.arange(3, device=DEVICE)
-    halves = torch.full((3,), 1.4426950408889634)  # weights are powers of two: 1, 0.5, 0.5 ...
+    temperature = torch.full((3,), 1.4426950408889634)  # weights are 1, 0.5, 0.5, 2**-30
     top_p, min_p = torch.tensor([0.5, 1.0, 0.6]), torch.tensor([0.0, 0.5, 0.5])
-    options = Sampling(halves.to(DEVICE), rows, rows, None, top_p.to(DEVICE), min_p.to(DEVICE))
+    options = Sampling(temperature.to(DEVICE), rows, rows, None, top_p.to(DEVICE), min_p.to(DEVICE))
     logits = torch.tensor([[0.0, -1, -1, -30]] * 3, device=DEVICE)
     assert triton_ops.cutoff(logits, options).tolist() == [0.0, -1.0, -1.0]
 

@@ -174,13 +174,12 @@ def test_shapes_of_models(tmp_path, head_dim, group, block_size, dtype, mode):
         SamplingParams(temperature=0, max_tokens=20, logprobs=2, prompt_logprobs=1),
         SamplingParams(temperature=0, max_tokens=20, allowed_token_ids=[3, 4, 5]),
     ]
-    drafts = {"method": "ngram", "num_speculative_tokens": 3}
     answers = []
     for backend in ("torch", "triton"):
         llm = LLM(
             path, dtype=dtype, attention_backend=backend, num_blocks=64 // block_size + 1, block_size=block_size,
             max_num_batched_tokens=24, max_num_seqs=8, max_model_len=64, preemption_mode=mode, swap_gib=0.01,
-            speculative_config=drafts,
+            speculative_config={"method": "ngram", "num_speculative_tokens": 3},
         )  # fmt: skip
         outputs = llm.generate(prompts, params, use_tqdm=False)
         answers.append([[output.token_ids for output in result.outputs] for result in outputs])

@@ -50,7 +50,7 @@ KNOWN = {
         "a ValueError",
     ),
     "tutorials/building/run.py": (
-        "os.fork signal.alarm signal.SIGALRM signal.setitimer",
+        "os.fork signal.SIGALRM signal.setitimer",
         "its user, a test, is skipped; a test without an end ends with the milestone's limit",
     ),
     "tutorials/measure/turns.py": ("os.killpg signal.SIGKILL pass_fds", "bench.py: a sentence"),

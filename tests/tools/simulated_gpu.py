@@ -1,4 +1,4 @@
-"""A GPU without a GPU: `ttsem` executes what Triton compiles of a kernel, and this module plays CUDA graphs.
+"""A GPU without a GPU: `ttsem` executes what Triton compiles of a kernel, and this module simulates CUDA graphs.
 
 A recording keeps all operations of PyTorch and all launches of kernels, with their tensors. A replay does the same with the
 same tensors. Before that, it overwrites what the operations of all recordings have left, because graphs share memory: what

@@ -99,7 +99,7 @@ def test_wrong_bodies_are_refused_and_right_ones_pass(tmp_path):
         decisive = [test for test in milestone.tests if re.search(named, title_of(test))]
         job = build.job_of(milestone, place, place / "report")
         jobs.append(job | {"tests": decisive or milestone.tests})
-    code = f"from tutorials.building.run import run_each; run_each({jobs}, 100)"
+    code = f"from tutorials.building.run import run_each; run_each({jobs})"
     env = os.environ | {"NUMBA_DISABLE_JIT": "1", "PYTHONDONTWRITEBYTECODE": ""}
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, check=True)
     for answer, job in zip(answers, jobs):

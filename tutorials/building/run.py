@@ -104,11 +104,13 @@ class Events:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self) -> Generator[None, None, None]:
         """Ends a test that never returns, where the system can."""
-        if hasattr(signal, "setitimer"):
-            signal.signal(signal.SIGALRM, too_long)
-            signal.setitimer(signal.ITIMER_REAL, LIMIT)
-        yield
-        if hasattr(signal, "setitimer"):
+        if not hasattr(signal, "setitimer"):
+            return (yield)
+        signal.signal(signal.SIGALRM, too_long)
+        signal.setitimer(signal.ITIMER_REAL, LIMIT)
+        try:
+            return (yield)
+        finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
     def pytest_assertrepr_compare(self, op: str, left: object, right: object) -> list[str]:
@@ -151,7 +153,7 @@ def run(job: dict[str, Any], *options: str) -> None:
     pytest.main([*QUIET, *options, *job["tests"]], plugins=[events])
 
 
-def run_each(jobs: list[dict[str, Any]], limit: int) -> None:
+def run_each(jobs: list[dict[str, Any]]) -> None:
     """Runs one job after the other up to the first test that fails, each in a process that is forked
     off: what all need is imported once."""
     for name in (
@@ -168,7 +170,6 @@ def run_each(jobs: list[dict[str, Any]], limit: int) -> None:
     for job in jobs:
         child = os.fork()
         if child == 0:
-            signal.alarm(limit)  # a wrong body may never return
             run(job, "-x")
             os._exit(0)
         os.waitpid(child, 0)
