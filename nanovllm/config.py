@@ -91,8 +91,9 @@ class Config(Options):
     (chapter 20); it needs Linux."""
 
     quantization: str | None = None
-    """With "int8", weights are stored and multiplied in 8 bits, with a scale for each row. On a
-    CPU, oneDNN multiplies them as integers; elsewhere, they only take less memory."""
+    """With "int8", weights are stored in 8 bits, with a scale for each row; with "int4" in 4 bits,
+    with a scale and a zero for each group of 128, 64 or 32 numbers. On a CPU, activations are
+    rounded to 8 bits in each product, too. See chapter 21."""
 
     tensor_parallel_size: int = 1
     """Over how many ranks each layer is split: processes with a device each, see chapter 18."""
@@ -122,7 +123,7 @@ class Config(Options):
     """Base seed for requests that set none."""
 
     RULES: ClassVar[dict[str, Rule]] = {
-        "quantization": Rule(lambda value: value == "int8", "'int8'"),
+        "quantization": Rule(lambda value: value in ("int8", "int4"), "'int8' or 'int4'"),
         "model": Rule(
             lambda value: isinstance(value, str | Path) and len(str(value)) < 999,
             "a hub id or a directory",

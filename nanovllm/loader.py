@@ -10,7 +10,7 @@ from os.path import expanduser
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer
 
@@ -19,6 +19,7 @@ from nanovllm.layers.ops import Ops
 from nanovllm.layers.rotary import rope_table
 from nanovllm.models.qwen import Qwen, check_supported, head_dim_of
 from nanovllm.options import is_int, refusal, shown
+from nanovllm.quantization.checkpoints import get_tensor, method_of, new_reader
 from nanovllm.quantization.layers import prepare_layer
 from nanovllm.sampling_params import SamplingParams
 
@@ -82,10 +83,7 @@ def load_config(path: Path):
     with reading(file):
         config = AutoConfig.from_pretrained(path)
         check_supported(config)
-        quantization = getattr(config, "quantization_config", None)
-        if quantization:
-            method = dict(quantization).get("quant_method")
-            raise ValueError(f"quantization by {method!r} is not supported: {UNQUANTIZED}")
+        method_of(config)  # raises if it is not supported
         for name in SIZES:
             value = getattr(config, name)
             if not is_int(value, 1):
@@ -153,17 +151,20 @@ def load_model(
     device: torch.device,
     ops: Ops,
     prepare: Callable,
-    read: Callable[..., Tensor] = safe_open.get_tensor,
+    read: Callable[..., Tensor] = get_tensor,
 ) -> Qwen:
     """Builds the model and loads every parameter, each as `read` gives it from an open file. Raises
     ValueError if the checkpoint does not match. `prepare` changes the form of a linear layer's
     weight: layer by layer, so that only one layer has both forms at a time."""
+    files = weight_files(path)
+    reader = new_reader(config, files)
     model = new_model(config, max_model_len, dtype, device, ops)
+    reader.add_parameters(model)
     missing = destinations(model)
     unexpected = []
-    for file in weight_files(path):
+    for file in files:
         try:
-            with safe_open(file, framework="pt") as tensors:
+            with reader.open(file) as tensors:
                 for name in tensors.keys():  # noqa: SIM118 (safe_open is no dict)
                     if name in missing:
                         load_into(missing.pop(name), read(tensors, name), name, file)

@@ -66,7 +66,7 @@ class ModelRunner:
         self.dtype = choose_dtype(config, hf_config, device)
         self.ops = choose_ops(config, device, self.dtype)
         self.vocab_size = hf_config.vocab_size
-        self.model = self.load(path, hf_config, choose_product(config))
+        self.model = self.load(path, hf_config, choose_product(config, hf_config, self.ops))
         self.weights_per_layer = sum(w.numel() for w in self.model.model.layers[0].parameters())
         heads = (self.model.num_kv_heads, head_dim_of(hf_config))
         shape = CacheShape(hf_config.num_hidden_layers, config.block_size, *heads, self.dtype)

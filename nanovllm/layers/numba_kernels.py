@@ -57,11 +57,11 @@ class Cache(FunctionCache):
             logger.warning("%s: compiled kernels cannot be kept: %s", self.cache_path, error)
 
 
-def kernel(function: Callable) -> Callable:
+def kernel(function: Callable, fastmath: set[str] | bool = FAST_MATH) -> Callable:
     """Compiles the function when it is first called with arrays of these types, and keeps it on
     disk."""
     # a division by zero is infinite, as in PyTorch; a check of each would prevent vectorizing
-    compiled = njit(nogil=True, fastmath=FAST_MATH, error_model="numpy")(function)
+    compiled = njit(nogil=True, fastmath=fastmath, error_model="numpy")(function)
     if compiled is not function:  # otherwise NUMBA_DISABLE_JIT is set
         try:
             compiled._cache = Cache(function)  # type: ignore[attr-defined]

@@ -1,21 +1,97 @@
-"""Weights change their form while a model loads: layer by layer, so only one has both forms."""
+"""Linear layers change their form while a model loads: layer by layer, so only one has both
+forms."""
 
 import ctypes
 import re
 from collections.abc import Callable, Collection
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from nanovllm.config import Config
 from nanovllm.device.onednn import use_onednn
 from nanovllm.layers.linear import Linear
-from nanovllm.models.qwen import Qwen
-from nanovllm.quantization.int8 import use_int8
+from nanovllm.models.qwen import Qwen, head_dim_of
+from nanovllm.quantization import int8
+from nanovllm.quantization.checkpoints import groups_of, method_of
+from nanovllm.quantization.groups import SIZES, Groups, in_4_bits, in_8_bits, plain_product
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
+ROWS = 4096  # of a weight, that are quantized at a time: a head has many
+FEW_ROWS = 8  # of activations, for which the loops of numba_product are faster
+
+Product = Callable[[Tensor], Tensor]
 
 
-def choose_product(config: Config) -> Callable[[Linear], None]:
-    """What gives a linear layer, once its weight is loaded, its form on this machine."""
-    return use_int8 if config.quantization == "int8" else use_onednn
+def choose_product(config: Config, hf_config, ops: Any) -> Callable[[Linear], None]:
+    """What gives a linear layer, once its weight is loaded, its form on this machine. Raises
+    ValueError if a row of a weight cannot be divided into groups, or if the checkpoint has codes
+    of its own."""
+    method = method_of(hf_config)
+    if method is not None and method.name != "fp8":
+        config.require(
+            "quantization", config.quantization is None, "None: the checkpoint's is used"
+        )
+    if config.quantization == "int4":
+        num_ranks = config.tensor_parallel_size
+        heads = hf_config.num_attention_heads * head_dim_of(hf_config) // num_ranks
+        middle = -(-hf_config.intermediate_size // num_ranks)
+        for width in (hf_config.hidden_size, heads, middle):
+            allowed = f"for this model: groups of {SIZES[-1]} numbers do not divide rows of {width}"
+            config.require("quantization", width % SIZES[-1] == 0, allowed)
+    return partial(prepare_linear, quantization=config.quantization, backend=vars(ops)["__name__"])
+
+
+def prepare_linear(linear: Linear, quantization: str | None, backend: str) -> None:
+    """Gives the layer its form: the weight's groups, if the checkpoint or the option has them."""
+    weight = groups_of(linear)
+    if weight is None and quantization is None:
+        use_onednn(linear)
+        return
+    if weight is None:
+        to_groups = in_8_bits if quantization == "int8" else in_4_bits
+        weight = joined([to_groups(rows) for rows in linear.weight.data.split(ROWS)])
+    linear.product = partial(multiply, product=product_for(weight, backend))
+    linear.register_parameter("weight", None)  # the product holds it
+
+
+def joined(parts: list[Groups]) -> Groups:
+    """The rows of all parts."""
+    codes, scales, zeros = zip(*parts)
+    return Groups(torch.cat(codes), torch.cat(scales), None if None in zeros else torch.cat(zeros))
+
+
+def product_for(weight: Groups, backend: str) -> Product:
+    """What multiplies activations [T, in] with this weight."""
+    is_cpu = weight.codes.device.type == "cpu"
+    has_rows = weight.scales.shape[1] == 1  # a group is a row
+    if is_cpu and has_rows and weight.zeros is None and int8.largest_activation():
+        return int8.new_product(weight)
+    if is_cpu and backend.endswith("numba_ops") and weight.zeros is not None:
+        return partial(product_of_some_rows, weight=weight)
+    if backend.endswith("triton_ops"):
+        from nanovllm.quantization import triton_product
+
+        return partial(triton_product.product, weight=weight)
+    return partial(plain_product, weight=weight)
+
+
+def product_of_some_rows(x: Tensor, weight: Groups) -> Tensor:
+    """Both functions give the same numbers, to the last bit."""
+    from nanovllm.quantization import numba_product
+
+    multiplied = numba_product.product if len(x) <= FEW_ROWS else plain_product
+    return multiplied(x, weight)
+
+
+def multiply(x: Tensor, _: None, bias: Tensor | None, product: Product) -> Tensor:
+    """As F.linear. The weight is in `product`."""
+    result = product(x)
+    if bias is not None:
+        result += bias
+    return result.to(x.dtype)
 
 
 def prepare_layer(

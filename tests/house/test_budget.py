@@ -96,7 +96,7 @@ LIMITS = {  # lines and tokens, with 3 % of air
     "device": (327, 2_890),
     "first light": (160, 1_600),  # a command for the first person with a GPU
     "onednn": (22, 190),  # was in the core
-    "quantization": (100, 920),
+    "quantization": (700, 6_800),  # weights and cache
     "checks": (163, 1_325),
     "answers": (40, 370),  # of the simulator's jobs
     "classes": (38, 360),  # users' own, which no step of ours needs

@@ -1,0 +1,131 @@
+"""Groups: weights as small integers, with a scale for each group of numbers in a row.
+
+A weight is (code - zero) * scale. With 8 bits, a code is the int8 code - zero itself, and a group
+may be a whole row. With 4 bits, a code is 0 to 15, a group has its own zero, and a byte holds two
+codes: those at the same place of two neighboring groups, so that a loop reads both groups at once.
+Activations are rounded to integers, too, with a scale for each group of a row: sums of integers are
+exact in any order, so a row of the result does not depend on its batch, to the last bit.
+"""
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+SIZES = (128, 64, 32)  # of a group of 4-bit codes: the first that divides a row
+LARGEST = 127
+LARGEST_CODE = 15  # of 4 bits
+SMALLEST_SCALE = 1e-30  # of a group of zeros
+ROWS = 1024  # of the weight, which are unpacked at a time
+
+
+class Groups(NamedTuple):
+    """A weight [out, in] in groups. `group` is the size of a group."""
+
+    codes: Tensor  # int8 [out, groups, group], or packed uint8 [out, pairs of groups, group]
+    scales: Tensor  # fp32 [out, groups]
+    zeros: Tensor | None  # uint8 [out, groups], with 4 bits
+
+
+def quantize(numbers: Tensor, largest: int = LARGEST) -> tuple[Tensor, Tensor]:
+    """Numbers [..., n] as integers from -largest to largest, in fp32, and a scale [..., 1]."""
+    numbers = numbers.float()
+    scales = numbers.abs().amax(-1, True) / largest
+    scales.clamp_(min=SMALLEST_SCALE)
+    return (numbers / scales).round_(), scales
+
+
+def in_8_bits(weight: Tensor) -> Groups:
+    """Quantizes a weight [out, in], of which a row is a group: its largest number becomes 127 or
+    -127."""
+    numbers, scales = quantize(weight)
+    codes = numbers.to(torch.int8)
+    return Groups(codes.unsqueeze(1), scales, None)
+
+
+def in_4_bits(weight: Tensor, group: int | None = None) -> Groups:
+    """Quantizes a weight [out, in]: the numbers of a group, from the smallest to the largest,
+    become 0 to 15. One of them stands for 0. Raises ValueError if no group divides a row."""
+    width = weight.shape[1]
+    if group is None:
+        group = next((size for size in SIZES if width % size == 0), width + 1)
+    if width % group:
+        raise ValueError(f"a row of {width} numbers cannot be divided into groups of {SIZES}")
+    numbers = weight.unflatten(1, (-1, group)).float()
+    smallest = numbers.amin(-1, True).clamp_(max=0)
+    largest = numbers.amax(-1, True).clamp_(min=0)
+    scales = (largest - smallest) / LARGEST_CODE
+    scales.clamp_(min=SMALLEST_SCALE)
+    zeros = (-smallest / scales).round_()
+    codes = (numbers / scales).round_() + zeros
+    codes.clamp_(0, LARGEST_CODE)
+    return Groups(
+        codes=packed(codes),
+        scales=scales.squeeze(-1),
+        zeros=zeros.squeeze(-1).to(torch.uint8),
+    )
+
+
+def packed(codes: Tensor) -> Tensor:
+    """Codes 0 to 15 [out, groups, group] as uint8 [out, pairs, group]: the first group of a pair is
+    in the low bits. If the number of groups is odd, the last group has zeros beside it."""
+    codes = codes.to(torch.uint8)
+    codes = F.pad(codes, (0, 0, 0, codes.shape[1] % 2))
+    low, high = codes.unflatten(1, (-1, 2)).unbind(2)
+    return low | high << 4
+
+
+def integers_of(weight: Groups, rows: slice) -> Tensor:
+    """code - zero of some rows: int8 [rows, groups, group]."""
+    codes = weight.codes[rows]
+    if weight.zeros is None:
+        return codes
+    zeros = weight.zeros[rows]
+    low = codes & LARGEST_CODE
+    high = codes >> 4
+    both = torch.stack([low, high], 2).flatten(1, 2)
+    numbers = both[:, : zeros.shape[1]].view(torch.int8)
+    return numbers - zeros.view(torch.int8).unsqueeze(-1)
+
+
+def dequantized(weight: Groups) -> Tensor:
+    """The weight [out, in] in fp32."""
+    numbers = integers_of(weight, slice(None)) * weight.scales.unsqueeze(-1)
+    return numbers.flatten(1)
+
+
+def plain_product(x: Tensor, weight: Groups) -> Tensor:
+    """x [T, in] times the weight: fp32 [T, out], in PyTorch, on any device."""
+    num_out, num_groups = weight.scales.shape
+    grouped = x.unflatten(1, (num_groups, -1))
+    rows, row_scales = quantize(grouped)
+    rows = rows.to(torch.int8)
+    result = row_scales.new_zeros(len(x), num_out)
+    for first in range(0, num_out, ROWS):
+        some = slice(first, first + ROWS)
+        numbers = integers_of(weight, some)
+        for g in range(num_groups):
+            sums = sums_of(rows[:, g], numbers[:, g])
+            scales = row_scales[:, g] * weight.scales[some, g]
+            result[:, some] += sums * scales
+    return result
+
+
+def sums_of(rows: Tensor, codes: Tensor) -> Tensor:
+    """int8 [T, n] times int8 [out, n]: integers [T, out]. Without oneDNN's product of integers,
+    they are exact up to 2**24."""
+    if rows.device.type == "cpu" and has_integer_product():
+        return torch._int_mm(rows, codes.T)
+    return F.linear(rows.float(), codes.float())
+
+
+@cache
+def has_integer_product() -> bool:
+    """Whether PyTorch multiplies integers on this CPU: it is one of its private functions."""
+    ones = torch.ones(1, 32, dtype=torch.int8)
+    try:
+        return int(torch._int_mm(ones, ones.T)) == 32
+    except (AttributeError, RuntimeError):
+        return False
