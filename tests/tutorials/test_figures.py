@@ -1,4 +1,5 @@
-"""The pictures: each that a chapter shows is there, its script still draws it, it can be read.
+"""The pictures: each that a chapter shows is there and can be read, and its script still draws it, or README says where
+the script is.
 
 Run: pytest tests/tutorials/test_figures.py [-k NAME]
 """
@@ -9,7 +10,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from book import needs_of
 
 from tests.tools.extras import needs
 
@@ -39,13 +39,18 @@ def test_pictures_and_chapters_belong_together():
     assert {path.stem for path in drawn - shown} <= results, "a picture that no page shows"
 
 
+def test_a_picture_has_a_script_or_is_frozen():
+    readme = (FIGURES / "README.md").read_text(encoding="utf-8")
+    drawn = {path.stem for path in FIGURES.glob("*.png")}
+    needs("matplotlib")
+    assert drawn == {*names(), *re.findall(r"`(\w+)`", readme)}
+
+
 @pytest.mark.parametrize("name", names())
 def test_a_picture_can_be_read(name):
     from tests.tools.pictures import faults
     from tutorials.figures.__main__ import figures
 
-    if name == "vattention_tables":
-        needs_of("20")
     figure = figures()[name]()
     assert faults(figure) == []
     check_committed(FIGURES / f"{name}.png", figure)
