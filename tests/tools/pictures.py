@@ -1,4 +1,4 @@
-"""Pictures that can be read, also on paper without colors: what is wrong with one.
+"""Pictures whose texts can be read: what is wrong with one.
 
 Needs matplotlib, so tests import it only after they have asked for that.
 """
@@ -9,17 +9,13 @@ from typing import NamedTuple
 
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.patches import FancyArrowPatch, Patch
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
 from tutorials.figures.style import texts
 
-GRAY_DISTANCE = 40  # of 255, between areas, and between lines
 CONTRAST = 100  # between a text and what is behind it
-TOUCH = 1.5  # pixels between areas that are neighbors
-NEAR = 15  # pixels between a line and its name
 Point = tuple[float, float]
 
 
@@ -92,51 +88,6 @@ def one_on_the_other(figure: Figure) -> Iterator[str]:
             yield f"{one!r} lies on {other!r}"
 
 
-def legend_on_data(figure: Figure) -> Iterator[str]:
-    legends = [*figure.legends, *(axes.get_legend() for axes in figure.axes)]
-    for legend in filter(None, legends):
-        if any(overlap(legend.get_window_extent(), axes.bbox) for axes in figure.axes):
-            yield "a legend lies on data"
-
-
-def areas_alike(figure: Figure) -> Iterator[str]:
-    """Neighbors with different fills must differ in gray or hatch, or each says what it is."""
-    labels = [(text.get_text(), middle(extent(text))) for text in texts(figure)]
-    found = [
-        (area, [text for text, point in labels if area.covers(point)]) for area in areas(figure)
-    ]
-    for (one, says), (other, says_too) in combinations(found, 2):
-        is_same = one.patch.get_facecolor() == other.patch.get_facecolor()
-        if is_same or one.hatch != other.hatch or (says and says_too):
-            continue
-        is_alike = abs(one.light - other.light) < GRAY_DISTANCE
-        if is_alike and overlap(one.box, other.box, by=-TOUCH):
-            values = f"{one.light:.0f} {says} and {other.light:.0f} {says_too}"
-            yield f"neighbors are alike in gray: {values}"
-
-
-def lines_alike(figure: Figure) -> Iterator[str]:
-    for axes in figure.axes:
-        lines = [line for line in axes.lines if line.get_visible()]
-        for line, other in combinations(lines, 2):
-            distance = abs(gray(line.get_color()) - gray(other.get_color()))
-            if style_of(line) == style_of(other) and distance < GRAY_DISTANCE:
-                yield f"lines are alike in gray: {line.get_label()} and {other.get_label()}"
-        for line in lines:
-            names = [t for t in texts(figure) if t.get_text() == line.get_label()]
-            if not any(is_near(line, text) for text in names):
-                yield f"no text at the line says {line.get_label()!r}"
-
-
-def style_of(line: Line2D) -> tuple:
-    return line.get_linestyle(), line.get_marker()
-
-
-def is_near(line: Line2D, text: Text) -> bool:
-    path = line.get_transform().transform_path(line.get_path())
-    return path.intersects_bbox(extent(text).padded(NEAR), filled=False)
-
-
 def pale_texts(figure: Figure) -> Iterator[str]:
     """A text needs contrast, at both of its ends, too; and nothing is written on a hatch."""
     found = areas(figure)[::-1]
@@ -167,8 +118,5 @@ def behind(text: Text, point: Point, found: list[Area]) -> tuple[float, str | No
 RULES: list[Callable[[Figure], Iterator[str]]] = [
     cut_off,
     one_on_the_other,
-    legend_on_data,
-    areas_alike,
-    lines_alike,
     pale_texts,
 ]
