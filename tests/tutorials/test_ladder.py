@@ -132,27 +132,6 @@ def test_the_chapter_prints_what_is_recorded():
         assert (num_steps, num_tokens) == (f"{len(steps):,}", f"{sum(steps):,}"), name
 
 
-def test_the_command_writes(monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "argv", ["ladder", "--json", str(tmp_path / "x.json")])
-    main()
-    runs = json.loads((tmp_path / "x.json").read_bytes())["runs"]
-    assert runs["rung 1"][:3] == [18, 19, 20] and runs["LLM"] == [98, 4, 4, 3, 2, 1]
-
-
-@pytest.mark.parametrize(
-    "arguments, said",
-    [
-        (["--seats", "0"], "--seats 0 is not allowed: at least 1"),
-        (["--json", "/there/is/none.json"], "there is no folder /there/is"),
-    ],
-)
-def test_what_cannot_be_done_is_said_before_it_runs(arguments, said, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["ladder", *arguments])
-    with pytest.raises(SystemExit):
-        main()
-    assert said in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("number", range(2, 7))
 def test_a_rung_is_short(number):
     before, lines = (
