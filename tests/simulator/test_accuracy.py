@@ -114,18 +114,6 @@ def test_a_replay_is_exact(name):
     assert name != "closed loop" or run.num_cached_tokens > 0
 
 
-def test_real_time_is_exact_too():
-    jobs = chats(rate=100.0)
-    run, steps = record(LLM(device="cpu", **OPTIONS), jobs)
-    assert replay(jobs, steps) == run
-
-
-def test_the_engine_is_as_before_afterwards():
-    llm, clock = LLM(device="cpu", **OPTIONS), Clock()
-    record(llm, chats(3), clock, clock.sleep)
-    assert llm.observers == []
-
-
 def test_another_step_is_refused():
     class LastFirst(Scheduler):
         def priority(self, request):
@@ -217,29 +205,6 @@ def test_the_command(tmp_path, monkeypatch):
     for machine in machines.values():
         assert simulate(chats(3), config, machine).seconds > 0
         assert machine.sources["hardware"].startswith("measured on")
-
-
-@pytest.mark.parametrize(
-    "module, arguments, said",
-    [
-        (accuracy, "--seconds 0", "a positive number of seconds"),
-        (accuracy, "--seconds nan", "a positive number of seconds"),
-        (accuracy, "--repeat 0", "a positive integer"),
-        (accuracy, "--policies --repeat 1", "only 2 turns or more"),
-        (accuracy, "--policies --load 0.33", "no pair has this load"),
-        (accuracy, "--json no/such/folder.json", "a file in a folder that exists"),
-        (calibrate, "no/such/folder.json", "a file in a folder that exists"),
-        (calibrate, "--rounds -1", "a positive integer"),
-        (calibrate, "--most-tokens 15", "an integer, 16 or more"),
-    ],
-)
-def test_what_the_commands_refuse_before_they_run(module, arguments, said, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["command", *arguments.split()])
-    with pytest.raises(SystemExit) as end:
-        module.main()
-    assert end.value.code == 2 and f"is not allowed: {said}" in capsys.readouterr().err.replace(
-        "it must be ", ""
-    )
 
 
 @pytest.mark.slow

@@ -18,7 +18,6 @@ from tutorials.simulation.metrics import (
     gantt_text,
     jain,
     overlaps,
-    save,
     states,
     summary,
     table,
@@ -196,19 +195,6 @@ def test_every_number_is_finite_or_none(run):
     assert "nan" not in table({"it": result}).lower()
 
 
-def test_nothing_comes_to_nothing():
-    result = summary(Run([]))
-    some = ("requests", "unfinished", "seconds", "steps", "kv_use", "preemptions", "swapped_blocks")
-    assert all(result[name] == 0 for name in (*some, "tokens_computed_again"))
-    assert result["service_per_second"] == {}
-    others = {
-        name: value
-        for name, value in result.items()
-        if name not in (*some, "tokens_computed_again")
-    }
-    assert set(numbers(others)) == {None}
-
-
 @pytest.mark.parametrize("slo", [1.0, (1,), (1, 2, 3), (-1, 1), (1, math.nan), ("1", 1)])
 def test_what_is_no_objective(slo):
     with pytest.raises(
@@ -230,14 +216,6 @@ def test_table():
     # no request has a tenant or a deadline
     assert not any("Jain" in line or "deadline" in line for line in lines)
     assert len({len(line) for line in lines}) == 1 and len(lines) <= 20
-
-
-def test_save(tmp_path):
-    result = summary(THREE)
-    save(tmp_path / "new" / "runs.json", {"three": result}, workload="by hand", rate=None)
-    saved = json.loads((tmp_path / "new" / "runs.json").read_bytes())
-    assert (saved["workload"], saved["rate"], [*saved["runs"]]) == ("by hand", None, ["three"])
-    assert saved["runs"]["three"]["ttft"] == result["ttft"]
 
 
 # --- pictures ---
