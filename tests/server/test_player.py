@@ -104,17 +104,3 @@ def test_each_step_has_a_sentence_and_events_are_found(chapter):
     levels = "[...runs[0].shadowRoot.querySelectorAll('h3, h4')].map((one) => one.ariaLevel)"
     assert {*chapter.value(levels)} == {"2", "3"}  # no heading stands before it
     assert chapter.errors == []
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_nothing_overflows_on_a_telephone(chapter, address, scheme):
-    chapter.open(address, width=360, height=740, scheme=scheme)
-    chapter.value(PLACE)
-    for i, name in enumerate(("preemption_swap", "static_batching", "beam_search")):
-        place(chapter, i, name, step=23)
-    assert chapter.value("document.documentElement.scrollWidth") <= 360
-    ground = "getComputedStyle(runs[0]).backgroundColor"
-    assert (
-        chapter.value(ground) == {"light": "rgb(247, 247, 244)", "dark": "rgb(18, 20, 22)"}[scheme]
-    )
-    assert chapter.errors == []

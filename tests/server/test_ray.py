@@ -625,16 +625,6 @@ def test_a_port_in_use(capsys):
     assert end.value.code == 2 and "Address already in use" in capsys.readouterr().err
 
 
-def test_without_ray(monkeypatch, capsys):
-    for name in ("nanovllm.server.scaling", "nanovllm.server.replicas"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.delattr("nanovllm.server.scaling", raising=False)
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(SystemExit) as end:
-        main(["serve", "--replicas", "2"])
-    assert end.value.code == 2 and "pip install 'nanovllm[ray]'" in capsys.readouterr().err
-
-
 def test_machines_without_room():
     from nanovllm.server.scaling import check_room
 
@@ -669,21 +659,3 @@ def test_arguments_of_a_config_file():
         app({"replicas": "two"})
     with pytest.raises(ValueError, match="port=8000 .* http_options"):
         app({"port": 8000})
-
-
-def test_replicas_that_cannot_be_made(monkeypatch):
-    """What Ray says is long, and where the reason is, changes. The user gets the reason."""
-    from nanovllm.server import scaling
-
-    message = "The deployment failed 2 times\n  File x, line 3\nValueError: no memory is left\n\n"
-    app = SimpleNamespace(deployments={"engine": SimpleNamespace(message=message)})
-    status = SimpleNamespace(applications={"nanovllm": app})
-
-    def fail(*args, **kwargs):
-        raise RuntimeError("Deploying application nanovllm failed")
-
-    monkeypatch.setattr(scaling.serve, "run", fail)
-    monkeypatch.setattr(scaling.serve, "status", lambda: status)
-    said = "the replicas do not start: ValueError: no memory is left"
-    with pytest.raises(ValueError, match=said):
-        scaling.start(None)
