@@ -14,13 +14,12 @@ from nanovllm.config import EMBEDDED_MODEL, Config
 from nanovllm.scheduler import Scheduler
 from nanovllm.simulator import simulate
 from nanovllm.simulator.cost_model import Hardware, shape_of
-from nanovllm.simulator.jobs import Job
 from nanovllm.simulator.machines import Machine, machines_in
 from nanovllm.simulator.replica import model_config
 from tutorials.measure import accuracy, calibrate, pairs
 from tutorials.measure.accuracy import table
 from tutorials.measure.calibrate import SWAP, ProcessorTime, calibrated
-from tutorials.measure.cases import CASES, jobs_of, simulated
+from tutorials.measure.cases import CASES, simulated
 from tutorials.measure.recording import KnownProposer, Recording, record
 from tutorials.measure.steps import Step
 from tutorials.simulation.workloads import (
@@ -129,15 +128,6 @@ def test_another_step_is_refused():
         replay(jobs, steps[:2])
 
 
-def test_a_recording_is_saved(tmp_path):
-    jobs = chats(5)
-    run, steps = play(jobs)
-    Recording(steps).save(tmp_path / "steps.json")
-    loaded = Recording.load(tmp_path / "steps.json")
-    assert loaded.steps == steps
-    assert simulate(jobs, Config(model=EMBEDDED_MODEL, **OPTIONS), loaded) == run
-
-
 # --- the fit ---
 
 HERE = Hardware("made up", 20e9, 100e9, 0.0)
@@ -182,13 +172,6 @@ def test_a_fit_finds_the_machine(overlap):
         assert getattr(machine, name) == pytest.approx(getattr(true, name), rel=0.02), name
 
 
-def test_a_simulation_takes_what_its_steps_cost():
-    run = simulate([Job(0.0, ((1, 100),), 3)], Config(model=EMBEDDED_MODEL, **OPTIONS), TRUE)
-    steps = [([(64, 64)], 0), ([(36, 100)], 1), ([(1, 101)], 1), ([(1, 102)], 1)]
-    expected = (TRUE.seconds(SHAPE, items, sampled, 0, 0, 16) for items, sampled in steps)
-    assert run.seconds == pytest.approx(sum(expected))
-
-
 @pytest.mark.slow
 def test_the_command(tmp_path, monkeypatch):
     """As small as it can be; what comes out has no meaning, but the simulator takes it."""
@@ -205,14 +188,6 @@ def test_the_command(tmp_path, monkeypatch):
     for machine in machines.values():
         assert simulate(chats(3), config, machine).seconds > 0
         assert machine.sources["hardware"].startswith("measured on")
-
-
-@pytest.mark.slow
-def test_every_case_has_jobs():
-    for name, case in CASES.items():
-        jobs, rate = jobs_of(case, TRUE, 2.0)
-        assert len(jobs) >= 10 and rate > 0, name
-        assert (jobs[-1].time == 0) == (case.load is None), name
 
 
 # --- pairs of policies ---

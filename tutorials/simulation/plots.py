@@ -1,7 +1,7 @@
 """Pictures of simulated runs, drawn into a file or into given axes. Needs matplotlib, but no
 display."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from os import PathLike
 
@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from nanovllm.options import is_number, shown
+from nanovllm.options import shown
 from nanovllm.simulator import Run
 from tutorials.simulation.metrics import states
 
@@ -84,32 +84,6 @@ def gantt(run: Run, target: Target, by: str = "steps", title: str = "") -> None:
             alignment="left",
             **LEGEND,
         )
-
-
-def latency_over_rate(
-    curves: Mapping[str, Sequence[tuple[float, float | None]]],
-    target: Target,
-    cap: float = 1.0,
-    log: bool = False,
-    title: str = "",
-) -> None:
-    """A line of (requests per second, normalized latency in seconds per token) for each system, as
-    in figure 12 of the PagedAttention paper. What is above `cap` is cut off."""
-    if not (is_number(cap, 0) and cap > 0):
-        raise ValueError(f"cap={shown(cap)} is not allowed: it must be a positive number")
-    with canvas(target, width=5, height=3.5) as axes:
-        for (name, points), marker in zip(curves.items(), "os^Dv*PX<>" * len(curves)):
-            present = sorted((rate, latency) for rate, latency in points if latency is not None)
-            if present:
-                axes.plot(*zip(*present), marker=marker, markersize=4, label=name)
-        if log:
-            axes.set_yscale("log")
-        axes.set_ylim(None if log else 0, cap)
-        axes.set_xlim(left=0)
-        axes.set_xlabel("requests per second")
-        axes.set_ylabel("normalized latency (s/token)")
-        axes.set_title(title, fontsize="medium")
-        axes.legend(fontsize="small")
 
 
 @contextmanager
