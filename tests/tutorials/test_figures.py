@@ -5,7 +5,6 @@ Run: pytest tests/tutorials/test_figures.py [-k NAME]
 """
 
 import re
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -67,24 +66,3 @@ def check_committed(path: Path, figure) -> None:
     figure.draw_without_rendering()
     assert image.text["Description"] == words(figure), f"python -m tutorials.figures {path.stem}"
     assert path.stat().st_size < 150_000
-
-
-def test_the_command(tmp_path, monkeypatch, capsys):
-    needs("matplotlib")
-    from PIL import Image
-
-    from tutorials.figures import __main__ as command
-    from tutorials.figures.style import new_figure
-
-    monkeypatch.setattr(command, "HERE", tmp_path)
-    monkeypatch.setattr(
-        command, "figures", lambda: dict.fromkeys(("one", "other"), lambda: new_figure(2, 1))
-    )
-    monkeypatch.setattr(sys, "argv", ["figures", "one"])
-    command.main()
-    assert [path.name for path in tmp_path.iterdir()] == ["one.png"]
-    assert Image.open(tmp_path / "one.png").size == (240, 120)
-    monkeypatch.setattr(sys, "argv", ["figures", "two"])
-    with pytest.raises(SystemExit):
-        command.main()
-    assert "two: there is no such picture, but one, other" in capsys.readouterr().err

@@ -65,20 +65,6 @@ def test_who_computes_how_much(runs):
         assert tokens == {18: 23, 19: 22, 47: 49, 14: 18}, name  # all but the last of an answer
 
 
-def test_a_picture_says_who_needed_what(runs):
-    needs("matplotlib")
-    from tutorials.figures.plot_ladder import cells_of
-
-    requests = runs["rung 3"].steps[0].requests
-    needed, wasted = Counter(), Counter()
-    for name, run in runs.items():
-        for cell in cells_of(run.steps, requests):
-            needed[name] += cell.needed
-            wasted[name] += cell.wasted
-    assert needed == dict.fromkeys(runs, 112)
-    assert +wasted == {"rung 1": 429 - 112, "rung 3": 208 - 112}
-
-
 def test_seats():
     """D takes the one that C leaves; in rung 3 it waits until all have ended."""
     needs("matplotlib")

@@ -107,11 +107,3 @@ def test_the_way_of_a_request_has_twelve_stops():
         assert problems_there(symbols) == []
         assert re.search(r"\[chapter \d\d\]\(\d\d_", what), f"no chapter explains it: {what}"
     assert unknown_files(text) == []
-
-
-# --- the list itself ---
-
-
-def test_the_list_is_small():
-    """It belongs to every clone."""
-    assert (TUTORIALS / "results" / "vllm_symbols.json").stat().st_size < 500_000
