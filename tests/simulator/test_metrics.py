@@ -5,7 +5,6 @@ Run: pytest tests/simulator/test_metrics.py [-k gantt]
 
 import json
 import math
-import random
 from array import array
 
 import pytest
@@ -17,7 +16,6 @@ from tutorials.simulation.metrics import (
     distribution,
     gantt_text,
     jain,
-    overlaps,
     states,
     summary,
     table,
@@ -163,16 +161,6 @@ def test_backlog():
     assert backlog([served(math.inf, [], outputs=1)], end=9) == []  # it has not arrived
 
 
-def test_overlaps_are_those_of_a_slow_search():
-    rng = random.Random(0)
-    for _ in range(200):
-        cuts = [sorted(rng.sample(range(30), 2 * rng.randint(0, 5))) for _ in range(2)]
-        a, b = ([*zip(cut[::2], cut[1::2])] for cut in cuts)
-        slow = [(max(x[0], y[0]), min(x[1], y[1])) for x in a for y in b]
-        assert [*overlaps(a, b)] == [(begin, end) for begin, end in slow if begin < end]
-        assert len(a) == len(cuts[0]) // 2  # as it was
-
-
 # --- nothing is NaN ---
 
 
@@ -193,14 +181,6 @@ def test_every_number_is_finite_or_none(run):
     assert all(x is None or math.isfinite(x) for x in numbers(result))
     assert json.loads(json.dumps(result, allow_nan=False)) == result
     assert "nan" not in table({"it": result}).lower()
-
-
-@pytest.mark.parametrize("slo", [1.0, (1,), (1, 2, 3), (-1, 1), (1, math.nan), ("1", 1)])
-def test_what_is_no_objective(slo):
-    with pytest.raises(
-        ValueError, match=r"slo=.* is not allowed: it must be None or \(TTFT, TPOT\) in seconds"
-    ):
-        summary(THREE, slo)
 
 
 # --- table and file ---
