@@ -229,19 +229,6 @@ def test_a_file_is_kept_saved_and_loaded(browser, address, tmp_path):
     assert browser.errors == []
 
 
-def test_a_slider_simulates(browser, address):
-    open_lab(browser, address, "order")
-    assert cells(browser)["mean latency (s)"][2] == "same"
-    assert browser.value("document.querySelector('#control-ageing').disabled")  # it does nothing
-    browser.value("localStorage.setItem('nanovllm-scheme', '\"dark\"'); followScheme()")
-    assert browser.value("getComputedStyle(document.body).colorScheme") == "dark"  # as the book
-    change(browser, "#control-first", 2)
-    browser.wait("document.querySelectorAll('.better').length > 0")
-    assert cells(browser)["mean latency (s)"][2] == "better"
-    assert not browser.value("document.querySelector('#control-ageing').disabled")
-    assert browser.errors == []
-
-
 # --- security ---
 
 REACH = """import js

@@ -124,18 +124,11 @@ def test_public_shows_a_scheduler_beside_fcfs(write, capsys):
 @pytest.mark.parametrize(
     "argv, sentence",
     [
-        (["a99", "good.py"], "invalid choice: 'a99'"),
-        (["a1", "no_such_file.py"], "no_such_file.py: there is no such file"),
         (["a1", "good.py", "seven"], "'seven' is not allowed: it must be an integer, 0 or more"),
-        (["a1", "good.py", "-1"], "-1"),
         (["a1", "empty.py"], "there is no class MyScheduler that is a subclass of Scheduler"),
-        (["a1", "other.py"], "there is no class MyScheduler that is a subclass of Scheduler"),
-        (["a1", "good.py", "--requests", "0"], "'0' is not allowed: it must be like 40 or 100:140"),
         (["a1", "good.py", "--requests", "9:9"], "'9:9' is not allowed"),
-        (["a1", "good.py", "--requests", ":9"], "':9' is not allowed"),
         (["a1", "good.py", "--gantt", "x.png", "--requests", "900:905"], "only 500 requests"),
         (["a1", "good.py", "--gantt", "run.doc"], "must be a .png in a folder"),
-        (["a1", "good.py", "--gantt", "no/such/run.png"], "must be a .png in a folder"),
     ],
 )
 def test_public_refuses_bad_input_in_a_sentence(argv, sentence, write, capsys, monkeypatch):
