@@ -60,13 +60,6 @@ def test_several_on_a_page_do_not_know_each_other(chapter):
     assert chapter.errors == []
 
 
-def test_a_run_that_cannot_be_read_is_a_sentence(chapter):
-    chapter.value("place({src: 'runs/index.json'})")
-    chapter.wait("!runs[0].$('player').hidden")
-    assert chapter.text("#explanation") == "The recorded run cannot be shown: it has no frames."
-    assert not chapter.value("runs[0].$('controls').checkVisibility()")
-
-
 def test_the_time_line_says_who_runs_and_who_waits(chapter):
     place(chapter, 0, "preemption_swap", step=23)
     lines = chapter.value(
