@@ -22,6 +22,18 @@ def test_without_a_site_the_command_says_how_to_build_it(capsys, tmp_path):
     assert "has no lab.html" in said and "python -m tutorials.site" in said
 
 
+@pytest.mark.parametrize("port", [-1, 65536, None])
+def test_a_port_that_cannot_be_is_refused(port, capsys, tmp_path):
+    """None: one that another program uses."""
+    taken = socket.create_server(("127.0.0.1", 0))
+    port = port or taken.getsockname()[1]
+    (tmp_path / "lab.html").write_text("the lab", encoding="utf-8")
+    with pytest.raises(SystemExit) as info:
+        cli.main(["lab", str(tmp_path), f"--port={port}"])
+    assert info.value.code == 2
+    assert capsys.readouterr().err.startswith(f"nanovllm: port={port}: ")
+
+
 def test_a_built_site_is_served_to_this_machine(tmp_path, capfd):
     """Without a word, also if a tab is closed while it loads."""
     (tmp_path / "lab.html").write_bytes(b"x" * 2**24)
