@@ -655,3 +655,21 @@ def test_arguments_of_a_config_file():
         app({"replicas": "two"})
     with pytest.raises(ValueError, match="port=8000 .* http_options"):
         app({"port": 8000})
+
+
+def test_replicas_that_cannot_be_made(monkeypatch):
+    """What Ray says is long, and where the reason is, changes. The user gets the reason."""
+    from nanovllm.server import scaling
+
+    message = "The deployment failed 2 times\n  File x, line 3\nValueError: no memory is left\n\n"
+    app = SimpleNamespace(deployments={"engine": SimpleNamespace(message=message)})
+    status = SimpleNamespace(applications={"nanovllm": app})
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("Deploying application nanovllm failed")
+
+    monkeypatch.setattr(scaling.serve, "run", fail)
+    monkeypatch.setattr(scaling.serve, "status", lambda: status)
+    said = "the replicas do not start: ValueError: no memory is left"
+    with pytest.raises(ValueError, match=said):
+        scaling.start(None)

@@ -70,10 +70,6 @@ def test_arrivals_have_their_rate_and_their_bursts(arrivals, cv):
     assert stdev(gaps) / mean(gaps) == pytest.approx(cv, rel=0.06)
 
 
-def test_all_at_once():
-    assert list(islice(all_at_once(), 3)) == [0, 0, 0]
-
-
 @pytest.mark.parametrize(
     "lengths, means",
     [
