@@ -107,16 +107,6 @@ def memory_bytes(device) -> int:
     return 0
 
 
-def peak_bytes() -> int:
-    """The most memory that this process has had; 0 if the system does not tell."""
-    try:
-        import resource
-    except ImportError:
-        return 0
-    unit = 1 if sys.platform == "darwin" else 1024  # nothing but its name says which it is
-    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
 def this_machine(device, dtype, threads: int = 0):
     """Its Hardware: the best of ten large copies (read and written), and of ten large products.
 

@@ -3,7 +3,6 @@
 Run: pytest tests/core/test_embedded.py [-k answers]
 """
 
-import json
 import random
 from pathlib import Path
 
@@ -115,27 +114,3 @@ def test_answers_equal_those_of_transformers(llm):
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=256, do_sample=False
             )
         assert out[0, ids.shape[1] :].tolist() == output.outputs[0].token_ids
-
-
-def test_recorded_results_say_where_they_come_from():
-    for file in (ROOT / "tutorials" / "results").glob("*.json"):
-        result = json.loads(file.read_bytes())
-        assert {"command", "commit", "device", "python"} <= result.keys(), file.name
-        if {
-            "waste",
-            "pages",
-            "figure12",
-            "runs",
-            "routers",
-            "day",
-            "studies",
-            "files",
-        } & result.keys():
-            continue  # counted, simulated or read, without torch
-        records = (
-            [result]
-            if {"attention", "preemption", "threads", "host", "workloads", "machines", "versions"}
-            & result.keys()
-            else [e for e in result["engines"].values() if "error" not in e]
-        )
-        assert all("torch" in record["versions"] for record in records), file.name

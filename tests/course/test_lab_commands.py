@@ -67,28 +67,6 @@ def test_a_value_that_does_not_count_is_shown_as_it_was_measured(write):
     assert goal.sentence(worst, 2).startswith(f"{why}, the worst of 2; full points at 12")
 
 
-def test_silly_ones_stand_above_those_that_were_tried_and_the_solution_below(write):
-    solution = write(FCFS, "a1_solution.py")
-    tried = write(
-        "from nanovllm.scheduler import Scheduler\nfrom tutorials.assignments.silly import Silly\n"
-        'class Idea(Scheduler):\n    """an idea.\n\n    It is long."""\n'
-        'class Trick(Silly):\n    """a trick"""\n'
-        "class NoName(Scheduler): pass\n",
-        "tried.py",
-    )
-    policies = seeds.policies_of(TASK, [solution, tried, seeds.SILLY])
-    silly = ("a trick", "last first", "in random order", "shortest prompt first", "all alike")
-    silly += ("at most 64 tokens per step", "a quarter of the tokens per step")
-    silly += ("half of the tokens per step", "one prompt at a time", "longest prompt first")
-    silly += ("at most half of the seats",)
-    silly += ("a batch at a time: admits nothing while an answer is on its way",)
-    names = [policy.name for policy in policies]
-    assert names == [*silly, "an idea", "NoName", "a1_solution"]
-    assert [policy.kind for policy in policies] == ["silly"] * len(silly) + ["tried"] * 2 + [
-        "solution"
-    ]
-
-
 BROKEN = {
     "KeyError: 'guess' (line 4 of the file)": priority("request.params.extra_args['guess']"),
     "ZeroDivisionError: division by zero (line 1 of the file)": "1 / 0",
@@ -130,29 +108,6 @@ def test_seeds_prints_a_table_and_writes_all_values(write, tmp_path, capsys):
     assert report["rows"]["good"] == report["rows"]["FCFS"]
 
 
-def test_a_file_that_ends_its_process_is_one_sentence(write):
-    with pytest.raises(SystemExit, match="One of the files has ended its process"):
-        seeds.main(["template", str(write("import os\nos._exit(0)\n")), "--count", "1"])
-
-
-@pytest.mark.parametrize(
-    "argv, sentence",
-    [
-        (["a99"], "invalid choice: 'a99'"),
-        (["a1", "no_such_file.py"], "no_such_file.py: there is no such file"),
-        (["a1", "tests"], "tests: there is no such file"),
-        (["a1", "--count", "0"], "'0' is not allowed: it must be a positive integer"),
-        (["a1", "--first", "two"], "'two' is not allowed: it must be a positive integer"),
-        (["a1", "--json", "no/such/folder.json"], "it must be a file in a folder that exists"),
-    ],
-)
-def test_seeds_refuses_bad_input_in_a_sentence(argv, sentence, capsys):
-    with pytest.raises(SystemExit) as refused:
-        seeds.main(argv)
-    assert refused.value.code == 2
-    assert sentence in capsys.readouterr().err.splitlines()[-1]
-
-
 # --- public ---
 
 
@@ -169,18 +124,11 @@ def test_public_shows_a_scheduler_beside_fcfs(write, capsys):
 @pytest.mark.parametrize(
     "argv, sentence",
     [
-        (["a99", "good.py"], "invalid choice: 'a99'"),
-        (["a1", "no_such_file.py"], "no_such_file.py: there is no such file"),
         (["a1", "good.py", "seven"], "'seven' is not allowed: it must be an integer, 0 or more"),
-        (["a1", "good.py", "-1"], "-1"),
         (["a1", "empty.py"], "there is no class MyScheduler that is a subclass of Scheduler"),
-        (["a1", "other.py"], "there is no class MyScheduler that is a subclass of Scheduler"),
-        (["a1", "good.py", "--requests", "0"], "'0' is not allowed: it must be like 40 or 100:140"),
         (["a1", "good.py", "--requests", "9:9"], "'9:9' is not allowed"),
-        (["a1", "good.py", "--requests", ":9"], "':9' is not allowed"),
         (["a1", "good.py", "--gantt", "x.png", "--requests", "900:905"], "only 500 requests"),
         (["a1", "good.py", "--gantt", "run.doc"], "must be a .png in a folder"),
-        (["a1", "good.py", "--gantt", "no/such/run.png"], "must be a .png in a folder"),
     ],
 )
 def test_public_refuses_bad_input_in_a_sentence(argv, sentence, write, capsys, monkeypatch):

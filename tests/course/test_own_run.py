@@ -357,26 +357,3 @@ def test_answers_that_are_read_by_hand_are_right(name, tmp_path):
 
 
 # --- the command ---
-
-
-@pytest.mark.parametrize(
-    "argv, sentence",
-    [
-        (["a0", "my_scheduler.py"], "invalid choice: 'a0'"),
-        (["template", "no_such_file.py"], "no_such_file.py: there is no such file"),
-        (["template", "nameless.py"], 'your file has no NAME = "..."'),
-        (["template", "number.py"], 'NAME must be a text, like NAME = "Ada Lovelace"'),
-        (["template", "classless.py"], "there is no class MyScheduler"),
-        (["template", "my_scheduler.py", "--out", "no/such"], "--out no/such is not allowed"),
-        (["template", "my_scheduler.py", "--out", "number.py"], "it must be a folder"),
-    ],
-)
-def test_the_command_refuses_bad_input_in_a_sentence(argv, sentence, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(write_solution(tmp_path, "template").parent)
-    Path("nameless.py").write_text(FCFS)
-    Path("number.py").write_text(f"NAME = 7\n{FCFS}")
-    Path("classless.py").write_text(f"NAME = {ADA!r}\n")
-    with pytest.raises(SystemExit) as refused:
-        own.main(argv)
-    assert refused.value.code == 2
-    assert sentence in capsys.readouterr().err.splitlines()[-1]

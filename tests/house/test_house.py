@@ -151,6 +151,30 @@ def test_a_greedy_prompt_passes_few_files_and_functions():
     assert 50 < len(passed) <= 101, sorted(passed)
 
 
+def texts_without_encoding(tree: ast.AST) -> list[int]:
+    """The lines that open, read or write a text in the encoding that the system prefers."""
+    lines = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and not any(one.arg == "encoding" for one in node.keywords):
+            match node.func:
+                case ast.Attribute(attr="read_text" | "write_text"):
+                    lines.append(node.lineno)
+                case ast.Attribute(value=ast.Name(id="os"), attr="open"):
+                    pass  # a descriptor
+                case ast.Attribute(value=ast.Name(id="self")):
+                    pass  # a method of ours
+                case ast.Name(id="open") | ast.Attribute(attr="open" | "fdopen"):
+                    modes = [one.value for one in node.args if isinstance(one, ast.Constant)]
+                    lines += [] if any("b" in str(mode) for mode in modes) else [node.lineno]
+    return lines
+
+
+@pytest.mark.parametrize("pattern", ["nanovllm/**/*.py", "tutorials/**/*.py", "*.py"])
+def test_a_text_names_its_encoding(pattern):
+    for file in ROOT.glob(pattern):
+        assert not texts_without_encoding(ast.parse(file.read_bytes())), file
+
+
 def test_the_server_has_few_files():
     """One for each thing that a reader looks for there."""
     assert len([*(PACKAGE / "server").glob("*.py")]) <= 26

@@ -12,14 +12,13 @@ from itertools import pairwise
 
 import pytest
 from fake_model import FakeRunner
-from frames import Reader, blocks_of, states_of
+from frames import Reader, states_of
 from server_tools import Running
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.server.live import MOST_WAITING, Camera, LiveView
 from nanovllm.server.metrics import Metrics
 from nanovllm.server.page import MOST_FRAMES
-from tutorials.measure.record_runs import record
 
 STORY = "Once upon a time there was a shy fox named Luna who lived on a green hill."
 TIMES = ("time", "seconds", "output_tokens_per_second")
@@ -297,24 +296,6 @@ def test_files_have_their_headers_and_no_other_path_becomes_one():
 # --- recorded runs ---
 
 
-def test_record_lets_requests_come_when_they_should(tmp_path):
-    file = tmp_path / "run.json"
-    llm = LLM(num_blocks=40, block_size=4)
-    late = [("introduce yourself", endless(4), 0), (STORY, endless(6), 2), (STORY, endless(2), 99)]
-    record(llm, late, file, "A title", "A sentence.")
-    assert not llm.observers
-    run = json.loads(file.read_bytes())
-    assert (run["title"], run["explanation"]) == ("A title", "A sentence.")
-    assert run["prompts"] == {"0": "introduce yourself", "1": STORY, "2": STORY}
-    steps = {}
-    for i, frame in enumerate(run["frames"]):
-        for name in states_of(frame):
-            steps.setdefault(name, []).append(i)
-    assert [steps[name][0] for name in "01"] == [0, 2]
-    assert steps["2"][0] == steps["1"][-1] + 1  # nothing was left to wait for
-    assert [frame["step"] for frame in run["frames"]] == [*range(1, len(run["frames"]) + 1)]
-
-
 def without_times(run: dict) -> dict:
     frames = [{k: v for k, v in frame.items() if k not in TIMES} for frame in run["frames"]]
     return run | {"frames": frames}
@@ -334,15 +315,3 @@ def test_recorded_runs_are_those_that_the_script_makes(tmp_path, monkeypatch):
         if name != "index.json":
             old, new = without_times(old), without_times(new)
         assert old == new, f"{name}: python -m tutorials.measure.record_runs writes it again"
-
-
-def test_recorded_runs_show_what_they_say():
-    script = importlib.import_module("tutorials.measure.record_runs")
-    runs = {path.stem: json.loads(path.read_bytes()) for path in script.HERE.glob("*_*.json")}
-    frames = {name: run["frames"] for name, run in runs.items()}
-    assert len(frames["continuous_batching"]) < 0.7 * len(frames["static_batching"])
-    assert frames["preemption_recompute"][-1]["preemptions"] > 0
-    assert any(frame["moves"]["in"] for frame in frames["preemption_swap"])
-    assert any(frame["moves"]["copies"] for frame in frames["shared_prefix"])
-    assert frames["shared_prefix"][-1]["prefix_cache_hit_tokens"] > 0
-    assert any(said[1] == 4 for said in blocks_of(frames["beam_search"][9]) if len(said) == 2)

@@ -209,27 +209,6 @@ def test_only_the_newest_windows_hold_a_connection(browser, server):
 # --- live ---
 
 
-def test_blocks_appear_and_disappear(browser, server):
-    frames = run_named("shared_prefix")["frames"]
-    browser.open(server.url)
-    browser.wait(IS_CONNECTED)
-    for frame in (frames[0], frames[10], frames[-1]):
-        server.send_frame(frame)
-        browser.wait(f"view.frame?.step === {frame['step']}")
-        expected = [said[-1] for said in blocks_of(frame)]
-        letters = browser.value(LETTERS)
-        assert [letter != "" for letter in letters] == [not isinstance(e, str) for e in expected]
-        for name, is_so in (
-            ("shared", lambda e: e not in ("empty", "cached", 1)),
-            ("cached", lambda e: e == "cached"),
-        ):
-            marked = browser.value(
-                f"view.kv.cells.map((cell) => cell.classList.contains('{name}'))"
-            )
-            assert marked == [is_so(e) for e in expected], name
-    assert browser.errors == []
-
-
 def test_queues_say_who_runs_and_who_waits(browser, server):
     frames = run_named("preemption_swap")["frames"]
     frame = next(f for f in frames if {"swapped", "running"} <= {*states_of(f).values()})

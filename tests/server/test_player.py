@@ -60,13 +60,6 @@ def test_several_on_a_page_do_not_know_each_other(chapter):
     assert chapter.errors == []
 
 
-def test_a_run_that_cannot_be_read_is_a_sentence(chapter):
-    chapter.value("place({src: 'runs/index.json'})")
-    chapter.wait("!runs[0].$('player').hidden")
-    assert chapter.text("#explanation") == "The recorded run cannot be shown: it has no frames."
-    assert not chapter.value("runs[0].$('controls').checkVisibility()")
-
-
 def test_the_time_line_says_who_runs_and_who_waits(chapter):
     place(chapter, 0, "preemption_swap", step=23)
     lines = chapter.value(
@@ -103,18 +96,4 @@ def test_each_step_has_a_sentence_and_events_are_found(chapter):
     assert "8 tokens of B are found in the prefix cache" in chapter.value("runs[1].told[4].text")
     levels = "[...runs[0].shadowRoot.querySelectorAll('h3, h4')].map((one) => one.ariaLevel)"
     assert {*chapter.value(levels)} == {"2", "3"}  # no heading stands before it
-    assert chapter.errors == []
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_nothing_overflows_on_a_telephone(chapter, address, scheme):
-    chapter.open(address, width=360, height=740, scheme=scheme)
-    chapter.value(PLACE)
-    for i, name in enumerate(("preemption_swap", "static_batching", "beam_search")):
-        place(chapter, i, name, step=23)
-    assert chapter.value("document.documentElement.scrollWidth") <= 360
-    ground = "getComputedStyle(runs[0]).backgroundColor"
-    assert (
-        chapter.value(ground) == {"light": "rgb(247, 247, 244)", "dark": "rgb(18, 20, 22)"}[scheme]
-    )
     assert chapter.errors == []

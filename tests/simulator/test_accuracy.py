@@ -14,13 +14,12 @@ from nanovllm.config import EMBEDDED_MODEL, Config
 from nanovllm.scheduler import Scheduler
 from nanovllm.simulator import simulate
 from nanovllm.simulator.cost_model import Hardware, shape_of
-from nanovllm.simulator.jobs import Job
 from nanovllm.simulator.machines import Machine, machines_in
 from nanovllm.simulator.replica import model_config
 from tutorials.measure import accuracy, calibrate, pairs
 from tutorials.measure.accuracy import table
 from tutorials.measure.calibrate import SWAP, ProcessorTime, calibrated
-from tutorials.measure.cases import CASES, jobs_of, simulated
+from tutorials.measure.cases import CASES, simulated
 from tutorials.measure.recording import KnownProposer, Recording, record
 from tutorials.measure.steps import Step
 from tutorials.simulation.workloads import (
@@ -114,18 +113,6 @@ def test_a_replay_is_exact(name):
     assert name != "closed loop" or run.num_cached_tokens > 0
 
 
-def test_real_time_is_exact_too():
-    jobs = chats(rate=100.0)
-    run, steps = record(LLM(device="cpu", **OPTIONS), jobs)
-    assert replay(jobs, steps) == run
-
-
-def test_the_engine_is_as_before_afterwards():
-    llm, clock = LLM(device="cpu", **OPTIONS), Clock()
-    record(llm, chats(3), clock, clock.sleep)
-    assert llm.observers == []
-
-
 def test_another_step_is_refused():
     class LastFirst(Scheduler):
         def priority(self, request):
@@ -139,15 +126,6 @@ def test_another_step_is_refused():
         replay(jobs, steps, LastFirst)
     with pytest.raises(ValueError, match="step 2 was not recorded, the recording has 2 steps"):
         replay(jobs, steps[:2])
-
-
-def test_a_recording_is_saved(tmp_path):
-    jobs = chats(5)
-    run, steps = play(jobs)
-    Recording(steps).save(tmp_path / "steps.json")
-    loaded = Recording.load(tmp_path / "steps.json")
-    assert loaded.steps == steps
-    assert simulate(jobs, Config(model=EMBEDDED_MODEL, **OPTIONS), loaded) == run
 
 
 # --- the fit ---
@@ -194,13 +172,6 @@ def test_a_fit_finds_the_machine(overlap):
         assert getattr(machine, name) == pytest.approx(getattr(true, name), rel=0.02), name
 
 
-def test_a_simulation_takes_what_its_steps_cost():
-    run = simulate([Job(0.0, ((1, 100),), 3)], Config(model=EMBEDDED_MODEL, **OPTIONS), TRUE)
-    steps = [([(64, 64)], 0), ([(36, 100)], 1), ([(1, 101)], 1), ([(1, 102)], 1)]
-    expected = (TRUE.seconds(SHAPE, items, sampled, 0, 0, 16) for items, sampled in steps)
-    assert run.seconds == pytest.approx(sum(expected))
-
-
 @pytest.mark.slow
 def test_the_command(tmp_path, monkeypatch):
     """As small as it can be; what comes out has no meaning, but the simulator takes it."""
@@ -217,37 +188,6 @@ def test_the_command(tmp_path, monkeypatch):
     for machine in machines.values():
         assert simulate(chats(3), config, machine).seconds > 0
         assert machine.sources["hardware"].startswith("measured on")
-
-
-@pytest.mark.parametrize(
-    "module, arguments, said",
-    [
-        (accuracy, "--seconds 0", "a positive number of seconds"),
-        (accuracy, "--seconds nan", "a positive number of seconds"),
-        (accuracy, "--repeat 0", "a positive integer"),
-        (accuracy, "--policies --repeat 1", "only 2 turns or more"),
-        (accuracy, "--policies --load 0.33", "no pair has this load"),
-        (accuracy, "--json no/such/folder.json", "a file in a folder that exists"),
-        (calibrate, "no/such/folder.json", "a file in a folder that exists"),
-        (calibrate, "--rounds -1", "a positive integer"),
-        (calibrate, "--most-tokens 15", "an integer, 16 or more"),
-    ],
-)
-def test_what_the_commands_refuse_before_they_run(module, arguments, said, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["command", *arguments.split()])
-    with pytest.raises(SystemExit) as end:
-        module.main()
-    assert end.value.code == 2 and f"is not allowed: {said}" in capsys.readouterr().err.replace(
-        "it must be ", ""
-    )
-
-
-@pytest.mark.slow
-def test_every_case_has_jobs():
-    for name, case in CASES.items():
-        jobs, rate = jobs_of(case, TRUE, 2.0)
-        assert len(jobs) >= 10 and rate > 0, name
-        assert (jobs[-1].time == 0) == (case.load is None), name
 
 
 # --- pairs of policies ---

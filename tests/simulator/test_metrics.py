@@ -5,7 +5,6 @@ Run: pytest tests/simulator/test_metrics.py [-k gantt]
 
 import json
 import math
-import random
 from array import array
 
 import pytest
@@ -17,8 +16,6 @@ from tutorials.simulation.metrics import (
     distribution,
     gantt_text,
     jain,
-    overlaps,
-    save,
     states,
     summary,
     table,
@@ -164,16 +161,6 @@ def test_backlog():
     assert backlog([served(math.inf, [], outputs=1)], end=9) == []  # it has not arrived
 
 
-def test_overlaps_are_those_of_a_slow_search():
-    rng = random.Random(0)
-    for _ in range(200):
-        cuts = [sorted(rng.sample(range(30), 2 * rng.randint(0, 5))) for _ in range(2)]
-        a, b = ([*zip(cut[::2], cut[1::2])] for cut in cuts)
-        slow = [(max(x[0], y[0]), min(x[1], y[1])) for x in a for y in b]
-        assert [*overlaps(a, b)] == [(begin, end) for begin, end in slow if begin < end]
-        assert len(a) == len(cuts[0]) // 2  # as it was
-
-
 # --- nothing is NaN ---
 
 
@@ -196,27 +183,6 @@ def test_every_number_is_finite_or_none(run):
     assert "nan" not in table({"it": result}).lower()
 
 
-def test_nothing_comes_to_nothing():
-    result = summary(Run([]))
-    some = ("requests", "unfinished", "seconds", "steps", "kv_use", "preemptions", "swapped_blocks")
-    assert all(result[name] == 0 for name in (*some, "tokens_computed_again"))
-    assert result["service_per_second"] == {}
-    others = {
-        name: value
-        for name, value in result.items()
-        if name not in (*some, "tokens_computed_again")
-    }
-    assert set(numbers(others)) == {None}
-
-
-@pytest.mark.parametrize("slo", [1.0, (1,), (1, 2, 3), (-1, 1), (1, math.nan), ("1", 1)])
-def test_what_is_no_objective(slo):
-    with pytest.raises(
-        ValueError, match=r"slo=.* is not allowed: it must be None or \(TTFT, TPOT\) in seconds"
-    ):
-        summary(THREE, slo)
-
-
 # --- table and file ---
 
 
@@ -230,14 +196,6 @@ def test_table():
     # no request has a tenant or a deadline
     assert not any("Jain" in line or "deadline" in line for line in lines)
     assert len({len(line) for line in lines}) == 1 and len(lines) <= 20
-
-
-def test_save(tmp_path):
-    result = summary(THREE)
-    save(tmp_path / "new" / "runs.json", {"three": result}, workload="by hand", rate=None)
-    saved = json.loads((tmp_path / "new" / "runs.json").read_bytes())
-    assert (saved["workload"], saved["rate"], [*saved["runs"]]) == ("by hand", None, ["three"])
-    assert saved["runs"]["three"]["ttft"] == result["ttft"]
 
 
 # --- pictures ---

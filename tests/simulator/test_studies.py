@@ -4,14 +4,12 @@ Run: pytest tests/simulator/test_studies.py [--slow]
 """
 
 import json
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from nanovllm.simulator.machines import MACHINES
-from tutorials.simulation.studies import STUDIES, changed, study_on, variants
+from tutorials.simulation.studies import STUDIES, study_on, variants
 
 ROOT = Path(__file__).parents[2]
 DEPENDS = "bound for prompts: shorter latency"
@@ -20,15 +18,6 @@ DEPENDS = "bound for prompts: shorter latency"
 @cache
 def studies() -> dict:
     return json.loads((ROOT / "tutorials/results/sensitivity.json").read_bytes())["studies"]
-
-
-def test_the_variants():
-    found = variants()
-    assert len(found) == 12 and {overlap for overlap, _, _ in found.values()} == {0.0, 0.5, 1.0}
-    machine = changed("h100", 0.5, 3e-3, 0.3)
-    assert machine.overlap == 0.5 and machine.seconds_per_step == 3e-3
-    assert machine.flops_share == machine.attention_flops_share == 0.3
-    assert replace(machine, overlap=1.0).hardware == MACHINES["h100"].hardware
 
 
 def test_one_study_depends_on_the_machine():

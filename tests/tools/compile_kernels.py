@@ -4,7 +4,6 @@ Prints for each kernel: bytes of shared memory, bytes of registers that are spil
 for keys and values. Sizes are Qwen3-0.6B's. It needs ptxas, which Triton brings.
 
 Run: python tests/tools/compile_kernels.py [75 | 80 | 86 | 89 | 90 | 100 | 120] [head_dim] [query heads per KV head]
-     python tests/tools/compile_kernels.py sweep 75     attention for all heads, groups and dtypes: what does not fit
 """
 
 import re
@@ -33,8 +32,6 @@ KV_HEADS = 8
 HIDDEN = 1024
 VOCAB = 151_936
 SHARED = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB that a program may use
-HEADS = [64, 80, 96, 128, 256]
-GROUPS = [1, 2, 4, 7, 8]
 POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
 POINTERS |= {torch.int64: "*i64", torch.int32: "*i32"}
 
@@ -201,13 +198,6 @@ def problems(
     return found
 
 
-def sweep(capability: int) -> None:
-    dtypes = [torch.float16, torch.float32]
-    if capability >= 80:
-        dtypes.append(torch.bfloat16)
-    print(*problems(capability, HEADS, GROUPS, dtypes), sep="\n")
-
-
 def main(capability: int = 80, *heads: int) -> None:
     problem = ptxas_problem(capability)
     if problem is not None:
@@ -218,7 +208,4 @@ def main(capability: int = 80, *heads: int) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["sweep"]:
-        sweep(int(sys.argv[2]))
-    else:
-        main(*map(int, sys.argv[1:]))
+    main(*map(int, sys.argv[1:]))

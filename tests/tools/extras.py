@@ -23,7 +23,6 @@ EXTRAS = {
     "properdocs": "site",
     "pygments": "site",
     "ray": "ray",
-    "check_jsonschema": "dev",
     "matplotlib": "dev",
     "openai": "dev",
 }

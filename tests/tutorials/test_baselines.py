@@ -3,9 +3,7 @@
 Run: pytest tests/tutorials/test_baselines.py [-k buddy]
 """
 
-import json
 import random
-import sys
 
 import pytest
 from checkpoints import new_model, save
@@ -184,31 +182,3 @@ def test_replay_counts_every_slot_once():
     assert used["Orca (Max)"]["running"] == 7  # pieces of 2,048 in 15,700 slots
     # waste below 4 %
     assert used["Orca (Oracle)"]["token_states"] < 0.5 and used["paged"]["token_states"] > 0.96
-
-
-@pytest.mark.slow
-def test_the_whole_command(monkeypatch, tmp_path, capsys):
-    trace, file = tmp_path / "trace.csv", tmp_path / "memory.json"
-    rng = random.Random(0)
-    lengths = [(rng.randint(500, 9000), rng.randint(100, 900)) for _ in range(400)]
-    rows = [f"2023-11-16 18:15:46.6805900,{prompt},{answer}" for prompt, answer in lengths]
-    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "\n".join(rows))
-    monkeypatch.setattr(replay, "SYSTEMS", {"paged": replay.BlockManager})
-    monkeypatch.setattr(replay, "sharing", lambda name, count: {"samples": {}, "beams": {}})
-    options = ["--requests", "400", "--trace", str(trace), "--json", str(file)]
-    monkeypatch.setattr(sys, "argv", ["replay.py", *options])
-    replay.main()
-    report = json.loads(file.read_bytes())
-    assert report["waste"].keys() == {"ShareGPT", "Azure"} and "paged" in capsys.readouterr().out
-    assert report["waste"]["Azure"]["systems"]["paged"]["token_states"] > 0.9
-    said = "3 requests are too few: none of them ever waits for memory"
-    with pytest.raises(ValueError, match=said):
-        replay.replay([(5, 5)] * 3, replay.BlockManager, 16, replay.Setting())
-    for argv, message in [
-        (["--requests", "5"], "--requests 5 is not allowed"),
-        (["--trace", "none.csv"], "not a CSV"),
-    ]:
-        monkeypatch.setattr(sys, "argv", ["replay.py", *argv])
-        with pytest.raises(SystemExit):
-            replay.main()
-        assert message in capsys.readouterr().err

@@ -121,28 +121,6 @@ def test_a_file_that_does_not_load(tmp_path, capsys):
     assert "your file does not load: SyntaxError" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["99"],
-        ["02.4"],
-        ["blocks"],
-        [""],
-        ["02", "--file", "/there/is/none.py"],
-        ["02", "--limit", "0"],
-        ["02", "--limit", "nan"],
-    ],
-)
-def test_what_the_command_does_not_know(arguments, capsys):
-    with pytest.raises(SystemExit) as end:
-        check.main(arguments)
-    assert end.value.code == 2
-    assert re.search(
-        "has no exercises: choose from .*02|there is no file|--limit .* must be a positive number",
-        capsys.readouterr().err,
-    )
-
-
 @pytest.fixture(autouse=True)
 def no_answers_left():
     yield

@@ -1,15 +1,14 @@
-"""The pictures: each that a chapter shows is there, its script still draws it, it can be read.
+"""The pictures: each that a chapter shows is there and can be read, and its script still draws it, or README says where
+the script is.
 
 Run: pytest tests/tutorials/test_figures.py [-k NAME]
 """
 
 import re
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from book import needs_of
 
 from tests.tools.extras import needs
 
@@ -39,13 +38,18 @@ def test_pictures_and_chapters_belong_together():
     assert {path.stem for path in drawn - shown} <= results, "a picture that no page shows"
 
 
+def test_a_picture_has_a_script_or_is_frozen():
+    readme = (FIGURES / "README.md").read_text(encoding="utf-8")
+    drawn = {path.stem for path in FIGURES.glob("*.png")}
+    needs("matplotlib")
+    assert drawn == {*names(), *re.findall(r"`(\w+)`", readme)}
+
+
 @pytest.mark.parametrize("name", names())
 def test_a_picture_can_be_read(name):
     from tests.tools.pictures import faults
     from tutorials.figures.__main__ import figures
 
-    if name == "vattention_tables":
-        needs_of("20")
     figure = figures()[name]()
     assert faults(figure) == []
     check_committed(FIGURES / f"{name}.png", figure)
@@ -62,24 +66,3 @@ def check_committed(path: Path, figure) -> None:
     figure.draw_without_rendering()
     assert image.text["Description"] == words(figure), f"python -m tutorials.figures {path.stem}"
     assert path.stat().st_size < 150_000
-
-
-def test_the_command(tmp_path, monkeypatch, capsys):
-    needs("matplotlib")
-    from PIL import Image
-
-    from tutorials.figures import __main__ as command
-    from tutorials.figures.style import new_figure
-
-    monkeypatch.setattr(command, "HERE", tmp_path)
-    monkeypatch.setattr(
-        command, "figures", lambda: dict.fromkeys(("one", "other"), lambda: new_figure(2, 1))
-    )
-    monkeypatch.setattr(sys, "argv", ["figures", "one"])
-    command.main()
-    assert [path.name for path in tmp_path.iterdir()] == ["one.png"]
-    assert Image.open(tmp_path / "one.png").size == (240, 120)
-    monkeypatch.setattr(sys, "argv", ["figures", "two"])
-    with pytest.raises(SystemExit):
-        command.main()
-    assert "two: there is no such picture, but one, other" in capsys.readouterr().err

@@ -65,20 +65,6 @@ def test_who_computes_how_much(runs):
         assert tokens == {18: 23, 19: 22, 47: 49, 14: 18}, name  # all but the last of an answer
 
 
-def test_a_picture_says_who_needed_what(runs):
-    needs("matplotlib")
-    from tutorials.figures.plot_ladder import cells_of
-
-    requests = runs["rung 3"].steps[0].requests
-    needed, wasted = Counter(), Counter()
-    for name, run in runs.items():
-        for cell in cells_of(run.steps, requests):
-            needed[name] += cell.needed
-            wasted[name] += cell.wasted
-    assert needed == dict.fromkeys(runs, 112)
-    assert +wasted == {"rung 1": 429 - 112, "rung 3": 208 - 112}
-
-
 def test_seats():
     """D takes the one that C leaves; in rung 3 it waits until all have ended."""
     needs("matplotlib")
@@ -130,27 +116,6 @@ def test_the_chapter_prints_what_is_recorded():
         (row,) = re.findall(rf"^{name} {{3,}}(.*)", table, re.MULTILINE)
         num_steps, num_tokens = row.split()[name != "LLM" :][:2]  # a rung also has lines
         assert (num_steps, num_tokens) == (f"{len(steps):,}", f"{sum(steps):,}"), name
-
-
-def test_the_command_writes(monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "argv", ["ladder", "--json", str(tmp_path / "x.json")])
-    main()
-    runs = json.loads((tmp_path / "x.json").read_bytes())["runs"]
-    assert runs["rung 1"][:3] == [18, 19, 20] and runs["LLM"] == [98, 4, 4, 3, 2, 1]
-
-
-@pytest.mark.parametrize(
-    "arguments, said",
-    [
-        (["--seats", "0"], "--seats 0 is not allowed: at least 1"),
-        (["--json", "/there/is/none.json"], "there is no folder /there/is"),
-    ],
-)
-def test_what_cannot_be_done_is_said_before_it_runs(arguments, said, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["ladder", *arguments])
-    with pytest.raises(SystemExit):
-        main()
-    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("number", range(2, 7))

@@ -4,17 +4,12 @@
 Run: pytest tests/tutorials/test_vllm.py [-k 03_scheduler] [--slow]
 """
 
-import importlib.util
 import json
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from book import CHAPTERS, TUTORIALS
 
-from tutorials.measure.vllm_symbols import measure
 from tutorials.site.links import PLACE, lines_of_names
 
 LIST = json.loads((TUTORIALS / "results" / "vllm_symbols.json").read_bytes())
@@ -112,41 +107,3 @@ def test_the_way_of_a_request_has_twelve_stops():
         assert problems_there(symbols) == []
         assert re.search(r"\[chapter \d\d\]\(\d\d_", what), f"no chapter explains it: {what}"
     assert unknown_files(text) == []
-
-
-# --- the list itself ---
-
-
-def test_the_list_is_small():
-    """It belongs to every clone."""
-    assert (TUTORIALS / "results" / "vllm_symbols.json").stat().st_size < 500_000
-
-
-def package(folder: Path) -> Path:
-    """vLLM of the list's version: installed, or as a wheel of some 350 MB from the package index."""
-    spec = importlib.util.find_spec("vllm")
-    if spec is not None and spec.submodule_search_locations:
-        installed = Path(spec.submodule_search_locations[0])
-        if [*installed.parent.glob(f"vllm-{LIST['version']}*.dist-info")]:
-            return installed
-    wanted = f"vllm=={LIST['version']}"
-    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:"]
-    try:
-        done = subprocess.run(
-            [*command, "--dest", str(folder), wanted], capture_output=True, text=True, timeout=900
-        )
-    except subprocess.TimeoutExpired:
-        pytest.skip(f"{wanted} was not there after 15 minutes")
-    if done.returncode != 0:
-        pytest.skip(f"pip cannot download {wanted}: {done.stderr.strip()[-300:]}")
-    (wheel,) = folder.glob("vllm-*.whl")
-    return wheel
-
-
-@pytest.mark.slow
-def test_the_list_is_that_of_the_package(tmp_path):
-    report = measure(package(tmp_path))
-    for wheel in tmp_path.glob("*.whl"):
-        wheel.unlink()  # pytest keeps the folder
-    assert report["version"] == LIST["version"]
-    assert report["files"] == LIST["files"]

@@ -1,7 +1,7 @@
 """Which requests wait and which run: a picture of two runs of the same load, of hundreds of requests and
 thousands of steps. Needs matplotlib, but no display.
 
-A picture of single steps is in tutorials/simulation/plots.py.
+Single steps are printed by gantt_text of tutorials/simulation/metrics.py.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,7 +14,21 @@ from matplotlib.patches import Patch
 
 from nanovllm.simulator import Run
 from tutorials.simulation.metrics import states
-from tutorials.simulation.plots import LEGEND, STATES
+
+STATES = {  # what `states` says: color, height in rows, name
+    "#": ("#E69F00", 0.8, "prompt"),
+    "o": ("#56B4E9", 0.8, "decode"),
+    ".": ("#999999", 0.08, "waits"),
+    "x": ("#D55E00", 0.2, "preempted"),
+    "-": ("#0072B2", 0.08, "no part in the step"),
+}
+LEGEND = {
+    "ncol": len(STATES),
+    "frameon": False,
+    "fontsize": "small",
+    "borderaxespad": 0.2,
+    "columnspacing": 1.2,
+}
 
 
 def chosen(indices: list[int], which: slice) -> list[int]:

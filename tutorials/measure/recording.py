@@ -1,9 +1,8 @@
 """The simulator's second mode: play jobs against a real engine, write each step down, and play them
 again without it.
 
-    run, steps = record(LLM(), jobs)                                # in real time, as long as the jobs take
-    Recording(steps).save("steps.json")
-    again = simulate(jobs, config, Recording.load("steps.json"))    # in an instant, at the recorded speed
+    run, steps = record(LLM(), jobs)                     # in real time, as long as the jobs take
+    again = simulate(jobs, config, Recording(steps))     # in an instant, at the recorded speed
 
 The loop has the simulator's rule: it looks at the clock once, at the end of a step, and adds
 all requests that have arrived until then. So a replay plans the same steps, and its tokens come at the same
@@ -11,12 +10,10 @@ times. The config of the replay must say what the engine's limits are: `num_bloc
 `max_num_batched_tokens`.
 """
 
-import json
 import random
 import time
 from collections.abc import Callable, Sequence
 from heapq import heappop
-from pathlib import Path
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.decoding.drafts import Draft
@@ -207,16 +204,6 @@ class Recording(Machine):
         if planned != recorded:
             raise ValueError(f"step {k} is another one: planned {planned}, recorded {recorded}")
         return self.steps[k].seconds
-
-    def save(self, path: str | Path) -> None:
-        """JSON: (items, sampled, seconds) of each step."""
-        lines = ",\n".join(json.dumps(step[:3], separators=(",", ":")) for step in self.steps)
-        Path(path).write_text(f"[\n{lines}\n]\n", encoding="utf-8")
-
-    @classmethod
-    def load(cls, path: str | Path) -> "Recording":
-        rows = json.loads(Path(path).read_bytes())
-        return cls([Step([tuple(item) for item in items], *others) for items, *others in rows])
 
 
 def describe(items: Items, num_sampled: int) -> str:

@@ -1,4 +1,4 @@
-"""Writes the tables of README, the appendix, chapters 12, 15 and 20 and the handouts from the files in tutorials/results.
+"""Writes the tables of README, the appendix, chapters 12 and 15 and the handouts from the files in tutorials/results.
 
     python -m tutorials.measure.tables
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tutorials.assignments.seeds import handout_table
 from tutorials.machine import ROOT
-from tutorials.measure import accuracy, pages, pairs
+from tutorials.measure import accuracy, pairs
 from tutorials.report import conditions, engines_table, markdown, rounds_text, spread
 
 RESULTS = ROOT / "tutorials" / "results"
@@ -24,7 +24,6 @@ PAGES = [
     ROOT / "tutorials" / "appendix.md",
     ROOT / "tutorials" / "12_performance.md",
     ROOT / "tutorials" / "15_believe.md",
-    ROOT / "tutorials" / "20_vattention.md",
     *sorted((ROOT / "tutorials" / "assignments").glob("*/README.md")),
 ]
 MARK = re.compile(
@@ -59,10 +58,6 @@ TABLES: dict[str, tuple[str | None, Callable[[dict], Rows | str]]] = {
     "engines": (FILE, printed),
     "error": (f"Embedded model in float32, {LOADS}:", accuracy.rows),
     "policy_pairs": (f"{HERE}. {SIGNS}", lambda report: pairs.table(report["pairs"])),
-    "pages": (
-        f"{{gigabytes:.0f}} GB for the cache, commit {{commit}} {NUMBERS}:",
-        pages.chosen_rows,
-    ),
     "tried": (None, handout_table),
 }
 
@@ -79,12 +74,9 @@ def of_one(name: str, report: dict, link: str) -> str:
 
 def facts(report: dict) -> dict:
     """What sentences say that is no field of a file."""
-    rounds = report.get("rounds")
     return {
         "processor": report["device"].partition(",")[0],
-        "gigabytes": report.get("memory_bytes", 0) / 1e9,
         "num_loads": len(report.get("workloads", ())),
-        "num_rounds": len(rounds["real"]["RoundRobin"]) if isinstance(rounds, dict) else rounds,
     }
 
 

@@ -15,11 +15,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import accumulate, chain, combinations, pairwise
 from math import fsum
-from pathlib import Path
 
 from nanovllm.options import is_number, shown
 from nanovllm.simulator.simulation import Run, Served
-from tutorials.report import aligned, percentile, write_json
+from tutorials.report import aligned, percentile
 
 
 def is_finished(request: Served) -> bool:
@@ -299,12 +298,6 @@ def cells(summaries: dict[str, dict], rows: Iterable[tuple[str, str, str]] = ROW
                 [label, *("-" if value is None else format(value, spec) for value in values)]
             )
     return lines
-
-
-def save(path: str | Path, summaries: dict[str, dict], **about: object) -> None:
-    """Writes JSON: what the runs are `about` (the workload, the hardware), and a summary for each
-    of them."""
-    write_json({**about, "runs": summaries}, Path(path))
 
 
 # --- a picture in text ---
