@@ -26,7 +26,7 @@ Product = Callable[[Tensor], Tensor]
 
 
 def choose_product(config: Config, hf_config, ops: Any) -> Callable[[Linear], None]:
-    """What gives a linear layer, once its weight is loaded, its form on this machine. Raises
+    """Returns the function that gives a linear layer its form, once its weight is loaded. Raises
     ValueError if a row of a weight cannot be divided into groups, or if the checkpoint has codes
     of its own."""
     method = method_of(hf_config)
@@ -51,7 +51,9 @@ def prepare_linear(linear: Linear, quantization: str | None, backend: str) -> No
         use_onednn(linear)
         return
     if weight is None:
-        to_groups = in_8_bits if quantization == "int8" else in_4_bits
+        # a head in 4 bits would cost half as much quality as all layers do (chapter 21)
+        has_4_bits = quantization == "int4" and not hasattr(linear, "is_head")
+        to_groups = in_4_bits if has_4_bits else in_8_bits
         weight = joined([to_groups(rows) for rows in linear.weight.data.split(ROWS)])
     linear.product = partial(multiply, product=product_for(weight, backend))
     linear.register_parameter("weight", None)  # the product holds it
@@ -64,7 +66,7 @@ def joined(parts: list[Groups]) -> Groups:
 
 
 def product_for(weight: Groups, backend: str) -> Product:
-    """What multiplies activations [T, in] with this weight."""
+    """Returns the function that multiplies activations [T, in] with this weight."""
     is_cpu = weight.codes.device.type == "cpu"
     has_rows = weight.scales.shape[1] == 1  # a group is a row
     if is_cpu and has_rows and weight.zeros is None and int8.largest_activation():
@@ -103,6 +105,7 @@ def prepare_layer(
     """Prepares the linear layers of a decoder layer, if `name` was the last of its tensors; and the
     head, if it was the last of all."""
     if not missing:
+        model.lm_head.is_head = True  # type: ignore[assignment]
         prepare(model.lm_head)
     layer = LAYER.match(name)
     if layer is None or any(other.startswith(layer[0]) for other in missing):

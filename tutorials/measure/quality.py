@@ -86,7 +86,7 @@ def chats(llm: LLM) -> list[list[int]]:
 
 def book(llm: LLM) -> list[list[int]]:
     pages = sorted((ROOT / "tutorials").glob("0*.md"))
-    ids = llm.tokenizer.encode(" ".join(prose(page.read_text("utf-8")) for page in pages))
+    ids = llm.tokenizer.encode(" ".join(prose(page.read_text(encoding="utf-8")) for page in pages))
     starts = range(0, PIECES * TOKENS, TOKENS)
     return [ids[start : start + TOKENS] for start in starts]
 
