@@ -14,11 +14,14 @@ from tutorials.simulation.requests import Request
 # Nothing else up here: a worker imports this file in the environment of any engine.
 
 
-class NanovllmTorch(Nanovllm):
-    """Ours in plain PyTorch: what runs on a CPU where the extra `cpu` is missing."""
+def with_options(**options) -> type[Nanovllm]:
+    """Our engine with some options of its own."""
 
-    def __init__(self, job: Job):
-        super().__init__(replace(job, options=job.options | {"attention_backend": "torch"}))
+    class Changed(Nanovllm):
+        def __init__(self, job: Job):
+            super().__init__(replace(job, options=job.options | options))
+
+    return Changed
 
 
 class Transformers:
@@ -188,7 +191,10 @@ class NanovllmOriginal:
 
 ENGINES = {
     "nanovllm": Nanovllm,
-    "nanovllm-torch": NanovllmTorch,
+    # in plain PyTorch: what runs on a CPU where the extra `cpu` is missing
+    "nanovllm-torch": with_options(attention_backend="torch"),
+    "nanovllm-int8": with_options(quantization="int8"),
+    "nanovllm-int4": with_options(quantization="int4"),
     "hf": Transformers,
     "hf-cb": TransformersContinuous,
     "vllm": Vllm,
