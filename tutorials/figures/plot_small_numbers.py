@@ -22,6 +22,7 @@ MOST_TOKENS = 450
 def draw_line(axes: Axes, y: float, name: str, weight: Groups, numbers: torch.Tensor) -> None:
     """The 16 numbers of a group as ticks, and above them its weights, each with a line to its
     tick."""
+    assert weight.zeros is not None  # as always with 4 bits
     scale, zero = weight.scales.item(), weight.zeros.item()
     ticks = [(code - zero) * scale for code in range(16)]
     axes.hlines(y, ticks[0], ticks[-1], color="0.6", linewidth=1)
@@ -56,7 +57,9 @@ def draw_steps() -> Figure:
     counts = range(1, MOST_TOKENS + 1)
     works = [work_of(shape, [(n, n)], sampled=1) for n in counts]
     computing = [1000 * work.flops / gpu.flops_per_second for work in works]
-    axes.plot(counts, computing, color="0.6", linewidth=3, label="computing, with any number of bits")
+    axes.plot(
+        counts, computing, color="0.6", linewidth=3, label="computing, with any number of bits"
+    )
     for (name, bits), style in zip(BITS.items(), ("-", "--", ":")):
         sizes = [work.weight_bytes * bits / 16 + work.kv_bytes for work in works]
         times = [1000 * size / gpu.bytes_per_second for size in sizes]

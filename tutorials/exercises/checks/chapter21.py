@@ -83,14 +83,15 @@ def check_3(answers) -> None:
         "groups of 128": (16, 64, 128, 4),
     }.items():
         weight = in_4_bits(torch.randn(num_out, num_groups * size) - 0.3, size)
-        codes = integers_of(weight, slice(None)) + weight.zeros.unsqueeze(-1)
-        codes = codes.to(torch.uint8)
+        assert weight.zeros is not None  # as always with 4 bits
+        zeros = weight.zeros
+        codes = (integers_of(weight, slice(None)) + zeros.unsqueeze(-1)).to(torch.uint8)
         x = torch.randn(num_rows, num_groups * size)
         x[:, :size] *= 50  # the first group has another scale than the others
         judge_product(answers, case, x, codes, weight)
     x[0, :128] = 0
     judge_product(answers, "a group of activations that are all 0", x, codes, weight)
-    codes, zeros = torch.full_like(codes, 15), torch.zeros_like(weight.zeros)
+    codes, zeros = torch.full_like(codes, 15), torch.zeros_like(zeros)
     x = torch.full_like(x, 0.25)
     largest = Groups(packed(codes), weight.scales, zeros)
     judge_product(answers, "the largest codes and sums", x, codes, largest)
