@@ -1,1 +1,4 @@
-"""Quantization: weights in few bits."""
+"""Quantization: weights in few bits.
+
+Chapters: 21_small_numbers.
+"""
