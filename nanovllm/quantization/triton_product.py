@@ -9,7 +9,7 @@ from nanovllm.quantization.groups import Groups
 
 ROWS = 16  # of activations, per program: tl.dot takes no fewer
 OUT = 64  # rows of the weight, per program
-NUMBERS = 64  # of a row at a time, if the row is one group
+NUMBERS = 64  # of a row at a time, if a row of 8-bit codes is one group
 
 
 @triton.jit
@@ -65,6 +65,7 @@ def product(x: Tensor, weight: Groups) -> Tensor:
     num_rows, num_in = x.shape
     num_out, num_groups = weight.scales.shape
     has_zeros = weight.zeros is not None
+    is_row = num_groups == 1 and not has_zeros  # a group may have any size
     grid = (triton.cdiv(num_rows, ROWS), triton.cdiv(num_out, OUT))
     out = x.new_empty(num_rows, num_out)
     product_kernel[grid](
@@ -79,7 +80,7 @@ def product(x: Tensor, weight: Groups) -> Tensor:
         num_groups,
         ROWS,
         OUT,
-        NUMBERS if num_groups == 1 else num_in // num_groups,
+        NUMBERS if is_row else num_in // num_groups,
         4 if has_zeros else 8,
     )
     return out
