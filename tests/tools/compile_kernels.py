@@ -197,8 +197,13 @@ def all_resources(
 ) -> dict:
     """Of each kernel, by its name."""
     sizes = triton_attention.tile_sizes
-    of_gpu = partial(sizes, is_old=capability < 80)
-    with mock.patch.object(triton_attention, "tile_sizes", lambda *args: of_gpu(*args[:4])):
+    is_old = capability < 80
+    of_gpu = partial(sizes, is_old=is_old)
+    numbers = triton_product.FEW_NUMBERS if is_old else triton_product.NUMBERS
+    with (
+        mock.patch.object(triton_attention, "tile_sizes", lambda *args: of_gpu(*args[:4])),
+        mock.patch.object(triton_product, "NUMBERS", numbers),
+    ):
         launches = launches_of(head_dim, group, dtype, is_whole)
     return {launch.name: resources_of(launch, capability)._asdict() for launch in launches}
 
