@@ -162,7 +162,7 @@ def load_model(
     missing = destinations(model)
     unexpected = []
     for file in files:
-        with reader.open(file) as tensors:
+        with reader.tensors_of(file) as tensors:
             for name in tensors.keys():  # noqa: SIM118 (safe_open is no dict)
                 if name in missing:
                     load_into(missing.pop(name), read(tensors, name), name, file)

@@ -87,13 +87,13 @@ def opened(file: Path) -> Iterator[Any]:
 
 
 class Reader:
-    """Opens the files of a checkpoint."""
+    """Reads the files of a checkpoint, whatever its weights are."""
 
     def add_parameters(self, model: nn.Module) -> None:
         """Adds what the layers of a quantized checkpoint have besides weights and biases."""
 
-    def open(self, file: Path) -> Any:
-        """A context manager with the tensors of a file."""
+    def tensors_of(self, file: Path) -> Any:
+        """A context manager with the tensors of a file, as those of an ordinary checkpoint."""
         return opened(file)
 
 
@@ -145,7 +145,7 @@ class QuantizedReader(Reader):
                 module.register_parameter(kind, nn.Parameter(numbers, requires_grad=False))
 
     @contextmanager
-    def open(self, file: Path) -> Iterator["View"]:
+    def tensors_of(self, file: Path) -> Iterator["View"]:
         with opened(file) as tensors:
             yield View(tensors, self)
 

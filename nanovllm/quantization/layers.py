@@ -93,7 +93,7 @@ def product_of_some_rows(x: Tensor, weight: Groups) -> Tensor:
 
 
 def multiply(x: Tensor, _: None, bias: Tensor | None, product: Product) -> Tensor:
-    """As F.linear. The weight is in `product`."""
+    """Takes the place of F.linear. The weight is in `product`."""
     result = product(x)
     if bias is not None:
         result += bias

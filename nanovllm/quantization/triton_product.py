@@ -32,7 +32,7 @@ def product_kernel(
     BITS: tl.constexpr,
 ):
     """Program (row tile, output tile): out [num_rows, num_out] = x [num_rows, num_in] times the
-    weight, in groups of `group_size` numbers. NUMBERS of a row at a time: a group, or a part of one."""
+    weight. NUMBERS of a row are read at a time: a group of `group_size` numbers, or a part."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     output = tl.program_id(1) * OUT + tl.arange(0, OUT)
     number = tl.arange(0, NUMBERS)

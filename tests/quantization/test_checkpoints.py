@@ -97,7 +97,9 @@ def written(path: Path, is_sharded=False, lm_head=False, sizes=SIZES, **settings
         scales = {name: tensors.pop(name) for name in [*tensors] if "scale" in name}
         shards = {"1.safetensors": tensors, "2.safetensors": scales}
         index = {name: file for file, part in shards.items() for name in part}
-        (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+        (path / "model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": index}), encoding="utf-8"
+        )
     for file, part in shards.items():
         save_file({name: tensor.contiguous() for name, tensor in part.items()}, path / file)
     return Checkpoint(path, model)
@@ -105,7 +107,7 @@ def written(path: Path, is_sharded=False, lm_head=False, sizes=SIZES, **settings
 
 def change(path: Path, **changes) -> None:
     file = path / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_bytes()) | changes))
+    file.write_text(json.dumps(json.loads(file.read_bytes()) | changes), encoding="utf-8")
 
 
 def check_near(llm, model, most) -> None:
