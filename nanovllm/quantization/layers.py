@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanovllm.config import Config
 from nanovllm.device.onednn import use_onednn
@@ -60,7 +60,8 @@ def prepare_linear(linear: Linear, quantization: str | None, backend: str) -> No
         to_groups = in_8_bits if quantization == "int8" else in_4_bits
         weight = joined([to_groups(rows) for rows in linear.weight.data.split(ROWS)])
     linear.product = partial(multiply, product=product_for(weight, backend))
-    linear.register_parameter("weight", None)  # the product holds it
+    # the product holds it; of the parameter, the shape is left
+    linear.weight = nn.Parameter(linear.weight.to("meta"), requires_grad=False)
 
 
 def joined(parts: list[Groups]) -> Groups:
@@ -92,7 +93,7 @@ def product_of_some_rows(x: Tensor, weight: Groups) -> Tensor:
     return multiplied(x, weight)
 
 
-def multiply(x: Tensor, _: None, bias: Tensor | None, product: Product) -> Tensor:
+def multiply(x: Tensor, _: Tensor, bias: Tensor | None, product: Product) -> Tensor:
     """Takes the place of F.linear. The weight is in `product`."""
     result = product(x)
     if bias is not None:

@@ -105,14 +105,14 @@ def test_layers_are_quantized_while_the_model_loads(path, form, monkeypatch):
         return models[0]
 
     def noted(*args, **kwargs):
-        of_layers = [layer.mlp.down_proj.weight for layer in models[0].model.layers]
-        counts.append(of_layers.count(None))
+        counts.append(sum(layer.mlp.down_proj.weight.is_meta for layer in models[0].model.layers))
         quantize(*args, **kwargs)
 
     monkeypatch.setattr(loader, "new_model", new)
     monkeypatch.setattr(layers, "prepare_linear", noted)
-    LLM(path, dtype="float32", quantization=form, num_blocks=20)
+    llm = LLM(path, dtype="float32", quantization=form, num_blocks=20)
     assert counts == [0] * 4 + [1] * 4 + [2]  # four of each layer, and the head
+    assert llm.runner.weights_per_layer > 64 * 3 * 96  # which decides on the number of threads
 
 
 @pytest.mark.parametrize(
