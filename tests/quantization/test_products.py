@@ -166,6 +166,7 @@ def test_rows_that_are_not_finite_and_rows_of_zeros(form):
     linear, x = prepared(form, weight), random_rows(5, 256)
     assert torch.equal(prepared(form, torch.zeros(4, 256))(x), torch.zeros(5, 4))
     assert not groups.quantize(torch.zeros(2, 9))[0].any()  # as NaN would be
+    assert groups.in_4_bits(torch.zeros(2, 32)).scales.all()
     expected = linear(x)
     x[0], x[1, 200], x[3, 3] = 0, torch.nan, -torch.inf
     result = linear(x)
