@@ -29,25 +29,27 @@ def choose_product(config: Config, hf_config, ops: Any) -> Callable[[Linear], No
     """What gives a linear layer, once its weight is loaded, its form on this machine. Raises
     ValueError if a row of a weight cannot be divided into groups, or if the checkpoint has codes
     of its own."""
+    num_ranks = config.tensor_parallel_size
     method = method_of(hf_config)
     if method is not None and method.has_codes:
         own = f"None: the checkpoint has codes of its own, by {method.name}"
         config.require("quantization", config.quantization is None, own)
-        check_widths(hf_config, config.tensor_parallel_size, method.group)
+        check_widths(hf_config, num_ranks, method.group, f"group_size={method.group}")
     if config.quantization == "int4":
-        check_widths(hf_config, config.tensor_parallel_size, SIZES[-1])
+        check_widths(hf_config, num_ranks, SIZES[-1], "quantization='int4'")
     return partial(prepare_linear, quantization=config.quantization, backend=vars(ops)["__name__"])
 
 
-def check_widths(hf_config, num_ranks: int, group: int) -> None:
-    """Raises ValueError if groups of this size do not divide the rows that a rank has."""
+def check_widths(hf_config, num_ranks: int, group: int, name: str) -> None:
+    """Raises ValueError, with the name of the setting, if groups of this size do not divide the
+    rows that a rank has."""
     heads = hf_config.num_attention_heads * head_dim_of(hf_config) // num_ranks
     middle = -(-hf_config.intermediate_size // num_ranks)
     for width in (hf_config.hidden_size, heads, middle):
         if width % group:
             problem = f"groups of {group} numbers do not divide rows of {width}"
             ranks = f"with tensor_parallel_size={num_ranks}"
-            raise ValueError(f"this model cannot have weights in groups {ranks}: {problem}")
+            raise ValueError(f"{name} is not possible {ranks}: {problem}")
 
 
 def prepare_linear(linear: Linear, quantization: str | None, backend: str) -> None:

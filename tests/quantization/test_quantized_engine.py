@@ -3,6 +3,8 @@
 Run: pytest tests/quantization/test_quantized_engine.py [-k company]
 """
 
+from pathlib import Path
+
 import pytest
 import torch
 from checkpoints import new_model, save
@@ -10,6 +12,8 @@ from thread_group import Threads
 
 from nanovllm import LLM, SamplingParams, loader
 from nanovllm.checks.blocks import check_blocks
+from nanovllm.config import Config
+from nanovllm.layers import torch_ops
 from nanovllm.quantization import int8, layers
 from tutorials.machine import installed, interpreter_problem
 
@@ -116,14 +120,20 @@ def test_layers_are_quantized_while_the_model_loads(path, form, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "options, sizes, words",
+    "quantization, words",
     [
-        ({"quantization": "int3"}, {}, "quantization='int3' is not allowed: it must be 'int8' or"),
-        ({}, {"hidden_size": 48}, "groups of 32 numbers do not divide rows of 48"),
+        ("int3", "quantization='int3' is not allowed: it must be 'int8' or 'int4'"),
+        ("int4", "quantization='int4' is not possible .*: groups of 32 .* rows of 48"),
     ],
 )
-def test_what_cannot_be_quantized(options, sizes, words, tmp_path, monkeypatch):
+def test_what_cannot_be_quantized(quantization, words, tmp_path, monkeypatch):
     monkeypatch.setattr(loader, "new_model", lambda *_: pytest.fail("a model"))
-    path = save(new_model(**SIZES | sizes), tmp_path)
     with pytest.raises(ValueError, match=words):
-        LLM(path, **{"quantization": "int4"} | options)
+        LLM(save(new_model(), tmp_path), quantization=quantization)
+
+
+def test_rows_that_ranks_cannot_share(path):
+    config = Config(quantization="int4", tensor_parallel_size=2)
+    words = "tensor_parallel_size=2: groups of 32 numbers do not divide rows of 48"
+    with pytest.raises(ValueError, match=words):
+        layers.choose_product(config, loader.load_config(Path(path)), torch_ops)
