@@ -170,8 +170,8 @@ def load_model(
                 elif not ignorable(name, config):
                     unexpected.append(name)
     if missing or unexpected:
-        missed = f"{len(missing)} missing tensors {shown(sorted(missing))}"
-        more = f"{len(unexpected)} unexpected tensors {shown(sorted(unexpected))}"
+        missed = f"missing tensors ({len(missing)}): {shown(sorted(missing))}"
+        more = f"unexpected tensors ({len(unexpected)}): {shown(sorted(unexpected))}"
         raise ValueError(f"{path} does not match its config.json: {missed}, {more}")
     return model.eval()
 

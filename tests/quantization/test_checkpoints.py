@@ -250,10 +250,20 @@ def test_codes_that_are_no_int8(tmp_path):
         LLM(path, **OPTIONS)
 
 
+def test_a_bias_that_the_model_does_not_have(tmp_path):
+    """GPTQ's tools write one of zeros for each layer."""
+    path, _ = written(tmp_path, **GPTQ)
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.bias"][3] = 1
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"unexpected tensors \(1\): .*layers.1.mlp.up_proj.bias"):
+        LLM(path, **OPTIONS)
+
+
 def test_a_long_list_of_tensors_is_cut_off(gptq):
     change(gptq, quantization_config=None)
     with pytest.raises(
-        ValueError, match="14 missing tensors .*, 70 unexpected tensors .* characters"
+        ValueError, match=r"missing tensors \(14\): .*, unexpected tensors \(70\): .*cters\)"
     ) as error:
         LLM(gptq, **OPTIONS)
     assert len(str(error.value)) < 800
