@@ -10,11 +10,9 @@ from os.path import expanduser
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer
 
-from nanovllm.layers.linear import Linear
 from nanovllm.layers.ops import Ops
 from nanovllm.layers.rotary import rope_table
 from nanovllm.models.qwen import Qwen, check_supported, head_dim_of
@@ -25,10 +23,11 @@ from nanovllm.sampling_params import SamplingParams
 
 # weights, configs and tokenizer; no other formats
 FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
-UNQUANTIZED = "use the model's unquantized checkpoint"
 # of config.json
-SIZES = "hidden_size intermediate_size num_hidden_layers num_attention_heads".split()
-SIZES += "num_key_value_heads vocab_size max_position_embeddings".split()
+SIZES = (
+    "hidden_size intermediate_size num_hidden_layers num_attention_heads "
+    "num_key_value_heads vocab_size max_position_embeddings"
+).split()
 
 
 def find_model(model: str) -> Path:
@@ -151,7 +150,7 @@ def load_model(
     device: torch.device,
     ops: Ops,
     prepare: Callable,
-    read: Callable[..., Tensor] = get_tensor,
+    read: Callable = get_tensor,
 ) -> Qwen:
     """Builds the model and loads every parameter, each as `read` gives it from an open file. Raises
     ValueError if the checkpoint does not match. `prepare` changes the form of a linear layer's
@@ -163,19 +162,17 @@ def load_model(
     missing = destinations(model)
     unexpected = []
     for file in files:
-        try:
-            with reader.open(file) as tensors:
-                for name in tensors.keys():  # noqa: SIM118 (safe_open is no dict)
-                    if name in missing:
-                        load_into(missing.pop(name), read(tensors, name), name, file)
-                        prepare_layer(model, name, missing, prepare)
-                    elif not ignorable(name, config):
-                        unexpected.append(name)
-        except SafetensorError as error:
-            raise ValueError(f"{file} is damaged or incomplete: {error}") from error
+        with reader.tensors_of(file) as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (safe_open is no dict)
+                if name in missing:
+                    load_into(missing.pop(name), read(tensors, name), name, file)
+                    prepare_layer(model, name, missing, prepare)
+                elif not ignorable(name, config):
+                    unexpected.append(name)
     if missing or unexpected:
-        what = f"missing tensors {sorted(missing)}, unexpected tensors {sorted(unexpected)}"
-        raise ValueError(f"{path} does not match its config.json: {what}")
+        missed = f"missing tensors ({len(missing)}): {shown(sorted(missing))}"
+        more = f"unexpected tensors ({len(unexpected)}): {shown(sorted(unexpected))}"
+        raise ValueError(f"{path} does not match its config.json: {missed}, {more}")
     return model.eval()
 
 
@@ -199,18 +196,14 @@ def destinations(model: nn.Module) -> dict[str, Tensor]:
     """The destination of each tensor of the checkpoint: a parameter, or some rows of a merged one,
     as a view. Biases of merged matrices are cut like the weights. A tied head is left out."""
     table = {}
-    seen = set()
-    for prefix, module in model.named_modules():
-        for kind, parameter in module.named_parameters(recurse=False):
-            if parameter in seen:  # the head, if it is tied to the embedding
-                continue
-            seen.add(parameter)
-            parent = prefix.rpartition(".")[0]
-            slices = module.part_slices if isinstance(module, Linear) else {}
-            for part, rows in slices.items():
-                table[f"{parent}.{part}.{kind}"] = parameter.data[rows]
-            if not slices:
-                table[f"{prefix}.{kind}"] = parameter.data
+    for name, parameter in model.named_parameters():  # which names a tensor once
+        prefix, _, kind = name.rpartition(".")
+        parent = prefix.rpartition(".")[0]
+        slices = getattr(model.get_submodule(prefix), "part_slices", {})
+        for part, rows in slices.items():
+            table[f"{parent}.{part}.{kind}"] = parameter.data[rows]
+        if not slices:
+            table[name] = parameter.data
     return table
 
 
@@ -219,11 +212,11 @@ def load_into(target: Tensor, tensor: Tensor, name: str, file: Path) -> None:
     (below 16 bits, or integers), or if the shapes differ: "{file}: {name} has shape [7], but
     config.json requires [48]"."""
     if tensor.itemsize < 2 or not tensor.is_floating_point():
-        raise ValueError(f"{file}: {name} has dtype {tensor.dtype}: {UNQUANTIZED}")
-    found = list(tensor.shape)
-    expected = list(target.shape)
-    if found != expected:
-        raise ValueError(f"{file}: {name} has shape {found}, but config.json requires {expected}")
+        supported = "use the model's unquantized checkpoint"
+        raise ValueError(f"{file}: {name} has dtype {tensor.dtype}: {supported}")
+    if tensor.shape != target.shape:
+        shapes = f"has shape {[*tensor.shape]}, but config.json requires {[*target.shape]}"
+        raise ValueError(f"{file}: {name} {shapes}")
     target.copy_(tensor)
 
 

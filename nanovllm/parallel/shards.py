@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from nanovllm.config import check_heads
 from nanovllm.models.qwen import Qwen, head_dim_of
 from nanovllm.parallel.ranks import Group
+from nanovllm.quantization.checkpoints import numbers_per_scale
 
 
 class Part:
@@ -60,6 +61,7 @@ class Shard:
             "lm_head": words,
         }
         self.columns = {"o_proj": mine, "down_proj": middle}
+        self.group = numbers_per_scale(config)
         self.config = deepcopy(config)  # of a model that is as large as the shard
         self.config.head_dim = head_dim
         self.config.num_attention_heads = heads // size
@@ -77,11 +79,12 @@ class Shard:
             part.check(name, shape[0])
             rows = whole[part.begin : part.end]
             return F.pad(rows, [0, 0] * (len(shape) - 1) + [0, part.padding])
-        if layer in self.columns and kind == "weight":
+        if layer in self.columns and kind != "bias":
             part = self.columns[layer]
-            part.check(name, shape[-1])
-            columns = whole[:, part.begin : part.end]
-            return F.pad(columns, [0, part.padding])
+            size = 1 if kind == "weight" else self.group
+            part.check(name, shape[-1] * size)
+            columns = whole[:, part.begin // size : part.end // size]
+            return F.pad(columns, [0, part.padding // size])
         if layer in self.columns and self.rank > 0:
             return torch.zeros(shape)  # a bias is added once
         return tensors.get_tensor(name)

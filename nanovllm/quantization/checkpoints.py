@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from nanovllm.layers.linear import Linear
@@ -24,7 +24,12 @@ logger = logging.getLogger(__name__)
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where AWQ has the columns of an int32, lowest bits first
 BLOCK = 128  # of FP8: a scale for 128 x 128 numbers
 ALLOWED: dict[str, dict[str, tuple]] = {  # of a method: its settings
-    "gptq": {"bits": (4, 8), "group_size": SIZES, "desc_act": (False, None)},
+    "gptq": {
+        "bits": (4, 8),
+        "group_size": SIZES,
+        "desc_act": (False, None),
+        "checkpoint_format": ("gptq", "gptq_v2", None),
+    },
     "awq": {"bits": (4,), "group_size": SIZES, "version": ("gemm", None)},
     "fp8": {"weight_block_size": ([BLOCK, BLOCK],)},
 }
@@ -37,6 +42,11 @@ class Method(NamedTuple):
     bits: int
     group: int
     is_shifted: bool  # whether a stored zero is one less than the zero, as in GPTQ's first format
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether weights stay codes. FP8 becomes ordinary numbers."""
+        return self.name != "fp8"
 
 
 def method_of(config) -> Method | None:
@@ -57,19 +67,34 @@ def method_of(config) -> Method | None:
     return Method(name, settings.get("bits", 8), settings.get("group_size", BLOCK), is_shifted)
 
 
+def numbers_per_scale(config) -> int:
+    method = method_of(config)
+    return 1 if method is None else method.group
+
+
 def get_tensor(tensors: Any, name: str) -> Tensor:
     return tensors.get_tensor(name)
 
 
+@contextmanager
+def opened(file: Path) -> Iterator[Any]:
+    """The tensors of a safetensors file. Raises ValueError if it is damaged."""
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            yield tensors
+    except SafetensorError as error:
+        raise ValueError(f"{file} is damaged or incomplete: {error}") from error
+
+
 class Reader:
-    """Opens the files of a checkpoint."""
+    """Reads the files of a checkpoint, whatever its weights are."""
 
     def add_parameters(self, model: nn.Module) -> None:
-        """Adds what the layers of a quantized checkpoint have besides weights."""
+        """Adds what the layers of a quantized checkpoint have besides weights and biases."""
 
-    def open(self, file: Path) -> Any:
-        """A context manager with the tensors of a file."""
-        return safe_open(file, framework="pt")
+    def tensors_of(self, file: Path) -> Any:
+        """A context manager with the tensors of a file, as those of an ordinary checkpoint."""
+        return opened(file)
 
 
 def new_reader(config, files: list[Path]) -> Reader:
@@ -82,47 +107,52 @@ class QuantizedReader(Reader):
     def __init__(self, method: Method, files: list[Path]):
         self.method = method
         self.files: dict[str, Path] = {}
+        self.surplus: set[str] = set()  # biases that the model does not have
+        quantized = []
         for file in files:
-            with safe_open(file, framework="pt") as tensors:
-                self.files |= dict.fromkeys(tensors.keys(), file)
-        if method.name == "fp8":
+            with opened(file) as tensors:
+                names = [*tensors.keys()]
+                self.files |= dict.fromkeys(names, file)
+                quantized += [name for name in names if is_quantized(tensors, name)]
+        for name in quantized:
+            self.check(name)
+        if not method.has_codes:
             logger.info("The FP8 weights of the checkpoint are converted while it loads")
-            return
-        for name in self.files:
-            layer, _, kind = name.rpartition(".")
-            for needed in ("scales", "qzeros"):
-                if kind == "qweight" and f"{layer}.{needed}" not in self.files:
-                    raise ValueError(f"{self.files[name]}: {layer} has a qweight, but no {needed}")
+
+    def check(self, name: str) -> None:
+        """Raises ValueError if a quantized weight has no scales."""
+        layer, _, kind = name.rpartition(".")
+        others = ["scales", "qzeros"] if kind == "qweight" else [f"{kind}_scale_inv"]
+        for other in others:
+            if f"{layer}.{other}" not in self.files:
+                raise ValueError(f"{self.files[name]}: {layer} has a {kind}, but no {other}")
 
     def add_parameters(self, model: nn.Module) -> None:
-        group = self.method.group
         for prefix, module in model.named_modules():
             if not isinstance(module, Linear):
                 continue
-            name, _, own = prefix.rpartition(".")
-            first = next(iter(module.part_slices), own)
-            if f"{name}.{first}.qweight" not in self.files:
+            parent = prefix.rpartition(".")[0]
+            layers = [f"{parent}.{part}" for part in module.part_slices] or [prefix]
+            if f"{layers[0]}.qweight" not in self.files:
                 continue
+            if module.bias is None:
+                self.surplus |= {f"{layer}.bias" for layer in layers}
             num_out, num_in = module.weight.shape
             module.bits = self.method.bits  # type: ignore[assignment]
-            if num_in % group:
-                problem = f"does not divide {num_in}, the inputs of {prefix}"
-                raise ValueError(f"group_size={group} {problem}")
             for kind in ("scales", "zeros"):
-                numbers = torch.empty(num_out, num_in // group, device=module.weight.device)
+                shape = (num_out, num_in // self.method.group)
+                numbers = torch.empty(shape, device=module.weight.device)
                 module.register_parameter(kind, nn.Parameter(numbers, requires_grad=False))
 
     @contextmanager
-    def open(self, file: Path) -> Iterator["View"]:
-        with super().open(file) as tensors:
+    def tensors_of(self, file: Path) -> Iterator["View"]:
+        with opened(file) as tensors:
             yield View(tensors, self)
 
     def scale_of(self, name: str) -> Tensor:
         """The scales of an FP8 weight, which may be in another file."""
         scale = f"{name}_scale_inv"
-        if scale not in self.files:
-            raise ValueError(f"{self.files[name]}: {name} is in FP8, but there is no {scale}")
-        with super().open(self.files[scale]) as tensors:
+        with opened(self.files[scale]) as tensors:
             return tensors.get_tensor(scale)
 
 
@@ -134,6 +164,8 @@ class View:
         self.reader = reader
         self.stored = {}  # the name that the loader sees -> the stored name
         for name in tensors.keys():  # noqa: SIM118 (safe_open is no dict)
+            if name in reader.surplus and not tensors.get_tensor(name).any():
+                continue  # GPTQ's tools give each layer a bias
             if not name.endswith(("g_idx", "weight_scale_inv")):
                 layer, _, kind = name.rpartition(".")
                 kind = {"qweight": "weight", "qzeros": "zeros"}.get(kind, kind)
@@ -173,6 +205,10 @@ class Whole:
         return self.tensor[index]
 
 
+def is_quantized(tensors: Any, name: str) -> bool:
+    return name.endswith("qweight") or tensors.get_slice(name).get_dtype() == "F8_E4M3"
+
+
 def integers(tensor: Tensor, method: Method) -> Tensor:
     """int32 [n, m] as fp32 [n, m * 32 / bits]: what the int32 hold, the lowest bits first."""
     shifts = torch.arange(0, 32, method.bits, dtype=torch.int32)
@@ -199,6 +235,6 @@ def groups_of(linear: Linear) -> Groups | None:
     if linear.bits == 4:
         return Groups(packed(codes), scales, zeros.to(torch.uint8))
     numbers = codes - zeros.unsqueeze(-1)
-    if numbers.abs().max() > 128:
+    if numbers.min() < -128 or numbers.max() > 127:
         raise ValueError("codes of 8 bits with zeros far from 128 are not supported")
     return Groups(numbers.to(torch.int8), scales, None)

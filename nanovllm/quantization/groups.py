@@ -45,17 +45,14 @@ def in_8_bits(weight: Tensor) -> Groups:
     return Groups(codes.unsqueeze(1), scales, None)
 
 
-def in_4_bits(weight: Tensor, group: int | None = None) -> Groups:
+def in_4_bits(weight: Tensor) -> Groups:
     """Quantizes a weight [out, in]: the numbers of a group, from the smallest to the largest,
-    become 0 to 15. One of them stands for 0. Raises ValueError if no group divides a row."""
-    width = weight.shape[1]
-    if group is None:
-        group = next((size for size in SIZES if width % size == 0), width + 1)
-    if width % group:
-        raise ValueError(f"a row of {width} numbers cannot be divided into groups of {SIZES}")
+    become 0 to 15. One of them stands for 0. 32 must divide a row."""
+    group = next(size for size in SIZES if weight.shape[1] % size == 0)
     numbers = weight.unflatten(1, (-1, group)).float()
-    smallest = numbers.amin(-1, True).clamp_(max=0)
-    largest = numbers.amax(-1, True).clamp_(min=0)
+    smallest, largest = numbers.aminmax(dim=-1, keepdim=True)
+    smallest.clamp_(max=0)
+    largest.clamp_(min=0)
     scales = (largest - smallest) / LARGEST_CODE
     scales.clamp_(min=SMALLEST_SCALE)
     zeros = (-smallest / scales).round_()
@@ -102,30 +99,39 @@ def plain_product(x: Tensor, weight: Groups) -> Tensor:
     grouped = x.unflatten(1, (num_groups, -1))
     rows, row_scales = quantize(grouped)
     rows = rows.to(torch.int8)
+    largest = LARGEST if weight.zeros is None else LARGEST_CODE
+    multiplied = float_sums
+    if x.device.type == "cpu" and has_integer_product(largest):
+        multiplied = integer_sums
     result = row_scales.new_zeros(len(x), num_out)
     for first in range(0, num_out, ROWS):
         some = slice(first, first + ROWS)
         numbers = integers_of(weight, some)
         for g in range(num_groups):
-            sums = sums_of(rows[:, g], numbers[:, g])
+            sums = multiplied(rows[:, g], numbers[:, g])
             scales = row_scales[:, g] * weight.scales[some, g]
             result[:, some] += sums * scales
     return result
 
 
-def sums_of(rows: Tensor, codes: Tensor) -> Tensor:
-    """int8 [T, n] times int8 [out, n]: integers [T, out]. Without oneDNN's product of integers,
-    they are exact up to 2**24."""
-    if rows.device.type == "cpu" and has_integer_product():
-        return torch._int_mm(rows, codes.T)
+def integer_sums(rows: Tensor, codes: Tensor) -> Tensor:
+    """int8 [T, n] times int8 [out, n]: int32 [T, out]."""
+    return torch._int_mm(rows, codes.T)
+
+
+def float_sums(rows: Tensor, codes: Tensor) -> Tensor:
+    """The same integers as fp32, exact up to 2**24."""
     return F.linear(rows.float(), codes.float())
 
 
 @cache
-def has_integer_product() -> bool:
-    """Whether PyTorch multiplies integers on this CPU: it is one of its private functions."""
-    ones = torch.ones(1, 32, dtype=torch.int8)
+def has_integer_product(largest: int) -> bool:
+    """Whether PyTorch multiplies integers on this CPU, with codes up to `largest`: its function is
+    a private one, and where the CPU adds pairs of products in 16 bits, it cuts large sums off."""
+    rows = torch.full((64, 64), LARGEST, dtype=torch.int8)
+    codes = torch.full_like(rows, largest)
     try:
-        return int(torch._int_mm(ones, ones.T)) == 32
+        sums = integer_sums(rows, codes)
     except (AttributeError, RuntimeError):
         return False
+    return bool((sums == LARGEST * largest * len(rows)).all())

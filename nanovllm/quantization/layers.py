@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanovllm.config import Config
 from nanovllm.device.onednn import use_onednn
@@ -29,19 +29,27 @@ def choose_product(config: Config, hf_config, ops: Any) -> Callable[[Linear], No
     """Returns the function that gives a linear layer its form, once its weight is loaded. Raises
     ValueError if a row of a weight cannot be divided into groups, or if the checkpoint has codes
     of its own."""
+    num_ranks = config.tensor_parallel_size
     method = method_of(hf_config)
-    if method is not None and method.name != "fp8":
-        config.require(
-            "quantization", config.quantization is None, "None: the checkpoint's is used"
-        )
+    if method is not None and method.has_codes:
+        own = f"None: the checkpoint has codes of its own, by {method.name}"
+        config.require("quantization", config.quantization is None, own)
+        check_widths(hf_config, num_ranks, method.group, f"group_size={method.group}")
     if config.quantization == "int4":
-        num_ranks = config.tensor_parallel_size
-        heads = hf_config.num_attention_heads * head_dim_of(hf_config) // num_ranks
-        middle = -(-hf_config.intermediate_size // num_ranks)
-        for width in (hf_config.hidden_size, heads, middle):
-            allowed = f"for this model: groups of {SIZES[-1]} numbers do not divide rows of {width}"
-            config.require("quantization", width % SIZES[-1] == 0, allowed)
+        check_widths(hf_config, num_ranks, SIZES[-1], "quantization='int4'")
     return partial(prepare_linear, quantization=config.quantization, backend=vars(ops)["__name__"])
+
+
+def check_widths(hf_config, num_ranks: int, group: int, name: str) -> None:
+    """Raises ValueError, with the name of the setting, if groups of this size do not divide the
+    rows that a rank has."""
+    heads = hf_config.num_attention_heads * head_dim_of(hf_config) // num_ranks
+    middle = -(-hf_config.intermediate_size // num_ranks)
+    for width in (hf_config.hidden_size, heads, middle):
+        if width % group:
+            problem = f"groups of {group} numbers do not divide rows of {width}"
+            ranks = f"with tensor_parallel_size={num_ranks}"
+            raise ValueError(f"{name} is not possible {ranks}: {problem}")
 
 
 def prepare_linear(linear: Linear, quantization: str | None, backend: str) -> None:
@@ -56,7 +64,8 @@ def prepare_linear(linear: Linear, quantization: str | None, backend: str) -> No
         to_groups = in_4_bits if has_4_bits else in_8_bits
         weight = joined([to_groups(rows) for rows in linear.weight.data.split(ROWS)])
     linear.product = partial(multiply, product=product_for(weight, backend))
-    linear.register_parameter("weight", None)  # the product holds it
+    # the product holds it; of the parameter, the shape is left
+    linear.weight = nn.Parameter(linear.weight.to("meta"), requires_grad=False)
 
 
 def joined(parts: list[Groups]) -> Groups:
@@ -88,8 +97,8 @@ def product_of_some_rows(x: Tensor, weight: Groups) -> Tensor:
     return multiplied(x, weight)
 
 
-def multiply(x: Tensor, _: None, bias: Tensor | None, product: Product) -> Tensor:
-    """As F.linear. The weight is in `product`."""
+def multiply(x: Tensor, _: Tensor, bias: Tensor | None, product: Product) -> Tensor:
+    """Takes the place of F.linear. The weight is in `product`."""
     result = product(x)
     if bias is not None:
         result += bias

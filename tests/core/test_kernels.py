@@ -231,7 +231,8 @@ print(json.dumps([compile_kernels.all_resources({capability}), odd]))
     assert odd == []
     attention = {"decode", "prefill", "combine", "store_kv", "copy_blocks"}
     others = {"add_and_norm", "norm_and_rotate", "silu_and_mul", "cutoff", "sample"}
-    assert kernels.keys() == attention | others
+    products = {"product_4_bits", "product_8_bits"}
+    assert kernels.keys() == attention | others | products
     for name, found in kernels.items():
         assert found["shared"] <= 99 * 1024 and found["spilled"] == 0, name
     if capability < 80:

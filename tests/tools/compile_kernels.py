@@ -27,13 +27,15 @@ from nanovllm.layers import triton_attention, triton_ops
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import KVCache
 from nanovllm.layers.sampler import Sampling
+from nanovllm.quantization import triton_product
+from nanovllm.quantization.groups import Groups
 
 KV_HEADS = 8
 HIDDEN = 1024
 VOCAB = 151_936
 SHARED = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB that a program may use
 POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
-POINTERS |= {torch.int64: "*i64", torch.int32: "*i32"}
+POINTERS |= {torch.int64: "*i64", torch.int32: "*i32", torch.int8: "*i8", torch.uint8: "*u8"}
 
 empty = partial(torch.empty, device="meta")  # it has a shape and no memory
 ints = partial(empty, dtype=torch.int32)
@@ -73,6 +75,8 @@ class Noted:
         constants = dict(zip(self.kernel.arg_names, args))
         if name == "attention":
             name = "decode" if constants["TOKENS"] == 1 else "prefill"
+        if name == "product":
+            name += f"_{constants['BITS']}_bits"
         self.launches.append(Launch(name, self.kernel, args, options))
 
 
@@ -81,7 +85,7 @@ def launches_of(head_dim: int, group: int, dtype: torch.dtype, is_whole: bool) -
     half = partial(empty, dtype=dtype)
     launches: list[Launch] = []
     with ExitStack() as stack:
-        for module in (triton_attention, triton_ops):
+        for module in (triton_attention, triton_ops, triton_product):
             for name, kernel in [*vars(module).items()]:
                 if name.endswith("_kernel"):
                     noted = Noted(kernel, launches)
@@ -89,6 +93,7 @@ def launches_of(head_dim: int, group: int, dtype: torch.dtype, is_whole: bool) -
         launch_attention(head_dim, group, half)
         if is_whole:
             launch_layers(head_dim, group, half)
+            launch_products(half)
     return launches
 
 
@@ -122,6 +127,15 @@ def launch_layers(head_dim: int, group: int, half: Any) -> None:
     triton_ops.silu_and_mul(half(96, 6 * HIDDEN))
     sampling = Sampling(empty(32), seed=longs(32), position=longs(32), top_p=empty(32))
     triton_ops.sample(half(32, VOCAB), sampling)
+
+
+def launch_products(half: Any) -> None:
+    """With weights in groups of 128 numbers in 4 bits, and in rows of 8 bits."""
+    codes, scales = empty(VOCAB, HIDDEN // 256, 128, dtype=torch.uint8), empty(VOCAB, HIDDEN // 128)
+    zeros = empty(scales.shape, dtype=torch.uint8)
+    triton_product.product(half(96, HIDDEN), Groups(codes, scales, zeros))
+    rows = empty(VOCAB, 1, HIDDEN, dtype=torch.int8)
+    triton_product.product(half(96, HIDDEN), Groups(rows, empty(VOCAB, 1), None))
 
 
 def compiled(launch: Launch, capability: int) -> Any:
@@ -180,8 +194,13 @@ def all_resources(
 ) -> dict:
     """Of each kernel, by its name."""
     sizes = triton_attention.tile_sizes
-    of_gpu = partial(sizes, is_old=capability < 80)
-    with mock.patch.object(triton_attention, "tile_sizes", lambda *args: of_gpu(*args[:4])):
+    is_old = capability < 80
+    of_gpu = partial(sizes, is_old=is_old)
+    numbers = triton_product.FEW_NUMBERS if is_old else triton_product.NUMBERS
+    with (
+        mock.patch.object(triton_attention, "tile_sizes", lambda *args: of_gpu(*args[:4])),
+        mock.patch.object(triton_product, "NUMBERS", numbers),
+    ):
         launches = launches_of(head_dim, group, dtype, is_whole)
     return {launch.name: resources_of(launch, capability)._asdict() for launch in launches}
 

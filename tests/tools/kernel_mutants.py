@@ -2,7 +2,7 @@
 or an address is one off. Prints each change that the command does not notice.
 
 Run: python tests/tools/kernel_mutants.py COMMAND...    in a clone that may be changed, for example with
-     pytest -q -x tests/core/test_kernels.py tests/core/test_fused.py
+     pytest -q -x tests/core/test_kernels.py tests/core/test_fused.py tests/quantization/test_products.py
      scripts/without_gpu 90 -q -x tests/core/test_kernels.py tests/core/test_fused.py
 """
 
@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-LAYERS = Path(__file__).parents[2] / "nanovllm" / "layers"
+PACKAGE = Path(__file__).parents[2] / "nanovllm"
 OTHER = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt}
 STRIDES = "heads num_splits q_stride k_stride v_stride stride row_stride num_blocks".split()
+STRIDES += "num_in num_groups num_out group_size".split()  # of weights in groups
 LIMIT = 240  # seconds
 
 
@@ -68,7 +69,7 @@ def is_noticed(command: list[str]) -> bool:
 
 
 def main(command: list[str]) -> None:
-    for file in sorted(LAYERS.glob("triton_*.py")):
+    for file in sorted(PACKAGE.glob("*/triton_*.py")):
         source = file.read_text(encoding="utf-8")
         try:
             for what, changed in mutants(source):
