@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.layers.batch import Batch
+from nanovllm.quantization.kv_cache import restored
 
 
 def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float) -> Tensor:
@@ -28,8 +29,8 @@ def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float) -> Tensor
         index = first_blocks[b] + position // block_size
         block_ids = batch.block_tables[index].long()
         offset = position % block_size
-        k = keys[block_ids, offset].float()  # [context, num_kv_heads, head_dim]
-        v = values[block_ids, offset].float()
+        k = restored(keys[block_ids, offset])  # [context, num_kv_heads, head_dim]
+        v = restored(values[block_ids, offset])
         k = k.repeat_interleave(group, dim=1)  # [context, num_heads, head_dim]
         v = v.repeat_interleave(group, dim=1)
         queries = q[tokens].float()

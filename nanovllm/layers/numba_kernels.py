@@ -163,6 +163,14 @@ def exp(x):
 # --- kernels ---
 
 
+@inlined
+def rescale(numbers, rows, block, kv_head, first, last):
+    """Multiplies a tile's scores, or weights, by the scales behind the codes of int8 rows."""
+    for i in range(KEYS):
+        row = rows[block, min(first + i, last), kv_head]
+        numbers[i] *= row.view(np.float32)[-1]
+
+
 @kernel
 def store_kv_kernel(k_cache, v_cache, k, v, slots, begin, end):
     """Program t copies the key and value of token t into its slot."""
@@ -203,7 +211,8 @@ def decode_kernel(HEAD_DIM: int, GROUP: int) -> Callable:
         end,
     ):
         """Program (sequence, KV heads): the last token of a sequence over its whole context."""
-        block_size, num_kv_heads, _ = keys.shape[1:]
+        block_size, num_kv_heads, row_size = keys.shape[1:]
+        has_scales = row_size > HEAD_DIM  # int8
         parts = num_kv_heads // heads
         num_rows = heads * GROUP
         result = np.empty((num_rows, HEAD_DIM), np.float32)
@@ -242,6 +251,8 @@ def decode_kernel(HEAD_DIM: int, GROUP: int) -> Callable:
                             scores[i + 1] = s1
                             scores[i + 2] = s2
                             scores[i + 3] = s3
+                        if has_scales:
+                            rescale(scores, keys, block, kv_head, first, last)
                         new_maximum = maximum[row]
                         for i in range(KEYS):
                             score = scores[i] * scale if first + i <= last else MINUS_INFINITY
@@ -257,6 +268,8 @@ def decode_kernel(HEAD_DIM: int, GROUP: int) -> Callable:
                             scores[i] = weight
                             weights += weight
                         total[row] = total[row] * shrink + weights
+                        if has_scales:
+                            rescale(scores, values, block, kv_head, first, last)
                         for d in range(HEAD_DIM):
                             result[row, d] *= shrink
                         for i in range(0, KEYS, 4):

@@ -25,6 +25,7 @@ from nanovllm.layers.numba_kernels import (
     store_kv_kernel,
 )
 from nanovllm.layers.ops import Norm
+from nanovllm.quantization.numba_kernels import store_int8_kernel
 
 CAN_BE_RECORDED = False
 IS_COMPILED = True
@@ -85,7 +86,12 @@ def run(kernel: Callable, arguments: tuple, num_programs: int, work: int) -> Non
 
 def store_kv(k: Tensor, v: Tensor, batch: Batch, layer: int) -> None:
     keys, values = map(array, batch.kv_cache.layers[layer])
-    run(store_kv_kernel, (keys, values, array(k), array(v), batch.slot_mapping.numpy()), len(k), 0)
+    kernel = store_kv_kernel
+    if keys.dtype == np.int8:
+        kernel = store_int8_kernel
+        k = k.float()
+        v = v.float()
+    run(kernel, (keys, values, array(k), array(v), batch.slot_mapping.numpy()), len(k), 0)
 
 
 def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float) -> Tensor:
@@ -129,11 +135,12 @@ def norm_and_rotate(
     parts = tuple(qkv.new_empty(num_tokens, size, head_dim) for size in sizes)
     q_weight = k_weight = qkv[0, 0]  # of the right type, and not read
     eps = 0.0
-    has_norm = q_norm is not None and k_norm is not None
+    has_norm = False
     if q_norm is not None and k_norm is not None:
         q_weight = q_norm.weight
         k_weight = k_norm.weight
         eps = q_norm.eps or 0.0
+        has_norm = True
     arrays = map(array, (*parts, qkv, q_weight, k_weight, cos_sin))
     arguments = (*arrays, np.float32(eps), has_norm)
     run(norm_and_rotate_kernel, arguments, num_tokens, qkv.numel())

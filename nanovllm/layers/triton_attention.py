@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import KVCache
+from nanovllm.quantization.triton_kernels import scales_at, store_int8
 
 PART = 256  # tokens of a context that are worth a program of their own
 MAX_SPLITS = 32
@@ -97,7 +98,7 @@ def attention_kernel(
     scale, q_stride, first_seq, num_seqs, num_splits,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr,
-    PART: tl.constexpr, IS_SPLIT: tl.constexpr,
+    PART: tl.constexpr, IS_SPLIT: tl.constexpr, ROW: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, kv_head, split): TOKENS tokens x query heads, over one part of the context.
 
@@ -149,13 +150,16 @@ def attention_kernel(
             at = begin + key
             is_key = at < visible
             slot = block.to(tl.int64) * BLOCK_SIZE + at % BLOCK_SIZE
-            kv_at = (slot * KV_HEADS + kv_head) * HEAD_DIM
+            kv_at = (slot * KV_HEADS + kv_head) * ROW
             after = at + KEYS
             block = tl.load(table + after // BLOCK_SIZE, mask=after < end_key, other=0)
 
             k_at = k_cache + kv_at[None, :] + dim[:, None]
             keys = tl.load(k_at, mask=is_key & is_dim[:, None], other=0.0)
-            scores = tl.dot(queries, keys, input_precision="ieee") * scale
+            scores = tl.dot(queries, keys.to(queries.dtype), input_precision="ieee") * scale
+            if ROW > HEAD_DIM:
+                key_scales = scales_at(k_cache + kv_at, HEAD_DIM)
+                scores *= tl.load(key_scales, mask=is_key, other=0.0)
             is_visible = at[None, :] <= position[:, None]
             scores = tl.where(is_visible, scores, float("-inf"))
 
@@ -168,7 +172,11 @@ def attention_kernel(
             v_at = v_cache + kv_at[:, None] + dim
             values = tl.load(v_at, mask=is_key[:, None] & is_dim, other=0.0)
             result = result * shrink[:, None]
-            result += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+            if ROW > HEAD_DIM:
+                value_scales = scales_at(v_cache + kv_at, HEAD_DIM)
+                weights *= tl.load(value_scales, mask=is_key, other=0.0)
+            weights = weights.to(queries.dtype)
+            result += tl.dot(weights, values.to(queries.dtype), input_precision="ieee")
 
         row_at = (index * HEADS + head) * num_splits + split
         if IS_SPLIT:
@@ -215,6 +223,8 @@ def combine_kernel(
 def store_kv(k: Tensor, v: Tensor, batch: Batch, layer: int) -> None:
     """Stores keys and values. A slot of -1 is not written."""
     keys, values = batch.kv_cache.layers[layer]
+    if keys.dtype == torch.int8:
+        return store_int8(k, v, keys, values, batch.slot_mapping)
     width = k.shape[1] * k.shape[2]
     padded = triton.next_power_of_2(width)
     store_kv_kernel[(len(k),)](
@@ -327,6 +337,6 @@ def launch(
         batch.cu_seqlens_q, batch.context_lens, batch.cu_blocks, batch.block_tables,
         scale * LOG2_E, q.stride(0), first_seq, num_seqs, splits,
         heads, cache.num_kv_heads, head_dim, cache.block_size,
-        tile.tokens, tile.rows, tile.keys, dim, PART, splits > 1,
+        tile.tokens, tile.rows, tile.keys, dim, PART, splits > 1, cache.head_dim,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
