@@ -212,10 +212,12 @@ class ModelRunner:
         sampling = None
         if not all(seq.request.is_greedy for seq in schedule.sampled):
             sampling = sampling_of(schedule.sampled, self.vocab_size)
-        end_of = dict(zip([seq for seq, _, _ in items], ends.tolist()))
-        pairs = schedule.sampled.items()
-        behind = [len(last.token_ids) - len(seq.token_ids) for seq, last in pairs]  # draft tokens
-        sampled_rows = integers([end_of[last] - 1 - n for (_, last), n in zip(pairs, behind)])
+        end_of = {item.seq: end for item, end in zip(items, ends.tolist())}
+        rows = []
+        for seq, last in schedule.sampled.items():
+            num_behind = len(last) - len(seq)  # draft tokens
+            rows.append(end_of[last] - 1 - num_behind)
+        sampled_rows = integers(rows)
         if schedule.scored:
             sampled_rows = torch.cat([sampled_rows, rows_to_score(schedule.scored, end_of)])
         return StepInputs(
@@ -272,9 +274,9 @@ class ModelRunner:
                 highest = logits.amax(-1)
                 token_ids = self.ops.sample(adjusted_logits(logits, seqs), inputs.sampling)
             results = [token_ids.where(highest.isfinite(), NO_TOKEN)]
-            max_wanted = max((k for k in wanted if k is not None), default=None)
-            if max_wanted is not None:
-                values, ids = top_logprobs(logits, token_ids, min(max_wanted, self.vocab_size))
+            counts = [k for k in wanted if k is not None]
+            if counts:
+                values, ids = top_logprobs(logits, token_ids, min(max(counts), self.vocab_size))
                 results += [ids, values]
         scores = None
         if schedule.scored:

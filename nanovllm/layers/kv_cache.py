@@ -40,6 +40,8 @@ class KVCache:
 
     tensor: keys, then values [2, num_layers, num_blocks, block_size, num_kv_heads, head_dim]
     layers: of each, keys and values [num_blocks, block_size, num_kv_heads, head_dim]
+
+    With int8, head_dim also counts the 4 bytes of a scale: see quantization/kv_cache.py.
     """
 
     def __init__(self, tensor: Tensor):

@@ -167,21 +167,18 @@ def exp(x):
 def rescale(numbers, rows, block, kv_head, first, last):
     """Multiplies a tile's scores, or weights, by the scales behind the codes of int8 rows."""
     for i in range(KEYS):
-        row = rows[block, min(first + i, last), kv_head]
-        numbers[i] *= row.view(np.float32)[-1]
+        numbers[i] *= rows[block, min(first + i, last), kv_head].view(np.float32)[-1]
 
 
 @kernel
 def store_kv_kernel(k_cache, v_cache, k, v, slots, begin, end):
     """Program t copies the key and value of token t into its slot."""
-    block_size, num_kv_heads, head_dim = k_cache.shape[1:]
+    block_size = k_cache.shape[1]
     for t in range(begin, end):
         block = slots[t] // block_size
         offset = slots[t] % block_size
-        for head in range(num_kv_heads):
-            for i in range(head_dim):
-                k_cache[block, offset, head, i] = k[t, head, i]
-                v_cache[block, offset, head, i] = v[t, head, i]
+        k_cache[block, offset] = k[t]
+        v_cache[block, offset] = v[t]
 
 
 @cache
@@ -193,14 +190,15 @@ def decode_kernel(HEAD_DIM: int, GROUP: int) -> Callable:
     programs from `begin` to `end`. A program has `heads` KV heads of one sequence: those of program
     p begin at p % parts * heads in sequence p // parts, with parts = num_kv_heads / heads. Softmax
     is online, so scores of any size are right. Numbers may have 16 bits: read them with as_float32,
-    write the sums once, with rounded. Slots behind a context may hold NaN.
+    write the sums once, with rounded. Slots behind a context may hold NaN. Rows of int8 have four
+    bytes more than HEAD_DIM, their scale: see rescale, and quantization/kv_cache.py.
     """
 
     @kernel
     def decode(
         out,  # [B, num_heads, HEAD_DIM], and so is q
         q,
-        keys,  # [num_blocks, block_size, num_kv_heads, HEAD_DIM], and so are values
+        keys,  # [num_blocks, block_size, num_kv_heads, row_size], and so are values
         values,
         context_lens,
         cu_blocks,
@@ -212,7 +210,6 @@ def decode_kernel(HEAD_DIM: int, GROUP: int) -> Callable:
     ):
         """Program (sequence, KV heads): the last token of a sequence over its whole context."""
         block_size, num_kv_heads, row_size = keys.shape[1:]
-        has_scales = row_size > HEAD_DIM  # int8
         parts = num_kv_heads // heads
         num_rows = heads * GROUP
         result = np.empty((num_rows, HEAD_DIM), np.float32)
@@ -251,7 +248,7 @@ def decode_kernel(HEAD_DIM: int, GROUP: int) -> Callable:
                             scores[i + 1] = s1
                             scores[i + 2] = s2
                             scores[i + 3] = s3
-                        if has_scales:
+                        if row_size > HEAD_DIM:  # int8
                             rescale(scores, keys, block, kv_head, first, last)
                         new_maximum = maximum[row]
                         for i in range(KEYS):
@@ -268,7 +265,7 @@ def decode_kernel(HEAD_DIM: int, GROUP: int) -> Callable:
                             scores[i] = weight
                             weights += weight
                         total[row] = total[row] * shrink + weights
-                        if has_scales:
+                        if row_size > HEAD_DIM:
                             rescale(scores, values, block, kv_head, first, last)
                         for d in range(HEAD_DIM):
                             result[row, d] *= shrink

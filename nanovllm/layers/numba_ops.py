@@ -86,12 +86,10 @@ def run(kernel: Callable, arguments: tuple, num_programs: int, work: int) -> Non
 
 def store_kv(k: Tensor, v: Tensor, batch: Batch, layer: int) -> None:
     keys, values = map(array, batch.kv_cache.layers[layer])
-    kernel = store_kv_kernel
-    if keys.dtype == np.int8:
-        kernel = store_int8_kernel
-        k = k.float()
-        v = v.float()
-    run(kernel, (keys, values, array(k), array(v), batch.slot_mapping.numpy()), len(k), 0)
+    is_int8 = keys.dtype == np.int8
+    kernel = store_int8_kernel if is_int8 else store_kv_kernel
+    numbers = (array(part.float() if is_int8 else part) for part in (k, v))
+    run(kernel, (keys, values, *numbers, batch.slot_mapping.numpy()), len(k), 0)
 
 
 def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float) -> Tensor:
@@ -118,9 +116,8 @@ def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float) -> Tensor
 
 def add_and_norm(residual: Tensor, x: Tensor, norm: nn.RMSNorm) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(x)
-    eps = np.float32(norm.eps)
-    arrays = (array(out), array(residual), array(x), array(norm.weight), eps)
-    run(add_and_norm_kernel, arrays, len(x), x.numel())
+    arrays = map(array, (out, residual, x, norm.weight))
+    run(add_and_norm_kernel, (*arrays, np.float32(norm.eps)), len(x), x.numel())
     return residual, out
 
 
@@ -135,12 +132,11 @@ def norm_and_rotate(
     parts = tuple(qkv.new_empty(num_tokens, size, head_dim) for size in sizes)
     q_weight = k_weight = qkv[0, 0]  # of the right type, and not read
     eps = 0.0
-    has_norm = False
+    has_norm = q_norm is not None and k_norm is not None
     if q_norm is not None and k_norm is not None:
         q_weight = q_norm.weight
         k_weight = k_norm.weight
         eps = q_norm.eps or 0.0
-        has_norm = True
     arrays = map(array, (*parts, qkv, q_weight, k_weight, cos_sin))
     arguments = (*arrays, np.float32(eps), has_norm)
     run(norm_and_rotate_kernel, arguments, num_tokens, qkv.numel())

@@ -84,7 +84,6 @@ class Layout:
         cache = batch.kv_cache
         is_behind = position > last
         mask = torch.where(is_behind[:, None, None], -torch.inf, 0.0)
-        mask = mask.repeat(1, cache.num_kv_heads, 1, 1)
         # past its end, a sequence reads its own last key: masked values are still multiplied by
         # zero, so a NaN left in another slot would spread
         places = self.places_of(batch, seqs, position.minimum(last))
@@ -150,12 +149,8 @@ def attend_group(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) ->
         )
         return out.reshape(q.shape)
     # half the time for one query; in half precision, a product would round the scores
-    queries = grouped.flatten(0, 1)
-    keys = k.flatten(0, 1)
-    values = v.flatten(0, 1)
-    masks = mask.flatten(0, 1)
-    scores = torch.baddbmm(masks, queries, keys.mT, alpha=scale)
-    return (scores.softmax(-1) @ values).view(q.shape)
+    scores = grouped @ k.mT * scale + mask
+    return (scores.softmax(-1) @ v).view(q.shape)
 
 
 def attend_chunk(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:

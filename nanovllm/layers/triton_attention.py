@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import KVCache
-from nanovllm.quantization.triton_kernels import scales_at, store_int8
+from nanovllm.quantization.triton_kernels import scales_of, store_int8
 
 PART = 256  # tokens of a context that are worth a program of their own
 MAX_SPLITS = 32
@@ -158,8 +158,7 @@ def attention_kernel(
             keys = tl.load(k_at, mask=is_key & is_dim[:, None], other=0.0)
             scores = tl.dot(queries, keys.to(queries.dtype), input_precision="ieee") * scale
             if ROW > HEAD_DIM:
-                key_scales = scales_at(k_cache + kv_at, HEAD_DIM)
-                scores *= tl.load(key_scales, mask=is_key, other=0.0)
+                scores *= scales_of(k_cache + kv_at, is_key, HEAD_DIM)
             is_visible = at[None, :] <= position[:, None]
             scores = tl.where(is_visible, scores, float("-inf"))
 
@@ -173,8 +172,7 @@ def attention_kernel(
             values = tl.load(v_at, mask=is_key[:, None] & is_dim, other=0.0)
             result = result * shrink[:, None]
             if ROW > HEAD_DIM:
-                value_scales = scales_at(v_cache + kv_at, HEAD_DIM)
-                weights *= tl.load(value_scales, mask=is_key, other=0.0)
+                weights *= scales_of(v_cache + kv_at, is_key, HEAD_DIM)
             weights = weights.to(queries.dtype)
             result += tl.dot(weights, values.to(queries.dtype), input_precision="ieee")
 

@@ -12,7 +12,13 @@ TO_INTEGER = tl.constexpr(1.5 * 2**23)  # an fp32 that is so large has no fracti
 @triton.jit
 def scales_at(rows, HEAD_DIM: tl.constexpr):
     """The addresses of the scales, behind the codes of rows that begin at these addresses."""
-    return (rows + HEAD_DIM).to(tl.pointer_type(tl.float32))
+    behind = rows + HEAD_DIM
+    return behind.to(tl.pointer_type(tl.float32))
+
+
+@triton.jit
+def scales_of(rows, is_row, HEAD_DIM: tl.constexpr):
+    return tl.load(scales_at(rows, HEAD_DIM), mask=is_row, other=0.0)
 
 
 @triton.jit
@@ -55,7 +61,15 @@ def store_int8_kernel(
 def store_int8(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
     """Stores k and v [T, num_kv_heads, head_dim] in the int8 cache of a layer."""
     num_tokens, num_kv_heads, head_dim = k.shape
-    dim = triton.next_power_of_2(head_dim)
-    strides = (k.stride(0), v.stride(0))
-    grid = (num_tokens, num_kv_heads)
-    store_int8_kernel[grid](k, v, keys, values, slots, *strides, head_dim, dim, num_warps=1)
+    store_int8_kernel[(num_tokens, num_kv_heads)](
+        k,
+        v,
+        keys,
+        values,
+        slots,
+        k.stride(0),
+        v.stride(0),
+        head_dim,
+        triton.next_power_of_2(head_dim),
+        num_warps=1,
+    )
