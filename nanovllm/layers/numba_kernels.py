@@ -164,10 +164,10 @@ def exp(x):
 
 
 @inlined
-def rescale(numbers, rows, block, kv_head, first, last):
-    """Multiplies a tile's scores, or weights, by the scales behind the codes of int8 rows."""
+def rescale(numbers, scales, block, kv_head, first, last):
+    """Multiplies a tile's scores, or weights, by the scales of its keys, or values."""
     for i in range(KEYS):
-        numbers[i] *= rows[block, min(first + i, last), kv_head].view(np.float32)[-1]
+        numbers[i] *= scales[block, min(first + i, last), kv_head]
 
 
 @kernel
@@ -191,7 +191,7 @@ def decode_kernel(HEAD_DIM: int, GROUP: int) -> Callable:
     p begin at p % parts * heads in sequence p // parts, with parts = num_kv_heads / heads. Softmax
     is online, so scores of any size are right. Numbers may have 16 bits: read them with as_float32,
     write the sums once, with rounded. Slots behind a context may hold NaN. Rows of int8 have four
-    bytes more than HEAD_DIM, their scale: see rescale, and quantization/kv_cache.py.
+    bytes more, which are their scale: see quantization/kv_cache.py.
     """
 
     @kernel
@@ -210,6 +210,8 @@ def decode_kernel(HEAD_DIM: int, GROUP: int) -> Callable:
     ):
         """Program (sequence, KV heads): the last token of a sequence over its whole context."""
         block_size, num_kv_heads, row_size = keys.shape[1:]
+        key_scales = keys.view(np.float32)[..., -1]  # only int8 has them
+        value_scales = values.view(np.float32)[..., -1]
         parts = num_kv_heads // heads
         num_rows = heads * GROUP
         result = np.empty((num_rows, HEAD_DIM), np.float32)
@@ -248,8 +250,8 @@ def decode_kernel(HEAD_DIM: int, GROUP: int) -> Callable:
                             scores[i + 1] = s1
                             scores[i + 2] = s2
                             scores[i + 3] = s3
-                        if row_size > HEAD_DIM:  # int8
-                            rescale(scores, keys, block, kv_head, first, last)
+                        if row_size > HEAD_DIM:
+                            rescale(scores, key_scales, block, kv_head, first, last)
                         new_maximum = maximum[row]
                         for i in range(KEYS):
                             score = scores[i] * scale if first + i <= last else MINUS_INFINITY
@@ -266,7 +268,7 @@ def decode_kernel(HEAD_DIM: int, GROUP: int) -> Callable:
                             weights += weight
                         total[row] = total[row] * shrink + weights
                         if row_size > HEAD_DIM:
-                            rescale(scores, values, block, kv_head, first, last)
+                            rescale(scores, value_scales, block, kv_head, first, last)
                         for d in range(HEAD_DIM):
                             result[row, d] *= shrink
                         for i in range(0, KEYS, 4):
@@ -332,9 +334,7 @@ def norm_and_rotate_kernel(q, k, v, qkv, q_weight, k_weight, cos_sin, eps, has_n
                 second = numbers[half + i] * cos + numbers[i] * sin
                 rotated[i] = rounded(first, rotated[i])
                 rotated[half + i] = rounded(second, rotated[i])
-        for head in range(num_kv_heads):
-            for i in range(head_dim):
-                v[t, head, i] = qkv[t, num_heads + num_kv_heads + head, i]
+        v[t] = qkv[t, num_heads + num_kv_heads :]
 
 
 @kernel

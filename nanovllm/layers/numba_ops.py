@@ -103,11 +103,11 @@ def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float) -> Tensor
     if num_decodes:
         # the KV heads of a sequence lie side by side: apart only if threads would have no work
         heads = num_kv_heads if num_decodes >= torch.get_num_threads() else 1
-        rows = (array(out[:num_decodes]), array(q[:num_decodes]))
-        cache = map(array, batch.kv_cache.layers[layer])
+        rows = (out[:num_decodes], q[:num_decodes])
+        arrays = map(array, (*rows, *batch.kv_cache.layers[layer]))
         run(
             decode_kernel(head_dim, num_heads // num_kv_heads),
-            (*rows, *cache, *layout.arrays, np.float32(scale), heads),
+            (*arrays, *layout.arrays, np.float32(scale), heads),
             num_decodes * num_kv_heads // heads,
             2 * layout.num_keys * num_heads * head_dim,
         )

@@ -1,6 +1,7 @@
 """kv_cache.stored in compiled Python."""
 
 import numpy as np
+from numba import njit
 
 from nanovllm.layers.numba_kernels import kernel
 
@@ -8,6 +9,21 @@ STEP = np.float32(1 / 127)
 SMALLEST_SCALE = np.float32(1e-30)
 ZERO = np.float32(0)
 ONE = np.float32(1)
+
+
+@njit(inline="always")
+def store_row(row, numbers):
+    """Stores the numbers as codes, and returns their scale."""
+    largest = ZERO
+    zero = ZERO  # NaN, if a number is not finite
+    for x in numbers:
+        largest = max(largest, abs(x))
+        zero += x * ZERO
+    scale = max(largest * STEP, SMALLEST_SCALE) + zero
+    inverse = ONE / scale
+    for i in range(len(numbers)):
+        row[i] = np.int8(np.rint(numbers[i] * inverse) if zero == ZERO else ZERO)
+    return scale
 
 
 @kernel
@@ -19,23 +35,11 @@ def store_int8_kernel(k_cache, v_cache, k, v, slots, begin, end):
     """
     block_size, num_kv_heads, _ = k_cache.shape[1:]
     head_dim = k.shape[2]
+    k_scales = k_cache.view(np.float32)[..., -1]
+    v_scales = v_cache.view(np.float32)[..., -1]
     for t in range(begin, end):
         block = slots[t] // block_size
         offset = slots[t] % block_size
-        for part in range(2 * num_kv_heads):
-            head = part // 2
-            is_key = part % 2 == 0
-            row = k_cache[block, offset, head] if is_key else v_cache[block, offset, head]
-            numbers = k[t, head] if is_key else v[t, head]
-            largest = ZERO
-            zero = ZERO  # NaN, if a number is not finite
-            for i in range(head_dim):
-                largest = max(largest, abs(numbers[i]))
-                zero += numbers[i] * ZERO
-            scale = max(largest * STEP, SMALLEST_SCALE) + zero
-            inverse = ONE / scale
-            is_finite = zero == ZERO
-            for i in range(head_dim):
-                code = np.rint(numbers[i] * inverse) if is_finite else ZERO
-                row[i] = np.int8(code)
-            row.view(np.float32)[-1] = scale
+        for head in range(num_kv_heads):
+            k_scales[block, offset, head] = store_row(k_cache[block, offset, head], k[t, head])
+            v_scales[block, offset, head] = store_row(v_cache[block, offset, head], v[t, head])
