@@ -12,6 +12,7 @@ from torch import Tensor
 from nanovllm.layers import torch_ops
 from nanovllm.layers.sampler import Sampling
 from nanovllm.options import refusal
+from nanovllm.quantization.kv_cache import fill
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.schedule import Item, Schedule
 from nanovllm.sequence import Request
@@ -39,7 +40,7 @@ def check_kernels(runner: Any) -> None:
         return
     used = runner.kv_cache.tensor[:, :, : 2 * num_blocks]
     generator = torch.Generator(runner.device).manual_seed(0)  # not the user's
-    used.normal_(generator=generator)
+    fill(used, generator)
     own = vars(runner.ops)
     errors = {}
 
@@ -67,10 +68,9 @@ def check_kernels(runner: Any) -> None:
     errors["sample"] = error_of_draws(runner, generator)
     used.zero_()
     # NaN is wrong, too
-    wrong = {name: value for name, value in errors.items() if not value <= MOST_ERROR}
+    wrong = [f"{name} {value:.0%}" for name, value in errors.items() if not value <= MOST_ERROR]
     if wrong:
-        named = ", ".join(f"{name} {value:.0%}" for name, value in wrong.items())
-        problem = f"its numbers differ from PyTorch's here: {named}"
+        problem = f"its numbers differ from PyTorch's here: {', '.join(wrong)}"
         remedy = "take attention_backend='torch' and enforce_eager=True"
         raise refusal("attention_backend", own["__name__"], f"{problem}; {remedy}")
 
@@ -118,6 +118,6 @@ def error_of_draws(runner: Any, generator: torch.Generator) -> float:
 def error(found: Tensor, expected: Tensor) -> float:
     """The error of the worst row, as a share of its length."""
     rows = expected.float()
-    differences = found.float() - rows
+    differences = found - rows
     shares = differences.norm(dim=1) / rows.norm(dim=1)
     return float(shares.max())

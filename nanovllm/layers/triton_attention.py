@@ -98,13 +98,14 @@ def attention_kernel(
     scale, q_stride, first_seq, num_seqs, num_splits,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr,
-    PART: tl.constexpr, IS_SPLIT: tl.constexpr, ROW: tl.constexpr,
+    PART: tl.constexpr, IS_SPLIT: tl.constexpr, KV_DIM: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, kv_head, split): TOKENS tokens x query heads, over one part of the context.
 
     For `num_seqs` sequences, starting with `first_seq`. A part has at least PART tokens.
 
-    ROWS >= TOKENS * HEADS / KV_HEADS and DIM >= HEAD_DIM are padded to powers of two. With
+    ROWS >= TOKENS * HEADS / KV_HEADS and DIM >= HEAD_DIM are padded to powers of two. A key in the
+    cache has KV_DIM numbers: HEAD_DIM, and with int8 the four bytes of its scale behind them. With
     IS_SPLIT, the result is not normalized: `out` is [T, HEADS, num_splits, HEAD_DIM] fp32, and
     `maxima` and `sums` are those of each part.
     """
@@ -150,14 +151,14 @@ def attention_kernel(
             at = begin + key
             is_key = at < visible
             slot = block.to(tl.int64) * BLOCK_SIZE + at % BLOCK_SIZE
-            kv_at = (slot * KV_HEADS + kv_head) * ROW
+            kv_at = (slot * KV_HEADS + kv_head) * KV_DIM
             after = at + KEYS
             block = tl.load(table + after // BLOCK_SIZE, mask=after < end_key, other=0)
 
             k_at = k_cache + kv_at[None, :] + dim[:, None]
             keys = tl.load(k_at, mask=is_key & is_dim[:, None], other=0.0)
             scores = tl.dot(queries, keys.to(queries.dtype), input_precision="ieee") * scale
-            if ROW > HEAD_DIM:
+            if KV_DIM > HEAD_DIM:
                 scores *= scales_of(k_cache + kv_at, is_key, HEAD_DIM)
             is_visible = at[None, :] <= position[:, None]
             scores = tl.where(is_visible, scores, float("-inf"))
@@ -171,7 +172,7 @@ def attention_kernel(
             v_at = v_cache + kv_at[:, None] + dim
             values = tl.load(v_at, mask=is_key[:, None] & is_dim, other=0.0)
             result = result * shrink[:, None]
-            if ROW > HEAD_DIM:
+            if KV_DIM > HEAD_DIM:
                 weights *= scales_of(v_cache + kv_at, is_key, HEAD_DIM)
             weights = weights.to(queries.dtype)
             result += tl.dot(weights, values.to(queries.dtype), input_precision="ieee")

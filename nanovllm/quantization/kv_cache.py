@@ -50,3 +50,13 @@ def restored(rows: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     codes = rows[..., :-SCALE_BYTES]
     scales = rows.view(torch.float32)[..., -1:]
     return (codes * scales).to(dtype)
+
+
+def fill(rows: Tensor, generator: torch.Generator) -> None:
+    """Fills a part of a cache with random numbers."""
+    if rows.dtype != torch.int8:
+        rows.normal_(generator=generator)
+        return
+    *shape, size = rows.shape
+    numbers = torch.empty(*shape, size - SCALE_BYTES, device=rows.device)
+    rows.copy_(stored(numbers.normal_(generator=generator), rows.dtype))
