@@ -337,5 +337,6 @@ def launch(
         scale * LOG2_E, q.stride(0), first_seq, num_seqs, splits,
         heads, cache.num_kv_heads, head_dim, cache.block_size,
         tile.tokens, tile.rows, tile.keys, dim, PART, splits > 1, cache.head_dim,
-        num_warps=tile.warps, num_stages=tile.stages,
+        # with 4 warps, the numbers made of int8 would not fit into the registers
+        num_warps=8 if cache.head_dim > head_dim else tile.warps, num_stages=tile.stages,
     )  # fmt: skip

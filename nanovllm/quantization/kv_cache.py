@@ -38,9 +38,11 @@ def stored(numbers: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype != torch.int8:
         return numbers
     numbers = numbers.float()
-    scales = (numbers.abs().amax(-1, True) * STEP).clamp_(min=SMALLEST_SCALE)
-    codes = (numbers * (1 / scales)).round_().nan_to_num_()
-    return torch.cat([codes.to(torch.int8), scales.view(torch.int8)], -1)
+    largest = numbers.abs().amax(-1, True)
+    scales = (largest * STEP).clamp_(min=SMALLEST_SCALE)
+    codes = (numbers * (1 / scales)).round_()
+    codes = codes.nan_to_num_().to(dtype)
+    return torch.cat([codes, scales.view(dtype)], -1)
 
 
 def restored(rows: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

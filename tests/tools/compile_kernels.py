@@ -28,6 +28,7 @@ from nanovllm.layers import triton_attention, triton_ops
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import KVCache
 from nanovllm.layers.sampler import Sampling
+from nanovllm.quantization import triton_kernels
 
 KV_HEADS = 8
 HIDDEN = 1024
@@ -36,7 +37,7 @@ SHARED = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB th
 HEADS = [64, 80, 96, 128, 256]
 GROUPS = [1, 2, 4, 7, 8]
 POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
-POINTERS |= {torch.int64: "*i64", torch.int32: "*i32"}
+POINTERS |= {torch.int64: "*i64", torch.int32: "*i32", torch.int8: "*i8"}
 
 empty = partial(torch.empty, device="meta")  # it has a shape and no memory
 ints = partial(empty, dtype=torch.int32)
@@ -76,6 +77,7 @@ class Noted:
         constants = dict(zip(self.kernel.arg_names, args))
         if name == "attention":
             name = "decode" if constants["TOKENS"] == 1 else "prefill"
+            name += "_int8" * (constants["k_cache"].dtype == torch.int8)
         self.launches.append(Launch(name, self.kernel, args, options))
 
 
@@ -84,21 +86,22 @@ def launches_of(head_dim: int, group: int, dtype: torch.dtype, is_whole: bool) -
     half = partial(empty, dtype=dtype)
     launches: list[Launch] = []
     with ExitStack() as stack:
-        for module in (triton_attention, triton_ops):
+        for module in (triton_attention, triton_ops, triton_kernels):
             for name, kernel in [*vars(module).items()]:
                 if name.endswith("_kernel"):
                     noted = Noted(kernel, launches)
                     stack.enter_context(mock.patch.object(module, name, noted))
-        launch_attention(head_dim, group, half)
+        launch_attention(head_dim, group, half, partial(empty, dtype=torch.int8), head_dim + 4)
+        launch_attention(head_dim, group, half, half, head_dim)
         if is_whole:
             launch_layers(head_dim, group, half)
     return launches
 
 
-def launch_attention(head_dim: int, group: int, half: Any) -> None:
-    """For 32 decodes, whose contexts are cut into parts, and for a chunk behind them."""
+def launch_attention(head_dim: int, group: int, half: Any, of_cache: Any, size: int) -> None:
+    """For 32 decodes, whose contexts are cut into parts, and for a chunk behind them. A key in the cache has `size` numbers."""
     batch = Batch(
-        kv_cache=KVCache(half(2, 1, 100, 16, KV_HEADS, head_dim)),
+        kv_cache=KVCache(of_cache(2, 1, 100, 16, KV_HEADS, size)),
         slot_mapping=longs(96),
         cu_seqlens_q=ints(34),
         context_lens=ints(33),
