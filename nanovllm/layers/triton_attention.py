@@ -173,7 +173,7 @@ def attention_kernel(
             values = tl.load(v_at, mask=is_key[:, None] & is_dim, other=0.0)
             result = result * shrink[:, None]
             if KV_DIM > HEAD_DIM:
-                weights *= scales_of(v_cache + kv_at, is_key, HEAD_DIM)
+                values *= scales_of(v_cache + kv_at, is_key, HEAD_DIM)[:, None]
             weights = weights.to(queries.dtype)
             result += tl.dot(weights, values.to(queries.dtype), input_precision="ieee")
 

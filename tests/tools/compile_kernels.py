@@ -91,9 +91,10 @@ def launches_of(head_dim: int, group: int, dtype: torch.dtype, is_whole: bool) -
                 if name.endswith("_kernel"):
                     noted = Noted(kernel, launches)
                     stack.enter_context(mock.patch.object(module, name, noted))
-        launch_attention(head_dim, group, half, partial(empty, dtype=torch.int8), head_dim + 4)
         launch_attention(head_dim, group, half, half, head_dim)
         if is_whole:
+            codes = partial(empty, dtype=torch.int8)
+            launch_attention(head_dim, group, half, codes, head_dim + 4)
             launch_layers(head_dim, group, half)
     return launches
 
