@@ -76,7 +76,9 @@ class Config(Options):
 
     kv_cache_dtype: Literal["auto", "int8"] = "auto"
     """How keys and values are stored. "auto" is the model's dtype. "int8" takes about half the
-    memory of 16 bits: integers, with a scale for each token and KV head."""
+    memory of 16 bits: integers, with a scale for each token and KV head. Where two batches round
+    differently in the last bit of float32, an integer may change by one: so tokens that are nearly
+    as likely change places a little more often than with "auto"."""
 
     enable_prefix_caching: bool = True
     """Whether to keep full blocks after use and reuse them for requests with the same prefix."""

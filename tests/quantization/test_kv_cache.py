@@ -138,7 +138,7 @@ PARAMS = [
 ]
 PLAIN = dict(dtype="float32", kv_cache_dtype="int8", num_blocks=90, block_size=4)
 SCARCE = PLAIN | dict(
-    num_blocks=34, max_model_len=72, max_num_seqs=6, max_num_batched_tokens=13, swap_gib=0.01
+    num_blocks=24, max_model_len=72, max_num_seqs=7, max_num_batched_tokens=13, swap_gib=0.01
 )
 
 
