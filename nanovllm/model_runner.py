@@ -26,7 +26,7 @@ from nanovllm.layers.kv_cache import CacheShape
 from nanovllm.layers.sampler import top_logprobs
 from nanovllm.loader import load_model
 from nanovllm.models.qwen import Qwen, head_dim_of
-from nanovllm.quantization.kv_cache import stored_shape
+from nanovllm.quantization.kv_cache import choose_shape
 from nanovllm.quantization.layers import choose_product
 from nanovllm.schedule import Drawn, Schedule
 from nanovllm.sequence import TokenLogprobs
@@ -71,7 +71,7 @@ class ModelRunner:
         self.weights_per_layer = sum(w.numel() for w in self.model.model.layers[0].parameters())
         heads = (self.model.num_kv_heads, head_dim_of(hf_config))
         shape = CacheShape(hf_config.num_hidden_layers, config.block_size, *heads, self.dtype)
-        self.shape = choose_cache(config, limits, device, stored_shape(config, shape))
+        self.shape = choose_cache(config, limits, device, choose_shape(config, shape))
         self.has_graphs = self.ops.CAN_BE_RECORDED and not config.enforce_eager
         self.graphs: StepGraphs | None = None
         self.host_cache: HostCache | None = None

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from nanovllm.layers import torch_attention, torch_ops
 from nanovllm.layers.batch import Batch
+from nanovllm.layers.numba_int8 import store_int8_kernel
 from nanovllm.layers.numba_kernels import (
     add_and_norm_kernel,
     decode_kernel,
@@ -25,7 +26,6 @@ from nanovllm.layers.numba_kernels import (
     store_kv_kernel,
 )
 from nanovllm.layers.ops import Norm
-from nanovllm.quantization.numba_kernels import store_int8_kernel
 
 CAN_BE_RECORDED = False
 IS_COMPILED = True

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.layers.batch import Batch
-from nanovllm.quantization.kv_cache import restored
 
 GATHERED_BYTES = {  # per group
     "cpu": 4 * 2**20,  # the copy is still in the processor's caches when it is read
@@ -81,7 +80,6 @@ class Layout:
         longest = max(self.contexts[b] for b in seqs)
         position = torch.arange(longest, device=device)
         last = batch.context_lens[seqs].unsqueeze(1) - 1
-        cache = batch.kv_cache
         is_behind = position > last
         mask = torch.where(is_behind[:, None, None], -torch.inf, 0.0)
         # past its end, a sequence reads its own last key: masked values are still multiplied by
@@ -123,12 +121,15 @@ def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float) -> Tensor
     """Computes attention.paged_attention. Keys and values are never repeated per query head."""
     layout = batch.layout
     assert isinstance(layout, Layout), "batch.layout must be a Layout of this batch"
-    all_rows = [part.flatten(0, 2) for part in batch.kv_cache.layers[layer]]
+    cache = batch.kv_cache
+    all_rows = [part.flatten(0, 2) for part in cache.layers[layer]]
     out = torch.empty_like(q)
     for tokens, places, mask, attend in layout.parts:
         flat = places.flatten()
-        gathered = [rows.index_select(0, flat) for rows in all_rows]
-        k, v = (restored(rows, q.dtype).view(*places.shape, -1) for rows in gathered)
+        k, v = (
+            cache.restored(rows.index_select(0, flat), q.dtype).view(*places.shape, -1)
+            for rows in all_rows
+        )
         out[tokens] = attend(q[tokens], k, v, mask, scale)
     return out
 

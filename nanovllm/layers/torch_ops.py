@@ -10,7 +10,6 @@ from nanovllm.layers.ops import Norm
 from nanovllm.layers.torch_attention import Layout
 from nanovllm.layers.torch_attention import paged_attention as paged_attention
 from nanovllm.layers.torch_sampler import sample as sample  # two of the functions of Ops
-from nanovllm.quantization.kv_cache import stored
 
 CAN_BE_RECORDED = False  # attention reads lengths on the CPU
 IS_COMPILED = False
@@ -19,7 +18,7 @@ layout = Layout
 
 def store_kv(k: Tensor, v: Tensor, batch: Batch, layer: int) -> None:
     for part, numbers in zip(batch.kv_cache.layers[layer], (k, v)):
-        rows = stored(numbers, part.dtype)
+        rows = batch.kv_cache.stored(numbers, part.dtype)
         part.flatten(0, 1).index_copy_(0, batch.slot_mapping, rows)
 
 

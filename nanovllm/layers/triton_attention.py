@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import KVCache
-from nanovllm.quantization.triton_kernels import scales_of, store_int8
+from nanovllm.layers.triton_int8 import scales_of, store_int8
 
 PART = 256  # tokens of a context that are worth a program of their own
 MAX_SPLITS = 32

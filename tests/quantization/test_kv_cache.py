@@ -13,15 +13,13 @@ from checkpoints import new_model, save
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.checks.blocks import check_blocks
 from nanovllm.layers import attention, torch_ops
-from nanovllm.layers.kv_cache import CacheShape, KVCache
-from nanovllm.quantization.kv_cache import restored, stored
+from nanovllm.layers.kv_cache import CacheShape
+from nanovllm.quantization.kv_cache import Int8Cache
 from tutorials.machine import interpreter_problem
 from tutorials.measure.batches import random_batch
 
 PROBLEM = interpreter_problem()
-TRITON = pytest.param(
-    "triton", marks=pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
-)
+TRITON = pytest.param("triton", marks=pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM)))
 BACKENDS = ["torch", "numba", TRITON]
 MIXTURE = [(1, 9), (1, 70), (1, 1), (5, 5), (3, 20), (17, 40)]
 not_finite = pytest.mark.filterwarnings("ignore:overflow|invalid:RuntimeWarning")
@@ -35,7 +33,7 @@ def int8_batch(sequences, kv_heads, head_dim, **kwargs):
     """A batch, of whose slots those that no sequence owns are NaN; the same in floats; and new keys and values."""
     batch, keys = random_batch(sequences, kv_heads, head_dim, num_blocks=200, **kwargs)
     parts = [kv[:, 1, -length:] for kv, (length, _) in zip(keys, sequences)]
-    quantized = replace(batch, kv_cache=KVCache(stored(batch.kv_cache.tensor, torch.int8)))
+    quantized = replace(batch, kv_cache=Int8Cache(Int8Cache.stored(batch.kv_cache.tensor)))
     return quantized, batch, torch.cat(parts, dim=1)
 
 
@@ -47,13 +45,12 @@ def test_a_row_is_nearly_what_was_stored():
     numbers = torch.randn(40, 2, 12) * torch.logspace(-20, 20, 40)[:, None, None]
     numbers[0] = 0
     numbers[1, 0, 2], numbers[2, 1, 3] = torch.nan, -torch.inf
-    found = restored(stored(numbers, torch.int8))
+    found = Int8Cache.restored(Int8Cache.stored(numbers))
     is_finite = found.isfinite()
     assert is_finite.all(-1).equal(is_finite.any(-1)) and (~is_finite.all(-1)).sum() == 2
     assert not is_finite[1, 0].any() and not is_finite[2, 1].any() and not found[0].any()
     error = (found - numbers).abs() / numbers.abs().amax(-1, True).clamp(min=1e-30)
     assert error[is_finite].max() < 0.5001 / 127
-    assert stored(numbers, torch.float32) is numbers and restored(numbers) is numbers
 
 
 @not_finite
@@ -70,10 +67,10 @@ def test_a_kernel_stores_the_same_bits(backend, dtype, head_dim):
     slots, caches = torch.randperm(36)[:30], []
     for ops in (torch_ops, ops_of(backend)):
         tensor = torch.full((2, 2, 9, 4, 3, head_dim + 4), 77, dtype=torch.int8)
-        caches.append(KVCache(tensor))
+        caches.append(Int8Cache(tensor))
         batch = replace(random_batch([(1, 1)], 1, 4)[0], kv_cache=caches[-1], slot_mapping=slots)
         ops.store_kv(*parts, batch, 1)
-    expected, found = (restored(cache.tensor) for cache in caches)
+    expected, found = (Int8Cache.restored(cache.tensor) for cache in caches)
     assert expected.isfinite().equal(found.isfinite()) and not found.isfinite().all()
     is_row = found.isfinite().all(-1)
     assert torch.equal(caches[0].tensor[is_row], caches[1].tensor[is_row])
@@ -109,8 +106,8 @@ def test_small_values_in_16_bits(backend, dtype, bound):
         pytest.skip("see choose_ops")
     batch, _, new = int8_batch([(1, 400), (20, 90)], 1, 32)
     new[1] *= 1e-3
-    keys, values = batch.kv_cache.tensor
-    values.copy_(stored(restored(values) * 1e-3, torch.int8))
+    _, values = batch.kv_cache.tensor
+    values.copy_(Int8Cache.stored(Int8Cache.restored(values) * 1e-3))
     ops = ops_of(backend)
     ops.store_kv(*new.to(dtype), batch, 1)
     batch.layout = ops.layout(batch)
@@ -206,5 +203,7 @@ def test_what_is_not_possible_is_refused(tmp_path):
     with pytest.raises(ValueError, match=f"kv_cache_dtype='int8' is not allowed: {allowed}"):
         LLM(kv_cache_dtype="int8", attention_backend="vattention")
     odd = save(new_model("qwen3", head_dim=18), tmp_path)
-    with pytest.raises(ValueError, match="'int8' is not allowed: head_dim is 18, and must be a mul"):
+    with pytest.raises(
+        ValueError, match="'int8' is not allowed: head_dim is 18, and must be a mul"
+    ):
         LLM(odd, kv_cache_dtype="int8", num_blocks=9)

@@ -24,11 +24,10 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from nanovllm.layers import triton_attention, triton_ops
+from nanovllm.layers import triton_attention, triton_int8, triton_ops
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import KVCache
 from nanovllm.layers.sampler import Sampling
-from nanovllm.quantization import triton_kernels
 
 KV_HEADS = 8
 HIDDEN = 1024
@@ -86,7 +85,7 @@ def launches_of(head_dim: int, group: int, dtype: torch.dtype, is_whole: bool) -
     half = partial(empty, dtype=dtype)
     launches: list[Launch] = []
     with ExitStack() as stack:
-        for module in (triton_attention, triton_ops, triton_kernels):
+        for module in (triton_attention, triton_ops, triton_int8):
             for name, kernel in [*vars(module).items()]:
                 if name.endswith("_kernel"):
                     noted = Noted(kernel, launches)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-PACKAGE = Path(__file__).parents[2] / "nanovllm"
+LAYERS = Path(__file__).parents[2] / "nanovllm" / "layers"
 OTHER = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt}
 STRIDES = "heads num_splits q_stride k_stride v_stride stride row_stride num_blocks".split()
 LIMIT = 240  # seconds
@@ -68,7 +68,7 @@ def is_noticed(command: list[str]) -> bool:
 
 
 def main(command: list[str]) -> None:
-    for file in sorted(PACKAGE.glob("*/triton_*.py")):
+    for file in sorted(LAYERS.glob("triton_*.py")):
         source = file.read_text(encoding="utf-8")
         try:
             for what, changed in mutants(source):

@@ -1,4 +1,4 @@
-"""kv_cache.stored in Triton, and what attention reads of its rows."""
+"""quantization/kv_cache.py in Triton, and what attention reads of its rows."""
 
 import triton
 import triton.language as tl

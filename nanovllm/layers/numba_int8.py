@@ -1,4 +1,4 @@
-"""kv_cache.stored in compiled Python."""
+"""quantization/kv_cache.py in compiled Python."""
 
 import numpy as np
 from numba import njit
@@ -34,7 +34,6 @@ def store_int8_kernel(k_cache, v_cache, k, v, slots, begin, end):
     head_dim + 4] int8.
     """
     block_size, num_kv_heads, _ = k_cache.shape[1:]
-    head_dim = k.shape[2]
     k_scales = k_cache.view(np.float32)[..., -1]
     v_scales = v_cache.view(np.float32)[..., -1]
     for t in range(begin, end):
