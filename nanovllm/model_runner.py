@@ -215,7 +215,7 @@ class ModelRunner:
         end_of = {item.seq: end for item, end in zip(items, ends.tolist())}
         rows = []
         for seq, last in schedule.sampled.items():
-            num_behind = len(last) - len(seq)  # draft tokens
+            num_behind = len(last.token_ids) - len(seq.token_ids)  # draft tokens
             rows.append(end_of[last] - 1 - num_behind)
         sampled_rows = integers(rows)
         if schedule.scored:
