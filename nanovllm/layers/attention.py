@@ -29,9 +29,8 @@ def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float) -> Tensor
         index = first_blocks[b] + position // block_size
         block_ids = batch.block_tables[index].long()
         offset = position % block_size
-        k = cache.restored(
-            keys[block_ids, offset], torch.float32
-        )  # [context, num_kv_heads, head_dim]
+        # [context, num_kv_heads, head_dim]
+        k = cache.restored(keys[block_ids, offset], torch.float32)
         v = cache.restored(values[block_ids, offset], torch.float32)
         k = k.repeat_interleave(group, dim=1)  # [context, num_heads, head_dim]
         v = v.repeat_interleave(group, dim=1)
