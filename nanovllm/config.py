@@ -74,6 +74,12 @@ class Config(Options):
     kv_cache_gib: float = 1.0
     """Size of the KV cache on a CPU, in GiB."""
 
+    kv_cache_dtype: Literal["auto", "int8"] = "auto"
+    """How keys and values are stored. "auto" is the model's dtype. "int8" takes about half the
+    memory of 16 bits: integers, with a scale for each token and KV head. Where two batches round
+    differently in the last bit of float32, an integer may change by one: so tokens that are nearly
+    as likely change places a little more often than with "auto"."""
+
     enable_prefix_caching: bool = True
     """Whether to keep full blocks after use and reuse them for requests with the same prefix."""
 
@@ -157,6 +163,8 @@ class Config(Options):
 
     def __post_init__(self):
         super().__post_init__()
+        is_allowed = self.attention_backend != "vattention" or self.kv_cache_dtype == "auto"
+        self.require("kv_cache_dtype", is_allowed, "'auto' with attention_backend='vattention'")
         self.model = str(self.model)
         self.device = str(self.device)
 

@@ -26,6 +26,7 @@ from nanovllm.layers.kv_cache import CacheShape
 from nanovllm.layers.sampler import top_logprobs
 from nanovllm.loader import load_model
 from nanovllm.models.qwen import Qwen, head_dim_of
+from nanovllm.quantization.kv_cache import choose_shape
 from nanovllm.quantization.layers import choose_product
 from nanovllm.schedule import Drawn, Schedule
 from nanovllm.sequence import TokenLogprobs
@@ -70,7 +71,7 @@ class ModelRunner:
         self.weights_per_layer = sum(w.numel() for w in self.model.model.layers[0].parameters())
         heads = (self.model.num_kv_heads, head_dim_of(hf_config))
         shape = CacheShape(hf_config.num_hidden_layers, config.block_size, *heads, self.dtype)
-        self.shape = choose_cache(config, limits, device, shape)
+        self.shape = choose_cache(config, limits, device, choose_shape(config, shape))
         self.has_graphs = self.ops.CAN_BE_RECORDED and not config.enforce_eager
         self.graphs: StepGraphs | None = None
         self.host_cache: HostCache | None = None
@@ -211,10 +212,12 @@ class ModelRunner:
         sampling = None
         if not all(seq.request.is_greedy for seq in schedule.sampled):
             sampling = sampling_of(schedule.sampled, self.vocab_size)
-        end_of = dict(zip([seq for seq, _, _ in items], ends.tolist()))
-        pairs = schedule.sampled.items()
-        behind = [len(last.token_ids) - len(seq.token_ids) for seq, last in pairs]  # draft tokens
-        sampled_rows = integers([end_of[last] - 1 - n for (_, last), n in zip(pairs, behind)])
+        end_of = {item.seq: end for item, end in zip(items, ends.tolist())}
+        rows = []
+        for seq, last in schedule.sampled.items():
+            num_behind = len(last.token_ids) - len(seq.token_ids)  # draft tokens
+            rows.append(end_of[last] - 1 - num_behind)
+        sampled_rows = integers(rows)
         if schedule.scored:
             sampled_rows = torch.cat([sampled_rows, rows_to_score(schedule.scored, end_of)])
         return StepInputs(
@@ -271,9 +274,9 @@ class ModelRunner:
                 highest = logits.amax(-1)
                 token_ids = self.ops.sample(adjusted_logits(logits, seqs), inputs.sampling)
             results = [token_ids.where(highest.isfinite(), NO_TOKEN)]
-            max_wanted = max((k for k in wanted if k is not None), default=None)
-            if max_wanted is not None:
-                values, ids = top_logprobs(logits, token_ids, min(max_wanted, self.vocab_size))
+            counts = [k for k in wanted if k is not None]
+            if counts:
+                values, ids = top_logprobs(logits, token_ids, min(max(counts), self.vocab_size))
                 results += [ids, values]
         scores = None
         if schedule.scored:

@@ -15,9 +15,10 @@ def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float) -> Tensor
     Returns the same shape and dtype; the sums are in fp32. Query head h reads KV head
     h // (num_heads / num_kv_heads). Slots behind a context may hold NaN.
     """
-    keys, values = batch.kv_cache.layers[layer]
-    block_size = batch.kv_cache.block_size
-    group = q.shape[1] // batch.kv_cache.num_kv_heads  # query heads that read the same KV head
+    cache = batch.kv_cache
+    keys, values = cache.layers[layer]
+    block_size = cache.block_size
+    group = q.shape[1] // cache.num_kv_heads  # query heads that read the same KV head
     starts = batch.cu_seqlens_q.tolist()
     first_blocks = batch.cu_blocks.tolist()
     out = torch.zeros_like(q)
@@ -28,8 +29,9 @@ def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float) -> Tensor
         index = first_blocks[b] + position // block_size
         block_ids = batch.block_tables[index].long()
         offset = position % block_size
-        k = keys[block_ids, offset].float()  # [context, num_kv_heads, head_dim]
-        v = values[block_ids, offset].float()
+        # [context, num_kv_heads, head_dim]
+        k = cache.restored(keys[block_ids, offset], torch.float32)
+        v = cache.restored(values[block_ids, offset], torch.float32)
         k = k.repeat_interleave(group, dim=1)  # [context, num_heads, head_dim]
         v = v.repeat_interleave(group, dim=1)
         queries = q[tokens].float()

@@ -1,6 +1,7 @@
 """KVCache: the keys and values of all tokens in all layers, in blocks."""
 
 import mmap
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -40,7 +41,14 @@ class KVCache:
 
     tensor: keys, then values [2, num_layers, num_blocks, block_size, num_kv_heads, head_dim]
     layers: of each, keys and values [num_blocks, block_size, num_kv_heads, head_dim]
+
+    stored(numbers, dtype): keys or values as the cache keeps them, in its dtype. restored(rows,
+    dtype): the numbers of what was read from it, in the model's dtype. Keys and values in 8 bits
+    have a class of their own: see quantization/kv_cache.py.
     """
+
+    stored: Callable[..., Tensor] = staticmethod(Tensor.to)
+    restored: Callable[..., Tensor] = staticmethod(Tensor.to)
 
     def __init__(self, tensor: Tensor):
         self.tensor = tensor

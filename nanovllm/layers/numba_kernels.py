@@ -163,17 +163,22 @@ def exp(x):
 # --- kernels ---
 
 
+@inlined
+def rescale(numbers, scales, block, kv_head, first, last):
+    """Multiplies a tile's scores, or weights, by the scales of its keys, or values."""
+    for i in range(KEYS):
+        numbers[i] *= scales[block, min(first + i, last), kv_head]
+
+
 @kernel
 def store_kv_kernel(k_cache, v_cache, k, v, slots, begin, end):
     """Program t copies the key and value of token t into its slot."""
-    block_size, num_kv_heads, head_dim = k_cache.shape[1:]
+    block_size = k_cache.shape[1]
     for t in range(begin, end):
         block = slots[t] // block_size
         offset = slots[t] % block_size
-        for head in range(num_kv_heads):
-            for i in range(head_dim):
-                k_cache[block, offset, head, i] = k[t, head, i]
-                v_cache[block, offset, head, i] = v[t, head, i]
+        k_cache[block, offset] = k[t]
+        v_cache[block, offset] = v[t]
 
 
 @cache
@@ -185,14 +190,15 @@ def decode_kernel(HEAD_DIM: int, GROUP: int) -> Callable:
     programs from `begin` to `end`. A program has `heads` KV heads of one sequence: those of program
     p begin at p % parts * heads in sequence p // parts, with parts = num_kv_heads / heads. Softmax
     is online, so scores of any size are right. Numbers may have 16 bits: read them with as_float32,
-    write the sums once, with rounded. Slots behind a context may hold NaN.
+    write the sums once, with rounded. Slots behind a context may hold NaN. Rows of int8 have four
+    bytes more, which are their scale: see quantization/kv_cache.py.
     """
 
     @kernel
     def decode(
         out,  # [B, num_heads, HEAD_DIM], and so is q
         q,
-        keys,  # [num_blocks, block_size, num_kv_heads, HEAD_DIM], and so are values
+        keys,  # [num_blocks, block_size, num_kv_heads, row_size], and so are values
         values,
         context_lens,
         cu_blocks,
@@ -203,7 +209,9 @@ def decode_kernel(HEAD_DIM: int, GROUP: int) -> Callable:
         end,
     ):
         """Program (sequence, KV heads): the last token of a sequence over its whole context."""
-        block_size, num_kv_heads, _ = keys.shape[1:]
+        block_size, num_kv_heads, row_size = keys.shape[1:]
+        key_scales = keys.view(np.float32)[..., -1]  # only int8 has them
+        value_scales = values.view(np.float32)[..., -1]
         parts = num_kv_heads // heads
         num_rows = heads * GROUP
         result = np.empty((num_rows, HEAD_DIM), np.float32)
@@ -242,6 +250,8 @@ def decode_kernel(HEAD_DIM: int, GROUP: int) -> Callable:
                             scores[i + 1] = s1
                             scores[i + 2] = s2
                             scores[i + 3] = s3
+                        if row_size > HEAD_DIM:
+                            rescale(scores, key_scales, block, kv_head, first, last)
                         new_maximum = maximum[row]
                         for i in range(KEYS):
                             score = scores[i] * scale if first + i <= last else MINUS_INFINITY
@@ -257,6 +267,8 @@ def decode_kernel(HEAD_DIM: int, GROUP: int) -> Callable:
                             scores[i] = weight
                             weights += weight
                         total[row] = total[row] * shrink + weights
+                        if row_size > HEAD_DIM:
+                            rescale(scores, value_scales, block, kv_head, first, last)
                         for d in range(HEAD_DIM):
                             result[row, d] *= shrink
                         for i in range(0, KEYS, 4):
@@ -322,9 +334,7 @@ def norm_and_rotate_kernel(q, k, v, qkv, q_weight, k_weight, cos_sin, eps, has_n
                 second = numbers[half + i] * cos + numbers[i] * sin
                 rotated[i] = rounded(first, rotated[i])
                 rotated[half + i] = rounded(second, rotated[i])
-        for head in range(num_kv_heads):
-            for i in range(head_dim):
-                v[t, head, i] = qkv[t, num_heads + num_kv_heads + head, i]
+        v[t] = qkv[t, num_heads + num_kv_heads :]
 
 
 @kernel

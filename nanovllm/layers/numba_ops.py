@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from nanovllm.layers import torch_attention, torch_ops
 from nanovllm.layers.batch import Batch
+from nanovllm.layers.numba_int8 import store_int8_kernel
 from nanovllm.layers.numba_kernels import (
     add_and_norm_kernel,
     decode_kernel,
@@ -85,7 +86,10 @@ def run(kernel: Callable, arguments: tuple, num_programs: int, work: int) -> Non
 
 def store_kv(k: Tensor, v: Tensor, batch: Batch, layer: int) -> None:
     keys, values = map(array, batch.kv_cache.layers[layer])
-    run(store_kv_kernel, (keys, values, array(k), array(v), batch.slot_mapping.numpy()), len(k), 0)
+    is_int8 = keys.dtype == np.int8
+    kernel = store_int8_kernel if is_int8 else store_kv_kernel
+    numbers = (array(part.float() if is_int8 else part) for part in (k, v))
+    run(kernel, (keys, values, *numbers, batch.slot_mapping.numpy()), len(k), 0)
 
 
 def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float) -> Tensor:
@@ -99,11 +103,11 @@ def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float) -> Tensor
     if num_decodes:
         # the KV heads of a sequence lie side by side: apart only if threads would have no work
         heads = num_kv_heads if num_decodes >= torch.get_num_threads() else 1
-        rows = (array(out[:num_decodes]), array(q[:num_decodes]))
-        cache = map(array, batch.kv_cache.layers[layer])
+        rows = (out[:num_decodes], q[:num_decodes])
+        arrays = map(array, (*rows, *batch.kv_cache.layers[layer]))
         run(
             decode_kernel(head_dim, num_heads // num_kv_heads),
-            (*rows, *cache, *layout.arrays, np.float32(scale), heads),
+            (*arrays, *layout.arrays, np.float32(scale), heads),
             num_decodes * num_kv_heads // heads,
             2 * layout.num_keys * num_heads * head_dim,
         )
@@ -112,9 +116,8 @@ def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float) -> Tensor
 
 def add_and_norm(residual: Tensor, x: Tensor, norm: nn.RMSNorm) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(x)
-    eps = np.float32(norm.eps)
-    arrays = (array(out), array(residual), array(x), array(norm.weight), eps)
-    run(add_and_norm_kernel, arrays, len(x), x.numel())
+    arrays = map(array, (out, residual, x, norm.weight))
+    run(add_and_norm_kernel, (*arrays, np.float32(norm.eps)), len(x), x.numel())
     return residual, out
 
 

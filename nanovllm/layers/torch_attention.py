@@ -80,10 +80,8 @@ class Layout:
         longest = max(self.contexts[b] for b in seqs)
         position = torch.arange(longest, device=device)
         last = batch.context_lens[seqs].unsqueeze(1) - 1
-        cache = batch.kv_cache
-        mask = cache.tensor.new_zeros(len(seqs), cache.num_kv_heads, 1, longest)
         is_behind = position > last
-        mask.masked_fill_(is_behind[:, None, None], -torch.inf)
+        mask = torch.where(is_behind[:, None, None], -torch.inf, 0.0)
         # past its end, a sequence reads its own last key: masked values are still multiplied by
         # zero, so a NaN left in another slot would spread
         places = self.places_of(batch, seqs, position.minimum(last))
@@ -123,40 +121,37 @@ def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float) -> Tensor
     """Computes attention.paged_attention. Keys and values are never repeated per query head."""
     layout = batch.layout
     assert isinstance(layout, Layout), "batch.layout must be a Layout of this batch"
-    keys, values = batch.kv_cache.layers[layer]
-    all_keys = keys.flatten(0, 2)
-    all_values = values.flatten(0, 2)
+    cache = batch.kv_cache
+    all_rows = [part.flatten(0, 2) for part in cache.layers[layer]]
     out = torch.empty_like(q)
     for tokens, places, mask, attend in layout.parts:
         flat = places.flatten()
-        k = all_keys.index_select(0, flat).view(*places.shape, -1)
-        v = all_values.index_select(0, flat).view(*places.shape, -1)
+        k, v = (
+            cache.restored(rows.index_select(0, flat), q.dtype).view(*places.shape, -1)
+            for rows in all_rows
+        )
         out[tokens] = attend(q[tokens], k, v, mask, scale)
     return out
 
 
-def attend_group(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def attend_group(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
     """The query heads of a KV head are the rows of one small matrix.
 
     q [sequences, num_heads, head_dim], k and v [sequences, num_kv_heads, keys, head_dim].
     """
     grouped = q.unflatten(1, (k.shape[1], -1))
-    if mask is None or q.dtype != torch.float32 or not k.is_contiguous():
+    if q.dtype != torch.float32 or not k.is_contiguous():
         out = F.scaled_dot_product_attention(
             grouped,
             k,
             v,
-            attn_mask=mask,
+            attn_mask=mask.to(q.dtype),
             scale=scale,
         )
         return out.reshape(q.shape)
     # half the time for one query; in half precision, a product would round the scores
-    queries = grouped.flatten(0, 1)
-    keys = k.flatten(0, 1)
-    values = v.flatten(0, 1)
-    masks = mask.flatten(0, 1)
-    scores = torch.baddbmm(masks, queries, keys.mT, alpha=scale)
-    return (scores.softmax(-1) @ values).view(q.shape)
+    scores = grouped @ k.mT * scale + mask
+    return (scores.softmax(-1) @ v).view(q.shape)
 
 
 def attend_chunk(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:

@@ -17,10 +17,9 @@ layout = Layout
 
 
 def store_kv(k: Tensor, v: Tensor, batch: Batch, layer: int) -> None:
-    keys, values = batch.kv_cache.layers[layer]
-    slots = batch.slot_mapping
-    keys.flatten(0, 1).index_copy_(0, slots, k)
-    values.flatten(0, 1).index_copy_(0, slots, v)
+    for part, numbers in zip(batch.kv_cache.layers[layer], (k, v)):
+        rows = batch.kv_cache.stored(numbers, part.dtype)
+        part.flatten(0, 1).index_copy_(0, batch.slot_mapping, rows)
 
 
 def copy_blocks(kv_cache: KVCache, copies: list[tuple[int, int]]) -> None:

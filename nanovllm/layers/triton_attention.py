@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import KVCache
+from nanovllm.layers.triton_int8 import scales_of, store_int8
 
 PART = 256  # tokens of a context that are worth a program of their own
 MAX_SPLITS = 32
@@ -97,13 +98,14 @@ def attention_kernel(
     scale, q_stride, first_seq, num_seqs, num_splits,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr,
-    PART: tl.constexpr, IS_SPLIT: tl.constexpr,
+    PART: tl.constexpr, IS_SPLIT: tl.constexpr, KV_DIM: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, kv_head, split): TOKENS tokens x query heads, over one part of the context.
 
     For `num_seqs` sequences, starting with `first_seq`. A part has at least PART tokens.
 
-    ROWS >= TOKENS * HEADS / KV_HEADS and DIM >= HEAD_DIM are padded to powers of two. With
+    ROWS >= TOKENS * HEADS / KV_HEADS and DIM >= HEAD_DIM are padded to powers of two. A key in the
+    cache has KV_DIM numbers: HEAD_DIM, and with int8 the four bytes of its scale behind them. With
     IS_SPLIT, the result is not normalized: `out` is [T, HEADS, num_splits, HEAD_DIM] fp32, and
     `maxima` and `sums` are those of each part.
     """
@@ -149,13 +151,15 @@ def attention_kernel(
             at = begin + key
             is_key = at < visible
             slot = block.to(tl.int64) * BLOCK_SIZE + at % BLOCK_SIZE
-            kv_at = (slot * KV_HEADS + kv_head) * HEAD_DIM
+            kv_at = (slot * KV_HEADS + kv_head) * KV_DIM
             after = at + KEYS
             block = tl.load(table + after // BLOCK_SIZE, mask=after < end_key, other=0)
 
             k_at = k_cache + kv_at[None, :] + dim[:, None]
             keys = tl.load(k_at, mask=is_key & is_dim[:, None], other=0.0)
-            scores = tl.dot(queries, keys, input_precision="ieee") * scale
+            scores = tl.dot(queries, keys.to(queries.dtype), input_precision="ieee") * scale
+            if KV_DIM > HEAD_DIM:
+                scores *= scales_of(k_cache + kv_at, is_key, HEAD_DIM)
             is_visible = at[None, :] <= position[:, None]
             scores = tl.where(is_visible, scores, float("-inf"))
 
@@ -168,7 +172,10 @@ def attention_kernel(
             v_at = v_cache + kv_at[:, None] + dim
             values = tl.load(v_at, mask=is_key[:, None] & is_dim, other=0.0)
             result = result * shrink[:, None]
-            result += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+            if KV_DIM > HEAD_DIM:
+                values *= scales_of(v_cache + kv_at, is_key, HEAD_DIM)[:, None]
+            weights = weights.to(queries.dtype)
+            result += tl.dot(weights, values.to(queries.dtype), input_precision="ieee")
 
         row_at = (index * HEADS + head) * num_splits + split
         if IS_SPLIT:
@@ -215,6 +222,8 @@ def combine_kernel(
 def store_kv(k: Tensor, v: Tensor, batch: Batch, layer: int) -> None:
     """Stores keys and values. A slot of -1 is not written."""
     keys, values = batch.kv_cache.layers[layer]
+    if keys.dtype == torch.int8:
+        return store_int8(k, v, keys, values, batch.slot_mapping)
     width = k.shape[1] * k.shape[2]
     padded = triton.next_power_of_2(width)
     store_kv_kernel[(len(k),)](
@@ -327,6 +336,7 @@ def launch(
         batch.cu_seqlens_q, batch.context_lens, batch.cu_blocks, batch.block_tables,
         scale * LOG2_E, q.stride(0), first_seq, num_seqs, splits,
         heads, cache.num_kv_heads, head_dim, cache.block_size,
-        tile.tokens, tile.rows, tile.keys, dim, PART, splits > 1,
-        num_warps=tile.warps, num_stages=tile.stages,
+        tile.tokens, tile.rows, tile.keys, dim, PART, splits > 1, cache.head_dim,
+        # with 4 warps, the numbers made of int8 would not fit into the registers
+        num_warps=8 if cache.head_dim > head_dim else tile.warps, num_stages=tile.stages,
     )  # fmt: skip

@@ -45,10 +45,11 @@ def in_8_bits(weight: Tensor) -> Groups:
     return Groups(codes.unsqueeze(1), scales, None)
 
 
-def in_4_bits(weight: Tensor) -> Groups:
+def in_4_bits(weight: Tensor, group: int | None = None) -> Groups:
     """Quantizes a weight [out, in]: the numbers of a group, from the smallest to the largest,
-    become 0 to 15. One of them stands for 0. 32 must divide a row."""
-    group = next(size for size in SIZES if weight.shape[1] % size == 0)
+    become 0 to 15. One of them stands for 0. `group` must divide a row; by default, it is the
+    first of SIZES that does."""
+    group = group or next(size for size in SIZES if weight.shape[1] % size == 0)
     numbers = weight.unflatten(1, (-1, group)).float()
     smallest, largest = numbers.aminmax(dim=-1, keepdim=True)
     smallest.clamp_(max=0)

@@ -230,6 +230,7 @@ print(json.dumps([compile_kernels.all_resources({capability}), odd]))
     kernels, odd = json.loads(done.stdout)
     assert odd == []
     attention = {"decode", "prefill", "combine", "store_kv", "copy_blocks"}
+    attention |= {"decode_int8", "prefill_int8", "store_int8"}
     others = {"add_and_norm", "norm_and_rotate", "silu_and_mul", "cutoff", "sample"}
     products = {"product_4_bits", "product_8_bits"}
     assert kernels.keys() == attention | others | products

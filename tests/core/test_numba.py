@@ -253,7 +253,7 @@ def test_nothing_is_compiled_after_the_start():
     llm = LLM(num_blocks=60, block_size=4, max_num_batched_tokens=24, max_num_seqs=8)
     kernels = [value for value in vars(numba_ops).values() if hasattr(value, "signatures")]
     kernels.append(numba_kernels.decode_kernel(32, 3))
-    assert llm.runner.ops is numba_ops and len(kernels) == 5
+    assert llm.runner.ops is numba_ops and len(kernels) == 6
     before = [[*kernel.signatures] for kernel in kernels]
     params = [SamplingParams(n=n, max_tokens=9, seed=n) for n in (1, 3)]
     for prompts in (["7"], PROMPTS[:2], PROMPTS):

@@ -112,6 +112,7 @@ LIMITS = {  # lines and tokens, with 3 % of air
     "replicas": (305, 2_540),
 }
 PARTS = {  # of a folder
+    "quantization": ("layers/numba_int8.py", "layers/triton_int8.py"),
     "kernels": ("checks/kernels.py",),
     "drafts": ("decoding/drafts.py",),
     "first light": ("device/first_light.py",),

@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from nanovllm.layers import triton_attention, triton_ops
+from nanovllm.layers import triton_attention, triton_int8, triton_ops
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import KVCache
 from nanovllm.layers.sampler import Sampling
@@ -77,6 +77,7 @@ class Noted:
             name = "decode" if constants["TOKENS"] == 1 else "prefill"
         if name == "product":
             name += f"_{constants['BITS']}_bits"
+            name += "_int8" * (constants["k_cache"].dtype == torch.int8)
         self.launches.append(Launch(name, self.kernel, args, options))
 
 
@@ -85,22 +86,24 @@ def launches_of(head_dim: int, group: int, dtype: torch.dtype, is_whole: bool) -
     half = partial(empty, dtype=dtype)
     launches: list[Launch] = []
     with ExitStack() as stack:
-        for module in (triton_attention, triton_ops, triton_product):
+        for module in (triton_attention, triton_ops, triton_int8, triton_product):
             for name, kernel in [*vars(module).items()]:
                 if name.endswith("_kernel"):
                     noted = Noted(kernel, launches)
                     stack.enter_context(mock.patch.object(module, name, noted))
-        launch_attention(head_dim, group, half)
+        launch_attention(head_dim, group, half, half, head_dim)
         if is_whole:
+            codes = partial(empty, dtype=torch.int8)
+            launch_attention(head_dim, group, half, codes, head_dim + 4)
             launch_layers(head_dim, group, half)
             launch_products(half)
     return launches
 
 
-def launch_attention(head_dim: int, group: int, half: Any) -> None:
-    """For 32 decodes, whose contexts are cut into parts, and for a chunk behind them."""
+def launch_attention(head_dim: int, group: int, half: Any, of_cache: Any, size: int) -> None:
+    """For 32 decodes, whose contexts are cut into parts, and for a chunk behind them. A key in the cache has `size` numbers."""
     batch = Batch(
-        kv_cache=KVCache(half(2, 1, 100, 16, KV_HEADS, head_dim)),
+        kv_cache=KVCache(of_cache(2, 1, 100, 16, KV_HEADS, size)),
         slot_mapping=longs(96),
         cu_seqlens_q=ints(34),
         context_lens=ints(33),

@@ -1,0 +1,44 @@
+"""quantization/kv_cache.py in compiled Python."""
+
+import numpy as np
+from numba import njit
+
+from nanovllm.layers.numba_kernels import kernel
+
+STEP = np.float32(1 / 127)
+SMALLEST_SCALE = np.float32(1e-30)
+ZERO = np.float32(0)
+ONE = np.float32(1)
+
+
+@njit(inline="always")
+def store_row(row, numbers):
+    """Stores the numbers as codes, and returns their scale."""
+    largest = ZERO
+    zero = ZERO  # NaN, if a number is not finite
+    for x in numbers:
+        largest = max(largest, abs(x))
+        zero += x * ZERO
+    scale = max(largest * STEP, SMALLEST_SCALE) + zero
+    inverse = ONE / scale
+    for i in range(len(numbers)):
+        row[i] = np.int8(np.rint(numbers[i] * inverse) if zero == ZERO else ZERO)
+    return scale
+
+
+@kernel
+def store_int8_kernel(k_cache, v_cache, k, v, slots, begin, end):
+    """Program t stores the key and value of token t in its slot: fp32 in 8 bits, with scales.
+
+    k and v [T, num_kv_heads, head_dim], the caches [num_blocks, block_size, num_kv_heads,
+    head_dim + 4] int8.
+    """
+    block_size, num_kv_heads, _ = k_cache.shape[1:]
+    k_scales = k_cache.view(np.float32)[..., -1]
+    v_scales = v_cache.view(np.float32)[..., -1]
+    for t in range(begin, end):
+        block = slots[t] // block_size
+        offset = slots[t] % block_size
+        for head in range(num_kv_heads):
+            k_scales[block, offset, head] = store_row(k_cache[block, offset, head], k[t, head])
+            v_scales[block, offset, head] = store_row(v_cache[block, offset, head], v[t, head])
