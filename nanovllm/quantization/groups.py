@@ -51,9 +51,8 @@ def in_4_bits(weight: Tensor, group: int | None = None) -> Groups:
     first of SIZES that does."""
     group = group or next(size for size in SIZES if weight.shape[1] % size == 0)
     numbers = weight.unflatten(1, (-1, group)).float()
-    smallest, largest = numbers.aminmax(dim=-1, keepdim=True)
-    smallest.clamp_(max=0)
-    largest.clamp_(min=0)
+    smallest = numbers.amin(-1, True).clamp_(max=0)
+    largest = numbers.amax(-1, True).clamp_(min=0)
     scales = (largest - smallest) / LARGEST_CODE
     scales.clamp_(min=SMALLEST_SCALE)
     zeros = (-smallest / scales).round_()
@@ -80,18 +79,19 @@ def integers_of(weight: Groups, rows: slice) -> Tensor:
     codes = weight.codes[rows]
     if weight.zeros is None:
         return codes
-    zeros = weight.zeros[rows]
+    zeros = weight.zeros[rows].view(torch.int8)
     low = codes & LARGEST_CODE
     high = codes >> 4
-    both = torch.stack([low, high], 2).flatten(1, 2)
-    numbers = both[:, : zeros.shape[1]].view(torch.int8)
-    return numbers - zeros.view(torch.int8).unsqueeze(-1)
+    both = torch.stack([low, high], 2)
+    numbers = both.flatten(1, 2).view(torch.int8)
+    return numbers[:, : zeros.shape[1]] - zeros.unsqueeze(-1)
 
 
 def dequantized(weight: Groups) -> Tensor:
     """The weight [out, in] in fp32."""
-    numbers = integers_of(weight, slice(None)) * weight.scales.unsqueeze(-1)
-    return numbers.flatten(1)
+    numbers = integers_of(weight, slice(None))
+    scales = weight.scales.unsqueeze(-1)
+    return (numbers * scales).flatten(1)
 
 
 def plain_product(x: Tensor, weight: Groups) -> Tensor:
@@ -135,4 +135,5 @@ def has_integer_product(largest: int) -> bool:
         sums = integer_sums(rows, codes)
     except (AttributeError, RuntimeError):
         return False
-    return bool((sums == LARGEST * largest * len(rows)).all())
+    expected = LARGEST * largest * len(rows)
+    return bool((sums == expected).all())

@@ -75,9 +75,9 @@ class Noted:
         constants = dict(zip(self.kernel.arg_names, args))
         if name == "attention":
             name = "decode" if constants["TOKENS"] == 1 else "prefill"
+            name += "_int8" * (constants["k_cache"].dtype == torch.int8)
         if name == "product":
             name += f"_{constants['BITS']}_bits"
-            name += "_int8" * (constants["k_cache"].dtype == torch.int8)
         self.launches.append(Launch(name, self.kernel, args, options))
 
 

@@ -113,11 +113,12 @@ def accuracy(llm: LLM) -> float:
 
 def measured(model: str | None) -> dict:
     results = {}
+    first: list[float] = []
     for name, options in SETTINGS.items():
         llm = new_engine(model, **options)
         texts = chats(llm) if model is None else book(llm)
         logprobs = logprobs_of(llm, texts)
-        first = first if results else logprobs
+        first = first or logprobs
         results[name] = {
             "perplexity": math.exp(-fmean(logprobs)),
             "distance": fmean(abs(a - b) for a, b in zip(logprobs, first)),
@@ -132,7 +133,8 @@ def measured(model: str | None) -> dict:
 def rows(report: dict) -> str:
     """The table of chapter 21."""
     models = [*report["models"]]
-    table = [["", "right answers"] + [f"{m}: {of}" for m in models for of in ("perplexity", "distance")]]
+    header = [f"{model}: {of}" for model in models for of in ("perplexity", "distance")]
+    table = [["", "right answers", *header]]
     for name in SETTINGS:
         of_models = [report["models"][model][name] for model in models]
         cells = [name, f"{of_models[0]['right']:.1%}"]
