@@ -191,7 +191,7 @@ def gptq(tmp_path_factory) -> Path:
     return written(tmp_path_factory.mktemp("gptq"), **GPTQ).path
 
 
-def check_refused(path, words, **options) -> str:
+def check_refused(path, words, **options) -> None:
     """By one line, and before a model is allocated."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loader, "new_model", lambda *_: pytest.fail("a model"))
@@ -239,31 +239,26 @@ def test_tensors_that_are_missing(settings, kind, words, tmp_path):
     check_refused(path, f"{file} is damaged or incomplete")
 
 
-def test_codes_that_are_no_int8(tmp_path):
-    path, _ = written(tmp_path, **GPTQ | {"bits": 8})
+@pytest.mark.parametrize(
+    "bits, kind, value, words",
+    [
+        (8, "qzeros", 0x7E7E7E7E, "8 bits with zeros far from 128"),  # 127, and 255 would be 128
+        (4, "bias", 1, "unexpected tensors .*up_proj.bias.*, 1 in all"),
+    ],
+)
+def test_numbers_that_are_refused(bits, kind, value, words, tmp_path):
+    """GPTQ's tools give each layer a bias: of zeros, if the model has none."""
+    path, _ = written(tmp_path, **GPTQ | {"bits": bits})
     tensors = load_file(path / "model.safetensors")
-    tensors["model.layers.1.mlp.up_proj.qzeros"].fill_(
-        0x7E7E7E7E
-    )  # a zero of 127: 255 would be 128
+    tensors[f"model.layers.1.mlp.up_proj.{kind}"].fill_(value)
     save_file(tensors, path / "model.safetensors")
-    with pytest.raises(ValueError, match="codes of 8 bits with zeros far from 128"):
-        LLM(path, **OPTIONS)
-
-
-def test_a_bias_that_the_model_does_not_have(tmp_path):
-    """GPTQ's tools write one of zeros for each layer."""
-    path, _ = written(tmp_path, **GPTQ)
-    tensors = load_file(path / "model.safetensors")
-    tensors["model.layers.1.mlp.up_proj.bias"][3] = 1
-    save_file(tensors, path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"unexpected tensors \(1\): .*layers.1.mlp.up_proj.bias"):
+    with pytest.raises(ValueError, match=words):
         LLM(path, **OPTIONS)
 
 
 def test_a_long_list_of_tensors_is_cut_off(gptq):
     change(gptq, quantization_config=None)
-    with pytest.raises(
-        ValueError, match=r"missing tensors \(14\): .*, unexpected tensors \(70\): .*cters\)"
-    ) as error:
+    words = r"missing tensors .*cters\), 14 in all; unexpected tensors .*cters\), 70 in all"
+    with pytest.raises(ValueError, match=words) as error:
         LLM(gptq, **OPTIONS)
     assert len(str(error.value)) < 800
