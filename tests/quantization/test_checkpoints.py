@@ -50,9 +50,9 @@ def codes_of(weight, quant_method, bits, group_size, checkpoint_format="gptq", *
     """Random codes: the tensors by the end of their names, and the weight [out, in]."""
     num_out, num_in = weight.shape
     codes = torch.randint(0, 2**bits, (num_in, num_out))
-    zeros = torch.randint(0, 16, (num_in // group_size, num_out)) if bits == 4 else None
-    zeros = torch.full((num_in // group_size, num_out), 128) if zeros is None else zeros
-    scales = ((torch.rand(zeros.shape) + 0.5) * 0.6 / 2**bits).half()
+    shape = (num_in // group_size, num_out)
+    zeros = torch.randint(0, 16, shape) if bits == 4 else torch.full(shape, 128)
+    scales = ((torch.rand(shape) + 0.5) * 0.6 / 2**bits).half()
     group = torch.arange(num_in, dtype=torch.int32) // group_size
     stands_for = (codes - zeros[group.long()]) * scales[group.long()].float()
     if quant_method == "awq":
@@ -170,19 +170,15 @@ def test_fp8(is_sharded, tmp_path):
 
 # --- what is refused ---
 
-NOT_GEMV = "'awq' with version='gemv' is not supported: it must be one of"
 REFUSED = [
     ({"quant_method": "bitsandbytes"}, "by 'bitsandbytes' is not supported: gptq, awq and fp8 are"),
     (GPTQ | {"desc_act": True}, "by 'gptq' with desc_act=True is not supported"),
-    (GPTQ | {"checkpoint_format": "marlin"}, "with checkpoint_format='marlin' is not supported"),
-    (GPTQ | {"bits": 3}, r"with bits=3 is not supported: it must be one of \(4, 8\)"),
-    (
-        GPTQ | {"group_size": 96},
-        r"group_size=96 is not supported: it must be one of \(128, 64, 32\)",
-    ),
+    (GPTQ | {"checkpoint_format": "marlin"}, "by 'gptq' with .*='marlin' is not supported"),
+    (GPTQ | {"bits": 3}, r"by 'gptq' with bits=3 is not supported: it must be one of \(4, 8\)"),
+    (GPTQ | {"group_size": 96}, r"by .* group_size=96 is not supported: .* \(128, 64, 32\)"),
     (GPTQ | {"group_size": 128}, "group_size=128 is not possible .*: groups of 128 .* rows of 192"),
-    (AWQ | {"version": "gemv"}, NOT_GEMV),
-    (FP8 | {"weight_block_size": None}, "'fp8' with weight_block_size=None is not supported"),
+    (AWQ | {"version": "gemv"}, "by 'awq' with version='gemv' is not supported: it must be one of"),
+    (FP8 | {"weight_block_size": None}, "by 'fp8' with weight_block_size=None is not supported"),
 ]
 
 
@@ -203,7 +199,8 @@ def check_refused(path, words, **options) -> None:
 @pytest.mark.parametrize("settings, words", REFUSED)
 def test_settings_that_are_refused(settings, words, gptq):
     change(gptq, quantization_config=settings)
-    check_refused(gptq, words)
+    start = "config.json cannot be read: quantization " if "not supported" in words else ""
+    check_refused(gptq, start + words)
 
 
 def test_options_that_are_refused(gptq):
