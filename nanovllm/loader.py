@@ -170,9 +170,9 @@ def load_model(
                 elif not ignorable(name, config):
                     unexpected.append(name)
     if missing or unexpected:
-        missed = f"missing tensors ({len(missing)}): {shown(sorted(missing))}"
-        more = f"unexpected tensors ({len(unexpected)}): {shown(sorted(unexpected))}"
-        raise ValueError(f"{path} does not match its config.json: {missed}, {more}")
+        missed = f"missing tensors {shown(sorted(missing))}, {len(missing)} in all"
+        more = f"unexpected tensors {shown(sorted(unexpected))}, {len(unexpected)} in all"
+        raise ValueError(f"{path} does not match its config.json: {missed}; {more}")
     return model.eval()
 
 

@@ -81,10 +81,10 @@ class Shard:
             return F.pad(rows, [0, 0] * (len(shape) - 1) + [0, part.padding])
         if layer in self.columns and kind != "bias":
             part = self.columns[layer]
-            size = 1 if kind == "weight" else self.group
+            size = 1 if kind == "weight" else self.group  # whole groups have no padding
             part.check(name, shape[-1] * size)
             columns = whole[:, part.begin // size : part.end // size]
-            return F.pad(columns, [0, part.padding // size])
+            return F.pad(columns, [0, part.padding])
         if layer in self.columns and self.rank > 0:
             return torch.zeros(shape)  # a bias is added once
         return tensors.get_tensor(name)
