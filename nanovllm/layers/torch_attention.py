@@ -80,15 +80,12 @@ class Layout:
         longest = max(self.contexts[b] for b in seqs)
         position = torch.arange(longest, device=device)
         last = batch.context_lens[seqs].unsqueeze(1) - 1
-        is_behind = position > last
-        mask = torch.where(is_behind[:, None, None], -torch.inf, 0.0)
+        is_behind = (position > last)[:, None, None]
+        mask = torch.where(is_behind, -torch.inf, 0.0)
         # past its end, a sequence reads its own last key: masked values are still multiplied by
         # zero, so a NaN left in another slot would spread
         places = self.places_of(batch, seqs, position.minimum(last))
-        rows = [self.starts[b] for b in seqs]
-        tokens: slice | Tensor = slice(rows[0], rows[-1] + 1)
-        if rows != list(range(rows[0], rows[-1] + 1)):  # no neighbors: a view is not enough
-            tokens = torch.tensor(rows, device=device)
+        tokens = torch.tensor([self.starts[b] for b in seqs], device=device)
         return Part(tokens, places, mask, attend_group)
 
     def chunk(self, batch: Batch, b: int) -> Part:

@@ -42,9 +42,10 @@ class Measured:
         self.engine.run([Request(self.job.requests[0].prompt[:4], 2)])
         return {}
 
-    def round(self, number: int) -> dict:
-        """Seconds and answers of a round. No prefix cache knows its prompts from another round."""
-        requests = shifted(self.job.requests, number, self.job.vocab_size)
+    def round(self, number: int, count: int | None = None) -> dict:
+        """Seconds and answers of a round, with the first `count` requests, or all. No prefix cache
+        knows its prompts from another round."""
+        requests = shifted(self.job.requests[:count], number, self.job.vocab_size)
         start = time.perf_counter()
         answers = self.engine.run(requests)
         seconds = time.perf_counter() - start
