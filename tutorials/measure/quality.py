@@ -14,7 +14,6 @@ import importlib.util
 import json
 import math
 import random
-import sys
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -27,12 +26,10 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.quantization import layers
 from nanovllm.quantization.groups import in_4_bits
 from tutorials.arguments import experiment
-from tutorials.machine import ROOT, environment
+from tutorials.machine import ROOT, device_name, environment
 from tutorials.report import markdown, write_json
+from tutorials.tiny_qwen3 import data
 from tutorials.words import prose
-
-sys.path.append(str(ROOT / "tutorials" / "tiny_qwen3"))
-import data  # the script that wrote the embedded model's training text
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SETTINGS = {
@@ -130,7 +127,7 @@ def measured(model: str | None) -> dict:
     return results
 
 
-def rows(report: dict) -> str:
+def rows(report: dict) -> list[list[str]]:
     """The table of chapter 21."""
     models = [*report["models"]]
     header = [f"{model}: {of}" for model in models for of in ("perplexity", "distance")]
@@ -141,15 +138,15 @@ def rows(report: dict) -> str:
         for result in of_models:
             cells += [f"{result['perplexity']:.3f}", f"{result['distance']:.4f}"]
         table.append(cells)
-    return markdown(table)
+    return table
 
 
 def main() -> None:
     args = experiment(__doc__).parse_args()
     with TemporaryDirectory() as folder:
         models = {"embedded": measured(None), "SmolLM2-135M": measured(str(smollm2(Path(folder))))}
-    report = environment() | {"models": models}
-    print(rows(report))
+    report = environment() | {"device": device_name(torch.device("cpu")), "models": models}
+    print(markdown(rows(report)))
     if args.json:
         write_json(report, args.json)
 

@@ -1,4 +1,4 @@
-"""Writes the tables of README, the appendix, chapters 12 and 15 and the handouts from the files in tutorials/results.
+"""Writes the tables of README, the appendix, chapters 12, 15 and 21 and the handouts from the files in tutorials/results.
 
     python -m tutorials.measure.tables
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tutorials.assignments.seeds import handout_table
 from tutorials.machine import ROOT
-from tutorials.measure import accuracy, pairs
+from tutorials.measure import accuracy, pairs, quality, small_numbers
 from tutorials.report import conditions, engines_table, markdown, rounds_text, spread
 
 RESULTS = ROOT / "tutorials" / "results"
@@ -24,6 +24,7 @@ PAGES = [
     ROOT / "tutorials" / "appendix.md",
     ROOT / "tutorials" / "12_performance.md",
     ROOT / "tutorials" / "15_believe.md",
+    ROOT / "tutorials" / "21_small_numbers.md",
     *sorted((ROOT / "tutorials" / "assignments").glob("*/README.md")),
 ]
 MARK = re.compile(
@@ -58,6 +59,8 @@ TABLES: dict[str, tuple[str | None, Callable[[dict], Rows | str]]] = {
     "engines": (FILE, printed),
     "error": (f"Embedded model in float32, {LOADS}:", accuracy.rows),
     "policy_pairs": (f"{HERE}. {SIGNS}", lambda report: pairs.table(report["pairs"])),
+    "quality": (f"{HERE}:", quality.rows),
+    "small_numbers": (f"{{dtype}}, {HERE}, {{rounds}} rounds in turns:", small_numbers.rows),
     "tried": (None, handout_table),
 }
 
