@@ -70,7 +70,8 @@ def packed(codes: Tensor) -> Tensor:
     in the low bits. If the number of groups is odd, the last group has zeros beside it."""
     codes = codes.to(torch.uint8)
     codes = F.pad(codes, (0, 0, 0, codes.shape[1] % 2))
-    low, high = codes.unflatten(1, (-1, 2)).unbind(2)
+    pairs = codes.unflatten(1, (-1, 2))
+    low, high = pairs.unbind(2)
     return low | high << 4
 
 
@@ -102,7 +103,8 @@ def plain_product(x: Tensor, weight: Groups) -> Tensor:
     rows = rows.to(torch.int8)
     largest = LARGEST if weight.zeros is None else LARGEST_CODE
     multiplied = float_sums
-    if x.device.type == "cpu" and has_integer_product(largest):
+    is_cpu = x.device.type == "cpu"
+    if is_cpu and has_integer_product(largest):
         multiplied = integer_sums
     result = row_scales.new_zeros(len(x), num_out)
     for first in range(0, num_out, ROWS):

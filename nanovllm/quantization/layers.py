@@ -113,14 +113,15 @@ def prepare_layer(
 ) -> None:
     """Prepares the linear layers of a decoder layer, if `name` was the last of its tensors; and the
     head, if it was the last of all."""
+    ready: list[nn.Module] = []
     if not missing:
         model.lm_head.is_head = True  # type: ignore[assignment]
-        prepare(model.lm_head)
+        ready.append(model.lm_head)
     layer = LAYER.match(name)
-    if layer is None or any(other.startswith(layer[0]) for other in missing):
-        return
-    for module in model.model.layers[int(layer[1])].modules():
+    if layer is not None and not any(other.startswith(layer[0]) for other in missing):
+        ready += model.model.layers[int(layer[1])].modules()
+    for module in ready:
         if isinstance(module, Linear):
             prepare(module)
-    if hasattr(ctypes.pythonapi, "malloc_trim"):
+    if ready and hasattr(ctypes.pythonapi, "malloc_trim"):
         ctypes.pythonapi.malloc_trim(0)  # glibc would keep the memory of the first form

@@ -198,5 +198,6 @@ ENGINES = {
     "hf": Transformers,
     "hf-cb": TransformersContinuous,
     "vllm": Vllm,
+    "vllm-w8a8": Vllm,  # with a checkpoint in 8 bits
     "nanovllm-original": NanovllmOriginal,
 }
