@@ -17,7 +17,8 @@ def use_onednn(linear: Linear) -> None:
     The dtype and the instruction set decide, not a measurement: the same model must always round in
     the same way. The weight goes into oneDNN's layout, and a head that is tied to the embedding
     becomes a second tensor. With a plain weight, oneDNN sums up a single row in another order than
-    several, and is up to 4 times as slow in bfloat16.
+    several, and is up to 4 times as slow in bfloat16. In float32 with AVX-512, it does so with any
+    weight whose rows have more than 1,024 numbers: there, a row alone may round differently.
     """
     plain = linear.weight
     if plain.device.type != "cpu" or not onednn_is_faster(plain.dtype):
