@@ -324,7 +324,7 @@ def test_share_of_requests_with_the_same_tokens():
     "folder, may_import",
     [
         ("simulation", ["baselines"]),
-        ("measure", ["simulation", "baselines", "assignments", "tiny_qwen3"]),
+        ("measure", ["simulation", "baselines", "assignments", "tiny_qwen3", "words"]),
     ],
 )
 def test_imports_go_one_way(folder, may_import):
