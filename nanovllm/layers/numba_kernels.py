@@ -9,7 +9,7 @@ What is a grid on a GPU is a range of programs here, from `begin` to `end`: each
 gets one, see numba_ops.run. A program's sums do not depend on what is beside it. They are in
 float32; a 16-bit result is rounded once, at the end.
 
-All that is compiled is in this file, because numba notices changes of the file of a kernel only.
+All that these kernels call is in this file: numba notices changes of a kernel's file only.
 """
 
 import logging
