@@ -99,7 +99,8 @@ class Config(Options):
     quantization: str | None = None
     """With "int8", weights are stored in 8 bits, with a scale for each row; with "int4" in 4 bits,
     with a scale and a zero for each group of 128, 64 or 32 numbers. On a CPU, activations are
-    rounded to 8 bits in each product, too. See chapter 21."""
+    rounded to 8 bits in each product, too, and "int4" is fast for one request, with numba. See
+    chapter 21."""
 
     tensor_parallel_size: int = 1
     """Over how many ranks each layer is split: processes with a device each, see chapter 18."""
