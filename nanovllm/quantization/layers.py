@@ -20,7 +20,7 @@ from nanovllm.quantization.groups import SIZES, Groups, in_4_bits, in_8_bits, pl
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 ROWS = 4096  # of a weight, that are quantized at a time: a head has many
-FEW_ROWS = 8  # of activations, for which the loops of numba_product are faster
+FEW_ROWS = 16  # of activations, for which the loops of numba_product are faster
 
 Product = Callable[[Tensor], Tensor]
 
