@@ -212,8 +212,9 @@ def load_into(target: Tensor, tensor: Tensor, name: str, file: Path) -> None:
     (below 16 bits, or integers), or if the shapes differ: "{file}: {name} has shape [7], but
     config.json requires [48]"."""
     if tensor.itemsize < 2 or not tensor.is_floating_point():
-        supported = "use the model's unquantized checkpoint"
-        raise ValueError(f"{file}: {name} has dtype {tensor.dtype}: {supported}")
+        raise ValueError(
+            f"{file}: {name} has dtype {tensor.dtype}: use the model's unquantized checkpoint"
+        )
     if tensor.shape != target.shape:
         shapes = f"has shape {[*tensor.shape]}, but config.json requires {[*target.shape]}"
         raise ValueError(f"{file}: {name} {shapes}")

@@ -117,7 +117,7 @@ class Layout:
 def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float) -> Tensor:
     """Computes attention.paged_attention. Keys and values are never repeated per query head."""
     layout = batch.layout
-    assert isinstance(layout, Layout)
+    assert isinstance(layout, Layout), "batch.layout must be a Layout of this batch"
     cache = batch.kv_cache
     all_rows = [part.flatten(0, 2) for part in cache.layers[layer]]
     out = torch.empty_like(q)

@@ -294,7 +294,7 @@ def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float) -> Tensor
     kernel twice.
     """
     splits = batch.layout
-    assert isinstance(splits, int)
+    assert isinstance(splits, int), "batch.layout must be what `layout` makes of this batch"
     out = torch.empty_like(q)
     num_decodes = batch.num_decodes
     num_chunks = len(batch.context_lens) - num_decodes

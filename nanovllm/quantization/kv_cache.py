@@ -11,10 +11,10 @@ from torch import Tensor
 from nanovllm.config import Config
 from nanovllm.layers.kv_cache import CacheShape, KVCache
 from nanovllm.options import refusal
+from nanovllm.quantization.groups import LARGEST, SMALLEST_SCALE
 
 SCALE_BYTES = 4
-STEP = 1 / 127  # of the largest number of a row
-SMALLEST_SCALE = 1e-30  # of a row of zeros
+STEP = 1 / LARGEST  # of the largest number of a row
 
 
 class Int8Shape(CacheShape):

@@ -81,7 +81,9 @@ def product_for(weight: Groups, backend: str) -> Product:
     if is_cpu and has_rows and weight.zeros is None and int8.largest_activation():
         return int8.new_product(weight)
     if is_cpu and backend.endswith("numba_ops") and weight.zeros is not None:
-        return partial(product_of_some_rows, weight=weight)
+        from nanovllm.quantization import numba_product
+
+        return partial(product_of_some_rows, weight=weight, product_of_few=numba_product.product)
     if backend.endswith("triton_ops"):
         from nanovllm.quantization import triton_product
 
@@ -89,11 +91,9 @@ def product_for(weight: Groups, backend: str) -> Product:
     return partial(plain_product, weight=weight)
 
 
-def product_of_some_rows(x: Tensor, weight: Groups) -> Tensor:
+def product_of_some_rows(x: Tensor, weight: Groups, product_of_few: Callable) -> Tensor:
     """Both functions give the same numbers, to the last bit."""
-    from nanovllm.quantization import numba_product
-
-    multiplied = numba_product.product if len(x) <= FEW_ROWS else plain_product
+    multiplied = product_of_few if len(x) <= FEW_ROWS else plain_product
     return multiplied(x, weight)
 
 
