@@ -49,6 +49,7 @@ def answers(llm) -> list:
     return [*map(result, llm.generate(list(prompts), list(params), use_tqdm=False))]
 
 
+@pytest.mark.slow(but_every=2)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_after_a_ctrl_c_the_next_call_works(setting):
     right = [expected for _, _, expected in answered_requests().values()]

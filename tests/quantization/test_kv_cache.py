@@ -19,7 +19,8 @@ from tutorials.machine import interpreter_problem
 from tutorials.measure.batches import random_batch
 
 PROBLEM = interpreter_problem()
-TRITON = pytest.param("triton", marks=pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM)))
+HAS_TRITON = pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
+TRITON = pytest.param("triton", marks=[HAS_TRITON, pytest.mark.slow(but_every=4)])
 BACKENDS = ["torch", "numba", TRITON]
 MIXTURE = [(1, 9), (1, 70), (1, 1), (5, 5), (3, 20), (17, 40)]
 not_finite = pytest.mark.filterwarnings("ignore:overflow|invalid:RuntimeWarning")
@@ -166,7 +167,7 @@ def test_an_engine_gives_the_same_tokens_in_company(path, alone, mode, drafts, b
 
 @pytest.mark.slow
 @not_finite
-@pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
+@HAS_TRITON
 def test_an_engine_with_triton_and_recorded_steps(path, alone):
     """The recordings are plain calls on a CPU."""
     with LLM(path, **PLAIN, attention_backend="triton", max_num_seqs=6) as llm:
@@ -179,7 +180,7 @@ def test_an_engine_on_two_ranks(path, alone):
         assert tokens(llm) == alone
 
 
-@pytest.mark.parametrize("backend", ["torch", "numba", pytest.param("triton", marks=[*TRITON.marks, pytest.mark.slow])])  # fmt: skip
+@pytest.mark.parametrize("backend", ["torch", "numba", pytest.param("triton", marks=[HAS_TRITON, pytest.mark.slow])])  # fmt: skip
 def test_an_engine_checks_its_kernels(backend):
     options = dict(attention_backend=backend, num_blocks=12, max_model_len=64, max_num_seqs=2)
     with LLM(dtype="float32", kv_cache_dtype="int8", check_kernels="always", **options) as llm:

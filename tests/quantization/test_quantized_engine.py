@@ -76,7 +76,7 @@ def test_tokens_do_not_depend_on_the_company(path, form):
 
 @pytest.mark.skipif(interpreter_problem() is not None, reason="no interpreter")
 @pytest.mark.skipif(installed("triton") is None, reason="needs triton")
-@pytest.mark.slow(but_every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_triton_is_near_pytorch(path, form, monkeypatch):
     """It does not round activations."""
