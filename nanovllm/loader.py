@@ -1,6 +1,7 @@
 """Loads a model directory: its configs, its tokenizer, and its safetensors into parameters.
 
-Tensors go straight to their final place, dtype and device, one at a time.
+Tensors go straight to their final place, dtype and device, one at a time. A layer gets its memory
+with its first tensor.
 """
 
 import json
@@ -17,8 +18,8 @@ from nanovllm.layers.ops import Ops
 from nanovllm.layers.rotary import rope_table
 from nanovllm.models.qwen import Qwen, check_supported, head_dim_of
 from nanovllm.options import is_int, refusal, shown
-from nanovllm.quantization.checkpoints import get_tensor, method_of, new_reader
-from nanovllm.quantization.layers import prepare_layer
+from nanovllm.quantization.checkpoints import check_dtype, get_tensor, method_of, new_reader
+from nanovllm.quantization.layers import prepare_whole
 from nanovllm.sampling_params import SamplingParams
 
 # weights, configs and tokenizer; no other formats
@@ -35,8 +36,7 @@ def find_model(model: str) -> Path:
     ValueError if there is none."""
     path = Path(expanduser(model))  # which leaves an unknown user as it is
     if not path.is_dir():
-        is_hub_id = model.count("/") < 2 and not model.startswith((".", "~"))
-        if path.exists() or path.is_absolute() or not is_hub_id:
+        if path.exists() or path.is_absolute():
             raise ValueError(f"model={model!r} is not a directory")
         from huggingface_hub import snapshot_download
 
@@ -154,7 +154,7 @@ def load_model(
 ) -> Qwen:
     """Builds the model and loads every parameter, each as `read` gives it from an open file. Raises
     ValueError if the checkpoint does not match. `prepare` changes the form of a linear layer's
-    weight: layer by layer, so that only one layer has both forms at a time."""
+    weight: one by one, so that only one has both forms at a time."""
     files = weight_files(path)
     reader = new_reader(config, files)
     model = new_model(config, max_model_len, dtype, device, ops)
@@ -165,8 +165,11 @@ def load_model(
         with reader.tensors_of(file) as tensors:
             for name in tensors.keys():  # noqa: SIM118 (safe_open is no dict)
                 if name in missing:
-                    load_into(missing.pop(name), read(tensors, name), name, file)
-                    prepare_layer(model, name, missing, prepare)
+                    module, kind, rows = missing.pop(name)
+                    if module.weight.is_meta:
+                        module.to_empty(device=device)
+                    load_into(getattr(module, kind).data[rows], read(tensors, name), name, file)
+                    prepare_whole(model, module, missing, prepare)
                 elif not ignorable(name, config):
                     unexpected.append(name)
     if missing or unexpected:
@@ -179,42 +182,37 @@ def load_model(
 def new_model(
     config, max_model_len: int, dtype: torch.dtype, device: torch.device, ops: Ops
 ) -> Qwen:
-    """A model with parameters that are still to be filled.
+    """A model with parameters that have no memory yet, but the embedding.
 
     PyTorch's default dtype and device are left alone: they belong to the whole process.
     """
     rope = rope_table(config, head_dim_of(config), max_model_len)
     with torch.device("meta"):  # a tensor there has a dtype and a shape, but no memory
-        model = Qwen(config, rope.to(device), ops).to(dtype)
-    model.to_empty(device=device).requires_grad_(False)
+        model = Qwen(config, rope.to(device), ops).to(dtype).requires_grad_(False)
+    embedding = model.model.embed_tokens.to_empty(device=device)
     if config.tie_word_embeddings:
-        model.lm_head.weight = model.model.embed_tokens.weight
+        model.lm_head.weight = embedding.weight
     return model
 
 
-def destinations(model: nn.Module) -> dict[str, Tensor]:
-    """The destination of each tensor of the checkpoint: a parameter, or some rows of a merged one,
-    as a view. Biases of merged matrices are cut like the weights. A tied head is left out."""
+def destinations(model: nn.Module) -> dict[str, tuple]:
+    """The place of each tensor of the checkpoint: a module, "weight" or "bias", and the rows there.
+    Biases of merged matrices are cut like the weights. A tied head is left out."""
     table = {}
-    for name, parameter in model.named_parameters():  # which names a tensor once
+    for name, _ in model.named_parameters():  # which names a tensor once
         prefix, _, kind = name.rpartition(".")
-        parent = prefix.rpartition(".")[0]
-        slices = getattr(model.get_submodule(prefix), "part_slices", {})
+        layer = prefix.rpartition(".")[2]
+        module = model.get_submodule(prefix)
+        slices = getattr(module, "part_slices", {}) or {layer: slice(None)}
         for part, rows in slices.items():
-            table[f"{parent}.{part}.{kind}"] = parameter.data[rows]
-        if not slices:
-            table[name] = parameter.data
+            table[f"{prefix.removesuffix(layer)}{part}.{kind}"] = module, kind, rows
     return table
 
 
 def load_into(target: Tensor, tensor: Tensor, name: str, file: Path) -> None:
-    """Copies the tensor to its place, in the target's dtype. ValueError if a weight is quantized
-    (below 16 bits, or integers), or if the shapes differ: "{file}: {name} has shape [7], but
-    config.json requires [48]"."""
-    if tensor.itemsize < 2 or not tensor.is_floating_point():
-        raise ValueError(
-            f"{file}: {name} has dtype {tensor.dtype}: use the model's unquantized checkpoint"
-        )
+    """Copies the tensor to its place, in the target's dtype. ValueError if a weight is quantized,
+    or if the shapes differ: "{file}: {name} has shape [7], but config.json requires [48]"."""
+    check_dtype(tensor, name, file)
     if tensor.shape != target.shape:
         shapes = f"has shape {[*tensor.shape]}, but config.json requires {[*target.shape]}"
         raise ValueError(f"{file}: {name} {shapes}")

@@ -76,6 +76,14 @@ def get_tensor(tensors: Any, name: str) -> Tensor:
     return tensors.get_tensor(name)
 
 
+def check_dtype(tensor: Tensor, name: str, file: Path) -> None:
+    """Raises ValueError if a tensor has fewer than 16 bits, or integers."""
+    if tensor.itemsize < 2 or not tensor.is_floating_point():
+        raise ValueError(
+            f"{file}: {name} has dtype {tensor.dtype}: use the model's unquantized checkpoint"
+        )
+
+
 @contextmanager
 def opened(file: Path) -> Iterator[Any]:
     """The tensors of a safetensors file. Raises ValueError if it is damaged."""
@@ -141,7 +149,7 @@ class QuantizedReader(Reader):
             module.bits = self.method.bits  # type: ignore[assignment]
             for kind in ("scales", "zeros"):
                 shape = (num_out, num_in // self.method.group)
-                numbers = torch.empty(shape, device=module.weight.device)
+                numbers = torch.empty(shape, device="meta")
                 module.register_parameter(kind, nn.Parameter(numbers, requires_grad=False))
 
     @contextmanager

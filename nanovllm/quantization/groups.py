@@ -30,11 +30,14 @@ class Groups(NamedTuple):
 
 
 def quantize(numbers: Tensor, largest: int = LARGEST) -> tuple[Tensor, Tensor]:
-    """Numbers [..., n] as integers from -largest to largest, in fp32, and a scale [..., 1]."""
+    """Numbers [..., n] as integers from -largest to largest, in fp32, and a scale [..., 1]. A row
+    with a NaN or an infinity gets a scale that is not finite. Kernels do the same: they divide once
+    per row, and round ties to even."""
     numbers = numbers.float()
-    scales = numbers.abs().amax(-1, True) / largest
+    scales = numbers.abs().amax(-1, True) * (1 / largest)
     scales.clamp_(min=SMALLEST_SCALE)
-    return (numbers / scales).round_(), scales
+    codes = (numbers * (1 / scales)).round_()
+    return codes, scales
 
 
 def in_8_bits(weight: Tensor) -> Groups:

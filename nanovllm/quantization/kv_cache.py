@@ -11,10 +11,9 @@ from torch import Tensor
 from nanovllm.config import Config
 from nanovllm.layers.kv_cache import CacheShape, KVCache
 from nanovllm.options import refusal
-from nanovllm.quantization.groups import LARGEST, SMALLEST_SCALE
+from nanovllm.quantization.groups import quantize
 
 SCALE_BYTES = 4
-STEP = 1 / LARGEST  # of the largest number of a row
 
 
 class Int8Shape(CacheShape):
@@ -31,14 +30,10 @@ class Int8Cache(KVCache):
     def stored(numbers: Tensor, dtype: torch.dtype = torch.int8) -> Tensor:
         """Keys or values [..., head_dim] as rows [..., head_dim + 4].
 
-        A row with a NaN or an infinity gets a scale that is not finite, so what is read from it is
-        not finite, either. The kernels do the same: see numba_int8.py and triton_int8.py in layers.
-        They divide once per row, and round ties to even.
+        What is read from a row with a NaN or an infinity is not finite. The kernels do the same:
+        see numba_int8.py and triton_int8.py in layers.
         """
-        numbers = numbers.float()
-        largest = numbers.abs().amax(-1, True)
-        scales = (largest * STEP).clamp_(min=SMALLEST_SCALE)
-        codes = (numbers * (1 / scales)).round_()
+        codes, scales = quantize(numbers)
         codes = codes.nan_to_num_().to(dtype)
         return torch.cat([codes, scales.view(dtype)], -1)
 

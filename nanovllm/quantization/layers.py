@@ -1,9 +1,7 @@
-"""Linear layers change their form while a model loads: layer by layer, so only one has both
-forms."""
+"""Linear layers change their form while a model loads: one by one, so only one has both forms."""
 
 import ctypes
-import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,9 +16,7 @@ from nanovllm.quantization import int8
 from nanovllm.quantization.checkpoints import groups_of, method_of
 from nanovllm.quantization.groups import SIZES, Groups, in_4_bits, in_8_bits, plain_product
 
-LAYER = re.compile(r"model\.layers\.(\d+)\.")
 ROWS = 4096  # of a weight, that are quantized at a time: a head has many
-FEW_ROWS = 16  # of activations, for which the loops of numba_product are faster
 
 Product = Callable[[Tensor], Tensor]
 
@@ -55,17 +51,19 @@ def check_widths(hf_config, num_ranks: int, group: int, name: str) -> None:
 def prepare_linear(linear: Linear, quantization: str | None, backend: str) -> None:
     """Gives the layer its form: the weight's groups, if the checkpoint or the option has them."""
     weight = groups_of(linear)
-    if weight is None and quantization is None:
-        use_onednn(linear)
-        return
-    if weight is None:
+    if weight is None and quantization is not None:
         # a head in 4 bits would cost half as much quality as all layers do (chapter 21)
         has_4_bits = quantization == "int4" and not hasattr(linear, "is_head")
         to_groups = in_4_bits if has_4_bits else in_8_bits
         weight = joined([to_groups(rows) for rows in linear.weight.data.split(ROWS)])
-    linear.product = partial(multiply, product=product_for(weight, backend))
-    # the product holds it; of the parameter, the shape is left
-    linear.weight = nn.Parameter(linear.weight.to("meta"), requires_grad=False)
+    if weight is None:
+        use_onednn(linear)
+    else:
+        linear.product = partial(multiply, product=product_for(weight, backend))
+        # the product holds it; of the parameter, the shape is left
+        linear.weight = nn.Parameter(linear.weight.to("meta"), requires_grad=False)
+    if hasattr(ctypes.pythonapi, "malloc_trim"):
+        ctypes.pythonapi.malloc_trim(0)  # glibc would keep the memory of the first form
 
 
 def joined(parts: list[Groups]) -> Groups:
@@ -83,18 +81,12 @@ def product_for(weight: Groups, backend: str) -> Product:
     if is_cpu and backend.endswith("numba_ops") and weight.zeros is not None:
         from nanovllm.quantization import numba_product
 
-        return partial(product_of_some_rows, weight=weight, product_of_few=numba_product.product)
+        return partial(numba_product.product, weight=weight)
     if backend.endswith("triton_ops"):
         from nanovllm.quantization import triton_product
 
         return partial(triton_product.product, weight=weight)
     return partial(plain_product, weight=weight)
-
-
-def product_of_some_rows(x: Tensor, weight: Groups, product_of_few: Callable) -> Tensor:
-    """Both functions give the same numbers, to the last bit."""
-    multiplied = product_of_few if len(x) <= FEW_ROWS else plain_product
-    return multiplied(x, weight)
 
 
 def multiply(x: Tensor, _: Tensor, bias: Tensor | None, product: Product) -> Tensor:
@@ -105,23 +97,17 @@ def multiply(x: Tensor, _: Tensor, bias: Tensor | None, product: Product) -> Ten
     return result.to(x.dtype)
 
 
-def prepare_layer(
+def prepare_whole(
     model: Qwen,
-    name: str,
-    missing: Collection[str],
+    module: nn.Module,
+    missing: dict[str, tuple],
     prepare: Callable[[Linear], None],
 ) -> None:
-    """Prepares the linear layers of a decoder layer, if `name` was the last of its tensors; and the
-    head, if it was the last of all."""
-    ready: list[nn.Module] = []
+    """Prepares a linear layer, if it has all its tensors. The head, which may have the embedding's
+    weight, comes after all others."""
+    is_whole = all(other is not module for other, *_ in missing.values())
+    if is_whole and isinstance(module, Linear) and module is not model.lm_head:
+        prepare(module)
     if not missing:
         model.lm_head.is_head = True  # type: ignore[assignment]
-        ready.append(model.lm_head)
-    layer = LAYER.match(name)
-    if layer is not None and not any(other.startswith(layer[0]) for other in missing):
-        ready += model.model.layers[int(layer[1])].modules()
-    for module in ready:
-        if isinstance(module, Linear):
-            prepare(module)
-    if ready and hasattr(ctypes.pythonapi, "malloc_trim"):
-        ctypes.pythonapi.malloc_trim(0)  # glibc would keep the memory of the first form
+        prepare(model.lm_head)

@@ -12,32 +12,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanovllm.layers.numba_int8 import store_row
 from nanovllm.layers.numba_kernels import ZERO, kernel
 from nanovllm.layers.numba_ops import run
-from nanovllm.quantization.groups import LARGEST, SMALLEST_SCALE, Groups
+from nanovllm.quantization.groups import Groups, plain_product
 
+FEW_ROWS = 16  # with more rows of activations, PyTorch's products are faster
 exact_kernel = partial(kernel, fastmath=False)
 
 
 @exact_kernel
 def quantize_kernel(numbers, scales, sums, x, begin, end):
-    """Program t: each group of row t as integers, with a scale and a sum. A number that is NaN or
-    infinite makes the scale NaN."""
-    num_groups, size = x.shape[1:]
+    """Program t: each group of row t as integers, with a scale and a sum."""
     for t in range(begin, end):
-        for g in range(num_groups):
-            largest = ZERO
-            nan = ZERO
-            for i in range(size):
-                largest = max(largest, abs(x[t, g, i]))
-                nan += x[t, g, i] * ZERO
-            scale = max(largest / np.float32(LARGEST), np.float32(SMALLEST_SCALE)) + nan
+        for g in range(x.shape[1]):
+            scales[t, g] = store_row(numbers[t, g], x[t, g])
             total = np.int32(0)
-            for i in range(size):
-                number = np.int16(np.rint(x[t, g, i] / scale))
-                numbers[t, g, i] = number
-                total += np.int32(number)
-            scales[t, g] = scale
+            for number in numbers[t, g]:
+                total += number
             sums[t, g] = total
 
 
@@ -86,6 +78,8 @@ def product_kernel(GROUP: int) -> Callable:
 
 def product(x: Tensor, weight: Groups) -> Tensor:
     """x [T, in] times a weight in 4 bits: fp32 [T, out]."""
+    if len(x) > FEW_ROWS:
+        return plain_product(x, weight)
     codes, scales, zeros = weight
     assert zeros is not None, "a weight in 4 bits has zeros"
     num_rows = len(x)

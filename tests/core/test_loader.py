@@ -195,7 +195,9 @@ def test_a_directory_without_a_tokenizer(directory):
 
 
 def test_a_home_of_a_user_that_there_is_not():
-    with pytest.raises(ValueError, match="model='~no-such-user/x' is not a directory"):
+    with pytest.raises(
+        ValueError, match="model='~no-such-user/x' is not a local directory, and it"
+    ):
         find_model("~no-such-user/x")
 
 

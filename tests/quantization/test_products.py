@@ -64,8 +64,8 @@ def prepared(form, weight, bias=None) -> Linear:
 def exact_product(x, weight: Groups, largest=127):
     """Rounds to integers by numpy, and multiplies these in float64."""
     numbers = x.float().numpy().reshape(len(x), weight.scales.shape[1], -1)
-    row_scales = np.abs(numbers).max(-1, keepdims=True) / np.float32(largest)
-    rows = torch.tensor(np.rint(numbers / row_scales) * row_scales.astype(np.float64))
+    row_scales = np.abs(numbers).max(-1, keepdims=True) * np.float32(1 / largest)
+    rows = torch.tensor(np.rint(numbers * (1 / row_scales)) * row_scales.astype(np.float64))
     return rows.flatten(1) @ dequantized(Groups(*weight)).double().T
 
 
@@ -142,7 +142,7 @@ def test_products_are_exact_and_near_those_of_the_weight(form, most):
 def test_a_row_is_the_same_in_any_batch(form, dtype):
     """To the last bit: integers are exact in any order."""
     linear = prepared(form, torch.randn(70, 960), torch.randn(70))
-    x = random_rows(2 * layers.FEW_ROWS, 960, dtype)
+    x = random_rows(32, 960, dtype)
     together = linear(x)
     assert together.dtype == dtype
     for size in (1, 3):
