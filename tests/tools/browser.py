@@ -65,6 +65,8 @@ class Browser:
         self.process.stdin.write(json.dumps(message).encode() + b"\0")
         self.process.stdin.flush()
         answer = queue.get(timeout=PATIENCE)
+        if "navigated" in answer.get("error", {}).get("message", ""):
+            return self.call(method, **params)  # the next page can answer
         assert "error" not in answer, (method, answer["error"])
         return answer["result"]
 
