@@ -1,4 +1,7 @@
-"""quantization/kv_cache.py in compiled Python."""
+"""Rows in 8 bits, in compiled Python: the cache of quantization/kv_cache.py, and the activations of
+quantization/numba_product.py. What calls `store_row` is in its file: see numba_kernels.py."""
+
+from functools import partial
 
 import numpy as np
 from numba import njit
@@ -9,6 +12,7 @@ STEP = np.float32(1 / 127)
 SMALLEST_SCALE = np.float32(1e-30)
 ZERO = np.float32(0)
 ONE = np.float32(1)
+exact_kernel = partial(kernel, fastmath=False)
 
 
 @njit(inline="always")
@@ -42,3 +46,15 @@ def store_int8_kernel(k_cache, v_cache, k, v, slots, begin, end):
         for head in range(num_kv_heads):
             k_scales[block, offset, head] = store_row(k_cache[block, offset, head], k[t, head])
             v_scales[block, offset, head] = store_row(v_cache[block, offset, head], v[t, head])
+
+
+@exact_kernel
+def quantize_kernel(numbers, scales, sums, x, begin, end):
+    """Program t: each group of row t as integers, with a scale and a sum."""
+    for t in range(begin, end):
+        for g in range(x.shape[1]):
+            scales[t, g] = store_row(numbers[t, g], x[t, g])
+            total = np.int32(0)
+            for number in numbers[t, g]:
+                total += number
+            sums[t, g] = total

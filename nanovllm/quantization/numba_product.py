@@ -6,31 +6,18 @@ those of groups.plain_product, to the last bit.
 """
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.layers.numba_int8 import store_row
-from nanovllm.layers.numba_kernels import ZERO, kernel
+from nanovllm.layers.numba_int8 import exact_kernel, quantize_kernel
+from nanovllm.layers.numba_kernels import ZERO
 from nanovllm.layers.numba_ops import run
 from nanovllm.quantization.groups import Groups, plain_product
 
 FEW_ROWS = 16  # with more rows of activations, PyTorch's products are faster
-exact_kernel = partial(kernel, fastmath=False)
-
-
-@exact_kernel
-def quantize_kernel(numbers, scales, sums, x, begin, end):
-    """Program t: each group of row t as integers, with a scale and a sum."""
-    for t in range(begin, end):
-        for g in range(x.shape[1]):
-            scales[t, g] = store_row(numbers[t, g], x[t, g])
-            total = np.int32(0)
-            for number in numbers[t, g]:
-                total += number
-            sums[t, g] = total
 
 
 @cache

@@ -171,8 +171,7 @@ def test_an_engine_gives_the_same_tokens_in_company(path, alone, mode, drafts, b
 def test_an_engine_with_triton_and_recorded_steps(path, alone):
     """The recordings are plain calls on a CPU."""
     with LLM(path, **PLAIN, attention_backend="triton", max_num_seqs=6) as llm:
-        assert llm.runner.graphs is not None
-        assert tokens(llm, PROMPTS[:2], PARAMS[:2]) == alone[:2]
+        assert llm.runner.graphs is not None and tokens(llm) == alone
 
 
 @pytest.mark.slow
