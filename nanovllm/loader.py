@@ -36,15 +36,17 @@ def find_model(model: str) -> Path:
     ValueError if there is none."""
     path = Path(expanduser(model))  # which leaves an unknown user as it is
     if not path.is_dir():
-        if path.exists() or path.is_absolute():
+        if path.exists() or model[:1] in "/.~" or model.count("/") > 1:  # no hub id
             raise ValueError(f"model={model!r} is not a directory")
         from huggingface_hub import snapshot_download
 
         try:
             path = Path(snapshot_download(model, allow_patterns=FILES))
         except Exception as error:
-            why = f"it could not be downloaded from the hub: {error}"
-            raise ValueError(f"model={model!r} is not a local directory, and {why}") from error
+            raise ValueError(
+                f"model={model!r} is not a local directory, and it could not be downloaded from "
+                f"the hub: {error}"
+            ) from error
     if not (path / "config.json").is_file():
         raise ValueError(f"model={model!r} is not a model directory: it has no config.json")
     return path
@@ -121,8 +123,7 @@ def as_token_ids(eos_token_id: object) -> frozenset[int]:
     if ids == [None]:
         return frozenset()
     if not all(is_int(i, 0) for i in ids):
-        allowed = "it must be a token id or a list of token ids"
-        raise refusal("eos_token_id", eos_token_id, allowed)
+        raise refusal("eos_token_id", eos_token_id, "it must be a token id or a list of token ids")
     return frozenset(ids)
 
 
@@ -173,9 +174,11 @@ def load_model(
                 elif not ignorable(name, config):
                     unexpected.append(name)
     if missing or unexpected:
-        missed = f"missing tensors {shown(sorted(missing))}, {len(missing)} in all"
-        more = f"unexpected tensors {shown(sorted(unexpected))}, {len(unexpected)} in all"
-        raise ValueError(f"{path} does not match its config.json: {missed}; {more}")
+        raise ValueError(
+            f"{path} does not match its config.json: "
+            f"missing tensors {shown(sorted(missing))}, {len(missing)} in all; "
+            f"unexpected tensors {shown(sorted(unexpected))}, {len(unexpected)} in all"
+        )
     return model.eval()
 
 

@@ -78,5 +78,4 @@ def check_choice(
 ) -> None:
     """Raises ScheduleError if a policy's choice is not one of the candidates."""
     if choice not in candidates:
-        problem = f"{shown(choice)} is not one of {shown(candidates)}"
-        raise ScheduleError(scheduler, method, problem)
+        raise ScheduleError(scheduler, method, f"{shown(choice)} is not one of {shown(candidates)}")

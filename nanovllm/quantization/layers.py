@@ -33,7 +33,7 @@ def choose_product(config: Config, hf_config, ops: Any) -> Callable[[Linear], No
         check_widths(hf_config, num_ranks, method.group, f"group_size={method.group}")
     if config.quantization == "int4":
         check_widths(hf_config, num_ranks, SIZES[-1], "quantization='int4'")
-    return partial(prepare_linear, quantization=config.quantization, backend=vars(ops)["__name__"])
+    return partial(prepare_linear, quantization=config.quantization, backend=ops.__name__)
 
 
 def check_widths(hf_config, num_ranks: int, group: int, name: str) -> None:
@@ -43,9 +43,10 @@ def check_widths(hf_config, num_ranks: int, group: int, name: str) -> None:
     middle = -(-hf_config.intermediate_size // num_ranks)
     for width in (hf_config.hidden_size, heads, middle):
         if width % group:
-            problem = f"groups of {group} numbers do not divide rows of {width}"
-            ranks = f"with tensor_parallel_size={num_ranks}"
-            raise ValueError(f"{name} is not possible {ranks}: {problem}")
+            raise ValueError(
+                f"{name} is not possible with tensor_parallel_size={num_ranks}: "
+                f"groups of {group} numbers do not divide rows of {width}"
+            )
 
 
 def prepare_linear(linear: Linear, quantization: str | None, backend: str) -> None:

@@ -194,11 +194,10 @@ def test_a_directory_without_a_tokenizer(directory):
     assert load_tokenizer(directory) is None
 
 
-def test_a_home_of_a_user_that_there_is_not():
-    with pytest.raises(
-        ValueError, match="model='~no-such-user/x' is not a local directory, and it"
-    ):
-        find_model("~no-such-user/x")
+@pytest.mark.parametrize("model", ["~no-such-user/x", "./typo", "a/b/c", "/no/such/place"])
+def test_a_path_that_is_not_a_directory(model):
+    with pytest.raises(ValueError, match=f"model='{model}' is not a directory"):
+        find_model(model)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
