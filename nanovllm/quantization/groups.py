@@ -40,10 +40,10 @@ def quantize(numbers: Tensor, largest: int = LARGEST) -> tuple[Tensor, Tensor]:
     return codes, scales
 
 
-def in_8_bits(weight: Tensor) -> Groups:
-    """Quantizes a weight [out, in], of which a row is a group: its largest number becomes 127 or
-    -127."""
-    numbers, scales = quantize(weight)
+def in_8_bits(weight: Tensor, largest: int = LARGEST) -> Groups:
+    """Quantizes a weight [out, in], of which a row is a group: its largest number becomes `largest`
+    or -largest."""
+    numbers, scales = quantize(weight, largest)
     codes = numbers.to(torch.int8)
     return Groups(codes.unsqueeze(1), scales, None)
 

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from nanovllm.quantization.groups import LARGEST, Groups, quantize
 
+ZERO = LARGEST + 1  # what stands for 0 in activations
+
 
 def new_product(weight: Groups) -> Callable[[Tensor], Tensor]:
     """The product with a weight in 8 bits whose groups are rows, in oneDNN's own layout."""
@@ -22,11 +24,9 @@ def new_product(weight: Groups) -> Callable[[Tensor], Tensor]:
 def onednn_product(x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
     """x [T, in] times the weight: fp32 [T, out]. Activations must be uint8: oneDNN computes signed
     ones with plain loops."""
-    largest = largest_activation()
-    rows, scale = quantize(x, largest)
-    zero = largest + 1
-    rows += zero
-    return multiplied(rows.to(torch.uint8), zero, packed, scales, zeros).mul_(scale)
+    rows, scale = quantize(x)
+    rows += ZERO
+    return multiplied(rows.to(torch.uint8), ZERO, packed, scales, zeros).mul_(scale)
 
 
 def multiplied(rows: Tensor, zero: int, packed: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
@@ -48,17 +48,30 @@ def multiplied(rows: Tensor, zero: int, packed: Tensor, scales: Tensor, zeros: T
     )  # no bias; a result in fp32, and nothing behind it
 
 
+def can_multiply(weight: Groups) -> bool:
+    """Whether oneDNN has a product for this weight: in 8 bits, with rows as groups, and with codes
+    whose sums are not cut off on this CPU."""
+    largest = largest_code()
+    if not largest or weight.zeros is not None or weight.scales.shape[1] > 1:
+        return False
+    return bool(-largest - 1 <= weight.codes.min() and weight.codes.max() <= largest)
+
+
 @cache
-def largest_activation() -> int:
+def largest_code() -> int:
     """127, or 63 where the CPU adds pairs of products in 16 bits (AVX2 without VNNI): sums beyond
-    32,767 would be cut off there. 0 if oneDNN cannot compute such products here."""
+    32,767 would be cut off there. So a weight has 7 bits, which costs less quality than activations
+    in 7 bits would. 0 if oneDNN cannot compute such products here."""
     size = 64
-    codes = torch.full((size, size), LARGEST, dtype=torch.int8)
     rows = torch.full((2, size), 255, dtype=torch.uint8)
     ones, zeros = torch.ones(size), torch.zeros(size, dtype=torch.int32)
-    try:
-        packed = torch.ops.onednn.qlinear_prepack(codes, [2, size])
-        product = multiplied(rows, 0, packed, ones, zeros)
-    except (AttributeError, RuntimeError):
-        return 0  # not in this PyTorch, or not on this CPU
-    return LARGEST if (product == 255 * LARGEST * size).all() else LARGEST // 2
+    for largest in (LARGEST, LARGEST // 2):
+        codes = torch.full((size, size), largest, dtype=torch.int8)
+        try:
+            packed = torch.ops.onednn.qlinear_prepack(codes, [2, size])
+            product = multiplied(rows, 0, packed, ones, zeros)
+        except (AttributeError, RuntimeError):
+            return 0  # not in this PyTorch, or not on this CPU
+        if (product == 255 * largest * size).all():
+            return largest
+    return 0

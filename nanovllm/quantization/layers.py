@@ -14,7 +14,7 @@ from nanovllm.layers.linear import Linear
 from nanovllm.models.qwen import Qwen, head_dim_of
 from nanovllm.quantization import int8
 from nanovllm.quantization.checkpoints import groups_of, method_of
-from nanovllm.quantization.groups import SIZES, Groups, in_4_bits, in_8_bits, plain_product
+from nanovllm.quantization.groups import LARGEST, SIZES, Groups, in_4_bits, in_8_bits, plain_product
 
 ROWS = 4096  # of a weight, that are quantized at a time: a head has many
 
@@ -55,7 +55,9 @@ def prepare_linear(linear: Linear, quantization: str | None, backend: str) -> No
     if weight is None and quantization is not None:
         # a head in 4 bits would cost half as much quality as all layers do (chapter 21)
         has_4_bits = quantization == "int4" and not hasattr(linear, "is_head")
-        to_groups = in_4_bits if has_4_bits else in_8_bits
+        largest = int8.largest_code() if linear.weight.device.type == "cpu" else 0
+        in_8_or_7_bits = partial(in_8_bits, largest=largest or LARGEST)
+        to_groups = in_4_bits if has_4_bits else in_8_or_7_bits
         weight = joined([to_groups(rows) for rows in linear.weight.data.split(ROWS)])
     if weight is None:
         use_onednn(linear)
@@ -76,8 +78,7 @@ def joined(parts: list[Groups]) -> Groups:
 def product_for(weight: Groups, backend: str) -> Product:
     """Returns the function that multiplies activations [T, in] with this weight."""
     is_cpu = weight.codes.device.type == "cpu"
-    has_rows = weight.scales.shape[1] == 1  # a group is a row
-    if is_cpu and has_rows and weight.zeros is None and int8.largest_activation():
+    if is_cpu and int8.can_multiply(weight):
         return int8.new_product(weight)
     if is_cpu and backend.endswith("numba_ops") and weight.zeros is not None:
         from nanovllm.quantization import numba_product

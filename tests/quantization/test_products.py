@@ -23,7 +23,7 @@ from tutorials.machine import installed, interpreter_problem
 
 ROOT = Path(__file__).parents[2]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-FORMS = ["int8 plain", "int4 plain"] + ["int8 onednn"] * (int8.largest_activation() > 0)
+FORMS = ["int8 plain", "int4 plain"] + ["int8 onednn"] * (int8.largest_code() > 0)
 FORMS += ["int4 numba"] * (installed("numba") is not None)
 WIDTHS = [(1, 128), (2, 128), (3, 128), (2, 64), (3, 64), (5, 32), (8, 32)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -57,15 +57,15 @@ def prepared(form, weight, bias=None) -> Linear:
         linear.bias.copy_(bias)
     with pytest.MonkeyPatch.context() as patch:
         if function == "plain":
-            patch.setattr(int8, "largest_activation", lambda: 0)
+            patch.setattr(int8, "largest_code", lambda: 0)
         layers.prepare_linear(linear, quantization, f"nanovllm.layers.{function}_ops")
     return linear
 
 
-def exact_product(x, weight: Groups, largest=127):
+def exact_product(x, weight: Groups):
     """Rounds to integers by numpy, and multiplies these in float64."""
     numbers = x.float().numpy().reshape(len(x), weight.scales.shape[1], -1)
-    row_scales = np.abs(numbers).max(-1, keepdims=True) * np.float32(1 / largest)
+    row_scales = np.abs(numbers).max(-1, keepdims=True) * np.float32(1 / 127)
     rows = torch.tensor(np.rint(numbers * (1 / row_scales)) * row_scales.astype(np.float64))
     return rows.flatten(1) @ dequantized(Groups(*weight)).double().T
 
@@ -132,8 +132,8 @@ def test_products_are_exact_and_near_those_of_the_weight(form, most):
     x = random_rows(9, 384)
     result = prepared(form, weight)(x)
     if form == "int8 onednn":
-        largest = int8.largest_activation()
-        check_near(result, exact_product(x, groups.in_8_bits(weight), largest), 1e-6)
+        largest = int8.largest_code()
+        check_near(result, exact_product(x, groups.in_8_bits(weight, largest)), 1e-6)
         most *= 127 / largest
     check_near(result, (x @ weight.T).double(), most)
 
@@ -162,6 +162,14 @@ def test_the_largest_sums_do_not_overflow(form, sign):
     linear = prepared(form, torch.full((8, 4096), 0.5))
     expected = torch.full((3, 8), sign * 2048.0)
     torch.testing.assert_close(linear(sign * torch.ones(3, 4096)), expected)
+
+
+def test_the_largest_codes_of_a_checkpoint_do_not_overflow():
+    """Its rows may be groups, and its codes have 8 bits on any CPU."""
+    for code in (-128, 127):
+        weight = Groups(torch.full((8, 1, 128), code, dtype=torch.int8), torch.ones(8, 1), None)
+        product = layers.product_for(weight, "nanovllm.layers.torch_ops")
+        torch.testing.assert_close(product(torch.ones(3, 128)), torch.full((3, 8), 128.0 * code))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -196,7 +204,7 @@ def test_a_head_is_quantized_in_pieces(form, monkeypatch):
 def test_a_cpu_that_adds_pairs_in_16_bits():
     """AVX2 without VNNI: this file once more, where some products of integers are cut off."""
     probe = "from nanovllm.quantization import groups, int8\n"
-    probe += "print(int8.largest_activation(), *map(groups.has_integer_product, (15, 127)))"
+    probe += "print(int8.largest_code(), *map(groups.has_integer_product, (15, 127)))"
     command = [sys.executable, "-m", "pytest", "-q", __file__, "-k", "not triton"]
     env = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2", "PYTHONPATH": str(ROOT)}
     for arguments, answer in (

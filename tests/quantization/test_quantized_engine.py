@@ -81,7 +81,7 @@ def test_tokens_do_not_depend_on_the_company(path, form):
 @pytest.mark.parametrize("form", FORMS)
 def test_triton_is_near_pytorch(path, form, monkeypatch):
     """It does not round activations."""
-    monkeypatch.setattr(int8, "largest_activation", lambda: 0)
+    monkeypatch.setattr(int8, "largest_code", lambda: 0)
     options = {"dtype": "float32", "num_blocks": 50, "quantization": form}
     ours, theirs = (LLM(path, attention_backend=name, **options) for name in ("torch", "triton"))
     product = theirs.runner.model.model.layers[0].mlp.down_proj.product.keywords["product"]
