@@ -62,9 +62,9 @@ def in_4_bits(weight: Tensor, group: int | None = None) -> Groups:
     codes = (numbers / scales).round_() + zeros
     codes.clamp_(0, LARGEST_CODE)
     return Groups(
-        codes=packed(codes),
-        scales=scales.squeeze(-1),
-        zeros=zeros.squeeze(-1).to(torch.uint8),
+        packed(codes),
+        scales.squeeze(-1),
+        zeros.squeeze(-1).to(torch.uint8),
     )
 
 

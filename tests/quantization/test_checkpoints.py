@@ -36,14 +36,8 @@ class Checkpoint(NamedTuple):
 def in_int32(numbers, bits, order=range(8)) -> torch.Tensor:
     """Each row: the number at place order[i] of every 32 / bits is in the i-th lowest bits."""
     places = [*order][: 32 // bits]
-    rows = [
-        [
-            sum(row[first + place] << bits * i for i, place in enumerate(places))
-            for first in range(0, len(row), len(places))
-        ]
-        for row in numbers.tolist()
-    ]
-    return torch.tensor(rows).to(torch.int32)
+    parts = numbers.long().unflatten(1, (-1, len(places)))[..., places]
+    return (parts << bits * torch.arange(len(places))).sum(-1).to(torch.int32)
 
 
 def codes_of(weight, quant_method, bits, group_size, checkpoint_format="gptq", **_):

@@ -143,11 +143,9 @@ def test_products_are_exact_and_near_those_of_the_weight(form, most):
 def test_a_row_is_the_same_in_any_batch(form, dtype):
     """To the last bit: integers are exact in any order."""
     linear = prepared(form, torch.randn(70, 960), torch.randn(70))
-    few = (
-        importlib.import_module("nanovllm.quantization.numba_product").FEW_ROWS
-        if "numba" in form
-        else 16
-    )
+    few = 16
+    if "numba" in form:
+        few = importlib.import_module("nanovllm.quantization.numba_product").FEW_ROWS
     x = random_rows(2 * few, 960, dtype)
     together = linear(x)
     assert together.dtype == dtype
@@ -205,13 +203,11 @@ def test_a_cpu_that_adds_pairs_in_16_bits():
     """AVX2 without VNNI: this file once more, where some products of integers are cut off."""
     probe = "from nanovllm.quantization import groups, int8\n"
     probe += "print(int8.largest_code(), *map(groups.has_integer_product, (15, 127)))"
-    command = [sys.executable, "-m", "pytest", "-q", __file__, "-k", "not triton"]
+    tests = ["-m", "pytest", "-q", __file__, "-k", "not triton"]
     env = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2", "PYTHONPATH": str(ROOT)}
-    for arguments, answer in (
-        ([sys.executable, "-c", probe], "63 True False"),
-        (command, "[100%]"),
-    ):
-        done = subprocess.run(arguments, env=env, capture_output=True, text=True, cwd=ROOT)
+    for arguments, answer in ((["-c", probe], "63 True False"), (tests, "[100%]")):
+        command = [sys.executable, *arguments]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=ROOT)
         assert done.returncode == 0 and answer in done.stdout, done.stdout + done.stderr
 
 

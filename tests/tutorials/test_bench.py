@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import greedy
+from checkpoints import SHAPE, greedy
 from transformers import AutoModelForCausalLM
 
 import bench
@@ -32,16 +32,6 @@ from tutorials.simulation.requests import Request, make_requests, read_trace
 ROOT = Path(__file__).parents[2]
 
 COMMON = ("arguments", "machine", "report")  # of all measurements, in the root of tutorials
-
-TINY = dict(
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=96,
-    max_position_embeddings=64,
-)
 
 
 def parse(*argv):
@@ -96,7 +86,7 @@ def test_random_weights(tmp_path, family, tied):
     path = tmp_path / "model"
     head_dim = 16 if family == "qwen3" else 128
     write_checkpoint(
-        TINY | dict(model_type=family, tie_word_embeddings=tied, head_dim=head_dim), path
+        SHAPE | dict(model_type=family, tie_word_embeddings=tied, head_dim=head_dim), path
     )
     assert not list(tmp_path.glob("*.part"))
     settings = json.loads((path / "config.json").read_bytes())
