@@ -36,7 +36,7 @@ def find_model(model: str) -> Path:
     ValueError if there is none."""
     path = Path(expanduser(model))  # which leaves an unknown user as it is
     if not path.is_dir():
-        if path.exists() or model[:1] in "/.~" or model.count("/") > 1:  # no hub id
+        if path.exists() or model[:1] in "/.~" or model.count("/") > 1:  # not a hub id
             raise ValueError(f"model={model!r} is not a directory")
         from huggingface_hub import snapshot_download
 

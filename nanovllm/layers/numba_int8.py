@@ -1,5 +1,5 @@
 """Rows in 8 bits, in compiled Python: the cache of quantization/kv_cache.py, and the activations of
-quantization/numba_product.py. What calls `store_row` is in its file: see numba_kernels.py."""
+quantization/numba_product.py. All kernels that call `store_row` are here: see numba_kernels.py."""
 
 from functools import partial
 
