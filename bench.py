@@ -30,7 +30,7 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean
 
-from nanovllm.simulator.cost_model import SHAPES
+from nanovllm.topics.simulator.cost_model import SHAPES
 from tutorials.arguments import checked, positive
 from tutorials.machine import environment
 from tutorials.measure.busy import endless_loop

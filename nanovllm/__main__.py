@@ -1,5 +1,5 @@
 """python -m nanovllm"""
 
-from nanovllm.server.cli import main
+from nanovllm.topics.server.cli import main
 
 main()

@@ -12,11 +12,7 @@ from itertools import count
 from typing import Any
 
 from nanovllm.block_manager import BlockManager
-from nanovllm.checks.classes import check_made
-from nanovllm.checks.schedules import ScheduleChecks
 from nanovllm.config import TOKENS_PER_STEP, Config
-from nanovllm.decoding.beam_search import BeamSearchParams
-from nanovllm.decoding.drafts import Proposer, config_of
 from nanovllm.device.choose import choose_device
 from nanovllm.inbox import Inbox
 from nanovllm.layers.rotary import longest_context
@@ -40,10 +36,13 @@ from nanovllm.processing.stats import Counts, stats_of
 from nanovllm.processing.streaming import stream
 from nanovllm.processing.turns import Turns
 from nanovllm.recovery import Recovery
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 from nanovllm.schedule import Schedule, ScheduleError
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
+from nanovllm.topics.checks.classes import check_made
+from nanovllm.topics.checks.schedules import ScheduleChecks
+from nanovllm.topics.decoding.drafts import Proposer, config_of
 
 SEED_STEP = 0x5851F42D4C957F2D  # odd, so that the seeds of 2**63 requests are all different
 
@@ -74,7 +73,7 @@ class LLM:
         self.limits = limits = config.resolved(longest, TOKENS_PER_STEP[device.type])
         arguments = (config, limits, hf_config, path, device)
         if runner is None and config.tensor_parallel_size > 1:
-            from nanovllm.parallel.runner import new_runner  # not all builds of PyTorch can
+            from nanovllm.topics.parallel.runner import new_runner  # not all builds of PyTorch can
 
             runner = new_runner(*arguments)
         self.runner: Runner = runner or ModelRunner(*arguments)

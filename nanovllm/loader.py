@@ -18,9 +18,9 @@ from nanovllm.layers.ops import Ops
 from nanovllm.layers.rotary import rope_table
 from nanovllm.models.qwen import Qwen, check_supported, head_dim_of
 from nanovllm.options import is_int, refusal, shown
-from nanovllm.quantization.checkpoints import check_dtype, get_tensor, method_of, new_reader
-from nanovllm.quantization.layers import prepare_whole
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.topics.quantization.checkpoints import check_dtype, get_tensor, method_of, new_reader
+from nanovllm.topics.quantization.layers import prepare_whole
 
 # weights, configs and tokenizer; no other formats
 FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja"]

@@ -13,10 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.block_manager import Moves
-from nanovllm.checks.kernels import check_kernels
 from nanovllm.config import Config, Limits
-from nanovllm.decoding.penalties import adjusted_logits
-from nanovllm.decoding.prompt_logprobs import PromptScores, rows_to_score
 from nanovllm.device.choose import choose_cache, choose_dtype, choose_ops
 from nanovllm.device.cuda_graphs import StepGraphs
 from nanovllm.device.memory import keep_freed_memory, largest_step, memory_left, warm_up_steps
@@ -26,12 +23,15 @@ from nanovllm.layers.kv_cache import CacheShape
 from nanovllm.layers.sampler import top_logprobs
 from nanovllm.loader import load_model
 from nanovllm.models.qwen import Qwen, head_dim_of
-from nanovllm.quantization.kv_cache import choose_shape
-from nanovllm.quantization.layers import choose_product
 from nanovllm.schedule import Drawn, Schedule
 from nanovllm.sequence import TokenLogprobs
 from nanovllm.step import StepInputs, integers, sampling_of
-from nanovllm.swapping.host_cache import HostCache
+from nanovllm.topics.checks.kernels import check_kernels
+from nanovllm.topics.decoding.penalties import adjusted_logits
+from nanovllm.topics.decoding.prompt_logprobs import PromptScores, rows_to_score
+from nanovllm.topics.quantization.kv_cache import choose_shape
+from nanovllm.topics.quantization.layers import choose_product
+from nanovllm.topics.swapping.host_cache import HostCache
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ NO_TOKEN = -1  # in place of a token id: the row of logits is not finite
 
 
 class Runner(Protocol):
-    """Executes schedules: ModelRunner on one device, parallel/runner.py on several."""
+    """Executes schedules: ModelRunner on one device, topics/parallel/runner.py on several."""
 
     num_blocks: int
     num_host_blocks: int

@@ -177,3 +177,42 @@ class SamplingParams(Options):
     def clone(self) -> "SamplingParams":
         """A copy. For other values: dataclasses.replace(params, top_k=5)."""
         return replace(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BeamSearchParams(Options):
+    beam_width: int = 4
+    """Number of beams kept after each step, and of results."""
+
+    max_tokens: int = 256
+    """Maximum tokens to generate."""
+
+    length_penalty: float = 1.0
+    """A result's score is its log-probability / length ** length_penalty. Values above 0 favor long
+    results."""
+
+    early_stopping: bool | str = False
+    """When the search ends: True, as soon as there are `beam_width` results; False, when a better
+    one is unlikely; "never", only when a better one is impossible."""
+
+    ignore_eos: bool = False
+    """Continue past the model's end-of-sequence tokens."""
+
+    RULES: ClassVar[dict[str, Rule]] = {
+        "beam_width": POSITIVE,
+        "max_tokens": POSITIVE,
+        "length_penalty": number(-10, 10),
+        "early_stopping": Rule(
+            lambda value: isinstance(value, bool) or value == "never", "True, False or 'never'"
+        ),
+    }
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.put("max_tokens", min(self.max_tokens, LARGEST_COUNT))
+
+    def sampling_params(self) -> SamplingParams:
+        """The search as sampling parameters, for code that does not treat searches differently."""
+        return SamplingParams(
+            n=self.beam_width, temperature=0, max_tokens=self.max_tokens, ignore_eos=self.ignore_eos
+        )

@@ -13,14 +13,14 @@ from bisect import insort
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import Limits
-from nanovllm.decoding import groups
-from nanovllm.decoding.beam_search import advance_searches
-from nanovllm.decoding.drafts import Proposer
 from nanovllm.options import PromptTooLong, refusal
 from nanovllm.sampling_params import LARGEST_COUNT
 from nanovllm.schedule import Item, Schedule, ScheduleError, check_choice
 from nanovllm.sequence import Request, Rows, Sequence, StepLogprobs, TokenLogprobs
-from nanovllm.swapping.blocks import free_host, swap_in, swap_out
+from nanovllm.topics.decoding import groups
+from nanovllm.topics.decoding.beam_search import advance_searches
+from nanovllm.topics.decoding.drafts import Proposer
+from nanovllm.topics.swapping.blocks import free_host, swap_in, swap_out
 
 
 class Scheduler:

@@ -114,7 +114,7 @@ def this_machine(device, dtype, threads: int = 0):
     """
     import torch
 
-    from nanovllm.simulator.cost_model import Hardware
+    from nanovllm.topics.simulator.cost_model import Hardware
 
     threads_now = torch.get_num_threads()
     torch.set_num_threads(threads or threads_now)

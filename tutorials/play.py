@@ -4,12 +4,12 @@ import random
 from typing import NamedTuple
 
 from nanovllm.block_manager import BlockManager
-from nanovllm.checks.blocks import check_blocks
 from nanovllm.config import Limits
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.schedule import Schedule, ScheduleError
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
+from nanovllm.topics.checks.blocks import check_blocks
 
 Cells = dict[str, str]  # of one step: for each request what happens to it
 

@@ -14,7 +14,7 @@ from nanovllm.layers.ops import Ops, try_out
 from nanovllm.options import refusal, shown
 
 if TYPE_CHECKING:
-    from nanovllm.vattention.cache import VirtualShape
+    from nanovllm.topics.vattention.cache import VirtualShape
 
 NEEDS = {
     "numba": "the extra `cpu`",
@@ -80,7 +80,7 @@ def choose_ops(config: Config, device: torch.device, dtype: torch.dtype) -> Ops:
         if not isinstance(error, ImportError):
             logging.getLogger(__name__).warning("PyTorch computes, more slowly: %s", problem)
     if name == "vattention":
-        from nanovllm.vattention import ops as vattention_ops
+        from nanovllm.topics.vattention import ops as vattention_ops
 
         return vattention_ops
     return torch_ops
@@ -91,7 +91,7 @@ def choose_cache(
 ) -> CacheShape | VirtualShape:
     if config.attention_backend != "vattention":
         return shape
-    from nanovllm.vattention.cache import VirtualShape
-    from nanovllm.vattention.memory import system_of
+    from nanovllm.topics.vattention.cache import VirtualShape
+    from nanovllm.topics.vattention.memory import system_of
 
     return VirtualShape(shape, limits, system_of(device))

@@ -19,7 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from nanovllm.simulator.cost_model import SHAPES
+from nanovllm.topics.simulator.cost_model import SHAPES
 
 SECONDS = 120.0  # that a part may take
 COPY = 2**30  # bytes

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import torch
 
 from nanovllm.config import Config, Limits
-from nanovllm.decoding.rules import rules_of
 from nanovllm.device.cuda_graphs import StepGraphs
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.schedule import Item, Schedule
 from nanovllm.sequence import Request
+from nanovllm.topics.decoding.rules import rules_of
 
 NO_TEXTS = SimpleNamespace(tokenizer=None, vocab_size=1)
 

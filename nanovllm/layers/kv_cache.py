@@ -44,7 +44,7 @@ class KVCache:
 
     stored(numbers, dtype): keys or values as the cache keeps them, in its dtype. restored(rows,
     dtype): the numbers of what was read from it, in the model's dtype. Keys and values in 8 bits
-    have a class of their own: see quantization/kv_cache.py.
+    have a class of their own: see topics/quantization/kv_cache.py.
     """
 
     stored: Callable[..., Tensor] = staticmethod(Tensor.to)

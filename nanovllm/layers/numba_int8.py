@@ -1,5 +1,6 @@
-"""Rows in 8 bits, in compiled Python: the cache of quantization/kv_cache.py, and the activations of
-quantization/numba_product.py. All kernels that call `store_row` are here: see numba_kernels.py."""
+"""Rows in 8 bits, in compiled Python: the cache of topics/quantization/kv_cache.py, and the
+activations of topics/quantization/numba_product.py. All kernels that call `store_row` are here: see
+numba_kernels.py."""
 
 from functools import partial
 

@@ -191,7 +191,7 @@ def decode_kernel(HEAD_DIM: int, GROUP: int) -> Callable:
     p begin at p % parts * heads in sequence p // parts, with parts = num_kv_heads / heads. Softmax
     is online, so scores of any size are right. Numbers may have 16 bits: read them with as_float32,
     write the sums once, with rounded. Slots behind a context may hold NaN. Rows of int8 have four
-    bytes more, which are their scale: see quantization/kv_cache.py.
+    bytes more, which are their scale: see topics/quantization/kv_cache.py.
     """
 
     @kernel

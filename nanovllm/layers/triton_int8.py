@@ -1,4 +1,4 @@
-"""quantization/kv_cache.py in Triton, and what attention reads of its rows."""
+"""topics/quantization/kv_cache.py in Triton, and what attention reads of its rows."""
 
 import triton
 import triton.language as tl

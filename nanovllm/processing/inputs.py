@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.decoding.beam_search import BeamRequest, BeamSearch, BeamSearchParams
-from nanovllm.decoding.rules import rules_of
 from nanovllm.options import PromptTooLong, is_int, is_text, refusal, shown
 from nanovllm.processing.messages import Conversation, Prompt, is_conversation, unwrapped
-from nanovllm.sampling_params import LARGEST_COUNT, SamplingParams
+from nanovllm.sampling_params import LARGEST_COUNT, BeamSearchParams, SamplingParams
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
+from nanovllm.topics.decoding.beam_search import BeamRequest, BeamSearch
+from nanovllm.topics.decoding.rules import rules_of
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs

@@ -8,9 +8,9 @@ from operator import itemgetter
 
 from tokenizers import Tokenizer
 
-from nanovllm.decoding.beam_search import BeamRequest
 from nanovllm.processing.outputs import CompletionOutput
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.topics.decoding.beam_search import BeamRequest
 
 MOST_TOKENS = 8  # of a text, decoded together
 

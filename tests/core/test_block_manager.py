@@ -12,11 +12,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from scheduling import new_sequence
 
 from nanovllm.block_manager import BlockManager
-from nanovllm.checks.blocks import check_blocks
 from nanovllm.processing.stats import slot_usage
 from nanovllm.schedule import Item
 from nanovllm.sequence import Sequence
-from nanovllm.swapping.blocks import free_host, swap_in, swap_out
+from nanovllm.topics.checks.blocks import check_blocks
+from nanovllm.topics.swapping.blocks import free_host, swap_in, swap_out
 
 
 def next_item(seq: Sequence) -> Item:

@@ -12,8 +12,8 @@ import torch
 from checkpoints import greedy, new_model, save
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.checks.blocks import check_blocks
 from nanovllm.device.memory import largest_step
+from nanovllm.topics.checks.blocks import check_blocks
 
 BLOCK, MAX_TOKENS = 4, 12
 

@@ -13,9 +13,9 @@ from scheduling import new_request, new_scheduler, step
 
 from nanovllm import SamplingParams
 from nanovllm.block_manager import BlockManager
-from nanovllm.checks.policies import check_policy
 from nanovllm.schedule import Item, Schedule, ScheduleError
 from nanovllm.scheduler import Scheduler
+from nanovllm.topics.checks.policies import check_policy
 
 # --- what one plan shows ---
 

@@ -13,7 +13,7 @@ from collections import Counter
 import pytest
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
-from nanovllm.checks.blocks import check_blocks
+from nanovllm.topics.checks.blocks import check_blocks
 
 TINY = [5e-324, 1e-46, 1e-40, 1e-38]
 LONG = ["ab" * 50_000, "a" * 100_000]

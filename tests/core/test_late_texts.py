@@ -12,7 +12,7 @@ from fake_model import FakeRunner
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.processing.text import Text
-from nanovllm.server.async_llm import AsyncLLM
+from nanovllm.topics.server.async_llm import AsyncLLM
 
 COMPUTE = 100  # the time that a step takes on the device ...
 LAUNCH = 7  # ... and on the host

@@ -13,7 +13,7 @@ from scenarios import AnyPolicy, play, scenarios
 from scheduling import drain, new_request, new_scheduler, step
 
 from nanovllm.scheduler import Scheduler
-from nanovllm.swapping.blocks import free_host
+from nanovllm.topics.swapping.blocks import free_host
 
 
 def test_decodes_share_a_step_with_the_chunk_of_a_long_prompt():

@@ -12,8 +12,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from nanovllm import Run, simulate
 from nanovllm.schedule import ScheduleError
-from nanovllm.simulator import Run, simulate
 from tutorials.assignments.a0.questions import INVARIANTS, QUESTIONS, Question
 from tutorials.assignments.a0.task import Counting, check_counts
 from tutorials.assignments.public import check_rules, load

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from submissions import FCFS, HEAD, SHORTEST_FIRST, choose, method, priority
 
+from nanovllm import Run
 from nanovllm.config import Config
-from nanovllm.simulator import Run
 from tutorials.assignments.grade import secret_seeds
 from tutorials.assignments.grader import Grader
 from tutorials.assignments.task import Goal, Part, Task, mean_latency, measure
@@ -180,8 +180,8 @@ def test_what_is_broken_is_one_sentence_with_the_step(tmp_path, case):
 
 PATCHED_COST = """
 import time
-import nanovllm.simulator.simulation
-nanovllm.simulator.simulation.Machine.seconds = lambda *args: 1e-9
+import nanovllm.topics.simulator.simulation
+nanovllm.topics.simulator.simulation.Machine.seconds = lambda *args: 1e-9
 time.monotonic = time.perf_counter = lambda: 0.0
 class MyScheduler(Scheduler):
     def __init__(self, *args):
@@ -190,8 +190,8 @@ class MyScheduler(Scheduler):
 """
 PATCHED_CHECKS = """
 import sys
-import nanovllm.checks.schedules
-nanovllm.checks.schedules.check_schedule = lambda *args, **kwargs: None
+import nanovllm.topics.checks.schedules
+nanovllm.topics.checks.schedules.check_schedule = lambda *args, **kwargs: None
 sys.modules["tutorials.assignments.player"].check_queues = lambda *args, **kwargs: None
 """
 MORE_BLOCKS = (
@@ -360,7 +360,7 @@ BROKEN_ROUTERS = {
     ),
     "no class": (FCFS, "your file has no class MyRouter"),
     "no choose": (
-        "from nanovllm.routing import Router\nclass MyRouter(Router):\n    pass\n",
+        "from nanovllm import Router\nclass MyRouter(Router):\n    pass\n",
         "request 0: NotImplementedError",
     ),
 }

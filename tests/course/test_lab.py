@@ -25,7 +25,7 @@ from tutorials.lab.sheets import SHEETS
 
 ROOT = Path(__file__).parents[2]
 SOLUTIONS = ROOT / "tests" / "course" / "solutions"
-RUNS = ROOT / "nanovllm" / "server" / "page" / "runs"
+RUNS = ROOT / "nanovllm" / "topics" / "server" / "page" / "runs"
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from browser import Browser, opened
 from lab_numbers import ASSIGNMENTS, numbers
 from submissions import SHORTEST_FIRST, method
 
-from nanovllm.lab.serving import Files
+from nanovllm.topics.lab.serving import Files
 from tutorials.assignments.public import load
 from tutorials.lab import build
 

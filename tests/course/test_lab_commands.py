@@ -10,8 +10,8 @@ from itertools import islice
 import pytest
 from submissions import FCFS, SHORTEST_FIRST, method, priority
 
+from nanovllm import Job
 from nanovllm.config import Config
-from nanovllm.simulator import Job
 from tests.tools.extras import needs
 from tutorials.assignments import public, seeds
 from tutorials.assignments.a1.task import latency_share, wait

@@ -13,8 +13,8 @@ import pytest
 from shorter import shorter
 from submissions import FCFS, HEAD, method, priority
 
+from nanovllm import Run
 from nanovllm.config import Config
-from nanovllm.simulator import Run
 from tutorials.assignments import own
 from tutorials.assignments.grader import Grader
 from tutorials.assignments.own_questions import (

@@ -10,10 +10,10 @@ import torch
 from checkpoints import new_model, save
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
-from nanovllm.checks.blocks import check_blocks
 from nanovllm.config import EMBEDDED_MODEL
-from nanovllm.decoding.beam_search import Beam, BeamSearch
 from nanovllm.sequence import Request
+from nanovllm.topics.checks.blocks import check_blocks
+from nanovllm.topics.decoding.beam_search import Beam, BeamSearch
 
 EOS = [7, 11]
 

@@ -18,11 +18,11 @@ from scheduling import new_request, new_scheduler, step
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.block_manager import BlockManager
-from nanovllm.checks.blocks import check_blocks
-from nanovllm.decoding.drafts import Lookup, Proposer, SpeculativeConfig
-from nanovllm.decoding.groups import share
 from nanovllm.schedule import ScheduleError
 from nanovllm.scheduler import Scheduler
+from nanovllm.topics.checks.blocks import check_blocks
+from nanovllm.topics.decoding.drafts import Lookup, Proposer, SpeculativeConfig
+from nanovllm.topics.decoding.groups import share
 
 GREEDY = SamplingParams(temperature=0, max_tokens=30)
 

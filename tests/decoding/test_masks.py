@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.checks.blocks import check_blocks
-from nanovllm.decoding.masks import words_of
 from nanovllm.sequence import Request
+from nanovllm.topics.checks.blocks import check_blocks
+from nanovllm.topics.decoding.masks import words_of
 from tests.tools.extras import needs
 
 PROMPT = "Once upon a time there"

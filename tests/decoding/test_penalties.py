@@ -23,11 +23,11 @@ from transformers import (
 )
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.checks.blocks import check_blocks
-from nanovllm.decoding.penalties import adjusted_logits, adjustments_of
-from nanovllm.decoding.rules import rules_of
 from nanovllm.layers import torch_ops
 from nanovllm.sequence import Request
+from nanovllm.topics.checks.blocks import check_blocks
+from nanovllm.topics.decoding.penalties import adjusted_logits, adjustments_of
+from nanovllm.topics.decoding.rules import rules_of
 
 STOP = 98
 PROMPTS = [[5, 9, 5, 30], [5, 9, 5, 30, 77, 4, 8, 5], [11], list(range(20, 33))]
@@ -320,7 +320,7 @@ def test_prompts_are_scored(path, model, monkeypatch, backend, recorded, tokens,
     if backend == "triton":
         needs("triton")
         monkeypatch.setattr("nanovllm.layers.triton_ops.CAN_BE_RECORDED", recorded)
-    monkeypatch.setattr("nanovllm.decoding.prompt_logprobs.ROWS_AT_A_TIME", 3)
+    monkeypatch.setattr("nanovllm.topics.decoding.prompt_logprobs.ROWS_AT_A_TIME", 3)
     llm = LLM(
         path,
         dtype="float32",

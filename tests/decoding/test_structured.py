@@ -20,14 +20,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
-from nanovllm.checks.blocks import check_blocks
-from nanovllm.decoding import structured
-from nanovllm.decoding.masks import masked_logits
-from nanovllm.decoding.rules import rules_of
-from nanovllm.decoding.structured import grammar_of, narrowed
 from nanovllm.layers import sampler, torch_ops
 from nanovllm.options import shown
 from nanovllm.sequence import Request
+from nanovllm.topics.checks.blocks import check_blocks
+from nanovllm.topics.decoding import structured
+from nanovllm.topics.decoding.masks import masked_logits
+from nanovllm.topics.decoding.rules import rules_of
+from nanovllm.topics.decoding.structured import grammar_of, narrowed
 
 assert llguidance  # without it, the whole file is skipped
 EOS = {1533, 1535}

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from nanovllm import LLM, model_runner
-from nanovllm.checks.kernels import check_kernels
 from nanovllm.device.cuda_graphs import StepGraphs
 from nanovllm.layers import torch_ops
 from nanovllm.model_runner import ModelRunner
+from nanovllm.topics.checks.kernels import check_kernels
 
 SMALL = {"num_blocks": 12, "max_model_len": 64, "max_num_seqs": 2, "check_kernels": "never"}
 

@@ -13,7 +13,6 @@ from checkpoints import new_model, save
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.block_manager import Moves
-from nanovllm.checks.blocks import check_blocks
 from nanovllm.config import Limits
 from nanovllm.device import memory
 from nanovllm.device.cuda_graphs import StepGraphs, graph_sizes
@@ -23,6 +22,7 @@ from nanovllm.layers.kv_cache import KVCache
 from nanovllm.layers.sampler import Sampling
 from nanovllm.model_runner import ModelRunner
 from nanovllm.step import StepInputs, move
+from nanovllm.topics.checks.blocks import check_blocks
 from tutorials.machine import interpreter_problem
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

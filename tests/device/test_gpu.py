@@ -21,8 +21,8 @@ from checkpoints import greedy, new_model, save
 from recorded_steps import MAX_TOKENS, RECORDED, prompts_of_all_lengths
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
-from nanovllm.checks.blocks import check_blocks
 from nanovllm.layers import triton_ops
+from nanovllm.topics.checks.blocks import check_blocks
 
 pytestmark = [
     pytest.mark.gpu,

@@ -17,8 +17,8 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.layers import attention, torch_ops
 from nanovllm.layers.kv_cache import KVCache
 from nanovllm.layers.sampler import Sampling
-from nanovllm.simulator.cost_model import FIELDS
-from nanovllm.swapping.host_cache import HostCache
+from nanovllm.topics.simulator.cost_model import FIELDS
+from nanovllm.topics.swapping.host_cache import HostCache
 from tutorials.machine import interpreter_problem
 from tutorials.measure.batches import random_batch
 from tutorials.measure.checkpoints import random_model, write_checkpoint

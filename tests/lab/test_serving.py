@@ -10,8 +10,8 @@ import threading
 
 import pytest
 
-from nanovllm.lab.serving import new_server
-from nanovllm.server import cli
+from nanovllm.topics.lab.serving import new_server
+from nanovllm.topics.server import cli
 
 
 def test_without_a_site_the_command_says_how_to_build_it(capsys, tmp_path):

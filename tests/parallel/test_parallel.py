@@ -18,8 +18,8 @@ from checkpoints import new_model, save
 from server_tools import Running
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.parallel import ranks
 from nanovllm.recovery import RankError
+from nanovllm.topics.parallel import ranks
 
 if not Path("/proc/self/stat").exists():
     pytest.skip("it looks into /proc", allow_module_level=True)
@@ -207,7 +207,7 @@ def test_a_rank_that_cannot_connect_says_why(tmp_path, monkeypatch):
     fail = """
 import os
 if "FAILS" in os.environ:
-    from nanovllm.parallel.ranks import Group
+    from nanovllm.topics.parallel.ranks import Group
 
     def fail(*_):
         raise RuntimeError("there is no such interface")
@@ -316,7 +316,7 @@ def test_a_fork_leaves_the_ranks_to_its_parent(tmp_path):
 
 FAILING = """
 import os
-from nanovllm.parallel import runner as parallel
+from nanovllm.topics.parallel import runner as parallel
 
 plain = parallel.Follower.forward
 count = 0

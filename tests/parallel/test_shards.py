@@ -16,7 +16,7 @@ from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.config import EMBEDDED_MODEL
 from nanovllm.loader import load_config
 from nanovllm.model_runner import ModelRunner
-from nanovllm.parallel.shards import Shard
+from nanovllm.topics.parallel.shards import Shard
 
 EIGHT_HEADS = {
     "hidden_size": 32,

@@ -18,8 +18,8 @@ from nanovllm import LLM, SamplingParams, loader
 from nanovllm.config import Config
 from nanovllm.layers import torch_ops
 from nanovllm.layers.linear import Linear
-from nanovllm.quantization.groups import dequantized
-from nanovllm.quantization.layers import choose_product
+from nanovllm.topics.quantization.groups import dequantized
+from nanovllm.topics.quantization.layers import choose_product
 
 PROMPT = [*range(1, 60)]
 GREEDY = SamplingParams(temperature=0, max_tokens=8)

@@ -11,10 +11,10 @@ import torch
 from checkpoints import new_model, save
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
-from nanovllm.checks.blocks import check_blocks
 from nanovllm.layers import attention, torch_ops
 from nanovllm.layers.kv_cache import CacheShape
-from nanovllm.quantization.kv_cache import Int8Cache
+from nanovllm.topics.checks.blocks import check_blocks
+from nanovllm.topics.quantization.kv_cache import Int8Cache
 from tutorials.machine import interpreter_problem
 from tutorials.measure.batches import random_batch
 

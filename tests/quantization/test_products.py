@@ -17,8 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm.layers.linear import Linear
-from nanovllm.quantization import groups, int8, layers
-from nanovllm.quantization.groups import Groups, dequantized, integers_of, packed, plain_product
+from nanovllm.topics.quantization import groups, int8, layers
+from nanovllm.topics.quantization.groups import (
+    Groups,
+    dequantized,
+    integers_of,
+    packed,
+    plain_product,
+)
 from tutorials.machine import installed, interpreter_problem
 
 ROOT = Path(__file__).parents[2]
@@ -116,7 +122,7 @@ def test_functions_give_the_same_numbers_to_the_last_bit(num_groups, group, dtyp
     if "int4 numba" not in FORMS:
         return
     from nanovllm.layers import numba_ops
-    from nanovllm.quantization import numba_product
+    from nanovllm.topics.quantization import numba_product
 
     for num_rows in range(1, 10):
         assert torch.equal(numba_product.product(x[:num_rows], weight), result[:num_rows])
@@ -145,7 +151,7 @@ def test_a_row_is_the_same_in_any_batch(form, dtype):
     linear = prepared(form, torch.randn(70, 960), torch.randn(70))
     few = 16
     if "numba" in form:
-        few = importlib.import_module("nanovllm.quantization.numba_product").FEW_ROWS
+        few = importlib.import_module("nanovllm.topics.quantization.numba_product").FEW_ROWS
     x = random_rows(2 * few, 960, dtype)
     together = linear(x)
     assert together.dtype == dtype
@@ -201,7 +207,7 @@ def test_a_head_is_quantized_in_pieces(form, monkeypatch):
 @pytest.mark.skipif("int8 onednn" not in FORMS, reason="oneDNN has no such product here")
 def test_a_cpu_that_adds_pairs_in_16_bits():
     """AVX2 without VNNI: this file once more, where some products of integers are cut off."""
-    probe = "from nanovllm.quantization import groups, int8\n"
+    probe = "from nanovllm.topics.quantization import groups, int8\n"
     probe += "print(int8.largest_code(), *map(groups.has_integer_product, (15, 127)))"
     tests = ["-m", "pytest", "-q", __file__, "-k", "not triton"]
     env = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2", "PYTHONPATH": str(ROOT)}
@@ -223,7 +229,7 @@ def test_triton(bits, num_groups, group, dtype):
     """With tiles that are partly filled, and with weights and activations in the middle of other numbers; once without
     these, because ttsem stops at an access beyond a tensor."""
     needs("triton")
-    from nanovllm.quantization import triton_product
+    from nanovllm.topics.quantization import triton_product
 
     if bits == 4 and group == 300:
         pytest.skip("only a row of 8-bit codes is a group")

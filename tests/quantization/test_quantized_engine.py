@@ -11,11 +11,11 @@ from checkpoints import new_model, save
 from thread_group import Threads
 
 from nanovllm import LLM, SamplingParams, loader
-from nanovllm.checks.blocks import check_blocks
 from nanovllm.config import Config
 from nanovllm.layers import torch_ops
 from nanovllm.layers.linear import Linear
-from nanovllm.quantization import int8, layers
+from nanovllm.topics.checks.blocks import check_blocks
+from nanovllm.topics.quantization import int8, layers
 from tutorials.machine import installed, interpreter_problem
 
 FORMS = ["int8", "int4"]
@@ -85,7 +85,7 @@ def test_triton_is_near_pytorch(path, form, monkeypatch):
     options = {"dtype": "float32", "num_blocks": 50, "quantization": form}
     ours, theirs = (LLM(path, attention_backend=name, **options) for name in ("torch", "triton"))
     product = theirs.runner.model.model.layers[0].mlp.down_proj.product.keywords["product"]
-    assert product.func.__module__ == "nanovllm.quantization.triton_product"
+    assert product.func.__module__ == "nanovllm.topics.quantization.triton_product"
     check_near(first_logprobs(ours, PROMPT[:9]), first_logprobs(theirs, PROMPT[:9]), 0.5)
 
 

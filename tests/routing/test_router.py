@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm.block_manager import BlockManager
-from nanovllm.routing.router import (
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.sequence import Request
+from nanovllm.topics.routing.router import (
     MOST_ABSENT,
     LeastLoaded,
     PrefixAffinity,
@@ -18,8 +20,6 @@ from nanovllm.routing.router import (
     RoundRobin,
     Router,
 )
-from nanovllm.sampling_params import SamplingParams
-from nanovllm.sequence import Request
 
 BLOCK = 4
 

@@ -22,9 +22,9 @@ from server_tools import Running, new_parrot
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
 from nanovllm.scheduler import Scheduler
-from nanovllm.server import cli, commands
-from nanovllm.server.live import Camera
-from nanovllm.server.settings import ServerOptions
+from nanovllm.topics.server import cli, commands
+from nanovllm.topics.server.live import Camera
+from nanovllm.topics.server.settings import ServerOptions
 
 
 class Own(Scheduler):
@@ -203,16 +203,16 @@ def test_what_is_not_installed_is_said_with_the_way_to_install_it(
     missing, extra, options, monkeypatch, capsys
 ):
     for name in [*sys.modules]:
-        if name.startswith("nanovllm.server") and not name.endswith("settings"):
+        if name.startswith("nanovllm.topics.server") and not name.endswith("settings"):
             monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delattr(sys.modules["nanovllm"], "server", raising=False)
+    monkeypatch.delattr(sys.modules["nanovllm.topics"], "server", raising=False)
     monkeypatch.setitem(sys.modules, missing, None)
     sentence = refused(capsys, "serve", *options)
     assert missing in sentence and f"pip install 'nanovllm[{extra}]'" in sentence
 
 
 def test_help_comes_without_torch():
-    code = "import nanovllm, nanovllm.server.cli, sys; nanovllm.server.cli.new_parser(); assert not {'torch', 'fastapi', 'uvicorn'} & {*sys.modules}"
+    code = "import nanovllm, nanovllm.topics.server.cli, sys; nanovllm.topics.server.cli.new_parser(); assert not {'torch', 'fastapi', 'uvicorn'} & {*sys.modules}"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -221,7 +221,7 @@ def test_help_comes_without_torch():
 
 def shown(monkeypatch, *args: str) -> LLM:
     """The engine that is served."""
-    from nanovllm.server import app, serve
+    from nanovllm.topics.server import app, serve
 
     made = []
     monkeypatch.setattr(app, "new_app", lambda llm, options: made.append(llm))

@@ -214,7 +214,7 @@ def test_a_client_that_does_not_read_holds_nobody_up(server, expected):
 
 def test_idle_connections_are_closed(server, monkeypatch):
     """Also one that sends a byte now and then. One that gets a stream stays."""
-    monkeypatch.setattr("nanovllm.server.serve.LONGEST_IDLE", 0.3)
+    monkeypatch.setattr("nanovllm.topics.server.serve.LONGEST_IDLE", 0.3)
     stream = new_client(server, {**NEIGHBOUR, "max_tokens": 1500, "stream": True})
     read_until(stream, b"data: ")
     silent = server.connect()

@@ -16,9 +16,9 @@ from frames import Reader, states_of
 from server_tools import Running
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
-from nanovllm.server.live import MOST_WAITING, Camera, LiveView
-from nanovllm.server.metrics import Metrics
-from nanovllm.server.page import MOST_FRAMES
+from nanovllm.topics.server.live import MOST_WAITING, Camera, LiveView
+from nanovllm.topics.server.metrics import Metrics
+from nanovllm.topics.server.page import MOST_FRAMES
 
 STORY = "Once upon a time there was a shy fox named Luna who lived on a green hill."
 TIMES = ("time", "seconds", "output_tokens_per_second")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from server_tools import Process, Running, busy, checked_error, new_parrot, request_bytes, wait_for
 
-from nanovllm.server import app, cli, page
+from nanovllm.topics.server import app, cli, page
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 SMALL = {"prompt": "a", "max_tokens": 1}
@@ -114,7 +114,7 @@ def test_priorities_are_for_those_that_the_server_lets(server):
 
 
 def test_keys_come_from_options_and_from_the_environment(monkeypatch):
-    from nanovllm.server import commands
+    from nanovllm.topics.server import commands
 
     monkeypatch.setenv("NANOVLLM_API_KEY", "three  four")
     args = cli.new_parser().parse_args(["serve", "--api-key", "one", "--api-key", "two"])

@@ -23,11 +23,10 @@ import httpx
 import pytest
 from server_tools import read_metrics
 
-from nanovllm import LLM, SamplingParams
-from nanovllm.routing import LeastLoaded, PrefixAffinity, RoundRobin, Router
+from nanovllm import LLM, LeastLoaded, PrefixAffinity, RoundRobin, Router, SamplingParams
 from nanovllm.sequence import Request
-from nanovllm.server import cli
-from nanovllm.server.cli import main
+from nanovllm.topics.server import cli
+from nanovllm.topics.server.cli import main
 from tests.tools.extras import needs
 
 ROOT = Path(__file__).parents[2]
@@ -338,7 +337,7 @@ def replica(name: str) -> SimpleNamespace:
 
 
 def new_router(router_cls: type[Router]):
-    from nanovllm.server.replicas import RayRouter
+    from nanovllm.topics.server.replicas import RayRouter
 
     router = RayRouter.__new__(RayRouter)
     router.initialize_state(router=f"{router_cls.__module__}.{router_cls.__qualname__}")
@@ -346,7 +345,7 @@ def new_router(router_cls: type[Router]):
 
 
 def new_work():
-    from nanovllm.server.replicas import Work
+    from nanovllm.topics.server.replicas import Work
 
     return Work(Request("", None, [1] * 20, SamplingParams()), True, 4, 100)
 
@@ -427,7 +426,7 @@ class OneStream:
 
 def new_replicas(handle, max_waiting: int = 256):
     """Two replicas with eight seats each."""
-    from nanovllm.server.replicas import Replicas
+    from nanovllm.topics.server.replicas import Replicas
 
     inputs = LLM(num_blocks=8).inputs
     manager = SimpleNamespace(block_size=4, blocks=[None] * 9)
@@ -441,7 +440,7 @@ def some_requests(count: int) -> list[Request]:
 
 def test_a_call_is_admitted_as_a_whole():
     """Two times eight seats are counted: what finds none waits."""
-    from nanovllm.server.errors import Refused
+    from nanovllm.topics.server.errors import Refused
 
     async def submit():
         replicas = new_replicas(OneStream(), max_waiting=8)
@@ -465,7 +464,7 @@ class Deaths(OneStream):
         self.deltas = deltas
 
     def remote(self, work):
-        from nanovllm.server.async_llm import Delta
+        from nanovllm.topics.server.async_llm import Delta
 
         last = Delta(output=SimpleNamespace(outputs=[]))
         self.answer = iter([[*self.deltas]] if self.num_streams == 0 else [[last]])
@@ -481,8 +480,8 @@ class Deaths(OneStream):
 
 @pytest.mark.parametrize("has_answered", [False, True])
 def test_only_what_has_answered_is_not_tried_again(has_answered):
-    from nanovllm.server.async_llm import Delta
-    from nanovllm.server.errors import Unavailable
+    from nanovllm.topics.server.async_llm import Delta
+    from nanovllm.topics.server.errors import Unavailable
 
     async def serve():
         handle = Deaths(*[Delta(parts=["some text"])] * has_answered)
@@ -551,7 +550,7 @@ def test_counters_never_go_back():
 @pytest.mark.parametrize("turns", [0, 1, 3])
 def test_who_leaves_is_forgotten(turns):
     """Also before anything has been sent, and when the server ends."""
-    from nanovllm.server.errors import Unavailable
+    from nanovllm.topics.server.errors import Unavailable
 
     async def leave():
         handle = OneStream()
@@ -602,9 +601,12 @@ def test_a_router_that_fails_fails_the_request(router_cls, words):
         ("--replicas 0", "replicas=0 is not allowed: it must be an integer from 1"),
         ("--replicas 3 --max-replicas 2", "max_replicas=2"),
         ("--replicas 2 --target-requests 0", "target_requests=0.0"),
-        ("--replicas 2 --router-cls json:JSONDecoder", "a subclass of nanovllm.routing.Router"),
+        (
+            "--replicas 2 --router-cls json:JSONDecoder",
+            "a subclass of nanovllm.topics.routing.Router",
+        ),
         ("--max-replicas 2", "max_replicas=2 is not allowed: it is for --replicas"),
-        ("--router-cls nanovllm.routing:RoundRobin", "it is for --replicas"),
+        ("--router-cls nanovllm:RoundRobin", "it is for --replicas"),
     ],
 )
 def test_bad_options(options, words, ray, capsys):
@@ -622,7 +624,7 @@ def test_a_port_in_use(capsys):
 
 
 def test_machines_without_room():
-    from nanovllm.server.scaling import check_room
+    from nanovllm.topics.server.scaling import check_room
 
     machines = [{"CPU": 8.0, "GPU": 4.0}, {"CPU": 8.0, "GPU": 3.0}, {"CPU": 64.0}]
     check_room(machines, {"CPU": 1.0, "GPU": 2}, 3)
@@ -636,7 +638,7 @@ def test_machines_without_room():
 
 def test_arguments_of_a_config_file():
     """Given as YAML has them, or as texts, by `serve run`."""
-    from nanovllm.server.ray import app
+    from nanovllm.topics.server.ray import app
 
     def parsed(options: dict):
         return cli.new_parser().parse_args(["serve", *cli.words_of(options)])
@@ -646,7 +648,7 @@ def test_arguments_of_a_config_file():
     assert (args.model, args.replicas, args.enforce_eager) == ("m", 2, True)
     assert args.allowed_origins == ["a", "b"]
     given = {"enable_prefix_caching": "false", "kv_cache_gib": "1.5"}
-    args = parsed(given | {"router_cls": "nanovllm.routing:RoundRobin"})
+    args = parsed(given | {"router_cls": "nanovllm:RoundRobin"})
     assert (args.enable_prefix_caching, args.kv_cache_gib) == (False, 1.5)
     assert args.router_cls is RoundRobin
     with pytest.raises(ValueError, match="no option '--replica' here: did you mean --replicas"):
@@ -659,7 +661,7 @@ def test_arguments_of_a_config_file():
 
 def test_replicas_that_cannot_be_made(monkeypatch):
     """What Ray says is long, and where the reason is, changes. The user gets the reason."""
-    from nanovllm.server import scaling
+    from nanovllm.topics.server import scaling
 
     message = "The deployment failed 2 times\n  File x, line 3\nValueError: no memory is left\n\n"
     app = SimpleNamespace(deployments={"engine": SimpleNamespace(message=message)})

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from server_tools import Running, checked_error, left_idle, new_parrot
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.server.parsing import Parser, Parts
+from nanovllm.topics.server.parsing import Parser, Parts
 
 MODEL = "org/tiny"
 PROMPT = "Once upon a time there was"

@@ -9,13 +9,12 @@ from dataclasses import replace
 
 import pytest
 
-from nanovllm import LLM
+from nanovllm import LLM, simulate
 from nanovllm.config import EMBEDDED_MODEL, Config
 from nanovllm.scheduler import Scheduler
-from nanovllm.simulator import simulate
-from nanovllm.simulator.cost_model import Hardware, shape_of
-from nanovllm.simulator.machines import Machine, machines_in
-from nanovllm.simulator.replica import model_config
+from nanovllm.topics.simulator.cost_model import Hardware, shape_of
+from nanovllm.topics.simulator.machines import Machine, machines_in
+from nanovllm.topics.simulator.replica import model_config
 from tutorials.measure import accuracy, calibrate, pairs
 from tutorials.measure.accuracy import table
 from tutorials.measure.calibrate import SWAP, ProcessorTime, calibrated

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from nanovllm.config import EMBEDDED_MODEL
-from nanovllm.simulator.cost_model import (
+from nanovllm.topics.simulator.cost_model import (
     HARDWARE,
     SHAPES,
     Hardware,

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from nanovllm.config import EMBEDDED_MODEL
-from nanovllm.simulator.cost_model import HARDWARE, Hardware, Shape, shape_of
-from nanovllm.simulator.machines import MACHINES, Machine, machines_in
-from nanovllm.simulator.replica import model_config
+from nanovllm.topics.simulator.cost_model import HARDWARE, Hardware, Shape, shape_of
+from nanovllm.topics.simulator.machines import MACHINES, Machine, machines_in
+from nanovllm.topics.simulator.replica import model_config
 
 ROOT = Path(__file__).parents[2]
 EMBEDDED = shape_of(model_config(EMBEDDED_MODEL), itemsize=4)

@@ -9,7 +9,7 @@ from array import array
 
 import pytest
 
-from nanovllm.simulator.jobs import Job, PlannedStep, Run, Served
+from nanovllm.topics.simulator.jobs import Job, PlannedStep, Run, Served
 from tutorials.simulation.metrics import (
     backlog,
     by_tenant,

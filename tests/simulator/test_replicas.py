@@ -12,14 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanovllm import MACHINES, Job, LeastLoaded, PrefixAffinity, RoundRobin, Router, simulate
 from nanovllm.config import Config
-from nanovllm.routing import LeastLoaded, PrefixAffinity, RoundRobin, Router
 from nanovllm.schedule import ScheduleError
 from nanovllm.scheduler import Scheduler
-from nanovllm.simulator import simulate
-from nanovllm.simulator.cost_model import LINKS, SHAPES, shape_of
-from nanovllm.simulator.jobs import Job
-from nanovllm.simulator.machines import MACHINES
+from nanovllm.topics.simulator.cost_model import LINKS, SHAPES, shape_of
 from tutorials.simulation.workloads import gamma, lognormal, multi_turn, poisson, workload
 
 SMALL = Config(model="qwen3-0.6b", num_blocks=300, block_size=16, max_model_len=2048)
@@ -178,7 +175,7 @@ def test_a_router_that_is_wrong():
     assert [served.replica for served in run.requests] == [1] * 9
     run = simulate(independent(30), SMALL, check=True, replicas=2, router_cls=Spoils)
     assert all(served.token_times for served in run.requests)
-    message = "router_cls=.* must be a subclass of nanovllm.routing.Router"
+    message = "router_cls=.* must be a subclass of nanovllm.topics.routing.Router"
     with pytest.raises(ValueError, match=message):
         simulate(independent(3), SMALL, replicas=2, router_cls=Scheduler)
     with pytest.raises(NotImplementedError):

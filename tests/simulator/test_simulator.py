@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from nanovllm import Job, simulate
 from nanovllm.config import Config
 from nanovllm.schedule import ScheduleError
 from nanovllm.scheduler import Scheduler
-from nanovllm.simulator.cost_model import HARDWARE, SHAPES, shape_of, work_of
-from nanovllm.simulator.machines import MACHINES, Machine
-from nanovllm.simulator.simulation import Job, simulate
+from nanovllm.topics.simulator.cost_model import HARDWARE, SHAPES, shape_of, work_of
+from nanovllm.topics.simulator.machines import MACHINES, Machine
 from tutorials.baselines.contiguous import OrcaOracle
 from tutorials.baselines.static_batching import StaticBatching
 from tutorials.simulation.metrics import summary
@@ -63,7 +63,7 @@ def times(run) -> list[list[float]]:
 
 def test_no_torch():
     """Also not for running it, nor for the workloads and the metrics."""
-    code = "import sys; from nanovllm.simulator.simulation import simulate; from tutorials.simulation.metrics import summary, table; "
+    code = "import sys; from nanovllm import simulate; from tutorials.simulation.metrics import summary, table; "
     code += "from tutorials.simulation.workloads import poisson, sharegpt, workload; "
     code += "print(table({'a': summary(simulate(workload(poisson(5), sharegpt(), 20)))})); "
     code += "assert not {'torch', 'numpy', 'transformers', 'matplotlib'} & set(sys.modules)"

@@ -10,7 +10,7 @@ from statistics import mean, median, stdev
 
 import pytest
 
-from nanovllm.simulator.simulation import STOP
+from nanovllm.topics.simulator.simulation import STOP
 from tutorials.simulation.workloads import (
     all_at_once,
     alpaca,

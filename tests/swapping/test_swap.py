@@ -12,11 +12,11 @@ from scheduling import new_sequence
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.block_manager import BlockManager
-from nanovllm.checks.blocks import check_blocks
 from nanovllm.layers.kv_cache import KVCache
-from nanovllm.swapping import host_cache
-from nanovllm.swapping.blocks import swap_out
-from nanovllm.swapping.host_cache import HostCache
+from nanovllm.topics.checks.blocks import check_blocks
+from nanovllm.topics.swapping import host_cache
+from nanovllm.topics.swapping.blocks import swap_out
+from nanovllm.topics.swapping.host_cache import HostCache
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ENDLESS = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)

@@ -27,8 +27,8 @@ from nanovllm.layers import triton_attention, triton_int8, triton_ops
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import KVCache
 from nanovllm.layers.sampler import Sampling
-from nanovllm.quantization import triton_product
-from nanovllm.quantization.groups import Groups
+from nanovllm.topics.quantization import triton_product
+from nanovllm.topics.quantization.groups import Groups
 
 KV_HEADS = 8
 HIDDEN = 1024

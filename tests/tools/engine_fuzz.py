@@ -25,9 +25,9 @@ from fake_model import FakeRunner, Oracle
 import nanovllm
 from nanovllm import LLM, BeamSearchParams, SamplingParams, engine
 from nanovllm.block_manager import BlockManager
-from nanovllm.checks.schedules import ScheduleChecks
 from nanovllm.model_runner import ModelRunner
 from nanovllm.scheduler import Scheduler
+from nanovllm.topics.checks.schedules import ScheduleChecks
 
 PACKAGE = str(Path(nanovllm.__file__).parent)
 BLOCK_SIZE, VOCAB_SIZE, MAX_LEN = 4, 1536, 90

@@ -10,9 +10,9 @@ from functools import cache
 from fake_model import FakeRunner
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
-from nanovllm.checks.blocks import check_blocks
-from nanovllm.checks.schedules import ScheduleChecks
 from nanovllm.scheduler import Scheduler
+from nanovllm.topics.checks.blocks import check_blocks
+from nanovllm.topics.checks.schedules import ScheduleChecks
 
 VOCAB_SIZE = 1536
 SETTINGS = {

@@ -10,9 +10,9 @@ import random
 import zlib
 from functools import partial
 
-from nanovllm.decoding.beam_search import Beam
-from nanovllm.decoding.drafts import Proposer, SpeculativeConfig
 from nanovllm.sequence import Sequence
+from nanovllm.topics.decoding.beam_search import Beam
+from nanovllm.topics.decoding.drafts import Proposer, SpeculativeConfig
 
 
 def next_token(prefix: tuple[int, ...], seed: int, vocab_size: int) -> int:

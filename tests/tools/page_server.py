@@ -9,7 +9,7 @@ from queue import Queue
 
 import nanovllm
 
-PAGE = Path(nanovllm.__file__).parent / "server" / "page"
+PAGE = Path(nanovllm.__file__).parent / "topics" / "server" / "page"
 TYPES = {
     ".html": "text/html",
     ".css": "text/css",

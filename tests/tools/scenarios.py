@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from scheduling import new_request, new_scheduler
 
 from nanovllm.block_manager import BlockManager
-from nanovllm.checks.blocks import check_blocks
-from nanovllm.decoding.beam_search import BeamRequest, BeamSearch, BeamSearchParams
 from nanovllm.schedule import Schedule
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request, Sequence
+from nanovllm.topics.checks.blocks import check_blocks
+from nanovllm.topics.decoding.beam_search import BeamRequest, BeamSearch, BeamSearchParams
 
 VOCAB_SIZE, MAX_MODEL_LEN = 3, 22
 

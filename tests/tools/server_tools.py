@@ -21,11 +21,11 @@ import httpx
 from fake_model import FakeRunner
 
 from nanovllm import LLM
-from nanovllm.checks.blocks import check_blocks
-from nanovllm.decoding.drafts import Draft
-from nanovllm.server.app import new_app
-from nanovllm.server.serve import bind, new_server
-from nanovllm.server.settings import ServerOptions
+from nanovllm.topics.checks.blocks import check_blocks
+from nanovllm.topics.decoding.drafts import Draft
+from nanovllm.topics.server.app import new_app
+from nanovllm.topics.server.serve import bind, new_server
+from nanovllm.topics.server.settings import ServerOptions
 
 EOS = 1535
 

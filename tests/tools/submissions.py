@@ -39,5 +39,5 @@ SHORTEST_FIRST = priority("request.params.extra_args['predicted_tokens']")
 def choose(body: str) -> str:
     """A router that has these lines; `in_turn` is what the baseline does."""
     lines = indent(f"in_turn = super().choose\n{body.strip()}", " " * 8)
-    head = "from nanovllm.routing import RoundRobin\nclass MyRouter(RoundRobin):\n"
+    head = "from nanovllm import RoundRobin\nclass MyRouter(RoundRobin):\n"
     return f"{head}    def choose(self, request, loads):\n{lines}\n"

@@ -14,9 +14,9 @@ from nanovllm import LLM
 from nanovllm.config import TOKENS_PER_STEP, Config
 from nanovllm.layers.rotary import longest_context
 from nanovllm.loader import load_config
-from nanovllm.parallel.ranks import Group
-from nanovllm.parallel.runner import Follower, Leader, end_steps
-from nanovllm.parallel.watch import Watch
+from nanovllm.topics.parallel.ranks import Group
+from nanovllm.topics.parallel.runner import Follower, Leader, end_steps
+from nanovllm.topics.parallel.watch import Watch
 
 
 class Shared:

@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
-from nanovllm.checks.blocks import check_blocks
 from nanovllm.processing.stats import slot_usage
 from nanovllm.sequence import Request
+from nanovllm.topics.checks.blocks import check_blocks
 from tutorials.baselines import replay
 from tutorials.baselines.contiguous import ContiguousBlockManager, OrcaMax, OrcaOracle, OrcaPow2
 from tutorials.baselines.static_batching import StaticBatching

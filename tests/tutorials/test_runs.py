@@ -18,7 +18,7 @@ from page_server import PAGE, run_named
 
 LINK = re.compile(r"\[Play: [^]]*\]\([^)]*\)")
 PARAGRAPH = re.compile(
-    r"(?:^|\n\n)\[Play: [^]\n]*, from step (\d+)\]\(\.\./nanovllm/server/page/runs/(\w+)\.json#(\d+)\)(?=\n\n)"
+    r"(?:^|\n\n)\[Play: [^]\n]*, from step (\d+)\]\(\.\./nanovllm/topics/server/page/runs/(\w+)\.json#(\d+)\)(?=\n\n)"
 )
 # of each block the request that has it, + if sequences share it, ! if it was copied or swapped
 # just now, * if it is free, but can be found; then the requests that run, and that do not

@@ -43,7 +43,7 @@ def test_code_shows_its_output():
 
 
 def test_a_run_is_an_element_with_its_run_and_step():
-    link = "[Play: a hit, from step 5](../nanovllm/server/page/runs/prefix_hit.json#5)"
+    link = "[Play: a hit, from step 5](../nanovllm/topics/server/page/runs/prefix_hit.json#5)"
     found = staged(f"before\n\n{link}\n\nafter\n")
     (element,) = re.findall(r"<nano-run.*?</nano-run>", found)
     assert element.startswith('<nano-run step="5"><script type="application/json">{"')
@@ -87,7 +87,9 @@ def test_links_lead_to_pages():
     assert links.target("../nanovllm/scheduler.py", "`Scheduler.victim`, `Nothing`").endswith(
         "nanovllm/scheduler.py.md#Scheduler.victim"
     )
-    assert links.target("../nanovllm/swapping", "x") == "../nanovllm/swapping/index.md"
+    assert (
+        links.target("../nanovllm/topics/swapping", "x") == "../nanovllm/topics/swapping/index.md"
+    )
     assert links.target("../README.md#how-fast", "x") == "../repository.md#how-fast"
     assert links.target("results/memory.json", "x") == "results/memory.json"
     assert links.target("https://arxiv.org", "x") == "https://arxiv.org"

@@ -23,11 +23,11 @@ from hypothesis import strategies as st
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.config import Limits
 from nanovllm.layers.kv_cache import CacheShape
-from nanovllm.vattention import memory as virtual_memory
-from nanovllm.vattention import ops as vattention
-from nanovllm.vattention.cache import NO_ROW, PageTable, VirtualCache, VirtualShape
-from nanovllm.vattention.memory import HostMemory, System, mappings_free
-from nanovllm.vattention.ops import Layout, neighbors
+from nanovllm.topics.vattention import memory as virtual_memory
+from nanovllm.topics.vattention import ops as vattention
+from nanovllm.topics.vattention.cache import NO_ROW, PageTable, VirtualCache, VirtualShape
+from nanovllm.topics.vattention.memory import HostMemory, System, mappings_free
+from nanovllm.topics.vattention.ops import Layout, neighbors
 from tutorials.measure.batches import random_batch
 
 assert look_at_little_garbage  # a fixture

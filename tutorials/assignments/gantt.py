@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from nanovllm.simulator import Run
+from nanovllm import Run
 from tutorials.simulation.metrics import states
 
 STATES = {  # what `states` says: color, height in rows, name

@@ -14,9 +14,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from nanovllm import Run
 from nanovllm.schedule import ScheduleError
 from nanovllm.scheduler import Scheduler
-from nanovllm.simulator import Run
 from tutorials.assignments.own_questions import Own, own_seed
 from tutorials.assignments.own_tables import tables_of
 from tutorials.assignments.problems import Broken, Kind

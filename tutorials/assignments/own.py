@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from pathlib import Path
 
-from nanovllm.simulator import Run
+from nanovllm import Run
 from tutorials.assignments.own_questions import Question, own_seed, problem_of_name
 from tutorials.assignments.own_tables import RequestRow, StepRow, Tables, tables_of
 from tutorials.assignments.public import classes_of, load, serve_both

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
-from nanovllm.simulator import Run
+from nanovllm import Run
 from tutorials.simulation.metrics import between_tokens, latency
 
 

@@ -19,19 +19,19 @@ from contextlib import nullcontext, suppress
 from types import ModuleType
 from typing import Any
 
+from nanovllm import Router
 from nanovllm.block_manager import BlockManager
-from nanovllm.checks.schedules import ScheduleChecks
 from nanovllm.config import Limits
-from nanovllm.decoding.drafts import Draft, Proposer, config_of, without_draft
 from nanovllm.options import is_int
-from nanovllm.routing import Router
 from nanovllm.sampling_params import LARGEST_COUNT, SamplingParams
 from nanovllm.schedule import Schedule, ScheduleError, check_choice
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request, Sequence
-from nanovllm.simulator.answers import WRONG
-from nanovllm.simulator.jobs import STOP
-from nanovllm.simulator.replica import check_queues
+from nanovllm.topics.checks.schedules import ScheduleChecks
+from nanovllm.topics.decoding.drafts import Draft, Proposer, config_of, without_draft
+from nanovllm.topics.simulator.answers import WRONG
+from nanovllm.topics.simulator.jobs import STOP
+from nanovllm.topics.simulator.replica import check_queues
 
 try:
     import resource

@@ -23,10 +23,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from nanovllm import Run
 from nanovllm.block_manager import BlockManager
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import Scheduler
-from nanovllm.simulator import Run
 from tutorials.assignments.task import (
     NAMES,
     PUBLIC_SEEDS,

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
-from nanovllm.checks.schedules import check_schedule
-from nanovllm.decoding.drafts import Draft
 from nanovllm.options import is_int, shown
-from nanovllm.routing import Loads, Router
 from nanovllm.schedule import Item, Schedule, ScheduleError, check_choice
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
+from nanovllm.topics.checks.schedules import check_schedule
+from nanovllm.topics.decoding.drafts import Draft
+from nanovllm.topics.routing.router import Loads, Router
 from tutorials.assignments.player import name_of
 from tutorials.assignments.problems import Broken, Kind
 from tutorials.assignments.process import Process

@@ -28,9 +28,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from nanovllm import Run
 from nanovllm.block_manager import BlockManager
 from nanovllm.schedule import ScheduleError
-from nanovllm.simulator import Run
 from tutorials.arguments import experiment, positive
 from tutorials.assignments import silly
 from tutorials.assignments.public import check_rules, classes_of, load

@@ -6,7 +6,7 @@ file of its own, as a subclass of `Silly`. The first line of a docstring is the 
 
 from random import Random
 
-from nanovllm.routing import Router
+from nanovllm import Router
 from nanovllm.scheduler import Scheduler
 
 

@@ -14,12 +14,11 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from nanovllm import Job, RoundRobin, Router, Run, simulate
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import Config
-from nanovllm.routing import RoundRobin, Router
 from nanovllm.scheduler import Scheduler
-from nanovllm.simulator import Job, Run, simulate
-from nanovllm.simulator.machines import Machine
+from nanovllm.topics.simulator.machines import Machine
 from tutorials.assignments.own_questions import Question
 from tutorials.simulation.metrics import latency
 

@@ -9,8 +9,8 @@ one in the engine:
 """
 
 from nanovllm.block_manager import BlockManager
-from nanovllm.decoding.beam_search import BeamRequest
 from nanovllm.sequence import Request, Sequence
+from nanovllm.topics.decoding.beam_search import BeamRequest
 
 
 def log2_ceil(n: int) -> int:

@@ -16,12 +16,12 @@ from pathlib import Path
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import Limits
-from nanovllm.decoding.beam_search import BeamRequest, BeamSearch, BeamSearchParams
 from nanovllm.processing.stats import cache_usage
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.schedule import Schedule
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
+from nanovllm.topics.decoding.beam_search import BeamRequest, BeamSearch, BeamSearchParams
 from tutorials.arguments import experiment
 from tutorials.baselines.contiguous import OrcaMax, OrcaOracle, OrcaPow2
 from tutorials.machine import environment

@@ -160,7 +160,7 @@ def run_each(jobs: list[dict[str, Any]]) -> None:
         "hypothesis",
         "nanovllm.engine",
         "transformers.models.qwen3",
-        "nanovllm.simulator",
+        "nanovllm.topics.simulator.simulation",
     ):
         importlib.import_module(name)
     for name in [*sys.modules]:

@@ -2,7 +2,7 @@
 
 from statistics import median
 
-from nanovllm.simulator.cost_model import Hardware, Shape, work_of
+from nanovllm.topics.simulator.cost_model import Hardware, Shape, work_of
 
 
 # --- 12.1 ---

@@ -2,7 +2,7 @@
 
 import hashlib
 
-from nanovllm.routing import PrefixAffinity, Router
+from nanovllm import PrefixAffinity, Router
 
 
 # --- 19.1 ---

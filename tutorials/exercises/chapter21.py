@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from nanovllm.quantization.groups import SMALLEST_SCALE, quantize
+from nanovllm.topics.quantization.groups import SMALLEST_SCALE, quantize
 
 
 # --- 21.1 ---

@@ -17,7 +17,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config, Limits
 from nanovllm.device.cuda_graphs import graph_sizes
 from nanovllm.layers.linear import Linear
-from nanovllm.simulator.cost_model import SHAPES, shape_of
+from nanovllm.topics.simulator.cost_model import SHAPES, shape_of
 from tutorials.figures.fills import BLUE, GREEN, ORANGE, SKY, WASTE, Fill
 from tutorials.figures.style import SMALL, bare, box, new_figure, point_out, title, write
 

@@ -10,7 +10,7 @@ import json
 from matplotlib.figure import Figure
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.decoding.drafts import Draft
+from nanovllm.topics.decoding.drafts import Draft
 from tutorials.figures.fills import GREEN, SKY, WASTE
 from tutorials.figures.style import HERE, SMALL, bare, box, new_figure, write
 

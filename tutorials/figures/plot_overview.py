@@ -8,7 +8,7 @@ Needs matplotlib.
 from matplotlib.figure import Figure
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.simulator.cost_model import SHAPES, shape_of
+from nanovllm.topics.simulator.cost_model import SHAPES, shape_of
 from tutorials.figures.fills import BLUE, ORANGE
 from tutorials.figures.style import TEXT, bare, box, new_figure, write
 from tutorials.figures.timeline import HEIGHT, Cell, draw_timeline, fill_of

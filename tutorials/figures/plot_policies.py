@@ -13,7 +13,7 @@ from statistics import mean
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from nanovllm.simulator import Run
+from nanovllm import Run
 from tutorials.figures.fills import BLUE, SKY, WASTE, Fill
 from tutorials.figures.style import SMALL, TEXT, bare, box, new_figure, point_out, title, write
 from tutorials.simulation.metrics import states

@@ -11,10 +11,8 @@ import json
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from nanovllm import PrefixAffinity, RoundRobin, Router, Served, simulate
 from nanovllm.config import Config
-from nanovllm.routing import PrefixAffinity, RoundRobin, Router
-from nanovllm.simulator import simulate
-from nanovllm.simulator.jobs import Served
 from tutorials.figures.fills import ORANGE, SKY, WASTE
 from tutorials.figures.style import (
     HERE,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from nanovllm.simulator.cost_model import Hardware
+from nanovllm.topics.simulator.cost_model import Hardware
 from tutorials.figures.fills import BLUE, ORANGE
 from tutorials.figures.style import HERE, SMALL, TEXT, new_figure, title, write
 

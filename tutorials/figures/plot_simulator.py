@@ -8,9 +8,9 @@ Both are for chapter 14. Needs matplotlib.
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from nanovllm import Job, Run, simulate
 from nanovllm.config import EMBEDDED_MODEL, Config
-from nanovllm.simulator import Job, Run, simulate
-from nanovllm.simulator.machines import MACHINES, Machine
+from nanovllm.topics.simulator.machines import MACHINES, Machine
 from tutorials.figures.fills import ORANGE, SKY
 from tutorials.figures.style import (
     SMALL,

@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 
-from nanovllm.quantization.groups import Groups, dequantized, in_4_bits
-from nanovllm.simulator.cost_model import HARDWARE, SHAPES, shape_of, work_of
+from nanovllm.topics.quantization.groups import Groups, dequantized, in_4_bits
+from nanovllm.topics.simulator.cost_model import HARDWARE, SHAPES, shape_of, work_of
 from tutorials.figures.style import SMALL, bare, new_figure, write
 
 ROW = torch.tensor([[0.12, -0.31, 0.05, 0.22, -0.18, 0.09, 2.40, -0.27]])

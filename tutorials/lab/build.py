@@ -23,7 +23,7 @@ from tutorials.lab.sheets import SHEETS
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-PAGE = ROOT / "nanovllm" / "server" / "page"
+PAGE = ROOT / "nanovllm" / "topics" / "server" / "page"
 PACKAGES = HERE / "node_modules"
 ASSIGNMENTS = ("a1", "a2", "a3", "a4", "a5", "a6", "a8")  # those that need no more than a simulator
 # what a file in the lab may import; what of it needs torch says so
@@ -163,7 +163,7 @@ def python_files() -> list[Path]:
     found = {path for folder in folders for path in folder.rglob("*.py")}
     found |= {path for pattern in PYTHON_TOO for path in ROOT.glob(pattern)}
     # what the simulator and the assignments read
-    found |= {path for path in ROOT.glob("nanovllm/simulator/*.json")}
+    found |= {path for path in ROOT.glob("nanovllm/topics/simulator/*.json")}
     return sorted(found)
 
 

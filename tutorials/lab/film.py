@@ -9,7 +9,7 @@ from typing import Any
 
 from nanovllm.schedule import Schedule
 from nanovllm.scheduler import Scheduler
-from nanovllm.server.live import Camera
+from nanovllm.topics.server.live import Camera
 
 NUM_FRAMES = 80
 MOST_BLOCKS = 4096  # of a cache that is filmed

@@ -10,9 +10,9 @@ from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
 
+from nanovllm import Run
 from nanovllm.scheduler import Scheduler
-from nanovllm.simulator import Run
-from nanovllm.simulator.jobs import PlannedStep
+from nanovllm.topics.simulator.jobs import PlannedStep
 from tutorials.assignments.public import check_rules, classes_of
 from tutorials.assignments.task import Goal, Part, load_task, serve_baseline, shown
 from tutorials.lab.film import NUM_FRAMES, Film, filmed

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from nanovllm import Run
 from nanovllm.config import Config
-from nanovllm.simulator import Run
 from tutorials.assignments.public import check_rules, load
 from tutorials.assignments.report import Check, Report
 from tutorials.assignments.task import PUBLIC_SEEDS, Part, load_task, name_in_report, serve_baseline

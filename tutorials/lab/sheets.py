@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import Any, NamedTuple
 
+from nanovllm import Job, Run, simulate
 from nanovllm.config import Config
 from nanovllm.scheduler import Scheduler
-from nanovllm.simulator import Job, Run, simulate
 from tutorials.lab.film import NUM_FRAMES, Film, filmed
 from tutorials.lab.runs import time_lines
 from tutorials.simulation.metrics import ROWS, cells, latency, summary, ttft

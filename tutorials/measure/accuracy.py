@@ -26,8 +26,8 @@ from statistics import mean, median
 
 import torch
 
-from nanovllm.simulator import Run
-from nanovllm.simulator.machines import Machine
+from nanovllm import Run
+from nanovllm.topics.simulator.machines import Machine
 from tutorials.arguments import duration, experiment, positive
 from tutorials.machine import device_name, environment, installed
 from tutorials.measure import pairs

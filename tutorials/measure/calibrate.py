@@ -6,7 +6,7 @@ On a CPU: the embedded model on one and two threads, in float32 and bfloat16, ea
 its own; under two minutes. On a GPU: the model that --model names, in its own type; a minute. The
 file has a machine for each, which the simulator takes:
 
-    from nanovllm.simulator.machines import machines_in
+    from nanovllm.topics.simulator.machines import machines_in
 
     simulate(jobs, Config(model=EMBEDDED_MODEL, dtype="float32"), machines_in("machine.json")["float32, 1 thread"])
 
@@ -34,13 +34,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from nanovllm import LLM
+from nanovllm import LLM, Job, Run
 from nanovllm.config import EMBEDDED_MODEL
 from nanovllm.layers.linear import Linear
-from nanovllm.simulator import Job, Run
-from nanovllm.simulator.cost_model import Shape, shape_of, work_of
-from nanovllm.simulator.machines import Machine
-from nanovllm.simulator.replica import model_config
+from nanovllm.topics.simulator.cost_model import Shape, shape_of, work_of
+from nanovllm.topics.simulator.machines import Machine
+from nanovllm.topics.simulator.replica import model_config
 from tutorials.arguments import checked, new_file, positive
 from tutorials.machine import (
     ROOT,

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
 
+from nanovllm import Job, Run, simulate
 from nanovllm.config import EMBEDDED_MODEL, Config
-from nanovllm.simulator import Job, Run, simulate
-from nanovllm.simulator.machines import Machine
+from nanovllm.topics.simulator.machines import Machine
 from tutorials.measure.calibrate import OPTIONS, SWAP, Options
 from tutorials.simulation.policies import FairByTenant, ShortestFirst
 from tutorials.simulation.workloads import (

@@ -9,7 +9,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from nanovllm.config import EMBEDDED_MODEL
-from nanovllm.simulator.cost_model import SHAPES
+from nanovllm.topics.simulator.cost_model import SHAPES
 
 # No torch up here: the process that only starts the engines needs none.
 COMMON = dict(rope_theta=1e6, rms_norm_eps=1e-6, bos_token_id=None, eos_token_id=None)

@@ -118,7 +118,7 @@ class Nanovllm(Loop):
         self.llm.observers.append(self.note)
 
     def note(self, schedule, seconds: float) -> None:
-        from nanovllm.simulator.replica import items_of
+        from nanovllm.topics.simulator.replica import items_of
         from tutorials.measure.steps import Step
 
         host_seconds = seconds - self.llm.runner.model_seconds

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from random import Random
 from statistics import mean, median
 
+from nanovllm import Job, Run
 from nanovllm.scheduler import Scheduler
-from nanovllm.simulator import Job, Run
-from nanovllm.simulator.machines import Machine
+from nanovllm.topics.simulator.machines import Machine
 from tutorials.measure.calibrate import SWAP, Options
 from tutorials.measure.cases import Build, Case, chats, documents, jobs_of, plain
 from tutorials.report import markdown, percentile

@@ -23,8 +23,8 @@ import torch
 from safetensors.torch import save_file
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.quantization import layers
-from nanovllm.quantization.groups import in_4_bits
+from nanovllm.topics.quantization import layers
+from nanovllm.topics.quantization.groups import in_4_bits
 from tutorials.arguments import experiment
 from tutorials.machine import ROOT, device_name, environment
 from tutorials.report import markdown, write_json

@@ -2,7 +2,7 @@
 
     python -m tutorials.measure.record_runs
 
-Writes nanovllm/server/page/runs/*.json, and an index of them. Tokens are the same each time; the
+Writes nanovllm/topics/server/page/runs/*.json, and an index of them. Tokens are the same each time; the
 times in the files are the machine's.
 """
 
@@ -18,10 +18,10 @@ from nanovllm.processing.messages import Prompt
 from nanovllm.schedule import Schedule
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
-from nanovllm.server.live import Camera
+from nanovllm.topics.server.live import Camera
 from tutorials.baselines.static_batching import StaticBatching
 
-HERE = Path(__file__).resolve().parents[2] / "nanovllm" / "server" / "page" / "runs"
+HERE = Path(__file__).resolve().parents[2] / "nanovllm" / "topics" / "server" / "page" / "runs"
 BLOCK_SIZE = 4
 STORIES = [
     "Once upon a time there was a shy fox",

@@ -16,15 +16,15 @@ from collections.abc import Callable, Sequence
 from heapq import heappop
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.decoding.drafts import Draft
 from nanovllm.schedule import Schedule
 from nanovllm.sequence import Request
 from nanovllm.sequence import Sequence as Seq
-from nanovllm.simulator.answers import WRONG, Answers, JobProposer
-from nanovllm.simulator.cost_model import Hardware, Items, Shape
-from nanovllm.simulator.jobs import Arrivals, Job, Run, Runs, Served
-from nanovllm.simulator.machines import Machine
-from nanovllm.simulator.replica import items_of
+from nanovllm.topics.decoding.drafts import Draft
+from nanovllm.topics.simulator.answers import WRONG, Answers, JobProposer
+from nanovllm.topics.simulator.cost_model import Hardware, Items, Shape
+from nanovllm.topics.simulator.jobs import Arrivals, Job, Run, Runs, Served
+from nanovllm.topics.simulator.machines import Machine
+from nanovllm.topics.simulator.replica import items_of
 from tutorials.measure.steps import Step
 
 

@@ -1,11 +1,11 @@
 """What a benchmark makes of an engine's steps: the share of the floor, the share of the host, bins.
 
-Imports no torch. The cost model is `nanovllm.simulator.cost_model`.
+Imports no torch. The cost model is `nanovllm.topics.simulator.cost_model`.
 """
 
 from typing import NamedTuple
 
-from nanovllm.simulator.cost_model import Hardware, Items, Shape, work_of
+from nanovllm.topics.simulator.cost_model import Hardware, Items, Shape, work_of
 
 
 class Step(NamedTuple):

@@ -87,7 +87,7 @@ class MeasuredOurs(Measured):
     def observe(self, number: int) -> dict:
         """One more round, with every step timed: its roofline, and what its requests did to the
         cache. The ceilings of a CPU are the better of two measurements, before and after all rounds."""
-        from nanovllm.simulator.cost_model import Hardware
+        from nanovllm.topics.simulator.cost_model import Hardware
         from tutorials.measure.steps import binned, roofline
 
         self.engine.observe()
@@ -107,7 +107,7 @@ class MeasuredOurs(Measured):
         }
 
     def shape(self):
-        from nanovllm.simulator.cost_model import shape_of
+        from nanovllm.topics.simulator.cost_model import shape_of
 
         config = json.loads((Path(self.job.model) / "config.json").read_bytes())
         return shape_of(config, self.runner.dtype.itemsize)

@@ -170,9 +170,9 @@ class RealStage(Stage):
     def __init__(self, max_num_seqs: int = 256, max_waiting: int = 256):
         import uvicorn
 
-        from nanovllm.server.app import new_app
-        from nanovllm.server.serve import bind
-        from nanovllm.server.settings import ServerOptions
+        from nanovllm.topics.server.app import new_app
+        from nanovllm.topics.server.serve import bind
+        from nanovllm.topics.server.settings import ServerOptions
 
         options = ServerOptions(
             served_model_name=["tiny"], max_waiting=max_waiting, log_requests=False

@@ -1,6 +1,6 @@
 """The smallest simulator: the engine's own scheduler, a clock that is a number, and no model.
 
-Chapter 14 begins with it. `nanovllm.simulator` is the same loop with conversations, checks and several
+Chapter 14 begins with it. `nanovllm.simulate` runs the same loop with conversations, checks and several
 replicas. Imports no torch.
 """
 

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator
 from itertools import accumulate, chain, combinations, pairwise
 from math import fsum
 
+from nanovllm import Run, Served
 from nanovllm.options import is_number, shown
-from nanovllm.simulator.simulation import Run, Served
 from tutorials.report import aligned, percentile
 
 

@@ -6,11 +6,10 @@ from dataclasses import dataclass, field, replace
 from operator import gt, lt
 from typing import Any
 
+from nanovllm import Job, PrefixAffinity, RoundRobin, Run, simulate
 from nanovllm.config import Config
-from nanovllm.routing import PrefixAffinity, RoundRobin
 from nanovllm.scheduler import Scheduler
-from nanovllm.simulator import Job, Run, simulate
-from nanovllm.simulator.machines import MACHINES, Machine
+from nanovllm.topics.simulator.machines import MACHINES, Machine
 from tutorials.simulation.metrics import by_tenant, distribution, summary, ttft
 from tutorials.simulation.policies import (
     EarliestDeadline,

@@ -5,7 +5,7 @@ run = simulate(jobs, Config(model="qwen3-8b"), replicas=2)
 print_turns(run, "ABC")
 """
 
-from nanovllm.simulator import Job, Run
+from nanovllm import Job, Run
 from tutorials.simulation.metrics import ttft
 
 TEXT, QUESTION, ANSWER = 960, 240, 160  # tokens; the first question is about a text

@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from itertools import pairwise
 from statistics import mean
 
+from nanovllm import Job, Run, Served, simulate
 from nanovllm.config import Config
 from nanovllm.scheduler import Scheduler
-from nanovllm.simulator import Job, Run, simulate
-from nanovllm.simulator.jobs import Served
-from nanovllm.simulator.machines import Machine
+from nanovllm.topics.simulator.machines import Machine
 from tutorials.simulation.metrics import meets_deadline
 
 NAMES = "ABCDEFGHIJ"

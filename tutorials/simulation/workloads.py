@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.options import is_int, is_number, shown
-from nanovllm.simulator.jobs import Job, Runs
+from nanovllm.topics.simulator.jobs import Job, Runs
 from tutorials.baselines.replay import MEANS
 from tutorials.simulation.requests import lognormal_pairs, read_trace
 

@@ -7,7 +7,7 @@ from html import escape
 
 from nanovllm import BeamSearchParams, SamplingParams, StructuredOutputsParams
 from nanovllm.config import Config
-from nanovllm.server.cli import meanings_of
+from nanovllm.topics.server.cli import meanings_of
 from tutorials.site.links import ROOT
 
 HEAD = """# API
@@ -30,8 +30,8 @@ MECHANISM = "    # --- a request comes ---"  # of a scheduler: what is above is 
 OPTIONS = (
     (SamplingParams, "nanovllm/sampling_params.py"),
     (Config, "nanovllm/config.py"),
-    (BeamSearchParams, "nanovllm/decoding/beam_search.py"),
-    (StructuredOutputsParams, "nanovllm/decoding/structured.py"),
+    (BeamSearchParams, "nanovllm/sampling_params.py"),
+    (StructuredOutputsParams, "nanovllm/topics/decoding/structured.py"),
 )
 
 

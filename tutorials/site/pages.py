@@ -3,7 +3,7 @@
 What GitHub shows and what a generator shows come from the same text. These conventions are read here:
 
 - a block ```` ```python ```` and the ```` ```text ```` below it, which is what it prints;
-- a paragraph `[Play: what, from step 9](../nanovllm/server/page/runs/x.json#9)`, which becomes the player;
+- a paragraph `[Play: what, from step 9](../nanovllm/topics/server/page/runs/x.json#9)`, which becomes the player;
 - block quotes that begin with `**Take away:**` or `**Change one number:**`, which become boxes;
 - `<details>`, which stays folded.
 """

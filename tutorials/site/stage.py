@@ -16,7 +16,7 @@ from tutorials.site.search import write_index
 from tutorials.site.sources import entries, first_line, source_page
 
 HERE = Path(__file__).parent
-PLAYER = ROOT / "nanovllm" / "server" / "page"
+PLAYER = ROOT / "nanovllm" / "topics" / "server" / "page"
 BOOK = ("tutorials/*.md", "tutorials/assignments/README.md", "tutorials/assignments/a?/README.md")
 LAB = '<a class="button" href="lab.html">Open the lab</a>'
 IN_LAB = '<p><a class="button" href="../../../lab.html#{}">Open it in the lab</a></p>'

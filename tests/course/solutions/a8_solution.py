@@ -1,7 +1,7 @@
 from collections import defaultdict
 from functools import partial
 
-from nanovllm.routing.router import PrefixCache, Router
+from nanovllm.topics.routing.router import PrefixCache, Router
 
 SECONDS_PER_TOKEN = 1 / 40_000  # of a prompt that is not in the cache
 SECONDS_PER_REQUEST = 0.02  # what each one that has not ended adds to the wait, about

@@ -1,6 +1,6 @@
 """What was tried for assignment 8, beside its solution."""
 
-from nanovllm.routing.router import LeastLoaded, PrefixAffinity, PrefixCache
+from nanovllm.topics.routing.router import LeastLoaded, PrefixAffinity, PrefixCache
 from tutorials.assignments.silly import SillyRouter
 
 

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from nanovllm import Job, Run, simulate
 from nanovllm.config import Config
 from nanovllm.options import is_int, is_number, shown
 from nanovllm.schedule import ScheduleError
 from nanovllm.scheduler import Scheduler
-from nanovllm.simulator import Job, Run, simulate
 from tutorials.assignments.a0 import starter
 
 # name -> what the sentences say when it is broken

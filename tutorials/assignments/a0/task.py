@@ -5,11 +5,11 @@ from math import inf
 from statistics import mean
 from typing import NamedTuple
 
+from nanovllm import Job, Run
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import Config
 from nanovllm.options import shown
 from nanovllm.scheduler import Scheduler
-from nanovllm.simulator import Job, Run
 from tutorials.assignments.a0.questions import QUESTIONS
 from tutorials.assignments.task import Goal, Part, Task, serve
 from tutorials.simulation.workloads import all_at_once, lognormal, poisson, shared_prefix, workload

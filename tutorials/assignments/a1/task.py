@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
+from nanovllm import Job, Run, Served
 from nanovllm.config import Config
-from nanovllm.simulator.simulation import Job, Run, Served
 from tutorials.assignments import own_questions
 from tutorials.assignments.task import Goal, NotCounted, Part, Task, mean_latency
 from tutorials.simulation.metrics import latency

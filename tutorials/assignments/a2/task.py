@@ -2,8 +2,8 @@
 
 from statistics import mean
 
+from nanovllm import Job, Run
 from nanovllm.config import Config
-from nanovllm.simulator import Job, Run
 from tutorials.assignments import own_questions
 from tutorials.assignments.task import Goal, Part, Task
 from tutorials.report import percentile

@@ -3,7 +3,7 @@
 Run: SOLUTION=my_scheduler.py pytest tutorials/assignments/a2
 """
 
-from nanovllm.simulator import Job, simulate
+from nanovllm import Job, simulate
 from tutorials.assignments.public_tests import PublicTests, under_test
 
 PART, MODULE = under_test(__file__)

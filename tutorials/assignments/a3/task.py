@@ -1,7 +1,7 @@
 """Assignment 3: fairness between tenants. What is served, and what is measured."""
 
+from nanovllm import Job, Run
 from nanovllm.config import Config
-from nanovllm.simulator import Job, Run
 from tutorials.assignments import own_questions
 from tutorials.assignments.task import Goal, Part, Task
 from tutorials.simulation.metrics import largest_service_gap

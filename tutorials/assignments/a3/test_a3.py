@@ -3,7 +3,7 @@
 Run: SOLUTION=my_scheduler.py pytest tutorials/assignments/a3
 """
 
-from nanovllm.simulator import simulate
+from nanovllm import simulate
 from tutorials.assignments.public_tests import PublicTests, under_test
 from tutorials.simulation.workloads import labelled
 

@@ -2,10 +2,10 @@
 
 from statistics import mean
 
+from nanovllm import Job, Run
 from nanovllm.config import Config
-from nanovllm.simulator import Job, Run
-from nanovllm.simulator.cost_model import Hardware
-from nanovllm.simulator.machines import Machine
+from nanovllm.topics.simulator.cost_model import Hardware
+from nanovllm.topics.simulator.machines import Machine
 from tutorials.assignments import own_questions
 from tutorials.assignments.task import Goal, Part, Task, mean_latency
 from tutorials.simulation.metrics import ttft

@@ -7,8 +7,8 @@ from itertools import repeat
 
 import pytest
 
+from nanovllm import simulate
 from nanovllm.config import Config
-from nanovllm.simulator import simulate
 from tutorials.assignments.public_tests import PublicTests, under_test
 from tutorials.simulation.workloads import fixed, merged, poisson, workload
 

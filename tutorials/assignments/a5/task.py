@@ -2,8 +2,8 @@
 
 from itertools import pairwise
 
+from nanovllm import Job, Run
 from nanovllm.config import Config
-from nanovllm.simulator import Job, Run
 from tutorials.assignments import own_questions
 from tutorials.assignments.task import Goal, Part, Task, mean_latency
 from tutorials.simulation.workloads import (

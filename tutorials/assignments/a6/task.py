@@ -1,7 +1,7 @@
 """Assignment 6: deadlines. What is served, and what is measured."""
 
+from nanovllm import Job, Run, Served
 from nanovllm.config import Config
-from nanovllm.simulator.simulation import Job, Run, Served
 from tutorials.assignments import own_questions
 from tutorials.assignments.task import Goal, Part, Task
 from tutorials.simulation.metrics import latency, meets_deadline

@@ -5,7 +5,7 @@ Run: SOLUTION=my_scheduler.py pytest tutorials/assignments/a6
 
 from itertools import repeat
 
-from nanovllm.simulator import simulate
+from nanovllm import simulate
 from tutorials.assignments.public_tests import PublicTests, under_test
 from tutorials.simulation.workloads import fixed, labelled, merged, poisson, workload
 

@@ -1,8 +1,8 @@
 """Assignment 7: as many requests as possible within an SLO. What is served, and what is
 measured."""
 
+from nanovllm import Job, Run, Served
 from nanovllm.config import Config
-from nanovllm.simulator.simulation import Job, Run, Served
 from tutorials.assignments import own_questions
 from tutorials.assignments.task import Goal, Part, Task
 from tutorials.simulation.metrics import by_tenant, latency, meets

@@ -1,4 +1,4 @@
-from nanovllm.routing import RoundRobin
+from nanovllm import RoundRobin
 
 
 class MyRouter(RoundRobin):

@@ -3,8 +3,8 @@
 from random import Random
 from statistics import mean
 
+from nanovllm import Job, Run
 from nanovllm.config import Config
-from nanovllm.simulator import Job, Run
 from tutorials.assignments import own_questions
 from tutorials.assignments.task import Goal, Part, Task
 from tutorials.report import percentile

@@ -6,7 +6,7 @@ Run: SOLUTION=my_router.py pytest tutorials/assignments/a8
 from collections import Counter
 from dataclasses import replace
 
-from nanovllm.routing import Router
+from nanovllm import Router
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import Request
 from tutorials.assignments.public import class_of

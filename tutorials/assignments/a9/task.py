@@ -2,9 +2,8 @@
 
 from statistics import mean
 
+from nanovllm import Job, Run, Served
 from nanovllm.config import Config
-from nanovllm.simulator import Job, Run
-from nanovllm.simulator.jobs import Served
 from tutorials.assignments import own_questions
 from tutorials.assignments.task import Goal, Part, Task
 from tutorials.simulation.metrics import latency

@@ -5,9 +5,8 @@ Run: SOLUTION=my_scheduler.py pytest tutorials/assignments/a9
 
 from dataclasses import replace
 
+from nanovllm import Job, Run
 from nanovllm.scheduler import Scheduler
-from nanovllm.simulator import Run
-from nanovllm.simulator.jobs import Job
 from tutorials.assignments.public import class_of
 from tutorials.assignments.public_tests import PublicTests, under_test
 from tutorials.assignments.task import serve

@@ -2,8 +2,8 @@
 
 from statistics import mean
 
+from nanovllm import Job, Run, Served
 from nanovllm.config import Config
-from nanovllm.simulator.simulation import Job, Run, Served
 from tutorials.assignments import own_questions
 from tutorials.assignments.task import Goal, Part, Task
 from tutorials.simulation.metrics import ttft

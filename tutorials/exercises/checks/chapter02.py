@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.block_manager import EMPTY_PREFIX, BlockManager
-from nanovllm.checks.blocks import check_blocks
 from nanovllm.sequence import Request, Sequence
+from nanovllm.topics.checks.blocks import check_blocks
 from tutorials.exercises.checks.expect import expect
 
 NAMES = "Ada Ben Carla David Elena Felix Greta Hugo Ines Jack Kira Leo Mia Noah Olga Paul".split()

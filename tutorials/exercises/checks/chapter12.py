@@ -2,7 +2,7 @@
 
 import random
 
-from nanovllm.simulator.cost_model import HARDWARE, SHAPES, Hardware, shape_of
+from nanovllm.topics.simulator.cost_model import HARDWARE, SHAPES, Hardware, shape_of
 from tutorials.exercises.checks.expect import Wrong, expect, unchanged
 
 

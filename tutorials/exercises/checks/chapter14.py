@@ -4,14 +4,14 @@ import random
 from collections.abc import Callable
 from types import SimpleNamespace
 
+from nanovllm import Job, simulate
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import Config
 from nanovllm.schedule import Schedule
 from nanovllm.scheduler import Scheduler
-from nanovllm.simulator import Job, simulate
-from nanovllm.simulator.cost_model import HARDWARE
-from nanovllm.simulator.machines import Machine
-from nanovllm.simulator.replica import items_of
+from nanovllm.topics.simulator.cost_model import HARDWARE
+from nanovllm.topics.simulator.machines import Machine
+from nanovllm.topics.simulator.replica import items_of
 from tutorials.exercises.checks.expect import expect, unchanged
 
 # --- 14.1 ---

@@ -6,14 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from nanovllm import SamplingParams
+from nanovllm import Job, Run, SamplingParams, simulate
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import Config, Limits
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
-from nanovllm.simulator import Job, Run, simulate
-from nanovllm.simulator.cost_model import HARDWARE
-from nanovllm.simulator.machines import Machine
+from nanovllm.topics.simulator.cost_model import HARDWARE
+from nanovllm.topics.simulator.machines import Machine
 from tutorials.exercises.checks.expect import expect, expect_linear
 
 

@@ -4,16 +4,13 @@ from collections import Counter
 from collections.abc import Callable
 from statistics import mean
 
+from nanovllm import MACHINES, LeastLoaded, PrefixAffinity, Router, Run, Served, simulate
 from nanovllm.config import Config
-from nanovllm.routing import LeastLoaded, PrefixAffinity, Router
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
-from nanovllm.simulator import simulate
-from nanovllm.simulator.jobs import Run, Served
-from nanovllm.simulator.machines import MACHINES
-from nanovllm.simulator.replica import Replica
-from nanovllm.simulator.simulation import Simulation
+from nanovllm.topics.simulator.replica import Replica
+from nanovllm.topics.simulator.simulation import Simulation
 from tutorials.exercises.checks.expect import expect
 from tutorials.simulation.metrics import latency
 from tutorials.simulation.workloads import lognormal, multi_turn, poisson, workload

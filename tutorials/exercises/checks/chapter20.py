@@ -4,7 +4,7 @@ import os
 import random
 from itertools import permutations
 
-from nanovllm.vattention.memory import MAPPINGS, HostMemory
+from nanovllm.topics.vattention.memory import MAPPINGS, HostMemory
 from tutorials.exercises.checks.expect import counted, expect, unchanged
 
 Table = list[int]

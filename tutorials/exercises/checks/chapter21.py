@@ -4,8 +4,14 @@ import random
 
 import torch
 
-from nanovllm.quantization.groups import Groups, in_4_bits, integers_of, packed, plain_product
-from nanovllm.simulator.cost_model import HARDWARE, SHAPES, shape_of
+from nanovllm.topics.quantization.groups import (
+    Groups,
+    in_4_bits,
+    integers_of,
+    packed,
+    plain_product,
+)
+from nanovllm.topics.simulator.cost_model import HARDWARE, SHAPES, shape_of
 from tutorials.exercises.checks.expect import expect, unchanged
 
 

@@ -1,0 +1,34 @@
+"""LogitsRules: what changes the logits of a request before its tokens are sampled.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nanovllm.sequence import Request
+from nanovllm.topics.decoding.masks import Words, words_of
+from nanovllm.topics.decoding.structured import Grammar, Source, grammar_of
+
+
+@dataclass
+class LogitsRules:
+    """Biases and penalties change a logit (penalties.py), words and grammars forbid tokens
+    (masks.py)."""
+
+    biases: dict[int, float]  # token id -> what is added to its logit
+    has_penalty: bool
+    words: Words | None = None
+    grammar: Grammar | None = None
+
+
+def rules_of(request: Request, source: Source) -> LogitsRules:
+    """Raises ValueError."""
+    params = request.params
+    rules = LogitsRules({**(params.logit_bias or {})}, request.has_penalty)
+    if params.allowed_token_ids or params.bad_words:
+        rules.words = words_of(params, source.tokenizer, source.vocab_size)
+    if params.structured_outputs:
+        rules.grammar = grammar_of(params, source)
+    return rules

@@ -1,0 +1,120 @@
+"""Shards: each rank's part of a model, as in Megatron-LM (Shoeybi et al., 2019, section 3). A rank
+has its share of the heads, of the MLP's intermediate numbers, and of the vocabulary. A projection W
+[out, in] to these is split by rows; a projection from them is split by columns. So each rank
+computes a part of a sum, and one all-reduce adds the parts up."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanovllm.config import check_heads
+from nanovllm.models.qwen import Qwen, head_dim_of
+from nanovllm.topics.parallel.ranks import Group
+from nanovllm.topics.quantization.checkpoints import numbers_per_scale
+
+
+class Part:
+    """The rows of one rank, of `length` rows in all: the part with this index, of `count` equal
+    parts."""
+
+    def __init__(self, length: int, index: int, count: int):
+        self.length = length
+        self.size = -(-length // count)
+        self.begin = min(index * self.size, length)
+        self.end = min(self.begin + self.size, length)
+        self.padding = self.size - (self.end - self.begin)
+
+    def check(self, name: str, found: int) -> None:
+        if found != self.length:
+            problem = f"has a side of {found}, but config.json requires {self.length}"
+            raise ValueError(f"{name} {problem}")
+
+
+class Shard:
+    """What one rank has of a model. If there are fewer KV heads than ranks, several ranks have the
+    same one. The intermediate size and the vocabulary are rounded up: the last ranks have zeros
+    there."""
+
+    def __init__(self, config, rank: int, size: int):
+        self.rank = rank
+        heads = config.num_attention_heads
+        kv_heads = config.num_key_value_heads
+        check_heads(size, heads, kv_heads)
+        head_dim = head_dim_of(config)
+        kv_parts = min(size, kv_heads)
+        mine = Part(heads * head_dim, rank, size)
+        kv = Part(kv_heads * head_dim, rank * kv_parts // size, kv_parts)
+        middle = Part(config.intermediate_size, rank, size)
+        words = Part(config.vocab_size, rank, size)
+        self.rows = {  # of W [out, in]
+            "q_proj": mine,
+            "k_proj": kv,
+            "v_proj": kv,
+            "gate_proj": middle,
+            "up_proj": middle,
+            "embed_tokens": words,
+            "lm_head": words,
+        }
+        self.columns = {"o_proj": mine, "down_proj": middle}
+        self.group = numbers_per_scale(config)
+        self.config = deepcopy(config)  # of a model that is as large as the shard
+        self.config.head_dim = head_dim
+        self.config.num_attention_heads = heads // size
+        self.config.num_key_value_heads = kv_heads // kv_parts
+        self.config.intermediate_size = middle.size
+        self.config.vocab_size = words.size
+
+    def read(self, tensors: Any, name: str) -> Tensor:
+        """This rank's part of a tensor in a safetensors file. It reads nothing else."""
+        *_, layer, kind = name.split(".")
+        whole = tensors.get_slice(name)
+        shape = whole.get_shape()
+        if layer in self.rows:
+            part = self.rows[layer]
+            part.check(name, shape[0])
+            rows = whole[part.begin : part.end]
+            return F.pad(rows, [0, 0] * (len(shape) - 1) + [0, part.padding])
+        if layer in self.columns and kind != "bias":
+            part = self.columns[layer]
+            size = 1 if kind == "weight" else self.group  # whole groups have no padding
+            part.check(name, shape[-1] * size)
+            columns = whole[:, part.begin // size : part.end // size]
+            return F.pad(columns, [0, part.padding])
+        if layer in self.columns and self.rank > 0:
+            return torch.zeros(shape)  # a bias is added once
+        return tensors.get_tensor(name)
+
+    def join(self, model: Qwen, group: Group, vocab_size: int) -> None:
+        """Adds the all-reduces, so that the layers' outputs become those of the whole model."""
+
+        def add_up(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+            return group.add_up(output)
+
+        def gather(module: nn.Module, args: tuple, logits: Tensor) -> Tensor:
+            parts = group.gather(logits)
+            return torch.cat(parts, -1)[:, :vocab_size] if parts else logits
+
+        model.model.embed_tokens = Embedding(model.model.embed_tokens.weight, group)  # type: ignore
+        for name, module in model.named_modules():
+            if name.endswith(("o_proj", "down_proj")):
+                module.register_forward_hook(add_up)
+        model.lm_head.register_forward_hook(gather)
+
+
+class Embedding(nn.Module):
+    """This rank's rows of the embedding table. A token of another rank's rows has zeros."""
+
+    def __init__(self, weight: nn.Parameter, group: Group):
+        super().__init__()
+        self.weight = weight
+        self.group = group
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        rows = token_ids - self.group.rank * len(self.weight)
+        is_mine = (rows >= 0) & (rows < len(self.weight))
+        return self.group.add_up(F.embedding(rows * is_mine, self.weight) * is_mine[:, None])

@@ -1,0 +1,77 @@
+"""Weights in 8 bits on a CPU: oneDNN's product of integers. It reads a quarter of the bytes of
+float32, and multiplies several integers at a time. Its operators are PyTorch's private ones."""
+
+from collections.abc import Callable
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+
+from nanovllm.topics.quantization.groups import LARGEST, Groups, quantize
+
+ZERO = LARGEST + 1  # what stands for 0 in activations
+
+
+def new_product(weight: Groups) -> Callable[[Tensor], Tensor]:
+    """The product with a weight in 8 bits whose groups are rows, in oneDNN's own layout."""
+    codes = weight.codes.flatten(1)
+    zeros = torch.zeros(len(codes), dtype=torch.int32)
+    # the layout is chosen for about this many rows of activations
+    packed = torch.ops.onednn.qlinear_prepack(codes, [64, codes.shape[1]])
+    return partial(onednn_product, packed=packed, scales=weight.scales.squeeze(1), zeros=zeros)
+
+
+def onednn_product(x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
+    """x [T, in] times the weight: fp32 [T, out]. Activations must be uint8: oneDNN computes signed
+    ones with plain loops."""
+    rows, scale = quantize(x)
+    rows += ZERO
+    return multiplied(rows.to(torch.uint8), ZERO, packed, scales, zeros).mul_(scale)
+
+
+def multiplied(rows: Tensor, zero: int, packed: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
+    """(rows - zero) times the packed weight and its scales, in fp32. uint8 rows [T, in]."""
+    return torch.ops.onednn.qlinear_pointwise(
+        rows,
+        1.0,
+        zero,
+        packed,
+        scales,
+        zeros,
+        None,
+        1.0,
+        0,
+        torch.float32,
+        "none",
+        [],
+        "",
+    )  # no bias; a result in fp32, and nothing behind it
+
+
+def can_multiply(weight: Groups) -> bool:
+    """Whether oneDNN has a product for this weight: in 8 bits, with rows as groups, and with codes
+    whose sums are not cut off on this CPU."""
+    largest = largest_code()
+    if not largest or weight.zeros is not None or weight.scales.shape[1] > 1:
+        return False
+    return bool(-largest - 1 <= weight.codes.min() and weight.codes.max() <= largest)
+
+
+@cache
+def largest_code() -> int:
+    """127, or 63 where the CPU adds pairs of products in 16 bits (AVX2 without VNNI): sums beyond
+    32,767 would be cut off there. So a weight has 7 bits, which costs less quality than activations
+    in 7 bits would. 0 if oneDNN cannot compute such products here."""
+    size = 64
+    rows = torch.full((2, size), 255, dtype=torch.uint8)
+    ones, zeros = torch.ones(size), torch.zeros(size, dtype=torch.int32)
+    for largest in (LARGEST, LARGEST // 2):
+        codes = torch.full((size, size), largest, dtype=torch.int8)
+        try:
+            packed = torch.ops.onednn.qlinear_prepack(codes, [2, size])
+            product = multiplied(rows, 0, packed, ones, zeros)
+        except (AttributeError, RuntimeError):
+            return 0  # not in this PyTorch, or not on this CPU
+        if (product == 255 * largest * size).all():
+            return largest
+    return 0

@@ -1,0 +1,122 @@
+"""Linear layers change their form while a model loads: one by one, so only one has both forms."""
+
+import ctypes
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanovllm.config import Config
+from nanovllm.device.onednn import use_onednn
+from nanovllm.layers.linear import Linear
+from nanovllm.models.qwen import Qwen, head_dim_of
+from nanovllm.topics.quantization import int8
+from nanovllm.topics.quantization.checkpoints import groups_of, method_of
+from nanovllm.topics.quantization.groups import (
+    LARGEST,
+    SIZES,
+    Groups,
+    in_4_bits,
+    in_8_bits,
+    plain_product,
+)
+
+ROWS = 4096  # of a weight, that are quantized at a time: a head has many
+
+Product = Callable[[Tensor], Tensor]
+
+
+def choose_product(config: Config, hf_config, ops: Any) -> Callable[[Linear], None]:
+    """Returns the function that gives a linear layer its form, once its weight is loaded. Raises
+    ValueError if a row of a weight cannot be divided into groups, or if the checkpoint has codes
+    of its own."""
+    num_ranks = config.tensor_parallel_size
+    method = method_of(hf_config)
+    if method is not None and method.has_codes:
+        own = f"None: the checkpoint has codes of its own, by {method.name}"
+        config.require("quantization", config.quantization is None, own)
+        check_widths(hf_config, num_ranks, method.group, f"group_size={method.group}")
+    if config.quantization == "int4":
+        check_widths(hf_config, num_ranks, SIZES[-1], "quantization='int4'")
+    return partial(prepare_linear, quantization=config.quantization, backend=ops.__name__)
+
+
+def check_widths(hf_config, num_ranks: int, group: int, name: str) -> None:
+    """Raises ValueError, with the name of the setting, if groups of this size do not divide the
+    rows that a rank has."""
+    heads = hf_config.num_attention_heads * head_dim_of(hf_config) // num_ranks
+    middle = -(-hf_config.intermediate_size // num_ranks)
+    for width in (hf_config.hidden_size, heads, middle):
+        if width % group:
+            raise ValueError(
+                f"{name} is not possible with tensor_parallel_size={num_ranks}: "
+                f"groups of {group} numbers do not divide rows of {width}"
+            )
+
+
+def prepare_linear(linear: Linear, quantization: str | None, backend: str) -> None:
+    """Gives the layer its form: the weight's groups, if the checkpoint or the option has them."""
+    weight = groups_of(linear)
+    if weight is None and quantization is not None:
+        # a head in 4 bits would cost half as much quality as all layers do (chapter 21)
+        has_4_bits = quantization == "int4" and not hasattr(linear, "is_head")
+        largest = int8.largest_code() if linear.weight.device.type == "cpu" else 0
+        in_8_or_7_bits = partial(in_8_bits, largest=largest or LARGEST)
+        to_groups = in_4_bits if has_4_bits else in_8_or_7_bits
+        weight = joined([to_groups(rows) for rows in linear.weight.data.split(ROWS)])
+    if weight is None:
+        use_onednn(linear)
+    else:
+        linear.product = partial(multiply, product=product_for(weight, backend))
+        # the product holds it; of the parameter, the shape is left
+        linear.weight = nn.Parameter(linear.weight.to("meta"), requires_grad=False)
+    if hasattr(ctypes.pythonapi, "malloc_trim"):
+        ctypes.pythonapi.malloc_trim(0)  # glibc would keep the memory of the first form
+
+
+def joined(parts: list[Groups]) -> Groups:
+    """The rows of all parts."""
+    codes, scales, zeros = zip(*parts)
+    return Groups(torch.cat(codes), torch.cat(scales), None if None in zeros else torch.cat(zeros))
+
+
+def product_for(weight: Groups, backend: str) -> Product:
+    """Returns the function that multiplies activations [T, in] with this weight."""
+    is_cpu = weight.codes.device.type == "cpu"
+    if is_cpu and int8.can_multiply(weight):
+        return int8.new_product(weight)
+    if is_cpu and backend.endswith("numba_ops") and weight.zeros is not None:
+        from nanovllm.topics.quantization import numba_product
+
+        return partial(numba_product.product, weight=weight)
+    if backend.endswith("triton_ops"):
+        from nanovllm.topics.quantization import triton_product
+
+        return partial(triton_product.product, weight=weight)
+    return partial(plain_product, weight=weight)
+
+
+def multiply(x: Tensor, _: Tensor, bias: Tensor | None, product: Product) -> Tensor:
+    """Takes the place of F.linear. The weight is in `product`."""
+    result = product(x)
+    if bias is not None:
+        result += bias
+    return result.to(x.dtype)
+
+
+def prepare_whole(
+    model: Qwen,
+    module: nn.Module,
+    missing: dict[str, tuple],
+    prepare: Callable[[Linear], None],
+) -> None:
+    """Prepares a linear layer, if it has all its tensors. The head, which may have the embedding's
+    weight, comes after all others."""
+    is_whole = all(other is not module for other, *_ in missing.values())
+    if is_whole and isinstance(module, Linear) and module is not model.lm_head:
+        prepare(module)
+    if not missing:
+        model.lm_head.is_head = True  # type: ignore[assignment]
+        prepare(model.lm_head)

@@ -1,0 +1,93 @@
+"""The product with weights in 8 or 4 bits in Triton: codes become numbers of the activations' dtype
+in registers, so only codes and scales are read from memory. Sums are in fp32."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanovllm.topics.quantization.groups import Groups
+
+ROWS = 16  # of activations, per program: tl.dot takes no fewer
+OUT = 64  # rows of the weight, per program
+NUMBERS = 128  # of a row at a time
+FEW_NUMBERS = 32  # where more would take too many registers
+
+
+@triton.jit
+def product_kernel(
+    out,
+    x,
+    codes,
+    scales,
+    zeros,
+    num_rows,
+    num_out,
+    num_in,
+    num_groups,
+    group_size,
+    ROWS: tl.constexpr,
+    OUT: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    """Program (row tile, output tile): out [num_rows, num_out] = x [num_rows, num_in] times the
+    weight. NUMBERS of a row are read at a time: a group of `group_size` numbers, or a part."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    output = tl.program_id(1) * OUT + tl.arange(0, OUT)
+    number = tl.arange(0, NUMBERS)
+    is_row = row < num_rows
+    is_output = output < num_out
+    x_rows = x + row.to(tl.int64)[:, None] * num_in
+    result = tl.zeros([ROWS, OUT], tl.float32)
+    for tile in range(tl.cdiv(num_in, NUMBERS)):
+        at = tile * NUMBERS + number
+        is_in = at < num_in
+        numbers = tl.load(x_rows + at, mask=is_row[:, None] & is_in, other=0.0)
+        group = tile * NUMBERS // group_size
+        group_at = output.to(tl.int64) * num_groups + group
+        scale = tl.load(scales + group_at, mask=is_output, other=0.0)
+        if BITS == 4:
+            pairs_begin = output.to(tl.int64) * ((num_groups + 1) // 2) * group_size
+            code_at = pairs_begin + (at - (group + 1) // 2 * group_size)[:, None]
+            both = tl.load(codes + code_at, mask=is_output, other=0)
+            code = (both.to(tl.int32) >> (group % 2 * 4)) & 15
+            zero = tl.load(zeros + group_at, mask=is_output, other=0)
+            integers = code - zero.to(tl.int32)
+        else:
+            code_at = output.to(tl.int64) * num_in + at[:, None]
+            integers = tl.load(codes + code_at, mask=is_output & is_in[:, None], other=0)
+        products = tl.dot(numbers, integers.to(numbers.dtype), input_precision="ieee")
+        result += products * scale
+    out_at = row.to(tl.int64)[:, None] * num_out + output
+    tl.store(out + out_at, result, mask=is_row[:, None] & is_output)
+
+
+def product(x: Tensor, weight: Groups) -> Tensor:
+    """x [T, in] times the weight: [T, out], in the dtype of x."""
+    x = x.contiguous()
+    num_rows, num_in = x.shape
+    num_out, num_groups = weight.scales.shape
+    group_size = num_in // num_groups
+    has_zeros = weight.zeros is not None
+    is_old = x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 0)
+    most = FEW_NUMBERS if is_old or x.dtype == torch.float32 else NUMBERS
+    grid = (triton.cdiv(num_rows, ROWS), triton.cdiv(num_out, OUT))
+    out = x.new_empty(num_rows, num_out)
+    product_kernel[grid](
+        out,
+        x,
+        weight.codes,
+        weight.scales,
+        weight.zeros if has_zeros else weight.scales,  # which are not read
+        num_rows,
+        num_out,
+        num_in,
+        num_groups,
+        group_size,
+        ROWS,
+        OUT,
+        min(most, triton.next_power_of_2(group_size)),
+        4 if has_zeros else 8,
+    )
+    return out

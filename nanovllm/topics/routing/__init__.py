@@ -1,0 +1,4 @@
+"""Routing: which of several replicas serves a request. Imports no torch.
+
+Chapters: 19_replicas.
+"""

@@ -1,0 +1,292 @@
+"""App: the routes of the server, and how a body becomes an answer.
+
+This is the way of a streamed chat, from the socket to the engine and back:
+
+    app.py        Gate            the key is right, the body is not too long
+                  chat            FastAPI has made a ChatBody of the JSON
+                  answer          in another thread, chats.py makes a request of the body
+    async_llm.py  stream, _add    through the inbox into the engine's thread
+                  _report         after a step: a Delta for each request, in one call to the loop
+                  _deliver        each Delta goes into the queue of its call
+    metrics.py    watched         the times of its tokens are noted
+    answers.py    stream          a Delta becomes an event
+                  EventStream     which is sent; however that ends, the generators are closed
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, asynccontextmanager
+from copy import deepcopy
+from dataclasses import replace
+from hmac import compare_digest
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException as NoRoute
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from nanovllm.engine import LLM
+from nanovllm.options import shown
+from nanovllm.processing.inputs import Inputs
+from nanovllm.topics.decoding.structured import prepare_vocabulary
+from nanovllm.topics.server.answers import HEADERS, Answers, Deltas, EventStream, TokenTexts
+from nanovllm.topics.server.async_llm import AsyncLLM, Backend
+from nanovllm.topics.server.chats import ChatBody, ChatCompletions, TokenizeBody
+from nanovllm.topics.server.completions import CompletionBody, Completions
+from nanovllm.topics.server.errors import Refused, answer_to, in_words
+from nanovllm.topics.server.metrics import Metrics
+from nanovllm.topics.server.page import WITHOUT_KEY, Live, add_page
+from nanovllm.topics.server.protocol import DetokenizeBody
+from nanovllm.topics.server.responses import ResponseBody, Responses
+from nanovllm.topics.server.settings import ServerOptions
+
+
+class Gate:
+    """Checks the API key, if the server has keys, and refuses a body that is too long. It is pure
+    ASGI: other middleware would hide that a client has left."""
+
+    def __init__(self, app: ASGIApp, options: ServerOptions):
+        self.app = app
+        self.options = options
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        num_bytes = 0
+
+        async def receive_some() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            most = self.options.max_body_bytes
+            if num_bytes > most:
+                allowed = f"at most {most:,} bytes are allowed (--max-body-bytes)"
+                raise HTTPException(413, f"the body is too long: {allowed}")
+            return message
+
+        is_open = scope["type"] != "http" or scope["path"] in WITHOUT_KEY
+        if is_open or self.is_allowed(Headers(scope=scope)):
+            await self.app(scope, receive_some, send)
+            return
+        response = await answer_to(None, Refused("the API key is missing or wrong", status=401))
+        response.headers["WWW-Authenticate"] = "Bearer"  # a browser asks for no password
+        await response(scope, receive, send)
+
+    def is_allowed(self, headers: Headers) -> bool:
+        if not self.options.api_key:
+            return True
+        header = headers.get("authorization", "").encode("latin-1")  # the bytes that were sent
+        scheme, _, given = header.partition(b" ")
+        if scheme.lower() != b"bearer":
+            return False
+        # compares all keys, so that the time does not tell which one is right
+        return sum(compare_digest(given, key.encode()) for key in self.options.api_key) > 0
+
+
+class Server:
+    """What all routes share."""
+
+    def __init__(self, new_engine: Callable[[], Awaitable[Backend]], options: ServerOptions):
+        self.new_engine = new_engine
+        self.options = options
+        self.name = options.served_model_name[0]
+        self.metrics = Metrics(self.name)
+        self.started = int(time.time())
+        self.tokenizing = ThreadPoolExecutor(1, "tokenizing")
+        # for one event loop, which does not run yet
+        self.engine: Backend
+        self.inputs: Inputs  # of the thread that tokenizes: threads cannot share a tokenizer
+        self.texts: TokenTexts
+        self.live: Live | None = None  # if the engine is in this process
+
+    @asynccontextmanager
+    async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
+        self.engine = await self.new_engine()
+        inputs = self.engine.inputs
+        self.texts = TokenTexts(deepcopy(inputs.tokenizer))
+        # errors name no paths
+        self.inputs = replace(inputs, tokenizer=deepcopy(inputs.tokenizer), model=self.name)
+        if self.options.chat_template is not None:
+            self.inputs.tokenizer.chat_template = self.options.chat_template
+        prepare_vocabulary(self.inputs)
+        if isinstance(self.engine, AsyncLLM):
+            self.live = Live(self.engine)
+        try:
+            yield
+        finally:
+            self.engine.close()
+            self.tokenizing.shutdown(wait=False, cancel_futures=True)
+            await self.engine.ended()
+
+    # --- bodies become answers ---
+
+    async def answer(self, call: Request, body: Any, kind: type[Answers]) -> Response:
+        begin = time.perf_counter()
+        self.check(body)
+        requests = await self.prepared(lambda: [*body.requests(self.inputs)], body)
+        answers = kind(body, requests, self.name, self.texts)
+        deltas: Deltas = self.engine.stream(requests, body.stream)
+        deltas = self.metrics.watched(deltas, requests, begin)
+        if body.stream:
+            events = answers.stream(deltas)
+            await anext(events)  # an error before the first event has a status of its own
+            return EventStream(events, headers=HEADERS)
+        outputs: list[Any] = [None] * len(requests)
+        async with aclosing(deltas):
+            async for i, delta in deltas:
+                outputs[i] = delta.output
+        # many log-probabilities would stop the event loop
+        whole = await asyncio.to_thread(answers.whole, outputs)
+        return Response(whole, media_type="application/json")
+
+    async def told(self, body: Any) -> dict:
+        """The answer to a tokenize or detokenize call. Raises ValueError or Refused."""
+        self.check_model(body.model)
+        if self.inputs.tokenizer is None:
+            raise Refused("the model has no tokenizer", status=501)
+        return await self.prepared(lambda: body.told(self.inputs), body)
+
+    async def prepared(self, function: Callable, body: Any) -> Any:
+        """Calls a function in the thread that tokenizes: it may take longer than a stream can wait.
+        Until it returns, the call counts as a waiting request."""
+        self.engine.check_open()
+        self.engine.check_room(1)
+        self.engine.num_preparing += 1
+        try:
+            return await self.engine.loop.run_in_executor(self.tokenizing, function)
+        except ValueError as error:
+            raise in_words(error, body) from error
+        finally:
+            self.engine.num_preparing -= 1
+
+    def check(self, body: Any) -> None:
+        self.check_model(body.model)
+        priority = getattr(body, "priority", 0)
+        if priority and not self.options.allow_priority:
+            problem = f"priority={shown(priority)} is not allowed"
+            raise Refused(f"{problem}: start with --allow-priority", "priority")
+
+    def check_model(self, name: str | None) -> None:
+        if name not in (None, *self.options.served_model_name):
+            raise Refused(f"the model {shown(name)} does not exist", "model", 404)
+
+    # --- routes ---
+
+    async def completions(self, body: CompletionBody, call: Request) -> Response:
+        return await while_connected(call, self.answer(call, body, Completions))
+
+    async def chat(self, body: ChatBody, call: Request) -> Response:
+        return await while_connected(call, self.answer(call, body, ChatCompletions))
+
+    async def responses(self, body: ResponseBody, call: Request) -> Response:
+        return await while_connected(call, self.answer(call, body, Responses))
+
+    async def tokenize(self, body: TokenizeBody) -> dict:
+        return await self.told(body)
+
+    async def detokenize(self, body: DetokenizeBody) -> dict:
+        return await self.told(body)
+
+    async def models(self) -> dict:
+        models = [self.model(name) for name in self.options.served_model_name]
+        return {"object": "list", "data": models}
+
+    async def one_model(self, name: str) -> dict:
+        self.check_model(name)
+        return self.model(name)
+
+    def model(self, name: str) -> dict:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self.started,
+            "owned_by": "nanovllm",
+            "root": self.name,
+            "parent": None,
+            "max_model_len": self.engine.inputs.scheduler.max_model_len,
+        }
+
+    async def health(self) -> Response:
+        self.engine.check_open()
+        return Response()
+
+    async def version(self) -> dict:
+        return {"version": version("nanovllm")}
+
+    async def show_metrics(self) -> Response:
+        # without a replica that answers, none waits in an engine
+        stats = {"requests_waiting": 0} | await self.engine.stats()
+        stats["requests_waiting"] += self.engine.num_preparing
+        return Response(self.metrics.text(stats), media_type="text/plain; version=0.0.4")
+
+
+async def while_connected(call: Request, work: Coroutine[Any, Any, Response]) -> Response:
+    """Returns the result of a task. It cancels the task if the client leaves first."""
+
+    async def until_disconnect() -> None:
+        while (await call.receive())["type"] != "http.disconnect":
+            pass
+
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(until_disconnect())
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else Response(status_code=499)
+    finally:
+        leaving.cancel()
+        working.cancel()
+
+
+def new_app(llm: LLM, options: ServerOptions) -> FastAPI:
+    """The app of a server whose engine is in this process, with its page."""
+
+    async def new_engine() -> Backend:
+        return AsyncLLM(llm, options.max_waiting)
+
+    app = app_of(Server(new_engine, options))
+    add_page(app)
+    return app
+
+
+def app_of(server: Server) -> FastAPI:
+    app = FastAPI(
+        title="nanovllm",
+        version=version("nanovllm"),
+        lifespan=server.lifespan,
+        docs_url=None,  # its page would come from the network
+        redoc_url=None,
+    )
+    app.state.server = server
+    posts: dict[str, Callable] = {
+        "/v1/completions": server.completions,
+        "/v1/chat/completions": server.chat,
+        "/v1/responses": server.responses,
+        "/tokenize": server.tokenize,
+        "/detokenize": server.detokenize,
+    }
+    gets: dict[str, Callable] = {
+        "/v1/models": server.models,
+        "/v1/models/{name:path}": server.one_model,
+        "/health": server.health,
+        "/version": server.version,
+        "/metrics": server.show_metrics,
+    }
+    for path, route in posts.items():
+        app.add_api_route(path, route, methods=["POST"], response_model=None)
+    for path, route in gets.items():
+        app.add_api_route(path, route, response_model=None)
+    for kind in (Refused, NoRoute, RequestValidationError, Exception):
+        app.add_exception_handler(kind, answer_to)
+    app.add_middleware(Gate, options=server.options)
+    if server.options.allowed_origins:  # outside of the gate: browsers ask first, without the key
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=server.options.allowed_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+        )
+    return app

@@ -1,0 +1,304 @@
+"""AsyncLLM: an engine in a thread of its own, for the event loop of a web server. The thread owns
+the LLM. Requests go in through one queue, the inbox. After each step, one call to the event loop
+brings what is new in all requests."""
+
+import asyncio
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
+from functools import partial
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any
+
+from nanovllm.engine import LLM
+from nanovllm.processing.inputs import Inputs
+from nanovllm.processing.outputs import CompletionOutput, RequestOutput
+from nanovllm.processing.states import RequestState
+from nanovllm.processing.streaming import Reader
+from nanovllm.schedule import Schedule, ScheduleError
+from nanovllm.sequence import Request
+from nanovllm.topics.server.errors import Refused, Unavailable, failed
+
+logger = logging.getLogger(__name__)
+SHUTTING_DOWN = "the server is shutting down"
+
+
+@dataclass
+class Delta:
+    """What is new in one request: parts of its outputs, and at the end the whole output."""
+
+    parts: list[CompletionOutput] = field(default_factory=list)
+    output: RequestOutput | None = None
+    times: list[float] = field(default_factory=list)  # of its steps, if it is not streamed
+
+
+News = list[tuple[Request, Delta | Refused]]
+
+
+class Backend(ABC):
+    """Serves requests for one event loop: in a thread (AsyncLLM) or in other processes (Replicas).
+    All methods belong to the thread of the event loop."""
+
+    def __init__(self, inputs: Inputs, max_waiting: int):
+        self.inputs = inputs
+        self.max_waiting = max_waiting
+        self.loop = asyncio.get_running_loop()
+        # requests that have not ended: the queue of their call, and which of its requests they are
+        self.open: dict[Request, tuple[asyncio.Queue, int]] = {}
+        self.num_preparing = 0  # calls whose requests are not made yet
+        self.end = ""  # why the engine no longer answers
+        self.on_death: Callable[[], object] = lambda: None
+
+    @property
+    @abstractmethod
+    def num_waiting(self) -> int:
+        """How many open requests do not run yet."""
+
+    @abstractmethod
+    def _start(self, request: Request, is_streamed: bool) -> None:
+        """Starts the request. Its Deltas go to `_deliver`."""
+
+    @abstractmethod
+    def _abort(self, requests: list[Request]) -> None:
+        """Aborts requests."""
+
+    @abstractmethod
+    async def stats(self) -> dict[str, float]:
+        """Returns the numbers of `LLM.stats`."""
+
+    @abstractmethod
+    async def ended(self) -> None:
+        """After `close`, waits until nothing runs any longer."""
+
+    async def stream(
+        self, requests: list[Request], is_streamed: bool = True
+    ) -> AsyncGenerator[tuple[int, Delta], None]:
+        """Yields (index of the request, Delta) until all requests have ended. Closing the generator
+        aborts the others. Without `is_streamed`, only the last Delta of each request comes. Raises
+        Refused, also if a request fails."""
+        self.check_open()
+        self.check_room(len(requests))
+        num_open = len(requests)
+        news = self.opened(requests, is_streamed)
+        try:
+            while num_open:
+                i, delta = await news.get()
+                if isinstance(delta, Refused):
+                    raise delta
+                num_open -= delta.output is not None
+                yield i, delta
+        finally:
+            self.leave(requests)
+
+    def opened(self, requests: list[Request], is_streamed: bool) -> asyncio.Queue:
+        """Starts these requests and returns the queue for their Deltas."""
+        news: asyncio.Queue[tuple[int, Delta | Refused]] = asyncio.Queue()
+        for i, request in enumerate(requests):
+            self.open[request] = (news, i)
+            self._start(request, is_streamed)
+        return news
+
+    def leave(self, requests: list[Request]) -> None:
+        """Aborts the requests of this queue that have not ended: nothing reads it any longer."""
+        left = [request for request in requests if self.open.pop(request, None)]
+        if left:
+            self._abort(left)
+
+    def _deliver(self, news: News) -> None:
+        for request, delta in news:
+            if request not in self.open:
+                continue  # its client has left
+            queue, i = self.open[request]
+            if isinstance(delta, Refused) or delta.output is not None:
+                del self.open[request]
+            queue.put_nowait((i, delta))
+
+    def check_open(self) -> None:
+        """Raises Unavailable if the engine takes no requests."""
+        if self.end:
+            raise Unavailable(self.end)
+
+    def check_room(self, num_new: int) -> None:
+        """Raises Refused if too many requests wait. If none waits, a call may have any number."""
+        num_waiting = self.num_waiting + self.num_preparing
+        if num_waiting and num_waiting + num_new > self.max_waiting:
+            problem = f"{num_waiting} requests wait already, at most {self.max_waiting} may"
+            raise Refused(problem, status=429)
+
+    def close(self) -> None:
+        self._end(SHUTTING_DOWN)
+
+    def _end(self, reason: str) -> None:
+        """Fails each open request with this reason."""
+        self.end = self.end or reason
+        self._deliver([(request, Unavailable(self.end)) for request in [*self.open]])
+
+
+class StreamReader(Reader):
+    """Reads the state of one request and remembers what has been sent."""
+
+    def __init__(self, state: RequestState, is_streamed: bool):
+        super().__init__(state)
+        self.is_streamed = is_streamed
+        self.times: list[float] = []
+        self.ended: set[int] = set()  # outputs
+
+
+class AsyncLLM(Backend):
+    def __init__(self, llm: LLM, max_waiting: int = 256):
+        super().__init__(llm.inputs, max_waiting)
+        self.llm = llm
+        self.inbox: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self.on_idle: list[Callable[[], object]] = []
+        # of the engine's thread
+        self.live: dict[Request, StreamReader] = {}
+        self.sampled: set[Request] = set()
+        self.is_stopping = False
+        # on a GPU, deltas are made while it computes the next step
+        self.is_late = llm.runner.is_asynchronous
+        if self.is_late:
+            llm.meanwhile.append(self._report)
+        llm.observers.append(self._observe)
+        self.thread = Thread(target=self._run, name="engine", daemon=True)
+        self.thread.start()
+
+    @property
+    def num_waiting(self) -> int:
+        return max(0, len(self.open) - len(self.llm.scheduler.running))
+
+    def _start(self, request: Request, is_streamed: bool) -> None:
+        self.inbox.put(partial(self._add, request, is_streamed))
+
+    def _abort(self, requests: list[Request]) -> None:
+        self.inbox.put(partial(self._drop, requests))
+
+    async def stats(self) -> dict[str, float]:
+        self.check_open()
+
+        def between_steps() -> dict[str, float]:
+            with self.llm.turns.take():
+                return self.llm.stats()
+
+        return await asyncio.to_thread(between_steps)
+
+    def close(self) -> None:
+        super().close()
+        self.inbox.put(self._stop)
+
+    async def ended(self) -> None:
+        await asyncio.to_thread(self.thread.join, 10)
+
+    def _die(self, reason: str) -> None:
+        self._end(reason)
+        self.on_death()
+
+    # --- in the engine's thread ---
+
+    def _run(self) -> None:
+        try:
+            while not self.is_stopping:
+                self._read_inbox()
+                if self.llm.has_unfinished():
+                    self._step()
+        except BaseException as error:
+            logger.exception("the engine's thread has died")
+            name = type(error).__name__
+            self._tell(self._die, f"the engine has stopped ({name}); the server's log says more")
+        finally:
+            self.llm.observers.remove(self._observe)
+            if self.is_late:
+                self.llm.meanwhile.remove(self._report)
+
+    def _read_inbox(self) -> None:
+        """Takes requests and aborts from the inbox. It waits if no request runs."""
+        if not self.llm.has_unfinished() and not self.is_stopping:
+            for function in self.on_idle:
+                function()
+            self.inbox.get()()
+        while not self.inbox.empty():
+            self.inbox.get()()
+
+    def _add(self, request: Request, is_streamed: bool) -> None:
+        if request not in self.open:
+            return  # its client has left
+        try:
+            state = self.llm._submit(request, is_reported=False)
+        except Exception as error:
+            self._tell(self._deliver, [(request, failed(error))])
+            return
+        self.live[request] = StreamReader(state, is_streamed)
+
+    def _drop(self, requests: list[Request]) -> None:
+        for request in requests:
+            if self.live.pop(request, None) is not None:
+                self.llm.abort(request.request_id)
+
+    def _stop(self) -> None:
+        self._drop([*self.live])
+        self.is_stopping = True
+
+    def _observe(self, schedule: Schedule, seconds: float) -> None:
+        self.sampled = {seq.request for seq in schedule.sampled}
+
+    def _step(self) -> None:
+        try:
+            self.llm.step(report=False)
+        except ScheduleError as error:  # of a user's scheduler: all that runs fails, the engine not
+            news: News = [(request, failed(error)) for request in self.live]
+            self._drop([*self.live])
+            self._tell(self._deliver, news)
+            return
+        is_last = not self.llm.has_unfinished()
+        if is_last:
+            self.llm.states.catch_up()
+        if is_last or not self.is_late:
+            self._report()
+
+    def _report(self) -> None:
+        """Sends the event loop what is new since the last call."""
+        news: News = []
+        now = time.perf_counter()
+        for request, reader in [*self.live.items()]:
+            is_sampled = request in self.sampled
+            if is_sampled:
+                reader.times.append(now)
+            output = reader.state.output
+            if not (is_sampled or output.finished):
+                continue
+            if not (reader.is_streamed or reader.state.is_complete):
+                continue  # its text is made in the next step
+            delta = self._delta_of(reader)
+            news.append((request, delta))
+            if isinstance(delta, Refused) or delta.output is not None:
+                del self.live[request]
+        if news:
+            self._tell(self._deliver, news)
+        self.sampled = set()
+
+    def _delta_of(self, reader: StreamReader) -> Delta | Refused:
+        output = reader.state.output
+        delta = Delta()
+        if reader.is_streamed:
+            try:
+                parts = reader.news()
+            except Exception as error:  # of the tokenizer: no other request is affected
+                self.llm.abort(output.request_id)
+                return failed(error)
+            delta.parts = [one for one in parts if one.index not in reader.ended]
+            reader.ended.update(one.index for one in parts if one.finish_reason is not None)
+        if output.error is not None:
+            return failed(output.error)
+        if output.finished:
+            delta.output = output
+            delta.times = [] if reader.is_streamed else reader.times
+        return delta
+
+    def _tell(self, function: Callable[..., Any], *args: Any) -> None:
+        """Calls a function in the thread of the event loop."""
+        try:
+            self.loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:
+            self.is_stopping = True  # the loop is closed: no call listens

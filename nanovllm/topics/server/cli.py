@@ -1,0 +1,176 @@
+"""The command line: nanovllm serve, chat, complete, first-light and lab."""
+
+import argparse
+import ast
+import importlib
+import inspect
+import io
+import json
+import os
+import sys
+from collections.abc import Collection, Sequence
+from dataclasses import MISSING, Field, fields
+from difflib import get_close_matches
+from importlib.metadata import version
+from itertools import pairwise
+from textwrap import dedent
+from types import NoneType
+from typing import Any, Literal, NoReturn, get_args, get_origin
+
+from nanovllm.config import Config
+from nanovllm.device import first_light
+from nanovllm.options import Options, shown
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.topics.lab import serving
+from nanovllm.topics.server.settings import ReplicaOptions, ServerOptions
+
+NOT_AN_OPTION = "model n logprobs prompt_logprobs logit_bias extra_args structured_outputs".split()
+APART = {"lab": serving, "first-light": first_light}  # commands that need no torch here
+SHORT = {"--tensor-parallel-size": ["-tp"]}
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises a ValueError that says what is wrong. For an unknown option, it names the most similar
+    one."""
+
+    def __init__(self, **kwargs):
+        super().__init__(allow_abbrev=False, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message} ({self.prog} --help says more)")
+
+    def parse_known_args(self, args=None, namespace=None):
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            name = unknown[0].partition("=")[0]
+            nearest = get_close_matches(name, self._option_string_actions, n=1, cutoff=0.75)
+            hint = f": did you mean {nearest[0]}?" if nearest else ""
+            self.error(f"there is no option {shown(name)} here{hint}")
+        return found, unknown
+
+
+def new_parser() -> Parser:
+    parser = Parser(prog="nanovllm", description="An inference engine, small enough to read.")
+    parser.add_argument("--version", action="version", version=f"nanovllm {version('nanovllm')}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    serve = commands.add_parser("serve", help="serve a model by OpenAI's API, with a page at /")
+    local = "127.0.0.1"
+    serve.add_argument("--host", default=local, help=f"default: {local}; 0.0.0.0: any machine")
+    serve.add_argument("--port", type=int, default=8000, help="0 is any free one (default: 8000)")
+    show = "for the page: a small cache, unless other options are given, and 10 steps a second"
+    serve.add_argument("--show", action="store_true", help=show)
+    add_options(serve, ServerOptions)
+    add_options(serve, ReplicaOptions)
+
+    chat = commands.add_parser("chat", help="talk to a model, or to a server")
+    chat.add_argument("--url", help="of a server, for example http://localhost:8000")
+    chat.add_argument("--api-key", help="that of the server (default: NANOVLLM_API_KEY)")
+
+    complete = commands.add_parser("complete", help="continue a text")
+    complete.add_argument("text", help="- reads it from standard input")
+
+    first_light.add_command(commands)
+    serving.add_command(commands)
+    for command in (serve, chat, complete):
+        model = "hub id or directory (default: the embedded one)"
+        if command in (serve, chat):
+            command.add_argument(
+                "model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help=model
+            )
+        command.add_argument("--model", help=model)
+        if command is not serve:
+            add_options(command, SamplingParams)
+        add_options(command, Config)
+    return parser
+
+
+def add_options(parser: Parser, kind: type[Options]) -> None:
+    """Adds one option for each field. A field without its option keeps its default."""
+    group = parser.add_argument_group(kind.__name__)
+    meanings = meanings_of(kind)
+    for field in fields(kind):  # type: ignore[arg-type]
+        option = "--" + field.name.replace("_", "-")
+        if field.name not in NOT_AN_OPTION and option not in parser._option_string_actions:
+            text = help_of(field, meanings[field.name])
+            group.add_argument(*SHORT.get(option, []), option, help=text, **how_to_read(field.type))
+
+
+def meanings_of(kind: type[Options]) -> dict[str, str]:
+    """The docstrings below the fields of a class."""
+    (class_node,) = ast.parse(dedent(inspect.getsource(kind))).body
+    meanings = {}
+    for node, below in pairwise(class_node.body):  # type: ignore[attr-defined]
+        if isinstance(node, ast.AnnAssign) and isinstance(below, ast.Expr):
+            meanings[ast.unparse(node.target)] = " ".join(ast.literal_eval(below.value).split())
+    return meanings
+
+
+def help_of(field: Field, meaning: str) -> str:
+    """The meaning of the option, and its default if the text does not name it."""
+    value = field.default
+    text = meaning.replace("%", "%%")
+    if value is None or value is MISSING:
+        return text
+    return f"{text} (default: {getattr(value, '__name__', value)})"
+
+
+def how_to_read(kind: Any) -> dict[str, Any]:
+    """The function that turns the option's text into a value of this type."""
+    if kind is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if get_origin(kind) is Literal:
+        return {"type": str}
+    lists = [
+        one for one in (kind, *get_args(kind)) if get_origin(one) in (list, Sequence, Collection)
+    ]
+    if lists:
+        return {"nargs": "+", "action": "extend", "type": get_args(lists[0])[0]}
+    kinds = [one for one in get_args(kind) or (kind,) if one is not NoneType]
+    return {"type": {type: imported, dict: json.loads}.get(kinds[0], kinds[0])}
+
+
+def imported(name: str) -> type:
+    """The class of `module:Class`."""
+    module, _, attribute = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{name} is not module:Class: {error}") from error
+
+
+def words_of(options: dict[str, Any]) -> list[str]:
+    """The options by their names on the command line."""
+    words: list[str] = []
+    for name, value in options.items():
+        option = "--" + str(name).replace("_", "-")
+        text = json.dumps(value) if isinstance(value, dict) else str(value)
+        switch = {"true": option, "false": "--no" + option[1:]}.get(text.lower())
+        if switch:
+            words.append(switch)
+        elif isinstance(value, list):
+            words += [option, *map(str, value)]
+        elif value is not None:
+            words.append(f"{option}={text}")
+    return words
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a console may lack a letter
+    if sys.stdin is None:  # it is closed
+        sys.stdin = io.StringIO()
+    try:
+        args = new_parser().parse_args(words)
+        if args.command in APART:
+            return APART[args.command].run(args)
+        from nanovllm.topics.server import commands  # torch takes seconds: not for --help
+
+        getattr(commands, args.command)(args)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:  # the reader has enough, such as `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (ValueError, ImportError, OSError) as error:
+        sys.stderr.write(f"nanovllm: {error}\n")
+        sys.exit(2)

@@ -1,0 +1,137 @@
+"""Protocol: the fields that all bodies of OpenAI's API have in common. A field is supported, or it
+is ignored because it changes no answer, or it is refused by its name. `null` is the same as no
+field. Each list and text has a limit (a cap), so that no call can stop the others for long."""
+
+import json
+from dataclasses import fields
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from nanovllm.options import shown
+from nanovllm.processing.inputs import Inputs
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.topics.server.errors import Refused
+
+MOST_CHOICES = 16  # `n`
+MOST_IDS = 1024  # of tokens that stop, or have a bias
+LARGEST_SCHEMA = 2**16  # characters of JSON
+# fields with the names and meanings of SamplingParams
+SAME = {field.name for field in fields(SamplingParams)} - {"max_tokens", "logprobs", "logit_bias"}
+# values of fields that we do not have which ask for what is done anyway
+HARMLESS: dict[str, tuple] = {
+    "audio": (),
+    "detokenize": (True,),
+    "documents": ([],),
+    "early_stopping": (False,),
+    "echo": (False,),
+    "functions": ([],),
+    "include_obfuscation": (False,),
+    "length_penalty": (1,),
+    "return_tokens_as_token_ids": (False,),
+    "spaces_between_special_tokens": (True,),
+    "suffix": ("",),
+    "use_beam_search": (False,),
+    "verbosity": ("medium",),
+    "vllm_xargs": ({},),
+}
+
+IGNORED = {"prompt_cache_key", "safety_identifier", "service_tier", "store"}  # they change nothing
+
+TokenIds = Annotated[list[int], Field(max_length=MOST_IDS)]
+Word = Annotated[str, Field(max_length=256)]  # each is looked for after each token
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def without_what_asks_for_nothing(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        wanted = {}
+        for name, value in body.items():
+            is_harmless = name not in cls.model_fields and value in HARMLESS.get(name, ())
+            if value is not None and name not in IGNORED and not is_harmless:
+                wanted[name] = value
+        return wanted
+
+
+class StreamOptions(Strict):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class CallBody(Strict):
+    """The fields of all calls that the model answers."""
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    metadata: dict | None = None
+
+
+class Body(CallBody):
+    """The fields that completions and chats share."""
+
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    best_of: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=MOST_IDS)] | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: Word | Annotated[list[Word], Field(max_length=16)] | None = None
+    stop_token_ids: TokenIds | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    seed: int | None = None
+    prompt_logprobs: int | None = None
+    priority: int = 0
+    request_id: Word | None = None
+    cache_salt: Word | None = None
+    return_token_ids: bool = False
+    structured_outputs: dict | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Annotated[list[Word], Field(max_length=64)] | None = None
+    truncate_prompt_tokens: int | None = None
+
+    def params(self, defaults: SamplingParams, **more: Any) -> SamplingParams:
+        """The model's default parameters with those of the body. Raises ValueError or Refused."""
+        if self.stream_options is not None and not self.stream:
+            raise Refused("stream_options is allowed with stream=true only", "stream_options")
+        if self.best_of not in (None, 1) and self.best_of != self.n:
+            raise Refused("best_of must be n: n is the number of outputs", "best_of")
+        if self.stream and self.prompt_logprobs is not None:
+            raise Refused("prompt_logprobs cannot be streamed", "prompt_logprobs")
+        given = {name: value for name, value in self if name in SAME and value is not None}
+        if self.logit_bias:
+            wrong = [key for key in self.logit_bias if not (key.isascii() and key.isdigit())]
+            if wrong:
+                problem = f"logit_bias has the keys {shown(wrong)}: they must be token ids"
+                raise Refused(problem, "logit_bias")
+            given["logit_bias"] = {int(key): bias for key, bias in self.logit_bias.items()}
+        wanted = {**vars(defaults), **given, **more}
+        size = len(json.dumps(wanted["structured_outputs"], default=str))
+        if size > LARGEST_SCHEMA:
+            asked = f"structured_outputs has {size:,} characters of JSON"
+            raise Refused(f"{asked}, at most {LARGEST_SCHEMA:,} are allowed", "structured_outputs")
+        return SamplingParams(**wanted)
+
+
+class DetokenizeBody(Strict):
+    model: str | None = None
+    tokens: list[int]
+
+    def told(self, inputs: Inputs) -> dict:
+        """Raises ValueError."""
+        inputs.check_ids("tokens", self.tokens)
+        return {"prompt": inputs.tokenizer.decode(self.tokens)}
