@@ -99,13 +99,14 @@ class BlockManager:
     def num_new_blocks(self, items: Iterable[tuple[Sequence, int, int]]) -> int:
         """The number of blocks to allocate for these items, copies included."""
         missing = 0
-        writers: dict[int, int] = {}  # block -> how many of the sequences write into it next
+        writers: dict[int, int] = {}  # shared block -> how many of the sequences write into it
         for seq, start, num_tokens in items:
             missing += max(0, self.num_blocks_for(start + num_tokens) - len(seq.block_table))
             i = start // self.block_size
             if i < len(seq.block_table):
                 block_id = seq.block_table[i]
-                writers[block_id] = writers.get(block_id, 0) + 1
+                if self.blocks[block_id].ref_count > 1:
+                    writers[block_id] = writers.get(block_id, 0) + 1
         for block_id, num_writers in writers.items():
             # each copies it first, but the last owner needs no copy
             missing += min(num_writers, self.blocks[block_id].ref_count - 1)
@@ -127,31 +128,18 @@ class BlockManager:
     def find_prefix(self, seq: Sequence) -> list[Block]:
         """The cached blocks of the longest prefix of the sequence, at most len(seq) - 1
         tokens: the last token is always computed, because its logits are needed. Nothing is found
-        for a request that `lacks_prompt_logprobs`. The blocks are not taken yet.
-
-        `seq.found_blocks` keeps the result, so that the next look begins at its end. An entry is
-        right while its block still has the same identity."""
+        for a request that `lacks_prompt_logprobs`. The blocks are not taken yet."""
         blocks: list[Block] = []
         if seq.request.lacks_prompt_logprobs:
             return blocks
         prefix_id = seq.request.first_prefix
-        # what was found last time needs no second look at its tokens: a long prompt may wait for
-        # many steps. Identities are never reused: same identity, same tokens
-        for block_id, old_prefix_id in seq.found_blocks:
-            if self.blocks[block_id].prefix_id != old_prefix_id:
-                break
-            blocks.append(self.blocks[block_id])
-            prefix_id = old_prefix_id
-        begin = len(blocks) * self.block_size
-        while begin + self.block_size < len(seq.token_ids):
-            end = begin + self.block_size
-            block = self.cached_blocks.get((prefix_id, tuple(seq.token_ids[begin:end])))
+        for begin in range(0, len(seq.token_ids) - self.block_size, self.block_size):
+            token_ids = tuple(seq.token_ids[begin : begin + self.block_size])
+            block = self.cached_blocks.get((prefix_id, token_ids))
             if block is None:
                 break
             blocks.append(block)
             prefix_id = block.prefix_id
-            begin = end
-        seq.found_blocks = [(block.id, block.prefix_id) for block in blocks]
         return blocks
 
     # --- changes that the scheduler asks for ---
@@ -173,8 +161,8 @@ class BlockManager:
     def allocate(self, seq: Sequence, num_tokens: int) -> None:
         """Gives `seq` the blocks for its next `num_tokens` tokens; the caller must have checked
         that they are free. The first write into a shared block copies it before the step
-        (copy-on-write, paper, section 4.4). A cached block with one owner, which is written again,
-        leaves the prefix cache."""
+        (copy-on-write, paper, section 4.4). A cached block that only this sequence uses
+        leaves the prefix cache before the sequence writes into it."""
         i = seq.num_computed_tokens // self.block_size
         if i < len(seq.block_table):  # the next token goes into a block that it has
             block = self.blocks[seq.block_table[i]]
@@ -194,8 +182,8 @@ class BlockManager:
         sequences find them. What is not computed yet must be computed by the step that is being
         planned.
 
-        If an equal block can be found already, that one stays, and the sequence continues with its
-        identity. Other sequences may share the blocks in the same step, because a layer stores the
+        If a block with this key is cached already, it stays, and the sequence takes over its
+        prefix_id. Other sequences may share the blocks in the same step, because a layer stores the
         keys and values of all tokens before any query reads them.
         """
         if not self.enable_prefix_caching:

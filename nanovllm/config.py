@@ -187,7 +187,7 @@ class Config(Options):
         """How many KV blocks of `block_bytes` go into `available` bytes, and are of use. Raises
         ValueError if it is none."""
         if available < block_bytes:
-            room = f"{available:,} bytes are available"
+            room = f"kv_cache_gib or gpu_memory_utilization leaves {available:,} bytes"
             raise ValueError(f"no memory is left for a KV block of {block_bytes:,} bytes: {room}")
         return min(available // block_bytes, limits.num_useful_blocks(self.block_size))
 

@@ -31,18 +31,14 @@ from nanovllm.processing.inputs import (
 from nanovllm.processing.messages import Prompt, is_conversation
 from nanovllm.processing.outputs import RequestOutput
 from nanovllm.processing.progress import Progress
-from nanovllm.processing.states import RequestState, RequestStates
+from nanovllm.processing.states import Reader, RequestState, RequestStates
 from nanovllm.processing.stats import Counts, stats_of
-from nanovllm.processing.streaming import stream
 from nanovllm.processing.turns import Turns
 from nanovllm.recovery import Recovery
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 from nanovllm.schedule import Schedule, ScheduleError
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
-from nanovllm.topics.checks.classes import check_made
-from nanovllm.topics.checks.schedules import ScheduleChecks
-from nanovllm.topics.decoding.drafts import Proposer, config_of
 
 SEED_STEP = 0x5851F42D4C957F2D  # odd, so that the seeds of 2**63 requests are all different
 
@@ -62,18 +58,24 @@ class LLM:
     def __init__(self, model: str | None = None, *, runner: Runner | None = None, **kwargs):
         self.config = config = Config(**kwargs) if model is None else Config(model=model, **kwargs)
         fields = config.speculative_config
-        proposer = None if fields is None else Proposer(config_of(fields))
+        proposer = None
+        if fields is not None:
+            from nanovllm.topics.decoding.drafts import Proposer, config_of  # chapter 22
+
+            proposer = Proposer(config_of(fields))
 
         # the model, and what computes it
         path = find_model(config.model)
         hf_config = load_config(path)
         self.tokenizer = load_tokenizer(path)
+        self.backend_tokenizer = self.tokenizer and self.tokenizer.backend_tokenizer
         device = choose_device(config)
         longest = longest_context(hf_config)
         self.limits = limits = config.resolved(longest, TOKENS_PER_STEP[device.type])
         arguments = (config, limits, hf_config, path, device)
         if runner is None and config.tensor_parallel_size > 1:
-            from nanovllm.topics.parallel.runner import new_runner  # not all builds of PyTorch can
+            # some builds of PyTorch lack torch.distributed
+            from nanovllm.topics.parallel.runner import new_runner  # chapter 18
 
             runner = new_runner(*arguments)
         self.runner: Runner = runner or ModelRunner(*arguments)
@@ -100,8 +102,11 @@ class LLM:
         self.inbox = Inbox(self.scheduler, self.states, self.recovery)
 
         # a user's scheduler is checked in each step
-        self.planner: Scheduler | ScheduleChecks = self.scheduler
+        self.planner: Any = self.scheduler
         if config.scheduler_cls or config.block_manager_cls:
+            from nanovllm.topics.checks.classes import check_made  # chapter 03
+            from nanovllm.topics.checks.schedules import ScheduleChecks  # chapter 03
+
             check_made(self.scheduler, config, self.runner)
             self.planner = ScheduleChecks(self.scheduler, limits, self.states.unfinished)
 
@@ -111,7 +116,7 @@ class LLM:
         self.is_closed = False
         self.observers: list[Callable[[Schedule, float], None]] = []
         """Called after each step with its schedule and its seconds."""
-        self.meanwhile: list[Callable[[], object]] = [self.states.catch_up]
+        self.meanwhile: list[Callable[[], object]] = []
         """Called within each step, while the device computes it."""
 
     # --- the loop ---
@@ -131,13 +136,14 @@ class LLM:
     def step(self, report: bool = True) -> list[RequestOutput]:
         """Runs one step of all requests together: schedule, run, update, deliver.
 
-        Returns the outputs with new tokens since the last call that reported; these objects keep
-        growing. Without `report`, it returns nothing and keeps all for the next call: `generate`
-        and `stream` hold their own outputs.
+        Returns each output that has got tokens since the last call with `report=True`. Later steps
+        append to the same objects. With `report=False`, returns an empty list, and the outputs come
+        with the next call: `generate` and `stream` hold their own outputs.
         """
         if self.turns.is_taken_here():
-            problem = "it waits for a step within a step: it may only add and abort requests"
-            raise ScheduleError(self.scheduler, "a hook", problem)
+            caller = "called within a step, by an observer or a method of Scheduler"
+            allowed = "there, only add_request and abort are allowed"
+            raise ScheduleError(self, "step", f"{caller}: {allowed}")
         with self.turns.take():
             self._step()
         return self.states.take() if report else []
@@ -192,18 +198,19 @@ class LLM:
         prompts = [prompts] if is_one_prompt(prompts) else prompts
         all_params = for_each("sampling params", sampling_params, prompts)
         priorities = for_each("priorities", priority, prompts)
-        together = zip(prompts, all_params, priorities)
         # all are checked before any is added
-        requests = [self.inputs.request(*one) for one in together]
+        requests = [
+            self.inputs.request(prompt, params, user_priority)
+            for prompt, params, user_priority in zip(prompts, all_params, priorities)
+        ]
         try:
-            outputs = [self._submit(request, is_reported=False).output for request in requests]
-            observed = (outputs, self.scheduler, self.counts, self.observers)
+            states = [self._submit(request, is_reported=False) for request in requests]
+            observed = (requests, self.scheduler, self.counts, self.observers)
             with Progress(*observed) if use_tqdm else nullcontext():
-                for output in outputs:
-                    while not output.finished:
+                for request in requests:
+                    while self.states.of(request) is not None:  # it has not ended
                         self.step(report=False)
-            with self.turns.take():
-                self.states.catch_up()  # requests that ended in the last step have no text yet
+            outputs = [state.final_output() for state in states]
         except BaseException:  # even Ctrl-C: nothing of this call is left behind
             self.inbox.unwanted.extend(requests)
             raise
@@ -250,13 +257,15 @@ class LLM:
             raise refusal("sampling_params", sampling_params, "beams cannot be streamed")
         if request.params.n != 1:
             raise refusal("n", request.params.n, "only one answer is streamed")
-        return stream(self, request)
+        return self._stream(request)
 
     def close(self) -> None:
         """Ends the engine: aborts unfinished requests, ends other ranks, and frees the memory. The
         garbage collector also does this, once nothing refers to the engine any more."""
         if self.turns.is_taken_here():
-            raise RuntimeError("a step runs: it cannot be closed in the middle of it")
+            raise RuntimeError(
+                "close() was called within a step: call it after step() has returned"
+            )
         with self.turns.take():
             if self.is_closed:
                 return
@@ -321,12 +330,31 @@ class LLM:
                 request.request_id = str(request.arrival)
             if request.params.seed is None:
                 request.seed = (self.config.seed + request.arrival * SEED_STEP) % 2**63
-            tokenizer = self.tokenizer and self.tokenizer.backend_tokenizer
-            state = RequestState(request, tokenizer, is_reported)
-            # in this order: `settle` drops a request without a state, so a Ctrl-C does no harm here
+            state = RequestState(request, self.backend_tokenizer, is_reported)
+            # inbox first: if a Ctrl-C comes between these lines, `settle` drops the request,
+            # because it has no state
             self.inbox.submitted.append(request)
             self.states.unfinished[request.request_id] = state
         return state
+
+    def _stream(self, request: Request) -> Iterator[str]:
+        """The generator of `stream`, for a checked request."""
+        try:
+            state = self._submit(request, is_reported=False)
+            reader = Reader(state)
+            is_last = False
+            while not is_last:
+                is_last = self.states.of(request) is None  # it has ended: nothing comes after this
+                with self.turns.take():
+                    (delta,) = reader.news()
+                if delta.text:
+                    yield delta.text
+                elif not is_last:  # no other caller's step has brought text meanwhile
+                    self.step(report=False)
+        finally:  # perhaps in the garbage collector, in any thread
+            self.inbox.unwanted.append(request)
+        if state.output.error is not None:
+            raise state.output.error
 
     def _deliver(self, schedule: Schedule) -> None:
         """Reports the tokens of the step to requests that are watched, or that have ended.

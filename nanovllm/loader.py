@@ -11,16 +11,16 @@ from os.path import expanduser
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoConfig, AutoTokenizer
 
+from nanovllm.checkpoint import Reader, get_tensor, load_into
+from nanovllm.layers.linear import Linear
 from nanovllm.layers.ops import Ops
 from nanovllm.layers.rotary import rope_table
 from nanovllm.models.qwen import Qwen, check_supported, head_dim_of
 from nanovllm.options import is_int, refusal, shown
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.topics.quantization.checkpoints import check_dtype, get_tensor, method_of, new_reader
-from nanovllm.topics.quantization.layers import prepare_whole
 
 # weights, configs and tokenizer; no other formats
 FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
@@ -84,7 +84,10 @@ def load_config(path: Path):
     with reading(file):
         config = AutoConfig.from_pretrained(path)
         check_supported(config)
-        method_of(config)  # raises if it is not supported
+        if is_quantized(config):
+            from nanovllm.topics.quantization.checkpoints import method_of  # chapter 21
+
+            method_of(config)  # raises if it is not supported
         for name in SIZES:
             value = getattr(config, name)
             if not is_int(value, 1):
@@ -92,6 +95,11 @@ def load_config(path: Path):
         # raises if the rope settings are invalid
         rope_table(config, head_dim_of(config), max_model_len=1)
     return config
+
+
+def is_quantized(config) -> bool:
+    """Whether the checkpoint stores its weights in few bits."""
+    return bool(getattr(config, "quantization_config", None))
 
 
 def load_tokenizer(path: Path):
@@ -157,7 +165,11 @@ def load_model(
     ValueError if the checkpoint does not match. `prepare` changes the form of a linear layer's
     weight: one by one, so that only one has both forms at a time."""
     files = weight_files(path)
-    reader = new_reader(config, files)
+    reader = Reader()
+    if is_quantized(config):
+        from nanovllm.topics.quantization.checkpoints import QuantizedReader  # chapter 21
+
+        reader = QuantizedReader(config, files)
     model = new_model(config, max_model_len, dtype, device, ops)
     reader.add_parameters(model)
     missing = destinations(model)
@@ -180,6 +192,22 @@ def load_model(
             f"unexpected tensors {shown(sorted(unexpected))}, {len(unexpected)} in all"
         )
     return model.eval()
+
+
+def prepare_whole(
+    model: Qwen,
+    module: nn.Module,
+    missing: dict[str, tuple],
+    prepare: Callable[[Linear], None],
+) -> None:
+    """Prepares a linear layer, if it has all its tensors. The head, which may have the embedding's
+    weight, comes after all others."""
+    is_whole = all(other is not module for other, *_ in missing.values())
+    if is_whole and isinstance(module, Linear) and module is not model.lm_head:
+        prepare(module)
+    if not missing:
+        model.lm_head.is_head = True  # type: ignore[assignment]
+        prepare(model.lm_head)
 
 
 def new_model(
@@ -211,16 +239,6 @@ def destinations(model: nn.Module) -> dict[str, tuple]:
         for part, rows in slices.items():
             table[f"{prefix.removesuffix(layer)}{part}.{kind}"] = module, kind, rows
     return table
-
-
-def load_into(target: Tensor, tensor: Tensor, name: str, file: Path) -> None:
-    """Copies the tensor to its place, in the target's dtype. ValueError if a weight is quantized,
-    or if the shapes differ: "{file}: {name} has shape [7], but config.json requires [48]"."""
-    check_dtype(tensor, name, file)
-    if tensor.shape != target.shape:
-        shapes = f"has shape {[*tensor.shape]}, but config.json requires {[*target.shape]}"
-        raise ValueError(f"{file}: {name} {shapes}")
-    target.copy_(tensor)
 
 
 def ignorable(name: str, config) -> bool:

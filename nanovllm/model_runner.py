@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,21 +17,16 @@ from nanovllm.config import Config, Limits
 from nanovllm.device.choose import choose_cache, choose_dtype, choose_ops
 from nanovllm.device.cuda_graphs import StepGraphs
 from nanovllm.device.memory import keep_freed_memory, largest_step, memory_left, warm_up_steps
+from nanovllm.device.onednn import use_onednn
 from nanovllm.device.threads import Threads
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import CacheShape
 from nanovllm.layers.sampler import top_logprobs
-from nanovllm.loader import load_model
+from nanovllm.loader import is_quantized, load_model
 from nanovllm.models.qwen import Qwen, head_dim_of
 from nanovllm.schedule import Drawn, Schedule
 from nanovllm.sequence import TokenLogprobs
 from nanovllm.step import StepInputs, integers, sampling_of
-from nanovllm.topics.checks.kernels import check_kernels
-from nanovllm.topics.decoding.penalties import adjusted_logits
-from nanovllm.topics.decoding.prompt_logprobs import PromptScores, rows_to_score
-from nanovllm.topics.quantization.kv_cache import choose_shape
-from nanovllm.topics.quantization.layers import choose_product
-from nanovllm.topics.swapping.host_cache import HostCache
 
 logger = logging.getLogger(__name__)
 
@@ -67,14 +62,23 @@ class ModelRunner:
         self.dtype = choose_dtype(config, hf_config, device)
         self.ops = choose_ops(config, device, self.dtype)
         self.vocab_size = hf_config.vocab_size
-        self.model = self.load(path, hf_config, choose_product(config, hf_config, self.ops))
+        prepare: Callable = use_onednn
+        if config.quantization or is_quantized(hf_config):
+            from nanovllm.topics.quantization.layers import choose_product  # chapter 21
+
+            prepare = choose_product(config, hf_config, self.ops)
+        self.model = self.load(path, hf_config, prepare)
         self.weights_per_layer = sum(w.numel() for w in self.model.model.layers[0].parameters())
         heads = (self.model.num_kv_heads, head_dim_of(hf_config))
         shape = CacheShape(hf_config.num_hidden_layers, config.block_size, *heads, self.dtype)
-        self.shape = choose_cache(config, limits, device, choose_shape(config, shape))
+        if config.kv_cache_dtype != "auto":
+            from nanovllm.topics.quantization.kv_cache import choose_shape  # chapter 21
+
+            shape = choose_shape(config, shape)
+        self.shape = choose_cache(config, limits, device, shape)
         self.has_graphs = self.ops.CAN_BE_RECORDED and not config.enforce_eager
         self.graphs: StepGraphs | None = None
-        self.host_cache: HostCache | None = None
+        self.host_cache: Any = None  # a HostCache, with host blocks
         self.num_host_blocks = config.num_host_blocks(self.shape.block_bytes, limits)
         with self.on_device(0):
             self.num_blocks = config.num_blocks or self._num_blocks_that_fit(config)
@@ -86,6 +90,8 @@ class ModelRunner:
                 for size in reversed(self.graphs.sizes):
                     self.graphs.record(size)
             if config.check_kernels == "always" or (is_cuda and config.check_kernels == "cuda"):
+                from nanovllm.topics.checks.kernels import check_kernels  # chapter 10
+
                 check_kernels(self)
 
     def load(self, path: Path, hf_config, *options) -> Qwen:
@@ -119,6 +125,8 @@ class ModelRunner:
         try:
             self.kv_cache = self.shape.new_cache(self.num_blocks, self.device)
             if self.num_host_blocks:
+                from nanovllm.topics.swapping.host_cache import HostCache  # chapter 04
+
                 self.host_cache = HostCache(self.kv_cache, self.num_host_blocks)
         except (OSError, RuntimeError, OverflowError) as error:
             device = f"{self.num_blocks} KV blocks (num_blocks, kv_cache_gib)"
@@ -137,7 +145,7 @@ class ModelRunner:
 
     def warm_up(self) -> None:
         """Compiles all kernels, so that no request waits for a compilation."""
-        for schedule in warm_up_steps(self.limits, self.shape.block_size):
+        for schedule in warm_up_steps(self.limits, self.shape.block_size, self.dtype):
             self.launch(schedule)
 
     @torch.inference_mode()
@@ -177,8 +185,8 @@ class ModelRunner:
             slots          [8, 20, 21, 22]  block 2, offset 0, then block 5
             sampled_rows   [0, 3]          where the last tokens are
 
-        Block tables are whole. A draft that is shorter than the longest one of its sequence is
-        sampled as many rows before: see Schedule.sampled.
+        Block tables are whole. A sequence's drafts share the rows of its longest draft: one that is
+        k tokens shorter uses the row k before the last. See Schedule.sampled.
         """
         items = sorted(schedule.items, key=lambda item: item.num_tokens > 1)  # decodes first
         token_ids = array("q")
@@ -213,21 +221,18 @@ class ModelRunner:
         if not all(seq.request.is_greedy for seq in schedule.sampled):
             sampling = sampling_of(schedule.sampled, self.vocab_size)
         end_of = {item.seq: end for item, end in zip(items, ends.tolist())}
-        rows = []
-        for seq, last in schedule.sampled.items():
-            num_behind = len(last.token_ids) - len(seq.token_ids)  # draft tokens
-            rows.append(end_of[last] - 1 - num_behind)
+        # a draft token behind the sequence has a row behind the sequence's
+        rows = [
+            end_of[last] - 1 - (len(last.token_ids) - len(seq.token_ids))
+            for seq, last in schedule.sampled.items()
+        ]
         sampled_rows = integers(rows)
         if schedule.scored:
+            from nanovllm.topics.decoding.prompt_logprobs import rows_to_score  # chapter 08
+
             sampled_rows = torch.cat([sampled_rows, rows_to_score(schedule.scored, end_of)])
-        return StepInputs(
-            input_ids=torch.frombuffer(token_ids, dtype=torch.int64),
-            positions=positions,
-            batch=batch,
-            sampled_rows=sampled_rows,
-            sampling=sampling,
-            moves=schedule.moves,
-        )
+        input_ids = torch.frombuffer(token_ids, dtype=torch.int64)
+        return StepInputs(input_ids, positions, batch, sampled_rows, sampling, schedule.moves)
 
     # --- tensors become hidden states, on the device ---
 
@@ -272,19 +277,26 @@ class ModelRunner:
                 highest, token_ids = logits.max(-1)
             else:
                 highest = logits.amax(-1)
-                token_ids = self.ops.sample(adjusted_logits(logits, seqs), inputs.sampling)
+                adjusted = logits
+                if any(seq.request.rules is not None for seq in seqs):
+                    from nanovllm.topics.decoding.penalties import adjusted_logits  # chapter 08
+
+                    adjusted = adjusted_logits(logits, seqs)
+                token_ids = self.ops.sample(adjusted, inputs.sampling)
             results = [token_ids.where(highest.isfinite(), NO_TOKEN)]
-            counts = [k for k in wanted if k is not None]
-            if counts:
-                values, ids = top_logprobs(logits, token_ids, min(max(counts), self.vocab_size))
+            if any(k is not None for k in wanted):
+                most = max(k for k in wanted if k is not None)
+                values, ids = top_logprobs(logits, token_ids, min(most, self.vocab_size))
                 results += [ids, values]
         scores = None
         if schedule.scored:
+            from nanovllm.topics.decoding.prompt_logprobs import PromptScores  # chapter 08
+
             scores = PromptScores(schedule.scored, hidden[len(seqs) :], self.model.lm_head)
         return partial(collect, results, wanted, scores)
 
 
-def collect(results: list[Tensor], wanted: list[int | None], scores: PromptScores | None) -> Drawn:
+def collect(results: list[Tensor], wanted: list[int | None], scores: Any) -> Drawn:
     """Waits for the results of `sample`. Each sequence gets the log-probability of its token, and
     those of as many of the most likely tokens as it wants."""
     if scores is not None:
@@ -292,7 +304,7 @@ def collect(results: list[Tensor], wanted: list[int | None], scores: PromptScore
     if not results:
         return [], None
     token_ids = results[0].tolist()
-    if NO_TOKEN in token_ids:  # of a request that is found by running each alone: see Recovery
+    if NO_TOKEN in token_ids:  # Recovery runs the step's requests one by one to find the cause
         raise FloatingPointError("logits are NaN or infinite: wrong weights, or too small a dtype")
     if len(results) == 1:
         return token_ids, None

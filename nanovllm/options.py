@@ -41,21 +41,21 @@ class Options:
         """Checks each option by its rule. None is allowed, too, where it is the default."""
         for one in fields(self):  # type: ignore[arg-type]
             value = getattr(self, one.name)
+            if value is None and one.default is None:
+                continue
             allows, words = self.RULES.get(one.name) or rule_of_type(one.type)
-            if one.default is None:
-                words += ", or None"
-                if value is None:
-                    continue
-            self.require(one.name, allows(value), words)
+            or_none = ", or None" if one.default is None else ""
+            self.require(one.name, allows(value), words + or_none)
 
     @classmethod
     def hint(cls, name: str, names: list[str]) -> str:
         """What to write instead of a field that does not exist."""
         if name in cls.elsewhere:
             return cls.elsewhere[name]
-        allowed = f"allowed are {', '.join(names)}"
         nearest = get_close_matches(name, names, n=1)
-        return f"did you mean {nearest[0]!r}? ({allowed})" if nearest else allowed
+        if nearest:
+            return f"did you mean {nearest[0]!r}?"
+        return f"allowed are {', '.join(names)}"
 
     def put(self, name: str, value: object) -> None:
         """Replaces a field by its normalized value. Only for __post_init__: it may be frozen."""

@@ -66,7 +66,7 @@ class Recovery:
             self._start_over()
             raise
         except Exception as error:
-            self._suspect(error)
+            self._on_failed_step(error)
             self._start_over()
 
     @contextmanager
@@ -85,7 +85,7 @@ class Recovery:
 
     # --- inside ---
 
-    def _suspect(self, error: Exception) -> None:
+    def _on_failed_step(self, error: Exception) -> None:
         self.num_failed_steps += 1
         logger.warning("a step failed: %r", error)
         if self.suspects:  # it has run alone
@@ -118,7 +118,8 @@ class Recovery:
             Scheduler.restart(self.scheduler, manager)
         for state in states:
             is_held = self.suspects and state.request is not self.suspects[0]
-            if not (state.output.finished or is_held):
+            has_ended = self.states.of(state.request) is None
+            if not (has_ended or is_held):
                 self._queue_again(state)
         self.is_changing = False
 

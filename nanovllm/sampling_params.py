@@ -154,6 +154,11 @@ class SamplingParams(Options):
         "extra_args": Rule(lambda value: isinstance(value, dict), "a dict"),
     }
 
+    CHANGE_LOGITS: ClassVar[list[str]] = (
+        "presence_penalty frequency_penalty logit_bias min_tokens "
+        "allowed_token_ids bad_words structured_outputs"
+    ).split()
+
     elsewhere: ClassVar[dict[str, str]] = {
         "best_of": "n is the number of outputs; LLM.beam_search finds the most likely ones",
         "use_beam_search": "call LLM.beam_search(prompts, BeamSearchParams(...))",
@@ -173,6 +178,12 @@ class SamplingParams(Options):
         self.put("stop_token_ids", tuple(self.stop_token_ids or ()))
         self.put("logit_bias", {**(self.logit_bias or {})})
         self.put("extra_args", {**(self.extra_args or {})})
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether logits change before a token is sampled: by penalties, biases or masks."""
+        changed = [name for name in self.CHANGE_LOGITS if getattr(self, name)]
+        return self.repetition_penalty != 1 or bool(changed)
 
     def clone(self) -> "SamplingParams":
         """A copy. For other values: dataclasses.replace(params, top_k=5)."""

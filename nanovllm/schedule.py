@@ -37,8 +37,9 @@ class Schedule:
     prompt_tokens_left: int = 0  # ... and how many of them for sequences that lack more than one
     items: list[Item] = field(default_factory=list)
     sampled: dict[Sequence, Sequence] = field(default_factory=dict)
-    """Which sequences get a token, and whose logits each uses: its own; before a fork, those of the
-    first sample; with draft tokens (chapter 22), those of the longest draft."""
+    """The sequences that get a token in this step. The value is the sequence whose last row of
+    logits is used: usually the same one; before a fork, the first sample; with draft tokens, the
+    longest draft (chapter 22)."""
     scored: list[Item] = field(default_factory=list)
     """Items whose prompts' log-probabilities are wanted."""
     moves: Moves = field(default_factory=Moves)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from bisect import insort
+from typing import Any
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import Limits
@@ -17,10 +18,6 @@ from nanovllm.options import PromptTooLong, refusal
 from nanovllm.sampling_params import LARGEST_COUNT
 from nanovllm.schedule import Item, Schedule, ScheduleError, check_choice
 from nanovllm.sequence import Request, Rows, Sequence, StepLogprobs, TokenLogprobs
-from nanovllm.topics.decoding import groups
-from nanovllm.topics.decoding.beam_search import advance_searches
-from nanovllm.topics.decoding.drafts import Proposer
-from nanovllm.topics.swapping.blocks import free_host, swap_in, swap_out
 
 
 class Scheduler:
@@ -40,7 +37,8 @@ class Scheduler:
         self.max_num_seqs = limits.max_num_seqs
         self.max_model_len = limits.max_model_len
         self.block_manager = block_manager
-        self.proposer: Proposer | None = None  # the engine sets it
+        self.proposer: Any = None  # a Proposer of draft tokens, which the engine sets
+        self.groups: Any = None  # the module, once a request has several sequences
         self.clock = time.monotonic  # in seconds; a simulator has its own
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -124,13 +122,12 @@ class Scheduler:
         manager = self.block_manager
         assert params.max_tokens is not None  # SamplingParams has put LARGEST_COUNT for it
         request.max_len = min(num_prompt + params.max_tokens, self.max_model_len)
-        is_open = params.max_tokens == LARGEST_COUNT
-        if is_open:  # as many as fit
+        if params.max_tokens == LARGEST_COUNT:  # as many as fit
             longest = max(num_prompt + 1, manager.longest_that_fits(request))
             request.max_len = min(request.max_len, longest)
         needed = manager.max_blocks_needed(request)
         if needed > len(manager.blocks):
-            max_tokens = None if is_open else params.max_tokens
+            max_tokens = None if params.max_tokens == LARGEST_COUNT else params.max_tokens
             what = f"prompt of {num_prompt} tokens, {max_tokens=}, {request.name_of_n}={params.n}"
             size = f"{manager.block_size} tokens ({what})"
             why = f"{needed} KV blocks of {size}, but num_blocks={len(manager.blocks)}"
@@ -152,7 +149,8 @@ class Scheduler:
         if self.num_preemptions == num_preemptions:  # otherwise there is no room
             self.schedule_waiting(schedule)
         if self.proposer is not None:
-            self.proposer.add_drafts(schedule, self)
+            wanted = self.num_draft_tokens
+            self.proposer.add_drafts(schedule, self.running, self.block_manager, wanted)
         schedule.moves = self.block_manager.take_moves()
         schedule.num_used_blocks = self.block_manager.num_used_blocks
         self.num_swapped_blocks += len(schedule.moves.swaps_out)
@@ -184,7 +182,7 @@ class Scheduler:
         the first request that does not fit. A request that fits is admitted if `may_admit` agrees.
         """
         if len(self.running) >= self.max_num_seqs:
-            return  # a request takes at least one seat
+            return  # a request has at least one sequence
         if not self.keeps_order:
             self.waiting.sort(key=self.priority)
         while schedule.tokens_left > 0 and schedule.prompt_tokens_left > 0:
@@ -197,24 +195,24 @@ class Scheduler:
             self.commit(self.tokens_to_compute(request, schedule), schedule)
 
     def _fits(self, request: Request) -> bool:
-        """Whether there are seats and blocks for the request, besides those that are reserved for
-        others: int(watermark * blocks) if a request runs, and what running requests will need at
+        """Whether `max_num_seqs` and the free blocks leave room for the request. Some blocks are
+        reserved: int(watermark * blocks) if a request runs, and what running requests will need at
         their fork."""
         manager = self.block_manager
-        num_seats = sum(r.num_seats for r in [*self.running, request])
+        num_seqs = sum(r.most_sequences for r in [*self.running, request])
         # for samples that will fork from a running request
         promised = sum(manager.num_blocks_at_fork(r) for r in self.running if not r.has_forked)
         spare = int(self.watermark * len(manager.blocks)) if self.running else 0
-        return num_seats <= self.max_num_seqs and manager.can_admit(request, promised + spare)
+        return num_seqs <= self.max_num_seqs and manager.can_admit(request, promised + spare)
 
     def admit(self, request: Request) -> None:
         """Admits a waiting request, and allocates blocks for all its tokens, even if they are
         computed in chunks: otherwise the request would soon be preempted in the middle of its
         prompt. Tokens that are cached or on the host are not computed again.
 
-        In this order: the first sequence takes its prefix, then what the host has; several
-        sequences are shared out (groups.share); at the first admission, hits and prompt tokens are
-        counted; host blocks are freed; blocks are allocated.
+        In this order: the first sequence takes its prefix, then what the host has; for several
+        sequences, `groups.share` finds the tokens that they have in common; at the first admission,
+        hits and prompt tokens are counted; host blocks are freed; blocks are allocated.
         """
         check_choice(self, "next_waiting", request, self.waiting)
         self.waiting.remove(request)
@@ -223,17 +221,22 @@ class Scheduler:
         first, *others = request.unfinished
         manager.take_prefix(first)
         if first.host_table:
+            from nanovllm.topics.swapping.blocks import swap_in  # chapter 04
+
             swap_in(manager, first)
         request.has_forked = not others
         if others:
+            from nanovllm.topics.decoding import groups  # chapter 13
+
+            self.groups = groups
             groups.share(request, manager)
         if request.num_cached_tokens is None:  # it runs for the first time
             request.num_cached_tokens = first.num_computed_tokens
             self.num_cached_tokens += request.num_cached_tokens
             self.num_prompt_tokens += len(request.prompt_token_ids)
-        for seq in request.unfinished:
-            if seq.host_table:
-                free_host(manager, seq)
+        if first.host_table:  # then the others may have some, too
+            for seq in request.unfinished:
+                self._free_host(seq)
         for seq in request.unfinished if request.has_forked else [first]:
             manager.allocate(seq, len(seq.token_ids) - seq.num_computed_tokens)
 
@@ -243,7 +246,7 @@ class Scheduler:
         # a running request with a single sequence has not finished it
         seqs = request.unfinished if request.params.n > 1 else request.sequences
         if len(seqs) > 1:
-            return groups.tokens_to_compute(request, schedule)
+            return self.groups.tokens_to_compute(request, schedule)
         return schedule.next_tokens(seqs[0], len(seqs[0].token_ids) - seqs[0].num_computed_tokens)
 
     def commit(self, items: list[Item], schedule: Schedule) -> None:
@@ -258,12 +261,14 @@ class Scheduler:
             schedule.add(item)
 
     def preempt(self, request: Request) -> None:
-        """Preempts a running request: all its sequences lose their blocks and wait, or none does.
-        The host keeps the contents if it has room; otherwise they are recomputed. The request has
-        not forked then."""
+        """Frees the blocks of all sequences of a running request, and queues the request again. Its
+        blocks go to host memory if there is room; otherwise their tokens are recomputed. Resets
+        `has_forked`."""
         check_choice(self, "preempt", request, self.running)
         self.running.remove(request)
-        if self.should_swap(request):
+        if self.block_manager.host_ref_counts and self.should_swap(request):
+            from nanovllm.topics.swapping.blocks import swap_out  # chapter 04
+
             swap_out(self.block_manager, request.unfinished)
         for seq in request.unfinished:
             self.block_manager.free(seq)
@@ -279,21 +284,24 @@ class Scheduler:
         """Processes the result of a step: a token for each of `schedule.sampled`, and the
         log-probabilities of the most likely tokens if a request wants them.
 
-        All blocks are written now. First, sequences have computed their tokens, and requests fork
-        that can. Then draft tokens are accepted, searches advance, and each row that is left is
-        appended to its sequence.
+        All blocks are written now. First, computed tokens are counted, and requests fork whose
+        shared tokens are complete. Then draft tokens are accepted, searches advance, and each row
+        that is left is appended to its sequence.
         """
         self.block_manager.unwritten.clear()
         for seq, start, num_tokens in schedule.items:
             seq.num_computed_tokens = start + num_tokens
             if not seq.request.has_forked:
-                groups.fork(seq.request, self.block_manager)
+                self.groups.fork(seq.request, self.block_manager)
         likeliest = logprobs or [None] * len(token_ids)
         rows: Rows = zip(schedule.sampled, token_ids, likeliest, strict=True)
         if self.proposer is not None:
             rows = self.proposer.accepted(schedule, self.block_manager, rows)
-        if logprobs is not None:  # beams want log-probabilities
-            rows = advance_searches(rows, self)
+        # beams want log-probabilities
+        if logprobs is not None and any(seq.request.is_search for seq in schedule.sampled):
+            from nanovllm.topics.decoding.beam_search import advance_searches  # chapter 13
+
+            rows = advance_searches(rows, self.block_manager, self.running)
         for row in rows:
             self._append(*row)
 
@@ -307,17 +315,23 @@ class Scheduler:
             self.finish(seq, reason or "length")
 
     def finish(self, seq: Sequence, reason: str) -> None:
-        """Ends one sequence, or one that has ended already. The request ends with its last
-        sequence."""
+        """Ends a sequence and frees its blocks. The request ends with its last sequence. A second
+        call does no harm."""
         seq.finish_reason = reason
         self.block_manager.free(seq)
-        if seq.host_table:
-            free_host(self.block_manager, seq)
+        self._free_host(seq)
         request = seq.request
         if request.has_ended:
             queue = self.running if request in self.running else self.waiting
             if request in queue:
                 queue.remove(request)
+
+    def _free_host(self, seq: Sequence) -> None:
+        """Frees the host blocks of a sequence that was swapped out."""
+        if seq.host_table:
+            from nanovllm.topics.swapping.blocks import free_host  # chapter 04
+
+            free_host(self.block_manager, seq)
 
     def abort(self, request: Request) -> None:
         """Ends all unfinished sequences of the request, whether it runs or waits."""
@@ -341,8 +355,8 @@ class Scheduler:
 
     @property
     def keeps_order(self) -> bool:
-        """Whether priorities never change, so that `waiting` stays sorted and its length costs
-        nothing."""
+        """Whether priorities never change, so `waiting` stays sorted, and no step sorts it
+        again."""
         is_default = getattr(self.priority, "__func__", None) is Scheduler.priority
         return is_default or self.priority_is_fixed
 

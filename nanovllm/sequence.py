@@ -34,8 +34,6 @@ class Sequence:
     prefix_ids: list[int] = field(default_factory=list)  # of each full block, see BlockManager
     host_table: list[int] = field(default_factory=list)  # its blocks in host memory, if swapped out
     num_host_tokens: int = 0  # tokens in them
-    # what BlockManager.find_prefix has found last: blocks and their identities
-    found_blocks: list[tuple[int, int]] = field(default_factory=list)
     token_counts: Any = None  # see penalties.TokenCounts
     lookup: Any = None  # see drafts.Lookup
 
@@ -66,7 +64,6 @@ class Sequence:
         self.prefix_ids = []
         self.num_host_tokens = 0
         self.host_table = []
-        self.found_blocks = []
 
     def __repr__(self) -> str:
         computed = f"{self.num_computed_tokens} of {len(self)} tokens computed"
@@ -112,11 +109,7 @@ class Request:
         # the id of the empty prefix: requests with different ones never share blocks
         self.first_prefix = params.cache_salt or 0
         self.num_logprobs = params.logprobs  # how many of the likeliest tokens to return
-        is_counted = params.presence_penalty or params.frequency_penalty
-        self.has_penalty = bool(is_counted or params.repetition_penalty != 1)
-        is_masked = params.allowed_token_ids or params.bad_words or params.structured_outputs
-        is_biased = params.logit_bias or params.min_tokens
-        self.needs_rules = bool(is_biased or self.has_penalty or is_masked)
+        self.needs_rules = params.changes_logits
         self.is_greedy = params.temperature == 0 and not self.needs_rules
         eos_token_ids = () if params.ignore_eos else self.eos_token_ids
         self.stop_token_ids = frozenset(params.stop_token_ids or ()).union(eos_token_ids)
@@ -164,7 +157,7 @@ class Request:
         return is_wanted and len(self.prompt_logprobs) < len(self.prompt_token_ids)
 
     @property
-    def num_seats(self) -> int:
+    def most_sequences(self) -> int:
         """The most sequences that the request can have in a step from now on."""
         made = vars(self).get("sequences")  # a request that waits has none yet
         return self.params.n if made is None else len(self.unfinished)

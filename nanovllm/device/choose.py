@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
@@ -12,9 +12,6 @@ from nanovllm.layers import torch_ops
 from nanovllm.layers.kv_cache import CacheShape
 from nanovllm.layers.ops import Ops, try_out
 from nanovllm.options import refusal, shown
-
-if TYPE_CHECKING:
-    from nanovllm.topics.vattention.cache import VirtualShape
 
 NEEDS = {
     "numba": "the extra `cpu`",
@@ -80,18 +77,17 @@ def choose_ops(config: Config, device: torch.device, dtype: torch.dtype) -> Ops:
         if not isinstance(error, ImportError):
             logging.getLogger(__name__).warning("PyTorch computes, more slowly: %s", problem)
     if name == "vattention":
-        from nanovllm.topics.vattention import ops as vattention_ops
+        from nanovllm.topics.vattention import ops as vattention_ops  # chapter 20
 
         return vattention_ops
     return torch_ops
 
 
-def choose_cache(
-    config: Config, limits: Limits, device: torch.device, shape: CacheShape
-) -> CacheShape | VirtualShape:
+def choose_cache(config: Config, limits: Limits, device: torch.device, shape: CacheShape) -> Any:
+    """The shape itself, or a VirtualShape with the same methods."""
     if config.attention_backend != "vattention":
         return shape
-    from nanovllm.topics.vattention.cache import VirtualShape
-    from nanovllm.topics.vattention.memory import system_of
+    from nanovllm.topics.vattention.cache import VirtualShape  # chapter 20
+    from nanovllm.topics.vattention.memory import system_of  # chapter 20
 
     return VirtualShape(shape, limits, system_of(device))

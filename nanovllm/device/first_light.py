@@ -19,11 +19,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from nanovllm.topics.simulator.cost_model import SHAPES
-
 SECONDS = 120.0  # that a part may take
 COPY = 2**30  # bytes
-SHAPE = SHAPES["qwen3-0.6b"] | {"max_position_embeddings": 4096}
 SMALL = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1, vocab_size=512)
 TORCH = {"attention_backend": "torch", "enforce_eager": True}
 TRITON = {"attention_backend": "triton", "enforce_eager": True}
@@ -83,10 +80,12 @@ def speed(options: dict, is_small: bool) -> dict[str, Any]:
     import torch
 
     from nanovllm import LLM, SamplingParams
+    from nanovllm.topics.simulator.cost_model import SHAPES  # chapter 14
 
+    shape = SHAPES["qwen3-0.6b"] | {"max_position_embeddings": 4096}
     batch, length = (2, 8) if is_small else (128, 256)
     with TemporaryDirectory() as folder:
-        write_model(Path(folder), SHAPE | SMALL if is_small else SHAPE)
+        write_model(Path(folder), shape | SMALL if is_small else shape)
         llm = LLM(folder, **options)
     params = SamplingParams(temperature=0, max_tokens=8 if is_small else 64, ignore_eos=True)
     for i in range(batch):

@@ -11,7 +11,6 @@ from nanovllm.device.cuda_graphs import StepGraphs
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.schedule import Item, Schedule
 from nanovllm.sequence import Request
-from nanovllm.topics.decoding.rules import rules_of
 
 NO_TEXTS = SimpleNamespace(tokenizer=None, vocab_size=1)
 
@@ -93,17 +92,18 @@ def largest_step(limits: Limits, block_size: int) -> Schedule:
     return dummy_step(num_seqs, 0, num_tokens // num_seqs, block_size, params)
 
 
-def warm_up_steps(limits: Limits, block_size: int) -> Iterator[Schedule]:
+def warm_up_steps(limits: Limits, block_size: int, dtype: torch.dtype) -> Iterator[Schedule]:
     """Steps that launch each kernel in every variant that serving can need.
 
     So none is compiled while requests wait: a chunk of a prompt, tokens that are drawn, copied
-    blocks, penalties, and decodes with a context that is computed in one part, and in several.
+    blocks, logits in fp32, and decodes with a context that is computed in one part, and in several.
     """
     params = SamplingParams(top_p=0.9)
     yield dummy_step(1, 0, 2, block_size, params)
     yield dummy_step(1, 0, 1, block_size, params)
-    penalized = SamplingParams(top_p=0.9, repetition_penalty=1.1)  # logits in fp32
-    yield dummy_step(1, 0, 1, block_size, penalized)
+    if dtype != torch.float32:  # penalties make logits fp32
+        penalized = SamplingParams(top_p=0.9, repetition_penalty=1.1)
+        yield dummy_step(1, 0, 1, block_size, penalized)
     longest = min(limits.max_model_len, 1024)
     yield dummy_step(1, longest - 1, longest, block_size, params)
 
@@ -117,6 +117,8 @@ def dummy_step(
     for _ in range(num_seqs):
         request = Request("", None, [0] * end, params)
         if request.needs_rules:
+            from nanovllm.topics.decoding.rules import rules_of  # chapter 08
+
             request.rules = rules_of(request, NO_TEXTS)
         (seq,) = request.sequences
         seq.block_table = [0] * -(-end // block_size)

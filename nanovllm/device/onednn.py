@@ -1,6 +1,7 @@
 """oneDNN: linear layers on a CPU, with weights in a layout of its own. The operators are PyTorch's
 private ones."""
 
+import ctypes
 from functools import partial
 
 import torch
@@ -31,6 +32,13 @@ def use_onednn(linear: Linear) -> None:
         return  # not in this PyTorch, or not on this CPU
     linear.product = product
     linear.weight = nn.Parameter(weight, requires_grad=False)
+    trim()
+
+
+def trim() -> None:
+    """Gives memory back that glibc would keep: that of the first form of a weight."""
+    if hasattr(ctypes.pythonapi, "malloc_trim"):
+        ctypes.pythonapi.malloc_trim(0)
 
 
 def onednn_is_faster(dtype: torch.dtype) -> bool:

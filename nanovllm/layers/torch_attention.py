@@ -5,8 +5,8 @@ that it expects. Sequences with one query are computed together, in groups of si
 length; the others, prompts and chunks of them, one by one.
 """
 
-from collections.abc import Callable
-from itertools import pairwise
+import math
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -30,24 +30,21 @@ class Part(NamedTuple):
     attend: Callable[..., Tensor]  # attend_group or attend_chunk
 
 
-def group_by_context(seqs: list[int], contexts: list[int], max_keys: int) -> list[list[int]]:
+def group_by_context(seqs: Iterable[int], contexts: list[int], max_keys: int) -> list[list[int]]:
     """Groups of sequences in which little is padding to the longest context.
 
     At most a third of the group, or only a few keys. No group has more than `max_keys` keys, unless
     it is a single sequence.
     """
     groups: list[list[int]] = []
-    padding = 0
-    keys = 0
+    keys = 0  # of the last group
+    padded = math.inf  # the same, each sequence padded to the longest context
     for b in sorted(seqs, key=lambda b: -contexts[b]):
-        longest = contexts[groups[-1][0]] if groups else contexts[b]
-        padding += longest - contexts[b]
         keys += contexts[b]
-        is_wasteful = padding > max(512, keys // 2)
-        is_large = padding + keys > max_keys
-        if not groups or is_wasteful or is_large:
+        if groups:
+            padded = contexts[groups[-1][0]] * (len(groups[-1]) + 1)
+        if padded > max_keys or padded - keys > max(512, keys // 2):
             groups.append([])
-            padding = 0
             keys = contexts[b]
         groups[-1].append(b)
     return [sorted(group) for group in groups]
@@ -61,13 +58,8 @@ class Layout:
     def __init__(self, batch: Batch):
         self.starts = batch.cu_seqlens_q.tolist()
         self.contexts = batch.context_lens.tolist()
-        decodes = []
-        chunks = []
-        for b, (start, end) in enumerate(pairwise(self.starts)):
-            if end - start == 1:
-                decodes.append(b)
-            elif end > start:
-                chunks.append(b)
+        decodes = range(batch.num_decodes)
+        chunks = range(batch.num_decodes, len(self.contexts))
         token_bytes = batch.kv_cache.tensor[:, 0, 0, 0].nbytes  # key and value in one layer
         self.max_bytes = GATHERED_BYTES[batch.slot_mapping.device.type]
         groups = self.groups(decodes, self.contexts, self.max_bytes // token_bytes)

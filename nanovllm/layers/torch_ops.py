@@ -52,12 +52,11 @@ def norm_and_rotate(
         qk = normed * weight
 
     # each number in the first half is rotated with one in the second
-    x1, x2 = qk.float().chunk(2, dim=-1)
-    cos, sin = cos_sin.unsqueeze(1).chunk(2, dim=-1)
+    x1, x2 = qk.float().chunk(2, -1)
+    cos, sin = cos_sin.unsqueeze(1).chunk(2, -1)
     first = (x1 * cos).addcmul_(x2, sin, value=-1)
     second = (x2 * cos).addcmul_(x1, sin)
-    rotated = torch.cat([first, second], dim=-1)
-    rotated = rotated.to(qk.dtype)
+    rotated = torch.cat([first, second], -1).to(qk.dtype)
     q = rotated[:, :heads]
     k = rotated[:, heads:]
     return q, k, v

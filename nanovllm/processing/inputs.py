@@ -11,8 +11,6 @@ from nanovllm.processing.messages import Conversation, Prompt, is_conversation, 
 from nanovllm.sampling_params import LARGEST_COUNT, BeamSearchParams, SamplingParams
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
-from nanovllm.topics.decoding.beam_search import BeamRequest, BeamSearch
-from nanovllm.topics.decoding.rules import rules_of
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
@@ -33,7 +31,8 @@ def for_each(name: str, given: Any, prompts: Sized) -> list:
     values = list(given) if isinstance(given, list | tuple) else [given] * len(prompts)
     if len(values) != len(prompts):
         counts = f"{len(prompts)} prompts, but {len(values)} {name}"
-        raise ValueError(f"{counts}: give one, or as many as prompts")
+        forms = "give a list with one for each prompt, or one for all without a list"
+        raise ValueError(f"{counts}: {forms}")
     return values
 
 
@@ -80,28 +79,35 @@ class Inputs:
             if len(token_ids) > most:
                 text = None  # it no longer matches the token ids
                 token_ids = token_ids[-most:]
-        self.check_ids("stop_token_ids", sampling.stop_token_ids or [])
-        self.check_ids("allowed_token_ids", sampling.allowed_token_ids or [])
-        self.check_ids("logit_bias", sampling.logit_bias or {})
-        if sampling.stop and self.tokenizer is None:
-            raise refusal("stop", sampling.stop, f"model={self.model!r} has no tokenizer")
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            self.check_ids(name, getattr(sampling, name) or [])
         fields = (request_id or "", text, token_ids, sampling, self.eos_token_ids)
         request = Request(*fields)
-        # as stop strings they would not be found: the text of an answer leaves them out
-        texts = [text for text in sampling.stop or () if text in self.tokenizer.all_special_tokens]
+        if isinstance(params, BeamSearchParams):
+            from nanovllm.topics.decoding.beam_search import BeamRequest, BeamSearch  # chapter 13
+
+            search = BeamSearch(params, request.stop_token_ids, params.max_tokens)
+            request = BeamRequest(*fields, search=search)
+        if sampling.stop:
+            self.stop_at_special_tokens(request)
+        request.user_priority = priority
+        self.scheduler.set_max_len(request)
+        if request.needs_rules:
+            from nanovllm.topics.decoding.rules import rules_of  # chapter 08
+
+            request.rules = rules_of(request, self)
+        return request
+
+    def stop_at_special_tokens(self, request: Request) -> None:
+        """Adds the special tokens among the stop strings to the stop tokens. As strings they would
+        not be found: the text of an answer leaves them out."""
+        stop = request.params.stop or ()
+        if self.tokenizer is None:
+            raise refusal("stop", stop, f"model={self.model!r} has no tokenizer")
+        texts = [text for text in stop if text in self.tokenizer.all_special_tokens]
         special = {self.tokenizer.convert_tokens_to_ids(text) for text in texts}
         request.stop_token_ids |= special
         request.own_stop_token_ids |= special - self.eos_token_ids
-        if isinstance(params, BeamSearchParams):
-            search = BeamSearch(params, request.stop_token_ids, params.max_tokens)
-            request = BeamRequest(*fields, search=search)
-        request.user_priority = priority
-        self.scheduler.set_max_len(request)
-        if isinstance(request, BeamRequest):
-            request.search.max_output_tokens = request.max_len - len(token_ids)
-        if request.needs_rules:
-            request.rules = rules_of(request, self)
-        return request
 
     def check_ids(self, name: str, token_ids: Iterable[int]) -> None:
         limit = self.vocab_size - 1

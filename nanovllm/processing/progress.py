@@ -5,32 +5,32 @@ from collections.abc import Callable
 
 from tqdm import tqdm
 
-from nanovllm.processing.outputs import RequestOutput
 from nanovllm.processing.stats import Counts
 from nanovllm.schedule import Schedule
 from nanovllm.scheduler import Scheduler
+from nanovllm.sequence import Request
 
 SECONDS_BETWEEN_LOOKS = 0.1
 
 
 class Progress:
-    """Shows how many of the outputs have finished. Observes the steps of an engine."""
+    """Shows how many of the requests have ended. Observes the steps of an engine."""
 
     def __init__(
         self,
-        outputs: list[RequestOutput],
+        requests: list[Request],
         scheduler: Scheduler,
         counts: Counts,
         observers: list[Callable[[Schedule, float], None]],
     ):
-        self.outputs = outputs
+        self.requests = requests
         self.scheduler = scheduler
         self.counts = counts
         self.observers = observers
         self.start = self.last_look = time.perf_counter()
         self.num_prompt_tokens = scheduler.num_prompt_tokens
         self.num_output_tokens = counts.output_tokens
-        self.bar = tqdm(total=len(outputs), desc="Prompts", dynamic_ncols=True)
+        self.bar = tqdm(total=len(requests), desc="Prompts", dynamic_ncols=True)
 
     def __enter__(self) -> None:
         self.observers.append(self.observe)
@@ -52,4 +52,5 @@ class Progress:
         num_output = self.counts.output_tokens - self.num_output_tokens
         speeds = f"prompt {num_prompt / seconds:.0f}, output {num_output / seconds:.0f} tokens/s"
         self.bar.set_postfix_str(speeds, refresh=False)
-        self.bar.update(sum(output.finished for output in self.outputs) - self.bar.n)
+        started = [request for request in self.requests if not request.is_new]
+        self.bar.update(sum(request.has_ended for request in started) - self.bar.n)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
-
 from tokenizers import Tokenizer
 
 from nanovllm.processing.outputs import CompletionOutput, RequestOutput
@@ -28,33 +26,28 @@ class RequestState:
         self.is_reported = is_reported  # whether `step` returns the output
         self.is_queued = False  # whether the scheduler has got the request
         self.is_unwanted = False  # whether `abort` has been called
-        # brought up to date in each step; otherwise after the request's end, while the device
-        # computes the next step, or when a Reader asks for it
+        # whether each step updates the output; otherwise the output is made when it is read
         has_stop = bool(request.params.stop)
         self.is_watched = is_reported or has_stop or request.is_search
-        outputs = [CompletionOutput(i) for i in range(request.params.n)]
         self.output = RequestOutput(
-            request.request_id, request.prompt, request.prompt_token_ids, outputs
+            request.request_id, request.prompt, request.prompt_token_ids, outputs=[]
         )
         self.restart()
 
     def restart(self) -> None:
         """Forgets everything that was built from the tokens."""
         self.is_updating = False
-        self.is_complete = False  # whether the request has ended, and its whole output is made
         request = self.request
-        outputs = self.output.outputs
-        for output in outputs:
-            output.text = ""
-            output.token_ids.clear()
-            output.stop_reason = None
-            output.cumulative_logprob = None
-            if request.params.logprobs is not None:
+        params = request.params
+        outputs = [CompletionOutput(i) for i in range(params.n)]
+        if params.logprobs is not None:
+            for output in outputs:
                 output.logprobs = []
         self.texts: list[Text] = []  # of each output
         tokenizer = self.tokenizer
         if tokenizer is not None and not request.is_search:
-            self.texts = [Text(tokenizer, output, request.params) for output in outputs]
+            self.texts = [Text(tokenizer, output, params) for output in outputs]
+        self.output.outputs[:] = outputs
         self.output.error = None
         self.output.finished = False
 
@@ -75,16 +68,14 @@ class RequestState:
                 results = results_of(request, self.tokenizer)  # type: ignore[arg-type]
                 self.output.outputs[:] = results
             self.output.finished = True
-            self.is_complete = True
         self.is_updating = False
 
     def _update_completion(self, i: int) -> None:
         output = self.output.outputs[i]
         request = self.request
         seq = request.sequences[i]
-        rules = request.rules
-        if seq.finish_reason == "stop" and rules and rules.grammar:
-            rules.grammar.check(seq)
+        if seq.finish_reason == "stop" and request.rules is not None:
+            request.rules.check(seq)
         num_prompt = len(request.prompt_token_ids)
         stops = () if request.params.include_stop_str_in_output else request.stop_token_ids
         for token_id in seq.token_ids[num_prompt + len(output.token_ids) :]:
@@ -118,6 +109,13 @@ class RequestState:
             self.fail(error)
         return [seq for seq in running if seq.finish_reason is not None]
 
+    def final_output(self) -> RequestOutput:
+        """The output of a request that has ended. It is made now, unless each step has updated
+        it."""
+        if not self.output.finished:
+            self.catch_up()
+        return self.output
+
     def fail(self, error: Exception) -> None:
         """Ends the request, whatever its state."""
         for seq in self.request.unfinished:
@@ -126,7 +124,33 @@ class RequestState:
             output.finish_reason = output.finish_reason or "error"
         self.output.error = error
         self.output.finished = True
-        self.is_complete = True
+
+
+class Reader:
+    """Reads the output of a request, each part of it once."""
+
+    def __init__(self, state: RequestState):
+        self.state = state
+        self.num_read = [(0, 0)] * len(state.output.outputs)  # characters and tokens
+
+    def news(self) -> list[CompletionOutput]:
+        """Returns the new part of each output since the last call: the text that may be shown, the
+        tokens, and at the end the reason. Call it until the output has finished."""
+        state = self.state
+        if not state.output.finished:
+            state.update()
+        deltas = []
+        for i, output in enumerate(state.output.outputs):
+            num_chars, num_tokens = self.num_read[i]
+            num_safe = state.texts[i].num_safe_chars if state.texts else len(output.text)
+            text = output.text[num_chars:num_safe]
+            token_ids = output.token_ids[num_tokens:]
+            logprobs = None if output.logprobs is None else output.logprobs[num_tokens:]
+            # after a fault an output is made anew, and may be shorter than what was read
+            self.num_read[i] = max(num_chars, num_safe), max(num_tokens, len(output.token_ids))
+            reasons = (output.finish_reason, output.stop_reason)
+            deltas.append(CompletionOutput(i, text, token_ids, logprobs, *reasons))
+        return deltas
 
 
 class RequestStates:
@@ -135,7 +159,6 @@ class RequestStates:
     def __init__(self) -> None:
         self.unfinished: dict[str, RequestState] = {}  # by request id
         self.unreported: dict[str, RequestOutput] = {}
-        self.late: deque[RequestState] = deque()  # ended, and their outputs are still to be made
 
     def of(self, request: Request) -> RequestState | None:
         """The state of this request, unless it has ended."""
@@ -145,24 +168,17 @@ class RequestStates:
     def report(self, state: RequestState, error: Exception | None = None) -> list[Sequence]:
         """Reports the new tokens of a request, or the error that ends it. Forgets the request once
         it has ended. Returns the sequences that end by their text or by the error."""
+        if not state.is_watched and error is None:
+            if state.request.has_ended:
+                del self.unfinished[state.request.request_id]
+            return []
         output = state.output
-        ended: list[Sequence] = []
-        if not state.is_watched and error is None and state.request.has_ended:
-            self.late.append(state)
-            output.finished = True
-        else:
-            ended = state.catch_up(error)
+        ended = state.catch_up(error)
         if state.is_reported:
             self.unreported[output.request_id] = output
         if output.finished:
             self.unfinished.pop(output.request_id, None)
         return ended
-
-    def catch_up(self) -> None:
-        """Builds the outputs that may be late: `generate` reads them only at its end."""
-        while self.late:
-            self.late[0].catch_up()
-            self.late.popleft()
 
     def take(self) -> list[RequestOutput]:
         """All outputs that have not been reported."""

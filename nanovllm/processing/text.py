@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
+from typing import Any
 
 from tokenizers import Tokenizer
 
 from nanovllm.processing.outputs import CompletionOutput
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.topics.decoding.beam_search import BeamRequest
 
 MOST_TOKENS = 8  # of a text, decoded together
 
@@ -35,7 +35,6 @@ class Text:
     def __post_init__(self):
         skip = self.params.skip_special_tokens
         self.decode = partial(self.tokenizer.decode, skip_special_tokens=skip)
-        self.stop = self.params.stop or ()
 
     def add(self, token_id: int) -> bool:
         """Appends a token's text. Returns True if it completes a stop string, which ends the text:
@@ -62,23 +61,32 @@ class Text:
         if len(self.token_ids) - self.begin > MOST_TOKENS:
             self.begin += MOST_TOKENS // 2
             self.known = self.decode(self.token_ids[self.begin :])
+        self.num_safe_chars = len(text)
+        is_stop = False
+        if self.params.stop:
+            text, is_stop = self._cut(text, before)
+        self.output.text = text
+        return is_stop
+
+    def _cut(self, text: str, before: int) -> tuple[str, bool]:
+        """The text up to the first stop string that ends behind `before` characters, and whether
+        there is one. If not, what may be the start of a stop string is not safe to show."""
+        stops = self.params.stop or ()
         found = []
         if len(self.token_ids) > self.params.min_tokens:
-            for stop in self.stop:
+            for stop in stops:
                 begin = text.find(stop, max(0, before - len(stop) + 1))
                 if begin >= 0:
                     found.append((begin, stop))
-        num_held_back = 0
-        if found:
-            begin, stop = min(found, key=itemgetter(0))
-            self.output.stop_reason = stop
-            is_kept = self.params.include_stop_str_in_output
-            text = text[: begin + len(stop) if is_kept else begin]
-        else:
-            num_held_back = max((overlap(text, stop) for stop in self.stop), default=0)
-        self.output.text = text
-        self.num_safe_chars = len(text) - num_held_back
-        return bool(found)
+        if not found:
+            self.num_safe_chars -= max(overlap(text, stop) for stop in stops)
+            return text, False
+        begin, stop = min(found, key=itemgetter(0))
+        self.output.stop_reason = stop
+        is_kept = self.params.include_stop_str_in_output
+        text = text[: begin + len(stop) if is_kept else begin]
+        self.num_safe_chars = len(text)
+        return text, True
 
 
 def overlap(text: str, stop: str) -> int:
@@ -89,8 +97,8 @@ def overlap(text: str, stop: str) -> int:
     return len(text) - begin if begin >= 0 else 0
 
 
-def results_of(request: BeamRequest, tokenizer: Tokenizer | None) -> list[CompletionOutput]:
-    """The results of a beam search, best first."""
+def results_of(request: Any, tokenizer: Tokenizer | None) -> list[CompletionOutput]:
+    """The results of a BeamRequest, best first."""
     outputs = []
     for i, beam in enumerate(request.search.best_so_far(request.sequences)):
         output = CompletionOutput(i, token_ids=beam.token_ids)

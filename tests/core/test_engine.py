@@ -431,7 +431,9 @@ def test_the_smallest_priority_is_served_first(checkpoints):
     assert [output.prompt_token_ids for output in both] == prompts[:2]
     with pytest.raises(ValueError, match="priority='high' is not allowed: it must be an integer"):
         llm.add_request(prompts[0], priority="high")
-    with pytest.raises(ValueError, match="2 prompts, but 1 priorities: give one, or as many"):
+    with pytest.raises(
+        ValueError, match="2 prompts, but 1 priorities: give a list with one for each"
+    ):
         llm.generate(prompts[:2], greedy_params(3), use_tqdm=False, priority=[1])
 
 

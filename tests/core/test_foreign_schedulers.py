@@ -298,8 +298,8 @@ class NoBlockFree(BlockManager):
 def test_running_out_of_blocks_has_a_message():
     llm = new_llm(block_manager_cls=NoBlockFree, num_blocks=12)
     seen = []
-    real = llm.recovery._suspect
-    llm.recovery._suspect = lambda error: (seen.append(error), real(error))
+    real = llm.recovery._on_failed_step
+    llm.recovery._on_failed_step = lambda error: (seen.append(error), real(error))
     llm.generate(
         [[1] * 30, [2] * 30, [3] * 30], SamplingParams(seed=1, max_tokens=5), use_tqdm=False
     )

@@ -25,7 +25,7 @@ from fake_engine import (
 
 from nanovllm import SamplingParams
 from nanovllm.block_manager import BlockManager
-from nanovllm.processing.streaming import Reader
+from nanovllm.processing.states import Reader
 from nanovllm.processing.text import Text
 from nanovllm.scheduler import Scheduler
 
@@ -282,10 +282,10 @@ def test_a_tokenizer_that_fails_while_a_stream_is_read(monkeypatch):
     llm, prompt = new_llm(), [5] * 9
     state = llm._submit(llm.inputs.request(prompt, SHORT), is_reported=False)
     llm.step()
-    (sick,), add = state.output.outputs, Text.add
+    add = Text.add
 
     def failing(text, token_id):
-        if text.output is sick:
+        if text is state.texts[0]:
             raise RuntimeError("no such token")
         return add(text, token_id)
 
@@ -295,19 +295,19 @@ def test_a_tokenizer_that_fails_while_a_stream_is_read(monkeypatch):
             Reader(state).news()
     llm.add_request(prompt, SHORT, "innocent")
     outputs = go_on(llm)
-    assert str(state.output.error) == "no such token"
-    assert sick.finish_reason == "error"
+    assert str(state.final_output().error) == "no such token"
+    assert state.output.outputs[0].finish_reason == "error"
     assert result(outputs["innocent"]) == answer(prompt, SHORT)
     check_clean(llm)
 
 
 def lengths() -> tuple[list, list]:
-    """Prompts and parameters: some end while others run, so that their texts are made in the next step."""
+    """Prompts and parameters: some end while others run."""
     params = [SamplingParams(seed=n, max_tokens=n, ignore_eos=True) for n in (4, 9, 9, 15, 20)]
     return [[i + 1] * 5 for i in range(5)], params
 
 
-def test_a_step_that_fails_loses_no_late_text(monkeypatch):
+def test_a_step_that_fails_loses_no_text(monkeypatch):
     llm = new_llm()
     expected = [result(output) for output in llm.generate(*lengths(), use_tqdm=False)]
     launch, calls = llm.runner.launch, []

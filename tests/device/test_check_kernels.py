@@ -12,6 +12,7 @@ from nanovllm import LLM, model_runner
 from nanovllm.device.cuda_graphs import StepGraphs
 from nanovllm.layers import torch_ops
 from nanovllm.model_runner import ModelRunner
+from nanovllm.topics.checks import kernels
 from nanovllm.topics.checks.kernels import check_kernels
 
 SMALL = {"num_blocks": 12, "max_model_len": 64, "max_num_seqs": 2, "check_kernels": "never"}
@@ -118,6 +119,6 @@ def test_any_engine_may_ask_for_it(options):
 @pytest.mark.parametrize("where, num_checks", [("cuda", 0), ("never", 0), ("always", 1)])
 def test_on_a_cpu_it_is_done_on_demand(monkeypatch, where, num_checks):
     checked = []
-    monkeypatch.setattr(model_runner, "check_kernels", checked.append)
+    monkeypatch.setattr(kernels, "check_kernels", checked.append)
     with LLM(**SMALL | {"check_kernels": where}, device="cpu"):
         assert len(checked) == num_checks

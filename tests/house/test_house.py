@@ -5,18 +5,14 @@ Run: pytest tests/house/test_house.py [-k circle]
 """
 
 import ast
-import os
 import re
 import shutil
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 
 import pytest
 from imports import MODULES, imported, name_of
-
-from nanovllm import LLM, SamplingParams
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "nanovllm"
@@ -117,39 +113,6 @@ def test_layers_import_nothing_late():
 def test_the_scheduling_half_does_not_import_torch(module):
     code = f"import nanovllm.{module}, sys; assert not {{'torch', 'transformers', 'tokenizers', 'numpy'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-@cache
-def passed_by_a_greedy_prompt() -> frozenset[tuple[str, str, int]]:
-    """(file, name, line) of the functions that run in LLM.generate. Properties are functions; comprehensions are not,
-    nor are kernels. The thread count may change, which takes three functions more."""
-    chosen = os.environ.pop("OMP_NUM_THREADS", None)
-    llm = LLM(num_blocks=100)
-    if chosen is not None:
-        os.environ["OMP_NUM_THREADS"] = chosen
-    passed = set()
-
-    def profile(frame, event, arg):
-        code = frame.f_code
-        path = Path(code.co_filename)
-        if event == "call" and path.is_relative_to(PACKAGE) and not code.co_name.startswith("<"):
-            name = str(path.relative_to(PACKAGE))
-            if name != "layers/numba_kernels.py":
-                passed.add((name, code.co_name, code.co_firstlineno))
-
-    params = SamplingParams(temperature=0, max_tokens=20)
-    sys.setprofile(profile)
-    try:
-        llm.generate("Once upon a time", params, use_tqdm=False)
-    finally:
-        sys.setprofile(None)
-    return frozenset(passed)
-
-
-def test_a_greedy_prompt_passes_few_files_and_functions():
-    passed = passed_by_a_greedy_prompt()
-    assert len({file for file, _, _ in passed}) <= 20
-    assert 50 < len(passed) <= 101, sorted(passed)
 
 
 def texts_without_encoding(tree: ast.AST) -> list[int]:

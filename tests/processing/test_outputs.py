@@ -11,7 +11,7 @@ import pytest
 from fake_engine import new_llm
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.processing.streaming import Reader
+from nanovllm.processing.states import Reader
 
 
 @pytest.fixture(scope="module")

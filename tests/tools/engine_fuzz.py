@@ -266,7 +266,7 @@ def run(steps: int, seed: int) -> Counter:
         proposer = life.llm.scheduler.proposer
         if proposer is not None:
             life.counts["draft_tokens"] += proposer.num_draft_tokens
-            life.counts["accepted"] += proposer.num_right.total()
+            life.counts["accepted"] += proposer.num_accepted.total()
         counts += life.counts
         seed += 1
     signal.signal(signal.SIGALRM, before)

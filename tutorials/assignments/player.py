@@ -177,7 +177,8 @@ class Player:
             right = tokens[name][:-1]
             proposer.told[name] = right + [WRONG] * (count - len(right))
         scheduler.is_told = True
-        proposer.add_drafts(schedule, scheduler)
+        wanted = scheduler.num_draft_tokens
+        proposer.add_drafts(schedule, scheduler.running, scheduler.block_manager, wanted)
         scheduler.is_told = False
         proposer.told = {}
 

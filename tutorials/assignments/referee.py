@@ -151,7 +151,8 @@ class Referee(Scheduler):
         most = self.limits.max_num_batched_tokens - schedule.num_tokens
         schedule.tokens_left = min(tokens_left, most)
         self.wanted = iter(wanted)
-        self.proposer.add_drafts(schedule, self)
+        wanted_of = self.num_draft_tokens
+        self.proposer.add_drafts(schedule, self.running, self.block_manager, wanted_of)
 
     def num_draft_tokens(self, request: Request) -> object:
         return next(self.wanted, None)

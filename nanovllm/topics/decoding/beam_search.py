@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.sampling_params import BeamSearchParams
@@ -112,7 +112,7 @@ class BeamRequest(Request):
         self.num_logprobs = self.search.num_candidates
 
     @property
-    def num_seats(self) -> int:
+    def most_sequences(self) -> int:
         """The beam width: even one beam can have this many children in the next step."""
         return self.params.n
 
@@ -133,6 +133,7 @@ class BeamRequest(Request):
             for token_id, logprob in logprobs.items()
         ]
         search = copy(self.search)  # results are replaced, never changed
+        search.max_output_tokens = self.max_len - len(self.prompt_token_ids)  # as many as fit
         children: list[Sequence] = []
         for beam in search.advance(candidates):
             child = Sequence(self, len(children), self.prompt_token_ids + beam.token_ids)
@@ -145,9 +146,9 @@ class BeamRequest(Request):
         self.sequences, self.search = children, search
 
 
-def advance_searches(rows: Rows, scheduler: Any) -> Rows:
+def advance_searches(rows: Rows, manager: BlockManager, running: list[Request]) -> Rows:
     """Yields the rows of a step that are not beams, then advances the searches with their rows. A
-    request whose search has ended leaves `scheduler.running`."""
+    request whose search has ended leaves `running`."""
     searches: dict[BeamRequest, list[tuple[Sequence, TokenLogprobs]]] = {}
     for row in rows:
         seq, _, likeliest = row
@@ -156,6 +157,6 @@ def advance_searches(rows: Rows, scheduler: Any) -> Rows:
         else:
             yield row
     for request, beams in searches.items():
-        request.receive(beams, scheduler.block_manager)
+        request.receive(beams, manager)
         if request.has_ended:
-            scheduler.running.remove(request)
+            running.remove(request)

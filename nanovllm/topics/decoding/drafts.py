@@ -9,6 +9,7 @@ it. So the tokens are the same with and without drafts. Imports no torch.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -102,16 +103,16 @@ class Proposer:
         self.config = config
         self.num_drafts = 0  # how often a sequence had draft tokens
         self.num_draft_tokens = 0
-        self.num_right = Counter[int]()  # by place: 1 is a sequence's first draft token
+        self.num_accepted = Counter[int]()  # by place: 1 is a sequence's first draft token
 
     @property
     def stats(self) -> dict[str, float]:
         """Counters since the start: drafts, their tokens, and how many of these were accepted, also
         by place."""
-        right = self.num_right
-        by_place = {f"accepted_draft_tokens_{place}": n for place, n in sorted(right.items())}
+        accepted = self.num_accepted
+        by_place = {f"accepted_draft_tokens_{place}": n for place, n in sorted(accepted.items())}
         made = {"drafts": self.num_drafts, "draft_tokens": self.num_draft_tokens}
-        return {**made, "accepted_draft_tokens": right.total(), **by_place}
+        return {**made, "accepted_draft_tokens": accepted.total(), **by_place}
 
     def propose(self, seq: Sequence, most: int) -> Tokens[int]:
         """Up to `most` tokens that may follow."""
@@ -120,22 +121,28 @@ class Proposer:
             lookup = seq.lookup = Lookup(self.config)
         return lookup.propose(seq.token_ids, most)
 
-    def add_drafts(self, schedule: Schedule, scheduler: Any) -> None:
+    def add_drafts(
+        self,
+        schedule: Schedule,
+        running: list[Request],
+        manager: BlockManager,
+        num_wanted: Callable[[Request], int],
+    ) -> None:
         """Takes only tokens that the step has left, and blocks that are free: the next step finds
-        them free again, unless the draft tokens are accepted.
+        them free again, unless the draft tokens are accepted. `num_wanted` is the policy:
+        Scheduler.num_draft_tokens.
 
         A sequence that samples gets drafts, also behind the last token of its prompt. Its item
         becomes that of its longest draft, and `schedule.sampled` has the sequence and each draft,
         all with the longest one. No draft reaches max_len. Blocks that sequences before their fork
         will need are left alone.
         """
-        manager = scheduler.block_manager
-        waiting = [request for request in scheduler.running if not request.has_forked]
+        waiting = [request for request in running if not request.has_forked]
         promised = sum(map(manager.num_blocks_at_fork, waiting))
         for i, (seq, start, num_tokens) in enumerate(schedule.items):
             if schedule.sampled.get(seq) is not seq or not allows_drafts(seq.request):
                 continue
-            wanted = scheduler.num_draft_tokens(seq.request)
+            wanted = num_wanted(seq.request)
             num_blocks = len(seq.block_table) + manager.num_free_blocks - promised
             room = num_blocks * manager.block_size
             longest = min(room, seq.request.max_len - 1)
@@ -177,7 +184,7 @@ class Proposer:
                 del schedule.sampled[row]
                 continue
             if isinstance(row, Draft):
-                self.num_right[row.place] += 1
+                self.num_accepted[row.place] += 1
             seq.num_computed_tokens = len(row)
             manager.cache_full_blocks(seq, len(row))
             yield seq, token_id, likeliest

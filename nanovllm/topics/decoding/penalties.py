@@ -55,8 +55,6 @@ def adjusted(logits: Tensor, changes: Adjustments) -> Tensor:
 
 def adjusted_logits(logits: Tensor, seqs: list[Sequence]) -> Tensor:
     """The logits [B, vocab_size] with all biases and penalties; the same ones if there are none."""
-    if all(seq.request.rules is None for seq in seqs):
-        return logits
     adjustments = adjustments_of(seqs)
     if not len(adjustments.biases) + len(adjustments.tokens):  # min_tokens are reached
         return masked_logits(logits, seqs)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nanovllm.sequence import Request
+from nanovllm.sequence import Request, Sequence
 from nanovllm.topics.decoding.masks import Words, words_of
 from nanovllm.topics.decoding.structured import Grammar, Source, grammar_of
 
@@ -22,11 +22,18 @@ class LogitsRules:
     words: Words | None = None
     grammar: Grammar | None = None
 
+    def check(self, seq: Sequence) -> None:
+        """Raises an error if the sequence has ended and does not match its grammar."""
+        if self.grammar is not None:
+            self.grammar.check(seq)
+
 
 def rules_of(request: Request, source: Source) -> LogitsRules:
     """Raises ValueError."""
     params = request.params
-    rules = LogitsRules({**(params.logit_bias or {})}, request.has_penalty)
+    is_counted = params.presence_penalty or params.frequency_penalty
+    has_penalty = bool(is_counted or params.repetition_penalty != 1)
+    rules = LogitsRules({**(params.logit_bias or {})}, has_penalty)
     if params.allowed_token_ids or params.bad_words:
         rules.words = words_of(params, source.tokenizer, source.vocab_size)
     if params.structured_outputs:

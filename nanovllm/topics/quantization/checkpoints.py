@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from nanovllm.checkpoint import Reader, opened
 from nanovllm.layers.linear import Linear
 from nanovllm.options import shown
 from nanovllm.topics.quantization.groups import SIZES, Groups, packed
@@ -72,47 +72,12 @@ def numbers_per_scale(config) -> int:
     return 1 if method is None else method.group
 
 
-def get_tensor(tensors: Any, name: str) -> Tensor:
-    return tensors.get_tensor(name)
-
-
-def check_dtype(tensor: Tensor, name: str, file: Path) -> None:
-    """Raises ValueError if a tensor has fewer than 16 bits, or integers."""
-    if tensor.itemsize < 2 or not tensor.is_floating_point():
-        raise ValueError(
-            f"{file}: {name} has dtype {tensor.dtype}: use the model's unquantized checkpoint"
-        )
-
-
-@contextmanager
-def opened(file: Path) -> Iterator[Any]:
-    """The tensors of a safetensors file. Raises ValueError if it is damaged."""
-    try:
-        with safe_open(file, framework="pt") as tensors:
-            yield tensors
-    except SafetensorError as error:
-        raise ValueError(f"{file} is damaged or incomplete: {error}") from error
-
-
-class Reader:
-    """Reads the files of a checkpoint, whatever its weights are."""
-
-    def add_parameters(self, model: nn.Module) -> None:
-        """Adds what the layers of a quantized checkpoint have besides weights and biases."""
-
-    def tensors_of(self, file: Path) -> Any:
-        """A context manager with the tensors of a file, as those of an ordinary checkpoint."""
-        return opened(file)
-
-
-def new_reader(config, files: list[Path]) -> Reader:
-    """Raises ValueError if scales are missing."""
-    method = method_of(config)
-    return Reader() if method is None else QuantizedReader(method, files)
-
-
 class QuantizedReader(Reader):
-    def __init__(self, method: Method, files: list[Path]):
+    """Reads the files of a quantized checkpoint. Raises ValueError if scales are missing."""
+
+    def __init__(self, config, files: list[Path]):
+        method = method_of(config)
+        assert method is not None
         self.method = method
         self.files: dict[str, Path] = {}
         self.surplus: set[str] = set()  # biases that the model does not have

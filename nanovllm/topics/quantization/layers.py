@@ -1,6 +1,5 @@
 """Linear layers change their form while a model loads: one by one, so only one has both forms."""
 
-import ctypes
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -9,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.config import Config
-from nanovllm.device.onednn import use_onednn
+from nanovllm.device.onednn import trim, use_onednn
 from nanovllm.layers.linear import Linear
-from nanovllm.models.qwen import Qwen, head_dim_of
+from nanovllm.models.qwen import head_dim_of
 from nanovllm.topics.quantization import int8
 from nanovllm.topics.quantization.checkpoints import groups_of, method_of
 from nanovllm.topics.quantization.groups import (
@@ -72,8 +71,7 @@ def prepare_linear(linear: Linear, quantization: str | None, backend: str) -> No
         linear.product = partial(multiply, product=product_for(weight, backend))
         # the product holds it; of the parameter, the shape is left
         linear.weight = nn.Parameter(linear.weight.to("meta"), requires_grad=False)
-    if hasattr(ctypes.pythonapi, "malloc_trim"):
-        ctypes.pythonapi.malloc_trim(0)  # glibc would keep the memory of the first form
+        trim()
 
 
 def joined(parts: list[Groups]) -> Groups:
@@ -104,19 +102,3 @@ def multiply(x: Tensor, _: Tensor, bias: Tensor | None, product: Product) -> Ten
     if bias is not None:
         result += bias
     return result.to(x.dtype)
-
-
-def prepare_whole(
-    model: Qwen,
-    module: nn.Module,
-    missing: dict[str, tuple],
-    prepare: Callable[[Linear], None],
-) -> None:
-    """Prepares a linear layer, if it has all its tensors. The head, which may have the embedding's
-    weight, comes after all others."""
-    is_whole = all(other is not module for other, *_ in missing.values())
-    if is_whole and isinstance(module, Linear) and module is not model.lm_head:
-        prepare(module)
-    if not missing:
-        model.lm_head.is_head = True  # type: ignore[assignment]
-        prepare(model.lm_head)

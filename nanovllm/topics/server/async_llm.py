@@ -16,8 +16,7 @@ from typing import Any
 from nanovllm.engine import LLM
 from nanovllm.processing.inputs import Inputs
 from nanovllm.processing.outputs import CompletionOutput, RequestOutput
-from nanovllm.processing.states import RequestState
-from nanovllm.processing.streaming import Reader
+from nanovllm.processing.states import Reader, RequestState
 from nanovllm.schedule import Schedule, ScheduleError
 from nanovllm.sequence import Request
 from nanovllm.topics.server.errors import Refused, Unavailable, failed
@@ -251,10 +250,7 @@ class AsyncLLM(Backend):
             self._drop([*self.live])
             self._tell(self._deliver, news)
             return
-        is_last = not self.llm.has_unfinished()
-        if is_last:
-            self.llm.states.catch_up()
-        if is_last or not self.is_late:
+        if not (self.is_late and self.llm.has_unfinished()):
             self._report()
 
     def _report(self) -> None:
@@ -265,11 +261,9 @@ class AsyncLLM(Backend):
             is_sampled = request in self.sampled
             if is_sampled:
                 reader.times.append(now)
-            output = reader.state.output
-            if not (is_sampled or output.finished):
-                continue
-            if not (reader.is_streamed or reader.state.is_complete):
-                continue  # its text is made in the next step
+            has_ended = self.llm.states.of(request) is None
+            if not (has_ended or (is_sampled and reader.is_streamed)):
+                continue  # an answer that is not streamed is made once, at its end
             delta = self._delta_of(reader)
             news.append((request, delta))
             if isinstance(delta, Refused) or delta.output is not None:
@@ -281,7 +275,9 @@ class AsyncLLM(Backend):
     def _delta_of(self, reader: StreamReader) -> Delta | Refused:
         output = reader.state.output
         delta = Delta()
-        if reader.is_streamed:
+        if not reader.is_streamed:
+            reader.state.final_output()
+        else:
             try:
                 parts = reader.news()
             except Exception as error:  # of the tokenizer: no other request is affected

@@ -23,7 +23,7 @@ class MyScheduler(Scheduler):
 
     def make_room(self, schedule):
         num_urgent = sum(is_urgent(r) and not self.is_lost(r) for r in self.waiting)
-        num_seats = sum(request.num_seats for request in self.running)
+        num_seqs = sum(request.most_sequences for request in self.running)
         patient = sorted((r for r in self.running if not is_urgent(r)), key=self.priority)
-        for request in patient[::-1][: max(0, num_urgent + num_seats - self.max_num_seqs)]:
+        for request in patient[::-1][: max(0, num_urgent + num_seqs - self.max_num_seqs)]:
             self.preempt(request)

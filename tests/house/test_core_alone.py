@@ -1,0 +1,96 @@
+"""A plain prompt needs the core and no topic: what it loads, what it runs, and what the core imports.
+
+Run: pytest tests/house/test_core_alone.py
+"""
+
+import json
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+from imports import MODULES, imported
+from sizes import size_of
+
+ROOT = Path(__file__).parents[2]
+CODE = """
+import json
+import os
+import sys
+import threading
+
+os.environ.pop("OMP_NUM_THREADS", None)  # the thread count may change in a step
+from nanovllm import LLM, SamplingParams
+
+backend, dtype = sys.argv[1:]
+llm = LLM(attention_backend=backend, dtype=dtype, num_blocks=50)
+params = SamplingParams(temperature=0, max_tokens=20)
+llm.generate("12 + 30 =", params, use_tqdm=False)
+loaded = {name: module.__file__ for name, module in sys.modules.items() if "nanovllm" in name}
+
+lines = set()
+package = os.path.dirname(loaded["nanovllm"])
+
+
+def trace(frame, event, arg):
+    if not frame.f_code.co_filename.startswith(package):
+        return None
+    if event == "line":
+        lines.add((os.path.relpath(frame.f_code.co_filename, package), frame.f_lineno))
+    return trace
+
+
+sys.settrace(trace)
+llm.generate("Once upon a time", params, use_tqdm=False)
+sys.settrace(None)
+print(json.dumps({"loaded": loaded, "lines": sorted(lines)}))
+"""
+
+
+@cache
+def prompt_alone(backend: str, dtype: str = "float32") -> dict:
+    """The modules that an engine and a greedy prompt load, and the lines that the prompt runs."""
+    command = [sys.executable, "-c", CODE, backend, dtype]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def topics(found: dict) -> set[str]:
+    return {name for name in found["loaded"] if name.startswith("nanovllm.topics.")}
+
+
+def test_a_greedy_prompt_loads_no_topic():
+    assert topics(prompt_alone("torch")) == set()
+
+
+def test_numba_loads_only_what_its_warm_up_needs():
+    """In float32 nothing. In bfloat16 the warm-up has a penalty, which makes logits float32."""
+    pytest.importorskip("numba")
+    assert topics(prompt_alone("numba")) == set()
+    decoding = {"", ".drafts", ".masks", ".penalties", ".rules", ".structured"}
+    allowed = {f"nanovllm.topics.decoding{name}" for name in decoding}
+    assert topics(prompt_alone("numba", "bfloat16")) <= allowed
+
+
+def test_a_greedy_prompt_loads_and_runs_few_lines():
+    """Lines without comments and docstrings."""
+    found = prompt_alone("torch")
+    sizes = [size_of(Path(file).read_text(encoding="utf-8")) for file in found["loaded"].values()]
+    num_loaded = sum(size.lines for size in sizes)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (said,) = re.findall(r"loads ([\d,]+) lines", readme)
+    assert 0.99 * num_loaded < int(said.replace(",", "")) < 1.01 * num_loaded, num_loaded
+    assert num_loaded <= 3400
+    assert 300 < len(found["lines"]) <= 650, len(found["lines"])
+    assert len({file for file, _ in found["lines"]}) <= 20
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if ".topics" not in name])
+def test_the_core_imports_a_topic_only_where_it_is_asked_for(name):
+    """Within a function: `grep -n topics nanovllm/*.py` is the map from the core to the topics."""
+    if name == "nanovllm.__main__":
+        return  # the command line is a topic
+    early = imported(MODULES[name], everywhere=False)
+    assert not {other for other in early if other.startswith("nanovllm.topics")}
