@@ -2,7 +2,6 @@
 anything runs."""
 
 import argparse
-import math
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -25,7 +24,6 @@ def checked(
 
 
 positive = checked(int, lambda n: n > 0, "a positive integer")
-duration = checked(float, lambda x: 0 < x < math.inf, "a positive number of seconds")
 # of a result that may take minutes to be measured
 new_file = checked(
     Path, lambda path: path.absolute().parent.is_dir(), "a file in a folder that exists"

@@ -4,9 +4,11 @@ Run: pytest tests/course/test_grader.py [-k cheat]
 """
 
 import json
+import os
 import re
 import subprocess
 import sys
+from argparse import ArgumentParser, Namespace
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from submissions import FCFS, HEAD, SHORTEST_FIRST, choose, method, priority
 
 from nanovllm import Run
 from nanovllm.config import Config
-from tutorials.assignments.grade import secret_seeds
+from tutorials.assignments.grade import new_grader, secret_seeds
 from tutorials.assignments.grader import Grader
 from tutorials.assignments.task import Goal, Part, Task, mean_latency, measure
 from tutorials.simulation.workloads import all_at_once, predicted, sharegpt, workload
@@ -533,7 +535,43 @@ def test_secret_seeds():
     assert all(2**100 < seed < 2**128 for seed in seeds)
 
 
+def test_a_file_with_a_secret_gives_the_seeds(tmp_path):
+    secret = tmp_path / "secret.txt"
+    secret.write_text("a long enough secret\n")
+    secret.chmod(0o600)
+    args = Namespace(task="a1", secret=secret, limit=300)
+    grader = new_grader(ArgumentParser(), args)
+    assert grader.is_secret and grader.seeds == secret_seeds("a long enough secret", "a1")
+
+
 # --- the command line ---
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o644])
+def test_the_script_of_gradescope(tmp_path, mode):
+    """The folders are those of its container. A secret that others can read is refused."""
+    for name in ("source", "submission", "results", "venv/bin"):
+        (tmp_path / name).mkdir(parents=True)
+    source = tmp_path / "source"
+    for name in ("nanovllm", "tutorials"):
+        (source / name).symlink_to(ROOT / name)
+    (source / "assignment.txt").write_text("a1\n")
+    (source / "secret.txt").write_text("a long enough secret\n")
+    (source / "secret.txt").chmod(mode)
+    python = tmp_path / "venv/bin/python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    (tmp_path / "submission/my_scheduler.py").write_text("raise ValueError('this is it')\n")
+    script = ROOT / "tutorials/assignments/gradescope/run_autograder"
+    env = {**os.environ, "AUTOGRADER": str(tmp_path)}
+    result = subprocess.run(["bash", str(script)], capture_output=True, text=True, env=env)
+    file = tmp_path / "results/results.json"
+    if mode == 0o600:
+        assert result.returncode == 0, result.stderr
+        output = json.loads(file.read_bytes())["tests"][0]["output"]
+        assert "what it says on secret seeds is not shown" in output
+    else:
+        assert "others can read it" in result.stderr and not file.exists()
 
 
 def test_several_files(tmp_path):

@@ -15,10 +15,9 @@ from nanovllm.scheduler import Scheduler
 from nanovllm.topics.simulator.cost_model import Hardware, shape_of
 from nanovllm.topics.simulator.machines import Machine, machines_in
 from nanovllm.topics.simulator.replica import model_config
-from tutorials.measure import accuracy, calibrate, pairs
-from tutorials.measure.accuracy import table
-from tutorials.measure.calibrate import SWAP, ProcessorTime, calibrated
-from tutorials.measure.cases import CASES, simulated
+from tutorials.measure import calibrate, pairs
+from tutorials.measure.calibrate import SWAP, calibrated
+from tutorials.measure.cases import simulated
 from tutorials.measure.recording import KnownProposer, Recording, record
 from tutorials.measure.steps import Step
 from tutorials.simulation.workloads import (
@@ -226,22 +225,3 @@ def test_all_pairs_differ_in_one_thing_and_run():
         assert numbers[0].keys() == {*pairs.KEYS}
         rows[pair.name] = {"real": [[one] for one in numbers], "simulated": numbers}
     assert len(rows) == len(pairs.PAIRS) + len(pairs.GUESSES) >= 12
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["cases", "policies"])
-def test_all_of_it(kind, monkeypatch):
-    """Two small ones; what comes out has no meaning, but it is complete."""
-    monkeypatch.setattr(calibrate, "MOST_OUTPUTS", 8)
-    meter = accuracy.Meter(ProcessorTime(), calibrate.Cells((1, 4), (16, 60), 240))
-    if kind == "cases":
-        cases = {name: CASES[name] for name in ("busy", "64 tokens per step")}
-        report = accuracy.of_workloads(cases, 0.3, 1, meter)
-        assert {*report["workloads"]} == {*cases} and table(report["workloads"])
-    else:
-        report = accuracy.of_policies(pairs.PAIRS[:2], 0.3, 2, meter)
-        assert [*report["pairs"]] == [pair.name for pair in pairs.PAIRS[:2]]
-        assert all(len(runs) == 2 for row in report["pairs"].values() for runs in row["real"])
-    machine = report["machine"]["machine"]
-    assert {*calibrate.FITTED} <= machine.keys() and machine["bandwidth_share"] > 0
-    assert report["machine"]["steps"] > 0

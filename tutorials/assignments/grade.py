@@ -35,30 +35,18 @@ def read_secret(path: Path) -> str:
     return secret
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Those that leaderboard.py has, too."""
-    parser.add_argument("--secret", type=Path, help="a file with a secret, which gives the seeds")
-    help = f"seconds for a file (default: {LIMIT:g})"
-    parser.add_argument("--limit", type=float, default=LIMIT, help=help)
-
-
-def new_grader(parser: argparse.ArgumentParser, args: argparse.Namespace, name: str) -> Grader:
+def new_grader(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Grader:
     """Ends the program with an error message if the options do not allow a grading."""
-    grader = Grader(load_task(name), list(PUBLIC_SEEDS), limit=args.limit)
+    grader = Grader(load_task(args.task), list(PUBLIC_SEEDS), limit=args.limit)
     if not 1 <= args.limit <= 86_400:
         parser.error(f"--limit {args.limit:g} is not allowed: it must be from 1 to 86400 seconds")
     if args.secret is not None:
         try:
-            grader.seeds = secret_seeds(read_secret(args.secret), name)
+            grader.seeds = secret_seeds(read_secret(args.secret), args.task)
         except (ValueError, OSError) as error:
             parser.error(f"--secret {args.secret} is not allowed: {error}")
         grader.is_secret = True
     return grader
-
-
-def check_path(parser: argparse.ArgumentParser, path: Path) -> None:
-    if not path.is_file():
-        parser.error(f"path={str(path)!r} is not allowed: there is no such file")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -68,10 +56,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("task", choices=NAMES)
     parser.add_argument("paths", type=Path, nargs="+", metavar="FILE", help="students' files")
     parser.add_argument("--json", type=Path, help="write results.json here, or into this folder")
-    add_options(parser)
+    parser.add_argument("--secret", type=Path, help="a file with a secret, which gives the seeds")
+    help = f"seconds for a file (default: {LIMIT:g})"
+    parser.add_argument("--limit", type=float, default=LIMIT, help=help)
     args = parser.parse_intermixed_args(arguments)
     for path in args.paths:
-        check_path(parser, path)
+        if not path.is_file():
+            parser.error(f"path={str(path)!r} is not allowed: there is no such file")
     targets: list[Path | None] = [args.json]
     if len(args.paths) > 1 and args.json is not None:
         targets = [args.json / f"{path.stem}.json" for path in args.paths]
@@ -82,7 +73,7 @@ def main(arguments: list[str] | None = None) -> None:
         except OSError as error:
             parser.error(f"--json {args.json} is not allowed: {error.strerror}")
     sys.stdout.reconfigure(errors="backslashreplace")  # whatever a file is called or says
-    grader = new_grader(parser, args, args.task)
+    grader = new_grader(parser, args)
     with interruptible():
         for path, target in zip(args.paths, targets * len(args.paths)):
             if len(args.paths) > 1:

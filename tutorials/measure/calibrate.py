@@ -24,7 +24,6 @@ import os
 import random
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import accumulate
@@ -34,7 +33,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from nanovllm import LLM, Job, Run
+from nanovllm import LLM
 from nanovllm.config import EMBEDDED_MODEL
 from nanovllm.layers.linear import Linear
 from nanovllm.topics.simulator.cost_model import Shape, shape_of, work_of
@@ -49,7 +48,7 @@ from tutorials.machine import (
     seconds_of,
     this_machine,
 )
-from tutorials.measure.recording import KnownProposer, record
+from tutorials.measure.recording import record
 from tutorials.measure.steps import Step
 from tutorials.report import write_json
 from tutorials.simulation.workloads import all_at_once, fixed, workload
@@ -210,29 +209,6 @@ def calibrated(
 # --- runs ---
 
 
-class ProcessorTime:
-    """A clock that stands still while other programs run, and jumps over every pause: for a
-    computer that is busy."""
-
-    def __init__(self):
-        self.slept = 0.0
-
-    def clock(self) -> float:
-        return time.process_time() + self.slept
-
-    def sleep(self, seconds: float) -> None:
-        self.slept += seconds
-
-
-class TimeOfDay:
-    """What a user's clock shows."""
-
-    clock, sleep = staticmethod(time.perf_counter), staticmethod(time.sleep)
-
-
-Watch = ProcessorTime | TimeOfDay
-
-
 def new_engine(options: Options) -> LLM:
     """Nothing is in its cache, but all pages were touched, as after some minutes of serving. The
     system gives a page of memory when it is touched first, and the step waits for it. The garbage
@@ -242,15 +218,6 @@ def new_engine(options: Options) -> LLM:
     gc.collect()
     gc.freeze()
     return llm
-
-
-def play(jobs: list[Job], options: Options, watch: Watch) -> tuple[Run, list[Step]]:
-    """In a new engine. Its guesses are those that the jobs tell."""
-    llm = new_engine(options)
-    if llm.scheduler.proposer is not None:
-        silent = {name: value for name, value in options.items() if name != "speculative_config"}
-        llm.scheduler.proposer = KnownProposer(new_engine(silent), jobs)
-    return record(llm, jobs, watch.clock, watch.sleep)
 
 
 class Cells(NamedTuple):
@@ -276,12 +243,9 @@ MOST_OUTPUTS = 60
 SECONDS_BETWEEN = 0.02  # on average
 
 
-def calibration_steps(
-    llm: LLM, seed: int, cells: Cells, watch: Watch, count: int | None = None
-) -> list[Step]:
-    """Steps of short runs, one after the other in random order: for each of the cells, or for
-    `count` of them, with up to 60 tokens to answer. Half of them come in the same
-    moment, the others one by one.
+def calibration_steps(llm: LLM, seed: int, cells: Cells) -> list[Step]:
+    """Steps of short runs, one for each of the cells, in random order, with up to 60 tokens to
+    answer. Half of the requests come in the same moment, the others one by one.
 
     Many prompts are short and a few are long, as users send them. Neither equal lengths nor equal
     steps would tell what a real load costs: attention on a CPU pads the contexts that it computes
@@ -290,14 +254,14 @@ def calibration_steps(
     rng = random.Random(seed)
     steps: list[Step] = []
     pairs = cells.pairs()
-    for batch, prompt in rng.sample(pairs, len(pairs))[:count]:
+    for batch, prompt in rng.sample(pairs, len(pairs)):
         lengths = [
             (prompt_length(rng, prompt, cells), rng.randint(1, MOST_OUTPUTS)) for _ in range(batch)
         ]
         gaps = [rng.expovariate(1 / SECONDS_BETWEEN) for _ in range(batch // 2)]
         times = [0.0] * (batch - batch // 2) + [*accumulate(gaps)]
         jobs = workload(times, lengths, batch)
-        steps += record(llm, jobs, watch.clock, watch.sleep)[1]
+        steps += record(llm, jobs)[1]
         llm.reset_prefix_cache()
     return steps
 
@@ -307,9 +271,9 @@ def prompt_length(rng: random.Random, mean: int, cells: Cells) -> int:
     return min(1 + int(rng.expovariate(1 / mean)), 2 * max(cells.prompts))
 
 
-def warm_up(llm: LLM, watch: Watch) -> None:
+def warm_up(llm: LLM) -> None:
     """The first steps of a process are slow."""
-    record(llm, workload(all_at_once(), fixed(50, 20), 20), watch.clock, watch.sleep)
+    record(llm, workload(all_at_once(), fixed(50, 20), 20))
     llm.reset_prefix_cache()
 
 
@@ -377,11 +341,11 @@ VARIANTS = {
 }
 
 
-def calibrate(options: Options, cells: Cells, rounds: int, watch: Watch) -> dict:
+def calibrate(options: Options, cells: Cells, rounds: int) -> dict:
     """A machine, and how well it describes the steps, as JSON has them."""
     llm = new_engine(SWAP | options)
-    warm_up(llm, watch)
-    steps = [step for seed in range(rounds) for step in calibration_steps(llm, seed, cells, watch)]
+    warm_up(llm)
+    steps = [step for seed in range(rounds) for step in calibration_steps(llm, seed, cells)]
     machine, errors = calibrated(shape_of_model(options), steps, start_of(llm))
     return {"machine": asdict(machine), "steps": len(steps), "errors": errors}
 
@@ -424,11 +388,11 @@ def main() -> None:
     most_tokens = args.most_tokens or cells.most_tokens
     cells = cells._replace(most_tokens=most_tokens)
     if args.one:
-        print(json.dumps(calibrate({"dtype": args.one}, cells, args.rounds, TimeOfDay())))
+        print(json.dumps(calibrate({"dtype": args.one}, cells, args.rounds)))
         return
     if has_gpu:
         options = OPTIONS_OF_GPU | {"model": args.model}
-        found = {"bfloat16, GPU": calibrate(options, cells, args.rounds, TimeOfDay())}
+        found = {"bfloat16, GPU": calibrate(options, cells, args.rounds)}
     else:
         found = {name: apart(name, args.rounds, most_tokens) for name in VARIANTS}
     device = torch.device("cuda" if has_gpu else "cpu")

@@ -1,11 +1,9 @@
 """Pairs of policies on identical jobs: does the simulator say which one is better?
 
-    OMP_NUM_THREADS=1 python -m tutorials.measure.accuracy --policies --json tutorials/results/simulator_pairs.json
-    OMP_NUM_THREADS=1 python -m tutorials.measure.accuracy --guesses --json tutorials/results/simulator_pairs_guesses.json
-
-For each pair, the real engine plays the same jobs with both policies, in turns, several times. Then
-both are simulated on the machine that was fitted to steps of other runs. What is compared is the
-difference between the two policies: its sign, and its size.
+For each pair, the real engine played the same jobs with both policies, in turns, several times. Then
+both were simulated on the machine that was fitted to steps of other runs. What is compared is the
+difference between the two policies: its sign, and its size. The measured times are in
+tutorials/results/simulator_pairs*.json.
 
 A difference is *clear* if it is more than twice the range of what was measured: of the differences
 in the single turns.
@@ -117,7 +115,7 @@ class Pair:
     def cases(self) -> tuple[Case, Case]:
         """Of the one and of the other."""
         return tuple(
-            Case(self.case.build, self.case.load, self.case.cv, {**self.case.options, **own})
+            Case(self.case.build, self.case.load, {**self.case.options, **own})
             for own in (self.base, self.other)
         )
 
@@ -238,7 +236,7 @@ def totals(rows: dict[str, dict]) -> dict:
 
 
 def jobs_of_pair(pair: Pair, machine: Machine, seconds: float) -> list[Job]:
-    return jobs_of(pair.cases[0], machine, seconds)[0]
+    return jobs_of(pair.cases[0], machine, seconds)
 
 
 # --- table ---

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from tutorials.assignments.seeds import handout_table
 from tutorials.machine import ROOT
-from tutorials.measure import accuracy, pairs, quality, small_numbers
-from tutorials.report import conditions, engines_table, markdown, rounds_text, spread
+from tutorials.measure import pairs, quality, small_numbers
+from tutorials.report import conditions, engines_table, markdown, rounds_text, rows_of, spread
 
 RESULTS = ROOT / "tutorials" / "results"
 PAGES = [
@@ -40,6 +40,14 @@ ENGINES = {
     "hf-cb": "transformers {}, continuous batching",
 }
 MODELS = {"tiny_qwen3": "embedded model", "qwen3-0.6b-random": "Qwen3-0.6B"}
+TIMES = {
+    "seconds": "total time",
+    "ttft_p50": "TTFT p50",
+    "ttft_p99": "TTFT p99",
+    "tpot_p50": "TPOT p50",
+    "tpot_p99": "TPOT p99",
+    "all": "all but the total time",
+}
 
 
 def printed(report: dict) -> str:
@@ -47,9 +55,19 @@ def printed(report: dict) -> str:
     return f"```text\n{conditions(report)}\n\n{engines_table(report)}\n```"
 
 
+Rows = list[list[str]]
+
+
+def errors(report: dict) -> Rows:
+    """How far the simulator is from real runs, over all loads."""
+    found = {name: report["totals"][key] for key, name in TIMES.items()}
+    columns = [("signed_error", "+.1%")]
+    columns += [(key, ".1%") for key in ("mean_error", "worst_error", "mean_noise")]
+    return rows_of("|error with its sign|error|the largest|between real runs", columns, found)
+
+
 # --- of one file: a sentence, if there is one, and what the experiment itself prints ---
 
-Rows = list[list[str]]
 NUMBERS = "([all numbers]({link}))"
 HERE = "{device}, commit {commit} " + NUMBERS
 FILE = "[{file}]({link}), commit {commit}:"
@@ -57,7 +75,7 @@ SIGNS = "Measured, simulated; a star: clear; an exclamation mark: the wrong sign
 LOADS = "{device}, commit {commit}; {num_loads} loads, each {repeat} times in reality " + NUMBERS
 TABLES: dict[str, tuple[str | None, Callable[[dict], Rows | str]]] = {
     "engines": (FILE, printed),
-    "error": (f"Embedded model in float32, {LOADS}:", accuracy.rows),
+    "error": (f"Embedded model in float32, {LOADS}:", errors),
     "policy_pairs": (f"{HERE}. {SIGNS}", lambda report: pairs.table(report["pairs"])),
     "quality": (f"{HERE}:", quality.rows),
     "small_numbers": (f"{{dtype}}, {HERE}, {{rounds}} rounds in turns:", small_numbers.rows),
