@@ -1,4 +1,4 @@
-"""What the tests of the book share: the chapters, and the parts of a chapter's text."""
+"""What the tests of the book share: the chapters, the parts of a chapter's text, and the texts of a picture."""
 
 import os
 import re
@@ -14,6 +14,7 @@ __all__ = ["FENCE", "first_reading", "num_words", "prose"]  # of tutorials.words
 
 ROOT = Path(__file__).parents[2]
 TUTORIALS = ROOT / "tutorials"
+FIGURES = TUTORIALS / "figures"
 WORDS = {  # of a first reading: outside code, tables and second readings
     **{"00_overview": 1200, "01_ladder": 2300, "02_blocks": 2200, "03_scheduler": 2100},
     **{"04_preemption": 1700, "05_model": 1700, "06_attention": 1900, "07_step": 1500},
@@ -42,3 +43,19 @@ def needs_of(number: str) -> None:
             pytest.skip(problem)
         needs("triton")
         needs("numba")
+
+
+def picture_texts(name: str) -> str:
+    """What can be read in the picture, a line for each text: its program wrote it into the file."""
+    data = (FIGURES / f"{name}.png").read_bytes()
+    found = re.search(rb"(?s)(.{4})(tEXt|iTXt)Description\0+", data)
+    assert found is not None, f"{name}.png has no texts"
+    end = found.start() + 8 + int.from_bytes(found[1], "big")
+    return data[found.end() : end].decode("utf-8" if found[2] == b"iTXt" else "latin-1")
+
+
+def check_picture(name: str, *said: str) -> None:
+    """The picture says this. Each is a whole line, or several lines."""
+    whole = f"\n{picture_texts(name)}\n"
+    missing = [text for text in said if f"\n{text}\n" not in whole]
+    assert said and not missing, f"{name}.png does not say {missing}: {FIGURES}/README.md"

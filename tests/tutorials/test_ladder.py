@@ -7,17 +7,19 @@ import json
 import re
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from book import check_picture
 
 from nanovllm.config import EMBEDDED_MODEL
-from tests.tools.extras import needs
 from tutorials.ladder import rung4, rung5, rung6
 from tutorials.ladder.__main__ import climb, main
 from tutorials.ladder.qwen3 import Qwen3
 from tutorials.ladder.runs import (
     Request,
+    Step,
     four_requests,
     many_requests,
     new_llm,
@@ -25,6 +27,8 @@ from tutorials.ladder.runs import (
     run_rung,
     seats,
 )
+from tutorials.play import play
+from tutorials.play import tokens as num_tokens
 
 FOLDER = Path(rung4.__file__).parent
 RUNGS = [FOLDER / f"rung{number}.py" for number in range(1, 7)]
@@ -65,32 +69,114 @@ def test_who_computes_how_much(runs):
         assert tokens == {18: 23, 19: 22, 47: 49, 14: 18}, name  # all but the last of an answer
 
 
-def test_seats():
-    """D takes the one that C leaves; in rung 3 it waits until all have ended."""
-    needs("matplotlib")
-    from tutorials.figures.plot_ladder import cells_of
+# --- the pictures of chapters 01 and 03 ---
 
+
+def seats_of(steps: list[Step], requests: list[Request]) -> dict[int, int]:
+    """The seat of each request: a free one when the request first computes, until its last step."""
+    present = [[requests.index(request) for request in step.requests] for step in steps]
+    last = {i: t for t, indices in enumerate(present) for i in indices}
+    found: dict[int, int] = {}
+    for t, indices in enumerate(present):
+        taken = {found[i] for i in found if last[i] >= t}
+        for i in indices:
+            if i not in found:
+                found[i] = min(set(range(len(taken) + 1)) - taken)
+                taken.add(found[i])
+    return found
+
+
+def computed(steps: list[Step], requests: list[Request]) -> Iterator[tuple[int, int, int]]:
+    """For each request of each step its number, the tokens that are needed, and the others. Needed
+    are the tokens of the prompt, and all but the last of the answer, each once."""
+    done = [0] * len(requests)
+    known = [len(request.prompt) for request in requests]
+    for step in steps:
+        for request, size in zip(step.requests, step.sizes):
+            i = requests.index(request)
+            end = min(known[i], len(request.prompt) + request.max_tokens - 1)
+            needed = min(size, end - done[i])
+            done[i] += needed
+            known[i] += done[i] == known[i]  # the request gets a token
+            yield i, needed, size - needed
+
+
+def test_seats():
+    """D takes the seat that C leaves; in rung 3, D waits until all have ended."""
     llm = new_llm()
     requests = four_requests(llm)
     with seats(3):
         runs = climb(requests, llm)
     assert rung4.SEATS == 8
-    assert [len(runs[name].steps) for name in ("rung 3", "rung 4", "rung 6")] == [11, 8, 9]
-    first = {
-        name: next(
-            (cell.row, cell.step) for cell in cells_of(run.steps, requests) if cell.name == "D"
+    places = {"rung 3": (0, 6), "rung 4": (2, 3), "rung 6": (1, 4)}
+    for name, place in places.items():
+        steps = runs[name].steps
+        first = next(t for t, step in enumerate(steps) if requests[3] in step.requests)
+        assert (seats_of(steps, requests)[3], first) == place
+        cells = []
+        for i, needed, wasted in computed(steps, requests):
+            cells.append(f"{'ABCD'[i]} {needed or wasted}")
+            cells += [f"+{wasted}"] * (needed > 0 < wasted)
+        tokens = [step.tokens for step in steps]
+        title = (
+            f"{len(tokens)} steps, {sum(tokens)} tokens computed, at most {max(tokens)} in a step"
         )
-        for name, run in runs.items()
+        check_picture("ladder_seats", "\n".join(cells), f"{name}: {title}")
+
+
+@pytest.mark.parametrize("number", [3, 4, 5])
+def test_slots_that_are_held_and_used(number):
+    """In rung 3, requests compute on although their answer is complete."""
+    requests = many_requests()[:16]
+    steps = run_rung(number, Qwen3(EMBEDDED_MODEL), requests).steps
+    held, used = sum(step.held for step in steps), sum(step.used for step in steps)
+    slots: Counter[int] = Counter()
+    ended = 0
+    for i, needed, wasted in computed(steps, requests):
+        slots[i] += needed or wasted
+        ended += 0 if needed else slots[i]
+    title = f"rung {number}: {len(steps)} steps, {used / held:.0%} of the held slots are used"
+    if ended:
+        title += f", {(used - ended) / held:.0%} for answers in progress"
+    check_picture("ladder_slots", title)
+
+
+def test_three_ways_to_batch():
+    """Rung 3 has two seats, and C comes when A and B run; the scheduler is that of the engine."""
+    requests = [Request([7] * 6, 6), Request([8] * 20, 4), Request([9] * 5, 4)]
+    with seats(2):
+        steps = run_rung(3, Qwen3(EMBEDDED_MODEL), requests).steps
+    jobs = [("A", 0, 6, 6), ("B", 0, 20, 4), ("C", 2, 5, 4)]
+    runs = {
+        "static (rung 3)": [step.tokens for step in steps],
+        "continuous, whole prompts (as rung 4)": [*map(num_tokens, play(jobs, budget=1000))],
+        "continuous, in chunks, with a budget of 8 tokens": [
+            *map(num_tokens, play(jobs, budget=8))
+        ],
     }
-    assert first["rung 3"] == (0, 6) and first["rung 4"] == (2, 3) and first["rung 6"] == (1, 4)
+    for name, tokens in runs.items():
+        title = f"{name}: {len(tokens)} steps, at most {max(tokens)} tokens in one"
+        check_picture("scheduler_batching", title)
 
 
-def test_the_command_draws(monkeypatch, tmp_path, capsys):
-    needs("matplotlib")
-    monkeypatch.setattr(sys, "argv", ["ladder", "--seats", "3", "--draw", str(tmp_path / "x.png")])
+def test_tokens_of_each_step():
+    runs = recorded_runs()
+    for name in ("rung 4", "rung 6"):
+        tokens = runs[name]
+        check_picture(
+            "scheduler_tokens", f"{name}: {len(tokens)} steps, {sum(tokens):,} tokens computed"
+        )
+    most = max(runs["rung 4"])
+    step = runs["rung 4"].index(most) + 1
+    said = f"step {step}: {most} tokens, 513 of them one prompt;\nseven answers wait for it"
+    check_picture("scheduler_tokens", said)
+    assert most == 513 + 7 and max(runs["rung 6"]) == 64
+
+
+def test_the_command_prints_a_table(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["ladder", "--seats", "3"])
     main()
     assert "The answers are the same." in capsys.readouterr().out
-    assert (tmp_path / "x.png").stat().st_size > 10_000
 
 
 @pytest.mark.slow

@@ -3,10 +3,9 @@ the cache hold?
 
     python -m tutorials.baselines.replay --trace AzureLLMInferenceTrace_conv.csv --json tutorials/results/memory.json
 
-prints the paper's figures 2 and 15 as tables (about five minutes); `python -m tutorials.figures
-memory_waste memory_sharing` draws them. All requests wait from the start, in the order of the trace,
-so that memory is what limits every system. The averages are over the steps in which a request waits
-only because memory lacks."""
+prints the paper's figures 2 and 15 as tables (about five minutes). All requests wait from the start,
+in the order of the trace, so that memory is what limits every system. The averages are over the steps
+in which a request waits only because memory lacks."""
 
 import math
 import random

@@ -1,14 +1,13 @@
 """Runs the six rungs of the ladder, and the engine, on the same requests.
 
-python -m tutorials.ladder                               four requests
-python -m tutorials.ladder --many                        64; the 20th has a prompt of 513 tokens
-python -m tutorials.ladder --seats 3 --draw seats.png    draws which request computes in which step
-python -m tutorials.ladder --many --json many.json       writes the tokens of each step
+python -m tutorials.ladder                           four requests
+python -m tutorials.ladder --seats 3                 with three seats in place of eight
+python -m tutorials.ladder --many                    64; the 20th has a prompt of 513 tokens
+python -m tutorials.ladder --many --json many.json   writes the tokens of each step
 """
 
 import argparse
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -72,18 +71,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--many", action="store_true", help="64 requests instead of four")
     parser.add_argument("--seats", type=int, default=SEATS, help=f"how many, {SEATS} by default")
-    parser.add_argument("--draw", metavar="FILE", type=Path, help="a picture of the first 20 steps")
     parser.add_argument(
         "--json", metavar="FILE", type=Path, help="how many tokens each step computed"
     )
     args = parser.parse_args()
-    if args.draw and find_spec("matplotlib") is None:
-        parser.error("--draw needs matplotlib: pip install matplotlib")
     if args.seats < 1:
         parser.error(f"--seats {args.seats} is not allowed: at least 1")
-    for file in filter(None, (args.draw, args.json)):  # before a minute of work
-        if not file.parent.is_dir():
-            parser.error(f"there is no folder {file.parent}")
+    if args.json and not args.json.parent.is_dir():  # before a minute of work
+        parser.error(f"there is no folder {args.json.parent}")
     llm = new_llm(args.seats)
     requests = many_requests() if args.many else four_requests(llm)
     with seats(args.seats):
@@ -96,10 +91,6 @@ def main() -> None:
         tokens = {name: [step.tokens for step in run.steps] for name, run in runs.items()}
         device = {"device": device_name(torch.device("cpu"))}
         write_json(environment() | device | {"runs": tokens}, args.json)
-    if args.draw:
-        from tutorials.figures.plot_ladder import draw_runs
-
-        draw_runs(runs, requests).savefig(args.draw)
 
 
 if __name__ == "__main__":
