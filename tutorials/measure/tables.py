@@ -24,7 +24,7 @@ PAGES = [
     ROOT / "tutorials" / "appendix.md",
     ROOT / "tutorials" / "12_performance.md",
     ROOT / "tutorials" / "15_believe.md",
-    ROOT / "tutorials" / "21_small_numbers.md",
+    ROOT / "tutorials" / "21_quantization.md",
     *sorted((ROOT / "tutorials" / "assignments").glob("*/README.md")),
 ]
 MARK = re.compile(
