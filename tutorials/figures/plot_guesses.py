@@ -1,4 +1,4 @@
-"""Draws what guesses bring: which of them were right in chapter 22's answer, and the gain under load.
+"""Draws what draft tokens bring: which were accepted in chapter 22's answer, and the gain under load.
 
     python -m tutorials.figures guesses_steps guesses_gain
 
@@ -20,17 +20,17 @@ SHOWN = {"sort": "o-", "phone book": "s-", "reverse": "^--", "story": "D:"}
 
 
 def steps() -> list[tuple[list[int], int, int]]:
-    """Of each step: what was guessed, how many of it were right, and the token drawn behind them."""
+    """Of each step: the draft, how many of its tokens were accepted, and the token drawn behind them."""
     llm = LLM(speculative_config={})
     found = []
 
     def observe(schedule, seconds):
         (item,) = schedule.items
-        guessed = []
+        draft = []
         if isinstance(item.seq, Draft):
-            guessed = item.seq.token_ids[-item.seq.place :]
-        num_right = len(schedule.sampled) - 1
-        found.append((guessed, num_right, seq.token_ids[-1]))
+            draft = item.seq.token_ids[-item.seq.place :]
+        num_accepted = len(schedule.sampled) - 1
+        found.append((draft, num_accepted, seq.token_ids[-1]))
 
     llm.observers.append(observe)
     llm.add_request({"messages": QUESTION}, SamplingParams(temperature=0, max_tokens=40), "0")
@@ -41,7 +41,7 @@ def steps() -> list[tuple[list[int], int, int]]:
 
 
 def draw_steps() -> Figure:
-    """A column for each step: the guesses from below, and the step's own token on top."""
+    """A column for each step: the draft tokens from below, and the step's own token on top."""
     found = steps()
     tokenizer = LLM().get_tokenizer()
     figure = new_figure(7, 3.2)
@@ -52,14 +52,14 @@ def draw_steps() -> Figure:
         text = tokenizer.decode([token_id]).replace(" ", "\u2423").replace("\n", "\\n")
         write(axes, step, height + 0.45, "end" if text.startswith("<") else text, fill, ha="center")
 
-    for step, (guessed, num_right, own) in enumerate(found, 1):
-        for i, token_id in enumerate(guessed):
-            cell(step, i + (i >= num_right), token_id, SKY if i < num_right else WASTE)
-        cell(step, num_right, own, GREEN)
+    for step, (draft, num_accepted, own) in enumerate(found, 1):
+        for i, token_id in enumerate(draft):
+            cell(step, i + (i >= num_accepted), token_id, SKY if i < num_accepted else WASTE)
+        cell(step, num_accepted, own, GREEN)
     axes.set_xlim(0.3, len(found) + 0.7)
     axes.set_ylim(0, 6.6)
     for x, (text, fill) in zip(
-        (0.55, 4.2, 7.4), (("drawn", GREEN), ("right guess", SKY), ("wrong guess", WASTE))
+        (0.55, 4.2, 7.4), (("drawn", GREEN), ("accepted", SKY), ("rejected", WASTE))
     ):
         box(axes, x, 5.75, 0.5, 0.6, fill)
         write(axes, x + 0.65, 6.05, text, ha="left")
@@ -71,7 +71,7 @@ def draw_steps() -> Figure:
 
 
 def draw_gain() -> Figure:
-    """A line for each kind of answer: tokens per second with four guesses, over those without."""
+    """A line for each kind of answer: tokens per second with four draft tokens, over those without."""
     rows = json.loads(REPORT.read_bytes())["speculative"]
     speeds = {
         (row["task"], row["at_a_time"], row["guesses"]): row["tokens_per_second"] for row in rows
@@ -79,8 +79,8 @@ def draw_gain() -> Figure:
     counts = sorted({row["at_a_time"] for row in rows})
     figure = new_figure(6, 3.2)
     axes = figure.subplots()
-    axes.axhline(1, color="0.6", linewidth=1, label="no guesses")
-    axes.text(len(counts) - 0.94, 0.98, "no guesses", ha="left", va="top", fontsize=SMALL)
+    axes.axhline(1, color="0.6", linewidth=1, label="no draft tokens")
+    axes.text(len(counts) - 0.94, 0.98, "no draft tokens", ha="left", va="top", fontsize=SMALL)
     for task, style in SHOWN.items():
         gains = [speeds[task, n, 4] / speeds[task, n, 0] for n in counts]
         axes.plot(
