@@ -91,7 +91,7 @@ def conditions(report: dict) -> str:
 
 def rounds_text(report: dict) -> str:
     """How often each engine answered the requests, and beside what."""
-    text = f"{report['rounds']} round{'s' * (report['rounds'] > 1)}, the engines in turns"
+    text = f"{report['rounds']} round{'s' * (report['rounds'] > 1)}; the engines take turns"
     if report["rounds"] < FOR_A_TABLE:
         text += f" (a quick look: a table needs {FOR_A_TABLE})"
     return text + f", beside endless loops: {report['busy']}" * (report["busy"] > 0)

@@ -1,6 +1,6 @@
-"""Guesses change no token, whoever makes them: they are looked up, always right, sometimes right, or nonsense.
+"""Draft tokens change no output, whatever proposes them: a lookup, or proposers that are always, sometimes or never right.
 
-Run: pytest tests/decoding/test_drafts.py; with --slow also other tests with guesses as the default
+Run: pytest tests/decoding/test_drafts.py; with --slow also other tests with draft tokens as the default
 """
 
 import random
@@ -27,7 +27,7 @@ from nanovllm.topics.decoding.groups import share
 GREEDY = SamplingParams(temperature=0, max_tokens=30)
 
 
-# --- what is guessed ---
+# --- what is proposed ---
 
 
 def naive(token_ids: list[int], most: int, sizes) -> list[int]:
@@ -125,7 +125,7 @@ class Known(Proposer):
 
 
 @pytest.mark.parametrize("k", [1, 3, 8])
-def test_right_guesses_save_steps(k):
+def test_accepted_draft_tokens_save_steps(k):
     llm = new_fake_llm()
     params = SamplingParams(seed=1, max_tokens=37, ignore_eos=True)
     (expected,) = llm.generate([[5] * 9], params, use_tqdm=False)
@@ -142,7 +142,7 @@ def test_right_guesses_save_steps(k):
     check_clean(llm)
 
 
-# --- guesses take nothing from anybody ---
+# --- draft tokens take nothing from other requests ---
 
 
 class Zeros(Proposer):
@@ -155,7 +155,7 @@ class Zeros(Proposer):
         return [0] * most
 
 
-def test_guesses_take_what_the_budget_has_left():
+def test_draft_tokens_take_what_the_budget_has_left():
     """Two sequences decode, and a prompt comes: it gets its tokens first."""
     scheduler, runner = new_scheduler(tokens=12), FakeRunner(4, vocab_size=1)
     for i in range(2):
@@ -167,7 +167,7 @@ def test_guesses_take_what_the_budget_has_left():
     assert [request.num_output_tokens for request in scheduler.running] == [4, 2, 1]
 
 
-def test_guesses_take_free_blocks_only_and_give_them_back():
+def test_draft_tokens_take_free_blocks_only_and_give_them_back():
     scheduler, runner = new_scheduler(num_blocks=5, tokens=64), FakeRunner(4, vocab_size=3)
     scheduler.proposer = Zeros(20)
     scheduler.add(new_request(0, 7, max_tokens=7))
@@ -278,7 +278,7 @@ def expected():
 )
 @pytest.mark.parametrize("right", [None, 1.0, 0.7, 0.0])
 @pytest.mark.slow(but_every=7)
-def test_the_same_tokens_whatever_is_guessed(expected, options, right):
+def test_the_same_tokens_whatever_is_proposed(expected, options, right):
     llm = new_llm(speculative_config={"prompt_lookup_min": 1}, **options)
     if right is not None:
         llm.scheduler.proposer = Known(expected, [params for _, params in JOBS], right, k=5)
@@ -294,7 +294,7 @@ def test_the_same_tokens_whatever_is_guessed(expected, options, right):
 
 @pytest.mark.parametrize("k", range(1, 9))
 @pytest.mark.slow(but_every=4)
-def test_any_number_of_guesses(expected, k):
+def test_any_number_of_draft_tokens(expected, k):
     llm = new_llm(speculative_config={"num_speculative_tokens": k, "prompt_lookup_max": 2})
     assert told(answers(llm)) == told(expected)
 
@@ -310,23 +310,23 @@ def test_triton(expected):
     assert llm.stats()["accepted_draft_tokens"] > 0
 
 
-def test_a_stop_string_within_right_guesses_ends_there():
+def test_a_stop_string_within_accepted_draft_tokens_ends_there():
     llm = new_llm()
     plain = SamplingParams(temperature=0, max_tokens=40, logprobs=0)
     (whole,) = llm.generate(["repeat: apple river stone"], plain, use_tqdm=False)
     params = SamplingParams(temperature=0, max_tokens=40, stop="river", logprobs=0)
     (cut,) = llm.generate(["repeat: apple river stone"], params, use_tqdm=False)
     llm.scheduler.proposer = Known([whole], [params], k=12)
-    (guessed,) = llm.generate(["repeat: apple river stone"], params, use_tqdm=False)
+    (drafted,) = llm.generate(["repeat: apple river stone"], params, use_tqdm=False)
     assert llm.stats()["accepted_draft_tokens"] > 1
-    assert told([guessed]) == told([cut])
-    assert len(guessed.outputs[0].logprobs) == len(guessed.outputs[0].token_ids)
+    assert told([drafted]) == told([cut])
+    assert len(drafted.outputs[0].logprobs) == len(drafted.outputs[0].token_ids)
     text = "".join(llm.stream("repeat: apple river stone", params))
     assert text == cut.outputs[0].text
     check_clean(llm)
 
 
-def test_a_grammar_takes_wrong_guesses_back(expected):
+def test_a_grammar_takes_rejected_draft_tokens_back(expected):
     """It does not begin its text again after each of them."""
     llm = new_llm()
     params = SamplingParams(
@@ -343,8 +343,8 @@ def test_a_grammar_takes_wrong_guesses_back(expected):
 
 
 @pytest.mark.slow
-def test_what_holds_without_guesses_holds_with_them():
-    """The same tests, with guesses as the default. They count no steps."""
+def test_what_holds_without_draft_tokens_holds_with_them():
+    """The same tests, with draft tokens as the default. They count no steps."""
     names = ["core/test_fuzz", "decoding/test_[ms]"]
     check_with("drafts_default", [f"{name}*.py" for name in names])
 

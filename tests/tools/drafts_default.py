@@ -1,4 +1,4 @@
-"""A plugin for pytest: engines guess tokens unless they are told otherwise.
+"""A plugin for pytest: engines propose draft tokens unless they are told otherwise.
 
     PYTHONPATH=tests/tools pytest -p drafts_default tests/processing
 

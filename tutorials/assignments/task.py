@@ -190,7 +190,7 @@ def serve(
 
 
 def serve_baseline(part: Part, seed: int) -> Run:
-    """First come, first served, without guesses; on several replicas, one after the other."""
+    """First come, first served, without draft tokens; on several replicas, one after the other."""
     policy_cls = Scheduler if part.router is None else RoundRobin
     silent = replace(part, config=replace(part.config, speculative_config=None))
     return serve(silent, policy_cls, seed, check=False)

@@ -83,7 +83,7 @@ def hurried(arrivals: Arrivals, count: int) -> list[Job]:
 
 
 def with_drafts(kind: Callable[[Random, int], Iterator[int]]) -> Build:
-    """Chats whose answers are copied or invented. The real engine knows when they end, and guesses no
+    """Chats whose answers are copied or invented. The real engine knows when they end, and proposes no
     further; so these jobs tell it, too."""
 
     def build(arrivals: Arrivals, count: int) -> list[Job]:
@@ -149,8 +149,8 @@ PAIRS = [
 four = {"speculative_config": {"num_speculative_tokens": 4}}
 many = {"max_num_seqs": 64}
 GUESSES = [
-    Pair("4 guesses, copied answers", Case(with_drafts(copied), 0.3), four),
-    Pair("4 guesses, invented answers", Case(with_drafts(invented), 0.3), four),
+    Pair("4 draft tokens, copied answers", Case(with_drafts(copied), 0.3), four),
+    Pair("4 draft tokens, invented answers", Case(with_drafts(invented), 0.3), four),
     Pair("64 at a time, copied answers", Case(with_drafts(copied), None, options=many), four),
     Pair("64 at a time, invented answers", Case(with_drafts(invented), None, options=many), four),
 ]

@@ -24,7 +24,7 @@ PAGES = [
     ROOT / "tutorials" / "appendix.md",
     ROOT / "tutorials" / "12_performance.md",
     ROOT / "tutorials" / "15_believe.md",
-    ROOT / "tutorials" / "21_small_numbers.md",
+    ROOT / "tutorials" / "21_quantization.md",
     *sorted((ROOT / "tutorials" / "assignments").glob("*/README.md")),
 ]
 MARK = re.compile(
@@ -117,7 +117,7 @@ def speed(reports: list[dict], links: list[str]) -> str:
         )
     header = [""]
     for name in names:
-        header += [f"{name}: tokens/s", "nanovllm is", "ready after"]
+        header += [f"{name}: tokens/s", "nanovllm[cpu] against this row", "ready after"]
     rows = [header]
     first = reports[0]["engines"]
     for engine in sorted(first, key=lambda name: -first[name].get("output_tokens_per_second", 0)):
@@ -167,16 +167,18 @@ OF_SEVERAL = {
 
 
 def topics(page: Path) -> str:
-    """The folders of the package: the first sentences of their docstrings, and their chapters."""
+    """The folders beside the core: the first sentences of their docstrings, and their chapters."""
     rows = [["Folder", "Topic", "Chapter"]]
-    for file in sorted((ROOT / "nanovllm").glob("*/__init__.py")):
-        text = ast.get_docstring(ast.parse(file.read_bytes()))
-        if text:
-            chapters = []
-            for name in re.findall(r"\d\d_\w+", text):
-                link = os.path.relpath(ROOT / "tutorials" / f"{name}.md", page.parent)
-                chapters.append(f"[{name[:2]}]({link})")
-            rows.append([f"`{file.parent.name}/`", first_sentence(text), ", ".join(chapters)])
+    package = ROOT / "nanovllm"
+    topics = sorted((package / "topics").glob("*/__init__.py"))
+    for file in [package / "processing/__init__.py", package / "device/__init__.py", *topics]:
+        text = ast.get_docstring(ast.parse(file.read_bytes())) or ""
+        chapters = []
+        for name in re.findall(r"\d\d_\w+", text):
+            link = os.path.relpath(ROOT / "tutorials" / f"{name}.md", page.parent)
+            chapters.append(f"[{name[:2]}]({link})")
+        folder = file.parent.relative_to(package).as_posix()
+        rows.append([f"`{folder}/`", first_sentence(text), ", ".join(chapters)])
     return markdown(rows)
 
 

@@ -1,4 +1,4 @@
 """Quantization: weights in few bits.
 
-Chapters: 21_small_numbers.
+Chapters: 21_quantization.
 """

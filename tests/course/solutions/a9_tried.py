@@ -6,8 +6,8 @@ from nanovllm.scheduler import Scheduler
 from tutorials.assignments.silly import Silly
 
 
-class NoGuesses(Silly):
-    """no guesses"""
+class NoDraftTokens(Silly):
+    """no draft tokens"""
 
     def num_draft_tokens(self, request):
         return 0

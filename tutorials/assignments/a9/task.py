@@ -1,4 +1,4 @@
-"""Assignment 9: guesses. What is served, and what is measured."""
+"""Assignment 9: speculative decoding. What is served, and what is measured."""
 
 from statistics import mean
 
@@ -21,7 +21,7 @@ from tutorials.simulation.workloads import (
 WRITERS = 300  # in each burst
 BURSTS = (4.0, 11.0)  # when writers begin to come ...
 SECONDS = 4.0  # ... and for how long
-NO_GAIN = 0.8  # of the latency without guesses: what earns nothing for editors ...
+NO_GAIN = 0.8  # of the latency without draft tokens: what earns nothing for editors ...
 ALL_PAY = 1.4  # ... and for writers
 
 
@@ -63,13 +63,14 @@ def editors_share(run: Run, baseline: Run) -> float:
 
 
 def writers_share(run: Run, baseline: Run) -> float:
-    """Counts only if editors gain: without guesses, nobody pays for wrong ones."""
+    """Counts only if editors gain: without draft tokens, nobody pays for rejected
+    ones."""
     share = mean_latency(run, False) / mean_latency(baseline, False)
     return share if editors_share(run, baseline) < NO_GAIN else max(share, ALL_PAY)
 
 
 TASK = Task(
-    "Guesses: for those that copy, and not for those that do not",
+    "Draft tokens: for those that copy, and not for those that do not",
     [
         Part(
             "mixed",
@@ -84,14 +85,14 @@ TASK = Task(
             ),
             [
                 Goal(
-                    "latency of editors / without guesses",
+                    "latency of editors / without draft tokens",
                     editors_share,
                     none=NO_GAIN,
                     full=0.55,
                     points=45,
                 ),
                 Goal(
-                    "latency of writers / without guesses",
+                    "latency of writers / without draft tokens",
                     writers_share,
                     none=ALL_PAY,
                     full=1.2,

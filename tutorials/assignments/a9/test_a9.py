@@ -32,7 +32,7 @@ def test_one_answer_that_copies_takes_half_of_the_steps():
     assert run.num_steps <= 100, f"{run.num_steps} steps for 200 tokens that are in the question"
 
 
-def test_an_answer_that_copies_late_gets_guesses_then():
+def test_an_answer_that_copies_late_gets_draft_tokens_then():
     """Its first 100 tokens are new."""
     run = served([answer(0.0, [0] * 100 + [min(16, left) for left in range(200, 0, -1)])])
     assert run.num_steps <= 220, f"{run.num_steps} steps: 100 new tokens, and 200 to copy"

@@ -1,4 +1,4 @@
-"""Checks of chapter 22: guesses that a step checks, how many guesses, another rule."""
+"""Checks of chapter 22: draft tokens that a step checks, how many, another rule."""
 
 import random
 
@@ -11,21 +11,21 @@ from tutorials.exercises.checks.expect import expect, unchanged
 
 def check_1(answers) -> None:
     cases = {
-        "one sequence, no guess": ([1], [[]], [7], [0], [[7]]),
-        "two guesses, both right": ([3], [[5, 6]], [5, 6, 7], [0, 1, 2], [[5, 6, 7]]),
-        "two guesses, the second is wrong": ([3], [[5, 9]], [5, 6, 7], [0, 1, 2], [[5, 6]]),
-        "two guesses, the first is wrong": ([3], [[9, 6]], [5, 6, 7], [0, 1, 2], [[5]]),
-        "three guesses, all right": ([4], [[5, 6, 7]], [5, 6, 7, 8], [0, 1, 2, 3], [[5, 6, 7, 8]]),
-        "a wrong guess behind the same token": ([3], [[5, 9]], [5, 5, 1], [0, 1, 2], [[5, 5]]),
-        "a right guess, token 0": ([2], [[0]], [0, 4], [0, 1], [[0, 4]]),
-        "a prompt of 4 tokens, then a sequence with one guess": (
+        "one sequence, no draft": ([1], [[]], [7], [0], [[7]]),
+        "two draft tokens, both right": ([3], [[5, 6]], [5, 6, 7], [0, 1, 2], [[5, 6, 7]]),
+        "two draft tokens, the second is wrong": ([3], [[5, 9]], [5, 6, 7], [0, 1, 2], [[5, 6]]),
+        "two draft tokens, the first is wrong": ([3], [[9, 6]], [5, 6, 7], [0, 1, 2], [[5]]),
+        "a draft of 3, all right": ([4], [[5, 6, 7]], [5, 6, 7, 8], [0, 1, 2, 3], [[5, 6, 7, 8]]),
+        "a wrong one behind the same token": ([3], [[5, 9]], [5, 5, 1], [0, 1, 2], [[5, 5]]),
+        "a right one, token 0": ([2], [[0]], [0, 4], [0, 1], [[0, 4]]),
+        "a prompt of 4 tokens, then a sequence with one draft token": (
             [4, 2],
             [[], [8]],
             [3, 8, 9],
             [3, 4, 5],
             [[3], [8, 9]],
         ),
-        "the last 2 of 5 tokens are guesses, then a decode": (
+        "the last 2 of 5 tokens are draft tokens, then a decode": (
             [5, 1],
             [[4, 4], []],
             [4, 2, 4, 1],
@@ -33,16 +33,16 @@ def check_1(answers) -> None:
             [[4, 2], [1]],
         ),
     }
-    for case, (counts, guesses, likeliest, rows, tokens) in cases.items():
-        said = list(unchanged(answers.rows_to_check, counts, [len(guess) for guess in guesses]))
+    for case, (counts, drafts, likeliest, rows, tokens) in cases.items():
+        said = list(unchanged(answers.rows_to_check, counts, [len(draft) for draft in drafts]))
         expect(said == rows, f"{case}: the rows should be {rows}, but you say {said}")
-        got = [list(one) for one in unchanged(answers.new_tokens, guesses, likeliest)]
+        got = [list(one) for one in unchanged(answers.new_tokens, drafts, likeliest)]
         expect(got == tokens, f"{case}: the new tokens should be {tokens}, but you say {got}")
     check_drafts_with_the_model(answers)
 
 
 def check_drafts_with_the_model(answers) -> None:
-    """With any guesses, the answers are as of the model alone."""
+    """With any drafts, the answers are as of the model alone."""
     llm = LLM(block_size=4, num_blocks=64, dtype="float32", device="cpu")
     prompts = [llm.tokenizer.encode(text) for text in ("Once upon a time", "There was a king who")]
     greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -51,24 +51,24 @@ def check_drafts_with_the_model(answers) -> None:
     rng = random.Random(0)
     gained: list[list[int]] = [[], []]
     for _ in range(6):
-        guesses = []
+        drafts = []
         for right, so_far in zip(truth, gained):
-            guess = right[len(so_far) : len(so_far) + rng.randint(0, 3)]
-            guesses.append([t if rng.random() < 0.7 else t + 1 for t in guess])
+            draft = right[len(so_far) : len(so_far) + rng.randint(0, 3)]
+            drafts.append([t if rng.random() < 0.7 else t + 1 for t in draft])
         parts, counts = [], []
-        for i, (prompt, so_far, guess) in enumerate(zip(prompts, gained, guesses)):
-            token_ids = [*prompt, *so_far, *guess]
+        for i, (prompt, so_far, draft) in enumerate(zip(prompts, gained, drafts)):
+            token_ids = [*prompt, *so_far, *draft]
             parts.append((token_ids, 0, len(token_ids), list(range(16 * i, 16 * i + 16))))
             counts.append(len(token_ids))
         with torch.inference_mode():
             hidden, _ = llm.runner.forward(llm.runner.prepare(plan_of(*parts)))
-            rows = answers.rows_to_check(counts, [len(guess) for guess in guesses])
+            rows = answers.rows_to_check(counts, [len(draft) for draft in drafts])
             likeliest = llm.runner.model.lm_head(hidden[list(rows)]).argmax(-1).tolist()
-        for so_far, tokens in zip(gained, answers.new_tokens(guesses, likeliest)):
+        for so_far, tokens in zip(gained, answers.new_tokens(drafts, likeliest)):
             so_far += tokens
     for so_far, right in zip(gained, truth):
         num = min(len(so_far), len(right))
-        said = f"the embedded model alone answers {right[:num]}, but with guesses {so_far[:num]}"
+        said = f"the embedded model alone answers {right[:num]}, but with drafts {so_far[:num]}"
         expect(so_far[:num] == right[:num], said)
 
 
@@ -84,7 +84,7 @@ def check_2(answers) -> None:
         best = next(k for k, speed in enumerate(speeds) if speed >= max(speeds) * (1 - 1e-12))
         said = answers.best_k(right, num_seqs, fixed, per_row, most)
         case = f"{num_seqs} sequences, right {right}, {fixed} s and {per_row} s a row"
-        expect(said == best, f"{case}: {best} of {most} guesses, but best_k says {said}")
+        expect(said == best, f"{case}: {best} of {most} draft tokens, but best_k says {said}")
 
 
 def check_3(answers) -> None:
@@ -95,20 +95,19 @@ def check_3(answers) -> None:
         found = [0.0] * len(p)
         num_kept, num_draws = 0, 20_000
         for i in range(num_draws):
-            guess = rng.choices(range(len(q)), q)[0]
+            draft_token = rng.choices(range(len(q)), q)[0]
             v = (i + rng.random()) / num_draws
-            token = unchanged(answers.checked, guess, p, q, rng.random(), v)
+            token = unchanged(answers.checked, draft_token, p, q, rng.random(), v)
             expect(token in range(len(p)), f"{token!r} is no token from 0 to {len(p) - 1}")
             found[token] += 1 / num_draws
-            num_kept += token == guess
+            num_kept += token == draft_token
         shares = ", ".join(f"{share:.2f}" for share in found)
         is_right = all(abs(a - b) < 0.02 for a, b in zip(found, p))
         expect(is_right, f"p={p}, q={q}: tokens come with {shares}")
         most = sum(map(min, p, q))
-        sentence = (
-            f"p={p}, q={q}: {num_kept / num_draws:.2f} of the guesses are kept, not {most:.2f}"
-        )
-        expect(num_kept / num_draws > most - 0.02, sentence)
+        share = num_kept / num_draws
+        sentence = f"p={p}, q={q}: {share:.2f} of the draft tokens are accepted, not {most:.2f}"
+        expect(share > most - 0.02, sentence)
     judge_numbers(answers)
 
 
@@ -120,5 +119,5 @@ def judge_numbers(answers) -> None:
     for p, q, u, v in cases:
         right = 0 if u < p[0] else 1 if v < 1 / 3 else len(p) - 1
         said = answers.checked(0, p, q, u, v)
-        case = f"p={p}, q={q}, guess 0, u={u}, v={v}"
+        case = f"p={p}, q={q}, draft token 0, u={u}, v={v}"
         expect(said == right, f"{case}: token {right}, but checked says {said}")
