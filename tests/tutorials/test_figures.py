@@ -83,7 +83,7 @@ def test_each_picture_has_a_program_at_a_commit():
         ("replicas_turns", "19_replicas", r"\d,\d{3}(?= tokens computed)"),
         ("sampler_filters", "08_sampler", r"^0\.\d{3}"),
         ("simulator_tail", "14_simulator", r"capacity: (\d+)"),
-        ("small_numbers_row", "21_small_numbers", r"scale (0\.\d{3})"),
+        ("small_numbers_row", "21_quantization", r"scale (0\.\d{3})"),
         ("believe_signs", "15_believe", r"(\d+) clear differences"),
     ],
 )
@@ -348,7 +348,7 @@ def test_guesses_steps():
         "guesses_steps", "\n".join("end" if text.startswith("<") else text for text in read)
     )
     assert right == [0, 0, 0, 1, 4, 4, 4, 4, 4, 0]
-    assert "In step 10, its guesses are wrong." in page("22_guesses")
+    assert "In step 10, its draft is wrong." in page("22_speculative")
 
 
 # --- what the simulator says ---
