@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import time
 from bisect import insort
+from functools import cached_property
+from types import ModuleType
 from typing import Any
 
 from nanovllm.block_manager import BlockManager
@@ -38,7 +40,6 @@ class Scheduler:
         self.max_model_len = limits.max_model_len
         self.block_manager = block_manager
         self.proposer: Any = None  # a Proposer of draft tokens, which the engine sets
-        self.groups: Any = None  # the module, once a request has several sequences
         self.clock = time.monotonic  # in seconds; a simulator has its own
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -226,10 +227,7 @@ class Scheduler:
             swap_in(manager, first)
         request.has_forked = not others
         if others:
-            from nanovllm.topics.decoding import groups  # chapter 13
-
-            self.groups = groups
-            groups.share(request, manager)
+            self.groups.share(request, manager)
         if request.num_cached_tokens is None:  # it runs for the first time
             request.num_cached_tokens = first.num_computed_tokens
             self.num_cached_tokens += request.num_cached_tokens
@@ -325,6 +323,13 @@ class Scheduler:
             queue = self.running if request in self.running else self.waiting
             if request in queue:
                 queue.remove(request)
+
+    @cached_property
+    def groups(self) -> ModuleType:
+        """How the sequences of a request with several of them share a step."""
+        from nanovllm.topics.decoding import groups  # chapter 13
+
+        return groups
 
     def _free_host(self, seq: Sequence) -> None:
         """Frees the host blocks of a sequence that was swapped out."""

@@ -6,7 +6,7 @@ length; the others, prompts and chunks of them, one by one.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +30,7 @@ class Part(NamedTuple):
     attend: Callable[..., Tensor]  # attend_group or attend_chunk
 
 
-def group_by_context(seqs: Iterable[int], contexts: list[int], max_keys: int) -> list[list[int]]:
+def group_by_context(seqs: list[int], contexts: list[int], max_keys: int) -> list[list[int]]:
     """Groups of sequences in which little is padding to the longest context.
 
     At most a third of the group, or only a few keys. No group has more than `max_keys` keys, unless
@@ -58,8 +58,9 @@ class Layout:
     def __init__(self, batch: Batch):
         self.starts = batch.cu_seqlens_q.tolist()
         self.contexts = batch.context_lens.tolist()
-        decodes = range(batch.num_decodes)
-        chunks = range(batch.num_decodes, len(self.contexts))
+        counts = batch.cu_seqlens_q.diff().tolist()
+        decodes = [b for b, num_queries in enumerate(counts) if num_queries == 1]
+        chunks = [b for b, num_queries in enumerate(counts) if num_queries > 1]
         token_bytes = batch.kv_cache.tensor[:, 0, 0, 0].nbytes  # key and value in one layer
         self.max_bytes = GATHERED_BYTES[batch.slot_mapping.device.type]
         groups = self.groups(decodes, self.contexts, self.max_bytes // token_bytes)

@@ -27,8 +27,7 @@ class RequestState:
         self.is_queued = False  # whether the scheduler has got the request
         self.is_unwanted = False  # whether `abort` has been called
         # whether each step updates the output; otherwise the output is made when it is read
-        has_stop = bool(request.params.stop)
-        self.is_watched = is_reported or has_stop or request.is_search
+        self.is_watched = is_reported or request.is_search or bool(request.params.stop)
         self.output = RequestOutput(
             request.request_id, request.prompt, request.prompt_token_ids, outputs=[]
         )

@@ -32,7 +32,7 @@ class StaticBatching(Scheduler):
     def _next_batch(self) -> set[Request]:
         batch, num_seqs = set(), 0
         for request in sorted(self.waiting, key=self.priority):
-            num_seqs += request.num_seats
+            num_seqs += request.most_sequences
             if num_seqs > self.max_num_seqs:
                 break
             batch.add(request)

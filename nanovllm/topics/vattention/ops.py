@@ -2,7 +2,6 @@
 table. Sequences in neighboring rows of the VirtualCache are a slice of it, so nothing is gathered.
 See ops.py for the functions."""
 
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -52,7 +51,7 @@ class Layout(torch_attention.Layout):
         self.page_table = batch.kv_cache.page_table
         super().__init__(batch)
 
-    def groups(self, decodes: Iterable[int], contexts: list[int], max_keys: int) -> Groups:
+    def groups(self, decodes: list[int], contexts: list[int], max_keys: int) -> Groups:
         others = []
         seen = {}
         for b in decodes:
