@@ -23,8 +23,8 @@ def size_of_file(name: str) -> Size:
 
 
 # lines and tokens; a limit is raised in a commit of its own, before the change that needs it
-CORE = (2_430, 21_600)  # the root, layers and models, on one backend
-WHOLE_PACKAGE = (10_720, 97_600)
+CORE = (2_440, 21_700)  # the root, layers and models, on one backend
+WHOLE_PACKAGE = (10_870, 99_100)
 ALL_LINES = 64_124  # of all Python files, comments and docstrings too: it may only fall
 
 
