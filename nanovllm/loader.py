@@ -18,7 +18,7 @@ from nanovllm.checkpoint import Reader, get_tensor, load_into
 from nanovllm.layers.linear import Linear
 from nanovllm.layers.ops import Ops
 from nanovllm.layers.rotary import rope_table
-from nanovllm.models.qwen import Qwen, check_supported, head_dim_of
+from nanovllm.models.qwen import Qwen, check_supported, check_type, head_dim_of
 from nanovllm.options import is_int, refusal, shown
 from nanovllm.sampling_params import SamplingParams
 
@@ -80,14 +80,18 @@ def load_config(path: Path):
     """The Hugging Face config of a model directory. Raises ValueError if it is damaged, or if the
     model is not supported."""
     file = path / "config.json"
-    read_json(file)  # its errors are clearer
+    stored = read_json(file)
     with reading(file):
-        config = AutoConfig.from_pretrained(path)
+        check_type(stored.get("model_type"))  # before transformers asks whether to run its code
+        settings = stored.get("quantization_config")
+        if not isinstance(settings, dict | None):
+            raise ValueError(f"quantization_config={shown(settings)} is not a JSON object")
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         check_supported(config)
-        if is_quantized(config):
-            from nanovllm.topics.quantization.checkpoints import method_of  # chapter 21
+        if is_quantized(config) or [*path.glob("quant*_config.json")]:
+            from nanovllm.topics.quantization.methods import find_method  # chapter 21
 
-            method_of(config)  # raises if it is not supported
+            find_method(config, path)  # raises if it is not supported
         for name in SIZES:
             value = getattr(config, name)
             if not is_int(value, 1):
@@ -108,7 +112,7 @@ def load_tokenizer(path: Path):
         if (path / name).is_file():
             read_json(path / "tokenizer_config.json")
             with reading(path / name):
-                return AutoTokenizer.from_pretrained(path)
+                return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     return None
 
 
@@ -186,10 +190,12 @@ def load_model(
                 elif not ignorable(name, config):
                     unexpected.append(name)
     if missing or unexpected:
+        has_codes = any(name.endswith(".qweight") for name in unexpected)
+        hint = " (is quantization_config missing?)" if has_codes else ""
         raise ValueError(
             f"{path} does not match its config.json: "
             f"missing tensors {shown(sorted(missing))}, {len(missing)} in all; "
-            f"unexpected tensors {shown(sorted(unexpected))}, {len(unexpected)} in all"
+            f"unexpected tensors {shown(sorted(unexpected))}, {len(unexpected)} in all{hint}"
         )
     return model.eval()
 

@@ -14,11 +14,15 @@ from nanovllm.layers.ops import Ops
 MODEL_TYPES = ("qwen2", "qwen3")
 
 
-def check_supported(config) -> None:
-    """Raises ValueError for a Hugging Face config that is not supported here."""
-    if config.model_type not in MODEL_TYPES:
+def check_type(model_type: object) -> None:
+    """Raises ValueError if this file does not implement the model_type of a config.json."""
+    if model_type not in MODEL_TYPES:
         supported = ", ".join(MODEL_TYPES)
-        raise ValueError(f"model_type={config.model_type!r} is not supported, only {supported}")
+        raise ValueError(f"model_type={model_type!r} is not supported, only {supported}")
+
+
+def check_supported(config) -> None:
+    """Raises ValueError for a Hugging Face config of MODEL_TYPES that is not supported here."""
     if config.hidden_act != "silu":
         raise ValueError(f"hidden_act={config.hidden_act!r} is not supported, only silu")
     slides = "sliding_attention" in (getattr(config, "layer_types", None) or ())

@@ -40,12 +40,16 @@ def in_int32(numbers, bits, order=range(8)) -> torch.Tensor:
     return (parts << bits * torch.arange(len(places))).sum(-1).to(torch.int32)
 
 
-def codes_of(weight, quant_method, bits, group_size, checkpoint_format="gptq", **_):
-    """Random codes: the tensors by the end of their names, and the weight [out, in]."""
+def codes_of(
+    weight, quant_method, bits, group_size, checkpoint_format="gptq", sym=False, zero=None, **_
+):
+    """Random codes: the tensors by the end of their names, and the weight [out, in]. With `zero`, this number is stored
+    for all zeros."""
     num_out, num_in = weight.shape
     codes = torch.randint(0, 2**bits, (num_in, num_out))
     shape = (num_in // group_size, num_out)
-    zeros = torch.randint(0, 16, shape) if bits == 4 else torch.full(shape, 128)
+    has_zeros = bits == 4 and not sym
+    zeros = torch.randint(0, 16, shape) if has_zeros else torch.full(shape, 2 ** (bits - 1))
     scales = ((torch.rand(shape) + 0.5) * 0.6 / 2**bits).half()
     group = torch.arange(num_in, dtype=torch.int32) // group_size
     stands_for = (codes - zeros[group.long()]) * scales[group.long()].float()
@@ -54,6 +58,7 @@ def codes_of(weight, quant_method, bits, group_size, checkpoint_format="gptq", *
         tensors = {"qweight": in_int32(codes, 4, order), "qzeros": in_int32(zeros, 4, order)}
     else:
         stored = zeros if checkpoint_format == "gptq_v2" else (zeros - 1) % 2**bits
+        stored = stored if zero is None else torch.full(shape, zero)
         tensors = {"qweight": in_int32(codes.T, bits).T, "qzeros": in_int32(stored, bits)}
         tensors |= {"g_idx": group, "bias": torch.zeros(num_out)}
     return tensors | {"scales": scales}, stands_for.T
@@ -75,17 +80,21 @@ def written(path: Path, is_sharded=False, lm_head=False, sizes=SIZES, **settings
     largest_group = settings.get("group_size") == 128
     model = new_model(intermediate_size=256 if largest_group else 192, **sizes)
     model.config.save_pretrained(path)
-    change(path, quantization_config=settings)
+    of_layers = settings.pop("of_layers", {})  # settings of layers by the ends of their names
+    said = settings | {"zero": None} | settings.pop("config", {})  # what config.json says instead
+    said = {key: value for key, value in said.items() if value is not None}
+    change(path, quantization_config=said)
     tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear) and ("proj" in name or lm_head):
             del tensors[f"{name}.weight"]
             of_method = fp8_of if settings["quant_method"] == "fp8" else codes_of
-            found, stands_for = of_method(module.weight, **settings)
+            own = next((own for end, own in of_layers.items() if name.endswith(end)), {})
+            found, stands_for = of_method(module.weight, **settings | own)
             tensors = {f"{name}.{kind}": tensor for kind, tensor in found.items()} | tensors
             module.weight.copy_(stands_for)
     if model.config.tie_word_embeddings:
-        del tensors["lm_head.weight"]
+        tensors.pop("lm_head.weight", None)
     shards = {"model.safetensors": tensors}
     if is_sharded:
         scales = {name: tensors.pop(name) for name in [*tensors] if "scale" in name}
@@ -104,6 +113,17 @@ def change(path: Path, **changes) -> None:
     file.write_text(json.dumps(json.loads(file.read_bytes()) | changes), encoding="utf-8")
 
 
+def edit(path: Path, name: str, function) -> None:
+    """Replaces a tensor by what the function makes of it; without a function, removes the tensor."""
+    files = [*path.glob("*.safetensors")]
+    file = next((one for one in files if name in load_file(one)), files[0])
+    tensors = load_file(file)
+    tensor = tensors.pop(name, None)
+    if function is not None:
+        tensors[name] = function(tensor).contiguous()
+    save_file(tensors, file)
+
+
 def check_near(llm, model, most) -> None:
     """The log-probabilities of the 20 likeliest first tokens."""
     params = SamplingParams(temperature=0, max_tokens=1, logprobs=20)
@@ -112,7 +132,8 @@ def check_near(llm, model, most) -> None:
     assert max(abs(logprob - expected[i].item()) for i, logprob in found.items()) < most
 
 
-GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
+SYM = GPTQ | {"sym": True}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm"}
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 CASES = {
@@ -120,7 +141,18 @@ CASES = {
     "gptq, 8 bits": GPTQ | {"bits": 8, "is_sharded": True, "sizes": QWEN2},
     "gptq_v2": GPTQ | {"checkpoint_format": "gptq_v2", "group_size": 64},
     "gptq, 128": GPTQ | {"group_size": 128, "sizes": SIZES | {"tie_word_embeddings": True}},
+    "symmetric": SYM,
+    "symmetric, 8 stored for 8": SYM | {"zero": 8},  # as some tools write it (vllm#52637)
+    "symmetric, 0 stored for 128": SYM | {"zero": 0, "bits": 8, "sizes": QWEN2},
+    "another name of the format": GPTQ
+    | {
+        "checkpoint_format": "gptq_v2",
+        "config": {"checkpoint_format": None, "format": "gptq_v2"},
+    },
+    "act order, which changed nothing": GPTQ | {"config": {"desc_act": True, "bits": 4.0}},
+    "8 bits in one layer": SYM | {"of_layers": {"down_proj": {"bits": 8}}},
     "awq": AWQ | {"is_sharded": True},
+    "awq, in capitals": AWQ | {"version": "GEMM"},
     "awq, 32": AWQ | {"group_size": 32, "sizes": SIZES | {"tie_word_embeddings": True}},
     "awq, 128": AWQ | {"group_size": 128, "sizes": QWEN2},
 }
@@ -150,7 +182,15 @@ def test_codes(case, tmp_path):
 
 @pytest.mark.parametrize("is_sharded", [False, True])
 def test_fp8(is_sharded, tmp_path):
+    """Scales of activations and caches, which are not needed, are not read."""
     path, model = written(tmp_path, is_sharded, **FP8)
+    attention = "model.layers.0.self_attn"
+    for name in (
+        f"{attention}.k_proj.input_scale",
+        f"{attention}.attn.k_scale",
+        f"{attention}.v_scale",
+    ):
+        edit(path, name, lambda _: torch.ones(1))
     with Threads(path, 2, **OPTIONS) as split:
         for llm in (LLM(path, **OPTIONS), split):
             (output,) = llm.generate([PROMPT], GREEDY, use_tqdm=False)
@@ -165,14 +205,36 @@ def test_fp8(is_sharded, tmp_path):
 # --- what is refused ---
 
 REFUSED = [
-    ({"quant_method": "bitsandbytes"}, "by 'bitsandbytes' is not supported: gptq, awq and fp8 are"),
-    (GPTQ | {"desc_act": True}, "by 'gptq' with desc_act=True is not supported"),
-    (GPTQ | {"checkpoint_format": "marlin"}, "by 'gptq' with .*='marlin' is not supported"),
-    (GPTQ | {"bits": 3}, r"by 'gptq' with bits=3 is not supported: it must be one of \(4, 8\)"),
-    (GPTQ | {"group_size": 96}, r"by .* group_size=96 is not supported: .* \(128, 64, 32\)"),
+    (
+        {"quant_method": "bitsandbytes"},
+        "quantization by 'bitsandbytes' is not supported: gptq, awq and fp8 are",
+    ),
+    (
+        GPTQ | {"checkpoint_format": "marlin"},
+        "quantization by 'gptq' with .*='marlin' is not supported",
+    ),
+    (
+        GPTQ | {"bits": 3},
+        r"quantization by 'gptq' with bits=3 is not supported: it must be one of \(4, 8\)",
+    ),
+    (
+        GPTQ | {"group_size": 96},
+        r"quantization by .* group_size=96 is not supported: .* \(128, 64, 32\)",
+    ),
     (GPTQ | {"group_size": 128}, "group_size=128 is not possible .*: groups of 128 .* rows of 192"),
-    (AWQ | {"version": "gemv"}, "by 'awq' with version='gemv' is not supported: it must be one of"),
-    (FP8 | {"weight_block_size": None}, "by 'fp8' with weight_block_size=None is not supported"),
+    (
+        AWQ | {"version": "gemv"},
+        "quantization by 'awq' with version='gemv' is not supported: it must be one of",
+    ),
+    (
+        {"bits": 4, "group_size": 64},
+        "quantization_config has no quant_method .*MLX.*: gptq, awq and fp8 are",
+    ),
+    ("awq", "quantization_config='awq' is not a JSON object"),
+    (
+        FP8 | {"weight_block_size": None},
+        "quantization by 'fp8' with weight_block_size=None is not supported",
+    ),
 ]
 
 
@@ -193,7 +255,7 @@ def check_refused(path, words, **options) -> None:
 @pytest.mark.parametrize("settings, words", REFUSED)
 def test_settings_that_are_refused(settings, words, gptq):
     change(gptq, quantization_config=settings)
-    start = "config.json cannot be read: quantization " if "not supported" in words else ""
+    start = "config.json cannot be read: " if "group_size=128" not in words else ""
     check_refused(gptq, start + words)
 
 
@@ -221,35 +283,111 @@ def test_groups_that_ranks_cannot_share(gptq):
 def test_tensors_that_are_missing(settings, kind, words, tmp_path):
     """And a file that is cut off."""
     path, _ = written(tmp_path, **settings)
-    file, layer = path / "model.safetensors", "model.layers.1.mlp.down_proj"
-    tensors = load_file(file)
-    del tensors[f"{layer}.{kind}"]
-    save_file(tensors, file)
-    check_refused(path, words.format(path=file, layer=layer))
+    file = path / "model.safetensors"
+    edit(path, f"{D}.{kind}", None)
+    check_refused(path, words.format(path=file, layer=D))
     file.write_bytes(file.read_bytes()[:-1])
     check_refused(path, f"{file} is damaged or incomplete")
+
+
+D = "model.layers.1.mlp.down_proj"
+DAMAGED = [  # settings, the tensor, what is in the file instead, and the error message behind the file's name
+    (GPTQ, "qweight", lambda t: t.float(), "{name} has dtype F32: it must be I32"),
+    (GPTQ, "qweight", lambda t: t.view(torch.uint32), "{name} has dtype U32: it must be I32"),
+    (GPTQ, "qweight", lambda t: t.to(torch.int8), "{name} has dtype I8: it must be I32"),
+    (GPTQ, "qweight", lambda t: t[0, 0], r"{name} has shape \[\], and not two dimensions"),
+    (GPTQ, "qweight", lambda t: t[:-1], r"D.g_idx has shape \[192\]: it must be \[184\]"),
+    (GPTQ, "qzeros", lambda t: t.float(), "{name} has dtype F32: it must be I32"),
+    (GPTQ, "qzeros", lambda t: t[:1], r"{name} has shape \[1, 16\]: it must be \[6, 16\]"),
+    (GPTQ, "scales", lambda t: t.int(), "{name} has dtype I32: it must be F16 or BF16 or F32"),
+    (GPTQ, "scales", lambda t: t.T, r"{name} has shape \[128, 6\]: it must be \[6, 128\]"),
+    (SYM, "scales", lambda t: t[0, 0], r"{name} has shape \[\]: it must be \[6, 128\]"),
+    (GPTQ, "g_idx", lambda t: t.flip(0), r"{name} is not in order \(act order\)"),
+    (GPTQ, "g_idx", lambda t: t.half(), "{name} has dtype F16: it must be I32 or I64"),
+    (GPTQ, "weight", lambda _: torch.zeros(128, 192), "D has a qweight and a weight"),
+    (
+        GPTQ | {"config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+        "qweight",
+        lambda t: t,
+        "model.* holds codes, but quant_method is 'fp8'",
+    ),
+    (AWQ, "qzeros", lambda t: t.T, r"{name} has shape \[16, 3\]: it must be \[3, 16\]"),
+    (FP8, "weight_scale_inv", lambda t: t[0, 0], r"{name} has shape \[\]: it must be \[1, 2\]"),
+    (FP8, "weight_scale_inv", lambda t: t.T, r"{name} has shape \[2, 1\]: it must be \[1, 2\]"),
+    (FP8, "weight_scale_inv", lambda _: torch.ones(2, 3), r"{name} has shape \[2, 3\]: it must be"),
+    (FP8, "weight_scale_inv", lambda t: t.byte(), "{name} has dtype U8: it must be F16 or .*E8M0"),
+    (FP8, "weight", lambda t: t.flatten(), r"{name} has shape \[24576\], and not two dimensions"),
+]
+
+
+@pytest.mark.parametrize("settings, kind, damage, words", DAMAGED)
+def test_tensors_that_do_not_fit(settings, kind, damage, words, tmp_path):
+    path, _ = written(tmp_path, **settings)
+    edit(path, f"{D}.{kind}", damage)
+    words = words.replace("D", D, 1) if words.startswith("D") else words.format(name=f"{D}.{kind}")
+    check_refused(path, f"model.safetensors: {words}")
+
+
+def test_layers_that_are_quantized_in_part(tmp_path):
+    """And a head in codes where config.json ties it to the embedding."""
+    tied = SIZES | {"tie_word_embeddings": True}
+    path, _ = written(tmp_path / "tied", **GPTQ, lm_head=True, sizes=tied)
+    check_refused(path, "lm_head.qweight cannot be loaded: tie_word_embeddings is true")
+    path, _ = written(tmp_path / "part", **GPTQ)
+    attention = "model.layers.0.self_attn"
+    for kind in ("qweight", "qzeros", "scales", "g_idx"):
+        edit(path, f"{attention}.v_proj.{kind}", None)
+    edit(path, f"{attention}.v_proj.weight", lambda _: torch.zeros(64, 128))
+    with pytest.raises(
+        ValueError, match=f"{attention}.k_proj, {attention}.v_proj must all be quant"
+    ):
+        LLM(path, **OPTIONS)
+
+
+def test_settings_in_a_file_of_old_tools(tmp_path):
+    """AutoGPTQ's and AutoAWQ's first versions wrote a file beside config.json, each with names of its own."""
+    for settings, file, names in (
+        (SYM, "quantize_config.json", {}),
+        (AWQ, "quant_config.json", {"bits": "w_bit", "group_size": "q_group_size"}),
+    ):
+        path, model = written(tmp_path / file, **settings)
+        change(path, quantization_config=None)
+        stored = {names.get(key, key): settings[key] for key in settings if key != "quant_method"}
+        (path / file).write_text(json.dumps(stored), encoding="utf-8")
+        check_near(LLM(path, **OPTIONS), model, 0.5)
+
+
+def test_code_of_a_checkpoint_is_never_run(tmp_path):
+    path, _ = written(tmp_path, **GPTQ)
+    (path / "own.py").write_text("raise SystemExit('it was run')", encoding="utf-8")
+    change(path, model_type="mystery", auto_map={"AutoConfig": "own.Config"})
+    with pytest.raises(ValueError, match="config.json cannot be read: "):
+        LLM(path, **OPTIONS)
 
 
 @pytest.mark.parametrize(
     "bits, kind, value, words",
     [
-        (8, "qzeros", 0x7E7E7E7E, "8 bits with zeros far from 128"),  # 127, and 255 would be 128
+        (
+            8,
+            "qzeros",
+            0x7E7E7E7E,
+            "up_proj has codes of 8 bits with zeros far from 128",
+        ),  # 127, and 255 would be 128
         (4, "bias", 1, "unexpected tensors .*up_proj.bias.*, 1 in all"),
     ],
 )
 def test_numbers_that_are_refused(bits, kind, value, words, tmp_path):
     """GPTQ's tools give each layer a bias: of zeros, if the model has none."""
     path, _ = written(tmp_path, **GPTQ | {"bits": bits})
-    tensors = load_file(path / "model.safetensors")
-    tensors[f"model.layers.1.mlp.up_proj.{kind}"].fill_(value)
-    save_file(tensors, path / "model.safetensors")
+    edit(path, f"model.layers.1.mlp.up_proj.{kind}", lambda t: t.fill_(value))
     with pytest.raises(ValueError, match=words):
         LLM(path, **OPTIONS)
 
 
 def test_a_long_list_of_tensors_is_cut_off(gptq):
     change(gptq, quantization_config=None)
-    words = r"missing tensors .*cters\), 14 in all; unexpected tensors .*cters\), 70 in all"
+    words = r"missing tensors .*cters\), 14 in all; unexpected tensors .*cters\), 70 in all .is quantization_config missing"
     with pytest.raises(ValueError, match=words) as error:
         LLM(gptq, **OPTIONS)
     assert len(str(error.value)) < 800

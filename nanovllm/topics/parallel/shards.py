@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from nanovllm.config import check_heads
 from nanovllm.models.qwen import Qwen, head_dim_of
 from nanovllm.topics.parallel.ranks import Group
-from nanovllm.topics.quantization.checkpoints import numbers_per_scale
 
 
 class Part:
@@ -33,6 +32,12 @@ class Part:
         if found != self.length:
             problem = f"has a side of {found}, but config.json requires {self.length}"
             raise ValueError(f"{name} {problem}")
+
+    def check_groups(self, name: str, size: int) -> None:
+        remainders = (self.begin % size, self.end % size)
+        if any(remainders):
+            problem = f"groups of {size} numbers do not divide the {self.size} columns of a rank"
+            raise ValueError(f"{name}: {problem}")
 
 
 class Shard:
@@ -61,7 +66,6 @@ class Shard:
             "lm_head": words,
         }
         self.columns = {"o_proj": mine, "down_proj": middle}
-        self.group = numbers_per_scale(config)
         self.config = deepcopy(config)  # of a model that is as large as the shard
         self.config.head_dim = head_dim
         self.config.num_attention_heads = heads // size
@@ -81,8 +85,10 @@ class Shard:
             return F.pad(rows, [0, 0] * (len(shape) - 1) + [0, part.padding])
         if layer in self.columns and kind != "bias":
             part = self.columns[layer]
-            size = 1 if kind == "weight" else self.group  # whole groups have no padding
+            # of a group, whose scale is a column: whole groups have no padding
+            size = 1 if kind == "weight" else max(1, part.length // shape[-1])
             part.check(name, shape[-1] * size)
+            part.check_groups(name, size)
             columns = whole[:, part.begin // size : part.end // size]
             return F.pad(columns, [0, part.padding])
         if layer in self.columns and self.rank > 0:

@@ -8,6 +8,7 @@ With FP8, a weight is what its numbers and scales stand for.
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product, starmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,89 +17,154 @@ from torch import Tensor, nn
 
 from nanovllm.checkpoint import Reader, opened
 from nanovllm.layers.linear import Linear
-from nanovllm.options import shown
 from nanovllm.topics.quantization.groups import SIZES, Groups, packed
+from nanovllm.topics.quantization.methods import ALLOWED, BLOCK, method_of
 
 logger = logging.getLogger(__name__)
 
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where AWQ has the columns of an int32, lowest bits first
-BLOCK = 128  # of FP8: a scale for 128 x 128 numbers
-ALLOWED: dict[str, dict[str, tuple]] = {  # of a method: its settings
-    "gptq": {
-        "bits": (4, 8),
-        "group_size": SIZES,
-        "desc_act": (False, None),
-        "checkpoint_format": ("gptq", "gptq_v2", None),
-    },
-    "awq": {"bits": (4,), "group_size": SIZES, "version": ("gemm", None)},
-    "fp8": {"weight_block_size": ([BLOCK, BLOCK],)},
-}
+FLOATS = ("F16", "BF16", "F32")  # as safetensors names dtypes
+DTYPES = {"qweight": ("I32",), "qzeros": ("I32",), "scales": FLOATS, "g_idx": ("I32", "I64")}
+# the loader does not see these; the last four are for activations and caches in 8 bits
+APART = ("g_idx", "weight_scale_inv", "input_scale", "q_scale", "k_scale", "v_scale")
 
 
-class Method(NamedTuple):
-    """How the weights of a checkpoint are quantized."""
+class Stored(NamedTuple):
+    """What a file says of a tensor before it is read."""
 
-    name: str
+    file: Path
+    dtype: str
+    shape: list[int]
+
+
+class Codes(NamedTuple):
+    """How the codes of a layer are stored."""
+
     bits: int
     group: int
-    is_shifted: bool  # whether a stored zero is one less than the zero, as in GPTQ's first format
 
-    @property
-    def has_codes(self) -> bool:
-        """Whether weights stay codes. FP8 becomes ordinary numbers."""
-        return self.name != "fp8"
-
-
-def method_of(config) -> Method | None:
-    """The method in a model's Hugging Face config, if it has one. Raises ValueError if the method
-    is not supported."""
-    settings = dict(getattr(config, "quantization_config", None) or {})
-    if not settings:
-        return None
-    name = str(settings.get("quant_method"))
-    if name not in ALLOWED:
-        supported = "gptq, awq and fp8 are; or use the model's unquantized checkpoint"
-        raise ValueError(f"quantization by {name!r} is not supported: {supported}")
-    for field, values in ALLOWED[name].items():
-        if settings.get(field) not in values:
-            found = f"quantization by {name!r} with {field}={shown(settings.get(field))}"
-            raise ValueError(f"{found} is not supported: it must be one of {values}")
-    is_shifted = name == "gptq" and settings.get("checkpoint_format") != "gptq_v2"
-    return Method(name, settings.get("bits", 8), settings.get("group_size", BLOCK), is_shifted)
-
-
-def numbers_per_scale(config) -> int:
-    method = method_of(config)
-    return 1 if method is None else method.group
+    def shapes(self, qweight: list[int], method: str) -> dict[str, list[int]]:
+        """The shapes of the layer's other tensors."""
+        rows, columns = qweight
+        per_int32 = 32 // self.bits
+        if method == "awq":
+            columns *= per_int32
+        else:
+            rows *= per_int32
+        num_groups = rows // self.group
+        scales = [num_groups, columns]
+        zeros = [num_groups, columns // per_int32]
+        return {"g_idx": [rows], "scales": scales, "qzeros": zeros}
 
 
 class QuantizedReader(Reader):
-    """Reads the files of a quantized checkpoint. Raises ValueError if scales are missing."""
+    """Reads the files of a quantized checkpoint. Before a weight is read, each tensor's dtype and
+    shape are compared with the others of its layer. ValueError names the tensor that is wrong."""
 
     def __init__(self, config, files: list[Path]):
         method = method_of(config)
         assert method is not None
         self.method = method
-        self.files: dict[str, Path] = {}
+        self.stored: dict[str, Stored] = {}
+        self.codes: dict[str, Codes] = {}  # of each layer that has codes
         self.surplus: set[str] = set()  # biases that the model does not have
-        quantized = []
         for file in files:
             with opened(file) as tensors:
-                names = [*tensors.keys()]
-                self.files |= dict.fromkeys(names, file)
-                quantized += [name for name in names if is_quantized(tensors, name)]
-        for name in quantized:
-            self.check(name)
+                for name in tensors.keys():  # noqa: SIM118 (safe_open is no dict)
+                    part = tensors.get_slice(name)
+                    self.stored[name] = Stored(file, part.get_dtype(), part.get_shape())
+        for name, stored in self.stored.items():
+            layer, _, kind = name.rpartition(".")
+            if kind == "qweight":
+                self.codes[layer] = self.codes_of(layer)
+            elif stored.dtype == "F8_E4M3":
+                self.check_fp8(name)
+        if config.tie_word_embeddings and "lm_head" in self.codes:
+            raise self.wrong("lm_head.qweight", "cannot be loaded: tie_word_embeddings is true")
         if not method.has_codes:
             logger.info("The FP8 weights of the checkpoint are converted while it loads")
 
-    def check(self, name: str) -> None:
-        """Raises ValueError if a quantized weight has no scales."""
+    # --- checks ---
+
+    def wrong(self, name: str, problem: str) -> ValueError:
+        return ValueError(f"{self.stored[name].file}: {name} {problem}")
+
+    def require(self, name: str, dtypes: tuple[str, ...], shape: list[int]) -> None:
+        """Raises ValueError if a tensor has another dtype or another shape."""
+        stored = self.stored[name]
+        if stored.dtype not in dtypes:
+            raise self.wrong(name, f"has dtype {stored.dtype}: it must be {' or '.join(dtypes)}")
+        if stored.shape != shape:
+            raise self.wrong(name, f"has shape {stored.shape}: it must be {shape}")
+
+    def names_of(self, layer: str) -> dict[str, str]:
+        """The tensors of a layer with codes, by their kinds. Zeros that are not read are left
+        out."""
+        names = {}
+        for kind in DTYPES:
+            name = f"{layer}.{kind}"
+            if name in self.stored:
+                names[kind] = name
+        file = self.stored[names["qweight"]].file
+        if self.method.is_symmetric:
+            zeros = self.stored.get(f"{layer}.qzeros")
+            if zeros is not None and (zeros.dtype != "I32" or 0 in zeros.shape):
+                del names["qzeros"]
+        needed = ["scales"] if self.method.is_symmetric else ["scales", "qzeros"]
+        for kind in needed:
+            if kind not in names:
+                raise ValueError(f"{file}: {layer} has a qweight, but no {kind}")
+        if f"{layer}.weight" in self.stored:
+            raise ValueError(f"{file}: {layer} has a qweight and a weight")
+        return names
+
+    def codes_of(self, layer: str) -> Codes:
+        """The bits and the group of a layer: those of the config, or others that all its shapes fit
+        (GPTQModel's `dynamic` settings)."""
+        if not self.method.has_codes:
+            problem = f"holds codes, but quant_method is {self.method.name!r}"
+            raise self.wrong(f"{layer}.qweight", problem)
+        names = self.names_of(layer)
+        qweight = self.stored[names["qweight"]].shape
+        if len(qweight) != 2:
+            raise self.wrong(names["qweight"], f"has shape {qweight}, and not two dimensions")
+        self.require(names["qweight"], DTYPES["qweight"], qweight)
+        own = Codes(self.method.bits, self.method.group)
+        others = product(ALLOWED[self.method.name]["bits"], SIZES)
+        found = own
+        for codes in (own, *starmap(Codes, others)):
+            shapes = codes.shapes(qweight, self.method.name) | {"qweight": qweight}
+            if all(self.stored[name].shape == shapes[kind] for kind, name in names.items()):
+                found = codes
+                break
+        for kind, shape in found.shapes(qweight, self.method.name).items():
+            if kind in names:
+                self.require(names[kind], DTYPES[kind], shape)
+        if "g_idx" in names:
+            self.check_order(names["g_idx"], found.group)
+        return found
+
+    def check_order(self, name: str, group: int) -> None:
+        """Raises ValueError if the columns of a layer are not in the order of their groups. Some
+        tools store zeros only: then they are."""
+        groups = self.tensor(name)
+        in_order = torch.arange(len(groups)) // group
+        if groups.any() and not torch.equal(groups.long(), in_order):
+            problem = "is not in order (act order): a checkpoint with desc_act=false is needed"
+            raise self.wrong(name, problem)
+
+    def check_fp8(self, name: str) -> None:
+        """Raises ValueError if an FP8 weight has not a scale for each block."""
+        stored = self.stored[name]
         layer, _, kind = name.rpartition(".")
-        others = ["scales", "qzeros"] if kind == "qweight" else [f"{kind}_scale_inv"]
-        for other in others:
-            if f"{layer}.{other}" not in self.files:
-                raise ValueError(f"{self.files[name]}: {layer} has a {kind}, but no {other}")
+        if f"{name}_scale_inv" not in self.stored:
+            raise ValueError(f"{stored.file}: {layer} has a {kind}, but no {kind}_scale_inv")
+        if len(stored.shape) != 2:
+            raise self.wrong(name, f"has shape {stored.shape}, and not two dimensions")
+        blocks = [-(-size // BLOCK) for size in stored.shape]
+        self.require(f"{name}_scale_inv", (*FLOATS, "F8_E8M0"), blocks)
+
+    # --- what the loader calls ---
 
     def add_parameters(self, model: nn.Module) -> None:
         for prefix, module in model.named_modules():
@@ -106,14 +172,18 @@ class QuantizedReader(Reader):
                 continue
             parent = prefix.rpartition(".")[0]
             layers = [f"{parent}.{part}" for part in module.part_slices] or [prefix]
-            if f"{layers[0]}.qweight" not in self.files:
+            if not self.codes.keys() & {*layers}:
                 continue
+            codes = self.codes.get(layers[0])
+            if codes is None or any(self.codes.get(layer) != codes for layer in layers):
+                same = "must all be quantized, with the same bits and group_size"
+                raise ValueError(f"the checkpoint cannot be loaded: {', '.join(layers)} {same}")
             if module.bias is None:
                 self.surplus |= {f"{layer}.bias" for layer in layers}
             num_out, num_in = module.weight.shape
-            module.bits = self.method.bits  # type: ignore[assignment]
+            module.codes = prefix, codes.bits  # type: ignore[assignment]
             for kind in ("scales", "zeros"):
-                shape = (num_out, num_in // self.method.group)
+                shape = (num_out, num_in // codes.group)
                 numbers = torch.empty(shape, device="meta")
                 module.register_parameter(kind, nn.Parameter(numbers, requires_grad=False))
 
@@ -122,11 +192,10 @@ class QuantizedReader(Reader):
         with opened(file) as tensors:
             yield View(tensors, self)
 
-    def scale_of(self, name: str) -> Tensor:
-        """The scales of an FP8 weight, which may be in another file."""
-        scale = f"{name}_scale_inv"
-        with opened(self.files[scale]) as tensors:
-            return tensors.get_tensor(scale)
+    def tensor(self, name: str) -> Tensor:
+        """A tensor that may be in another file than the one that is read."""
+        with opened(self.stored[name].file) as tensors:
+            return tensors.get_tensor(name)
 
 
 class View:
@@ -135,34 +204,48 @@ class View:
     def __init__(self, tensors: Any, reader: QuantizedReader):
         self.tensors = tensors
         self.reader = reader
-        self.stored = {}  # the name that the loader sees -> the stored name
+        self.names = {}  # the name that the loader sees -> the stored name
         for name in tensors.keys():  # noqa: SIM118 (safe_open is no dict)
             if name in reader.surplus and not tensors.get_tensor(name).any():
                 continue  # GPTQ's tools give each layer a bias
-            if not name.endswith(("g_idx", "weight_scale_inv")):
-                layer, _, kind = name.rpartition(".")
+            layer, _, kind = name.rpartition(".")
+            if kind in APART or name.endswith(APART):
+                continue
+            if reader.method.is_symmetric and kind == "scales":
+                self.names[f"{layer}.zeros"] = name  # whose shape they have
+            if not (reader.method.is_symmetric and kind == "qzeros"):
                 kind = {"qweight": "weight", "qzeros": "zeros"}.get(kind, kind)
-                self.stored[f"{layer}.{kind}"] = name
+                self.names[f"{layer}.{kind}"] = name
 
     def keys(self) -> list[str]:
-        return [*self.stored]
+        return [*self.names]
 
     def get_slice(self, name: str) -> "Whole":
         return Whole(self.get_tensor(name))
 
     def get_tensor(self, name: str) -> Tensor:
-        stored = self.stored[name]
+        stored = self.names[name]
         tensor = self.tensors.get_tensor(stored)
         if tensor.dtype == torch.float8_e4m3fn:
-            return scaled(tensor, self.reader.scale_of(stored))
-        method = self.reader.method
-        if stored.endswith("qweight"):
-            is_awq = method.name == "awq"
-            return integers(tensor, method).T if is_awq else integers(tensor.T, method)
-        if stored.endswith("qzeros"):
-            zeros = integers(tensor, method) + method.is_shifted
-            return (zeros % 2**method.bits).T
-        return tensor.T if stored.endswith("scales") else tensor
+            return scaled(tensor, self.reader.tensor(f"{stored}_scale_inv"))
+        layer, _, kind = name.rpartition(".")
+        if layer not in self.reader.codes or kind == "bias":
+            return tensor
+        bits = self.reader.codes[layer].bits
+        if kind == "scales":
+            return tensor.T
+        if kind == "zeros" and self.reader.method.is_symmetric:
+            return torch.full_like(tensor.T, 2 ** (bits - 1))
+        if kind == "zeros":
+            zeros = integers(tensor, bits, self.is_awq) + self.reader.method.is_shifted
+            return (zeros % 2**bits).T
+        if self.is_awq:
+            return integers(tensor, bits, True).T
+        return integers(tensor.T, bits, False)
+
+    @property
+    def is_awq(self) -> bool:
+        return self.reader.method.name == "awq"
 
 
 class Whole:
@@ -178,15 +261,11 @@ class Whole:
         return self.tensor[index]
 
 
-def is_quantized(tensors: Any, name: str) -> bool:
-    return name.endswith("qweight") or tensors.get_slice(name).get_dtype() == "F8_E4M3"
-
-
-def integers(tensor: Tensor, method: Method) -> Tensor:
+def integers(tensor: Tensor, bits: int, is_awq: bool) -> Tensor:
     """int32 [n, m] as fp32 [n, m * 32 / bits]: what the int32 hold, the lowest bits first."""
-    shifts = torch.arange(0, 32, method.bits, dtype=torch.int32)
-    numbers = (tensor.unsqueeze(-1) >> shifts) & (2**method.bits - 1)
-    if method.name == "awq":
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    numbers = (tensor.unsqueeze(-1) >> shifts) & (2**bits - 1)
+    if is_awq:
         numbers = numbers[..., AWQ_ORDER]
     return numbers.flatten(1).float()
 
@@ -205,9 +284,10 @@ def groups_of(linear: Linear) -> Groups | None:
     scales, zeros = linear.get_parameter("scales").data, linear.get_parameter("zeros").data
     codes = linear.weight.data.float().unflatten(1, (scales.shape[1], -1))
     del linear.scales, linear.zeros
-    if linear.bits == 4:
+    name, bits = linear.codes  # type: ignore[misc]
+    if bits == 4:
         return Groups(packed(codes), scales, zeros.to(torch.uint8))
     numbers = codes - zeros.unsqueeze(-1)
     if numbers.min() < -128 or numbers.max() > 127:
-        raise ValueError("codes of 8 bits with zeros far from 128 are not supported")
+        raise ValueError(f"{name} has codes of 8 bits with zeros far from 128: not supported")
     return Groups(numbers.to(torch.int8), scales, None)

@@ -12,7 +12,7 @@ from nanovllm.device.onednn import trim, use_onednn
 from nanovllm.layers.linear import Linear
 from nanovllm.models.qwen import head_dim_of
 from nanovllm.topics.quantization import int8
-from nanovllm.topics.quantization.checkpoints import groups_of, method_of
+from nanovllm.topics.quantization.checkpoints import groups_of
 from nanovllm.topics.quantization.groups import (
     LARGEST,
     SIZES,
@@ -21,6 +21,7 @@ from nanovllm.topics.quantization.groups import (
     in_8_bits,
     plain_product,
 )
+from nanovllm.topics.quantization.methods import method_of
 
 ROWS = 4096  # of a weight, that are quantized at a time: a head has many
 
