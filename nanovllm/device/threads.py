@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,14 +61,22 @@ def look() -> Look:
     return Look(time.perf_counter(), time.process_time(), busy_seconds())
 
 
+@cache
+def limit_of_process() -> int:
+    """PyTorch's number of threads, as it is the first time. A thread that first uses PyTorch while
+    another thread's step runs on fewer threads keeps the smaller number."""
+    return torch.get_num_threads()
+
+
 class Threads:
     """Uses as many threads for a step as there are processors that no other program needs.
 
     All threads of an operation wait for the slowest. If another program is using that thread's
     processor, they all wait for its next turn, and a step has some 200 operations. Where the system
     does not say how busy other programs are, a small step runs on one thread and a large one on
-    all. There are never more threads than PyTorch has outside of steps, and never more than a
-    container's share of the processors. A number that was set by OMP_NUM_THREADS is left alone.
+    all. There are never more threads than PyTorch has when the first engine of the process is made,
+    and never more than a container's share of the processors. A number that was set by
+    OMP_NUM_THREADS is left alone.
     """
 
     def __init__(self) -> None:
@@ -76,7 +85,7 @@ class Threads:
         # other backends cannot change it
         is_openmp = "backend: OpenMP" in torch.__config__.parallel_info()
         self.can_change = is_openmp and not is_chosen
-        self.to_restore: int | None = None  # during a step, or after an interrupted one
+        self.limit = limit_of_process()
         self.num_others = 0.0  # processors that other programs have used recently
         self.last_look = look()
         self.last_step = 0.0  # when it ended
@@ -97,16 +106,12 @@ class Threads:
     @contextmanager
     def of_step(self, work: float) -> Iterator[None]:
         """Sets the threads for a step with `work` multiplications per layer."""
-        limit = self.to_restore or torch.get_num_threads()
-        if self.can_change and limit > 1:
-            wanted = self.wanted(min(limit, self.most), work)
-            if wanted < limit:
-                self.to_restore = limit
-                torch.set_num_threads(wanted)
+        can_change = self.can_change and self.limit > 1
+        if can_change:
+            torch.set_num_threads(self.wanted(min(self.limit, self.most), work))
         try:
             yield
         finally:
             self.last_step = time.perf_counter()
-            if self.to_restore is not None:
-                torch.set_num_threads(limit)
-                self.to_restore = None
+            if can_change:
+                torch.set_num_threads(self.limit)

@@ -4,38 +4,33 @@ import atexit
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from weakref import WeakSet
 
 LONGEST_STEP = 10.0  # seconds
 
 
 class Turns:
-    """A re-entrant lock that avoids starvation."""
+    """A re-entrant lock, whose threads take turns. The lock itself is the context manager: it is not
+    Python code, so a Ctrl-C cannot leave it taken."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         # whether this thread has it: a flag of ours would be wrong after a Ctrl-C
         self.is_taken_here: Callable[[], bool] = self.lock._is_owned  # type: ignore[attr-defined]
-        self.waiting: dict[int, bool] = {}  # threads, by their numbers
+        self.last_thread = threading.get_ident()  # that has asked for the lock
         self.process = os.getpid()
         in_use.add(self)
 
-    @contextmanager
-    def take(self) -> Iterator[None]:
+    def take(self) -> AbstractContextManager[bool]:
         if os.getpid() != self.process:  # its threads, and who holds the lock, stayed there
             raise RuntimeError("this LLM belongs to the process before a fork: make a new one here")
         me = threading.get_ident()
-        if self.waiting.keys() - {me}:
+        if self.last_thread != me:
             time.sleep(1e-4)  # locks are not fair: in a loop of steps, this thread would be first
-        self.waiting[me] = True
-        try:
-            with self.lock:
-                self.waiting.pop(me, None)
-                yield
-        finally:
-            self.waiting.pop(me, None)  # a Ctrl-C came while it waited
+        self.last_thread = me
+        return self.lock
 
 
 in_use: WeakSet[Turns] = WeakSet()

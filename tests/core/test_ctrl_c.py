@@ -4,6 +4,7 @@ server/test_hostile.py.
 Run: pytest tests/core/test_ctrl_c.py
 """
 
+import contextlib
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -13,16 +14,18 @@ import pytest
 from fake_engine import SETTINGS, answered_requests, check_clean, new_llm, result
 
 import nanovllm
+from nanovllm.processing import turns
 
 PACKAGE = str(Path(nanovllm.__file__).parent)
 NUM_PLACES = 30
 
 
 class Interrupter:
-    """Raises KeyboardInterrupt at the k-th line of the package that is run, or counts the lines."""
+    """Raises KeyboardInterrupt at the k-th line that is run of the package, or of these files; or counts the lines."""
 
-    def __init__(self, at: int | None = None):
+    def __init__(self, at: int | None = None, files: tuple[str, ...] = (PACKAGE,)):
         self.at = at
+        self.files = files
         self.count = 0
 
     def __enter__(self):
@@ -34,7 +37,7 @@ class Interrupter:
         sys.settrace(self.before)
 
     def trace(self, frame, event, arg):
-        if not frame.f_code.co_filename.startswith(PACKAGE):
+        if not frame.f_code.co_filename.startswith(self.files):
             return None
         if event == "line":
             self.count += 1
@@ -62,6 +65,30 @@ def test_after_a_ctrl_c_the_next_call_works(setting):
             answers(llm)
         assert answers(llm) == right, at
         check_clean(llm)
+
+
+@pytest.mark.parametrize("has_request", [False, True])
+def test_a_ctrl_c_whose_exception_is_kept_leaves_the_lock_free(has_request):
+    """A REPL keeps the last exception, and with it the frames of the step. Interrupted is the code around the lock: at
+    the end of `with lock:`, where a tracer can raise, no signal can come."""
+    files = (turns.__file__, contextlib.__file__)
+
+    def interrupted(at: int | None) -> tuple[int, BaseException | None]:
+        llm = new_llm()
+        if has_request:
+            llm.add_request([1, 2, 3])
+        kept = None
+        try:
+            with Interrupter(at, files) as counter:
+                llm.step()
+        except KeyboardInterrupt as error:
+            kept = error
+        assert not llm.turns.is_taken_here(), kept
+        return counter.count, kept
+
+    num_lines, _ = interrupted(None)
+    for at in range(1, num_lines + 1):
+        assert interrupted(at)[1] is not None
 
 
 @pytest.mark.slow

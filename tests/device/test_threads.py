@@ -4,6 +4,7 @@ Run: pytest tests/device/test_threads.py [-k leave]
 """
 
 import math
+import threading
 import time
 from pathlib import Path
 
@@ -24,7 +25,7 @@ def llm(monkeypatch):
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     llm = LLM(num_blocks=1000)
-    llm.runner.threads.most = 2
+    llm.runner.threads.most = llm.runner.threads.limit = 2
     llm.seen, prepare = [], llm.runner.prepare
 
     def noted(schedule):
@@ -112,10 +113,32 @@ def test_a_step_that_fails_gives_them_back(llm, monkeypatch):
 
 
 def test_what_an_interrupt_has_left_is_put_right(llm):
-    llm.runner.threads.to_restore = 2
     torch.set_num_threads(1)  # a Ctrl-C came just before they were given back
     llm.generate([[1]], SHORT, use_tqdm=False)
     assert torch.get_num_threads() == 2
+
+
+def test_a_thread_that_begins_in_a_reduced_step_gets_all_back(llm):
+    """Its own number stays small: PyTorch has read it in the middle of that step."""
+    llm.runner.threads.num_others = 1.0  # steps run on one thread
+    seen = []
+
+    def work() -> None:
+        torch.ones(100_000).add_(1)
+        begun.set()
+        go_on.wait()
+        llm.generate([[1]], SHORT, use_tqdm=False)
+        seen.append(llm.seen[-1][1])
+
+    thread, begun, go_on = threading.Thread(target=work), threading.Event(), threading.Event()
+
+    with llm.runner.threads.of_step(0):
+        thread.start()
+        begun.wait()
+    llm.runner.threads.num_others = 0.0
+    go_on.set()
+    thread.join()
+    assert seen == [2]
 
 
 @pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "MKL_NUM_THREADS"])
