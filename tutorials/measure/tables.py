@@ -12,10 +12,11 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 
 from tutorials.assignments.seeds import handout_table
 from tutorials.machine import ROOT
-from tutorials.measure import pairs, quality, small_numbers
+from tutorials.measure import pairs
 from tutorials.report import conditions, engines_table, markdown, rounds_text, rows_of, spread
 
 RESULTS = ROOT / "tutorials" / "results"
@@ -48,6 +49,13 @@ TIMES = {
     "tpot_p99": "TPOT p99",
     "all": "all but the total time",
 }
+FORMS = {
+    "nanovllm": "nanovllm",
+    "nanovllm-int8": "int8",
+    "nanovllm-int4": "int4",
+    "vllm": "vLLM",
+    "vllm-w8a8": "vLLM, 8 bits",
+}
 
 
 def printed(report: dict) -> str:
@@ -73,12 +81,43 @@ HERE = "{device}, commit {commit} " + NUMBERS
 FILE = "[{file}]({link}), commit {commit}:"
 SIGNS = "Measured, simulated; a star: clear; an exclamation mark: the wrong sign."
 LOADS = "{device}, commit {commit}; {num_loads} loads, each {repeat} times in reality " + NUMBERS
+
+
+def quality(report: dict) -> Rows:
+    """For chapter 21: what fewer bits cost. Measured with measure/quality.py of commit 35fb4a0."""
+    models = report["models"]
+    columns = [f"{model}: {of}" for model in models for of in ("perplexity", "distance")]
+    table = [["", "right answers", *columns]]
+    for name, result in models["embedded"].items():
+        cells = [name, f"{result['right']:.1%}"]
+        for model in models.values():
+            cells += [f"{model[name]['perplexity']:.3f}", f"{model[name]['distance']:.4f}"]
+        table.append(cells)
+    return table
+
+
+def speeds_of_forms(report: dict) -> Rows:
+    """For chapter 21: tokens/s, and how many times as fast as vLLM within a round. Measured with
+    measure/small_numbers.py of commit 35fb4a0."""
+    speeds = report["speeds"]
+    table = [["requests", *(FORMS[name] for name in speeds)]]
+    for load, base in speeds["vllm"].items():
+        cells = [load]
+        for name in speeds:
+            ratios = [ours / vllm for ours, vllm in zip(speeds[name][load], base)]
+            cells.append(f"{median(speeds[name][load]):,.0f}")
+            if name != "vllm":
+                cells[-1] += f", {median(ratios):.2f} x ({min(ratios):.2f} to {max(ratios):.2f})"
+        table.append(cells)
+    return table
+
+
 TABLES: dict[str, tuple[str | None, Callable[[dict], Rows | str]]] = {
     "engines": (FILE, printed),
     "error": (f"Embedded model in float32, {LOADS}:", errors),
     "policy_pairs": (f"{HERE}. {SIGNS}", lambda report: pairs.table(report["pairs"])),
-    "quality": (f"{HERE}:", quality.rows),
-    "small_numbers": (f"{{dtype}}, {HERE}, {{rounds}} rounds in turns:", small_numbers.rows),
+    "quality": (f"{HERE}:", quality),
+    "small_numbers": (f"{{dtype}}, {HERE}, {{rounds}} rounds in turns:", speeds_of_forms),
     "tried": (None, handout_table),
 }
 
