@@ -116,13 +116,13 @@ def forget_frames(error: BaseException | None) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--slow") or "SOLUTION" in os.environ:
         return
-    num_variants: Counter[str] = Counter()
+    num_variants: Counter[tuple[str, int | None]] = Counter()
     for item in items:
         slow = item.get_closest_marker("slow")
         if slow is None:
             continue
-        name = item.nodeid.partition("[")[0]
         but_every = slow.kwargs.get("but_every")
-        if but_every is None or num_variants[name] % but_every:
+        key = item.nodeid.partition("[")[0], but_every
+        if but_every is None or num_variants[key] % but_every:
             item.add_marker(pytest.mark.skip(reason="slow: pytest --slow runs it"))
-        num_variants[name] += 1
+        num_variants[key] += 1

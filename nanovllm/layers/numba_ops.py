@@ -1,8 +1,8 @@
 """The backend in compiled Python, for a CPU: each kernel does in one pass over memory what PyTorch
 does in several.
 
-See ops.py for what the functions do, and numba_kernels.py for the kernels, which are tested against
-torch_ops.py.
+See ops.py for what the functions do, and numba_kernels.py for the kernels. They are tested in
+tests/core/test_ops.py.
 """
 
 import os

@@ -1,6 +1,6 @@
 """The backend in Triton: each kernel does in one pass over memory what PyTorch does in several.
 
-See ops.py for what the functions do; they are tested against torch_ops.py. Sums are in fp32; a
+See ops.py for what the functions do; they are tested in tests/core/test_ops.py. Sums are in fp32; a
 16-bit result is rounded once, at the end.
 """
 

@@ -11,48 +11,40 @@ import time
 from collections import Counter
 
 import pytest
+from wrong_values import PROMPTS as REFUSED_PROMPTS
+from wrong_values import wrong_values
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.topics.checks.blocks import check_blocks
 
 TINY = [5e-324, 1e-46, 1e-40, 1e-38]
 LONG = ["ab" * 50_000, "a" * 100_000]
-EDGES = {  # allowed, and not
-    "n": ([1, 1, 1, 2, 3, 12], [0, -1, 13, 10**6, 10**30, 1.0, True, "1", None]),
-    "temperature": (
-        [0, 0.0, -0.0, *TINY, 1e-10, 0.3, 1, 1.0, 2.5, 1e6],
-        [-1e-46, 1e7, 10**400, "1", None, 1j],
-    ),
-    "top_k": (
-        [0, -1, 1, 2, 5, 1535, 1536, 1537, 2**31, 2**63, 10**30, 10**5000],
-        [-2, 1.5, True, "all", None],
-    ),
-    "top_p": (
-        [*TINY, 1e-10, 0.5, 0.999999999, 1 - 2**-53, 1, 1.0],
-        [0, -1e-9, 1.0000001, 10**400, "1", None],
-    ),
-    "min_p": ([0, *TINY, 1e-10, 0.5, 1 - 2**-53, 1, 1.0], [-1e-46, 1.0000001, 10**400, None]),
-    "max_tokens": ([1, 1, 2, 5, 9, 10**30, 10**5000], [0, -1, 1.5, None, "all"]),
-    "stop": (
-        [None, [], (), "a", " ", "\n", ["the", "e"], ["x"] * 300, *LONG, "\ud800", "😀", "\ufffd"],
-        ["", ["a", ""], 5, [5], b"a", {"a"}, [None]],
-    ),
-    "stop_token_ids": (
-        [None, [], (), [0], [1535], {7, 8}, list(range(1536)), [3] * 5000],
-        [[1536], [-1], [2**63], [10**5000], [1.0], [True], ["a"], 5, "12"],
-    ),
-    "ignore_eos": ([True, False], [1, 0, None, "no"]),
-    "seed": ([None, 0, 1, 2**31, 2**32, 2**63 - 1], [-1, 2**63, 10**5000, 1.0, True, "0"]),
-    "logprobs": ([None, 0, 1, 20], [-1, 21, 10**30, True, "1"]),
-    "cache_salt": ([None, "0", "a", "😀" * 99], ["", 0, b"a", ["a"]]),
-}
+EDGES = {  # what is allowed
+    "n": [1, 1, 1, 2, 3, 12],
+    "temperature": [0, 0.0, -0.0, *TINY, 1e-10, 0.3, 1, 1.0, 2.5, 1e6],
+    "top_k": [0, -1, 1, 2, 5, 1535, 1536, 1537, 2**31, 2**63, 10**30, 10**5000],
+    "top_p": [*TINY, 1e-10, 0.5, 0.999999999, 1 - 2**-53, 1, 1.0],
+    "min_p": [0, *TINY, 1e-10, 0.5, 1 - 2**-53, 1, 1.0],
+    "max_tokens": [1, 1, 2, 5, 9, 10**30, 10**5000, None],
+    "stop": [None, [], (), "a", " ", "\n", ["the", "e"], ["x"] * 300, *LONG, "\ud800", "😀", "\ufffd"],
+    "stop_token_ids": [None, [], (), [0], [1535], {7, 8}, list(range(1536)), [3] * 5000],
+    "ignore_eos": [True, False],
+    "seed": [None, 0, 1, 2**31, 2**32, 2**63 - 1],
+    "logprobs": [None, 0, 1, 20],
+    "cache_salt": [None, "0", "a", "😀" * 99],
+}  # fmt: skip
 BEAM_EDGES = {
-    "beam_width": ([1, 2, 3, 12], [0, 13, 10**6, 10**30, None]),
-    "max_tokens": EDGES["max_tokens"],
-    "length_penalty": ([-10, -1, 0, 5e-324, 1.0, 10], [-11, 1e30, 10**400, "1"]),
-    "early_stopping": ([True, False, "never"], [0, 1, None, "always"]),
+    "beam_width": [1, 2, 3, 12],
+    "max_tokens": EDGES["max_tokens"][:-1],
+    "length_penalty": [-10, -1, 0, 5e-324, 1.0, 10],
+    "early_stopping": [True, False, "never"],
     "ignore_eos": EDGES["ignore_eos"],
 }
+WRONG = {cls: wrong_values(cls) for cls in (SamplingParams, BeamSearchParams)}
+WRONG[SamplingParams]["n"] += [13, 10**6, 10**30]  # this and the next two: of this engine only
+WRONG[SamplingParams]["stop_token_ids"] += [[1536], [2**63], [10**5000]]
+WRONG[BeamSearchParams]["beam_width"] += [13, 10**6, 10**30]
+WRONG[SamplingParams]["seed"] += [10**5000]
 SPECIAL = ["<|im_end|>", "<|endoftext|>" * 3]
 PROMPTS = [
     *["a", " ", "\n", "\x00", "what is 12 + 30?", "😀😀", "e\u0301", *SPECIAL, "word " * 12],
@@ -61,23 +53,18 @@ PROMPTS = [
     [{"role": "x", "content": ""}],
     [{"role": "user", "content": "1 + 1", "name": "a"}, {"role": "assistant", "content": "2"}],
 ]
-WRONG_PROMPTS = [
-    *["", "\ud800", [], (), [1536], [-1], [2**63], [10**5000], [1.0], [True, 2.0], [None], [[1]]],
-    *[[7] * 64, "a " * 90, None, 5, 1.5, b"abc", {1, 2}, {"role": "user", "content": "hi"}],
-    *[[{"role": "user"}], [{"content": "x"}, 5]],
-    *[[{"role": "user", "content": None}], [{"role": None, "content": 5}]],
-]
+WRONG_PROMPTS = [prompt for prompt, _ in REFUSED_PROMPTS]
 WRONG_PARAMS = [5, "greedy", {}, [SamplingParams()], SamplingParams, object()]
 
 
-def draw(rng: random.Random, edges: dict, wrong: float) -> dict:
-    """Some of the parameters, each with an edge; with probability `wrong` one that is not allowed."""
+def draw(rng: random.Random, edges: dict, wrong: dict, share: float) -> dict:
+    """Some of the parameters, each with an edge; with probability `share` one that is not allowed."""
     names = rng.sample(sorted(edges), rng.randint(0, len(edges)))
-    options = {name: rng.choice(edges[name][0]) for name in names}
-    if rng.random() < wrong:
-        name = rng.choice(sorted(edges))
-        options[name] = rng.choice(edges[name][1])
-    if rng.random() < wrong / 10:
+    options = {name: rng.choice(edges[name]) for name in names}
+    if rng.random() < share:
+        name = rng.choice(sorted(wrong))
+        options[name] = rng.choice(wrong[name])
+    if rng.random() < share / 10:
         options[rng.choice(["temprature", "best_of", "logit_bias"])] = 1
     return options
 
@@ -124,7 +111,7 @@ class Fuzz:
                 params = (
                     rng.choice(WRONG_PARAMS)
                     if rng.random() < 0.03
-                    else cls(**draw(rng, edges, wrong=0.15))
+                    else cls(**draw(rng, edges, WRONG[cls], share=0.15))
                 )
                 ids.append(llm.add_request(prompt, params))
             except ValueError as error:

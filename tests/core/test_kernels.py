@@ -1,88 +1,33 @@
-"""The Triton kernels against the PyTorch reference, in Triton's interpreter or on a GPU, and compiled without one.
+"""The Triton kernels in Triton's interpreter or on a GPU: what only they have, such as split contexts, rows of a CUDA graph
+that are padding, and a cutoff without sorting; and compiled without a GPU. For the rest, see test_ops.py.
 
 Run: pytest tests/core/test_kernels.py [-k split]
 """
 
 import json
 import os
+import random
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from backends import DEVICE, PROBLEM, TOLERANCE, check_attention
 from checkpoints import new_model, save
 from compile_kernels import ptxas_problem
 from far_blocks import moved_away
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.layers import attention, torch_ops, triton_attention
+from nanovllm.layers import attention, sampler, torch_sampler, triton_attention, triton_ops
 from nanovllm.layers.kv_cache import KVCache
-from tutorials.machine import interpreter_problem
-from tutorials.measure.batches import BORDERS, random_batch
+from nanovllm.layers.sampler import Sampling
+from tutorials.measure.batches import random_batch
 
 ROOT = Path(__file__).parents[2]
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-PROBLEM = interpreter_problem()
-pytestmark = pytest.mark.skipif(DEVICE == "cpu" and PROBLEM is not None, reason=str(PROBLEM))
-MIXTURE = [(1, 9), (5, 5), (3, 20), (1, 1), (1, 33), (17, 40)]
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+pytestmark = pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
 
-
-def check(sequences, heads, kv_heads, head_dim, dtype=torch.float32, splits=None, **kwargs):
-    """Both functions on the same random batch, whose unowned slots are NaN."""
-    batch, keys = random_batch(sequences, kv_heads, head_dim, **kwargs)
-    lengths, layer, scale = [length for length, _ in sequences], 1, head_dim**-0.5
-    for name, value in vars(batch).items():
-        if isinstance(value, torch.Tensor):
-            setattr(batch, name, value.to(DEVICE))
-    batch.kv_cache = KVCache(batch.kv_cache.tensor.to(DEVICE, dtype))
-    q = torch.randn(sum(lengths), heads, head_dim, generator=torch.Generator().manual_seed(1)).to(
-        DEVICE, dtype
-    )
-    kv = torch.cat([kv[:, layer, -length:] for kv, length in zip(keys, lengths)], dim=1).to(
-        DEVICE, dtype
-    )
-    expected_cache = KVCache(batch.kv_cache.tensor.clone())
-    torch_ops.store_kv(*kv, replace(batch, kv_cache=expected_cache), layer)
-    # as in the model, keys and values are views of something larger
-    qkv = torch.cat([kv[0], kv[1]], dim=1)
-    triton_attention.store_kv(*qkv.split(kv_heads, dim=1), batch, layer)
-    assert torch.equal(batch.kv_cache.tensor.nan_to_num(), expected_cache.tensor.nan_to_num())
-    expected = attention.paged_attention(q, batch, layer, scale)
-    batch.layout = splits or triton_attention.layout(batch)
-    out = triton_attention.paged_attention(q, batch, layer, scale)
-    torch.testing.assert_close(out, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-
-
-@pytest.mark.slow(but_every=5)
-@pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 128, 256])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_head_dims(head_dim, dtype):
-    check(MIXTURE, 4, 2, head_dim, dtype)
-
-
-@pytest.mark.slow(but_every=4)
-@pytest.mark.parametrize("ratio", [1, 2, 3, 4, 7, 5, 6, 8])
-def test_query_heads_per_kv_head(ratio):
-    check(MIXTURE, 2 * ratio, 2, 32)
-    check([(1, context) for context in BORDERS[:5]], ratio, 1, 32)
-
-
-@pytest.mark.slow(but_every=5)
-@pytest.mark.parametrize("block_size", [8, 16, 32, 64, 128, 256, 1])
-def test_block_sizes(block_size):
-    sequences = [*MIXTURE, (1, 300), (2, 257)]
-    num_blocks = max(128, 1024 // block_size)
-    check(sequences, 4, 2, 32, block_size=block_size, num_blocks=num_blocks)
-
-
-@pytest.mark.slow(but_every=2)
-@pytest.mark.parametrize("context", BORDERS)
-def test_every_split_into_cached_and_new_at_block_borders(context):
-    for length in {1, 2, context // 2, context} & set(range(1, context + 1)):
-        check([(length, context)], 4, 2, 32, seed=length)
+# --- attention ---
 
 
 @pytest.mark.slow(but_every=5)
@@ -94,28 +39,24 @@ def test_split_kv_of_decodes(splits, part, dtype, monkeypatch):
     test has two."""
     sequences = [(1, context) for context in (1, 15, 64, 65, 400)]
     monkeypatch.setattr(triton_attention, "PART", part)
-    check(sequences, 3, 1, 32, dtype, splits, num_blocks=120)
+    check_attention("triton", sequences, 3, 1, 32, dtype, layout=splits, num_blocks=120)
 
 
-@pytest.mark.parametrize("splits", [1, 5])
-def test_decodes_before_chunks(splits, monkeypatch):
-    """As the runner sorts them: two launches."""
+@pytest.mark.slow(but_every=2)
+@pytest.mark.parametrize(
+    "sequences, heads, head_dim, splits, block_size",
+    [
+        ([(1, 145), (1, 7), (1, 200), (17, 81), (5, 5), (13, 85)], (9, 3), 20, 3, 5),
+        ([(1, 9), (1, 150), (1, 1), (5, 5), (1, 12), (20, 70), (17, 40)], (6, 2), 32, 5, 8),
+    ],
+)
+def test_split_kv_of_decodes_beside_chunks(
+    sequences, heads, head_dim, splits, block_size, monkeypatch
+):
+    """Two launches. In the first case, no size is a power of two: see test_odd_shapes in test_ops.py."""
     monkeypatch.setattr(triton_attention, "PART", 64)
-    sequences = [(1, 9), (1, 150), (1, 1), (5, 5), (1, 12), (20, 70), (17, 40)]
-    check(sequences, 6, 2, 32, splits=splits)
-
-
-@pytest.mark.parametrize("splits", [1, 3])
-def test_odd_shapes(splits, monkeypatch):
-    """No size is a power of two, and each kind of tile, part and block ends somewhere in its middle. The last block table
-    has no block to spare, and block 0, which a mask stands for, is NaN."""
-    monkeypatch.setattr(triton_attention, "PART", 64)
-    sequences = [(1, 145), (1, 7), (1, 200), (17, 81), (5, 5), (13, 85)]
-    check(sequences, 9, 3, 20, splits=splits, block_size=5, num_blocks=160)
-
-
-def test_tiles_of_a_long_prompt():
-    check([(40, 40), (1, 7), (20, 90)], 7, 1, 64)
+    options = dict(layout=splits, block_size=block_size, num_blocks=160)
+    check_attention("triton", sequences, *heads, head_dim, **options)
 
 
 def test_padding_rows_do_nothing():
@@ -172,20 +113,70 @@ def test_places_that_take_more_than_32_bits(monkeypatch):
     assert torch.equal(*(batch.kv_cache.tensor[:, :, 0].nan_to_num(99) for batch in (near, far)))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+# --- the cutoff of the sampler ---
+
+FILTERS = {
+    "top_p": [0.1, 0.5, 0.9, 0.999, 1.0, 1e-9],
+    "min_p": [0.0, 0.0, 0.05, 0.5, 1.0],
+    "top_k": [1, 3, 10**9, 10**9],
+}
+
+
+@pytest.mark.slow(but_every=14)
+@pytest.mark.filterwarnings("ignore:invalid:RuntimeWarning")
+@pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(
-    "block_size, kv_heads, head_dim", [(1, 1, 32), (3, 2, 20), (16, 2, 32), (256, 1, 32)]
+    "names", ["top_p", "min_p", "top_p min_p", "top_p top_k", "top_p min_p top_k"]
 )
-def test_copy_blocks(block_size, kv_heads, head_dim, dtype):
-    """One source for two targets, others apart; both ways against a loop, and nothing else changes."""
-    cache = torch.randn(2, 3, 9, block_size, kv_heads, head_dim).to(DEVICE, dtype)
-    copies, expected = [(4, 7), (4, 0), (8, 2), (1, 3)], cache.clone()
-    for source, target in copies:
-        expected[:, :, target] = cache[:, :, source]
-    for backend in (torch_ops, triton_attention):
-        copied = KVCache(cache.clone())
-        backend.copy_blocks(copied, copies)
-        assert torch.equal(copied.tensor, expected)
+def test_a_cutoff_without_sorting_keeps_the_same_tokens(names, dtype, monkeypatch):
+    """Ties, tokens without a weight, steep rows and flat ones, beside greedy rows. Only a small top_k asks PyTorch."""
+    plain = torch_sampler.cutoff
+    rng = random.Random(names)
+
+    def short(logits, options):
+        assert options.all_have_top_k, "it would sort, and wait"
+        return plain(logits, options)
+
+    rows = 4
+    for vocab_size in 7, 300, 5000:
+        logits = torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(vocab_size))
+        logits = (logits * rng.choice([0.1, 1, 5, 30])).to(DEVICE, dtype)
+        if rng.random() < 0.4:
+            logits = logits.round()
+        logits[0, : vocab_size // 2] = -torch.inf
+        temperature = torch.tensor([0.0, *rng.choices([0.3, 1.0, 5.0], k=rows - 1)])
+        numbers = torch.arange(rows)
+        parts = {name: torch.tensor(rng.choices(FILTERS[name], k=rows)) for name in names.split()}
+        options = Sampling(temperature, numbers, numbers, **parts)
+        is_drawn = temperature > 0
+        if options.top_k is not None:
+            options.top_k = options.top_k.clamp(max=vocab_size)
+            is_limited = is_drawn & (options.top_k < vocab_size)
+            options.max_top_k = max(options.top_k[is_limited].tolist(), default=0)
+            options.all_have_top_k = bool(is_limited.equal(is_drawn))
+        for name, part in vars(options).items():
+            if isinstance(part, torch.Tensor):
+                setattr(options, name, part.to(DEVICE))
+        monkeypatch.setattr(torch_sampler, "cutoff", short)
+        found = triton_ops.cutoff(logits, options).view(-1, 1)
+        monkeypatch.setattr(torch_sampler, "cutoff", plain)
+        expected, _ = torch_sampler.cutoff(logits, options)
+        has_weight = sampler.softmax_weights(logits, options) > 0
+        kept = [((logits.float() >= lowest) & has_weight)[is_drawn] for lowest in (found, expected)]
+        assert torch.equal(*kept)
+
+
+def test_filters_at_their_border():
+    """A weight that equals min_p stays, and so does the token with which the sum reaches top_p, but none behind it."""
+    rows = torch.arange(3, device=DEVICE)
+    temperature = torch.full((3,), 1.4426950408889634)  # weights are 1, 0.5, 0.5, 2**-30
+    top_p, min_p = torch.tensor([0.5, 1.0, 0.6]), torch.tensor([0.0, 0.5, 0.5])
+    options = Sampling(temperature.to(DEVICE), rows, rows, None, top_p.to(DEVICE), min_p.to(DEVICE))
+    logits = torch.tensor([[0.0, -1, -1, -30]] * 3, device=DEVICE)
+    assert triton_ops.cutoff(logits, options).tolist() == [0.0, -1.0, -1.0]
+
+
+# --- the engine, and the compiler ---
 
 
 # padding rows attend to nothing: any numbers

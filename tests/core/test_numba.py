@@ -1,6 +1,7 @@
-"""The compiled kernels for a CPU against PyTorch and the plain reference.
+"""The compiled kernels for a CPU: threads, numbers of 16 bits, the engine, and what is kept on disk. For the results of
+each kernel, see test_ops.py.
 
-Run: pytest tests/core/test_numba.py [-k fork]
+Run: pytest tests/core/test_numba.py [-k thread]
 """
 
 import os
@@ -19,61 +20,10 @@ import torch
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
 from nanovllm.device.choose import choose_ops
-from nanovllm.layers import attention, numba_kernels, numba_ops, torch_ops
-from nanovllm.layers.kv_cache import KVCache
-from tutorials.measure.batches import BORDERS, random_batch
+from nanovllm.layers import numba_kernels, numba_ops, torch_ops
+from tutorials.measure.batches import random_batch
 
 ROOT = Path(__file__).parents[2]
-MIXTURE = [(1, 9), (1, 1), (1, 33), (5, 5), (3, 20), (17, 40)]  # decodes come first
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
-DTYPES = [*TOLERANCE]
-
-
-def attended(sequences, heads, kv_heads, head_dim, dtype=torch.float32, size=1.0, **kwargs):
-    """What the kernels and the reference say of a random batch, whose unowned slots are NaN."""
-    batch, keys = random_batch(sequences, kv_heads, head_dim, **kwargs)
-    lengths, layer, scale = [length for length, _ in sequences], 1, head_dim**-0.5
-    batch.kv_cache = KVCache(batch.kv_cache.tensor.to(dtype))
-    rng = torch.Generator().manual_seed(1)
-    q = (size * torch.randn(sum(lengths), heads, head_dim, generator=rng)).to(dtype)
-    new = torch.cat([kv[:, layer, -length:] for kv, length in zip(keys, lengths)], dim=1)
-    # as in the model, keys and values are views of something larger
-    qkv = torch.cat([*new.to(dtype)], dim=1)
-    numba_ops.store_kv(*qkv.split(kv_heads, dim=1), batch, layer)
-    stored = batch.kv_cache.tensor.clone()
-    torch_ops.store_kv(*qkv.split(kv_heads, dim=1), batch, layer)
-    assert torch.equal(batch.kv_cache.tensor.nan_to_num(), stored.nan_to_num())
-    batch.layout = numba_ops.layout(batch)
-    out = numba_ops.paged_attention(q, batch, layer, scale)
-    return out, attention.paged_attention(q, batch, layer, scale)
-
-
-def check(*args, dtype=torch.float32, **kwargs):
-    out, expected = attended(*args, dtype=dtype, **kwargs)
-    torch.testing.assert_close(out, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-
-
-@pytest.mark.slow(but_every=12)
-@pytest.mark.parametrize("heads", [(4, 2), (2, 2), (7, 1)])
-@pytest.mark.parametrize("head_dim", [16, 80])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_mixture_of_decodes_prompts_and_chunks(heads, head_dim, dtype):
-    check(MIXTURE, *heads, head_dim, dtype=dtype)
-
-
-@pytest.mark.parametrize("context", BORDERS)
-def test_every_split_into_cached_and_new_at_block_borders(context):
-    for length in {1, 2, context // 2, context - 1, context} & set(range(1, context + 1)):
-        check([(length, context)], 4, 2, 16, seed=length)
-
-
-@pytest.mark.parametrize("block_size", [1, 3, 8, 64])
-def test_block_sizes(block_size):
-    check([(1, 10), (1, 3), (4, 12), (1, 70)], 4, 2, 16, block_size=block_size, num_blocks=200)
-
-
-def test_scores_of_any_size():
-    check([(1, 40), (1, 17)], 4, 2, 16, size=1000.0)
 
 
 @pytest.mark.parametrize("num_threads", [1, 5])
@@ -81,9 +31,9 @@ def test_a_decode_is_the_same_in_any_company_on_any_number_of_threads(monkeypatc
     """To the last bit: alone, and beside others, with threads that share the programs."""
     monkeypatch.setattr(numba_ops, "SMALL", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
-    batch, _ = random_batch([(1, 9), (1, 33), (1, 40), (1, 1)], 2, 16)
+    batch, _ = random_batch([(1, 9), (1, 33), (1, 40), (1, 1)], 2, 32)
     batch.kv_cache.tensor.nan_to_num_()
-    q = torch.randn(4, 4, 16)
+    q = torch.randn(4, 4, 32)
     batch.layout = numba_ops.layout(batch)
     together = numba_ops.paged_attention(q, batch, 1, 0.25)
     for b in range(4):
@@ -100,59 +50,6 @@ def test_a_decode_is_the_same_in_any_company_on_any_number_of_threads(monkeypatc
         alone.layout = numba_ops.layout(alone)
         out = numba_ops.paged_attention(q[b : b + 1], alone, 1, 0.25)
         assert torch.equal(out[0], together[b])
-
-
-def norm(size, dtype):
-    layer = torch.nn.RMSNorm(size, 1e-6, dtype=dtype).requires_grad_(False)
-    layer.weight.data.copy_(1 + 0.2 * torch.randn(size))
-    return layer
-
-
-def assert_close(actual, expected):
-    tolerance = TOLERANCE[expected.dtype]
-    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
-
-
-@pytest.mark.slow(but_every=6)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [48, 1, 200])
-def test_add_and_norm(size, dtype):
-    layer, update, x = norm(size, dtype), torch.randn(5, size).to(dtype), torch.randn(5, size).to(dtype)  # fmt: skip
-    in_place = x.clone()
-    total, normed = numba_ops.add_and_norm(in_place, update, layer)
-    assert total is in_place and torch.equal(total, x + update)
-    alone = numba_ops.add_and_norm(x[3:4].clone(), update[3:4], layer)[1]
-    assert torch.equal(normed[3:4], alone)  # to the last bit, whatever is beside it
-    assert_close(normed, torch_ops.add_and_norm(x.clone(), update, layer)[1])
-
-
-@pytest.mark.slow(but_every=4)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("has_norm", [True, False])
-def test_norm_and_rotate(has_norm, dtype):
-    sizes, head_dim = [6, 2, 2], 80
-    norms = [norm(head_dim, dtype), norm(head_dim, dtype)] if has_norm else [None, None]
-    angles = torch.randn(7, head_dim // 2)
-    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
-    qkv = torch.randn(7, 10, head_dim).to(dtype)
-    expected = torch_ops.norm_and_rotate(qkv.clone(), *norms, cos_sin, sizes)
-    actual = numba_ops.norm_and_rotate(qkv.clone(), *norms, cos_sin, sizes)
-    alone = numba_ops.norm_and_rotate(qkv[3:4].clone(), *norms, cos_sin[3:4], sizes)
-    for part, reference, one in zip(actual, expected, alone):
-        assert_close(part, reference)
-        assert torch.equal(part[3:4], one)
-    assert torch.equal(actual[2], qkv[:, 8:])
-
-
-@pytest.mark.slow(but_every=2)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_silu_and_mul(dtype):
-    x = (8 * torch.randn(5, 2 * 1030)).to(dtype)
-    out = numba_ops.silu_and_mul(x)
-    assert_close(out, torch_ops.silu_and_mul(x))
-    assert torch.equal(out[3:4], numba_ops.silu_and_mul(x[3:4]))
-    extreme = torch.tensor([[-6e4, -100.0, 0.0, 100.0, 1.0, 1.0, 1.0, 1.0]]).to(dtype)
-    assert_close(numba_ops.silu_and_mul(extreme), torch_ops.silu_and_mul(extreme))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -5,11 +5,10 @@ Run: pytest tests/core/test_sampler.py [-k greedy]
 """
 
 import random
-from importlib import import_module
 
 import pytest
 import torch
-from extras import needs
+from backends import ops_of
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from nanovllm.layers import sampler as plain
@@ -269,10 +268,7 @@ def test_a_row_draws_alone_what_it_draws_in_any_mixture(vocab_size):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_draws_the_same_whatever_filters_are_beside_it(dtype, ties, backend):
     """The neighbors decide how many logits are looked at, and whether in a second attempt."""
-    if backend == "triton":
-        needs("triton")
-    ops = import_module(f"nanovllm.layers.{backend}_ops")
-    logits = row_logits(dtype, ties)
+    ops, logits = ops_of(backend), row_logits(dtype, ties)
 
     def drawn(rows):
         return ops.sample(logits[rows], requested(rows)).tolist()

@@ -88,7 +88,6 @@ def test_an_index_is_made_again_if_tokens_are_gone():
 @pytest.mark.parametrize(
     "fields, message",
     [
-        (5, r"speculative_config=5 is not allowed: it must be a dict of SpeculativeConfig's fields, or None"),
         ({"method": "eagle"}, "method='eagle' is not allowed: it must be 'ngram'"),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens=0 is not allowed: it must be an integer from 1 to 64"),
         ({"num_speculative_tokens": True}, "num_speculative_tokens=True is not allowed"),

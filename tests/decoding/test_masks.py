@@ -138,14 +138,3 @@ def test_a_prompt_is_cut_at_its_begin(llm):
         [long], SamplingParams(max_tokens=1, truncate_prompt_tokens=40), use_tqdm=False
     )
     assert answer.prompt_token_ids == long[-40:] and answer.prompt is None
-
-
-@pytest.mark.parametrize(
-    "name, value",
-    [("allowed_token_ids", []), ("allowed_token_ids", [1536]), ("allowed_token_ids", [-1]), ("allowed_token_ids", [1.5]), ("allowed_token_ids", 5),
-     ("bad_words", [""]), ("bad_words", "word"), ("bad_words", [5]), ("truncate_prompt_tokens", 0), ("truncate_prompt_tokens", -2), ("truncate_prompt_tokens", True)],
-)  # fmt: skip
-def test_bad_values_are_refused_by_name(llm, name, value):
-    with pytest.raises(ValueError, match=name):
-        output(llm, **{name: value})
-    assert not llm.has_unfinished()

@@ -1,6 +1,6 @@
 """On a real GPU: Triton kernels and CUDA graphs through the whole engine. Skipped where there is none.
 
-With --gpu, test_kernels.py, test_fused.py, test_cuda_graphs.py and test_sampler.py run on the GPU, too.
+With --gpu, test_ops.py, test_kernels.py, test_cuda_graphs.py and test_sampler.py run on the GPU, too.
 
 Run: pytest --gpu tests/device/test_gpu.py [-k replayed]
 """

@@ -4,6 +4,7 @@ Run: pytest tests/processing/test_inputs.py [-k parts]
 """
 
 import pytest
+from wrong_values import PARAMS, PROMPTS
 
 from nanovllm import LLM, SamplingParams
 
@@ -49,26 +50,25 @@ def test_an_assistant_that_said_nothing(llm):
     assert "None" not in output.prompt and "assistant\n<|im_end|>" in output.prompt
 
 
-@pytest.mark.parametrize(
-    "content, place, shown",
-    [
-        (5, "", "5"),
-        (None, "", "None"),
-        ({"type": "text", "text": "a"}, "", "{'type': 'text', 'text': 'a'}"),
-        ([part("a"), "b"], "[1]", "'b'"),
-        ([{"type": "image_url", "image_url": "x"}], "[0]", "{'type': 'image_url', "),
-        ([{"type": "text"}], "[0]", "{'type': 'text'}"),
-        ([part("a"), part("b"), part(7)], "[2]", "{'type': 'text', 'text': 7}"),
-        ([{"text": "a"}], "[0]", "{'text': 'a'}"),
-    ],
-)
-def test_other_content_is_refused(llm, content, place, shown):
-    messages = [*user("hello"), {"role": "user", "content": content}]
+REFUSED = [({"prompt": prompt}, message) for prompt, message in PROMPTS]
+REFUSED += [({"prompt": "a", "params": params}, message) for params, message in PARAMS]
+REFUSED += [
+    ({"prompt": "a", "request_id": 5}, "request_id=5 is not allowed: it must be a string, and"),
+    ({"prompt": "a", "request_id": ""}, "request_id='' is not allowed: it must be a string, and"),
+    ({"prompt": "a", "priority": "high"}, "priority='high' is not allowed: it must be an integer"),
+]
+
+
+@pytest.fixture(scope="module")
+def small_llm():
+    return LLM(device="cpu", max_num_seqs=12, max_model_len=64, block_size=4, num_blocks=110)
+
+
+@pytest.mark.parametrize("arguments, message", REFUSED)
+def test_a_wrong_request_is_refused(small_llm, arguments, message):
     with pytest.raises(ValueError) as error:
-        llm.chat(messages, use_tqdm=False)
-    assert str(error.value).startswith(f"messages[1]['content']{place}={shown}")
-    assert "is not allowed: it must be " in str(error.value)
-    assert "{'type': 'text', 'text': ...}" in str(error.value) and not llm.has_unfinished()
+        small_llm.add_request(**arguments)
+    assert str(error.value).startswith(message) and not small_llm.has_unfinished()
 
 
 def test_vllms_forms_of_a_prompt(llm):
@@ -80,25 +80,6 @@ def test_vllms_forms_of_a_prompt(llm):
         assert [o.prompt for o in outputs] == [o.prompt for o in expected]
         assert [o.prompt_token_ids for o in outputs] == [o.prompt_token_ids for o in expected]
         assert [o.outputs[0].text for o in outputs] == [o.outputs[0].text for o in expected]
-
-
-@pytest.mark.parametrize(
-    "prompt",
-    [
-        {},
-        {"text": "a"},
-        {"prompt": [1]},
-        {"prompt_token_ids": "a"},
-        {"messages": [{"role": "user", "content": "a"}], 1: 2},
-        {"prompt": "a", "multi_modal_data": {"image": 1}},
-    ],
-)
-def test_other_dicts_are_no_prompts(llm, prompt):
-    for prompts in (prompt, [prompt]):
-        with pytest.raises(
-            ValueError, match=r"=\{.* is not .* a dict must be \{'prompt': text\}, "
-        ):
-            llm.generate(prompts, use_tqdm=False)
 
 
 # --- what the chat template gets ---

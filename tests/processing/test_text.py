@@ -194,12 +194,6 @@ def test_the_text_of_a_stop_token_is_not_in_the_output(llm):
     assert streamed == output.outputs[0].text
 
 
-@pytest.mark.parametrize("prompt", ["", [[]]])
-def test_empty_prompts(llm, prompt):
-    with pytest.raises(ValueError, match="is empty: it must have at least one token"):
-        llm.generate(prompt, use_tqdm=False)
-
-
 @pytest.mark.parametrize(
     "messages",
     ["hello", ["hello"], [], [[]], {"role": "user"}, None, [{"rol": "user", "content": "hi"}]],

@@ -174,7 +174,6 @@ def test_a_bad_value_gives_one_sentence(args, word, capsys):
     [
         (["", "--temperature", "0"], "prompt=''"),
         (["a", "--temperature", "-1"], "temperature=-1.0"),
-        (["a", "--max-tokens", "0"], "max_tokens=0"),
     ],
 )
 def test_a_bad_text_or_parameter_gives_one_sentence(args, word, parrot, capsys):

@@ -269,4 +269,4 @@ def test_a_response_says_its_format_as_it_was_asked_for(server):
 
 def test_programs_find_the_words_that_they_look_for(server):
     error = server.refused("/v1/completions", {"prompt": [5] * 5000})
-    assert "maximum context length" in error["message"]
+    assert "maximum context length" in error["message"] and error["param"] == "prompt"

@@ -97,23 +97,13 @@ def test_a_wrong_content_type(server):
         assert "application/json" in checked_error(response, 400)["message"]
 
 
-WRONG = {
-    "max_tokens": "five",
-    "n": 0,
-    "temperature": -1,
-    "top_k": -5,
-    "stop": [""],
-    "logit_bias": {"five": 1},
-    "seed": 2**63,
-    "stream_options": {"include_usage": 5},
-    "prompt_logprobs": -1,
-}
-
-
 @pytest.mark.parametrize(
     "path, name, value",
     [
-        *((path, *wrong) for path in [*POSTS][:2] for wrong in WRONG.items()),
+        # each route of completions: a wrong type, a value that the engine refuses, a part of a field
+        *((path, "max_tokens", "five") for path in [*POSTS][:2]),
+        *((path, "temperature", -1) for path in [*POSTS][:2]),
+        *((path, "stream_options", {"include_usage": 5}) for path in [*POSTS][:2]),
         ("/tokenize", "prompt", 5),
         ("/tokenize", "messages", [{"role": "user", "content": 5}]),
         ("/tokenize", "add_special_tokens", "yes"),
@@ -121,15 +111,10 @@ WRONG = {
         ("/detokenize", "tokens", [1536]),
         ("/v1/chat/completions", "messages", []),
         ("/v1/chat/completions", "messages", [{"content": "a"}]),
-        ("/v1/chat/completions", "messages", [{"role": "user", "content": None}]),
-        ("/v1/chat/completions", "messages", [{"role": "user", "content": [{"type": "image"}]}]),
         ("/v1/chat/completions", "tools", "all"),
         ("/v1/completions", "prompt", {"text": "a"}),
-        ("/v1/completions", "prompt", [1536]),
         ("/v1/completions", "prompt", [[5], []]),
-        ("/v1/completions", "prompt", ""),
         ("/v1/completions", "prompt", []),
-        ("/v1/completions", "prompt", [5] * 2048),
     ],
 )
 def test_a_wrong_value_is_refused_with_the_name_of_its_field(server, path, name, value):
@@ -402,13 +387,10 @@ def test_stream_options_without_a_stream(server, path, stream):
     assert server.refused(path, body)["param"] == "stream_options"
 
 
-@pytest.mark.parametrize(
-    "name, value", [("stop_token_ids", [5, 9999]), ("logit_bias", {"5": 1, "9999": -1})]
-)
-@pytest.mark.parametrize("path", [*POSTS][:2])
-def test_ids_out_of_the_vocabulary_are_refused_with_both_numbers(server, path, name, value):
-    error = server.refused(path, {**POSTS[path], name: value})
-    assert "9999" in error["message"] and "1535" in error["message"] and error["param"] == name
+def test_an_id_out_of_the_vocabulary_is_refused_with_both_numbers(server):
+    error = server.refused("/v1/completions", {**SMALL, "logit_bias": {"5": 1, "9999": -1}})
+    assert "9999" in error["message"] and "1535" in error["message"]
+    assert error["param"] == "logit_bias"
 
 
 def test_a_bias_makes_the_token(server):

@@ -1,6 +1,6 @@
 """Attention of one sequence at a time, as it is defined.
 
-Tests import this file. An example that does: pytest tests/core/test_attention.py
+Tests import this file. An example that does: pytest tests/core/test_ops.py
 """
 
 import torch

@@ -2,8 +2,8 @@
 or an address is one off. Prints each change that the command does not notice.
 
 Run: python tests/tools/kernel_mutants.py COMMAND...    in a clone that may be changed, for example with
-     pytest -q -x tests/core/test_kernels.py tests/core/test_fused.py tests/quantization/test_products.py
-     scripts/without_gpu 90 -q -x tests/core/test_kernels.py tests/core/test_fused.py
+     pytest -q -x tests/core/test_ops.py tests/core/test_kernels.py tests/quantization/test_products.py
+     scripts/without_gpu 90 -q -x tests/core/test_ops.py tests/core/test_kernels.py -k 'triton or test_kernels'
 """
 
 import ast
@@ -69,7 +69,7 @@ def is_noticed(command: list[str]) -> bool:
 
 
 def main(command: list[str]) -> None:
-    for file in sorted(PACKAGE.glob("*/triton_*.py")):
+    for file in sorted(PACKAGE.rglob("triton_*.py")):
         source = file.read_text(encoding="utf-8")
         try:
             for what, changed in mutants(source):

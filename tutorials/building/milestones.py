@@ -7,7 +7,7 @@ from typing import NamedTuple
 TABLE = Path(__file__).with_name("milestones.txt")
 MILESTONE = re.compile(r"(\d+) (.+), chapter (\d\d)(, with numba)?$")
 HOLES = re.compile(r"    holes in (\S+): (.+)$")
-GROUP = re.compile(r"    (.+): (\S+\.md#\S+) (\S+)$")
+GROUP = re.compile(r"    (.+): (\S+\.md#\S+) ([^\s[]+)(?:(\[\w+)\])?$")
 POINTS = 10  # of a group of tests
 
 
@@ -17,12 +17,13 @@ class Group(NamedTuple):
     name: str
     section: str
     file: str
+    variant: str  # the beginning of the variants, such as "[numba"; empty: all of them
     tests: list[str]
 
     def has(self, nodeid: str) -> bool:
         """Whether a test of pytest is one of these."""
         names = nodeid.partition("[")[0].split("::")
-        return names[0] == self.file and names[1] in self.tests
+        return names[0] == self.file and names[1] in self.tests and self.variant in nodeid
 
 
 class Milestone(NamedTuple):
@@ -40,7 +41,9 @@ class Milestone(NamedTuple):
 
     @property
     def tests(self) -> list[str]:
-        return [f"{group.file}::{test}" for group in self.groups for test in group.tests]
+        return [
+            f"{group.file}::{test}{group.variant}" for group in self.groups for test in group.tests
+        ]
 
     def group_of(self, nodeid: str) -> Group:
         return next(group for group in self.groups if group.has(nodeid))
@@ -61,7 +64,8 @@ def milestone_of(paragraph: str) -> Milestone:
         if match := HOLES.match(line):
             milestone.holes[match[1]] = match[2].split()
         elif match := GROUP.match(line):
-            milestone.groups.append(Group(match[1], match[2], f"tests/{match[3]}", []))
+            file, variant = f"tests/{match[3]}", match[4] or ""
+            milestone.groups.append(Group(match[1], match[2], file, variant, []))
         else:
             name = line.strip()
             test = name if name.startswith("Test") else f"test_{name}"

@@ -1,0 +1,101 @@
+"""Backends as a parameter of tests, and the attention of one beside the plain reference.
+
+Tests import this file. An example that does: pytest tests/core/test_ops.py
+"""
+
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from dense_attention import dense_attention
+from extras import needs
+
+from nanovllm.layers import attention, torch_ops
+from nanovllm.layers.kv_cache import KVCache
+from tutorials.machine import interpreter_problem
+from tutorials.measure.batches import random_batch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PROBLEM = interpreter_problem() if DEVICE == "cpu" else None
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+
+
+def backends(*more: str, numba: int = 1, triton: int = 1) -> pytest.MarkDecorator:
+    """Parametrizes a test by backend, and by `more` functions of ops_of.
+
+    Without --slow, every n-th variant of numba and of Triton runs, and none for n = 0.
+    """
+    variants: list[Any] = [*more, "torch"]
+    for name, every in (("numba", numba), ("triton", triton)):
+        slow = pytest.mark.slow(but_every=every) if every else pytest.mark.slow
+        variants.append(name if every == 1 else pytest.param(name, marks=slow))
+    return pytest.mark.parametrize("backend", variants)
+
+
+def ops_of(backend: str) -> Any:
+    """The module of a backend; skips the test if it cannot run here.
+
+    "reference" stands for the plain attention, beside PyTorch's store_kv.
+    """
+    if backend == "reference":
+        return SimpleNamespace(
+            store_kv=torch_ops.store_kv,
+            layout=lambda batch: None,
+            paged_attention=attention.paged_attention,
+        )
+    if backend != "torch":
+        needs(backend)
+    if backend == "triton" and PROBLEM is not None:
+        pytest.skip(PROBLEM)
+    return import_module(f"nanovllm.layers.{backend}_ops")
+
+
+def check_attention(
+    backend: str,
+    sequences: list[tuple[int, int]],
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype = torch.float32,
+    *,
+    size: float = 1.0,
+    layout: object = None,
+    **kwargs,
+) -> None:
+    """Stores keys and values and attends to them, in a random batch whose unowned slots are NaN.
+
+    The cache is compared with the keys and values themselves, the attention with the reference; the
+    reference with dense attention. `size` is that of queries; `layout` replaces the backend's own.
+    """
+    ops = ops_of(backend)
+    device = DEVICE if backend == "triton" else "cpu"
+    batch, keys = random_batch(sequences, kv_heads, head_dim, **kwargs)
+    lengths, layer = [length for length, _ in sequences], 1
+    scale = 1.5 * head_dim**-0.5  # not the default of PyTorch's attention
+    for name, value in vars(batch).items():
+        if isinstance(value, torch.Tensor):
+            setattr(batch, name, value.to(device))
+    batch.kv_cache = KVCache(batch.kv_cache.tensor.to(device, dtype))
+    generator = torch.Generator().manual_seed(1)
+    q = size * torch.randn(sum(lengths), heads, head_dim, generator=generator)
+    q = q.to(device, dtype)
+    new = torch.cat([kv[:, layer, -length:] for kv, length in zip(keys, lengths)], dim=1)
+    new = new.to(device, dtype)
+
+    stored = batch.kv_cache.tensor.clone()
+    stored[:, layer].flatten(1, 2)[:, batch.slot_mapping] = new
+    # as in the model, keys and values are views of something larger
+    ops.store_kv(*torch.cat([*new], dim=1).split(kv_heads, dim=1), batch, layer)
+    assert torch.equal(batch.kv_cache.tensor.nan_to_num(99), stored.nan_to_num(99))
+
+    batch.layout = layout or ops.layout(batch)
+    found = ops.paged_attention(q, batch, layer, scale)
+    if backend == "reference":
+        kvs = [kv[:, layer].to(dtype).float() for kv in keys]
+        parts = zip(q.float().split(lengths), kvs)
+        expected = torch.cat([dense_attention(x, *kv, scale) for x, kv in parts]).to(dtype)
+    else:
+        expected = attention.paged_attention(q, batch, layer, scale)
+    torch.testing.assert_close(found, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
