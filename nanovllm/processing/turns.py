@@ -12,8 +12,8 @@ LONGEST_STEP = 10.0  # seconds
 
 
 class Turns:
-    """A re-entrant lock, whose threads take turns. The lock itself is the context manager: it is not
-    Python code, so a Ctrl-C cannot leave it taken."""
+    """A re-entrant lock, whose threads take turns. The lock itself is the context manager: no code
+    in Python runs there, so a Ctrl-C cannot leave it taken."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()

@@ -74,7 +74,7 @@ FIELDS: dict[Any, list[tuple[str, str, list]]] = {
         ("preemption_mode", "recompute or swap", ["hope"]),
         ("swap_gib", SIZE, [0, "4"]),
         ("attention_backend", "auto, torch, numba, triton or vattention", ["magic"]),
-        ("quantization", "'int8' or 'int4', or None", ["int3"]),
+        ("quantization", "'int8' or 'int4' (a quantized checkpoint needs no option), or None", ["int3"]),
         ("tensor_parallel_size", COUNT, [0]),
         ("rank_timeout", "a number of seconds, at least 1", [0, 0.5, -1.0, nan, "60", None, True]),
         ("enforce_eager", BOOL, [1]),
