@@ -124,14 +124,17 @@ class Grader:
         report.add(name, score, max_score, output)
         self.on_check(report)
 
-    def _sentence(self, name: str, played: Played, hidden: str = HIDDEN) -> str:
+    def _sentence(self, name: str, played: Played) -> str:
         """What is wrong, for the check with this name. A fault that an earlier check has said, but for
         its numbers, is not said again."""
-        said = played.problem
-        if self.is_secret and played.kind is not None:
-            said = f"{played.kind.value}; {hidden}"
+        said = self._said(played, HIDDEN)
         first = self.faults.setdefault(re.sub(r"\[[^]]*\]|\d+", "", said), name)
         return said if first == name else f"the same fault as in {first}"
+
+    def _said(self, played: Played, hidden: str) -> str:
+        if not self.is_secret or played.kind is None:
+            return played.problem
+        return f"{played.kind.value}; {hidden}"
 
     # --- checks ---
 
@@ -196,7 +199,7 @@ class Grader:
         if wrong:
             output += f": {', '.join(wrong)}"
         if played.problem:
-            output = self._sentence(own.title, played, HIDDEN_OWN)
+            output = self._said(played, HIDDEN_OWN)
         self._add(report, own.title, num_right * points, count * points, output)
 
 

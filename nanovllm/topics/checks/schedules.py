@@ -77,7 +77,8 @@ class ScheduleChecks:
             seq, block_id = found
             problem = f"{seq} reads block {block_id}, which does not hold its tokens"
             is_cached = manager.blocks[block_id].key is not None
-            raise blamed(scheduler, problem, CACHING if is_cached else MOVING)
+            suspects = CACHING if is_cached and own_methods(manager, CACHING) else MOVING
+            raise blamed(scheduler, problem, suspects)
         self.num_steps += 1
         is_own = type(manager) is not BlockManager
         if is_own or self.num_steps % (1 + len(manager.blocks) // 64) == 0:
@@ -218,18 +219,18 @@ def check_order(scheduler: Scheduler) -> None:
 
 
 # the methods of a block manager that decide which tokens are in which block
-CACHING = "find_prefix", "cache_full_blocks", "take_prefix", "take_moves"
 MOVING = "take_moves", "fork", "allocate"
+CACHING = "find_prefix", "cache_full_blocks", "take_prefix"
 
 
 def blamed(scheduler: Scheduler, problem: str, suspects: tuple[str, ...] = ()) -> ScheduleError:
-    """The error of the user's own methods among these of the block manager; if the scheduler is not
-    the user's, of any. Else of the only method of the scheduler that may be to blame, or of
-    `schedule`."""
+    """The error of the user's own methods among these suspects of the block manager. Without any,
+    it is the error of the only own method of the scheduler that may be to blame, or of `schedule`;
+    and if the scheduler is not the user's, of all own methods of the block manager."""
     manager = scheduler.block_manager
     if type(scheduler) is Scheduler:
-        suspects = *suspects, *methods_of(BlockManager)
+        suspects = suspects or tuple(sorted(methods_of(BlockManager)))
     if own := own_methods(manager, suspects):
-        return ScheduleError(manager, own[0], problem)
+        return ScheduleError(manager, " or ".join(own), problem)
     own = own_methods(scheduler, methods_of(Scheduler).difference(VALUES, KEYS))
     return ScheduleError(scheduler, own[0] if len(own) == 1 else "schedule", problem)
