@@ -148,5 +148,5 @@ class Recovery:
             self.scheduler.enqueue(request)
         except Exception as error:  # from a hook, perhaps after the request has been queued
             self._fail(request, error)
-            if request in self.scheduler.waiting:
+            while request in self.scheduler.waiting:
                 self.scheduler.waiting.remove(request)

@@ -6,16 +6,17 @@ What a policy may decide is in test_policy.py, hooks that raise are in test_misu
 Run: pytest tests/core/test_foreign_schedulers.py [-k preempt]
 """
 
+import re
+from functools import cache
+
+import numpy as np
 import pytest
-from fake_engine import check_clean, go_on, new_llm, raise_at
-from fake_model import FakeRunner
-from scheduling import new_request, new_scheduler, step
+from fake_engine import answer, check_clean, go_on, new_llm, raise_at, result
 
 from nanovllm import SamplingParams
-from nanovllm.block_manager import BlockManager
+from nanovllm.block_manager import BlockManager, Moves
 from nanovllm.schedule import Item, Schedule, ScheduleError
 from nanovllm.scheduler import Scheduler
-from nanovllm.topics.checks.policies import check_policy
 
 # --- what one plan shows ---
 
@@ -80,7 +81,7 @@ def take_a_decode_out(self, schedule):
 
 
 WRONG = {  # methods of a scheduler, what is said of it, and the number of samples
-    "plans nothing": ({"schedule": lambda self: Schedule()}, r"Wrong.schedule\(\): it planned nothing, but there are unfinished requests: \['0', '1'\]", 1),
+    "plans nothing": ({"schedule": lambda self: Schedule()}, r"Wrong.schedule\(\): the step has planned nothing, but there are unfinished requests: \['0', '1'\]", 1),
     "returns nothing": ({"schedule": lambda self: None}, r"Wrong.schedule\(\): it returned None, and not a Schedule", 1),
     "loses a request": ({"schedule": forgets_the_last_that_waits}, r"there are unfinished requests: \['1'\]; neither waiting nor running: \['1'\]", 1),
     "plans an item twice": (planned(lambda self, plan: plan.items.append(plan.items[0])), r"Sequence\(0.0: .*\) is in the schedule twice", 1),
@@ -96,7 +97,6 @@ WRONG = {  # methods of a scheduler, what is said of it, and the number of sampl
     "has NaN in its order": ({"running_order": lambda *_: (0, float("nan"))}, r"running_order\(\): it returned \(0, nan\)", 1),
     "mixes its keys": ({"running_order": lambda _, r: r.arrival if r.arrival % 2 else "0"}, r"running_order\(\): it returned ", 1),
     "computes half a token": (replace_item(0, num_tokens=lambda item: item.num_tokens / 2), r"is to compute \d+.0 tokens", 1),
-    "has no end": ({"set_max_len": lambda _, request: setattr(request, "max_len", 10**6)}, r"has \d+ tokens, but max_model_len=\d+", 1),
     "forgets moves": ({"schedule": in_its_own_way}, "blocks are to be moved, but the schedule lacks them: call take_moves last", 3),
     "copies nothing": ({"commit": without_copies}, r"is to write into block \d+, which others read", 3),
     "takes an item out": (planned(take_a_decode_out), "the sampled sequences do not match the items: add items with commit only", 3),
@@ -153,30 +153,6 @@ def test_what_is_cached_must_be_computed(change):
 # --- what a method returns or leaves undone ---
 
 
-CHOICES = {
-    "victim": lambda self, _: self.waiting[0],
-    "next_waiting": lambda self: (self.running + self.waiting)[0],
-}
-
-
-@pytest.mark.parametrize("method", CHOICES)
-def test_a_request_that_cannot_be_chosen(method):
-    cls = type("Wrong", (Scheduler,), {method: CHOICES[method]})
-    scheduler, runner = new_scheduler(num_blocks=4, seqs=2, cls=cls), FakeRunner(4)
-    check_policy(scheduler)
-    for i in range(3):
-        scheduler.add(new_request(i, [i] * 4, max_tokens=9))
-    with pytest.raises(ScheduleError, match=rf"Wrong.{method}\(\): it returned Request\(\d\), and"):
-        for _ in range(10):
-            step(scheduler, runner)
-
-
-def test_a_misspelt_method_is_named():
-    cls = type("Wrong", (Scheduler,), {"victims": lambda self, candidates: 1, "_victims": 1})
-    with pytest.raises(ScheduleError, match=r"Wrong.victims\(\): nothing uses it. Is it victim"):
-        new_llm(scheduler_cls=cls)
-
-
 class Forgets(Scheduler):
     def update(self, schedule, token_ids, logprobs=None):
         return schedule.sampled  # no super().update(...)
@@ -187,24 +163,6 @@ def test_an_update_that_changes_nothing_is_told_so():
     llm.add_request([5] * 9)
     with pytest.raises(ScheduleError):
         go_on(llm, 50)
-
-
-def test_a_finish_that_forgets_to_end_is_told_so():
-    """The sequence went on beyond its longest text, up to an index that is out of range."""
-
-    class Counts(Scheduler):
-        ended = 0
-
-        def finish(self, seq, reason):
-            self.ended += 1
-
-    llm = new_llm(scheduler_cls=Counts)
-    llm.add_request([5] * 9, SamplingParams(max_tokens=5))
-    message = (
-        r"Counts.finish\(\): .* has reached its end, 14 tokens, and goes on: does it call super"
-    )
-    with pytest.raises(ScheduleError, match=message):
-        go_on(llm, 10)
 
 
 def test_a_preempt_that_refuses_is_told_so():
@@ -363,29 +321,211 @@ def test_what_was_made_wrongly_is_told_at_once(cls, message):
         new_llm(**{name: cls})
 
 
-# --- blocks that are counted wrongly: others' tokens would be wrong ---
+# --- each method, right and wrong: in a step with samples, swaps, shared prefixes, and too few blocks ---
+
+STEM = [7, 8, 9, 10] * 3
+PROMPTS = {
+    "a": [*STEM, 1],
+    "b": [5] * 9,
+    "c": [*STEM, 1, 2, 3],
+    "d": [11, 12] * 7,
+    "e": [42] * 20,
+    "f": STEM,
+}
+PARAMS = {name: SamplingParams(seed=i, max_tokens=20, ignore_eos=True, n=3 if name == "d" else 1)
+          for i, name in enumerate(PROMPTS)}  # fmt: skip
+ANSWERS = cache(lambda name: answer(PROMPTS[name], PARAMS[name]))
 
 
-class ForksInSilence(BlockManager):
-    def fork(self, parent, child, num_tokens=None):
-        super().fork(parent, child, num_tokens)
-        for block_id in child.block_table:
-            self.blocks[block_id].ref_count -= 1
+def said_by(base: type, methods: dict) -> list[str]:
+    """All that is said of a class. Each answer that has ended is right, and the engine can go on."""
+    option = "scheduler_cls" if base is Scheduler else "block_manager_cls"
+    said = []
+    llm = None
+    try:
+        llm = new_llm(num_blocks=22, num_host_blocks=30, **{option: type("Own", (base,), methods)})
+        for name, prompt in PROMPTS.items():
+            llm.add_request(prompt, PARAMS[name], name)
+    except ScheduleError as error:
+        said.append(str(error))
+    for _ in range(400 if llm else 0):
+        if not llm.has_unfinished() or len(said) > 20:
+            break
+        try:
+            for output in llm.step():
+                if output.error:
+                    assert isinstance(output.error, ScheduleError)
+                    said.append(str(output.error))
+                elif output.finished:
+                    assert result(output) == ANSWERS(output.request_id)
+        except ScheduleError as error:
+            said.append(str(error))
+    if llm is None:
+        return said
+    for name in [*llm.requests]:
+        llm.abort(name)
+    check_clean(llm)
+    return said
 
 
-class FreesWhatIsShared(BlockManager):
-    def free(self, seq):
-        for block_id in seq.block_table:
-            self.blocks[block_id].ref_count = 1
-        super().free(seq)
+def decorated(function):
+    return lambda *args: function(*args)
 
 
-@pytest.mark.parametrize("cls", [ForksInSilence, FreesWhatIsShared])
-def test_a_block_manager_that_counts_wrongly_is_told_so(cls):
-    llm = new_llm(block_manager_cls=cls)
-    message = rf"Scheduler.schedule\(\): the blocks of {cls.__name__} do not add up: "
-    prompts = [[1] * 9, [2] * 9, [1] * 9]
-    params = [SamplingParams(n=3, seed=i, max_tokens=3 + 4 * i) for i in range(3)]
-    with pytest.raises(ScheduleError, match=message):
-        for _ in range(3):
-            llm.generate(prompts, params, use_tqdm=False)
+def keys(*keys):
+    """The priority of the request that comes first, second and so on."""
+    return {"priority": lambda _, request: keys[min(request.arrival, len(keys) - 1)]}
+
+
+def moves_away(self, schedule):
+    if self.running and self.running[0] not in self.waiting:
+        self.waiting.append(self.running[0])
+
+
+def loses_blocks(self, request):
+    self.running.remove(request)
+    for seq in request.unfinished:
+        seq.forget_blocks()
+    self.waiting.append(request)
+
+
+def keeps_blocks(self, seq, reason):
+    seq.finish_reason = reason
+    if seq.request.has_ended:
+        self.running.remove(seq.request)
+
+
+def without_prefix(self, seq, num_tokens):
+    size = self.block_size
+    for i in range(len(seq.prefix_ids), num_tokens // size):
+        key = 0, tuple(seq.token_ids[i * size : (i + 1) * size])
+        block = self.cached_blocks.setdefault(key, self.blocks[seq.block_table[i]])
+        block.key = key
+        self.unwritten.add(block.id)
+        seq.prefix_ids.append(0)
+
+
+def any_prefix(self, seq):
+    return [*self.cached_blocks.values()][: (len(seq) - 1) // self.block_size]
+
+
+def forks_in_silence(self, parent, child, num_tokens=None):
+    BlockManager.fork(self, parent, child, num_tokens)
+    for block_id in child.block_table:
+        self.blocks[block_id].ref_count -= 1
+
+
+def forks_too_far(self, parent, child, num_tokens=None):
+    BlockManager.fork(self, parent, child, num_tokens)
+    child.num_computed_tokens += 1
+
+
+def frees_what_is_shared(self, seq):
+    for block_id in seq.block_table:
+        self.blocks[block_id].ref_count = 1
+    BlockManager.free(self, seq)
+
+
+def loses_copies(self):
+    moves = BlockManager.take_moves(self)
+    moves.copies.clear()
+    return moves
+
+
+def takes_the_same(self):
+    self.blocks[0].ref_count += 1
+    self.free_blocks.pop(0, None)
+    return self.blocks[0]
+
+
+NAN = float("nan")
+NAMED = [  # of a class, its methods, and what is said
+    (Scheduler, {"victims": lambda self, candidates: 1, "_victims": 1}, r"victims\(\): nothing uses it. Is it victim\?"),
+    (Scheduler, {"victims": lambda self, candidates: self.victims([])}, r"victims\(\): nothing uses it"),
+    (BlockManager, {"alocate": lambda self, seq, num_tokens: 1}, r"alocate\(\): nothing uses it. Is it allocate"),
+    (Scheduler, {"priority": 5}, r"priority\(\): it is 5, and must be a method"),
+    (Scheduler, {"priority": property(lambda self: 5)}, r"priority\(\): it is <property .*, and must be a method"),
+    (Scheduler, {"watermark": lambda self: 0.1}, r"watermark\(\): it is <function .*, and must be a value"),
+    *[(Scheduler, {"watermark": value}, rf"watermark\(\): it is {value!r}, and not a number from 0 to 1")
+      for value in (None, NAN, "0.05", -5, 2)],
+    (Scheduler, keys([NAN, 1]), r"priority\(\): it returned \[nan, 1\], and not a sort key"),
+    (Scheduler, keys((0, (1, [NAN]))), r"priority\(\): it returned \(0, \(1, \[nan\]\)\), and not a sort key"),
+    (Scheduler, keys({1}), r"priority\(\): it returned \{1\}, and not a sort key"),
+    (Scheduler, keys((1, frozenset())), r"priority\(\): it returned \(1, frozenset\(\)\), and not a sort key"),
+    (Scheduler, keys(np.ones(2)), r"priority\(\): it returned array.*, and not a sort key"),
+    (Scheduler, keys((0, np.ones(2))), r"priority\(\): it returned \(0, array.*, and not a sort key"),
+    (Scheduler, keys((0,), (1, object()), (1, object())), r"priority\(\): it returned \(1, <object"),
+    (Scheduler, keys((1, object()), (2, 0), (1, object())), r"priority\(\): it"),
+    (Scheduler, keys(0, "1") | {"priority_is_fixed": True}, r"priority\(\): it returned "),
+    *[(Scheduler, {"may_admit": lambda *_, value=value: value}, r"may_admit\(\): it returned .*, and not True or False")
+      for value in ("no", np.ones(2), [], 1)],
+    (Scheduler, {"should_swap": lambda *_: "no"}, r"should_swap\(\): it returned 'no', and not True or False"),
+    (Scheduler, {"victim": lambda self, _: self.waiting[0]}, r"victim\(\): it returned Request\(\w\), and not one of the"),
+    (Scheduler, {"next_waiting": lambda self: (self.running + self.waiting)[0]}, r"next_waiting\(\): it returned Request\(\w\), and"),
+    (Scheduler, {"set_max_len": lambda _, request: setattr(request, "max_len", 3)}, r"set_max_len\(\): max_len is 3: it must be an integer from 14 to 100"),
+    (Scheduler, {"set_max_len": lambda _, request: setattr(request, "max_len", 10**6)}, r"set_max_len\(\): max_len is 1000000"),
+    (Scheduler, {"make_room": moves_away}, r"make_room\(\): Request\(\w\) has not ended, but is 2 times in"),
+    (Scheduler, {"enqueue": lambda self, request: self.waiting.extend([request] * 2)}, r"enqueue\(\): Request\(\w\) is in waiting 2 times"),
+    (Scheduler, {"enqueue": lambda self, request: None}, r"enqueue\(\): the step has planned nothing, but .* neither waiting nor"),
+    (Scheduler, {"commit": lambda *_: None}, r"commit\(\): the step has planned nothing"),
+    (Scheduler, {"tokens_to_compute": lambda *_: []}, r"tokens_to_compute\(\): the step has planned nothing"),
+    (Scheduler, {"admit": lambda *_: None}, r"admit\(\): Request\(\w\) is not running, or still waiting"),
+    (Scheduler, {"admit": lambda *_: None, "tokens_to_compute": lambda *_: []}, r"admit\(\): Request\(\w\) is not running"),
+    (Scheduler, {"admit": lambda self, request: request.params.n == 1 and Scheduler.admit(self, request)}, r"admit\(\): Request\(d\) is not running"),
+    (Scheduler, {"preempt": loses_blocks}, r"preempt\(\): the blocks \[.*\] are not free: does it call super"),
+    (Scheduler, {"finish": keeps_blocks}, r"finish\(\): the blocks \[.*\] are not free: does it call super"),
+    (Scheduler, {"finish": lambda *_: None}, r"finish\(\): .* has reached its end, \d+ tokens, and goes on: does it call super"),
+    (Scheduler, {"schedule": lambda self: (Scheduler.schedule(self), Scheduler.schedule(self))[1]}, r"schedule\(\): Sequence.* reads block \d+, which does not hold its tokens"),
+    (BlockManager, {"take_moves": lambda self: setattr(self, "moves", Moves()) or Moves()}, r"take_moves\(\): Sequence.* reads block"),
+    (BlockManager, {"take_moves": loses_copies}, r"take_moves\(\): Sequence.* reads block"),
+    (BlockManager, {"take_moves": lambda self: None}, r"take_moves\(\): it returned None, and not Moves"),
+    (BlockManager, {"cache_full_blocks": without_prefix}, r"cache_full_blocks\(\): "),
+    (BlockManager, {"find_prefix": any_prefix}, r"find_prefix\(\): Sequence.* reads block \d+, which does not hold its tokens"),
+    (BlockManager, {"find_prefix": lambda self, seq: [self.blocks[0]] * 9}, r"find_prefix\(\): it returned \[Block"),
+    (BlockManager, {"allocate": lambda *_: None}, r"allocate\(\): Sequence.* lacks blocks for \d+ tokens"),
+    (BlockManager, {"free": lambda *_: None}, r"free\(\): the blocks \[.*\] are not free"),
+    (BlockManager, {"free": frees_what_is_shared}, r"free\(\): "),
+    (BlockManager, {"fork": forks_in_silence}, r"fork\(\): Sequence.* has more than Sequence.*, or a wrong ref_count"),
+    (BlockManager, {"fork": forks_too_far}, r"fork\(\): Sequence.* has more than Sequence"),
+    (BlockManager, {"take_block": takes_the_same}, r"take_block\(\): it returned Block"),
+    (BlockManager, {"can_admit": lambda *_: False}, r"can_admit\(\): the step has planned nothing"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("i", range(len(NAMED)))
+def test_the_wrong_method_is_named(i):
+    base, methods, message = NAMED[i]
+    said = said_by(base, methods)
+    assert said and re.match(rf"Own\.{message}", said[0]), said[:3]
+
+
+def by_keyword(self, schedule):
+    for request in self.waiting:
+        assert self.may_admit(schedule=schedule, request=request) in (True, False)
+        assert self.priority(request=request) is not None
+
+
+def finished(self, request):
+    return request.has_ended
+
+
+RIGHT = [
+    {"dequeue": lambda self, request: request, "make_room": lambda self, _: [self.dequeue(one) for one in self.waiting] and None},
+    {"finished": finished, "make_room": decorated(lambda self, _: any(map(self.finished, self.running)) and None)},
+    {"finished": finished},  # not called as `unfinished` is
+    {"preempted": lambda self, request: 0, "should_swap": lambda self, request: self.preempted(request) == 0},
+    {"preempted": 0, "finished": property(finished), "victims": [], "_dequeue": 1},
+    {"victims": lambda self: self.running[-2:], "victim": lambda self, candidates: candidates[-1]},
+    {"make_room": by_keyword, "may_admit": lambda self, request, schedule: np.True_, "priority": lambda self, request: request.arrival},
+    {"priority": staticmethod(lambda request: np.float64(request.arrival)), "watermark": np.float32(0.1)},
+    {"priority": lambda self, request: [request.arrival, request], "should_swap": lambda *_: np.bool_(0)},
+    {"watermark": property(lambda self: len(self.waiting) / 100), "step_budget": lambda self, *_: (40, 40)},
+    {"finish": lambda self, seq, reason: Scheduler.finish(self, seq, reason) or Scheduler.finish(self, seq, reason)},
+    {"preempt": lambda self, request: Scheduler.preempt(self, request), "unfinished": lambda self: []},
+    {"schedule": lambda self: Scheduler.schedule(self), "admit": lambda self, request: Scheduler.admit(self, request=request)},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("i", range(len(RIGHT)))
+def test_what_is_right_is_not_refused(i):
+    assert said_by(Scheduler, RIGHT[i]) == []

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from argparse import ArgumentParser, Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from submissions import FCFS, HEAD, SHORTEST_FIRST, choose, method, priority
 
 from nanovllm import Run
 from nanovllm.config import Config
+from tutorials.assignments import process
 from tutorials.assignments.grade import new_grader, secret_seeds
 from tutorials.assignments.grader import Grader
 from tutorials.assignments.task import Goal, Part, Task, mean_latency, measure
@@ -269,6 +271,31 @@ CHEATS = {
     "forges answers": (FORGES, r"your file has no class MyScheduler"),
     "sends nonsense": (NONSENSE, r"step 1.*no decision"),
 }
+
+
+def test_a_fault_is_said_once(tmp_path):
+    """Each part has it, at steps of its own."""
+    task = replace(TASK, parts=[PART, replace(PART, name="again"), replace(PART, name="third")])
+    checks = graded(tmp_path, priority("1 / 0"), task).checks
+    said = [check.output for check in checks if check.name.endswith("rules")]
+    assert "ZeroDivisionError" in said[0] and "step 1" in said[0]
+    assert said[1:] == ["the same fault as in load, rules"] * 2
+
+
+@pytest.mark.parametrize("is_starved", [True, False])
+def test_a_busy_machine_takes_no_time_from_a_file(tmp_path, monkeypatch, is_starved):
+    """A process that only waits for a processor has all its time."""
+    clock = time.monotonic if is_starved else lambda: 0.0
+    start = clock()
+    monkeypatch.setattr(process, "seconds_starved", lambda pid: clock() - start)
+    monkeypatch.setattr(process, "SECONDS_PER_CALL", 0.2)
+    code = method(
+        "import time\ntime.sleep(0.3 if self.clock() == 0 else 0)\nreturn super().schedule()"
+    )
+    (check, _) = graded(tmp_path, code).checks
+    assert check.output.startswith(
+        "all kept" if is_starved else "step 1: your file has not answered"
+    )
 
 
 @pytest.mark.slow(but_every=2)

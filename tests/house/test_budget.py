@@ -24,7 +24,7 @@ def size_of_file(name: str) -> Size:
 
 # lines and tokens; a limit is raised in a commit of its own, before the change that needs it
 CORE = (2_440, 21_700)  # the root, layers and models, on one backend
-WHOLE_PACKAGE = (10_870, 99_100)
+WHOLE_PACKAGE = (11_120, 101_500)
 ALL_LINES = 64_124  # of all Python files, comments and docstrings too: it may only fall
 
 

@@ -4,7 +4,7 @@ A student's file runs in processes of its own (`process.py`, `player.py`). What 
 out and measured here and in `referee.py`."""
 
 import os
-import time
+import re
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -66,17 +66,18 @@ class Grader:
     is_secret: bool = False  # nothing is shown that the file may have learned from the load
     on_check: Callable[[Report], None] = lambda report: None
     shared: Shared = field(default_factory=Shared)
+    faults: dict[str, str] = field(default_factory=dict)  # of the file: the check that has said it
 
     def grade(self, path: Path) -> Report:
         report = Report()
-        deadline = time.monotonic() + self.limit
+        self.faults = {}
         try:
             source = read_source(path)
         except Unreadable as error:
             self._add(report, "your file", 0, self.task.points, str(error))
             return report
         with TemporaryDirectory() as folder:
-            self._grade(report, Submission(source, path.name, Path(folder), deadline, self.limit))
+            self._grade(report, Submission(source, path.name, Path(folder), self.limit))
         return report
 
     def _grade(self, report: Report, submission: Submission) -> None:
@@ -99,7 +100,7 @@ class Grader:
             try:
                 self._grade_results(report, loaded.own, pool.map(result_of, works))
             finally:
-                submission.deadline = 0.0  # after a Ctrl-C: what still runs ends soon
+                submission.used = self.limit  # after a Ctrl-C: what still runs ends soon
 
     def _grade_results(self, report: Report, own: Own, results: Iterator[Played]) -> None:
         for part in self.task.parts:
@@ -123,7 +124,14 @@ class Grader:
         report.add(name, score, max_score, output)
         self.on_check(report)
 
-    def _sentence(self, played: Played, hidden: str = HIDDEN) -> str:
+    def _sentence(self, name: str, played: Played) -> str:
+        """What is wrong, for the check with this name. A fault that an earlier check has said, but for
+        its numbers, is not said again."""
+        said = self._said(played, HIDDEN)
+        first = self.faults.setdefault(re.sub(r"\[[^]]*\]|\d+", "", said), name)
+        return said if first == name else f"the same fault as in {first}"
+
+    def _said(self, played: Played, hidden: str) -> str:
         if not self.is_secret or played.kind is None:
             return played.problem
         return f"{played.kind.value}; {hidden}"
@@ -133,7 +141,8 @@ class Grader:
     def _grade_load(self, report: Report, played: Played) -> bool:
         """Whether the file can be loaded; and the answers to questions in it."""
         if played.problem:
-            self._add(report, "your file", 0, self.task.points, self._sentence(played))
+            name = "your file"
+            self._add(report, name, 0, self.task.points, self._sentence(name, played))
             return False
         points = self.task.question_points
         for name, wrong in played.verdicts.items():
@@ -142,15 +151,16 @@ class Grader:
         return True
 
     def _grade_part(self, report: Report, part: Part, played: list[Played]) -> None:
+        name = f"{part.name}, rules"
         broken = next((each for each in played if each.problem), None)
         rules = "all kept"
         if not self.is_secret:
             rules += f", in {sum(each.num_steps for each in played):,} steps"
         if broken is not None:
-            rules = self._sentence(broken)
+            rules = self._sentence(name, broken)
         if not self.is_secret:
             report.printed = plain_lines(played[-1].printed if broken is None else broken.printed)
-        self._add(report, f"{part.name}, rules", 0 if broken else part.points, part.points, rules)
+        self._add(report, name, 0 if broken else part.points, part.points, rules)
         for goal in part.goals:
             values = [] if broken else [each.values[goal.name] for each in played]
             self._grade_goal(report, part, goal, values)
@@ -170,7 +180,7 @@ class Grader:
     def _grade_answers(self, report: Report, played: Played) -> None:
         name, points, expected = "the real engine", self.task.engine_points, self.shared.answers
         if played.problem:
-            self._add(report, name, 0, points, self._sentence(played))
+            self._add(report, name, 0, points, self._sentence(name, played))
         elif played.tokens == expected:
             same = "have the same answers as with FCFS and enough memory"
             self._add(report, name, points, points, f"{len(PROMPTS)} prompts {same}")
@@ -189,7 +199,7 @@ class Grader:
         if wrong:
             output += f": {', '.join(wrong)}"
         if played.problem:
-            output = self._sentence(played, HIDDEN_OWN)
+            output = self._said(played, HIDDEN_OWN)
         self._add(report, own.title, num_right * points, count * points, output)
 
 

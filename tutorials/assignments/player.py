@@ -20,18 +20,17 @@ from types import ModuleType
 from typing import Any
 
 from nanovllm import Router
-from nanovllm.block_manager import BlockManager
+from nanovllm.block_manager import BlockManager, Moves
 from nanovllm.config import Limits
 from nanovllm.options import is_int
 from nanovllm.sampling_params import LARGEST_COUNT, SamplingParams
 from nanovllm.schedule import Schedule, ScheduleError, check_choice
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request, Sequence
-from nanovllm.topics.checks.schedules import ScheduleChecks
+from nanovllm.topics.checks.schedules import ScheduleChecks, check_queues
 from nanovllm.topics.decoding.drafts import Draft, Proposer, config_of, without_draft
 from nanovllm.topics.simulator.answers import WRONG
 from nanovllm.topics.simulator.jobs import STOP
-from nanovllm.topics.simulator.replica import check_queues
 
 try:
     import resource
@@ -54,13 +53,13 @@ class Logged:
         self.is_told = False  # what was guessed
 
     def should_swap(self, request):
-        self.is_swapped = bool(super().should_swap(request))
+        self.is_swapped = super().should_swap(request)
         return self.is_swapped
 
     def preempt(self, request):
         self.is_swapped = False
         super().preempt(request)
-        self.events.append(["preempt", request.request_id, self.is_swapped])
+        self.events.append(["preempt", request.request_id, bool(self.is_swapped)])
 
     def admit(self, request):
         super().admit(request)
@@ -144,9 +143,9 @@ class Player:
             request = unpacked(*packed)
             scheduler.add(request)
             self.requests[request.request_id] = request
-        running, scheduler.events, scheduler.wanted = [*scheduler.running], [], []
+        scheduler.events, scheduler.wanted = [], []
         self.schedule = self.checks.schedule()
-        check_queues(scheduler, self.requests.values(), running)
+        check_queues(scheduler, scheduler.unfinished(), self.requests.values())
         counts = [getattr(self.manager, name, None) for name in self.counts]
         return {
             "events": scheduler.events,
@@ -181,6 +180,8 @@ class Player:
         proposer.add_drafts(schedule, scheduler.running, scheduler.block_manager, wanted)
         scheduler.is_told = False
         proposer.told = {}
+        drafted = [item for item in schedule.items if isinstance(item.seq, Draft)]
+        self.checks.contents.go_on(drafted, Moves())
 
 
 class RouterPlayer:

@@ -38,11 +38,11 @@ class Submission:
     source: str
     name: str  # of the file, for its messages
     folder: Path  # where its processes work
-    deadline: float  # for everything, by time.monotonic()
-    limit: float  # the same as the number of seconds that there were
+    limit: float  # seconds for all answers
+    used: float = 0.0  # as much of it as is gone
 
     def seconds_left(self) -> float:
-        return self.deadline - time.monotonic()
+        return self.limit - self.used
 
     def too_late(self) -> Broken:
         return Broken(Kind.TOO_LATE, f"your file has taken more than {self.limit:g} s in all")
@@ -72,6 +72,14 @@ def read_source(path: Path) -> str:
 # --- one process ---
 
 
+def seconds_starved(pid: int) -> float:
+    """How long a process has waited for a processor, as far as the system says so (Linux)."""
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_bytes().split()[1]) / 1e9
+    except (OSError, IndexError):
+        return 0.0
+
+
 class Process:
     def __init__(
         self,
@@ -83,6 +91,7 @@ class Process:
         self.submission = submission
         self.seconds_per_call = seconds_per_call or SECONDS_PER_CALL
         self.buffer = b""
+        self.starved = self.asked = 0.0  # seconds; and when it was asked, by its clock
         with ExitStack() as ends:  # if anything fails, all before it is undone
             self.printed = ends.enter_context(tempfile.TemporaryFile())
             self.process = self._start(megabytes)
@@ -118,10 +127,14 @@ class Process:
         """Sends one line and waits for one line. Raises Broken if the answer is an error, late, or
         none."""
         limit = seconds or self.seconds_per_call
-        until = min(time.monotonic() + limit, self.submission.deadline)
+        self.asked = self.clock()
+        until = self.asked + min(limit, self.submission.seconds_left())
         question = message | {"patience": PATIENCE * limit}
-        self._send(json.dumps(question).encode() + b"\n", until, limit)
-        line = self._receive(until, limit)
+        try:
+            self._send(json.dumps(question).encode() + b"\n", until, limit)
+            line = self._receive(until, limit)
+        finally:
+            self.submission.used += self.clock() - self.asked
         try:
             answer = json.loads(line)
         except (ValueError, RecursionError):
@@ -133,13 +146,21 @@ class Process:
             raise Broken(kind, str(answer["error"]))
         return answer
 
+    def clock(self) -> float:
+        """In seconds. It stands still while the process waits for a processor, so that a busy machine
+        takes no time away from the file."""
+        self.starved = max(self.starved, seconds_starved(self.process.pid))
+        return time.monotonic() - self.starved
+
     def _send(self, line: bytes, until: float, limit: float) -> None:
         pipe = self.process.stdin.fileno()
         while line:
-            wait = until - time.monotonic()
+            wait = until - self.clock()
             # a process that reads nothing lets the pipe fill
-            if wait <= 0 or not select.select([], [pipe], [], wait)[1]:
+            if wait <= 0:
                 raise self._late(limit)
+            if not select.select([], [pipe], [], wait)[1]:
+                continue
             try:
                 line = line[os.write(pipe, line) :]
             except BlockingIOError:
@@ -150,9 +171,11 @@ class Process:
     def _receive(self, until: float, limit: float) -> bytes:
         pipe = self.process.stdout.fileno()
         while b"\n" not in self.buffer:
-            wait = until - time.monotonic()
-            if wait <= 0 or not select.select([pipe], [], [], wait)[0]:
+            wait = until - self.clock()
+            if wait <= 0:
                 raise self._late(limit)
+            if not select.select([pipe], [], [], wait)[0]:
+                continue
             received = os.read(pipe, 2**16)
             if not received:
                 raise self._ended()
@@ -166,7 +189,7 @@ class Process:
     # --- sentences ---
 
     def _late(self, limit: float) -> Broken:
-        if self.submission.seconds_left() <= 0:
+        if self.submission.seconds_left() <= self.clock() - self.asked:
             return self.submission.too_late()
         printed = [line.strip() for line in self.output().splitlines()]
         lines = [line for line in printed if "File" in line and "nanovllm" not in line]

@@ -1,18 +1,21 @@
 """Schedules: checks the plans of a user's scheduler. Imports no torch."""
 
+from collections import Counter
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from numbers import Real
 from typing import Any
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import Limits
-from nanovllm.options import is_int, shown
+from nanovllm.options import shown
 from nanovllm.schedule import Item, Schedule, ScheduleError
 from nanovllm.scheduler import Scheduler
-from nanovllm.sequence import Sequence
-from nanovllm.topics.checks.classes import check_kept
-from nanovllm.topics.checks.policies import check_policy
+from nanovllm.sequence import Request, Sequence
+from nanovllm.topics.checks.blocks import check_blocks
+from nanovllm.topics.checks.contents import Contents
+from nanovllm.topics.checks.policies import KEYS, VALUES, check_policy, methods_of, own_methods
 from nanovllm.topics.decoding.drafts import without_draft
 
 
@@ -28,20 +31,67 @@ class ScheduleChecks:
     requests: tuple = ()  # how many they were, and the newest, in the last step
     num_idle_steps: int = 0  # since a request came, left or got a token ...
     num_idle_tokens: int = 0  # ... and the tokens that were computed in them
+    num_steps: int = 0
+    manager: BlockManager = field(init=False)  # a failed step brings a new one
+    contents: Contents = field(init=False)
 
     def __post_init__(self):
         check_policy(self.scheduler)
+        self._take_manager()
+
+    def _take_manager(self) -> None:
+        self.manager = self.scheduler.block_manager
+        check_policy(self.manager)
+        self.contents = Contents(self.manager.block_size)
 
     def schedule(self) -> Schedule:
         """Plans a step, and checks the plan."""
-        schedule = self.scheduler.schedule()
+        scheduler = self.scheduler
+        if scheduler.block_manager is not self.manager:
+            self._take_manager()
+        share = scheduler.watermark
+        if not (isinstance(share, Real) and 0 <= share <= 1):
+            problem = f"it is {shown(share)}, and not a number from 0 to 1"
+            raise ScheduleError(scheduler, "watermark", problem)
+        try:
+            schedule = scheduler.schedule()
+        except ScheduleError:
+            raise
+        except Exception:  # of a request, unless the class has queued or sorted requests wrongly
+            check_order(scheduler)
+            raise
         if not schedule.items:
-            raise nothing_planned(self.scheduler, self.unfinished)
+            self._check_blocks()
+            raise nothing_planned(scheduler, self.unfinished)
         if self.looks_at_items:
-            check_schedule(schedule, self.scheduler, self.limits)
-            check_kept(self.scheduler, schedule)
+            self._check_items(schedule)
         self._check_progress(schedule)
         return schedule
+
+    def _check_items(self, schedule: Schedule) -> None:
+        """Visits the items in each step, and all blocks in each step if a user counts them, else in
+        one of several steps, as there are many blocks."""
+        scheduler, manager = self.scheduler, self.manager
+        check_schedule(schedule, scheduler, self.limits)
+        if found := self.contents.go_on(schedule.items, schedule.moves):
+            seq, block_id = found
+            problem = f"{seq} reads block {block_id}, which does not hold its tokens"
+            is_cached = manager.blocks[block_id].key is not None
+            suspects = CACHING if is_cached and own_methods(manager, CACHING) else MOVING
+            raise blamed(scheduler, problem, suspects)
+        self.num_steps += 1
+        is_own = type(manager) is not BlockManager
+        if is_own or self.num_steps % (1 + len(manager.blocks) // 64) == 0:
+            self._check_blocks()
+
+    def _check_blocks(self) -> None:
+        check_order(self.scheduler)
+        try:
+            requests = self.scheduler.running + self.scheduler.waiting
+            check_blocks(self.manager, [seq for each in requests for seq in each.unfinished])
+        except AssertionError as error:
+            problem = f"the blocks do not add up: {error}"
+            raise blamed(self.scheduler, problem) from error
 
     def update(self, schedule: Schedule, *drawn: Any) -> None:
         """Processes the step's result, and checks that this was done."""
@@ -77,14 +127,19 @@ def nothing_planned(scheduler: Scheduler, unfinished: Collection[str]) -> Schedu
         why = f"neither waiting nor running: {shown(sorted(lost))}"
     elif not scheduler.running and scheduler.next_waiting() is None:
         why = "next_waiting() returned None, and no request runs"
-    what = f"it planned nothing, but there are unfinished requests: {shown([*unfinished])}"
-    return ScheduleError(scheduler, "schedule", f"{what}; {why}")
+    what = (
+        f"the step has planned nothing, but there are unfinished requests: {shown([*unfinished])}"
+    )
+    return blamed(scheduler, f"{what}; {why}")
 
 
 def check_schedule(schedule: Schedule, scheduler: Scheduler, limits: Limits) -> None:
     """Raises ScheduleError if the items of the schedule cannot be run."""
-    wrong = partial(ScheduleError, scheduler, "schedule")
+    wrong = partial(blamed, scheduler)
     manager = scheduler.block_manager
+    blocks = manager.blocks
+    size = manager.block_size
+    most = limits.max_model_len
     running = set(scheduler.running)
     seen = set[Sequence]()
     for item in schedule.items:
@@ -98,17 +153,17 @@ def check_schedule(schedule: Schedule, scheduler: Scheduler, limits: Limits) -> 
             why = "it has ended, or its request is not in scheduler.running"
             raise wrong(f"{seq} is in the schedule, but {why}")
         end = start + num_tokens
-        if not is_int(num_tokens, 1) or end > len(seq):
+        if type(num_tokens) is not int or num_tokens < 1 or end > len(seq.token_ids):
             missing = f"{seq.num_missing_tokens} are missing"
             raise wrong(f"{seq} is to compute {num_tokens} tokens, but {missing}")
         if start != seq.num_computed_tokens:
             raise wrong(f"{seq} is to compute tokens from {start} on, but that is not the next one")
-        if end > limits.max_model_len:
+        if end > most:
             raise wrong(f"{seq} has {end} tokens, but max_model_len={limits.max_model_len}")
-        if end > len(seq.block_table) * manager.block_size:
+        if end > len(seq.block_table) * size:
             raise wrong(f"{seq} lacks blocks for {num_tokens} tokens: allocate them first")
-        block_id = seq.block_table[start // manager.block_size]
-        if manager.blocks[block_id].ref_count > 1 and block_id not in manager.unwritten:
+        block_id = seq.block_table[start // size]
+        if blocks[block_id].ref_count > 1 and block_id not in manager.unwritten:
             raise wrong(f"{seq} is to write into block {block_id}, which others read")
     totals = {"max_num_batched_tokens": schedule.num_tokens, "max_num_seqs": len(schedule.items)}
     for name, total in totals.items():
@@ -116,7 +171,6 @@ def check_schedule(schedule: Schedule, scheduler: Scheduler, limits: Limits) -> 
         if total > limit:
             raise wrong(f"the schedule has {total} {name.split('_')[-1]}, but {name}={limit}")
     check_sampled(schedule, wrong)
-    check_cached(schedule, manager, wrong)
     if manager.moves:
         raise wrong("blocks are to be moved, but the schedule lacks them: call take_moves last")
 
@@ -125,7 +179,7 @@ def check_sampled(schedule: Schedule, wrong: Callable) -> None:
     """Checks that exactly the sequences whose last token is computed get a next token, and that a
     request's samples get theirs together."""
     sampled = schedule.sampled.keys()
-    last_ones = [seq for seq, start, n in schedule.items if start + n == len(seq)]
+    last_ones = [seq for seq, start, n in schedule.items if start + n == len(seq.token_ids)]
     if [*dict.fromkeys(schedule.sampled.values())] != last_ones:
         raise wrong("the sampled sequences do not match the items: add items with commit only")
     for request in {seq.request for seq in sampled if seq.request.params.n > 1}:
@@ -136,13 +190,47 @@ def check_sampled(schedule: Schedule, wrong: Callable) -> None:
             raise wrong(f"{what} would get a token: it must be all or none")
 
 
-def check_cached(schedule: Schedule, manager: BlockManager, wrong: Callable) -> None:
-    """Checks that the step computes all blocks that are cached already."""
-    written = set[int]()
-    for seq, start, num_tokens in schedule.items:
-        first = start // manager.block_size
-        last = (start + num_tokens) // manager.block_size
-        written.update(seq.block_table[first:last])
-    lost = manager.unwritten - written
-    if lost:
-        raise wrong(f"no sequence computes the cached blocks {lost}: keep what is committed")
+def check_queues(
+    scheduler: Scheduler, queued: list[Request], requests: Collection[Request]
+) -> None:
+    """Raises ScheduleError unless each of these unfinished requests, and no other, is queued
+    once."""
+    counts = Counter(queued)
+    unfinished = set(requests)
+    for request in counts.keys() | unfinished:
+        if counts[request] != (request in unfinished):
+            state = "has not ended" if request in unfinished else "has ended"
+            how = f"is {counts[request]} times in waiting and running"
+            raise blamed(scheduler, f"{request} {state}, but {how}")
+
+
+def check_order(scheduler: Scheduler) -> None:
+    """Raises ScheduleError if a request is queued twice, or if the queues cannot be sorted."""
+    queued = scheduler.running + scheduler.waiting
+    check_queues(scheduler, queued, [one for one in queued if one.is_new or not one.has_ended])
+    for name, queue in {"priority": scheduler.waiting, "running_order": scheduler.running}.items():
+        keys = [*map(getattr(scheduler, name), queue)]
+        try:
+            keys.sort()
+        except Exception as error:
+            own = own_methods(scheduler, [name]) or ["priority"]
+            problem = f"its values cannot be sorted: {error}: {shown(keys)}"
+            raise ScheduleError(scheduler, own[0], problem) from error
+
+
+# the methods of a block manager that decide which tokens are in which block
+MOVING = "take_moves", "fork", "allocate"
+CACHING = "find_prefix", "cache_full_blocks", "take_prefix"
+
+
+def blamed(scheduler: Scheduler, problem: str, suspects: tuple[str, ...] = ()) -> ScheduleError:
+    """The error of the user's own methods among these suspects of the block manager. Without any,
+    it is the error of the only own method of the scheduler that may be to blame, or of `schedule`;
+    and if the scheduler is not the user's, of all own methods of the block manager."""
+    manager = scheduler.block_manager
+    if type(scheduler) is Scheduler:
+        suspects = suspects or tuple(sorted(methods_of(BlockManager)))
+    if own := own_methods(manager, suspects):
+        return ScheduleError(manager, " or ".join(own), problem)
+    own = own_methods(scheduler, methods_of(Scheduler).difference(VALUES, KEYS))
+    return ScheduleError(scheduler, own[0] if len(own) == 1 else "schedule", problem)

@@ -7,9 +7,7 @@ Everything else is the code that serves real requests.
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Callable, Collection
-from functools import partial
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -20,8 +18,7 @@ from nanovllm.options import refusal
 from nanovllm.schedule import Schedule, ScheduleError
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
-from nanovllm.topics.checks.blocks import check_blocks
-from nanovllm.topics.checks.schedules import ScheduleChecks
+from nanovllm.topics.checks.schedules import ScheduleChecks, check_queues
 from nanovllm.topics.decoding.drafts import without_draft
 from nanovllm.topics.simulator.answers import Answers, JobProposer
 from nanovllm.topics.simulator.cost_model import SHAPES, Items, shape_of
@@ -130,7 +127,7 @@ class Replica:
         running = [*self.scheduler.running]
         schedule = self.planner.schedule()
         if self.check:
-            check_queues(self.scheduler, self.unfinished.values(), running)
+            check_queues(self.scheduler, self.scheduler.unfinished(), self.unfinished.values())
         for request in {*running}.difference(self.scheduler.running):
             self.served[request.request_id].num_preemptions += 1
         start = self.now
@@ -185,25 +182,3 @@ class Replica:
         ]
         running = [int(request.request_id) for request in self.scheduler.running]
         return PlannedStep(start, self.now, items, running)
-
-
-def check_queues(
-    scheduler: Scheduler, requests: Collection[Request], running: list[Request]
-) -> None:
-    """Raises ScheduleError unless each unfinished request is queued once, and each block is free or
-    in use. Before the step was planned, these were `running`."""
-    wrong = partial(ScheduleError, scheduler, "schedule")
-    manager = scheduler.block_manager
-    queued = Counter(scheduler.unfinished())
-    unfinished = set(requests)
-    for request in queued.keys() | unfinished:
-        if queued[request] != (request in unfinished):
-            state = "has not ended" if request in unfinished else "has ended"
-            how = f"is {queued[request]} times in waiting and running"
-            raise wrong(f"{request} {state}, but {how}")
-    if running == scheduler.running and len(manager.blocks) >= 1000:
-        return  # nothing has changed that is worth the time
-    try:
-        check_blocks(manager, [seq for request in requests for seq in request.unfinished])
-    except AssertionError as error:
-        raise wrong(str(error)) from None
