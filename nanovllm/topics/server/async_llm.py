@@ -23,6 +23,7 @@ from nanovllm.topics.server.errors import Refused, Unavailable, failed
 
 logger = logging.getLogger(__name__)
 SHUTTING_DOWN = "the server is shutting down"
+MOST_OUTPUTS = 256  # of a call
 MOST_UNREAD = 2**13  # tokens of a call that its client has not read: about 20 MB
 
 
@@ -49,7 +50,6 @@ class Backend(ABC):
     def __init__(self, inputs: Inputs, max_waiting: int):
         self.inputs = inputs
         self.max_waiting = max_waiting
-        self.most_running = inputs.scheduler.max_num_seqs
         self.loop = asyncio.get_running_loop()
         # requests that have not ended: the queue of their call, and which of its requests they are
         self.open: dict[Request, tuple[asyncio.Queue, int]] = {}
@@ -137,11 +137,10 @@ class Backend(ABC):
 
     def check_room(self, num_new: int) -> None:
         """Raises Refused if too many requests wait; each of `n` outputs counts. If none waits, a
-        call may have as many as can run, and as many as may wait."""
-        most = self.most_running + self.max_waiting
-        if num_new > most:
-            problem = f"the call asks for {num_new:,} outputs"
-            raise Refused(f"{problem}, at most {most:,} may run and wait", "n")
+        call may have more."""
+        if num_new > MOST_OUTPUTS:
+            allowed = f"at most {MOST_OUTPUTS} are allowed in one call"
+            raise Refused(f"the call asks for {num_new:,} outputs, {allowed}", "n")
         num_waiting = self.num_waiting + self.num_preparing
         if num_waiting and num_waiting + num_new > self.max_waiting:
             problem = f"{num_waiting} requests wait already, at most {self.max_waiting} may"

@@ -100,7 +100,7 @@ class Replicas(Backend):
         super().__init__(inputs, max_waiting)
         self.engines = engines
         self.manager = inputs.scheduler.block_manager  # as it was when the first replica started
-        self.most_running *= num_replicas
+        self.most_running = num_replicas * inputs.scheduler.max_num_seqs
         self.tasks: dict[Request, asyncio.Future[None]] = {}
         self.counted: dict[str, dict[str, float]] = {}  # of each replica, also ended ones
 
