@@ -157,7 +157,9 @@ def test_a_page_that_is_left_in_an_answer_says_so(browser, server):
     ask(browser, "tell me a story")
     browser.wait("document.querySelector('.assistant .text')?.textContent.includes('more')")
     browser.call("Page.reload")
-    browser.wait("document.readyState === 'complete' && document.querySelector('.assistant') !== null")
+    browser.wait(
+        "document.readyState === 'complete' && document.querySelector('.assistant') !== null"
+    )
     assert browser.wait(HAS_NOTE) == "The page was left before the end of the answer."
     assert browser.value("!$('send').hidden")
 
