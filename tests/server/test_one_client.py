@@ -361,7 +361,7 @@ def test_a_stream_that_is_not_read_has_a_limit_of_memory(server, monkeypatch, pa
     most = "max_output_tokens" if path == RESPONSES else "max_tokens"
     with server.connect(receive_buffer=2048) as sock:
         sock.sendall(request_bytes(path, {**body, most: 500, "stream": True}))
-        wait_for(lambda: server.engine.open)
+        wait_for(lambda: server.llm.runner.num_begun)
         wait_for(lambda: not server.engine.open and not server.llm.requests)
         data = b""
         while b"does not read" not in data:
@@ -374,7 +374,7 @@ def test_a_stream_that_is_not_read_is_closed(server, monkeypatch):
     body = {"prompt": ["a"] * 8, "max_tokens": 500, "stream": True}
     with server.connect(receive_buffer=2048) as sock:
         sock.sendall(request_bytes(COMPLETIONS, body))
-        wait_for(lambda: server.engine.open)
+        wait_for(lambda: server.llm.runner.num_begun)
         wait_for(lambda: not server.uvicorn.server_state.connections)
         wait_for(lambda: not server.engine.open)
 
