@@ -127,6 +127,32 @@ def test_values_have_the_types_of_their_fields():
     Config(**commands.given(args, Config)), SamplingParams(**commands.given(args, SamplingParams))
 
 
+@pytest.mark.parametrize("option", ["--api-key", "--served-model-name", "--allowed-origins"])
+def test_a_list_takes_one_value_and_leaves_the_model(option):
+    args = cli.new_parser().parse_args(["serve", option, "one", option, "two", "org/model"])
+    assert vars(args)[option[2:].replace("-", "_")] == ["one", "two"] and args.model == "org/model"
+    args = cli.new_parser().parse_args(["chat", "--stop", "a", "org/model"])
+    assert args.stop == ["a"] and args.model == "org/model"
+    words = cli.words_of({option[2:]: ["a", "-b"]})
+    assert vars(cli.new_parser().parse_args(["serve", *words]))[option[2:].replace("-", "_")] == [
+        "a",
+        "-b",
+    ]
+
+
+def test_the_help_lists_the_words_of_an_option(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--help"])
+    text = capsys.readouterr().out
+    for words in (
+        "auto,float32,bfloat16,float16",
+        "auto,int8",
+        "recompute,swap",
+        "cuda,always,never",
+    ):
+        assert f"{{{words}}}" in text
+
+
 @pytest.mark.parametrize(
     "args, hint",
     [
@@ -426,6 +452,16 @@ def test_a_chat_in_a_pipe_writes_answers_only(side, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO("first\nsecond\n"))
     cli.main(["chat", *side[1]])
     assert capsys.readouterr().out == "first\nsecond\n"
+
+
+@pytest.mark.parametrize("question", ["x " * 5000, "fine\n" + "x " * 5000])
+def test_in_a_pipe_an_error_ends_the_chat(side, monkeypatch, capsys, question):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(question + "\nnever\n"))
+    with pytest.raises(SystemExit) as info:
+        cli.main(["chat", *side[1]])
+    out, err = capsys.readouterr()
+    assert out == ("fine\n" if "fine" in question else "")
+    assert "max_model_len" in str(info.value.code) + err and info.value.code not in (0, None)
 
 
 def test_a_template_of_ones_own(tmp_path, capsys):

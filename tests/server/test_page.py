@@ -150,6 +150,20 @@ def test_stop_stops(browser, server):
     assert server.bodies[1]["messages"][1] == {"role": "assistant", "content": partial}
 
 
+def test_a_page_that_is_left_in_an_answer_says_so(browser, server):
+    """The call ends because the page is left, and not because the server is gone."""
+    server.is_endless = True
+    browser.open(server.url)
+    ask(browser, "tell me a story")
+    browser.wait("document.querySelector('.assistant .text')?.textContent.includes('more')")
+    browser.call("Page.reload")
+    browser.wait(
+        "document.readyState === 'complete' && document.querySelector('.assistant') !== null"
+    )
+    assert browser.wait(HAS_NOTE) == "The page was left before the end of the answer."
+    assert browser.value("!$('send').hidden")
+
+
 def test_an_answer_is_text_and_never_markup(browser, server):
     text = "a <b>bold</b> <img src=x onerror=alert(1)> claim"
     server.answer = [{"reasoning": "<i>so</i>"}, {"content": text[:5]}, {"content": text[5:]}]

@@ -631,6 +631,29 @@ def test_reasoning_that_the_template_opens_or_closes(parrot):
     assert (message["reasoning"], message["content"]) == ("a", "five")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "begun, text, expected",
+    [
+        ("<think>\nI", " am</think>five", (" am", "five")),
+        ("<think>a</think>so", " far", ("", " far")),
+        ("so", " far", ("", " far")),
+        ([{"type": "text", "text": "<think>I"}], " am</think>five", (" am", "five")),
+    ],
+)
+def test_a_conversation_is_continued_within_its_reasoning(parrot, begun, text, expected, stream):
+    messages = [{"role": "user", "content": text}, {"role": "assistant", "content": begun}]
+    body = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
+    if stream:
+        parts = [
+            event["choices"][0]["delta"] for event in parrot.events("/v1/chat/completions", body)
+        ]
+    else:
+        parts = [parrot.post("/v1/chat/completions", body)["choices"][0]["message"]]
+    found = ("".join(part.get(name) or "" for part in parts) for name in ("reasoning", "content"))
+    assert (*found,) == expected
+
+
 TOOLS = [
     {
         "type": "function",

@@ -49,11 +49,8 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
-        self.of = lru_cache(100_000)(self._of)
+        self.of = lru_cache(100_000)(lambda token_id: self.of_all([token_id]))
         self.bytes_of = lru_cache(100_000)(self._bytes_of)
-
-    def _of(self, token_id: int) -> str:
-        return self.of_all([token_id])
 
     def of_all(self, token_ids: list[int]) -> str:
         """A character may have several tokens."""

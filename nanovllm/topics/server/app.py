@@ -3,6 +3,7 @@
 This is the way of a streamed chat, from the socket to the engine and back:
 
     app.py        Gate            the key is right, the body is not too long
+                  check_body      the body does not have too many values
                   chat            FastAPI has made a ChatBody of the JSON
                   answer          in another thread, chats.py makes a request of the body
     async_llm.py  stream, _add    through the inbox into the engine's thread
@@ -14,21 +15,25 @@ This is the way of a streamed chat, from the socket to the engine and back:
 """
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from copy import deepcopy
 from dataclasses import replace
+from functools import cache
 from hmac import compare_digest
 from importlib.metadata import version
 from typing import Any
+from weakref import WeakValueDictionary
 
-from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi import Depends, FastAPI, HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException as NoRoute
 from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanovllm.engine import LLM
@@ -38,22 +43,25 @@ from nanovllm.topics.decoding.structured import prepare_vocabulary
 from nanovllm.topics.server.answers import HEADERS, Answers, Deltas, EventStream, TokenTexts
 from nanovllm.topics.server.async_llm import AsyncLLM, Backend
 from nanovllm.topics.server.chats import ChatBody, ChatCompletions, TokenizeBody
-from nanovllm.topics.server.completions import CompletionBody, Completions
+from nanovllm.topics.server.completions import MOST_PROMPTS, CompletionBody, Completions
 from nanovllm.topics.server.errors import Refused, answer_to, in_words
 from nanovllm.topics.server.metrics import Metrics
 from nanovllm.topics.server.page import WITHOUT_KEY, Live, add_page
-from nanovllm.topics.server.protocol import DetokenizeBody
+from nanovllm.topics.server.protocol import BYTES_OF_A_VALUE, DetokenizeBody, check_values
 from nanovllm.topics.server.responses import ResponseBody, Responses
 from nanovllm.topics.server.settings import ServerOptions
 
+LOCAL = ("localhost", "127.0.0.1", "[::1]")  # names of this machine
+
 
 class Gate:
-    """Checks the API key, if the server has keys, and refuses a body that is too long. It is pure
-    ASGI: other middleware would hide that a client has left."""
+    """Checks the Host and the API key, if the server has keys, and refuses a body that is too long.
+    It is pure ASGI: other middleware would hide that a client has left."""
 
-    def __init__(self, app: ASGIApp, options: ServerOptions):
+    def __init__(self, app: ASGIApp, server: "Server"):
         self.app = app
-        self.options = options
+        self.server = server
+        self.options = server.options
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         num_bytes = 0
@@ -68,13 +76,25 @@ class Gate:
                 raise HTTPException(413, f"the body is too long: {allowed}")
             return message
 
-        is_open = scope["type"] != "http" or scope["path"] in WITHOUT_KEY
-        if is_open or self.is_allowed(Headers(scope=scope)):
+        try:
+            if scope["type"] == "http":
+                headers = Headers(scope=scope)
+                self.check_host(headers)
+                if not (scope["path"] in WITHOUT_KEY or self.is_allowed(headers)):
+                    raise Refused("the API key is missing or wrong", status=401)
+        except Refused as error:
+            response = await answer_to(None, error)
+            await response(scope, receive, send)
+        else:
             await self.app(scope, receive_some, send)
-            return
-        response = await answer_to(None, Refused("the API key is missing or wrong", status=401))
-        response.headers["WWW-Authenticate"] = "Bearer"  # a browser asks for no password
-        await response(scope, receive, send)
+
+    def check_host(self, headers: Headers) -> None:
+        """Raises Refused if this server for one machine was called by another name."""
+        host = re.sub(r":\d*$", "", headers.get("host", "").lower())
+        if self.server.hosts and host not in self.server.hosts:
+            allowed = f"without a key, a server for this machine is called {shown(LOCAL)}"
+            hint = "start with --api-key, or let your proxy send one of these names"
+            raise Refused(f"Host={shown(host)} is not allowed: {allowed}. {hint}")
 
     def is_allowed(self, headers: Headers) -> bool:
         if not self.options.api_key:
@@ -96,7 +116,10 @@ class Server:
         self.name = options.served_model_name[0]
         self.metrics = Metrics(self.name)
         self.started = int(time.time())
+        self.hosts: set[str] = set()  # names that the server answers to; empty: to all
         self.tokenizing = ThreadPoolExecutor(1, "tokenizing")
+        # each client has at most one call in this thread's queue: so clients take turns
+        self.turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         # for one event loop, which does not run yet
         self.engine: Backend
         self.inputs: Inputs  # of the thread that tokenizes: threads cannot share a tokenizer
@@ -127,11 +150,15 @@ class Server:
     async def answer(self, call: Request, body: Any, kind: type[Answers]) -> Response:
         begin = time.perf_counter()
         self.check(body)
-        requests = await self.prepared(lambda: [*body.requests(self.inputs)], body)
+        requests = await self.prepared(lambda: [*body.requests(self.inputs)], body, call)
         answers = kind(body, requests, self.name, self.texts)
-        deltas: Deltas = self.engine.stream(requests, body.stream)
+        is_streamed = body.stream
+        # FastAPI keeps both until the answer has ended, and they may be large
+        (await call.json()).clear()
+        vars(body).clear()
+        deltas: Deltas = self.engine.stream(requests, is_streamed)
         deltas = self.metrics.watched(deltas, requests, begin)
-        if body.stream:
+        if is_streamed:
             events = answers.stream(deltas)
             await anext(events)  # an error before the first event has a status of its own
             return EventStream(events, headers=HEADERS)
@@ -143,21 +170,25 @@ class Server:
         whole = await asyncio.to_thread(answers.whole, outputs)
         return Response(whole, media_type="application/json")
 
-    async def told(self, body: Any) -> dict:
+    async def told(self, body: Any, call: Request) -> dict:
         """The answer to a tokenize or detokenize call. Raises ValueError or Refused."""
         self.check_model(body.model)
         if self.inputs.tokenizer is None:
             raise Refused("the model has no tokenizer", status=501)
-        return await self.prepared(lambda: body.told(self.inputs), body)
+        return await self.prepared(lambda: body.told(self.inputs), body, call)
 
-    async def prepared(self, function: Callable, body: Any) -> Any:
-        """Calls a function in the thread that tokenizes: it may take longer than a stream can wait.
-        Until it returns, the call counts as a waiting request."""
+    async def prepared(self, function: Callable, body: Any, call: Request) -> Any:
+        """Calls a function in the thread that tokenizes, when it is this client's turn: it may take
+        longer than a stream can wait. Until it returns, the call counts as a waiting request."""
         self.engine.check_open()
         self.engine.check_room(1)
         self.engine.num_preparing += 1
+        client = call.client.host if call.client else ""
+        if self.options.api_key:
+            client = call.headers["authorization"].partition(" ")[2]
         try:
-            return await self.engine.loop.run_in_executor(self.tokenizing, function)
+            async with self.turns.setdefault(client, asyncio.Lock()):
+                return await self.engine.loop.run_in_executor(self.tokenizing, function)
         except ValueError as error:
             raise in_words(error, body) from error
         finally:
@@ -174,6 +205,16 @@ class Server:
         if name not in (None, *self.options.served_model_name):
             raise Refused(f"the model {shown(name)} does not exist", "model", 404)
 
+    async def check_body(self, call: Request) -> None:
+        """Called before FastAPI makes a body of the JSON. Raises Refused if it has more values than
+        the model can take."""
+        with suppress(ValueError, RecursionError):  # no JSON: FastAPI says so
+            body = await call.json()
+            if isinstance(body, dict):
+                most = self.engine.inputs.scheduler.max_model_len
+                most *= MOST_PROMPTS if "prompt" in body else 1
+                check_values(body, most + self.options.max_body_bytes // BYTES_OF_A_VALUE)
+
     # --- routes ---
 
     async def completions(self, body: CompletionBody, call: Request) -> Response:
@@ -185,11 +226,11 @@ class Server:
     async def responses(self, body: ResponseBody, call: Request) -> Response:
         return await while_connected(call, self.answer(call, body, Responses))
 
-    async def tokenize(self, body: TokenizeBody) -> dict:
-        return await self.told(body)
+    async def tokenize(self, body: TokenizeBody, call: Request) -> dict:
+        return await self.told(body, call)
 
-    async def detokenize(self, body: DetokenizeBody) -> dict:
-        return await self.told(body)
+    async def detokenize(self, body: DetokenizeBody, call: Request) -> dict:
+        return await self.told(body, call)
 
     async def models(self) -> dict:
         models = [self.model(name) for name in self.options.served_model_name]
@@ -259,6 +300,7 @@ def app_of(server: Server) -> FastAPI:
         lifespan=server.lifespan,
         docs_url=None,  # its page would come from the network
         redoc_url=None,
+        openapi_url=None,  # it would be written for each call
     )
     app.state.server = server
     posts: dict[str, Callable] = {
@@ -276,12 +318,15 @@ def app_of(server: Server) -> FastAPI:
         "/metrics": server.show_metrics,
     }
     for path, route in posts.items():
-        app.add_api_route(path, route, methods=["POST"], response_model=None)
+        checks = [Depends(server.check_body)]
+        app.add_api_route(path, route, methods=["POST"], response_model=None, dependencies=checks)
     for path, route in gets.items():
         app.add_api_route(path, route, response_model=None)
+    schema = cache(lambda: JSONResponse(app.openapi()))
+    app.add_api_route("/openapi.json", schema, response_model=None, include_in_schema=False)
     for kind in (Refused, NoRoute, RequestValidationError, Exception):
         app.add_exception_handler(kind, answer_to)
-    app.add_middleware(Gate, options=server.options)
+    app.add_middleware(Gate, server=server)
     if server.options.allowed_origins:  # outside of the gate: browsers ask first, without the key
         app.add_middleware(
             CORSMiddleware,

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
@@ -23,6 +23,8 @@ from nanovllm.topics.server.errors import Refused, Unavailable, failed
 
 logger = logging.getLogger(__name__)
 SHUTTING_DOWN = "the server is shutting down"
+MOST_OUTPUTS = 256  # of a call
+MOST_UNREAD = 2**13  # tokens of a call that its client has not read: about 20 MB
 
 
 @dataclass
@@ -35,6 +37,10 @@ class Delta:
 
 
 News = list[tuple[Request, Delta | Refused]]
+
+
+def num_outputs(requests: Iterable[Request]) -> int:
+    return sum(request.params.n for request in requests)
 
 
 class Backend(ABC):
@@ -54,7 +60,7 @@ class Backend(ABC):
     @property
     @abstractmethod
     def num_waiting(self) -> int:
-        """How many open requests do not run yet."""
+        """How many outputs of open requests do not run yet."""
 
     @abstractmethod
     def _start(self, request: Request, is_streamed: bool) -> None:
@@ -79,7 +85,7 @@ class Backend(ABC):
         aborts the others. Without `is_streamed`, only the last Delta of each request comes. Raises
         Refused, also if a request fails."""
         self.check_open()
-        self.check_room(len(requests))
+        self.check_room(num_outputs(requests))
         num_open = len(requests)
         news = self.opened(requests, is_streamed)
         try:
@@ -114,6 +120,15 @@ class Backend(ABC):
             if isinstance(delta, Refused) or delta.output is not None:
                 del self.open[request]
             queue.put_nowait((i, delta))
+            if queue.qsize() * request.params.n > MOST_UNREAD:
+                self.give_up(queue)
+
+    def give_up(self, queue: asyncio.Queue) -> None:
+        """Ends a call whose client does not read, and forgets what it has not read."""
+        while not queue.empty():
+            queue.get_nowait()
+        queue.put_nowait((0, Refused("the client does not read the stream", status=408)))
+        self.leave([request for request, (news, _) in self.open.items() if news is queue])
 
     def check_open(self) -> None:
         """Raises Unavailable if the engine takes no requests."""
@@ -121,7 +136,11 @@ class Backend(ABC):
             raise Unavailable(self.end)
 
     def check_room(self, num_new: int) -> None:
-        """Raises Refused if too many requests wait. If none waits, a call may have any number."""
+        """Raises Refused if too many requests wait; each of `n` outputs counts. If none waits, a
+        call may have more."""
+        if num_new > MOST_OUTPUTS:
+            allowed = f"at most {MOST_OUTPUTS} are allowed in one call"
+            raise Refused(f"the call asks for {num_new:,} outputs, {allowed}", "n")
         num_waiting = self.num_waiting + self.num_preparing
         if num_waiting and num_waiting + num_new > self.max_waiting:
             problem = f"{num_waiting} requests wait already, at most {self.max_waiting} may"
@@ -166,7 +185,7 @@ class AsyncLLM(Backend):
 
     @property
     def num_waiting(self) -> int:
-        return max(0, len(self.open) - len(self.llm.scheduler.running))
+        return max(0, num_outputs(self.open) - num_outputs([*self.llm.scheduler.running]))
 
     def _start(self, request: Request, is_streamed: bool) -> None:
         self.inbox.put(partial(self._add, request, is_streamed))

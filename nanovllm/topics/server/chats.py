@@ -2,20 +2,24 @@
 
 import json
 from collections.abc import Iterator
+from inspect import signature
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+from transformers import PreTrainedTokenizerBase
 
 from nanovllm.processing.inputs import Inputs
 from nanovllm.processing.outputs import CompletionOutput, RequestOutput
 from nanovllm.sequence import Request
 from nanovllm.topics.server.answers import Answers
 from nanovllm.topics.server.errors import Refused
-from nanovllm.topics.server.parsing import ForcedCalls, Parser, Parts
+from nanovllm.topics.server.parsing import THINK, ForcedCalls, Parser, Parts
 from nanovllm.topics.server.protocol import Body, Strict
 
 MOST_MESSAGES = 4096
 MOST_TOOLS = 128
+# names that a template does not get
+RESERVED = {*signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"documents"}
 # the arguments of a function without parameters
 NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 COMPACT = {"disable_any_whitespace": True}  # a client gets the arguments anew
@@ -104,7 +108,11 @@ class ChatFields(Strict):
     reasoning_effort: Effort | None = None
 
     def chat(self, messages: list[Message]) -> dict:
-        """The conversation as a messages.Chat."""
+        """The conversation as a messages.Chat. Raises Refused."""
+        wrong = sorted(RESERVED & {*(self.chat_template_kwargs or ())})
+        if wrong:
+            problem = f"chat_template_kwargs.{wrong[0]} is not supported"
+            raise Refused(f"{problem}: the template cannot use this name", "chat_template_kwargs")
         names: dict[str, Any] = {}
         if self.reasoning_effort is not None:
             names["reasoning_effort"] = self.reasoning_effort
@@ -232,8 +240,12 @@ class ChatCompletions(Answers):
         else:
             has_tools = bool(body.tools) and body.tool_choice != "none"
             has_form = request.params.structured_outputs is not None  # it leaves no reasoning
-            prompt = None if has_form else request.prompt
-            self.parsers = [Parser(prompt, has_tools, most_calls) for _ in range(n)]
+            before = (request.prompt or "").rstrip()[-len(THINK) :]
+            if body.continue_final_message:
+                before = str(body.messages[-1].content)
+            if has_form:
+                before = ""
+            self.parsers = [Parser(before, has_tools, most_calls) for _ in range(n)]
         self.has_reasoning = body.include_reasoning
 
     def end(self, outputs: list[RequestOutput]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import argparse
 import ast
-import importlib
 import inspect
 import io
 import json
@@ -13,6 +12,7 @@ from dataclasses import MISSING, Field, fields
 from difflib import get_close_matches
 from importlib.metadata import version
 from itertools import pairwise
+from pkgutil import resolve_name
 from textwrap import dedent
 from types import NoneType
 from typing import Any, Literal, NoReturn, get_args, get_origin
@@ -89,11 +89,16 @@ def add_options(parser: Parser, kind: type[Options]) -> None:
     """Adds one option for each field. A field without its option keeps its default."""
     group = parser.add_argument_group(kind.__name__)
     meanings = meanings_of(kind)
+    # a list would take the MODEL behind it; the text of `complete` is always given
+    is_single = "text" not in [one.dest for one in parser._actions]
     for field in fields(kind):  # type: ignore[arg-type]
         option = "--" + field.name.replace("_", "-")
         if field.name not in NOT_AN_OPTION and option not in parser._option_string_actions:
             text = help_of(field, meanings[field.name])
-            group.add_argument(*SHORT.get(option, []), option, help=text, **how_to_read(field.type))
+            form = how_to_read(field.type)
+            if is_single and form.pop("nargs", None):
+                form["action"] = "append"
+            group.add_argument(*SHORT.get(option, []), option, help=text, **form)
 
 
 def meanings_of(kind: type[Options]) -> dict[str, str]:
@@ -120,7 +125,7 @@ def how_to_read(kind: Any) -> dict[str, Any]:
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}
     if get_origin(kind) is Literal:
-        return {"type": str}
+        return {"metavar": f"{{{','.join(get_args(kind))}}}"}
     lists = [
         one for one in (kind, *get_args(kind)) if get_origin(one) in (list, Sequence, Collection)
     ]
@@ -132,9 +137,8 @@ def how_to_read(kind: Any) -> dict[str, Any]:
 
 def imported(name: str) -> type:
     """The class of `module:Class`."""
-    module, _, attribute = name.partition(":")
     try:
-        return getattr(importlib.import_module(module), attribute)
+        return resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
         raise argparse.ArgumentTypeError(f"{name} is not module:Class: {error}") from error
 
@@ -149,7 +153,7 @@ def words_of(options: dict[str, Any]) -> list[str]:
         if switch:
             words.append(switch)
         elif isinstance(value, list):
-            words += [option, *map(str, value)]
+            words += [f"{option}={one}" for one in value]
         elif value is not None:
             words.append(f"{option}={text}")
     return words

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 import urllib.error
@@ -137,7 +138,7 @@ def chat(args: Namespace) -> None:
             return
         if text == "/reset":
             history = []
-        elif text in ("/help", "/?"):
+        elif re.fullmatch(r"/[a-z?]+", text):
             print(HELP)
         elif text:
             question = {"role": "user", "content": text}
@@ -146,18 +147,21 @@ def chat(args: Namespace) -> None:
                 history += [question, {"role": "assistant", "content": answer}]
 
 
-def show(side: Local | Remote, history: list[dict], has_usage: bool) -> str:
-    """Prints an answer while it comes. Returns the text, also if it is not complete."""
+def show(side: Local | Remote, history: list[dict], is_terminal: bool) -> str:
+    """Prints an answer while it comes. Returns the text, also if it is not complete. In a pipe, an
+    error ends the program."""
     answer = ""
     try:
         with closing(side.answer(history)) as parts:
             for part in parts:
                 answer += part
                 print(part, end="", flush=True)
-        print(f"\n[{side.usage}]" if has_usage else "")
+        print(f"\n[{side.usage}]" if is_terminal else "")
     except KeyboardInterrupt:
         print("\n[stopped]")
     except ValueError as error:
+        if not is_terminal:
+            sys.exit(f"nanovllm: {error}")
         print(f"\n[{error}]")
     return answer
 
@@ -208,10 +212,10 @@ class Remote:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, self.headers)
         try:
-            with urllib.request.urlopen(request) as response:
+            with answer_to(request) as response:
+                if response.status >= 400:
+                    raise ValueError(json.load(response)["error"]["message"])
                 yield response
-        except urllib.error.HTTPError as error:
-            raise ValueError(message_of(error.read())) from error
         except (OSError, HTTPException) as error:
             raise ValueError(f"url={self.url!r} does not answer: {str(error)[:200]}") from error
         except (json.JSONDecodeError, LookupError, TypeError, AttributeError) as error:
@@ -243,12 +247,11 @@ class Remote:
                     self.usage = usage_text(*counts)
 
 
-def message_of(body: bytes) -> str:
-    """The error message of a server."""
+def answer_to(request: urllib.request.Request) -> Any:
     try:
-        return json.loads(body)["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        return body[:200].decode(errors="replace")
+        return urllib.request.urlopen(request)
+    except urllib.error.HTTPError as error:  # it is an answer, too
+        return error
 
 
 def usage_text(num_prompt: int, num_cached: int, num_output: int) -> str:

@@ -62,7 +62,8 @@ class Completions(Answers):
 
     def __init__(self, body: CompletionBody, requests: list[Request], *args):
         super().__init__(body, requests, *args)
-        self.body: CompletionBody = body
+        self.is_echo = body.echo
+        self.has_prompt_logprobs = body.prompt_logprobs is not None
         self.is_prompt_only = body.echo and body.max_tokens == 0
         self.num_chars: dict[tuple[int, int], int] = {}  # streamed, by request and output
 
@@ -82,16 +83,16 @@ class Completions(Answers):
             text = ""
             token_ids = []
             rows = []
-        if self.body.echo and is_first:
+        if self.is_echo and is_first:
             text = self.echo(i) + text
-        if self.body.echo and whole is not None:  # a stream has no log-probabilities of an echo
+        if self.is_echo and whole is not None:  # a stream has no log-probabilities of an echo
             token_ids = whole.prompt_token_ids + token_ids
             rows = (whole.prompt_logprobs or []) + rows
         logprobs = None
         if one.logprobs is not None:
             logprobs = self.logprobs((i, one.index), token_ids, rows)
         content: dict[str, Any] = {"text": text, "logprobs": logprobs}
-        if self.body.prompt_logprobs is not None and whole is not None:
+        if self.has_prompt_logprobs and whole is not None:
             content["prompt_logprobs"] = self.prompt_logprobs(whole)
         return content
 

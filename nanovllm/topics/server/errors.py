@@ -21,16 +21,9 @@ TYPES = {
     500: "server_error",
     503: "unavailable_error",
 }
-
-
-KINDS = (
-    "str",
-    "int",
-    "bool",
-    "dict",
-    "CallNamed",
-    "FlatTool",
-)  # by which pydantic names parts of a union
+MOST_NAMED = 3  # unknown fields
+# by which pydantic names parts of a union
+KINDS = ("str", "int", "bool", "dict", "CallNamed", "FlatTool")
 
 
 class Refused(Exception):
@@ -87,7 +80,8 @@ def first_problem(error: RequestValidationError | ValidationError) -> Refused:
     problem = (fitting or problems)[0] if len(fields) == 1 else problems[0]
     if problem["type"] == "json_invalid":
         return Refused("the body is not JSON")
-    path = [part for part in problem["loc"] if part != "body"]
+    unknown = problem.get("ctx", {}).get("unknown", [])
+    path = [part for part in (*problem["loc"], *unknown[:1]) if part != "body"]
     if not path:
         return Refused("the body must be a JSON object, sent as application/json")
     field = place = str(path[0])[:100]
@@ -100,6 +94,11 @@ def first_problem(error: RequestValidationError | ValidationError) -> Refused:
         kind = field.removeprefix("guided_")
         is_form = field != kind and kind in structured.KINDS
         hint = f'give structured_outputs={{"{kind}": ...}}' if is_form else "leave it out"
+        if len(unknown) > 1:
+            place = ", ".join([place, *(name[:100] for name in unknown[1:MOST_NAMED])])
+            if len(unknown) > MOST_NAMED:
+                place += f" and {len(unknown) - MOST_NAMED:,} more fields"
+            return Refused(f"{place} are not supported: leave them out", field)
         return Refused(f"{place} is not supported: {hint}", field)
     value = problem["input"]
     if isinstance(value, int | float | str):
@@ -129,4 +128,6 @@ async def answer_to(_: object, error: Exception) -> JSONResponse:
     refused = failed(error)
     if refused.status in (429, 503):
         headers["Retry-After"] = "1"
+    if refused.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"  # a browser asks for no password
     return JSONResponse(content_of(refused), refused.status, headers)

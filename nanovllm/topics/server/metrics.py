@@ -28,10 +28,7 @@ COUNTERS = {
     "prefix_cache_hits": ("prefix_cache_hit_tokens", "Those of them that were found."),
     "spec_decode_num_drafts": ("drafts", "Drafts: how often a sequence had draft tokens."),
     "spec_decode_num_draft_tokens": ("draft_tokens", "Draft tokens."),
-    "spec_decode_num_accepted_tokens": (
-        "accepted_draft_tokens",
-        "Those of them that were accepted.",
-    ),
+    "spec_decode_num_accepted_tokens": ("accepted_draft_tokens", "Accepted draft tokens."),
 }
 
 

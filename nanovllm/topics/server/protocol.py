@@ -3,10 +3,13 @@ is ignored because it changes no answer, or it is refused by its name. `null` is
 field. Each list and text has a limit (a cap), so that no call can stop the others for long."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import fields
+from itertools import chain
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from nanovllm.options import shown
 from nanovllm.processing.inputs import Inputs
@@ -16,6 +19,9 @@ from nanovllm.topics.server.errors import Refused
 MOST_CHOICES = 16  # `n`
 MOST_IDS = 1024  # of tokens that stop, or have a bias
 LARGEST_SCHEMA = 2**16  # characters of JSON
+BYTES_OF_A_VALUE = 32  # in a body as long as is allowed, without token ids
+DEEPEST = 128  # values within values
+encode_strictly = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 # fields with the names and meanings of SamplingParams
 SAME = {field.name for field in fields(SamplingParams)} - {"max_tokens", "logprobs", "logit_bias"}
 # values of fields that we do not have which ask for what is done anyway
@@ -42,6 +48,43 @@ TokenIds = Annotated[list[int], Field(max_length=MOST_IDS)]
 Word = Annotated[str, Field(max_length=256)]  # each is looked for after each token
 
 
+def check_values(body: dict, most: int) -> None:
+    """Raises Refused if the fields of a body have more than `most` JSON values, or if the values
+    are too deep, or if an answer could not repeat them."""
+    problem = problem_of(body, most)
+    if not problem:
+        return
+    items = [*body.items()]
+    while len(items) > 1:
+        half = items[: len(items) // 2]
+        items = half if problem_of(dict(half), most) else items[len(half) :]
+    field = ascii(items[0][0])[1:-1][:100]
+    raise Refused(f"{field} {problem}", field or None)
+
+
+def problem_of(body: dict, most: int) -> str:
+    level = [*body.values()]
+    num_values = 0
+    for _ in range(DEEPEST):
+        level = [*chain.from_iterable(map(parts_of, level))]
+        num_values += len(level)
+        if num_values > most:
+            return f"has {num_values:,} JSON values or more, at most {most:,} are allowed"
+    if level:
+        return f"has values within values, more than {DEEPEST} deep"
+    try:
+        encode_strictly(body).encode()
+    except ValueError:
+        return "has NaN, Infinity or half of a surrogate pair: JSON has none of them"
+    return ""
+
+
+def parts_of(value: Any) -> Iterable:
+    if isinstance(value, dict):
+        return chain(value, value.values())
+    return value if isinstance(value, list) else ()
+
+
 class Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -50,11 +93,15 @@ class Strict(BaseModel):
     def without_what_asks_for_nothing(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             return body
+        names = {field.alias or name for name, field in cls.model_fields.items()}
         wanted = {}
         for name, value in body.items():
-            is_harmless = name not in cls.model_fields and value in HARMLESS.get(name, ())
+            is_harmless = name not in names and value in HARMLESS.get(name, ())
             if value is not None and name not in IGNORED and not is_harmless:
                 wanted[name] = value
+        unknown = [name for name in wanted if name not in names]
+        if unknown and cls.model_config["extra"] == "forbid":  # pydantic makes an error of each
+            raise PydanticCustomError("extra_forbidden", "unknown fields", {"unknown": unknown})
         return wanted
 
 

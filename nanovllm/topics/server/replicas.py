@@ -28,7 +28,7 @@ from nanovllm.sequence import Request
 from nanovllm.topics.decoding.rules import rules_of
 from nanovllm.topics.routing.router import Router
 from nanovllm.topics.server.app import Server, app_of
-from nanovllm.topics.server.async_llm import AsyncLLM, Backend, Delta
+from nanovllm.topics.server.async_llm import AsyncLLM, Backend, Delta, num_outputs
 from nanovllm.topics.server.errors import Refused, Unavailable, failed
 from nanovllm.topics.server.metrics import is_counter
 from nanovllm.topics.server.settings import ServerOptions
@@ -108,7 +108,7 @@ class Replicas(Backend):
     def num_waiting(self) -> int:
         """The number of waiting requests. A replica does not say which of its requests run, so the
         places in all running batches are subtracted."""
-        return max(0, len(self.open) - self.most_running)
+        return max(0, num_outputs(self.open) - self.most_running)
 
     def _start(self, request: Request, is_streamed: bool) -> None:
         # in our context, Ray would take all requests of a call for the same one

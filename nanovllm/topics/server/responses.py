@@ -241,13 +241,21 @@ class Responses(chats.ChatCompletions):
 
     def __init__(self, body: ResponseBody, *args):
         super().__init__(body.chat, *args)
-        self.asked = body
+        self.asked = {
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "parallel_tool_calls": body.parallel_tool_calls,
+            "reasoning": {"effort": body.reasoning.effort, "summary": None},
+            "text": {"format": body.text.format.model_dump(by_alias=True, exclude_none=True)},
+            "user": body.user,
+            **body.model_dump(include={"tools", "tool_choice"}, exclude_none=True),
+        }
         self.items = Items()
         for kind in ("created", "in_progress"):
             self.items.tell(f"response.{kind}", response=self.response("in_progress"))
 
     def response(self, status: str, **more: Any) -> dict:
-        body = self.asked
         params = self.requests[0].params
         return {
             "id": self.id,
@@ -260,21 +268,14 @@ class Responses(chats.ChatCompletions):
             "tools": [],
             "error": None,
             "incomplete_details": None,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
-            "metadata": body.metadata or {},
             "output": [],
-            "parallel_tool_calls": body.parallel_tool_calls,
             "previous_response_id": None,
-            "reasoning": {"effort": body.reasoning.effort, "summary": None},
             "store": False,
             "temperature": params.temperature,
-            "text": {"format": body.text.format.model_dump(by_alias=True, exclude_none=True)},
-            **body.model_dump(include={"tools", "tool_choice"}, exclude_none=True),
             "top_p": params.top_p,
             "truncation": "disabled",
             "usage": None,
-            "user": body.user,
+            **self.asked,
             **more,
         }
 

@@ -8,16 +8,36 @@ import time
 from math import ceil
 from typing import Any
 
+import h11
 import uvicorn
 from fastapi import FastAPI
-from starlette.middleware.trustedhost import TrustedHostMiddleware
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from nanovllm.options import refusal
+from nanovllm.topics.server.app import LOCAL
 
 logger = logging.getLogger("uvicorn.error")
-LOCAL = ("localhost", "127.0.0.1", "[::1]")
-LONGEST_IDLE = 60.0  # seconds of a connection without a whole request
+LONGEST_IDLE = 60.0  # seconds without a whole request, or without reading the answer
+LONGEST_HEAD = 2**14  # bytes of headers or trailers
 SWITCH = 0.0005  # seconds; by itself, Python lets a thread go on for ten times as long
+
+
+class Protocol(H11Protocol):
+    """uvicorn's protocol. What comes before the API key is checked takes little memory and time."""
+
+    def data_received(self, data: bytes) -> None:
+        is_chunked = (b"transfer-encoding", b"chunked") in (self.headers or [])
+        if is_chunked and data.count(b"\r\n") > 256 + len(data) // 16:  # each costs microseconds
+            self.send_400_response("The chunks are too small.")
+        # h11 has a limit for heads that are not complete, whatever their end brings
+        for begin in range(0, len(data), LONGEST_HEAD):
+            if not self.transport.is_closing():
+                super().data_received(data[begin : begin + LONGEST_HEAD])
+
+    def send_400_response(self, msg: str) -> None:
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        self.transport.close()  # perhaps in the middle of an answer
 
 
 class Server(uvicorn.Server):
@@ -46,14 +66,15 @@ class Server(uvicorn.Server):
                 logger.warning("All that can reach %s may use it: --api-key asks for a key", host)
 
     async def on_tick(self, counter: int) -> bool:
-        """Called ten times a second. Closes idle connections: uvicorn would keep one that sends a
-        byte now and then."""
+        """Called ten times a second. Closes idle connections, also those that do not read their
+        answer: uvicorn would keep one that sends a byte now and then."""
         now = time.monotonic()
         idle = {}
         connections: Any = self.server_state.connections
         for connection in connections:
             cycle = connection.cycle
-            if cycle is None or cycle.response_complete or cycle.more_body:
+            is_unread = connection.flow.write_paused
+            if cycle is None or cycle.response_complete or cycle.more_body or is_unread:
                 idle[connection, cycle] = self.idle.get((connection, cycle), now)
                 if now - idle[connection, cycle] > LONGEST_IDLE:
                     connection.transport.abort()
@@ -100,7 +121,8 @@ def new_server(app: FastAPI) -> Server:
         access_log=options.log_requests,
         use_colors=None if sys.stdout else False,  # it asks the terminal, if there is one
         ws="none",
-        http="httptools",
+        http=Protocol,
+        h11_max_incomplete_event_size=LONGEST_HEAD,
         log_level="info",
         timeout_graceful_shutdown=ceil(options.shutdown_timeout),
     )
@@ -112,7 +134,7 @@ def serve_app(app: FastAPI, sock: socket.socket) -> None:
     host = sock.getsockname()[0]
     if is_local(host) and not app.state.server.options.api_key:
         # a web page could give its own name this machine's address, and then call the server
-        app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*LOCAL, host])
+        app.state.server.hosts = {*LOCAL, host}
     server = new_server(app)
     server.run(sockets=[sock])
     if server.has_failed:

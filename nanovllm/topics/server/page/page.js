@@ -106,6 +106,7 @@ function restoreChat() {
 function keepPending() {
   const { messages, answer } = chat.pending ?? {};
   if (!answer?.text) return;
+  chat.controller = null; // what happens from now on is no end of the answer
   const notes = [...chat.notes, "", "The page was left before the end of the answer."];
   keep("chat", { messages: [...messages, { role: "assistant", content: answer.text }], notes });
 }
