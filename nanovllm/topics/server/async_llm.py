@@ -60,7 +60,7 @@ class Backend(ABC):
     @property
     @abstractmethod
     def num_waiting(self) -> int:
-        """How many outputs of open requests do not run yet."""
+        """How many outputs do not run yet. A call whose requests are not made yet counts as one."""
 
     @abstractmethod
     def _start(self, request: Request, is_streamed: bool) -> None:
@@ -141,7 +141,7 @@ class Backend(ABC):
         if num_new > MOST_OUTPUTS:
             allowed = f"at most {MOST_OUTPUTS} are allowed in one call"
             raise Refused(f"the call asks for {num_new:,} outputs, {allowed}", "n")
-        num_waiting = self.num_waiting + self.num_preparing
+        num_waiting = self.num_waiting
         if num_waiting and num_waiting + num_new > self.max_waiting:
             problem = f"{num_waiting} requests wait already, at most {self.max_waiting} may"
             raise Refused(problem, status=429)
@@ -185,7 +185,8 @@ class AsyncLLM(Backend):
 
     @property
     def num_waiting(self) -> int:
-        return max(0, num_outputs(self.open) - num_outputs([*self.llm.scheduler.running]))
+        num_running = num_outputs([*self.llm.scheduler.running])
+        return max(0, num_outputs(self.open) - num_running) + self.num_preparing
 
     def _start(self, request: Request, is_streamed: bool) -> None:
         self.inbox.put(partial(self._add, request, is_streamed))
