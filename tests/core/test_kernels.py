@@ -1,5 +1,5 @@
-"""The Triton kernels in Triton's interpreter or on a GPU: what only they have, such as split contexts, rows of a CUDA graph
-that are padding, and a cutoff without sorting; and compiled without a GPU. For the rest, see test_ops.py.
+"""The Triton kernels, in Triton's interpreter or on a GPU: split contexts, padding rows of a CUDA graph, addresses beyond
+32 bits, a cutoff without sorting; and the compiled kernels, without a GPU. For all other results, see test_ops.py.
 
 Run: pytest tests/core/test_kernels.py [-k split]
 """
