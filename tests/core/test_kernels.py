@@ -139,7 +139,8 @@ def test_a_cutoff_without_sorting_keeps_the_same_tokens(names, dtype, monkeypatc
 
     rows = 4
     for vocab_size in 7, 300, 5000:
-        logits = torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(vocab_size))
+        generator = torch.Generator().manual_seed(rows + vocab_size)
+        logits = torch.randn(rows, vocab_size, generator=generator)
         logits = (logits * rng.choice([0.1, 1, 5, 30])).to(DEVICE, dtype)
         if rng.random() < 0.4:
             logits = logits.round()
