@@ -1,4 +1,4 @@
-"""Which sequences attention in PyTorch computes together, and what memory this takes. For its results, see test_ops.py.
+"""Groups of sequences that attention in PyTorch computes together, and its memory. For its results, see test_ops.py.
 
 Run: pytest tests/core/test_attention.py [-k padding]
 """

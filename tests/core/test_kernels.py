@@ -1,5 +1,5 @@
-"""The Triton kernels in Triton's interpreter or on a GPU: what only they have, such as split contexts, rows of a CUDA graph
-that are padding, and a cutoff without sorting; and compiled without a GPU. For the rest, see test_ops.py.
+"""The Triton kernels, in Triton's interpreter or on a GPU: split contexts, padding rows of a CUDA graph, addresses beyond
+32 bits, a cutoff without sorting; and the compiled kernels, without a GPU. For all other results, see test_ops.py.
 
 Run: pytest tests/core/test_kernels.py [-k split]
 """
@@ -139,7 +139,8 @@ def test_a_cutoff_without_sorting_keeps_the_same_tokens(names, dtype, monkeypatc
 
     rows = 4
     for vocab_size in 7, 300, 5000:
-        logits = torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(vocab_size))
+        generator = torch.Generator().manual_seed(rows + vocab_size)
+        logits = torch.randn(rows, vocab_size, generator=generator)
         logits = (logits * rng.choice([0.1, 1, 5, 30])).to(DEVICE, dtype)
         if rng.random() < 0.4:
             logits = logits.round()

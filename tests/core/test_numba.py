@@ -1,5 +1,5 @@
-"""The compiled kernels for a CPU: threads, numbers of 16 bits, the engine, and what is kept on disk. For the results of
-each kernel, see test_ops.py.
+"""The compiled kernels for a CPU: threads, numbers of 16 bits, the engine, and files on disk. For the results of each
+kernel, see test_ops.py.
 
 Run: pytest tests/core/test_numba.py [-k thread]
 """

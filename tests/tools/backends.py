@@ -23,9 +23,9 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 
 def backends(*more: str, numba: int = 1, triton: int = 1) -> pytest.MarkDecorator:
-    """Parametrizes a test by backend, and by `more` functions of ops_of.
+    """Parametrizes a test by backend; `more` may be "reference", see ops_of.
 
-    Without --slow, every n-th variant of numba and of Triton runs, and none for n = 0.
+    Without --slow, every n-th variant with numba or Triton runs, and none for n = 0.
     """
     variants: list[Any] = [*more, "torch"]
     for name, every in (("numba", numba), ("triton", triton)):

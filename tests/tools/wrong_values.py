@@ -1,4 +1,4 @@
-"""Wrong values of each field of SamplingParams, BeamSearchParams and Config, and wrong requests, with what the refusal says.
+"""Wrong values of each field of SamplingParams, BeamSearchParams and Config, and wrong requests, with their messages.
 
 Tests import this file. An example that does: pytest tests/core/test_config.py -k wrong
 """
@@ -21,7 +21,7 @@ SEED = "an integer from 0 to 2**63 - 1"
 SIZE = "a positive number, at most 2**30"
 TO_20 = "an integer from 0 to 20, or None"
 
-# class -> (field, what it must be, wrong values)
+# class -> (field, allowed values in words, wrong values)
 FIELDS: dict[Any, list[tuple[str, str, list]]] = {
     SamplingParams: [
         ("n", POSITIVE, [0, -1, 1.0, 1.5, True, "1", None]),
@@ -115,7 +115,7 @@ CONTENTS = [
 ]
 CONTENTS += [("[0]", part, [part]) for part in (IMAGE, {"type": "text"}, {"text": "a"})]
 
-PROMPTS: list[tuple[Any, str]] = [  # and how the refusal begins
+PROMPTS: list[tuple[Any, str]] = [  # with the beginning of the message
     *((prompt, f"prompt={prompt!r} is empty: it must have at least") for prompt in ("", [], ())),
     ("\ud800", r"prompt='\ud800' is not allowed: the tokenizer rejects it: "),
     *(([5, i], f"prompt has the token id {i!r}: {NO_TOKEN}") for i in (1536, -1, 2**63, 1.0, True, None, [1])),

@@ -90,7 +90,7 @@ class Events:
     def __init__(self, report: Path, package: Path, tests: list[str]):
         self.report = report
         self.package = package
-        self.tests = (*tests,)  # what the names of the tests that run begin with
+        self.tests = (*tests,)  # the names of the tests that run begin with one of these
 
     def write(self, **event: Any) -> None:
         with self.report.open("a", encoding="utf-8") as file:
