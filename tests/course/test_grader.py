@@ -156,7 +156,7 @@ for block_id in table:
             "preempt",
             ", request",
         ),
-        r"step \d+: .*block \d+ is in 0 tables, but its ref_count is 1",
+        r"step \d+: MyScheduler.preempt\(\): the blocks \[.*\] are not free",
     ),
     "steals": (STEALS, r"step \d+: .*block"),
     "does not load": (
@@ -544,7 +544,10 @@ def test_no_patch_wins_the_points_of_the_engine(tmp_path, cheat):
     report = graded(tmp_path, HEAD + code, Task("answers", [nothing], engine_points=10))
     assert report.checks[-1].name == "the real engine"
     assert report.checks[-1].score == 0, report.table()
-    assert re.search(message, report.checks[-1].output), report.table()
+    found = report.checks[-1].output
+    if found.startswith("the same fault as in"):  # then that check has said it
+        found = report.checks[0].output
+    assert re.search(message, found), report.table()
 
 
 def test_results_for_gradescope(tmp_path):
