@@ -221,7 +221,7 @@ class ModelRunner:
         if not all(seq.request.is_greedy for seq in schedule.sampled):
             sampling = sampling_of(schedule.sampled, self.vocab_size)
         end_of = {item.seq: end for item, end in zip(items, ends.tolist())}
-        # a draft token behind the sequence has a row behind the sequence's
+        # each draft token that `last` has beyond `seq` takes one row behind the row of `seq`
         rows = [
             end_of[last] - 1 - (len(last.token_ids) - len(seq.token_ids))
             for seq, last in schedule.sampled.items()

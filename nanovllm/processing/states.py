@@ -169,7 +169,7 @@ class RequestStates:
         it has ended. Returns the sequences that end by their text or by the error."""
         if not state.is_watched and error is None:
             if state.request.has_ended:
-                del self.unfinished[state.request.request_id]
+                self.unfinished.pop(state.request.request_id, None)
             return []
         output = state.output
         ended = state.catch_up(error)

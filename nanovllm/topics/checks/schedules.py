@@ -87,7 +87,7 @@ class ScheduleChecks:
     def _check_blocks(self) -> None:
         check_order(self.scheduler)
         try:
-            requests = self.scheduler.running + self.scheduler.waiting
+            requests = self.scheduler.running + self.scheduler.waiting  # not a user's unfinished()
             check_blocks(self.manager, [seq for each in requests for seq in each.unfinished])
         except AssertionError as error:
             problem = f"the blocks do not add up: {error}"
